@@ -1,0 +1,25 @@
+"""The errors a user can meet. Each message says what, got, expected and what to do; the CLI prints it and exits with 2."""
+
+
+class PermTritonError(Exception):
+    """Base of every error that is the input's, the machine's or the option's fault, never a bug's."""
+
+
+class ConfigError(PermTritonError):
+    """An option, or a combination of options, that makes no sense."""
+
+
+class ModelError(PermTritonError):
+    """A model that cannot be loaded, traced or pruned as asked."""
+
+
+class CalibrationError(PermTritonError):
+    """Text or token ids that cannot be calibrated on, or activations that are not finite."""
+
+
+class OutputError(PermTritonError):
+    """An output folder that may not, or cannot, be written."""
+
+
+class VerificationError(PermTritonError):
+    """A check of the result failed; nothing was saved."""

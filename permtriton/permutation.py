@@ -1,0 +1,36 @@
+"""Permutations of channels, as indices.
+
+The convention, stated once: a permutation is an int64 tensor ``index`` of shape ``[C]`` with
+
+    y[..., j] = x[..., index[j]]        and, for a weight,        W_perm[:, j] = W[:, index[j]].
+
+The matrix of the same permutation has ``P[index[j], j] = 1``, so that ``y = x P`` and ``W_perm = W P``.
+"""
+
+import torch
+from torch import Tensor
+
+
+def identity(channels: int) -> Tensor:
+    """Returns the index ``[channels]`` that moves nothing."""
+    return torch.arange(channels)
+
+
+def inverse(index: Tensor) -> Tensor:
+    """Returns the index that undoes ``index``: ``x[index][inverse(index)] == x``."""
+    return torch.empty_like(index).scatter_(0, index, torch.arange(index.numel(), device=index.device))
+
+
+def compose(first: Tensor, second: Tensor) -> Tensor:
+    """Returns the index of applying ``first``, then ``second``: ``x[first][second] == x[compose(first, second)]``."""
+    return first[second]
+
+
+def is_permutation(index: Tensor) -> bool:
+    """Whether ``index`` holds each of 0 to C-1 exactly once."""
+    return bool(torch.equal(index.sort().values, torch.arange(index.numel(), device=index.device)))
+
+
+def moved(index: Tensor) -> int:
+    """Returns how many channels ``index`` puts elsewhere."""
+    return int((index != torch.arange(index.numel(), device=index.device)).sum())

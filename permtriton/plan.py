@@ -1,0 +1,167 @@
+"""What a trace found out: which channels may be reordered together, who produces them and who reads them."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+LINEAR_MODULES = (nn.Linear, Conv1D)
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One dimension of one parameter, and which unit of a channel space each of its positions belongs to.
+
+    Attributes:
+        parameter: name in ``model.named_parameters()`` (of the first of tied names).
+        dim: dimension of the parameter.
+        units: int64 ``[size of the dimension]``; -1 where a position belongs to no unit of the space.
+        reads: whether the dimension is the input side of a linear (its columns), not a producer.
+    """
+
+    parameter: str
+    dim: int
+    units: Tensor
+    reads: bool
+
+    def expand(self, index: Tensor) -> Tensor:
+        """Returns the index over the positions of this dimension that a permutation of the units means.
+
+        A unit with several positions (a gate row and its up row; a value row read by several query heads) moves all
+        of them, the first to the first, and so on.
+
+        Args:
+            index: int64 ``[units]``.
+
+        Returns:
+            int64 ``[size of the dimension]``; positions outside the space stay.
+        """
+        size, inside = self.units.numel(), self.units >= 0
+        positions = torch.arange(size)[inside]
+        by_unit = positions[torch.argsort(self.units[inside], stable=True)].view(index.numel(), -1)
+        expanded = torch.arange(size)
+        expanded[by_unit.reshape(-1)] = by_unit[index.cpu()].reshape(-1)
+        return expanded
+
+
+@dataclass
+class ChannelSpace:
+    """Channels that one permutation orders: the residual stream, a head's values, an MLP's intermediate channels.
+
+    Attributes:
+        name: ``stream``, or the name of the first site that reads it.
+        segments: sizes of the runs of units inside which units may change places (a head, or everything).
+        axes: every parameter dimension that carries these channels; folding permutes each once.
+        frozen: why no permutation is possible; empty where one is.
+    """
+
+    name: str
+    segments: tuple[int, ...]
+    axes: tuple[Axis, ...]
+    frozen: str = ""
+
+    @property
+    def units(self) -> int:
+        """How many channels the permutation orders."""
+        return sum(self.segments)
+
+    def blocks(self, block_size: int) -> list[tuple[int, int]]:
+        """Returns (start, size) of each block of units; the last block of a segment may be smaller."""
+        found, start = [], 0
+        for segment in self.segments:
+            for offset in range(0, segment, block_size):
+                found.append((start + offset, min(block_size, segment - offset)))
+            start += segment
+        return found
+
+    @property
+    def producers(self) -> list[Axis]:
+        """The axes whose parameters write these channels."""
+        return [axis for axis in self.axes if not axis.reads]
+
+
+@dataclass
+class Site:
+    """One activation read by one or more pruned linears.
+
+    Attributes:
+        name: the linears' common path and their own names: ``layers.0.mlp.gate_proj+up_proj``.
+        linears: module names, in execution order.
+        channels: input channels.
+        units: int64 ``[channels]``: the unit of ``space`` at each input channel.
+        space: the permutation that orders the channels.
+        layer: the layer's number in its module list, or -1.
+    """
+
+    name: str
+    linears: tuple[str, ...]
+    channels: int
+    units: Tensor
+    space: ChannelSpace
+    layer: int = -1
+
+    def expand(self, index: Tensor) -> Tensor:
+        """Returns the index ``[channels]`` over this site's input channels for a unit index of its space."""
+        return Axis("", 0, self.units, reads=True).expand(index)
+
+    @property
+    def copies(self) -> int:
+        """How many input channels share a unit (query heads that share a key/value head)."""
+        return self.channels // self.space.units if self.space.segments else 1
+
+
+@dataclass
+class Plan:
+    """Every site, every channel space, and every linear that is left alone with its reason.
+
+    Attributes:
+        sites: in execution order.
+        spaces: in order of first use by a site.
+        skipped: module or parameter name -> reason.
+        barriers: reasons met while tracing, each once.
+    """
+
+    sites: list[Site]
+    spaces: list[ChannelSpace]
+    skipped: dict[str, str] = field(default_factory=dict)
+    barriers: list[str] = field(default_factory=list)
+
+    def linears(self) -> Iterator[tuple[Site, str]]:
+        """Yields every pruned linear with its site."""
+        for site in self.sites:
+            for name in site.linears:
+                yield site, name
+
+    def sites_of(self, space: ChannelSpace) -> list[Site]:
+        """Returns the sites that ``space`` orders."""
+        return [site for site in self.sites if site.space is space]
+
+    def layers(self) -> list[list[Site]]:
+        """Returns the sites grouped by consecutive layer, in execution order."""
+        groups: list[list[Site]] = []
+        for site in self.sites:
+            if groups and groups[-1][0].layer == site.layer and site.layer >= 0:
+                groups[-1].append(site)
+            else:
+                groups.append([site])
+        return groups
+
+
+def weight_in_out(module: nn.Module) -> Tensor:
+    """Returns a linear's weight as a view ``[in_features, out_features]``, whichever way the module keeps it."""
+    weight = module.get_parameter("weight") if not hasattr(module, "parametrizations") else module.weight
+    return weight if isinstance(module, Conv1D) else weight.t()  # type: ignore[return-value, union-attr, operator]
+
+
+def linear_module(model: nn.Module, name: str) -> nn.Module:
+    """Returns the pruned linear called ``name``."""
+    module = model.get_submodule(name)
+    assert isinstance(module, LINEAR_MODULES), f"{name} is a {type(module).__name__}"
+    return module
+
+
+def total_channels(sites: Iterable[Site]) -> int:
+    """Returns the input channels of all sites together."""
+    return sum(site.channels for site in sites)

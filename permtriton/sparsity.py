@@ -1,0 +1,48 @@
+"""The N:M sparsity pattern."""
+
+import re
+from dataclasses import dataclass
+
+from permtriton.errors import ConfigError
+
+MAX_GROUP = 32
+
+
+@dataclass(frozen=True)
+class NMPattern:
+    """Keeps ``kept`` of every ``group`` consecutive input channels of each row of a weight (NVIDIA's N:M).
+
+    Attributes:
+        kept: weights kept in a group; at least 1, less than ``group``.
+        group: consecutive input channels in a group; at most 32.
+    """
+
+    kept: int
+    group: int
+
+    def __post_init__(self) -> None:
+        if not 0 < self.kept < self.group <= MAX_GROUP:
+            raise ConfigError(
+                f"sparsity pattern {self.kept}:{self.group} is not possible: N:M keeps N of every M weights, "
+                f"with 0 < N < M <= {MAX_GROUP}; for example 2:4"
+            )
+
+    @classmethod
+    def parse(cls, text: str) -> "NMPattern":
+        """Reads ``"2:4"``.
+
+        Raises:
+            ConfigError: the text is not two whole numbers joined by a colon, or the pattern is not possible.
+        """
+        match = re.fullmatch(r"\s*(\d+)\s*:\s*(\d+)\s*", text)
+        if match is None:
+            raise ConfigError(f"sparsity pattern {text!r} is not understood: write N:M with whole numbers, such as 2:4")
+        return cls(int(match[1]), int(match[2]))
+
+    @property
+    def sparsity(self) -> float:
+        """The fraction of weights that become zero."""
+        return 1 - self.kept / self.group
+
+    def __str__(self) -> str:
+        return f"{self.kept}:{self.group}"
