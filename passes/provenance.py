@@ -93,6 +93,7 @@ class Provenance:
         linears: every product with a weight, in execution order.
         axes: (parameter, dimension) -> labels of its positions, int64.
         tables: the axes that are columns of an embedding.
+        hidden: labels of the last hidden state's channels; empty where it is not made of channels.
         contexts: uint64 ``[labels]``.
         barriers: reasons of operators without a rule that channels entered, each once.
     """
@@ -100,6 +101,7 @@ class Provenance:
     linears: list[LinearCall]
     axes: dict[tuple[str, int], np.ndarray]
     tables: set[tuple[str, int]]
+    hidden: np.ndarray
     contexts: np.ndarray
     barriers: list[str]
     _events: list[_Event] = field(repr=False)
@@ -118,15 +120,18 @@ class Provenance:
         return "its channels differ in what reads them"
 
 
-def propagate(exported: ExportedProgram, parameters: Mapping[str, str], outputs: Sequence[int]) -> Provenance:
+def propagate(
+    exported: ExportedProgram, parameters: Mapping[str, str], outputs: Sequence[int], hidden: int
+) -> Provenance:
     """Runs channel ids through an exported program.
 
     Args:
         exported: the program; none of its values is read.
         parameters: placeholder -> name of the parameter, the same name for tied parameters.
         outputs: positions in the graph's output tuple that a caller sees, whose channel order must therefore stay.
+        hidden: position of the last hidden state in it.
     """
-    interpreter = _ChannelInterpreter(exported, parameters, outputs)
+    interpreter = _ChannelInterpreter(exported, parameters, outputs, hidden)
     interpreter.run_graph()
     return interpreter.finish()
 
@@ -140,9 +145,12 @@ def _mix(values: np.ndarray) -> np.ndarray:
 
 
 class _ChannelInterpreter(fx.Interpreter):
-    def __init__(self, exported: ExportedProgram, parameters: Mapping[str, str], outputs: Sequence[int]) -> None:
+    def __init__(
+        self, exported: ExportedProgram, parameters: Mapping[str, str], outputs: Sequence[int], hidden: int
+    ) -> None:
         super().__init__(exported.graph_module)
-        self._outputs = outputs
+        self._outputs, self._hidden = outputs, hidden
+        self._hidden_ids = np.zeros(0, np.int64)
         self._parameters = parameters
         self._next_id = 1
         self._next_opaque = -1
@@ -180,6 +188,9 @@ class _ChannelInterpreter(fx.Interpreter):
         for position in self._outputs:
             if isinstance(results[position], Tensor):
                 self._separate(results[position], "it is an output of the model, whose order must stay")
+        hidden = results[self._hidden].reshape(-1, results[self._hidden].shape[-1])
+        if bool((hidden == hidden[:1]).all()) and bool((hidden > 0).all()):
+            self._hidden_ids = hidden[0].numpy()
         return None
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
@@ -422,7 +433,7 @@ class _ChannelInterpreter(fx.Interpreter):
             for event in self._events:
                 np.add.at(contexts, labels[event.ids], event.context)
         axes = {key: labels[start : start + size].astype(np.int64) for key, (start, size) in self._axis_start.items()}
-        return Provenance(self._linears, axes, self._tables, contexts, list(self._barriers), self._events, labels)
+        return Provenance(self._linears, axes, self._tables, labels[self._hidden_ids], contexts, list(self._barriers), self._events, labels)
 
 
 def _transposed(value: Any) -> Any:

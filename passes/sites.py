@@ -43,7 +43,8 @@ def find_sites(
         raise ModelError("no linear layer of this model can be pruned; `permtriton inspect` lists the reasons")
     builder = _SpaceBuilder(provenance, pattern)
     sites = [builder.site(model, calls) for calls in by_source.values()]
-    return Plan(sites, builder.finish(sites), skipped, provenance.barriers)
+    spaces = builder.finish(sites)
+    return Plan(sites, spaces, skipped, provenance.barriers, *builder.locate(provenance.hidden))
 
 
 def _prunable(
@@ -139,8 +140,6 @@ class _SpaceBuilder:
             self._space_of[unique] = len(self._spaces)
             self._unit_of[unique] = np.arange(unique.size)
         self._spaces.append(space)
-        order = np.empty(unique.size, np.int64)
-        order[np.argsort(unique)] = np.arange(unique.size)
         lookup: Mapping[int, int] = {int(label): unit for unit, label in enumerate(unique)}
         return space, np.array([lookup[int(label)] for label in labels])
 
@@ -162,6 +161,13 @@ class _SpaceBuilder:
                 streams += 1
                 space.name = "stream" if streams == 1 else f"stream.{streams}"
         return self._spaces
+
+    def locate(self, labels: np.ndarray) -> tuple[ChannelSpace | None, Tensor]:
+        """Returns the space that orders all of ``labels``, and the unit at each; None where there is no such space."""
+        owners = np.unique(self._space_of[labels])
+        if owners.size != 1 or owners[0] < 0:
+            return None, torch.empty(0, dtype=torch.int64)
+        return self._spaces[owners[0]], torch.from_numpy(self._unit_of[labels])
 
 
 def _uneven(units: Tensor, count: int) -> bool:

@@ -165,9 +165,9 @@ class CompileConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the flat options that `from_options` reads back to an equal config."""
-        flat = {f.name: getattr(self, f.name) for f in fields(self)}
-        flat["sparsity"] = str(self.sparsity)
-        return {**flat, **dataclasses.asdict(flat.pop("calibration")), **dataclasses.asdict(flat.pop("learn"))}
+        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("calibration", "learn")}
+        own["sparsity"] = str(self.sparsity)
+        return {**own, **dataclasses.asdict(self.calibration), **dataclasses.asdict(self.learn)}
 
 
 RECIPES: dict[str, dict[str, Any]] = {

@@ -1,6 +1,6 @@
 """What a trace found out: which channels may be reordered together, who produces them and who reads them."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -121,12 +121,16 @@ class Plan:
         spaces: in order of first use by a site.
         skipped: module or parameter name -> reason.
         barriers: reasons met while tracing, each once.
+        hidden_space: the space that orders the last hidden state's channels, or None.
+        hidden_units: int64: the unit of ``hidden_space`` at each channel of the last hidden state.
     """
 
     sites: list[Site]
     spaces: list[ChannelSpace]
     skipped: dict[str, str] = field(default_factory=dict)
     barriers: list[str] = field(default_factory=list)
+    hidden_space: ChannelSpace | None = None
+    hidden_units: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
 
     def linears(self) -> Iterator[tuple[Site, str]]:
         """Yields every pruned linear with its site."""
@@ -150,9 +154,9 @@ class Plan:
 
 
 def weight_in_out(module: nn.Module) -> Tensor:
-    """Returns a linear's weight as a view ``[in_features, out_features]``, whichever way the module keeps it."""
-    weight = module.get_parameter("weight") if not hasattr(module, "parametrizations") else module.weight
-    return weight if isinstance(module, Conv1D) else weight.t()  # type: ignore[return-value, union-attr, operator]
+    """Returns a linear's weight as a detached view ``[in_features, out_features]``, whichever way the module keeps it."""
+    weight = module.get_parameter("weight").detach()
+    return weight if isinstance(module, Conv1D) else weight.t()
 
 
 def linear_module(model: nn.Module, name: str) -> nn.Module:
@@ -162,6 +166,14 @@ def linear_module(model: nn.Module, name: str) -> nn.Module:
     return module
 
 
-def total_channels(sites: Iterable[Site]) -> int:
-    """Returns the input channels of all sites together."""
-    return sum(site.channels for site in sites)
+def layer_modules(model: nn.Module, plan: Plan) -> list[nn.Module]:
+    """Returns the items of the outermost module lists that hold sites, in execution order."""
+    found: dict[str, nn.Module] = {}
+    for _, name in plan.linears():
+        parts = name.split(".")
+        for depth in range(1, len(parts)):
+            if isinstance(model.get_submodule(".".join(parts[:depth])), nn.ModuleList):
+                layer = ".".join(parts[: depth + 1])
+                found[layer] = model.get_submodule(layer)
+                break
+    return list(found.values())

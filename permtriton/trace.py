@@ -1,7 +1,5 @@
 """Turns a loaded model into an exported `torch.fx` graph that also shows its last hidden state."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +9,7 @@ from torch.export import ExportedProgram
 from transformers import PreTrainedModel
 
 from permtriton.errors import ModelError
+from permtriton.forward import without_cache
 
 TRACE_TOKENS = 4  # few, so that provenance is cheap; more than one, so that token mixing shows
 
@@ -53,17 +52,6 @@ class _Probed(nn.Module):
             for handle in handles:
                 handle.remove()
         return (*(value for value in output.to_tuple() if isinstance(value, Tensor)), seen[-1])
-
-
-@contextmanager
-def without_cache(model: PreTrainedModel) -> Iterator[None]:
-    """Switches the key/value cache off for a while."""
-    before = getattr(model.config, "use_cache", None)
-    model.config.use_cache = False
-    try:
-        yield
-    finally:
-        model.config.use_cache = before
 
 
 def trace(model: PreTrainedModel) -> Traced:

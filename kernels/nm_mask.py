@@ -1,0 +1,216 @@
+"""N:M masked weight under a permutation inside blocks, and the gradient of the permutation (eq. 8-10 of the paper).
+
+With weight ``W [O, C]`` in base order, importance ``S = |W|^power * scale_C * (row_O + column_C)`` (the last factor only
+where given), a permutation ``P`` that moves channels inside blocks and its ``index [C]``:
+
+    M     = top ``kept`` of every ``group`` consecutive channels of S P,   ties to the lower channel
+    W_eff = W * (M P^T)                                                    the mask brought back to base order
+
+so that activations never move while learning. Backward, straight through the mask and the assignment, with
+``A = dL/dW_eff * W`` and ``M_soft`` the softmax of ``S P`` over each group (divided by the group's mean first where
+``group_scale``), for each block of channels:
+
+    dP = A^T M_soft + S^T dS_hat,      dS_hat = softmax_backward(A P)
+
+Only ``[B, O] x [O, B]`` products: no ``C x C`` matrix exists, and ``W`` itself receives no gradient.
+``block_sizes`` are the sizes of the blocks in channel order; ``soft`` and ``dP`` hold the blocks' matrices one after
+another, flat ``[sum of sizes^2]``. Weights whose input dimension has the larger stride (``W.t()`` contiguous) gather
+whole rows and are the fast case.
+Bytes moved: forward W read, W_eff written; backward dW_eff and W read.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def nm_mask(
+    weight: Tensor,
+    scale: Tensor,
+    row: Tensor | None,
+    column: Tensor | None,
+    power: int,
+    index: Tensor,
+    soft: Tensor,
+    block_sizes: Sequence[int],
+    kept: int,
+    group: int,
+    group_scale: bool,
+) -> Tensor:
+    """Returns the masked weight ``[O, C]`` in base order; differentiable in ``soft`` (straight through ``index``).
+
+    Args:
+        weight: ``[O, C]``, any strides.
+        scale: float32 ``[C]``.
+        row: float32 ``[O]`` or None.
+        column: float32 ``[C]``, given together with ``row``.
+        power: exponent of ``|W|``, 1 or 2.
+        index: int64 ``[C]``, a permutation inside the blocks: the hard permutation of this step.
+        soft: float32 ``[sum of sizes^2]``: the relaxed permutation that ``index`` was assigned from; only its gradient
+            is used.
+        block_sizes: in channel order; multiples of ``group`` that sum to C.
+        kept: weights kept in a group.
+        group: consecutive channels in a group.
+        group_scale: whether the backward softmax divides scores by the mean of their group.
+    """
+    return torch.ops.permtriton.nm_mask(
+        weight, scale, row, column, power, index, soft, list(block_sizes), kept, group, group_scale
+    )
+
+
+def top_n_mask(scores_CO: Tensor, kept: int, group: int) -> Tensor:
+    """Returns bool ``[C, O]``: the ``kept`` largest of every ``group`` consecutive rows, ties to the lower row.
+
+    A score's rank in its group is counted by comparing pairs, in place of sorting tiny rows one by one.
+    """
+    scores = scores_CO.unflatten(0, (-1, group))
+    rank = torch.arange(group - 1, -1, -1, dtype=torch.int8, device=scores.device)
+    rank = rank.view(1, group, 1).repeat(scores.shape[0], 1, scores.shape[2])
+    for i in range(group):
+        for j in range(i + 1, group):
+            wins = (scores[:, i] >= scores[:, j]).view(torch.int8)
+            rank[:, i] -= wins
+            rank[:, j] += wins
+    return (rank < kept).flatten(0, 1)
+
+
+def importance_scores(
+    weight_CO: Tensor, scale: Tensor, row: Tensor | None, column: Tensor | None, power: int
+) -> Tensor:
+    """Returns float32 ``[C, O]`` scores of a weight ``[C, O]``; the arguments are those of `nm_mask`."""
+    scores = weight_CO.to(torch.promote_types(weight_CO.dtype, torch.float32), copy=True).abs_()
+    if power == 2:
+        scores.square_()
+    if row is not None and column is not None:
+        scores.mul_(row + column.unsqueeze(1))
+    return scores.mul_(scale.unsqueeze(1))
+
+
+def nm_mask_reference(
+    weight: Tensor,
+    scale: Tensor,
+    row: Tensor | None,
+    column: Tensor | None,
+    power: int,
+    index: Tensor,
+    kept: int,
+    group: int,
+) -> Tensor:
+    """The masked weight in plain torch."""
+    ordered = weight.t().index_select(0, index)
+    scores = importance_scores(ordered, scale[index], row, None if column is None else column[index], power)
+    mask = top_n_mask(scores, kept, group)
+    ordered.mul_(mask)
+    back = torch.empty_like(index).scatter_(0, index, torch.arange(index.numel(), device=index.device))
+    return ordered.index_select(0, back).t()
+
+
+def nm_mask_backward_reference(
+    grad: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    row: Tensor | None,
+    column: Tensor | None,
+    power: int,
+    index: Tensor,
+    block_sizes: Sequence[int],
+    group: int,
+    group_scale: bool,
+) -> Tensor:
+    """Returns dP, flat ``[sum of sizes^2]`` float32."""
+    weight_CO = weight.t()
+    agreement = torch.mul(grad.t(), weight_CO).to(scale.dtype)  # A
+    scores = importance_scores(weight_CO, scale, row, column, power)
+    grouped = scores.index_select(0, index).unflatten(0, (-1, group))
+    inverse_temperature = None
+    if group_scale:
+        inverse_temperature = grouped.mean(1, keepdim=True).clamp_min_(torch.finfo(scores.dtype).tiny).reciprocal_()
+        grouped.mul_(inverse_temperature)
+    soft = grouped.softmax(1)
+    del grouped
+    grad_soft = agreement.index_select(0, index).unflatten(0, (-1, group)).mul_(soft)
+    grad_scores = grad_soft.sub_(soft * grad_soft.sum(1, keepdim=True))
+    if inverse_temperature is not None:
+        grad_scores.mul_(inverse_temperature)
+    soft, grad_scores = soft.flatten(0, 1), grad_scores.flatten(0, 1)
+
+    sizes = torch.tensor(block_sizes)
+    starts, offsets = sizes.cumsum(0) - sizes, sizes.square().cumsum(0) - sizes.square()
+    grad_blocks = scores.new_empty(int(sizes.square().sum()))
+    for size in sorted(set(block_sizes)):
+        of_size = sizes == size
+        channels = _runs(starts[of_size], size).to(index.device)
+
+        def blocks(rows: Tensor, channels: Tensor | slice = channels, size: int = size) -> Tensor:
+            return rows[channels].view(-1, size, rows.shape[1])
+
+        products = torch.bmm(blocks(agreement), blocks(soft).mT)
+        products.baddbmm_(blocks(scores), blocks(grad_scores).mT)
+        grad_blocks[_runs(offsets[of_size], size * size).to(index.device)] = products.reshape(-1)
+    return grad_blocks
+
+
+def _runs(starts: Tensor, length: int) -> Tensor:
+    return (starts.unsqueeze(1) + torch.arange(length)).reshape(-1)
+
+
+@torch.library.custom_op("permtriton::nm_mask", mutates_args=())
+def _nm_mask(
+    weight: Tensor,
+    scale: Tensor,
+    row: Tensor | None,
+    column: Tensor | None,
+    power: int,
+    index: Tensor,
+    soft: Tensor,
+    block_sizes: list[int],
+    kept: int,
+    group: int,
+    group_scale: bool,
+) -> Tensor:
+    return nm_mask_reference(weight, scale, row, column, power, index, kept, group)
+
+
+@torch.library.custom_op("permtriton::nm_mask_backward", mutates_args=())
+def _nm_mask_backward(
+    grad: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    row: Tensor | None,
+    column: Tensor | None,
+    power: int,
+    index: Tensor,
+    block_sizes: list[int],
+    group: int,
+    group_scale: bool,
+) -> Tensor:
+    return nm_mask_backward_reference(
+        grad, weight, scale, row, column, power, index, block_sizes, group, group_scale
+    )
+
+
+@_nm_mask.register_fake
+def _(weight, scale, row, column, power, index, soft, block_sizes, kept, group, group_scale):  # type: ignore[no-untyped-def]
+    return weight.new_empty(weight.shape[::-1]).t()
+
+
+@_nm_mask_backward.register_fake
+def _(grad, weight, scale, row, column, power, index, block_sizes, group, group_scale):  # type: ignore[no-untyped-def]
+    return scale.new_empty(sum(size * size for size in block_sizes))
+
+
+def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    weight, scale, row, column, ctx.power, index, _, ctx.block_sizes, _, ctx.group, ctx.group_scale = inputs
+    ctx.save_for_backward(weight, scale, row, column, index)
+
+
+def _backward(ctx, grad):  # type: ignore[no-untyped-def]
+    weight, scale, row, column, index = ctx.saved_tensors
+    grad_soft = torch.ops.permtriton.nm_mask_backward(
+        grad, weight, scale, row, column, ctx.power, index, ctx.block_sizes, ctx.group, ctx.group_scale
+    )
+    return (None,) * 6 + (grad_soft,) + (None,) * 4
+
+
+_nm_mask.register_autograd(_backward, setup_context=_setup_context)

@@ -1,0 +1,106 @@
+"""Sinkhorn normalisation of a batch of square matrices (eq. 2-5 of the paper).
+
+    E = exp((logits - rowmax) / tau);   S = diag(r) E diag(c)
+    one round:  r = 1 / (E c),  c = 1 / (E^T r);        0 rounds: r = 1 / (E 1), c = 1, a row softmax
+
+Shapes: ``logits``, ``soft`` ``[n, B, B]``; scales ``[rounds, n, B]`` float32. The backward pass replays the rounds from
+the saved scale vectors, 2 x rounds x B float32 a block, instead of from ``rounds`` saved matrices.
+Bytes moved: logits read once, soft written once.
+"""
+
+import torch
+from torch import Tensor
+
+TINY = 1e-30  # keeps the reciprocal of an underflown sum finite
+
+
+def sinkhorn(logits: Tensor, tau: float, rounds: int) -> Tensor:
+    """Returns the doubly stochastic relaxation of ``logits``, float32 ``[n, B, B]``; differentiable in ``logits``.
+
+    Args:
+        logits: ``[n, B, B]``.
+        tau: temperature, positive; towards 0 the result tends to a permutation matrix.
+        rounds: row-then-column normalisations; 0 gives a row softmax.
+    """
+    return torch.ops.permtriton.sinkhorn(logits, tau, rounds)[0]
+
+
+def sinkhorn_reference(logits: Tensor, tau: float, rounds: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns (soft, row scales, column scales)."""
+    e = _exponentials(logits, tau)
+    n, b, _ = e.shape
+    column = e.new_ones(n, b, 1)
+    row = torch.bmm(e, column).clamp_min(TINY).reciprocal()
+    rows, columns = e.new_empty(rounds, n, b), e.new_empty(rounds, n, b)
+    for k in range(rounds):
+        if k:
+            row = torch.bmm(e, column).clamp_min(TINY).reciprocal()
+        column = torch.bmm(e.mT, row).clamp_min(TINY).reciprocal()
+        rows[k], columns[k] = row.squeeze(-1), column.squeeze(-1)
+    return e.mul_(row).mul_(column.mT), rows, columns
+
+
+def sinkhorn_backward_reference(grad: Tensor, logits: Tensor, rows: Tensor, columns: Tensor, tau: float) -> Tensor:
+    """Returns the gradient of the logits, in their dtype, by replaying the rounds backwards."""
+    e = _exponentials(logits, tau)
+    grad = grad.to(e.dtype)
+    rounds = rows.shape[0]
+    ones = e.new_ones(e.shape[0], e.shape[1], 1)
+    row = rows[-1].unsqueeze(-1) if rounds else torch.bmm(e, ones).clamp_min(TINY).reciprocal()
+    column = columns[-1].unsqueeze(-1) if rounds else ones
+    grad_e = grad * row * column.mT
+    weighted = grad * e
+    grad_row = torch.bmm(weighted, column)
+    grad_column = torch.bmm(weighted.mT, row)
+    for k in reversed(range(max(rounds, 1))):
+        if rounds:
+            row, column = rows[k].unsqueeze(-1), columns[k].unsqueeze(-1)
+            grad_sum = -grad_column * column * column
+            grad_e = torch.baddbmm(grad_e, row, grad_sum.mT)
+            grad_row = torch.baddbmm(grad_row, e, grad_sum)
+        grad_sum = -grad_row * row * row
+        before = columns[k - 1].unsqueeze(-1) if k else ones
+        grad_e = torch.baddbmm(grad_e, grad_sum, before.mT)
+        grad_column = torch.bmm(e.mT, grad_sum)
+        grad_row = torch.zeros_like(grad_row)
+    return (grad_e * e / tau).to(logits.dtype)
+
+
+def _exponentials(logits: Tensor, tau: float) -> Tensor:
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return ((wide - wide.amax(-1, keepdim=True)) / tau).exp_()
+
+
+@torch.library.custom_op("permtriton::sinkhorn", mutates_args=())
+def _sinkhorn(logits: Tensor, tau: float, rounds: int) -> tuple[Tensor, Tensor, Tensor]:
+    return sinkhorn_reference(logits, tau, rounds)
+
+
+@torch.library.custom_op("permtriton::sinkhorn_backward", mutates_args=())
+def _sinkhorn_backward(grad: Tensor, logits: Tensor, rows: Tensor, columns: Tensor, tau: float) -> Tensor:
+    return sinkhorn_backward_reference(grad, logits, rows, columns, tau)
+
+
+@_sinkhorn.register_fake
+def _(logits: Tensor, tau: float, rounds: int) -> tuple[Tensor, Tensor, Tensor]:
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    scales = logits.new_empty((rounds, *logits.shape[:2]), dtype=dtype)
+    return logits.new_empty(logits.shape, dtype=dtype), scales, torch.empty_like(scales)
+
+
+@_sinkhorn_backward.register_fake
+def _(grad: Tensor, logits: Tensor, rows: Tensor, columns: Tensor, tau: float) -> Tensor:
+    return logits.new_empty(logits.shape)
+
+
+def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    logits, ctx.tau, _ = inputs
+    ctx.save_for_backward(logits, output[1], output[2])
+
+
+def _backward(ctx, grad, _rows, _columns):  # type: ignore[no-untyped-def]
+    logits, rows, columns = ctx.saved_tensors
+    return torch.ops.permtriton.sinkhorn_backward(grad, logits, rows, columns, ctx.tau), None, None
+
+
+_sinkhorn.register_autograd(_backward, setup_context=_setup_context)

@@ -1,0 +1,381 @@
+"""The pipeline: calibrate -> trace -> sites -> score -> permute -> fold -> mask or update -> verify."""
+
+import hashlib
+import json
+import platform
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from permtriton import memory
+from permtriton.calibration import calibration_ids, channel_norms, check_finite, hessians, ids_hash
+from permtriton.config import CompileConfig
+from permtriton.errors import CalibrationError
+from permtriton.evaluate import Evaluation
+from permtriton.forward import hidden_states
+from permtriton.heuristic import heuristic_index, space_scores
+from permtriton.importance import Importance, importance_of
+from permtriton.kernels.nm_mask import top_n_mask
+from permtriton.learn import Epoch, ResumeFile, learn
+from permtriton.load import check_weights
+from permtriton.passes.fuse_permutations import fuse_permutations
+from permtriton.passes.provenance import propagate
+from permtriton.passes.sites import find_sites
+from permtriton.passes.verify import check_pruned, check_same_outputs, model_outputs
+from permtriton.permutation import compose, identity, moved
+from permtriton.plan import Axis, Plan, Site, linear_module, weight_in_out
+from permtriton.progress import NoProgress, Progress
+from permtriton.reconstruct import inverse_diagonal, sparsegpt
+from permtriton.sparsity import NMPattern
+from permtriton.trace import trace
+
+REFERENCE_SEQUENCES, REFERENCE_TOKENS = 2, 64  # that exact steps must reproduce
+TOKENS_AT_ONCE = 4096  # in passes that keep no gradients
+VERSION = "0.1.0"
+
+
+@dataclass
+class CompiledModel:
+    """A pruned model and how it came about.
+
+    Attributes:
+        model: physically N:M, every permutation folded; an ordinary transformers model.
+        tokenizer: as given.
+        config: what was asked for.
+        plan: sites and channel spaces.
+        indices: space name -> unit index from the dense order to the present one, int64.
+        report: everything worth telling, as JSON types; see `permtriton.report`.
+        reference_ids: token ids on which a reloaded checkpoint must agree with ``model``.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None
+    config: CompileConfig
+    plan: Plan
+    indices: dict[str, Tensor]
+    report: dict[str, Any]
+    reference_ids: Tensor
+    resume: ResumeFile | None = None
+
+    def save(self, output: str | Path, *, overwrite: bool = False) -> Path:
+        """Writes a plain Hugging Face checkpoint and ``permtriton.json``, verifies it, then renames it into place.
+
+        Raises:
+            OutputError: the folder exists and ``overwrite`` is off, or cannot be written.
+            VerificationError: the checkpoint is not what it must be; nothing is left behind.
+        """
+        from permtriton.artifact import save_checkpoint
+
+        path = save_checkpoint(self, Path(output), overwrite=overwrite)
+        if self.resume is not None:
+            self.resume.delete()
+        return path
+
+
+def find_plan(model: PreTrainedModel, pattern: NMPattern, *, skip_indivisible: bool = False) -> Plan:
+    """Traces a model, on any device including meta, and finds its sites.
+
+    Raises:
+        ModelError: the model cannot be traced or holds a linear that the pattern does not fit.
+    """
+    traced = trace(model)
+    provenance = propagate(traced.exported, traced.parameters, traced.outputs, traced.hidden)
+    output = next(node for node in traced.exported.graph.nodes if node.op == "output")
+    return find_sites(
+        provenance, model, output.args[0][traced.hidden], pattern, skip_indivisible=skip_indivisible
+    )
+
+
+def compile(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    config: CompileConfig | None = None,
+    *,
+    ids: Tensor | None = None,
+    evaluation_windows: Tensor | None = None,
+    progress: Progress | None = None,
+    resume_path: Path | None = None,
+) -> CompiledModel:
+    """Prunes ``model`` to N:M in place, in the best channel order that can be found and folded.
+
+    Args:
+        model: dense, in eval mode, on the device to work on.
+        tokenizer: for calibration text.
+        config: every option; the default recipe where None.
+        ids: calibration sequences, int64 ``[samples, tokens]``, in place of the config's source.
+        evaluation_windows: held-out sequences, int64 ``[windows, tokens]``, measured before and after.
+        progress: told how the stages go.
+        resume_path: file that keeps learning's state between epochs; an equal run continues from it.
+
+    Returns:
+        The compiled model; ``model`` is the same object, changed.
+
+    Raises:
+        PermTritonError: bad input, too little memory, or a failed check. The model may then be half changed.
+    """
+    config = config or CompileConfig()
+    return _Compilation(model.eval(), tokenizer, config, progress or NoProgress()).run(
+        ids, evaluation_windows, resume_path
+    )
+
+
+@dataclass
+class _Compilation:
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None
+    config: CompileConfig
+    progress: Progress
+    seconds: dict[str, float] = field(default_factory=dict)
+    epochs: list[Epoch] = field(default_factory=list)
+    kept_epoch: int | None = None
+    largest_difference: float = 0.0
+
+    def run(self, ids: Tensor | None, windows: Tensor | None, resume_path: Path | None) -> CompiledModel:
+        check_weights(self.model)
+        with self._timed("calibration text"):
+            ids = self._ids(ids)
+        with self._timed("trace"):
+            self.plan = find_plan(
+                self.model, self.config.sparsity, skip_indivisible=self.config.skip_indivisible
+            )
+        needs = memory.estimate(self.model, self.plan, self.config)
+        memory.check_fits(needs, self.model.device)
+        self.ids, self.batch = ids, max(TOKENS_AT_ONCE // ids.shape[1], 1)
+        self.reference_ids = ids[:REFERENCE_SEQUENCES, :REFERENCE_TOKENS]
+        self.reference = model_outputs(self.model, self.reference_ids)
+        with self._timed("evaluate"):
+            evaluation = None if windows is None else Evaluation(self.model, windows, self.batch, self.progress)
+        with self._timed("calibrate"):
+            self.statistics = self._statistics()
+        indices = self._permute(resume_path)
+        with self._timed("update" if self.config.weight_update == "sparsegpt" else "mask"):
+            self._prune()
+        check_pruned(self.model, self.plan, self.config.sparsity)
+        measured = {}
+        if evaluation is not None:
+            with self._timed("evaluate"):
+                measured = {
+                    "measure": evaluation.measure,
+                    "dense": evaluation.dense,
+                    "compiled": evaluation.compiled(self.model, self._hidden_order(indices)),
+                }
+        report = self._report(indices, measured, needs)
+        return CompiledModel(
+            self.model, self.tokenizer, self.config, self.plan, indices, report, self.reference_ids, self.resume
+        )
+
+    # -- stages ----------------------------------------------------------------------------------------------------
+
+    def _ids(self, ids: Tensor | None) -> Tensor:
+        vocabulary = self.model.get_input_embeddings().weight.shape[0]
+        length = self.config.calibration.sequence_length if ids is None else ids.shape[1]
+        limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        if limit and length > limit:
+            raise CalibrationError(
+                f"sequence_length is {length}, but the model has {limit} positions: use --sequence-length {limit} or less"
+            )
+        if ids is None:
+            return calibration_ids(self.config.calibration, self.tokenizer, vocabulary, self.config.seed)
+        if ids.ndim != 2 or not ids.numel() or int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
+            raise CalibrationError(
+                f"ids have shape {tuple(ids.shape)}: expected [samples, tokens] with values from 0 to {vocabulary - 1}"
+            )
+        return ids.cpu()
+
+    def _statistics(self) -> dict[str, Tensor]:
+        """One float32 vector a site, in the dense order: ``diag(H^-1)`` for OBS, ``||X_j||`` for the others."""
+        sites = self.plan.sites
+        if self.config.importance == "magnitude":
+            return {site.name: torch.ones(site.channels, device=self.model.device) for site in sites}
+        if self.config.importance != "obs":
+            return channel_norms(self.model, sites, self.ids, self.batch, self.progress)
+        found: dict[str, Tensor] = {}
+        layers = self.plan.layers()
+        with self.progress.stage("calibrate", self.ids.shape[0] * len(layers)) as advance:
+            for layer in layers:
+                layer_hessians = hessians(self.model, layer, self.ids, self.batch, advance)
+                found.update({name: inverse_diagonal(hessian) for name, hessian in layer_hessians.items()})
+        for name, diagonal in found.items():
+            check_finite(name, diagonal)
+        return found
+
+    def _permute(self, resume_path: Path | None) -> dict[str, Tensor]:
+        """Finds and folds the permutations; returns every space's index from the dense order."""
+        config = self.config
+        indices = {space.name: identity(space.units) for space in self.plan.spaces}
+        if config.permutation == "heuristic" or (
+            config.permutation == "learned" and config.learn.base_order == "heuristic"
+        ):
+            with self._timed("heuristic"):
+                base = self._heuristic()
+            self._fold(base)
+            indices.update(base)
+        self.resume = None
+        if config.permutation == "learned":
+            if resume_path is not None:
+                self.resume = ResumeFile(resume_path, self._fingerprint())
+            with self._timed("learn"):
+                target = torch.cat(hidden_states(self.model, self.ids, self.batch))
+                learned = learn(
+                    self.model, self.plan, self._importances(), self.ids, target, config.learn, config.sparsity,
+                    config.seed, self.progress, self.resume,
+                )  # fmt: skip
+            self.epochs, self.kept_epoch = learned.history, learned.kept
+            self._fold(learned.indices)
+            indices.update({name: compose(indices[name], index) for name, index in learned.indices.items()})
+        return indices
+
+    def _heuristic(self) -> dict[str, Tensor]:
+        importances = self._importances()
+        spaces = [space for space in self.plan.spaces if not space.frozen]
+        found = {}
+        with self.progress.stage("heuristic", sum(len(space.segments) for space in spaces)) as advance:
+            for space in spaces:
+                scores = space_scores(self.model, self.plan.sites_of(space), importances)
+                found[space.name] = heuristic_index(space, scores, self.config.sparsity, advance)
+        return found
+
+    def _fold(self, indices: Mapping[str, Tensor]) -> None:
+        """Folds indices relative to the present order, moves the statistics along, and proves that nothing changed."""
+        fuse_permutations(self.model, self.plan, indices)
+        for site in self.plan.sites:
+            if site.space.name in indices:
+                order = site.expand(indices[site.space.name]).to(self.model.device)
+                self.statistics[site.name] = self.statistics[site.name][order]
+        difference = check_same_outputs(
+            self.reference, model_outputs(self.model, self.reference_ids), self.model.dtype, "after folding permutations"
+        )
+        self.largest_difference = max(self.largest_difference, difference)
+
+    def _importances(self) -> dict[str, Importance]:
+        return {
+            name: importance_of(self.config.importance, self._weight(name), self.statistics[site.name])
+            for site, name in self.plan.linears()
+        }
+
+    @torch.no_grad()
+    def _prune(self) -> None:
+        if self.config.weight_update == "none":
+            for site in self.plan.sites:
+                for name, mask in self._masks(site).items():
+                    self._weight(name).masked_fill_(~mask, 0).add_(0.0)  # the sum turns -0.0 into 0.0
+            return
+        layers = self.plan.layers()
+        with self.progress.stage("update", (self.ids.shape[0] + 1) * len(layers)) as advance:
+            for layer in layers:
+                layer_hessians = hessians(self.model, layer, self.ids, self.batch, advance)
+                for site in layer:
+                    masks = self._masks(site) if self.config.update_mask == "keep" else {}
+                    for name in site.linears:
+                        mask = masks[name].T if name in masks else None
+                        weight = self._weight(name)
+                        updated = sparsegpt(weight.T, layer_hessians[site.name], self.config.sparsity, mask)
+                        weight.copy_(updated.T).add_(0.0)
+                advance()
+
+    def _masks(self, site: Site) -> dict[str, Tensor]:
+        masks = {}
+        for name in site.linears:
+            weight = self._weight(name)
+            scores = importance_of(self.config.importance, weight, self.statistics[site.name]).scores(weight)
+            masks[name] = top_n_mask(scores, self.config.sparsity.kept, self.config.sparsity.group)
+        return masks
+
+    # -- small things ----------------------------------------------------------------------------------------------
+
+    def _weight(self, name: str) -> Tensor:
+        return weight_in_out(linear_module(self.model, name))
+
+    def _hidden_order(self, indices: Mapping[str, Tensor]) -> Tensor | None:
+        space = self.plan.hidden_space
+        if space is None or space.frozen:
+            return None
+        return Axis("", 0, self.plan.hidden_units, reads=False).expand(indices[space.name])
+
+    def _fingerprint(self) -> str:
+        told = {
+            "config": self.config.to_dict(),
+            "ids": ids_hash(self.ids),
+            "reference": hashlib.sha256(self.reference.numpy().tobytes()).hexdigest(),
+            "versions": versions(),
+        }
+        return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+
+    @contextmanager
+    def _timed(self, stage: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - started
+
+    def _report(self, indices: Mapping[str, Tensor], measured: dict[str, Any], needs: Mapping[str, int]) -> dict[str, Any]:
+        pruned = {name: self._weight(name) for _, name in self.plan.linears()}
+        zeros = {name: float((weight == 0).float().mean()) for name, weight in pruned.items()}
+        return {
+            "versions": versions(),
+            "device": device_name(self.model.device),
+            "dtype": str(self.model.dtype).removeprefix("torch."),
+            "config": self.config.to_dict(),
+            "calibration": {"sha256": ids_hash(self.ids), "shape": list(self.ids.shape)},
+            "parameters": sum(p.numel() for p in self.model.parameters()),
+            "pruned_parameters": sum(weight.numel() for weight in pruned.values()),
+            "sparsity_by_layer": zeros,
+            "sites": [_site_report(site, indices[site.space.name]) for site in self.plan.sites],
+            "spaces": [space_report(self.plan, space_number) for space_number in range(len(self.plan.spaces))],
+            "skipped": self.plan.skipped,
+            "barriers": self.plan.barriers,
+            "learning": {"epochs": [asdict(epoch) for epoch in self.epochs], "kept_epoch": self.kept_epoch},
+            "evaluation": measured,
+            "fold_difference": self.largest_difference,
+            "seconds": {stage: round(value, 3) for stage, value in self.seconds.items()},
+            "memory": {"peak": memory.peak(self.model.device), "estimate": dict(needs)},
+        }
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions that decide a result."""
+    return {
+        "permtriton": VERSION,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def device_name(device: torch.device) -> str:
+    """Returns the GPU's name, or ``cpu`` with the number of threads."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"cpu, {torch.get_num_threads()} threads, {platform.machine()}"
+
+
+def space_report(plan: Plan, number: int) -> dict[str, Any]:
+    """Returns where one permutation goes: its producers, its readers, or why there is none."""
+    space = plan.spaces[number]
+    return {
+        "name": space.name,
+        "channels": space.units,
+        "segments": len(space.segments) if not space.frozen else 0,
+        "tied": max(site.copies for site in plan.sites_of(space)),
+        "frozen": space.frozen,
+        "producers": [f"{axis.parameter}[{axis.dim}]" for axis in space.producers],
+        "readers": [f"{axis.parameter}[{axis.dim}]" for axis in space.axes if axis.reads],
+    }
+
+
+def _site_report(site: Site, unit_index: Tensor) -> dict[str, Any]:
+    index = site.expand(unit_index)
+    return {
+        "name": site.name,
+        "linears": list(site.linears),
+        "space": site.space.name,
+        "moved": moved(index),
+        "index": index.tolist(),
+    }

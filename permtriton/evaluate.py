@@ -1,0 +1,80 @@
+"""How good a model is on held-out text: perplexity for causal LMs, agreement with the dense model for encoders."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from transformers import PreTrainedModel
+
+from permtriton.errors import CalibrationError
+from permtriton.forward import cosine_loss, hidden_states, last_hidden_state, without_cache
+from permtriton.progress import NoProgress, Progress
+
+MAX_ENCODER_WINDOWS = 64  # whose hidden states of the dense model are kept to compare with
+
+
+@torch.no_grad()
+def perplexity(model: PreTrainedModel, windows: Tensor, batch: int, progress: Progress | None = None) -> float:
+    """Returns exp of the mean next-token loss.
+
+    Args:
+        model: a causal language model.
+        windows: int64 ``[windows, tokens]``; the first token of each is not predicted.
+        batch: windows at once.
+        progress: told of each window.
+
+    Raises:
+        CalibrationError: the loss is not finite.
+    """
+    total, count = 0.0, 0
+    with (progress or NoProgress()).stage("evaluate", windows.shape[0]) as advance, without_cache(model):
+        for rows in windows.split(batch):
+            rows = rows.to(model.device)
+            logits = model(input_ids=rows).logits[:, :-1]
+            total += float(cross_entropy(logits.flatten(0, 1).float(), rows[:, 1:].flatten(), reduction="sum"))
+            count += rows[:, 1:].numel()
+            advance(rows.shape[0])
+    if not math.isfinite(total):
+        raise CalibrationError(f"the held-out loss is {total}: activations overflow in {model.dtype}; try --dtype float32")
+    return math.exp(min(total / count, 700.0))
+
+
+class Evaluation:
+    """Held-out measure of one model, taken dense first and compiled later.
+
+    Args:
+        model: still dense.
+        windows: int64 ``[windows, tokens]``.
+        batch: windows at once.
+        progress: told of each window.
+    """
+
+    def __init__(self, model: PreTrainedModel, windows: Tensor, batch: int, progress: Progress) -> None:
+        self._windows, self._batch, self._progress = windows, batch, progress
+        self._hidden: Sequence[Tensor] = []
+        if model.can_generate():
+            self.measure = "perplexity"
+            self.dense = perplexity(model, windows, batch, progress)
+        else:
+            self.measure = "cosine"
+            self.dense = 1.0
+            self._windows = windows[:MAX_ENCODER_WINDOWS]
+            self._hidden = hidden_states(model, self._windows, batch)
+
+    @torch.no_grad()
+    def compiled(self, model: PreTrainedModel, hidden_order: Tensor | None) -> float:
+        """Returns the measure of the compiled model.
+
+        Args:
+            model: compiled.
+            hidden_order: index of the last hidden state's channels, where compiling moved them.
+        """
+        if self.measure == "perplexity":
+            return perplexity(model, self._windows, self._batch, self._progress)
+        loss = 0.0
+        for rows, dense in zip(self._windows.split(self._batch), self._hidden, strict=True):
+            target = dense if hidden_order is None else dense[..., hidden_order]
+            loss += float(cosine_loss(last_hidden_state(model, rows), target)) * rows.shape[0]
+        return 1 - loss / self._windows.shape[0]

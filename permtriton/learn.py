@@ -1,0 +1,393 @@
+"""Learning the permutations: PermLLM's learnable channel permutation on the model itself (eq. 2-10).
+
+The model's weights stay as they are, in base order; each pruned linear sees its weight through an N:M mask that moves
+with the permutations. Only the logits of the permutations learn, from the cosine distance between the last hidden states
+of the masked and the dense model.
+"""
+
+import json
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from permtriton.config import LearnConfig
+from permtriton.errors import CalibrationError
+from permtriton.forward import cosine_loss, last_hidden_state
+from permtriton.importance import Importance
+from permtriton.kernels.nm_mask import nm_mask
+from permtriton.permutation import identity, moved
+from permtriton.plan import ChannelSpace, Plan, Site, layer_modules, linear_module
+from permtriton.progress import Progress
+from permtriton.relaxation import Relaxation, SiteBlocks
+from permtriton.sparsity import NMPattern
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """What one epoch did.
+
+    Attributes:
+        epoch: from 1; 0 is the base order.
+        loss: mean cosine distance over the calibration set, under the hard permutation after the epoch.
+        moved: channels that stand elsewhere than in the base order, over all spaces.
+        tau: temperature at the end.
+        seconds: of training and evaluation.
+    """
+
+    epoch: int
+    loss: float
+    moved: int
+    tau: float
+    seconds: float
+
+
+@dataclass
+class Learned:
+    """The result of learning.
+
+    Attributes:
+        indices: space name -> unit index relative to the base order, int64.
+        history: every epoch, the base order first.
+        kept: number of the epoch that ``indices`` come from.
+    """
+
+    indices: dict[str, Tensor]
+    history: list[Epoch] = field(default_factory=list)
+    kept: int = 0
+
+
+def learned_spaces(plan: Plan, config: LearnConfig) -> list[ChannelSpace]:
+    """Returns the spaces that learn: not frozen, and with every site in the last layers where only those are asked for."""
+    first = 0
+    if config.last_layers is not None:
+        first = max(site.layer for site in plan.sites) + 1 - config.last_layers
+    return [
+        space
+        for space in plan.spaces
+        if not space.frozen and all(site.layer >= first for site in plan.sites_of(space))
+    ]
+
+
+def learn(
+    model: PreTrainedModel,
+    plan: Plan,
+    importances: Mapping[str, Importance],
+    ids: Tensor,
+    target: Tensor,
+    config: LearnConfig,
+    pattern: NMPattern,
+    seed: int,
+    progress: Progress,
+    resume: "ResumeFile | None" = None,
+) -> Learned:
+    """Learns a unit index for every space that may move.
+
+    Args:
+        model: dense, its channels already in base order; comes back unchanged.
+        plan: of the model.
+        importances: of every pruned linear, by name.
+        ids: int64 ``[sequences, tokens]``.
+        target: the dense model's last hidden states ``[sequences, tokens, hidden]``.
+        config: the recipe.
+        pattern: what the masks keep.
+        seed: of the start and the order of sequences.
+        progress: told of each step.
+        resume: where to keep state between epochs, and to continue from.
+
+    Raises:
+        CalibrationError: the loss is not finite.
+    """
+    spaces = learned_spaces(plan, config)
+    relaxation = Relaxation(spaces, config, seed, model.device)
+    optimizer = torch.optim.AdamW(relaxation.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay)
+    with masked_model(model, plan, importances, pattern, relaxation, config) as masks:
+        trainer = _Trainer(model, masks, relaxation, optimizer, ids, target, config, seed)
+        result = resume.load(relaxation, optimizer) if resume else None
+        if result is None:
+            base = {space.name: identity(space.units) for space in spaces}
+            result = Learned(base, [Epoch(0, trainer.evaluate(base), 0, config.tau_start, 0.0)])
+        with progress.stage("learn", config.epochs * trainer.steps_per_epoch) as advance:
+            done = result.history[-1].epoch
+            advance(done * trainer.steps_per_epoch)
+            for number in range(done + 1, config.epochs + 1):
+                started = time.perf_counter()
+                for loss in trainer.epoch(number):
+                    advance(1, f"loss {loss:.4f}, base {result.history[0].loss:.4f}")
+                indices = trainer.indices(number * trainer.steps_per_epoch)
+                epoch = Epoch(
+                    epoch=number,
+                    loss=trainer.evaluate(indices),
+                    moved=sum(moved(index) for index in indices.values()),
+                    tau=trainer.tau(number * trainer.steps_per_epoch),
+                    seconds=time.perf_counter() - started,
+                )
+                best = result.history[result.kept].loss
+                result.history.append(epoch)
+                if config.keep_epoch == "last" or epoch.loss < best:
+                    result.indices, result.kept = indices, number
+                if resume:
+                    resume.save(relaxation, optimizer, result)
+    return result
+
+
+class _Trainer:
+    """Steps, losses and schedules of one run."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        masks: "Masks",
+        relaxation: Relaxation,
+        optimizer: torch.optim.Optimizer,
+        ids: Tensor,
+        target: Tensor,
+        config: LearnConfig,
+        seed: int,
+    ) -> None:
+        self._model, self._masks, self._relaxation, self._optimizer = model, masks, relaxation, optimizer
+        self._ids, self._target, self._config, self._seed = ids, target, config, seed
+        self.steps_per_epoch = math.ceil(ids.shape[0] / config.batch_size)
+
+    def tau(self, step: int) -> float:
+        """Temperature, linear over all steps."""
+        total = max(self._config.epochs * self.steps_per_epoch - 1, 1)
+        part = min(step / total, 1.0)
+        return self._config.tau_start + (self._config.tau_end - self._config.tau_start) * part
+
+    def indices(self, step: int) -> dict[str, Tensor]:
+        """The hard permutations at the temperature of ``step``."""
+        with torch.no_grad():
+            return self._relaxation.harden(self._relaxation.soft(self.tau(step)))
+
+    def epoch(self, number: int) -> Iterator[float]:
+        """Trains one epoch, whose order depends on the seed and its number alone; yields each step's loss."""
+        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + number)
+        order = torch.randperm(self._ids.shape[0], generator=generator)
+        for offset, rows in enumerate(order.split(self._config.batch_size)):
+            yield self.step(rows, (number - 1) * self.steps_per_epoch + offset)
+
+    def step(self, rows: Tensor, step: int) -> float:
+        """One optimiser step on the sequences ``rows``; returns their loss."""
+        total = self._config.epochs * self.steps_per_epoch
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._config.learning_rate * 0.5 * (1 + math.cos(math.pi * step / total))
+        soft = self._relaxation.soft(self.tau(step))
+        leaves = [matrix.detach().requires_grad_() for matrix in soft]
+        self._masks.set(self._relaxation.harden(leaves), leaves)
+        loss_sum = 0.0
+        for part in rows.split(self._config.micro_batch_size):
+            loss = cosine_loss(last_hidden_state(self._model, self._ids[part]), self._target[part])
+            loss = loss * (part.numel() / rows.numel())
+            loss.backward()
+            loss_sum += loss.item()
+        self._check(loss_sum)
+        torch.autograd.backward(soft, [leaf.grad for leaf in leaves])  # type: ignore[arg-type]
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return loss_sum
+
+    @torch.no_grad()
+    def evaluate(self, indices: Mapping[str, Tensor]) -> float:
+        """Mean cosine distance over all sequences under hard permutations."""
+        self._masks.set(indices, None)
+        parts = torch.arange(self._ids.shape[0]).split(self._config.batch_size)
+        losses = [
+            cosine_loss(last_hidden_state(self._model, self._ids[p]), self._target[p]).item() * p.numel() for p in parts
+        ]
+        return self._check(sum(losses) / self._ids.shape[0])
+
+    def _check(self, loss: float) -> float:
+        if not math.isfinite(loss):
+            raise CalibrationError(
+                f"the learning loss is {loss}: activations overflow in {self._model.dtype}; try --dtype float32"
+            )
+        return loss
+
+
+class _MaskedWeight(nn.Module):
+    """The parametrization of a pruned linear's weight."""
+
+    def __init__(
+        self, importance: Importance, sizes: Sequence[int], pattern: NMPattern, group_scale: bool, in_out: bool
+    ) -> None:
+        super().__init__()
+        self._importance, self._sizes, self._pattern = importance, list(sizes), pattern
+        self._group_scale, self._in_out = group_scale, in_out
+        self.index: Tensor = importance.scale.new_empty(0)
+        self.soft: Tensor = importance.scale.new_empty(0)
+
+    def forward(self, weight: Tensor) -> Tensor:
+        factors = self._importance
+        masked = nm_mask(
+            weight.t() if self._in_out else weight,
+            factors.scale,
+            factors.row,
+            factors.column,
+            factors.power,
+            self.index,
+            self.soft,
+            self._sizes,
+            self._pattern.kept,
+            self._pattern.group,
+            self._group_scale,
+        )
+        return masked.t() if self._in_out else masked
+
+
+class Masks:
+    """The masks of all pruned linears, set together at every step."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._entries: list[tuple[Site, SiteBlocks | None, list[_MaskedWeight]]] = []
+        self._device = device
+
+    def add(self, site: Site, blocks: SiteBlocks | None, weights: list[_MaskedWeight]) -> None:
+        """Registers a site; ``blocks`` is None where its order does not learn."""
+        self._entries.append((site, blocks, weights))
+
+    def set(self, indices: Mapping[str, Tensor], soft: Sequence[Tensor] | None) -> None:
+        """Puts every site's channels in the order of its space; ``soft`` receives gradients where given."""
+        for site, blocks, weights in self._entries:
+            index = identity(site.channels)
+            if blocks is not None:
+                index = site.expand(indices[site.space.name])
+            for weight in weights:
+                weight.index = index.to(self._device)
+                weight.soft = weight.soft.new_empty(0)
+                if blocks is not None and soft is not None:
+                    weight.soft = blocks.flat(soft)
+
+
+@contextmanager
+def masked_model(
+    model: PreTrainedModel,
+    plan: Plan,
+    importances: Mapping[str, Importance],
+    pattern: NMPattern,
+    relaxation: Relaxation,
+    config: LearnConfig,
+) -> Iterator[Masks]:
+    """Masks every pruned linear for a while, freezes the model and recomputes activations a layer at a time.
+
+    Weights of ``nn.Linear`` are stored input-major meanwhile, so that the masks gather whole rows.
+    """
+    masks = Masks(model.device)
+    learning = {space.name for space in learned_spaces(plan, config)}
+    with ExitStack() as stack:
+        stack.enter_context(_frozen(model))
+        if config.activation_checkpointing:
+            stack.enter_context(_checkpointed(layer_modules(model, plan)))
+        for site in plan.sites:
+            blocks = relaxation.blocks_of(site) if site.space.name in learning else None
+            sizes = blocks.sizes if blocks else [site.channels]
+            weights = []
+            for name in site.linears:
+                module = linear_module(model, name)
+                in_out = isinstance(module, Conv1D)
+                weights.append(_MaskedWeight(importances[name], sizes, pattern, config.group_scale, in_out))
+                stack.enter_context(_parametrized(module, weights[-1], in_out))
+            masks.add(site, blocks, weights)
+        yield masks
+
+
+@contextmanager
+def _parametrized(module: nn.Module, masked: _MaskedWeight, in_out: bool) -> Iterator[None]:
+    weight = module.get_parameter("weight")
+    if not in_out:
+        weight.data = weight.data.t().contiguous().t()
+    parametrize.register_parametrization(module, "weight", masked, unsafe=True)
+    try:
+        yield
+    finally:
+        parametrize.remove_parametrizations(module, "weight", leave_parametrized=False)
+        weight = module.get_parameter("weight")
+        weight.data = weight.data.contiguous()
+
+
+@contextmanager
+def _frozen(model: nn.Module) -> Iterator[None]:
+    needed = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in needed:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in needed:
+            parameter.requires_grad_(True)
+
+
+@contextmanager
+def _checkpointed(layers: Sequence[nn.Module]) -> Iterator[None]:
+    """Recomputes each layer in the backward pass. transformers' own switch would need train mode, and so dropout."""
+    for layer in layers:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward
+
+
+class ResumeFile:
+    """State between epochs, so that an interrupted run continues where it stopped: a safetensors file.
+
+    Args:
+        path: of the file.
+        fingerprint: of everything that decides the result; a file with another one is not continued from.
+    """
+
+    def __init__(self, path: Path, fingerprint: str) -> None:
+        self._path, self._fingerprint = path, fingerprint
+
+    def load(self, relaxation: Relaxation, optimizer: torch.optim.Optimizer) -> Learned | None:
+        """Restores the state into ``relaxation`` and ``optimizer``; None where there is nothing to continue from."""
+        if not self._path.is_file():
+            return None
+        with safe_open(self._path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            if metadata.get("fingerprint") != self._fingerprint:
+                return None
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        state = {"state": {}, "param_groups": optimizer.state_dict()["param_groups"]}
+        for number, parameter in enumerate(relaxation.parameters()):
+            parameter.data.copy_(tensors[f"parameter.{number}"])
+            keys = ("step", "exp_avg", "exp_avg_sq")
+            state["state"][number] = {key: tensors[f"optimizer.{number}.{key}"] for key in keys}
+        optimizer.load_state_dict(state)
+        prefix = "index."
+        indices = {name[len(prefix) :]: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+        history = [Epoch(**epoch) for epoch in json.loads(metadata["history"])]
+        return Learned(indices, history, int(metadata["kept"]))
+
+    def save(self, relaxation: Relaxation, optimizer: torch.optim.Optimizer, result: Learned) -> None:
+        """Replaces the file by the present state; an interruption leaves the earlier one whole."""
+        tensors = {f"index.{name}": index for name, index in result.indices.items()}
+        for number, parameter in enumerate(relaxation.parameters()):
+            tensors[f"parameter.{number}"] = parameter.detach()
+            for key, value in optimizer.state[parameter].items():
+                tensors[f"optimizer.{number}.{key}"] = value
+        metadata = {
+            "fingerprint": self._fingerprint,
+            "history": json.dumps([asdict(epoch) for epoch in result.history]),
+            "kept": str(result.kept),
+        }
+        temporary = self._path.with_name(self._path.name + ".tmp")
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary, metadata)
+        temporary.replace(self._path)
+
+    def delete(self) -> None:
+        """Removes the file, once its result is saved elsewhere."""
+        self._path.unlink(missing_ok=True)

@@ -1,0 +1,158 @@
+"""Loading models and tokenizers: local folders, hub names, and the demo; safetensors only."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from permtriton.calibration import DEMO_FOLDER
+from permtriton.errors import ConfigError, ModelError
+
+DTYPES = {"auto": "auto", "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+PICKLED = ("*.bin", "*.pt", "*.pth")
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a model comes from and how to read it.
+
+    Attributes:
+        name: a folder, a hub name, or ``demo``.
+        dtype: ``auto`` (the checkpoint's), ``float32``, ``float16`` or ``bfloat16``.
+        device: ``auto``, ``cpu`` or ``cuda``.
+        trust_remote_code: whether code that comes with the model may run.
+    """
+
+    name: str
+    dtype: str = "auto"
+    device: str = "auto"
+    trust_remote_code: bool = False
+
+    @property
+    def location(self) -> str:
+        """The folder or hub name."""
+        return str(DEMO_FOLDER) if self.name == "demo" else self.name
+
+
+def resolve_device(device: str) -> torch.device:
+    """Returns the device that ``auto``, ``cpu`` or ``cuda`` means here.
+
+    Raises:
+        ConfigError: CUDA is asked for and there is none.
+    """
+    if device not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"device {device!r} is unknown: choose auto, cpu or cuda")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device cuda: this machine has no usable CUDA GPU (or torch is a CPU build); use --device cpu")
+    return torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def load_model(source: Source) -> PreTrainedModel:
+    """Loads a model with the class that its config names, in eval mode on its device.
+
+    Raises:
+        ModelError: no such folder, no config, no safetensors, an unknown class, or weights that are not finite.
+        ConfigError: an unknown dtype or device.
+    """
+    if source.dtype not in DTYPES:
+        raise ConfigError(f"dtype {source.dtype!r} is unknown: choose one of {', '.join(DTYPES)}")
+    device = resolve_device(source.device)
+    model_class = _model_class(source)
+    _refuse_pickles(source)
+    try:
+        model = model_class.from_pretrained(
+            source.location, dtype=DTYPES[source.dtype], use_safetensors=True, **_remote_code(source)
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ModelError(f"{source.name} cannot be loaded as {model_class.__name__}: {_first_line(error)}") from error
+    check_weights(model)
+    return model.to(device).eval()
+
+
+def load_empty_model(source: Source) -> PreTrainedModel:
+    """Builds the model on the meta device from its config alone: no weights are read.
+
+    Raises:
+        ModelError: as `load_model`.
+    """
+    model_class = _model_class(source)
+    config = _config(source)
+    try:
+        with torch.device("meta"):
+            return model_class._from_config(config).eval()
+    except (ValueError, RuntimeError, ImportError) as error:
+        raise ModelError(f"{source.name}: {model_class.__name__} cannot be built: {_first_line(error)}") from error
+
+
+def load_tokenizer(source: Source) -> PreTrainedTokenizerBase | None:
+    """Loads the tokenizer, or None where the folder holds none."""
+    try:
+        return AutoTokenizer.from_pretrained(source.location, **_remote_code(source))
+    except (OSError, ValueError, KeyError, ImportError, TypeError, AttributeError):
+        return None
+
+
+def check_weights(model: PreTrainedModel) -> None:
+    """Refuses weights that are NaN or infinite.
+
+    Raises:
+        ModelError: naming the first such tensor.
+    """
+    for name, parameter in model.named_parameters():
+        if not bool(parameter.isfinite().all()):
+            bad = int((~parameter.isfinite()).sum())
+            raise ModelError(f"{name}: {bad} of {parameter.numel()} weights are NaN or infinite; the checkpoint is damaged")
+
+
+def _config(source: Source) -> Any:
+    path = Path(source.location)
+    if not path.is_dir() and (path.exists() or source.name.startswith((".", "/", "~")) or source.name.count("/") > 1):
+        raise ModelError(f"{source.name} is not a folder: give a Hugging Face model folder, a hub name, or demo")
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise ModelError(f"{source.name} holds no config.json: it is not a Hugging Face model folder")
+    try:
+        return AutoConfig.from_pretrained(source.location, **_remote_code(source))
+    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
+        raise ModelError(
+            f"{source.name} is neither a local model folder nor a model that can be fetched: {_first_line(error)}"
+        ) from error
+
+
+def _model_class(source: Source) -> Any:
+    config = _config(source)
+    names = config.architectures or []
+    if not names:
+        raise ModelError(f"{source.name}: config.json names no class in \"architectures\": add one, such as LlamaForCausalLM")
+    found = getattr(transformers, names[0], None)
+    if found is None and source.trust_remote_code and hasattr(config, "auto_map"):
+        from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+        reference = next((v for k, v in config.auto_map.items() if str(v).endswith(names[0]) and k.startswith("AutoM")), None)
+        found = get_class_from_dynamic_module(reference, source.location) if reference else None
+    if found is None:
+        raise ModelError(
+            f"{source.name}: class {names[0]} is not in transformers {transformers.__version__}: upgrade transformers, "
+            "or, for a model that brings its own code that you trust, use --trust-remote-code"
+        )
+    return found
+
+
+def _refuse_pickles(source: Source) -> None:
+    path = Path(source.location)
+    if not path.is_dir() or any(path.glob("*.safetensors")):
+        return
+    pickles = sorted(file.name for pattern in PICKLED for file in path.glob(pattern))
+    held = f"only {pickles[0]}, a pickle, which can run code when read" if pickles else "no weights"
+    raise ModelError(f"{source.name} holds {held}: permtriton reads .safetensors only; convert the checkpoint first")
+
+
+def _remote_code(source: Source) -> dict[str, bool]:
+    return {"trust_remote_code": source.trust_remote_code}
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

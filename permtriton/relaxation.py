@@ -1,0 +1,97 @@
+"""The learnable side of a permutation: logits of every block, their soft and hard permutations (eq. 2-6)."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from permtriton.config import LearnConfig
+from permtriton.kernels.assignment import assignment
+from permtriton.kernels.sinkhorn import sinkhorn
+from permtriton.permutation import identity
+from permtriton.plan import ChannelSpace, Site
+
+
+class Relaxation(nn.Module):
+    """Logits ``scale * w`` for every block of every learned space, blocks of one size batched together.
+
+    ``scale`` is one number a space and starts at the root of the block size: with ``w`` in the range that weight decay
+    and the published learning rate are made for, logits without it hardly move. ``w`` starts at
+    ``(eye + noise * u) / sqrt(B)``, near the base order, or ``u / sqrt(B)``, with ``u`` uniform on (-1, 1).
+    """
+
+    def __init__(self, spaces: Sequence[ChannelSpace], config: LearnConfig, seed: int, device: torch.device) -> None:
+        super().__init__()
+        self._config = config
+        self._spaces = list(spaces)
+        self._blocks: dict[int, list[tuple[int, int]]] = {}  # size -> (number of the space, first unit)
+        for number, space in enumerate(spaces):
+            for start, size in space.blocks(config.block_size):
+                self._blocks.setdefault(size, []).append((number, start))
+        self.sizes = sorted(self._blocks)
+        generator = torch.Generator().manual_seed(seed)
+        weights = []
+        for size in self.sizes:
+            noise = torch.rand(len(self._blocks[size]), size, size, generator=generator) * 2 - 1
+            near = torch.eye(size) + config.start_noise * noise if config.start == "identity" else noise
+            weights.append(nn.Parameter((near / size**0.5).to(device)))
+        self.weights = nn.ParameterList(weights)
+        largest = [max(size for _, size in space.blocks(config.block_size)) for space in spaces]
+        self.scale = nn.Parameter(torch.tensor(largest, dtype=torch.float32).sqrt().to(device))
+
+    def soft(self, tau: float) -> list[Tensor]:
+        """Returns the soft permutations of each block size, ``[blocks, size, size]`` float32."""
+        found = []
+        for size, weight in zip(self.sizes, self.weights, strict=True):
+            owner = torch.tensor([number for number, _ in self._blocks[size]], device=weight.device)
+            logits = self.scale[owner].view(-1, 1, 1) * weight
+            if self._config.clamp_logits:
+                logits = logits.clamp(-self._config.clamp_logits, self._config.clamp_logits)
+            found.append(sinkhorn(logits, tau, self._config.sinkhorn_rounds))
+        return found
+
+    @torch.no_grad()
+    def harden(self, soft: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Returns space name -> unit index ``[units]``: the permutation nearest to each block's soft one."""
+        indices = {space.name: identity(space.units) for space in self._spaces}
+        for size, matrices in zip(self.sizes, soft, strict=True):
+            chosen = assignment(matrices).cpu().long()
+            for (number, start), inside in zip(self._blocks[size], chosen, strict=True):
+                indices[self._spaces[number].name][start : start + size] = start + inside
+        return indices
+
+    def blocks_of(self, site: Site) -> "SiteBlocks":
+        """Returns where a site's channel blocks lie among the batched blocks."""
+        return SiteBlocks(self, site)
+
+    def position(self, space: ChannelSpace, start: int, size: int) -> tuple[int, int]:
+        """Returns (place of the size, row in its batch) of the block that starts at unit ``start`` of ``space``."""
+        number = next(n for n, s in enumerate(self._spaces) if s is space)
+        return self.sizes.index(size), self._blocks[size].index((number, start))
+
+    @property
+    def block_size(self) -> int:
+        """The configured block size."""
+        return self._config.block_size
+
+
+class SiteBlocks:
+    """A site's blocks in channel order; tied channels (grouped queries) use their block once a copy."""
+
+    def __init__(self, relaxation: Relaxation, site: Site) -> None:
+        by_unit = torch.argsort(site.units, stable=True).view(site.space.units, -1)
+        placed = []
+        for start, size in site.space.blocks(relaxation.block_size):
+            place = relaxation.position(site.space, start, size)
+            placed += [(int(channel), size, *place) for channel in by_unit[start]]
+        placed.sort()
+        self.sizes = [size for _, size, _, _ in placed]
+        self._runs: list[tuple[int, list[int]]] = []
+        for _, _, place, row in placed:
+            if not self._runs or self._runs[-1][0] != place:
+                self._runs.append((place, []))
+            self._runs[-1][1].append(row)
+
+    def flat(self, soft: Sequence[Tensor]) -> Tensor:
+        """Returns the blocks' matrices one after another in channel order, flat, differentiable in ``soft``."""
+        return torch.cat([soft[place][rows].reshape(-1) for place, rows in self._runs])
