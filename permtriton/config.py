@@ -31,7 +31,7 @@ class CalibrationConfig:
         sequence_length: tokens in a sequence.
     """
 
-    calibration: str = "demo"
+    calibration: str = "c4"
     samples: int = 128
     sequence_length: int = 1024
 

@@ -1,0 +1,112 @@
+"""``permtriton compile``."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from permtriton import compiler, load, memory
+from permtriton.artifact import check_output
+from permtriton.cli import options
+from permtriton.cli.console import BarProgress, clear_errors, err, out, print_json
+from permtriton.cli.inspect import destination
+
+
+def compile(
+    model: options.ModelArgument,
+    sparsity: options.Sparsity = None,
+    importance: options.Importance = None,
+    permutation: options.Permutation = None,
+    weight_update: options.WeightUpdate = None,
+    update_mask: options.UpdateMask = None,
+    layout: options.Layout = None,
+    recipe: options.Recipe = None,
+    skip_indivisible: options.SkipIndivisible = None,
+    calibration: options.Calibration = None,
+    samples: options.Samples = None,
+    sequence_length: options.SequenceLength = None,
+    eval_text: options.EvalText = None,
+    block_size: options.BlockSize = None,
+    sinkhorn_rounds: options.SinkhornRounds = None,
+    tau_start: options.TauStart = None,
+    tau_end: options.TauEnd = None,
+    epochs: options.Epochs = None,
+    learning_rate: options.LearningRate = None,
+    weight_decay: options.WeightDecay = None,
+    batch_size: options.BatchSize = None,
+    micro_batch_size: options.MicroBatchSize = None,
+    learn_layers: options.LearnLayers = None,
+    start: options.Start = None,
+    base_order: options.BaseOrder = None,
+    seed: options.Seed = None,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    output: Annotated[
+        Path | None, typer.Option(help="Folder to write; MODEL-NofM here by default.", rich_help_panel=options.RUNNING)
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace an earlier output.", rich_help_panel=options.RUNNING)
+    ] = False,
+    config: options.ConfigFile = None,
+    json: options.Json = False,
+    trust_remote_code: options.TrustRemoteCode = False,
+) -> None:
+    """Prune MODEL to N:M sparsity in the best channel order and write a plain Hugging Face checkpoint."""
+    arguments = dict(locals())
+    with clear_errors():
+        chosen = options.build_config(model, recipe, config, arguments)
+        pattern = chosen.sparsity
+        target = output or Path(f"{Path(model).name}-{pattern.kept}of{pattern.group}")
+        check_output(target, overwrite=overwrite)
+        source = load.Source(model, dtype, device, trust_remote_code)
+        err.print(f"loading {model}", highlight=False)
+        loaded, tokenizer = load.load_model(source), load.load_tokenizer(source)
+        windows, text = options.held_out_windows(source, eval_text, tokenizer, loaded)
+        if windows is None:
+            err.print(f"no held-out evaluation: {text}", highlight=False, markup=False, soft_wrap=True)
+        compiled = compiler.compile(
+            loaded,
+            tokenizer,
+            chosen,
+            evaluation_windows=windows,
+            progress=BarProgress(),
+            resume_path=target.resolve().with_name(f".{target.name}.learning.safetensors"),
+        )
+        compiled.report["evaluation"]["text"] = text
+        err.print(f"saving and verifying {target}", highlight=False, soft_wrap=True)
+        compiled.save(target, overwrite=overwrite)
+        if json:
+            print_json(compiled.report)
+        else:
+            print_report(compiled.report, target)
+
+
+def print_report(report: dict[str, Any], target: Path) -> None:
+    """Prints the result tables of one compilation."""
+    spaces = Table("permutation", "channels", "moved", "where it went", title="Permutations", title_justify="left")
+    moved = {site["space"]: site["moved"] for site in reversed(report["sites"])}
+    for space in report["spaces"]:
+        spaces.add_row(space["name"], str(space["channels"]), str(moved[space["name"]]), destination(space))
+    out.print(spaces)
+    result = Table(show_header=False, title="Result", title_justify="left")
+    evaluation = report["evaluation"]
+    if "dense" in evaluation:
+        name = "perplexity" if evaluation["measure"] == "perplexity" else "cosine with dense"
+        result.add_row(f"held-out {name}, dense", f"{evaluation['dense']:.4g}")
+        result.add_row(f"held-out {name}, compiled", f"{evaluation['compiled']:.4g}")
+    sparsities = report["sparsity_by_layer"].values()
+    share = report["pruned_parameters"] / report["parameters"]
+    result.add_row("zeros in pruned weights", f"{min(sparsities):.2%} to {max(sparsities):.2%}")
+    result.add_row("share of parameters pruned", f"{share:.1%} ({report['pruned_parameters']:,} of {report['parameters']:,})")
+    epochs, kept = report["learning"]["epochs"], report["learning"]["kept_epoch"]
+    if epochs:
+        result.add_row("learning loss, base order", f"{epochs[0]['loss']:.4f}")
+        result.add_row(f"learning loss, epoch {kept} of {len(epochs) - 1}", f"{epochs[kept]['loss']:.4f}")
+    stages = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in report["seconds"].items())
+    result.add_row("seconds", stages)
+    result.add_row("peak memory", f"{memory.format_bytes(report['memory']['peak'])} on {report['device']}")
+    result.add_row("linears left dense", "; ".join(f"{k}: {v}" for k, v in report["skipped"].items()) or "none")
+    result.add_row("verified", f"{report['verification']['pruned_weights']} pruned weights; reloaded: {report['verification']['reloaded']}")
+    result.add_row("written to", str(target))
+    out.print(result)

@@ -1,0 +1,68 @@
+"""What the commands share on a terminal: progress bars, tables, errors."""
+
+import json
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import transformers
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as RichProgress
+
+from permtriton.errors import PermTritonError
+from permtriton.progress import Advance
+
+out = Console()
+err = Console(stderr=True)
+
+
+class BarProgress:
+    """A bar with elapsed and remaining time for each stage, on standard error."""
+
+    @contextmanager
+    def stage(self, name: str, total: int) -> Iterator[Advance]:
+        columns = (
+            TextColumn("{task.description:<10}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+            TextColumn("left"), TimeRemainingColumn(), TextColumn("{task.fields[note]}"),
+        )  # fmt: skip
+        with RichProgress(*columns, console=err, transient=not err.is_terminal) as bars:
+            task = bars.add_task(name, total=total, note="")
+
+            def advance(steps: int = 1, note: str = "") -> None:
+                bars.update(task, advance=steps, **({"note": note} if note else {}))
+
+            yield advance
+
+
+@contextmanager
+def clear_errors() -> Iterator[None]:
+    """Turns errors that the user can mend into one line and exit code 2; an interruption into exit code 130."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", category=UserWarning, module="torch|transformers")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    try:
+        yield
+    except PermTritonError as error:
+        fail(str(error), 2)
+    except torch.OutOfMemoryError as error:
+        fail(f"out of GPU memory: lower --micro-batch-size or --sequence-length ({str(error).splitlines()[0]})", 2)
+    except KeyboardInterrupt:
+        fail("interrupted: nothing was saved, an earlier output is whole; the same command goes on with learning", 130)
+
+
+def fail(message: str, code: int) -> None:
+    """Prints one line on standard error and exits."""
+    err.print(f"[bold red]error:[/] {escape(message)}", soft_wrap=True, highlight=False)
+    raise typer.Exit(code)
+
+
+def print_json(value: Any) -> None:
+    """Prints JSON, and nothing else, on standard output."""
+    typer.echo(json.dumps(value, indent=1))

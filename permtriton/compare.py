@@ -1,0 +1,105 @@
+"""The method table: every way to prune on the same calibration sequences and the same held-out text."""
+
+import copy
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from permtriton.compiler import compile
+from permtriton.config import CompileConfig
+from permtriton.evaluate import perplexity
+from permtriton.errors import ConfigError
+from permtriton.progress import NoProgress, Progress
+
+# name -> what differs from the given config
+METHODS: dict[str, dict[str, Any]] = {
+    "magnitude": {"importance": "magnitude", "permutation": "none"},
+    "wanda": {"importance": "wanda", "permutation": "none"},
+    "ria": {"importance": "ria", "permutation": "none"},
+    "wanda + heuristic": {"importance": "wanda", "permutation": "heuristic"},
+    "ria + heuristic": {"importance": "ria", "permutation": "heuristic"},
+    "wanda + learned": {"importance": "wanda", "permutation": "learned"},
+    "sparsegpt": {"importance": "obs", "permutation": "none", "weight_update": "sparsegpt"},
+    "heuristic + sparsegpt": {"importance": "obs", "permutation": "heuristic", "weight_update": "sparsegpt"},
+}
+
+
+@dataclass(frozen=True)
+class MethodResult:
+    """One row of the table.
+
+    Attributes:
+        method: key of `METHODS`, or ``dense``.
+        values: held-out perplexity (or cosine, for encoders), one a seed.
+        seconds: of all seeds together.
+    """
+
+    method: str
+    values: tuple[float, ...]
+    seconds: float
+
+    @property
+    def mean(self) -> float:
+        """Mean over seeds."""
+        return statistics.fmean(self.values)
+
+    @property
+    def spread(self) -> float:
+        """Sample standard deviation over seeds; 0 with one seed."""
+        return statistics.stdev(self.values) if len(self.values) > 1 else 0.0
+
+
+def compare(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    config: CompileConfig,
+    windows: Tensor,
+    *,
+    seeds: Sequence[int] = (0,),
+    methods: Sequence[str] = tuple(METHODS),
+    progress: Progress | None = None,
+    finished: Callable[[MethodResult], None] = lambda result: None,
+) -> list[MethodResult]:
+    """Prunes a copy of ``model`` with each method and each seed; ``model`` itself stays dense.
+
+    Args:
+        model: dense.
+        tokenizer: for calibration text.
+        config: what the methods do not set; a seed draws the calibration sequences and starts learning.
+        windows: held-out sequences, int64 ``[windows, tokens]``.
+        seeds: at least one.
+        methods: keys of `METHODS`.
+        progress: told how the stages go.
+        finished: called with each row as it is done.
+
+    Raises:
+        ConfigError: an unknown method or no seed.
+    """
+    if unknown := [method for method in methods if method not in METHODS]:
+        raise ConfigError(f"method {unknown[0]!r} is unknown: choose from {', '.join(METHODS)}")
+    if not seeds:
+        raise ConfigError("no seed: give at least one")
+    progress = progress or NoProgress()
+    started = time.perf_counter()
+    causal = model.can_generate()
+    dense = perplexity(model, windows, 4, progress) if causal else 1.0
+    results = [MethodResult("dense", (dense,), time.perf_counter() - started)]
+    finished(results[0])
+    for method in methods:
+        started = time.perf_counter()
+        values = []
+        for seed in seeds:
+            chosen = dataclasses.replace(config, seed=seed, **METHODS[method])
+            compiled = compile(
+                copy.deepcopy(model), tokenizer, chosen, evaluation_windows=windows, progress=progress
+            )
+            values.append(compiled.report["evaluation"]["compiled"])
+        results.append(MethodResult(method, tuple(values), time.perf_counter() - started))
+        finished(results[-1])
+    return results
