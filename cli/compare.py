@@ -1,16 +1,16 @@
 """``permtriton compare``."""
 
 import platform
+from json import dumps
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
+from permtriton.cli import options
+from permtriton.cli.console import BarProgress, clear_errors, err, fail, out, print_json, table
 
 from permtriton import compare as library
 from permtriton import compiler, load
-from permtriton.cli import options
-from permtriton.cli.console import BarProgress, clear_errors, err, fail, out, print_json
 from permtriton.errors import ConfigError
 
 
@@ -73,14 +73,18 @@ def compare(
             "device": compiler.device_name(loaded.device),
             "system": platform.platform(),
             "rows": [
-                {"method": r.method, "values": r.values, "mean": r.mean, "spread": r.spread, "seconds": round(r.seconds, 1)}
+                {
+                    "method": r.method,
+                    "values": r.values,
+                    "mean": r.mean,
+                    "spread": r.spread,
+                    "seconds": round(r.seconds, 1),
+                }
                 for r in results
             ],
         }
         if output is not None:
-            import json as format_json
-
-            output.write_text(format_json.dumps(report, indent=1) + "\n", encoding="utf-8")
+            output.write_text(dumps(report, indent=1) + "\n", encoding="utf-8")
         if json:
             print_json(report)
         else:
@@ -91,15 +95,18 @@ def _seeds(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
-        raise ConfigError(f"seeds {text!r} is not understood: write whole numbers divided by commas, such as 0,1,2") from None
+        raise ConfigError(
+            f"seeds {text!r} is not understood: write whole numbers divided by commas, such as 0,1,2"
+        ) from None
 
 
 def _print(report: dict[str, Any]) -> None:
     dense = report["rows"][0]["mean"]
-    title = f"{report['model']} at {report['config']['sparsity']}, {report['measure']} on {report['text']}, {len(report['seeds'])} seeds"
-    table = Table("method", report["measure"], "against dense", "seconds", title=title, title_justify="left")
+    seeds, text = len(report["seeds"]), report["text"]
+    title = f"{report['model']} at {report['config']['sparsity']}, {report['measure']} on {text}, {seeds} seeds"
+    rows = table(title, "method", report["measure"], "against dense", "seconds")
     for row in report["rows"]:
         spread = f" ± {row['spread']:.3f}" if len(row["values"]) > 1 else ""
         change = f"{row['mean'] / dense:.3f}x" if row["method"] != "dense" else ""
-        table.add_row(row["method"], f"{row['mean']:.3f}{spread}", change, f"{row['seconds']:.0f}")
-    out.print(table)
+        rows.add_row(row["method"], f"{row['mean']:.3f}{spread}", change, f"{row['seconds']:.0f}")
+    out.print(rows)

@@ -4,13 +4,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
+from permtriton.cli import options
+from permtriton.cli.console import BarProgress, clear_errors, err, out, print_json, table
+from permtriton.cli.inspect import destination
 
 from permtriton import compiler, load, memory
 from permtriton.artifact import check_output
-from permtriton.cli import options
-from permtriton.cli.console import BarProgress, clear_errors, err, out, print_json
-from permtriton.cli.inspect import destination
 
 
 def compile(
@@ -84,12 +83,12 @@ def compile(
 
 def print_report(report: dict[str, Any], target: Path) -> None:
     """Prints the result tables of one compilation."""
-    spaces = Table("permutation", "channels", "moved", "where it went", title="Permutations", title_justify="left")
+    spaces = table("Permutations", "permutation", "channels", "moved", "where it went")
     moved = {site["space"]: site["moved"] for site in reversed(report["sites"])}
     for space in report["spaces"]:
         spaces.add_row(space["name"], str(space["channels"]), str(moved[space["name"]]), destination(space))
     out.print(spaces)
-    result = Table(show_header=False, title="Result", title_justify="left")
+    result = table("Result", "", "", show_header=False)
     evaluation = report["evaluation"]
     if "dense" in evaluation:
         name = "perplexity" if evaluation["measure"] == "perplexity" else "cosine with dense"
@@ -98,7 +97,9 @@ def print_report(report: dict[str, Any], target: Path) -> None:
     sparsities = report["sparsity_by_layer"].values()
     share = report["pruned_parameters"] / report["parameters"]
     result.add_row("zeros in pruned weights", f"{min(sparsities):.2%} to {max(sparsities):.2%}")
-    result.add_row("share of parameters pruned", f"{share:.1%} ({report['pruned_parameters']:,} of {report['parameters']:,})")
+    result.add_row(
+        "share of parameters pruned", f"{share:.1%} ({report['pruned_parameters']:,} of {report['parameters']:,})"
+    )
     epochs, kept = report["learning"]["epochs"], report["learning"]["kept_epoch"]
     if epochs:
         result.add_row("learning loss, base order", f"{epochs[0]['loss']:.4f}")
@@ -107,6 +108,9 @@ def print_report(report: dict[str, Any], target: Path) -> None:
     result.add_row("seconds", stages)
     result.add_row("peak memory", f"{memory.format_bytes(report['memory']['peak'])} on {report['device']}")
     result.add_row("linears left dense", "; ".join(f"{k}: {v}" for k, v in report["skipped"].items()) or "none")
-    result.add_row("verified", f"{report['verification']['pruned_weights']} pruned weights; reloaded: {report['verification']['reloaded']}")
+    result.add_row(
+        "verified",
+        f"{report['verification']['pruned_weights']} pruned weights; reloaded: {report['verification']['reloaded']}",
+    )
     result.add_row("written to", str(target))
     out.print(result)

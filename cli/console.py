@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
+from rich.table import Table
 
 from permtriton.errors import PermTritonError
 from permtriton.progress import Advance
@@ -35,7 +36,9 @@ class BarProgress:
             task = bars.add_task(name, total=total, note="")
 
             def advance(steps: int = 1, note: str = "") -> None:
-                bars.update(task, advance=steps, **({"note": note} if note else {}))
+                bars.advance(task, steps)
+                if note:
+                    bars.update(task, note=note)
 
             yield advance
 
@@ -55,6 +58,14 @@ def clear_errors() -> Iterator[None]:
         fail(f"out of GPU memory: lower --micro-batch-size or --sequence-length ({str(error).splitlines()[0]})", 2)
     except KeyboardInterrupt:
         fail("interrupted: nothing was saved, an earlier output is whole; the same command goes on with learning", 130)
+
+
+def table(title: str, *columns: str, show_header: bool = True) -> Table:
+    """Returns an empty table whose long names wrap instead of being cut."""
+    made = Table(title=title, title_justify="left", show_header=show_header)
+    for column in columns:
+        made.add_column(column, overflow="fold")
+    return made
 
 
 def fail(message: str, code: int) -> None:

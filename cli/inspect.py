@@ -3,11 +3,10 @@
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
+from permtriton.cli import options
+from permtriton.cli.console import clear_errors, out, print_json, table
 
 from permtriton import compiler, load
-from permtriton.cli import options
-from permtriton.cli.console import clear_errors, out, print_json
 from permtriton.config import LearnConfig
 from permtriton.plan import Plan
 from permtriton.sparsity import NMPattern
@@ -33,18 +32,18 @@ def inspect(
         if json:
             print_json(plan_report(plan, block_size))
             return
-        sites = Table("site", "linears", "channels", "blocks", "permutation", title="Sites", title_justify="left")
+        sites = table("Sites", "site", "linears", "channels", "blocks", "permutation")
         for site in plan.sites:
             blocks = "-" if site.space.frozen else str(len(site.space.blocks(block_size)))
             sites.add_row(site.name, str(len(site.linears)), str(site.channels), blocks, site.space.name)
         out.print(sites)
-        spaces = Table("permutation", "channels", "produced by", "fold, or why not", title="Permutations", title_justify="left")
+        spaces = table("Permutations", "permutation", "channels", "produced by", "fold, or why not")
         for number in range(len(plan.spaces)):
             report = compiler.space_report(plan, number)
             spaces.add_row(report["name"], str(report["channels"]), _few(report["producers"]), destination(report))
         out.print(spaces)
         if plan.skipped:
-            skipped = Table("left dense", "why", title="Not pruned", title_justify="left")
+            skipped = table("Not pruned", "left dense", "why")
             for name, reason in plan.skipped.items():
                 skipped.add_row(name, reason)
             out.print(skipped)

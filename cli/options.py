@@ -1,4 +1,4 @@
-"""The options that several commands take. Each is None unless the user gave it, so that recipes and files show through."""
+"""The options that several commands take: None unless the user gave them, so that recipes and files show through."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,36 +12,48 @@ from permtriton.load import Source
 
 METHOD, CALIBRATION, LEARNING, RUNNING = "What to do", "Calibration and evaluation", "Learning", "Running"
 
-ModelArgument = Annotated[str, typer.Argument(help="A model folder, a hub name, or demo (a small model inside permtriton).")]
+ModelArgument = Annotated[
+    str, typer.Argument(help="A model folder, a hub name, or demo (a small model inside permtriton).")
+]
 Sparsity = Annotated[str | None, typer.Option(help="N:M, N kept of every M; 2:4 by default.", rich_help_panel=METHOD)]
 Importance = Annotated[str | None, typer.Option(help="magnitude, wanda, ria or obs.", rich_help_panel=METHOD)]
 Permutation = Annotated[str | None, typer.Option(help="none, heuristic or learned.", rich_help_panel=METHOD)]
 WeightUpdate = Annotated[str | None, typer.Option(help="none or sparsegpt.", rich_help_panel=METHOD)]
 UpdateMask = Annotated[
-    str | None, typer.Option(help="With sparsegpt: own (chosen as it goes) or keep (the importance's).", rich_help_panel=METHOD)
+    str | None,
+    typer.Option(help="With sparsegpt: own (chosen as it goes) or keep (the importance's).", rich_help_panel=METHOD),
 ]
-Layout = Annotated[str | None, typer.Option(help="portable: a plain checkpoint, all permutations folded.", rich_help_panel=METHOD)]
+Layout = Annotated[
+    str | None, typer.Option(help="portable: a plain checkpoint, all permutations folded.", rich_help_panel=METHOD)
+]
 SkipIndivisible = Annotated[
     bool | None,
-    typer.Option("--skip-indivisible", help="Leave linears dense whose input is no multiple of M.", rich_help_panel=METHOD),
+    typer.Option(
+        "--skip-indivisible", help="Leave linears dense whose input is no multiple of M.", rich_help_panel=METHOD
+    ),
 ]
 Recipe = Annotated[
     str | None,
-    typer.Option(help="default (ours), published (the paper's and its code's), demo (for a laptop; the demo model's default).",
+    typer.Option(help="default (ours), published (the paper's), demo (for a laptop; the demo model's default).",
                  rich_help_panel=METHOD),
 ]  # fmt: skip
 Calibration = Annotated[
     str | None,
-    typer.Option(help="demo, c4, wikitext2, pile, or a .txt, .jsonl (text or input_ids) or .parquet file.", rich_help_panel=CALIBRATION),
+    typer.Option(
+        help="demo, c4, wikitext2, pile, or a .txt, .jsonl (text or input_ids) or .parquet file.",
+        rich_help_panel=CALIBRATION,
+    ),
 ]
 Samples = Annotated[int | None, typer.Option(help="Calibration sequences.", rich_help_panel=CALIBRATION)]
 SequenceLength = Annotated[int | None, typer.Option(help="Tokens in each.", rich_help_panel=CALIBRATION)]
 EvalText = Annotated[
     str | None,
-    typer.Option(help="Held-out text: demo, wikitext2, a file, or none. Default: demo for the demo model, else wikitext2.",
+    typer.Option(help="Held-out text: demo, wikitext2, a file, or none. The demo's own, else wikitext2, by default.",
                  rich_help_panel=CALIBRATION),
 ]  # fmt: skip
-BlockSize = Annotated[int | None, typer.Option(help="Channels in a block of the permutation.", rich_help_panel=LEARNING)]
+BlockSize = Annotated[
+    int | None, typer.Option(help="Channels in a block of the permutation.", rich_help_panel=LEARNING)
+]
 SinkhornRounds = Annotated[int | None, typer.Option(help="Row and column normalisations.", rich_help_panel=LEARNING)]
 TauStart = Annotated[float | None, typer.Option(help="Temperature of the first step.", rich_help_panel=LEARNING)]
 TauEnd = Annotated[float | None, typer.Option(help="Temperature of the last step.", rich_help_panel=LEARNING)]
@@ -49,7 +61,9 @@ Epochs = Annotated[int | None, typer.Option(help="Passes over the calibration se
 LearningRate = Annotated[float | None, typer.Option(help="AdamW's.", rich_help_panel=LEARNING)]
 WeightDecay = Annotated[float | None, typer.Option(help="AdamW's.", rich_help_panel=LEARNING)]
 BatchSize = Annotated[int | None, typer.Option(help="Sequences in a step.", rich_help_panel=LEARNING)]
-MicroBatchSize = Annotated[int | None, typer.Option(help="Sequences at once: less memory, same result.", rich_help_panel=LEARNING)]
+MicroBatchSize = Annotated[
+    int | None, typer.Option(help="Sequences at once: less memory, same result.", rich_help_panel=LEARNING)
+]
 LearnLayers = Annotated[
     str | None, typer.Option(help="all, or last:K; the others take the heuristic order.", rich_help_panel=LEARNING)
 ]
@@ -57,17 +71,24 @@ Start = Annotated[str | None, typer.Option(help="identity (near the base order) 
 BaseOrder = Annotated[str | None, typer.Option(help="heuristic or identity.", rich_help_panel=LEARNING)]
 Seed = Annotated[int | None, typer.Option(help="Of the calibration draw and of learning.", rich_help_panel=RUNNING)]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.", rich_help_panel=RUNNING)]
-Dtype = Annotated[str, typer.Option(help="auto (the checkpoint's), float32, float16 or bfloat16.", rich_help_panel=RUNNING)]
-ConfigFile = Annotated[Path | None, typer.Option("--config", help="TOML file of options; flags win over it.", rich_help_panel=RUNNING)]
-Json = Annotated[bool, typer.Option("--json", help="Print the report as JSON on standard output.", rich_help_panel=RUNNING)]
+Dtype = Annotated[
+    str, typer.Option(help="auto (the checkpoint's), float32, float16 or bfloat16.", rich_help_panel=RUNNING)
+]
+ConfigFile = Annotated[
+    Path | None, typer.Option("--config", help="TOML file of options; flags win over it.", rich_help_panel=RUNNING)
+]
+Json = Annotated[
+    bool, typer.Option("--json", help="Print the report as JSON on standard output.", rich_help_panel=RUNNING)
+]
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.", rich_help_panel=RUNNING)
 ]
 
 CONFIG_OPTIONS = (
-    "sparsity", "importance", "permutation", "weight_update", "update_mask", "layout", "skip_indivisible", "calibration",
-    "samples", "sequence_length", "block_size", "sinkhorn_rounds", "tau_start", "tau_end", "epochs", "learning_rate",
-    "weight_decay", "batch_size", "micro_batch_size", "learn_layers", "start", "base_order", "seed",
+    "sparsity", "importance", "permutation", "weight_update", "update_mask", "layout", "skip_indivisible",
+    "calibration", "samples", "sequence_length", "seed",
+    "block_size", "sinkhorn_rounds", "tau_start", "tau_end", "epochs", "learning_rate", "weight_decay", "batch_size",
+    "micro_batch_size", "learn_layers", "start", "base_order",
 )  # fmt: skip
 EVALUATION_TOKENS = 2048  # in a window, where the model has as many positions
 

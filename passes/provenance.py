@@ -31,15 +31,15 @@ aten = torch.ops.aten
 MOVEMENT = {
     aten.alias, aten.cat, aten.chunk, aten.clone, aten.contiguous, aten.detach, aten.expand, aten.expand_as,
     aten.flatten, aten.flip, aten.movedim, aten.narrow, aten.permute, aten.repeat, aten.repeat_interleave,
-    aten.reshape, aten.roll, aten.select, aten.slice, aten.split, aten.split_with_sizes, aten.squeeze, aten.stack, aten.t,
-    aten.transpose, aten.unbind, aten.unflatten, aten.unsqueeze, aten.view, aten.view_as,
+    aten.reshape, aten.roll, aten.select, aten.slice, aten.split, aten.split_with_sizes, aten.squeeze, aten.stack,
+    aten.t, aten.transpose, aten.unbind, aten.unflatten, aten.unsqueeze, aten.view, aten.view_as,
 }  # fmt: skip
 # One tensor in, the same function of every element out.
 UNARY = {
     aten.abs, aten.clamp, aten.clamp_max, aten.clamp_min, aten.cos, aten.dropout, aten.elu, aten.erf, aten.exp,
-    aten.gelu, aten.hardswish, aten.hardtanh, aten.leaky_relu, aten.log, aten.mish, aten.neg, aten.reciprocal, aten.relu,
-    aten.relu6, aten.rsqrt, aten.sigmoid, aten.silu, aten.sin, aten.softplus, aten.sqrt, aten.square, aten.tanh,
-    aten.to, aten.type_as, aten._to_copy,
+    aten.gelu, aten.hardswish, aten.hardtanh, aten.leaky_relu, aten.log, aten.mish, aten.neg, aten.reciprocal,
+    aten.relu, aten.relu6, aten.rsqrt, aten.sigmoid, aten.silu, aten.sin, aten.softplus, aten.sqrt, aten.square,
+    aten.tanh, aten.to, aten.type_as, aten._to_copy,
 }  # fmt: skip
 # Several tensors, broadcast and combined element by element.
 ELEMENTWISE = {
@@ -149,6 +149,7 @@ class _ChannelInterpreter(fx.Interpreter):
         self, exported: ExportedProgram, parameters: Mapping[str, str], outputs: Sequence[int], hidden: int
     ) -> None:
         super().__init__(exported.graph_module)
+        self._graph = exported.graph
         self._outputs, self._hidden = outputs, hidden
         self._hidden_ids = np.zeros(0, np.int64)
         self._parameters = parameters
@@ -166,7 +167,7 @@ class _ChannelInterpreter(fx.Interpreter):
 
     def run_graph(self) -> None:
         with np.errstate(over="ignore"):
-            self.run(*[None] * sum(node.op == "placeholder" for node in self.module.graph.nodes))
+            self.run(*[None] * sum(node.op == "placeholder" for node in self._graph.nodes))
 
     def run_node(self, n: fx.Node) -> Any:
         self._node = n
@@ -175,7 +176,7 @@ class _ChannelInterpreter(fx.Interpreter):
     def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
         value = self._node.meta.get("val")
         if target in self._parameters:
-            shape = tuple(value.shape)
+            shape = tuple(self._node.meta["val"].shape)
             return ParameterValue(self._parameters[target], shape, tuple(range(len(shape))))
         return self._opaque_like(value) if isinstance(value, Tensor) else value
 
@@ -231,7 +232,7 @@ class _ChannelInterpreter(fx.Interpreter):
             if packet is aten.t or (packet is aten.transpose and len(args[0].shape) == 2):
                 return _transposed(args[0])
         kwargs = {k: v for k, v in kwargs.items() if k != "memory_format"}
-        args, kwargs = fx.node.map_aggregate((args, kwargs), self._ids_of)  # type: ignore[assignment, arg-type]
+        args, kwargs = fx.node.map_aggregate((args, kwargs), self._ids_of)
         return target(*args, **kwargs)
 
     def _unary(self, target: Any, args: Any, kwargs: Any) -> Any:
@@ -326,10 +327,10 @@ class _ChannelInterpreter(fx.Interpreter):
             reason = f"{operator} has no channel rule"
             self._barriers[f"{reason} (node {self._node.name})"] = None
             self._separate(torch.cat([i.reshape(-1) for i in ids]), reason)
-        value = self._node.meta.get("val")
-        if isinstance(value, (tuple, list)):
-            return [self._opaque_like(v) if isinstance(v, Tensor) else v for v in value]
-        return self._opaque_like(value) if isinstance(value, Tensor) else value
+        result = self._node.meta.get("val")
+        if isinstance(result, (tuple, list)):
+            return [self._opaque_like(v) if isinstance(v, Tensor) else v for v in result]
+        return self._opaque_like(result) if isinstance(result, Tensor) else result
 
     # -- ids -------------------------------------------------------------------------------------------------------
 
@@ -369,7 +370,9 @@ class _ChannelInterpreter(fx.Interpreter):
             meets = is_channel & (other < 0)
             if bool(meets.any()):
                 self._add_context(
-                    ids[meets], other[meets], f"{self._node.target} combines each with a value of its own (a rotary angle, a mask)"
+                    ids[meets],
+                    other[meets],
+                    f"{self._node.target} combines each with a value of its own (a rotary angle, a mask)",
                 )
         if bool((a_is | b_is).all()):
             return torch.where(a_is, a, b)
@@ -386,7 +389,9 @@ class _ChannelInterpreter(fx.Interpreter):
         mixed = (rows > 0) & ~alike.unsqueeze(-1)
         if bool(mixed.any()):
             self._add_context(
-                rows[mixed], fresh.unsqueeze(-1).expand_as(rows)[mixed], f"{self._node.target} reduces them in separate groups"
+                rows[mixed],
+                fresh.unsqueeze(-1).expand_as(rows)[mixed],
+                f"{self._node.target} reduces them in separate groups",
             )
         out = torch.where(alike & (first > 0), first, fresh)
         if keep:
@@ -433,7 +438,16 @@ class _ChannelInterpreter(fx.Interpreter):
             for event in self._events:
                 np.add.at(contexts, labels[event.ids], event.context)
         axes = {key: labels[start : start + size].astype(np.int64) for key, (start, size) in self._axis_start.items()}
-        return Provenance(self._linears, axes, self._tables, labels[self._hidden_ids], contexts, list(self._barriers), self._events, labels)
+        return Provenance(
+            self._linears,
+            axes,
+            self._tables,
+            labels[self._hidden_ids],
+            contexts,
+            list(self._barriers),
+            self._events,
+            labels,
+        )
 
 
 def _transposed(value: Any) -> Any:

@@ -1,15 +1,14 @@
 """From channel provenance to the plan: sites, the channel spaces that order them, and what is left alone and why."""
 
-import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
 import numpy as np
 import torch
+from permtriton.passes.provenance import LinearCall, Provenance
 from torch import Tensor, fx, nn
 
 from permtriton.errors import ModelError
-from permtriton.passes.provenance import LinearCall, Provenance
 from permtriton.plan import LINEAR_MODULES, Axis, ChannelSpace, Plan, Site
 from permtriton.sparsity import NMPattern
 
@@ -69,7 +68,9 @@ def _prunable(
         elif channels % pattern.group:
             reason = f"its {channels} input channels are not a multiple of {pattern.group} ({pattern} sparsity)"
             if not skip_indivisible:
-                raise ModelError(f"{owner}: {reason}; choose another pattern, or leave it dense with --skip-indivisible")
+                raise ModelError(
+                    f"{owner}: {reason}; choose another pattern, or leave it dense with --skip-indivisible"
+                )
             skipped.setdefault(owner, reason)
         elif owner not in seen:
             seen.add(owner)
@@ -192,9 +193,11 @@ def _arrangement_problem(site: Site, group: int) -> str:
 def _common_name(names: list[str]) -> str:
     if len(names) == 1:
         return names[0]
-    prefix = os.path.commonprefix(names)
-    prefix = prefix[: prefix.rfind(".") + 1]
-    return prefix + "+".join(name[len(prefix) :] for name in names)
+    split = [name.split(".") for name in names]
+    shared = 0
+    while len({tuple(parts[: shared + 1]) for parts in split}) == 1:
+        shared += 1
+    return ".".join([*split[0][:shared], "+".join(".".join(parts[shared:]) for parts in split)])
 
 
 def _layer_of(model: nn.Module, name: str) -> int:

@@ -52,7 +52,8 @@ def check_weight(name: str, weight_OC: Tensor, pattern: NMPattern) -> None:
     if int(counts.max()) > pattern.kept:
         row, group = divmod(int(counts.argmax()), counts.shape[1])
         raise VerificationError(
-            f"{name}: row {row}, group {group} holds {int(counts.max())} nonzero weights, {pattern} allows {pattern.kept}"
+            f"{name}: row {row}, group {group} holds {int(counts.max())} nonzero weights, "
+            f"{pattern} allows {pattern.kept}"
         )
 
 

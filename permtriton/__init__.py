@@ -1,8 +1,8 @@
 """Learned channel permutations for N:M-sparse language models, as a small compiler.
 
-    import permtriton
-    compiled = permtriton.compile(model, tokenizer, permtriton.CompileConfig())
-    compiled.save("out")
+import permtriton
+compiled = permtriton.compile(model, tokenizer, permtriton.CompileConfig())
+compiled.save("out")
 """
 
 from permtriton.compiler import CompiledModel, compile, find_plan

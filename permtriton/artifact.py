@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors import safe_open
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from permtriton import memory
@@ -37,8 +38,8 @@ def check_output(output: Path, *, overwrite: bool) -> None:
         ours = output.is_dir() and ((output / REPORT_FILE).is_file() or not any(output.iterdir()))
         if not ours:
             raise OutputError(
-                f"output {output} was not written by permtriton (it holds no {REPORT_FILE}), so --overwrite leaves it alone: "
-                "choose another folder"
+                f"output {output} was not written by permtriton (it holds no {REPORT_FILE}), so --overwrite leaves it "
+                "alone: choose another folder"
             )
     if not parent.is_dir():
         raise OutputError(f"output {output}: the folder {parent} does not exist; make it first")
@@ -66,18 +67,18 @@ def save_checkpoint(compiled: "CompiledModel", output: Path, *, overwrite: bool)
         (partial / REPORT_FILE).write_text(json.dumps(compiled.report, indent=1) + "\n", encoding="utf-8")
         _rename(partial, output)
     except OSError as error:
-        raise OutputError(
-            f"output {output} cannot be written: {error.strerror or error}. Nothing was saved, an earlier output is whole"
-        ) from error
+        raise _not_written(output, error.strerror or str(error)) from error
     except Exception as error:
         if "No space left" in str(error):  # safetensors wraps the disk's own error
-            raise OutputError(
-                f"output {output} cannot be written: no space left on the disk. Nothing was saved, an earlier output is whole"
-            ) from error
+            raise _not_written(output, "no space left on the disk") from error
         raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return output
+
+
+def _not_written(output: Path, why: str) -> OutputError:
+    return OutputError(f"output {output} cannot be written: {why}. Nothing was saved, an earlier output is whole")
 
 
 def verify_checkpoint(compiled: "CompiledModel", folder: Path) -> dict[str, object]:
@@ -111,11 +112,14 @@ def _compare_reloaded(compiled: "CompiledModel", folder: Path) -> dict[str, obje
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     free = memory.available(model.device)
     if free is not None and size * 1.2 > free:
-        return {"reloaded": "not run: a second copy does not fit into memory; every tensor was compared bit by bit instead"}
-    reloaded = type(model).from_pretrained(folder, dtype=model.dtype, use_safetensors=True).to(model.device).eval()
+        return {
+            "reloaded": "not run: a second copy does not fit into memory; every tensor was compared bit by bit instead"
+        }
+    reloaded: PreTrainedModel = type(model).from_pretrained(folder, dtype=model.dtype, use_safetensors=True)
+    torch.nn.Module.to(reloaded, model.device)
     difference = check_same_outputs(
         model_outputs(model, compiled.reference_ids),
-        model_outputs(reloaded, compiled.reference_ids),
+        model_outputs(reloaded.eval(), compiled.reference_ids),
         model.dtype,
         "reloading the saved checkpoint",
     )

@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 DEMO_FOLDER = Path(__file__).parent / "demo"
 
 # name -> arguments of datasets.load_dataset: the subsets that PermLLM, Wanda and SparseGPT calibrate on.
-HUB_DATASETS = {
+HUB_DATASETS: dict[str, dict[str, Any]] = {
     "c4": {"path": "allenai/c4", "data_files": {"train": "en/c4-train.00000-of-01024.json.gz"}, "split": "train"},
     "wikitext2": {"path": "Salesforce/wikitext", "name": "wikitext-2-raw-v1", "split": "train"},
     "pile": {"path": "mit-han-lab/pile-val-backup", "split": "validation"},
 }
 # The held-out split of the one that has a customary one.
-HUB_EVALUATION = {"wikitext2": {**HUB_DATASETS["wikitext2"], "split": "test"}}
+HUB_EVALUATION: dict[str, dict[str, Any]] = {"wikitext2": {**HUB_DATASETS["wikitext2"], "split": "test"}}
 SURPLUS = 4  # tokens encoded for each token drawn, so that windows are a sample of the documents
 
 
@@ -155,7 +155,9 @@ def _documents(source: str, hub: dict[str, dict], demo_file: str) -> Sequence[st
             return _column(Dataset.from_parquet(str(path)), source)
         except (OSError, ValueError) as error:
             raise CalibrationError(f"{source} is not a readable parquet file: {error}") from error
-    raise CalibrationError(f"{source}: a {path.suffix or 'nameless'} file is not understood: give .txt, .jsonl or .parquet")
+    raise CalibrationError(
+        f"{source}: a {path.suffix or 'nameless'} file is not understood: give .txt, .jsonl or .parquet"
+    )
 
 
 def _from_hub(name: str, arguments: dict) -> "Dataset":
@@ -193,7 +195,7 @@ def _json_lines(path: Path) -> list[str | list[int]]:
             row = json.loads(line)
         except json.JSONDecodeError as error:
             raise CalibrationError(f"{path} line {number} is not JSON: {error.msg}") from error
-        value = row.get("input_ids", row.get("text")) if isinstance(row, dict) else None
+        value: Any = row.get("input_ids", row.get("text")) if isinstance(row, dict) else None
         ids = isinstance(value, list) and all(isinstance(i, int) and not isinstance(i, bool) for i in value)
         if not ids and not isinstance(value, str):
             raise CalibrationError(f'{path} line {number} needs "text" (a string) or "input_ids" (whole numbers)')

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from permtriton.compiler import compile
 from permtriton.config import CompileConfig
-from permtriton.evaluate import perplexity
 from permtriton.errors import ConfigError
+from permtriton.evaluate import perplexity
 from permtriton.progress import NoProgress, Progress
 
 # name -> what differs from the given config
@@ -96,9 +96,7 @@ def compare(
         values = []
         for seed in seeds:
             chosen = dataclasses.replace(config, seed=seed, **METHODS[method])
-            compiled = compile(
-                copy.deepcopy(model), tokenizer, chosen, evaluation_windows=windows, progress=progress
-            )
+            compiled = compile(copy.deepcopy(model), tokenizer, chosen, evaluation_windows=windows, progress=progress)
             values.append(compiled.report["evaluation"]["compiled"])
         results.append(MethodResult(method, tuple(values), time.perf_counter() - started))
         finished(results[-1])

@@ -89,9 +89,7 @@ def find_plan(model: PreTrainedModel, pattern: NMPattern, *, skip_indivisible: b
     traced = trace(model)
     provenance = propagate(traced.exported, traced.parameters, traced.outputs, traced.hidden)
     output = next(node for node in traced.exported.graph.nodes if node.op == "output")
-    return find_sites(
-        provenance, model, output.args[0][traced.hidden], pattern, skip_indivisible=skip_indivisible
-    )
+    return find_sites(provenance, model, output.args[0][traced.hidden], pattern, skip_indivisible=skip_indivisible)
 
 
 def compile(
@@ -143,9 +141,7 @@ class _Compilation:
         with self._timed("calibration text"):
             ids = self._ids(ids)
         with self._timed("trace"):
-            self.plan = find_plan(
-                self.model, self.config.sparsity, skip_indivisible=self.config.skip_indivisible
-            )
+            self.plan = find_plan(self.model, self.config.sparsity, skip_indivisible=self.config.skip_indivisible)
         needs = memory.estimate(self.model, self.plan, self.config)
         memory.check_fits(needs, self.model.device)
         self.ids, self.batch = ids, max(TOKENS_AT_ONCE // ids.shape[1], 1)
@@ -175,12 +171,13 @@ class _Compilation:
     # -- stages ----------------------------------------------------------------------------------------------------
 
     def _ids(self, ids: Tensor | None) -> Tensor:
-        vocabulary = self.model.get_input_embeddings().weight.shape[0]
+        vocabulary = self.model.get_input_embeddings().get_parameter("weight").shape[0]
         length = self.config.calibration.sequence_length if ids is None else ids.shape[1]
         limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         if limit and length > limit:
             raise CalibrationError(
-                f"sequence_length is {length}, but the model has {limit} positions: use --sequence-length {limit} or less"
+                f"sequence_length is {length}, but the model has {limit} positions: "
+                f"use --sequence-length {limit} or less"
             )
         if ids is None:
             return calibration_ids(self.config.calibration, self.tokenizer, vocabulary, self.config.seed)
@@ -251,7 +248,10 @@ class _Compilation:
                 order = site.expand(indices[site.space.name]).to(self.model.device)
                 self.statistics[site.name] = self.statistics[site.name][order]
         difference = check_same_outputs(
-            self.reference, model_outputs(self.model, self.reference_ids), self.model.dtype, "after folding permutations"
+            self.reference,
+            model_outputs(self.model, self.reference_ids),
+            self.model.dtype,
+            "after folding permutations",
         )
         self.largest_difference = max(self.largest_difference, difference)
 
@@ -275,9 +275,9 @@ class _Compilation:
                 for site in layer:
                     masks = self._masks(site) if self.config.update_mask == "keep" else {}
                     for name in site.linears:
-                        mask = masks[name].T if name in masks else None
+                        given = masks[name].T if name in masks else None
                         weight = self._weight(name)
-                        updated = sparsegpt(weight.T, layer_hessians[site.name], self.config.sparsity, mask)
+                        updated = sparsegpt(weight.T, layer_hessians[site.name], self.config.sparsity, given)
                         weight.copy_(updated.T).add_(0.0)
                 advance()
 
@@ -315,7 +315,9 @@ class _Compilation:
         yield
         self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - started
 
-    def _report(self, indices: Mapping[str, Tensor], measured: dict[str, Any], needs: Mapping[str, int]) -> dict[str, Any]:
+    def _report(
+        self, indices: Mapping[str, Tensor], measured: dict[str, Any], needs: Mapping[str, int]
+    ) -> dict[str, Any]:
         pruned = {name: self._weight(name) for _, name in self.plan.linears()}
         zeros = {name: float((weight == 0).float().mean()) for name, weight in pruned.items()}
         return {

@@ -119,7 +119,7 @@ class CompileConfig:
         learn: see `LearnConfig`.
     """
 
-    sparsity: NMPattern = NMPattern(2, 4)
+    sparsity: NMPattern = field(default_factory=lambda: NMPattern(2, 4))
     importance: Importance = "wanda"
     permutation: PermutationMethod = "learned"
     weight_update: WeightUpdate = "none"
@@ -221,7 +221,9 @@ def read_config_file(path: Path) -> dict[str, Any]:
         raise ConfigError(f"config file {path} is not TOML: {error}") from error
     for name, value in options.items():
         if isinstance(value, dict):
-            raise ConfigError(f"config file {path}: table [{name}] is not understood: write the options flat, one a line")
+            raise ConfigError(
+                f"config file {path}: table [{name}] is not understood: write the options flat, one a line"
+            )
     return options
 
 

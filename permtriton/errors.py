@@ -1,4 +1,4 @@
-"""The errors a user can meet. Each message says what, got, expected and what to do; the CLI prints it and exits with 2."""
+"""The errors a user can meet: what, got, expected, what to do. The CLI prints the message and exits with 2."""
 
 
 class PermTritonError(Exception):

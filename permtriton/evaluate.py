@@ -37,7 +37,9 @@ def perplexity(model: PreTrainedModel, windows: Tensor, batch: int, progress: Pr
             count += rows[:, 1:].numel()
             advance(rows.shape[0])
     if not math.isfinite(total):
-        raise CalibrationError(f"the held-out loss is {total}: activations overflow in {model.dtype}; try --dtype float32")
+        raise CalibrationError(
+            f"the held-out loss is {total}: activations overflow in {model.dtype}; try --dtype float32"
+        )
     return math.exp(min(total / count, 700.0))
 
 

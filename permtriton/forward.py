@@ -23,7 +23,7 @@ def without_cache(model: PreTrainedModel) -> Iterator[None]:
 
 
 def last_hidden_state(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """Returns the backbone's last hidden state ``[sequences, tokens, hidden]``, after the final norm, without the head."""
+    """Returns the backbone's last hidden state ``[sequences, tokens, hidden]``, after the final norm, no head."""
     with without_cache(model):
         return model.base_model(input_ids=ids.to(model.device))[0]
 

@@ -1,6 +1,6 @@
 """Importance of weights, as factors: no score matrix of a weight's size is kept.
 
-Every score here has the form ``S = |W|^power * scale_C * (row_O + column_C)``, so a linear is described by a few vectors:
+Every score here has the form ``S = |W|^power * scale_C * (row_O + column_C)``, so a few vectors describe a linear:
 
 * magnitude: ``|W|``;
 * Wanda: ``|W| * ||X_j||_2``;

@@ -1,8 +1,8 @@
 """Learning the permutations: PermLLM's learnable channel permutation on the model itself (eq. 2-10).
 
 The model's weights stay as they are, in base order; each pruned linear sees its weight through an N:M mask that moves
-with the permutations. Only the logits of the permutations learn, from the cosine distance between the last hidden states
-of the masked and the dense model.
+with the permutations. Only the logits of the permutations learn, from the cosine distance between the last hidden
+states of the masked and the dense model.
 """
 
 import json
@@ -70,14 +70,12 @@ class Learned:
 
 
 def learned_spaces(plan: Plan, config: LearnConfig) -> list[ChannelSpace]:
-    """Returns the spaces that learn: not frozen, and with every site in the last layers where only those are asked for."""
+    """Returns the spaces that learn: not frozen, and read in the last layers only where ``learn_layers`` says so."""
     first = 0
     if config.last_layers is not None:
         first = max(site.layer for site in plan.sites) + 1 - config.last_layers
     return [
-        space
-        for space in plan.spaces
-        if not space.frozen and all(site.layer >= first for site in plan.sites_of(space))
+        space for space in plan.spaces if not space.frozen and all(site.layer >= first for site in plan.sites_of(space))
     ]
 
 
@@ -114,7 +112,7 @@ def learn(
     relaxation = Relaxation(spaces, config, seed, model.device)
     optimizer = torch.optim.AdamW(relaxation.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay)
     with masked_model(model, plan, importances, pattern, relaxation, config) as masks:
-        trainer = _Trainer(model, masks, relaxation, optimizer, ids, target, config, seed)
+        trainer = Trainer(model, masks, relaxation, optimizer, ids, target, config, seed)
         result = resume.load(relaxation, optimizer) if resume else None
         if result is None:
             base = {space.name: identity(space.units) for space in spaces}
@@ -143,8 +141,8 @@ def learn(
     return result
 
 
-class _Trainer:
-    """Steps, losses and schedules of one run."""
+class Trainer:
+    """Steps, losses and schedules of one run; made inside `masked_model`, whose masks it moves."""
 
     def __init__(
         self,
@@ -194,7 +192,7 @@ class _Trainer:
             loss.backward()
             loss_sum += loss.item()
         self._check(loss_sum)
-        torch.autograd.backward(soft, [leaf.grad for leaf in leaves])  # type: ignore[arg-type]
+        torch.autograd.backward(soft, [leaf.grad for leaf in leaves])
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         return loss_sum
@@ -289,10 +287,10 @@ def masked_model(
     with ExitStack() as stack:
         stack.enter_context(_frozen(model))
         if config.activation_checkpointing:
-            stack.enter_context(_checkpointed(layer_modules(model, plan)))
+            stack.enter_context(checkpointed(layer_modules(model, plan)))
         for site in plan.sites:
             blocks = relaxation.blocks_of(site) if site.space.name in learning else None
-            sizes = blocks.sizes if blocks else [site.channels]
+            sizes = blocks.sizes if blocks else [pattern.group] * (site.channels // pattern.group)
             weights = []
             for name in site.linears:
                 module = linear_module(model, name)
@@ -330,7 +328,7 @@ def _frozen(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _checkpointed(layers: Sequence[nn.Module]) -> Iterator[None]:
+def checkpointed(layers: Sequence[nn.Module]) -> Iterator[None]:
     """Recomputes each layer in the backward pass. transformers' own switch would need train mode, and so dropout."""
     for layer in layers:
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)

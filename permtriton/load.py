@@ -47,7 +47,9 @@ def resolve_device(device: str) -> torch.device:
     if device not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"device {device!r} is unknown: choose auto, cpu or cuda")
     if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device cuda: this machine has no usable CUDA GPU (or torch is a CPU build); use --device cpu")
+        raise ConfigError(
+            "device cuda: this machine has no usable CUDA GPU (or torch is a CPU build); use --device cpu"
+        )
     return torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
 
 
@@ -105,7 +107,9 @@ def check_weights(model: PreTrainedModel) -> None:
     for name, parameter in model.named_parameters():
         if not bool(parameter.isfinite().all()):
             bad = int((~parameter.isfinite()).sum())
-            raise ModelError(f"{name}: {bad} of {parameter.numel()} weights are NaN or infinite; the checkpoint is damaged")
+            raise ModelError(
+                f"{name}: {bad} of {parameter.numel()} weights are NaN or infinite; the checkpoint is damaged"
+            )
 
 
 def _config(source: Source) -> Any:
@@ -126,12 +130,16 @@ def _model_class(source: Source) -> Any:
     config = _config(source)
     names = config.architectures or []
     if not names:
-        raise ModelError(f"{source.name}: config.json names no class in \"architectures\": add one, such as LlamaForCausalLM")
+        raise ModelError(
+            f'{source.name}: config.json names no class in "architectures": add one, such as LlamaForCausalLM'
+        )
     found = getattr(transformers, names[0], None)
     if found is None and source.trust_remote_code and hasattr(config, "auto_map"):
         from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-        reference = next((v for k, v in config.auto_map.items() if str(v).endswith(names[0]) and k.startswith("AutoM")), None)
+        reference = next(
+            (v for k, v in config.auto_map.items() if str(v).endswith(names[0]) and k.startswith("AutoM")), None
+        )
         found = get_class_from_dynamic_module(reference, source.location) if reference else None
     if found is None:
         raise ModelError(

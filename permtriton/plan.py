@@ -71,8 +71,8 @@ class ChannelSpace:
         """Returns (start, size) of each block of units; the last block of a segment may be smaller."""
         found, start = [], 0
         for segment in self.segments:
-            for offset in range(0, segment, block_size):
-                found.append((start + offset, min(block_size, segment - offset)))
+            offsets = range(0, segment, block_size)
+            found += [(start + offset, min(block_size, segment - offset)) for offset in offsets]
             start += segment
         return found
 
@@ -154,7 +154,7 @@ class Plan:
 
 
 def weight_in_out(module: nn.Module) -> Tensor:
-    """Returns a linear's weight as a detached view ``[in_features, out_features]``, whichever way the module keeps it."""
+    """Returns a linear's weight as a detached view ``[in_features, out_features]``, however the module keeps it."""
     weight = module.get_parameter("weight").detach()
     return weight if isinstance(module, Conv1D) else weight.t()
 

@@ -67,6 +67,4 @@ def sparsegpt(weight: Tensor, hessian: Tensor, pattern: NMPattern, mask: Tensor 
 def _chooser(pattern: NMPattern, mask: Tensor | None) -> Callable[[int, Tensor, Tensor], Tensor]:
     if mask is not None:
         return lambda start, weights, diagonal: mask[:, start : start + pattern.group]
-    return lambda start, weights, diagonal: top_n_mask(
-        (weights / diagonal).square().T, pattern.kept, pattern.group
-    ).T
+    return lambda start, weights, diagonal: top_n_mask((weights / diagonal).square().T, pattern.kept, pattern.group).T

@@ -82,8 +82,8 @@ class SiteBlocks:
         by_unit = torch.argsort(site.units, stable=True).view(site.space.units, -1)
         placed = []
         for start, size in site.space.blocks(relaxation.block_size):
-            place = relaxation.position(site.space, start, size)
-            placed += [(int(channel), size, *place) for channel in by_unit[start]]
+            batch, row = relaxation.position(site.space, start, size)
+            placed += [(int(channel), size, batch, row) for channel in by_unit[start]]
         placed.sort()
         self.sizes = [size for _, size, _, _ in placed]
         self._runs: list[tuple[int, list[int]]] = []

@@ -1,0 +1,38 @@
+# Two commands on a fresh machine: `make demo` and `make test`. Both make .venv and install into it first.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: demo test lint types unit install clean
+
+install: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	touch $@
+
+# Compiles the embedded demo model with learned permutations, then shows what every method does to it.
+demo: $(INSTALLED)
+	$(BIN)/permtriton compile demo --sparsity 2:4 --output demo-2of4 --overwrite
+	$(BIN)/permtriton compare demo --sparsity 2:4
+
+test: lint types unit
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+# mypy cannot follow package-dir in place, so it checks an installed copy.
+types: $(INSTALLED)
+	rm -rf $(VENV)/typed && mkdir $(VENV)/typed
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target $(VENV)/typed .
+	rm -rf build
+	cd $(VENV)/typed && ../bin/mypy --config-file ../../pyproject.toml -p permtriton
+
+unit: $(INSTALLED)
+	$(BIN)/python -m pytest
+
+clean:
+	rm -rf $(VENV) build *.egg-info
