@@ -143,6 +143,7 @@ class _Compilation:
         with self._timed("trace"):
             self.plan = find_plan(self.model, self.config.sparsity, skip_indivisible=self.config.skip_indivisible)
         needs = memory.estimate(self.model, self.plan, self.config)
+        self.progress.say(memory.told(needs, self.model.device))
         memory.check_fits(needs, self.model.device)
         self.ids, self.batch = ids, max(TOKENS_AT_ONCE // ids.shape[1], 1)
         self.reference_ids = ids[:REFERENCE_SEQUENCES, :REFERENCE_TOKENS]

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from permtriton.config import LearnConfig
-from permtriton.errors import CalibrationError
+from permtriton.errors import CalibrationError, ConfigError
 from permtriton.forward import cosine_loss, last_hidden_state
 from permtriton.importance import Importance
 from permtriton.kernels.nm_mask import nm_mask
@@ -107,13 +107,21 @@ def learn(
 
     Raises:
         CalibrationError: the loss is not finite.
+        ConfigError: no permutation is left to learn.
     """
     spaces = learned_spaces(plan, config)
+    if not spaces:
+        raise ConfigError(
+            f"learn_layers {config.learn_layers} leaves no permutation to learn: every one that may move is read in "
+            "earlier layers too, or must stay; use more layers, or --permutation heuristic"
+        )
     relaxation = Relaxation(spaces, config, seed, model.device)
     optimizer = torch.optim.AdamW(relaxation.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay)
     with masked_model(model, plan, importances, pattern, relaxation, config) as masks:
         trainer = Trainer(model, masks, relaxation, optimizer, ids, target, config, seed)
         result = resume.load(relaxation, optimizer) if resume else None
+        if result is not None:
+            progress.say(f"continuing after epoch {result.history[-1].epoch} of an interrupted run")
         if result is None:
             base = {space.name: identity(space.units) for space in spaces}
             result = Learned(base, [Epoch(0, trainer.evaluate(base), 0, config.tau_start, 0.0)])

@@ -78,6 +78,16 @@ def check_fits(needs: Mapping[str, int], device: torch.device) -> None:
         )
 
 
+def told(needs: Mapping[str, int], device: torch.device) -> str:
+    """Returns the estimate as one line."""
+    beside = sum(needs.values()) - needs["model"]
+    free = available(device)
+    left = "" if free is None else f", {format_bytes(free)} free"
+    return (
+        f"memory on {device.type}: model {format_bytes(needs['model'])}, about {format_bytes(beside)} beside it{left}"
+    )
+
+
 def peak(device: torch.device) -> int:
     """Returns the most bytes that were in use at once: on the GPU, or by this process."""
     if device.type == "cuda":

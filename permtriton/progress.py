@@ -18,6 +18,10 @@ class Progress(Protocol):
         """Opens a stage of ``total`` steps."""
         ...
 
+    def say(self, text: str) -> None:
+        """Tells something between stages."""
+        ...
+
 
 class NoProgress:
     """Reports nothing."""
@@ -25,3 +29,6 @@ class NoProgress:
     @contextmanager
     def stage(self, name: str, total: int) -> Iterator[Advance]:
         yield lambda steps=1, note="": None
+
+    def say(self, text: str) -> None:
+        pass
