@@ -8,7 +8,7 @@ only where given), a permutation ``P`` that moves channels inside blocks and its
 
 so that activations never move while learning. Backward, straight through the mask and the assignment, with
 ``A = dL/dW_eff * W`` and ``M_soft`` the softmax of ``S P`` over each group (divided by the group's mean first where
-``group_scale``), for each block of channels:
+``group_scale``, see `_sharpness`), for each block of channels:
 
     dP = A^T M_soft + S^T dS_hat,      dS_hat = softmax_backward(A P)
 
@@ -130,11 +130,11 @@ def nm_mask_backward_reference(
     for start, size, count in _tiles(block_sizes, weight_CO):
         tile = slice(start, start + size * count)
         inside = index[tile] - start
-        agreement = torch.mul(grad_CO[tile], weight_CO[tile]).to(scale.dtype)  # A
+        agreement = grad_CO[tile].to(scale.dtype) * weight_CO[tile]  # A
         scores = importance_scores(weight_CO[tile], scale[tile], row, _part(column, tile), power)
         grouped = scores.index_select(0, inside).unflatten(0, (-1, group))
         if group_scale:
-            sharpness = grouped.mean(1, keepdim=True).clamp_min_(torch.finfo(scores.dtype).tiny).reciprocal_()
+            sharpness = _sharpness(grouped.mean(1, keepdim=True), count)
             grouped.mul_(sharpness)
         soft = grouped.softmax(1)
         grad_scores = agreement.index_select(0, inside).unflatten(0, (-1, group)).mul_(soft)
@@ -145,6 +145,19 @@ def nm_mask_backward_reference(
         product = torch.bmm(agreement.view(blocks), soft.view(blocks).mT)
         products.append(product.baddbmm_(scores.view(blocks), grad_scores.view(blocks).mT).reshape(-1))
     return torch.cat(products)
+
+
+FLOOR = 0.1  # of a block's mean score: a group below it is not sharpened further, or dead channels would rule
+
+
+def _sharpness(group_means: Tensor, blocks: int) -> Tensor:
+    """Returns what scores ``[groups, group, O]`` are multiplied by before the softmax: one over their group's mean.
+
+    The mean counts as a constant in the gradient. Where a whole block's scores are zero, so is the sharpness.
+    """
+    by_block = group_means.unflatten(0, (blocks, -1))
+    floor = by_block.mean(1, keepdim=True) * FLOOR
+    return torch.where(floor > 0, torch.maximum(by_block, floor).reciprocal(), 0).flatten(0, 1)
 
 
 TILE = 1 << 19  # weights in a tile on a CPU: its temporaries stay in the cache, five times faster than whole weights

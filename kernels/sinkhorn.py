@@ -67,7 +67,7 @@ def sinkhorn_backward_reference(grad: Tensor, logits: Tensor, rows: Tensor, colu
 
 
 def _exponentials(logits: Tensor, tau: float) -> Tensor:
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).contiguous()
     return ((wide - wide.amax(-1, keepdim=True)) / tau).exp_()
 
 

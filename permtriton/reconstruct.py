@@ -37,7 +37,7 @@ def sparsegpt(weight: Tensor, hessian: Tensor, pattern: NMPattern, mask: Tensor 
         mask: bool ``[out_features, in_features]`` to keep to, or None to choose group by group by the OBS score.
 
     Returns:
-        The new weight, float32, zero where pruned.
+        The new weight, float32, zero where pruned (a zero may be negative).
     """
     w = weight.float().clone()
     w[:, hessian.diagonal() == 0] = 0

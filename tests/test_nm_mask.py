@@ -1,0 +1,276 @@
+import pytest
+import torch
+from torch import Tensor
+
+from permtriton.kernels import nm_mask as nm_mask_file
+from permtriton.kernels.nm_mask import importance_scores, nm_mask, top_n_mask
+
+PATTERNS = [(2, 4), (4, 8), (1, 4), (3, 4), (8, 16), (1, 2)]
+FORMS = ["power 1", "power 2", "row and column"]
+
+
+def rng(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def block_index(sizes: list[int], seed: int = 0) -> Tensor:
+    """A permutation that moves channels inside the blocks only."""
+    parts, start = [], 0
+    for size in sizes:
+        parts.append(start + torch.randperm(size, generator=rng(seed + start)))
+        start += size
+    return torch.cat(parts)
+
+
+def matrix_of(index: Tensor) -> Tensor:
+    matrix = torch.zeros(index.numel(), index.numel(), dtype=torch.float64)
+    matrix[index, torch.arange(index.numel())] = 1
+    return matrix
+
+
+def factors_of(form: str, rows: int, channels: int, dtype: torch.dtype) -> tuple:
+    """(scale, row, column, power) in eighths: exact in every dtype, and with many ties."""
+    scale, row, column = (
+        torch.randint(1, 9, (n,), generator=rng(n + k)).to(dtype) / 8 for k, n in enumerate((channels, rows, channels))
+    )
+    return {
+        "power 1": (scale, None, None, 1),
+        "power 2": (scale, None, None, 2),
+        "row and column": (scale, row, column, 1),
+    }[form]
+
+
+def weight_of(rows: int, channels: int, dtype: torch.dtype = torch.float32, column_major: bool = False) -> Tensor:
+    weight = (torch.randint(-8, 9, (rows, channels), generator=rng(rows + channels)) / 8).to(dtype)
+    return weight.T.contiguous().T if column_major else weight
+
+
+def dense_scores(weight: Tensor, scale: Tensor, row: Tensor | None, column: Tensor | None, power: int) -> Tensor:
+    scores = weight.double().abs() ** power * scale.double()
+    return scores if row is None else scores * (row.double().view(-1, 1) + column.double())
+
+
+def dense_mask(scores: Tensor, kept: int, group: int) -> Tensor:
+    """Sorts every group of every row by hand; equal scores by channel."""
+    mask = torch.zeros_like(scores)
+    for o, values in enumerate(scores.tolist()):
+        for start in range(0, len(values), group):
+            order = sorted(range(start, start + group), key=lambda c: (-values[c], c))
+            mask[o, order[:kept]] = 1
+    return mask
+
+
+def gradient(
+    weight: Tensor, factors: tuple, index: Tensor, sizes: list[int], group_scale: bool, grad: Tensor
+) -> Tensor:
+    """dP by the op, for 2:4."""
+    soft = torch.zeros(sum(s * s for s in sizes), dtype=factors[0].dtype, requires_grad=True)
+    nm_mask(weight, *factors, index, soft, sizes, 2, 4, group_scale).backward(grad)
+    return soft.grad
+
+
+@pytest.mark.parametrize(("kept", "group"), [*PATTERNS, (2, 3), (31, 32)])
+def test_exact_count_in_every_group(kept, group):
+    scores = torch.randint(0, 4, (3 * group, 50), generator=rng()).float()
+    mask = top_n_mask(scores, kept, group)
+    assert mask.dtype == torch.bool
+    assert mask.unflatten(0, (3, group)).sum(1).eq(kept).all()
+    assert torch.equal(mask.T.double(), dense_mask(scores.T.double(), kept, group))
+
+
+@pytest.mark.parametrize(("kept", "group"), PATTERNS)
+def test_constant_scores_keep_the_lower_channels(kept, group):
+    mask = top_n_mask(torch.ones(2 * group, 3), kept, group)
+    expected = (torch.arange(group) < kept).repeat(2)
+    assert torch.equal(mask, expected.view(-1, 1).expand(-1, 3))
+
+
+def test_the_order_of_ties_is_that_of_the_permuted_channels():
+    index = torch.tensor([3, 1, 0, 2])
+    result = nm_mask(torch.ones(1, 4), torch.ones(4), None, None, 1, index, torch.zeros(16), [4], 2, 4, False)
+    assert result.tolist() == [[0, 1, 0, 1]]
+
+
+@pytest.mark.parametrize(("kept", "group"), PATTERNS)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("column_major", [False, True])
+def test_forward_equals_dense_matrices(kept, group, form, dtype, column_major):
+    sizes = [2 * group, group, 2 * group]
+    rows, channels = 9, sum(sizes)
+    weight = weight_of(rows, channels, dtype, column_major)
+    factors = factors_of(form, rows, channels, torch.float32)
+    index = block_index(sizes)
+    found = nm_mask(weight, *factors, index, torch.zeros(sum(s * s for s in sizes)), sizes, kept, group, True)
+    matrix = matrix_of(index)
+    mask = dense_mask(dense_scores(weight, *factors) @ matrix, kept, group)
+    assert found.dtype == dtype
+    assert torch.equal(found.double(), weight.double() * (mask @ matrix.T))
+    assert mask.unflatten(1, (-1, group)).sum(2).eq(kept).all()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_scores_of_the_op_are_the_documented_product(form):
+    weight, factors = weight_of(5, 8), factors_of(form, 5, 8, torch.float32)
+    before = weight.clone()
+    assert torch.equal(importance_scores(weight.T, *factors).T.double(), dense_scores(weight, *factors))
+    assert torch.equal(weight, before)
+
+
+def dense_gradient(
+    weight: Tensor, factors: tuple, index: Tensor, sizes: list[int], group_scale: bool, grad: Tensor
+) -> Tensor:
+    """Autograd through ``W * (M_soft P^T)`` with dense matrices, at the hard P; a group's mean, at least 0.1 of
+    its block's, counts as a constant."""
+    matrix = matrix_of(index).requires_grad_()
+    scores = (dense_scores(weight, *factors) @ matrix).unflatten(1, (-1, 4))
+    if group_scale:
+        means = scores.mean(2).detach()
+        by_block = means.split([size // 4 for size in sizes], dim=1)
+        floors = torch.cat([0.1 * block.mean(1, keepdim=True).expand_as(block) for block in by_block], 1)
+        scores = scores / torch.maximum(means, floors).unsqueeze(2)
+    (weight.double() * (scores.softmax(2).flatten(1) @ matrix.T)).backward(grad.double())
+    blocks, start = [], 0
+    for size in sizes:
+        blocks.append(matrix.grad[start : start + size, start : start + size].reshape(-1))
+        start += size
+    return torch.cat(blocks)
+
+
+@pytest.mark.parametrize("sizes", [[16], [8, 8, 8], [8, 4, 12, 8], [4]])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("group_scale", [False, True])
+@pytest.mark.parametrize("column_major", [False, True])
+def test_gradient_equals_autograd_through_dense_matrices(sizes, form, group_scale, column_major):
+    rows, channels = 11, sum(sizes)
+    weight = torch.randn(rows, channels, generator=rng(1), dtype=torch.float64)
+    weight = weight.T.contiguous().T if column_major else weight
+    factors, index = factors_of(form, rows, channels, torch.float64), block_index(sizes, 5)
+    grad = torch.randn(rows, channels, generator=rng(2), dtype=torch.float64)
+    found = gradient(weight, factors, index, sizes, group_scale, grad)
+    expected = dense_gradient(weight, factors, index, sizes, group_scale, grad)
+    assert expected.abs().max() > 0.1
+    torch.testing.assert_close(found, expected, atol=1e-11, rtol=1e-10)
+
+
+@pytest.mark.parametrize("tile", [1, 100, 200, 1 << 19])
+@pytest.mark.parametrize("column_major", [False, True])
+def test_the_size_of_a_tile_changes_nothing(tile, column_major, monkeypatch):
+    """One block in a tile, some, or all: blocks of one size next to each other share tiles, others do not."""
+    monkeypatch.setattr(nm_mask_file, "TILE", tile)
+    sizes = [8, 8, 8, 4, 4, 12, 8]
+    rows, channels = 7, sum(sizes)
+    weight = weight_of(rows, channels, torch.float64, column_major)
+    factors, index = factors_of("row and column", rows, channels, torch.float64), block_index(sizes)
+    grad = torch.randn(rows, channels, generator=rng(2), dtype=torch.float64)
+    soft = torch.zeros(sum(s * s for s in sizes), dtype=torch.float64)
+    matrix = matrix_of(index)
+    mask = dense_mask(dense_scores(weight, *factors) @ matrix, 2, 4)
+    assert torch.equal(nm_mask(weight, *factors, index, soft, sizes, 2, 4, False), weight * (mask @ matrix.T))
+    found = gradient(weight, factors, index, sizes, False, grad)
+    torch.testing.assert_close(
+        found, dense_gradient(weight, factors, index, sizes, False, grad), atol=1e-11, rtol=1e-10
+    )
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-5)])
+@pytest.mark.parametrize("group_scale", [False, True])
+def test_gradient_of_model_dtypes(dtype, tolerance, group_scale):
+    sizes = [16, 8]
+    weight = torch.randn(20, 24, generator=rng(1)).to(dtype)
+    grad = torch.randn(20, 24, generator=rng(2)).to(dtype)
+    factors, index = factors_of("row and column", 20, 24, torch.float32), block_index(sizes)
+    found = gradient(weight, factors, index, sizes, group_scale, grad)
+    expected = dense_gradient(weight, factors, index, sizes, group_scale, grad)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), expected, atol=tolerance * expected.abs().max().item(), rtol=tolerance)
+
+
+def test_a_mask_step_along_the_gradient_lowers_a_linear_loss():
+    """The sign and the orientation of dP: swapping the pair it asks for must lower ``sum(G * W_eff)``."""
+    weight = torch.tensor([[4.0, 3.0, 2.0, 1.0, 0.4, 0.3, 0.2, 0.1]])
+    grad, arguments = -torch.ones(1, 8), (torch.ones(8), None, None, 1)
+    grad_matrix = gradient(weight, arguments, torch.arange(8), [8], False, grad).view(8, 8)
+    swap = torch.tensor([0, 1, 4, 3, 2, 5, 6, 7])
+
+    def loss(index: Tensor) -> Tensor:
+        return (grad * nm_mask(weight, *arguments, index, torch.zeros(64), [8], 2, 4, False)).sum()
+
+    step = matrix_of(swap).float() - torch.eye(8)
+    assert (grad_matrix * step).sum() < 0
+    assert loss(swap) < loss(torch.arange(8))
+
+
+@pytest.mark.parametrize("group_scale", [False, True])
+@pytest.mark.parametrize("dead", ["weight group", "all weights", "statistics of scattered channels", "all statistics"])
+def test_zeros_give_finite_gradients(dead, group_scale):
+    weight, scale = torch.randn(32, 16, generator=rng(1)), torch.rand(16, generator=rng(2)) + 0.5
+    if dead == "weight group":
+        weight[:, 4:8] = 0
+    elif dead == "all weights":
+        weight[:] = 0
+    elif dead == "statistics of scattered channels":
+        scale[::4] = 0
+    else:
+        scale[:] = 0
+    grad = torch.randn(32, 16, generator=rng(3))
+    found = gradient(weight, (scale, None, None, 1), torch.arange(16), [16], group_scale, grad)
+    assert found.isfinite().all()
+
+
+@pytest.mark.parametrize("group_scale", [False, True])
+def test_a_group_of_dead_channels_does_not_blow_up_the_gradient(group_scale):
+    """Four channels that are never active, side by side: a gradient near the largest float32 stops AdamW for good."""
+    weight, scale = torch.randn(32, 16, generator=rng(1)), torch.rand(16, generator=rng(2)) + 0.5
+    scale[4:8] = 0
+    grad = torch.randn(32, 16, generator=rng(3))
+    found = gradient(weight, (scale, None, None, 1), torch.arange(16), [16], group_scale, grad)
+    assert found.isfinite().all()
+    assert found.abs().max() < 1e6
+
+
+def test_only_the_permutation_receives_a_gradient():
+    weight, soft = weight_of(3, 8).requires_grad_(), torch.zeros(64, requires_grad=True)
+    nm_mask(
+        weight, *factors_of("power 1", 3, 8, torch.float32), torch.arange(8), soft, [8], 2, 4, True
+    ).sum().backward()
+    assert weight.grad is None
+    assert soft.grad.abs().max() > 0
+
+
+def test_values_of_soft_do_not_matter():
+    """The forward pass follows the hard index alone."""
+    weight, factors, index = weight_of(4, 8), factors_of("power 1", 4, 8, torch.float32), block_index([8])
+    results = [
+        nm_mask(weight, *factors, index, soft, [8], 2, 4, True) for soft in (torch.zeros(64), torch.full((64,), 9.0))
+    ]
+    assert torch.equal(*results)
+    assert torch.equal(results[0], nm_mask(weight, *factors, index, torch.empty(0), [8], 2, 4, True))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("column_major", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_opcheck(form, column_major, dtype):
+    sizes = [8, 4]
+    weight, factors = weight_of(3, 12, dtype, column_major), factors_of(form, 3, 12, torch.float32)
+    index, soft = block_index(sizes), torch.zeros(80, requires_grad=True)
+    args = (weight, *factors, index, soft, sizes, 2, 4, True)
+    torch.library.opcheck(torch.ops.permtriton.nm_mask.default, args)
+    args = (weight_of(3, 12, dtype), weight, *factors, index, sizes, 4, True)
+    torch.library.opcheck(torch.ops.permtriton.nm_mask_backward.default, args)
+
+
+def test_compiles_without_a_break():
+    weight, factors, index = weight_of(5, 12), factors_of("power 2", 5, 12, torch.float32), block_index([8, 4])
+
+    def masked(soft: Tensor) -> Tensor:
+        return nm_mask(weight, *factors, index, soft * 2, [8, 4], 2, 4, True) * 3
+
+    compiled = torch.compile(masked, fullgraph=True, backend="aot_eager")
+    leaves = [torch.ones(80, requires_grad=True) for _ in range(2)]
+    results = [compiled(leaves[0]), masked(leaves[1])]
+    for result in results:
+        result.square().sum().backward()
+    assert torch.equal(results[0], results[1])
+    torch.testing.assert_close(leaves[0].grad, leaves[1].grad)

@@ -1,0 +1,91 @@
+import pytest
+import torch
+from torch import Tensor
+
+from permtriton.kernels.permute import permute
+from permtriton.permutation import compose, inverse
+
+
+def index_of(channels: int, seed: int = 0) -> Tensor:
+    return torch.randperm(channels, generator=torch.Generator().manual_seed(seed))
+
+
+def values_of(*shape: int) -> Tensor:
+    return torch.arange(torch.Size(shape).numel()).view(shape)
+
+
+@pytest.mark.parametrize("shape", [(5,), (1,), (3, 8), (2, 3, 12), (0, 4), (2, 1, 1, 7)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.int8, torch.bool])
+def test_each_output_channel_is_the_named_input_channel(shape, dtype):
+    x, index = values_of(*shape).to(dtype), index_of(shape[-1])
+    y = permute(x, index)
+    assert y.dtype == dtype
+    assert y.shape == x.shape
+    for j, source in enumerate(index.tolist()):
+        assert torch.equal(y[..., j], x[..., source])
+
+
+def test_undone_by_the_inverse():
+    x, index = values_of(4, 16), index_of(16)
+    assert torch.equal(permute(permute(x, index), inverse(index)), x)
+    assert not torch.equal(permute(x, index), x)
+
+
+def test_two_in_a_row_are_their_composition():
+    x, first, second = values_of(4, 16), index_of(16, 1), index_of(16, 2)
+    assert torch.equal(permute(permute(x, first), second), permute(x, compose(first, second)))
+
+
+def test_is_the_product_with_the_matrix():
+    x, index = values_of(3, 6).double(), index_of(6)
+    matrix = torch.zeros(6, 6, dtype=torch.float64)
+    matrix[index, torch.arange(6)] = 1
+    assert torch.equal(permute(x, index), x @ matrix)
+
+
+@pytest.mark.parametrize("view", [lambda x: x.mT, lambda x: x[:, ::2], lambda x: x[:1].expand(8, 8)])
+def test_strided_input(view):
+    x, index = view(values_of(8, 8)), index_of(8)
+    index = index if x.shape[-1] == 8 else index_of(x.shape[-1])
+    assert torch.equal(permute(x, index), permute(x.contiguous(), index))
+
+
+def test_output_is_a_copy():
+    x = values_of(2, 4)
+    permute(x, torch.arange(4))[0, 0] = 99
+    assert torch.equal(x, values_of(2, 4))
+
+
+def test_gradient_goes_back_to_the_source_channel():
+    x, index = values_of(3, 8).float().requires_grad_(), index_of(8)
+    weights = torch.rand(3, 8, generator=torch.Generator().manual_seed(3))
+    (permute(x, index) * weights).sum().backward()
+    expected = torch.empty_like(weights)
+    expected[:, index] = weights
+    assert torch.equal(x.grad, expected)
+
+
+def test_gradcheck_and_second_gradient():
+    x, index = torch.rand(2, 6, dtype=torch.float64, requires_grad=True), index_of(6)
+    assert torch.autograd.gradcheck(lambda v: permute(v, index), x)
+    assert torch.autograd.gradgradcheck(lambda v: permute(v, index).pow(3), x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_opcheck(dtype):
+    x = torch.rand(2, 3, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
+    torch.library.opcheck(torch.ops.permtriton.permute.default, (x.requires_grad_(), index_of(8)))
+    torch.library.opcheck(torch.ops.permtriton.permute.default, (x.detach().transpose(0, 1), index_of(8)))
+    torch.library.opcheck(torch.ops.permtriton.permute.default, (values_of(4, 5), index_of(5)))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiles_without_a_break(dynamic):
+    x, index = torch.rand(3, 8, generator=torch.Generator().manual_seed(0)), index_of(8)
+    compiled = torch.compile(lambda v, i: permute(v * 2, i).cos(), fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    leaves = [x.clone().requires_grad_() for _ in range(2)]
+    results = [compiled(leaves[0], index), permute(leaves[1] * 2, index).cos()]
+    for result in results:
+        result.square().sum().backward()
+    assert torch.equal(results[0], results[1])
+    torch.testing.assert_close(leaves[0].grad, leaves[1].grad)

@@ -1,0 +1,260 @@
+import pytest
+import torch
+from torch import Tensor
+
+from permtriton.config import LearnConfig
+from permtriton.permutation import is_permutation
+from permtriton.plan import ChannelSpace, Site
+from permtriton.relaxation import Relaxation
+
+CPU = torch.device("cpu")
+
+
+def relaxation_of(*spaces: ChannelSpace, seed: int = 0, **options) -> Relaxation:
+    return Relaxation(spaces, LearnConfig(**{"block_size": 8, **options}), seed, CPU)
+
+
+def space_of(*segments: int, name: str = "space") -> ChannelSpace:
+    return ChannelSpace(name, segments, ())
+
+
+def plain_site(space: ChannelSpace) -> Site:
+    return Site(space.name, ("linear",), space.units, torch.arange(space.units), space)
+
+
+def tied_site(space: ChannelSpace) -> Site:
+    """Two query heads for each key/value head: the channels of every segment appear twice in a row."""
+    units, start = [], 0
+    for segment in space.segments:
+        units += [torch.arange(start, start + segment)] * 2
+        start += segment
+    return Site("tied", ("o_proj",), 2 * space.units, torch.cat(units), space)
+
+
+def matrices(flat: Tensor, sizes: list[int]) -> list[Tensor]:
+    return [part.view(size, size) for part, size in zip(flat.split([s * s for s in sizes]), sizes, strict=True)]
+
+
+def onehot(index: Tensor) -> Tensor:
+    matrix = torch.zeros(index.numel(), index.numel())
+    matrix[index, torch.arange(index.numel())] = 1
+    return matrix
+
+
+def hard(relaxation: Relaxation, index: dict[str, Tensor], spaces: list[ChannelSpace]) -> list[Tensor]:
+    """The batched blocks of permutation matrices that ``index`` stands for."""
+    batches = [torch.zeros_like(weight) for weight in relaxation.weights]
+    for space in spaces:
+        for start, size in space.blocks(relaxation.block_size):
+            place, row = relaxation.position(space, start, size)
+            batches[place][row] = onehot(index[space.name][start : start + size] - start)
+    return batches
+
+
+@pytest.mark.parametrize("segments", [(8,), (32,), (16, 16), (20,), (12, 4, 24), (4,)])
+@pytest.mark.parametrize("tau", [1.0, 0.1])
+def test_start_near_the_identity_hardens_to_it(segments, tau):
+    relaxation = relaxation_of(space_of(*segments))
+    index = relaxation.harden(relaxation.soft(tau))["space"]
+    assert torch.equal(index, torch.arange(sum(segments)))
+
+
+@pytest.mark.parametrize("start", ["identity", "random"])
+def test_the_start_follows_the_seed(start):
+    space = space_of(16, 12)
+    first, again, other = (relaxation_of(space, seed=seed, start=start) for seed in (3, 3, 4))
+    for a, b, c in zip(first.weights, again.weights, other.weights, strict=True):
+        assert torch.equal(a, b)
+        assert not torch.equal(a, c)
+
+
+def test_random_start_moves_most_channels_and_differs_by_block():
+    relaxation = relaxation_of(space_of(64), start="random")
+    index = relaxation.harden(relaxation.soft(1.0))["space"]
+    assert (index != torch.arange(64)).sum() > 32
+    inside = (index - torch.arange(0, 64, 8).repeat_interleave(8)).view(8, 8)
+    assert len({tuple(row) for row in inside.tolist()}) > 1
+
+
+@pytest.mark.parametrize("size", [4, 16])
+def test_start_values(size):
+    """Near the identity ``(eye + noise u) / sqrt(B)``, random ``u / sqrt(B)``, both times a scale of sqrt(B)."""
+    near = relaxation_of(space_of(size), block_size=size, start_noise=0.25)
+    logits = near.scale * near.weights[0][0]
+    off = logits - torch.eye(size)
+    assert near.scale.tolist() == [size**0.5]
+    assert 0.15 < off.abs().max() <= 0.25
+    random = relaxation_of(space_of(size), block_size=size, start="random")
+    assert 0.7 < (random.scale * random.weights[0]).abs().max() <= 1
+
+
+def test_the_scale_is_that_of_a_space_s_largest_block():
+    relaxation = relaxation_of(space_of(20, name="a"), space_of(4, name="b"), space_of(16, name="c"))
+    torch.testing.assert_close(relaxation.scale.detach(), torch.tensor([8.0, 4.0, 8.0]).sqrt())
+
+
+def test_logits_take_the_scale_of_their_own_space():
+    spaces = [space_of(8, name="a"), space_of(16, name="b")]
+    relaxation = relaxation_of(*spaces, sinkhorn_rounds=0)
+    with torch.no_grad():
+        relaxation.scale.copy_(torch.tensor([0.0, 3.0]))
+    (soft,) = relaxation.soft(0.5)
+    torch.testing.assert_close(soft[0], torch.full((8, 8), 1 / 8))
+    torch.testing.assert_close(soft[1:], (3 * relaxation.weights[0][1:] / 0.5).softmax(-1))
+
+
+@pytest.mark.parametrize("limit", [0.0, 1.0])
+def test_clamped_logits(limit):
+    relaxation = relaxation_of(space_of(8), sinkhorn_rounds=0, clamp_logits=limit)
+    with torch.no_grad():
+        relaxation.weights[0].mul_(10)
+    logits = relaxation.scale * relaxation.weights[0]
+    expected = logits.clamp(-1, 1) if limit else logits
+    torch.testing.assert_close(relaxation.soft(1.0)[0], expected.softmax(-1))
+    assert logits.abs().max() > 5
+
+
+def test_soft_is_doubly_stochastic():
+    relaxation = relaxation_of(space_of(20, 12), start="random")
+    soft = relaxation.soft(1.0)
+    assert [s.shape[1] for s in soft] == relaxation.sizes == [4, 8]
+    assert [s.shape[0] for s in soft] == [2, 3]
+    for block in soft:
+        ones = torch.ones(block.shape[:2])
+        torch.testing.assert_close(block.sum(1), ones, atol=1e-5, rtol=0)
+        torch.testing.assert_close(block.sum(2), ones, atol=1e-2, rtol=0)
+
+
+@pytest.mark.parametrize("segments", [(64,), (20,), (12, 4, 24)])
+@pytest.mark.parametrize("seed", range(3))
+def test_hardens_to_permutations_inside_blocks(segments, seed):
+    space = space_of(*segments)
+    relaxation = relaxation_of(space, seed=seed, start="random")
+    index = relaxation.harden(relaxation.soft(0.5))["space"]
+    assert index.dtype == torch.int64
+    assert is_permutation(index)
+    for start, size in space.blocks(8):
+        assert index[start : start + size].sort().values.tolist() == list(range(start, start + size))
+
+
+def test_hardens_to_the_matrices_given():
+    """Block by block, space by space, in the project's convention ``P[index[j], j] = 1``."""
+    spaces = [space_of(12, 20, name="a"), space_of(8, name="b"), space_of(4, name="c")]
+    relaxation = relaxation_of(*spaces)
+    generator = torch.Generator().manual_seed(0)
+    expected = {}
+    for space in spaces:
+        blocks = space.blocks(8)
+        expected[space.name] = torch.cat([s + torch.randperm(n, generator=generator) for s, n in blocks])
+    found = relaxation.harden(hard(relaxation, expected, spaces))
+    assert found.keys() == expected.keys()
+    for name, index in expected.items():
+        assert torch.equal(found[name], index)
+
+
+@pytest.mark.parametrize("segments", [(16, 16), (12, 12), (4, 20)])
+@pytest.mark.parametrize("site_of", [plain_site, tied_site])
+def test_flat_blocks_are_the_matrix_of_the_site_s_index(segments, site_of):
+    """What a site's mask is told as an index and as matrices is the same permutation, tied copies included."""
+    space = space_of(*segments)
+    relaxation, site = relaxation_of(space, seed=1, start="random"), site_of(space)
+    index = relaxation.harden(relaxation.soft(0.3))
+    blocks = relaxation.blocks_of(site)
+    assert sum(blocks.sizes) == site.channels
+    flat = blocks.flat(hard(relaxation, index, [space]))
+    assert torch.equal(torch.block_diag(*matrices(flat, blocks.sizes)), onehot(site.expand(index["space"])))
+
+
+def test_blocks_of_tied_channels_come_in_channel_order():
+    """Two key/value heads of 16, each read by two query heads: 0 1 0 1, then 2 3 2 3."""
+    space = space_of(16, 16)
+    relaxation, site = relaxation_of(space), tied_site(space)
+    assert site.copies == 2
+    blocks = relaxation.blocks_of(site)
+    assert blocks.sizes == [8] * 8
+    soft = [torch.arange(4.0).view(4, 1, 1).expand(4, 8, 8)]
+    numbers = [int(block[0, 0]) for block in matrices(blocks.flat(soft), blocks.sizes)]
+    assert numbers == [0, 1, 0, 1, 2, 3, 2, 3]
+
+
+def test_blocks_of_tied_channels_whose_copies_are_far_apart():
+    """All first copies, then all second ones: 0 1 2 3 0 1 2 3."""
+    space = space_of(16, 16)
+    site = Site("tied", ("o_proj",), 64, torch.arange(32).repeat(2), space)
+    blocks = relaxation_of(space).blocks_of(site)
+    soft = [torch.arange(4.0).view(4, 1, 1).expand(4, 8, 8)]
+    numbers = [int(block[0, 0]) for block in matrices(blocks.flat(soft), blocks.sizes)]
+    assert numbers == [0, 1, 2, 3, 0, 1, 2, 3]
+
+
+def test_the_gradient_adds_up_over_copies():
+    space = space_of(16, 16)
+    relaxation = relaxation_of(space)
+    soft = [matrix.detach().requires_grad_() for matrix in relaxation.soft(1.0)]
+    blocks = relaxation.blocks_of(tied_site(space))
+    flat = blocks.flat(soft)
+    weights = torch.rand(flat.shape, generator=torch.Generator().manual_seed(0))
+    (flat * weights).sum().backward()
+    parts = matrices(weights, blocks.sizes)
+    expected = torch.stack([parts[0] + parts[2], parts[1] + parts[3], parts[4] + parts[6], parts[5] + parts[7]])
+    torch.testing.assert_close(soft[0].grad, expected)
+
+
+@pytest.mark.parametrize(
+    ("segments", "sizes"), [((20,), [8, 8, 4]), ((12, 12), [8, 4, 8, 4]), ((4, 16), [4, 8, 8]), ((6,), [6])]
+)
+def test_a_smaller_last_block(segments, sizes):
+    space = space_of(*segments)
+    relaxation = relaxation_of(space)
+    blocks = relaxation.blocks_of(plain_site(space))
+    assert blocks.sizes == sizes
+    assert relaxation.sizes == sorted(set(sizes))
+    soft = relaxation.soft(1.0)
+    taken = dict.fromkeys(relaxation.sizes, 0)
+    for matrix, size in zip(matrices(blocks.flat(soft), blocks.sizes), sizes, strict=True):
+        assert torch.equal(matrix, soft[relaxation.sizes.index(size)][taken[size]])
+        taken[size] += 1
+
+
+def test_sites_of_two_spaces_take_their_own_blocks():
+    spaces = [space_of(16, name="a"), space_of(12, name="b")]
+    relaxation = relaxation_of(*spaces, start="random")
+    soft = relaxation.soft(1.0)
+    by_size = dict(zip(relaxation.sizes, soft, strict=True))
+    flats = [relaxation.blocks_of(plain_site(space)).flat(soft) for space in spaces]
+    assert torch.equal(flats[0], by_size[8][:2].reshape(-1))
+    assert torch.equal(flats[1], torch.cat((by_size[8][2].reshape(-1), by_size[4][0].reshape(-1))))
+
+
+def test_a_block_larger_than_the_space_is_the_full_permutation():
+    space = space_of(12)
+    relaxation = relaxation_of(space, block_size=64)
+    assert relaxation.blocks_of(plain_site(space)).sizes == [12]
+    assert [tuple(weight.shape) for weight in relaxation.weights] == [(1, 12, 12)]
+
+
+def test_everything_learns():
+    """A step along the gradient reaches every block and every scale."""
+    spaces = [space_of(16, 4, name="a"), space_of(12, name="b")]
+    relaxation = relaxation_of(*spaces)
+    generator = torch.Generator().manual_seed(0)
+    loss = sum((s * torch.rand(s.shape, generator=generator)).sum() for s in relaxation.soft(0.7))
+    loss.backward()
+    for parameter in relaxation.parameters():
+        assert (
+            parameter.grad.flatten(1).abs().amax(1).gt(0).all() if parameter.dim() > 1 else parameter.grad.ne(0).all()
+        )
+
+
+def test_learns_a_permutation_asked_for():
+    """Gradient steps on ``-sum(P * target)`` turn the identity into the target."""
+    space = space_of(8)
+    relaxation = relaxation_of(space)
+    target = torch.randperm(8, generator=torch.Generator().manual_seed(1))
+    optimizer = torch.optim.AdamW(relaxation.parameters(), lr=0.05)
+    for _ in range(60):
+        optimizer.zero_grad()
+        (soft,) = relaxation.soft(0.5)
+        (-(soft[0] * onehot(target)).sum()).backward()
+        optimizer.step()
+    assert torch.equal(relaxation.harden(relaxation.soft(0.5))["space"], target)
