@@ -48,7 +48,8 @@ def learning_step_table(name: str) -> str:
         sizes = f"{shape['hidden']}, {shape['intermediate']}, {shape['layers']}, {shape['tokens']}"
         memory = row["peak_memory_bytes"] / 2**30
         lines.append(
-            f"| {sizes} {shape['dtype']} | {row['dense_s']:.2f} s | {row['learn_s']:.2f} s | {row['ratio']:.2f} | {memory:.1f} GiB |"
+            f"| {sizes} {shape['dtype']} | {row['dense_s']:.2f} s | {row['learn_s']:.2f} s | {row['ratio']:.2f} "
+            f"| {memory:.1f} GiB |"
         )
     versions = rows[-1]["versions"]
     lines += ["", f"{rows[-1]['device']}; torch {versions['torch']}; medians of {len(rows[-1]['learn_samples_s'])}."]

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from permtriton.cli import options
-from permtriton.cli.console import BarProgress, clear_errors, err, fail, out, print_json, table
 
 from permtriton import compare as library
 from permtriton import compiler, load
-from permtriton.errors import ConfigError
+from permtriton.cli import options
+from permtriton.cli.console import BarProgress, clear_errors, err, fail, out, print_json, table
+from permtriton.errors import ConfigError, OutputError
 
 
 def compare(
@@ -47,6 +47,8 @@ def compare(
     with clear_errors():
         chosen = options.build_config(model, recipe, config, arguments)
         numbers = _seeds(seeds)
+        if output is not None and not output.resolve().parent.is_dir():
+            raise OutputError(f"output {output}: the folder {output.resolve().parent} does not exist; make it first")
         source = load.Source(model, dtype, device, trust_remote_code)
         loaded, tokenizer = load.load_model(source), load.load_tokenizer(source)
         windows, text = options.held_out_windows(source, eval_text, tokenizer, loaded)
@@ -84,7 +86,9 @@ def compare(
             ],
         }
         if output is not None:
-            output.write_text(dumps(report, indent=1) + "\n", encoding="utf-8")
+            temporary = output.with_name(f".{output.name}.tmp")
+            temporary.write_text(dumps(report, indent=1) + "\n", encoding="utf-8")
+            temporary.replace(output)
         if json:
             print_json(report)
         else:
@@ -93,7 +97,10 @@ def compare(
 
 def _seeds(text: str) -> list[int]:
     try:
-        return [int(part) for part in text.split(",")]
+        numbers = [int(part) for part in text.split(",")]
+        if min(numbers) >= 0:
+            return numbers
+        raise ValueError
     except ValueError:
         raise ConfigError(
             f"seeds {text!r} is not understood: write whole numbers divided by commas, such as 0,1,2"

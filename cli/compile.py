@@ -4,12 +4,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from permtriton.cli import options
-from permtriton.cli.console import BarProgress, clear_errors, err, out, print_json, table
-from permtriton.cli.inspect import destination
 
 from permtriton import compiler, load, memory
 from permtriton.artifact import check_output
+from permtriton.cli import options
+from permtriton.cli.console import BarProgress, clear_errors, out, print_json, table
+from permtriton.cli.inspect import destination
 
 
 def compile(
@@ -37,6 +37,11 @@ def compile(
     micro_batch_size: options.MicroBatchSize = None,
     learn_layers: options.LearnLayers = None,
     start: options.Start = None,
+    start_noise: options.StartNoise = None,
+    clamp_logits: options.ClampLogits = None,
+    group_scale: options.GroupScale = None,
+    keep_epoch: options.KeepEpoch = None,
+    activation_checkpointing: options.ActivationCheckpointing = None,
     base_order: options.BaseOrder = None,
     seed: options.Seed = None,
     device: options.Device = "auto",
@@ -56,24 +61,25 @@ def compile(
     with clear_errors():
         chosen = options.build_config(model, recipe, config, arguments)
         pattern = chosen.sparsity
-        target = output or Path(f"{Path(model).name}-{pattern.kept}of{pattern.group}")
+        target = output or Path(f"{Path(model).resolve().name}-{pattern.kept}of{pattern.group}")
         check_output(target, overwrite=overwrite)
         source = load.Source(model, dtype, device, trust_remote_code)
-        err.print(f"loading {model}", highlight=False)
+        progress = BarProgress()
+        progress.say(f"loading {model}")
         loaded, tokenizer = load.load_model(source), load.load_tokenizer(source)
         windows, text = options.held_out_windows(source, eval_text, tokenizer, loaded)
         if windows is None:
-            err.print(f"no held-out evaluation: {text}", highlight=False, markup=False, soft_wrap=True)
+            progress.say(f"no held-out evaluation: {text}")
         compiled = compiler.compile(
             loaded,
             tokenizer,
             chosen,
             evaluation_windows=windows,
-            progress=BarProgress(),
+            progress=progress,
             resume_path=target.resolve().with_name(f".{target.name}.learning.safetensors"),
         )
         compiled.report["evaluation"]["text"] = text
-        err.print(f"saving and verifying {target}", highlight=False, soft_wrap=True)
+        progress.say(f"saving and verifying {target}")
         compiled.save(target, overwrite=overwrite)
         if json:
             print_json(compiled.report)

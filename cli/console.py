@@ -42,6 +42,9 @@ class BarProgress:
 
             yield advance
 
+    def say(self, text: str) -> None:
+        err.print(text, highlight=False, markup=False, soft_wrap=True)
+
 
 @contextmanager
 def clear_errors() -> Iterator[None]:
@@ -57,7 +60,7 @@ def clear_errors() -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         fail(f"out of GPU memory: lower --micro-batch-size or --sequence-length ({str(error).splitlines()[0]})", 2)
     except KeyboardInterrupt:
-        fail("interrupted: nothing was saved, an earlier output is whole; the same command goes on with learning", 130)
+        fail("interrupted: no half-written output is left; the same command continues learning where it stopped", 130)
 
 
 def table(title: str, *columns: str, show_header: bool = True) -> Table:

@@ -3,11 +3,11 @@
 from typing import Annotated, Any
 
 import typer
-from permtriton.cli import options
-from permtriton.cli.console import clear_errors, out, print_json, table
 
 from permtriton import compiler, load
-from permtriton.config import LearnConfig
+from permtriton.cli import options
+from permtriton.cli.console import clear_errors, out, print_json, table
+from permtriton.config import CompileConfig, LearnConfig
 from permtriton.plan import Plan
 from permtriton.sparsity import NMPattern
 
@@ -27,7 +27,7 @@ def inspect(
         source = load.Source(model, trust_remote_code=trust_remote_code)
         empty = load.load_empty_model(source)
         pattern = NMPattern.parse(sparsity)
-        LearnConfig(block_size=block_size)
+        CompileConfig.from_options({"sparsity": sparsity, "block_size": block_size})
         plan = compiler.find_plan(empty, pattern, skip_indivisible=skip_indivisible)
         if json:
             print_json(plan_report(plan, block_size))

@@ -1,6 +1,7 @@
 """The command line: each command parses, makes a config, calls the library once, and prints."""
 
 import typer
+
 from permtriton.cli.compare import compare
 from permtriton.cli.compile import compile
 from permtriton.cli.inspect import inspect

@@ -69,6 +69,17 @@ LearnLayers = Annotated[
 ]
 Start = Annotated[str | None, typer.Option(help="identity (near the base order) or random.", rich_help_panel=LEARNING)]
 BaseOrder = Annotated[str | None, typer.Option(help="heuristic or identity.", rich_help_panel=LEARNING)]
+StartNoise = Annotated[
+    float | None, typer.Option(help="Size of the random part near the identity.", rich_help_panel=LEARNING)
+]
+ClampLogits = Annotated[float | None, typer.Option(help="Limit on logits; 0 for none.", rich_help_panel=LEARNING)]
+GroupScale = Annotated[
+    bool | None, typer.Option(help="Divide scores by their group's mean before the softmax.", rich_help_panel=LEARNING)
+]
+KeepEpoch = Annotated[str | None, typer.Option(help="best or last.", rich_help_panel=LEARNING)]
+ActivationCheckpointing = Annotated[
+    bool | None, typer.Option(help="Recompute activations: less memory, more time.", rich_help_panel=LEARNING)
+]
 Seed = Annotated[int | None, typer.Option(help="Of the calibration draw and of learning.", rich_help_panel=RUNNING)]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.", rich_help_panel=RUNNING)]
 Dtype = Annotated[
@@ -88,7 +99,8 @@ CONFIG_OPTIONS = (
     "sparsity", "importance", "permutation", "weight_update", "update_mask", "layout", "skip_indivisible",
     "calibration", "samples", "sequence_length", "seed",
     "block_size", "sinkhorn_rounds", "tau_start", "tau_end", "epochs", "learning_rate", "weight_decay", "batch_size",
-    "micro_batch_size", "learn_layers", "start", "base_order",
+    "micro_batch_size", "learn_layers", "start", "start_noise", "base_order", "clamp_logits", "group_scale",
+    "keep_epoch", "activation_checkpointing",
 )  # fmt: skip
 EVALUATION_TOKENS = 2048  # in a window, where the model has as many positions
 

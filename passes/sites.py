@@ -5,10 +5,10 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 import torch
-from permtriton.passes.provenance import LinearCall, Provenance
 from torch import Tensor, fx, nn
 
 from permtriton.errors import ModelError
+from permtriton.passes.provenance import LinearCall, Provenance
 from permtriton.plan import LINEAR_MODULES, Axis, ChannelSpace, Plan, Site
 from permtriton.sparsity import NMPattern
 

@@ -134,14 +134,13 @@ def _saved_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def _rename(partial: Path, output: Path) -> None:
-    if not output.exists():
-        partial.rename(output)
-        return
+    """Moves ``partial`` to ``output``, which is the old folder or the new one, whole, wherever this is interrupted."""
     old = output.with_name(f".{output.name}.old-{os.getpid()}")
-    output.rename(old)
     try:
+        if output.exists():
+            output.rename(old)
         partial.rename(output)
-    except BaseException:
-        old.rename(output)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
+    finally:
+        if old.exists() and not output.exists():
+            old.rename(output)
+        shutil.rmtree(old, ignore_errors=True)

@@ -108,8 +108,9 @@ def _encode(
     pieces, total = [], 0
     for position in order:
         document = documents[position]
-        piece = torch.tensor(document if isinstance(document, list) else _tokenize(document, tokenizer, source))
-        pieces.append(piece.to(torch.int64).reshape(-1))
+        ids = _tokenize(document, tokenizer, source) if isinstance(document, str) else _whole_numbers(document, source)
+        piece = torch.tensor(ids, dtype=torch.int64)
+        pieces.append(piece)
         total += piece.numel()
         if wanted is not None and total >= SURPLUS * wanted:
             break
@@ -133,11 +134,18 @@ def _tokenize(text: str, tokenizer: PreTrainedTokenizerBase | None, source: str)
     return ids if end is None or not ids or ids[-1] == end else [*ids, end]
 
 
-def _documents(source: str, hub: dict[str, dict], demo_file: str) -> Sequence[str | list[int]]:
+def _whole_numbers(document: Any, source: str) -> list[int]:
+    if isinstance(document, list) and all(isinstance(i, int) and -(2**63) <= i < 2**63 for i in document):
+        return document
+    raise CalibrationError(f"{source} holds {str(document)[:40]!r} where a text or a list of token ids is expected")
+
+
+def _documents(source: str, hub: dict[str, dict], demo_file: str) -> Sequence[Any]:
     if source == "demo":
         return [(DEMO_FOLDER / demo_file).read_text(encoding="utf-8")]
     if source in hub:
-        return _column(_from_hub(source, hub[source]), source)
+        dataset = _from_hub(source, hub[source])
+        return dataset[_column(dataset.column_names, source)]
     path = Path(source)
     if not path.is_file():
         raise CalibrationError(
@@ -149,12 +157,7 @@ def _documents(source: str, hub: dict[str, dict], demo_file: str) -> Sequence[st
     if path.suffix in (".jsonl", ".json"):
         return _json_lines(path)
     if path.suffix == ".parquet":
-        from datasets import Dataset
-
-        try:
-            return _column(Dataset.from_parquet(str(path)), source)
-        except (OSError, ValueError) as error:
-            raise CalibrationError(f"{source} is not a readable parquet file: {error}") from error
+        return _parquet(path)
     raise CalibrationError(
         f"{source}: a {path.suffix or 'nameless'} file is not understood: give .txt, .jsonl or .parquet"
     )
@@ -172,11 +175,22 @@ def _from_hub(name: str, arguments: dict) -> "Dataset":
         ) from error
 
 
-def _column(dataset: "Dataset", source: str) -> Sequence[str | list[int]]:
+def _column(names: Sequence[str], source: str) -> str:
     for name in ("input_ids", "text"):
-        if name in dataset.column_names:
-            return dataset[name]
-    raise CalibrationError(f"{source} has the columns {', '.join(dataset.column_names)}: one must be text or input_ids")
+        if name in names:
+            return name
+    raise CalibrationError(f"{source} has the columns {', '.join(names)}: one must be text or input_ids")
+
+
+def _parquet(path: Path) -> Sequence[Any]:
+    from pyarrow import ArrowException, parquet
+
+    try:
+        file = parquet.ParquetFile(path)
+        name = _column(file.schema_arrow.names, str(path))
+        return file.read([name]).column(name).to_pylist()
+    except (ArrowException, OSError) as error:
+        raise CalibrationError(f"{path} is not a readable parquet file: {str(error).splitlines()[0]}") from error
 
 
 def _read(path: Path) -> str:
@@ -188,7 +202,7 @@ def _read(path: Path) -> str:
 
 def _json_lines(path: Path) -> list[str | list[int]]:
     documents: list[str | list[int]] = []
-    for number, line in enumerate(_read(path).splitlines(), start=1):
+    for number, line in enumerate(_read(path).split("\n"), start=1):
         if not line.strip():
             continue
         try:

@@ -148,6 +148,11 @@ class _Compilation:
         self.ids, self.batch = ids, max(TOKENS_AT_ONCE // ids.shape[1], 1)
         self.reference_ids = ids[:REFERENCE_SEQUENCES, :REFERENCE_TOKENS]
         self.reference = model_outputs(self.model, self.reference_ids)
+        if not bool(self.reference.isfinite().all()):
+            raise CalibrationError(
+                f"the dense model's outputs on the calibration text are not finite in {self.model.dtype}: "
+                "activations overflow (try --dtype float32) or the weights are damaged"
+            )
         with self._timed("evaluate"):
             evaluation = None if windows is None else Evaluation(self.model, windows, self.batch, self.progress)
         with self._timed("calibrate"):

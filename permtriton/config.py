@@ -90,7 +90,7 @@ class LearnConfig:
         for name in ("learning_rate", "tau_start", "tau_end"):
             _require(0 < getattr(self, name) < float("inf"), f"{name} is {getattr(self, name)}: it must be positive")
         for name in ("sinkhorn_rounds", "weight_decay", "clamp_logits", "start_noise"):
-            _require(getattr(self, name) >= 0, f"{name} is {getattr(self, name)}: it must not be negative")
+            _require(0 <= getattr(self, name) < float("inf"), f"{name} is {getattr(self, name)}: it must be 0 or more")
         _require(
             re.fullmatch(r"all|last:[1-9]\d*", self.learn_layers) is not None,
             f"learn_layers is {self.learn_layers!r}: write all, or last:K with K at least 1",
@@ -131,7 +131,7 @@ class CompileConfig:
     learn: LearnConfig = field(default_factory=LearnConfig)
 
     def __post_init__(self) -> None:
-        _require(self.seed >= 0, f"seed is {self.seed}: it must not be negative")
+        _require(0 <= self.seed < 2**32, f"seed is {self.seed}: it must be from 0 to {2**32 - 1}")
         _require(
             self.permutation != "learned" or self.learn.block_size % self.sparsity.group == 0,
             f"block_size {self.learn.block_size} is not a multiple of the group of {self.sparsity}: "
@@ -149,7 +149,7 @@ class CompileConfig:
         Raises:
             ConfigError: an unknown option or recipe, a value of the wrong type or out of range.
         """
-        if recipe not in RECIPES:
+        if not isinstance(recipe, str) or recipe not in RECIPES:
             raise ConfigError(f"recipe {recipe!r} is unknown: choose one of {', '.join(RECIPES)}")
         given = {name.replace("-", "_"): value for name, value in options.items()}
         merged: dict[str, Any] = {**RECIPES[recipe], **given}
@@ -181,7 +181,14 @@ RECIPES: dict[str, dict[str, Any]] = {
         "keep_epoch": "last",
         "learning_rate": 1e-3,
     },
-    "demo": {"samples": 64, "sequence_length": 256, "epochs": 8, "batch_size": 8, "micro_batch_size": 8},
+    "demo": {
+        "samples": 64,
+        "sequence_length": 256,
+        "epochs": 16,
+        "batch_size": 4,
+        "learning_rate": 1e-2,
+        "activation_checkpointing": False,
+    },
 }
 
 # Options that only one choice of another option gives a meaning to.
@@ -205,6 +212,12 @@ def check_explicit_options(explicit: Mapping[str, Any], config: CompileConfig) -
                 f"--{option} has no effect with --{needs} {getattr(config, needed[0])}: "
                 f"drop it or choose --{needs} {value}"
             )
+    chooses_itself = config.weight_update == "sparsegpt" and config.update_mask == "own"
+    if "importance" in explicit and chooses_itself and config.permutation == "none":
+        raise ConfigError(
+            "--importance has no effect with --weight-update sparsegpt, which chooses its own mask, where there is no "
+            "permutation: drop it, or choose --update-mask keep"
+        )
 
 
 def read_config_file(path: Path) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from permtriton.config import LearnConfig
-from permtriton.errors import CalibrationError, ConfigError
+from permtriton.errors import CalibrationError, ConfigError, OutputError
 from permtriton.forward import cosine_loss, last_hidden_state
 from permtriton.importance import Importance
 from permtriton.kernels.nm_mask import nm_mask
@@ -112,8 +112,13 @@ def learn(
     spaces = learned_spaces(plan, config)
     if not spaces:
         raise ConfigError(
-            f"learn_layers {config.learn_layers} leaves no permutation to learn: every one that may move is read in "
-            "earlier layers too, or must stay; use more layers, or --permutation heuristic"
+            "no permutation is left to learn: "
+            + (
+                "none of this model's channels may move (see permtriton inspect)"
+                if config.last_layers is None
+                else f"with learn_layers {config.learn_layers}, every one that may move is read in earlier layers too"
+            )
+            + "; use --permutation none or heuristic"
         )
     relaxation = Relaxation(spaces, config, seed, model.device)
     optimizer = torch.optim.AdamW(relaxation.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay)
@@ -191,8 +196,7 @@ class Trainer:
         for group in self._optimizer.param_groups:
             group["lr"] = self._config.learning_rate * 0.5 * (1 + math.cos(math.pi * step / total))
         soft = self._relaxation.soft(self.tau(step))
-        leaves = [matrix.detach().requires_grad_() for matrix in soft]
-        self._masks.set(self._relaxation.harden(leaves), leaves)
+        self._masks.set(self._relaxation.harden(soft), soft)
         loss_sum = 0.0
         for part in rows.split(self._config.micro_batch_size):
             loss = cosine_loss(last_hidden_state(self._model, self._ids[part]), self._target[part])
@@ -200,7 +204,7 @@ class Trainer:
             loss.backward()
             loss_sum += loss.item()
         self._check(loss_sum)
-        torch.autograd.backward(soft, [leaf.grad for leaf in leaves])
+        self._masks.backward()
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         return loss_sum
@@ -258,6 +262,7 @@ class Masks:
 
     def __init__(self, device: torch.device) -> None:
         self._entries: list[tuple[Site, SiteBlocks | None, list[_MaskedWeight]]] = []
+        self._gathered: list[tuple[Tensor, Tensor]] = []  # each site's soft blocks, and the leaf that stands for them
         self._device = device
 
     def add(self, site: Site, blocks: SiteBlocks | None, weights: list[_MaskedWeight]) -> None:
@@ -265,16 +270,23 @@ class Masks:
         self._entries.append((site, blocks, weights))
 
     def set(self, indices: Mapping[str, Tensor], soft: Sequence[Tensor] | None) -> None:
-        """Puts every site's channels in the order of its space; ``soft`` receives gradients where given."""
+        """Puts every site's channels in the order of its space; ``soft`` gets gradients by `backward` where given."""
+        self._gathered = []
         for site, blocks, weights in self._entries:
-            index = identity(site.channels)
+            index, leaf = identity(site.channels), torch.empty(0, device=self._device)
             if blocks is not None:
                 index = site.expand(indices[site.space.name])
+                if soft is not None:
+                    gathered = blocks.flat(soft)
+                    leaf = gathered.detach().requires_grad_()
+                    self._gathered.append((gathered, leaf))
             for weight in weights:
-                weight.index = index.to(self._device)
-                weight.soft = weight.soft.new_empty(0)
-                if blocks is not None and soft is not None:
-                    weight.soft = blocks.flat(soft)
+                weight.index, weight.soft = index.to(self._device), leaf
+
+    def backward(self) -> None:
+        """Sends what the forward and backward passes since `set` left at the leaves on to the soft permutations."""
+        reached = [(gathered, leaf.grad) for gathered, leaf in self._gathered if leaf.grad is not None]
+        torch.autograd.backward([gathered for gathered, _ in reached], [grad for _, grad in reached])
 
 
 @contextmanager
@@ -311,7 +323,7 @@ def masked_model(
 
 @contextmanager
 def _parametrized(module: nn.Module, masked: _MaskedWeight, in_out: bool) -> Iterator[None]:
-    weight = module.get_parameter("weight")
+    weight, order = module.get_parameter("weight"), list(module._parameters)
     if not in_out:
         weight.data = weight.data.t().contiguous().t()
     parametrize.register_parametrization(module, "weight", masked, unsafe=True)
@@ -321,6 +333,8 @@ def _parametrized(module: nn.Module, masked: _MaskedWeight, in_out: bool) -> Ite
         parametrize.remove_parametrizations(module, "weight", leave_parametrized=False)
         weight = module.get_parameter("weight")
         weight.data = weight.data.contiguous()
+        for name in order:
+            module._parameters[name] = module._parameters.pop(name)
 
 
 @contextmanager
@@ -338,13 +352,16 @@ def _frozen(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def checkpointed(layers: Sequence[nn.Module]) -> Iterator[None]:
     """Recomputes each layer in the backward pass. transformers' own switch would need train mode, and so dropout."""
+    before = [layer.__dict__.get("forward") for layer in layers]
     for layer in layers:
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
     try:
         yield
     finally:
-        for layer in layers:
+        for layer, forward in zip(layers, before, strict=True):
             del layer.forward
+            if forward is not None:
+                layer.forward = forward
 
 
 class ResumeFile:
@@ -362,11 +379,14 @@ class ResumeFile:
         """Restores the state into ``relaxation`` and ``optimizer``; None where there is nothing to continue from."""
         if not self._path.is_file():
             return None
-        with safe_open(self._path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            if metadata.get("fingerprint") != self._fingerprint:
-                return None
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        try:
+            with safe_open(self._path, framework="pt") as file:
+                metadata = file.metadata() or {}
+                if metadata.get("fingerprint") != self._fingerprint:
+                    return None
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError):
+            return None  # not a state file: learning starts anew and replaces it
         state = {"state": {}, "param_groups": optimizer.state_dict()["param_groups"]}
         for number, parameter in enumerate(relaxation.parameters()):
             parameter.data.copy_(tensors[f"parameter.{number}"])
@@ -391,8 +411,14 @@ class ResumeFile:
             "kept": str(result.kept),
         }
         temporary = self._path.with_name(self._path.name + ".tmp")
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary, metadata)
-        temporary.replace(self._path)
+        try:
+            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary, metadata)
+            temporary.replace(self._path)
+        except (SafetensorError, OSError) as error:
+            temporary.unlink(missing_ok=True)
+            raise OutputError(
+                f"learning state {self._path} cannot be written: {error}; make room and run again"
+            ) from error
 
     def delete(self) -> None:
         """Removes the file, once its result is saved elsewhere."""

@@ -1,6 +1,5 @@
 """Loading models and tokenizers: local folders, hub names, and the demo; safetensors only."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,11 +65,21 @@ def load_model(source: Source) -> PreTrainedModel:
     model_class = _model_class(source)
     _refuse_pickles(source)
     try:
-        model = model_class.from_pretrained(
-            source.location, dtype=DTYPES[source.dtype], use_safetensors=True, **_remote_code(source)
+        model, info = model_class.from_pretrained(
+            source.location,
+            dtype=DTYPES[source.dtype],
+            use_safetensors=True,
+            output_loading_info=True,
+            **_remote_code(source),
         )
-    except (OSError, ValueError, RuntimeError) as error:
+    except Exception as error:  # damaged files, wrong shapes, missing packages: transformers raises many kinds
         raise ModelError(f"{source.name} cannot be loaded as {model_class.__name__}: {_first_line(error)}") from error
+    if missing := sorted(info["missing_keys"]):
+        raise ModelError(
+            f"{source.name} holds no weights for {missing[0]}"
+            + (f" and {len(missing) - 1} more" if missing[1:] else "")
+            + f", which {model_class.__name__} needs: the checkpoint is incomplete, or config.json names another class"
+        )
     check_weights(model)
     return model.to(device).eval()
 
@@ -86,7 +95,7 @@ def load_empty_model(source: Source) -> PreTrainedModel:
     try:
         with torch.device("meta"):
             return model_class._from_config(config).eval()
-    except (ValueError, RuntimeError, ImportError) as error:
+    except Exception as error:  # as many kinds as there are model classes
         raise ModelError(f"{source.name}: {model_class.__name__} cannot be built: {_first_line(error)}") from error
 
 
@@ -120,7 +129,7 @@ def _config(source: Source) -> Any:
         raise ModelError(f"{source.name} holds no config.json: it is not a Hugging Face model folder")
     try:
         return AutoConfig.from_pretrained(source.location, **_remote_code(source))
-    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
+    except Exception as error:  # the hub client and the config classes raise many kinds
         raise ModelError(
             f"{source.name} is neither a local model folder nor a model that can be fetched: {_first_line(error)}"
         ) from error
@@ -141,10 +150,10 @@ def _model_class(source: Source) -> Any:
             (v for k, v in config.auto_map.items() if str(v).endswith(names[0]) and k.startswith("AutoM")), None
         )
         found = get_class_from_dynamic_module(reference, source.location) if reference else None
-    if found is None:
+    if not (isinstance(found, type) and issubclass(found, PreTrainedModel)):
         raise ModelError(
-            f"{source.name}: class {names[0]} is not in transformers {transformers.__version__}: upgrade transformers, "
-            "or, for a model that brings its own code that you trust, use --trust-remote-code"
+            f"{source.name}: {names[0]} is no model class of transformers {transformers.__version__}: upgrade "
+            "transformers, or, for a model that brings its own code that you trust, use --trust-remote-code"
         )
     return found
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from permtriton.config import LearnConfig
+from permtriton.errors import CalibrationError
 from permtriton.kernels.assignment import assignment
 from permtriton.kernels.sinkhorn import sinkhorn
 from permtriton.permutation import identity
@@ -52,9 +53,17 @@ class Relaxation(nn.Module):
 
     @torch.no_grad()
     def harden(self, soft: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Returns space name -> unit index ``[units]``: the permutation nearest to each block's soft one."""
+        """Returns space name -> unit index ``[units]``: the permutation nearest to each block's soft one.
+
+        Raises:
+            CalibrationError: a soft permutation is not finite.
+        """
         indices = {space.name: identity(space.units) for space in self._spaces}
         for size, matrices in zip(self.sizes, soft, strict=True):
+            if not bool(matrices.isfinite().all()):
+                raise CalibrationError(
+                    "the permutation logits are no longer finite: lower learning_rate or weight_decay, or raise tau_end"
+                )
             chosen = assignment(matrices).cpu().long()
             for (number, start), inside in zip(self._blocks[size], chosen, strict=True):
                 indices[self._spaces[number].name][start : start + size] = start + inside

@@ -1,0 +1,359 @@
+"""The whole pipeline on every architecture: compiled, saved, and loaded again by transformers alone."""
+
+import copy
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+import permtriton
+from permtriton import CompileConfig, CompiledModel
+from permtriton.passes.fuse_permutations import fuse_permutations
+
+from . import zoo
+
+LEARN = {"epochs": 2, "batch_size": 4, "learning_rate": 0.1, "block_size": 16, "keep_epoch": "last"}
+HEURISTIC = {"permutation": "heuristic"}
+HEADS = ("lm_head", "pooler", "cls.")  # what no plan may prune, by how models name it
+
+
+@dataclass(frozen=True)
+class Case:
+    """One compilation: the dense model is built again, since compiling changes it in place."""
+
+    name: str
+    compiled: CompiledModel
+    path: Path
+    reloaded: PreTrainedModel
+
+    @property
+    def dense(self) -> PreTrainedModel:
+        return zoo.build(self.name)
+
+
+def compiled_model(model: PreTrainedModel, **options: object) -> CompiledModel:
+    return permtriton.compile(model, None, CompileConfig.from_options(options), ids=zoo.token_ids())
+
+
+def compiled_with(name: str, **options: object) -> CompiledModel:
+    return compiled_model(zoo.build(name), **options)
+
+
+@pytest.fixture(scope="module", params=list(zoo.ARCHITECTURES))
+def case(request, tmp_path_factory) -> Case:
+    compiled = compiled_with(request.param, **LEARN)
+    path = compiled.save(tmp_path_factory.mktemp("models") / request.param)
+    return Case(request.param, compiled, path, type(compiled.model).from_pretrained(path).eval())
+
+
+def linears_in_layers(model: nn.Module) -> dict[str, Tensor]:
+    """Returns the weights ``[out_features, in_features]`` that must be pruned, found without a plan."""
+    return {
+        name: module.weight.detach().T if isinstance(module, Conv1D) else module.weight.detach()
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D) and not any(part in name for part in HEADS)
+    }
+
+
+def kept_in_groups(weight_OC: Tensor, group: int) -> set[int]:
+    """Returns how many weights of a group are not zero, over all groups."""
+    rows = weight_OC.tolist()
+    return {sum(w != 0 for w in row[start : start + group]) for row in rows for start in range(0, len(row), group)}
+
+
+def folded(case_name: str, compiled: CompiledModel, **changes: object) -> PreTrainedModel:
+    """Returns the dense model in the order of a compiled one: what it is before masks."""
+    dense = zoo.build(case_name, **changes)
+    movable = {space.name for space in compiled.plan.spaces if not space.frozen}
+    fuse_permutations(dense, compiled.plan, {n: index for n, index in compiled.indices.items() if n in movable})
+    return dense
+
+
+# -- every architecture, with the learned permutation ------------------------------------------------------------------
+
+
+def test_reloaded_model_is_the_compiled_one(case):
+    assert type(case.reloaded) is type(case.dense)
+    in_memory = dict(case.compiled.model.named_parameters())
+    for name, parameter in case.reloaded.named_parameters():
+        assert torch.equal(parameter, in_memory[name]), name
+    before, after = (zoo.outputs(model, zoo.token_ids(seed=2)) for model in (case.compiled.model, case.reloaded))
+    assert zoo.difference(before, after) < 1e-6
+
+
+def test_every_linear_in_a_layer_is_exactly_half_zeros(case):
+    pruned = linears_in_layers(case.reloaded)
+    assert len(pruned) >= 4 * zoo.LAYERS
+    for name, weight in pruned.items():
+        assert kept_in_groups(weight, 4) == {2}, name
+    assert {linear for _, linear in case.compiled.plan.linears()} == set(pruned)
+
+
+def test_nothing_else_is_zero(case):
+    pruned = {f"{name}.weight" for name in linears_in_layers(case.reloaded)}
+    for name, parameter in case.reloaded.named_parameters():
+        if name not in pruned:
+            assert bool((parameter != 0).all()), name
+
+
+def test_without_masks_it_computes_what_the_dense_model_does(case):
+    order_kept, dense = folded(case.name, case.compiled), case.dense
+    ids = zoo.token_ids(seed=2)
+    assert zoo.difference(zoo.outputs(dense, ids), zoo.outputs(order_kept, ids)) < 1e-4
+    assert zoo.difference(zoo.outputs(dense, ids), zoo.outputs(case.reloaded, ids)) > 1e-2, "the masks do something"
+
+
+def test_kept_weights_are_the_dense_ones_in_the_new_order(case):
+    expected = dict(folded(case.name, case.compiled).named_parameters())
+    pruned = {f"{name}.weight" for name in linears_in_layers(case.reloaded)}
+    for name, parameter in case.reloaded.named_parameters():
+        masked = torch.where(parameter != 0, expected[name], 0) if name in pruned else expected[name]
+        assert torch.equal(parameter, masked), name
+
+
+@torch.no_grad()
+def check_most_important_kept(dense: PreTrainedModel, pruned: PreTrainedModel) -> None:
+    """Checks masks against Wanda's score, measured here on the dense model in the pruned one's order."""
+    squares: dict[str, Tensor | int] = {}
+
+    def watch(name: str) -> None:
+        def record(_module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            squares[name] = squares.get(name, 0) + inputs[0].flatten(0, -2).square().sum(0)
+
+        dense.get_submodule(name).register_forward_pre_hook(record)
+
+    dense_weights, kept_weights = linears_in_layers(dense), linears_in_layers(pruned)
+    for name in dense_weights:
+        watch(name)
+    zoo.outputs(dense, zoo.token_ids())
+    for name, weight in dense_weights.items():
+        scores = (weight.abs() * squares[name].sqrt()).unflatten(1, (-1, 4))
+        kept = kept_weights[name].unflatten(1, (-1, 4)) != 0
+        least_kept = scores.masked_fill(~kept, float("inf")).amin(-1)
+        most_dropped = scores.masked_fill(kept, 0).amax(-1)
+        assert bool((least_kept > most_dropped * (1 - 1e-3)).all()), name
+
+
+def test_kept_weights_are_the_most_important_of_their_group(case):
+    check_most_important_kept(folded(case.name, case.compiled), case.reloaded)
+
+
+def test_every_free_space_moved_and_no_other(case):
+    for space in case.compiled.plan.spaces:
+        identity = torch.equal(case.compiled.indices[space.name], torch.arange(space.units))
+        assert identity == bool(space.frozen), space.name
+    epochs = case.compiled.report["learning"]["epochs"]
+    assert [epoch["epoch"] for epoch in epochs] == [0, 1, 2]
+    assert epochs[0]["moved"] == 0
+    assert epochs[-1]["moved"] > 0
+
+
+def test_no_channel_leaves_its_segment(case):
+    for space in case.compiled.plan.spaces:
+        start = 0
+        for size in space.segments:
+            inside = case.compiled.indices[space.name][start : start + size]
+            assert sorted(inside.tolist()) == list(range(start, start + size)), space.name
+            start += size
+
+
+def test_report_file(case):
+    report = json.loads((case.path / "permtriton.json").read_text())
+    plan = case.compiled.plan
+    assert [site["name"] for site in report["sites"]] == [site.name for site in plan.sites]
+    for told, site in zip(report["sites"], plan.sites, strict=True):
+        assert sorted(told["index"]) == list(range(site.channels))
+        assert told["moved"] == sum(index != position for position, index in enumerate(told["index"]))
+        assert told["linears"] == list(site.linears)
+        assert told["space"] == site.space.name
+        assert torch.equal(site.units[torch.tensor(told["index"])], case.compiled.indices[site.space.name][site.units])
+    pruned = linears_in_layers(case.reloaded)
+    assert report["sparsity_by_layer"] == dict.fromkeys(report["sparsity_by_layer"], 0.5)
+    assert set(report["sparsity_by_layer"]) == set(pruned)
+    assert report["pruned_parameters"] == sum(weight.numel() for weight in pruned.values())
+    assert report["parameters"] == sum(parameter.numel() for parameter in case.reloaded.parameters())
+    assert report["skipped"] == plan.skipped
+    assert report["barriers"] == []
+    assert [(space["name"], space["frozen"]) for space in report["spaces"]] == [(s.name, s.frozen) for s in plan.spaces]
+    assert report["learning"]["kept_epoch"] == 2
+    assert report["verification"]["pruned_weights"] == len(pruned)
+    assert report["verification"]["reloaded"] == "same outputs"
+    assert CompileConfig.from_options(report["config"]) == case.compiled.config
+    assert report["fold_difference"] < 1e-4
+
+
+# -- transformers alone ------------------------------------------------------------------------------------------------
+
+LOAD_ALONE = """
+import sys
+sys.modules["permtriton"] = None  # importing it now fails
+import torch, transformers
+model = transformers.LlamaForCausalLM.from_pretrained(sys.argv[1]).eval()
+with torch.no_grad():
+    torch.save(model(torch.load(sys.argv[2])).logits, sys.argv[3])
+assert not [name for name in sys.modules if name.startswith("permtriton.")]
+"""
+
+
+def test_loads_in_a_process_without_permtriton(tmp_path):
+    compiled = compiled_with("llama", **HEURISTIC)
+    path, ids = compiled.save(tmp_path / "model"), zoo.token_ids(seed=2)
+    torch.save(ids, tmp_path / "ids.pt")
+    files = [str(path), str(tmp_path / "ids.pt"), str(tmp_path / "logits.pt")]
+    subprocess.run([sys.executable, "-c", LOAD_ALONE, *files], cwd=tmp_path, check=True, timeout=120)
+    expected = zoo.outputs(compiled.model, ids)[0]
+    torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), expected, rtol=1e-4, atol=1e-4)
+
+
+# -- options -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pattern", ["4:8", "1:4", "3:4", "8:16"])
+def test_patterns(pattern, tmp_path):
+    compiled = compiled_with("llama", sparsity=pattern, **LEARN)
+    reloaded = type(compiled.model).from_pretrained(compiled.save(tmp_path / "model"))
+    kept, group = map(int, pattern.split(":"))
+    for name, weight in linears_in_layers(reloaded).items():
+        assert kept_in_groups(weight, group) == {kept}, name
+    ids = zoo.token_ids(seed=2)
+    difference = zoo.difference(zoo.outputs(zoo.build("llama"), ids), zoo.outputs(folded("llama", compiled), ids))
+    assert difference < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("importance", "permutation"),
+    [("magnitude", "learned"), ("ria", "learned"), ("obs", "learned"), ("wanda", "heuristic"), ("obs", "none")],
+)
+def test_importances_and_permutations(importance, permutation):
+    options = LEARN if permutation == "learned" else {}
+    compiled = compiled_with("llama", importance=importance, permutation=permutation, **options)
+    for name, weight in linears_in_layers(compiled.model).items():
+        assert kept_in_groups(weight, 4) == {2}, name
+    expected = linears_in_layers(folded("llama", compiled))
+    for name, weight in linears_in_layers(compiled.model).items():
+        assert torch.equal(weight, torch.where(weight != 0, expected[name], 0)), name
+    for space in compiled.plan.spaces:
+        identity = torch.equal(compiled.indices[space.name], torch.arange(space.units))
+        assert identity == (permutation == "none"), space.name
+
+
+def test_magnitude_keeps_the_largest_weights():
+    compiled = compiled_with("llama", importance="magnitude", permutation="none")
+    for name, weight in linears_in_layers(zoo.build("llama")).items():
+        groups = weight.unflatten(1, (-1, 4))
+        expected = groups * (groups.abs() >= groups.abs().sort(-1).values[..., 2:3])
+        assert torch.equal(linears_in_layers(compiled.model)[name], expected.flatten(1)), name
+
+
+def test_importances_choose_different_weights():
+    chosen = [
+        linears_in_layers(compiled_with("llama", importance=importance, permutation="none").model)
+        for importance in ("magnitude", "wanda", "ria", "obs")
+    ]
+    for name in chosen[0]:
+        masks = {tuple((weights[name] != 0).flatten().tolist()) for weights in chosen}
+        assert len(masks) == 4, name
+
+
+def test_learning_without_a_base_order_starts_from_the_identity():
+    compiled = compiled_with("llama", base_order="identity", learn_layers="last:1", **LEARN)
+    for space in compiled.plan.spaces:
+        learns = space.name.startswith("model.layers.1.")
+        identity = torch.equal(compiled.indices[space.name], torch.arange(space.units))
+        assert identity != learns, space.name
+
+
+def test_learning_never_ends_worse_than_its_base_order():
+    compiled = compiled_with("llama", **{**LEARN, "keep_epoch": "best"})
+    learning = compiled.report["learning"]
+    losses = [epoch["loss"] for epoch in learning["epochs"]]
+    assert losses[learning["kept_epoch"]] == min(losses)
+
+
+def test_the_same_seed_gives_the_same_weights():
+    first, second, other = (compiled_with("gpt2", seed=seed, **LEARN).model for seed in (0, 0, 1))
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(first.parameters(), other.parameters(), strict=True))
+
+
+@torch.no_grad()
+def hidden_loss(compiled: CompiledModel, name: str) -> float:
+    """Returns 1 - cos of the last hidden state to the dense model's, on the calibration ids."""
+    with_order = folded(name, compiled).base_model(zoo.token_ids())[0]
+    return float(1 - torch.cosine_similarity(compiled.model.base_model(zoo.token_ids())[0], with_order, dim=-1).mean())
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_sparsegpt_with_the_importances_mask(name, tmp_path):
+    masked = compiled_with(name, **HEURISTIC)
+    updated = compiled_with(name, weight_update="sparsegpt", update_mask="keep", **HEURISTIC)
+    reloaded = type(updated.model).from_pretrained(updated.save(tmp_path / "model"))
+    before, after = linears_in_layers(masked.model), linears_in_layers(reloaded)
+    for linear, weight in after.items():
+        assert torch.equal(weight != 0, before[linear] != 0), linear
+        assert not torch.equal(weight, before[linear]), linear
+    assert hidden_loss(updated, name) < hidden_loss(masked, name)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_sparsegpt_with_its_own_mask(name, tmp_path):
+    masked = compiled_with(name, **HEURISTIC)
+    updated = compiled_with(name, weight_update="sparsegpt", update_mask="own", **HEURISTIC)
+    reloaded = type(updated.model).from_pretrained(updated.save(tmp_path / "model"))
+    masks = []
+    for linear, weight in linears_in_layers(reloaded).items():
+        assert kept_in_groups(weight, 4) == {2}, linear
+        masks.append(torch.equal(weight != 0, linears_in_layers(masked.model)[linear] != 0))
+    assert not all(masks)
+    assert hidden_loss(updated, name) < hidden_loss(masked, name)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("llama", torch.bfloat16), ("gpt2", torch.bfloat16), ("llama", torch.float16), ("llama", torch.float64)],
+)
+def test_other_dtypes(name, dtype, tmp_path):
+    compiled = compiled_model(zoo.build(name).to(dtype), **LEARN)
+    assert compiled.report["dtype"] == str(dtype).removeprefix("torch.")
+    reloaded = type(compiled.model).from_pretrained(compiled.save(tmp_path / "model"), dtype="auto")
+    assert reloaded.dtype == dtype
+    expected = linears_in_layers(folded(name, compiled).to(dtype))
+    for linear, weight in linears_in_layers(reloaded).items():
+        assert kept_in_groups(weight, 4) == {2}, linear
+        assert torch.equal(weight, torch.where(weight != 0, expected[linear], 0)), linear
+
+
+def test_an_indivisible_layer_stays_dense(tmp_path):
+    compiled = compiled_model(zoo.build("llama", intermediate_size=110), skip_indivisible=True, **LEARN)
+    reloaded = type(compiled.model).from_pretrained(compiled.save(tmp_path / "model"))
+    expected = dict(folded("llama", compiled, intermediate_size=110).named_parameters())
+    for layer in range(zoo.LAYERS):
+        name = f"model.layers.{layer}.mlp.down_proj.weight"
+        assert torch.equal(reloaded.get_parameter(name), expected[name])
+        assert kept_in_groups(reloaded.get_parameter(name.replace("down", "gate")), 4) == {2}
+
+
+def test_a_model_without_a_limit_on_positions():
+    """XLNet says -1."""
+    from transformers import XLNetConfig, XLNetLMHeadModel
+
+    model = XLNetLMHeadModel(XLNetConfig(vocab_size=zoo.VOCABULARY, d_model=16, n_layer=1, n_head=2, d_inner=24)).eval()
+    compiled = compiled_model(model, permutation="none")
+    assert compiled.report["sparsity_by_layer"]["transformer.layer.0.ff.layer_2"] == 0.5
+
+
+def test_a_layer_that_runs_twice_is_calibrated_on_both_runs():
+    """ALBERT's layers are one."""
+    from transformers import AlbertConfig, AlbertModel
+
+    model = AlbertModel(AlbertConfig(**zoo.SIZES, embedding_size=32)).eval()
+    zoo.randomize(model)
+    dense = copy.deepcopy(model)
+    check_most_important_kept(dense, compiled_model(model, permutation="none").model)

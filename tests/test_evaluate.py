@@ -1,0 +1,151 @@
+"""Held-out measures: perplexity as defined, and agreement with the dense model for encoders."""
+
+import math
+
+import pytest
+import torch
+from transformers import BertConfig, BertForMaskedLM, BertModel, LlamaConfig, LlamaForCausalLM
+
+import permtriton
+from permtriton.compiler import find_plan
+from permtriton.errors import CalibrationError
+from permtriton.evaluate import MAX_ENCODER_WINDOWS, Evaluation, perplexity
+from permtriton.passes.fuse_permutations import fuse_permutations
+from permtriton.plan import Axis
+from permtriton.progress import NoProgress
+from permtriton.sparsity import NMPattern
+
+VOCABULARY = 40
+
+
+@pytest.fixture
+def causal() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+        initializer_range=0.4,  # so that tokens are told apart
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def encoder(model_class) -> BertModel | BertForMaskedLM:
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=32,
+        initializer_range=0.4,
+    )
+    return model_class(config).eval()
+
+
+def windows(count: int, tokens: int = 12) -> torch.Tensor:
+    return torch.randint(0, VOCABULARY, (count, tokens), generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def naive_perplexity(model, rows: torch.Tensor) -> float:
+    """One token at a time, each from its own prefix."""
+    losses = []
+    for row in rows:
+        for position in range(1, row.numel()):
+            logits = model(input_ids=row[None, :position]).logits[0, -1].double()
+            losses.append(-float(logits.log_softmax(0)[row[position]]))
+    return math.exp(sum(losses) / len(losses))
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 16])
+def test_perplexity_is_the_naive_one_for_any_batch(causal, batch):
+    rows = windows(5)
+    expected = naive_perplexity(causal, rows)
+    assert abs(math.log(expected / VOCABULARY)) > 0.1, "a model that tells tokens apart"
+    assert perplexity(causal, rows, batch) == pytest.approx(expected, rel=1e-5)
+
+
+def test_perplexity_of_an_ignorant_model_is_the_vocabulary(causal):
+    causal.lm_head.weight.data.zero_()
+    assert perplexity(causal, windows(3), 2) == pytest.approx(VOCABULARY, rel=1e-5)
+
+
+def test_perplexity_that_is_not_finite_is_refused(causal):
+    causal.model.norm.weight.data[0] = float("nan")
+    with pytest.raises(CalibrationError, match=r"held-out loss is nan.*--dtype float32"):
+        perplexity(causal, windows(2), 2)
+
+
+def test_cache_setting_survives(causal):
+    causal.config.use_cache = True
+    perplexity(causal, windows(2), 2)
+    assert causal.config.use_cache is True
+
+
+def test_causal_models_are_measured_by_perplexity(causal):
+    rows = windows(3)
+    evaluation = Evaluation(causal, rows, 2, NoProgress())
+    assert evaluation.measure == "perplexity"
+    assert evaluation.dense == perplexity(causal, rows, 2)
+    causal.lm_head.weight.data.zero_()
+    assert evaluation.compiled(causal, None) == pytest.approx(VOCABULARY, rel=1e-5)
+
+
+@pytest.mark.parametrize("model_class", [BertModel, BertForMaskedLM])
+@pytest.mark.parametrize(("count", "batch"), [(5, 2), (MAX_ENCODER_WINDOWS + 3, 64)])
+def test_unchanged_encoder_agrees_with_itself(model_class, count, batch):
+    model = encoder(model_class)
+    evaluation = Evaluation(model, windows(count), batch, NoProgress())
+    assert (evaluation.measure, evaluation.dense) == ("cosine", 1.0)
+    assert evaluation.compiled(model, None) == pytest.approx(1.0, abs=1e-5)
+
+
+def test_changed_encoder_agrees_less():
+    model = encoder(BertModel)
+    evaluation = Evaluation(model, windows(4), 2, NoProgress())
+    with torch.no_grad():
+        model.encoder.layer[0].output.dense.weight.zero_()
+    assert -1 <= evaluation.compiled(model, None) < 0.99
+
+
+def test_encoder_cosine_is_the_mean_over_all_tokens():
+    model = encoder(BertModel)
+    rows = windows(5)
+    evaluation = Evaluation(model, rows, 2, NoProgress())
+    with torch.no_grad():
+        before = model(rows).last_hidden_state
+        model.encoder.layer[1].output.dense.weight.mul_(0.5)
+        cosine = torch.cosine_similarity(before, model(rows).last_hidden_state, dim=-1)
+    assert evaluation.compiled(model, None) == pytest.approx(float(cosine.mean()), rel=1e-5)
+
+
+def test_encoder_with_permuted_channels_agrees_in_the_old_order():
+    model = encoder(BertForMaskedLM)
+    plan = find_plan(model, NMPattern(2, 4))
+    space = plan.hidden_space
+    assert space is not None
+    assert not space.frozen
+    evaluation = Evaluation(model, windows(4), 2, NoProgress())
+    index = torch.randperm(space.units, generator=torch.Generator().manual_seed(2))
+    fuse_permutations(model, plan, {space.name: index})
+    order = Axis("", 0, plan.hidden_units, reads=False).expand(index)
+    assert evaluation.compiled(model, order) == pytest.approx(1.0, abs=1e-5)
+    assert evaluation.compiled(model, None) < 0.9, "the channels did move"
+
+
+def test_compile_undoes_the_order_before_it_compares():
+    """7:8 prunes little, so the cosine stays high unless the channels are compared in different orders."""
+    model = encoder(BertForMaskedLM)
+    config = permtriton.CompileConfig.from_options({"sparsity": "7:8", "permutation": "heuristic"})
+    compiled = permtriton.compile(model, None, config, ids=windows(4), evaluation_windows=windows(3))
+    told = compiled.report["evaluation"]
+    stream = compiled.plan.hidden_space.name
+    assert sum(site["moved"] for site in compiled.report["sites"] if site["space"] == stream) > 0
+    assert (told["measure"], told["dense"]) == ("cosine", 1.0)
+    assert 0.95 < told["compiled"] < 1

@@ -1,0 +1,227 @@
+"""Loading: any class that the config names, safetensors only, and one clear line for everything that is not a model."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models
+from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from permtriton.errors import ConfigError, ModelError
+from permtriton.load import Source, load_empty_model, load_model, load_tokenizer, resolve_device
+
+LAST_UP = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=40,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, "a"))).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(pristine, tmp_path) -> Path:
+    return Path(shutil.copytree(pristine, tmp_path / "tiny"))
+
+
+def configure(folder: Path, **changes: object) -> None:
+    """Changes fields of ``config.json``; None removes one."""
+    path = folder / "config.json"
+    stored = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({k: v for k, v in stored.items() if v is not None}))
+
+
+def rewrite_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    change(weights)
+    save_file(weights, path, {"format": "pt"})
+
+
+def poison(value: float) -> Callable[[Path], None]:
+    return lambda folder: rewrite_weights(folder, lambda weights: weights[LAST_UP][2, 3].fill_(value))
+
+
+def truncate(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def remove(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).unlink()
+
+
+def rename_weights(name: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / "model.safetensors").rename(folder / name)
+
+
+# What is wrong with a folder, and the words that its error must hold.
+DAMAGED: dict[str, tuple[Callable[[Path], object], list[str]]] = {
+    "no config": (remove("config.json"), ["holds no config.json"]),
+    "config is not JSON": (lambda f: (f / "config.json").write_text("{"), ["config.json"]),
+    "config is a list": (lambda f: (f / "config.json").write_text("[]"), ["config.json"]),
+    "unknown model type": (lambda f: configure(f, model_type="nonsense"), ["nonsense"]),
+    "no architectures": (lambda f: configure(f, architectures=None), ["architectures", "LlamaForCausalLM"]),
+    "empty architectures": (lambda f: configure(f, architectures=[]), ["architectures"]),
+    "unknown class": (lambda f: configure(f, architectures=["FancyForCausalLM"]), ["FancyForCausalLM", "transformers"]),
+    "class of another kind": (lambda f: configure(f, architectures=["Trainer"]), ["Trainer"]),
+    "size is a word": (lambda f: configure(f, hidden_size="wide"), ["hidden_size"]),
+    "pickle only": (rename_weights("pytorch_model.bin"), ["pytorch_model.bin", "pickle"]),
+    "pickle only, pt": (rename_weights("model.pt"), ["model.pt", "pickle"]),
+    "no weights": (remove("model.safetensors"), ["no weights", ".safetensors"]),
+    "not safetensors": (lambda f: (f / "model.safetensors").write_bytes(b"garbage" * 9), ["cannot be loaded"]),
+    "cut off": (truncate, ["cannot be loaded"]),
+    "a tensor is missing": (lambda f: rewrite_weights(f, lambda weights: weights.pop(LAST_UP)), [LAST_UP]),
+    "another shape": (lambda f: configure(f, intermediate_size=32), ["LlamaForCausalLM"]),
+    "NaN": (poison(float("nan")), [LAST_UP, "1 of 384", "NaN or infinite"]),
+    "infinity": (poison(float("-inf")), [LAST_UP, "1 of 384", "NaN or infinite"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_damaged_folders(folder, case):
+    damage, words = DAMAGED[case]
+    damage(folder)
+    with pytest.raises(ModelError) as caught:
+        load_model(Source(str(folder)))
+    message = str(caught.value)
+    assert "\n" not in message
+    assert [word for word in words if word not in message] == []
+
+
+@pytest.mark.parametrize("case", ["no config", "unknown class", "class of another kind", "size is a word"])
+def test_damaged_folders_that_only_inspect_reads(folder, case):
+    damage, words = DAMAGED[case]
+    damage(folder)
+    with pytest.raises(ModelError) as caught:
+        load_empty_model(Source(str(folder)))
+    assert [word for word in words if word not in str(caught.value)] == []
+
+
+@pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all", "../x", "a/b/c"])
+def test_names_that_can_only_be_folders(name):
+    with pytest.raises(ModelError, match="is not a folder: give a Hugging Face model folder, a hub name, or demo"):
+        load_model(Source(name))
+
+
+def test_a_file_is_not_a_model(folder):
+    with pytest.raises(ModelError, match="is not a folder"):
+        load_model(Source(str(folder / "config.json")))
+
+
+def test_pickles_are_never_opened(folder, monkeypatch):
+    (folder / "pytorch_model.bin").write_bytes(b"not even a pickle")
+    monkeypatch.setattr(torch, "load", lambda *args, **kwargs: pytest.fail("torch.load was called"))
+    assert isinstance(load_model(Source(str(folder))), LlamaForCausalLM)
+
+
+def test_loads_what_was_saved_in_eval_mode(folder):
+    model = load_model(Source(str(folder)))
+    assert type(model) is LlamaForCausalLM
+    assert not model.training
+    saved = load_file(folder / "model.safetensors")
+    assert set(saved) == set(model.state_dict())
+    assert all(torch.equal(saved[name], tensor) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_dtype(folder, dtype):
+    model = load_model(Source(str(folder), dtype=dtype))
+    assert {p.dtype for p in model.parameters()} == {getattr(torch, dtype)}
+
+
+def test_auto_dtype_is_the_checkpoints(pristine, tmp_path):
+    LlamaForCausalLM.from_pretrained(pristine).bfloat16().save_pretrained(tmp_path / "half")
+    assert load_model(Source(str(tmp_path / "half"))).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(("options", "words"), [({"dtype": "int8"}, "int8.*float16"), ({"device": "tpu"}, "tpu.*cuda")])
+def test_unknown_dtype_and_device(folder, options, words):
+    with pytest.raises(ConfigError, match=words):
+        load_model(Source(str(folder), **options))
+
+
+@pytest.mark.parametrize(
+    ("asked", "has_gpu", "got"),
+    [("auto", False, "cpu"), ("cpu", True, "cpu"), ("auto", True, "cuda"), ("cuda", True, "cuda")],
+)
+def test_device(monkeypatch, asked, has_gpu, got):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    assert resolve_device(asked).type == got
+
+
+def test_cuda_without_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match=r"no usable CUDA GPU .*--device cpu"):
+        resolve_device("cuda")
+
+
+def test_encoders_load_by_their_architecture(tmp_path):
+    config = BertConfig(vocab_size=30, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2)
+    BertModel(config).save_pretrained(tmp_path / "bert")
+    assert type(load_model(Source(str(tmp_path / "bert")))) is BertModel
+
+
+def test_empty_model_needs_no_weights(folder):
+    (folder / "model.safetensors").unlink()
+    model = load_empty_model(Source(str(folder)))
+    assert type(model) is LlamaForCausalLM
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+    assert not model.training
+
+
+@pytest.mark.parametrize("content", [None, "{}", "{", '{"model": {"type": "Fancy"}}'])
+def test_tokenizer_that_is_missing_or_damaged_is_none(folder, content):
+    assert load_tokenizer(Source(str(folder))) is not None
+    for path in folder.glob("tokenizer*"):
+        path.unlink()
+    if content is not None:
+        (folder / "tokenizer.json").write_text(content)
+    assert load_tokenizer(Source(str(folder))) is None
+
+
+@pytest.fixture
+def with_code(folder, tmp_path, monkeypatch) -> tuple[Source, Path]:
+    """A model that brings its own class, and the file that its code writes when it runs."""
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    mark = tmp_path / "the code ran"
+    (folder / "modeling_own.py").write_text(
+        "from pathlib import Path\nfrom transformers import LlamaForCausalLM\n"
+        f"Path({str(mark)!r}).touch()\nclass OwnForCausalLM(LlamaForCausalLM):\n    pass\n"
+    )
+    configure(
+        folder, architectures=["OwnForCausalLM"], auto_map={"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
+    )
+    return Source(str(folder)), mark
+
+
+def test_a_models_own_code_does_not_run_unasked(with_code):
+    source, mark = with_code
+    with pytest.raises(ModelError, match=r"OwnForCausalLM .*--trust-remote-code"):
+        load_model(source)
+    assert not mark.exists()
+
+
+def test_a_models_own_code_runs_when_trusted(with_code):
+    source, mark = with_code
+    model = load_model(Source(source.name, trust_remote_code=True))
+    assert type(model).__name__ == "OwnForCausalLM"
+    assert mark.exists()

@@ -1,0 +1,126 @@
+"""The estimate of a compilation's memory, and the refusal of one that cannot fit."""
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import permtriton
+from permtriton import memory
+from permtriton.compiler import find_plan
+from permtriton.config import CompileConfig
+from permtriton.errors import ConfigError
+from permtriton.sparsity import NMPattern
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=40,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="module")
+def plan(model):
+    return find_plan(model, NMPattern(2, 4))
+
+
+def needs(model, plan, **options) -> dict[str, int]:
+    return memory.estimate(model, plan, CompileConfig.from_options(options))
+
+
+def test_estimate_is_positive_and_holds_the_model(model, plan):
+    told = needs(model, plan)
+    assert all(isinstance(count, int) and count > 0 for count in told.values())
+    assert told["model"] == 4 * sum(p.numel() for p in model.parameters())
+
+
+def test_estimate_counts_the_elements_of_the_models_dtype(model, plan):
+    half = LlamaForCausalLM(model.config).half()
+    assert needs(half, plan)["model"] * 2 == needs(model, plan)["model"]
+
+
+@pytest.mark.parametrize("permutation", ["heuristic", "learned"])
+def test_estimate_grows_with_the_sequence_length(model, plan, permutation):
+    totals = [
+        sum(needs(model, plan, permutation=permutation, sequence_length=length).values()) for length in (8, 16, 32)
+    ]
+    assert totals[0] < totals[1] < totals[2]
+
+
+def test_estimate_grows_with_samples_and_micro_batch_when_learning(model, plan):
+    for name in ("samples", "micro_batch_size"):
+        totals = [sum(needs(model, plan, **{name: count}).values()) for count in (1, 2, 64)]
+        assert totals[0] < totals[1] < totals[2], name
+
+
+@pytest.mark.parametrize(
+    ("less", "more"),
+    [
+        ({"permutation": "heuristic"}, {"permutation": "learned"}),
+        ({"weight_update": "none"}, {"weight_update": "sparsegpt"}),
+        ({"importance": "wanda"}, {"importance": "obs"}),
+        ({"activation_checkpointing": True}, {"activation_checkpointing": False}),
+    ],
+)
+def test_estimate_knows_what_costs_more(model, plan, less, more):
+    assert sum(needs(model, plan, **less).values()) < sum(needs(model, plan, **more).values())
+
+
+def test_available_memory_is_told_in_bytes():
+    free = memory.available(CPU)
+    assert free is None or free > 2**20
+
+
+def test_what_fits_is_let_through(monkeypatch):
+    wanted = {"model": 10**15, "statistics": 600, "activations": 400}
+    monkeypatch.setattr(memory, "available", lambda device: 1000)
+    memory.check_fits(wanted, CPU)
+    monkeypatch.setattr(memory, "available", lambda device: None)
+    memory.check_fits({**wanted, "activations": 10**15}, CPU)
+
+
+def test_what_does_not_fit_is_refused_with_advice(monkeypatch):
+    monkeypatch.setattr(memory, "available", lambda device: 999)
+    with pytest.raises(ConfigError, match=r"--sequence-length.*--samples.*--micro-batch-size") as caught:
+        memory.check_fits({"model": 10**15, "statistics": 400, "activations": 600}, CPU)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert [w for w in ("1000 B", "activations 600 B", "999 B are free", "cpu") if w not in message] == []
+
+
+def test_compile_refuses_before_it_changes_the_model(model, monkeypatch):
+    monkeypatch.setattr(memory, "available", lambda device: 1000)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    ids = torch.zeros((2, 8), dtype=torch.int64)
+    with pytest.raises(ConfigError, match="are free"):
+        permtriton.compile(model, None, CompileConfig(), ids=ids)
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_peak_memory_of_this_process_is_plausible():
+    assert 2**24 < memory.peak(CPU) < 2**40
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1 KiB"),
+        (3 * 2**20, "3 MiB"),
+        (3 * 2**29, "1.5 GiB"),
+        (2**42, "4096.0 GiB"),
+    ],
+)
+def test_format_bytes(count, text):
+    assert memory.format_bytes(count) == text

@@ -1,0 +1,404 @@
+"""What the trace must find in each architecture, written out."""
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from permtriton import NMPattern, find_plan
+from permtriton.errors import ModelError
+from permtriton.plan import Plan
+
+from . import zoo
+
+PATTERN = NMPattern(2, 4)
+HEAD_SKIPPED = "does not feed the last hidden state (output head or pooler)"
+TIED_SKIPPED = "output head, tied to the embedding"
+OUTPUT_FROZEN = "it is an output of the model, whose order must stay"
+
+
+@dataclass(frozen=True)
+class Own:
+    """A site with a space of its own, by names relative to the layer."""
+
+    name: str
+    channels: int
+    segments: tuple[int, ...]
+    producers: str
+    copies: int = 1
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The plan of one architecture; every layer looks the same."""
+
+    layers: str
+    sites: tuple[str | Own, ...]  # a string is a site that reads the residual stream
+    stream: str  # its producers in a layer
+    outside: str  # its producers outside the layers
+    readers: str = ""  # linears outside the plan that read it
+    skipped: dict[str, str] = field(default_factory=dict)
+    frozen: str = ""  # why the stream is
+
+
+def with_bias(*linears: str) -> str:
+    return " ".join(f"{linear}.weight[0] {linear}.bias[0]" for linear in linears)
+
+
+LLAMA = Expected(
+    layers="model.layers",
+    sites=(
+        "self_attn.q_proj+k_proj+v_proj",
+        Own("self_attn.o_proj", 64, (16, 16), "self_attn.v_proj.weight[0]", copies=2),
+        "mlp.gate_proj+up_proj",
+        Own("mlp.down_proj", 112, (112,), "mlp.gate_proj.weight[0] mlp.up_proj.weight[0]"),
+    ),
+    stream="input_layernorm.weight[0] self_attn.o_proj.weight[0] post_attention_layernorm.weight[0] "
+    "mlp.down_proj.weight[0]",
+    outside="model.embed_tokens.weight[1] model.norm.weight[0]",
+    readers="lm_head.weight[1]",
+    skipped={"lm_head": HEAD_SKIPPED},
+)
+
+
+def like_llama(**changes: object) -> Expected:
+    return Expected(**{**LLAMA.__dict__, **changes})
+
+
+TIED = {"readers": "", "skipped": {"model.embed_tokens.weight": TIED_SKIPPED}}
+WIDE_O = Own("self_attn.o_proj", 96, (24, 24), "self_attn.v_proj.weight[0]", copies=2)
+BERT = Expected(
+    layers="bert.encoder.layer",
+    sites=(
+        "attention.self.query+key+value",
+        Own("attention.output.dense", 64, (16,) * 4, with_bias("attention.self.value")),
+        "intermediate.dense",
+        Own("output.dense", 112, (112,), with_bias("intermediate.dense")),
+    ),
+    stream=with_bias("attention.output.dense", "attention.output.LayerNorm", "output.dense", "output.LayerNorm"),
+    outside="bert.embeddings.word_embeddings.weight[1] bert.embeddings.token_type_embeddings.weight[1] "
+    "bert.embeddings.position_embeddings.weight[1] "
+    + with_bias("bert.embeddings.LayerNorm", "cls.predictions.transform.dense", "cls.predictions.transform.LayerNorm"),
+    readers="cls.predictions.transform.dense.weight[1]",
+    skipped={
+        "bert.embeddings.word_embeddings.weight": TIED_SKIPPED,
+        "cls.predictions.transform.dense": HEAD_SKIPPED,
+    },
+)
+
+EXPECTED = {
+    "llama": LLAMA,
+    "llama_tied": like_llama(**TIED),
+    "llama_eager": like_llama(
+        sites=(
+            LLAMA.sites[0],
+            Own("self_attn.o_proj", 64, (16, 16), with_bias("self_attn.v_proj"), copies=2),
+            LLAMA.sites[2],
+            Own("mlp.down_proj", 112, (112,), with_bias("mlp.gate_proj", "mlp.up_proj")),
+        ),
+        stream=LLAMA.stream + " self_attn.o_proj.bias[0] mlp.down_proj.bias[0]",
+    ),
+    "mistral": LLAMA,
+    "qwen2": like_llama(
+        sites=(
+            LLAMA.sites[0],
+            Own("self_attn.o_proj", 64, (16, 16), with_bias("self_attn.v_proj"), copies=2),
+            *LLAMA.sites[2:],
+        ),
+    ),
+    "qwen3": like_llama(sites=(LLAMA.sites[0], WIDE_O, *LLAMA.sites[2:])),
+    "phi3": like_llama(
+        sites=(
+            "self_attn.qkv_proj",
+            Own("self_attn.o_proj", 64, (16, 16), "self_attn.qkv_proj.weight[0]", copies=2),
+            "mlp.gate_up_proj",
+            Own("mlp.down_proj", 112, (112,), "mlp.gate_up_proj.weight[0]"),
+        ),
+    ),
+    "gemma2": like_llama(
+        sites=(LLAMA.sites[0], WIDE_O, *LLAMA.sites[2:]),
+        stream=LLAMA.stream + " pre_feedforward_layernorm.weight[0] post_feedforward_layernorm.weight[0]",
+        **TIED,
+    ),
+    "opt": Expected(
+        layers="model.decoder.layers",
+        sites=(
+            "self_attn.q_proj+k_proj+v_proj",
+            Own("self_attn.out_proj", 64, (16,) * 4, with_bias("self_attn.v_proj")),
+            "fc1",
+            Own("fc2", 112, (112,), with_bias("fc1")),
+        ),
+        stream=with_bias("self_attn_layer_norm", "self_attn.out_proj", "final_layer_norm", "fc2"),
+        outside="model.decoder.embed_tokens.weight[1] model.decoder.embed_positions.weight[1] "
+        + with_bias("model.decoder.final_layer_norm"),
+        skipped={"model.decoder.embed_tokens.weight": TIED_SKIPPED},
+    ),
+    "gpt_neox": Expected(
+        layers="gpt_neox.layers",
+        sites=(
+            "attention.query_key_value",
+            Own("attention.dense", 64, (16,) * 4, with_bias("attention.query_key_value")),
+            "mlp.dense_h_to_4h",
+            Own("mlp.dense_4h_to_h", 112, (112,), with_bias("mlp.dense_h_to_4h")),
+        ),
+        stream=with_bias("input_layernorm", "attention.dense", "post_attention_layernorm", "mlp.dense_4h_to_h"),
+        outside="gpt_neox.embed_in.weight[1] " + with_bias("gpt_neox.final_layer_norm"),
+        readers="lm_head.weight[1]",
+        skipped={"lm_head": HEAD_SKIPPED},
+    ),
+    "olmo2": like_llama(
+        stream="self_attn.o_proj.weight[0] post_attention_layernorm.weight[0] mlp.down_proj.weight[0] "
+        "post_feedforward_layernorm.weight[0]",
+    ),
+    "gpt2": Expected(  # Conv1D keeps its weight [in_features, out_features]
+        layers="transformer.h",
+        sites=(
+            "attn.c_attn",
+            Own("attn.c_proj", 64, (16,) * 4, "attn.c_attn.weight[1] attn.c_attn.bias[0]"),
+            "mlp.c_fc",
+            Own("mlp.c_proj", 112, (112,), "mlp.c_fc.weight[1] mlp.c_fc.bias[0]"),
+        ),
+        stream=with_bias("ln_1", "ln_2")
+        + " attn.c_proj.weight[1] attn.c_proj.bias[0] mlp.c_proj.weight[1] mlp.c_proj.bias[0]",
+        outside="transformer.wte.weight[1] transformer.wpe.weight[1] " + with_bias("transformer.ln_f"),
+        skipped={"transformer.wte.weight": TIED_SKIPPED},
+    ),
+    "bert_mlm": BERT,
+    "bert": Expected(
+        layers="encoder.layer",
+        sites=BERT.sites,
+        stream=BERT.stream,
+        outside="embeddings.word_embeddings.weight[1] embeddings.token_type_embeddings.weight[1] "
+        "embeddings.position_embeddings.weight[1] " + with_bias("embeddings.LayerNorm"),
+        readers="pooler.dense.weight[1]",
+        skipped={"pooler.dense": HEAD_SKIPPED},
+        frozen=OUTPUT_FROZEN,
+    ),
+}
+
+
+def plan_of(name: str) -> Plan:
+    return zoo.planned(name)[1]
+
+
+def linears_of(name: str) -> tuple[str, ...]:
+    prefix, _, last = name.rpartition(".")
+    return tuple(f"{prefix}.{linear}" for linear in last.split("+"))
+
+
+def in_every_layer(layers: str, names: str) -> set[str]:
+    return {f"{layers}.{number}.{name}" for number in range(zoo.LAYERS) for name in names.split()}
+
+
+def axes_of(plan: Plan, space_name: str, *, reads: bool) -> list[str]:
+    space = next(space for space in plan.spaces if space.name == space_name)
+    return [f"{axis.parameter}[{axis.dim}]" for axis in space.axes if axis.reads == reads]
+
+
+def test_every_architecture_is_written_out():
+    assert set(EXPECTED) == set(zoo.ARCHITECTURES)
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_sites(name):
+    expected, plan, rows = EXPECTED[name], plan_of(name), []
+    for number in range(zoo.LAYERS):
+        for site in expected.sites:
+            own = isinstance(site, Own)
+            full = f"{expected.layers}.{number}.{site.name if own else site}"
+            channels, copies = (site.channels, site.copies) if own else (zoo.HIDDEN, 1)
+            rows.append((full, linears_of(full), number, channels, copies, full if own else "stream"))
+    assert [(s.name, s.linears, s.layer, s.channels, s.copies, s.space.name) for s in plan.sites] == rows
+    assert [[site.layer for site in layer] for layer in plan.layers()] == [[n] * 4 for n in range(zoo.LAYERS)]
+    assert plan.barriers == []
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_spaces(name):
+    expected, plan = EXPECTED[name], plan_of(name)
+    segments = {"stream": ((1,) * zoo.HIDDEN if expected.frozen else (zoo.HIDDEN,), expected.frozen)}
+    for number in range(zoo.LAYERS):
+        for site in expected.sites:
+            if isinstance(site, Own):
+                segments[f"{expected.layers}.{number}.{site.name}"] = (site.segments, "")
+    assert {space.name: (space.segments, space.frozen) for space in plan.spaces} == segments
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_producers_and_readers(name):
+    expected, plan = EXPECTED[name], plan_of(name)
+    column = 0 if name == "gpt2" else 1
+    producers = {"stream": in_every_layer(expected.layers, expected.stream) | set(expected.outside.split())}
+    readers = {"stream": set(expected.readers.split())}
+    for site in plan.sites:
+        readers.setdefault(site.space.name, set()).update(f"{linear}.weight[{column}]" for linear in site.linears)
+    for number in range(zoo.LAYERS):
+        for site in expected.sites:
+            if isinstance(site, Own):
+                own = {f"{expected.layers}.{number}.{producer}" for producer in site.producers.split()}
+                producers[f"{expected.layers}.{number}.{site.name}"] = own
+    for space in plan.spaces:
+        written, read = (axes_of(plan, space.name, reads=reads) for reads in (False, True))
+        assert set(written) == producers[space.name]
+        assert set(read) == readers[space.name]
+        assert len(set(written + read)) == len(written + read), "an axis listed twice would be folded twice"
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_skipped(name):
+    assert plan_of(name).skipped == EXPECTED[name].skipped
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_hidden_state_is_the_stream(name):
+    plan = plan_of(name)
+    assert plan.hidden_space is plan.spaces[0]
+    assert plan.hidden_space.name == "stream"
+    assert torch.equal(plan.hidden_units, torch.arange(zoo.HIDDEN))
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_same_plan_from_the_meta_device(name):
+    with torch.device("meta"):
+        model = zoo.build(name)
+    assert described(find_plan(model, PATTERN)) == described(plan_of(name))
+
+
+def described(plan: Plan) -> object:
+    sites = [(s.name, s.linears, s.channels, s.layer, s.space.name, s.units.tolist()) for s in plan.sites]
+    spaces = [
+        (s.name, s.segments, s.frozen, [(a.parameter, a.dim, a.reads, a.units.tolist()) for a in s.axes])
+        for s in plan.spaces
+    ]
+    return sites, spaces, plan.skipped, plan.barriers, plan.hidden_space.name, plan.hidden_units.tolist()
+
+
+# -- where in a packed or shared parameter the channels are ------------------------------------------------------------
+
+
+def positions(plan: Plan, space_name: str, parameter: str) -> dict[int, list[int]]:
+    """Returns unit -> positions in the parameter's producing (or, for the space's own site, reading) dimension."""
+    space = next(space for space in plan.spaces if space.name == space_name)
+    axis = next(axis for axis in space.axes if axis.parameter == parameter)
+    found: dict[int, list[int]] = {}
+    for position, unit in enumerate(axis.units.tolist()):
+        if unit >= 0:
+            found.setdefault(unit, []).append(position)
+    return found
+
+
+def test_phi3_values_are_the_last_rows_of_the_packed_projection():
+    layer, q_and_k = "model.layers.0", (zoo.HEADS + zoo.KEY_VALUE_HEADS) * zoo.HEAD_DIM
+    found = positions(plan_of("phi3"), f"{layer}.self_attn.o_proj", f"{layer}.self_attn.qkv_proj.weight")
+    assert found == {unit: [q_and_k + unit] for unit in range(zoo.KEY_VALUE_HEADS * zoo.HEAD_DIM)}
+
+
+def test_phi3_gate_and_up_rows_move_together():
+    layer = "model.layers.1"
+    found = positions(plan_of("phi3"), f"{layer}.mlp.down_proj", f"{layer}.mlp.gate_up_proj.weight")
+    assert found == {unit: [unit, zoo.INTERMEDIATE + unit] for unit in range(zoo.INTERMEDIATE)}
+
+
+@pytest.mark.parametrize("kind", ["weight", "bias"])
+def test_gpt_neox_values_are_interleaved_by_head(kind):
+    layer = "gpt_neox.layers.0.attention"
+    found = positions(plan_of("gpt_neox"), f"{layer}.dense", f"{layer}.query_key_value.{kind}")
+    expected = {}
+    for head in range(zoo.HEADS):
+        for channel in range(zoo.HEAD_DIM):
+            expected[head * zoo.HEAD_DIM + channel] = [(3 * head + 2) * zoo.HEAD_DIM + channel]
+    assert found == expected
+
+
+@pytest.mark.parametrize("kind", ["weight", "bias"])
+def test_gpt2_values_are_the_last_third(kind):
+    layer = "transformer.h.1.attn"
+    found = positions(plan_of("gpt2"), f"{layer}.c_proj", f"{layer}.c_attn.{kind}")
+    assert found == {unit: [2 * zoo.HIDDEN + unit] for unit in range(zoo.HIDDEN)}
+
+
+@pytest.mark.parametrize(("name", "head_dim"), [("llama", zoo.HEAD_DIM), ("qwen3", zoo.WIDE_HEAD_DIM)])
+def test_query_heads_that_share_values_are_tied(name, head_dim):
+    layer = "model.layers.0.self_attn"
+    found = positions(plan_of(name), f"{layer}.o_proj", f"{layer}.o_proj.weight")
+    expected = {}
+    for head in range(zoo.KEY_VALUE_HEADS):
+        for channel in range(head_dim):
+            first = 2 * head * head_dim + channel
+            expected[head * head_dim + channel] = [first, first + head_dim]
+    assert found == expected
+
+
+# -- frozen, skipped, refused ------------------------------------------------------------------------------------------
+
+
+def test_a_stream_that_is_an_output_keeps_its_order_and_the_rest_moves():
+    plan = plan_of("bert")
+    assert {space.name: bool(space.frozen) for space in plan.spaces} == {
+        "stream": True,
+        "encoder.layer.0.attention.output.dense": False,
+        "encoder.layer.0.output.dense": False,
+        "encoder.layer.1.attention.output.dense": False,
+        "encoder.layer.1.output.dense": False,
+    }
+
+
+def test_heads_that_hold_no_whole_groups_are_frozen():
+    plan = find_plan(zoo.build("llama", head_dim=12), NMPattern(4, 8))
+    frozen = {space.name: space.frozen for space in plan.spaces}
+    for layer in range(zoo.LAYERS):
+        reason = frozen.pop(f"model.layers.{layer}.self_attn.o_proj")
+        assert reason == "channels may only move inside runs of 12, not a multiple of 8"
+    assert set(frozen.values()) == {""}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "layer", "channels"),
+    [
+        ("llama", {"intermediate_size": 110}, "model.layers.0.mlp.down_proj", 110),
+        ("gpt2", {"n_inner": 106}, "transformer.h.0.mlp.c_proj", 106),
+    ],
+)
+def test_indivisible_channels_are_refused_or_skipped(name, changes, layer, channels):
+    model = zoo.build(name, **changes)
+    reason = f"its {channels} input channels are not a multiple of 4 (2:4 sparsity)"
+    with pytest.raises(ModelError) as refused:
+        find_plan(model, PATTERN)
+    assert str(refused.value).startswith(f"{layer}: {reason}; ")
+    assert "--skip-indivisible" in str(refused.value)
+
+    plan = find_plan(model, PATTERN, skip_indivisible=True)
+    assert {n for n, r in plan.skipped.items() if r == reason} == {layer, layer.replace(".0.", ".1.")}
+    assert layer not in [linear for _, linear in plan.linears()]
+    assert len(plan.sites) == 3 * zoo.LAYERS
+
+
+def test_a_model_that_the_pattern_fits_nowhere_is_refused():
+    with pytest.raises(ModelError, match="no linear layer"):
+        find_plan(zoo.build("llama"), NMPattern(3, 24), skip_indivisible=True)
+
+
+def test_a_model_that_needs_more_than_token_ids_is_refused():
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(vocab_size=zoo.VOCABULARY, d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2)
+    with pytest.raises(ModelError, match="T5ForConditionalGeneration cannot be traced"):
+        find_plan(T5ForConditionalGeneration(config).eval(), PATTERN)
+
+
+def test_a_linear_that_writes_its_product_as_a_matmul_is_found():
+    """Falcon's linears compute ``x @ weight.T``."""
+    from transformers import FalconConfig, FalconForCausalLM
+
+    config = FalconConfig(**zoo.SIZES, new_decoder_architecture=False, parallel_attn=False, bias=False)
+    plan = find_plan(FalconForCausalLM(config).eval(), PATTERN)
+    assert "transformer.h.0.mlp.dense_4h_to_h" in [linear for _, linear in plan.linears()]
+
+
+def test_a_linear_that_runs_is_not_called_unused():
+    """Mamba's dt_proj computes ``weight @ x``: it runs, so the reason must not say that it does not."""
+    from transformers import MambaConfig, MambaForCausalLM
+
+    config = MambaConfig(vocab_size=zoo.VOCABULARY, hidden_size=16, num_hidden_layers=1, state_size=4)
+    plan = find_plan(MambaForCausalLM(config).eval(), PATTERN)
+    assert "not used" not in plan.skipped["backbone.layers.0.mixer.dt_proj"]

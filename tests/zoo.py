@@ -1,0 +1,131 @@
+"""Tiny random models, one for each architecture. Sizes differ from each other, so that no axis passes for another."""
+
+import copy
+import functools
+from collections.abc import Callable
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from permtriton import NMPattern, find_plan
+from permtriton.plan import ChannelSpace, Plan
+
+VOCABULARY, HIDDEN, INTERMEDIATE, POSITIONS, LAYERS, HEADS, KEY_VALUE_HEADS = 90, 64, 112, 48, 2, 4, 2
+HEAD_DIM = HIDDEN // HEADS
+WIDE_HEAD_DIM = 24  # where an architecture chooses it freely: heads x head_dim is then not the hidden size
+
+_TOKENS = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+SIZES = {
+    **_TOKENS,
+    "hidden_size": HIDDEN,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "max_position_embeddings": POSITIONS,
+    "intermediate_size": INTERMEDIATE,
+}
+_GROUPED = {**SIZES, "num_key_value_heads": KEY_VALUE_HEADS}
+_OPT = {**SIZES, "ffn_dim": INTERMEDIATE, "word_embed_proj_dim": HIDDEN}
+_OPT.pop("intermediate_size")
+_GPT2 = {
+    **_TOKENS,
+    "n_embd": HIDDEN,
+    "n_inner": INTERMEDIATE,
+    "n_layer": LAYERS,
+    "n_head": HEADS,
+    "n_positions": POSITIONS,
+}
+
+
+def _family(model: str, config: str, **options: object) -> Callable[..., PreTrainedModel]:
+    def make(**changes: object) -> PreTrainedModel:
+        return getattr(transformers, model)._from_config(getattr(transformers, config)(**{**options, **changes}))
+
+    return make
+
+
+def _causal(family: str, **options: object) -> Callable[..., PreTrainedModel]:
+    return _family(f"{family}ForCausalLM", f"{family}Config", **options)
+
+
+ARCHITECTURES: dict[str, Callable[..., PreTrainedModel]] = {
+    "llama": _causal("Llama", **_GROUPED),
+    "llama_tied": _causal("Llama", **_GROUPED, tie_word_embeddings=True),
+    "llama_eager": _causal("Llama", **_GROUPED, attn_implementation="eager", attention_bias=True, mlp_bias=True),
+    "mistral": _causal("Mistral", **_GROUPED, sliding_window=8),
+    "qwen2": _causal("Qwen2", **_GROUPED),
+    "qwen3": _causal("Qwen3", **_GROUPED, head_dim=WIDE_HEAD_DIM),
+    "phi3": _causal("Phi3", **_GROUPED),
+    "gemma2": _causal("Gemma2", **_GROUPED, head_dim=WIDE_HEAD_DIM, sliding_window=8),
+    "opt": _causal("OPT", **_OPT),
+    "gpt_neox": _causal("GPTNeoX", **SIZES),
+    "olmo2": _causal("Olmo2", **_GROUPED),
+    "gpt2": _family("GPT2LMHeadModel", "GPT2Config", **_GPT2),
+    "bert_mlm": _family("BertForMaskedLM", "BertConfig", **SIZES),
+    "bert": _family("BertModel", "BertConfig", **SIZES),
+}
+
+
+def build(name: str, **changes: object) -> PreTrainedModel:
+    """Returns a model of ``ARCHITECTURES[name]`` in eval mode, the same each time; ``changes`` go into its config."""
+    torch.manual_seed(0)
+    model = ARCHITECTURES[name](**changes)
+    randomize(model)
+    return model.eval()
+
+
+@functools.cache
+def _plan(name: str) -> Plan:
+    return find_plan(build(name), NMPattern(2, 4))
+
+
+def planned(name: str) -> tuple[PreTrainedModel, Plan]:
+    """Returns a new model and its plan at 2:4; the trace is made once for all tests."""
+    return build(name), copy.deepcopy(_plan(name))
+
+
+@torch.no_grad()
+def randomize(module: nn.Module) -> None:
+    """Draws every parameter, so that none is 0 or 1: norm weights and biases, too, tell channels apart."""
+    for name, parameter in module.named_parameters():
+        if parameter.ndim == 1 and name.endswith("weight"):
+            parameter.uniform_(0.5, 1.5)
+        else:
+            parameter.normal_(std=0.2)
+
+
+def token_ids(sequences: int = 8, tokens: int = 24, seed: int = 1) -> Tensor:
+    """Returns random token ids ``[sequences, tokens]`` without special tokens."""
+    return torch.randint(3, VOCABULARY, (sequences, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def outputs(model: nn.Module, *inputs: Tensor) -> list[Tensor]:
+    """Returns every tensor that a model or a plain module returns."""
+    if isinstance(model, PreTrainedModel):
+        result = model(input_ids=inputs[0], use_cache=False).to_tuple()
+    else:
+        result = model(*inputs)
+    return [value for value in (result if isinstance(result, tuple) else (result,)) if isinstance(value, Tensor)]
+
+
+def difference(first: list[Tensor], second: list[Tensor]) -> float:
+    """Returns the largest difference of two models' outputs, relative to the largest output."""
+    return max(float((a - b).abs().max() / a.abs().max()) for a, b in zip(first, second, strict=True))
+
+
+def random_index(space: ChannelSpace, seed: int = 0) -> Tensor:
+    """Returns a unit index that permutes every segment at random and is not the identity."""
+    generator = torch.Generator().manual_seed(seed)
+    starts = [0, *torch.tensor(space.segments).cumsum(0).tolist()]
+    index = torch.cat(
+        [s + torch.randperm(n, generator=generator) for s, n in zip(starts, space.segments, strict=False)]
+    )
+    assert not torch.equal(index, torch.arange(space.units))
+    return index
+
+
+def random_indices(plan: Plan, seed: int = 0) -> dict[str, Tensor]:
+    """Returns `random_index` of every space that may move."""
+    return {s.name: random_index(s, seed + n) for n, s in enumerate(plan.spaces) if not s.frozen}
