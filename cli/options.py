@@ -131,6 +131,7 @@ def held_out_windows(source: Source, eval_text: str | None, tokenizer: Any, mode
         return None, "not asked for"
     name = eval_text or ("demo" if source.name == "demo" else "wikitext2")
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or EVALUATION_TOKENS
+    limit = limit if limit > 0 else EVALUATION_TOKENS
     vocabulary = model.get_input_embeddings().weight.shape[0]
     try:
         return evaluation_ids(name, tokenizer, vocabulary, min(limit, EVALUATION_TOKENS)), name

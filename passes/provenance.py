@@ -3,14 +3,13 @@
 Every tensor of the graph is replaced by an int64 tensor of the same shape that says what each element carries:
 
 * ``id > 0``: the channel with that id. Every position of every parameter dimension that could be reordered has one.
-* ``id == 0``: one value everywhere, a scalar.
 * ``id < 0``: something that is no channel (a mask, a rotary cosine, a variance), different for each element.
 
-Data movement acts on the ids as it would on data. Elementwise operators join channels: joined channels must be
-permuted together. Where a channel meets something that is no channel, or is reduced with others, it picks up *context*;
-two channels may change places exactly when they picked up the same context. A normalisation over the whole stream gives
-every channel the same context; rotary cosines give each its own; attention gives one to each head. An operator without
-a rule is a barrier: every channel that enters gets a context of its own, with the reason kept.
+Data movement acts on the ids as it would on data. Elementwise operators join channels: joined channels must be permuted
+together. Every operator that touches a channel, and whatever it meets there that is no channel, adds to the channel's
+*context*; two channels may change places exactly when they have the same context. A normalisation over the whole stream
+gives every channel the same context; rotary cosines give each its own; attention gives one to each head. An operator
+without a rule is a barrier: every channel that enters gets a context of its own, with the reason kept.
 """
 
 import operator
@@ -30,21 +29,19 @@ aten = torch.ops.aten
 # Data movement: the operator itself runs on the ids.
 MOVEMENT = {
     aten.alias, aten.cat, aten.chunk, aten.clone, aten.contiguous, aten.detach, aten.expand, aten.expand_as,
-    aten.flatten, aten.flip, aten.movedim, aten.narrow, aten.permute, aten.repeat, aten.repeat_interleave,
+    aten.flatten, aten.flip, aten.movedim, aten.narrow, aten.numpy_T, aten.permute, aten.repeat, aten.repeat_interleave,
     aten.reshape, aten.roll, aten.select, aten.slice, aten.split, aten.split_with_sizes, aten.squeeze, aten.stack,
     aten.t, aten.transpose, aten.unbind, aten.unflatten, aten.unsqueeze, aten.view, aten.view_as,
 }  # fmt: skip
-# One tensor in, the same function of every element out.
-UNARY = {
-    aten.abs, aten.clamp, aten.clamp_max, aten.clamp_min, aten.cos, aten.dropout, aten.elu, aten.erf, aten.exp,
+# The same values in another type.
+CASTS = {aten.to, aten.type_as, aten._to_copy, aten.dropout}
+# Tensors, broadcast and combined element by element, by the same function everywhere.
+ELEMENTWISE = {
+    aten.abs, aten.clamp, aten.clamp_max, aten.clamp_min, aten.cos, aten.elu, aten.erf, aten.exp,
     aten.gelu, aten.hardswish, aten.hardtanh, aten.leaky_relu, aten.log, aten.mish, aten.neg, aten.reciprocal,
     aten.relu, aten.relu6, aten.rsqrt, aten.sigmoid, aten.silu, aten.sin, aten.softplus, aten.sqrt, aten.square,
-    aten.tanh, aten.to, aten.type_as, aten._to_copy,
-}  # fmt: skip
-# Several tensors, broadcast and combined element by element.
-ELEMENTWISE = {
-    aten.add, aten.bitwise_and, aten.div, aten.eq, aten.ge, aten.gt, aten.le, aten.lt, aten.masked_fill, aten.maximum,
-    aten.minimum, aten.mul, aten.ne, aten.pow, aten.rsub, aten.sub, aten.where, aten.addcmul, aten.lerp,
+    aten.tanh, aten.add, aten.bitwise_and, aten.div, aten.eq, aten.ge, aten.gt, aten.le, aten.lt, aten.masked_fill,
+    aten.maximum, aten.minimum, aten.mul, aten.ne, aten.pow, aten.rsub, aten.sub, aten.where, aten.addcmul, aten.lerp,
 }  # fmt: skip
 # A reduction over ``dim``, blind to the order of what it reduces.
 REDUCTION = {aten.amax, aten.amin, aten.mean, aten.sum, aten.var, aten.std, aten.logsumexp}
@@ -92,6 +89,8 @@ class Provenance:
     Attributes:
         linears: every product with a weight, in execution order.
         axes: (parameter, dimension) -> labels of its positions, int64.
+        roles: (parameter, dimension) -> uint64 context that each position picked up before it was joined with other
+            activations: it tells a gate row from the up row that it is multiplied with.
         tables: the axes that are columns of an embedding.
         hidden: labels of the last hidden state's channels; empty where it is not made of channels.
         contexts: uint64 ``[labels]``.
@@ -100,6 +99,7 @@ class Provenance:
 
     linears: list[LinearCall]
     axes: dict[tuple[str, int], np.ndarray]
+    roles: dict[tuple[str, int], np.ndarray]
     tables: set[tuple[str, int]]
     hidden: np.ndarray
     contexts: np.ndarray
@@ -157,9 +157,11 @@ class _ChannelInterpreter(fx.Interpreter):
         self._next_opaque = -1
         self._axis_start: dict[tuple[str, int], tuple[int, int]] = {}
         self._edges: list[np.ndarray] = []
+        self._attachments: list[np.ndarray] = []
         self._events: list[_Event] = []
         self._linears: list[LinearCall] = []
         self._tables: set[tuple[str, int]] = set()
+        self._scalars: dict[str, int] = {}
         self._barriers: dict[str, None] = {}
         self._rules = self._rule_table()
 
@@ -209,7 +211,7 @@ class _ChannelInterpreter(fx.Interpreter):
     def _rule_table(self) -> dict[Any, Callable[[Any, Any, Any], Any]]:
         table: dict[Any, Callable[[Any, Any, Any], Any]] = {}
         table.update(dict.fromkeys(MOVEMENT, self._movement))
-        table.update(dict.fromkeys(UNARY, self._unary))
+        table.update(dict.fromkeys(CASTS, self._cast))
         table.update(dict.fromkeys(ELEMENTWISE, self._elementwise))
         table.update(dict.fromkeys(REDUCTION, self._reduction))
         table[aten.linear] = lambda _, args, kw: self._linear(*args, **kw)
@@ -229,22 +231,27 @@ class _ChannelInterpreter(fx.Interpreter):
         if isinstance(args[0], ParameterValue) and len(args[0].shape) > 1:
             if packet in (aten.alias, aten.detach, aten.contiguous, aten.clone):
                 return args[0]
-            if packet is aten.t or (packet is aten.transpose and len(args[0].shape) == 2):
+            if packet in (aten.t, aten.numpy_T) or (packet is aten.transpose and len(args[0].shape) == 2):
                 return _transposed(args[0])
         kwargs = {k: v for k, v in kwargs.items() if k != "memory_format"}
         args, kwargs = fx.node.map_aggregate((args, kwargs), self._ids_of)
         return target(*args, **kwargs)
 
-    def _unary(self, target: Any, args: Any, kwargs: Any) -> Any:
-        first = args[0]
-        return first if isinstance(first, (Tensor, ParameterValue)) else self._unknown(str(target), (args, kwargs))
+    def _cast(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return args[0]
 
     def _elementwise(self, target: Any, args: Any, kwargs: Any) -> Any:
-        tensors = [self._ids_of(a) for a in args if isinstance(a, (Tensor, ParameterValue))]
+        operands = [a for a in _leaves((args, kwargs)) if isinstance(a, (Tensor, ParameterValue))]
+        tensors = [self._ids_of(a) for a in operands]
+        if not any(bool((ids > 0).any()) for ids in tensors):
+            return self._opaque_like(self._node.meta["val"])
+        self._touch(tensors[0])
         joined = tensors[0]
-        for other in tensors[1:]:
-            joined = self._join(joined, other)
-        return joined
+        for operand, other in zip(operands[1:], tensors[1:], strict=True):
+            self._touch(other)
+            attached = any(isinstance(o, ParameterValue) for o in (operands[0], operand))
+            joined = self._join(joined, other, attached)
+        return torch.where(joined > 0, joined, self._opaque_like(joined))
 
     def _reduction(self, target: Any, args: Any, kwargs: Any) -> Any:
         ids = self._ids_of(args[0])
@@ -265,16 +272,16 @@ class _ChannelInterpreter(fx.Interpreter):
         rows = self._axis(weight.name, out_dim, weight.shape[0])
         flat = x.reshape(-1, x.shape[-1])
         problem = ""
-        if not bool((flat == flat[:1]).all()):
-            problem = "its input mixes tokens into channels"
-        elif not bool((flat[0] > 0).all()):
+        if not bool((flat > 0).all()):
             problem = "its input channels come from an operator that is not understood, or from outside the model"
+        elif not bool((flat == flat[:1]).all()):
+            problem = "its input mixes tokens into channels"
         if problem:
             self._separate(torch.cat([flat.reshape(-1), columns]), problem)
         else:
-            self._unite(columns, flat[0])
+            self._unite(columns, flat[0], attached=True)
         if bias is not None:
-            self._unite(self._ids_of(bias), rows)
+            self._unite(self._ids_of(bias), rows, attached=True)
         self._linears.append(LinearCall(weight.name, in_dim, self._node, _source(self._node, weight), problem))
         return rows.expand(*x.shape[:-1], -1)
 
@@ -296,10 +303,11 @@ class _ChannelInterpreter(fx.Interpreter):
 
     def _norm(self, x: Any, dims: int, vectors: Sequence[Any]) -> Any:
         x = self._ids_of(x)
+        self._touch(x)
         self._reduce(x, list(range(-dims, 0)), keep=True)
         for vector in vectors:
             if vector is not None:
-                x = self._join(x, self._ids_of(vector))
+                x = self._join(x, self._ids_of(vector), isinstance(vector, ParameterValue))
         return x
 
     def _softmax(self, target: Any, args: Any, kwargs: Any) -> Any:
@@ -310,6 +318,8 @@ class _ChannelInterpreter(fx.Interpreter):
         return self._opaque_like(ids)
 
     def _attention(self, q: Any, k: Any, v: Any, mask: Any = None, **_: Any) -> Any:
+        if mask is not None and bool((self._ids_of(mask) > 0).any()):
+            self._separate(self._ids_of(mask), "they are an attention mask")
         q, k, v = self._ids_of(q), self._ids_of(k), self._ids_of(v)
         if q.ndim > 2 and k.shape[-3] != q.shape[-3]:
             repeats = q.shape[-3] // k.shape[-3]
@@ -335,13 +345,13 @@ class _ChannelInterpreter(fx.Interpreter):
     # -- ids -------------------------------------------------------------------------------------------------------
 
     def _ids_of(self, value: Any) -> Any:
-        """A parameter used as data carries the channels of its last dimension."""
+        """A parameter used as data carries the channels of its last dimension; its others must then stay in order."""
         if not isinstance(value, ParameterValue):
             return value
-        if not value.shape:
-            return torch.zeros((), dtype=torch.int64)
-        if value.shape == (1,):
-            return torch.zeros(1, dtype=torch.int64)
+        if np.prod(value.shape) == 1:
+            return torch.full(value.shape, self._scalars.setdefault(value.name, int(self._opaque(()))))
+        for dim, size in zip(value.dims[:-1], value.shape[:-1], strict=True):
+            self._separate(self._axis(value.name, dim, size), "their parameter is also used as data")
         return self._axis(value.name, value.dims[-1], value.shape[-1]).expand(value.shape)
 
     def _axis(self, name: str, dim: int, size: int) -> Tensor:
@@ -352,20 +362,21 @@ class _ChannelInterpreter(fx.Interpreter):
         return torch.arange(start, start + size)
 
     def _opaque_like(self, value: Tensor) -> Tensor:
-        if value.numel() == 1:
-            return torch.zeros(tuple(value.shape), dtype=torch.int64)
+        return self._opaque(tuple(value.shape))
+
+    def _opaque(self, shape: tuple[int, ...]) -> Tensor:
         start = self._next_opaque
-        self._next_opaque -= value.numel()
-        return torch.arange(start, self._next_opaque, -1).view(tuple(value.shape))
+        self._next_opaque -= int(np.prod(shape))
+        return torch.arange(start, self._next_opaque, -1).view(shape)
 
     # -- joining, context ------------------------------------------------------------------------------------------
 
-    def _join(self, a: Tensor, b: Tensor) -> Tensor:
+    def _join(self, a: Tensor, b: Tensor, attached: bool = False) -> Tensor:
         a, b = torch.broadcast_tensors(a, b)
         a_is, b_is = a > 0, b > 0
         both = a_is & b_is
         if bool(both.any()):
-            self._unite(a[both], b[both])
+            self._unite(a[both], b[both], attached)
         for ids, is_channel, other in ((a, a_is, b), (b, b_is, a)):
             meets = is_channel & (other < 0)
             if bool(meets.any()):
@@ -374,17 +385,14 @@ class _ChannelInterpreter(fx.Interpreter):
                     other[meets],
                     f"{self._node.target} combines each with a value of its own (a rotary angle, a mask)",
                 )
-        if bool((a_is | b_is).all()):
-            return torch.where(a_is, a, b)
-        neither = torch.zeros_like(a) if not bool((a < 0).any() | (b < 0).any()) else self._opaque_like(a)
-        return torch.where(a_is, a, torch.where(b_is, b, neither))
+        return torch.where(a_is | ~b_is, a, b)
 
     def _reduce(self, ids: Tensor, dims: Sequence[int], keep: bool) -> Tensor:
         dims = sorted(d % ids.ndim for d in dims)
         kept = [d for d in range(ids.ndim) if d not in dims]
         rows = ids.permute(*kept, *dims).reshape(*[ids.shape[d] for d in kept], -1)
         first = rows[..., 0]
-        fresh = self._opaque_like(first) if first.numel() > 1 else self._opaque_scalar(first)
+        fresh = self._opaque_like(first)
         alike = (rows == rows[..., :1]).all(-1)
         mixed = (rows > 0) & ~alike.unsqueeze(-1)
         if bool(mixed.any()):
@@ -399,20 +407,28 @@ class _ChannelInterpreter(fx.Interpreter):
                 out = out.unsqueeze(d)
         return out
 
-    def _opaque_scalar(self, like: Tensor) -> Tensor:
-        self._next_opaque -= 1
-        return torch.full_like(like, self._next_opaque + 1)
+    def _touch(self, ids: Tensor) -> None:
+        """Notes that an operator acted on channels, so that channels it did not act on are told apart."""
+        if bool((ids > 0).any()):
+            stamp = self._opaque(()).expand(ids.shape)
+            self._add_context(ids[ids > 0], stamp[ids > 0], f"{self._node.target} acts on some of them only")
 
-    def _unite(self, a: Tensor, b: Tensor) -> None:
+    def _unite(self, a: Tensor, b: Tensor, attached: bool) -> None:
+        """Notes channels that move together; a parameter that is ``attached`` to a channel takes on its role too."""
         joined = a.reshape(-1) * self._next_id + b.reshape(-1)
         pairs = np.unique(joined.numpy())
-        self._edges.append(np.stack([pairs // self._next_id, pairs % self._next_id]))
+        edges = np.stack([pairs // self._next_id, pairs % self._next_id])
+        self._edges.append(edges)
+        if attached:
+            self._attachments.append(edges)
 
     def _add_context(self, ids: Tensor, values: Tensor, reason: str) -> None:
-        unique, position = np.unique(ids.numpy(), return_inverse=True)
-        sums = np.zeros(unique.size, np.uint64)
-        np.add.at(sums, position.reshape(-1), _mix(values.numpy().astype(np.int64).view(np.uint64)))
-        self._events.append(_Event(unique, sums, reason))
+        """Adds, for each channel, a hash of what it met, in the order in which it met it."""
+        order = np.argsort(ids.numpy(), kind="stable")
+        unique, starts, counts = np.unique(ids.numpy()[order], return_index=True, return_counts=True)
+        rank = np.arange(order.size) - np.repeat(starts, counts)
+        met = _mix(values.numpy()[order].view(np.uint64) ^ _mix(rank.view(np.uint64)))
+        self._events.append(_Event(unique, np.add.reduceat(met, starts), reason))
 
     def _separate(self, ids: Tensor, reason: str) -> None:
         unique = np.unique(ids.numpy())
@@ -426,10 +442,13 @@ class _ChannelInterpreter(fx.Interpreter):
 
     def finish(self) -> Provenance:
         total = self._next_id
-        edges = np.concatenate([np.zeros((2, 0), np.int64), *self._edges], axis=1)
-        graph = coo_array((np.ones(edges.shape[1], np.int8), (edges[0], edges[1])), shape=(total, total))
-        count, labels = connected_components(graph, directed=False)
+        count, labels = _components(total, self._edges)
+        role_count, role_labels = _components(total, self._attachments)
         with np.errstate(over="ignore"):
+            own = np.zeros(role_count, np.uint64)
+            for event in self._events:
+                np.add.at(own, role_labels[event.ids], event.context)
+            own = own[role_labels]
             for number, (start, size) in enumerate(self._axis_start.values()):
                 ids = np.arange(start, start + size)
                 membership = np.full(size, _mix(np.array([number + (1 << 40)]))[0], np.uint64)
@@ -438,9 +457,11 @@ class _ChannelInterpreter(fx.Interpreter):
             for event in self._events:
                 np.add.at(contexts, labels[event.ids], event.context)
         axes = {key: labels[start : start + size].astype(np.int64) for key, (start, size) in self._axis_start.items()}
+        roles = {key: own[start : start + size] for key, (start, size) in self._axis_start.items()}
         return Provenance(
             self._linears,
             axes,
+            roles,
             self._tables,
             labels[self._hidden_ids],
             contexts,
@@ -448,6 +469,12 @@ class _ChannelInterpreter(fx.Interpreter):
             self._events,
             labels,
         )
+
+
+def _components(total: int, edges: Sequence[np.ndarray]) -> tuple[int, np.ndarray]:
+    joined = np.concatenate([np.zeros((2, 0), np.int64), *edges], axis=1)
+    graph = coo_array((np.ones(joined.shape[1], np.int8), (joined[0], joined[1])), shape=(total, total))
+    return connected_components(graph, directed=False)
 
 
 def _transposed(value: Any) -> Any:

@@ -79,11 +79,14 @@ def _prunable(
 
 def _list_the_rest(model: nn.Module, provenance: Provenance, skipped: dict[str, str]) -> None:
     called = {call.parameter for call in provenance.linears}
+    touched = {parameter for parameter, _ in provenance.axes}
     for name, module in model.named_modules():
         if isinstance(module, LINEAR_MODULES) and f"{name}.weight" not in called:
             tied = any(module.weight is p for n, p in model.named_parameters() if n in called)
             if not tied:
-                skipped.setdefault(name, "not used when the model runs on token ids")
+                unknown = "its weight is read by an operator that is not understood"
+                unused = "not used when the model runs on token ids"
+                skipped.setdefault(name, unknown if f"{name}.weight" in touched else unused)
         for parameter_name, parameter in module.named_parameters(prefix=name, recurse=False):
             if parameter.ndim > 2:
                 skipped.setdefault(parameter_name, f"{parameter.ndim}-dimensional weight of a {type(module).__name__}")
@@ -116,7 +119,9 @@ class _SpaceBuilder:
         name = _common_name(names)
         problem = next((call.problem for call in calls if call.problem), "")
         space, units = self._space(name, labels, problem)
-        site = Site(name, tuple(names), labels.size, torch.from_numpy(units), space, _layer_of(model, names[0]))
+        runs = sum(call.parameter == calls[0].parameter for call in self._provenance.linears)
+        layer = _layer_of(model, names[0])
+        site = Site(name, tuple(names), labels.size, torch.from_numpy(units), space, layer, runs)
         if not space.frozen:
             space.frozen = _arrangement_problem(site, self._group)
         return site
@@ -134,8 +139,9 @@ class _SpaceBuilder:
         segments = tuple(int(size) for size in np.diff(edges))
         if not problem and max(segments) == 1:
             problem = self._provenance.reason(unique)
-        if not problem and any(size % self._group for size in segments):
-            problem = f"channels may only move inside runs of {segments[0]}, not a multiple of {self._group}"
+        uneven = [size for size in segments if size % self._group]
+        if not problem and uneven:
+            problem = f"channels may only move inside runs of {uneven[0]}, not a multiple of {self._group}"
         space = ChannelSpace(name, segments, (), problem)
         if not (owners >= 0).any():
             self._space_of[unique] = len(self._spaces)
@@ -152,12 +158,14 @@ class _SpaceBuilder:
             spaces = self._space_of[labels]
             for number in np.unique(spaces[spaces >= 0]):
                 units = torch.from_numpy(np.where(spaces == number, self._unit_of[labels], -1))
-                axes[number].append(Axis(parameter, dim, units, reads=(parameter, dim) in contracted))
+                roles = torch.from_numpy(np.unique(self._provenance.roles[parameter, dim], return_inverse=True)[1])
+                axes[number].append(Axis(parameter, dim, units, roles, reads=(parameter, dim) in contracted))
         streams = 0
         for space, found in zip(self._spaces, axes, strict=True):
             space.axes = tuple(found)
-            if not space.frozen and any(_uneven(axis.units, space.units) for axis in found):
-                space.frozen = "a parameter holds some of its channels more often than others"
+            unlike = next((axis for axis in found if not axis.exchangeable(space.segments)), None)
+            if not space.frozen and unlike is not None:
+                space.frozen = f"{unlike.parameter} holds some of its channels in other roles than others"
             if sum(site.space is space for site in sites) > 1:
                 streams += 1
                 space.name = "stream" if streams == 1 else f"stream.{streams}"

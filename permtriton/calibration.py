@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -137,7 +138,10 @@ def _tokenize(text: str, tokenizer: PreTrainedTokenizerBase | None, source: str)
 def _whole_numbers(document: Any, source: str) -> list[int]:
     if isinstance(document, list) and all(isinstance(i, int) and -(2**63) <= i < 2**63 for i in document):
         return document
-    raise CalibrationError(f"{source} holds {str(document)[:40]!r} where a text or a list of token ids is expected")
+    raise CalibrationError(
+        f"{source} holds {str(document)[:40]!r}: text must be a string, input_ids a list of whole numbers from the "
+        "vocabulary"
+    )
 
 
 def _documents(source: str, hub: dict[str, dict], demo_file: str) -> Sequence[Any]:
@@ -231,13 +235,13 @@ def watch_inputs(
     advance: Advance,
 ) -> None:
     """Runs the model and hands each site's input ``[tokens, channels]`` to ``consume`` as it appears, keeping none."""
-    waiting: set[str] = set()
+    waiting: Counter[str] = Counter()
 
     def hook(site: Site) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
         def record(_module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
             consume(site, inputs[0].reshape(-1, site.channels))
-            waiting.discard(site.name)
-            if not waiting:
+            waiting[site.name] -= 1
+            if not +waiting:
                 raise _EverySiteSeen
 
         return record
@@ -245,7 +249,8 @@ def watch_inputs(
     handles = [linear_module(model, s.linears[0]).register_forward_pre_hook(hook(s)) for s in sites]
     try:
         for rows in ids.split(batch):
-            waiting.update(site.name for site in sites)
+            waiting.clear()
+            waiting.update({site.name: site.runs for site in sites})
             with suppress(_EverySiteSeen):
                 last_hidden_state(model, rows)
             advance(rows.shape[0])

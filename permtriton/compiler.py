@@ -180,7 +180,7 @@ class _Compilation:
         vocabulary = self.model.get_input_embeddings().get_parameter("weight").shape[0]
         length = self.config.calibration.sequence_length if ids is None else ids.shape[1]
         limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        if limit and length > limit:
+        if limit and 0 < limit < length:
             raise CalibrationError(
                 f"sequence_length is {length}, but the model has {limit} positions: "
                 f"use --sequence-length {limit} or less"
@@ -304,7 +304,8 @@ class _Compilation:
         space = self.plan.hidden_space
         if space is None or space.frozen:
             return None
-        return Axis("", 0, self.plan.hidden_units, reads=False).expand(indices[space.name])
+        units = self.plan.hidden_units
+        return Axis("", 0, units, torch.zeros_like(units), reads=False).expand(indices[space.name])
 
     def _fingerprint(self) -> str:
         told = {

@@ -90,7 +90,10 @@ class LearnConfig:
         for name in ("learning_rate", "tau_start", "tau_end"):
             _require(0 < getattr(self, name) < float("inf"), f"{name} is {getattr(self, name)}: it must be positive")
         for name in ("sinkhorn_rounds", "weight_decay", "clamp_logits", "start_noise"):
-            _require(0 <= getattr(self, name) < float("inf"), f"{name} is {getattr(self, name)}: it must be 0 or more")
+            _require(
+                0 <= getattr(self, name) < float("inf"),
+                f"{name} is {getattr(self, name)}: it must not be negative or infinite",
+            )
         _require(
             re.fullmatch(r"all|last:[1-9]\d*", self.learn_layers) is not None,
             f"learn_layers is {self.learn_layers!r}: write all, or last:K with K at least 1",

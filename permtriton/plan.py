@@ -1,6 +1,6 @@
 """What a trace found out: which channels may be reordered together, who produces them and who reads them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -18,19 +18,21 @@ class Axis:
         parameter: name in ``model.named_parameters()`` (of the first of tied names).
         dim: dimension of the parameter.
         units: int64 ``[size of the dimension]``; -1 where a position belongs to no unit of the space.
+        roles: int64 ``[size of the dimension]``; tells the positions of one unit apart (a gate row, its up row).
         reads: whether the dimension is the input side of a linear (its columns), not a producer.
     """
 
     parameter: str
     dim: int
     units: Tensor
+    roles: Tensor
     reads: bool
 
     def expand(self, index: Tensor) -> Tensor:
         """Returns the index over the positions of this dimension that a permutation of the units means.
 
         A unit with several positions (a gate row and its up row; a value row read by several query heads) moves all
-        of them, the first to the first, and so on.
+        of them, each to the one of its role, positions of one role in their order.
 
         Args:
             index: int64 ``[units]``.
@@ -38,12 +40,33 @@ class Axis:
         Returns:
             int64 ``[size of the dimension]``; positions outside the space stay.
         """
-        size, inside = self.units.numel(), self.units >= 0
-        positions = torch.arange(size)[inside]
-        by_unit = positions[torch.argsort(self.units[inside], stable=True)].view(index.numel(), -1)
-        expanded = torch.arange(size)
-        expanded[by_unit.reshape(-1)] = by_unit[index.cpu()].reshape(-1)
+        positions, starts = self._by_unit(index.numel())
+        units = self.units[positions]
+        offsets = torch.arange(positions.numel()) - starts[units]
+        expanded = torch.arange(self.units.numel())
+        expanded[positions] = positions[starts[index.cpu()[units]] + offsets]
         return expanded
+
+    def exchangeable(self, segments: Sequence[int]) -> bool:
+        """Whether all units of each segment have the same roles here, so that each position has one to move to."""
+        positions, starts = self._by_unit(sum(segments))
+        roles, units = self.roles[positions], self.units[positions]
+        first = torch.repeat_interleave(
+            torch.tensor(segments).cumsum(0) - torch.tensor(segments), torch.tensor(segments)
+        )
+        counts = torch.bincount(units, minlength=first.numel())
+        if not torch.equal(counts, counts[first]):
+            return False
+        offsets = torch.arange(positions.numel()) - starts[units]
+        return torch.equal(roles, roles[starts[first[units]] + offsets])
+
+    def _by_unit(self, units: int) -> tuple[Tensor, Tensor]:
+        """Positions inside the space sorted by (unit, role, position), and where each unit's begin."""
+        positions = torch.nonzero(self.units >= 0).squeeze(1)
+        positions = positions[torch.argsort(self.roles[positions], stable=True)]
+        positions = positions[torch.argsort(self.units[positions], stable=True)]
+        counts = torch.bincount(self.units[positions], minlength=units)
+        return positions, counts.cumsum(0) - counts
 
 
 @dataclass
@@ -93,6 +116,7 @@ class Site:
         units: int64 ``[channels]``: the unit of ``space`` at each input channel.
         space: the permutation that orders the channels.
         layer: the layer's number in its module list, or -1.
+        runs: how often the linears run in one forward pass; more than once where layers share their weights.
     """
 
     name: str
@@ -101,10 +125,11 @@ class Site:
     units: Tensor
     space: ChannelSpace
     layer: int = -1
+    runs: int = 1
 
     def expand(self, index: Tensor) -> Tensor:
         """Returns the index ``[channels]`` over this site's input channels for a unit index of its space."""
-        return Axis("", 0, self.units, reads=True).expand(index)
+        return Axis("", 0, self.units, torch.zeros_like(self.units), reads=True).expand(index)
 
     @property
     def copies(self) -> int:

@@ -262,7 +262,7 @@ def test_activations_that_overflow(desk, tmp_path, importance, more):
 def test_activations_that_overflow_on_the_held_out_text(desk, tmp_path):
     model = Path(shutil.copytree(desk.model, tmp_path / "model"))
     overflow(model)
-    desk.refuses(desk.compile("--eval-text", desk.text, model=model), "held-out loss", "--dtype float32")
+    desk.refuses(desk.compile("--eval-text", desk.text, model=model), "not finite", "--dtype float32")
 
 
 @pytest.mark.parametrize("command", ["compile", "inspect", "compare"])
@@ -370,7 +370,7 @@ def test_interruption(desk, monkeypatch):
     before = desk.files()
     result = RUNNER.invoke(app, desk.compile())
     assert result.exit_code == 130
-    assert result.stderr.splitlines()[-1].startswith("error: interrupted: nothing was saved")
+    assert result.stderr.splitlines()[-1].startswith("error: interrupted: no half-written output is left")
     assert desk.files() == before
 
 
@@ -392,7 +392,7 @@ def test_default_output_is_named_after_the_model(desk, monkeypatch, name):
     ("options", "words"),
     [
         (("--seeds", "a"), ["seeds 'a'", "0,1,2"]),
-        (("--seeds", "-1"), ["seed is -1"]),
+        (("--seeds", "-1"), ["seeds '-1'"]),
         (("--methods", "fancy"), ["'fancy'", "magnitude, wanda"]),
         (("--eval-text", "none"), ["nothing to compare on"]),
         (("--output", "no/such/report.json"), ["no/such"]),
