@@ -11,10 +11,10 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from permtriton.compiler import compile
+from permtriton.compiler import TOKENS_AT_ONCE, compile, hidden_order
 from permtriton.config import CompileConfig
 from permtriton.errors import ConfigError
-from permtriton.evaluate import perplexity
+from permtriton.evaluate import Evaluation
 from permtriton.progress import NoProgress, Progress
 
 # name -> what differs from the given config
@@ -87,17 +87,16 @@ def compare(
         raise ConfigError("no seed: give at least one")
     progress = progress or NoProgress()
     started = time.perf_counter()
-    causal = model.can_generate()
-    dense = perplexity(model, windows, 4, progress) if causal else 1.0
-    results = [MethodResult("dense", (dense,), time.perf_counter() - started)]
+    evaluation = Evaluation(model, windows, max(TOKENS_AT_ONCE // windows.shape[1], 1), progress)
+    results = [MethodResult("dense", (evaluation.dense,), time.perf_counter() - started)]
     finished(results[0])
     for method in methods:
         started = time.perf_counter()
         values = []
         for seed in seeds:
             chosen = dataclasses.replace(config, seed=seed, **METHODS[method])
-            compiled = compile(copy.deepcopy(model), tokenizer, chosen, evaluation_windows=windows, progress=progress)
-            values.append(compiled.report["evaluation"]["compiled"])
+            compiled = compile(copy.deepcopy(model), tokenizer, chosen, progress=progress)
+            values.append(evaluation.compiled(compiled.model, hidden_order(compiled.plan, compiled.indices)))
         results.append(MethodResult(method, tuple(values), time.perf_counter() - started))
         finished(results[-1])
     return results

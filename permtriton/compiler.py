@@ -167,7 +167,7 @@ class _Compilation:
                 measured = {
                     "measure": evaluation.measure,
                     "dense": evaluation.dense,
-                    "compiled": evaluation.compiled(self.model, self._hidden_order(indices)),
+                    "compiled": evaluation.compiled(self.model, hidden_order(self.plan, indices)),
                 }
         report = self._report(indices, measured, needs)
         return CompiledModel(
@@ -300,13 +300,6 @@ class _Compilation:
     def _weight(self, name: str) -> Tensor:
         return weight_in_out(linear_module(self.model, name))
 
-    def _hidden_order(self, indices: Mapping[str, Tensor]) -> Tensor | None:
-        space = self.plan.hidden_space
-        if space is None or space.frozen:
-            return None
-        units = self.plan.hidden_units
-        return Axis("", 0, units, torch.zeros_like(units), reads=False).expand(indices[space.name])
-
     def _fingerprint(self) -> str:
         told = {
             "config": self.config.to_dict(),
@@ -346,6 +339,14 @@ class _Compilation:
             "seconds": {stage: round(value, 3) for stage, value in self.seconds.items()},
             "memory": {"peak": memory.peak(self.model.device), "estimate": dict(needs)},
         }
+
+
+def hidden_order(plan: Plan, indices: Mapping[str, Tensor]) -> Tensor | None:
+    """Returns the index of the last hidden state's channels after folding ``indices``, or None where they stayed."""
+    space, units = plan.hidden_space, plan.hidden_units
+    if space is None or space.frozen:
+        return None
+    return Axis("", 0, units, torch.zeros_like(units), reads=False).expand(indices[space.name])
 
 
 def versions() -> dict[str, str]:

@@ -187,9 +187,8 @@ RECIPES: dict[str, dict[str, Any]] = {
     "demo": {
         "samples": 64,
         "sequence_length": 256,
-        "epochs": 16,
+        "epochs": 12,
         "batch_size": 4,
-        "learning_rate": 1e-2,
         "activation_checkpointing": False,
     },
 }

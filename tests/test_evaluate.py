@@ -134,7 +134,7 @@ def test_encoder_with_permuted_channels_agrees_in_the_old_order():
     evaluation = Evaluation(model, windows(4), 2, NoProgress())
     index = torch.randperm(space.units, generator=torch.Generator().manual_seed(2))
     fuse_permutations(model, plan, {space.name: index})
-    order = Axis("", 0, plan.hidden_units, reads=False).expand(index)
+    order = Axis("", 0, plan.hidden_units, torch.zeros_like(plan.hidden_units), reads=False).expand(index)
     assert evaluation.compiled(model, order) == pytest.approx(1.0, abs=1e-5)
     assert evaluation.compiled(model, None) < 0.9, "the channels did move"
 
