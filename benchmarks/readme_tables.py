@@ -58,7 +58,6 @@ def learning_step_table(name: str) -> str:
 
 TABLES = {
     "demo-recipe": lambda: comparison_table("compare-demo-recipe.json"),
-    "default-recipe": lambda: comparison_table("compare-default-recipe.json"),
     "learning-step": lambda: learning_step_table("learning-step-cpu.jsonl"),
 }
 
