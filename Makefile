@@ -23,6 +23,7 @@ test: lint types unit
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python benchmarks/readme_tables.py --check
 
 # mypy cannot follow package-dir in place, so it checks an installed copy.
 types: $(INSTALLED)

@@ -24,6 +24,7 @@ from permtriton.importance import importance_of
 from permtriton.learn import Trainer, checkpointed, learned_spaces, masked_model
 from permtriton.plan import layer_modules, linear_module, weight_in_out
 from permtriton.relaxation import Relaxation
+from permtriton.report import device_name, versions
 
 
 def main() -> None:
@@ -52,7 +53,7 @@ def main() -> None:
     model = LlamaForCausalLM(config).to(args.device, getattr(torch, args.dtype)).eval()
     plan = compiler.find_plan(model, NMPattern(2, 4))
     ids = torch.randint(0, args.vocabulary, (1, args.tokens))
-    target = torch.cat(hidden_states(model, ids, 1))
+    target = hidden_states(model, ids, 1)
     layers = layer_modules(model, plan)
 
     def dense() -> None:
@@ -91,9 +92,9 @@ def main() -> None:
         "learn_samples_s": [round(t, 4) for t in times["learn"]],
         "peak_memory_bytes": memory.peak(model.device),
         "shape": {k: v for k, v in vars(args).items() if k not in ("repeats", "device")},
-        "device": compiler.device_name(model.device),
+        "device": device_name(model.device),
         "system": platform.platform(),
-        "versions": compiler.versions(),
+        "versions": versions(),
     }
     print(json.dumps(result))
 

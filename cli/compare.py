@@ -8,7 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from permtriton import compare as library
-from permtriton import compiler, load
+from permtriton import load
+from permtriton import report as report_parts
 from permtriton.cli import options
 from permtriton.cli.console import BarProgress, clear_errors, err, fail, out, print_json, table
 from permtriton.errors import ConfigError, OutputError
@@ -71,8 +72,8 @@ def compare(
             "tokens": int(windows.numel()),
             "seeds": numbers,
             "config": chosen.to_dict(),
-            "versions": compiler.versions(),
-            "device": compiler.device_name(loaded.device),
+            "versions": report_parts.versions(),
+            "device": report_parts.device_name(loaded.device),
             "system": platform.platform(),
             "rows": [
                 {

@@ -60,7 +60,10 @@ def clear_errors() -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         fail(f"out of GPU memory: lower --micro-batch-size or --sequence-length ({str(error).splitlines()[0]})", 2)
     except KeyboardInterrupt:
-        fail("interrupted: no half-written output is left; the same command continues learning where it stopped", 130)
+        fail(
+            "interrupted: no half-written output is left; a compilation continues learning when it is started again",
+            130,
+        )
 
 
 def table(title: str, *columns: str, show_header: bool = True) -> Table:

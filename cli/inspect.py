@@ -9,6 +9,7 @@ from permtriton.cli import options
 from permtriton.cli.console import clear_errors, out, print_json, table
 from permtriton.config import CompileConfig, LearnConfig
 from permtriton.plan import Plan
+from permtriton.report import space_report
 from permtriton.sparsity import NMPattern
 
 
@@ -38,8 +39,8 @@ def inspect(
             sites.add_row(site.name, str(len(site.linears)), str(site.channels), blocks, site.space.name)
         out.print(sites)
         spaces = table("Permutations", "permutation", "channels", "produced by", "fold, or why not")
-        for number in range(len(plan.spaces)):
-            report = compiler.space_report(plan, number)
+        for space in plan.spaces:
+            report = space_report(plan, space)
             spaces.add_row(report["name"], str(report["channels"]), _few(report["producers"]), destination(report))
         out.print(spaces)
         if plan.skipped:
@@ -52,7 +53,7 @@ def inspect(
 
 
 def destination(space: dict[str, Any]) -> str:
-    """Says where a permutation of `permtriton.compiler.space_report` goes, or why there is none."""
+    """Says where a permutation of `permtriton.report.space_report` goes, or why there is none."""
     if space["frozen"]:
         return f"stays: {space['frozen']}"
     text = f"folded into {len(space['producers'])} producers, {len(space['readers'])} readers"
@@ -76,7 +77,7 @@ def plan_report(plan: Plan, block_size: int) -> dict[str, Any]:
             }
             for site in plan.sites
         ],
-        "permutations": [compiler.space_report(plan, number) for number in range(len(plan.spaces))],
+        "permutations": [space_report(plan, space) for space in plan.spaces],
         "skipped": plan.skipped,
         "barriers": plan.barriers,
     }

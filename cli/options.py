@@ -8,6 +8,7 @@ import typer
 from permtriton.calibration import evaluation_ids
 from permtriton.config import CompileConfig, check_explicit_options, read_config_file
 from permtriton.errors import CalibrationError
+from permtriton.forward import max_tokens
 from permtriton.load import Source
 
 METHOD, CALIBRATION, LEARNING, RUNNING = "What to do", "Calibration and evaluation", "Learning", "Running"
@@ -86,7 +87,12 @@ Dtype = Annotated[
     str, typer.Option(help="auto (the checkpoint's), float32, float16 or bfloat16.", rich_help_panel=RUNNING)
 ]
 ConfigFile = Annotated[
-    Path | None, typer.Option("--config", help="TOML file of options; flags win over it.", rich_help_panel=RUNNING)
+    Path | None,
+    typer.Option(
+        "--config",
+        help="TOML file of recipe, method, calibration and learning options; flags win.",
+        rich_help_panel=RUNNING,
+    ),
 ]
 Json = Annotated[
     bool, typer.Option("--json", help="Print the report as JSON on standard output.", rich_help_panel=RUNNING)
@@ -130,8 +136,7 @@ def held_out_windows(source: Source, eval_text: str | None, tokenizer: Any, mode
     if eval_text == "none":
         return None, "not asked for"
     name = eval_text or ("demo" if source.name == "demo" else "wikitext2")
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or EVALUATION_TOKENS
-    limit = limit if limit > 0 else EVALUATION_TOKENS
+    limit = max_tokens(model) or EVALUATION_TOKENS
     vocabulary = model.get_input_embeddings().weight.shape[0]
     try:
         return evaluation_ids(name, tokenizer, vocabulary, min(limit, EVALUATION_TOKENS)), name

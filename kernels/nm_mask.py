@@ -25,6 +25,8 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from permtriton.permutation import inverse
+
 
 def nm_mask(
     weight: Tensor,
@@ -107,8 +109,7 @@ def nm_mask_reference(
         inside = index[tile] - start
         scores = importance_scores(weight_CO[tile], scale[tile], row, _part(column, tile), power)
         mask = top_n_mask(scores.index_select(0, inside), kept, group)
-        back = torch.empty_like(inside).scatter_(0, inside, torch.arange(inside.numel(), device=inside.device))
-        torch.mul(weight_CO[tile], mask.index_select(0, back), out=masked[tile])
+        torch.mul(weight_CO[tile], mask.index_select(0, inverse(inside)), out=masked[tile])
     return masked.t()
 
 

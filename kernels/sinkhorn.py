@@ -11,7 +11,8 @@ Bytes moved: logits read once, soft written once.
 import torch
 from torch import Tensor
 
-TINY = 1e-30  # keeps the reciprocal of an underflown sum finite
+TINY = 1e-30  # keeps the reciprocal of an underflown sum finite; a column all below it (69 tau under its rows' maxima)
+# is left short of a sum of 1
 
 
 def sinkhorn(logits: Tensor, tau: float, rounds: int) -> Tensor:

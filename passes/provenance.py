@@ -228,6 +228,8 @@ class _ChannelInterpreter(fx.Interpreter):
 
     def _movement(self, target: Any, args: Any, kwargs: Any) -> Any:
         packet = target.overloadpacket
+        if target in (aten.view.dtype, aten.repeat_interleave.Tensor, aten.repeat_interleave.self_Tensor):
+            return self._unknown(str(target), (args, kwargs))
         if isinstance(args[0], ParameterValue) and len(args[0].shape) > 1:
             if packet in (aten.alias, aten.detach, aten.contiguous, aten.clone):
                 return args[0]
@@ -281,7 +283,13 @@ class _ChannelInterpreter(fx.Interpreter):
         else:
             self._unite(columns, flat[0], attached=True)
         if bias is not None:
-            self._unite(self._ids_of(bias), rows, attached=True)
+            bias = self._ids_of(bias)
+            if bias.shape == rows.shape and bool((bias > 0).all()):
+                self._unite(bias, rows, attached=True)
+            elif rows.numel() > 1:
+                self._separate(
+                    torch.cat([rows, bias.reshape(-1)]), "what is added to them is no parameter of their own"
+                )
         self._linears.append(LinearCall(weight.name, in_dim, self._node, _source(self._node, weight), problem))
         return rows.expand(*x.shape[:-1], -1)
 

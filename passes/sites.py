@@ -39,7 +39,8 @@ def find_sites(
         by_source[call.source].append(call)
     _list_the_rest(model, provenance, skipped)
     if not by_source:
-        raise ModelError("no linear layer of this model can be pruned; `permtriton inspect` lists the reasons")
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in list(skipped.items())[:3])
+        raise ModelError(f"no linear layer of this model can be pruned ({reasons or 'it has none'})")
     builder = _SpaceBuilder(provenance, pattern)
     sites = [builder.site(model, calls) for calls in by_source.values()]
     spaces = builder.finish(sites)
@@ -143,9 +144,9 @@ class _SpaceBuilder:
         if not problem and uneven:
             problem = f"channels may only move inside runs of {uneven[0]}, not a multiple of {self._group}"
         space = ChannelSpace(name, segments, (), problem)
-        if not (owners >= 0).any():
-            self._space_of[unique] = len(self._spaces)
-            self._unit_of[unique] = np.arange(unique.size)
+        free = self._space_of[unique] < 0  # all, unless the sets overlap; then a later reader of these overlaps too
+        self._space_of[unique[free]] = len(self._spaces)
+        self._unit_of[unique[free]] = np.arange(unique.size)[free]
         self._spaces.append(space)
         lookup: Mapping[int, int] = {int(label): unit for unit, label in enumerate(unique)}
         return space, np.array([lookup[int(label)] for label in labels])
@@ -163,9 +164,9 @@ class _SpaceBuilder:
         streams = 0
         for space, found in zip(self._spaces, axes, strict=True):
             space.axes = tuple(found)
-            unlike = next((axis for axis in found if not axis.exchangeable(space.segments)), None)
-            if not space.frozen and unlike is not None:
-                space.frozen = f"{unlike.parameter} holds some of its channels in other roles than others"
+            unlike = [axis for axis in found if not space.frozen and not axis.exchangeable(space.segments)]
+            if unlike:
+                space.frozen = f"{unlike[0].parameter} holds some of its channels in other roles than others"
             if sum(site.space is space for site in sites) > 1:
                 streams += 1
                 space.name = "stream" if streams == 1 else f"stream.{streams}"

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -60,10 +61,15 @@ def save_checkpoint(compiled: "CompiledModel", output: Path, *, overwrite: bool)
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir()
+        started = time.perf_counter()
         compiled.model.save_pretrained(partial, max_shard_size=SHARD_SIZE)
         if compiled.tokenizer is not None:
             compiled.tokenizer.save_pretrained(partial)
+        saved = time.perf_counter()
         compiled.report["verification"] = verify_checkpoint(compiled, partial)
+        seconds = {"save": round(saved - started, 3), "verify": round(time.perf_counter() - saved, 3)}
+        compiled.report["seconds"].update(seconds)
+        compiled.report["memory"]["peak"] = memory.peak(compiled.model.device)
         (partial / REPORT_FILE).write_text(json.dumps(compiled.report, indent=1) + "\n", encoding="utf-8")
         _rename(partial, output)
     except OSError as error:
@@ -115,8 +121,11 @@ def _compare_reloaded(compiled: "CompiledModel", folder: Path) -> dict[str, obje
         return {
             "reloaded": "not run: a second copy does not fit into memory; every tensor was compared bit by bit instead"
         }
-    reloaded: PreTrainedModel = type(model).from_pretrained(folder, dtype=model.dtype, use_safetensors=True)
-    torch.nn.Module.to(reloaded, model.device)
+    try:
+        reloaded: PreTrainedModel = type(model).from_pretrained(folder, dtype=model.dtype, use_safetensors=True)
+        torch.nn.Module.to(reloaded, model.device)
+    except Exception as error:  # whatever transformers raises, the checkpoint is not what it must be
+        raise VerificationError(f"the saved checkpoint cannot be loaded again: {str(error).splitlines()[0]}") from error
     difference = check_same_outputs(
         model_outputs(model, compiled.reference_ids),
         model_outputs(reloaded.eval(), compiled.reference_ids),
@@ -134,7 +143,7 @@ def _saved_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def _rename(partial: Path, output: Path) -> None:
-    """Moves ``partial`` to ``output``, which is the old folder or the new one, whole, wherever this is interrupted."""
+    """Moves ``partial`` to ``output``; an exception at any point leaves the old folder or the new one there, whole."""
     old = output.with_name(f".{output.name}.old-{os.getpid()}")
     try:
         if output.exists():

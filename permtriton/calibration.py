@@ -31,6 +31,7 @@ HUB_DATASETS: dict[str, dict[str, Any]] = {
 }
 # The held-out split of the one that has a customary one.
 HUB_EVALUATION: dict[str, dict[str, Any]] = {"wikitext2": {**HUB_DATASETS["wikitext2"], "split": "test"}}
+LINE_BY_LINE = "wikitext2"  # whose rows are lines of one text, customarily joined by blank lines
 SURPLUS = 4  # tokens encoded for each token drawn, so that windows are a sample of the documents
 
 
@@ -149,7 +150,8 @@ def _documents(source: str, hub: dict[str, dict], demo_file: str) -> Sequence[An
         return [(DEMO_FOLDER / demo_file).read_text(encoding="utf-8")]
     if source in hub:
         dataset = _from_hub(source, hub[source])
-        return dataset[_column(dataset.column_names, source)]
+        documents = dataset[_column(dataset.column_names, source)]
+        return ["\n\n".join(documents)] if source == LINE_BY_LINE else documents
     path = Path(source)
     if not path.is_file():
         raise CalibrationError(

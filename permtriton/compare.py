@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from permtriton.compiler import TOKENS_AT_ONCE, compile, hidden_order
+from permtriton.compiler import compile, hidden_order
 from permtriton.config import CompileConfig
 from permtriton.errors import ConfigError
 from permtriton.evaluate import Evaluation
@@ -61,6 +61,7 @@ def compare(
     config: CompileConfig,
     windows: Tensor,
     *,
+    ids: Tensor | None = None,
     seeds: Sequence[int] = (0,),
     methods: Sequence[str] = tuple(METHODS),
     progress: Progress | None = None,
@@ -73,6 +74,7 @@ def compare(
         tokenizer: for calibration text.
         config: what the methods do not set; a seed draws the calibration sequences and starts learning.
         windows: held-out sequences, int64 ``[windows, tokens]``.
+        ids: calibration sequences in place of the config's source, as `permtriton.compile` takes them.
         seeds: at least one.
         methods: keys of `METHODS`.
         progress: told how the stages go.
@@ -87,15 +89,16 @@ def compare(
         raise ConfigError("no seed: give at least one")
     progress = progress or NoProgress()
     started = time.perf_counter()
-    evaluation = Evaluation(model, windows, max(TOKENS_AT_ONCE // windows.shape[1], 1), progress)
+    evaluation = Evaluation(model, windows, progress)
     results = [MethodResult("dense", (evaluation.dense,), time.perf_counter() - started)]
     finished(results[0])
     for method in methods:
         started = time.perf_counter()
         values = []
         for seed in seeds:
-            chosen = dataclasses.replace(config, seed=seed, **METHODS[method])
-            compiled = compile(copy.deepcopy(model), tokenizer, chosen, progress=progress)
+            plain: dict[str, Any] = {"weight_update": "none", "update_mask": "own"}
+            chosen = dataclasses.replace(config, seed=seed, **{**plain, **METHODS[method]})
+            compiled = compile(copy.deepcopy(model), tokenizer, chosen, ids=ids, progress=progress)
             values.append(evaluation.compiled(compiled.model, hidden_order(compiled.plan, compiled.indices)))
         results.append(MethodResult(method, tuple(values), time.perf_counter() - started))
         finished(results[-1])

@@ -2,16 +2,14 @@
 
 import hashlib
 import json
-import platform
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -20,26 +18,26 @@ from permtriton.calibration import calibration_ids, channel_norms, check_finite,
 from permtriton.config import CompileConfig
 from permtriton.errors import CalibrationError
 from permtriton.evaluate import Evaluation
-from permtriton.forward import hidden_states
+from permtriton.forward import hidden_states, max_tokens
 from permtriton.heuristic import heuristic_index, space_scores
 from permtriton.importance import Importance, importance_of
 from permtriton.kernels.nm_mask import top_n_mask
-from permtriton.learn import Epoch, ResumeFile, learn
+from permtriton.learn import Epoch, ResumeFile, learn, learned_spaces
 from permtriton.load import check_weights
 from permtriton.passes.fuse_permutations import fuse_permutations
 from permtriton.passes.provenance import propagate
 from permtriton.passes.sites import find_sites
 from permtriton.passes.verify import check_pruned, check_same_outputs, model_outputs
-from permtriton.permutation import compose, identity, moved
-from permtriton.plan import Axis, Plan, Site, linear_module, weight_in_out
+from permtriton.permutation import compose, identity
+from permtriton.plan import Axis, ChannelSpace, Plan, Site, linear_module, weight_in_out
 from permtriton.progress import NoProgress, Progress
 from permtriton.reconstruct import inverse_diagonal, sparsegpt
+from permtriton.report import device_name, site_report, space_report, versions
 from permtriton.sparsity import NMPattern
 from permtriton.trace import trace
 
 REFERENCE_SEQUENCES, REFERENCE_TOKENS = 2, 64  # that exact steps must reproduce
 TOKENS_AT_ONCE = 4096  # in passes that keep no gradients
-VERSION = "0.1.0"
 
 
 @dataclass
@@ -52,8 +50,9 @@ class CompiledModel:
         config: what was asked for.
         plan: sites and channel spaces.
         indices: space name -> unit index from the dense order to the present one, int64.
-        report: everything worth telling, as JSON types; see `permtriton.report`.
+        report: everything worth telling, as JSON types; as `_Compilation._report` lists it.
         reference_ids: token ids on which a reloaded checkpoint must agree with ``model``.
+        resume: learning's state file, deleted once the model is saved.
     """
 
     model: PreTrainedModel
@@ -142,7 +141,7 @@ class _Compilation:
             ids = self._ids(ids)
         with self._timed("trace"):
             self.plan = find_plan(self.model, self.config.sparsity, skip_indivisible=self.config.skip_indivisible)
-        needs = memory.estimate(self.model, self.plan, self.config)
+        needs = memory.estimate(self.model, self.plan, self.config, ids, windows)
         self.progress.say(memory.told(needs, self.model.device))
         memory.check_fits(needs, self.model.device)
         self.ids, self.batch = ids, max(TOKENS_AT_ONCE // ids.shape[1], 1)
@@ -154,7 +153,7 @@ class _Compilation:
                 "activations overflow (try --dtype float32) or the weights are damaged"
             )
         with self._timed("evaluate"):
-            evaluation = None if windows is None else Evaluation(self.model, windows, self.batch, self.progress)
+            evaluation = None if windows is None else Evaluation(self.model, windows, self.progress)
         with self._timed("calibrate"):
             self.statistics = self._statistics()
         indices = self._permute(resume_path)
@@ -179,8 +178,8 @@ class _Compilation:
     def _ids(self, ids: Tensor | None) -> Tensor:
         vocabulary = self.model.get_input_embeddings().get_parameter("weight").shape[0]
         length = self.config.calibration.sequence_length if ids is None else ids.shape[1]
-        limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        if limit and 0 < limit < length:
+        limit = max_tokens(self.model)
+        if limit is not None and limit < length:
             raise CalibrationError(
                 f"sequence_length is {length}, but the model has {limit} positions: "
                 f"use --sequence-length {limit} or less"
@@ -194,7 +193,7 @@ class _Compilation:
         return ids.cpu()
 
     def _statistics(self) -> dict[str, Tensor]:
-        """One float32 vector a site, in the dense order: ``diag(H^-1)`` for OBS, ``||X_j||`` for the others."""
+        """Returns a float32 vector a site: ``diag(H^-1)`` for OBS, ones for magnitude, else ``||X_j||``."""
         sites = self.plan.sites
         if self.config.importance == "magnitude":
             return {site.name: torch.ones(site.channels, device=self.model.device) for site in sites}
@@ -205,7 +204,7 @@ class _Compilation:
         with self.progress.stage("calibrate", self.ids.shape[0] * len(layers)) as advance:
             for layer in layers:
                 layer_hessians = hessians(self.model, layer, self.ids, self.batch, advance)
-                found.update({name: inverse_diagonal(hessian) for name, hessian in layer_hessians.items()})
+                found.update({name: inverse_diagonal(hessian, name) for name, hessian in layer_hessians.items()})
         for name, diagonal in found.items():
             check_finite(name, diagonal)
         return found
@@ -214,11 +213,13 @@ class _Compilation:
         """Finds and folds the permutations; returns every space's index from the dense order."""
         config = self.config
         indices = {space.name: identity(space.units) for space in self.plan.spaces}
-        if config.permutation == "heuristic" or (
-            config.permutation == "learned" and config.learn.base_order == "heuristic"
-        ):
+        spaces = [space for space in self.plan.spaces if not space.frozen and config.permutation != "none"]
+        if config.permutation == "learned" and config.learn.base_order == "identity":
+            learning = learned_spaces(self.plan, config.learn)
+            spaces = [space for space in spaces if not any(space is other for other in learning)]
+        if spaces:
             with self._timed("heuristic"):
-                base = self._heuristic()
+                base = self._heuristic(spaces)
             self._fold(base)
             indices.update(base)
         self.resume = None
@@ -226,7 +227,7 @@ class _Compilation:
             if resume_path is not None:
                 self.resume = ResumeFile(resume_path, self._fingerprint())
             with self._timed("learn"):
-                target = torch.cat(hidden_states(self.model, self.ids, self.batch))
+                target = hidden_states(self.model, self.ids, self.batch)
                 learned = learn(
                     self.model, self.plan, self._importances(), self.ids, target, config.learn, config.sparsity,
                     config.seed, self.progress, self.resume,
@@ -236,9 +237,8 @@ class _Compilation:
             indices.update({name: compose(indices[name], index) for name, index in learned.indices.items()})
         return indices
 
-    def _heuristic(self) -> dict[str, Tensor]:
+    def _heuristic(self, spaces: Sequence[ChannelSpace]) -> dict[str, Tensor]:
         importances = self._importances()
-        spaces = [space for space in self.plan.spaces if not space.frozen]
         found = {}
         with self.progress.stage("heuristic", sum(len(space.segments) for space in spaces)) as advance:
             for space in spaces:
@@ -283,7 +283,7 @@ class _Compilation:
                     for name in site.linears:
                         given = masks[name].T if name in masks else None
                         weight = self._weight(name)
-                        updated = sparsegpt(weight.T, layer_hessians[site.name], self.config.sparsity, given)
+                        updated = sparsegpt(weight.T, layer_hessians[site.name], self.config.sparsity, given, name)
                         weight.copy_(updated.T).add_(0.0)
                 advance()
 
@@ -321,6 +321,7 @@ class _Compilation:
         pruned = {name: self._weight(name) for _, name in self.plan.linears()}
         zeros = {name: float((weight == 0).float().mean()) for name, weight in pruned.items()}
         return {
+            "model": self.model.name_or_path,
             "versions": versions(),
             "device": device_name(self.model.device),
             "dtype": str(self.model.dtype).removeprefix("torch."),
@@ -329,8 +330,8 @@ class _Compilation:
             "parameters": sum(p.numel() for p in self.model.parameters()),
             "pruned_parameters": sum(weight.numel() for weight in pruned.values()),
             "sparsity_by_layer": zeros,
-            "sites": [_site_report(site, indices[site.space.name]) for site in self.plan.sites],
-            "spaces": [space_report(self.plan, space_number) for space_number in range(len(self.plan.spaces))],
+            "sites": [site_report(site, indices[site.space.name]) for site in self.plan.sites],
+            "spaces": [space_report(self.plan, space) for space in self.plan.spaces],
             "skipped": self.plan.skipped,
             "barriers": self.plan.barriers,
             "learning": {"epochs": [asdict(epoch) for epoch in self.epochs], "kept_epoch": self.kept_epoch},
@@ -347,45 +348,3 @@ def hidden_order(plan: Plan, indices: Mapping[str, Tensor]) -> Tensor | None:
     if space is None or space.frozen:
         return None
     return Axis("", 0, units, torch.zeros_like(units), reads=False).expand(indices[space.name])
-
-
-def versions() -> dict[str, str]:
-    """Returns the versions that decide a result."""
-    return {
-        "permtriton": VERSION,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
-
-
-def device_name(device: torch.device) -> str:
-    """Returns the GPU's name, or ``cpu`` with the number of threads."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"cpu, {torch.get_num_threads()} threads, {platform.machine()}"
-
-
-def space_report(plan: Plan, number: int) -> dict[str, Any]:
-    """Returns where one permutation goes: its producers, its readers, or why there is none."""
-    space = plan.spaces[number]
-    return {
-        "name": space.name,
-        "channels": space.units,
-        "segments": len(space.segments) if not space.frozen else 0,
-        "tied": max(site.copies for site in plan.sites_of(space)),
-        "frozen": space.frozen,
-        "producers": [f"{axis.parameter}[{axis.dim}]" for axis in space.producers],
-        "readers": [f"{axis.parameter}[{axis.dim}]" for axis in space.axes if axis.reads],
-    }
-
-
-def _site_report(site: Site, unit_index: Tensor) -> dict[str, Any]:
-    index = site.expand(unit_index)
-    return {
-        "name": site.name,
-        "linears": list(site.linears),
-        "space": site.space.name,
-        "moved": moved(index),
-        "index": index.tolist(),
-    }

@@ -1,7 +1,6 @@
 """How good a model is on held-out text: perplexity for causal LMs, agreement with the dense model for encoders."""
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -12,7 +11,13 @@ from permtriton.errors import CalibrationError
 from permtriton.forward import cosine_loss, hidden_states, last_hidden_state, without_cache
 from permtriton.progress import NoProgress, Progress
 
+TOKENS_AT_ONCE = 2048
 MAX_ENCODER_WINDOWS = 64  # whose hidden states of the dense model are kept to compare with
+
+
+def windows_at_once(tokens: int) -> int:
+    """Returns how many windows of ``tokens`` are evaluated together: logits of a large vocabulary take much memory."""
+    return max(TOKENS_AT_ONCE // tokens, 1)
 
 
 @torch.no_grad()
@@ -49,21 +54,20 @@ class Evaluation:
     Args:
         model: still dense.
         windows: int64 ``[windows, tokens]``.
-        batch: windows at once.
         progress: told of each window.
     """
 
-    def __init__(self, model: PreTrainedModel, windows: Tensor, batch: int, progress: Progress) -> None:
-        self._windows, self._batch, self._progress = windows, batch, progress
-        self._hidden: Sequence[Tensor] = []
+    def __init__(self, model: PreTrainedModel, windows: Tensor, progress: Progress) -> None:
+        self._windows, self._batch, self._progress = windows, windows_at_once(windows.shape[1]), progress
+        self._hidden = torch.empty(0)
         if model.can_generate():
             self.measure = "perplexity"
-            self.dense = perplexity(model, windows, batch, progress)
+            self.dense = perplexity(model, windows, self._batch, progress)
         else:
             self.measure = "cosine"
             self.dense = 1.0
             self._windows = windows[:MAX_ENCODER_WINDOWS]
-            self._hidden = hidden_states(model, self._windows, batch)
+            self._hidden = hidden_states(model, self._windows, self._batch)
 
     @torch.no_grad()
     def compiled(self, model: PreTrainedModel, hidden_order: Tensor | None) -> float:
@@ -76,7 +80,7 @@ class Evaluation:
         if self.measure == "perplexity":
             return perplexity(model, self._windows, self._batch, self._progress)
         loss = 0.0
-        for rows, dense in zip(self._windows.split(self._batch), self._hidden, strict=True):
+        for rows, dense in zip(self._windows.split(self._batch), self._hidden.split(self._batch), strict=True):
             target = dense if hidden_order is None else dense[..., hidden_order]
             loss += float(cosine_loss(last_hidden_state(model, rows), target)) * rows.shape[0]
         return 1 - loss / self._windows.shape[0]

@@ -5,18 +5,13 @@ with the permutations. Only the logits of the permutations learn, from the cosin
 states of the masked and the dense model.
 """
 
-import json
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
 from functools import partial
-from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
@@ -24,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from permtriton.config import LearnConfig
-from permtriton.errors import CalibrationError, ConfigError, OutputError
+from permtriton.errors import CalibrationError, ConfigError
 from permtriton.forward import cosine_loss, last_hidden_state
 from permtriton.importance import Importance
 from permtriton.kernels.nm_mask import nm_mask
@@ -32,41 +27,8 @@ from permtriton.permutation import identity, moved
 from permtriton.plan import ChannelSpace, Plan, Site, layer_modules, linear_module
 from permtriton.progress import Progress
 from permtriton.relaxation import Relaxation, SiteBlocks
+from permtriton.resume import Epoch, Learned, ResumeFile
 from permtriton.sparsity import NMPattern
-
-
-@dataclass(frozen=True)
-class Epoch:
-    """What one epoch did.
-
-    Attributes:
-        epoch: from 1; 0 is the base order.
-        loss: mean cosine distance over the calibration set, under the hard permutation after the epoch.
-        moved: channels that stand elsewhere than in the base order, over all spaces.
-        tau: temperature at the end.
-        seconds: of training and evaluation.
-    """
-
-    epoch: int
-    loss: float
-    moved: int
-    tau: float
-    seconds: float
-
-
-@dataclass
-class Learned:
-    """The result of learning.
-
-    Attributes:
-        indices: space name -> unit index relative to the base order, int64.
-        history: every epoch, the base order first.
-        kept: number of the epoch that ``indices`` come from.
-    """
-
-    indices: dict[str, Tensor]
-    history: list[Epoch] = field(default_factory=list)
-    kept: int = 0
 
 
 def learned_spaces(plan: Plan, config: LearnConfig) -> list[ChannelSpace]:
@@ -89,7 +51,7 @@ def learn(
     pattern: NMPattern,
     seed: int,
     progress: Progress,
-    resume: "ResumeFile | None" = None,
+    resume: ResumeFile | None = None,
 ) -> Learned:
     """Learns a unit index for every space that may move.
 
@@ -108,6 +70,7 @@ def learn(
     Raises:
         CalibrationError: the loss is not finite.
         ConfigError: no permutation is left to learn.
+        OutputError: the state between epochs cannot be written.
     """
     spaces = learned_spaces(plan, config)
     if not spaces:
@@ -198,13 +161,14 @@ class Trainer:
         soft = self._relaxation.soft(self.tau(step))
         self._masks.set(self._relaxation.harden(soft), soft)
         loss_sum = 0.0
+        scale = 2.0 ** round(math.log2(rows.numel() * self._ids.shape[1]))  # float16 gradients of a mean vanish
         for part in rows.split(self._config.micro_batch_size):
             loss = cosine_loss(last_hidden_state(self._model, self._ids[part]), self._target[part])
             loss = loss * (part.numel() / rows.numel())
-            loss.backward()
+            (loss * scale).backward()
             loss_sum += loss.item()
         self._check(loss_sum)
-        self._masks.backward()
+        self._masks.backward(scale)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         return loss_sum
@@ -213,7 +177,7 @@ class Trainer:
     def evaluate(self, indices: Mapping[str, Tensor]) -> float:
         """Mean cosine distance over all sequences under hard permutations."""
         self._masks.set(indices, None)
-        parts = torch.arange(self._ids.shape[0]).split(self._config.batch_size)
+        parts = torch.arange(self._ids.shape[0]).split(self._config.micro_batch_size)
         losses = [
             cosine_loss(last_hidden_state(self._model, self._ids[p]), self._target[p]).item() * p.numel() for p in parts
         ]
@@ -222,7 +186,8 @@ class Trainer:
     def _check(self, loss: float) -> float:
         if not math.isfinite(loss):
             raise CalibrationError(
-                f"the learning loss is {loss}: activations overflow in {self._model.dtype}; try --dtype float32"
+                f"the learning loss is {loss} in {self._model.dtype}: activations overflow (try --dtype float32), or "
+                "the weights are damaged"
             )
         return loss
 
@@ -283,9 +248,22 @@ class Masks:
             for weight in weights:
                 weight.index, weight.soft = index.to(self._device), leaf
 
-    def backward(self) -> None:
-        """Sends what the forward and backward passes since `set` left at the leaves on to the soft permutations."""
-        reached = [(gathered, leaf.grad) for gathered, leaf in self._gathered if leaf.grad is not None]
+    def backward(self, scale: float) -> None:
+        """Sends what the forward and backward passes since `set` left at the leaves on to the soft permutations.
+
+        Args:
+            scale: by which the loss was multiplied; gradients are divided by it.
+
+        Raises:
+            CalibrationError: the gradients are all zero, or not finite: nothing would be learned.
+        """
+        reached = [(gathered, leaf.grad / scale) for gathered, leaf in self._gathered if leaf.grad is not None]
+        largest = max((float(grad.abs().max()) for _, grad in reached), default=0.0)
+        if not 0 < largest < math.inf:
+            raise CalibrationError(
+                f"the largest gradient of the permutations is {largest}: nothing can be learned in this dtype; try "
+                "--dtype float32 or bfloat16"
+            )
         torch.autograd.backward([gathered for gathered, _ in reached], [grad for _, grad in reached])
 
 
@@ -362,64 +340,3 @@ def checkpointed(layers: Sequence[nn.Module]) -> Iterator[None]:
             del layer.forward
             if forward is not None:
                 layer.forward = forward
-
-
-class ResumeFile:
-    """State between epochs, so that an interrupted run continues where it stopped: a safetensors file.
-
-    Args:
-        path: of the file.
-        fingerprint: of everything that decides the result; a file with another one is not continued from.
-    """
-
-    def __init__(self, path: Path, fingerprint: str) -> None:
-        self._path, self._fingerprint = path, fingerprint
-
-    def load(self, relaxation: Relaxation, optimizer: torch.optim.Optimizer) -> Learned | None:
-        """Restores the state into ``relaxation`` and ``optimizer``; None where there is nothing to continue from."""
-        if not self._path.is_file():
-            return None
-        try:
-            with safe_open(self._path, framework="pt") as file:
-                metadata = file.metadata() or {}
-                if metadata.get("fingerprint") != self._fingerprint:
-                    return None
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except (SafetensorError, OSError):
-            return None  # not a state file: learning starts anew and replaces it
-        state = {"state": {}, "param_groups": optimizer.state_dict()["param_groups"]}
-        for number, parameter in enumerate(relaxation.parameters()):
-            parameter.data.copy_(tensors[f"parameter.{number}"])
-            keys = ("step", "exp_avg", "exp_avg_sq")
-            state["state"][number] = {key: tensors[f"optimizer.{number}.{key}"] for key in keys}
-        optimizer.load_state_dict(state)
-        prefix = "index."
-        indices = {name[len(prefix) :]: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-        history = [Epoch(**epoch) for epoch in json.loads(metadata["history"])]
-        return Learned(indices, history, int(metadata["kept"]))
-
-    def save(self, relaxation: Relaxation, optimizer: torch.optim.Optimizer, result: Learned) -> None:
-        """Replaces the file by the present state; an interruption leaves the earlier one whole."""
-        tensors = {f"index.{name}": index for name, index in result.indices.items()}
-        for number, parameter in enumerate(relaxation.parameters()):
-            tensors[f"parameter.{number}"] = parameter.detach()
-            for key, value in optimizer.state[parameter].items():
-                tensors[f"optimizer.{number}.{key}"] = value
-        metadata = {
-            "fingerprint": self._fingerprint,
-            "history": json.dumps([asdict(epoch) for epoch in result.history]),
-            "kept": str(result.kept),
-        }
-        temporary = self._path.with_name(self._path.name + ".tmp")
-        try:
-            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary, metadata)
-            temporary.replace(self._path)
-        except (SafetensorError, OSError) as error:
-            temporary.unlink(missing_ok=True)
-            raise OutputError(
-                f"learning state {self._path} cannot be written: {error}; make room and run again"
-            ) from error
-
-    def delete(self) -> None:
-        """Removes the file, once its result is saved elsewhere."""
-        self._path.unlink(missing_ok=True)

@@ -100,10 +100,16 @@ def load_empty_model(source: Source) -> PreTrainedModel:
 
 
 def load_tokenizer(source: Source) -> PreTrainedTokenizerBase | None:
-    """Loads the tokenizer, or None where the folder holds none."""
+    """Loads the tokenizer, or None where the folder holds none.
+
+    Raises:
+        ModelError: the folder holds one that cannot be read.
+    """
     try:
         return AutoTokenizer.from_pretrained(source.location, **_remote_code(source))
-    except (OSError, ValueError, KeyError, ImportError, TypeError, AttributeError):
+    except Exception as error:  # a missing tokenizer and a damaged one raise the same kinds
+        if (Path(source.location) / "tokenizer_config.json").is_file():
+            raise ModelError(f"{source.name}: its tokenizer cannot be loaded: {_first_line(error)}") from error
         return None
 
 

@@ -6,31 +6,44 @@ import sys
 from collections.abc import Mapping
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from permtriton.config import CompileConfig
 from permtriton.errors import ConfigError
+from permtriton.evaluate import windows_at_once
 from permtriton.plan import Plan, linear_module
 
 FLOAT32 = 4
 MASK_TEMPORARIES = 6  # float32 copies of the largest weight alive at once while its mask is made and differentiated
 
 
-def estimate(model: PreTrainedModel, plan: Plan, config: CompileConfig) -> dict[str, int]:
-    """Returns bytes by use: the model, what its largest layer needs beside it, statistics, targets, activations."""
+def estimate(
+    model: PreTrainedModel, plan: Plan, config: CompileConfig, ids: Tensor, windows: Tensor | None
+) -> dict[str, int]:
+    """Returns bytes by use: the model, what its largest layer needs beside it, statistics, targets, activations.
+
+    Args:
+        model: loaded.
+        plan: of the model.
+        config: what will be done.
+        ids: calibration sequences ``[samples, tokens]``.
+        windows: held-out sequences ``[windows, tokens]``, or None.
+    """
     text = model.config.get_text_config()
     element = next(model.parameters()).element_size()
     weights = {name: linear_module(model, name).get_parameter("weight").numel() for _, name in plan.linears()}
     largest_layer = max(sum(weights[n] for s in layer for n in s.linears) for layer in plan.layers())
-    tokens = config.calibration.sequence_length
+    tokens = ids.shape[1]
     hidden = int(text.hidden_size)
     needs = {"model": sum(p.numel() * p.element_size() for p in model.parameters())}
     needs["statistics"] = sum(site.channels for site in plan.sites) * 3 * FLOAT32
     needs["one layer"] = max(weights.values()) * MASK_TEMPORARIES * FLOAT32
     if config.permutation == "learned":
         sequences = config.learn.micro_batch_size
-        needs["one layer"] += largest_layer * 2 * element  # masked weights and their gradients
-        needs["targets"] = config.calibration.samples * tokens * hidden * element
+        alive = largest_layer if config.learn.activation_checkpointing else sum(weights.values())
+        needs["one layer"] += alive * 2 * element  # masked weights and their gradients
+        needs["targets"] = ids.numel() * hidden * element
         block = config.learn.block_size
         needs["permutations"] = sum(
             min(block, space.units) * space.units * FLOAT32 * 6 for space in plan.spaces if not space.frozen
@@ -42,7 +55,9 @@ def estimate(model: PreTrainedModel, plan: Plan, config: CompileConfig) -> dict[
     width = max(max(site.channels for site in plan.sites), hidden)
     kept = len(plan.layers()) if config.learn.activation_checkpointing else 12 * len(plan.layers())
     needs["activations"] = sequences * tokens * (kept * hidden + 16 * width) * FLOAT32
-    needs["evaluation"] = tokens * int(text.vocab_size) * 3 * FLOAT32
+    if windows is not None:
+        at_once = windows_at_once(windows.shape[1]) * windows.shape[1]
+        needs["evaluation"] = at_once * int(text.vocab_size) * 3 * FLOAT32  # logits, their float32 copy, its softmax
     return needs
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from permtriton.errors import CalibrationError
 from permtriton.kernels.nm_mask import top_n_mask
 from permtriton.sparsity import NMPattern
 
@@ -21,13 +22,30 @@ def damped(hessian: Tensor) -> Tensor:
     return hessian
 
 
-def inverse_diagonal(hessian: Tensor) -> Tensor:
+def inverse(hessian: Tensor, name: str) -> Tensor:
+    """Returns ``(H + damping)^-1`` of the layer called ``name``.
+
+    Raises:
+        CalibrationError: the Hessian is singular all the same.
+    """
+    try:
+        return torch.cholesky_inverse(torch.linalg.cholesky(damped(hessian)))
+    except torch.linalg.LinAlgError as error:
+        raise CalibrationError(
+            f"{name}: the Hessian of its inputs cannot be inverted: give more --samples, or choose another "
+            "--importance and no --weight-update"
+        ) from error
+
+
+def inverse_diagonal(hessian: Tensor, name: str = "a layer") -> Tensor:
     """Returns ``diag((H + damping)^-1)``, float32 ``[channels]``, the denominator of the OBS score."""
-    return torch.cholesky_inverse(torch.linalg.cholesky(damped(hessian))).diagonal().clone()
+    return inverse(hessian, name).diagonal().clone()
 
 
 @torch.no_grad()
-def sparsegpt(weight: Tensor, hessian: Tensor, pattern: NMPattern, mask: Tensor | None) -> Tensor:
+def sparsegpt(
+    weight: Tensor, hessian: Tensor, pattern: NMPattern, mask: Tensor | None, name: str = "a layer"
+) -> Tensor:
     """Prunes a weight to N:M and updates what is kept, column by column.
 
     Args:
@@ -35,14 +53,14 @@ def sparsegpt(weight: Tensor, hessian: Tensor, pattern: NMPattern, mask: Tensor 
         hessian: float32 ``[in_features, in_features]``, of the model as pruned so far.
         pattern: what to keep.
         mask: bool ``[out_features, in_features]`` to keep to, or None to choose group by group by the OBS score.
+        name: of the layer, for errors.
 
     Returns:
         The new weight, float32, zero where pruned (a zero may be negative).
     """
     w = weight.float().clone()
     w[:, hessian.diagonal() == 0] = 0
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped(hessian)))
-    upper = torch.linalg.cholesky(inverse, upper=True)
+    upper = torch.linalg.cholesky(inverse(hessian, name), upper=True)
     step = COLUMNS_AT_ONCE // pattern.group * pattern.group
     choose = _chooser(pattern, mask)
     for start in range(0, w.shape[1], step):

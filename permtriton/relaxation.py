@@ -30,6 +30,11 @@ class Relaxation(nn.Module):
             for start, size in space.blocks(config.block_size):
                 self._blocks.setdefault(size, []).append((number, start))
         self.sizes = sorted(self._blocks)
+        self._places = {
+            (self._spaces[number].name, start): (place, row)
+            for place, size in enumerate(self.sizes)
+            for row, (number, start) in enumerate(self._blocks[size])
+        }
         generator = torch.Generator().manual_seed(seed)
         weights = []
         for size in self.sizes:
@@ -73,10 +78,9 @@ class Relaxation(nn.Module):
         """Returns where a site's channel blocks lie among the batched blocks."""
         return SiteBlocks(self, site)
 
-    def position(self, space: ChannelSpace, start: int, size: int) -> tuple[int, int]:
-        """Returns (place of the size, row in its batch) of the block that starts at unit ``start`` of ``space``."""
-        number = next(n for n, s in enumerate(self._spaces) if s is space)
-        return self.sizes.index(size), self._blocks[size].index((number, start))
+    def position(self, space: ChannelSpace, start: int) -> tuple[int, int]:
+        """Returns (place of its size, row in that batch) of the block that starts at unit ``start`` of ``space``."""
+        return self._places[space.name, start]
 
     @property
     def block_size(self) -> int:
@@ -91,7 +95,7 @@ class SiteBlocks:
         by_unit = torch.argsort(site.units, stable=True).view(site.space.units, -1)
         placed = []
         for start, size in site.space.blocks(relaxation.block_size):
-            batch, row = relaxation.position(site.space, start, size)
+            batch, row = relaxation.position(site.space, start)
             placed += [(int(channel), size, batch, row) for channel in by_unit[start]]
         placed.sort()
         self.sizes = [size for _, size, _, _ in placed]

@@ -10,11 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, RobertaConfig, RobertaModel
 from transformers.pytorch_utils import Conv1D
 
 import permtriton
 from permtriton import CompileConfig, CompiledModel
+from permtriton.compare import compare
+from permtriton.errors import CalibrationError
+from permtriton.evaluate import perplexity
+from permtriton.forward import max_tokens
 from permtriton.passes.fuse_permutations import fuse_permutations
 
 from . import zoo
@@ -262,12 +266,13 @@ def test_importances_choose_different_weights():
         assert len(masks) == 4, name
 
 
-def test_learning_without_a_base_order_starts_from_the_identity():
+def test_spaces_that_do_not_learn_take_the_heuristic_order_whatever_the_base_order():
     compiled = compiled_with("llama", base_order="identity", learn_layers="last:1", **LEARN)
+    heuristic = compiled_with("llama", permutation="heuristic")
     for space in compiled.plan.spaces:
         learns = space.name.startswith("model.layers.1.")
-        identity = torch.equal(compiled.indices[space.name], torch.arange(space.units))
-        assert identity != learns, space.name
+        same = torch.equal(compiled.indices[space.name], heuristic.indices[space.name])
+        assert same != learns, space.name
 
 
 def test_learning_never_ends_worse_than_its_base_order():
@@ -357,3 +362,26 @@ def test_a_layer_that_runs_twice_is_calibrated_on_both_runs():
     zoo.randomize(model)
     dense = copy.deepcopy(model)
     check_most_important_kept(dense, compiled_model(model, permutation="none").model)
+
+
+def test_compare_resets_what_a_row_does_not_name():
+    base = CompileConfig.from_options({"weight_update": "sparsegpt", "permutation": "none"})
+    ids = torch.randint(0, zoo.VOCABULARY, (4, 16))
+    model = zoo.build("llama")
+    rows = compare(model, None, base, ids, methods=["magnitude"], ids=ids)
+    config = CompileConfig.from_options({"importance": "magnitude", "permutation": "none"})
+    pruned = permtriton.compile(copy.deepcopy(model), None, config, ids=ids).model
+    assert rows[1].values[0] == pytest.approx(perplexity(pruned, ids, 4), rel=1e-5)
+
+
+def test_positions_counted_from_behind_the_padding_are_respected():
+    config = RobertaConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=48,
+        max_position_embeddings=34, pad_token_id=1,
+    )  # fmt: skip
+    model = RobertaModel(config).eval()
+    assert max_tokens(model) == 32
+    with pytest.raises(CalibrationError, match="--sequence-length 32"):
+        permtriton.compile(model, None, CompileConfig(), ids=torch.randint(2, 64, (2, 34)))
+    heuristic = CompileConfig.from_options({"permutation": "heuristic"})
+    permtriton.compile(model, None, heuristic, ids=torch.randint(2, 64, (2, 32)))

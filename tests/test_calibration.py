@@ -245,6 +245,16 @@ def test_hub_datasets_are_asked_for_by_their_subset(monkeypatch, tokenizer, name
     assert "test" not in json.dumps(asked), "calibration never sees the held-out split"
 
 
+def test_the_lines_of_wikitext2_are_one_text(monkeypatch, tokenizer):
+    lines = ["", " = Title = \n", "", SENTENCE]
+    dataset = datasets.Dataset.from_dict({"text": lines})
+    monkeypatch.setattr(datasets, "load_dataset", lambda **_: dataset)
+    expected = [*tokenizer("\n\n".join(lines))["input_ids"], tokenizer.eos_token_id]
+    found = evaluation_ids("wikitext2", tokenizer, VOCABULARY, 4).flatten().tolist()
+    assert len(found) > 4
+    assert found == expected[: len(found)]
+
+
 def test_wikitext2_is_evaluated_on_its_test_split(monkeypatch, tokenizer):
     splits = []
 

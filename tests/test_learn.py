@@ -17,7 +17,7 @@ from permtriton.config import LearnConfig
 from permtriton.errors import CalibrationError, PermTritonError
 from permtriton.forward import cosine_loss, hidden_states
 from permtriton.importance import importance_of
-from permtriton.learn import Learned, ResumeFile, learn, learned_spaces
+from permtriton.learn import Learned, Masks, ResumeFile, learn, learned_spaces
 from permtriton.permutation import identity, is_permutation, moved
 from permtriton.plan import linear_module, weight_in_out
 from permtriton.progress import NoProgress
@@ -71,7 +71,7 @@ class Problem:
         for site, name in self.plan.linears():
             statistic = norms[site.name].to(model.dtype)
             self.importances[name] = importance_of(method, weight_in_out(linear_module(model, name)), statistic)
-        self.target = torch.cat(hidden_states(model, self.ids, 4))
+        self.target = hidden_states(model, self.ids, 4)
 
     def learn(self, config: LearnConfig = QUICK, seed: int = 0, progress=None, resume=None) -> Learned:
         return learn(
@@ -344,8 +344,8 @@ def test_gradient_is_that_of_dense_permutation_matrices(monkeypatch, method, opt
     for site, name in exact.plan.linears():
         space = site.space
         blocks = []
-        for start, size in space.blocks(config.block_size):
-            place, row = relaxation.position(space, start, size)
+        for start, _ in space.blocks(config.block_size):
+            place, row = relaxation.position(space, start)
             blocks.append((start, soft[place][row].double()))
         copies = torch.stack([(site.units == unit).nonzero().flatten() for unit in range(space.units)])
         matrix = dense_permutation(space.units, blocks, copies)
@@ -508,7 +508,7 @@ def test_a_state_that_cannot_be_written_is_a_clear_error(problem, tmp_path, monk
     def full(*_args: object, **_kwargs: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("permtriton.learn.save_file", full)
+    monkeypatch.setattr("permtriton.resume.save_file", full)
     with unchanged(problem.model), pytest.raises(PermTritonError, match="No space left"):
         problem.learn(resume=ResumeFile(tmp_path / "state.safetensors", "same"))
     assert list(tmp_path.iterdir()) == []
@@ -532,3 +532,17 @@ def test_compile_continues_only_an_equal_compilation(tmp_path, change):
     for mine, theirs in zip(other.report["learning"]["epochs"], fresh.report["learning"]["epochs"], strict=True):
         assert {**mine, "seconds": 0} == {**theirs, "seconds": 0}
     assert all(torch.equal(other.indices[name], fresh.indices[name]) for name in fresh.indices)
+
+
+def test_float16_gradients_do_not_vanish():
+    """A mean over many tokens leaves gradients that float16 rounds to zero unless the loss is scaled up."""
+    masks = Masks(torch.device("cpu"))
+    with pytest.raises(CalibrationError, match="largest gradient"):
+        masks.backward(1.0)
+    gathered = torch.ones(4, requires_grad=True)
+    leaf = gathered.detach().clone().requires_grad_()
+    (leaf.half() * torch.tensor(1e-9 * 2.0**20, dtype=torch.float16)).sum().backward()
+    masks._gathered = [(gathered * 1, leaf)]
+    masks.backward(2.0**20)
+    assert gathered.grad is not None
+    torch.testing.assert_close(gathered.grad, torch.full((4,), 1e-9), rtol=1e-2, atol=0)

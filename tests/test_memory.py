@@ -35,7 +35,10 @@ def plan(model):
 
 
 def needs(model, plan, **options) -> dict[str, int]:
-    return memory.estimate(model, plan, CompileConfig.from_options(options))
+    config = CompileConfig.from_options(options)
+    shape = (config.calibration.samples, config.calibration.sequence_length)
+    windows = torch.zeros((3, config.calibration.sequence_length), dtype=torch.int64)
+    return memory.estimate(model, plan, config, torch.zeros(shape, dtype=torch.int64), windows)
 
 
 def test_estimate_is_positive_and_holds_the_model(model, plan):

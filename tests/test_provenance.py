@@ -561,3 +561,42 @@ TRICKY = [
 @pytest.mark.parametrize("forward", TRICKY, ids=lambda forward: forward.__name__)
 def test_what_may_be_permuted_leaves_the_outputs(forward):
     check(forward)
+
+
+def test_a_linear_with_one_output_and_a_bias_is_traced():
+    class Scorer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down, self.score = nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, 1)
+
+        def forward(self, x):
+            hidden = self.down(self.up(x).relu())
+            return self.score(hidden), hidden
+
+    model = Scorer()
+    exported = torch.export.export(model, (torch.randn(3, 8),), strict=False)
+    names = dict(exported.graph_signature.inputs_to_parameters)
+    found = propagate(exported, names, [0], 1)
+    assert [call.parameter for call in found.linears] == ["up.weight", "down.weight", "score.weight"]
+    assert len(set(found.contexts[found.axes["up.weight", 0]])) == 1
+
+
+def test_overlapping_readers_are_all_frozen():
+    class Parts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.source = nn.Linear(16, 24)
+            self.a, self.b, self.c = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(8, 16)
+
+        def forward(self, x):
+            h = self.source(x)
+            return self.a(h[..., :16]) + self.b(h[..., 8:24]) + self.c(h[..., 16:24])
+
+    model = Parts()
+    exported = torch.export.export(model, (torch.randn(3, 16),), strict=False)
+    output = next(node for node in exported.graph.nodes if node.op == "output").args[0][0]
+    provenance = propagate(exported, dict(exported.graph_signature.inputs_to_parameters), [], 0)
+    plan = find_sites(provenance, model, output, NMPattern(2, 4))
+    readers = [site for site in plan.sites if site.linears[0] in "abc"]
+    assert len(readers) == 3
+    assert all(site.space.frozen for site in readers)

@@ -46,7 +46,7 @@ def hard(relaxation: Relaxation, index: dict[str, Tensor], spaces: list[ChannelS
     batches = [torch.zeros_like(weight) for weight in relaxation.weights]
     for space in spaces:
         for start, size in space.blocks(relaxation.block_size):
-            place, row = relaxation.position(space, start, size)
+            place, row = relaxation.position(space, start)
             batches[place][row] = onehot(index[space.name][start : start + size] - start)
     return batches
 

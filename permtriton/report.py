@@ -1,0 +1,54 @@
+"""What is told of a compilation, as JSON types."""
+
+import platform
+from importlib import metadata
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from permtriton.permutation import moved
+from permtriton.plan import ChannelSpace, Plan, Site
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions that decide a result."""
+    return {
+        "permtriton": metadata.version("permtriton"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def device_name(device: torch.device) -> str:
+    """Returns the GPU's name, or ``cpu`` with the number of threads."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"cpu, {torch.get_num_threads()} threads, {platform.machine()}"
+
+
+def space_report(plan: Plan, space: ChannelSpace) -> dict[str, Any]:
+    """Returns where one permutation goes: its producers, its readers, or why there is none."""
+    return {
+        "name": space.name,
+        "channels": space.units,
+        "segments": len(space.segments) if not space.frozen else 0,
+        "tied": max(site.copies for site in plan.sites_of(space)),
+        "frozen": space.frozen,
+        "producers": [f"{axis.parameter}[{axis.dim}]" for axis in space.producers],
+        "readers": [f"{axis.parameter}[{axis.dim}]" for axis in space.axes if axis.reads],
+    }
+
+
+def site_report(site: Site, unit_index: Tensor) -> dict[str, Any]:
+    """Returns a site's linears and the final order of its input channels."""
+    index = site.expand(unit_index)
+    return {
+        "name": site.name,
+        "linears": list(site.linears),
+        "space": site.space.name,
+        "moved": moved(index),
+        "index": index.tolist(),
+    }
