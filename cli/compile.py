@@ -90,19 +90,21 @@ def compile(
 def print_report(report: dict[str, Any], target: Path) -> None:
     """Prints the result tables of one compilation."""
     spaces = table("Permutations", "permutation", "channels", "moved", "where it went")
-    moved = {site["space"]: site["moved"] for site in reversed(report["sites"])}
     for space in report["spaces"]:
-        spaces.add_row(space["name"], str(space["channels"]), str(moved[space["name"]]), destination(space))
+        spaces.add_row(space["name"], str(space["channels"]), str(space["moved"]), destination(space))
     out.print(spaces)
     result = table("Result", "", "", show_header=False)
     evaluation = report["evaluation"]
     if "dense" in evaluation:
         name = "perplexity" if evaluation["measure"] == "perplexity" else "cosine with dense"
-        result.add_row(f"held-out {name}, dense", f"{evaluation['dense']:.4g}")
-        result.add_row(f"held-out {name}, compiled", f"{evaluation['compiled']:.4g}")
+        result.add_row(f"held-out {name}, dense", f"{evaluation['dense']:.3f}")
+        result.add_row(f"held-out {name}, compiled", f"{evaluation['compiled']:.3f}")
     sparsities = report["sparsity_by_layer"].values()
     share = report["pruned_parameters"] / report["parameters"]
-    result.add_row("zeros in pruned weights", f"{min(sparsities):.2%} to {max(sparsities):.2%}")
+    result.add_row(
+        "zeros in pruned weights",
+        " to ".join(dict.fromkeys(f"{share:.2%}" for share in (min(sparsities), max(sparsities)))),
+    )
     result.add_row(
         "share of parameters pruned", f"{share:.1%} ({report['pruned_parameters']:,} of {report['parameters']:,})"
     )

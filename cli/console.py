@@ -1,7 +1,7 @@
 """What the commands share on a terminal: progress bars, tables, errors."""
 
-import json
 import os
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,21 +18,25 @@ from rich.table import Table
 
 from permtriton.errors import PermTritonError
 from permtriton.progress import Advance
+from permtriton.report import to_json
 
 out = Console()
 err = Console(stderr=True)
 
 
 class BarProgress:
-    """A bar with elapsed and remaining time for each stage, on standard error."""
+    """A bar with elapsed and remaining time for each stage, on standard error; lines where that is no terminal."""
 
     @contextmanager
     def stage(self, name: str, total: int) -> Iterator[Advance]:
+        if not err.is_terminal:
+            yield self._lines(name, total)
+            return
         columns = (
             TextColumn("{task.description:<10}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
             TextColumn("left"), TimeRemainingColumn(), TextColumn("{task.fields[note]}"),
         )  # fmt: skip
-        with RichProgress(*columns, console=err, transient=not err.is_terminal) as bars:
+        with RichProgress(*columns, console=err) as bars:
             task = bars.add_task(name, total=total, note="")
 
             def advance(steps: int = 1, note: str = "") -> None:
@@ -41,6 +45,18 @@ class BarProgress:
                     bars.update(task, note=note)
 
             yield advance
+
+    def _lines(self, name: str, total: int) -> Advance:
+        started, done = time.perf_counter(), 0
+
+        def advance(steps: int = 1, note: str = "") -> None:
+            nonlocal done
+            tenths = 10 * done // max(total, 1)
+            done += steps
+            if 10 * done // max(total, 1) > tenths:
+                self.say(f"{name} {done}/{total}, {time.perf_counter() - started:.0f} s {note}".rstrip())
+
+        return advance
 
     def say(self, text: str) -> None:
         err.print(text, highlight=False, markup=False, soft_wrap=True)
@@ -82,4 +98,4 @@ def fail(message: str, code: int) -> None:
 
 def print_json(value: Any) -> None:
     """Prints JSON, and nothing else, on standard output."""
-    typer.echo(json.dumps(value, indent=1))
+    typer.echo(to_json(value))

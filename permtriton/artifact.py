@@ -1,6 +1,5 @@
 """Checkpoints on disk: written beside their place, verified tensor by tensor, then renamed into it."""
 
-import json
 import os
 import shutil
 import time
@@ -18,6 +17,7 @@ from permtriton import memory
 from permtriton.errors import OutputError, VerificationError
 from permtriton.passes.verify import check_finite_tensor, check_same_outputs, check_weight, model_outputs
 from permtriton.plan import linear_module
+from permtriton.report import to_json
 
 if TYPE_CHECKING:
     from permtriton.compiler import CompiledModel
@@ -65,12 +65,14 @@ def save_checkpoint(compiled: "CompiledModel", output: Path, *, overwrite: bool)
         compiled.model.save_pretrained(partial, max_shard_size=SHARD_SIZE)
         if compiled.tokenizer is not None:
             compiled.tokenizer.save_pretrained(partial)
+        for weights in partial.glob("*.safetensors"):  # safetensors writes them for the owner's eyes only
+            shutil.copymode(partial / "config.json", weights)
         saved = time.perf_counter()
         compiled.report["verification"] = verify_checkpoint(compiled, partial)
         seconds = {"save": round(saved - started, 3), "verify": round(time.perf_counter() - saved, 3)}
         compiled.report["seconds"].update(seconds)
         compiled.report["memory"]["peak"] = memory.peak(compiled.model.device)
-        (partial / REPORT_FILE).write_text(json.dumps(compiled.report, indent=1) + "\n", encoding="utf-8")
+        (partial / REPORT_FILE).write_text(to_json(compiled.report) + "\n", encoding="utf-8")
         _rename(partial, output)
     except OSError as error:
         raise _not_written(output, error.strerror or str(error)) from error

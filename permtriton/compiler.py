@@ -28,7 +28,7 @@ from permtriton.passes.fuse_permutations import fuse_permutations
 from permtriton.passes.provenance import propagate
 from permtriton.passes.sites import find_sites
 from permtriton.passes.verify import check_pruned, check_same_outputs, model_outputs
-from permtriton.permutation import compose, identity
+from permtriton.permutation import compose, identity, moved
 from permtriton.plan import Axis, ChannelSpace, Plan, Site, linear_module, weight_in_out
 from permtriton.progress import NoProgress, Progress
 from permtriton.reconstruct import inverse_diagonal, sparsegpt
@@ -330,8 +330,9 @@ class _Compilation:
             "parameters": sum(p.numel() for p in self.model.parameters()),
             "pruned_parameters": sum(weight.numel() for weight in pruned.values()),
             "sparsity_by_layer": zeros,
-            "sites": [site_report(site, indices[site.space.name]) for site in self.plan.sites],
-            "spaces": [space_report(self.plan, space) for space in self.plan.spaces],
+            "spaces": [
+                {**space_report(self.plan, space), "moved": moved(indices[space.name])} for space in self.plan.spaces
+            ],
             "skipped": self.plan.skipped,
             "barriers": self.plan.barriers,
             "learning": {"epochs": [asdict(epoch) for epoch in self.epochs], "kept_epoch": self.kept_epoch},
@@ -339,6 +340,7 @@ class _Compilation:
             "fold_difference": self.largest_difference,
             "seconds": {stage: round(value, 3) for stage, value in self.seconds.items()},
             "memory": {"peak": memory.peak(self.model.device), "estimate": dict(needs)},
+            "sites": [site_report(site, indices[site.space.name]) for site in self.plan.sites],
         }
 
 

@@ -1,6 +1,8 @@
 """What is told of a compilation, as JSON types."""
 
+import json
 import platform
+import re
 from importlib import metadata
 from typing import Any
 
@@ -10,6 +12,12 @@ from torch import Tensor
 
 from permtriton.permutation import moved
 from permtriton.plan import ChannelSpace, Plan, Site
+
+
+def to_json(report: Any) -> str:
+    """Returns ``report`` as indented JSON with each list of whole numbers on one line."""
+    text = json.dumps(report, indent=1)
+    return re.sub(r"\[\s+(-?\d+(?:,\s+-?\d+)*)\s+\]", lambda found: "[" + " ".join(found[1].split()) + "]", text)
 
 
 def versions() -> dict[str, str]:
