@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from permtriton.calibration import evaluation_ids
-from permtriton.config import CompileConfig, check_explicit_options, read_config_file
+from permtriton.config import OPTIONS, CompileConfig, check_explicit_options, read_config_file
 from permtriton.errors import CalibrationError
 from permtriton.forward import max_tokens
 from permtriton.load import Source
@@ -101,13 +101,6 @@ TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.", rich_help_panel=RUNNING)
 ]
 
-CONFIG_OPTIONS = (
-    "sparsity", "importance", "permutation", "weight_update", "update_mask", "layout", "skip_indivisible",
-    "calibration", "samples", "sequence_length", "seed",
-    "block_size", "sinkhorn_rounds", "tau_start", "tau_end", "epochs", "learning_rate", "weight_decay", "batch_size",
-    "micro_batch_size", "learn_layers", "start", "start_noise", "base_order", "clamp_logits", "group_scale",
-    "keep_epoch", "activation_checkpointing",
-)  # fmt: skip
 EVALUATION_TOKENS = 2048  # in a window, where the model has as many positions
 
 
@@ -117,7 +110,7 @@ def build_config(model: str, recipe: str | None, config_file: Path | None, argum
     Raises:
         ConfigError: an unknown option, a bad value, or a flag without a meaning.
     """
-    explicit = {name: arguments[name] for name in CONFIG_OPTIONS if arguments.get(name) is not None}
+    explicit = {name: arguments[name] for name in OPTIONS if arguments.get(name) is not None}
     from_file = {k.replace("-", "_"): v for k, v in (read_config_file(config_file) if config_file else {}).items()}
     recipe = recipe or from_file.pop("recipe", None) or ("demo" if model == "demo" else "default")
     from_file.pop("recipe", None)

@@ -158,9 +158,8 @@ class CompileConfig:
         merged: dict[str, Any] = {**RECIPES[recipe], **given}
         if recipe == "published" and merged.get("importance") == "ria" and "learning_rate" not in given:
             merged["learning_rate"] = 5e-3
-        known = {f.name for c in (CalibrationConfig, LearnConfig, CompileConfig) for f in fields(c)} - {"learn"}
-        if unknown := sorted(set(merged) - known):
-            raise ConfigError(f"unknown option {unknown[0]!r}: the options are {', '.join(sorted(known))}")
+        if unknown := sorted(set(merged) - set(OPTIONS)):
+            raise ConfigError(f"unknown option {unknown[0]!r}: the options are {', '.join(sorted(OPTIONS))}")
         calibration = CalibrationConfig(**_pick(CalibrationConfig, merged))
         learn = LearnConfig(**_pick(LearnConfig, merged))
         rest = {k: v for k, v in _pick(cls, merged).items() if k not in ("calibration", "learn")}
@@ -172,6 +171,13 @@ class CompileConfig:
         own["sparsity"] = str(self.sparsity)
         return {**own, **dataclasses.asdict(self.calibration), **dataclasses.asdict(self.learn)}
 
+
+# Every flat option, by the field that it sets.
+OPTIONS = tuple(
+    dict.fromkeys(
+        f.name for c in (CompileConfig, CalibrationConfig, LearnConfig) for f in fields(c) if f.name != "learn"
+    )
+)
 
 RECIPES: dict[str, dict[str, Any]] = {
     "default": {},

@@ -11,6 +11,7 @@ from permtriton.cli.compare import compare
 from permtriton.cli.compile import compile
 from permtriton.config import (
     OPTION_NEEDS,
+    OPTIONS,
     RECIPES,
     CalibrationConfig,
     CompileConfig,
@@ -58,7 +59,7 @@ def option_names() -> set[str]:
 
 
 def build(model: str = "some/model", recipe: str | None = None, file: Path | None = None, **flags: object):
-    return options.build_config(model, recipe, file, dict.fromkeys(options.CONFIG_OPTIONS) | flags)
+    return options.build_config(model, recipe, file, dict.fromkeys(OPTIONS) | flags)
 
 
 def test_the_table_of_other_values_is_complete():
@@ -85,11 +86,11 @@ def test_each_option_lands_and_survives_a_round_trip(name):
 
 
 def test_every_option_is_a_flag():
-    assert set(options.CONFIG_OPTIONS) == option_names()
+    assert set(OPTIONS) == option_names()
 
 
 def test_every_config_option_is_a_flag_of_compile():
-    assert set(options.CONFIG_OPTIONS) <= set(inspect.signature(compile).parameters)
+    assert set(OPTIONS) <= set(inspect.signature(compile).parameters)
 
 
 def test_no_flag_of_the_commands_is_dropped_on_the_way():
@@ -99,7 +100,7 @@ def test_no_flag_of_the_commands_is_dropped_on_the_way():
         "trust_remote_code", "seeds", "methods",
     }  # fmt: skip
     for command in (compile, compare):
-        assert set(inspect.signature(command).parameters) <= running | set(options.CONFIG_OPTIONS)
+        assert set(inspect.signature(command).parameters) <= running | set(OPTIONS)
 
 
 def test_every_learning_option_needs_learning():
