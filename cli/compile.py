@@ -20,6 +20,7 @@ def compile(
     weight_update: options.WeightUpdate = None,
     update_mask: options.UpdateMask = None,
     layout: options.Layout = None,
+    o_proj: options.OProj = None,
     recipe: options.Recipe = None,
     skip_indivisible: options.SkipIndivisible = None,
     calibration: options.Calibration = None,

@@ -1,61 +1,169 @@
 """``permtriton inspect``."""
 
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from torch import fx
 
 from permtriton import compiler, load
 from permtriton.cli import options
-from permtriton.cli.console import clear_errors, out, print_json, table
+from permtriton.cli.console import clear_errors, err, out, print_json, table
 from permtriton.config import CompileConfig, LearnConfig
-from permtriton.plan import Plan
-from permtriton.report import space_report
+from permtriton.errors import ConfigError, OutputError
+from permtriton.passes import drawing
+from permtriton.passes.fuse_permutations import DECISIONS
+from permtriton.passes.pipeline import PASS_NAMES, PassResult, run_passes, stand_in_passes
+from permtriton.plan import Plan, Site
+from permtriton.report import at_run_time, space_report
 from permtriton.sparsity import NMPattern
 
 
 def inspect(
     model: options.ModelArgument,
     sparsity: Annotated[str, typer.Option(help="N:M, for what fits into its groups.")] = "2:4",
+    layout: Annotated[str, typer.Option(help="portable or fused, as compile takes them.")] = "portable",
+    o_proj: Annotated[str, typer.Option(help="With fused: tied or free.")] = "tied",
     block_size: Annotated[int, typer.Option(help="Channels in a block of the permutation.")] = LearnConfig.block_size,
     skip_indivisible: Annotated[
         bool, typer.Option("--skip-indivisible", help="Leave linears dense whose input is no multiple of M.")
     ] = False,
+    graph: Annotated[
+        bool, typer.Option("--graph", help="Print the graph after each compiler pass, with random permutations.")
+    ] = False,
+    only: Annotated[
+        str | None, typer.Option("--pass", help=f"The graph after this pass only: {', '.join(PASS_NAMES)}.")
+    ] = None,
+    layer: Annotated[int | None, typer.Option(help="The graph of this layer only; --dot draws layer 0.")] = None,
+    dot: Annotated[
+        Path | None, typer.Option(help="Draw a layer's graph after --pass (or the last): .dot, or .svg with Graphviz.")
+    ] = None,
     json: options.Json = False,
     trust_remote_code: options.TrustRemoteCode = False,
 ) -> None:
-    """Show what would be pruned and where each permutation would go. Reads only MODEL's config, no weights."""
+    """Show what would be pruned, where each permutation would go and what it costs. Reads only MODEL's config."""
     with clear_errors():
+        if only is not None and only not in PASS_NAMES:
+            raise ConfigError(f"pass {only!r} is unknown: choose one of {', '.join(PASS_NAMES)}")
+        given = {"sparsity": sparsity, "block_size": block_size, "layout": layout, "o_proj": o_proj}
+        config = CompileConfig.from_options({**given, "skip_indivisible": skip_indivisible})
         source = load.Source(model, trust_remote_code=trust_remote_code)
         empty = load.load_empty_model(source)
-        pattern = NMPattern.parse(sparsity)
-        CompileConfig.from_options({"sparsity": sparsity, "block_size": block_size})
-        plan = compiler.find_plan(empty, pattern, skip_indivisible=skip_indivisible)
-        if json:
+        plan, traced = compiler.plan_model(empty, config)
+        if graph or only or dot:
+            _graphs(plan, traced, config.sparsity, only, layer, dot)
+        elif json:
             print_json(plan_report(plan, block_size))
-            return
-        sites = table("Sites", "site", "linears", "channels", "blocks", "permutation")
-        for site in plan.sites:
-            blocks = "-" if site.space.frozen else str(len(site.space.blocks(block_size)))
-            sites.add_row(site.name, str(len(site.linears)), str(site.channels), blocks, site.space.name)
-        out.print(sites)
-        spaces = table("Permutations", "permutation", "channels", "produced by", "fold, or why not")
-        for space in plan.spaces:
-            report = space_report(plan, space)
-            spaces.add_row(report["name"], str(report["channels"]), _few(report["producers"]), destination(report))
-        out.print(spaces)
-        if plan.skipped:
-            skipped = table("Not pruned", "left dense", "why")
-            for name, reason in plan.skipped.items():
-                skipped.add_row(name, reason)
-            out.print(skipped)
-        for barrier in plan.barriers:
-            out.print(f"barrier: {barrier}", highlight=False, markup=False)
+        else:
+            _print(plan, block_size)
+
+
+def _graphs(
+    plan: Plan, traced: fx.GraphModule, pattern: NMPattern, only: str | None, layer: int | None, file: Path | None
+) -> None:
+    """Runs the compiler with random permutations and prints or draws what each pass makes of the graph."""
+    part = "" if layer is None and file is None else layer_name(plan, layer or 0)
+    results: list[PassResult] = []
+    run_passes(traced, stand_in_passes(plan, traced, pattern), observe=results.append)
+    chosen = [result for result in results if only in (None, result.name)]
+    if file is not None:
+        write_drawing(drawing.dot(chosen[-1].graph_module, part), file)
+        err.print(f"{file}: {part} after {chosen[-1].name}", highlight=False, markup=False)
+        return
+    for result in chosen:
+        changes = ", ".join(f"{name} {count:+d}" for name, count in result.changes.items()) or "no node"
+        typer.echo(f"# {result.name}: {changes}")
+        typer.echo("\n".join(drawing.listing(result.graph_module, part)) + "\n")
+    if only in (None, "fuse_permutations"):
+        for decision in next(r for r in results if r.name == "fuse_permutations").graph_module.meta[DECISIONS]:
+            typer.echo(f"# {decision.space} ({', '.join(decision.sites)}): {decision.where}")
+
+
+def layer_name(plan: Plan, layer: int) -> str:
+    """Returns the module name of a layer, from the names of its linears.
+
+    Raises:
+        ConfigError: no site is in that layer.
+    """
+    for site in plan.sites:
+        parts = site.linears[0].split(".")
+        if site.layer == layer and str(layer) in parts:
+            return ".".join(parts[: parts.index(str(layer)) + 1])
+    known = sorted({site.layer for site in plan.sites})
+    raise ConfigError(f"layer is {layer}: this model's pruned layers are {known[0]} to {known[-1]}")
+
+
+def write_drawing(text: str, file: Path) -> None:
+    """Writes DOT, or an SVG that Graphviz makes of it.
+
+    Raises:
+        ConfigError: another kind of file, or no Graphviz for an SVG.
+        OutputError: the file cannot be written.
+    """
+    if file.suffix not in (".dot", ".svg"):
+        raise ConfigError(f"--dot {file}: write a file that ends in .dot or .svg")
+    try:
+        if file.suffix == ".dot":
+            file.write_text(text, encoding="utf-8")
+        elif (program := shutil.which("dot")) is None:
+            raise ConfigError(f"--dot {file}: an SVG needs Graphviz's program dot; install it, or write a .dot file")
+        else:
+            subprocess.run([program, "-Tsvg", "-o", str(file)], input=text.encode(), check=True)
+    except OSError as error:
+        raise OutputError(f"--dot {file} cannot be written: {error.strerror}") from error
+
+
+def _print(plan: Plan, block_size: int) -> None:
+    sites = table("Sites", "site", "linears", "channels", "blocks", "permutation", "at run time")
+    for row, layers in _grouped([_row(plan, site, block_size) for site in plan.sites]):
+        sites.add_row(f"{row[0]}{layers}", *row[1:])
+    out.print(sites)
+    spaces = table("Permutations", "permutation", "channels", "produced by", "where it goes, or why there is none")
+    reports = [space_report(plan, space) for space in plan.spaces]
+    rows = [(r["name"], str(r["channels"]), _few(r["producers"]), destination(r)) for r in reports]
+    for row, layers in _grouped(rows):
+        spaces.add_row(f"{row[0]}{layers}", *row[1:])
+    out.print(spaces)
+    if plan.skipped:
+        skipped = table("Not pruned", "left dense", "why")
+        for row, layers in _grouped(list(plan.skipped.items())):
+            skipped.add_row(f"{row[0]}{layers}", *row[1:])
+        out.print(skipped)
+    for barrier in plan.barriers:
+        out.print(f"barrier: {barrier}", highlight=False, markup=False)
+
+
+def _row(plan: Plan, site: Site, block_size: int) -> tuple[str, ...]:
+    blocks = "-" if site.space.frozen else str(len(site.space.blocks(block_size)))
+    return site.name, str(len(site.linears)), str(site.channels), blocks, site.space.name, running(at_run_time(site))
+
+
+def _grouped(rows: Sequence[tuple[str, ...]]) -> list[tuple[tuple[str, ...], str]]:
+    """Rows that differ in numbers between dots only (layers, experts), once, with how many they stand for."""
+    groups: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
+    for row in rows:
+        groups.setdefault(tuple(re.sub(r"(?<=\.)\d+(?=\.)", "*", cell) for cell in row), []).append(row)
+    return [(key, f"  ({len(same)}x)") if len(same) > 1 else (same[0], "") for key, same in groups.items()]
+
+
+def running(cost: dict[str, Any]) -> str:
+    """Says what `permtriton.report.at_run_time` found: nothing, in a norm, or a gather with its bytes a token."""
+    if cost["runs"] == "gather":
+        times = f"{cost['gathers']} gathers" if cost["gathers"] > 1 else "a gather"
+        return f"{times}, {cost['bytes_per_token']:,} bytes a token in bfloat16"
+    return f"in the norm {cost['norm']}" if cost["runs"] == "in the norm" else "nothing"
 
 
 def destination(space: dict[str, Any]) -> str:
     """Says where a permutation of `permtriton.report.space_report` goes, or why there is none."""
     if space["frozen"]:
         return f"stays: {space['frozen']}"
+    if space["at_run_time"]:
+        return running(space["at_run_time"][0])
     text = f"folded into {len(space['producers'])} producers, {len(space['readers'])} readers"
     if space["segments"] > 1:
         text += f"; within {space['segments']} heads"
@@ -74,6 +182,7 @@ def plan_report(plan: Plan, block_size: int) -> dict[str, Any]:
                 "channels": site.channels,
                 "permutation": site.space.name,
                 "blocks": 0 if site.space.frozen else len(site.space.blocks(block_size)),
+                "at_run_time": at_run_time(site),
             }
             for site in plan.sites
         ],

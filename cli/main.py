@@ -4,6 +4,7 @@ import typer
 
 from permtriton.cli.compare import compare
 from permtriton.cli.compile import compile
+from permtriton.cli.export import export
 from permtriton.cli.inspect import inspect
 
 app = typer.Typer(
@@ -15,6 +16,7 @@ app = typer.Typer(
 app.command()(compile)
 app.command()(inspect)
 app.command()(compare)
+app.command()(export)
 
 
 def main() -> None:

@@ -25,7 +25,18 @@ UpdateMask = Annotated[
     typer.Option(help="With sparsegpt: own (chosen as it goes) or keep (the importance's).", rich_help_panel=METHOD),
 ]
 Layout = Annotated[
-    str | None, typer.Option(help="portable: a plain checkpoint, all permutations folded.", rich_help_panel=METHOD)
+    str | None,
+    typer.Option(
+        help="portable: all permutations folded, a plain checkpoint that loads anywhere. fused: a permutation for "
+        "every layer input; what does not fold runs inside the norms, and loading needs permtriton.",
+        rich_help_panel=METHOD,
+    ),
+]
+OProj = Annotated[
+    str | None,
+    typer.Option(
+        help="With fused: tied (folded, within heads) or free (better order, a gather).", rich_help_panel=METHOD
+    ),
 ]
 SkipIndivisible = Annotated[
     bool | None,

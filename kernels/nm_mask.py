@@ -110,6 +110,7 @@ def nm_mask_reference(
         scores = importance_scores(weight_CO[tile], scale[tile], row, _part(column, tile), power)
         mask = top_n_mask(scores.index_select(0, inside), kept, group)
         torch.mul(weight_CO[tile], mask.index_select(0, inverse(inside)), out=masked[tile])
+        masked[tile].add_(0.0)  # a negative weight times 0 is -0.0
     return masked.t()
 
 

@@ -1,32 +1,141 @@
-"""Folds permutations into parameters: the rows and biases that produce a space's channels, embedding columns, norm
-vectors, and the columns of every linear that reads them. Nothing is left to do at run time."""
+"""Moves every permutation as far upstream as channel provenance allows, in this order of preference:
+
+1. *fold*: into the rows, biases, norm vectors and embedding columns that produce the channels, and the columns of all
+   other linears that read them. Nothing is left to do at run time.
+2. *in the norm*: the norm before the site writes its channels in the site's order.
+3. *gather*: the permutation stays before the linears, because a barrier or a residual stream is upstream.
+"""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor, fx
 
-from permtriton.plan import Plan
+from permtriton.passes.graph import (
+    NORM_PERMUTE,
+    PERMUTE,
+    SITE,
+    Constants,
+    call_before,
+    copied,
+    input_dim,
+    module_path,
+    parameter_node,
+    products,
+    source_of,
+    tail,
+    wrap,
+)
+from permtriton.plan import ChannelSpace, Norm, Plan, Site
+
+DECISIONS = "permtriton_decisions"  # key in the graph module's meta
 
 
-@torch.no_grad()
-def fuse_permutations(model: nn.Module, plan: Plan, indices: Mapping[str, Tensor]) -> None:
-    """Reorders ``model``'s parameters in place so that each space's channels stand in the order of its index.
+@dataclass(frozen=True)
+class Decision:
+    """Where one space's permutation went.
 
-    The model computes the same function afterwards: with ``index``, new channel ``j`` is old channel ``index[j]`` for
-    producers and readers alike (eq. 11-12 of the paper: ``rows_new[j] = rows_old[index[j]]``, ``W[:, index[j]]``).
+    Attributes:
+        space: its name.
+        sites: the sites that it orders.
+        where: in words.
+    """
+
+    space: str
+    sites: tuple[str, ...]
+    where: str
+
+
+def fuse_permutations(graph_module: fx.GraphModule, *, plan: Plan, indices: Mapping[str, Tensor]) -> fx.GraphModule:
+    """Folds or fuses the permutations that `insert_permutations` put there, and notes each decision.
 
     Args:
-        model: the model that the plan was made from.
-        plan: its channel spaces.
-        indices: space name -> unit index, int64 ``[units]``; spaces that are left out keep their order.
+        graph_module: the graph with permutations inserted.
+        plan: of the model; its axes and norms say what provenance allows.
+        indices: the unit indices that were inserted.
+
+    Returns:
+        The graph; ``meta["permtriton_decisions"]`` holds a `Decision` for every space of the plan.
     """
-    parameters = dict(model.named_parameters())
+    graph_module = copied(graph_module)
+    constants = Constants(graph_module)
+    decisions = []
     for space in plan.spaces:
+        sites = plan.sites_of(space)
         index = indices.get(space.name)
-        if index is None:
+        if space.frozen or index is None:
+            where = f"no permutation: {space.frozen or 'it keeps its order'}"
+        elif not space.at_run_time:
+            where = _fold(graph_module, constants, space, sites, index)
+        elif sites[0].norm is not None:
+            where = _into_norm(graph_module, constants, sites[0], sites[0].norm, index)
+        else:
+            where = (
+                f"a gather before {', '.join(sites[0].linears)}: its channels have other readers that keep the order"
+            )
+        decisions.append(Decision(space.name, tuple(site.name for site in sites), where))
+    graph_module.meta[DECISIONS] = decisions
+    return graph_module
+
+
+def _fold(
+    graph_module: fx.GraphModule, constants: Constants, space: ChannelSpace, sites: list[Site], index: Tensor
+) -> str:
+    inserted = {f"{name}.weight" for site in sites for name in site.linears}
+    folded = 0
+    for axis in space.axes:
+        node = parameter_node(graph_module, axis.parameter)
+        if node is None or (axis.reads and axis.parameter in inserted):
             continue
-        assert not space.frozen, f"{space.name} cannot be permuted: {space.frozen}"
-        for axis in space.axes:
-            tensor = parameters[axis.parameter].data
-            tensor.copy_(tensor.index_select(axis.dim, axis.expand(index).to(tensor.device)))
+        runs = space.segments if axis.units.numel() == space.units and bool((axis.units >= 0).all()) else None
+        order = constants.index(axis.expand(index), runs if _in_order(axis.units) else None)
+        wrap(tail(node), PERMUTE, (order, axis.dim), node.meta["val"])
+        folded += 1
+    names = {site.name for site in sites}
+    for node in list(graph_module.graph.nodes):
+        if node.meta.get(SITE) in names:
+            node.replace_all_uses_with(node.args[0])
+    return f"folded into {folded} parameters"
+
+
+def _in_order(units: Tensor) -> bool:
+    return bool((units.diff() >= 0).all())
+
+
+def _into_norm(graph_module: fx.GraphModule, constants: Constants, site: Site, norm: Norm, index: Tensor) -> str:
+    order = constants.index(site.expand(index), [site.channels])
+    permuted = [node for node in graph_module.graph.nodes if node.meta.get(SITE) == site.name]
+    source = source_of(permuted[0].args[0])
+    readers = 0
+    for axis in site.space.axes:
+        if axis.parameter in {f"{name}.weight" for name in site.linears}:
+            continue
+        weight = parameter_node(graph_module, axis.parameter)
+        assert weight is not None
+        assert axis.dim == input_dim(weight)
+        wrap(tail(weight), PERMUTE, (order, axis.dim))
+        readers += len(list(products(weight)))
+    if source.target is NORM_PERMUTE:
+        wrap(source, PERMUTE, (order,))
+    else:
+        vectors = (parameter_node(graph_module, f"{norm.module}.{vector}") for vector in ("weight", "bias"))
+        arguments = (_input_of(source, norm), *vectors, order, norm.eps, norm.offset, norm.kind)
+        source.replace_all_uses_with(call_before(source, NORM_PERMUTE, arguments, source.meta["val"]))
+    for node in permuted:
+        node.replace_all_uses_with(node.args[0])
+    return f"in the norm {norm.module}" + (f", with the columns of {readers} other readers" if readers else "")
+
+
+def _input_of(source: fx.Node, norm: Norm) -> fx.Node:
+    """The activation that enters a norm's nodes."""
+    inside, waiting, found = {source}, [source], set()
+    while waiting:
+        for before in waiting.pop().all_input_nodes:
+            if before.op != "get_attr" and before not in inside:
+                if module_path(before) == norm.module:
+                    inside.add(before)
+                    waiting.append(before)
+                else:
+                    found.add(before)
+    assert len(found) == 1, f"{norm.module} reads {len(found)} activations"
+    return found.pop()

@@ -1,7 +1,7 @@
 """From channel provenance to the plan: sites, the channel spaces that order them, and what is left alone and why."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import numpy as np
 import torch
@@ -148,8 +148,8 @@ class _SpaceBuilder:
         self._space_of[unique[free]] = len(self._spaces)
         self._unit_of[unique[free]] = np.arange(unique.size)[free]
         self._spaces.append(space)
-        lookup: Mapping[int, int] = {int(label): unit for unit, label in enumerate(unique)}
-        return space, np.array([lookup[int(label)] for label in labels])
+        order = np.argsort(unique)
+        return space, order[np.searchsorted(unique, labels, sorter=order)]
 
     def finish(self, sites: list[Site]) -> list[ChannelSpace]:
         """Attaches every parameter dimension to its spaces and names the stream."""

@@ -4,12 +4,15 @@
     compiled = permtriton.compile(model, tokenizer, permtriton.CompileConfig())
     compiled.save("out")
 
-Names are imported when first used, so that ``import permtriton`` alone costs nothing.
+Names are imported when first used, so that ``import permtriton`` alone costs nothing. After it, ``from_pretrained`` of
+transformers loads packed and permuted checkpoints, too.
 """
 
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from permtriton.registration import register_with_transformers
 
 if TYPE_CHECKING:
     from permtriton.compiler import CompiledModel, compile, find_plan
@@ -32,6 +35,9 @@ _HOMES = {
 # In a checkout that shadows an installed copy, kernels/, passes/ and cli/ stand beside this folder, not in it.
 if not (Path(__file__).parent / "kernels").is_dir():
     __path__.append(str(Path(__file__).parent.parent))
+
+
+register_with_transformers()
 
 
 def __getattr__(name: str) -> Any:

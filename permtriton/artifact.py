@@ -3,20 +3,23 @@
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from permtriton import memory
+from permtriton.checkpoint import CONFIG_FILE, read_tensors
 from permtriton.errors import OutputError, VerificationError
+from permtriton.experts import stacked_name
 from permtriton.passes.verify import check_finite_tensor, check_same_outputs, check_weight, model_outputs
-from permtriton.plan import linear_module
+from permtriton.plan import Plan, linear_module
+from permtriton.quantizer import attach, permuted_config
 from permtriton.report import to_json
 
 if TYPE_CHECKING:
@@ -48,12 +51,14 @@ def check_output(output: Path, *, overwrite: bool) -> None:
         raise OutputError(f"output {output}: the folder {parent} cannot be written")
 
 
-def save_checkpoint(compiled: "CompiledModel", output: Path, *, overwrite: bool) -> Path:
-    """Writes, verifies and renames; on any failure or interruption an earlier output stays whole and nothing is left.
+@contextmanager
+def replacing_folder(output: Path, *, overwrite: bool) -> Iterator[Path]:
+    """Gives a temporary folder beside ``output`` and renames it to ``output`` at the end.
+
+    On any failure or interruption an earlier output stays whole and nothing is left.
 
     Raises:
         OutputError: `check_output`'s reasons, or the disk refuses.
-        VerificationError: what was written is not what it must be.
     """
     check_output(output, overwrite=overwrite)
     output = output.resolve()
@@ -61,18 +66,7 @@ def save_checkpoint(compiled: "CompiledModel", output: Path, *, overwrite: bool)
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir()
-        started = time.perf_counter()
-        compiled.model.save_pretrained(partial, max_shard_size=SHARD_SIZE)
-        if compiled.tokenizer is not None:
-            compiled.tokenizer.save_pretrained(partial)
-        for weights in partial.glob("*.safetensors"):  # safetensors writes them for the owner's eyes only
-            shutil.copymode(partial / "config.json", weights)
-        saved = time.perf_counter()
-        compiled.report["verification"] = verify_checkpoint(compiled, partial)
-        seconds = {"save": round(saved - started, 3), "verify": round(time.perf_counter() - saved, 3)}
-        compiled.report["seconds"].update(seconds)
-        compiled.report["memory"]["peak"] = memory.peak(compiled.model.device)
-        (partial / REPORT_FILE).write_text(to_json(compiled.report) + "\n", encoding="utf-8")
+        yield partial
         _rename(partial, output)
     except OSError as error:
         raise _not_written(output, error.strerror or str(error)) from error
@@ -82,15 +76,65 @@ def save_checkpoint(compiled: "CompiledModel", output: Path, *, overwrite: bool)
         raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return output
+
+
+def save_checkpoint(compiled: "CompiledModel", output: Path, *, overwrite: bool) -> Path:
+    """Writes, verifies and renames: a plain checkpoint, or one of format "dense" where modules permute at run time.
+
+    Stacked experts are stored as the model holds them, one tensor a stack, whatever their original files looked like.
+
+    Raises:
+        OutputError: `check_output`'s reasons, or the disk refuses.
+        VerificationError: what was written is not what it must be.
+    """
+    pruned = pruned_parameters(compiled.model, compiled.plan)
+    with replacing_folder(output, overwrite=overwrite) as partial:
+        started = time.perf_counter()
+        attach(compiled.model, str(compiled.config.sparsity))
+        stacked = any(compiled.model.get_parameter(name).ndim > 2 for name in pruned)
+        compiled.model.save_pretrained(partial, max_shard_size=SHARD_SIZE, save_original_format=not stacked)
+        if compiled.tokenizer is not None:
+            compiled.tokenizer.save_pretrained(partial)
+        share_mode(partial)
+        saved = time.perf_counter()
+        compiled.report["verification"] = verify_checkpoint(compiled, partial, pruned)
+        compiled.report["pruned_weights"] = pruned
+        seconds = {"save": round(saved - started, 3), "verify": round(time.perf_counter() - saved, 3)}
+        compiled.report["seconds"].update(seconds)
+        compiled.report["memory"]["peak"] = memory.peak(compiled.model.device)
+        (partial / REPORT_FILE).write_text(to_json(compiled.report) + "\n", encoding="utf-8")
+    return output.resolve()
+
+
+def share_mode(folder: Path) -> None:
+    """Gives the weights the mode of the other files: safetensors writes them for the owner's eyes only."""
+    for weights in folder.glob("*.safetensors"):
+        shutil.copymode(folder / CONFIG_FILE, weights)
+
+
+def pruned_parameters(model: nn.Module, plan: Plan) -> dict[str, int]:
+    """Returns each pruned parameter with its input dimension; a stack of experts is one parameter."""
+    found = {}
+    for _, name in plan.linears():
+        stacked = stacked_name(model, name)
+        if stacked is not None:
+            found[stacked[0]] = 2
+        else:
+            found[f"{name}.weight"] = 0 if isinstance(linear_module(model, name), Conv1D) else 1
+    return found
 
 
 def _not_written(output: Path, why: str) -> OutputError:
     return OutputError(f"output {output} cannot be written: {why}. Nothing was saved, an earlier output is whole")
 
 
-def verify_checkpoint(compiled: "CompiledModel", folder: Path) -> dict[str, object]:
+def verify_checkpoint(compiled: "CompiledModel", folder: Path, pruned: Mapping[str, int]) -> dict[str, object]:
     """Checks a written checkpoint: N:M in every pruned weight, finite, equal to memory bit by bit, reloadable.
+
+    Args:
+        compiled: what was written.
+        folder: where.
+        pruned: parameter name -> input dimension, as `pruned_parameters` gives them.
 
     Returns:
         What was checked: tensors, pruned weights, and how the reloaded model was compared.
@@ -98,24 +142,31 @@ def verify_checkpoint(compiled: "CompiledModel", folder: Path) -> dict[str, obje
     Raises:
         VerificationError: naming the first tensor that is not as it must be.
     """
-    in_memory = dict(compiled.model.named_parameters())
-    pruned = {f"{name}.weight" for _, name in compiled.plan.linears()}
+    model, config = compiled.model, compiled.config
+    permuted = permuted_config(model, str(config.sparsity)) is not None
+    in_memory = model.hf_quantizer.get_state_dict_and_metadata(model)[0] if permuted else model.state_dict()
     seen = set()
-    for name, tensor in _saved_tensors(folder):
+    for name, tensor in read_tensors(sorted(folder.glob("*.safetensors"))):
         seen.add(name)
         check_finite_tensor(name, tensor)
         if name in pruned:
-            owner = linear_module(compiled.model, name.removesuffix(".weight"))
-            check_weight(name, tensor.T if isinstance(owner, Conv1D) else tensor, compiled.config.sparsity)
-        if name in in_memory and not torch.equal(tensor, in_memory[name].detach().cpu()):
+            weight = tensor.view(model.get_parameter(name).shape)
+            check_weight(name, weight.movedim(pruned[name], -1).flatten(0, -2), config.sparsity)
+        if name in in_memory and not _same(tensor, in_memory[name].detach().cpu()):
             raise VerificationError(f"{name}: what was written differs from the model in memory")
-    if missing := sorted(pruned - seen):
+    if missing := sorted(set(pruned) - seen):
         raise VerificationError(f"{missing[0]} and {len(missing) - 1} more pruned weights are not in the checkpoint")
+    if permuted and (missing := sorted(name for name in in_memory if name.endswith(".index") and name not in seen)):
+        raise VerificationError(f"{missing[0]} and {len(missing) - 1} more permutations are not in the checkpoint")
     return {"tensors": len(seen), "pruned_weights": len(pruned), **_compare_reloaded(compiled, folder)}
 
 
+def _same(first: Tensor, second: Tensor) -> bool:
+    return first.dtype == second.dtype and torch.equal(first, second)
+
+
 def _compare_reloaded(compiled: "CompiledModel", folder: Path) -> dict[str, object]:
-    """Loads the checkpoint with transformers alone and compares outputs, where a second model fits into memory."""
+    """Loads the checkpoint as a user would and compares outputs, where a second model fits into memory."""
     model = compiled.model
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     free = memory.available(model.device)
@@ -135,13 +186,6 @@ def _compare_reloaded(compiled: "CompiledModel", folder: Path) -> dict[str, obje
         "reloading the saved checkpoint",
     )
     return {"reloaded": "same outputs", "reload_difference": difference}
-
-
-def _saved_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118
-                yield name, file.get_tensor(name)
 
 
 def _rename(partial: Path, output: Path) -> None:

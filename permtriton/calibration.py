@@ -14,7 +14,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from permtriton.config import CalibrationConfig
 from permtriton.errors import CalibrationError
+from permtriton.experts import routed
 from permtriton.forward import last_hidden_state
+from permtriton.modules import SparseLinear
 from permtriton.plan import Site, linear_module
 from permtriton.progress import Advance, Progress
 
@@ -236,19 +238,36 @@ def watch_inputs(
     consume: Callable[[Site, Tensor], None],
     advance: Advance,
 ) -> None:
-    """Runs the model and hands each site's input ``[tokens, channels]`` to ``consume`` as it appears, keeping none."""
+    """Runs the model and hands each site's input ``[tokens, channels]`` to ``consume`` as it appears, keeping none.
+
+    What all experts of a layer read is watched where it enters the experts' module: no expert sees every token. An
+    expert's intermediate channels are watched at the expert, which may see no token at all.
+    """
     waiting: Counter[str] = Counter()
 
-    def hook(site: Site) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-        def record(_module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            consume(site, inputs[0].reshape(-1, site.channels))
+    def record(site: Site) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        reader = linear_module(model, site.linears[0])
+        gather = reader.gather if isinstance(reader, SparseLinear) and reader.gather is not None else nn.Identity()
+        return lambda _module, inputs: consume(site, gather(inputs[0]).reshape(-1, site.channels))
+
+    def seen(site: Site) -> Callable[..., None]:
+        def count(*_: object) -> None:
             waiting[site.name] -= 1
             if not +waiting:
                 raise _EverySiteSeen
 
-        return record
+        return count
 
-    handles = [linear_module(model, s.linears[0]).register_forward_pre_hook(hook(s)) for s in sites]
+    handles = []
+    for site in sites:
+        reader = linear_module(model, site.linears[0])
+        expert = routed(model, site.linears[0])
+        if expert is None:
+            handles += [reader.register_forward_pre_hook(hook(site)) for hook in (record, seen)]
+        else:
+            experts, reads_every_token = expert
+            handles.append((experts if reads_every_token else reader).register_forward_pre_hook(record(site)))
+            handles.append(experts.register_forward_hook(seen(site)))
     try:
         for rows in ids.split(batch):
             waiting.clear()
@@ -266,6 +285,9 @@ def channel_norms(
 ) -> dict[str, Tensor]:
     """Returns ``||X_j||`` of each site, float32 ``[channels]``: root of the sum of squares, averaged over sequences.
 
+    A site that only zeros reach, or nothing (an expert that no token is sent to), gets ones: its weights then count
+    by their size alone, and ``progress`` is told.
+
     Raises:
         CalibrationError: an activation is NaN or infinite.
     """
@@ -278,6 +300,9 @@ def channel_norms(
         watch_inputs(model, sites, ids, batch, consume, advance)
     for name, total in sums.items():
         check_finite(name, total)
+        if not bool(total.any()):
+            total.fill_(ids.shape[0])
+            progress.say(f"{name}: nothing of the calibration text reaches it; its weights are scored by their size")
     return {name: (total / ids.shape[0]).sqrt().float() for name, total in sums.items()}
 
 
@@ -285,6 +310,9 @@ def hessians(
     model: PreTrainedModel, sites: Sequence[Site], ids: Tensor, batch: int, advance: Advance
 ) -> dict[str, Tensor]:
     """Returns ``X^T X`` over the tokens of each site, float32 ``[channels, channels]``.
+
+    A site that only zeros reach, or nothing (an expert that no token is sent to), gets the identity: its weights then
+    count by their size alone, and no update moves them.
 
     Raises:
         CalibrationError: an activation is NaN or infinite.
@@ -298,6 +326,8 @@ def hessians(
     watch_inputs(model, sites, ids, batch, consume, advance)
     for name, hessian in found.items():
         check_finite(name, hessian.diagonal())
+        if not bool(hessian.diagonal().any()):
+            hessian.fill_diagonal_(1)
     return found
 
 

@@ -6,16 +6,17 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from permtriton import memory
 from permtriton.calibration import calibration_ids, channel_norms, check_finite, hessians, ids_hash
-from permtriton.config import CompileConfig
+from permtriton.config import CompileConfig, Layout, OProj
 from permtriton.errors import CalibrationError
 from permtriton.evaluate import Evaluation
 from permtriton.forward import hidden_states, max_tokens
@@ -24,10 +25,16 @@ from permtriton.importance import Importance, importance_of
 from permtriton.kernels.nm_mask import top_n_mask
 from permtriton.learn import Epoch, ResumeFile, learn, learned_spaces
 from permtriton.load import check_weights
-from permtriton.passes.fuse_permutations import fuse_permutations
+from permtriton.passes.fold import fold
+from permtriton.passes.graph import absorb
+from permtriton.passes.insert_masks import insert_masks
+from permtriton.passes.layout import separate
+from permtriton.passes.lower import lower
+from permtriton.passes.pipeline import Pass, PassResult, permutation_passes, run_passes
 from permtriton.passes.provenance import propagate
 from permtriton.passes.sites import find_sites
 from permtriton.passes.verify import check_pruned, check_same_outputs, model_outputs
+from permtriton.passes.verify_graph import run
 from permtriton.permutation import compose, identity, moved
 from permtriton.plan import Axis, ChannelSpace, Plan, Site, linear_module, weight_in_out
 from permtriton.progress import NoProgress, Progress
@@ -79,16 +86,34 @@ class CompiledModel:
         return path
 
 
-def find_plan(model: PreTrainedModel, pattern: NMPattern, *, skip_indivisible: bool = False) -> Plan:
+def find_plan(
+    model: PreTrainedModel,
+    pattern: NMPattern,
+    *,
+    skip_indivisible: bool = False,
+    layout: Layout = "portable",
+    o_proj: OProj = "tied",
+) -> Plan:
     """Traces a model, on any device including meta, and finds its sites.
 
     Raises:
         ModelError: the model cannot be traced or holds a linear that the pattern does not fit.
     """
+    config = CompileConfig(
+        sparsity=pattern, permutation="none", skip_indivisible=skip_indivisible, layout=layout, o_proj=o_proj
+    )
+    return plan_model(model, config)[0]
+
+
+def plan_model(model: PreTrainedModel, config: CompileConfig) -> tuple[Plan, fx.GraphModule]:
+    """Returns the plan, and the graph that it was made from; see `find_plan`."""
     traced = trace(model)
-    provenance = propagate(traced.exported, traced.parameters, traced.outputs, traced.hidden)
-    output = next(node for node in traced.exported.graph.nodes if node.op == "output")
-    return find_sites(provenance, model, output.args[0][traced.hidden], pattern, skip_indivisible=skip_indivisible)
+    provenance = propagate(traced.graph_module, traced.outputs, traced.hidden)
+    skip = config.skip_indivisible
+    plan = find_sites(provenance, model, traced.hidden_node, config.sparsity, skip_indivisible=skip)
+    if config.layout == "fused":
+        plan = separate(plan, traced.graph_module, model, o_proj=config.o_proj)
+    return plan, traced.graph_module
 
 
 def compile(
@@ -134,13 +159,14 @@ class _Compilation:
     epochs: list[Epoch] = field(default_factory=list)
     kept_epoch: int | None = None
     largest_difference: float = 0.0
+    passes: list[PassResult] = field(default_factory=list)
 
     def run(self, ids: Tensor | None, windows: Tensor | None, resume_path: Path | None) -> CompiledModel:
         check_weights(self.model)
         with self._timed("calibration text"):
             ids = self._ids(ids)
         with self._timed("trace"):
-            self.plan = find_plan(self.model, self.config.sparsity, skip_indivisible=self.config.skip_indivisible)
+            self.plan, self.graph = plan_model(self.model, self.config)
         needs = memory.estimate(self.model, self.plan, self.config, ids, windows)
         self.progress.say(memory.told(needs, self.model.device))
         memory.check_fits(needs, self.model.device)
@@ -248,7 +274,9 @@ class _Compilation:
 
     def _fold(self, indices: Mapping[str, Tensor]) -> None:
         """Folds indices relative to the present order, moves the statistics along, and proves that nothing changed."""
-        fuse_permutations(self.model, self.plan, indices)
+        self._run_passes(permutation_passes(self.plan, indices))
+        fold(self.model, self.plan, indices)
+        self.graph = absorb(self.graph)
         for site in self.plan.sites:
             if site.space.name in indices:
                 order = site.expand(indices[site.space.name]).to(self.model.device)
@@ -261,6 +289,14 @@ class _Compilation:
         )
         self.largest_difference = max(self.largest_difference, difference)
 
+    def _run_passes(self, passes: Sequence[Pass]) -> None:
+        """Runs compiler passes on the traced graph, each one verified on the start of the first sequences."""
+        self.graph = run_passes(self.graph, passes, self._batches(), self.passes.append)
+
+    def _batches(self) -> list[Tensor]:
+        tokens = next(node for node in self.graph.graph.nodes if node.op == "placeholder").meta["val"].shape[1]
+        return [row[None, :tokens].to(self.model.device) for row in self.ids[:REFERENCE_SEQUENCES]]
+
     def _importances(self) -> dict[str, Importance]:
         return {
             name: importance_of(self.config.importance, self._weight(name), self.statistics[site.name])
@@ -270,9 +306,19 @@ class _Compilation:
     @torch.no_grad()
     def _prune(self) -> None:
         if self.config.weight_update == "none":
+            self._run_passes(
+                (
+                    Pass(partial(insert_masks, plan=self.plan, importances=self._importances(),
+                                 pattern=self.config.sparsity), exact=False),
+                    Pass(lower),
+                )
+            )  # fmt: skip
+            expected = run(self.graph, self._batches()[0], wide=False)
             for site in self.plan.sites:
                 for name, mask in self._masks(site).items():
                     self._weight(name).masked_fill_(~mask, 0).add_(0.0)  # the sum turns -0.0 into 0.0
+            outputs = model_outputs(self.model, self._batches()[0])
+            check_same_outputs(expected.float().cpu(), outputs, self.model.dtype, "after masking")
             return
         layers = self.plan.layers()
         with self.progress.stage("update", (self.ids.shape[0] + 1) * len(layers)) as advance:

@@ -14,6 +14,8 @@ from permtriton.sparsity import NMPattern
 Importance = Literal["magnitude", "wanda", "ria", "obs"]
 PermutationMethod = Literal["none", "heuristic", "learned"]
 WeightUpdate = Literal["none", "sparsegpt"]
+Layout = Literal["portable", "fused"]
+OProj = Literal["tied", "free"]
 
 
 def _require(condition: bool, message: str) -> None:
@@ -115,7 +117,10 @@ class CompileConfig:
         permutation: how each site's channel order is found.
         weight_update: whether the kept weights are rebuilt by SparseGPT.
         update_mask: with SparseGPT, whether it chooses its ``own`` mask as it goes or must ``keep`` the importance's.
-        layout: ``portable``: every permutation is folded into the weights, the checkpoint is a plain one.
+        layout: ``portable``: every permutation is folded into the weights, the checkpoint is a plain one; ``fused``:
+            every site has its own permutation, inside the norm before it, or a gather where it cannot be folded.
+        o_proj: with layout ``fused``, whether the attention output's permutation is ``tied`` to the heads and folded,
+            or ``free`` over all its channels, with a gather.
         skip_indivisible: leave linears dense whose input channels are not a multiple of the group.
         seed: of the calibration draw, the start of learning and its batch order.
         calibration: see `CalibrationConfig`.
@@ -127,7 +132,8 @@ class CompileConfig:
     permutation: PermutationMethod = "learned"
     weight_update: WeightUpdate = "none"
     update_mask: Literal["own", "keep"] = "own"
-    layout: Literal["portable"] = "portable"
+    layout: Layout = "portable"
+    o_proj: OProj = "tied"
     skip_indivisible: bool = False
     seed: int = 0
     calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
@@ -203,6 +209,7 @@ RECIPES: dict[str, dict[str, Any]] = {
 OPTION_NEEDS: dict[str, tuple[str, str]] = {
     **{f.name: ("permutation", "learned") for f in fields(LearnConfig)},
     "update_mask": ("weight_update", "sparsegpt"),
+    "o_proj": ("layout", "fused"),
 }
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -78,12 +79,14 @@ class ChannelSpace:
         segments: sizes of the runs of units inside which units may change places (a head, or everything).
         axes: every parameter dimension that carries these channels; folding permutes each once.
         frozen: why no permutation is possible; empty where one is.
+        at_run_time: whether no producer takes the permutation on: the channels are gathered when the model runs.
     """
 
     name: str
     segments: tuple[int, ...]
     axes: tuple[Axis, ...]
     frozen: str = ""
+    at_run_time: bool = False
 
     @property
     def units(self) -> int:
@@ -105,6 +108,23 @@ class ChannelSpace:
         return [axis for axis in self.axes if not axis.reads]
 
 
+@dataclass(frozen=True)
+class Norm:
+    """A norm module that can write its channels in a permuted order.
+
+    Attributes:
+        module: name of the norm module.
+        kind: ``rms``, ``rms_float`` or ``layer``, as `permtriton.kernels.norm_permute` has them.
+        eps: what is added to the variance.
+        offset: what is added to the weight: 1.0 for ``1 + weight``, else 0.0.
+    """
+
+    module: str
+    kind: str
+    eps: float
+    offset: float
+
+
 @dataclass
 class Site:
     """One activation read by one or more pruned linears.
@@ -117,6 +137,8 @@ class Site:
         space: the permutation that orders the channels.
         layer: the layer's number in its module list, or -1.
         runs: how often the linears run in one forward pass; more than once where layers share their weights.
+        norm: the norm that writes the channels in the site's order at run time; None where the permutation is folded,
+            or where each linear gathers its input.
     """
 
     name: str
@@ -126,6 +148,14 @@ class Site:
     space: ChannelSpace
     layer: int = -1
     runs: int = 1
+    norm: Norm | None = None
+
+    @property
+    def cost(self) -> Literal["none", "norm", "gather"]:
+        """What the permutation costs at run time: nothing, a gather inside the norm, or a gather a linear."""
+        if self.space.frozen or not self.space.at_run_time:
+            return "none"
+        return "norm" if self.norm else "gather"
 
     def expand(self, index: Tensor) -> Tensor:
         """Returns the index ``[channels]`` over this site's input channels for a unit index of its space."""

@@ -19,11 +19,18 @@ class Relaxation(nn.Module):
     ``scale`` is one number a space and starts at the root of the block size: with ``w`` in the range that weight decay
     and the published learning rate are made for, logits without it hardly move. ``w`` starts at
     ``(eye + noise * u) / sqrt(B)``, near the base order, or ``u / sqrt(B)``, with ``u`` uniform on (-1, 1).
+
+    Attributes:
+        sizes: of blocks, ascending.
+        weights: ``w`` of each size, float32 ``[blocks, size, size]``.
+        owners: int64 ``[blocks]`` for each size: which space's scale a block has.
+        scale: float32 ``[spaces]``.
+        block_size, rounds, clamp: of the config.
     """
 
     def __init__(self, spaces: Sequence[ChannelSpace], config: LearnConfig, seed: int, device: torch.device) -> None:
         super().__init__()
-        self._config = config
+        self.block_size, self.rounds, self.clamp = config.block_size, config.sinkhorn_rounds, config.clamp_logits
         self._spaces = list(spaces)
         self._blocks: dict[int, list[tuple[int, int]]] = {}  # size -> (number of the space, first unit)
         for number, space in enumerate(spaces):
@@ -35,6 +42,7 @@ class Relaxation(nn.Module):
             for place, size in enumerate(self.sizes)
             for row, (number, start) in enumerate(self._blocks[size])
         }
+        self.owners = [torch.tensor([number for number, _ in self._blocks[size]]) for size in self.sizes]
         generator = torch.Generator().manual_seed(seed)
         weights = []
         for size in self.sizes:
@@ -48,12 +56,11 @@ class Relaxation(nn.Module):
     def soft(self, tau: float) -> list[Tensor]:
         """Returns the soft permutations of each block size, ``[blocks, size, size]`` float32."""
         found = []
-        for size, weight in zip(self.sizes, self.weights, strict=True):
-            owner = torch.tensor([number for number, _ in self._blocks[size]], device=weight.device)
-            logits = self.scale[owner].view(-1, 1, 1) * weight
-            if self._config.clamp_logits:
-                logits = logits.clamp(-self._config.clamp_logits, self._config.clamp_logits)
-            found.append(sinkhorn(logits, tau, self._config.sinkhorn_rounds))
+        for owners, weight in zip(self.owners, self.weights, strict=True):
+            logits = self.scale[owners.to(weight.device)].view(-1, 1, 1) * weight
+            if self.clamp:
+                logits = logits.clamp(-self.clamp, self.clamp)
+            found.append(sinkhorn(logits, tau, self.rounds))
         return found
 
     @torch.no_grad()
@@ -82,14 +89,14 @@ class Relaxation(nn.Module):
         """Returns (place of its size, row in that batch) of the block that starts at unit ``start`` of ``space``."""
         return self._places[space.name, start]
 
-    @property
-    def block_size(self) -> int:
-        """The configured block size."""
-        return self._config.block_size
-
 
 class SiteBlocks:
-    """A site's blocks in channel order; tied channels (grouped queries) use their block once a copy."""
+    """A site's blocks in channel order; tied channels (grouped queries) use their block once a copy.
+
+    Attributes:
+        sizes: of the blocks.
+        runs: (place of the size in `Relaxation.sizes`, rows of that batch), one after another.
+    """
 
     def __init__(self, relaxation: Relaxation, site: Site) -> None:
         by_unit = torch.argsort(site.units, stable=True).view(site.space.units, -1)
@@ -99,12 +106,12 @@ class SiteBlocks:
             placed += [(int(channel), size, batch, row) for channel in by_unit[start]]
         placed.sort()
         self.sizes = [size for _, size, _, _ in placed]
-        self._runs: list[tuple[int, list[int]]] = []
+        self.runs: list[tuple[int, list[int]]] = []
         for _, _, place, row in placed:
-            if not self._runs or self._runs[-1][0] != place:
-                self._runs.append((place, []))
-            self._runs[-1][1].append(row)
+            if not self.runs or self.runs[-1][0] != place:
+                self.runs.append((place, []))
+            self.runs[-1][1].append(row)
 
     def flat(self, soft: Sequence[Tensor]) -> Tensor:
         """Returns the blocks' matrices one after another in channel order, flat, differentiable in ``soft``."""
-        return torch.cat([soft[place][rows].reshape(-1) for place, rows in self._runs])
+        return torch.cat([soft[place][rows].reshape(-1) for place, rows in self.runs])

@@ -45,6 +45,7 @@ def space_report(plan: Plan, space: ChannelSpace) -> dict[str, Any]:
         "segments": len(space.segments) if not space.frozen else 0,
         "tied": max(site.copies for site in plan.sites_of(space)),
         "frozen": space.frozen,
+        "at_run_time": [at_run_time(site) for site in plan.sites_of(space) if site.cost != "none"],
         "producers": [f"{axis.parameter}[{axis.dim}]" for axis in space.producers],
         "readers": [f"{axis.parameter}[{axis.dim}]" for axis in space.axes if axis.reads],
     }
@@ -58,5 +59,25 @@ def site_report(site: Site, unit_index: Tensor) -> dict[str, Any]:
         "linears": list(site.linears),
         "space": site.space.name,
         "moved": moved(index),
+        "cost": site.cost,
         "index": index.tolist(),
     }
+
+
+def at_run_time(site: Site, element: int = 2) -> dict[str, Any]:
+    """Returns what a site's permutation costs when the model runs.
+
+    Args:
+        site: of a plan.
+        element: bytes of an activation, bfloat16's by default.
+
+    Returns:
+        ``runs``: ``nothing``, ``in the norm`` with ``norm``, or ``gather`` in ``gathers`` linears; ``bytes_per_token``
+        that the gathers read and write. A norm reads and writes what it does anyway.
+    """
+    if site.cost == "none":
+        return {"runs": "nothing", "bytes_per_token": 0}
+    if site.norm is not None:
+        return {"runs": "in the norm", "norm": site.norm.module, "bytes_per_token": 0}
+    gathers = len(site.linears)
+    return {"runs": "gather", "gathers": gathers, "bytes_per_token": 2 * gathers * site.channels * element}

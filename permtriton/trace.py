@@ -1,34 +1,43 @@
-"""Turns a loaded model into an exported `torch.fx` graph that also shows its last hidden state."""
+"""Turns a loaded model into a `torch.fx` graph over its own parameters that also shows its last hidden state."""
 
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind
 from transformers import PreTrainedModel
 
 from permtriton.errors import ModelError
 from permtriton.forward import without_cache
 
 TRACE_TOKENS = 4  # few, so that provenance is cheap; more than one, so that token mixing shows
+GUARDS = {torch.ops.aten._assert_tensor_metadata.default}  # dropped, as is every guard on sizes: the graph has none
 
 
 @dataclass(frozen=True)
 class Traced:
-    """An exported model.
+    """A model as a graph.
 
     Attributes:
-        exported: the program; parameters share their storage with the model.
-        parameters: placeholder -> name in ``model.named_parameters()``; tied parameters share the first name.
+        graph_module: ``graph_module(input_ids)`` returns what the model returns and its last hidden state, a flat tuple.
+            ``input_ids`` (int64 ``[1, TRACE_TOKENS]``) is the only placeholder. Every parameter is one ``get_attr`` node
+            whose target is its (first) name in ``model.named_parameters()`` and whose value is the model's own
+            ``nn.Parameter``; buffers and constants are ``get_attr`` nodes, too.
         outputs: positions in the output tuple that a caller of the model sees.
         hidden: position of the last hidden state.
     """
 
-    exported: ExportedProgram
-    parameters: dict[str, str]
+    graph_module: fx.GraphModule
     outputs: tuple[int, ...]
     hidden: int
+
+    @property
+    def hidden_node(self) -> fx.Node:
+        """The graph node of the last hidden state."""
+        output = next(node for node in reversed(self.graph_module.graph.nodes) if node.op == "output")
+        return output.args[0][self.hidden]  # type: ignore[index,return-value]
 
 
 class _Probed(nn.Module):
@@ -55,11 +64,17 @@ class _Probed(nn.Module):
 
 
 def trace(model: PreTrainedModel) -> Traced:
-    """Exports ``model`` on one short sequence; nothing is copied, and a model on the meta device needs no weights.
+    """Traces ``model`` on one short sequence; nothing is copied, and a model on the meta device needs no weights.
 
     Raises:
-        ModelError: the model does not run on token ids alone, or ``torch.export`` cannot follow it.
+        ModelError: the model is an encoder-decoder, does not run on token ids alone, or ``torch.export`` cannot follow it.
     """
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ModelError(
+            f"{type(model).__name__} cannot be traced: it is an encoder-decoder, and its decoder_input_ids and "
+            "cross-attention are not traced. permtriton takes models that run on input_ids alone: an encoder "
+            "(as BERT) or a decoder (as LLaMA)"
+        )
     ids = torch.zeros((1, TRACE_TOKENS), dtype=torch.int64, device=model.device)
     probed = _Probed(model)
     try:
@@ -71,12 +86,53 @@ def trace(model: PreTrainedModel) -> Traced:
             f"{type(model).__name__} cannot be traced: {type(error).__name__}: {first_line}. permtriton needs a model "
             "that runs on input_ids alone (no decoder inputs, images or sound) and that torch.export can follow"
         ) from error
-    first_name: dict[int, str] = {}
-    canonical = {
-        name: first_name.setdefault(id(parameter), name)
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-    }
-    names: Any = exported.graph_signature.inputs_to_parameters
-    parameters = {placeholder: canonical[name.removeprefix("model.")] for placeholder, name in names.items()}
+    graph_module = unlifted(exported, model, prefix="model.")
     count = len(exported.graph_signature.user_outputs)
-    return Traced(exported, parameters, tuple(range(count - 1)), count - 1)
+    return Traced(graph_module, tuple(range(count - 1)), count - 1)
+
+
+def unlifted(exported: ExportedProgram, model: nn.Module, prefix: str = "") -> fx.GraphModule:
+    """Returns an exported program as a graph that reads the model's own parameters and buffers by ``get_attr`` nodes.
+
+    Args:
+        exported: the program.
+        model: the module that holds its parameters and buffers.
+        prefix: what the program puts before the model's names.
+    """
+    canonical = _first_names(model)
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    readers: dict[str, fx.Node] = {}
+    attributes: dict[str, Any] = {}
+    inputs = {spec.arg.name: spec for spec in exported.graph_signature.input_specs}
+    for node in exported.graph.nodes:
+        if node.op == "output":
+            kept = [s.kind is OutputKind.USER_OUTPUT for s in exported.graph_signature.output_specs]
+            results = [value for value, keep in zip(node.args[0], kept, strict=True) if keep]
+            graph.output(tuple(copies.get(value, value) for value in results))
+        elif node.op == "placeholder" and inputs[node.name].kind is not InputKind.USER_INPUT:
+            spec = inputs[node.name]
+            name = str(spec.target)
+            if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
+                name = name.removeprefix(prefix)
+                name = canonical.get(name, name)
+                value = model.get_parameter(name) if spec.kind is InputKind.PARAMETER else model.get_buffer(name)
+            else:
+                value = exported.constants[name]
+            if name not in readers:
+                attributes[name] = value
+                readers[name] = graph.create_node("get_attr", name, name=node.name)
+                readers[name].meta = dict(node.meta)
+            copies[node] = readers[name]
+        elif node.target not in GUARDS:
+            if node.op == "get_attr":
+                attributes[str(node.target)] = getattr(exported.graph_module, str(node.target))
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    return fx.GraphModule(attributes, graph, f"{type(model).__name__}Graph")
+
+
+def _first_names(model: nn.Module) -> dict[str, str]:
+    """Every name of a parameter -> the first name of the same parameter."""
+    first: dict[int, str] = {}
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: first.setdefault(id(parameter), name) for name, parameter in named}

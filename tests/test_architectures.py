@@ -19,7 +19,7 @@ from permtriton.compare import compare
 from permtriton.errors import CalibrationError
 from permtriton.evaluate import perplexity
 from permtriton.forward import max_tokens
-from permtriton.passes.fuse_permutations import fuse_permutations
+from permtriton.passes.fold import fold
 
 from . import zoo
 
@@ -76,7 +76,7 @@ def folded(case_name: str, compiled: CompiledModel, **changes: object) -> PreTra
     """Returns the dense model in the order of a compiled one: what it is before masks."""
     dense = zoo.build(case_name, **changes)
     movable = {space.name for space in compiled.plan.spaces if not space.frozen}
-    fuse_permutations(dense, compiled.plan, {n: index for n, index in compiled.indices.items() if n in movable})
+    fold(dense, compiled.plan, {n: index for n, index in compiled.indices.items() if n in movable})
     return dense
 
 

@@ -10,7 +10,7 @@ import permtriton
 from permtriton.compiler import find_plan
 from permtriton.errors import CalibrationError
 from permtriton.evaluate import MAX_ENCODER_WINDOWS, Evaluation, perplexity
-from permtriton.passes.fuse_permutations import fuse_permutations
+from permtriton.passes.fold import fold
 from permtriton.plan import Axis
 from permtriton.progress import NoProgress
 from permtriton.sparsity import NMPattern
@@ -133,7 +133,7 @@ def test_encoder_with_permuted_channels_agrees_in_the_old_order():
     assert not space.frozen
     evaluation = Evaluation(model, windows(4), NoProgress())
     index = torch.randperm(space.units, generator=torch.Generator().manual_seed(2))
-    fuse_permutations(model, plan, {space.name: index})
+    fold(model, plan, {space.name: index})
     order = Axis("", 0, plan.hidden_units, torch.zeros_like(plan.hidden_units), reads=False).expand(index)
     assert evaluation.compiled(model, order) == pytest.approx(1.0, abs=1e-5)
     assert evaluation.compiled(model, None) < 0.9, "the channels did move"

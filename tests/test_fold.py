@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from permtriton.forward import last_hidden_state
-from permtriton.passes.fuse_permutations import fuse_permutations
+from permtriton.passes.fold import fold
 from permtriton.permutation import compose, inverse
 
 from . import zoo
@@ -34,7 +34,7 @@ def float32_means_float64() -> Iterator[None]:
 def test_outputs_stay_in_float32(name):
     model, plan = zoo.planned(name)
     before = zoo.outputs(model, zoo.token_ids())
-    fuse_permutations(model, plan, zoo.random_indices(plan))
+    fold(model, plan, zoo.random_indices(plan))
     assert zoo.difference(before, zoo.outputs(model, zoo.token_ids())) < 1e-4
 
 
@@ -45,7 +45,7 @@ def test_outputs_stay_in_float64(name, seed):
     model.double()
     with float32_means_float64():
         before = zoo.outputs(model, zoo.token_ids())
-        fuse_permutations(model, plan, zoo.random_indices(plan, seed))
+        fold(model, plan, zoo.random_indices(plan, seed))
         after = zoo.outputs(model, zoo.token_ids())
     assert before[0].dtype == torch.float64
     assert zoo.difference(before, after) < 1e-9
@@ -60,7 +60,7 @@ def test_each_space_matters_alone(name):
         before = zoo.outputs(model, zoo.token_ids(2, 8))
         for space_name, index in zoo.random_indices(plan).items():
             folded = copy.deepcopy(model)
-            fuse_permutations(folded, plan, {space_name: index})
+            fold(folded, plan, {space_name: index})
             assert zoo.difference(before, zoo.outputs(folded, zoo.token_ids(2, 8))) < 1e-9, space_name
 
 
@@ -68,7 +68,7 @@ def test_each_space_matters_alone(name):
 def test_exactly_the_planned_parameters_change(name):
     model, plan = zoo.planned(name)
     indices, before = zoo.random_indices(plan), parameters_of(model)
-    fuse_permutations(model, plan, indices)
+    fold(model, plan, indices)
     planned_to_change = {axis.parameter for space in plan.spaces if not space.frozen for axis in space.axes}
     changed = {n for n, parameter in model.named_parameters() if not torch.equal(parameter, before[n])}
     assert changed == planned_to_change
@@ -79,8 +79,8 @@ def test_exactly_the_planned_parameters_change(name):
 def test_the_inverse_restores_every_bit(name):
     model, plan = zoo.planned(name)
     indices, before = zoo.random_indices(plan), parameters_of(model)
-    fuse_permutations(model, plan, indices)
-    fuse_permutations(model, plan, {space: inverse(index) for space, index in indices.items()})
+    fold(model, plan, indices)
+    fold(model, plan, {space: inverse(index) for space, index in indices.items()})
     for parameter_name, parameter in model.named_parameters():
         assert torch.equal(parameter, before[parameter_name]), parameter_name
 
@@ -90,9 +90,9 @@ def test_two_folds_are_the_fold_of_their_composition(name):
     model, plan = zoo.planned(name)
     once = copy.deepcopy(model)
     first, second = zoo.random_indices(plan, 0), zoo.random_indices(plan, 100)
-    fuse_permutations(model, plan, first)
-    fuse_permutations(model, plan, second)
-    fuse_permutations(once, plan, {space: compose(first[space], second[space]) for space in first})
+    fold(model, plan, first)
+    fold(model, plan, second)
+    fold(once, plan, {space: compose(first[space], second[space]) for space in first})
     for parameter_name, parameter in model.named_parameters():
         assert torch.equal(parameter, once.get_parameter(parameter_name)), parameter_name
 
@@ -102,7 +102,7 @@ def test_a_tied_embedding_is_folded_once(name):
     model, plan = zoo.planned(name)
     embedding, index = model.get_input_embeddings(), zoo.random_index(plan.hidden_space)
     before = embedding.weight.detach().clone()
-    fuse_permutations(model, plan, {"stream": index})
+    fold(model, plan, {"stream": index})
     assert torch.equal(embedding.weight, before[:, index])
     if name != "bert_mlm":
         assert model.get_output_embeddings().weight is embedding.weight
@@ -114,7 +114,7 @@ def test_the_hidden_state_comes_out_in_the_order_of_its_index(name):
     model, plan = zoo.planned(name)
     index = zoo.random_index(plan.hidden_space)
     before = last_hidden_state(model, zoo.token_ids())
-    fuse_permutations(model, plan, {"stream": index})
+    fold(model, plan, {"stream": index})
     after = last_hidden_state(model, zoo.token_ids())
     assert not torch.allclose(after, before, atol=1e-2)
     torch.testing.assert_close(after, before[..., index], rtol=1e-4, atol=1e-4)
@@ -126,7 +126,7 @@ def test_rows_follow_the_convention():
     name = "model.layers.1.mlp.down_proj"
     space = next(space for space in plan.spaces if space.name == name)
     before, index = parameters_of(model), zoo.random_index(space)
-    fuse_permutations(model, plan, {name: index})
+    fold(model, plan, {name: index})
     for producer in ("gate_proj", "up_proj"):
         parameter = f"model.layers.1.mlp.{producer}.weight"
         assert torch.equal(model.get_parameter(parameter), before[parameter][index])
@@ -138,7 +138,7 @@ def test_generation_with_a_cache_stays():
     prompt = zoo.token_ids(2, 6)
     options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
     before = model.generate(prompt, **options)
-    fuse_permutations(model, plan, zoo.random_indices(plan))
+    fold(model, plan, zoo.random_indices(plan))
     assert torch.equal(model.generate(prompt, **options), before)
 
 
@@ -153,7 +153,7 @@ def test_a_move_across_heads_changes_outputs(name):
     index, head = torch.arange(space.units), space.segments[0]
     index[[0, head]] = index[[head, 0]]
     before = zoo.outputs(model, zoo.token_ids())
-    fuse_permutations(model, plan, {space.name: index})
+    fold(model, plan, {space.name: index})
     assert zoo.difference(before, zoo.outputs(model, zoo.token_ids())) > 1e-3
 
 
@@ -163,10 +163,10 @@ def test_a_frozen_space_is_refused_and_would_change_outputs():
     index = {"stream": torch.arange(space.units).flip(0)}
     before, parameters = zoo.outputs(model, zoo.token_ids()), parameters_of(model)
     with pytest.raises(AssertionError, match="it is an output of the model"):
-        fuse_permutations(model, plan, index)
+        fold(model, plan, index)
     assert all(torch.equal(parameter, parameters[n]) for n, parameter in model.named_parameters())
     space.frozen = ""
-    fuse_permutations(model, plan, index)
+    fold(model, plan, index)
     assert zoo.difference(before, zoo.outputs(model, zoo.token_ids())) > 1e-3
 
 
@@ -181,7 +181,7 @@ def test_every_axis_is_needed(name):
         for left_out in axes:
             space.axes = tuple(axis for axis in axes if axis is not left_out)
             folded = copy.deepcopy(model)
-            fuse_permutations(folded, plan, {space.name: index})
+            fold(folded, plan, {space.name: index})
             changed = zoo.difference(before, zoo.outputs(folded, ids)) > 1e-4
             assert changed, f"{left_out.parameter}[{left_out.dim}]"
         space.axes = axes

@@ -2,6 +2,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from permtriton.errors import ModelError
 from permtriton.kernels.permute import permute
 from permtriton.permutation import compose, inverse
 
@@ -34,6 +35,52 @@ def test_undone_by_the_inverse():
 def test_two_in_a_row_are_their_composition():
     x, first, second = values_of(4, 16), index_of(16, 1), index_of(16, 2)
     assert torch.equal(permute(permute(x, first), second), permute(x, compose(first, second)))
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2, -1, -2, -3])
+def test_along_any_dimension(dim):
+    x = values_of(3, 5, 7)
+    index = index_of(x.shape[dim])
+    expected = permute(x.movedim(dim, -1), index).movedim(-1, dim)
+    assert torch.equal(permute(x, index, dim), expected)
+    assert permute(x, index, dim).is_contiguous()
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.int64])
+def test_an_index_of_any_whole_numbers(dtype):
+    """Also uint8, which torch would read as a mask."""
+    x, index = values_of(2, 200).float(), index_of(200)
+    leaves = [x.clone().requires_grad_() for _ in range(2)]
+    results = [permute(leaves[0], index), permute(leaves[1], index.to(dtype))]
+    for result in results:
+        (result * values_of(200)).sum().backward()
+    assert torch.equal(*results)
+    assert torch.equal(leaves[0].grad, leaves[1].grad)
+
+
+@pytest.mark.parametrize(
+    ("x", "index", "dim", "named"),
+    [
+        (torch.zeros(2, 8), index_of(7), -1, r"\[7\] .*\[2, 8\].*expected \[8\]"),
+        (torch.zeros(2, 8), index_of(8), 0, r"\[8\] for dimension 0"),
+        (torch.zeros(2, 8), index_of(8).view(2, 4), -1, r"\[2, 4\]"),
+        (torch.zeros(2, 8), index_of(8).float(), -1, "float32.*whole numbers"),
+        (torch.zeros(2, 8), torch.ones(8, dtype=torch.bool), -1, "bool"),
+        (torch.zeros(2, 8), index_of(8), 2, "dimension 2"),
+        (torch.tensor(1.0), index_of(1), -1, "dimension -1"),
+    ],
+)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_what_does_not_fit_is_refused(x, index, dim, named, device):
+    with pytest.raises(ModelError, match=named):
+        permute(x.to(device), index.to(device), dim)
+
+
+def test_the_inverse_or_another_dimension_would_be_seen():
+    """Break it: what the tests above compare differs where the convention is turned around."""
+    x, index = values_of(12, 12), index_of(12)
+    assert not torch.equal(permute(x, index), permute(x, inverse(index)))
+    assert not torch.equal(permute(x, index), permute(x, index, 0))
 
 
 def test_is_the_product_with_the_matrix():
@@ -69,6 +116,7 @@ def test_gradcheck_and_second_gradient():
     x, index = torch.rand(2, 6, dtype=torch.float64, requires_grad=True), index_of(6)
     assert torch.autograd.gradcheck(lambda v: permute(v, index), x)
     assert torch.autograd.gradgradcheck(lambda v: permute(v, index).pow(3), x)
+    assert torch.autograd.gradcheck(lambda v: permute(v.mT, index.int(), 0).pow(2), x)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -77,6 +125,7 @@ def test_opcheck(dtype):
     torch.library.opcheck(torch.ops.permtriton.permute.default, (x.requires_grad_(), index_of(8)))
     torch.library.opcheck(torch.ops.permtriton.permute.default, (x.detach().transpose(0, 1), index_of(8)))
     torch.library.opcheck(torch.ops.permtriton.permute.default, (values_of(4, 5), index_of(5)))
+    torch.library.opcheck(torch.ops.permtriton.permute.default, (values_of(4, 5), index_of(4).byte(), -2))
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

@@ -9,14 +9,15 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from permtriton import NMPattern
-from permtriton.passes.fuse_permutations import fuse_permutations
+from permtriton.passes.fold import fold_parameters
 from permtriton.passes.provenance import propagate
 from permtriton.passes.sites import find_sites
 from permtriton.plan import ChannelSpace, Plan
+from permtriton.trace import unlifted
 
 from . import zoo
 
@@ -64,7 +65,7 @@ def check(forward: Forward, pattern: str = "2:4") -> Plan:
     before = zoo.outputs(net, inputs)
     for seed in range(5):
         folded = copy.deepcopy(net)
-        fuse_permutations(folded, plan, zoo.random_indices(plan, seed))
+        fold_parameters(folded, plan, zoo.random_indices(plan, seed))
         difference = zoo.difference(before, zoo.outputs(folded, inputs))
         assert difference < 1e-12, describe(plan)
     return plan
@@ -72,11 +73,14 @@ def check(forward: Forward, pattern: str = "2:4") -> Plan:
 
 def plan_of(net: nn.Module, inputs: Tensor, pattern: NMPattern) -> Plan:
     with torch.no_grad():
-        exported = torch.export.export(net, (inputs,), strict=False)
-    parameters = exported.graph_signature.inputs_to_parameters
-    results = next(node for node in exported.graph.nodes if node.op == "output").args[0]
-    provenance = propagate(exported, parameters, range(len(results)), hidden=0)
+        graph_module = unlifted(torch.export.export(net, (inputs,), strict=False), net)
+    results = results_of(graph_module)
+    provenance = propagate(graph_module, range(len(results)), hidden=0)
     return find_sites(provenance, net, results[0], pattern)
+
+
+def results_of(graph_module: fx.GraphModule) -> tuple[fx.Node, ...]:
+    return next(node for node in graph_module.graph.nodes if node.op == "output").args[0]
 
 
 def describe(plan: Plan) -> str:
@@ -574,9 +578,7 @@ def test_a_linear_with_one_output_and_a_bias_is_traced():
             return self.score(hidden), hidden
 
     model = Scorer()
-    exported = torch.export.export(model, (torch.randn(3, 8),), strict=False)
-    names = dict(exported.graph_signature.inputs_to_parameters)
-    found = propagate(exported, names, [0], 1)
+    found = propagate(unlifted(torch.export.export(model, (torch.randn(3, 8),), strict=False), model), [0], 1)
     assert [call.parameter for call in found.linears] == ["up.weight", "down.weight", "score.weight"]
     assert len(set(found.contexts[found.axes["up.weight", 0]])) == 1
 
@@ -593,10 +595,8 @@ def test_overlapping_readers_are_all_frozen():
             return self.a(h[..., :16]) + self.b(h[..., 8:24]) + self.c(h[..., 16:24])
 
     model = Parts()
-    exported = torch.export.export(model, (torch.randn(3, 16),), strict=False)
-    output = next(node for node in exported.graph.nodes if node.op == "output").args[0][0]
-    provenance = propagate(exported, dict(exported.graph_signature.inputs_to_parameters), [], 0)
-    plan = find_sites(provenance, model, output, NMPattern(2, 4))
+    graph_module = unlifted(torch.export.export(model, (torch.randn(3, 16),), strict=False), model)
+    plan = find_sites(propagate(graph_module, [], 0), model, results_of(graph_module)[0], NMPattern(2, 4))
     readers = [site for site in plan.sites if site.linears[0] in "abc"]
     assert len(readers) == 3
     assert all(site.space.frozen for site in readers)

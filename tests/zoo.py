@@ -129,3 +129,26 @@ def random_index(space: ChannelSpace, seed: int = 0) -> Tensor:
 def random_indices(plan: Plan, seed: int = 0) -> dict[str, Tensor]:
     """Returns `random_index` of every space that may move."""
     return {s.name: random_index(s, seed + n) for n, s in enumerate(plan.spaces) if not s.frozen}
+
+
+_EXPERTS = {**_GROUPED, "num_experts_per_tok": 2}
+# Mixture-of-experts, with another count of experts than any other size.
+MIXTURES: dict[str, Callable[..., PreTrainedModel]] = {
+    "mixtral": _causal("Mixtral", **_EXPERTS, num_local_experts=5),
+    "qwen3_moe": _causal(
+        "Qwen3Moe", **_EXPERTS, num_experts=5, moe_intermediate_size=48, head_dim=WIDE_HEAD_DIM, norm_topk_prob=True
+    ),
+    "qwen2_moe": _causal(
+        "Qwen2Moe", **_EXPERTS, num_experts=5, moe_intermediate_size=48, shared_expert_intermediate_size=80
+    ),
+    "olmoe": _causal("Olmoe", **_EXPERTS, num_experts=5),
+    "gpt_oss": _causal("GptOss", **_EXPERTS, num_local_experts=5, head_dim=WIDE_HEAD_DIM, sliding_window=8),
+}
+
+
+def build_mixture(name: str, **changes: object) -> PreTrainedModel:
+    """Returns a model of ``MIXTURES[name]`` in eval mode, the same each time; ``changes`` go into its config."""
+    torch.manual_seed(0)
+    model = MIXTURES[name](**changes)
+    randomize(model)
+    return model.eval()

@@ -1,0 +1,45 @@
+"""Removes permutations that do nothing and merges those that follow each other."""
+
+from torch import fx
+
+from permtriton.passes.graph import NORM_PERMUTE, PERMUTE, RUNS, Constants, copied, index_value, is_index
+from permtriton.permutation import compose, moved
+
+
+def cancel_permutations(graph_module: fx.GraphModule) -> fx.GraphModule:
+    """Rewrites ``permute(x, identity) -> x``, ``permute(permute(x, i), j) -> permute(x, i[j])``, and the same behind
+    ``norm_permute``; a permutation that the next one undoes goes altogether. Only constant indices are touched."""
+    graph_module = copied(graph_module)
+    constants = Constants(graph_module)
+    for node in list(graph_module.graph.nodes):
+        if node.target is PERMUTE and is_index(node.args[1]):
+            _merge(node, constants)
+            if moved(index_value(node.args[1])) == 0:
+                node.replace_all_uses_with(node.args[0])
+    return graph_module
+
+
+def _merge(node: fx.Node, constants: Constants) -> None:
+    """Takes the permutation before a permute node into it, or the permute node into the norm before it."""
+    before = node.args[0]
+    assert isinstance(before, fx.Node)
+    if before.target is PERMUTE and is_index(before.args[1]) and _dim(before) == _dim(node):
+        node.update_arg(1, _composed(before.args[1], node.args[1], constants))
+        node.update_arg(0, before.args[0])
+    elif (
+        before.target is NORM_PERMUTE
+        and is_index(before.args[3])
+        and all(user.target is PERMUTE and user.args[1] is node.args[1] for user in before.users)
+    ):
+        before.update_arg(3, _composed(before.args[3], node.args[1], constants))
+        for user in list(before.users):
+            user.replace_all_uses_with(before)
+
+
+def _dim(node: fx.Node) -> int:
+    return int(node.args[2]) if len(node.args) > 2 else node.meta["val"].ndim - 1  # type: ignore[arg-type]
+
+
+def _composed(first: fx.Node, second: fx.Node, constants: Constants) -> fx.Node:
+    runs = first.meta.get(RUNS) if first.meta.get(RUNS) == second.meta.get(RUNS) else None
+    return constants.index(compose(index_value(first), index_value(second)), runs)

@@ -1,0 +1,368 @@
+"""What each operator does to channels: tables of operators by kind, and the rules of the kinds.
+
+An operator with a kind is one row in that kind's table; one that is like no other is a row of `SPECIAL` with a rule of
+its own. An operator without a row is a barrier. A rule is called as ``rule(channels, target, args, kwargs)``, where
+tensors are ids (see `permtriton.passes.provenance`), parameters are `ParameterValue` and indices `IndexValue`, and returns
+the ids of the result.
+"""
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx
+
+if TYPE_CHECKING:
+    from permtriton.passes.channels import Channels
+
+aten = torch.ops.aten
+Rule = Callable[["Channels", Any, Sequence[Any], dict[str, Any]], Any]
+
+# The same values in the same places; no new name for any of them.
+SAME = {
+    aten.alias, aten.clone, aten.contiguous, aten.detach, aten.dropout, aten.to, aten.type_as, aten._to_copy,
+}  # fmt: skip
+# The same values in another layout: the operator itself runs on the ids.
+LAYOUT = {
+    aten.cat, aten.expand, aten.expand_as, aten.flatten, aten.movedim, aten.numpy_T, aten.permute, aten.repeat,
+    aten.repeat_interleave, aten.reshape, aten.squeeze, aten.stack, aten.t, aten.transpose, aten.unflatten,
+    aten.unsqueeze, aten.view, aten.view_as,
+}  # fmt: skip
+# Some of the values, or all in another order, along one dimension -> where that dimension is among the arguments.
+ALONG = {
+    aten.chunk: 2, aten.flip: 1, aten.narrow: 1, aten.roll: 2, aten.select: 1, aten.slice: 1, aten.split: 2,
+    aten.split_with_sizes: 2, aten.unbind: 1,
+}  # fmt: skip
+# Tensors, broadcast and combined element by element, by the same function everywhere; in-place twins are found by name.
+ELEMENTWISE = {
+    aten.abs, aten.clamp, aten.clamp_max, aten.clamp_min, aten.cos, aten.elu, aten.erf, aten.exp,
+    aten.gelu, aten.hardswish, aten.hardtanh, aten.leaky_relu, aten.log, aten.mish, aten.neg, aten.reciprocal,
+    aten.relu, aten.relu6, aten.rsqrt, aten.sigmoid, aten.silu, aten.sin, aten.softplus, aten.sqrt, aten.square,
+    aten.tanh, aten.add, aten.bitwise_and, aten.div, aten.eq, aten.ge, aten.gt, aten.le, aten.lt, aten.masked_fill,
+    aten.maximum, aten.minimum, aten.mul, aten.ne, aten.pow, aten.rsub, aten.sub, aten.where, aten.addcmul, aten.lerp,
+}  # fmt: skip
+# A reduction over ``dim``, blind to the order of what it reduces.
+REDUCTION = {aten.amax, aten.amin, aten.mean, aten.sum, aten.var, aten.std, aten.logsumexp}
+# Operators whose result is always new memory, so that writing into it changes nothing else.
+NEW_MEMORY = ELEMENTWISE | REDUCTION | {aten.linear, aten.addmm, aten.matmul, aten.mm, aten.bmm, aten.embedding}
+# Operators that keep the last dimension's channels, looked through to find what sibling linears share.
+RESHAPING = {aten.view, aten.reshape, aten.contiguous, aten.clone, aten.alias, aten.to, aten.dropout, aten.flatten}
+
+
+@dataclass(frozen=True)
+class ParameterValue:
+    """A parameter on its way to an operator, with its dimensions as transposed and permuted so far.
+
+    Attributes:
+        name: in ``model.named_parameters()``.
+        shape: its present shape.
+        dims: for each present dimension, the parameter's own.
+        orders: for each present dimension, the parameter's own position at each position; None where they are in order.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dims: tuple[int, ...]
+    orders: tuple[Tensor | None, ...]
+
+    def permuted(self, index: Tensor, dim: int) -> "ParameterValue":
+        """Returns it with one dimension's positions in the order of ``index``."""
+        orders, dim = list(self.orders), dim % len(self.shape)
+        before = orders[dim]
+        orders[dim] = index if before is None else before[index]
+        return replace(self, orders=tuple(orders))
+
+    def transposed(self) -> "ParameterValue":
+        """Returns it with its dimensions in reverse."""
+        return replace(self, shape=self.shape[::-1], dims=self.dims[::-1], orders=self.orders[::-1])
+
+
+@dataclass(frozen=True)
+class IndexValue:
+    """A permutation that a pass put into the graph, int64 ``[C]`` on the CPU."""
+
+    index: Tensor
+
+
+@dataclass(frozen=True)
+class LinearCall:
+    """One matrix product of an activation with a parameter.
+
+    Attributes:
+        parameter: the weight's name.
+        in_dim: the dimension of the weight that is contracted.
+        node: the graph node of the call.
+        source: the node of the activation, before any reshaping.
+        problem: why the input's channels are not understood; empty where they are.
+    """
+
+    parameter: str
+    in_dim: int
+    node: fx.Node
+    source: fx.Node
+    problem: str
+
+
+def rule_of(node: fx.Node) -> Rule | None:
+    """Returns the rule of what a node calls, or None for a barrier."""
+    packet = getattr(node.target, "overloadpacket", node.target)
+    if node.target in NOT_MOVEMENT:
+        return None
+    return RULES.get(packet) or RULES.get(_qualified_name(packet)) or (_elementwise if _acts_as_copy(node) else None)
+
+
+def leaves(value: Any) -> list[Any]:
+    """Returns everything inside nested arguments."""
+    found: list[Any] = []
+    fx.node.map_aggregate(value, lambda leaf: found.append(leaf) or leaf)  # type: ignore[func-returns-value]
+    return found
+
+
+def _qualified_name(packet: Any) -> str | None:
+    return getattr(packet, "_qualified_op_name", None)
+
+
+def _acts_as_copy(node: fx.Node) -> bool:
+    """Whether a node is an elementwise operator in place on memory that nothing else ever reads."""
+    name = _qualified_name(getattr(node.target, "overloadpacket", None)) or ""
+    twin = getattr(aten, name.removeprefix("aten::")[:-1], None) if name.endswith("_") and name[6:7] != "_" else None
+    into = node.args[0] if node.args else None
+    if twin not in ELEMENTWISE or not isinstance(into, fx.Node) or len(into.users) != 1:
+        return False
+    return getattr(into.target, "overloadpacket", None) in NEW_MEMORY or _acts_as_copy(into)
+
+
+# -- movement ----------------------------------------------------------------------------------------------------------
+
+# Overloads that are not what their name says: bits read as another type, counts for each element.
+NOT_MOVEMENT = {aten.view.dtype, aten.repeat_interleave.Tensor, aten.repeat_interleave.self_Tensor}
+_TRANSPOSITIONS = {aten.t, aten.numpy_T, aten.transpose}
+
+
+def _same(c: "Channels", target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    return args[0]
+
+
+def _layout(c: "Channels", target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    packet, x = target.overloadpacket, args[0]
+    if isinstance(x, ParameterValue) and len(x.shape) == 2 and packet in _TRANSPOSITIONS:
+        return x.transposed()
+    if packet in (aten.view, aten.view_as):  # ids may be laid out in memory otherwise than the data
+        target = aten.reshape.default if packet is aten.view else aten.reshape_as.default
+    args, kwargs = fx.node.map_aggregate((args, kwargs), c.ids_of)
+    return c.relaxed(target(*args, **kwargs))
+
+
+def _along(c: "Channels", target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Channels that enter are told apart from others, and from each other where other tokens of them are taken."""
+    args, kwargs = fx.node.map_aggregate((args, kwargs), c.ids_of)
+    x, packet = args[0], target.overloadpacket
+    result = target(*args, **kwargs)
+    parts = _listed(result)
+    if len(parts) == 1 and parts[0].shape == x.shape and packet not in _REORDERING:
+        return result
+    position = ALONG[packet]
+    dims = args[position] if len(args) > position else kwargs.get("dim", kwargs.get("dims", 0))
+    for dim in [dims] if isinstance(dims, int) else dims or range(x.ndim):
+        repeated = c.repeated_along(x, dim)
+        if repeated.size:
+            places = c.opaque((x.shape[dim],)).view([-1 if d == dim % x.ndim else 1 for d in range(x.ndim)])
+            for part, place in zip(parts, _listed(target(places.expand(x.shape), *args[1:], **kwargs)), strict=True):
+                c.meet_of(repeated, part, place, f"{target} takes other tokens of some of them")
+    for part in parts:
+        c.touch(part)
+    return c.relaxed(result) if isinstance(result, Tensor) else [c.relaxed(part) for part in parts]
+
+
+_REORDERING = {aten.flip, aten.roll}
+
+
+def _listed(result: Any) -> list[Tensor]:
+    return [result] if isinstance(result, Tensor) else list(result)
+
+
+def _permute(c: "Channels", target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    x, index, dim = (*args, -1)[:3]
+    dim = kwargs.get("dim", dim)
+    if not isinstance(index, IndexValue):
+        return c.unknown(f"{target} by a computed index", (args, kwargs))
+    return x.permuted(index.index, dim) if isinstance(x, ParameterValue) else c.gather(x, index.index, dim)
+
+
+# -- combining ---------------------------------------------------------------------------------------------------------
+
+
+def _elementwise(c: "Channels", target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    operands = [a for a in leaves((args, kwargs)) if isinstance(a, (Tensor, ParameterValue, IndexValue))]
+    tensors = [c.ids_of(a) for a in operands]
+    if not any(c.any_channel(ids) for ids in tensors):
+        return c.opaque_like(c.node.meta["val"])
+    c.touch(tensors[0])
+    joined = tensors[0]
+    for operand, other in zip(operands[1:], tensors[1:], strict=True):
+        c.touch(other)
+        attached = any(isinstance(o, ParameterValue) for o in (operands[0], operand))
+        joined = c.join(joined, other, attached)
+    return joined if c.all_channels(joined) else torch.where(joined > 0, joined, c.opaque_like(joined))
+
+
+def _reduction(c: "Channels", target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    ids = c.ids_of(args[0])
+    dims = args[1] if len(args) > 1 else kwargs.get("dim")
+    if isinstance(dims, bool) or dims is None or dims == []:
+        dims = list(range(ids.ndim))
+    elif isinstance(dims, int):
+        dims = [dims]
+    return c.reduce(ids, dims, keep=c.node.meta["val"].ndim == ids.ndim)
+
+
+def _softmax(c: "Channels", target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    ids = c.ids_of(args[0])
+    if not c.any_channel(ids):
+        return c.opaque_like(ids)
+    c.reduce(ids, [args[1]], keep=True)
+    return ids
+
+
+def _norm(c: "Channels", x: Any, dims: int, vectors: Sequence[Any]) -> Any:
+    x = c.ids_of(x)
+    c.touch(x)
+    c.reduce(x, list(range(-dims, 0)), keep=True)
+    for vector in vectors:
+        if vector is not None:
+            x = c.join(x, c.ids_of(vector), isinstance(vector, ParameterValue))
+    return x
+
+
+def _norm_permute(c: "Channels", target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    x, weight, bias, index = args[:4]
+    if not isinstance(index, IndexValue):
+        return c.unknown(f"{target} by a computed index", (args, kwargs))
+    return c.gather(_norm(c, x, 1, (weight, bias)), index.index, -1)
+
+
+def _attention(c: "Channels", q: Any, k: Any, v: Any, mask: Any = None, *_: Any, **kwargs: Any) -> Any:
+    mask = c.ids_of(kwargs.get("attn_mask", mask))
+    if mask is not None and c.any_channel(mask):
+        c.separate(mask, "they are an attention mask")
+    q, k, v = c.ids_of(q), c.ids_of(k), c.ids_of(v)
+    if q.ndim > 2 and k.shape[-3] != q.shape[-3]:
+        repeats = q.shape[-3] // k.shape[-3]
+        k, v = (c.relaxed(t.repeat_interleave(repeats, -3)) for t in (k, v))
+    scores = c.reduce(c.join(q.unsqueeze(-2), k.unsqueeze(-3)), [-1], keep=False)
+    return c.reduce(c.join(scores.unsqueeze(-1), v.unsqueeze(-3)), [-2], keep=False)
+
+
+# -- products with a weight --------------------------------------------------------------------------------------------
+
+
+def _linear(c: "Channels", x: Any, weight: Any, bias: Any = None) -> Any:
+    x = c.ids_of(x)
+    if not isinstance(weight, ParameterValue) or len(weight.shape) != 2:
+        return c.unknown("a product with a computed weight", (x, weight, bias))
+    columns, rows = c.axis(weight, 1), c.axis(weight, 0)
+    channels, problem = c.channels_of(x)
+    if problem:
+        c.separate(x, problem)
+        c.separate(columns, problem)
+    else:
+        c.unite(columns, channels, attached=True)
+    if bias is not None:
+        bias = c.ids_of(bias)
+        if bias.shape == rows.shape and c.all_channels(bias):
+            c.unite(bias, rows, attached=True)
+        elif rows.numel() > 1:
+            c.separate(torch.cat([rows, bias.reshape(-1)]), "what is added to them is no parameter of their own")
+    c.linears.append(LinearCall(weight.name, weight.dims[1], c.node, _source(c.node), problem))
+    return rows.expand(*x.shape[:-1], -1)
+
+
+def _matmul(c: "Channels", target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    a, b = args
+    if isinstance(b, ParameterValue) and len(b.shape) == 2:
+        return _linear(c, a, b.transposed())
+    a, b = c.ids_of(a), c.ids_of(b)
+    if a.ndim < 2 or b.ndim < 2:
+        return c.unknown("a product with a vector", (a, b))
+    if not c.any_channel(a) and not c.any_channel(b):
+        return c.opaque_like(c.node.meta["val"])
+    return c.reduce(c.join(a.unsqueeze(-1), b.unsqueeze(-3)), [-2], keep=False)
+
+
+def _sparse_linear(c: "Channels", target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    x, weight, _, bias, index, in_features = args[:6]
+    packed = isinstance(weight, ParameterValue) and weight.shape[-1] == in_features
+    if not packed or not isinstance(index, IndexValue | None):
+        return c.unknown(f"{target} on a weight that no node of the graph packs", (args, kwargs))
+    x = c.ids_of(x)
+    return _linear(c, x if index is None else c.gather(x, index.index, -1), weight, bias)
+
+
+def _embedding(c: "Channels", target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    weight, indices = args[:2]
+    if not isinstance(weight, ParameterValue):
+        return c.unknown("an embedding of a computed table", (weight, indices))
+    c.tables.add((weight.name, weight.dims[1]))
+    return c.axis(weight, 1).expand(*c.ids_of(indices).shape, -1)
+
+
+def _of_a_weight(result: Callable[[ParameterValue], Any]) -> Rule:
+    def rule(c: "Channels", target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        weight = args[0]
+        return result(weight) if isinstance(weight, ParameterValue) else c.unknown(str(target), (args, kwargs))
+
+    return rule
+
+
+def _source(call: fx.Node) -> fx.Node:
+    """Walks back from a linear's input over operators that keep the channels, so that siblings share a source."""
+    node = call.args[1] if getattr(call.target, "overloadpacket", None) is aten.addmm else call.args[0]
+    assert isinstance(node, fx.Node)
+    while getattr(node.target, "overloadpacket", None) in RESHAPING:
+        before = node.args[0]
+        assert isinstance(before, fx.Node)
+        if before.meta["val"].shape[-1] != node.meta["val"].shape[-1]:
+            break
+        node = before
+    return node
+
+
+# Operators like no other, each with its rule; ours by name, since their kernels need not be loaded.
+SPECIAL: dict[Any, Rule] = {
+    operator.getitem: lambda c, _, args, kw: args[0][args[1]],
+    aten._assert_tensor_metadata: lambda c, _, args, kw: None,
+    aten.linear: lambda c, _, args, kw: _linear(c, *args, **kw),
+    aten.addmm: lambda c, _, args, kw: _linear(c, args[1], _flipped(args[2]), args[0]),
+    aten.matmul: _matmul,
+    aten.mm: _matmul,
+    aten.bmm: _matmul,
+    aten.embedding: _embedding,
+    aten.layer_norm: lambda c, _, args, kw: _norm(c, args[0], len(args[1]), args[2:4]),
+    aten.rms_norm: lambda c, _, args, kw: _norm(c, args[0], len(args[1]), args[2:3]),
+    aten.softmax: _softmax,
+    aten._softmax: _softmax,
+    aten.scaled_dot_product_attention: lambda c, _, args, kw: _attention(c, *args, **kw),
+    "permtriton::permute": _permute,
+    "permtriton::norm_permute": _norm_permute,
+    "permtriton::nm_mask": _of_a_weight(lambda weight: weight),
+    "permtriton::pack": _of_a_weight(lambda weight: (weight, weight)),
+    "permtriton::sparse_linear": _sparse_linear,
+}
+
+
+def _flipped(weight: Any) -> Any:
+    return weight.transposed() if isinstance(weight, ParameterValue) else weight
+
+
+def _rows() -> Iterator[tuple[Any, Rule]]:
+    kinds: tuple[tuple[Any, Rule], ...] = (
+        (SAME, _same), (LAYOUT, _layout), (ALONG, _along), (ELEMENTWISE, _elementwise), (REDUCTION, _reduction),
+    )  # fmt: skip
+    for table, rule in kinds:
+        yield from ((packet, rule) for packet in table)
+    yield from SPECIAL.items()
+
+
+RULES: dict[Any, Rule] = dict(_rows())

@@ -1,0 +1,109 @@
+"""Puts what learns in front of the masks: logits -> ``sinkhorn`` -> ``assignment`` -> ``nm_mask`` (eq. 2-9)."""
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._pytree import tree_map_only
+
+from permtriton.kernels import assignment, sinkhorn  # noqa: F401 (registers the operators)
+from permtriton.passes.graph import NM_MASK, OURS, Constants, copied, parameter_node
+from permtriton.passes.lower import INDEX_ARGUMENT
+from permtriton.plan import ChannelSpace, Plan
+from permtriton.relaxation import Relaxation, SiteBlocks
+
+aten = torch.ops.aten
+SOFT_ARGUMENT, SIZES_ARGUMENT = INDEX_ARGUMENT + 1, INDEX_ARGUMENT + 2  # of permtriton::nm_mask
+
+
+def insert_relaxation(
+    graph_module: fx.GraphModule, *, plan: Plan, spaces: Sequence[ChannelSpace], relaxation: Relaxation, tau: float
+) -> fx.GraphModule:
+    """Returns the learning graph: the masks' order comes from logits, and gradients reach them.
+
+    Args:
+        graph_module: the model's graph in base order, with masks inserted and no permutations.
+        plan: of the model.
+        spaces: those that learn.
+        relaxation: of ``spaces``; its parameters become parameters of the graph, shared.
+        tau: temperature.
+    """
+    graph_module = copied(graph_module)
+    constants = Constants(graph_module)
+    first = next(n for n in graph_module.graph.nodes if n.op == "call_function")
+    call = _caller(first)
+    soft, hard = _relaxed(graph_module, constants, relaxation, tau, call)
+    for site in plan.sites:
+        if not any(site.space is space for space in spaces):
+            continue
+        blocks = relaxation.blocks_of(site)
+        flat, index = _gathered(constants, blocks, soft, hard, call)
+        for name in site.linears:
+            weight = parameter_node(graph_module, f"{name}.weight")
+            assert weight is not None
+            mask = _mask_of(weight)
+            mask.update_arg(INDEX_ARGUMENT, index)
+            mask.update_arg(SOFT_ARGUMENT, flat)
+            mask.update_arg(SIZES_ARGUMENT, blocks.sizes)
+    return graph_module
+
+
+def _caller(before: fx.Node) -> Callable[..., fx.Node]:
+    """Inserts operators before ``before``, with what their results look like."""
+
+    def call(target: Any, *arguments: Any) -> fx.Node:
+        with before.graph.inserting_before(before):
+            node = before.graph.call_function(target, arguments)
+        values = fx.node.map_arg(arguments, lambda n: tree_map_only(Tensor, _on_meta, n.meta["val"]))
+        node.meta = {"val": target(*values), OURS: True}
+        return node
+
+    return call
+
+
+def _on_meta(value: Tensor) -> Tensor:
+    return torch.empty_like(value, device="meta")
+
+
+def _relaxed(
+    graph_module: fx.GraphModule, constants: Constants, relaxation: Relaxation, tau: float, call: Callable[..., fx.Node]
+) -> tuple[list[fx.Node], list[fx.Node]]:
+    """The soft and the hard permutations of every block size."""
+    scale = constants.parameter(relaxation.scale, "permtriton_scale")
+    soft, hard = [], []
+    for owners, weight in zip(relaxation.owners, relaxation.weights, strict=True):
+        owner = constants.tensor(owners.to(weight.device), "permtriton_owner")
+        sized = call(aten.view.default, call(aten.index_select.default, scale, 0, owner), [-1, 1, 1])
+        logits = call(aten.mul.Tensor, sized, constants.parameter(weight, "permtriton_logits"))
+        if relaxation.clamp:
+            logits = call(aten.clamp.default, logits, -relaxation.clamp, relaxation.clamp)
+        scaled = call(torch.ops.permtriton.sinkhorn.default, logits, tau, relaxation.rounds)
+        soft.append(call(operator.getitem, scaled, 0))
+        hard.append(call(torch.ops.permtriton.assignment.default, call(aten.detach.default, soft[-1])))
+    return soft, hard
+
+
+def _gathered(
+    constants: Constants, blocks: SiteBlocks, soft: list[fx.Node], hard: list[fx.Node], call: Callable[..., fx.Node]
+) -> tuple[fx.Node, fx.Node]:
+    """A site's soft blocks, flat, and its hard index, both in channel order."""
+    flat, index, start = [], [], 0
+    for place, rows in blocks.runs:
+        size = soft[place].meta["val"].shape[-1]
+        chosen = constants.tensor(torch.tensor(rows, device=constants.device), "permtriton_rows")
+        starts = start + size * torch.arange(len(rows), device=constants.device).unsqueeze(1)
+        start += size * len(rows)
+        flat.append(call(aten.reshape.default, call(aten.index_select.default, soft[place], 0, chosen), [-1]))
+        inside = call(aten.index_select.default, hard[place], 0, chosen)
+        placed = call(aten.add.Tensor, inside, constants.tensor(starts, "permtriton_starts"))
+        index.append(call(aten.reshape.default, placed, [-1]))
+    return call(aten.cat.default, flat), call(aten.cat.default, index)
+
+
+def _mask_of(weight: fx.Node) -> fx.Node:
+    node = weight
+    while node.target is not NM_MASK:
+        (node,) = node.users
+    return node

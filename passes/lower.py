@@ -1,0 +1,60 @@
+"""Sends what is left to the kernels: masked weights are packed and multiplied by ``permtriton::sparse_linear``.
+
+Every operator of the result is one with a kernel of its own (``sparse_linear``, ``norm_permute``, ``permute``; in a
+learning graph ``sinkhorn``, ``assignment``, ``nm_mask``), which PyTorch's dispatcher runs on a GPU, or its reference
+elsewhere.
+"""
+
+import operator
+
+import torch
+from torch import fx
+
+from permtriton.passes.graph import (
+    NM_MASK,
+    PACK,
+    PERMUTE,
+    PRODUCTS,
+    SITE,
+    SPARSE_LINEAR,
+    call_before,
+    copied,
+    is_index,
+    products,
+)
+
+aten = torch.ops.aten
+INDEX_ARGUMENT, KEPT_ARGUMENT, GROUP_ARGUMENT = 5, 8, 9  # of permtriton::nm_mask
+
+
+def lower(graph_module: fx.GraphModule) -> fx.GraphModule:
+    """Turns each product with a masked weight of constant order into ``sparse_linear`` with a packed weight.
+
+    A gather before it goes into the operator. Masks whose order is still learned stay as they are: their weights change
+    at every step.
+    """
+    graph_module = copied(graph_module)
+    for mask in [node for node in graph_module.graph.nodes if node.target is NM_MASK]:
+        if is_index(mask.args[INDEX_ARGUMENT]):
+            for call, _ in list(products(mask)):
+                _pack(call, mask.args[KEPT_ARGUMENT], mask.args[GROUP_ARGUMENT])
+    return graph_module
+
+
+def _pack(call: fx.Node, kept: int, group: int) -> None:
+    """Replaces one product."""
+    position = PRODUCTS[call.target]
+    activation, weight = call.args[position], call.args[position + 1]
+    bias = call.args[0] if call.target is aten.addmm.default else call.args[2] if len(call.args) > 2 else None
+    assert isinstance(activation, fx.Node)
+    assert isinstance(weight, fx.Node)
+    if call.target is not aten.linear.default:
+        weight = call_before(call, aten.t.default, (weight,), weight.meta["val"].t())
+    like = torch.empty_like(weight.meta["val"], device="meta")
+    packed = call_before(call, PACK, (weight, kept, group), PACK(like, kept, group))
+    parts = [call_before(call, operator.getitem, (packed, n), packed.meta["val"][n]) for n in range(2)]
+    index = None
+    if activation.target is PERMUTE and activation.meta.get(SITE) and is_index(activation.args[1]):
+        activation, index = activation.args[0], activation.args[1]
+    arguments = (activation, *parts, bias, index, like.shape[1], kept, group)
+    call.replace_all_uses_with(call_before(call, SPARSE_LINEAR, arguments, call.meta["val"]))

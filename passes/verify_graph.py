@@ -1,0 +1,173 @@
+"""What the runner checks after every pass: the structure of the graph always, its numbers where it has weights.
+
+The structure is checked on channel ids: an exact rewriting joins the same channels as the graph before it, whatever
+their order. So a permutation that is inserted and not undone, folded into one producer and not the other, or applied to
+the wrong columns, shows at the first node that joins two channels that were apart.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from permtriton.errors import VerificationError
+from permtriton.passes.graph import NORM_PERMUTE, PERMUTE, RUNS, index_value, is_index
+
+from permtriton.passes.provenance import Unions, channel_unions
+from permtriton.passes.verify import TOLERANCE
+from permtriton.permutation import is_permutation
+
+SMALL = 1 << 24  # parameters up to which graphs are compared in float64 on a CPU
+BUG = ". Nothing was saved; this is a bug of permtriton, please report it with the output of permtriton inspect"
+NARROW = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Verifier:
+    """Holds what a graph must still do after the next pass.
+
+    Args:
+        graph_module: before any pass.
+        batches: token ids of the traced shape; none to check the structure alone.
+    """
+
+    def __init__(self, graph_module: fx.GraphModule, batches: Sequence[Tensor] = ()) -> None:
+        self._batches = list(batches)
+        self._graph_module = graph_module
+        self._unions: Unions = channel_unions(graph_module)
+        self._outputs = [run(graph_module, batch) for batch in self._batches]
+
+    def check(self, name: str, after: fx.GraphModule, *, exact: bool) -> float | None:
+        """Checks what a pass returned, which the next pass is then compared with.
+
+        Returns:
+            The largest difference of the outputs relative to their size; None where they were not compared.
+
+        Raises:
+            VerificationError: naming the pass and the node.
+        """
+        for problem in index_problems(after):
+            raise VerificationError(f"pass {name}: {problem}" + BUG)
+        unions = channel_unions(after)
+        if unions.partition() != self._unions.partition():
+            node = unions.first_new(self._unions) or "a node that was removed"
+            raise VerificationError(
+                f"pass {name}: node {node} joins channels that are different ones in the graph before it: a "
+                "permutation is not undone, or folded in one place and not in another" + BUG
+            )
+        outputs = [run(after, batch) for batch in self._batches]
+        difference = None
+        if exact and outputs:
+            difference = self._compare(name, after, outputs)
+        self._graph_module, self._unions, self._outputs = after, unions, outputs
+        return difference
+
+    def _compare(self, name: str, after: fx.GraphModule, outputs: list[Tensor]) -> float:
+        largest = 0.0
+        for batch, expected, got in zip(self._batches, self._outputs, outputs, strict=True):
+            tolerance = TOLERANCE[_dtype(after) if got.dtype != torch.float64 else torch.float64]
+            difference = relative_difference(expected, got)
+            if not difference <= tolerance:
+                node = first_difference(self._graph_module, after, batch, tolerance)
+                raise VerificationError(
+                    f"pass {name}: outputs differ by {difference:.1e} of their size, more than {tolerance:.0e}; the "
+                    f"first node that differs is {node}" + BUG
+                )
+            largest = max(largest, difference)
+        return largest
+
+
+def index_problems(graph_module: fx.GraphModule) -> list[str]:
+    """Returns what is wrong with a graph's permutations: no bijection, across a head, or of another length."""
+    found = []
+    for node in graph_module.graph.nodes:
+        if is_index(node):
+            found += [f"index {node.name} {problem}" for problem in _problems_of(node)]
+        elif node.target in (PERMUTE, NORM_PERMUTE):
+            index = node.args[3 if node.target is NORM_PERMUTE else 1]
+            dim = node.args[2] if node.target is PERMUTE and len(node.args) > 2 else -1
+            size, length = node.args[0].meta["val"].shape[dim], index.meta["val"].numel()
+            if size != length:
+                found.append(f"node {node.name} gathers {size} channels with an index of {length}")
+    return found
+
+
+def _problems_of(node: fx.Node) -> list[str]:
+    index = index_value(node)
+    if not is_permutation(index):
+        return ["is no permutation"]
+    start, runs = 0, node.meta.get(RUNS) or ()
+    for size in runs:
+        part = index[start : start + size]
+        if int(part.min()) != start or int(part.max()) != start + size - 1:
+            return [f"moves channels out of the run {start} to {start + size - 1} (a head, or a block)"]
+        start += size
+    return []
+
+
+def count_operators(graph_module: fx.GraphModule) -> dict[str, int]:
+    """Returns how many nodes call each operator."""
+    return dict(Counter(str(n.target) for n in graph_module.graph.nodes if n.op == "call_function"))
+
+
+def relative_difference(expected: Tensor, got: Tensor) -> float:
+    """Returns the largest absolute difference relative to the largest expected value."""
+    expected, got = expected.double(), got.double()
+    scale = float(expected.abs().max().clamp_min(torch.finfo(torch.float32).tiny))
+    return float((expected - got).abs().max()) / scale
+
+
+@torch.no_grad()
+def run(graph_module: fx.GraphModule, ids: Tensor, *, wide: bool = True) -> Tensor:
+    """Returns a graph's first output on token ids; a small one is computed in float64 where ``wide``."""
+    return _Recorder(graph_module, wide=wide).run(ids)[0]
+
+
+@torch.no_grad()
+def first_difference(before: fx.GraphModule, after: fx.GraphModule, ids: Tensor, tolerance: float) -> str:
+    """Returns the name of the first node that both graphs have and whose values differ, whatever their order."""
+    recorders = [_Recorder(before, record=True), _Recorder(after, record=True)]
+    for recorder in recorders:
+        recorder.run(ids)
+    expected, got = recorders[0].seen, recorders[1].seen
+    for name, value in expected.items():
+        if name in got and not relative_difference(value, got[name]) <= tolerance:
+            return name
+    return "the output"
+
+
+class _Recorder(fx.Interpreter):
+    """Runs a graph, in float64 where it is small, and may keep each node's values, sorted."""
+
+    def __init__(self, graph_module: fx.GraphModule, *, wide: bool = True, record: bool = False) -> None:
+        super().__init__(graph_module)
+        parameters = list(graph_module.parameters())
+        small = sum(p.numel() for p in parameters) <= SMALL and all(p.device.type == "cpu" for p in parameters)
+        self._wide, self._record = wide and small, record
+        self.seen: dict[str, Tensor] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        value = super().run_node(n)
+        if self._record and n.op == "call_function" and isinstance(value, Tensor) and value.is_floating_point():
+            self.seen[n.name] = value.double().flatten().sort().values
+        return value
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        value = super().get_attr(target, args, kwargs)
+        return value.double() if self._wide and isinstance(value, Tensor) and value.is_floating_point() else value
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if self._wide:
+            if target is torch.ops.aten._assert_tensor_metadata.default:
+                return None
+            args, kwargs = fx.node.map_aggregate((args, kwargs), _widened)
+        return super().call_function(target, args, kwargs)
+
+
+def _widened(value: Any) -> Any:
+    return torch.float64 if isinstance(value, torch.dtype) and value in NARROW else value
+
+
+def _dtype(graph_module: fx.GraphModule) -> torch.dtype:
+    return next(p.dtype for p in graph_module.parameters() if p.is_floating_point())

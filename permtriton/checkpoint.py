@@ -1,0 +1,173 @@
+"""Files of a checkpoint: safetensors headers checked before anything is read, shards written one at a time, hashes."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from permtriton.errors import ModelError
+
+WEIGHTS_FILE, INDEX_FILE, CONFIG_FILE = "model.safetensors", "model.safetensors.index.json", "config.json"
+SHARD_BYTES = 5 * 10**9
+MAX_JSON_BYTES = 10**8
+FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor as its file's header describes it.
+
+    Attributes:
+        file: where it is stored.
+        dtype: as safetensors names it, such as ``BF16``.
+        shape: its dimensions.
+    """
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Reads a JSON object.
+
+    Raises:
+        ModelError: no such file, too large, no JSON, or no object.
+    """
+    try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise ModelError(
+                f"{path} has {path.stat().st_size} bytes: expected a JSON file of {MAX_JSON_BYTES} at most"
+            )
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"{path} does not exist") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{path} cannot be read as JSON ({error}): the file is damaged") from error
+    if not isinstance(found, dict):
+        raise ModelError(f"{path} holds a JSON {type(found).__name__}: expected an object")
+    return found
+
+
+def read_checkpoint(folder: Path) -> dict[str, StoredTensor]:
+    """Reads and checks the headers of the files that a folder's index lists, or of its only one.
+
+    Returns:
+        Tensor name -> description.
+
+    Raises:
+        ModelError: no weights, a damaged file, or an index that is damaged or points outside the folder.
+    """
+    index = folder / INDEX_FILE
+    if not index.is_file():
+        if not (folder / WEIGHTS_FILE).is_file():
+            raise ModelError(f"{folder} holds neither {WEIGHTS_FILE} nor {INDEX_FILE}: it is no safetensors checkpoint")
+        return read_headers([folder / WEIGHTS_FILE])
+    where = read_json(index).get("weight_map")
+    if not isinstance(where, dict) or not where or not all(isinstance(name, str) for name in where.values()):
+        raise ModelError(f"{index}: weight_map is no object of tensor names and file names; the file is damaged")
+    names = sorted(set(where.values()))
+    for name in names:
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise ModelError(f"{index} names the file {name!r}: expected a .safetensors file in the same folder")
+        if not (folder / name).is_file():
+            raise ModelError(f"{folder / name} does not exist, but {index.name} names it: the checkpoint is incomplete")
+    stored = read_headers([folder / name for name in names])
+    found = {name: tensor.file.name for name, tensor in stored.items()}
+    if differing := sorted(name for name in {**found, **where} if found.get(name) != where.get(name)):
+        name = differing[0]
+        raise ModelError(
+            f"{index}: tensor {name} is in {found.get(name, 'no file')}, the index says {where.get(name, 'nowhere')}; "
+            "the checkpoint is damaged"
+        )
+    return stored
+
+
+def read_headers(files: Iterable[Path]) -> dict[str, StoredTensor]:
+    """Reads and checks the headers of safetensors files; nothing of the size that they claim is allocated.
+
+    Returns:
+        Tensor name -> description.
+
+    Raises:
+        ModelError: a damaged or truncated file, or a tensor that two files hold.
+    """
+    found: dict[str, StoredTensor] = {}
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118
+                    part = opened.get_slice(name)
+                    if name in found:
+                        raise ModelError(f"tensor {name} is both in {found[name].file} and in {file}")
+                    found[name] = StoredTensor(file, part.get_dtype(), tuple(part.get_shape()))
+        except (SafetensorError, OSError, ValueError) as error:
+            raise ModelError(f"{file} is no whole safetensors file ({error}): it is damaged or truncated") from error
+    return found
+
+
+def read_tensors(files: Iterable[Path]) -> Iterator[tuple[str, Tensor]]:
+    """Yields every tensor, one in memory at a time."""
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118
+                yield name, opened.get_tensor(name)
+
+
+def file_sha256(path: Path) -> str:
+    """Returns the SHA-256 of a file's bytes, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+class ShardWriter:
+    """Writes tensors to numbered shards and an index, holding one shard in memory."""
+
+    def __init__(self, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
+        self.folder = folder
+        self.limit = shard_bytes
+        self._pending: dict[str, Tensor] = {}
+        self._pending_bytes = 0
+        self._shards: list[list[str]] = []
+        self._total = 0
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Takes a contiguous tensor on the CPU, and writes a shard where it is full."""
+        size = tensor.numel() * tensor.element_size()
+        if self._pending and self._pending_bytes + size > self.limit:
+            self._flush()
+        self._pending[name] = tensor
+        self._pending_bytes += size
+        self._total += size
+
+    def close(self) -> list[Path]:
+        """Writes what is left, names the files as transformers does, and returns them."""
+        self._flush()
+        count = len(self._shards)
+        if count == 1:
+            names = [WEIGHTS_FILE]
+        else:
+            names = [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
+            where = {tensor: name for name, tensors in zip(names, self._shards, strict=True) for tensor in tensors}
+            index = {"metadata": {"total_size": self._total}, "weight_map": dict(sorted(where.items()))}
+            (self.folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        files = [self.folder / name for name in names]
+        for number, file in enumerate(files):
+            self._temporary(number).rename(file)
+        return files
+
+    def _flush(self) -> None:
+        if not self._pending and self._shards:
+            return
+        save_file(self._pending, self._temporary(len(self._shards)), {"format": "pt"})
+        self._shards.append(list(self._pending))
+        self._pending, self._pending_bytes = {}, 0
+
+    def _temporary(self, number: int) -> Path:
+        return self.folder / f"shard-{number}.safetensors"

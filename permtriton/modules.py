@@ -1,0 +1,357 @@
+"""The modules that run permuted and N:M weights: ordinary ``nn.Module``s with state dicts.
+
+An index is a buffer in the smallest of uint8, int16 and int32 that holds its entries; the convention is that of
+`permtriton.permutation`. (Indexing a tensor with uint8 would read it as a mask: the operators convert.)
+"""
+
+import copy
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from permtriton.errors import ModelError
+from permtriton.kernels.norm_permute import NormVariant, norm_permute, norm_reference, norm_variants
+from permtriton.kernels.permute import INDEX_DTYPES, permute
+from permtriton.kernels.sparse_linear import pack, packed_shapes, sparse_linear, unpack
+from permtriton.permutation import compose, is_permutation
+from permtriton.sparsity import NMPattern
+
+
+def index_dtype(channels: int) -> torch.dtype:
+    """Returns the smallest of uint8, int16 and int32 that holds ``channels - 1``."""
+    for dtype in (torch.uint8, torch.int16):
+        if channels - 1 <= torch.iinfo(dtype).max:
+            return dtype
+    return torch.int32
+
+
+def check_index(index: Tensor, channels: int, name: str) -> None:
+    """Refuses what is no permutation of ``channels`` channels. On the meta device only shape and dtype are known.
+
+    Raises:
+        ModelError: with ``name``, what was found and what was expected.
+    """
+    if index.dtype not in INDEX_DTYPES or index.shape != (channels,):
+        raise ModelError(
+            f"{name}: an index of {index.dtype} and shape {list(index.shape)}: expected whole numbers [{channels}]"
+        )
+    if not index.is_meta and not is_permutation(index.long()):
+        raise ModelError(f"{name}: the index is no permutation: expected each of 0 to {channels - 1} exactly once")
+
+
+class ChannelGather(nn.Module):
+    """Brings channels into another order: ``y[..., j] = x[..., index[j]]``.
+
+    Attributes:
+        index: buffer ``[C]``.
+    """
+
+    index: Tensor
+
+    def __init__(self, index: Tensor) -> None:
+        """Takes an index ``[C]`` of any integer dtype; on the meta device its values are not checked.
+
+        Raises:
+            ModelError: ``index`` is no permutation.
+        """
+        super().__init__()
+        _register_index(self, index, index.numel())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns ``[..., C]`` of the same dtype."""
+        return permute(x, self.index)
+
+    def compose(self, index: Tensor) -> None:
+        """Applies a further index ``[C]`` after the present one."""
+        _compose(self, index)
+
+    def extra_repr(self) -> str:
+        return f"channels={self.index.numel()}"
+
+
+class _PermutedNorm(nn.Module):
+    """What both norms share; ``weight`` and ``bias`` stay in the order of the input, the index acts on the output."""
+
+    index: Tensor
+    bias: nn.Parameter | None
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, index: Tensor, variant: NormVariant) -> None:
+        super().__init__()
+        self.variant = variant
+        self.weight = _parameter(weight)
+        self.register_parameter("bias", None if bias is None else _parameter(bias))
+        _register_index(self, index, weight.numel())
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Returns ``norm(hidden_states)[..., index]``, shaped as the input ``[..., C]``."""
+        kind, eps, offset = self.variant.kind, self.variant.eps, self.variant.offset
+        return norm_permute(hidden_states, self.weight, self.bias, self.index, eps, offset, kind)
+
+    def compose(self, index: Tensor) -> None:
+        """Applies a further index ``[C]`` after the present one."""
+        _compose(self, index)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.numel()}, kind={self.variant.kind}, eps={self.variant.eps}, offset={self.variant.offset}"
+
+
+class PermutedRMSNorm(_PermutedNorm):
+    """An RMS norm whose output is in the order of an index.
+
+    Attributes:
+        weight: parameter ``[C]``, in the order of the input.
+        index: buffer ``[C]``.
+        variant: kind "rms" or "rms_float", eps and offset.
+    """
+
+    def __init__(self, weight: Tensor, eps: float, index: Tensor, offset: float = 0.0, kind: str = "rms") -> None:
+        """Shares ``weight`` where it is a Parameter.
+
+        Raises:
+            ModelError: ``index`` is no permutation of the weight's channels.
+        """
+        super().__init__(weight, None, index, NormVariant(kind, eps, offset))
+
+
+class PermutedLayerNorm(_PermutedNorm):
+    """A layer norm whose output is in the order of an index.
+
+    Attributes:
+        weight: parameter ``[C]``, in the order of the input.
+        bias: parameter ``[C]`` or None, in the order of the input.
+        index: buffer ``[C]``.
+        variant: kind "layer", eps and offset.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, eps: float, index: Tensor, offset: float = 0.0) -> None:
+        """Shares ``weight`` and ``bias`` where they are Parameters.
+
+        Raises:
+            ModelError: ``index`` is no permutation of the weight's channels.
+        """
+        super().__init__(weight, bias, index, NormVariant("layer", eps, offset))
+
+
+class SparseLinear(nn.Linear):
+    """A linear layer with an N:M weight, dense with zeros or packed, and optionally a gather of its input.
+
+    Dense it is an ``nn.Linear`` in every respect. Packed, ``weight`` is None, and the buffers ``weight_values`` and
+    ``weight_positions`` hold the weight as described in `permtriton.kernels.sparse_linear`.
+
+    Attributes:
+        gather: applied to the input first, or None. The weight's columns are in the order behind it.
+        pattern: the N:M pattern of the packed state; None while dense.
+    """
+
+    weight_values: Tensor
+    weight_positions: Tensor
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        gather: ChannelGather | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype)
+        if gather is not None:
+            check_index(gather.index, in_features, "SparseLinear")
+        self.gather = gather
+        self.pattern: NMPattern | None = None
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, gather_index: Tensor | None = None) -> "SparseLinear":
+        """Returns a layer that shares the Parameter objects of ``linear``.
+
+        Args:
+            linear: its weight's columns are in the order of its input, or of ``x[..., gather_index]``.
+            gather_index: ``[in_features]``, or None.
+
+        Raises:
+            ModelError: ``gather_index`` is no permutation of the input channels, or the weight is parametrized.
+        """
+        if parametrize.is_parametrized(linear, "weight"):
+            raise ModelError("a linear with a parametrized weight cannot be shared: remove the parametrization first")
+        gather = None if gather_index is None else ChannelGather(_beside(linear.weight, gather_index))
+        made = cls(linear.in_features, linear.out_features, bias=False, device="meta", gather=gather)
+        made.weight, made.bias = linear.weight, linear.bias
+        return made.train(linear.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns ``[..., out_features]``."""
+        if self.pattern is None:
+            return super().forward(x if self.gather is None else self.gather(x))
+        index = None if self.gather is None else self.gather.index
+        kept, group = self.pattern.kept, self.pattern.group
+        return sparse_linear(
+            x, self.weight_values, self.weight_positions, self.bias, index, self.in_features, kept, group
+        )
+
+    def pack(self, pattern: NMPattern) -> "SparseLinear":
+        """Goes into the packed state; `unpack` gives the same weight bit for bit. Optimizers must not hold the weight.
+
+        Raises:
+            ModelError: the weight does not have the pattern, holds -0.0 or what is not finite, or is parametrized.
+        """
+        self._refuse_packed()
+        self._set_packed(*pack(self.weight.detach(), pattern.kept, pattern.group), pattern)
+        return self
+
+    def prepare_packed(self, pattern: NMPattern) -> "SparseLinear":
+        """Goes into the packed state with empty buffers, for a state dict to fill; on the meta device too.
+
+        Raises:
+            ModelError: the input channels are no multiple of the group.
+        """
+        self._refuse_packed()
+        shapes = packed_shapes(self.out_features, self.in_features, pattern.kept, pattern.group)
+        values = self.weight.new_empty(shapes[0], requires_grad=False)
+        self._set_packed(values, torch.empty(shapes[1], dtype=torch.uint8, device=values.device), pattern)
+        return self
+
+    def unpack(self) -> "SparseLinear":
+        """Goes back to the dense state, with a new Parameter; does nothing where it is dense."""
+        if self.pattern is None:
+            return self
+        kept, group = self.pattern.kept, self.pattern.group
+        weight = unpack(self.weight_values, self.weight_positions, self.in_features, kept, group)
+        del self.weight_values, self.weight_positions
+        self.weight, self.pattern = nn.Parameter(weight), None
+        return self
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + ("" if self.pattern is None else f", packed={self.pattern}")
+
+    def _set_packed(self, values: Tensor, positions: Tensor, pattern: NMPattern) -> None:
+        # None, not absent: model code asks `linear.weight` for its dtype only where it is a tensor.
+        self.register_parameter("weight", None)
+        self.register_buffer("weight_values", values)
+        self.register_buffer("weight_positions", positions)
+        self.pattern = pattern
+
+    def _refuse_packed(self) -> None:
+        if self.pattern is not None:
+            raise ModelError(f"a linear that is packed at {self.pattern} already: unpack it first")
+        if parametrize.is_parametrized(self, "weight"):
+            raise ModelError("a linear with a parametrized weight cannot be packed: remove the parametrization first")
+
+
+def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Puts ``module`` in the place ``name`` of ``model``, and wherever else the module of that place is shared.
+
+    Raises:
+        ModelError: the model has no module ``name``, or ``name`` is the model itself.
+    """
+    if not name:
+        raise ModelError("the whole model cannot be replaced in itself: expected the name of a module inside it")
+    try:
+        old = model.get_submodule(name)
+    except AttributeError as error:
+        raise ModelError(f"the model has no module {name!r}: {error}") from error
+    for parent in model.modules():
+        for child, found in parent._modules.items():
+            if found is old:
+                parent._modules[child] = module
+
+
+def from_norm(module: nn.Module, variant: NormVariant, index: Tensor) -> PermutedRMSNorm | PermutedLayerNorm:
+    """Returns the norm that computes ``module(x)[..., index]`` and shares its Parameter objects.
+
+    Args:
+        module: a norm with a parameter ``weight`` and maybe ``bias``.
+        variant: what `match_norm` found.
+        index: ``[C]``, a permutation.
+
+    Raises:
+        ModelError: ``index`` is no permutation of the norm's channels.
+    """
+    weight, bias = module.get_parameter("weight"), module._parameters.get("bias")
+    made: PermutedRMSNorm | PermutedLayerNorm
+    if variant.kind == "layer":
+        made = PermutedLayerNorm(weight, bias, variant.eps, _beside(weight, index), variant.offset)
+    else:
+        made = PermutedRMSNorm(weight, variant.eps, _beside(weight, index), variant.offset, variant.kind)
+    return made.train(module.training)
+
+
+def match_norm(module: nn.Module, channels: int) -> NormVariant | None:
+    """Recognises a norm by what it computes on random input, whatever its class; None where it is none that we know.
+
+    A copy of the module with a random weight, on the CPU, is compared with each variant in float32 and bfloat16, so a
+    module on any device, meta too, can be asked. Two variants may agree to the last rounding: the one with the fewest
+    different elements is taken.
+
+    Args:
+        module: without children, buffers and hooks, with a parameter ``weight`` ``[C]``, maybe ``bias`` ``[C]``, and
+            its epsilon as a number in an attribute whose name contains "eps".
+        channels: C.
+    """
+    parameters = dict(module.named_parameters())
+    hooked = module._forward_hooks or module._forward_pre_hooks
+    if hooked or any(True for _ in module.children()) or any(True for _ in module.buffers()):
+        return None
+    if not {"weight"} <= set(parameters) <= {"weight", "bias"}:
+        return None
+    if any(parameter.shape != (channels,) for parameter in parameters.values()):
+        return None
+    epsilons = {v for k, v in vars(module).items() if "eps" in k and isinstance(v, float) and v >= 0}
+    candidates = [v for eps in sorted(epsilons) for v in norm_variants(eps, "bias" in parameters)]
+    probe = copy.deepcopy(module).to_empty(device="cpu").eval()
+    try:
+        with torch.device("cpu"):  # also where the caller builds models on the meta device
+            differing = {variant: _difference(probe, channels, variant) for variant in candidates}
+    except Exception:  # whatever a module that is no norm does with such an input
+        return None
+    best = min(candidates, key=lambda variant: differing[variant], default=None)
+    return None if best is None or math.isinf(differing[best]) else best
+
+
+@torch.no_grad()
+def _difference(norm: nn.Module, channels: int, variant: NormVariant) -> float:
+    """Returns how many elements ``norm`` and ``variant`` make different; infinity where any is further off.
+
+    Further than two roundings, that is, or in shape or dtype. The norm's parameters are drawn anew.
+    """
+    generator = torch.Generator().manual_seed(0)
+    scale = torch.tensor([1.0, 30.0, 1e-2, 1e-3]).unsqueeze(1)  # the last rows tell one epsilon from another
+    x = scale * (torch.randn(2, 4, channels, generator=generator) + 0.25)
+    drawn = {name: torch.rand(channels, generator=generator) + 0.5 for name, _ in norm.named_parameters()}
+    different = 0.0
+    for dtype in (torch.float32, torch.bfloat16):
+        norm.to(dtype)
+        for name, parameter in norm.named_parameters():
+            parameter.copy_(drawn[name])
+        weight, bias = norm.get_parameter("weight"), norm._parameters.get("bias")
+        expected = norm_reference(x.to(dtype), weight, bias, variant.eps, variant.offset, variant.kind)
+        output = norm(x.to(dtype))
+        if (output.shape, output.dtype) != (expected.shape, dtype):
+            return math.inf
+        tolerance = 2 * torch.finfo(dtype).eps
+        if not torch.allclose(output, expected, rtol=tolerance, atol=tolerance):
+            return math.inf
+        different += float((output != expected).sum())
+    return different
+
+
+def _parameter(tensor: Tensor) -> nn.Parameter:
+    return tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor)
+
+
+def _beside(weight: Tensor, index: Tensor) -> Tensor:
+    """Returns the index on the weight's device, unless that is the meta device, which would lose it."""
+    return index if weight.is_meta else index.to(weight.device)
+
+
+def _register_index(module: nn.Module, index: Tensor, channels: int) -> None:
+    check_index(index, channels, type(module).__name__)
+    module.register_buffer("index", index.detach().to(index_dtype(channels), copy=True))
+
+
+def _compose(module: ChannelGather | _PermutedNorm, index: Tensor) -> None:
+    check_index(index, module.index.numel(), type(module).__name__)
+    composed = compose(module.index.long(), index.to(module.index.device).long())
+    module.index = composed.to(module.index.dtype)

@@ -1,0 +1,413 @@
+"""Loads and saves permtriton checkpoints inside ``from_pretrained`` and ``save_pretrained``: a transformers quantizer.
+
+Loading is strict: whatever is missing, damaged or of another shape is an error, and no model comes out. A checkpoint
+without permuted modules becomes a plain transformers model, with nothing of permtriton left in it. One with permuted
+modules keeps its ``quantization_config``, so that ``save_pretrained`` writes format "dense".
+
+So that transformers without permtriton, which would only warn, refuses such a checkpoint, the tensors that it looks for
+have another shape: a packed parameter leaves an empty tensor in its place, the weight of a permuted norm or linear has
+one more dimension.
+"""
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.quantizers import auto
+from transformers.quantizers.base import HfQuantizer
+
+from permtriton.checkpoint import FLOATS, StoredTensor, file_sha256, read_headers
+from permtriton.errors import ModelError
+from permtriton.kernels.norm_permute import NormVariant
+from permtriton.kernels.sparse_linear import check_packed, packed_shapes, unpack
+from permtriton.modules import (
+    ChannelGather,
+    PermutedLayerNorm,
+    PermutedRMSNorm,
+    SparseLinear,
+    check_index,
+    from_norm,
+    index_dtype,
+    match_norm,
+    replace_module,
+)
+from permtriton.schema import METHOD, VERSION, PermTritonQuantizationConfig
+
+MORE_LAYERS = 64  # than the weights name that config.json may claim before any is built
+
+
+def register() -> None:
+    """Tells transformers of this quantizer; once is enough, more does nothing."""
+    if METHOD not in auto.AUTO_QUANTIZATION_CONFIG_MAPPING:
+        auto.register_quantization_config(METHOD)(PermTritonQuantizationConfig)
+    if METHOD not in auto.AUTO_QUANTIZER_MAPPING:
+        auto.register_quantizer(METHOD)(PermTritonQuantizer)
+
+
+def permuted_config(model: nn.Module, sparsity: str) -> PermTritonQuantizationConfig | None:
+    """Returns the entries that describe a model's permuted modules; None where it has none and is a plain model."""
+    norms, gathers = {}, {}
+    for name, module in model.named_modules():
+        if isinstance(module, PermutedRMSNorm | PermutedLayerNorm):
+            variant = module.variant
+            norms[name] = {
+                "kind": variant.kind,
+                "offset": variant.offset,
+                "eps": variant.eps,
+                "channels": module.index.numel(),
+            }
+        elif isinstance(module, SparseLinear) and module.gather is not None:
+            gathers[name] = module.gather.index.numel()
+    if not norms and not gathers:
+        return None
+    return PermTritonQuantizationConfig(
+        version=VERSION, format="dense", sparsity=sparsity, packed={}, gathers=gathers, norms=norms
+    )
+
+
+def attach(model: Any, sparsity: str) -> bool:
+    """Makes ``save_pretrained`` of a model with permuted modules write a permtriton checkpoint.
+
+    Returns:
+        Whether the model has permuted modules; a plain model stays as it is.
+    """
+    config = permuted_config(model, sparsity)
+    if config is None:
+        return False
+    model.config.quantization_config = config
+    model.hf_quantizer = PermTritonQuantizer(config)
+    return True
+
+
+class PermTritonQuantizer(HfQuantizer):
+    """Swaps modules and parameters before the weights are loaded, and checks and unpacks them afterwards.
+
+    Raises:
+        ModelError: anything about the checkpoint that is not as it must be.
+    """
+
+    quantization_config: PermTritonQuantizationConfig
+
+    def __init__(self, quantization_config: PermTritonQuantizationConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        if not self.pre_quantized:
+            raise ModelError(
+                "permtriton prunes no model while it is loaded: use `permtriton compile`, then load its output"
+            )
+        self._packed: dict[str, str] = {}  # parameter of the model -> its name in the config
+        self._norms: dict[str, nn.Module] = {}  # norm -> the module that it replaced
+        self._shapes: dict[str, torch.Size] = {}
+        self._dtypes: dict[str, torch.dtype] = {}
+        self._dtype: torch.dtype | None = None
+
+    def is_serializable(self) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        return True
+
+    def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        self._dtype = dtype
+        return dtype
+
+    def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
+        """True, which leaves checking shapes to this class; nothing is quantized."""
+        return True
+
+    def update_attn_implementation(self, config: Any) -> Any:
+        """Called before the model is built: refuses a config that claims many more layers than the weights name."""
+        names = [*self.quantization_config.packed, *self.quantization_config.permuted]
+        numbers = [int(number) for name in names for number in re.findall(r"\.(\d{1,9})\.", name)]
+        limit = 4 * max(numbers, default=0) + MORE_LAYERS
+        for key, value in config.to_dict().items():
+            for inner, number in value.items() if isinstance(value, dict) else [(key, value)]:
+                if "layer" in str(inner) and type(number) is int and number > limit:
+                    raise ModelError(
+                        f"config.json: {inner} is {number}, but the checkpoint names no layer beyond "
+                        f"{max(numbers, default=0)}: the file is damaged"
+                    )
+        return config
+
+    update_tp_plan = update_attn_implementation  # the call at this place in older versions of transformers
+
+    def _process_model_before_weight_loading(
+        self,
+        model: Any,
+        checkpoint_files: Sequence[str] | None = None,
+        device_map: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if device_map is not None and "disk" in {str(device) for device in device_map.values()}:
+            raise ModelError("permtriton checkpoints cannot be offloaded to disk: choose another device_map")
+        files = [Path(os.path.abspath(file)) for file in checkpoint_files or []]
+        self._check_files(files, Path(os.path.abspath(model.config.name_or_path)))
+        stored = read_headers(files)
+        prefix = model.base_model_prefix
+        modules = {name for name, _ in model.named_modules()}
+        for name, entry in self.quantization_config.norms.items():
+            if found := _resolve(name, modules, prefix):
+                self._norms[found] = _swap_norm(model, found, entry)
+        for name, channels in self.quantization_config.gathers.items():
+            if found := _resolve(name, modules, prefix):
+                _swap_gather(model, found, channels)
+        parameters = {name for name, _ in model.named_parameters()}
+        for name, entry in self.quantization_config.packed.items():
+            if found := _resolve(name, parameters, prefix):
+                _swap_parameter(model, found, name, entry, stored, self.quantization_config)
+                self._packed[found] = name
+        for name, tensor in model.state_dict().items():
+            self._shapes[name], self._dtypes[name] = tensor.shape, self._target_dtype(model, name, tensor)
+        self._check_stored(model, stored)
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> None:
+        self._check_loaded(model)
+        for name in self._packed:
+            self._place_packed(model, name)
+        for name, tensor in list(model.named_parameters()) + list(model.named_buffers()):
+            target = self._dtypes.get(name)
+            if target is not None and tensor.dtype != target and tensor.is_floating_point():
+                tensor.data = tensor.data.to(target)
+        self._check_norms(model)
+        for name, module in model.named_modules():
+            if isinstance(module, ChannelGather | PermutedRMSNorm | PermutedLayerNorm):
+                check_index(module.index, module.index.numel(), name)
+        self._release(model)
+
+    def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """Returns what is saved: the state dict, with one more dimension where transformers alone shall stumble."""
+        state = dict(model.state_dict())
+        for name, module in model.named_modules():
+            if _is_permuted(module):
+                key = f"{name}.weight"
+                state[key] = state[key].unsqueeze(0)
+        return state, {}
+
+    def _check_files(self, files: Sequence[Path], folder: Path) -> None:
+        hashes = self.quantization_config.sha256
+        for file in files:
+            if file.parent != files[0].parent or (folder.is_dir() and not file.is_relative_to(folder)):
+                raise ModelError(
+                    f"the index of the weights names {file}, outside the checkpoint's folder: it is damaged"
+                )
+            if hashes and hashes.get(file.name) != file_sha256(file):
+                raise ModelError(
+                    f"{file}: its SHA-256 is not the one in config.json, quantization_config: the file was changed "
+                    "after it was written; copy or export it again"
+                )
+
+    def _check_stored(self, model: Any, stored: Mapping[str, StoredTensor]) -> None:
+        """Compares names and shapes before anything is allocated; names that transformers converts come later."""
+        expected, prefix = self._shapes, model.base_model_prefix
+        modules = {name for name, _ in model.named_modules() if name}
+        found, converted = set(), False
+        for name, tensor in stored.items():
+            target = _resolve(name, expected, prefix)
+            if target is None:
+                owner = re.sub(r"(\.gather)?\.index$", "", name)
+                if owner != name and _resolve(owner, modules, prefix):
+                    raise ModelError(
+                        f"{tensor.file} holds {name}, a permutation that config.json, quantization_config does not tell "
+                        "of: one of the files is damaged"
+                    )
+                converted = True
+                continue
+            found.add(target)
+            if tensor.shape not in self._allowed(model, target):
+                raise ModelError(
+                    f"{tensor.file}: {name} has shape {list(tensor.shape)}, the model that config.json describes needs "
+                    f"{list(expected[target])}: one of the files is damaged, or they do not belong together"
+                )
+        if not converted:
+            self._refuse_missing(model, set(expected) - found)
+
+    def _check_loaded(self, model: Any) -> None:
+        """Compares what transformers loaded with what it should have, and takes the additional dimensions off."""
+        state = model.state_dict(keep_vars=True)
+        self._refuse_missing(model, {n for n in self._shapes if not getattr(state[n], "_is_hf_initialized", False)})
+        for name, shape in self._shapes.items():
+            if tuple(state[name].shape) not in self._allowed(model, name):
+                raise ModelError(f"{name} was loaded with shape {list(state[name].shape)}, expected {list(shape)}")
+            if not state[name].is_floating_point() and state[name].dtype != self._dtypes[name]:
+                raise ModelError(f"{name} is stored as {state[name].dtype}, expected {self._dtypes[name]}")
+            state[name].data = state[name].data.view(shape)
+
+    def _allowed(self, model: Any, name: str) -> set[tuple[int, ...]]:
+        shape = tuple(self._shapes[name])
+        owner, _, kind = name.rpartition(".")
+        return {shape, (1, *shape)} if kind == "weight" and _is_permuted(model.get_submodule(owner)) else {shape}
+
+    def _refuse_missing(self, model: Any, missing: set[str]) -> None:
+        ignored = "|".join(f"({pattern})" for pattern in model._keys_to_ignore_on_load_missing or ())
+        tied = {**getattr(model, "all_tied_weights_keys", {})}
+        both = {name for pair in tied.items() for name in pair if not set(pair) <= missing}
+        left = sorted(n for n in missing - both if not (ignored and re.search(ignored, n)))
+        if left:
+            raise ModelError(
+                f"the checkpoint holds no weights for {left[0]}" + (f" and {len(left) - 1} more" if left[1:] else "")
+                + f", which {type(model).__name__} needs: it is incomplete, or config.json is damaged, or it belongs "
+                "to another class"
+            )  # fmt: skip
+
+    def _target_dtype(self, model: Any, name: str, tensor: Tensor) -> torch.dtype:
+        for pattern, dtype in model._get_dtype_plan(self._dtype).items() if self._dtype else ():
+            if tensor.is_floating_point() and re.search(rf"(^|\.){re.escape(pattern)}(\.|$)", name):
+                return dtype
+        return tensor.dtype
+
+    def _place_packed(self, model: Any, name: str) -> None:
+        """Decides what becomes of a loaded packed parameter: everywhere it is put back, bit for bit as it was packed.
+
+        Only then is it cast to the dtype asked for, as the dense weight would be.
+        """
+        entry, pattern = self.quantization_config.packed[self._packed[name]], self.quantization_config.pattern
+        owner, attribute = _owner(model, name)
+        values, positions = getattr(owner, f"{attribute}_values"), getattr(owner, f"{attribute}_positions")
+        weight = unpacked(name, values, positions, entry["shape"], entry["dim"], pattern.kept, pattern.group)
+        delattr(owner, f"{attribute}_values")
+        delattr(owner, f"{attribute}_positions")
+        setattr(owner, attribute, nn.Parameter(weight.to(self._dtypes[name])))
+
+    def _check_norms(self, model: Any) -> None:
+        """Compares each permuted norm with what the module that it replaced computes; norms of one kind once."""
+        seen: dict[tuple[Any, ...], NormVariant | None] = {}
+        for name, original in self._norms.items():
+            variant = model.get_submodule(name).variant
+            channels = original.weight.numel()
+            told = tuple(sorted((k, v) for k, v in vars(original).items() if isinstance(v, int | float)))
+            key = (type(original), channels, told)
+            if key not in seen:
+                seen[key] = match_norm(original, channels)
+            if seen[key] != variant:
+                raise ModelError(
+                    f"config.json, quantization_config: norm {name} is {variant}, but the model's is {seen[key]}: the "
+                    "file is damaged"
+                )
+
+    def _release(self, model: Any) -> None:
+        """Leaves a plain model, or one that is saved in format "dense"; either may be cast and moved as any other."""
+        config = permuted_config(model, self.quantization_config.sparsity)
+        self.remove_quantization_config(model)
+        for module in model.modules():
+            if hasattr(module, "config") and hasattr(module.config, "_is_quantized"):
+                del module.config._is_quantized
+        self._norms.clear()
+        if config is not None:
+            self.quantization_config = model.config.quantization_config = config
+            model.hf_quantizer = self
+
+
+def unpacked(
+    name: str, values: Tensor, positions: Tensor, shape: Sequence[int], dim: int, kept: int, group: int
+) -> Tensor:
+    """Returns the parameter that was packed, in its own orientation, after checking everything about it.
+
+    Args:
+        name: for messages.
+        values: as stored.
+        positions: as stored.
+        shape: of the parameter.
+        dim: its input dimension.
+        kept: weights kept in a group.
+        group: consecutive channels in a group.
+
+    Raises:
+        ModelError: it cannot have been packed by permtriton.
+    """
+    outer = [size for position, size in enumerate(shape) if position != dim]
+    rows = torch.Size(outer).numel()
+    try:
+        check_packed(values, positions, rows, shape[dim], kept, group)
+    except ModelError as error:
+        raise ModelError(f"{name}: {error}; the checkpoint is damaged") from error
+    weight = unpack(values, positions, shape[dim], kept, group)
+    return weight.view(*outer, shape[dim]).movedim(-1, dim).contiguous()
+
+
+def _is_permuted(module: nn.Module) -> bool:
+    gathers = isinstance(module, SparseLinear) and module.gather is not None
+    return gathers or isinstance(module, PermutedRMSNorm | PermutedLayerNorm)
+
+
+def _resolve(name: str, known: Any, prefix: str) -> str | None:
+    """Returns a checkpoint's name as the model has it, which may be its base model or hold it; None for neither."""
+    candidates = (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}")
+    return next((candidate for candidate in candidates if candidate in known), None)
+
+
+def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    path, _, attribute = name.rpartition(".")
+    return model.get_submodule(path), attribute
+
+
+def _swap_norm(model: nn.Module, name: str, entry: Mapping[str, Any]) -> nn.Module:
+    norm = model.get_submodule(name)
+    channels = entry["channels"]
+    weight = norm._parameters.get("weight")
+    if weight is None or weight.shape != (channels,):
+        raise ModelError(f"config.json, quantization_config: {name} is no norm of {channels} channels in this model")
+    index = torch.empty(channels, dtype=index_dtype(channels), device="meta")
+    replace_module(model, name, from_norm(norm, NormVariant(entry["kind"], entry["eps"], entry["offset"]), index))
+    return norm
+
+
+def _swap_gather(model: nn.Module, name: str, channels: int) -> None:
+    linear = model.get_submodule(name)
+    if not isinstance(linear, nn.Linear) or linear.in_features != channels:
+        raise ModelError(
+            f"config.json, quantization_config: {name} is no linear layer of {channels} input channels in this model"
+        )
+    index = torch.empty(channels, dtype=index_dtype(channels), device="meta")
+    replace_module(model, name, SparseLinear.from_linear(linear, index))
+
+
+def _swap_parameter(
+    model: nn.Module,
+    name: str,
+    stored_name: str,
+    entry: Mapping[str, Any],
+    stored: Mapping[str, StoredTensor],
+    config: PermTritonQuantizationConfig,
+) -> None:
+    owner, attribute = _owner(model, name)
+    shape, dim, pattern = entry["shape"], entry["dim"], config.pattern
+    if list(getattr(owner, attribute).shape) != shape:
+        raise ModelError(
+            f"config.json, quantization_config: {stored_name} has shape {shape}, in the model of config.json "
+            f"it has {list(getattr(owner, attribute).shape)}: the file is damaged"
+        )
+    values, positions = packed_parts(stored_name, stored)
+    shapes = packed_shapes(torch.Size(shape).numel() // shape[dim], shape[dim], pattern.kept, pattern.group)
+    if (values.shape, positions.shape) != shapes or values.dtype not in FLOATS or positions.dtype != "U8":
+        raise ModelError(
+            f"{values.file}: {stored_name} is stored as {values.dtype} {list(values.shape)} and {positions.dtype} "
+            f"{list(positions.shape)}, expected floating-point {list(shapes[0])} and U8 {list(shapes[1])} for "
+            f"{shape} at {pattern}: the checkpoint is damaged"
+        )
+    dtype = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[values.dtype]
+    empty = torch.empty(0, dtype=getattr(owner, attribute).dtype, device="meta")
+    setattr(owner, attribute, nn.Parameter(empty))  # transformers would stumble over None where it initializes
+    owner.register_buffer(f"{attribute}_values", torch.empty(shapes[0], dtype=dtype, device="meta"))
+    owner.register_buffer(f"{attribute}_positions", torch.empty(shapes[1], dtype=torch.uint8, device="meta"))
+
+
+def packed_parts(name: str, stored: Mapping[str, StoredTensor]) -> tuple[StoredTensor, StoredTensor]:
+    """Returns where values and positions of a packed parameter are.
+
+    Raises:
+        ModelError: either is missing.
+    """
+    parts = [stored.get(f"{name}_{part}") for part in ("values", "positions")]
+    if parts[0] is None or parts[1] is None:
+        raise ModelError(
+            f"the checkpoint holds no packed weights for {name}: it is incomplete, or its config is damaged"
+        )
+    return parts[0], parts[1]

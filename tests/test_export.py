@@ -1,0 +1,324 @@
+"""Export: another form of the same weights, bit for bit, and nothing where that cannot be had."""
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from permtriton import export as exporting
+from permtriton.checkpoint import ShardWriter, read_checkpoint
+from permtriton.cli.main import app
+from permtriton.errors import ConfigError, ModelError, OutputError, PermTritonError, VerificationError
+from permtriton.export import export
+
+from . import folders
+
+UP, NORM = "model.layers.1.mlp.up_proj.weight", "model.norm.weight"
+RUNNER = CliRunner()
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory) -> dict[str, Path]:
+    """Two pristine folders; do not write into them."""
+    root = tmp_path_factory.mktemp("export")
+    return {
+        name: folders.save(folders.model_of("llama", fused=name == "fused", dtype=torch.bfloat16), root / name)
+        for name in ("portable", "fused")
+    }
+
+
+@pytest.fixture
+def source(sources, tmp_path) -> Path:
+    """A copy of the portable one, to damage."""
+    return shutil.copytree(sources["portable"], tmp_path / "source")
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+# -- the same weights ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shards", [(1, 1), (20_000, 30_000)])
+@pytest.mark.parametrize("name", ["portable", "fused"])
+def test_there_and_back_is_bit_equal(sources, tmp_path, name, shards):
+    export(sources[name], tmp_path / "packed", shard_bytes=shards[0])
+    export(tmp_path / "packed", tmp_path / "dense", "dense", shard_bytes=shards[1])
+    assert folders.differing(weights(sources[name]), weights(tmp_path / "dense")) == []
+    export(tmp_path / "packed", tmp_path / "repacked", "packed")
+    assert folders.differing(weights(tmp_path / "packed"), weights(tmp_path / "repacked")) == []
+
+
+@pytest.mark.parametrize(
+    ("architecture", "pattern"),
+    [
+        ("gpt2", (2, 4)),
+        ("llama", (4, 8)),
+        ("llama", (1, 4)),
+        ("llama", (3, 8)),
+        ("mixtral", (2, 4)),
+        ("bert_mlm", (2, 4)),
+    ],
+)
+def test_other_architectures_and_patterns(tmp_path, architecture, pattern):
+    model = folders.model_of(architecture)
+    if pattern != (2, 4):
+        model = folders.model_of(architecture, intermediate_size=96)
+        folders.zoo.randomize(model)
+        folders.prune(model, *pattern)
+    folders.save(model, tmp_path / "a", sparsity=f"{pattern[0]}:{pattern[1]}")
+    told = export(tmp_path / "a", tmp_path / "packed")
+    export(tmp_path / "packed", tmp_path / "dense", "plain")
+    assert folders.differing(weights(tmp_path / "a"), weights(tmp_path / "dense")) == []
+    assert told["weights"] == len(folders.pruned_weights(model))
+    assert told["ratio"] < pattern[0] / pattern[1] + 0.1
+
+
+def test_tensors_that_are_not_pruned_keep_every_bit(source, tmp_path):
+    tensors = weights(source)
+    tensors[NORM][:3] = torch.tensor([-0.0, float("nan"), float("-inf")])
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    export(source, tmp_path / "packed")
+    export(tmp_path / "packed", tmp_path / "dense", "dense")
+    assert folders.differing(tensors, weights(tmp_path / "dense")) == []
+
+
+def test_older_reports_name_linears_only(source, tmp_path):
+    linears = [name.removesuffix(".weight") for name in folders.pruned_weights(folders.model_of("llama"))]
+    (source / "permtriton.json").write_text(
+        json.dumps({"config": {"sparsity": "2:4"}, "sites": [{"linears": linears[:3]}, {"linears": linears[3:]}]})
+    )
+    assert export(source, tmp_path / "packed")["weights"] == 14
+
+
+# -- what it costs and tells ---------------------------------------------------------------------------------------
+
+
+def test_half_precision_at_2_4_takes_9_16(sources, tmp_path):
+    told = export(sources["portable"], tmp_path / "packed")
+    assert (told["ratio"], told["sparsity"], told["weights"]) == (0.5625, "2:4", 14)
+    stored = read_checkpoint(tmp_path / "packed")
+    parts = [t for name, t in weights(tmp_path / "packed").items() if name.endswith(("_values", "_positions"))]
+    assert told["stored_bytes"] == sum(part.nbytes for part in parts)
+    dense = [t for name, t in weights(sources["portable"]).items() if f"{name}_values" in stored]
+    assert told["dense_bytes"] == sum(tensor.nbytes for tensor in dense)
+    assert json.loads((tmp_path / "packed" / "permtriton.json").read_text())["export"] == told
+    for name, file in told["files"].items():
+        content = (tmp_path / "packed" / name).read_bytes()
+        assert (len(content), hashlib.sha256(content).hexdigest()) == (file["bytes"], file["sha256"])
+
+
+def test_it_copies_the_other_files(source, tmp_path):
+    (source / "templates").mkdir()
+    (source / "templates" / "chat.txt").write_text("hello")
+    export(source, tmp_path / "out", shard_bytes=20_000)
+    assert (tmp_path / "out" / "templates" / "chat.txt").read_text() == "hello"
+    kept = {"tokenizer.json", "generation_config.json"}
+    assert {name: files(source)[name] for name in kept} == {name: files(tmp_path / "out")[name] for name in kept}
+    assert "model.safetensors" not in files(tmp_path / "out")
+    modes = {path.stat().st_mode for path in (tmp_path / "out").iterdir() if path.is_file()}
+    assert len(modes) == 1
+
+
+def test_a_shard_at_a_time_is_in_memory(sources, tmp_path, monkeypatch):
+    held = []
+    flush = ShardWriter._flush
+    monkeypatch.setattr(ShardWriter, "_flush", lambda self: held.append(self._pending_bytes) or flush(self))
+    told = export(sources["portable"], tmp_path / "out", shard_bytes=16_000)
+    assert max(held) <= 16_000
+    assert len(told["files"]) > 4
+    with safe_open(tmp_path / "out" / "model-00001-of-00006.safetensors", framework="pt") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+# -- plain ---------------------------------------------------------------------------------------------------------
+
+
+def test_dense_and_plain_are_the_same_for_a_portable_model(sources, tmp_path):
+    told = [export(sources["portable"], tmp_path / name, name) for name in ("dense", "plain")]
+    assert [one["loads_with"] for one in told] == ["transformers alone"] * 2
+    assert files(tmp_path / "dense")["model.safetensors"] == files(tmp_path / "plain")["model.safetensors"]
+    assert "quantization_config" not in (tmp_path / "dense" / "config.json").read_text()
+
+
+def test_a_fused_model_has_no_plain_form(sources, tmp_path):
+    for folder in (sources["fused"], tmp_path / "packed"):
+        with pytest.raises(ConfigError, match=r"at run time .*--layout portable"):
+            export(folder, tmp_path / "plain", "plain")
+        if folder is sources["fused"]:
+            export(folder, tmp_path / "packed")
+    told = export(tmp_path / "packed", tmp_path / "dense", "dense")
+    assert told["loads_with"] == "transformers after import permtriton"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "packed"]
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "dense").config.quantization_config.format == "dense"
+
+
+# -- refusals ------------------------------------------------------------------------------------------------------
+
+
+def change_tensor(name: str, change):
+    def apply(folder: Path) -> None:
+        tensors = weights(folder)
+        tensors[name] = change(tensors[name]).contiguous()
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+    return apply
+
+
+def change_report(change):
+    return lambda folder: folders.edit_json(folder / "permtriton.json", change)
+
+
+def change_config(change):
+    return lambda folder: folders.edit_json(folder / "config.json", change)
+
+
+def third_weight(weight):
+    weight[5, 8:12] = torch.tensor([1.0, 0.0, 2.0, 3.0])
+    return weight
+
+
+BAD = {
+    "no report": (lambda f: (f / "permtriton.json").unlink(), ["not written by permtriton", "permtriton.json"]),
+    "no JSON": (lambda f: (f / "permtriton.json").write_text("{"), ["permtriton.json", "JSON"]),
+    "a list": (lambda f: (f / "permtriton.json").write_text("[]"), ["a JSON list"]),
+    "deep JSON": (lambda f: (f / "permtriton.json").write_text("[" * 10**5), ["permtriton.json", "JSON"]),
+    "no text": (lambda f: (f / "permtriton.json").write_bytes(b"\xff\xfe\x00"), ["permtriton.json"]),
+    "no sparsity": (change_report(lambda r: r.pop("config")), ["config.sparsity"]),
+    "no pattern": (change_report(lambda r: r["config"].update(sparsity="4:2")), ["4:2"]),
+    "no weights told": (change_report(lambda r: r.pop("pruned_weights")), ["which weights are pruned"]),
+    "weights told as text": (change_report(lambda r: r.update(pruned_weights=UP)), ["which weights are pruned"]),
+    "a weight not there": (change_report(lambda r: r["pruned_weights"].update(other=1)), ["other", "does not hold"]),
+    "a dimension not there": (change_report(lambda r: r["pruned_weights"].update({UP: 2})), [UP, "dimension 2"]),
+    "a vector": (change_report(lambda r: r["pruned_weights"].update({NORM: 0})), [NORM, "no weight that was pruned"]),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), ["model.safetensors"]),
+    "no config": (lambda f: (f / "config.json").unlink(), ["config.json"]),
+    "truncated": (
+        lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-7]), ["truncated"],
+    ),
+    "another's format": (change_config(lambda c: c.update(quantization_config={"quant_method": "gptq"})), ["not permtriton's"]),
+    "not N:M": (change_tensor(UP, third_weight), [UP, "row 5, group 2 holds 3", "2:4"]),
+    "minus zero": (change_tensor(UP, lambda w: torch.where(w == 0, torch.tensor(-0.0, dtype=w.dtype), w)), [UP, "-0.0"]),
+    "not finite": (change_tensor(UP, lambda w: w * torch.inf), [UP, "not finite"]),
+    "whole numbers": (change_tensor(UP, lambda w: w.to(torch.int32)), [UP, "I32"]),
+    "another shape": (change_tensor(UP, lambda w: w[:, :-1]), [UP, "[112, 63]"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("format", ["packed", "dense"])
+@pytest.mark.parametrize("case", BAD)
+def test_what_is_wrong_is_named_and_nothing_is_left(source, tmp_path, case, format):
+    damage, words = BAD[case]
+    damage(source)
+    with pytest.raises(PermTritonError) as caught:
+        export(source, tmp_path / "out", format)
+    assert [word for word in words if word not in str(caught.value)] == [], caught.value
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_a_changed_packed_file_is_refused(sources, tmp_path):
+    export(sources["portable"], tmp_path / "packed")
+    path = tmp_path / "packed" / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ModelError, match="SHA-256"):
+        export(tmp_path / "packed", tmp_path / "dense", "dense")
+
+
+def test_where_it_may_write(sources, source, tmp_path):
+    before = files(tmp_path)
+    for output in (source, tmp_path, source / ".." / "source"):
+        with pytest.raises(OutputError, match="choose another folder"):
+            export(source, output, overwrite=True)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("years of work")
+    with pytest.raises(OutputError, match="exists"):
+        export(source, tmp_path / "mine")
+    with pytest.raises(OutputError, match="not written by permtriton"):
+        export(source, tmp_path / "mine", overwrite=True)
+    (tmp_path / "mine" / "thesis.txt").unlink()
+    export(source, tmp_path / "mine", overwrite=True)
+    export(source, tmp_path / "mine", "dense", overwrite=True)
+    assert weights(tmp_path / "mine").keys() == weights(source).keys()
+    assert {name: content for name, content in files(tmp_path).items() if not name.startswith("mine")} == before
+
+
+@pytest.mark.parametrize("where", ["pack", "_copy_others", "file_sha256", "_verify"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device")])
+def test_an_interruption_leaves_the_earlier_output(sources, tmp_path, monkeypatch, where, error):
+    export(sources["portable"], tmp_path / "out")
+    before = files(tmp_path)
+
+    def fail(*arguments):
+        raise error
+
+    monkeypatch.setattr(exporting, where, fail)
+    with pytest.raises(KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else OutputError):
+        export(sources["portable"], tmp_path / "out", overwrite=True)
+    assert files(tmp_path) == before
+
+
+def test_what_is_written_wrongly_is_found(sources, tmp_path, monkeypatch):
+    pack = exporting.pack
+    monkeypatch.setattr(exporting, "pack", lambda *arguments: (lambda v, p: (v * 2, p))(*pack(*arguments)))
+    with pytest.raises(VerificationError, match="differs from what was read"):
+        export(sources["portable"], tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unknown_format(source, tmp_path):
+    with pytest.raises(ConfigError, match="packed, dense, plain"):
+        export(source, tmp_path / "out", "zip")
+
+
+# -- the command ---------------------------------------------------------------------------------------------------
+
+
+def test_the_command_tells_sizes(sources, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = RUNNER.invoke(app, ["export", str(sources["portable"])])
+    assert result.exit_code == 0, result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["portable-packed"]
+    for word in ("14 at 2:4", "0.5625", "model.safetensors", "portable-packed"):
+        assert word in result.stdout
+    again = RUNNER.invoke(
+        app, ["export", "portable-packed", "--format", "dense", "--output", str(tmp_path / "d"), "--json"]
+    )
+    told = json.loads(again.stdout)
+    assert (told["format"], told["ratio"], told["loads_with"]) == ("dense", 1.0, "transformers alone")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["{source}", "--format", "zip"], ["'zip'"]),
+        (["{source}"], ["exists", "--overwrite"]),
+        (["{source}/nothing", "--output", "new"], ["is not a folder"]),
+        (["{folder}", "--output", "new"], ["config.json does not exist"]),
+        (["{fused}", "--output", "new", "--format", "plain"], ["--layout portable"]),
+    ],
+)
+def test_the_command_refuses_in_a_line(sources, tmp_path, monkeypatch, arguments, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "portable-packed").mkdir()
+    (tmp_path / "portable-packed" / "permtriton.json").write_text("{}")
+    places = {"source": sources["portable"], "fused": sources["fused"], "folder": tmp_path}
+    result = RUNNER.invoke(app, ["export", *(argument.format(**places) for argument in arguments)])
+    assert result.exit_code == 2, result.output
+    assert result.stderr.startswith("error: ")
+    assert len(result.stderr.splitlines()) == 1
+    assert [word for word in words if word not in result.stderr] == [], result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["portable-packed"]

@@ -1,0 +1,213 @@
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.models.cohere.modeling_cohere import CohereLayerNorm
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.gemma3n.modeling_gemma3n import Gemma3nRMSNorm
+from transformers.models.helium.modeling_helium import HeliumRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.nemotron.modeling_nemotron import NemotronLayerNorm1P
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+from transformers.models.t5.modeling_t5 import T5LayerNorm
+
+from permtriton.errors import ConfigError, ModelError
+from permtriton.kernels.norm_permute import NormVariant, norm_backward_reference, norm_permute, norm_reference
+from permtriton.permutation import inverse
+
+EPS = 1e-3  # large, so that it counts
+MODULES: dict[type[nn.Module], tuple[str, float]] = {
+    LlamaRMSNorm: ("rms", 0.0),
+    T5LayerNorm: ("rms", 0.0),
+    Olmo2RMSNorm: ("rms_float", 0.0),
+    HeliumRMSNorm: ("rms_float", 0.0),
+    GemmaRMSNorm: ("rms_float", 1.0),
+    nn.LayerNorm: ("layer", 0.0),
+    NemotronLayerNorm1P: ("layer", 1.0),
+}
+CLOSE = {Gemma3nRMSNorm: ("rms_float", 0.0), CohereLayerNorm: ("layer", 0.0), nn.RMSNorm: ("rms_float", 0.0)}
+VARIANTS = sorted({*MODULES.values(), ("rms", 1.0)})
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def rng(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def index_of(channels: int, seed: int = 0) -> Tensor:
+    return torch.randperm(channels, generator=rng(seed))
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=rng(seed), dtype=torch.float64).to(dtype)
+
+
+def norm_of(cls: type[nn.Module], channels: int, dtype: torch.dtype = torch.float32) -> nn.Module:
+    norm = cls(channels, eps=EPS)
+    with torch.no_grad():
+        for parameter in norm.parameters():
+            parameter.uniform_(0.5, 1.5)
+    return norm.to(dtype)
+
+
+def exact(x: Tensor, weight: Tensor, bias: Tensor | None, offset: float, kind: str) -> Tensor:
+    """The norm as its equation says, in float64."""
+    x = x.double()
+    if kind == "layer":
+        x = x - x.mean(-1, keepdim=True)
+    y = x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * (weight.double() + offset)
+    return y if bias is None else y + bias.double()
+
+
+@pytest.mark.parametrize("cls", MODULES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(2, 3, 72), (7,), (1, 1), (0, 5), (2, 129)])
+def test_equals_the_module_bit_for_bit(cls, dtype, shape):
+    norm, x, index = norm_of(cls, shape[-1], dtype), random(*shape, dtype=dtype), index_of(shape[-1])
+    kind, offset = MODULES[cls]
+    y = norm_permute(x, norm.weight, norm._parameters.get("bias"), index, EPS, offset, kind)
+    expected = norm(x)
+    assert (y.dtype, y.shape) == (expected.dtype, expected.shape)
+    assert torch.equal(y, expected[..., index])
+
+
+@pytest.mark.parametrize("cls", MODULES)
+def test_float64_models_agree(cls):
+    """The Hugging Face norms compute in float32 there; all but T5's and OLMo 2's agree bit for bit."""
+    norm, x, index = norm_of(cls, 72, torch.float64), random(3, 72, dtype=torch.float64), index_of(72)
+    kind, offset = MODULES[cls]
+    y = norm_permute(x, norm.weight, norm._parameters.get("bias"), index, EPS, offset, kind)
+    tolerance = 3e-7 if cls in (T5LayerNorm, Olmo2RMSNorm) else 0
+    torch.testing.assert_close(y, norm(x)[..., index], rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("cls", CLOSE)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_equals_modules_that_round_otherwise_within_two_roundings(cls, dtype):
+    norm, x, index = norm_of(cls, 72, dtype), random(5, 72, dtype=dtype), index_of(72)
+    kind, offset = CLOSE[cls]
+    y = norm_permute(x, norm.weight, None, index, EPS, offset, kind)
+    epsilon = torch.finfo(dtype).eps
+    torch.testing.assert_close(y, norm(x)[..., index], rtol=2 * epsilon, atol=2 * epsilon)
+
+
+@pytest.mark.parametrize(("kind", "offset"), VARIANTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_equals_the_equation_in_float64(kind, offset, dtype):
+    x, weight, index = random(3, 5, 41, dtype=dtype), random(41, dtype=dtype, seed=1), index_of(41)
+    bias = random(41, dtype=dtype, seed=2) if kind == "layer" else None
+    y = norm_permute(x, weight, bias, index, EPS, offset, kind)
+    epsilon = 4 * torch.finfo(dtype).eps
+    expected = exact(x, weight, bias, offset, kind)[..., index]
+    torch.testing.assert_close(y.double(), expected, rtol=epsilon, atol=epsilon)
+
+
+def test_where_the_rounding_happens_can_be_seen():
+    """Break it: the two RMS kinds, another epsilon, a weight gathered too early are all different."""
+    x, weight, index = random(8, 64, dtype=torch.bfloat16), random(64, dtype=torch.bfloat16, seed=1), index_of(64)
+    right = norm_permute(x, weight, None, index, EPS, 0.0, "rms")
+    assert not torch.equal(right, norm_permute(x, weight, None, index, EPS, 0.0, "rms_float"))
+    assert not torch.equal(right, norm_permute(x, weight, None, index, 2 * EPS, 0.0, "rms"))
+    assert not torch.equal(right, norm_permute(x, weight[index], None, index, EPS, 0.0, "rms"))
+    assert not torch.equal(right, norm_permute(x, weight, None, inverse(index), EPS, 0.0, "rms"))
+
+
+@pytest.mark.parametrize(("kind", "offset"), VARIANTS)
+def test_strided_input_and_small_index(kind, offset):
+    x, weight, index = random(6, 4, 20).transpose(0, 1), random(40, seed=1)[::2], index_of(20)
+    expected = norm_permute(x.contiguous(), weight.contiguous(), None, index, EPS, offset, kind)
+    assert torch.equal(norm_permute(x, weight, None, index.byte(), EPS, offset, kind), expected)
+    assert torch.equal(norm_permute(x, weight, None, index.short(), EPS, offset, kind), expected)
+
+
+def test_a_float32_weight_promotes_as_in_the_module():
+    norm, x, index = norm_of(LlamaRMSNorm, 16), random(3, 16, dtype=torch.bfloat16), index_of(16)
+    y = norm_permute(x, norm.weight, None, index, EPS, 0.0, "rms")
+    assert y.dtype == torch.float32
+    assert torch.equal(y, norm(x)[:, index])
+    norm = norm_of(GemmaRMSNorm, 16)
+    assert torch.equal(norm_permute(x, norm.weight, None, index, EPS, 1.0, "rms_float"), norm(x)[:, index])
+
+
+@pytest.mark.parametrize(("kind", "offset"), VARIANTS)
+def test_backward_equals_autograd_in_float64(kind, offset):
+    """The formula of the backward pass, with nothing rounded to float32."""
+    leaves = [random(3, 4, 11, dtype=torch.float64).requires_grad_()]
+    leaves += [random(11, dtype=torch.float64, seed=s).requires_grad_() for s in (1, 2)[: 1 + (kind == "layer")]]
+    x, weight, bias = (*leaves, None)[:3]
+    grad = random(3, 4, 11, dtype=torch.float64, seed=3)
+    y = norm_reference(x, weight, bias, EPS, offset, kind, precision=torch.float64)
+    torch.testing.assert_close(y, exact(x, weight, bias, offset, kind))
+    expected = torch.autograd.grad(y, leaves, grad)
+    with torch.no_grad():
+        found = norm_backward_reference(grad, x, weight, bias, EPS, offset, kind, torch.float64)
+    torch.testing.assert_close(found[: len(leaves)], expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(("kind", "offset"), VARIANTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_equal_float64(kind, offset, dtype):
+    leaves = [random(2, 6, 33, dtype=dtype).requires_grad_(), random(33, dtype=dtype, seed=1).requires_grad_()]
+    if kind == "layer":
+        leaves.append(random(33, dtype=dtype, seed=2).requires_grad_())
+    index, grad = index_of(33), random(2, 6, 33, dtype=dtype, seed=3)
+    found = torch.autograd.grad(norm_permute(*(*leaves, None)[:3], index, EPS, offset, kind), leaves, grad)
+    doubles = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    y = exact(*(*doubles, None)[:3], offset, kind)[..., index]
+    expected = torch.autograd.grad(y, doubles, grad.double())
+    epsilon = 32 * torch.finfo(dtype).eps
+    for a, b, leaf in zip(found, expected, leaves, strict=True):
+        assert a.dtype == leaf.dtype
+        torch.testing.assert_close(a.double(), b, rtol=epsilon, atol=epsilon)
+
+
+def test_gradcheck():
+    x, weight, bias = (random(*shape, dtype=torch.float64).requires_grad_() for shape in ((2, 5), (5,), (5,)))
+    index = index_of(5)
+    assert torch.autograd.gradcheck(lambda *v: norm_permute(*v, index, EPS, 1.0, "layer"), (x, weight, bias))
+
+
+@pytest.mark.parametrize(("kind", "offset"), VARIANTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_opcheck(kind, offset, dtype):
+    x, weight, index = random(2, 3, 8, dtype=dtype), random(8, dtype=dtype, seed=1), index_of(8)
+    bias = random(8, dtype=dtype, seed=2).requires_grad_() if kind == "layer" else None
+    op = torch.ops.permtriton.norm_permute.default
+    torch.library.opcheck(op, (x.clone().requires_grad_(), weight.requires_grad_(), bias, index, EPS, offset, kind))
+    torch.library.opcheck(op, (x.transpose(0, 1), weight.detach(), None, index.byte(), EPS, offset, kind))
+
+
+@pytest.mark.parametrize(("kind", "offset"), VARIANTS)
+def test_compiles_without_a_break(kind, offset):
+    weight, index = random(8, seed=1), index_of(8)
+    leaves = [random(3, 8).requires_grad_() for _ in range(2)]
+
+    def run(x: Tensor) -> Tensor:
+        return norm_permute(x * 2, weight, None, index, EPS, offset, kind).cos()
+
+    results = [torch.compile(run, fullgraph=True, backend="aot_eager")(leaves[0]), run(leaves[1])]
+    for result in results:
+        result.square().sum().backward()
+    assert torch.equal(*results)
+    torch.testing.assert_close(leaves[0].grad, leaves[1].grad)
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"index": index_of(7)}, r"index of shape \[7\]"),
+        ({"weight": torch.ones(7)}, r"weight of shape \[7\].*expected \[8\]"),
+        ({"bias": torch.ones(7), "kind": "layer"}, r"bias of shape \[7\]"),
+        ({"bias": torch.ones(8)}, "bias in a norm of kind 'rms'"),
+        ({"kind": "batch"}, "'batch'.*rms, rms_float, layer"),
+        ({"x": torch.ones(2, 8, dtype=torch.int64)}, "int64.*floating-point"),
+    ],
+)
+def test_what_does_not_fit_is_refused(changed, named):
+    arguments = {"x": torch.ones(2, 8), "weight": torch.ones(8), "bias": None, "index": index_of(8), "kind": "rms"}
+    with pytest.raises(ModelError, match=named):
+        norm_permute(**{**arguments, **changed}, eps=EPS, offset=0.0)
+
+
+def test_a_variant_names_a_kind():
+    with pytest.raises(ConfigError, match="'group'"):
+        NormVariant("group", EPS)
