@@ -18,8 +18,6 @@ from permtriton.errors import ConfigError, OutputError
 def compare(
     model: options.ModelArgument,
     sparsity: options.Sparsity = None,
-    layout: options.Layout = None,
-    o_proj: options.OProj = None,
     recipe: options.Recipe = None,
     skip_indivisible: options.SkipIndivisible = None,
     calibration: options.Calibration = None,

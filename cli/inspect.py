@@ -67,20 +67,26 @@ def _graphs(
 ) -> None:
     """Runs the compiler with random permutations and prints or draws what each pass makes of the graph."""
     part = "" if layer is None and file is None else layer_name(plan, layer or 0)
-    results: list[PassResult] = []
-    run_passes(traced, stand_in_passes(plan, traced, pattern), observe=results.append)
-    chosen = [result for result in results if only in (None, result.name)]
-    if file is not None:
-        write_drawing(drawing.dot(chosen[-1].graph_module, part), file)
-        err.print(f"{file}: {part} after {chosen[-1].name}", highlight=False, markup=False)
-        return
-    for result in chosen:
+    drawn = ""
+
+    def show(result: PassResult) -> None:
+        nonlocal drawn
+        if only not in (None, result.name):
+            return
+        if file is not None:
+            drawn = drawing.dot(result.graph_module, part)
+            return
         changes = ", ".join(f"{name} {count:+d}" for name, count in result.changes.items()) or "no node"
         typer.echo(f"# {result.name}: {changes}")
+        if result.name == "fuse_permutations":
+            for decision in result.graph_module.meta[DECISIONS]:
+                typer.echo(f"# {decision.space}: {decision.where}")
         typer.echo("\n".join(drawing.listing(result.graph_module, part)) + "\n")
-    if only in (None, "fuse_permutations"):
-        for decision in next(r for r in results if r.name == "fuse_permutations").graph_module.meta[DECISIONS]:
-            typer.echo(f"# {decision.space} ({', '.join(decision.sites)}): {decision.where}")
+
+    run_passes(traced, stand_in_passes(plan, traced, pattern), observe=show)
+    if file is not None:
+        write_drawing(drawn, file)
+        err.print(f"{file}: {part} after {only or PASS_NAMES[-1]}", highlight=False, markup=False)
 
 
 def layer_name(plan: Plan, layer: int) -> str:
@@ -139,7 +145,8 @@ def _print(plan: Plan, block_size: int) -> None:
 
 def _row(plan: Plan, site: Site, block_size: int) -> tuple[str, ...]:
     blocks = "-" if site.space.frozen else str(len(site.space.blocks(block_size)))
-    return site.name, str(len(site.linears)), str(site.channels), blocks, site.space.name, running(at_run_time(site))
+    order = "its own" if site.space.name == site.name else site.space.name
+    return site.name, str(len(site.linears)), str(site.channels), blocks, order, running(at_run_time(site))
 
 
 def _grouped(rows: Sequence[tuple[str, ...]]) -> list[tuple[tuple[str, ...], str]]:

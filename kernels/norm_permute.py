@@ -8,8 +8,8 @@ With ``h = x / sqrt(mean(x^2) + eps)`` computed in float32 and ``cast`` the roun
 
 These are the sums and roundings of the Hugging Face modules, in their order, so that outputs are equal bit for bit in
 float32, bfloat16 and float16. In float64 the RMS kinds compute in float32, as those modules do; T5 and OLMo 2, which
-mix both there, agree to float32's rounding. Gradients are computed in float32 throughout, without the modules' roundings
-in between.
+mix both there, agree to float32's rounding. Gradients are computed in float32 throughout, without the roundings that
+the modules have in between.
 Shapes: ``x`` ``[..., C]``, ``weight`` and ``bias`` ``[C]`` in the order of ``x``, ``index`` ``[C]`` of any integer
 dtype -> ``y`` ``[..., C]``.
 Bytes moved: x read once, y written once, as the norm alone.
@@ -129,8 +129,7 @@ def norm_backward_reference(
     hidden, grad = x.to(precision), grad.to(precision)
     root = torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + eps)
     hidden = hidden * root
-    rounded = hidden.to(x.dtype).to(precision) if kind == "rms" else hidden
-    grad_weight = (grad * rounded).reshape(-1, weight.numel()).sum(0).to(weight.dtype)
+    grad_weight = (grad * hidden).reshape(-1, weight.numel()).sum(0).to(weight.dtype)
     grad = grad * _shifted(weight.to(precision), offset)
     grad_x = root * (grad - hidden * (grad * hidden).mean(-1, keepdim=True))
     return grad_x.to(x.dtype), grad_weight, None

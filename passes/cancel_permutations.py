@@ -2,14 +2,13 @@
 
 from torch import fx
 
-from permtriton.passes.graph import NORM_PERMUTE, PERMUTE, RUNS, Constants, copied, index_value, is_index
+from permtriton.passes.graph import NORM_PERMUTE, PERMUTE, RUNS, Constants, index_value, is_index
 from permtriton.permutation import compose, moved
 
 
 def cancel_permutations(graph_module: fx.GraphModule) -> fx.GraphModule:
     """Rewrites ``permute(x, identity) -> x``, ``permute(permute(x, i), j) -> permute(x, i[j])``, and the same behind
     ``norm_permute``; a permutation that the next one undoes goes altogether. Only constant indices are touched."""
-    graph_module = copied(graph_module)
     constants = Constants(graph_module)
     for node in list(graph_module.graph.nodes):
         if node.target is PERMUTE and is_index(node.args[1]):

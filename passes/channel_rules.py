@@ -2,8 +2,8 @@
 
 An operator with a kind is one row in that kind's table; one that is like no other is a row of `SPECIAL` with a rule of
 its own. An operator without a row is a barrier. A rule is called as ``rule(channels, target, args, kwargs)``, where
-tensors are ids (see `permtriton.passes.provenance`), parameters are `ParameterValue` and indices `IndexValue`, and returns
-the ids of the result.
+tensors are ids (see `permtriton.passes.provenance`), parameters are `ParameterValue` and indices `IndexValue`, and
+returns the ids of the result.
 """
 
 import operator
@@ -166,11 +166,10 @@ def _along(c: "Channels", target: Any, args: Sequence[Any], kwargs: dict[str, An
     position = ALONG[packet]
     dims = args[position] if len(args) > position else kwargs.get("dim", kwargs.get("dims", 0))
     for dim in [dims] if isinstance(dims, int) else dims or range(x.ndim):
-        repeated = c.repeated_along(x, dim)
-        if repeated.size:
-            places = c.opaque((x.shape[dim],)).view([-1 if d == dim % x.ndim else 1 for d in range(x.ndim)])
-            for part, place in zip(parts, _listed(target(places.expand(x.shape), *args[1:], **kwargs)), strict=True):
-                c.meet_of(repeated, part, place, f"{target} takes other tokens of some of them")
+        places = c.repeats_along(x, dim)
+        if places is not None:
+            for part, place in zip(parts, _listed(target(places, *args[1:], **kwargs)), strict=True):
+                c.meet(part, place, f"{target} takes other tokens of some of them")
     for part in parts:
         c.touch(part)
     return c.relaxed(result) if isinstance(result, Tensor) else [c.relaxed(part) for part in parts]

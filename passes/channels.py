@@ -1,10 +1,11 @@
 """The channels of a graph: their ids, what each has met so far, and which move together.
 
-Ids that repeat (along tokens, mostly) are kept as expanded views, and work is done on what they expand. Most tensors are
-views of one range of all ids: their ids are channels, and all different, without a search.
+Ids that repeat (along tokens, mostly) are kept as expanded views, and work is done on what they expand. Most tensors
+are views of one range of all ids: their ids are channels, and all different, without a search.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,17 @@ class Joint:
     a: np.ndarray
     b: np.ndarray
     attached: bool
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Keeps torch from splitting small work: where the machine is busy, waiting for the threads takes far longer."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class Channels:
@@ -135,14 +147,24 @@ class Channels:
                 base = first
         return base.expand(ids.shape)
 
-    def repeated_along(self, ids: Tensor, dim: int) -> np.ndarray:
-        """Returns the channels that stand more than once along a dimension, but not all along it."""
+    def repeats_along(self, ids: Tensor, dim: int) -> Tensor | None:
+        """Returns the number, among its own along a dimension, of each element, as ids of no channel; ids' shape.
+
+        None where no channel stands there more than once, or every one stands all along it: then what is taken along
+        the dimension is the same for each channel.
+        """
         base = _base(ids)
-        if base.shape[dim] == 1 or self._distinct(base):
-            return np.zeros(0, np.int64)
-        ordered = base.sort(dim).values
-        first, second = ordered.narrow(dim, 1, base.shape[dim] - 1), ordered.narrow(dim, 0, base.shape[dim] - 1)
-        return np.unique(first[(first == second) & (first > 0)].numpy())
+        if base.shape[dim] == 1 or self._distinct(base) or not self.any_channel(base):
+            return None
+        ordered, order = base.sort(stable=True, dim=dim)
+        first = torch.ones_like(ordered, dtype=torch.bool)
+        size = base.shape[dim] - 1
+        first.narrow(dim, 1, size).copy_(ordered.narrow(dim, 1, size) != ordered.narrow(dim, 0, size))
+        if bool((first | (ordered < 0)).all()):
+            return None
+        position = torch.arange(size + 1).view([-1 if d == dim % base.ndim else 1 for d in range(base.ndim)])
+        number = position - (position * first).cummax(dim).values
+        return self.opaque((size + 1,))[torch.empty_like(number).scatter_(dim, order, number)].expand(ids.shape)
 
     def _in_range(self, ids: Tensor) -> bool:
         return ids.numel() > 0 and ids.untyped_storage().data_ptr() == self._ids.untyped_storage().data_ptr()
@@ -161,7 +183,7 @@ class Channels:
     # -- joining, context ------------------------------------------------------------------------------------------
 
     def join(self, a: Tensor, b: Tensor, attached: bool = False) -> Tensor:
-        """Joins two tensors element by element: channels with channels, and what is no channel to channels' contexts."""
+        """Joins two tensors element by element; what is no channel goes into the context of the channel it meets."""
         a, b = torch.broadcast_tensors(a, b)
         a_all, b_all = self.all_channels(a), self.all_channels(b)
         if a_all and b_all:
@@ -171,8 +193,8 @@ class Channels:
         if a_none and b_none:
             return a
         reason = f"{self.node.target} combines each with a value of its own (a rotary angle, a mask)"
-        self._meet(a, b, reason)
-        self._meet(b, a, reason)
+        self.meet(a, b, reason)
+        self.meet(b, a, reason)
         if (a_all and b_none) or (b_all and a_none):
             return a if a_all else b
         shape = a.shape
@@ -212,14 +234,9 @@ class Channels:
 
     def touch(self, ids: Tensor) -> None:
         """Notes that an operator acted on channels, so that channels it did not act on are told apart."""
-        self._meet(ids, self.opaque(()), f"{self.node.target} acts on some of them only")
+        self.meet(ids, self.opaque(()), f"{self.node.target} acts on some of them only")
 
-    def meet_of(self, some: np.ndarray, ids: Tensor, other: Tensor, reason: str) -> None:
-        """Adds to the contexts of ``some`` channels what they meet."""
-        inside = torch.from_numpy(np.isin(ids.numpy(), some))
-        self._add_context(ids[inside], other[inside], reason)
-
-    def _meet(self, ids: Tensor, other: Tensor, reason: str) -> None:
+    def meet(self, ids: Tensor, other: Tensor, reason: str) -> None:
         """Adds to the contexts of channels what they meet that is no channel."""
         if not self._contexts or not self.any_channel(ids):
             return

@@ -17,7 +17,6 @@ from permtriton.passes.graph import (
     SITE,
     Constants,
     call_before,
-    copied,
     input_dim,
     module_path,
     parameter_node,
@@ -57,7 +56,6 @@ def fuse_permutations(graph_module: fx.GraphModule, *, plan: Plan, indices: Mapp
     Returns:
         The graph; ``meta["permtriton_decisions"]`` holds a `Decision` for every space of the plan.
     """
-    graph_module = copied(graph_module)
     constants = Constants(graph_module)
     decisions = []
     for space in plan.spaces:

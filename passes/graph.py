@@ -187,8 +187,7 @@ def index_value(node: fx.Node) -> Tensor:
 
 
 def absorb(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """Removes the constant permutations of parameters, once the parameters themselves have been reordered."""
-    graph_module = copied(graph_module)
+    """Removes the constant permutations of parameters, in place, once the parameters themselves have been reordered."""
     for node in [n for n in graph_module.graph.nodes if n.op == "get_attr" and not is_index(n)]:
         end = tail(node)
         if end is not node:

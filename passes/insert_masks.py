@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from permtriton.importance import Importance
-from permtriton.passes.graph import NM_MASK, PERMUTE, Constants, copied, input_dim, parameter_node, wrap
+from permtriton.passes.graph import NM_MASK, PERMUTE, Constants, input_dim, parameter_node, wrap
 from permtriton.passes.insert_permutations import runs_of
 from permtriton.permutation import identity
 from permtriton.plan import Plan, Site
@@ -28,7 +28,6 @@ def insert_masks(
         importances: of every pruned linear, by name, in the order of the weights as they are stored.
         pattern: what is kept.
     """
-    graph_module = copied(graph_module)
     constants = Constants(graph_module)
     for site, name in plan.linears():
         mask_weight(graph_module, constants, site, name, importances[name], pattern)

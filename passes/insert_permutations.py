@@ -14,7 +14,6 @@ from permtriton.passes.graph import (
     SITE,
     Constants,
     call_before,
-    copied,
     input_dim,
     parameter_node,
     products,
@@ -34,7 +33,6 @@ def insert_permutations(
         indices: space name -> unit index, int64 ``[units]``.
         block_size: what the indices must keep to, where they are block permutations.
     """
-    graph_module = copied(graph_module)
     constants = Constants(graph_module)
     for site in plan.sites:
         if site.space.name in indices and not site.space.frozen:

@@ -9,7 +9,7 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_map_only
 
 from permtriton.kernels import assignment, sinkhorn  # noqa: F401 (registers the operators)
-from permtriton.passes.graph import NM_MASK, OURS, Constants, copied, parameter_node
+from permtriton.passes.graph import NM_MASK, OURS, Constants, parameter_node
 from permtriton.passes.lower import INDEX_ARGUMENT
 from permtriton.plan import ChannelSpace, Plan
 from permtriton.relaxation import Relaxation, SiteBlocks
@@ -30,7 +30,6 @@ def insert_relaxation(
         relaxation: of ``spaces``; its parameters become parameters of the graph, shared.
         tau: temperature.
     """
-    graph_module = copied(graph_module)
     constants = Constants(graph_module)
     first = next(n for n in graph_module.graph.nodes if n.op == "call_function")
     call = _caller(first)

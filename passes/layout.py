@@ -4,6 +4,7 @@ import torch
 from torch import fx, nn
 
 from permtriton.config import OProj
+from permtriton.experts import stacked_name
 from permtriton.modules import match_norm
 from permtriton.passes.graph import PRODUCTS, input_dim, module_path, parameter_node, products, source_of, tail
 from permtriton.plan import Axis, ChannelSpace, Norm, Plan, Site
@@ -37,14 +38,20 @@ def separate(plan: Plan, graph_module: fx.GraphModule, model: nn.Module, *, o_pr
 
 def _give_own_space(graph_module: fx.GraphModule, model: nn.Module, site: Site, shared: set[int]) -> None:
     norm, readers = _norm_before(graph_module, model, site)
-    fixed = [name for name in site.linears if type(model.get_submodule(name)) is not nn.Linear]
+    fixed = [name for name in site.linears if not _may_gather(model, name)]
     if norm is None and fixed:
-        reason = f"no norm before it can gather, and neither can a {type(model.get_submodule(fixed[0])).__name__}"
+        reason = (
+            f"no norm before it can gather, and neither can {fixed[0]} itself (a Conv1D, or one of stacked experts)"
+        )
         if site.space.frozen or id(site.space) in shared:
             site.space = ChannelSpace(site.name, (), (), site.space.frozen or reason)
         return
     site.norm = norm
     site.space, site.units = _own_space(graph_module, site, readers), torch.arange(site.channels)
+
+
+def _may_gather(model: nn.Module, name: str) -> bool:
+    return type(model.get_submodule(name)) is nn.Linear and stacked_name(model, name) is None
 
 
 def _own_space(graph_module: fx.GraphModule, site: Site, readers: list[str]) -> ChannelSpace:

@@ -18,7 +18,6 @@ from permtriton.passes.graph import (
     SITE,
     SPARSE_LINEAR,
     call_before,
-    copied,
     is_index,
     products,
 )
@@ -33,7 +32,6 @@ def lower(graph_module: fx.GraphModule) -> fx.GraphModule:
     A gather before it goes into the operator. Masks whose order is still learned stay as they are: their weights change
     at every step.
     """
-    graph_module = copied(graph_module)
     for mask in [node for node in graph_module.graph.nodes if node.target is NM_MASK]:
         if is_index(mask.args[INDEX_ARGUMENT]):
             for call, _ in list(products(mask)):

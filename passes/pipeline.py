@@ -11,6 +11,7 @@ from torch import Tensor, fx
 from permtriton.importance import Importance
 from permtriton.passes.cancel_permutations import cancel_permutations
 from permtriton.passes.fuse_permutations import fuse_permutations
+from permtriton.passes.graph import copied
 from permtriton.passes.insert_masks import insert_masks
 from permtriton.passes.insert_permutations import insert_permutations
 from permtriton.passes.lower import lower
@@ -24,7 +25,7 @@ class Pass:
     """A step of the compiler.
 
     Attributes:
-        run: a plain function from graph module to graph module; it copies what it is given.
+        run: a plain function from graph module to graph module; it rewrites the one that it is given.
         exact: whether the outputs must stay as they were.
     """
 
@@ -44,7 +45,7 @@ class PassResult:
 
     Attributes:
         name: of the pass.
-        graph_module: what it returned.
+        graph_module: what it returned; the next pass rewrites it.
         before: nodes by operator before it.
         after: and after it.
         difference: largest relative difference of the outputs, where they were compared.
@@ -97,7 +98,9 @@ def stand_in_passes(plan: Plan, graph_module: fx.GraphModule, pattern: NMPattern
     for space in plan.spaces:
         if not space.frozen:
             starts = [0, *accumulate(space.segments)]
-            parts = [start + torch.randperm(n, generator=generator) for start, n in zip(starts, space.segments, strict=False)]
+            parts = [
+                start + torch.randperm(n, generator=generator) for start, n in zip(starts, space.segments, strict=False)
+            ]
             indices[space.name] = torch.cat(parts)
     device = next(graph_module.parameters()).device
     importances = {name: Importance(1, torch.ones(site.channels, device=device)) for site, name in plan.linears()}
@@ -120,18 +123,20 @@ def run_passes(
         observe: told of each pass.
 
     Returns:
-        The last graph; parameters are shared with the first.
+        The last graph, a copy; parameters are shared with the first.
 
     Raises:
         VerificationError: a pass broke the graph; it names the pass and the node.
     """
+    graph_module = copied(graph_module)
+    graph_module.graph.eliminate_dead_code()
     verifier = Verifier(graph_module, batches)
     for step in passes:
-        before = graph_module
-        graph_module = step.run(before)
+        before = count_operators(graph_module)
+        graph_module = step.run(graph_module)
         graph_module.graph.eliminate_dead_code()
         graph_module.graph.lint()
         graph_module.recompile()
         difference = verifier.check(step.name, graph_module, exact=step.exact)
-        observe(PassResult(step.name, graph_module, count_operators(before), count_operators(graph_module), difference))
+        observe(PassResult(step.name, graph_module, before, count_operators(graph_module), difference))
     return graph_module

@@ -21,13 +21,12 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import torch
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 from torch import Tensor, fx, nn
 
 from permtriton.passes.channel_rules import IndexValue, LinearCall, ParameterValue, rule_of
-from permtriton.passes.channels import Axis, Channels, Event, Joint, mix
+from permtriton.passes.channels import Axis, Channels, Event, Joint, mix, one_thread
 
 __all__ = ["LinearCall", "Provenance", "Unions", "channel_unions", "propagate"]
 
@@ -100,6 +99,7 @@ class Unions:
         return None
 
 
+@one_thread()
 def propagate(graph_module: fx.GraphModule, outputs: Sequence[int], hidden: int) -> Provenance:
     """Runs channel ids through a graph.
 
@@ -118,8 +118,9 @@ def propagate(graph_module: fx.GraphModule, outputs: Sequence[int], hidden: int)
     return _finish(channels, np.zeros(0, np.int64) if problem else hidden_ids.numpy())
 
 
+@one_thread()
 def channel_unions(graph_module: fx.GraphModule) -> Unions:
-    """Returns the channels that a graph joins, in a fraction of the time of `propagate`, whose first argument it takes."""
+    """Returns the channels that a graph (as in `propagate`) joins, in a fraction of its time."""
     channels = Channels(graph_module, contexts=False)
     _Interpreter(graph_module, channels).results()
     return Unions(channels.total, channels.starts, channels.joints)

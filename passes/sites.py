@@ -8,11 +8,13 @@ import torch
 from torch import Tensor, fx, nn
 
 from permtriton.errors import ModelError
+from permtriton.passes.channels import one_thread
 from permtriton.passes.provenance import LinearCall, Provenance
 from permtriton.plan import LINEAR_MODULES, Axis, ChannelSpace, Plan, Site
 from permtriton.sparsity import NMPattern
 
 
+@one_thread()
 def find_sites(
     provenance: Provenance,
     model: nn.Module,
@@ -73,6 +75,8 @@ def _prunable(
                     f"{owner}: {reason}; choose another pattern, or leave it dense with --skip-indivisible"
                 )
             skipped.setdefault(owner, reason)
+        elif provenance.axes[call.parameter, 1 - call.in_dim].size == 1:
+            skipped.setdefault(owner, "a single output: a gate, not a layer")
         elif owner not in seen:
             seen.add(owner)
             yield call

@@ -5,6 +5,7 @@ their order. So a permutation that is inserted and not undone, folded into one p
 the wrong columns, shows at the first node that joins two channels that were apart.
 """
 
+import copy
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -14,14 +15,12 @@ from torch import Tensor, fx
 
 from permtriton.errors import VerificationError
 from permtriton.passes.graph import NORM_PERMUTE, PERMUTE, RUNS, index_value, is_index
-
 from permtriton.passes.provenance import Unions, channel_unions
 from permtriton.passes.verify import TOLERANCE
 from permtriton.permutation import is_permutation
 
 SMALL = 1 << 24  # parameters up to which graphs are compared in float64 on a CPU
 BUG = ". Nothing was saved; this is a bug of permtriton, please report it with the output of permtriton inspect"
-NARROW = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Verifier:
@@ -34,7 +33,7 @@ class Verifier:
 
     def __init__(self, graph_module: fx.GraphModule, batches: Sequence[Tensor] = ()) -> None:
         self._batches = list(batches)
-        self._graph_module = graph_module
+        self._remember(graph_module)
         self._unions: Unions = channel_unions(graph_module)
         self._outputs = [run(graph_module, batch) for batch in self._batches]
 
@@ -60,16 +59,20 @@ class Verifier:
         difference = None
         if exact and outputs:
             difference = self._compare(name, after, outputs)
-        self._graph_module, self._unions, self._outputs = after, unions, outputs
+        self._unions, self._outputs = unions, outputs
+        self._remember(after)
         return difference
+
+    def _remember(self, graph_module: fx.GraphModule) -> None:
+        self._before = copy.deepcopy(graph_module.graph) if self._batches else graph_module.graph
 
     def _compare(self, name: str, after: fx.GraphModule, outputs: list[Tensor]) -> float:
         largest = 0.0
         for batch, expected, got in zip(self._batches, self._outputs, outputs, strict=True):
-            tolerance = TOLERANCE[_dtype(after) if got.dtype != torch.float64 else torch.float64]
+            tolerance = TOLERANCE[got.dtype]
             difference = relative_difference(expected, got)
             if not difference <= tolerance:
-                node = first_difference(self._graph_module, after, batch, tolerance)
+                node = first_difference(self._before, after, batch, tolerance)
                 raise VerificationError(
                     f"pass {name}: outputs differ by {difference:.1e} of their size, more than {tolerance:.0e}; the "
                     f"first node that differs is {node}" + BUG
@@ -120,14 +123,21 @@ def relative_difference(expected: Tensor, got: Tensor) -> float:
 
 @torch.no_grad()
 def run(graph_module: fx.GraphModule, ids: Tensor, *, wide: bool = True) -> Tensor:
-    """Returns a graph's first output on token ids; a small one is computed in float64 where ``wide``."""
+    """Returns a graph's first output on token ids, where ``wide`` in float64 if it is small, at least in float32."""
     return _Recorder(graph_module, wide=wide).run(ids)[0]
 
 
 @torch.no_grad()
-def first_difference(before: fx.GraphModule, after: fx.GraphModule, ids: Tensor, tolerance: float) -> str:
-    """Returns the name of the first node that both graphs have and whose values differ, whatever their order."""
-    recorders = [_Recorder(before, record=True), _Recorder(after, record=True)]
+def first_difference(before: fx.Graph, after: fx.GraphModule, ids: Tensor, tolerance: float) -> str:
+    """Returns the name of the first node that both graphs have and whose values differ, whatever their order.
+
+    Args:
+        before: an earlier graph of the same module.
+        after: the module with its present graph.
+        ids: token ids of the traced shape.
+        tolerance: relative to a node's largest value.
+    """
+    recorders = [_Recorder(after, graph=before, record=True), _Recorder(after, record=True)]
     for recorder in recorders:
         recorder.run(ids)
     expected, got = recorders[0].seen, recorders[1].seen
@@ -138,13 +148,22 @@ def first_difference(before: fx.GraphModule, after: fx.GraphModule, ids: Tensor,
 
 
 class _Recorder(fx.Interpreter):
-    """Runs a graph, in float64 where it is small, and may keep each node's values, sorted."""
+    """Runs a graph, where ``wide`` in float64 if it is small, at least in float32; may keep each node's values, sorted.
 
-    def __init__(self, graph_module: fx.GraphModule, *, wide: bool = True, record: bool = False) -> None:
-        super().__init__(graph_module)
+    Rounding would hide small errors in narrow types, and send tokens to other experts.
+    """
+
+    def __init__(
+        self, graph_module: fx.GraphModule, *, graph: fx.Graph | None = None, wide: bool = True, record: bool = False
+    ) -> None:
+        super().__init__(graph_module, graph=graph)
         parameters = list(graph_module.parameters())
         small = sum(p.numel() for p in parameters) <= SMALL and all(p.device.type == "cpu" for p in parameters)
-        self._wide, self._record = wide and small, record
+        self._narrow: set[torch.dtype] = set()
+        if wide:
+            self._narrow = {torch.float16, torch.bfloat16} | ({torch.float32} if small else set())
+        self._dtype = torch.float64 if small else torch.float32
+        self._record = record
         self.seen: dict[str, Tensor] = {}
 
     def run_node(self, n: fx.Node) -> Any:
@@ -155,19 +174,11 @@ class _Recorder(fx.Interpreter):
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         value = super().get_attr(target, args, kwargs)
-        return value.double() if self._wide and isinstance(value, Tensor) and value.is_floating_point() else value
+        return value.to(self._widened(value.dtype)) if isinstance(value, Tensor) else value
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if self._wide:
-            if target is torch.ops.aten._assert_tensor_metadata.default:
-                return None
-            args, kwargs = fx.node.map_aggregate((args, kwargs), _widened)
+        args, kwargs = fx.node.map_aggregate((args, kwargs), self._widened)
         return super().call_function(target, args, kwargs)
 
-
-def _widened(value: Any) -> Any:
-    return torch.float64 if isinstance(value, torch.dtype) and value in NARROW else value
-
-
-def _dtype(graph_module: fx.GraphModule) -> torch.dtype:
-    return next(p.dtype for p in graph_module.parameters() if p.is_floating_point())
+    def _widened(self, value: Any) -> Any:
+        return self._dtype if isinstance(value, torch.dtype) and value in self._narrow else value

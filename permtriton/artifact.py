@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from permtriton import memory
-from permtriton.checkpoint import CONFIG_FILE, read_tensors
+from permtriton.checkpoint import CONFIG_FILE, describe_files, read_tensors
 from permtriton.errors import OutputError, VerificationError
 from permtriton.experts import stacked_name
 from permtriton.passes.verify import check_finite_tensor, check_same_outputs, check_weight, model_outputs
@@ -99,6 +99,7 @@ def save_checkpoint(compiled: "CompiledModel", output: Path, *, overwrite: bool)
         saved = time.perf_counter()
         compiled.report["verification"] = verify_checkpoint(compiled, partial, pruned)
         compiled.report["pruned_weights"] = pruned
+        compiled.report["files"] = describe_files(sorted(partial.glob("*.safetensors")))
         seconds = {"save": round(saved - started, 3), "verify": round(time.perf_counter() - saved, 3)}
         compiled.report["seconds"].update(seconds)
         compiled.report["memory"]["peak"] = memory.peak(compiled.model.device)

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -107,7 +107,7 @@ def read_headers(files: Iterable[Path]) -> dict[str, StoredTensor]:
                     if name in found:
                         raise ModelError(f"tensor {name} is both in {found[name].file} and in {file}")
                     found[name] = StoredTensor(file, part.get_dtype(), tuple(part.get_shape()))
-        except (SafetensorError, OSError, ValueError) as error:
+        except (SafetensorError, OSError, ValueError, MemoryError) as error:
             raise ModelError(f"{file} is no whole safetensors file ({error}): it is damaged or truncated") from error
     return found
 
@@ -124,6 +124,25 @@ def file_sha256(path: Path) -> str:
     """Returns the SHA-256 of a file's bytes, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def describe_files(files: Iterable[Path]) -> dict[str, dict[str, Any]]:
+    """Returns the size in bytes and the SHA-256 of each file, by name."""
+    return {file.name: {"bytes": file.stat().st_size, "sha256": file_sha256(file)} for file in files}
+
+
+def check_hashes(folder: Path, hashes: Mapping[str, str], told_by: str) -> None:
+    """Refuses files of a folder whose bytes are not those that were written.
+
+    Raises:
+        ModelError: naming the first file that differs or is missing.
+    """
+    for name, wanted in hashes.items():
+        if not (folder / name).is_file() or file_sha256(folder / name) != wanted:
+            raise ModelError(
+                f"{folder / name} is missing, or its SHA-256 is not the one in {told_by}: the file was changed after "
+                "it was written; copy, export or compile it again"
+            )
 
 
 class ShardWriter:

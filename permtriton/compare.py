@@ -27,6 +27,14 @@ METHODS: dict[str, dict[str, Any]] = {
     "wanda + learned": {"importance": "wanda", "permutation": "learned"},
     "sparsegpt": {"importance": "obs", "permutation": "none", "weight_update": "sparsegpt"},
     "heuristic + sparsegpt": {"importance": "obs", "permutation": "heuristic", "weight_update": "sparsegpt"},
+    "wanda + heuristic (fused)": {"importance": "wanda", "permutation": "heuristic", "layout": "fused"},
+    "wanda + learned (fused)": {"importance": "wanda", "permutation": "learned", "layout": "fused"},
+    "heuristic + sparsegpt (fused)": {
+        "importance": "obs",
+        "permutation": "heuristic",
+        "weight_update": "sparsegpt",
+        "layout": "fused",
+    },
 }
 
 
@@ -96,7 +104,7 @@ def compare(
         started = time.perf_counter()
         values = []
         for seed in seeds:
-            plain: dict[str, Any] = {"weight_update": "none", "update_mask": "own"}
+            plain: dict[str, Any] = {"weight_update": "none", "update_mask": "own", "layout": "portable"}
             chosen = dataclasses.replace(config, seed=seed, **{**plain, **METHODS[method]})
             compiled = compile(copy.deepcopy(model), tokenizer, chosen, ids=ids, progress=progress)
             values.append(evaluation.compiled(compiled.model, hidden_order(compiled.plan, compiled.indices)))

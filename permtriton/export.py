@@ -23,7 +23,8 @@ from permtriton.checkpoint import (
     INDEX_FILE,
     SHARD_BYTES,
     ShardWriter,
-    file_sha256,
+    check_hashes,
+    describe_files,
     read_checkpoint,
     read_json,
 )
@@ -60,8 +61,8 @@ def export(
         progress: told how it goes.
 
     Returns:
-        What is also written as ``export`` to ``permtriton.json``: format, sparsity, weights, dense_bytes, stored_bytes,
-        ratio, loads_with, files (bytes and SHA-256 of each), seconds.
+        What is also written to ``permtriton.json``, as ``export``: format, sparsity, weights, dense_bytes,
+        stored_bytes, ratio, loads_with, seconds; and as ``files``: bytes and SHA-256 of each.
 
     Raises:
         ConfigError: an unknown format, or "plain" for a model that permutes at run time.
@@ -88,7 +89,9 @@ def export(
             told = _write(source, partial, format, shard_bytes, progress)
             _verify(source, partial, progress)
             told["seconds"] = round(time.perf_counter() - started, 3)
-            (partial / REPORT_FILE).write_text(to_json({**report, "export": told}) + "\n", encoding="utf-8")
+            section = {key: value for key, value in told.items() if key != "files"}
+            written = {**report, "files": told["files"], "export": section}
+            (partial / REPORT_FILE).write_text(to_json(written) + "\n", encoding="utf-8")
     return told
 
 
@@ -116,14 +119,15 @@ class _Checkpoint:
         self._thicker = {f"{name}.weight" for name in self.permuted}
         self.pruned: dict[str, int | None] = {name: entry["dim"] for name, entry in self.packed.items()}
         self.pattern = self.quantization.pattern if self.quantization else None
-        for file, wanted in (self.quantization.sha256 if self.quantization else {}).items():
-            if not (folder / file).is_file() or file_sha256(folder / file) != wanted:
-                raise ModelError(
-                    f"{folder / file} is missing, or its SHA-256 is not the one in config.json: the file was changed "
-                    "after it was written; copy or export it again"
-                )
+        check_hashes(folder, self.quantization.sha256 if self.quantization else {}, CONFIG_FILE)
         for name in self.packed:
             packed_parts(name, self.stored)
+        for name in (name.removesuffix("_values") for name in self.stored if name.endswith("_values")):
+            if name in self.stored and name not in self.packed:
+                raise ModelError(
+                    f"{folder}: {name} is stored packed, but {CONFIG_FILE}, quantization_config does not tell of it: "
+                    "the checkpoint is damaged"
+                )
         self._check_permutations()
 
     def _check_permutations(self) -> None:
@@ -131,7 +135,7 @@ class _Checkpoint:
         gathers = self.quantization.gathers if self.quantization else {}
         told = {f"{name}.index": entry["channels"] for name, entry in norms.items()}
         told.update({f"{name}.gather.index": channels for name, channels in gathers.items()})
-        for name in {*told, *(name for name in self.stored if name.endswith(".gather.index"))}:
+        for name in sorted({*told, *(name for name in self.stored if name.endswith(".gather.index"))}):
             if name not in told or name not in self.stored:
                 where = "the weights" if name in told else f"{CONFIG_FILE}, quantization_config"
                 raise ModelError(f"{self.folder}: permutation {name} is missing in {where}: the checkpoint is damaged")
@@ -159,6 +163,7 @@ class _Checkpoint:
         if self.pattern not in (None, pattern):
             raise ModelError(f"{place} tells a sparsity of {pattern}, config.json of {self.pattern}: one is damaged")
         self.pattern = pattern
+        check_hashes(self.folder, _told_hashes(report, place), REPORT_FILE)
         if self.packed:
             return
         self.pruned = _told_weights(report, place)
@@ -237,6 +242,15 @@ def _quantization(folder: Path, config: Mapping[str, Any]) -> PermTritonQuantiza
     return PermTritonQuantizationConfig(**entries)
 
 
+def _told_hashes(report: Mapping[str, Any], place: Path) -> dict[str, str]:
+    files = report.get("files", {})
+    if not isinstance(files, dict) or not all(isinstance(told, dict) and "sha256" in told for told in files.values()):
+        raise ModelError(f"{place}: files is no object of file names, sizes and hashes: the file is damaged")
+    if unsafe := [name for name in files if Path(name).name != name]:
+        raise ModelError(f"{place} names the file {unsafe[0]!r}: expected one in the same folder")
+    return {name: told["sha256"] for name, told in files.items()}
+
+
 def _told_weights(report: Mapping[str, Any], place: Path) -> dict[str, int | None]:
     """Returns the pruned weights that a report tells of; an older one names linears, and no dimensions."""
     told = report.get("pruned_weights")
@@ -275,8 +289,8 @@ def _write(source: _Checkpoint, partial: Path, format: str, shard_bytes: int, pr
             writer.add(name, source.stored_form(name, tensor))
             advance()
         files = writer.close()
-    hashes = {file.name: file_sha256(file) for file in files}
-    config = _config(source, packed, hashes if packed or source.permuted else {})
+    described = describe_files(files)
+    config = _config(source, packed, {name: told["sha256"] for name, told in described.items()})
     (partial / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     _copy_others(source.folder, partial)
     share_mode(partial)
@@ -288,7 +302,7 @@ def _write(source: _Checkpoint, partial: Path, format: str, shard_bytes: int, pr
         "stored_bytes": stored_bytes,
         "ratio": round(stored_bytes / dense_bytes, 6),
         "loads_with": "transformers after import permtriton" if packed or source.permuted else "transformers alone",
-        "files": {file.name: {"bytes": file.stat().st_size, "sha256": hashes[file.name]} for file in files},
+        "files": described,
     }
 
 

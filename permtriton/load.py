@@ -144,7 +144,7 @@ def _config(source: Source) -> Any:
 def _model_class(source: Source) -> Any:
     config = _config(source)
     names = config.architectures or []
-    if not names:
+    if not isinstance(names, list) or not names or not isinstance(names[0], str):
         raise ModelError(
             f'{source.name}: config.json names no class in "architectures": add one, such as LlamaForCausalLM'
         )

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 
-from permtriton.checkpoint import FLOATS, StoredTensor, file_sha256, read_headers
+from permtriton.checkpoint import FLOATS, StoredTensor, check_hashes, read_headers
 from permtriton.errors import ModelError
 from permtriton.kernels.norm_permute import NormVariant
 from permtriton.kernels.sparse_linear import check_packed, packed_shapes, unpack
@@ -151,19 +151,7 @@ class PermTritonQuantizer(HfQuantizer):
         files = [Path(os.path.abspath(file)) for file in checkpoint_files or []]
         self._check_files(files, Path(os.path.abspath(model.config.name_or_path)))
         stored = read_headers(files)
-        prefix = model.base_model_prefix
-        modules = {name for name, _ in model.named_modules()}
-        for name, entry in self.quantization_config.norms.items():
-            if found := _resolve(name, modules, prefix):
-                self._norms[found] = _swap_norm(model, found, entry)
-        for name, channels in self.quantization_config.gathers.items():
-            if found := _resolve(name, modules, prefix):
-                _swap_gather(model, found, channels)
-        parameters = {name for name, _ in model.named_parameters()}
-        for name, entry in self.quantization_config.packed.items():
-            if found := _resolve(name, parameters, prefix):
-                _swap_parameter(model, found, name, entry, stored, self.quantization_config)
-                self._packed[found] = name
+        self._swap(model, stored)
         for name, tensor in model.state_dict().items():
             self._shapes[name], self._dtypes[name] = tensor.shape, self._target_dtype(model, name, tensor)
         self._check_stored(model, stored)
@@ -191,18 +179,35 @@ class PermTritonQuantizer(HfQuantizer):
                 state[key] = state[key].unsqueeze(0)
         return state, {}
 
+    def _swap(self, model: Any, stored: Mapping[str, StoredTensor]) -> None:
+        """Puts permuted modules and packed parameters in their places; those of another class's head are left out."""
+        config = self.quantization_config
+        modules = {name for name, _ in model.named_modules() if name}
+        for name, entry in config.norms.items():
+            if found := _place(name, modules, model):
+                self._norms[found] = _swap_norm(model, found, entry)
+        for name, channels in config.gathers.items():
+            if found := _place(name, modules, model):
+                _swap_gather(model, found, channels)
+        parameters = {name for name, _ in model.named_parameters()}
+        for name, entry in config.packed.items():
+            if found := _place(name, parameters, model):
+                _swap_parameter(model, found, name, entry, stored, config)
+                self._packed[found] = name
+
     def _check_files(self, files: Sequence[Path], folder: Path) -> None:
-        hashes = self.quantization_config.sha256
         for file in files:
             if file.parent != files[0].parent or (folder.is_dir() and not file.is_relative_to(folder)):
                 raise ModelError(
                     f"the index of the weights names {file}, outside the checkpoint's folder: it is damaged"
                 )
-            if hashes and hashes.get(file.name) != file_sha256(file):
-                raise ModelError(
-                    f"{file}: its SHA-256 is not the one in config.json, quantization_config: the file was changed "
-                    "after it was written; copy or export it again"
-                )
+        hashes = self.quantization_config.sha256
+        if hashes and (unknown := sorted({file.name for file in files} - set(hashes))):
+            raise ModelError(
+                f"{unknown[0]} has no SHA-256 in config.json, quantization_config: the checkpoint is damaged"
+            )
+        if files:
+            check_hashes(files[0].parent, hashes, "config.json, quantization_config")
 
     def _check_stored(self, model: Any, stored: Mapping[str, StoredTensor]) -> None:
         """Compares names and shapes before anything is allocated; names that transformers converts come later."""
@@ -215,8 +220,8 @@ class PermTritonQuantizer(HfQuantizer):
                 owner = re.sub(r"(\.gather)?\.index$", "", name)
                 if owner != name and _resolve(owner, modules, prefix):
                     raise ModelError(
-                        f"{tensor.file} holds {name}, a permutation that config.json, quantization_config does not tell "
-                        "of: one of the files is damaged"
+                        f"{tensor.file} holds {name}, a permutation that config.json, quantization_config does not "
+                        "tell of: one of the files is damaged"
                     )
                 converted = True
                 continue
@@ -341,6 +346,22 @@ def _resolve(name: str, known: Any, prefix: str) -> str | None:
     """Returns a checkpoint's name as the model has it, which may be its base model or hold it; None for neither."""
     candidates = (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}")
     return next((candidate for candidate in candidates if candidate in known), None)
+
+
+def _place(name: str, known: set[str], model: Any) -> str | None:
+    """Returns `_resolve`'s answer where it may be None: in a class that the checkpoint was not made of, outside its base.
+
+    Raises:
+        ModelError: the model does not have what it must have.
+    """
+    found = _resolve(name, known, model.base_model_prefix)
+    own = type(model).__name__ in (model.config.architectures or ())
+    if found is None and (own or name.startswith(f"{model.base_model_prefix}.")):
+        raise ModelError(
+            f"config.json, quantization_config tells of {name}, which the {type(model).__name__} that config.json describes "
+            "does not have: the file is damaged"
+        )
+    return found
 
 
 def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:

@@ -21,10 +21,10 @@ class Traced:
     """A model as a graph.
 
     Attributes:
-        graph_module: ``graph_module(input_ids)`` returns what the model returns and its last hidden state, a flat tuple.
-            ``input_ids`` (int64 ``[1, TRACE_TOKENS]``) is the only placeholder. Every parameter is one ``get_attr`` node
-            whose target is its (first) name in ``model.named_parameters()`` and whose value is the model's own
-            ``nn.Parameter``; buffers and constants are ``get_attr`` nodes, too.
+        graph_module: ``graph_module(input_ids)`` returns what the model returns and its last hidden state, as a flat
+            tuple. ``input_ids`` (int64 ``[1, TRACE_TOKENS]``) is the only placeholder. Every parameter is one
+            ``get_attr`` node whose target is its (first) name in ``model.named_parameters()`` and whose value is the
+            model's own ``nn.Parameter``; buffers and constants are ``get_attr`` nodes, too.
         outputs: positions in the output tuple that a caller of the model sees.
         hidden: position of the last hidden state.
     """
@@ -67,7 +67,8 @@ def trace(model: PreTrainedModel) -> Traced:
     """Traces ``model`` on one short sequence; nothing is copied, and a model on the meta device needs no weights.
 
     Raises:
-        ModelError: the model is an encoder-decoder, does not run on token ids alone, or ``torch.export`` cannot follow it.
+        ModelError: the model is an encoder-decoder or does not run on token ids alone, or ``torch.export`` cannot
+            follow it.
     """
     if getattr(model.config, "is_encoder_decoder", False):
         raise ModelError(

@@ -126,7 +126,7 @@ BAD_OPTIONS = {
     "unknown importance": (("--importance", "fancy"), ["'fancy'", "magnitude, wanda, ria, obs"]),
     "unknown permutation": (("--permutation", "fancy"), ["'fancy'", "none, heuristic, learned"]),
     "unknown update": (("--weight-update", "fancy"), ["'fancy'", "none, sparsegpt"]),
-    "unknown layout": (("--layout", "fused"), ["'fused'", "portable"]),
+    "unknown layout": (("--layout", "folded"), ["'folded'", "portable, fused"]),
     "unknown dtype": (("--dtype", "int8"), ["'int8'", "bfloat16"]),
     "unknown device": (("--device", "tpu"), ["'tpu'", "auto, cpu or cuda"]),
     "negative seed": (("--seed", "-1"), ["seed is -1"]),

@@ -29,6 +29,8 @@ OTHER = {
     "permutation": "heuristic",
     "weight_update": "sparsegpt",
     "update_mask": "keep",
+    "layout": "fused",
+    "o_proj": "free",
     "skip_indivisible": True,
     "seed": 7,
     "calibration": "pile",
@@ -63,7 +65,7 @@ def build(model: str = "some/model", recipe: str | None = None, file: Path | Non
 
 
 def test_the_table_of_other_values_is_complete():
-    assert set(OTHER) == option_names() - {"layout"}
+    assert set(OTHER) == option_names()
     default = CompileConfig().to_dict()
     assert [name for name, value in OTHER.items() if default[name] == value] == []
 
@@ -174,7 +176,8 @@ def test_demo_model_takes_the_demo_recipe_and_text_unless_told_otherwise():
         ({"importance": "taylor"}, ["importance", "'taylor'", "wanda", "ria"]),
         ({"permutation": "magic"}, ["permutation", "'magic'", "heuristic"]),
         ({"weight_update": "admm"}, ["weight_update", "'admm'", "sparsegpt"]),
-        ({"layout": "fused"}, ["layout", "'fused'", "portable"]),
+        ({"layout": "folded"}, ["layout", "'folded'", "portable, fused"]),
+        ({"o_proj": "loose"}, ["o_proj", "'loose'", "tied, free"]),
         ({"epochs": "3"}, ["epochs", "'3'", "expected int", "got str"]),
         ({"epochs": True}, ["epochs", "True", "expected int"]),
         ({"epochs": 2.0}, ["epochs", "expected int", "got float"]),

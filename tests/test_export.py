@@ -114,7 +114,8 @@ def test_half_precision_at_2_4_takes_9_16(sources, tmp_path):
     assert told["stored_bytes"] == sum(part.nbytes for part in parts)
     dense = [t for name, t in weights(sources["portable"]).items() if f"{name}_values" in stored]
     assert told["dense_bytes"] == sum(tensor.nbytes for tensor in dense)
-    assert json.loads((tmp_path / "packed" / "permtriton.json").read_text())["export"] == told
+    report = json.loads((tmp_path / "packed" / "permtriton.json").read_text())
+    assert {**report["export"], "files": report["files"]} == told
     for name, file in told["files"].items():
         content = (tmp_path / "packed" / name).read_bytes()
         assert (len(content), hashlib.sha256(content).hexdigest()) == (file["bytes"], file["sha256"])
@@ -139,7 +140,7 @@ def test_a_shard_at_a_time_is_in_memory(sources, tmp_path, monkeypatch):
     told = export(sources["portable"], tmp_path / "out", shard_bytes=16_000)
     assert max(held) <= 16_000
     assert len(told["files"]) > 4
-    with safe_open(tmp_path / "out" / "model-00001-of-00006.safetensors", framework="pt") as file:
+    with safe_open(tmp_path / "out" / next(iter(told["files"])), framework="pt") as file:
         assert file.metadata() == {"format": "pt"}
 
 
@@ -197,6 +198,12 @@ BAD = {
     "deep JSON": (lambda f: (f / "permtriton.json").write_text("[" * 10**5), ["permtriton.json", "JSON"]),
     "no text": (lambda f: (f / "permtriton.json").write_bytes(b"\xff\xfe\x00"), ["permtriton.json"]),
     "no sparsity": (change_report(lambda r: r.pop("config")), ["config.sparsity"]),
+    "no hashes": (change_report(lambda r: r.update(files={"model.safetensors": 1})), ["hashes"]),
+    "another hash": (
+        change_report(lambda r: r.update(files={"model.safetensors": {"sha256": "0"}})),
+        ["SHA-256", "permtriton.json"],
+    ),
+    "a hash outside": (change_report(lambda r: r.update(files={"../f": {"sha256": "0"}})), ["'../f'"]),
     "no pattern": (change_report(lambda r: r["config"].update(sparsity="4:2")), ["4:2"]),
     "no weights told": (change_report(lambda r: r.pop("pruned_weights")), ["which weights are pruned"]),
     "weights told as text": (change_report(lambda r: r.update(pruned_weights=UP)), ["which weights are pruned"]),
@@ -206,15 +213,22 @@ BAD = {
     "no weights": (lambda f: (f / "model.safetensors").unlink(), ["model.safetensors"]),
     "no config": (lambda f: (f / "config.json").unlink(), ["config.json"]),
     "truncated": (
-        lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-7]), ["truncated"],
+        lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-7]),
+        ["truncated"],
     ),
-    "another's format": (change_config(lambda c: c.update(quantization_config={"quant_method": "gptq"})), ["not permtriton's"]),
+    "another's format": (
+        change_config(lambda c: c.update(quantization_config={"quant_method": "gptq"})),
+        ["not permtriton's"],
+    ),
     "not N:M": (change_tensor(UP, third_weight), [UP, "row 5, group 2 holds 3", "2:4"]),
-    "minus zero": (change_tensor(UP, lambda w: torch.where(w == 0, torch.tensor(-0.0, dtype=w.dtype), w)), [UP, "-0.0"]),
+    "minus zero": (
+        change_tensor(UP, lambda w: torch.where(w == 0, torch.tensor(-0.0, dtype=w.dtype), w)),
+        [UP, "-0.0"],
+    ),
     "not finite": (change_tensor(UP, lambda w: w * torch.inf), [UP, "not finite"]),
     "whole numbers": (change_tensor(UP, lambda w: w.to(torch.int32)), [UP, "I32"]),
     "another shape": (change_tensor(UP, lambda w: w[:, :-1]), [UP, "[112, 63]"]),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("format", ["packed", "dense"])
@@ -256,7 +270,7 @@ def test_where_it_may_write(sources, source, tmp_path):
     assert {name: content for name, content in files(tmp_path).items() if not name.startswith("mine")} == before
 
 
-@pytest.mark.parametrize("where", ["pack", "_copy_others", "file_sha256", "_verify"])
+@pytest.mark.parametrize("where", ["pack", "_copy_others", "describe_files", "_verify"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device")])
 def test_an_interruption_leaves_the_earlier_output(sources, tmp_path, monkeypatch, where, error):
     export(sources["portable"], tmp_path / "out")

@@ -357,6 +357,43 @@ def test_what_one_token_does_differently_does_not_matter():
     assert not space_of(check(forward), "down").frozen
 
 
+def test_a_shift_of_all_channels_by_a_token_does_not_matter():
+    for shift in (lambda h: torch.cat([h[:, 1:], h[:, :1]], 1), lambda h: h.roll(1, 1), lambda h: h.flip(1)):
+        plan = check(lambda net, x, shift=shift: net.down(shift(net.up(x))))
+        assert not space_of(plan, "down").frozen
+
+
+def test_a_class_token_before_the_others_does_not_matter():
+    def forward(net, x):
+        tokens = torch.cat([net.vector.expand(2, 1, WIDE), net.up(x)], 1)
+        return net.down(tokens[:, 1:]) + net.side(tokens[:, :1])
+
+    assert not space_of(check(forward), "down").frozen
+
+
+# -- in place ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "activate",
+    [lambda h, net: h.relu_(), lambda h, net: h.add_(net.vector).clamp_(-1, 1), lambda h, net: h.mul_(net.alpha)],
+    ids=["relu", "a_chain", "a_scalar"],
+)
+def test_an_operator_in_place_on_memory_of_its_own_is_like_its_twin(activate):
+    plan = check(lambda net, x: net.down(activate(net.up(x), net)))
+    assert (space_of(plan, "down").segments, plan.barriers) == ((WIDE,), [])
+
+
+def test_an_operator_in_place_on_memory_that_others_read_is_a_barrier():
+    def forward(net, x):
+        hidden = net.up(x)
+        part = hidden[..., :HALF]
+        hidden.relu_()
+        return net.down(hidden) + net.half_down(part)
+
+    assert any("relu_" in barrier for barrier in check(forward).barriers)
+
+
 # -- how sites read a space --------------------------------------------------------------------------------------------
 
 
@@ -533,7 +570,63 @@ def a_normalised_weight(net, x):
     return net.down(functional.linear(net.up(x), weight).relu()) + net.side(net.inner(net.up(x)))
 
 
+def halves_one_token_apart(net, x):
+    hidden = net.up(x)
+    return net.down(torch.cat([hidden[:, 1:, :HALF], hidden[:, :-1, HALF:]], -1))
+
+
+def one_half_rolled_along_tokens(net, x):
+    hidden = net.up(x)
+    return net.down(torch.cat([hidden[..., :HALF].roll(1, 1), hidden[..., HALF:]], -1))
+
+
+def halves_of_two_runs(net, x):
+    return net.down(torch.cat([net.up(x)[..., :HALF], net.up(x.flip(1))[..., HALF:]], -1))
+
+
+def two_runs_in_another_order_for_each_half(net, x):
+    a, b = net.up(x), net.up(x.relu())
+    first = torch.cat([a[..., :HALF], b[..., HALF:]], -1)
+    return net.down(torch.cat([first, torch.cat([b[..., :HALF], a[..., HALF:]], -1)], 1))
+
+
+def cut_between_two_tokens(net, x):
+    return net.down(net.up(x).flatten(1)[:, HALF:-HALF].view(2, TOKENS - 1, WIDE))
+
+
+def rolled_across_tokens(net, x):
+    return net.down(net.up(x).flatten(1).roll(HALF, 1).view(2, TOKENS, WIDE))
+
+
+def moved_across_tokens_by_padding(net, x):
+    flat, pad = net.up(x).flatten(1), net.narrow(x)[:, 0]
+    return net.down(torch.cat([pad, flat, pad], 1).view(2, TOKENS + 1, WIDE)[:, 1:-1])
+
+
+def activated_in_place_while_a_view_is_read(net, x):
+    hidden = net.up(x) * 2
+    part = hidden[..., :HALF]
+    hidden.relu_()
+    return net.down(hidden) + net.half_down(part)
+
+
+def scaled_in_place_after_it_was_read(net, x):
+    hidden = net.up(x)
+    kept = hidden.view(2, TOKENS, 4, 4)[:, :, :2].flatten(-2)
+    hidden.mul_(net.constant)
+    return net.half_down(kept), net.down(hidden)
+
+
 TRICKY = [
+    halves_one_token_apart,
+    one_half_rolled_along_tokens,
+    halves_of_two_runs,
+    two_runs_in_another_order_for_each_half,
+    cut_between_two_tokens,
+    rolled_across_tokens,
+    moved_across_tokens_by_padding,
+    activated_in_place_while_a_view_is_read,
+    scaled_in_place_after_it_was_read,
     one_half_activated,
     halves_with_different_activations,
     one_half_scaled_by_a_number,

@@ -131,7 +131,9 @@ ORDERS = {
         "import sys, importlib, importlib.util, permtriton\n"
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules, 'light'\n"
         "importlib.reload(permtriton)\n"
-        "assert sum('permtriton' in type(f).__module__ for f in sys.meta_path) == 1, 'one hook'\n" + REGISTERED + "import "
+        "assert sum('permtriton' in type(f).__module__ for f in sys.meta_path) == 1, 'one hook'\n"
+        + REGISTERED
+        + "import "
         "transformers\nimportlib.reload(permtriton)\nimportlib.reload(auto)\n"
     ),
     "theirs first": (
@@ -236,7 +238,9 @@ def test_generates_and_saves_again(place, tmp_path, name, fused):
 def test_a_saved_plain_model_needs_no_permtriton(place, tmp_path):
     load(place("llama", "packed")).save_pretrained(tmp_path)
     assert "permtriton" not in (tmp_path / "config.json").read_text()
-    assert set(load_file(tmp_path / "model.safetensors")) == set(load_file(place("llama", "saved") / "model.safetensors"))
+    assert set(load_file(tmp_path / "model.safetensors")) == set(
+        load_file(place("llama", "saved") / "model.safetensors")
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -338,14 +342,17 @@ DAMAGE = {
     "an index too short": (tensors(lambda t: t.update({INDEX: t[INDEX][:-1].clone()})), [INDEX, "[63]", "[64]"]),
     "positions that do not ascend": (tensors(lambda t: t[f"{UP}_positions"].fill_(0)), [UP, "ascend"]),
     "values of another type": (
-        tensors(lambda t: t.update({f"{UP}_values": t[f"{UP}_values"].to(torch.int8)})), [UP, "I8"],
+        tensors(lambda t: t.update({f"{UP}_values": t[f"{UP}_values"].to(torch.int8)})),
+        [UP, "I8"],
     ),
     "values of another shape": (
-        tensors(lambda t: t.update({f"{UP}_values": t[f"{UP}_values"].T.contiguous()})), [UP, "[32, 112]"],
+        tensors(lambda t: t.update({f"{UP}_values": t[f"{UP}_values"].T.contiguous()})),
+        [UP, "[32, 112]"],
     ),
     "a value that is not finite": (tensors(lambda t: t[f"{UP}_values"][0].fill_(torch.inf)), [UP, "not finite"]),
     "embeddings of another shape": (
-        tensors(lambda t: t.update({"lm_head.weight": t["lm_head.weight"][:-1].clone()})), ["lm_head.weight", "[89, 64]"],
+        tensors(lambda t: t.update({"lm_head.weight": t["lm_head.weight"][:-1].clone()})),
+        ["lm_head.weight", "[89, 64]"],
     ),
     "another version": (quantization(lambda q: q.update(version=9)), ["version is 9"]),
     "another pattern": (quantization(lambda q: q.update(sparsity="1:4")), ["1:4"]),
@@ -356,12 +363,19 @@ DAMAGE = {
     ),
     "another shape told": (quantization(lambda q: q["packed"][UP].update(shape=[64, 112])), [UP, "[64, 112]"]),
     "another dimension told": (quantization(lambda q: q["packed"][UP].update(dim=0)), [UP, "[64, 56]"]),
-    "a norm not told": (quantization(lambda q: q["norms"].pop(FIRST_NORM)), [FIRST_NORM, "[1, 64]"]),
-    "a norm too many": (quantization(lambda q: q["norms"].update({"model.norm": q["norms"][FIRST_NORM]})), ["model.norm"]),
-    "a norm of another kind": (quantization(lambda q: q["norms"][FIRST_NORM].update(offset=1.0)), [FIRST_NORM, "offset=1.0"]),
+    "a norm not told": (quantization(lambda q: q["norms"].pop(FIRST_NORM)), [INDEX, "does not tell"]),
+    "a norm too many": (
+        quantization(lambda q: q["norms"].update({"model.norm": q["norms"][FIRST_NORM]})),
+        ["model.norm"],
+    ),
+    "a norm of another kind": (
+        quantization(lambda q: q["norms"][FIRST_NORM].update(offset=1.0)),
+        [FIRST_NORM, "offset=1.0"],
+    ),
     "another epsilon": (quantization(lambda q: q["norms"][FIRST_NORM].update(eps=1e-3)), [FIRST_NORM, "0.001"]),
     "a norm that is none": (
-        quantization(lambda q: q["norms"].update({"model.layers.0.mlp": q["norms"][FIRST_NORM]})), ["no norm of 64"],
+        quantization(lambda q: q["norms"].update({"model.layers.0.mlp": q["norms"][FIRST_NORM]})),
+        ["no norm of 64"],
     ),
     "a gather not told": (quantization(lambda q: q["gathers"].clear()), [O_PROJ, "does not tell"]),
     "a gather of other channels": (quantization(lambda q: q["gathers"].update({O_PROJ: 32})), [O_PROJ, "32 input"]),
@@ -370,13 +384,19 @@ DAMAGE = {
         ["num_hidden_layers", "no layer beyond 1"],
     ),
     "another hidden size": (
-        lambda f: folders.edit_json(f / folders.CONFIG, lambda c: c.update(intermediate_size=10**9)), ["1000000000"],
+        lambda f: folders.edit_json(f / folders.CONFIG, lambda c: c.update(intermediate_size=10**9)),
+        ["1000000000"],
+    ),
+    "no layers": (
+        lambda f: folders.edit_json(f / folders.CONFIG, lambda c: c.update(num_hidden_layers=-1)),
+        ["model.layers", "LlamaForCausalLM", "does not have"],
     ),
     "a third layer": (
-        lambda f: folders.edit_json(f / folders.CONFIG, lambda c: c.update(num_hidden_layers=3)), ["layers.2", "incomplete"],
+        lambda f: folders.edit_json(f / folders.CONFIG, lambda c: c.update(num_hidden_layers=3)),
+        ["layers.2", "incomplete"],
     ),
     "a file of another": (lambda f: (f / "model.safetensors").write_bytes(b"\1" * 9), ["model.safetensors"]),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", DAMAGE)
@@ -406,4 +426,3 @@ def test_a_shard_outside_the_folder_is_refused(tmp_path):
 def test_a_dense_model_is_not_packed_on_loading(place):
     with pytest.raises(ModelError, match="permtriton compile"):
         load(place("llama", "saved"), quantization_config=PermTritonQuantizationConfig(**VALID))
-

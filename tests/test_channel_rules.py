@@ -1,0 +1,244 @@
+"""The rules of permtriton's own operators, in graphs that passes have rewritten, and the unions that verify a pass."""
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional
+
+from permtriton.kernels import nm_mask, norm_permute, permute, sparse_linear  # noqa: F401 (registers the operators)
+from permtriton.passes import channel_rules
+from permtriton.passes.provenance import Provenance, channel_unions, propagate
+from permtriton.permutation import inverse
+from permtriton.trace import unlifted
+
+IN, WIDE, OUT = 12, 16, 8
+INDEX = torch.randperm(WIDE, generator=torch.Generator().manual_seed(0))
+OPS = torch.ops.permtriton
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(IN, WIDE)
+        self.gate = nn.Linear(WIDE, WIDE, bias=False)
+        self.up = nn.Linear(WIDE, WIDE)
+        self.down = nn.Linear(WIDE, OUT)
+        self.norm = nn.RMSNorm(WIDE, eps=1e-6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.enter(x))
+        return self.down(functional.silu(self.gate(x)) * self.up(x))
+
+
+def graph_of(net: nn.Module | None = None) -> fx.GraphModule:
+    net = net or Mlp()
+    return unlifted(torch.export.export(net, (torch.randn(2, 3, IN),), strict=False), net)
+
+
+def node_named(graph_module: fx.GraphModule, name: str) -> fx.Node:
+    return next(node for node in graph_module.graph.nodes if name in (node.name, node.target))
+
+
+def index_node(graph_module: fx.GraphModule, index: Tensor = INDEX) -> fx.Node:
+    name = f"permtriton_index_{len(list(graph_module.buffers()))}"
+    graph_module.register_buffer(name, index)
+    with graph_module.graph.inserting_before(next(iter(graph_module.graph.nodes))):
+        return graph_module.graph.get_attr(name)
+
+
+def insert(graph_module: fx.GraphModule, name: str, op: Callable[..., Any], arguments: Sequence[Any] = ()) -> fx.Node:
+    """Puts ``op(node, *arguments)`` between the node ``name`` and all that read it."""
+    node = node_named(graph_module, name)
+    with graph_module.graph.inserting_after(node):
+        new = graph_module.graph.call_function(op, (node, *arguments))
+    new.meta["val"] = node.meta["val"]
+    node.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
+    return new
+
+
+def permuted(*places: tuple[str, int]) -> fx.GraphModule:
+    """The graph with parameters (or activations) permuted by `INDEX` along a dimension."""
+    graph_module = graph_of()
+    index = index_node(graph_module)
+    for name, dim in places:
+        insert(graph_module, name, OPS.permute.default, (index, dim))
+    graph_module.graph.lint()
+    return graph_module
+
+
+def found(graph_module: fx.GraphModule) -> Provenance:
+    return propagate(graph_module, [], 0)
+
+
+BEFORE = channel_unions(graph_of())
+FOLD = (("gate.weight", 0), ("up.weight", 0), ("up.bias", 0), ("down.weight", 1))
+
+
+# -- unions ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_fold_into_all_producers_and_readers_joins_the_same_channels():
+    after = channel_unions(permuted(*FOLD))
+    assert after.partition() == BEFORE.partition()
+    assert after.first_new(BEFORE) is None
+
+
+@pytest.mark.parametrize(
+    ("left_out", "node"),
+    [("gate.weight", "mul"), ("up.weight", "linear_2"), ("up.bias", "linear_2"), ("down.weight", "linear_3")],
+)
+def test_a_fold_that_leaves_one_out_is_named_at_the_node_that_joins(left_out, node):
+    after = channel_unions(permuted(*(place for place in FOLD if place[0] != left_out)))
+    assert after.partition() != BEFORE.partition()
+    assert after.first_new(BEFORE) == node
+
+
+def test_only_the_gate_is_folded():
+    after = channel_unions(permuted(("gate.weight", 0)))
+    assert after.first_new(BEFORE) == "mul"
+
+
+def test_ids_do_not_depend_on_the_order_of_nodes():
+    graph_module = graph_of()
+    gate, up = node_named(graph_module, "linear_1"), node_named(graph_module, "linear_2")
+    gate.prepend(up)
+    node_named(graph_module, "gate.weight").prepend(node_named(graph_module, "up.weight"))
+    graph_module.graph.lint()
+    assert channel_unions(graph_module).partition() == BEFORE.partition()
+
+
+def test_a_join_that_is_lost_is_a_difference():
+    graph_module = graph_of()
+    multiply = node_named(graph_module, "mul")
+    multiply.args = (multiply.args[1], multiply.args[1])
+    assert channel_unions(graph_module).partition() != BEFORE.partition()
+    assert BEFORE.first_new(channel_unions(graph_module)) == "mul"
+
+
+def test_other_parameters_are_a_difference():
+    class Wider(Mlp):
+        def __init__(self) -> None:
+            super().__init__()
+            self.down = nn.Linear(WIDE, OUT + 1)
+
+    assert channel_unions(graph_of(Wider())).partition() != BEFORE.partition()
+
+
+def test_unions_are_those_of_the_whole_analysis():
+    axes = found(graph_of()).axes
+    labels = np.concatenate([axes[axis] for axis in sorted(axes)])
+    _, first, place = np.unique(labels, return_index=True, return_inverse=True)
+    assert (BEFORE.labels[1:] == first[place] + 1).all(), "the lowest id that each is joined with"
+
+
+# -- permute -----------------------------------------------------------------------------------------------------------
+
+
+def test_permuted_rows_are_read_in_the_order_of_the_index():
+    before, after = found(graph_of()), found(permuted(("gate.weight", 0), ("up.weight", 0), ("up.bias", 0)))
+    assert (before.axes["down.weight", 1] == before.axes["up.weight", 0]).all()
+    assert (after.axes["down.weight", 1] == after.axes["up.weight", 0][INDEX.numpy()]).all()
+
+
+def test_two_permutations_of_a_parameter_compose():
+    graph_module = permuted(*FOLD)
+    other = index_node(graph_module, inverse(INDEX))
+    for name, dim in FOLD:
+        insert(graph_module, next(iter(node_named(graph_module, name).users)).name, OPS.permute.default, (other, dim))
+    assert channel_unions(graph_module).partition() == BEFORE.partition()
+
+
+def test_a_permuted_activation_that_is_not_undone_is_named():
+    assert channel_unions(permuted(("mul", -1))).first_new(BEFORE) == "linear_3"
+    assert channel_unions(permuted(("mul", -1), ("down.weight", 1))).partition() == BEFORE.partition()
+
+
+def test_a_transposed_weight_is_permuted_along_its_present_dimension():
+    class Transposed(Mlp):
+        def forward(self, x: Tensor) -> Tensor:
+            return functional.linear(x, self.enter.weight) @ self.up.weight.t()
+
+    graph_module = graph_of(Transposed())
+    before = found(graph_module)
+    transposed = next(iter(node_named(graph_module, "up.weight").users)).name
+    insert(graph_module, transposed, OPS.permute.default, (index_node(graph_module), 0))
+    after = found(graph_module)
+    assert (before.axes["up.weight", 1] == before.axes["enter.weight", 0]).all()
+    assert (after.axes["up.weight", 1][INDEX.numpy()] == after.axes["enter.weight", 0]).all()
+
+
+def test_a_permutation_by_a_computed_index_is_a_barrier():
+    graph_module = graph_of()
+    insert(graph_module, "mul", OPS.permute.default, (node_named(graph_module, "x"), -1))
+    assert any("permtriton.permute" in barrier for barrier in found(graph_module).barriers)
+
+
+# -- masks, packed weights, norms --------------------------------------------------------------------------------------
+
+
+def test_a_masked_weight_is_the_weight():
+    graph_module = permuted(*FOLD)
+    last = next(iter(node_named(graph_module, "down.weight").users)).name
+    insert(graph_module, last, OPS.nm_mask.default, (None,) * 3 + (1, None, None, [WIDE], 2, 4, False))
+    assert channel_unions(graph_module).partition() == BEFORE.partition()
+    assert found(graph_module).barriers == []
+
+
+@pytest.mark.parametrize("gathers", [False, True])
+def test_a_packed_linear_is_its_linear(gathers):
+    graph_module = permuted(("down.weight", 1), *([] if gathers else FOLD[:3]))
+    linear = node_named(graph_module, "linear_3")
+    x, weight, bias = linear.args
+    index = index_node(graph_module) if gathers else None
+    with graph_module.graph.inserting_before(linear):
+        packed = graph_module.graph.call_function(OPS.pack.default, (weight, 2, 4))
+        parts = [graph_module.graph.call_function(operator.getitem, (packed, i)) for i in (0, 1)]
+        new = graph_module.graph.call_function(
+            OPS.sparse_linear.default, (x, *parts, bias, index, WIDE, 2, 4), name="packed"
+        )
+    new.meta["val"] = linear.meta["val"]
+    linear.replace_all_uses_with(new)
+    graph_module.graph.erase_node(linear)
+    assert channel_unions(graph_module).partition() == BEFORE.partition()
+    call = next(call for call in found(graph_module).linears if call.parameter == "down.weight")
+    assert (call.node, call.source, call.problem) == (new, x, "")
+    if gathers:
+        new.args = (*new.args[:4], None, *new.args[5:])
+        assert channel_unions(graph_module).first_new(BEFORE) == new.name
+
+
+@pytest.mark.parametrize(("columns", "node"), [(("gate.weight", "up.weight"), None), (("up.weight",), "linear_1")])
+def test_a_norm_that_permutes_moves_the_columns_behind_it(columns, node):
+    graph_module = permuted(*((name, 1) for name in columns))
+    norm = node_named(graph_module, "rms_norm")
+    index = next(n for n in graph_module.graph.nodes if str(n.target).startswith("permtriton_index"))
+    with graph_module.graph.inserting_before(norm):
+        arguments = (norm.args[0], norm.args[2], None, index, 1e-6, 0.0, "rms")
+        new = graph_module.graph.call_function(OPS.norm_permute.default, arguments)
+    new.meta["val"] = norm.meta["val"]
+    norm.replace_all_uses_with(new)
+    graph_module.graph.erase_node(norm)
+    after = channel_unions(graph_module)
+    assert after.first_new(BEFORE) == node
+    assert (after.partition() == BEFORE.partition()) == (node is None)
+    assert len(set(found(graph_module).contexts[found(graph_module).axes["norm.weight", 0]])) == 1
+
+
+# -- the tables --------------------------------------------------------------------------------------------------------
+
+
+def test_an_operator_is_in_one_table():
+    tables = (channel_rules.SAME, channel_rules.LAYOUT, channel_rules.ALONG, channel_rules.ELEMENTWISE,
+              channel_rules.REDUCTION, channel_rules.SPECIAL)  # fmt: skip
+    assert sum(map(len, tables)) == len(channel_rules.RULES)
+
+
+def test_every_row_of_ours_names_an_operator():
+    for name in (row for row in channel_rules.SPECIAL if isinstance(row, str)):
+        namespace, _, operator = name.partition("::")
+        assert hasattr(getattr(torch.ops, namespace), operator)

@@ -1,0 +1,135 @@
+"""The traced graph: the model's own parameters, its outputs exactly, and refusals."""
+
+import pytest
+import torch
+from torch import fx, nn
+from transformers import BartConfig, BartForConditionalGeneration, T5Config, T5ForConditionalGeneration
+
+from permtriton.errors import ModelError
+from permtriton.trace import TRACE_TOKENS, Traced, trace, unlifted
+
+from . import zoo
+
+ARCHITECTURES = ("llama", "llama_tied", "llama_eager", "qwen3", "phi3", "gemma2", "opt", "gpt_neox", "gpt2", "bert_mlm")
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def traced(request) -> tuple[nn.Module, Traced]:
+    model = zoo.build(request.param)
+    return model, trace(model)
+
+
+def readers(graph_module: fx.GraphModule) -> list[str]:
+    return [str(node.target) for node in graph_module.graph.nodes if node.op == "get_attr"]
+
+
+def ids(seed: int = 0) -> torch.Tensor:
+    return zoo.token_ids(1, TRACE_TOKENS, seed)
+
+
+def test_the_graph_computes_what_the_model_does(traced):
+    model, graph = traced
+    with torch.no_grad():
+        results = graph.graph_module(ids())
+    expected = zoo.outputs(model, ids())
+    assert len(graph.outputs) == len(expected)
+    for position, value in zip(graph.outputs, expected, strict=True):
+        assert torch.equal(results[position], value)
+
+
+def test_hidden_is_the_last_hidden_state(traced):
+    model, graph = traced
+    with torch.no_grad():
+        hidden = graph.graph_module(ids())[graph.hidden]
+        expected = model.base_model(input_ids=ids(), use_cache=False)[0]
+    assert torch.equal(hidden, expected)
+    assert graph.hidden_node.meta["val"].shape == hidden.shape
+
+
+def test_parameters_are_the_models_own_and_read_by_one_node(traced):
+    model, graph = traced
+    own = dict(model.named_parameters())
+    found = dict(graph.graph_module.named_parameters())
+    assert set(found) <= set(own)
+    assert all(found[name] is own[name] for name in found)
+    assert len(readers(graph.graph_module)) == len(set(readers(graph.graph_module)))
+    assert set(found) == set(readers(graph.graph_module)) & set(own)
+
+
+def test_the_only_placeholder_is_input_ids(traced):
+    _, graph = traced
+    nodes = graph.graph_module.graph.nodes
+    assert [node.name for node in nodes if node.op == "placeholder"] == ["input_ids"]
+    assert {node.op for node in nodes} == {"placeholder", "get_attr", "call_function", "output"}
+    assert not [node for node in nodes if "_assert" in str(node.target)]
+    assert all("val" in node.meta for node in nodes if node.op != "output")
+    assert any("nn_module_stack" in node.meta for node in nodes)
+
+
+@pytest.mark.parametrize("name", ["llama_tied", "gpt2", "bert_mlm"])
+def test_new_data_of_a_parameter_is_seen(name):
+    model = zoo.build(name)
+    graph = trace(model)
+    before = zoo.outputs(model, ids())[0]
+    parameter = model.get_input_embeddings().weight
+    parameter.data = parameter.data * 2
+    with torch.no_grad():
+        after = graph.graph_module(ids())[0]
+    assert not torch.equal(after, before)
+    assert torch.equal(after, zoo.outputs(model, ids())[0])
+
+
+def test_tied_parameters_have_one_node_under_the_first_name():
+    graph = trace(zoo.build("llama_tied"))
+    assert "lm_head.weight" not in readers(graph.graph_module)
+    node = next(n for n in graph.graph_module.graph.nodes if n.target == "model.embed_tokens.weight")
+    assert {str(user.target) for user in node.users} == {"aten.embedding.default", "aten.linear.default"}
+
+
+def test_a_meta_model_gives_the_same_parameters_and_outputs():
+    with torch.device("meta"):
+        model = zoo.build("llama")
+    on_meta, on_cpu = trace(model), trace(zoo.build("llama"))
+    assert set(readers(on_meta.graph_module)) == set(readers(on_cpu.graph_module))
+    assert on_meta.hidden_node.meta["val"].shape == on_cpu.hidden_node.meta["val"].shape
+    assert (on_meta.outputs, on_meta.hidden) == (on_cpu.outputs, on_cpu.hidden)
+
+
+def test_buffers_and_constants_are_attributes():
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("kept", torch.tensor([1.0, 2.0]))
+            self.register_buffer("unsaved", torch.tensor([3.0, 4.0]), persistent=False)
+
+        def forward(self, x):
+            return (x * self.kept + self.unsaved + torch.tensor([5.0, 6.0]),)
+
+    net = Shifted()
+    graph_module = unlifted(torch.export.export(net, (torch.zeros(2),), strict=False), net)
+    assert torch.equal(graph_module(torch.ones(2))[0], net(torch.ones(2))[0])
+    assert {"kept", "unsaved"} < set(readers(graph_module))
+
+
+SMALL = {"vocab_size": zoo.VOCABULARY, "d_model": 16}
+ENCODER_DECODERS = {
+    "T5": lambda: T5ForConditionalGeneration(T5Config(**SMALL, d_kv=8, d_ff=24, num_layers=1, num_heads=2)),
+    "Bart": lambda: BartForConditionalGeneration(BartConfig(**SMALL, encoder_layers=1, decoder_layers=1)),
+}
+
+
+@pytest.mark.parametrize("family", ENCODER_DECODERS)
+def test_an_encoder_decoder_is_refused_with_what_is_missing(family):
+    with torch.device("meta"):
+        model = ENCODER_DECODERS[family]()
+    with pytest.raises(ModelError, match="cannot be traced") as refused:
+        trace(model)
+    for word in (family, "encoder-decoder", "decoder_input_ids", "cross-attention"):
+        assert word in str(refused.value)
+
+
+def test_what_export_cannot_follow_is_refused():
+    model = zoo.build("llama")
+    model.model.norm.forward = lambda x: x if float(x.sum()) > 0 else -x
+    with pytest.raises(ModelError, match="LlamaForCausalLM cannot be traced"):
+        trace(model)
