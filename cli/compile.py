@@ -57,7 +57,7 @@ def compile(
     json: options.Json = False,
     trust_remote_code: options.TrustRemoteCode = False,
 ) -> None:
-    """Prune MODEL to N:M sparsity in the best channel order and write a plain Hugging Face checkpoint."""
+    """Prune MODEL to N:M sparsity in the best channel order and write a Hugging Face checkpoint (see --layout)."""
     arguments = dict(locals())
     with clear_errors():
         chosen = options.build_config(model, recipe, config, arguments)

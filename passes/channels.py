@@ -217,7 +217,7 @@ class Channels:
             first = rows[(..., *[0] * len(dims))]
             alone = first.numel() == rows.numel()
             if not alone:
-                self._add_context(rows, fresh[(..., *[None] * len(dims))].expand(rows.shape), self._apart())
+                self._add_context(rows, fresh.view(*shape, *[1] * len(dims)).expand(rows.shape), self._apart())
             out = first if alone else fresh
         else:
             rows = rows.reshape(*shape, -1)

@@ -135,7 +135,7 @@ class _Interpreter(fx.Interpreter):
         """Runs the graph and returns the ids of its outputs."""
         inputs = [None for node in self.graph.nodes if node.op == "placeholder"]
         with np.errstate(over="ignore"):
-            return self.run(*inputs, enable_io_processing=False)  # type: ignore[no-any-return]
+            return self.run(*inputs, enable_io_processing=False)
 
     def run_node(self, n: fx.Node) -> Any:
         self._channels.node = n

@@ -32,8 +32,8 @@ from permtriton.errors import ConfigError, ModelError, OutputError, Verification
 from permtriton.kernels.sparse_linear import pack
 from permtriton.modules import check_index
 from permtriton.passes.verify import check_weight
+from permtriton.placement import packed_parts, unpacked
 from permtriton.progress import NoProgress, Progress
-from permtriton.quantizer import packed_parts, unpacked
 from permtriton.report import to_json
 from permtriton.schema import METHOD, VERSION, PermTritonQuantizationConfig
 from permtriton.sparsity import NMPattern
@@ -165,6 +165,10 @@ class _Checkpoint:
         self.pattern = pattern
         check_hashes(self.folder, _told_hashes(report, place), REPORT_FILE)
         if self.packed:
+            if report.get("pruned_weights", self.pruned) != self.pruned:
+                raise ModelError(
+                    f"{place} and {CONFIG_FILE}, quantization_config tell of different pruned weights: one is damaged"
+                )
             return
         self.pruned = _told_weights(report, place)
         for name, dim in self.pruned.items():

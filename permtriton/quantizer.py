@@ -20,20 +20,26 @@ from torch import Tensor, nn
 from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 
-from permtriton.checkpoint import FLOATS, StoredTensor, check_hashes, read_headers
+from permtriton.checkpoint import StoredTensor, check_hashes, read_headers
 from permtriton.errors import ModelError
 from permtriton.kernels.norm_permute import NormVariant
-from permtriton.kernels.sparse_linear import check_packed, packed_shapes, unpack
 from permtriton.modules import (
     ChannelGather,
     PermutedLayerNorm,
     PermutedRMSNorm,
     SparseLinear,
     check_index,
-    from_norm,
-    index_dtype,
     match_norm,
-    replace_module,
+)
+from permtriton.placement import (
+    find,
+    is_permuted,
+    owner_of,
+    resolve,
+    swap_gather,
+    swap_norm,
+    swap_parameter,
+    unpacked,
 )
 from permtriton.schema import METHOD, VERSION, PermTritonQuantizationConfig
 
@@ -174,7 +180,7 @@ class PermTritonQuantizer(HfQuantizer):
         """Returns what is saved: the state dict, with one more dimension where transformers alone shall stumble."""
         state = dict(model.state_dict())
         for name, module in model.named_modules():
-            if _is_permuted(module):
+            if is_permuted(module):
                 key = f"{name}.weight"
                 state[key] = state[key].unsqueeze(0)
         return state, {}
@@ -184,15 +190,15 @@ class PermTritonQuantizer(HfQuantizer):
         config = self.quantization_config
         modules = {name for name, _ in model.named_modules() if name}
         for name, entry in config.norms.items():
-            if found := _place(name, modules, model):
-                self._norms[found] = _swap_norm(model, found, entry)
+            if found := find(name, modules, model):
+                self._norms[found] = swap_norm(model, found, entry)
         for name, channels in config.gathers.items():
-            if found := _place(name, modules, model):
-                _swap_gather(model, found, channels)
+            if found := find(name, modules, model):
+                swap_gather(model, found, channels)
         parameters = {name for name, _ in model.named_parameters()}
         for name, entry in config.packed.items():
-            if found := _place(name, parameters, model):
-                _swap_parameter(model, found, name, entry, stored, config)
+            if found := find(name, parameters, model):
+                swap_parameter(model, found, name, entry, stored, config)
                 self._packed[found] = name
 
     def _check_files(self, files: Sequence[Path], folder: Path) -> None:
@@ -215,10 +221,10 @@ class PermTritonQuantizer(HfQuantizer):
         modules = {name for name, _ in model.named_modules() if name}
         found, converted = set(), False
         for name, tensor in stored.items():
-            target = _resolve(name, expected, prefix)
+            target = resolve(name, expected, prefix)
             if target is None:
                 owner = re.sub(r"(\.gather)?\.index$", "", name)
-                if owner != name and _resolve(owner, modules, prefix):
+                if owner != name and resolve(owner, modules, prefix):
                     raise ModelError(
                         f"{tensor.file} holds {name}, a permutation that config.json, quantization_config does not "
                         "tell of: one of the files is damaged"
@@ -248,7 +254,7 @@ class PermTritonQuantizer(HfQuantizer):
     def _allowed(self, model: Any, name: str) -> set[tuple[int, ...]]:
         shape = tuple(self._shapes[name])
         owner, _, kind = name.rpartition(".")
-        return {shape, (1, *shape)} if kind == "weight" and _is_permuted(model.get_submodule(owner)) else {shape}
+        return {shape, (1, *shape)} if kind == "weight" and is_permuted(model.get_submodule(owner)) else {shape}
 
     def _refuse_missing(self, model: Any, missing: set[str]) -> None:
         ignored = "|".join(f"({pattern})" for pattern in model._keys_to_ignore_on_load_missing or ())
@@ -274,7 +280,7 @@ class PermTritonQuantizer(HfQuantizer):
         Only then is it cast to the dtype asked for, as the dense weight would be.
         """
         entry, pattern = self.quantization_config.packed[self._packed[name]], self.quantization_config.pattern
-        owner, attribute = _owner(model, name)
+        owner, attribute = owner_of(model, name)
         values, positions = getattr(owner, f"{attribute}_values"), getattr(owner, f"{attribute}_positions")
         weight = unpacked(name, values, positions, entry["shape"], entry["dim"], pattern.kept, pattern.group)
         delattr(owner, f"{attribute}_values")
@@ -308,127 +314,3 @@ class PermTritonQuantizer(HfQuantizer):
         if config is not None:
             self.quantization_config = model.config.quantization_config = config
             model.hf_quantizer = self
-
-
-def unpacked(
-    name: str, values: Tensor, positions: Tensor, shape: Sequence[int], dim: int, kept: int, group: int
-) -> Tensor:
-    """Returns the parameter that was packed, in its own orientation, after checking everything about it.
-
-    Args:
-        name: for messages.
-        values: as stored.
-        positions: as stored.
-        shape: of the parameter.
-        dim: its input dimension.
-        kept: weights kept in a group.
-        group: consecutive channels in a group.
-
-    Raises:
-        ModelError: it cannot have been packed by permtriton.
-    """
-    outer = [size for position, size in enumerate(shape) if position != dim]
-    rows = torch.Size(outer).numel()
-    try:
-        check_packed(values, positions, rows, shape[dim], kept, group)
-    except ModelError as error:
-        raise ModelError(f"{name}: {error}; the checkpoint is damaged") from error
-    weight = unpack(values, positions, shape[dim], kept, group)
-    return weight.view(*outer, shape[dim]).movedim(-1, dim).contiguous()
-
-
-def _is_permuted(module: nn.Module) -> bool:
-    gathers = isinstance(module, SparseLinear) and module.gather is not None
-    return gathers or isinstance(module, PermutedRMSNorm | PermutedLayerNorm)
-
-
-def _resolve(name: str, known: Any, prefix: str) -> str | None:
-    """Returns a checkpoint's name as the model has it, which may be its base model or hold it; None for neither."""
-    candidates = (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}")
-    return next((candidate for candidate in candidates if candidate in known), None)
-
-
-def _place(name: str, known: set[str], model: Any) -> str | None:
-    """Returns `_resolve`'s answer where it may be None: in a class that the checkpoint was not made of, outside its base.
-
-    Raises:
-        ModelError: the model does not have what it must have.
-    """
-    found = _resolve(name, known, model.base_model_prefix)
-    own = type(model).__name__ in (model.config.architectures or ())
-    if found is None and (own or name.startswith(f"{model.base_model_prefix}.")):
-        raise ModelError(
-            f"config.json, quantization_config tells of {name}, which the {type(model).__name__} that config.json describes "
-            "does not have: the file is damaged"
-        )
-    return found
-
-
-def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    path, _, attribute = name.rpartition(".")
-    return model.get_submodule(path), attribute
-
-
-def _swap_norm(model: nn.Module, name: str, entry: Mapping[str, Any]) -> nn.Module:
-    norm = model.get_submodule(name)
-    channels = entry["channels"]
-    weight = norm._parameters.get("weight")
-    if weight is None or weight.shape != (channels,):
-        raise ModelError(f"config.json, quantization_config: {name} is no norm of {channels} channels in this model")
-    index = torch.empty(channels, dtype=index_dtype(channels), device="meta")
-    replace_module(model, name, from_norm(norm, NormVariant(entry["kind"], entry["eps"], entry["offset"]), index))
-    return norm
-
-
-def _swap_gather(model: nn.Module, name: str, channels: int) -> None:
-    linear = model.get_submodule(name)
-    if not isinstance(linear, nn.Linear) or linear.in_features != channels:
-        raise ModelError(
-            f"config.json, quantization_config: {name} is no linear layer of {channels} input channels in this model"
-        )
-    index = torch.empty(channels, dtype=index_dtype(channels), device="meta")
-    replace_module(model, name, SparseLinear.from_linear(linear, index))
-
-
-def _swap_parameter(
-    model: nn.Module,
-    name: str,
-    stored_name: str,
-    entry: Mapping[str, Any],
-    stored: Mapping[str, StoredTensor],
-    config: PermTritonQuantizationConfig,
-) -> None:
-    owner, attribute = _owner(model, name)
-    shape, dim, pattern = entry["shape"], entry["dim"], config.pattern
-    if list(getattr(owner, attribute).shape) != shape:
-        raise ModelError(
-            f"config.json, quantization_config: {stored_name} has shape {shape}, in the model of config.json "
-            f"it has {list(getattr(owner, attribute).shape)}: the file is damaged"
-        )
-    values, positions = packed_parts(stored_name, stored)
-    shapes = packed_shapes(torch.Size(shape).numel() // shape[dim], shape[dim], pattern.kept, pattern.group)
-    if (values.shape, positions.shape) != shapes or values.dtype not in FLOATS or positions.dtype != "U8":
-        raise ModelError(
-            f"{values.file}: {stored_name} is stored as {values.dtype} {list(values.shape)} and {positions.dtype} "
-            f"{list(positions.shape)}, expected floating-point {list(shapes[0])} and U8 {list(shapes[1])} for "
-            f"{shape} at {pattern}: the checkpoint is damaged"
-        )
-    dtype = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[values.dtype]
-    empty = torch.empty(0, dtype=getattr(owner, attribute).dtype, device="meta")
-    setattr(owner, attribute, nn.Parameter(empty))  # transformers would stumble over None where it initializes
-    owner.register_buffer(f"{attribute}_values", torch.empty(shapes[0], dtype=dtype, device="meta"))
-    owner.register_buffer(f"{attribute}_positions", torch.empty(shapes[1], dtype=torch.uint8, device="meta"))
-
-
-def packed_parts(name: str, stored: Mapping[str, StoredTensor]) -> tuple[StoredTensor, StoredTensor]:
-    """Returns where values and positions of a packed parameter are.
-
-    Raises:
-        ModelError: either is missing.
-    """
-    parts = [stored.get(f"{name}_{part}") for part in ("values", "positions")]
-    if parts[0] is None or parts[1] is None:
-        raise ModelError(
-            f"the checkpoint holds no packed weights for {name}: it is incomplete, or its config is damaged"
-        )
-    return parts[0], parts[1]

@@ -37,7 +37,8 @@ class Traced:
     def hidden_node(self) -> fx.Node:
         """The graph node of the last hidden state."""
         output = next(node for node in reversed(self.graph_module.graph.nodes) if node.op == "output")
-        return output.args[0][self.hidden]  # type: ignore[index,return-value]
+        results: Any = output.args[0]
+        return results[self.hidden]
 
 
 class _Probed(nn.Module):

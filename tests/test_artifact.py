@@ -1,6 +1,7 @@
 """Saving: verified before it is renamed into place, and an earlier output survives whatever goes wrong."""
 
 import errno
+import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,8 @@ from permtriton import artifact
 from permtriton.errors import OutputError, VerificationError
 from permtriton.passes.verify import check_finite_tensor, check_weight
 from permtriton.sparsity import NMPattern
+
+from . import zoo
 
 VOCABULARY = 40
 PRUNED, NORM = "model.layers.1.mlp.up_proj.weight", "model.norm.weight"
@@ -372,3 +375,97 @@ def test_check_finite_tensor_counts():
     check_finite_tensor("t", torch.tensor([1, 2]))
     with pytest.raises(VerificationError, match="t: 2 of 3 values are not finite"):
         check_finite_tensor("t", torch.tensor([1.0, float("nan"), float("inf")]))
+
+
+# -- the fused layout ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def fused() -> permtriton.CompiledModel:
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+    )
+    torch.manual_seed(0)
+    ids = torch.randint(0, VOCABULARY, (4, 16), generator=torch.Generator().manual_seed(0))
+    options = permtriton.CompileConfig(permutation="heuristic", layout="fused")
+    return permtriton.compile(LlamaForCausalLM(config), None, options, ids=ids)
+
+
+def test_a_fused_model_is_saved_with_its_permutations(fused, place):
+    output = fused.save(place / "out")
+    told = json.loads((output / "config.json").read_text())["quantization_config"]
+    assert (told["quant_method"], told["format"], len(told["norms"])) == ("permtriton", "dense", 4)
+    stored = load_file(output / "model.safetensors")
+    indices = {name: tensor for name, tensor in stored.items() if name.endswith(".index")}
+    assert {tensor.dtype for tensor in indices.values()} == {torch.uint8}
+    assert len(indices) == 4
+    reloaded = AutoModelForCausalLM.from_pretrained(output)
+    ids = torch.arange(16).view(1, 16)
+    with torch.no_grad():
+        assert torch.equal(reloaded(ids).logits, fused.model(ids).logits)
+    assert all(torch.equal(fused.model.state_dict()[k], v) for k, v in reloaded.state_dict().items())
+
+
+def test_a_fused_model_that_saves_itself_says_what_it_is(fused, place):
+    fused.save(place / "out")
+    fused.model.save_pretrained(place / "again")
+    assert json.loads((place / "again" / "config.json").read_text())["quantization_config"]["format"] == "dense"
+
+
+def reverse(index: torch.Tensor) -> torch.Tensor:
+    return index.flip(0)
+
+
+@pytest.mark.parametrize("change", [reverse, None])
+def test_a_damaged_permutation_is_found(fused, place, monkeypatch, change):
+    name = "model.layers.1.input_layernorm.index"
+
+    def damage(folder):
+        tensors = load_file(folder / "model.safetensors")
+        index = tensors.pop(name)
+        if change is not None:
+            tensors[name] = change(index)
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+    after_saving(monkeypatch, fused, damage)
+    with pytest.raises(VerificationError, match=name):
+        fused.save(place / "out")
+    assert list(place.iterdir()) == []
+
+
+def test_the_report_names_pruned_weights_and_hashes(compiled, place):
+    output = compiled.save(place / "out")
+    report = json.loads((output / "permtriton.json").read_text())
+    assert report["pruned_weights"][PRUNED] == 1
+    assert len(report["pruned_weights"]) == 14
+    content = (output / "model.safetensors").read_bytes()
+    expected = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    assert report["files"] == {"model.safetensors": expected}
+
+
+def test_pruned_parameters_know_their_input_dimension():
+    for name, dim in (("gpt2", 0), ("llama", 1)):
+        model, plan = zoo.planned(name)
+        found = artifact.pruned_parameters(model, plan)
+        assert set(found.values()) == {dim}
+        assert all(model.get_parameter(parameter).ndim == 2 for parameter in found)
+
+
+def test_stacked_experts_are_one_parameter(place):
+    model = zoo.build_mixture("mixtral")
+    options = permtriton.CompileConfig(permutation="heuristic")
+    result = permtriton.compile(model, None, options, ids=zoo.token_ids())
+    output = result.save(place / "out")
+    report = json.loads((output / "permtriton.json").read_text())
+    stacked = {name: dim for name, dim in report["pruned_weights"].items() if "experts" in name}
+    assert set(stacked.values()) == {2}
+    assert len(stacked) == 4
+    assert set(stacked) <= set(load_file(output / "model.safetensors"))
+    reloaded = AutoModelForCausalLM.from_pretrained(output)
+    assert all(torch.equal(model.state_dict()[k], v) for k, v in reloaded.state_dict().items())

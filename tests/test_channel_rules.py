@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from permtriton.kernels import nm_mask, norm_permute, permute, sparse_linear  # noqa: F401 (registers the operators)
 from permtriton.passes import channel_rules
+from permtriton.passes.channels import Channels
 from permtriton.passes.provenance import Provenance, channel_unions, propagate
 from permtriton.permutation import inverse
 from permtriton.trace import unlifted
@@ -242,3 +243,10 @@ def test_every_row_of_ours_names_an_operator():
     for name in (row for row in channel_rules.SPECIAL if isinstance(row, str)):
         namespace, _, operator = name.partition("::")
         assert hasattr(getattr(torch.ops, namespace), operator)
+
+
+def test_ids_in_overlapping_views_are_counted_once():
+    channels = Channels(graph_of())
+    weight = channel_rules.ParameterValue("up.weight", (WIDE, WIDE), (0, 1), (None, None))
+    channels.separate(channels.axis(weight, 0).unfold(0, 4, 2), "")
+    assert sorted(channels.events[-1].ids) == channels.axis(weight, 0).tolist()

@@ -106,7 +106,7 @@ def test_no_flag_of_the_commands_is_dropped_on_the_way():
 
 
 def test_every_learning_option_needs_learning():
-    assert {f.name for f in fields(LearnConfig)} | {"update_mask"} == set(OPTION_NEEDS)
+    assert {f.name for f in fields(LearnConfig)} | {"update_mask", "o_proj"} == set(OPTION_NEEDS)
 
 
 def test_default_recipe_is_the_dataclass():

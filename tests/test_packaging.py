@@ -37,6 +37,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
         "permtriton.modules",
         "permtriton.experts",
         "permtriton.schema",
+        "permtriton.placement",
         "permtriton.quantizer",
         "permtriton.importance",
         "permtriton.heuristic",
