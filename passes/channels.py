@@ -214,7 +214,9 @@ class Channels:
                 rows = rows.narrow(d, 0, 1)
         fresh = self.opaque(tuple(shape))
         if self._in_range(ids) and self._distinct(_base(ids)):
-            first = rows[(..., *[0] * len(dims))]
+            first = rows
+            for _ in dims:
+                first = first.select(-1, 0)
             alone = first.numel() == rows.numel()
             if not alone:
                 self._add_context(rows, fresh.view(*shape, *[1] * len(dims)).expand(rows.shape), self._apart())

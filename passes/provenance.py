@@ -90,6 +90,11 @@ class Unions:
         """Returns what two graphs over the same parameters have in common exactly when they join the same channels."""
         return repr(self._axes).encode() + self.labels.tobytes()
 
+    @property
+    def parameters(self) -> set[str]:
+        """The parameters whose channels these are."""
+        return {parameter for parameter, _ in self._axes}
+
     def first_new(self, other: "Unions") -> str | None:
         """Returns the first node that joins channels which ``other`` keeps apart, or None."""
         assert self._axes == other._axes, "the graphs are over different parameters"

@@ -50,11 +50,7 @@ class Verifier:
             raise VerificationError(f"pass {name}: {problem}" + BUG)
         unions = channel_unions(after)
         if unions.partition() != self._unions.partition():
-            node = unions.first_new(self._unions) or "a node that was removed"
-            raise VerificationError(
-                f"pass {name}: node {node} joins channels that are different ones in the graph before it: a "
-                "permutation is not undone, or folded in one place and not in another" + BUG
-            )
+            raise VerificationError(f"pass {name}: {_other_channels(self._unions, unions)}" + BUG)
         outputs = [run(after, batch) for batch in self._batches]
         difference = None
         if exact and outputs:
@@ -79,6 +75,18 @@ class Verifier:
                 )
             largest = max(largest, difference)
         return largest
+
+
+def _other_channels(before: Unions, after: Unions) -> str:
+    """What the graph before a pass and the one after it do not join alike."""
+    if before.parameters != after.parameters:
+        return f"only one of the graphs before and after it reads {min(before.parameters ^ after.parameters)}"
+    if node := after.first_new(before):
+        return (
+            f"node {node} joins channels that are different ones in the graph before it: a permutation is not undone, "
+            "or folded in one place and not in another"
+        )
+    return f"nothing joins the channels any more that node {before.first_new(after)} joins in the graph before it"
 
 
 def index_problems(graph_module: fx.GraphModule) -> list[str]:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -143,7 +143,8 @@ def verify_checkpoint(compiled: "CompiledModel", folder: Path, pruned: Mapping[s
     Raises:
         VerificationError: naming the first tensor that is not as it must be.
     """
-    model, config = compiled.model, compiled.config
+    model: Any = compiled.model
+    config = compiled.config
     permuted = permuted_config(model, str(config.sparsity)) is not None
     in_memory = model.hf_quantizer.get_state_dict_and_metadata(model)[0] if permuted else model.state_dict()
     seen = set()

@@ -292,7 +292,7 @@ class PermTritonQuantizer(HfQuantizer):
         seen: dict[tuple[Any, ...], NormVariant | None] = {}
         for name, original in self._norms.items():
             variant = model.get_submodule(name).variant
-            channels = original.weight.numel()
+            channels = original.get_parameter("weight").numel()
             told = tuple(sorted((k, v) for k, v in vars(original).items() if isinstance(v, int | float)))
             key = (type(original), channels, told)
             if key not in seen:

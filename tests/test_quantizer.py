@@ -362,7 +362,7 @@ DAMAGE = {
         ["model.embed_tokens.weight", "incomplete"],
     ),
     "another shape told": (quantization(lambda q: q["packed"][UP].update(shape=[64, 112])), [UP, "[64, 112]"]),
-    "another dimension told": (quantization(lambda q: q["packed"][UP].update(dim=0)), [UP, "[64, 56]"]),
+    "another dimension told": (quantization(lambda q: q["packed"][UP].update(dim=0)), [UP, "not the input dimension"]),
     "a norm not told": (quantization(lambda q: q["norms"].pop(FIRST_NORM)), [INDEX, "does not tell"]),
     "a norm too many": (
         quantization(lambda q: q["norms"].update({"model.norm": q["norms"][FIRST_NORM]})),

@@ -1,0 +1,246 @@
+"""Which configuration a kernel is launched in: the fastest that was measured on this GPU, else the first of its table.
+
+Measured winners come, in this order, from a file beside the model that was loaded, from the user's cache folder, and
+from the files that come with permtriton (``kernels/tuned``). Files are read once, at the first launch on a GPU; then a
+launch costs one look into a dictionary. Launchers run inside opaque operators, so that ``torch.compile`` sees none of
+this.
+
+A shape is known by its numbers, the first of them (rows, tokens) rounded up to a power of two, so that neighbouring
+token counts share what was measured for one of them.
+"""
+
+import json
+import os
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from permtriton.errors import OutputError
+from permtriton.kernels.launch import Config, triton
+
+VERSION = 1
+BESIDE_MODEL = "permtriton-autotune.json"
+SHIPPED = Path(__file__).parent / "tuned"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a launcher asked `config_for`: which table, for which shape."""
+
+    op: str
+    configs: tuple[Config, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def key(self) -> str:
+        """Returns the key of an entry in a cache file."""
+        return entry_key(self.op, self.shape, self.dtype)
+
+
+@dataclass
+class _State:
+    """Of the process: what was read from files, and what launchers were told."""
+
+    chosen: dict[tuple[str, tuple[int, ...], torch.dtype, int], Config] = field(default_factory=dict)
+    entries: dict[int, dict[str, Any]] = field(default_factory=dict)  # by device; key -> stored configuration
+    beside_models: list[Path] = field(default_factory=list)
+    forced: dict[str, Config] = field(default_factory=dict)
+    requests: list[Request] | None = None
+
+    def forget(self) -> None:
+        """Reads the files again at the next launch."""
+        self.chosen.clear()
+        self.entries.clear()
+
+
+_STATE = _State()
+
+
+def config_for(op: str, configs: Sequence[Config], shape: Sequence[int], dtype: torch.dtype) -> Config:
+    """Returns the configuration to launch a kernel in.
+
+    Args:
+        op: name of the table, one a kernel: "permute", "sinkhorn_backward".
+        configs: the table; the first is the default.
+        shape: what the choice depends on, rows or tokens first.
+        dtype: of the data moved.
+    """
+    if _STATE.forced or _STATE.requests is not None:
+        return _watched(op, configs, shape, dtype)
+    key = (op, bucket(shape), dtype, torch.cuda.current_device() if torch.cuda.is_initialized() else -1)
+    config = _STATE.chosen.get(key)
+    if config is None:
+        config = _STATE.chosen[key] = _choose(op, configs, key[1], dtype, key[3])
+    return config
+
+
+def bucket(shape: Sequence[int]) -> tuple[int, ...]:
+    """Returns the shape with its first number rounded up to a power of two."""
+    return (1 << max(int(shape[0]) - 1, 0).bit_length(), *map(int, shape[1:])) if len(shape) else ()
+
+
+def entry_key(op: str, shape: Sequence[int], dtype: torch.dtype) -> str:
+    """Returns ``op 2048x4096 bfloat16``, the shape's first number rounded up as `bucket` does."""
+    return f"{op} {'x'.join(map(str, bucket(shape)))} {str(dtype).removeprefix('torch.')}"
+
+
+def machine_key(device: int | None = None) -> str:
+    """Returns what measured times depend on beside op, shape and dtype: GPU, triton and torch version."""
+    return f"{torch.cuda.get_device_name(device)}, triton {triton.__version__}, torch {torch.__version__}"
+
+
+def cache_file() -> Path:
+    """Returns where winners are kept for this user: ``autotune.json`` in ``$XDG_CACHE_HOME/permtriton``."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "permtriton" / "autotune.json"
+
+
+def use_beside(folder: Path) -> bool:
+    """Uses the winners saved beside a model, where there are any; they come before the user's own cache.
+
+    Returns:
+        Whether the folder holds such a file.
+    """
+    path = Path(folder) / BESIDE_MODEL
+    if not path.is_file():
+        return False
+    if path not in _STATE.beside_models:
+        _STATE.beside_models.insert(0, path)
+        _STATE.forget()
+    return True
+
+
+@contextmanager
+def forced(op: str, config: Config) -> Iterator[None]:
+    """Makes every launch from the table ``op`` use ``config`` for a while."""
+    before = dict(_STATE.forced)
+    _STATE.forced[op] = config
+    try:
+        yield
+    finally:
+        _STATE.forced.clear()
+        _STATE.forced.update(before)
+
+
+@contextmanager
+def requests() -> Iterator[list[Request]]:
+    """Collects, for a while, what launchers ask for: each table and shape once, in order."""
+    before, _STATE.requests = _STATE.requests, []
+    try:
+        yield _STATE.requests
+    finally:
+        _STATE.requests = before
+
+
+def describe(config: Config) -> str:
+    """Returns ``BLOCK=128 num_warps=4 num_stages=2``, by which a trial is known in a file."""
+    return " ".join(f"{name}={value}" for name, value in config.arguments().items())
+
+
+def stored(config: Config) -> dict[str, Any]:
+    """Returns a configuration as it stands in a file."""
+    return {"constants": dict(config.constants), "num_warps": config.num_warps, "num_stages": config.num_stages}
+
+
+def read_entries(path: Path, machine: str) -> dict[str, Any]:
+    """Returns the entries of a cache file for a machine; none where there is no file.
+
+    A damaged file is ignored with a warning.
+    """
+    return _read(path).get(machine, {})
+
+
+def write_entries(path: Path, machine: str, entries: Mapping[str, Any]) -> None:
+    """Adds entries to a cache file, which is replaced whole: a reader never meets half of one.
+
+    Raises:
+        OutputError: the file cannot be written.
+    """
+    machines = _read(path)
+    machines.setdefault(machine, {}).update(entries)
+    temporary = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(
+            "w", encoding="utf-8", dir=path.parent, prefix=".autotune-", suffix=".json", delete=False
+        ) as file:
+            temporary = Path(file.name)
+            json.dump({"version": VERSION, "machines": machines}, file, indent=1, sort_keys=True)
+        os.replace(temporary, path)
+    except OSError as error:
+        if temporary is not None:
+            with suppress(OSError):
+                temporary.unlink()
+        raise OutputError(f"{path}: measured configurations cannot be written: {error.strerror}") from error
+    _STATE.forget()
+
+
+def _watched(op: str, configs: Sequence[Config], shape: Sequence[int], dtype: torch.dtype) -> Config:
+    if _STATE.requests is not None:
+        request = Request(op, tuple(configs), tuple(map(int, shape)), dtype)
+        if request.key not in {known.key for known in _STATE.requests}:
+            _STATE.requests.append(request)
+    return _STATE.forced.get(op, configs[0])
+
+
+def _choose(
+    op: str, configs: Sequence[Config], shape: tuple[int, ...], dtype: torch.dtype, device: int
+) -> Config:
+    """Looks up what was measured; a stored configuration counts only while the table still has it."""
+    if device < 0 or triton is None:
+        return configs[0]
+    if device not in _STATE.entries:
+        _STATE.entries[device] = _load(device)
+    entry = _STATE.entries[device].get(entry_key(op, shape, dtype))
+    return next((config for config in configs if stored(config) == entry), configs[0])
+
+
+def _load(device: int) -> dict[str, Any]:
+    machine, gpu = machine_key(device), torch.cuda.get_device_name(device)
+    found: dict[str, Any] = {}
+    for path in sorted(SHIPPED.glob("*.json")):  # of whatever versions they were measured with
+        for name, entries in _read(path).items():
+            if name.startswith(f"{gpu}, "):
+                found |= entries
+    for path in (cache_file(), *reversed(_STATE.beside_models)):
+        found |= read_entries(path, machine)
+    return {key: entry["config"] for key, entry in found.items()}
+
+
+def _read(path: Path) -> dict[str, dict[str, Any]]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return {}
+    except (OSError, UnicodeDecodeError) as error:
+        return _ignored(path, str(error))
+    try:
+        content = json.loads(text)
+        if content["version"] != VERSION:
+            return _ignored(path, f"it has version {content['version']!r}, this permtriton reads {VERSION}")
+        machines = content["machines"]
+        wrong = [
+            key
+            for entries in machines.values()
+            for key, entry in entries.items()
+            if not isinstance(entry, dict) or not isinstance(entry.get("config"), dict)
+        ]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return _ignored(path, f"it is damaged ({type(error).__name__}: {error})")
+    return _ignored(path, f"its entry {wrong[0]!r} is damaged") if wrong else machines
+
+
+def _ignored(path: Path, why: str) -> dict[str, dict[str, Any]]:
+    warnings.warn(
+        f"{path}: {why}; its measured configurations are not used: run permtriton autotune again, or delete it",
+        UserWarning,
+        stacklevel=3,
+    )
+    return {}
