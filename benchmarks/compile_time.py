@@ -24,7 +24,7 @@ CONFIG = {
     "num_key_value_heads": 32,
     "vocab_size": 32000,
 }
-STAGES = ("trace", "provenance", "sites")  # what is summed up; a further stage is added here and in `measure`
+STAGES = ("trace", "provenance", "sites", "passes")  # what is summed up; a further stage is added here and in `measure`
 
 
 def main() -> None:
@@ -63,6 +63,7 @@ def measure(layers: int) -> dict[str, Any]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from permtriton import NMPattern
+    from permtriton.passes.pipeline import run_passes, stand_in_passes
     from permtriton.passes.provenance import channel_unions, propagate
     from permtriton.passes.sites import find_sites
     from permtriton.report import device_name, versions
@@ -81,8 +82,10 @@ def measure(layers: int) -> dict[str, Any]:
 
     traced = timed("trace", lambda: trace(model))
     found = timed("provenance", lambda: propagate(traced.graph_module, traced.outputs, traced.hidden))
-    timed("sites", lambda: find_sites(found, model, traced.hidden_node, NMPattern(2, 4)))
-    # A further stage of the compiler goes here: timed("passes", lambda: ...), and its name into `STAGES`.
+    pattern = NMPattern(2, 4)
+    plan = timed("sites", lambda: find_sites(found, model, traced.hidden_node, pattern))
+    passes = stand_in_passes(plan, traced.graph_module, pattern)
+    timed("passes", lambda: run_passes(traced.graph_module, passes))  # their structure verified after each
     peak = _peak() - imported
     timed("unions", lambda: channel_unions(traced.graph_module).partition())  # what verifying one pass costs besides
     return {

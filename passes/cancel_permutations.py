@@ -2,7 +2,7 @@
 
 from torch import fx
 
-from permtriton.passes.graph import NORM_PERMUTE, PERMUTE, RUNS, Constants, index_value, is_index
+from permtriton.passes.graph import NORM_PERMUTE, PERMUTE, RUNS, Constants, argument, index_value, is_index
 from permtriton.permutation import compose, moved
 
 
@@ -20,17 +20,16 @@ def cancel_permutations(graph_module: fx.GraphModule) -> fx.GraphModule:
 
 def _merge(node: fx.Node, constants: Constants) -> None:
     """Takes the permutation before a permute node into it, or the permute node into the norm before it."""
-    before = node.args[0]
-    assert isinstance(before, fx.Node)
+    before = argument(node, 0)
     if before.target is PERMUTE and is_index(before.args[1]) and _dim(before) == _dim(node):
-        node.update_arg(1, _composed(before.args[1], node.args[1], constants))
+        node.update_arg(1, _composed(argument(before, 1), argument(node, 1), constants))
         node.update_arg(0, before.args[0])
     elif (
         before.target is NORM_PERMUTE
         and is_index(before.args[3])
         and all(user.target is PERMUTE and user.args[1] is node.args[1] for user in before.users)
     ):
-        before.update_arg(3, _composed(before.args[3], node.args[1], constants))
+        before.update_arg(3, _composed(argument(before, 3), argument(node, 1), constants))
         for user in list(before.users):
             user.replace_all_uses_with(before)
 

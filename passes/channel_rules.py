@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx
 
+from permtriton.passes.graph import source_of
+
 if TYPE_CHECKING:
     from permtriton.passes.channels import Channels
 
@@ -47,8 +49,6 @@ ELEMENTWISE = {
 REDUCTION = {aten.amax, aten.amin, aten.mean, aten.sum, aten.var, aten.std, aten.logsumexp}
 # Operators whose result is always new memory, so that writing into it changes nothing else.
 NEW_MEMORY = ELEMENTWISE | REDUCTION | {aten.linear, aten.addmm, aten.matmul, aten.mm, aten.bmm, aten.embedding}
-# Operators that keep the last dimension's channels, looked through to find what sibling linears share.
-RESHAPING = {aten.view, aten.reshape, aten.contiguous, aten.clone, aten.alias, aten.to, aten.dropout, aten.flatten}
 
 
 @dataclass(frozen=True)
@@ -275,6 +275,8 @@ def _linear(c: "Channels", x: Any, weight: Any, bias: Any = None) -> Any:
         elif rows.numel() > 1:
             c.separate(torch.cat([rows, bias.reshape(-1)]), "what is added to them is no parameter of their own")
     c.linears.append(LinearCall(weight.name, weight.dims[1], c.node, _source(c.node), problem))
+    if rows.numel() == 1:  # a gate: one value for all channels that it is multiplied with
+        return c.opaque((*x.shape[:-1], 1))
     return rows.expand(*x.shape[:-1], -1)
 
 
@@ -316,16 +318,15 @@ def _of_a_weight(result: Callable[[ParameterValue], Any]) -> Rule:
 
 
 def _source(call: fx.Node) -> fx.Node:
-    """Walks back from a linear's input over operators that keep the channels, so that siblings share a source."""
+    """What a linear reads, behind operators that keep the channels, so that siblings share a source."""
     node = call.args[1] if getattr(call.target, "overloadpacket", None) is aten.addmm else call.args[0]
     assert isinstance(node, fx.Node)
-    while getattr(node.target, "overloadpacket", None) in RESHAPING:
-        before = node.args[0]
-        assert isinstance(before, fx.Node)
-        if before.meta["val"].shape[-1] != node.meta["val"].shape[-1]:
-            break
-        node = before
-    return node
+    return source_of(node)
+
+
+def _choice(c: "Channels", target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    c.separate(c.ids_of(args[0]), "they are chosen among by their position")
+    return fx.node.map_aggregate(c.node.meta["val"], c.opaque_like)  # type: ignore[arg-type]
 
 
 # Operators like no other, each with its rule; ours by name, since their kernels need not be loaded.
@@ -342,6 +343,8 @@ SPECIAL: dict[Any, Rule] = {
     aten.rms_norm: lambda c, _, args, kw: _norm(c, args[0], len(args[1]), args[2:3]),
     aten.softmax: _softmax,
     aten._softmax: _softmax,
+    aten.topk: _choice,
+    aten.gather: _choice,
     aten.scaled_dot_product_attention: lambda c, _, args, kw: _attention(c, *args, **kw),
     "permtriton::permute": _permute,
     "permtriton::norm_permute": _norm_permute,

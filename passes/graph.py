@@ -22,7 +22,7 @@ RUNS = "permtriton_runs"  # key in an index node's meta: sizes of the runs of ch
 SITE = "permtriton_site"  # key in a permute node's meta: the site whose linears read it
 
 # Products with a weight -> the position of the activation among their arguments.
-PRODUCTS = {
+PRODUCTS: dict[Any, int] = {
     aten.linear.default: 0,
     aten.addmm.default: 1,
     aten.mm.default: 0,
@@ -61,6 +61,13 @@ def products(weight: fx.Node) -> Iterator[tuple[fx.Node, int]]:
             yield user, PRODUCTS[user.target]
         elif user.args[0] is weight and (OURS in user.meta or user.target in TRANSPOSED):
             yield from products(user)
+
+
+def argument(node: fx.Node, position: int) -> fx.Node:
+    """Returns an argument that is a node."""
+    found = node.args[position]
+    assert isinstance(found, fx.Node), f"argument {position} of {node.name} is {found!r}"
+    return found
 
 
 def input_dim(weight: fx.Node) -> int:

@@ -6,7 +6,16 @@ from torch import fx, nn
 from permtriton.config import OProj
 from permtriton.experts import stacked_name
 from permtriton.modules import match_norm
-from permtriton.passes.graph import PRODUCTS, input_dim, module_path, parameter_node, products, source_of, tail
+from permtriton.passes.graph import (
+    PRODUCTS,
+    argument,
+    input_dim,
+    module_path,
+    parameter_node,
+    products,
+    source_of,
+    tail,
+)
 from permtriton.plan import Axis, ChannelSpace, Norm, Plan, Site
 
 
@@ -24,7 +33,7 @@ def separate(plan: Plan, graph_module: fx.GraphModule, model: nn.Module, *, o_pr
         o_proj: ``free`` gives a site whose channels are tied or kept within heads a permutation over all of them, too.
     """
     shared = {id(space) for space in plan.spaces if len(plan.sites_of(space)) > 1}
-    spaces = []
+    spaces: list[ChannelSpace] = []
     for site in plan.sites:
         within_heads = len(site.space.segments) > 1
         if site.space.frozen or id(site.space) in shared or (within_heads and o_proj == "free"):
@@ -68,7 +77,7 @@ def _own_space(graph_module: fx.GraphModule, site: Site, readers: list[str]) -> 
 def _norm_before(graph_module: fx.GraphModule, model: nn.Module, site: Site) -> tuple[Norm | None, list[str]]:
     """Finds the norm whose output only linears read, and the weights of those that are not the site's own."""
     calls = [call for name in site.linears for call in _calls(graph_module, f"{name}.weight")]
-    sources = {source_of(call.args[PRODUCTS[call.target]]) for call in calls}  # type: ignore[arg-type]
+    sources = {source_of(argument(call, PRODUCTS[call.target])) for call in calls}
     if len(sources) != 1:
         return None, []
     source = sources.pop()

@@ -17,6 +17,7 @@ from permtriton.passes.graph import (
     PRODUCTS,
     SITE,
     SPARSE_LINEAR,
+    argument,
     call_before,
     is_index,
     products,
@@ -42,10 +43,8 @@ def lower(graph_module: fx.GraphModule) -> fx.GraphModule:
 def _pack(call: fx.Node, kept: int, group: int) -> None:
     """Replaces one product."""
     position = PRODUCTS[call.target]
-    activation, weight = call.args[position], call.args[position + 1]
+    activation, weight = argument(call, position), argument(call, position + 1)
     bias = call.args[0] if call.target is aten.addmm.default else call.args[2] if len(call.args) > 2 else None
-    assert isinstance(activation, fx.Node)
-    assert isinstance(weight, fx.Node)
     if call.target is not aten.linear.default:
         weight = call_before(call, aten.t.default, (weight,), weight.meta["val"].t())
     like = torch.empty_like(weight.meta["val"], device="meta")
@@ -53,6 +52,6 @@ def _pack(call: fx.Node, kept: int, group: int) -> None:
     parts = [call_before(call, operator.getitem, (packed, n), packed.meta["val"][n]) for n in range(2)]
     index = None
     if activation.target is PERMUTE and activation.meta.get(SITE) and is_index(activation.args[1]):
-        activation, index = activation.args[0], activation.args[1]
+        activation, index = argument(activation, 0), activation.args[1]
     arguments = (activation, *parts, bias, index, like.shape[1], kept, group)
     call.replace_all_uses_with(call_before(call, SPARSE_LINEAR, arguments, call.meta["val"]))

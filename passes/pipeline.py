@@ -10,6 +10,7 @@ from torch import Tensor, fx
 
 from permtriton.importance import Importance
 from permtriton.passes.cancel_permutations import cancel_permutations
+from permtriton.passes.channels import one_thread
 from permtriton.passes.fuse_permutations import fuse_permutations
 from permtriton.passes.graph import copied
 from permtriton.passes.insert_masks import insert_masks
@@ -133,7 +134,8 @@ def run_passes(
     verifier = Verifier(graph_module, batches)
     for step in passes:
         before = count_operators(graph_module)
-        graph_module = step.run(graph_module)
+        with one_thread():
+            graph_module = step.run(graph_module)
         graph_module.graph.eliminate_dead_code()
         graph_module.graph.lint()
         graph_module.recompile()

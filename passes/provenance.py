@@ -27,10 +27,9 @@ from torch import Tensor, fx, nn
 
 from permtriton.passes.channel_rules import IndexValue, LinearCall, ParameterValue, rule_of
 from permtriton.passes.channels import Axis, Channels, Event, Joint, mix, one_thread
+from permtriton.passes.graph import INDEX
 
 __all__ = ["LinearCall", "Provenance", "Unions", "channel_unions", "propagate"]
-
-INDEX_PREFIX = "permtriton_index"  # how the names of index buffers begin, whose values are known
 
 
 @dataclass
@@ -155,7 +154,7 @@ class _Interpreter(fx.Interpreter):
         if isinstance(value, nn.Parameter):
             shape = tuple(value.shape)
             return ParameterValue(target, shape, tuple(range(len(shape))), (None,) * len(shape))
-        if isinstance(value, Tensor) and target.startswith(INDEX_PREFIX):
+        if isinstance(value, Tensor) and target.startswith(INDEX):
             return IndexValue(value.long().cpu())
         return self._channels.opaque_like(value) if isinstance(value, Tensor) else value
 

@@ -211,7 +211,7 @@ class Routing:
         self._chosen = []
 
         def record(_module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            if len(inputs) > 1:
+            if _chooses(inputs):
                 self._chosen.append(inputs[1].clone())
 
         with self._hooked(record):
@@ -227,7 +227,7 @@ class Routing:
         remaining = list(self._chosen)
 
         def replay(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-            if len(inputs) < 2:
+            if not _chooses(inputs):
                 return None
             before, now = remaining.pop(0).to(inputs[1].device), inputs[1]
             changed = float((now.unsqueeze(-1) != before.unsqueeze(-2)).all(-1).float().mean())
@@ -263,6 +263,11 @@ def _stacks(module: nn.Module) -> list[str]:
     """The 3-D parameters of a module that may hold stacked experts; a single one is a convolution's, or the like."""
     found = [key for key, parameter in module.named_parameters(recurse=False) if parameter.ndim == 3]
     return found if len(found) > 1 else []
+
+
+def _chooses(inputs: tuple[Any, ...]) -> bool:
+    """Whether a module is called as experts are: hidden states, then the numbers of the chosen experts."""
+    return len(inputs) > 1 and isinstance(inputs[1], Tensor) and not inputs[1].is_floating_point()
 
 
 def _apply_gate(stacked: Any, gate_up: Tensor) -> Tensor:

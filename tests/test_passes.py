@@ -1,4 +1,4 @@
-"""Every pass on every architecture: graphs stay valid, outputs stay, counts are as written out, and what breaks is named."""
+"""Every pass on every architecture: graphs stay valid, outputs stay, what is left is counted, what breaks is named."""
 
 import copy
 import functools
@@ -68,7 +68,10 @@ from .test_fold import float32_means_float64
 PATTERN = NMPattern(2, 4)
 LAYOUTS = ("portable", "fused", "free")
 NAMES = [*zoo.ARCHITECTURES, *zoo.MIXTURES]
-every_case = pytest.mark.parametrize(("name", "layout"), [(name, layout) for name in NAMES for layout in LAYOUTS])
+CASES = [
+    (name, layout) for name in NAMES for layout in LAYOUTS if layout != "free" or name not in ("qwen3_moe", "olmoe")
+]
+every_case = pytest.mark.parametrize(("name", "layout"), CASES)
 BATCH = zoo.token_ids(1, 4)
 
 
@@ -498,7 +501,7 @@ def test_an_index_that_crosses_a_block():
         for space in plan.spaces
     }
     run_passes(graph_module, permutation_passes(plan, inside, 16), [BATCH])
-    with pytest.raises(VerificationError, match="pass insert_permutations: index .* out of the run 0 to 15"):
+    with pytest.raises(VerificationError, match=r"pass insert_permutations: index .* out of the run 0 to 15"):
         run_passes(graph_module, permutation_passes(plan, zoo.random_indices(plan), 16), [BATCH])
 
 
@@ -520,7 +523,9 @@ def other_norm_index(graph_module: fx.GraphModule, module: str) -> None:
 
 
 @pytest.mark.parametrize("numbers", [True, False])
-@pytest.mark.parametrize(("name", "module"), [("llama", "model.layers.1.input_layernorm"), ("gpt2", "transformer.h.1.ln_1")])
+@pytest.mark.parametrize(
+    ("name", "module"), [("llama", "model.layers.1.input_layernorm"), ("gpt2", "transformer.h.1.ln_1")]
+)
 def test_a_norm_that_writes_another_order(name, module, numbers):
     damage = partial(other_norm_index, module=module)
     message = broken_run(name, "fused", fuse_permutations, damage, numbers=numbers)
@@ -566,7 +571,7 @@ def test_wrong_numbers_are_not_seen_without_weights():
 
     run_passes(graph_module, [Pass(scale)])
     run_passes(graph_module, [Pass(scale, exact=False)], [BATCH])
-    with pytest.raises(VerificationError, match="pass scale: outputs differ by .* that differs is the output"):
+    with pytest.raises(VerificationError, match=r"pass scale: outputs differ by .* that differs is the output"):
         run_passes(graph_module, [Pass(scale)], [BATCH])
 
 
@@ -857,9 +862,7 @@ def test_only_the_spaces_that_learn_are_relaxed():
     config = LearnConfig(block_size=16, learn_layers="last:1")
     spaces = learned_spaces(plan, config)
     relaxation = Relaxation(spaces, config, 0, torch.device("cpu"))
-    masked = insert_masks(
-        copied(graph_module), plan=plan, importances=random_importances(plan, model), pattern=PATTERN
-    )
+    masked = insert_masks(copied(graph_module), plan=plan, importances=random_importances(plan, model), pattern=PATTERN)
     learning = insert_relaxation(masked, plan=plan, spaces=spaces, relaxation=relaxation, tau=1.0)
     learning.graph.eliminate_dead_code()
     lowered = lower(learning)

@@ -1,0 +1,263 @@
+"""``permtriton inspect``: what is said, printed and drawn, and what is refused."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from transformers import BertConfig, LlamaConfig, MixtralConfig, Olmo2Config, PreTrainedConfig
+from typer.testing import CliRunner
+
+from permtriton.cli.main import app
+from permtriton.errors import ConfigError
+from permtriton.passes.pipeline import PASS_NAMES
+
+from . import zoo
+from .test_cli import check_refusal
+
+RUNNER = CliRunner()
+SIZES = {**zoo.SIZES, "num_key_value_heads": zoo.KEY_VALUE_HEADS}
+CONFIGS: dict[str, tuple[type[PreTrainedConfig], str, dict[str, object]]] = {
+    "llama": (LlamaConfig, "LlamaForCausalLM", SIZES),
+    "olmo2": (Olmo2Config, "Olmo2ForCausalLM", SIZES),
+    "bert": (BertConfig, "BertModel", zoo.SIZES),
+    "mixtral": (MixtralConfig, "MixtralForCausalLM", {**SIZES, "num_local_experts": 5, "num_experts_per_tok": 2}),
+    "deep": (LlamaConfig, "LlamaForCausalLM", {**SIZES, "num_hidden_layers": 12}),
+}
+
+
+@pytest.fixture(scope="module")
+def configs(tmp_path_factory) -> Path:
+    """Folders with a config.json and nothing else."""
+    folder = tmp_path_factory.mktemp("configs")
+    for name, (config, architecture, sizes) in CONFIGS.items():
+        config(**sizes, architectures=[architecture]).save_pretrained(folder / name)
+    return folder
+
+
+@pytest.fixture
+def model(configs, monkeypatch) -> Path:
+    monkeypatch.setenv("COLUMNS", "160")
+    return configs / "llama"
+
+
+def invoke(*arguments: object) -> str:
+    result = RUNNER.invoke(app, ["inspect", *map(str, arguments)])
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def refused(*arguments: object) -> str:
+    """Runs what must end in one line, exit code 2 and no output; returns the line."""
+    result = RUNNER.invoke(app, ["inspect", *map(str, arguments)])
+    assert isinstance(result.exception, SystemExit), f"a traceback: {result.exception!r}"
+    check_refusal(result.exit_code, result.stderr, ())
+    assert result.stdout == ""
+    return result.stderr.splitlines()[-1]
+
+
+def joined(text: str) -> str:
+    """A table's text without its frame: cells that were wrapped are put together again, a row a line."""
+    rows: list[list[str]] = []
+    for line in text.splitlines():
+        if line.startswith("│"):
+            cells = [cell.strip() for cell in line.strip("│").split("│")]
+            if rows and not cells[1] and not cells[2]:
+                rows[-1] = [a + b for a, b in zip(rows[-1], cells, strict=True)]
+            else:
+                rows.append(cells)
+    return "\n".join(" | ".join(row) for row in rows)
+
+
+# -- tables and JSON ---------------------------------------------------------------------------------------------------
+
+
+def test_the_sites_say_what_runs(model):
+    text = joined(invoke(model, "--layout", "fused"))
+    assert "self_attn.q_proj+k_proj+v_proj  (2x) | 3 | 64 | 1 | its own | in the norm model.layers.*.input_layernorm" in text
+    assert "self_attn.o_proj  (2x) | 1 | 64 | 2 | its own | nothing" in text
+    free = joined(invoke(model, "--layout", "fused", "--o-proj", "free"))
+    assert "self_attn.o_proj  (2x) | 1 | 64 | 1 | its own | a gather, 256 bytes a token in bfloat16" in free
+    portable = joined(invoke(model))
+    assert "in the norm" not in portable
+    assert "gather" not in portable
+    assert portable.count("| stream | nothing") == 2
+
+
+def test_several_gathers_are_counted(configs, model):
+    text = joined(invoke(configs / "olmo2", "--layout", "fused"))
+    assert "3 gathers, 768 bytes a token in bfloat16" in text
+    assert "2 gathers, 512 bytes a token in bfloat16" in text
+
+
+def test_a_permutation_that_stays_says_why(configs, model):
+    assert "it is an output of the model" in joined(invoke(configs / "bert"))
+    assert "it is an output of the model" not in joined(invoke(configs / "bert", "--layout", "fused"))
+
+
+def test_json_says_what_runs(model):
+    plan = json.loads(invoke(model, "--json", "--layout", "fused", "--o-proj", "free"))
+    first = {site["name"].removeprefix("model.layers.0."): site["at_run_time"] for site in plan["sites"][:4]}
+    assert first == {
+        "self_attn.q_proj+k_proj+v_proj": {
+            "runs": "in the norm", "norm": "model.layers.0.input_layernorm", "bytes_per_token": 0,
+        },
+        "self_attn.o_proj": {"runs": "gather", "gathers": 1, "bytes_per_token": 4 * zoo.HIDDEN},
+        "mlp.gate_proj+up_proj": {
+            "runs": "in the norm", "norm": "model.layers.0.post_attention_layernorm", "bytes_per_token": 0,
+        },
+        "mlp.down_proj": {"runs": "nothing", "bytes_per_token": 0},
+    }  # fmt: skip
+    assert len(plan["permutations"]) == len(plan["sites"]) == 4 * zoo.LAYERS
+    portable = json.loads(invoke(model, "--json"))
+    assert {site["at_run_time"]["runs"] for site in portable["sites"]} == {"nothing"}
+
+
+@pytest.mark.parametrize("options", [(), ("--layout", "fused"), ("--layout", "fused", "--o-proj", "free")])
+def test_a_deep_model_fits_on_a_screen(configs, model, options):
+    """Layers that are alike are one row."""
+    text = invoke(configs / "deep", *options)
+    assert len(text.splitlines()) <= 50
+    assert text.count("(12x)") >= 4
+    assert not re.search(r"layers\.\d+\.", text)
+
+
+def test_layers_that_differ_are_not_grouped(configs, model):
+    """A gate reads 110 channels in the last layer only: it is said of that layer."""
+    text = joined(invoke(configs / "mixtral"))
+    assert text.count("mlp.experts.*.down_proj  (10x) | 1 | 112 | 2 | its own | nothing") == 1
+
+
+def test_every_mode_reads_the_config_alone(configs, model):
+    assert [path.name for path in model.iterdir()] == ["config.json"]
+
+
+# -- graphs ------------------------------------------------------------------------------------------------------------
+
+
+def headings(text: str) -> list[str]:
+    return re.findall(r"^# (\w+): .*$", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("layout", ["portable", "fused"])
+def test_graph_prints_every_pass(model, layout):
+    text = invoke(model, "--graph", "--layout", layout)
+    assert [name for name in headings(text) if name in PASS_NAMES] == list(PASS_NAMES)
+    assert "# insert_masks: permtriton.nm_mask.default +14" in text
+    last = text.split("# lower:")[1]
+    assert last.count("= permtriton.sparse_linear(") == 14
+    assert ("permtriton.norm_permute(" in last) == (layout == "fused")
+    assert "model.embed_tokens.weight [90, 64]" in last
+
+
+def test_decisions_are_printed_with_the_pass_that_takes_them(model):
+    text = invoke(model, "--graph", "--layout", "fused")
+    place = "# model.layers.0.mlp.gate_proj+up_proj: in the norm model.layers.0.post_attention_layernorm"
+    assert text.count(place) == 1
+    assert text.index("# fuse_permutations:") < text.index(place) < text.index("# cancel_permutations:")
+
+
+@pytest.mark.parametrize("name", PASS_NAMES)
+def test_pass_prints_one_alone(model, name):
+    text = invoke(model, "--pass", name)
+    assert [found for found in headings(text) if found in PASS_NAMES] == [name]
+    assert text in invoke(model, "--graph")
+
+
+def test_layer_prints_one_alone(model):
+    text = invoke(model, "--pass", "lower", "--layer", "1")
+    assert "model.layers.1.mlp.up_proj.weight" in text
+    assert "model.layers.0." not in text
+    assert "model.embed_tokens" not in text
+    assert text.count("= permtriton.sparse_linear(") == 7
+
+
+def statements(text: str) -> tuple[dict[str, str], list[tuple[str, str]]]:
+    """Nodes and edges of DOT, every line accounted for."""
+    lines = text.splitlines()
+    assert lines[0] == "digraph permtriton {"
+    assert lines[-1] == "}"
+    nodes, edges = {}, []
+    for line in lines[2:-1]:
+        node = re.fullmatch(r'  "([\w.]+)" \[label="([^"]*)"[^"]*(?:"[^"]*")?\];', line)
+        edge = re.fullmatch(r'  "([\w.]+)" -> "([\w.]+)" \[label="[^"]*", fontsize=9\];', line)
+        assert node or edge, line
+        if node:
+            assert node[1] not in nodes, f"{node[1]} twice"
+            nodes[node[1]] = node[2]
+        else:
+            edges.append((edge[1], edge[2]))
+    return nodes, edges
+
+
+@pytest.mark.parametrize("options", [(), ("--pass", "insert_permutations"), ("--layer", "1", "--layout", "fused")])
+def test_dot_is_dot(model, tmp_path, options):
+    file = tmp_path / "layer.dot"
+    assert invoke(model, "--dot", file, *options) == ""
+    nodes, edges = statements(file.read_text())
+    assert {end for edge in edges for end in edge} <= set(nodes), "every edge joins nodes that are there"
+    layer = "1" if "--layer" in options else "0"
+    labels = "\n".join(nodes.values())
+    assert f"model.layers.{layer}.mlp.down_proj.weight" in labels
+    assert f"model.layers.{1 - int(layer)}." not in labels
+    last = "permute" if "--pass" in options else "sparse_linear"
+    assert f"permtriton.{last}" in labels
+    assert ("sparse_linear" in labels) == ("--pass" not in options)
+    assert ("norm_permute" in labels) == ("--layout" in options)
+
+
+def test_svg(model, tmp_path, monkeypatch):
+    file = tmp_path / "layer.svg"
+    if shutil.which("dot"):
+        invoke(model, "--dot", file)
+        assert "<svg" in file.read_text()
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    file.unlink(missing_ok=True)
+    line = refused(model, "--dot", file)
+    assert "Graphviz" in line
+    assert ".dot" in line
+    assert not file.exists()
+
+
+def test_a_graphviz_that_fails_is_one_line(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: shutil.__dict__.get("none") or "/bin/false")
+    assert "Graphviz" in refused(model, "--dot", tmp_path / "layer.svg")
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+REFUSALS = {
+    "unknown pass": (("--pass", "fold"), ["'fold'", *PASS_NAMES]),
+    "layer beyond the last": (("--graph", "--layer", "2"), ["layer is 2", "0 to 1"]),
+    "negative layer": (("--graph", "--layer", "-1"), ["layer is -1", "0 to 1"]),
+    "layer to draw": (("--dot", "graph.dot", "--layer", "7"), ["layer is 7", "0 to 1"]),
+    "layer without a graph": (("--layer", "1"), ["--layer", "--graph"]),
+    "graph as JSON": (("--graph", "--json"), ["--json", "--graph"]),
+    "file ending": (("--dot", "graph.png"), ["graph.png", ".dot or .svg"]),
+    "no ending": (("--dot", "graph"), [".dot or .svg"]),
+    "no folder": (("--dot", "no/such/graph.dot"), ["no/such/graph.dot", "cannot be written"]),
+    "unknown layout": (("--layout", "fancy"), ["'fancy'", "portable, fused"]),
+    "unknown o_proj": (("--layout", "fused", "--o-proj", "fancy"), ["'fancy'", "tied, free"]),
+    "o_proj without fused": (("--o-proj", "free"), ["--o-proj", "--layout fused"]),
+    "unknown sparsity": (("--sparsity", "4:2"), ["4:2"]),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_refusals(model, tmp_path, monkeypatch, case):
+    monkeypatch.chdir(tmp_path)
+    options, words = REFUSALS[case]
+    line = refused(model, *options)
+    assert [word for word in words if word not in line] == [], line
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_wrong_ending_is_refused_before_the_work(model, tmp_path, monkeypatch):
+    from permtriton import compiler
+
+    def plan_model(*_arguments: object) -> None:
+        raise ConfigError("the model was traced first")
+
+    monkeypatch.setattr(compiler, "plan_model", plan_model)
+    assert ".dot or .svg" in refused(model, "--dot", tmp_path / "graph.png")

@@ -1,0 +1,80 @@
+"""Mixture-of-experts models from end to end: compiled, saved, reloaded, packed, in both layouts."""
+
+import pytest
+import torch
+from torch import nn
+
+import permtriton
+from permtriton.config import CompileConfig
+from permtriton.export import export
+
+from . import zoo
+
+SUPPORTED = ("mixtral", "qwen3_moe", "qwen2_moe", "olmoe")
+
+
+@pytest.fixture(scope="module", params=[(n, layout) for n in SUPPORTED for layout in ("portable", "fused")], ids=str)
+def case(request, tmp_path_factory):
+    name, layout = request.param
+    folder = tmp_path_factory.mktemp(f"{name}-{layout}")
+    zoo.build_mixture(name).save_pretrained(folder / "dense")
+    model_class = type(zoo.build_mixture(name))
+    model = model_class.from_pretrained(folder / "dense", dtype=torch.bfloat16).eval()
+    config = CompileConfig.from_options({"permutation": "heuristic", "layout": layout})
+    compiled = permtriton.compile(model, None, config, ids=zoo.token_ids())
+    compiled.save(folder / "compiled")
+    return model_class, compiled, folder
+
+
+def stacks(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p for name, p in model.named_parameters() if p.ndim == 3 and ".experts." in name}
+
+
+def test_the_original_experts_are_back_and_pruned(case):
+    _, compiled, _ = case
+    found = stacks(compiled.model)
+    assert len(found) == 2 * zoo.LAYERS
+    for name, weight in found.items():
+        nonzero = (weight != 0).unflatten(-1, (-1, 4)).sum(-1)
+        assert set(nonzero.unique().tolist()) == {2}, f"{name} [experts, out, in] is 2:4 along its inputs"
+
+
+def test_every_expert_has_its_own_order_and_nothing_is_frozen(case):
+    _, compiled, _ = case
+    assert [space.frozen for space in compiled.plan.spaces if space.frozen] == []
+    down = [site for site in compiled.plan.sites if ".experts." in site.name and site.name.endswith("down_proj")]
+    assert len(down) == 5 * zoo.LAYERS
+    assert len({site.space.name for site in down}) == len(down)
+    orders = {tuple(compiled.indices[site.space.name].tolist()) for site in down}
+    assert len(orders) > len(down) // 2, "experts are not sorted alike"
+
+
+def test_the_router_is_dense_and_listed(case):
+    _, compiled, _ = case
+    routers = [n for n, p in compiled.model.named_parameters() if n.endswith("mlp.gate.weight")]
+    assert len(routers) == zoo.LAYERS
+    for name in routers:
+        assert name in compiled.plan.skipped or name.removesuffix(".weight") in compiled.plan.skipped
+        assert bool((compiled.model.get_parameter(name) != 0).all())
+
+
+def test_reloaded_and_packed_compute_the_same_bit_for_bit(case):
+    model_class, compiled, folder = case
+    ids = zoo.token_ids(sequences=2, seed=4)
+    expected = zoo.outputs(compiled.model, ids)
+    told = export(folder / "compiled", folder / "packed", "packed")
+    assert told["ratio"] <= 0.5626
+    for saved in ("compiled", "packed"):
+        reloaded = model_class.from_pretrained(folder / saved, dtype=torch.bfloat16).eval()
+        assert all(torch.equal(a, b) for a, b in zip(expected, zoo.outputs(reloaded, ids), strict=True))
+        assert stacks(reloaded).keys() == stacks(compiled.model).keys()
+
+
+def test_experts_of_another_kind_are_left_dense_with_the_reason():
+    model = zoo.build_mixture("gpt_oss")
+    config = CompileConfig.from_options({"permutation": "heuristic"})
+    compiled = permtriton.compile(model, None, config, ids=zoo.token_ids())
+    refused = {name: reason for name, reason in compiled.plan.skipped.items() if ".experts." in name}
+    assert len(refused) >= 2 * zoo.LAYERS
+    assert all(reason for reason in refused.values())
+    assert all(bool((weight != 0).all()) for weight in stacks(model).values())
