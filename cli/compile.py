@@ -8,7 +8,7 @@ import typer
 from permtriton import compiler, load, memory
 from permtriton.artifact import check_output
 from permtriton.cli import options
-from permtriton.cli.console import BarProgress, clear_errors, out, print_json, table
+from permtriton.cli.console import BarProgress, clear_errors, grouped, out, print_json, table
 from permtriton.cli.inspect import destination
 
 
@@ -90,9 +90,11 @@ def compile(
 
 def print_report(report: dict[str, Any], target: Path) -> None:
     """Prints the result tables of one compilation."""
-    spaces = table("Permutations", "permutation", "channels", "moved", "where it went")
-    for space in report["spaces"]:
-        spaces.add_row(space["name"], str(space["channels"]), str(space["moved"]), destination(space))
+    spaces = table("Permutations", "permutation", "channels", "where it went", "moved")
+    told = [(space["name"], str(space["channels"]), destination(space)) for space in report["spaces"]]
+    for row, members in grouped(told):
+        moved = [report["spaces"][number]["moved"] for number in members]
+        spaces.add_row(*row, " to ".join(dict.fromkeys((str(min(moved)), str(max(moved))))))
     out.print(spaces)
     result = table("Result", "", "", show_header=False)
     evaluation = report["evaluation"]

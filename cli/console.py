@@ -1,9 +1,10 @@
 """What the commands share on a terminal: progress bars, tables, errors."""
 
 import os
+import re
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -88,6 +89,22 @@ def table(title: str, *columns: str, show_header: bool = True) -> Table:
     for column in columns:
         made.add_column(column, overflow="fold")
     return made
+
+
+def grouped(rows: Sequence[tuple[str, ...]]) -> list[tuple[tuple[str, ...], list[int]]]:
+    """Joins rows that differ only in numbers between dots (layers, experts).
+
+    Returns:
+        Each such row once, its numbers replaced by ``*`` and its first cell followed by how many it stands for; and
+        which rows those are.
+    """
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for number, row in enumerate(rows):
+        groups.setdefault(tuple(re.sub(r"(?<=\.)\d+(?=\.)", "*", cell) for cell in row), []).append(number)
+    return [
+        ((f"{key[0]}  ({len(same)}x)", *key[1:]) if len(same) > 1 else rows[same[0]], same)
+        for key, same in groups.items()
+    ]
 
 
 def fail(message: str, code: int) -> None:

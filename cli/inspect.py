@@ -1,9 +1,7 @@
 """``permtriton inspect``."""
 
-import re
 import shutil
 import subprocess
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,8 +10,8 @@ from torch import fx
 
 from permtriton import compiler, load
 from permtriton.cli import options
-from permtriton.cli.console import clear_errors, err, out, print_json, table
-from permtriton.config import CompileConfig, LearnConfig
+from permtriton.cli.console import clear_errors, err, grouped, out, print_json, table
+from permtriton.config import CompileConfig, LearnConfig, check_explicit_options
 from permtriton.errors import ConfigError, OutputError
 from permtriton.passes import drawing
 from permtriton.passes.fuse_permutations import DECISIONS
@@ -49,12 +47,20 @@ def inspect(
     with clear_errors():
         if only is not None and only not in PASS_NAMES:
             raise ConfigError(f"pass {only!r} is unknown: choose one of {', '.join(PASS_NAMES)}")
+        graphs = graph or only is not None or dot is not None
+        if layer is not None and not graphs:
+            raise ConfigError("--layer has no effect without --graph, --pass or --dot: add one of them")
+        if json and graphs:
+            raise ConfigError("--json tells of sites, not of graphs: drop it, or --graph, --pass and --dot")
+        if dot is not None:
+            check_drawing(dot)
         given = {"sparsity": sparsity, "block_size": block_size, "layout": layout, "o_proj": o_proj}
         config = CompileConfig.from_options({**given, "skip_indivisible": skip_indivisible})
+        check_explicit_options({"o_proj": o_proj} if o_proj != CompileConfig.o_proj else {}, config)
         source = load.Source(model, trust_remote_code=trust_remote_code)
         empty = load.load_empty_model(source)
         plan, traced = compiler.plan_model(empty, config)
-        if graph or only or dot:
+        if graphs:
             _graphs(plan, traced, config.sparsity, only, layer, dot)
         elif json:
             print_json(plan_report(plan, block_size))
@@ -103,41 +109,51 @@ def layer_name(plan: Plan, layer: int) -> str:
     raise ConfigError(f"layer is {layer}: this model's pruned layers are {known[0]} to {known[-1]}")
 
 
+def check_drawing(file: Path) -> None:
+    """Refuses what `write_drawing` cannot write, before any work.
+
+    Raises:
+        ConfigError: another kind of file, or no Graphviz for an SVG.
+    """
+    if file.suffix not in (".dot", ".svg"):
+        raise ConfigError(f"--dot {file}: write a file that ends in .dot or .svg")
+    if file.suffix == ".svg" and shutil.which("dot") is None:
+        raise ConfigError(f"--dot {file}: an SVG needs Graphviz's program dot; install it, or write a .dot file")
+
+
 def write_drawing(text: str, file: Path) -> None:
     """Writes DOT, or an SVG that Graphviz makes of it.
 
     Raises:
-        ConfigError: another kind of file, or no Graphviz for an SVG.
-        OutputError: the file cannot be written.
+        OutputError: the file cannot be written, or Graphviz fails.
     """
-    if file.suffix not in (".dot", ".svg"):
-        raise ConfigError(f"--dot {file}: write a file that ends in .dot or .svg")
     try:
         if file.suffix == ".dot":
             file.write_text(text, encoding="utf-8")
-        elif (program := shutil.which("dot")) is None:
-            raise ConfigError(f"--dot {file}: an SVG needs Graphviz's program dot; install it, or write a .dot file")
         else:
-            subprocess.run([program, "-Tsvg", "-o", str(file)], input=text.encode(), check=True)
+            subprocess.run(["dot", "-Tsvg", "-o", str(file)], input=text.encode(), check=True, capture_output=True)
     except OSError as error:
         raise OutputError(f"--dot {file} cannot be written: {error.strerror}") from error
+    except subprocess.CalledProcessError as error:
+        said = " ".join(error.stderr.decode(errors="replace").split())
+        raise OutputError(f"--dot {file} cannot be written: Graphviz's program dot says {said!r}") from error
 
 
 def _print(plan: Plan, block_size: int) -> None:
     sites = table("Sites", "site", "linears", "channels", "blocks", "permutation", "at run time")
-    for row, layers in _grouped([_row(plan, site, block_size) for site in plan.sites]):
-        sites.add_row(f"{row[0]}{layers}", *row[1:])
+    for row, _ in grouped([_row(plan, site, block_size) for site in plan.sites]):
+        sites.add_row(*row)
     out.print(sites)
     spaces = table("Permutations", "permutation", "channels", "produced by", "where it goes, or why there is none")
     reports = [space_report(plan, space) for space in plan.spaces]
     rows = [(r["name"], str(r["channels"]), _few(r["producers"]), destination(r)) for r in reports]
-    for row, layers in _grouped(rows):
-        spaces.add_row(f"{row[0]}{layers}", *row[1:])
+    for row, _ in grouped(rows):
+        spaces.add_row(*row)
     out.print(spaces)
     if plan.skipped:
         skipped = table("Not pruned", "left dense", "why")
-        for row, layers in _grouped(list(plan.skipped.items())):
-            skipped.add_row(f"{row[0]}{layers}", *row[1:])
+        for row, _ in grouped(list(plan.skipped.items())):
+            skipped.add_row(*row)
         out.print(skipped)
     for barrier in plan.barriers:
         out.print(f"barrier: {barrier}", highlight=False, markup=False)
@@ -147,14 +163,6 @@ def _row(plan: Plan, site: Site, block_size: int) -> tuple[str, ...]:
     blocks = "-" if site.space.frozen else str(len(site.space.blocks(block_size)))
     order = "its own" if site.space.name == site.name else site.space.name
     return site.name, str(len(site.linears)), str(site.channels), blocks, order, running(at_run_time(site))
-
-
-def _grouped(rows: Sequence[tuple[str, ...]]) -> list[tuple[tuple[str, ...], str]]:
-    """Rows that differ in numbers between dots only (layers, experts), once, with how many they stand for."""
-    groups: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
-    for row in rows:
-        groups.setdefault(tuple(re.sub(r"(?<=\.)\d+(?=\.)", "*", cell) for cell in row), []).append(row)
-    return [(key, f"  ({len(same)}x)") if len(same) > 1 else (same[0], "") for key, same in groups.items()]
 
 
 def running(cost: dict[str, Any]) -> str:

@@ -2,8 +2,10 @@
 
 import typer
 
+from permtriton.cli.autotune import autotune
 from permtriton.cli.compare import compare
 from permtriton.cli.compile import compile
+from permtriton.cli.doctor import doctor
 from permtriton.cli.export import export
 from permtriton.cli.inspect import inspect
 
@@ -17,6 +19,8 @@ app.command()(compile)
 app.command()(inspect)
 app.command()(compare)
 app.command()(export)
+app.command()(doctor)
+app.command()(autotune)
 
 
 def main() -> None:

@@ -190,9 +190,7 @@ def _watched(op: str, configs: Sequence[Config], shape: Sequence[int], dtype: to
     return _STATE.forced.get(op, configs[0])
 
 
-def _choose(
-    op: str, configs: Sequence[Config], shape: tuple[int, ...], dtype: torch.dtype, device: int
-) -> Config:
+def _choose(op: str, configs: Sequence[Config], shape: tuple[int, ...], dtype: torch.dtype, device: int) -> Config:
     """Looks up what was measured; a stored configuration counts only while the table still has it."""
     if device < 0 or triton is None:
         return configs[0]

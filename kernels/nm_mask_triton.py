@@ -12,7 +12,8 @@ sides in permuted order: the rows of W and dL/dW_eff that give ``A`` and ``S`` g
 that a block of up to 128 padded channels reads each once; larger blocks are cut into pairs of tiles and read again.
 The result's rows go to base order when stored. Every split has its own partial sums, added in a fixed order: the same
 input gives the same bits. Partial sums take ``4 splits block`` bytes a channel, nothing of W's size is made.
-Products: 3x TF32 (three tensor-core products of split float32 numbers, relative error about 1e-6), never plain TF32.
+Products: no TF32; each float32 operand is split into two bfloat16 halves and three of the four products of halves are
+taken on the tensor cores with float32 accumulation: a relative error of at most 2^-16 a product, where TF32 has 2^-10.
 Floor: 4 bytes a weight at 16 bits; 4 TILE_C floating-point operations a weight, three times that on the tensor cores.
 
 A group of padded width ``PADDED`` (the next power of two) takes ``PADDED`` places of a tile; those beyond ``group``
@@ -34,6 +35,8 @@ from permtriton.kernels.launch import Build, Config, jit, tl, triton
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WHOLE_BLOCK = 128  # padded channels: the largest block whose dP is one tile
 PART_OF_BLOCK = 64  # tile of larger blocks
+LEAST_ROWS = 512  # of W in a split of the backward
+MOST_TILE_O = 128
 ROW_MAJOR = Config({"TILE_O": 32, "TILE_GROUPS": 16}, num_warps=4, num_stages=1)
 
 # Tiles for groups of four; larger groups take fewer rows.
@@ -45,13 +48,14 @@ CONFIGS: tuple[Config, ...] = (
     Config({"TILE_O": 2048, "TILE_GROUPS": 1}, num_warps=8, num_stages=1),
     Config({"TILE_O": 256, "TILE_GROUPS": 4}, num_warps=4, num_stages=1),
 )
+# For blocks of 64 channels; other tiles take other numbers of rows, see `_backward_rows`.
 BACKWARD_CONFIGS: tuple[Config, ...] = (
-    Config({"TILE_O": 32, "PROGRAMS": 1024}, num_warps=4, num_stages=2),
-    Config({"TILE_O": 64, "PROGRAMS": 1024}, num_warps=4, num_stages=2),
-    Config({"TILE_O": 64, "PROGRAMS": 512}, num_warps=8, num_stages=2),
-    Config({"TILE_O": 32, "PROGRAMS": 512}, num_warps=4, num_stages=3),
-    Config({"TILE_O": 32, "PROGRAMS": 2048}, num_warps=4, num_stages=2),
     Config({"TILE_O": 32, "PROGRAMS": 1024}, num_warps=8, num_stages=2),
+    Config({"TILE_O": 32, "PROGRAMS": 512}, num_warps=8, num_stages=2),
+    Config({"TILE_O": 32, "PROGRAMS": 2048}, num_warps=8, num_stages=2),
+    Config({"TILE_O": 32, "PROGRAMS": 1024}, num_warps=8, num_stages=3),
+    Config({"TILE_O": 32, "PROGRAMS": 1024}, num_warps=4, num_stages=2),
+    Config({"TILE_O": 64, "PROGRAMS": 1024}, num_warps=8, num_stages=2),
 )
 
 
@@ -79,7 +83,7 @@ def _nm_mask_fwd_kernel(
     row_factor = 0.0
     if STATISTICS:
         row_factor = tl.load(row + o, mask=o < rows, other=0.0)
-    channels, weights, scores = (), (), ()
+    weights, scores = (), ()
     for k in tl.static_range(GROUP):
         channel = tl.load(index + g * GROUP + k, mask=g < groups, other=0).to(tl.int64)
         value = tl.load(weight + o_long * stride_o + channel * stride_c, mask=inside, other=0.0)
@@ -87,7 +91,7 @@ def _nm_mask_fwd_kernel(
         if STATISTICS:
             column_factor = tl.load(column + channel)
         score = _scores(value.to(tl.float32), tl.load(scale + channel), row_factor, column_factor, POWER, STATISTICS)
-        channels, weights, scores = channels + (channel,), weights + (value,), scores + (score,)
+        weights, scores = weights + (value,), scores + (score,)  # noqa: RUF005
     for k in tl.static_range(GROUP):
         rank = tl.zeros([TILE_O, TILE_GROUPS], tl.int32)
         for other in tl.static_range(GROUP):
@@ -96,7 +100,8 @@ def _nm_mask_fwd_kernel(
             elif other > k:
                 rank += 1 - (scores[k] >= scores[other]).to(tl.int32)
         result = tl.where((rank < KEPT) & (weights[k] != 0.0), weights[k], 0.0)  # -0.0 becomes 0.0
-        tl.store(masked + channels[k] * out_stride_c + o_long, result.to(weights[k].dtype), mask=inside)
+        channel = tl.load(index + g * GROUP + k, mask=g < groups, other=0).to(tl.int64)
+        tl.store(masked + channel * out_stride_c + o_long, result.to(weights[k].dtype), mask=inside)
 
 
 @jit
@@ -142,11 +147,22 @@ def _softmax_of_groups(
 
 
 @jit
+def _add_product(product, left, right):
+    """product + left right^T, of float32 tiles."""
+    left_high, right_high = left.to(tl.bfloat16), right.to(tl.bfloat16)
+    left_low = (left - left_high.to(tl.float32)).to(tl.bfloat16)
+    right_low = (right - right_high.to(tl.float32)).to(tl.bfloat16)
+    product = tl.dot(left_low, tl.trans(right_high), product)
+    product = tl.dot(left_high, tl.trans(right_low), product)
+    return tl.dot(left_high, tl.trans(right_high), product)
+
+
+@jit
 def _nm_mask_bwd_kernel(
     grad, weight, scale, row, column, index, partial, first, size, rows, rows_a_split, offset, total,
     grad_stride_o, grad_stride_c, stride_o, stride_c,
     GROUP: tl.constexpr, PADDED: tl.constexpr, POWER: tl.constexpr, STATISTICS: tl.constexpr,
-    GROUP_SCALE: tl.constexpr, FLOOR: tl.constexpr, WHOLE: tl.constexpr, PRECISION: tl.constexpr,
+    GROUP_SCALE: tl.constexpr, FLOOR: tl.constexpr, WHOLE: tl.constexpr,
     TILE_C: tl.constexpr, TILE_O: tl.constexpr,
 ):  # fmt: skip
     block, split = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
@@ -188,8 +204,8 @@ def _nm_mask_bwd_kernel(
                 grad, weight, scale, row, column, c_channel, c_valid, o, end, grad_stride_o, grad_stride_c, stride_o,
                 stride_c, POWER, STATISTICS,
             )  # fmt: skip
-        product = tl.dot(agreement, tl.trans(soft), product, input_precision=PRECISION)
-        product = tl.dot(scores, tl.trans(grad_scores), product, input_precision=PRECISION)
+        product = _add_product(product, agreement, soft)
+        product = _add_product(product, scores, grad_scores)
     out = partial + split * total + offset + block * size * size
     places = (c_channel - start)[:, None] * size + j[None, :]
     tl.store(out + places, product, mask=c_valid[:, None] & j_valid[None, :])
@@ -258,9 +274,8 @@ def nm_mask_backward_triton(
     config = config_for("nm_mask_backward", BACKWARD_CONFIGS, (rows, weight.shape[1], max(block_sizes)), weight.dtype)
     runs = [(size, len(list(run))) for size, run in groupby(block_sizes)]
     programs = sum(count * _backward_tile(size, group)[2] for size, count in runs)
-    tile_o = config.constants["TILE_O"]
-    splits = max(min(config.constants["PROGRAMS"] // programs, triton.cdiv(rows, 8 * tile_o)), 1)
-    rows_a_split = triton.cdiv(triton.cdiv(rows, splits), tile_o) * tile_o
+    splits = max(min(config.constants["PROGRAMS"] // programs, triton.cdiv(rows, LEAST_ROWS)), 1)
+    rows_a_split = triton.cdiv(triton.cdiv(rows, splits), MOST_TILE_O) * MOST_TILE_O
     splits = triton.cdiv(rows, rows_a_split)
     partial = torch.empty((splits, total), device=weight.device)
     factors, index, first, offset = _factors(scale, row, column), index.contiguous(), 0, 0
@@ -269,8 +284,9 @@ def nm_mask_backward_triton(
         _nm_mask_bwd_kernel[(count, splits, pairs)](
             grad, weight, *factors, index, partial, first, size, rows, rows_a_split, offset, total,
             *grad.stride(), *weight.stride(), GROUP=group, PADDED=triton.next_power_of_2(group), POWER=power,
-            STATISTICS=row is not None, GROUP_SCALE=group_scale, FLOOR=floor, WHOLE=whole, PRECISION="tf32x3",
-            TILE_C=tile_c, TILE_O=tile_o, num_warps=config.num_warps, num_stages=config.num_stages,
+            STATISTICS=row is not None, GROUP_SCALE=group_scale, FLOOR=floor, WHOLE=whole,
+            TILE_C=tile_c, TILE_O=_backward_rows(config, tile_c), num_warps=config.num_warps,
+            num_stages=config.num_stages,
         )  # fmt: skip
         first, offset = first + size * count, offset + size * size * count
     return partial.sum(0) if splits > 1 else partial[0]
@@ -314,6 +330,11 @@ def _backward_tile(size: int, group: int) -> tuple[int, bool, int]:
     return PART_OF_BLOCK, False, triton.cdiv(padded, PART_OF_BLOCK) ** 2
 
 
+def _backward_rows(config: Config, tile_c: int) -> int:
+    """Returns the rows of a backward tile: with more channels fewer, so that a tile stays in registers."""
+    return min(max(config.constants["TILE_O"] * 64 // tile_c, 16), MOST_TILE_O)
+
+
 def builds() -> Iterator[Build]:
     """Yields every kernel in every configuration, for weights whose channels are rows of memory, at 2:4."""
     for dtype in ("bf16", "fp32"):
@@ -343,10 +364,10 @@ def _forward_build(dtype: str, config: Config, kept: int, group: int, default: b
 
 
 def _backward_build(dtype: str, config: Config, tile_c: int, whole: bool, default: bool) -> Build:
-    tile_o = config.constants["TILE_O"]
+    tile_o = _backward_rows(config, tile_c)
     constants = {
         "grad_stride_o": 1, "stride_o": 1, "GROUP": 4, "PADDED": 4, "POWER": 1, "STATISTICS": True,
-        "GROUP_SCALE": True, "FLOOR": 0.1, "WHOLE": whole, "PRECISION": "tf32x3", "TILE_C": tile_c, "TILE_O": tile_o,
+        "GROUP_SCALE": True, "FLOOR": 0.1, "WHOLE": whole, "TILE_C": tile_c, "TILE_O": tile_o,
     }  # fmt: skip
     signature = {
         "grad": f"*{dtype}", "weight": f"*{dtype}", "scale": "*fp32", "row": "*fp32", "column": "*fp32",

@@ -5,14 +5,16 @@
 
 Shapes: ``logits``, ``soft`` ``[n, B, B]``; scales ``[rounds, n, B]`` float32. The backward pass replays the rounds from
 the saved scale vectors, 2 x rounds x B float32 a block, instead of from ``rounds`` saved matrices.
-Bytes moved: logits read once, soft written once.
+Bytes moved: logits read once, soft written once, and the scales.
+
+On a GPU `permtriton.kernels.sinkhorn_triton` runs, and the reference for float64 logits and blocks beyond 128.
 """
 
 import torch
 from torch import Tensor
 
-TINY = 1e-30  # keeps the reciprocal of an underflown sum finite; a column all below it (69 tau under its rows' maxima)
-# is left short of a sum of 1
+from permtriton.kernels.launch import triton
+from permtriton.kernels.sinkhorn_triton import TINY, sinkhorn_backward_triton, sinkhorn_triton, supports
 
 
 def sinkhorn(logits: Tensor, tau: float, rounds: int) -> Tensor:
@@ -80,6 +82,18 @@ def _sinkhorn(logits: Tensor, tau: float, rounds: int) -> tuple[Tensor, Tensor, 
 @torch.library.custom_op("permtriton::sinkhorn_backward", mutates_args=())
 def _sinkhorn_backward(grad: Tensor, logits: Tensor, rows: Tensor, columns: Tensor, tau: float) -> Tensor:
     return sinkhorn_backward_reference(grad, logits, rows, columns, tau)
+
+
+if triton is not None:
+
+    @_sinkhorn.register_kernel("cuda")
+    def _(logits: Tensor, tau: float, rounds: int) -> tuple[Tensor, Tensor, Tensor]:
+        return (sinkhorn_triton if supports(logits) else sinkhorn_reference)(logits, tau, rounds)
+
+    @_sinkhorn_backward.register_kernel("cuda")
+    def _(grad: Tensor, logits: Tensor, rows: Tensor, columns: Tensor, tau: float) -> Tensor:
+        backward = sinkhorn_backward_triton if supports(logits) else sinkhorn_backward_reference
+        return backward(grad, logits, rows, columns, tau)
 
 
 @_sinkhorn.register_fake

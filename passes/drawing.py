@@ -6,7 +6,7 @@ from permtriton.passes.graph import OURS, module_path
 
 
 def nodes_of(graph_module: fx.GraphModule, module: str = "") -> list[fx.Node]:
-    """Returns the nodes that were traced in ``module`` or below, with the constants that they read, in order.
+    """Returns the nodes that were traced in ``module`` or below, with the weights that they read, in order.
 
     Args:
         graph_module: a graph after any pass.
@@ -15,9 +15,15 @@ def nodes_of(graph_module: fx.GraphModule, module: str = "") -> list[fx.Node]:
     nodes = list(graph_module.graph.nodes)
     if not module:
         return nodes
-    inside = {n for n in nodes if n.op == "call_function" and f"{module_path(n)}.".startswith(f"{module}.")}
-    read = {before for n in inside for before in n.all_input_nodes if before.op == "get_attr"}
-    return [node for node in nodes if node in inside or node in read]
+    shown = {n for n in nodes if n.op == "call_function" and f"{module_path(n)}.".startswith(f"{module}.")}
+    waiting = list(shown)
+    while waiting:
+        for before in waiting.pop().all_input_nodes:
+            weight = before.op == "get_attr" or (OURS in before.meta and not module_path(before))
+            if weight and before not in shown:
+                shown.add(before)
+                waiting.append(before)
+    return [node for node in nodes if node in shown]
 
 
 def listing(graph_module: fx.GraphModule, module: str = "") -> list[str]:

@@ -263,7 +263,7 @@ class _Compilation:
                     config.seed, self.progress, self.resume,
                 )  # fmt: skip
             self.epochs, self.kept_epoch = learned.history, learned.kept
-            self._fold(learned.indices)
+            self._fold(learned.indices, config.learn.block_size)
             indices.update({name: compose(indices[name], index) for name, index in learned.indices.items()})
         return indices
 
@@ -276,9 +276,9 @@ class _Compilation:
                 found[space.name] = heuristic_index(space, scores, self.config.sparsity, advance)
         return found
 
-    def _fold(self, indices: Mapping[str, Tensor]) -> None:
+    def _fold(self, indices: Mapping[str, Tensor], block_size: int | None = None) -> None:
         """Folds indices relative to the present order, moves the statistics along, and proves that nothing changed."""
-        self._run_passes(permutation_passes(self.plan, indices))
+        self._run_passes(permutation_passes(self.plan, indices, block_size))
         fold(self.model, self.plan, indices)
         self.graph = absorb(self.graph)
         for site in self.plan.sites:

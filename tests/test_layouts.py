@@ -36,7 +36,10 @@ def built(name: str) -> PreTrainedModel:
 
 @functools.cache
 def _planned(name: str, layout: str) -> Plan:
-    options = {"layout": "portable" if layout == "portable" else "fused", "o_proj": "free" if layout == "free" else "tied"}
+    options = {
+        "layout": "portable" if layout == "portable" else "fused",
+        "o_proj": "free" if layout == "free" else "tied",
+    }
     return find_plan(built(name), PATTERN, **options)
 
 
@@ -265,7 +268,9 @@ def masked(model: PreTrainedModel, plan: Plan, indices: dict[str, Tensor]) -> Pr
     return model
 
 
-@pytest.mark.parametrize("name", ["llama", "llama_eager", "qwen3", "phi3", "gemma2", "opt", "gpt_neox", "olmo2", "gpt2"])
+@pytest.mark.parametrize(
+    "name", ["llama", "llama_eager", "qwen3", "phi3", "gemma2", "opt", "gpt_neox", "olmo2", "gpt2"]
+)
 def test_both_layouts_agree_where_their_permutations_are_equal(name):
     portable, fused = plan_of(name, "portable"), plan_of(name)
     indices = zoo.random_indices(portable)
@@ -317,9 +322,9 @@ CASES = {
     "llama learned": ("llama", LEARN),
     "phi3 learned, free": ("phi3", {**LEARN, "o_proj": "free"}),
     "gpt2 learned": ("gpt2", LEARN),
-    "olmo2 learned": ("olmo2", LEARN),
+    "olmo2": ("olmo2", HEURISTIC),
     "bert learned": ("bert", LEARN),
-    "mixtral learned": ("mixtral", LEARN),
+    "mixtral": ("mixtral", HEURISTIC),
     "gemma2": ("gemma2", HEURISTIC),
     "opt, free": ("opt", {**HEURISTIC, "o_proj": "free"}),
     "gpt_neox": ("gpt_neox", HEURISTIC),
@@ -470,7 +475,7 @@ def test_learning_in_fused_moves_every_space():
 # -- running it --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", ["llama learned", "gpt2 learned", "phi3 learned, free", "mixtral learned"])
+@pytest.mark.parametrize("case", ["llama learned", "gpt2 learned", "phi3 learned, free", "mixtral"])
 def test_generation_with_a_cache(case):
     name, result = case_of(case)
     prompt = zoo.token_ids(2, 6)
@@ -497,14 +502,13 @@ def test_batches_with_padding():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("case", ["llama learned", "olmo2 learned"])
+@pytest.mark.parametrize("case", ["llama learned", "olmo2"])
 def test_torch_compile_in_one_graph(case):
     _, result = case_of(case)
     ids = zoo.token_ids(2, 12)
     eager = result.model(input_ids=ids, use_cache=False).logits
     torch._dynamo.reset()
-    backend = "inductor" if case.startswith("llama") else "aot_eager"
-    one = torch.compile(result.model, fullgraph=True, backend=backend)(input_ids=ids, use_cache=False).logits
+    one = torch.compile(result.model, fullgraph=True, backend="aot_eager")(input_ids=ids, use_cache=False).logits
     torch.testing.assert_close(one, eager, rtol=1e-4, atol=1e-4)
 
 

@@ -1,0 +1,149 @@
+"""``permtriton doctor``."""
+
+import dataclasses
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from permtriton import report
+from permtriton.cli import options
+from permtriton.cli.console import BarProgress, clear_errors, fail, out, print_json, table
+from permtriton.kernels import autotune, compile_check
+from permtriton.kernels.compile_check import Compiled
+from permtriton.kernels.launch import triton
+
+
+def doctor(
+    compile_kernels: Annotated[
+        bool,
+        typer.Option(
+            "--compile-kernels",
+            help="Compile every Triton kernel for sm_80, sm_90, sm_100 and gfx942, without a GPU, and list what each "
+            "uses; exit code 2 where a default configuration spills registers or uses stack.",
+        ),
+    ] = False,
+    defaults_only: Annotated[
+        bool, typer.Option("--defaults-only", help="With --compile-kernels: the default configurations only.")
+    ] = False,
+    json: options.Json = False,
+) -> None:
+    """Say what this machine is and what will run where; with --compile-kernels, prove the GPU kernels without a GPU."""
+    with clear_errors():
+        if compile_kernels:
+            _compile_kernels(defaults_only, json)
+        elif json:
+            print_json(machine())
+        else:
+            told = table("This machine", "", "", show_header=False)
+            for name, value in machine().items():
+                told.add_row(name, "\n".join(value) if isinstance(value, list) else value)
+            out.print(told)
+
+
+def machine() -> dict[str, Any]:
+    """Returns what decides where permtriton's work runs here, in words."""
+    gpus = [_gpu(number) for number in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    return {
+        "system": f"{platform.system()} {platform.release()}, {platform.machine()}, {os.cpu_count()} cores",
+        "versions": ", ".join(f"{name} {version}" for name, version in report.versions().items()),
+        "GPU": gpus or ["none that torch can use" + ("" if torch.version.cuda else " (torch is a build without CUDA)")],
+        "triton": _triton(),
+        "CUDA compiler": _compiler("nvcc", "--version"),
+        "C++ compiler": _compiler(os.environ.get("CXX", "c++"), "--version"),
+        "kernels run": _where(bool(gpus)),
+        "measured configurations": _tuned(bool(gpus)),
+    }
+
+
+def _gpu(number: int) -> str:
+    about = torch.cuda.get_device_properties(number)
+    return (
+        f"{about.name}, sm_{about.major}{about.minor}, {about.total_memory / 2**30:.0f} GiB, "
+        f"{about.multi_processor_count} multiprocessors, {about.L2_cache_size / 2**20:.0f} MiB of L2"
+    )
+
+
+def _triton() -> str:
+    if triton is None:
+        return "not installed" + (" (there is none for macOS)" if sys.platform == "darwin" else ": pip install triton")
+    return triton.__version__ + (", interpreting: TRITON_INTERPRET is set" if triton.knobs.runtime.interpret else "")
+
+
+def _compiler(program: str, option: str) -> str:
+    path = shutil.which(program)
+    if path is None:
+        return f"none ({program} is not on the PATH); nothing needs it"
+    try:
+        done = subprocess.run([path, option], capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"{path}, which does not answer: {error}"
+    lines = [line.strip() for line in done.stdout.splitlines() if line.strip()]
+    told = next((line for line in lines if "release" in line), lines[0] if lines else "it says nothing")
+    return f"{path}: {told}"
+
+
+def _where(gpu: bool) -> str:
+    if gpu and triton is not None:
+        return "tensors on the GPU: Triton kernels; tensors on the CPU: plain torch"
+    if gpu:
+        return "everywhere plain torch: without triton the GPU kernels are not there"
+    return "plain torch on the CPU; permtriton doctor --compile-kernels proves the GPU kernels all the same"
+
+
+def _tuned(gpu: bool) -> str:
+    path = autotune.cache_file()
+    if not gpu or triton is None:
+        return "none: they are measured on a GPU, by permtriton autotune"
+    entries = autotune.read_entries(path, autotune.machine_key())
+    if not entries:
+        return f"none in {path} for this GPU and these versions: defaults run; permtriton autotune measures"
+    return f"{len(entries)} in {path}"
+
+
+def _compile_kernels(defaults_only: bool, json: bool) -> None:
+    builds = [build for build in compile_check.all_builds() if build.default or not defaults_only]
+    progress = BarProgress()
+    with progress.stage("compile", len(builds)) as advance:
+        results: list[Compiled] = []
+        for build in builds:
+            results += compile_check.compile_all([build])
+            advance(1, build.name)
+    if json:
+        told = [dataclasses.asdict(result) for result in results]
+        print_json({"triton": triton.__version__, "kernels": told})
+    else:
+        _print(results)
+    if problems := [result for result in results if result.problem]:
+        first = problems[0]
+        fail(
+            f"{len(problems)} of {len(results)} compilations must not be as they are: {first.name} for {first.target}: "
+            f"{first.problem}" + (f" ({first.error})" if first.error else ""),
+            2,
+        )
+    if not results:
+        fail("no kernel says how it is built: the builds() of permtriton.kernels are missing", 2)
+
+
+def _print(results: list[Compiled]) -> None:
+    """A row a kernel and configuration, both kinds of sizes joined: the larger of each number."""
+    shown = table("Kernels", "kernel", "target", "registers", "shared bytes", "stack bytes", "spills", "")
+    rows: dict[tuple[str, str], list[Compiled]] = {}
+    for result in results:
+        rows.setdefault((result.name, result.target), []).append(result)
+    for (name, target), same in rows.items():
+        error = next((result.error for result in same if result.error), None)
+        mark = next((result.problem for result in same if result.problem), None)
+        numbers = ["-"] * 4 if error else [
+            f"{max(getattr(result, field) for result in same):,}"
+            for field in ("registers", "shared_bytes", "stack_bytes", "spills")
+        ]  # fmt: skip
+        shown.add_row(name, target, *numbers, mark or error or ("default" if same[0].default else ""))
+    out.print(shown)
+    seconds = sum(result.seconds for result in results)
+    out.print(f"{len(results)} compilations in {seconds:.0f} s with triton {triton.__version__}; no GPU was used")

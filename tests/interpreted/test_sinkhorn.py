@@ -1,0 +1,126 @@
+"""The sinkhorn kernels under Triton's interpreter, against the float64 reference."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from permtriton.errors import ConfigError
+from permtriton.kernels import autotune
+from permtriton.kernels.sinkhorn import sinkhorn_backward_reference, sinkhorn_reference
+from permtriton.kernels.sinkhorn_triton import CONFIGS, sinkhorn_backward_triton, sinkhorn_triton
+
+SIZES = [1, 2, 7, 16, 32, 33]
+ROUNDS = [0, 1, 2, 5]
+
+
+@pytest.fixture(autouse=True)
+def _poisoned(monkeypatch):
+    """What the kernels do not write is NaN."""
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *args, **options: empty(*args, **options).fill_(float("nan")))
+
+
+def logits_of(size: int, blocks: int = 2, dtype: torch.dtype = torch.float32, spread: float = 1.0) -> Tensor:
+    return (torch.randn(blocks, size, size, dtype=torch.float64) * spread).to(dtype)
+
+
+def check_forward(logits: Tensor, tau: float, rounds: int, tolerance: float = 1e-5) -> tuple[Tensor, Tensor, Tensor]:
+    found, expected = sinkhorn_triton(logits, tau, rounds), sinkhorn_reference(logits.double(), tau, rounds)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.dtype == torch.float32
+        assert ours.shape == theirs.shape
+        assert ours.is_contiguous()
+        torch.testing.assert_close(ours.double(), theirs, atol=1e-7, rtol=tolerance)
+    return found
+
+
+def check_backward(logits: Tensor, tau: float, rounds: int, grad: Tensor | None = None) -> None:
+    if grad is None:
+        grad = torch.randn(logits.shape)
+    _, rows, columns = sinkhorn_reference(logits.double(), tau, rounds)
+    expected = sinkhorn_backward_reference(grad.double(), logits.double(), rows, columns, tau)
+    found = sinkhorn_backward_triton(grad, logits, rows.float(), columns.float(), tau)
+    assert found.dtype == logits.dtype
+    assert found.is_contiguous()
+    tolerance = {torch.float32: 2e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}[logits.dtype]
+    limit = tolerance * float(expected.abs().max()) if expected.numel() else 0.0
+    torch.testing.assert_close(found.double(), expected, atol=limit, rtol=tolerance)
+
+
+@pytest.mark.parametrize("rounds", ROUNDS)
+@pytest.mark.parametrize("size", SIZES)
+def test_forward_and_backward(size, rounds):
+    logits = logits_of(size)
+    check_forward(logits, 0.5, rounds)
+    check_backward(logits, 0.5, rounds)
+
+
+@pytest.mark.parametrize("size", [64, 100, 128])
+def test_large_blocks(size):
+    logits = logits_of(size, blocks=1)
+    check_forward(logits, 1.0, 2)
+    check_backward(logits, 1.0, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [12, 32])
+def test_low_precision_logits_are_computed_in_float32(size, dtype):
+    logits = logits_of(size, dtype=dtype)
+    check_forward(logits, 0.3, 5)
+    check_backward(logits, 0.3, 5)
+
+
+def test_strided_logits_and_gradients():
+    logits = logits_of(12, blocks=4)
+    for strided in (logits.mT, logits[::2], torch.stack((logits, logits), 3)[..., 0]):
+        assert not strided.is_contiguous()
+        check_forward(strided, 0.7, 3)
+        check_backward(strided, 0.7, 3, torch.randn(strided.shape).mT)
+        check_backward(strided, 0.7, 3, torch.ones(()).expand(strided.shape))
+
+
+@pytest.mark.parametrize("rounds", [0, 3])
+def test_no_blocks(rounds):
+    empty = torch.zeros(0, 8, 8)
+    soft, rows, columns = check_forward(empty, 0.5, rounds)
+    assert sinkhorn_backward_triton(soft, empty, rows, columns, 0.5).shape == (0, 8, 8)
+
+
+def test_blocks_do_not_mix():
+    logits = logits_of(5, blocks=4)
+    alone = [sinkhorn_triton(block.unsqueeze(0), 0.5, 3)[0] for block in logits]
+    assert torch.equal(sinkhorn_triton(logits, 0.5, 3)[0], torch.cat(alone))
+
+
+@pytest.mark.parametrize("rounds", [0, 1, 5])
+@pytest.mark.parametrize(("spread", "tau"), [(30.0, 0.1), (1e4, 1.0), (1e30, 1e-3)])
+def test_extreme_logits_stay_finite(spread, tau, rounds):
+    logits = logits_of(8, spread=spread)
+    soft, rows, columns = sinkhorn_triton(logits, tau, rounds)
+    assert soft.isfinite().all()
+    assert soft.min() >= 0
+    assert soft.max() <= 1 + 1e-5
+    assert sinkhorn_backward_triton(torch.randn(soft.shape), logits, rows, columns, tau).isfinite().all()
+
+
+def test_nan_is_not_lost():
+    logits = logits_of(8)
+    logits[1, 3, 2] = float("nan")
+    found, expected = sinkhorn_triton(logits, 1.0, 2)[0], sinkhorn_reference(logits, 1.0, 2)[0]
+    assert torch.equal(found.isnan(), expected.isnan())
+    assert found[1].isnan().all()
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_every_configuration(config):
+    with autotune.forced("sinkhorn", config), autotune.forced("sinkhorn_backward", config):
+        check_forward(logits_of(16), 0.5, 2)
+        check_backward(logits_of(16), 0.5, 2)
+
+
+@pytest.mark.parametrize("logits", [torch.zeros(1, 4, 4, dtype=torch.float64), torch.zeros(1, 129, 129)])
+def test_refused(logits):
+    with pytest.raises(ConfigError, match=rf"{logits.dtype}.*{logits.shape[-1]}.*at most 128"):
+        sinkhorn_triton(logits, 0.5, 5)
+    with pytest.raises(ConfigError, match="reference"):
+        sinkhorn_backward_triton(logits, logits, logits, logits, 0.5)
