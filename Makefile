@@ -32,8 +32,10 @@ types: $(INSTALLED)
 	rm -rf build
 	cd $(VENV)/typed && ../bin/mypy --config-file ../../pyproject.toml -p permtriton
 
+# Triton reads TRITON_INTERPRET when a kernel is made: its interpreter has a process of its own.
 unit: $(INSTALLED)
 	$(BIN)/python -m pytest
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/interpreted
 
 clean:
 	rm -rf $(VENV) build *.egg-info

@@ -115,9 +115,9 @@ def _tune(todo: Sequence[Case], beside: Path | None, device: torch.device, json:
             tuning.tune([case], device, machine, files, trials.append)
             advance(1, case.name)
     entries = cache.read_entries(files[0], machine)
-    copy, product = limits.copy_GBps, limits.matmul_TFLOPs
+    copy, product = limits.copy_gb_s, limits.matmul_tflop_s
     if json:
-        print_json({"machine": machine, "copy_GBps": copy, "matmul_TFLOPs": product, "entries": entries})
+        print_json({"machine": machine, "copy_gb_s": copy, "matmul_tflop_s": product, "entries": entries})
         return
     shown = table("Configurations", "case", "configuration", "p20 us", "p50 us", "p80 us", "reaches", "")
     for trial in trials:
@@ -141,6 +141,6 @@ def _is(stored: dict[str, object], described: str) -> bool:
 
 def _reaches(told: dict[str, float], copy: float, product: float) -> str:
     """GB/s or TFLOP/s, whichever is nearer to its ceiling."""
-    if told["TFLOPs"] / product > told["GBps"] / copy:
-        return f"{told['TFLOPs']:.0f} TFLOP/s, {100 * told['TFLOPs'] / product:.0f}% of the matmul"
-    return f"{told['GBps']:.0f} GB/s, {100 * told['GBps'] / copy:.0f}% of the copy"
+    if told["tflop_s"] / product > told["gb_s"] / copy:
+        return f"{told['tflop_s']:.0f} TFLOP/s, {100 * told['tflop_s'] / product:.0f}% of the matmul"
+    return f"{told['gb_s']:.0f} GB/s, {100 * told['gb_s'] / copy:.0f}% of the copy"

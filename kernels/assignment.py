@@ -5,6 +5,8 @@
 Shapes: ``score`` ``[n, B, B]`` -> ``index`` int32 ``[n, B]``, the row chosen for each column, which is the project's
 index convention (``P[index[j], j] = 1``). Ties are broken by the solver; the total is what is exact.
 Bytes moved: the scores read once.
+
+On a GPU `permtriton.kernels.assignment_triton` runs, and the reference for blocks beyond 256.
 """
 
 import os
@@ -14,6 +16,9 @@ import numpy as np
 import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
+
+from permtriton.kernels.assignment_triton import assignment_triton, assignment_warm_triton, supports
+from permtriton.kernels.launch import triton
 
 
 def assignment(score: Tensor) -> Tensor:
@@ -26,6 +31,22 @@ def assignment(score: Tensor) -> Tensor:
         ValueError: a score is NaN.
     """
     return torch.ops.permtriton.assignment(score)
+
+
+def assignment_warm(score: Tensor, prices: Tensor) -> tuple[Tensor, Tensor]:
+    """The same, begun from the prices of an earlier call, which saves time on a GPU where the scores changed little.
+
+    Args:
+        score: ``[n, B, B]``, any float dtype, no NaN.
+        prices: float32 ``[n, B]``; the total is the same from any. NaN for the first call.
+
+    Returns:
+        (index, prices for the next call). Among several best permutations the prices may decide.
+
+    Raises:
+        ValueError: a score is NaN.
+    """
+    return torch.ops.permtriton.assignment_warm(score, prices)
 
 
 def assignment_reference(score: Tensor) -> Tensor:
@@ -44,6 +65,11 @@ def assignment_reference(score: Tensor) -> Tensor:
     return torch.from_numpy(index).to(score.device)
 
 
+def assignment_warm_reference(score: Tensor, prices: Tensor) -> tuple[Tensor, Tensor]:
+    """scipy starts afresh: the prices come back as they are."""
+    return assignment_reference(score), prices.to(torch.float32).clone(memory_format=torch.contiguous_format)
+
+
 @torch.library.custom_op("permtriton::assignment", mutates_args=())
 def _assignment(score: Tensor) -> Tensor:
     return assignment_reference(score)
@@ -52,3 +78,24 @@ def _assignment(score: Tensor) -> Tensor:
 @_assignment.register_fake
 def _(score: Tensor) -> Tensor:
     return score.new_empty(score.shape[:2], dtype=torch.int32)
+
+
+@torch.library.custom_op("permtriton::assignment_warm", mutates_args=())
+def _assignment_warm(score: Tensor, prices: Tensor) -> tuple[Tensor, Tensor]:
+    return assignment_warm_reference(score, prices)
+
+
+@_assignment_warm.register_fake
+def _(score: Tensor, prices: Tensor) -> tuple[Tensor, Tensor]:
+    return score.new_empty(score.shape[:2], dtype=torch.int32), prices.new_empty(prices.shape, dtype=torch.float32)
+
+
+if triton is not None:
+
+    @_assignment.register_kernel("cuda")
+    def _(score: Tensor) -> Tensor:
+        return (assignment_triton if supports(score) else assignment_reference)(score)
+
+    @_assignment_warm.register_kernel("cuda")
+    def _(score: Tensor, prices: Tensor) -> tuple[Tensor, Tensor]:
+        return (assignment_warm_triton if supports(score) else assignment_warm_reference)(score, prices)

@@ -72,7 +72,7 @@ def permute_case(rows: int, channels: int, dtype: torch.dtype, device: torch.dev
 
     def make(seed: int) -> Inputs:
         generator = _generator(seed, device)
-        return _normal((rows, channels), dtype, generator), _order(channels, in_blocks, generator)
+        return _normal((rows, channels), dtype, generator), _small(_order(channels, in_blocks, generator))
 
     where = "in blocks" if in_blocks else "global"
     moved = 2 * rows * channels * dtype.itemsize
@@ -86,7 +86,7 @@ def norm_permute_case(rows: int, channels: int, dtype: torch.dtype, device: torc
         generator = _generator(seed, device)
         weight = _normal((channels,), dtype, generator)
         bias = _normal((channels,), dtype, generator) if kind == "layer" else None
-        return _normal((rows, channels), dtype, generator), weight, bias, _order(channels, False, generator)
+        return _normal((rows, channels), dtype, generator), weight, bias, _small(_order(channels, False, generator))
 
     def run(x: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor) -> Tensor:
         return norm_permute(x, weight, bias, index, 1e-5, 0.0, kind)
@@ -98,6 +98,34 @@ def norm_permute_case(rows: int, channels: int, dtype: torch.dtype, device: torc
     moved = 2 * rows * channels * dtype.itemsize
     return Case(
         f"norm_permute ({kind})", f"{rows}x{channels}", dtype, make, run, reference, relative_error, _rounding(dtype),
+        moved,
+    )  # fmt: skip
+
+
+def norm_permute_backward_case(rows: int, channels: int, dtype: torch.dtype, device: torch.device) -> Case:
+    """RMSNorm forward and backward, with the gradients of input and weight: 5 of the input's bytes."""
+
+    def make(seed: int) -> Inputs:
+        generator = _generator(seed, device)
+        x, weight = (_normal(shape, dtype, generator).requires_grad_() for shape in ((rows, channels), (channels,)))
+        return x, weight, _small(_order(channels, False, generator)), _normal((rows, channels), dtype, generator)
+
+    @torch.enable_grad()
+    def run(x: Tensor, weight: Tensor, index: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(norm_permute(x, weight, None, index, 1e-5, 0.0, "rms"), (x, weight), grad)
+
+    @torch.enable_grad()
+    def reference(x: Tensor, weight: Tensor, index: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+        wide = [tensor.detach().double().requires_grad_() for tensor in (x, weight)]
+        y = norm_reference(wide[0], wide[1], None, 1e-5, 0.0, "rms", index.long(), torch.float64)
+        return torch.autograd.grad(y, wide, grad.double())
+
+    def error(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> float:
+        return max(map(relative_error, found, expected))
+
+    moved = 5 * rows * channels * dtype.itemsize
+    return Case(
+        "norm_permute forward + backward", f"{rows}x{channels}", dtype, make, run, reference, error, _rounding(dtype),
         moved,
     )  # fmt: skip
 
@@ -203,7 +231,7 @@ def sparse_linear_case(
     def make(seed: int) -> Inputs:
         generator = _generator(seed, device)
         weight = two_of_four((out_features, in_features), dtype, generator)
-        index = _order(in_features, True, generator) if gather else None
+        index = _small(_order(in_features, True, generator)) if gather else None
         return _normal((tokens, in_features), dtype, generator), *pack(weight, 2, 4), index
 
     def run(x: Tensor, values: Tensor, positions: Tensor, index: Tensor | None) -> Tensor:
@@ -234,16 +262,15 @@ def two_of_four(shape: tuple[int, int], dtype: torch.dtype, generator: torch.Gen
 def _poisoned() -> Iterator[None]:
     """Fills memory that is allocated and not written with NaN, or the largest whole number."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    filled, torch.utils.deterministic.fill_uninitialized_memory = (
-        torch.utils.deterministic.fill_uninitialized_memory, True,
-    )  # fmt: skip
+    switches: Any = torch.utils.deterministic
+    filled, switches.fill_uninitialized_memory = switches.fill_uninitialized_memory, True
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
             yield
     finally:
-        torch.utils.deterministic.fill_uninitialized_memory = filled
+        switches.fill_uninitialized_memory = filled
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
@@ -280,6 +307,11 @@ def _order(channels: int, in_blocks: bool, generator: torch.Generator) -> Tensor
     if in_blocks:
         noise += torch.arange(channels, device=generator.device) // BLOCK
     return noise.argsort()
+
+
+def _small(index: Tensor) -> Tensor:
+    """The index as the run-time modules hold it."""
+    return index.to(torch.int16 if index.shape[0] <= 1 << 15 else torch.int32)
 
 
 def _unequal(out: Tensor, expected: Tensor) -> float:

@@ -16,7 +16,8 @@ Only ``[B, O] x [O, B]`` products: no ``C x C`` matrix exists, and ``W`` itself 
 ``block_sizes`` are the sizes of the blocks in channel order; ``soft`` and ``dP`` hold the blocks' matrices one after
 another, flat ``[sum of sizes^2]``. Weights whose input dimension has the larger stride (``W.t()`` contiguous) gather
 whole rows and are the fast case.
-Bytes moved: forward W read, W_eff written; backward dW_eff and W read.
+Bytes moved: forward W read, W_eff written; backward dW_eff and W read. The Triton kernels, on a GPU for weights of 16
+and 32 bits, are in nm_mask_triton.py.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,6 +26,8 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from permtriton.kernels import nm_mask_triton as kernels
+from permtriton.kernels.launch import triton
 from permtriton.permutation import inverse
 
 
@@ -213,6 +216,21 @@ def _nm_mask_backward(
     group_scale: bool,
 ) -> Tensor:
     return nm_mask_backward_reference(grad, weight, scale, row, column, power, index, block_sizes, group, group_scale)
+
+
+if triton is not None:
+
+    @_nm_mask.register_kernel("cuda")
+    def _(weight, scale, row, column, power, index, soft, block_sizes, kept, group, group_scale):  # type: ignore[no-untyped-def]
+        masked = kernels.nm_mask_triton if kernels.supports(weight, scale) else nm_mask_reference
+        return masked(weight, scale, row, column, power, index, block_sizes, kept, group)
+
+    @_nm_mask_backward.register_kernel("cuda")
+    def _(grad, weight, scale, row, column, power, index, block_sizes, group, group_scale):  # type: ignore[no-untyped-def]
+        arguments = (grad, weight, scale, row, column, power, index, block_sizes, group, group_scale)
+        if kernels.supports(weight, scale):
+            return kernels.nm_mask_backward_triton(*arguments, FLOOR)
+        return nm_mask_backward_reference(*arguments)
 
 
 @_nm_mask.register_fake

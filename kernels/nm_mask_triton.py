@@ -5,7 +5,8 @@ slot of a group, so that a score's rank is counted by comparing tensors and noth
 group are written where they were read: W is read once and W_eff written once, and no order but ``index`` is needed.
 Where channels lie in rows of memory (``weight.stride(0) == 1``) a channel's tile is one run of ``2 TILE_O`` bytes at
 16 bits; other strides take narrower tiles over a whole block of channels, and transpose in registers.
-Floor: 4 bytes a weight at 16 bits; ``group`` (compare, add) a weight, below the floor up to 16 in a group.
+Floor: 4 bytes a weight at 16 bits; ``group`` (compare, add) a weight, below the floor up to 16 in a group. Groups of more than four read their rows twice, the second time
+from the cache.
 
 Backward. A program accumulates ``TILE_C x TILE_C`` of one block's dP over ``rows / splits`` rows of W, in float32, both
 sides in permuted order: the rows of W and dL/dW_eff that give ``A`` and ``S`` give ``M_soft`` and ``dS_hat`` too, so
@@ -35,8 +36,11 @@ from permtriton.kernels.launch import Build, Config, jit, tl, triton
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WHOLE_BLOCK = 128  # padded channels: the largest block whose dP is one tile
 PART_OF_BLOCK = 64  # tile of larger blocks
+MOST_SLOTS = 4  # of a group whose slots are tensors of their own; beyond, ranks are counted in a loop, rows read twice
+WIDE_TILE = 4096
 LEAST_ROWS = 512  # of W in a split of the backward
 MOST_TILE_O = 128
+ALIGN = 16  # the largest tiles are for rows, strides and block sizes that are multiples of it
 ROW_MAJOR = Config({"TILE_O": 32, "TILE_GROUPS": 16}, num_warps=4, num_stages=1)
 
 # Tiles for groups of four; larger groups take fewer rows.
@@ -105,15 +109,45 @@ def _nm_mask_fwd_kernel(
 
 
 @jit
+def _nm_mask_fwd_wide_kernel(
+    weight, scale, row, column, index, masked, rows, stride_o, stride_c, out_stride_c,
+    KEPT: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, POWER: tl.constexpr, STATISTICS: tl.constexpr,
+    TILE_O: tl.constexpr,
+):  # fmt: skip
+    first = index + tl.program_id(0) * GROUP
+    k = tl.arange(0, PADDED)[None, :]
+    o = (tl.program_id(1) * TILE_O + tl.arange(0, TILE_O))[:, None]
+    inside, o_long = (o < rows) & (k < GROUP), o.to(tl.int64)
+    channel = tl.load(first + k, mask=k < GROUP, other=0).to(tl.int64)
+    row_factor, column_factor = 0.0, 0.0
+    if STATISTICS:
+        row_factor, column_factor = tl.load(row + o, mask=o < rows, other=0.0), tl.load(column + channel)
+    value = tl.load(weight + o_long * stride_o + channel * stride_c, mask=inside, other=0.0)
+    scores = _scores(value.to(tl.float32), tl.load(scale + channel), row_factor, column_factor, POWER, STATISTICS)
+    rank = tl.zeros([TILE_O, PADDED], tl.int32)
+    for j in range(GROUP):
+        other = tl.load(first + j).to(tl.int64)
+        rival = tl.load(weight + o_long * stride_o + other * stride_c, mask=o < rows, other=0.0).to(tl.float32)
+        rival_factor = 0.0
+        if STATISTICS:
+            rival_factor = tl.load(column + other)
+        rival = _scores(rival, tl.load(scale + other), row_factor, rival_factor, POWER, STATISTICS)
+        ahead = ((j < k) & (rival >= scores)) | ((j > k) & ~(scores >= rival))
+        rank += ahead.to(tl.int32)
+    result = tl.where((rank < KEPT) & (value != 0.0), value, 0.0)
+    tl.store(masked + channel * out_stride_c + o_long, result.to(value.dtype), mask=inside)
+
+
+@jit
 def _tile(
     grad, weight, scale, row, column, channel, valid, o, end, grad_stride_o, grad_stride_c, stride_o, stride_c,
     POWER: tl.constexpr, STATISTICS: tl.constexpr,
 ):  # fmt: skip
     """(A, S) of a tile of channels and rows, float32 ``[channels, rows]``; zeros outside."""
     mask = valid[:, None] & (o < end)[None, :]
-    places = channel[:, None]
-    w = tl.load(weight + places * stride_c + o[None, :] * stride_o, mask=mask, other=0.0).to(tl.float32)
-    g = tl.load(grad + places * grad_stride_c + o[None, :] * grad_stride_o, mask=mask, other=0.0).to(tl.float32)
+    places, lines = channel[:, None], o.to(tl.int64)[None, :]
+    w = tl.load(weight + places * stride_c + lines * stride_o, mask=mask, other=0.0).to(tl.float32)
+    g = tl.load(grad + places * grad_stride_c + lines * grad_stride_o, mask=mask, other=0.0).to(tl.float32)
     row_factor, column_factor = 0.0, 0.0
     if STATISTICS:
         row_factor = tl.load(row + o, mask=o < end, other=0.0)[None, :]
@@ -147,11 +181,14 @@ def _softmax_of_groups(
 
 
 @jit
-def _add_product(product, left, right):
+def _add_product(product, left, right, INTERPRETED: tl.constexpr):
     """product + left right^T, of float32 tiles."""
     left_high, right_high = left.to(tl.bfloat16), right.to(tl.bfloat16)
     left_low = (left - left_high.to(tl.float32)).to(tl.bfloat16)
     right_low = (right - right_high.to(tl.float32)).to(tl.bfloat16)
+    if INTERPRETED:  # the interpreter multiplies the bits of bfloat16 as whole numbers
+        left_high, left_low = left_high.to(tl.float32), left_low.to(tl.float32)
+        right_high, right_low = right_high.to(tl.float32), right_low.to(tl.float32)
     product = tl.dot(left_low, tl.trans(right_high), product)
     product = tl.dot(left_high, tl.trans(right_low), product)
     return tl.dot(left_high, tl.trans(right_high), product)
@@ -162,9 +199,11 @@ def _nm_mask_bwd_kernel(
     grad, weight, scale, row, column, index, partial, first, size, rows, rows_a_split, offset, total,
     grad_stride_o, grad_stride_c, stride_o, stride_c,
     GROUP: tl.constexpr, PADDED: tl.constexpr, POWER: tl.constexpr, STATISTICS: tl.constexpr,
-    GROUP_SCALE: tl.constexpr, FLOOR: tl.constexpr, WHOLE: tl.constexpr,
-    TILE_C: tl.constexpr, TILE_O: tl.constexpr,
+    GROUP_SCALE: tl.constexpr, FLOOR: tl.constexpr, WHOLE: tl.constexpr, INTERPRETED: tl.constexpr,
+    ALIGN: tl.constexpr, MOST_TILE_O: tl.constexpr, TILE_C: tl.constexpr, TILE_O: tl.constexpr,
 ):  # fmt: skip
+    rows, grad_stride_c, stride_c = rows * ALIGN, grad_stride_c * ALIGN, stride_c * ALIGN
+    rows_a_split *= MOST_TILE_O
     block, split = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     tiles = tl.cdiv(size // GROUP * PADDED, TILE_C)
     start = first + block * size
@@ -177,7 +216,7 @@ def _nm_mask_bwd_kernel(
         c = (tl.program_id(2) // tiles) * TILE_C + tl.arange(0, TILE_C)
         c_valid = c < size
         c_channel = start + c
-    begin = split * rows_a_split
+    begin = tl.program_id(1) * rows_a_split
     end = tl.minimum(begin + rows_a_split, rows)
     product = tl.zeros([TILE_C, TILE_C], tl.float32)
     for o_start in range(begin, end, TILE_O):
@@ -204,8 +243,8 @@ def _nm_mask_bwd_kernel(
                 grad, weight, scale, row, column, c_channel, c_valid, o, end, grad_stride_o, grad_stride_c, stride_o,
                 stride_c, POWER, STATISTICS,
             )  # fmt: skip
-        product = _add_product(product, agreement, soft)
-        product = _add_product(product, scores, grad_scores)
+        product = _add_product(product, agreement, soft, INTERPRETED)
+        product = _add_product(product, scores, grad_scores, INTERPRETED)
     out = partial + split * total + offset + block * size * size
     places = (c_channel - start)[:, None] * size + j[None, :]
     tl.store(out + places, product, mask=c_valid[:, None] & j_valid[None, :])
@@ -232,15 +271,24 @@ def nm_mask_triton(
     masked = torch.empty((channels, rows), dtype=weight.dtype, device=weight.device)
     if not masked.numel():
         return masked.t()
+    factors, options = _factors(scale, row, column), {"KEPT": kept, "GROUP": group, "POWER": power}
+    options["STATISTICS"] = row is not None
+    if group > MOST_SLOTS:
+        padded = triton.next_power_of_2(group)
+        tile_o = WIDE_TILE // padded
+        _nm_mask_fwd_wide_kernel[(channels // group, triton.cdiv(rows, tile_o))](
+            weight, *factors, index.contiguous(), masked, rows, *weight.stride(), rows, PADDED=padded, TILE_O=tile_o,
+            **options,
+        )  # fmt: skip
+        return masked.t()
     config = ROW_MAJOR
     if weight.stride(0) == 1:
         config = config_for("nm_mask", CONFIGS, (rows, channels, kept, group), weight.dtype)
     tile_o, tile_groups = _forward_tile(config, group)
     grid = (triton.cdiv(channels // group, tile_groups), triton.cdiv(rows, tile_o))
     _nm_mask_fwd_kernel[grid](
-        weight, *_factors(scale, row, column), index.contiguous(), masked, rows, channels // group, *weight.stride(),
-        rows, KEPT=kept, GROUP=group, POWER=power, STATISTICS=row is not None, TILE_O=tile_o, TILE_GROUPS=tile_groups,
-        num_warps=config.num_warps, num_stages=config.num_stages,
+        weight, *factors, index.contiguous(), masked, rows, channels // group, *weight.stride(), rows,
+        TILE_O=tile_o, TILE_GROUPS=tile_groups, num_warps=config.num_warps, num_stages=config.num_stages, **options,
     )  # fmt: skip
     return masked.t()
 
@@ -272,20 +320,25 @@ def nm_mask_backward_triton(
     if not total or not rows:
         return torch.zeros(total, device=weight.device)
     config = config_for("nm_mask_backward", BACKWARD_CONFIGS, (rows, weight.shape[1], max(block_sizes)), weight.dtype)
+    aligned = grad.stride(0) == weight.stride(0) == 1 and not any(
+        number % ALIGN for number in (rows, grad.stride(1), weight.stride(1), *block_sizes)
+    )
+    align = ALIGN if aligned else 1
     runs = [(size, len(list(run))) for size, run in groupby(block_sizes)]
-    programs = sum(count * _backward_tile(size, group)[2] for size, count in runs)
+    programs = sum(count * _backward_tile(size, group, aligned)[2] for size, count in runs)
     splits = max(min(config.constants["PROGRAMS"] // programs, triton.cdiv(rows, LEAST_ROWS)), 1)
-    rows_a_split = triton.cdiv(triton.cdiv(rows, splits), MOST_TILE_O) * MOST_TILE_O
-    splits = triton.cdiv(rows, rows_a_split)
+    tiles_a_split = triton.cdiv(triton.cdiv(rows, splits), MOST_TILE_O)
+    splits = triton.cdiv(rows, tiles_a_split * MOST_TILE_O)
     partial = torch.empty((splits, total), device=weight.device)
     factors, index, first, offset = _factors(scale, row, column), index.contiguous(), 0, 0
     for size, count in runs:
-        tile_c, whole, pairs = _backward_tile(size, group)
+        tile_c, whole, pairs = _backward_tile(size, group, aligned)
         _nm_mask_bwd_kernel[(count, splits, pairs)](
-            grad, weight, *factors, index, partial, first, size, rows, rows_a_split, offset, total,
-            *grad.stride(), *weight.stride(), GROUP=group, PADDED=triton.next_power_of_2(group), POWER=power,
+            grad, weight, *factors, index, partial, first, size, rows // align, tiles_a_split, offset, total,
+            grad.stride(0), grad.stride(1) // align, weight.stride(0), weight.stride(1) // align, GROUP=group, PADDED=triton.next_power_of_2(group), POWER=power,
             STATISTICS=row is not None, GROUP_SCALE=group_scale, FLOOR=floor, WHOLE=whole,
-            TILE_C=tile_c, TILE_O=_backward_rows(config, tile_c), num_warps=config.num_warps,
+            INTERPRETED=triton.knobs.runtime.interpret, ALIGN=align, MOST_TILE_O=MOST_TILE_O,
+            TILE_C=tile_c, TILE_O=_backward_rows(config, tile_c, aligned), num_warps=config.num_warps,
             num_stages=config.num_stages,
         )  # fmt: skip
         first, offset = first + size * count, offset + size * size * count
@@ -322,17 +375,21 @@ def _forward_tile(config: Config, group: int) -> tuple[int, int]:
     return max(tile_o // shrink, 16), tile_groups
 
 
-def _backward_tile(size: int, group: int) -> tuple[int, bool, int]:
-    """Returns (tile of channels, whether it is the whole block, tiles of one block's dP)."""
+def _backward_tile(size: int, group: int, aligned: bool) -> tuple[int, bool, int]:
+    """Returns (tile of channels, whether it is the whole block, tiles of one block's dP).
+
+    Narrow loads of rows that are not aligned take more registers: there is no room for the largest tile.
+    """
     padded = size // group * triton.next_power_of_2(group)
-    if padded <= WHOLE_BLOCK:
+    if padded <= (WHOLE_BLOCK if aligned else PART_OF_BLOCK):
         return max(triton.next_power_of_2(padded), 16), True, 1
     return PART_OF_BLOCK, False, triton.cdiv(padded, PART_OF_BLOCK) ** 2
 
 
-def _backward_rows(config: Config, tile_c: int) -> int:
+def _backward_rows(config: Config, tile_c: int, aligned: bool) -> int:
     """Returns the rows of a backward tile: with more channels fewer, so that a tile stays in registers."""
-    return min(max(config.constants["TILE_O"] * 64 // tile_c, 16), MOST_TILE_O)
+    tile_o = config.constants["TILE_O"] if aligned else config.constants["TILE_O"] // 2
+    return min(max(tile_o * 64 // tile_c, 16), MOST_TILE_O)
 
 
 def builds() -> Iterator[Build]:
@@ -340,10 +397,13 @@ def builds() -> Iterator[Build]:
     for dtype in ("bf16", "fp32"):
         for number, config in enumerate((*CONFIGS, ROW_MAJOR)):
             yield _forward_build(dtype, config, 2, 4, number == 0)
-        yield _forward_build(dtype, CONFIGS[0], 8, 16, True)
+        yield _wide_build(dtype, 4, 8)
+        yield _wide_build(dtype, 8, 16)
         for number, config in enumerate(BACKWARD_CONFIGS):
             for tile_c, whole in ((64, True), (128, True), (PART_OF_BLOCK, False)):
-                yield _backward_build(dtype, config, tile_c, whole, number == 0)
+                yield _backward_build(dtype, config, tile_c, whole, True, number == 0 and tile_c <= PART_OF_BLOCK)
+        for whole in (True, False):
+            yield _backward_build(dtype, BACKWARD_CONFIGS[0], PART_OF_BLOCK, whole, False, True)
 
 
 def _forward_build(dtype: str, config: Config, kept: int, group: int, default: bool) -> Build:
@@ -359,15 +419,32 @@ def _forward_build(dtype: str, config: Config, kept: int, group: int, default: b
         "out_stride_c": "i32",
     }  # fmt: skip
     signature |= dict.fromkeys(constants, "constexpr")
-    name = f"nm_mask forward {kept}:{group} {dtype} {'row-major ' if row_major else ''}{tile_o}x{tile_groups} {config.num_warps} warps"
+    tile = f"{'row-major ' if row_major else ''}{tile_o}x{tile_groups}"
+    name = f"nm_mask forward {kept}:{group} {dtype} {tile} {config.num_warps} warps"
     return Build(name, _nm_mask_fwd_kernel, signature, constants, config, default)
 
 
-def _backward_build(dtype: str, config: Config, tile_c: int, whole: bool, default: bool) -> Build:
-    tile_o = _backward_rows(config, tile_c)
+def _wide_build(dtype: str, kept: int, group: int) -> Build:
+    constants = {
+        "stride_o": 1, "KEPT": kept, "GROUP": group, "PADDED": group, "POWER": 1, "STATISTICS": True,
+        "TILE_O": WIDE_TILE // group,
+    }  # fmt: skip
+    signature = {
+        "weight": f"*{dtype}", "scale": "*fp32", "row": "*fp32", "column": "*fp32", "index": "*i64",
+        "masked": f"*{dtype}", "rows": "i32", "stride_o": "i32", "stride_c": "i32", "out_stride_c": "i32",
+    }  # fmt: skip
+    signature |= dict.fromkeys(constants, "constexpr")
+    return Build(
+        f"nm_mask forward {kept}:{group} {dtype}", _nm_mask_fwd_wide_kernel, signature, constants, Config(), True
+    )
+
+
+def _backward_build(dtype: str, config: Config, tile_c: int, whole: bool, aligned: bool, default: bool) -> Build:
+    tile_o = _backward_rows(config, tile_c, aligned)
     constants = {
         "grad_stride_o": 1, "stride_o": 1, "GROUP": 4, "PADDED": 4, "POWER": 1, "STATISTICS": True,
-        "GROUP_SCALE": True, "FLOOR": 0.1, "WHOLE": whole, "TILE_C": tile_c, "TILE_O": tile_o,
+        "GROUP_SCALE": True, "FLOOR": 0.1, "WHOLE": whole, "INTERPRETED": False,
+        "ALIGN": ALIGN if aligned else 1, "MOST_TILE_O": MOST_TILE_O, "TILE_C": tile_c, "TILE_O": tile_o,
     }  # fmt: skip
     signature = {
         "grad": f"*{dtype}", "weight": f"*{dtype}", "scale": "*fp32", "row": "*fp32", "column": "*fp32",
@@ -376,5 +453,6 @@ def _backward_build(dtype: str, config: Config, tile_c: int, whole: bool, defaul
         "stride_c": "i32",
     }  # fmt: skip
     signature |= dict.fromkeys(constants, "constexpr")
-    name = f"nm_mask backward {dtype} {tile_c}{'' if whole else ' of a larger block'} x {tile_o} {config.num_warps} warps"
+    block = f"{tile_c}{'' if whole else ' of a larger block'} x {tile_o}{'' if aligned else ' any strides'}"
+    name = f"nm_mask backward {dtype} {block} {config.num_warps} warps {config.num_stages} stages"
     return Build(name, _nm_mask_bwd_kernel, signature, constants, config, default)

@@ -12,7 +12,8 @@ mix both there, agree to float32's rounding. Gradients are computed in float32 t
 the modules have in between.
 Shapes: ``x`` ``[..., C]``, ``weight`` and ``bias`` ``[C]`` in the order of ``x``, ``index`` ``[C]`` of any integer
 dtype -> ``y`` ``[..., C]``.
-Bytes moved: x read once, y written once, as the norm alone.
+Bytes moved: x read once, y written once, as the norm alone. Triton runs the float32, bfloat16 and float16 norms, see
+`permtriton.kernels.norm_permute_triton`; the reference the others.
 """
 
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from torch import Tensor
 from torch.nn.functional import layer_norm
 
 from permtriton.errors import ConfigError, ModelError
+from permtriton.kernels import norm_permute_triton as kernels
+from permtriton.kernels.launch import triton
 from permtriton.kernels.permute import check_shapes, permute, permute_reference
 from permtriton.permutation import inverse
 
@@ -170,6 +173,41 @@ def _(x, weight, bias, index, eps, offset, kind):  # type: ignore[no-untyped-def
     return x.new_empty(x.shape, dtype=dtype)
 
 
+@torch.library.custom_op("permtriton::norm_permute_backward", mutates_args=())
+def _norm_permute_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, eps: float, offset: float, kind: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradient of a bias that is None is empty: an operator returns tensors only."""
+    ordered = permute_reference(grad, inverse(index.long()))
+    return _three(*norm_backward_reference(ordered, x, weight, bias, eps, offset, kind))
+
+
+@_norm_permute_backward.register_fake
+def _(grad, x, weight, bias, index, eps, offset, kind):  # type: ignore[no-untyped-def]
+    grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return grad_x, weight.new_empty(weight.shape), weight.new_empty(0) if bias is None else bias.new_empty(bias.shape)
+
+
+def _three(grad_x: Tensor, grad_weight: Tensor, grad_bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    return grad_x.contiguous(), grad_weight, grad_weight.new_empty(0) if grad_bias is None else grad_bias
+
+
+if triton is not None:
+
+    @_norm_permute.register_kernel("cuda")
+    def _(x, weight, bias, index, eps, offset, kind):  # type: ignore[no-untyped-def]
+        _check(x, weight, bias, index, kind)
+        run = kernels.norm_permute_triton if kernels.takes(x, weight, bias) else norm_permute_reference
+        return run(x, weight, bias, index, eps, offset, kind)
+
+    @_norm_permute_backward.register_kernel("cuda")
+    def _(grad, x, weight, bias, index, eps, offset, kind):  # type: ignore[no-untyped-def]
+        if not kernels.takes(x, weight, bias):
+            ordered = permute(grad, inverse(index.long()))
+            return _three(*norm_backward_reference(ordered, x, weight, bias, eps, offset, kind))
+        return _three(*kernels.norm_permute_backward_triton(grad, x, weight, bias, index, eps, offset, kind))
+
+
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     x, weight, bias, index, ctx.eps, ctx.offset, ctx.kind = inputs
     ctx.save_for_backward(x, weight, bias, index)
@@ -177,8 +215,10 @@ def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 
 def _backward(ctx, grad):  # type: ignore[no-untyped-def]
     x, weight, bias, index = ctx.saved_tensors
-    grad = permute(grad, inverse(index.long()))
-    return *norm_backward_reference(grad, x, weight, bias, ctx.eps, ctx.offset, ctx.kind), None, None, None, None
+    grad_x, grad_weight, grad_bias = torch.ops.permtriton.norm_permute_backward(
+        grad, x, weight, bias, index, ctx.eps, ctx.offset, ctx.kind
+    )
+    return grad_x, grad_weight, None if bias is None else grad_bias, None, None, None, None
 
 
 _norm_permute.register_autograd(_backward, setup_context=_setup_context)

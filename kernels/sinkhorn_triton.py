@@ -57,9 +57,10 @@ def _block(SIZE: tl.constexpr, PADDED: tl.constexpr):
 
 
 @jit
-def _exponentials(logits, start, places, valid, tau):
+def _exponentials(logits, start, places, valid, inside, tau):
     x = tl.load(logits + start + places, mask=valid, other=-float("inf")).to(tl.float32)
-    return tl.where(valid, tl.exp((x - tl.max(x, 1)[:, None]) / tau), 0.0)
+    top = tl.where(inside, tl.max(x, 1), 0.0)
+    return tl.exp((x - top[:, None]) / tau)
 
 
 @jit
@@ -73,8 +74,8 @@ def _sinkhorn_fwd_kernel(
     SIZE: tl.constexpr, PADDED: tl.constexpr, FLOOR: tl.constexpr,
 ):  # fmt: skip
     start, places, valid = _block(SIZE, PADDED)
-    e = _exponentials(logits, start, places, valid, tau)
     inside = tl.arange(0, PADDED) < SIZE
+    e = _exponentials(logits, start, places, valid, inside, tau)
     scale = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, PADDED)
     column = tl.full([PADDED], 1.0, tl.float32)
     row = _inverse(tl.sum(e, 1), FLOOR)
@@ -95,12 +96,13 @@ def _sinkhorn_bwd_kernel(
 ):  # fmt: skip
     start, places, valid = _block(SIZE, PADDED)
     g = tl.load(grad + start + places, mask=valid, other=0.0).to(tl.float32)
-    e = _exponentials(logits, start, places, valid, tau)
     inside = tl.arange(0, PADDED) < SIZE
+    e = _exponentials(logits, start, places, valid, inside, tau)
     a_round = tl.num_programs(0).to(tl.int64) * SIZE
     scale = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, PADDED) + (rounds - 1) * a_round
-    column = tl.load(columns + scale, mask=inside & (rounds > 0), other=1.0)
-    row = tl.load(rows + scale, mask=inside & (rounds > 0), other=1.0)
+    saved = inside & (tl.arange(0, PADDED) < rounds * SIZE)  # none of 0 rounds
+    column = tl.load(columns + scale, mask=saved, other=1.0)
+    row = tl.load(rows + scale, mask=saved, other=1.0)
     if rounds == 0:
         row = _inverse(tl.sum(e, 1), FLOOR)
     weighted = g * e
@@ -109,9 +111,9 @@ def _sinkhorn_bwd_kernel(
     grad_e = g * row[:, None] * column[None, :]
     for k in range(rounds):
         scale -= a_round
-        earlier = inside & (k < rounds - 1)
-        before = tl.load(columns + scale, mask=earlier, other=1.0)  # the first round began with columns of ones
-        row_before = tl.load(rows + scale, mask=earlier, other=1.0)
+        saved = inside & (tl.arange(0, PADDED) < (rounds - 1 - k) * SIZE)
+        before = tl.load(columns + scale, mask=saved, other=1.0)  # the first round began with columns of ones
+        row_before = tl.load(rows + scale, mask=saved, other=1.0)
         grad_sum = -grad_column * column * column
         grad_e += row[:, None] * grad_sum[None, :]
         grad_row += tl.sum(e * grad_sum[None, :], 1)

@@ -9,7 +9,8 @@ Positions ascend inside a group and lie one after another from the lowest bit of
 at the end of a row are 0. A group with fewer nonzero weights stores zeros at its first free positions, so that a weight
 has exactly one packed form. Rows are independent.
 Shapes: ``x`` ``[..., C]``, ``bias`` ``[O]``, ``index`` ``[C]`` -> ``y`` ``[..., O]``.
-Bytes moved: at 2:4 and 16 bits 9/16 of the dense weight's, beside x and y.
+Bytes moved: at 2:4 and 16 bits 9/16 of the dense weight's, beside x and y. The Triton kernels, on a GPU for 1 to 64
+tokens at 2:4, are in sparse_linear_triton.py; other shapes unpack the weight and multiply densely.
 """
 
 import math
@@ -20,6 +21,8 @@ from torch import Tensor
 from torch.nn.functional import linear, pad
 
 from permtriton.errors import ModelError
+from permtriton.kernels import sparse_linear_triton as kernels
+from permtriton.kernels.launch import triton
 from permtriton.kernels.permute import check_shapes, permute, permute_reference
 from permtriton.permutation import inverse
 from permtriton.sparsity import NMPattern
@@ -322,6 +325,16 @@ def _sparse_linear(
 ) -> Tensor:
     _check(x, values, positions, bias, index, in_features, kept, group)
     return sparse_linear_reference(x, values, positions, bias, index, in_features, kept, group)
+
+
+if triton is not None:
+
+    @_sparse_linear.register_kernel("cuda")
+    def _(x, values, positions, bias, index, in_features, kept, group):  # type: ignore[no-untyped-def]
+        _check(x, values, positions, bias, index, in_features, kept, group)
+        fits = kernels.supports(x, values, in_features, kept, group)
+        product = kernels.sparse_linear_triton if fits else sparse_linear_reference
+        return product(x, values, positions, bias, index, in_features, kept, group)
 
 
 @_sparse_linear.register_fake

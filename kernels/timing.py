@@ -87,13 +87,13 @@ class Ceilings:
     """What this machine reaches at the median.
 
     Attributes:
-        copy_GBps: bytes read plus written by a large copy.
-        matmul_TFLOPs: of a large bfloat16 product of random numbers.
+        copy_gb_s: bytes read plus written by a large copy.
+        matmul_tflop_s: of a large bfloat16 product of random numbers.
         copy, matmul: every sample.
     """
 
-    copy_GBps: float
-    matmul_TFLOPs: float
+    copy_gb_s: float
+    matmul_tflop_s: float
     copy: Timing
     matmul: Timing
 

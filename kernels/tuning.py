@@ -72,7 +72,8 @@ def cases_for(
     blocks = sum(max(in_features // cases.BLOCK, 1) for _, in_features in shapes)
     makers: dict[str, Callable[[], list[Case]]] = {
         "permute": lambda: [cases.permute_case(t, c, dtype, device) for t in tokens for _, c in shapes],
-        "norm_permute": lambda: [cases.norm_permute_case(t, c, dtype, device) for t in tokens for _, c in shapes],
+        "norm_permute": lambda: [make(t, c, dtype, device) for t in tokens for _, c in shapes
+                                 for make in (cases.norm_permute_case, cases.norm_permute_backward_case)],
         "sinkhorn": lambda: [make(blocks, cases.BLOCK, device)
                              for make in (cases.sinkhorn_case, cases.sinkhorn_backward_case)],
         "assignment": lambda: [cases.assignment_case(blocks, cases.BLOCK, device)],
@@ -102,7 +103,7 @@ def tables_of(case: Case) -> dict[str, tuple[Config, ...]]:
     found = {name: configs for name, configs in tables().items() if name == op or name.startswith(f"{op}_")}
     backward = {name: configs for name, configs in found.items() if name.endswith("backward")}
     rest = {name: configs for name, configs in found.items() if name not in backward}
-    return backward or rest if direction == "backward" else rest
+    return (backward or rest) if "backward" in direction else rest
 
 
 def tune(
@@ -173,7 +174,7 @@ def _try(case: Case, request: Request, config: Config, device: torch.device) -> 
     told = timing.report()
     del told["samples_us"]
     p50 = timing.quantile(0.5)
-    return {**told, "GBps": round(case.bytes / p50 / 1e9, 1), "TFLOPs": round(case.flops / p50 / 1e12, 2)}
+    return {**told, "gb_s": round(case.bytes / p50 / 1e9, 1), "tflop_s": round(case.flops / p50 / 1e12, 2)}
 
 
 def _calls(case: Case, device: torch.device) -> list[Callable[[], object]]:

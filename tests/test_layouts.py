@@ -1,6 +1,5 @@
 """Layouts: which site folds, gathers in its norm or gathers itself; and what `fused` compiles to."""
 
-import copy
 import functools
 import json
 
@@ -24,6 +23,7 @@ from permtriton.report import at_run_time
 from permtriton.sparsity import NMPattern
 
 from . import zoo
+from .test_passes import planned
 
 PATTERN = NMPattern(2, 4)
 LEARN = {"epochs": 2, "batch_size": 4, "learning_rate": 0.1, "block_size": 16, "keep_epoch": "last"}
@@ -34,17 +34,8 @@ def built(name: str) -> PreTrainedModel:
     return zoo.build(name) if name in zoo.ARCHITECTURES else zoo.build_mixture(name)
 
 
-@functools.cache
-def _planned(name: str, layout: str) -> Plan:
-    options = {
-        "layout": "portable" if layout == "portable" else "fused",
-        "o_proj": "free" if layout == "free" else "tied",
-    }
-    return find_plan(built(name), PATTERN, **options)
-
-
 def plan_of(name: str, layout: str = "fused") -> Plan:
-    return copy.deepcopy(_planned(name, layout))
+    return planned(name, layout)[1]
 
 
 # -- which site goes where ---------------------------------------------------------------------------------------------

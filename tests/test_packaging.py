@@ -30,7 +30,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
         "permtriton.checkpoint",
         "permtriton.registration",
     ),
-    ("permtriton.kernels",),
+    ("permtriton.kernels", "permtriton.kernels.cuda"),
     (
         "permtriton.plan",
         "permtriton.forward",

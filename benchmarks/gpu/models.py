@@ -1,0 +1,209 @@
+"""The rows of sparse products, of a learning step and of whole models, on LLaMA-2-7B shapes with random weights."""
+
+import copy
+import dataclasses
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+from benchmarks.gpu.bench import OURS, Bench, Goal, Prepare, ratio
+from permtriton import NMPattern, compiler, memory
+from permtriton.config import LearnConfig
+from permtriton.forward import hidden_states, last_hidden_state
+from permtriton.importance import importance_of
+from permtriton.kernels import cases
+from permtriton.kernels.cases import Inputs, two_of_four
+from permtriton.kernels.sparse_linear import unpack
+from permtriton.kernels.timing import Timing, measure
+from permtriton.learn import Trainer, checkpointed, learned_spaces, masked_model
+from permtriton.modules import SparseLinear, replace_module
+from permtriton.plan import Plan, layer_modules, linear_module, weight_in_out
+from permtriton.relaxation import Relaxation
+
+SHAPES_7B = [(11008, 4096), (4096, 11008), (4096, 4096)]
+PATTERN = NMPattern(2, 4)
+CUSPARSELT = "cuSPARSELt"
+
+
+def decode(bench: Bench) -> None:
+    """The packed product at 1 and 16 tokens against cuBLAS and cuSPARSELt."""
+    for tokens, least in ((1, 1.65), (16, 1.5)):
+        for out_features, in_features in bench.pick(SHAPES_7B, [(64, 128)]):
+            case = cases.sparse_linear_case(
+                tokens, out_features, in_features, bench.pick(torch.bfloat16, torch.float32), bench.device
+            )
+            bench.compare(f"sparse_linear, {tokens} tokens", case, _peers(in_features),
+                          lambda times, least=least: [
+                Goal("times faster than cuBLAS dense", ratio(times, "dense"), least),
+                Goal("times faster than cuSPARSELt", ratio(times, CUSPARSELT)),
+            ], seconds=1.5)  # fmt: skip
+
+
+def prefill(bench: Bench) -> None:
+    """Many tokens, the permutation of the input included, against cuBLAS and bare cuSPARSELt without it."""
+    gains = []
+    for tokens in bench.pick([2048, 8192], [32]):
+        for out_features, in_features in bench.pick(SHAPES_7B, [(64, 128)]):
+            dtype = bench.pick(torch.bfloat16, torch.float32)
+            case = cases.sparse_linear_case(tokens, out_features, in_features, dtype, bench.device, gather=True)
+            times = bench.compare(f"2:4 prefill, {tokens} tokens", case, _peers(in_features), _prefill_goals, 2.0)
+            gains.append(ratio(times, "dense"))
+    mean = math.exp(statistics.fmean(map(math.log, gains)))
+    bench.add("2:4 prefill", "geometric mean of all shapes", {}, [Goal("times faster than cuBLAS dense", mean)],
+              note="hoped for: 1.5")  # fmt: skip
+
+
+def _prefill_goals(times: Mapping[str, Timing]) -> list[Goal]:
+    return [
+        Goal("of bare cuSPARSELt without permutation", ratio(times, CUSPARSELT), 0.98),
+        Goal("times faster than cuBLAS dense", ratio(times, "dense"), 1.0),
+    ]
+
+
+def _peers(in_features: int) -> dict[str, Prepare]:
+    """Dense and cuSPARSELt products of the same weight with the same, unpermuted, input."""
+
+    def weight_of(inputs: Inputs) -> Tensor:
+        return unpack(inputs[1], inputs[2], in_features, 2, 4)
+
+    def dense(inputs: Inputs) -> Callable[[], object]:
+        weight = weight_of(inputs)
+        return lambda: linear(inputs[0], weight)
+
+    def cusparselt(inputs: Inputs) -> Callable[[], object]:
+        from torch.sparse import SparseSemiStructuredTensorCUSPARSELT
+
+        weight = SparseSemiStructuredTensorCUSPARSELT.from_dense(weight_of(inputs))
+        return lambda: linear(inputs[0], weight)
+
+    return {"dense": dense, CUSPARSELT: cusparselt}
+
+
+def learning_step(bench: Bench) -> None:
+    """One step of learning against a dense forward and backward pass with weight gradients."""
+    model = llama(bench, bench.pick(32, 1))
+    tokens = bench.pick(1024, 32)
+    plan = compiler.find_plan(model, PATTERN)
+    ids = torch.randint(0, model.config.vocab_size, (bench.pick(16, 2), tokens))
+    target = hidden_states(model, ids, bench.pick(2, 2))
+    for micro_batch in bench.pick((16, 8, 4, 2, 1), (2,)):
+        try:
+            times = _step_times(bench, model, plan, ids, target, micro_batch)
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            continue
+        goal = Goal("times a dense forward + backward", 1 / ratio(times, "dense forward + backward"), most=1.10)
+        layers = model.config.num_hidden_layers
+        size = f"{layers} layers, {ids.shape[0]} x {tokens} tokens, {micro_batch} sequences at once"
+        peak = memory.peak(model.device)
+        bench.add("learning step", size, times, [goal], peak_memory_bytes=peak, note="activation checkpointing in both")
+        return
+    raise MemoryError("not even one sequence at once fits into the GPU's memory")
+
+
+def _step_times(
+    bench: Bench, model: PreTrainedModel, plan: Plan, ids: Tensor, target: Tensor, micro_batch: int
+) -> dict[str, Timing]:
+    layers = layer_modules(model, plan)
+    rows = torch.arange(ids.shape[0])
+
+    def dense() -> None:
+        model.requires_grad_(False)
+        for _, name in plan.linears():
+            linear_module(model, name).weight.requires_grad_(True)
+        with checkpointed(layers):
+            for part in rows.split(micro_batch):
+                last_hidden_state(model, ids[part]).float().square().mean().backward()
+        model.zero_grad(set_to_none=True)
+        model.requires_grad_(False)
+
+    importances = {
+        name: importance_of("wanda", weight_in_out(linear_module(model, name)), torch.rand(site.channels) + 0.5)
+        for site, name in plan.linears()
+    }
+    importances = {
+        name: dataclasses.replace(found, scale=found.scale.to(bench.device)) for name, found in importances.items()
+    }
+    config = LearnConfig(batch_size=ids.shape[0], micro_batch_size=micro_batch, epochs=1000)
+    relaxation = Relaxation(learned_spaces(plan, config), config, 0, model.device)
+    optimizer = torch.optim.AdamW(relaxation.parameters(), lr=config.learning_rate)
+    samples: dict[str, list[float]] = {OURS: [], "dense forward + backward": []}
+    for repeat in range(bench.pick(5, 2)):  # the first of each warms up
+        if repeat > 3 and bench.seconds_left < 60:
+            break
+        samples["dense forward + backward"].append(_seconds(bench, dense))
+        with masked_model(model, plan, importances, PATTERN, relaxation, config) as masks:
+            trainer = Trainer(model, masks, relaxation, optimizer, ids, target, config, 0)
+            step = _step(trainer, rows, repeat)
+            step()  # after the weights were transposed, the allocator settles
+            samples[OURS].append(_seconds(bench, step))
+    return {name: Timing(tuple(found[1:]), "host") for name, found in samples.items()}
+
+
+def _step(trainer: Trainer, rows: Tensor, number: int) -> Callable[[], object]:
+    return lambda: trainer.step(rows, number)
+
+
+def inference(bench: Bench) -> None:
+    """Sparse against dense: one layer, then a whole model, packed at 2:4 with every permutation folded."""
+    for what, layers in (("a layer", 1), ("a model", bench.pick(32, 1))):
+        if bench.seconds_left < bench.pick(30, 0):
+            bench.result["left_out"].append({"row": f"inference, {what}", "why": "no time was left"})
+            continue
+        dense = llama(bench, layers)
+        sparse = packed(dense)
+        for tokens in bench.pick([1, 16, 512, 2048], [1, 16]):
+            ids = torch.randint(0, dense.config.vocab_size, (1, tokens), device=bench.device)
+            with torch.no_grad():
+                times = measure({OURS: [_forward(sparse, ids)], "dense": [_forward(dense, ids)]}, bench.device, 2.0)
+            goal = Goal("times faster than dense", ratio(times, "dense"))
+            note = "no goal is set; the layer row is embeddings, one layer, norm and head"
+            bench.add(f"inference, {what}", f"{layers} layers, {tokens} tokens", times, [goal], note=note)
+        del dense, sparse
+
+
+def packed(dense: PreTrainedModel) -> PreTrainedModel:
+    """Returns a copy whose linears inside the layers are pruned by magnitude and packed at 2:4."""
+    sparse = copy.deepcopy(dense)
+    for name, module in list(sparse.named_modules()):
+        if isinstance(module, nn.Linear) and ".layers." in f".{name}":
+            generator = torch.Generator(module.weight.device).manual_seed(0)
+            weight = two_of_four(tuple(module.weight.shape), module.weight.dtype, generator)
+            module.weight = nn.Parameter(weight, requires_grad=False)
+            replace_module(sparse, name, SparseLinear.from_linear(module).pack(PATTERN))
+    return sparse
+
+
+def llama(bench: Bench, layers: int) -> PreTrainedModel:
+    """Returns a model of LLaMA-2-7B's shapes with random weights; of tiny ones in a rehearsal."""
+    sizes: dict[str, Any] = bench.pick(
+        {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32,
+         "num_key_value_heads": 32},
+        {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4,
+         "num_key_value_heads": 4},
+    )  # fmt: skip
+    config = LlamaConfig(num_hidden_layers=layers, max_position_embeddings=4096, use_cache=False, **sizes)
+    with bench.device:
+        model = AutoModelForCausalLM.from_config(config, dtype=bench.pick(torch.bfloat16, torch.float32))
+    return model.to(bench.device).eval().requires_grad_(False)
+
+
+def _forward(model: PreTrainedModel, ids: Tensor) -> Callable[[], object]:
+    return lambda: model(input_ids=ids, use_cache=False).logits
+
+
+def _seconds(bench: Bench, run: Callable[[], object]) -> float:
+    if not bench.rehearse:
+        torch.cuda.synchronize()
+    started = time.perf_counter()
+    run()
+    if not bench.rehearse:
+        torch.cuda.synchronize()
+    return time.perf_counter() - started

@@ -1,0 +1,1 @@
+"""Hand-written CUDA beside the Triton kernels, for comparison: built on demand, never needed."""

@@ -1,0 +1,77 @@
+"""Builds ``permute.cu`` where nvcc is, and calls it. Nothing in permtriton needs it: it is what Triton is held against.
+
+The source uses no header of torch's, so that it builds in seconds and is called through its one C function.
+"""
+
+import ctypes
+import functools
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from permtriton.errors import ModelError, PermTritonError
+from permtriton.kernels.permute import check_shapes
+
+SOURCE = Path(__file__).with_name("permute.cu")
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """Compiles the source for the present GPU with ``torch.utils.cpp_extension``, once, and loads it.
+
+    Raises:
+        PermTritonError: no GPU, no nvcc, or it failed.
+    """
+    if not torch.cuda.is_available():
+        raise PermTritonError(f"{SOURCE.name} runs on an NVIDIA GPU: this machine has none that torch sees")
+    from torch.utils import cpp_extension
+
+    options = {"extra_cuda_cflags": ["-O3", "-std=c++17"], "is_python_module": False, "with_cuda": True}
+    try:
+        path = cpp_extension.load("permtriton_cuda_permute", [str(SOURCE)], **options)
+    except (OSError, RuntimeError) as error:
+        raise PermTritonError(
+            f"{SOURCE.name} could not be built: {error}; it needs nvcc (CUDA_HOME) and ninja, and nothing needs it"
+        ) from error
+    loaded = ctypes.CDLL(path)
+    pointer, wide, whole = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+    loaded.permtriton_permute.argtypes = [pointer, pointer, pointer, wide, whole, wide, whole, whole, pointer]
+    return loaded
+
+
+def permute_cuda(x: Tensor, index: Tensor, block_size: int | None = None) -> Tensor:
+    """Returns ``x[..., index]``, contiguous, by the CUDA kernel.
+
+    Args:
+        x: ``[..., C]`` on a GPU, values of up to 64 bits.
+        index: ``[C]``, any integer dtype, on the same GPU.
+        block_size: where the index keeps to blocks of so many channels: segments of them are staged, of about 2048
+            channels. An index that does not is not noticed: an entry outside of its segment reads another channel.
+
+    Raises:
+        ModelError: shapes that do not fit, values of another size, a tensor on a CPU.
+        PermTritonError: the kernel could not be built or launched.
+    """
+    check_shapes("permute_cuda", x, index)
+    if not x.is_cuda or index.device != x.device:
+        raise ModelError(f"permute_cuda: x on {x.device}, the index on {index.device}: expected both on one GPU")
+    if x.element_size() not in (1, 2, 4, 8):
+        raise ModelError(f"permute_cuda: values of {x.dtype}: expected 8, 16, 32 or 64 bits")
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if not x.numel():
+        return y
+    channels = x.shape[-1]
+    segment = channels if block_size is None else min(max(2048 // block_size, 1) * block_size, channels)
+    rows = x.reshape(-1, channels)
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    index = index.to(torch.int32).contiguous()
+    with torch.cuda.device(x.device):
+        stream = torch.cuda.current_stream().cuda_stream
+        error = library().permtriton_permute(
+            rows.data_ptr(), index.data_ptr(), y.data_ptr(), rows.shape[0], channels, rows.stride(0),
+            x.element_size(), segment, stream,
+        )  # fmt: skip
+    if error:
+        raise PermTritonError(f"permute_cuda of {list(x.shape)}: CUDA error {error}")
+    return y

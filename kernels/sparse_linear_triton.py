@@ -1,0 +1,253 @@
+"""The Triton kernels of `permtriton.kernels.sparse_linear`, and what launches them: 2:4 weights, 1 to 64 tokens.
+
+Eight values of a row of W (16 bytes at 16 bits) and a 16-bit word of their positions make four groups of channels; a
+thread loads both at once and decompresses them in registers, so that packed bytes are all that is read of W.
+
+One token. Positions of a group ascend, so that its first value multiplies one of the input's channels 0 to 2 of the
+group and its second one of 1 to 3: two selections a value, no gather from memory. The input of a tile is read once for
+its ``TILE_O`` rows, through ``index`` where there is one. Sums stay in float32, one a group, until the row's end.
+2 to 64 tokens. The values are laid out as a dense ``[TILE_O, TILE_C]`` tile in registers and go to the tensor cores
+(float32 weights, up to 16 tokens: exact float32 products); tokens are padded to 16, 32 or 64.
+Split-K: each of ``SPLITS`` programs along the channels writes its own float32 partial sums, and a second kernel adds
+them in order and adds the bias: the same input gives the same bits. With one split there is no second kernel.
+
+Floor: 9/16 of the dense weight's bytes at 16 bits, beside x and y; at one token about 8 instructions a value, half of
+what an H200 has time for at its bandwidth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from permtriton.errors import ModelError
+from permtriton.kernels.autotune import config_for
+from permtriton.kernels.launch import Build, Config, jit, tl, triton
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MAX_TOKENS = 64
+MAX_FLOAT32_TOKENS = 16  # exact products take registers
+WORD = 16  # channels whose positions fill 16 bits
+
+# One token.
+VECTOR_CONFIGS: tuple[Config, ...] = (
+    Config({"TILE_O": 8, "TILE_C": 1024, "SPLITS": 1}, num_warps=4, num_stages=1),
+    Config({"TILE_O": 4, "TILE_C": 2048, "SPLITS": 1}, num_warps=4, num_stages=1),
+    Config({"TILE_O": 4, "TILE_C": 1024, "SPLITS": 1}, num_warps=2, num_stages=1),
+    Config({"TILE_O": 8, "TILE_C": 512, "SPLITS": 1}, num_warps=2, num_stages=1),
+    Config({"TILE_O": 16, "TILE_C": 512, "SPLITS": 1}, num_warps=4, num_stages=1),
+    Config({"TILE_O": 8, "TILE_C": 1024, "SPLITS": 2}, num_warps=4, num_stages=1),
+    Config({"TILE_O": 8, "TILE_C": 1024, "SPLITS": 4}, num_warps=4, num_stages=1),
+)
+# 2 to 64 tokens.
+CONFIGS: tuple[Config, ...] = (
+    Config({"TILE_O": 32, "TILE_C": 128, "SPLITS": 2}, num_warps=4, num_stages=3),
+    Config({"TILE_O": 32, "TILE_C": 128, "SPLITS": 1}, num_warps=4, num_stages=3),
+    Config({"TILE_O": 32, "TILE_C": 256, "SPLITS": 1}, num_warps=4, num_stages=3),
+    Config({"TILE_O": 32, "TILE_C": 128, "SPLITS": 1}, num_warps=2, num_stages=4),
+    Config({"TILE_O": 16, "TILE_C": 256, "SPLITS": 1}, num_warps=2, num_stages=3),
+    Config({"TILE_O": 64, "TILE_C": 128, "SPLITS": 2}, num_warps=4, num_stages=3),
+    Config({"TILE_O": 64, "TILE_C": 128, "SPLITS": 4}, num_warps=4, num_stages=4),
+    Config({"TILE_O": 64, "TILE_C": 64, "SPLITS": 4}, num_warps=4, num_stages=4),
+)
+
+
+@jit
+def _pairs(
+    values, positions, o, valid, c_start, words, end, TILE_O: tl.constexpr, TILE_C: tl.constexpr
+):  # fmt: skip
+    """(first values, second values, 4 bits of positions) of a tile, each ``[TILE_O, TILE_C / 4]``; zeros outside."""
+    k = c_start // 2 + tl.arange(0, TILE_C // 2)
+    lines = o.to(tl.int64)[:, None]
+    kept = tl.load(values + lines * (words * 8) + k[None, :], mask=valid[:, None] & (k < end // 2)[None, :], other=0.0)
+    word = c_start // 16 + tl.arange(0, TILE_C // 16)
+    packed = tl.load(
+        positions + lines * words + word[None, :],
+        mask=valid[:, None] & (word < end // 16)[None, :], other=0,
+    )  # fmt: skip
+    first, second = tl.split(tl.reshape(kept, [TILE_O, TILE_C // 4, 2]))
+    bits = packed.to(tl.int32)[:, :, None] >> (tl.arange(0, 4) * 4)[None, None, :]
+    return first, second, tl.reshape(bits, [TILE_O, TILE_C // 4])
+
+
+@jit
+def _sparse_linear_vector_kernel(
+    x, values, positions, bias, index, y, out_features, words, tiles_a_split,
+    HAS_BIAS: tl.constexpr, HAS_INDEX: tl.constexpr, SPLITS: tl.constexpr, TILE_O: tl.constexpr, TILE_C: tl.constexpr,
+):  # fmt: skip
+    o = tl.program_id(0) * TILE_O + tl.arange(0, TILE_O)
+    valid = o < out_features
+    begin = tl.program_id(1) * tiles_a_split * TILE_C
+    end = tl.minimum(begin + tiles_a_split * TILE_C, words * 16)  # a multiple of 16, for wide loads
+    sums = tl.zeros([TILE_O, TILE_C // 4], tl.float32)
+    for c_start in range(begin, end, TILE_C):
+        first, second, bits = _pairs(values, positions, o, valid, c_start, words, end, TILE_O, TILE_C)
+        c = c_start + tl.arange(0, TILE_C)
+        source = c
+        if HAS_INDEX:
+            source = tl.load(index + c, mask=c < end, other=0).to(tl.int32)
+        inputs = tl.load(x + source, mask=c < end, other=0.0).to(tl.float32)
+        even, odd = tl.split(tl.reshape(inputs, [TILE_C // 2, 2]))
+        x0, x2 = tl.split(tl.reshape(even, [TILE_C // 4, 2]))
+        x1, x3 = tl.split(tl.reshape(odd, [TILE_C // 4, 2]))
+        x0, x1, x2, x3 = x0[None, :], x1[None, :], x2[None, :], x3[None, :]
+        first_input = tl.where((bits & 2) != 0, x2, tl.where((bits & 1) != 0, x1, x0))
+        second_input = tl.where((bits & 4) == 0, x2, tl.where((bits & 8) != 0, x3, x1))
+        sums += first.to(tl.float32) * first_input + second.to(tl.float32) * second_input
+    result = tl.sum(sums, 1)
+    if HAS_BIAS and SPLITS == 1:
+        result += tl.load(bias + o, mask=valid, other=0.0).to(tl.float32)
+    place = tl.program_id(1).to(tl.int64) * out_features + o
+    tl.store(y + place, result.to(y.dtype.element_ty), mask=valid)
+
+
+@jit
+def _sparse_linear_kernel(
+    x, values, positions, bias, index, y, tokens, out_features, words, tiles_a_split,
+    HAS_BIAS: tl.constexpr, HAS_INDEX: tl.constexpr, INTERPRETED: tl.constexpr, SPLITS: tl.constexpr,
+    TILE_T: tl.constexpr, TILE_O: tl.constexpr, TILE_C: tl.constexpr,
+):  # fmt: skip
+    o = tl.program_id(0) * TILE_O + tl.arange(0, TILE_O)
+    t = tl.arange(0, TILE_T)
+    valid, real = o < out_features, t < tokens
+    begin = tl.program_id(1) * tiles_a_split * TILE_C
+    end = tl.minimum(begin + tiles_a_split * TILE_C, words * 16)  # a multiple of 16, for wide loads
+    product = tl.zeros([TILE_O, TILE_T], tl.float32)
+    for c_start in range(begin, end, TILE_C):
+        first, second, bits = _pairs(values, positions, o, valid, c_start, words, end, TILE_O, TILE_C)
+        slot, other = bits & 3, (bits >> 2) & 3
+        zero = tl.zeros_like(first)
+        w0 = tl.where(slot == 0, first, zero)
+        w1 = tl.where(slot == 1, first, tl.where(other == 1, second, zero))
+        w2 = tl.where(slot == 2, first, tl.where(other == 2, second, zero))
+        w3 = tl.where(other == 3, second, zero)
+        dense = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [TILE_O, TILE_C])
+        c = c_start + tl.arange(0, TILE_C)
+        source = c
+        if HAS_INDEX:
+            source = tl.load(index + c, mask=c < end, other=0).to(tl.int32)
+        places = t.to(tl.int64)[:, None] * (words * 16) + source[None, :]
+        inputs = tl.load(x + places, mask=real[:, None] & (c < end)[None, :], other=0.0)
+        if INTERPRETED:  # the interpreter multiplies the bits of bfloat16 as whole numbers
+            dense, inputs = dense.to(tl.float32), inputs.to(tl.float32)
+        product = tl.dot(dense, tl.trans(inputs), product, input_precision="ieee")
+    if HAS_BIAS and SPLITS == 1:
+        product += tl.load(bias + o, mask=valid, other=0.0).to(tl.float32)[:, None]
+    lines = tl.program_id(1).to(tl.int64) * tokens + t
+    places = lines[None, :] * out_features + o[:, None]
+    tl.store(y + places, product.to(y.dtype.element_ty), mask=valid[:, None] & real[None, :])
+
+
+@jit
+def _sparse_linear_reduce_kernel(
+    partial, bias, y, count, out_features, HAS_BIAS: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr
+):
+    place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    valid = place < count
+    result = tl.zeros([TILE], tl.float32)
+    for split in tl.static_range(SPLITS):
+        result += tl.load(partial + split * count + place, mask=valid, other=0.0)
+    if HAS_BIAS:
+        result += tl.load(bias + place % out_features, mask=valid, other=0.0).to(tl.float32)
+    tl.store(y + place, result.to(y.dtype.element_ty), mask=valid)
+
+
+def supports(x: Tensor, values: Tensor, in_features: int, kept: int, group: int) -> bool:
+    """Whether the kernels take these: 2:4, 16-bit floats with 1 to 64 tokens or float32 with 16, channels by 16."""
+    tokens = x.numel() // max(in_features, 1)
+    most = MAX_FLOAT32_TOKENS if values.dtype == torch.float32 else MAX_TOKENS
+    fits = 0 < tokens <= most and in_features % WORD == 0 and values.numel() > 0
+    return fits and (kept, group) == (2, 4) and values.dtype in DTYPES
+
+
+def sparse_linear_triton(
+    x: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    bias: Tensor | None,
+    index: Tensor | None,
+    in_features: int,
+    kept: int,
+    group: int,
+) -> Tensor:
+    """`sparse_linear_reference` by Triton kernels, with sums in another order.
+
+    ``x``, ``values`` and ``positions`` that are not contiguous are copied first.
+
+    Raises:
+        ModelError: what `supports` does not name.
+    """
+    if not supports(x, values, in_features, kept, group):
+        raise ModelError(
+            f"sparse_linear: an input of shape {list(x.shape)} for {values.dtype} values at {kept}:{group}: the Triton "
+            f"kernels expect 1 to {MAX_TOKENS} tokens ({MAX_FLOAT32_TOKENS} in float32), a multiple of {WORD} channels, "
+            "and values of bfloat16, float16 or float32 at 2:4; the reference takes the rest"
+        )
+    tokens, out_features = x.numel() // in_features, values.shape[0]
+    y = x.new_empty((*x.shape[:-1], out_features))
+    name, configs = ("sparse_linear_vector", VECTOR_CONFIGS) if tokens == 1 else ("sparse_linear", CONFIGS)
+    config = config_for(name, configs, (tokens, out_features, in_features), x.dtype)
+    options: dict[str, int] = config.arguments()
+    tiles = triton.cdiv(in_features, options["TILE_C"])
+    tiles_a_split = triton.cdiv(tiles, options["SPLITS"])
+    splits = options["SPLITS"] = triton.cdiv(tiles, tiles_a_split)
+    out = y if splits == 1 else torch.empty((splits, tokens, out_features), device=x.device)
+    grid = (triton.cdiv(out_features, options["TILE_O"]), splits)
+    arguments = (
+        x.reshape(-1).contiguous(), values.contiguous(), positions.contiguous().view(torch.int16),
+        values if bias is None else bias.contiguous(), values if index is None else index.contiguous(), out,
+    )  # fmt: skip
+    given = {"HAS_BIAS": bias is not None, "HAS_INDEX": index is not None}
+    if tokens == 1:
+        _sparse_linear_vector_kernel[grid](
+            *arguments, out_features, in_features // WORD, tiles_a_split, **given, **options
+        )
+    else:
+        _sparse_linear_kernel[grid](
+            *arguments, tokens, out_features, in_features // WORD, tiles_a_split, **given, **options,
+            TILE_T=max(triton.next_power_of_2(tokens), 16), INTERPRETED=triton.knobs.runtime.interpret,
+        )  # fmt: skip
+    if splits > 1:
+        _sparse_linear_reduce_kernel[(triton.cdiv(y.numel(), 256),)](
+            out, arguments[3], y, y.numel(), out_features, HAS_BIAS=bias is not None, SPLITS=splits, TILE=256,
+            num_warps=2,
+        )  # fmt: skip
+    return y
+
+
+def builds() -> Iterator[Build]:
+    """Yields every kernel in every configuration, with bias and index."""
+    for dtype in ("bf16", "fp32"):
+        for number, config in enumerate(VECTOR_CONFIGS):
+            yield _build(dtype, config, 1, number == 0)
+        for tile_t in (16,) if dtype == "fp32" else (16, 64):
+            for number, config in enumerate(CONFIGS):
+                yield _build(dtype, config, tile_t, number == 0)
+        signature = {"partial": "*fp32", "bias": f"*{dtype}", "y": f"*{dtype}", "count": "i32", "out_features": "i32"}
+        constants = {"HAS_BIAS": True, "SPLITS": 4, "TILE": 256}
+        signature |= dict.fromkeys(constants, "constexpr")
+        reduction = Config(num_warps=2)
+        yield Build(
+            f"sparse_linear reduce {dtype}", _sparse_linear_reduce_kernel, signature, constants, reduction, True
+        )
+
+
+def _build(dtype: str, config: Config, tile_t: int, default: bool) -> Build:
+    constants: dict[str, int] = {"HAS_BIAS": True, "HAS_INDEX": True, **config.constants}
+    out = dtype if constants["SPLITS"] == 1 else "fp32"
+    signature = {
+        "x": f"*{dtype}", "values": f"*{dtype}", "positions": "*i16", "bias": f"*{dtype}", "index": "*i16",
+        "y": f"*{out}", "tokens": "i32", "out_features": "i32", "words": "i32", "tiles_a_split": "i32",
+    }  # fmt: skip
+    kernel = _sparse_linear_kernel
+    if tile_t == 1:
+        kernel = _sparse_linear_vector_kernel
+        del signature["tokens"]
+    else:
+        constants |= {"INTERPRETED": False, "TILE_T": tile_t}
+    signature |= dict.fromkeys(constants, "constexpr")
+    sizes = " ".join(f"{name}={value}" for name, value in config.constants.items())
+    name = f"sparse_linear {dtype} {tile_t} tokens {sizes} {config.num_warps} warps"
+    return Build(name, kernel, signature, constants, config, default)

@@ -1,0 +1,197 @@
+"""Every operator on the GPU against its reference: shapes, types, layouts, compilation, determinism, reach."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from permtriton.errors import PermTritonError
+from permtriton.kernels import autotune, cases, tuning
+from permtriton.kernels.assignment import assignment
+from permtriton.kernels.nm_mask import nm_mask, nm_mask_reference
+from permtriton.kernels.norm_permute import norm_permute, norm_permute_reference
+from permtriton.kernels.permute import permute, permute_reference
+from permtriton.kernels.sinkhorn import sinkhorn, sinkhorn_reference
+from permtriton.kernels.sparse_linear import pack, sparse_linear
+from permtriton.kernels.timing import relative_error
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+SHAPES = [(64, 128), (96, 320), (256, 704), (4096, 4096)]
+
+
+def order(channels: int, device: torch.device) -> Tensor:
+    return torch.randperm(channels, device=device)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_case_is_right(shape, dtype, device):
+    wrong = {}
+    for case in tuning.cases_for([shape], [1, 16, 77, 512], dtype, device):
+        for seed in range(2):
+            if told := case.check(seed):
+                wrong[case.name] = told
+    assert wrong == {}
+
+
+@pytest.mark.parametrize("kernel", tuning.KERNELS)
+def test_every_configuration_is_right(kernel, device):
+    """What autotuning may choose; only what the device has no room for may fail to run."""
+    wrong = {}
+    for case in tuning.cases_for([(256, 512)], [16], torch.bfloat16, device, kernel):
+        for request in tuning._requests(case):
+            for config in request.configs:
+                with autotune.forced(request.op, config):
+                    try:
+                        told = case.check()
+                    except Exception as error:
+                        told = None if "out of resource" in str(error) else repr(error)
+                if told:
+                    wrong[case.name, autotune.describe(config)] = told
+    assert wrong == {}
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.float8_e4m3fn, *DTYPES], ids=str)
+@pytest.mark.parametrize("shape", [(0, 64), (1, 1), (3, 5, 100), (2, 11008)], ids=str)
+def test_permute_of_every_type(shape, dtype, device):
+    x = torch.randint(0, 120, shape, device=device).to(torch.uint8).view(torch.uint8)
+    x = x.view(dtype) if dtype.itemsize == 1 else x.to(dtype)
+    index = order(shape[-1], device)
+    y = permute(x, index)
+    bytes_of = torch.uint8 if dtype.itemsize == 1 else dtype
+    assert y.is_contiguous()
+    assert torch.equal(y.view(bytes_of), permute_reference(x.view(bytes_of), index))
+
+
+def test_permute_of_strided_rows(device):
+    x = torch.randn(64, 300, device=device, dtype=torch.bfloat16)[:, 20:276]
+    index = order(256, device)
+    assert torch.equal(permute(x, index), permute_reference(x, index))
+    assert torch.equal(permute(x.t(), order(64, device).sort().values), x.t())
+
+
+def test_permute_beyond_32_bit_addresses(device):
+    if torch.cuda.get_device_properties(device).total_memory < 24 << 30:
+        pytest.skip("needs 24 GiB of GPU memory")
+    rows, channels = (1 << 31) // 4096 + 64, 4096
+    x = torch.randint(-120, 120, (rows, channels), device=device, dtype=torch.int8)
+    index = order(channels, device)
+    y = permute(x, index)
+    for part in (slice(0, 8), slice(rows - 72, rows)):
+        assert torch.equal(y[part], permute_reference(x[part], index))
+
+
+@pytest.mark.parametrize("kind", ["rms", "rms_float", "layer"])
+@pytest.mark.parametrize("channels", [64, 100, 4096, 11008])
+def test_norms_against_the_reference(kind, channels, device):
+    x = torch.randn(33, channels, device=device, dtype=torch.bfloat16)
+    weight = torch.randn(channels, device=device, dtype=torch.bfloat16)
+    bias = weight.flip(0).contiguous() if kind == "layer" else None
+    arguments = (x, weight, bias, order(channels, device), 1e-5, 1.0, kind)
+    assert relative_error(norm_permute(*arguments), norm_permute_reference(*arguments)) < 5e-3
+
+
+@pytest.mark.parametrize("size", [1, 7, 32, 48, 64, 128, 256])
+def test_assignment_of_every_size(size, device):
+    case = cases.assignment_case(17, size, device)
+    assert case.check() is None
+    tied = torch.randint(0, 3, (9, size, size), device=device).float()
+    index = assignment(tied)
+    assert torch.equal(index.long().sort(1).values, torch.arange(size, device=device).expand(9, -1))
+    assert case.error((tied, index), (tied, assignment(tied.cpu()).to(device))) == 0
+
+
+def test_assignment_refuses_nan(device):
+    score = torch.randn(3, 64, 64, device=device)
+    score[1, 2, 3] = float("nan")
+    with pytest.raises((ValueError, PermTritonError), match="NaN"):
+        assignment(score)
+
+
+@pytest.mark.parametrize(("kept", "group"), [(2, 4), (1, 4), (4, 8), (3, 8), (8, 16)])
+@pytest.mark.parametrize("row_major", [False, True])
+def test_masks_keep_the_same_weights(kept, group, row_major, device):
+    weight = torch.randn(192, 320, device=device, dtype=torch.bfloat16)
+    weight = weight if row_major else weight.t().contiguous().t()
+    sizes = [64] * 5
+    index = torch.cat([start + order(64, device) for start in range(0, 320, 64)])
+    scale = torch.rand(320, device=device) + 0.5
+    arguments = (weight, scale, None, None, 1, index)
+    out = nm_mask(*arguments, scale.new_empty(0), sizes, kept, group, True)
+    expected = nm_mask_reference(*arguments, sizes, kept, group)
+    assert torch.equal(out, expected)
+    assert not bool((out.eq(0) & out.signbit()).any())
+
+
+@pytest.mark.parametrize("rounds", [0, 1, 5])
+@pytest.mark.parametrize("size", [16, 48, 64, 128])
+def test_sinkhorn_gradients(rounds, size, device):
+    logits = torch.randn(6, size, size, device=device, requires_grad=True)
+    grad = torch.randn(6, size, size, device=device)
+    (found,) = torch.autograd.grad(sinkhorn(logits, 0.5, rounds), logits, grad)
+    wide = logits.detach().double().cpu().requires_grad_()
+    (expected,) = torch.autograd.grad(sinkhorn(wide, 0.5, rounds), wide, grad.double().cpu())
+    assert relative_error(found.cpu(), expected) < 1e-3
+
+
+def test_the_same_input_gives_the_same_bits(device):
+    for case in tuning.cases_for([(512, 1024)], [16, 512], torch.bfloat16, device):
+        inputs = case.make(3)
+        first, second = case.run(*inputs), case.run(*inputs)
+        for a, b in zip(*((x,) if isinstance(x, Tensor) else x for x in (first, second)), strict=True):
+            assert torch.equal(a, b), case.name
+
+
+def test_operators_pass_opcheck(device):
+    x = torch.randn(4, 64, device=device, requires_grad=True)
+    index = order(64, device)
+    values, positions = pack(cases.two_of_four((32, 64), torch.float32, torch.Generator(device)), 2, 4)
+    logits = torch.randn(3, 32, 32, device=device, requires_grad=True)
+    weight = torch.randn(64, device=device, requires_grad=True)
+    ops = torch.ops.permtriton
+    for op, arguments in [
+        (ops.permute.default, (x, index)),
+        (ops.norm_permute.default, (x, weight, None, index, 1e-5, 0.0, "rms")),
+        (ops.sinkhorn.default, (logits, 0.5, 5)),
+        (ops.assignment.default, (logits.detach(),)),
+        (ops.sparse_linear.default, (x, values, positions, None, index, 64, 2, 4)),
+    ]:
+        checks = ("test_schema", "test_faketensor", "test_autograd_registration")
+        torch.library.opcheck(op, arguments, test_utils=checks)
+
+
+def test_compiled_without_a_break(device):
+    x = torch.randn(8, 128, device=device, dtype=torch.bfloat16)
+    index, weight = order(128, device), torch.randn(128, device=device, dtype=torch.bfloat16)
+    values, positions = pack(cases.two_of_four((64, 128), torch.bfloat16, torch.Generator(device)), 2, 4)
+
+    def layer(x: Tensor) -> Tensor:
+        hidden = norm_permute(permute(x, index), weight, None, index, 1e-5, 0.0, "rms")
+        return sparse_linear(hidden, values, positions, None, index, 128, 2, 4) * 2
+
+    assert relative_error(torch.compile(layer, fullgraph=True)(x), layer(x)) < 1e-2
+
+
+def test_tuning_finds_a_configuration_that_is_used(device, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(autotune, "_STATE", autotune._State())
+    monkeypatch.setattr(tuning, "SECONDS", 0.05)
+    todo = tuning.cases_for([(256, 512)], [64], torch.bfloat16, device, "permute")
+    entries = tuning.tune(todo, device, autotune.machine_key(), [autotune.cache_file()])
+    assert entries
+    for case in todo:
+        assert case.check() is None
+    assert set(map(str, (key[0] for key in autotune._STATE.chosen))) >= {key.split()[0] for key in entries}
+
+
+def test_the_relaxation_of_a_step_fits_beside_a_model(device):
+    """Beyond logits and result, a forward pass keeps 2 x rounds x B float32 a block at the most."""
+    blocks, size, rounds = 2048, 64, 5
+    logits = torch.randn(blocks, size, size, device=device)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out = torch.ops.permtriton.sinkhorn(logits, 0.5, rounds)
+    torch.cuda.synchronize()
+    allowed = logits.nbytes + 2 * rounds * size * 4 * blocks
+    assert torch.cuda.max_memory_allocated() - before <= allowed + (4 << 20)
+    assert relative_error(out[0], sinkhorn_reference(logits.double(), 0.5, rounds)[0]) < 1e-4

@@ -1,0 +1,170 @@
+"""Graphs of every architecture, traced and compiled once for all tests of passes."""
+
+import copy
+import functools
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from transformers import PreTrainedModel
+
+from permtriton.experts import unstack_experts
+from permtriton.importance import Importance
+from permtriton.kernels.nm_mask import top_n_mask
+from permtriton.passes import drawing
+from permtriton.passes.graph import NM_MASK, NORM_PERMUTE, PACK, PERMUTE, SITE, SPARSE_LINEAR, copied, parameter_node
+from permtriton.passes.layout import separate
+from permtriton.passes.pipeline import (
+    PassResult,
+    all_passes,
+    run_passes,
+)
+from permtriton.passes.provenance import propagate
+from permtriton.passes.sites import find_sites
+from permtriton.passes.verify_graph import run
+from permtriton.permutation import compose, identity
+from permtriton.plan import Plan, linear_module, weight_in_out
+from permtriton.sparsity import NMPattern
+from permtriton.trace import Traced, trace
+
+from . import zoo
+
+PATTERN = NMPattern(2, 4)
+LAYOUTS = ("portable", "fused", "free")
+NAMES = [*zoo.ARCHITECTURES, *zoo.MIXTURES]
+LIKE_OTHERS = {  # where one architecture, or few, are enough
+    "portable": ("qwen3_moe", "olmoe"),
+    "fused": (),
+    "free": tuple(name for name in NAMES if name not in ("llama", "gpt2", "olmo2", "bert", "mixtral")),
+}
+CASES = [(name, layout) for name in NAMES for layout in LAYOUTS if name not in LIKE_OTHERS[layout]]
+every_case = pytest.mark.parametrize(("name", "layout"), CASES)
+BATCH = zoo.token_ids(1, 4)
+
+
+def built(name: str) -> PreTrainedModel:
+    if name in zoo.ARCHITECTURES:
+        return zoo.build(name)
+    model = zoo.build_mixture(name)
+    unstack_experts(model)
+    return model
+
+
+@functools.cache
+def traced(name: str) -> tuple[PreTrainedModel, Traced, Plan]:
+    model = built(name)
+    found = trace(model)
+    provenance = propagate(found.graph_module, found.outputs, found.hidden)
+    return model, found, find_sites(provenance, model, found.hidden_node, PATTERN)
+
+
+def planned(name: str, layout: str) -> tuple[PreTrainedModel, Plan, fx.GraphModule]:
+    """A model that must not be changed, a plan of its own, and its graph."""
+    model, found, plan = traced(name)
+    plan = copy.deepcopy(plan)
+    if layout != "portable":
+        plan = separate(plan, found.graph_module, model, o_proj="free" if layout == "free" else "tied")
+    return model, plan, found.graph_module
+
+
+def private(name: str, layout: str) -> tuple[PreTrainedModel, Plan, fx.GraphModule]:
+    """A model that may be changed, with a graph over its own parameters."""
+    model = built(name)
+    graph_module = copied(traced(name)[1].graph_module)
+    for parameter, value in model.named_parameters():
+        if parameter_node(graph_module, parameter) is not None:
+            owner, _, attribute = parameter.rpartition(".")
+            graph_module.get_submodule(owner).register_parameter(attribute, value)
+    return model, planned(name, layout)[1], graph_module
+
+
+def random_importances(plan: Plan, model: nn.Module, seed: int = 0) -> dict[str, Importance]:
+    """Every form of score by turns: scale alone, squared weights, sums of a row and a column factor."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def factor(size: int) -> Tensor:
+        return torch.rand(size, generator=generator) + 0.5
+
+    found = {}
+    for number, (site, name) in enumerate(plan.linears()):
+        more = (factor(weight_in_out(linear_module(model, name)).shape[1]), factor(site.channels))
+        found[name] = Importance(1 + number % 2, factor(site.channels), *(more if number % 3 == 0 else ()))
+    return found
+
+
+@torch.no_grad()
+def mask(model: nn.Module, plan: Plan, indices: dict[str, Tensor], importances: dict[str, Importance]) -> None:
+    """Zeroes what the importances, given in the order before ``indices`` were folded, do not keep."""
+    for site, name in plan.linears():
+        order = site.expand(indices[site.space.name]) if site.space.name in indices else identity(site.channels)
+        given, weight = importances[name], weight_in_out(linear_module(model, name))
+        column = None if given.column is None else given.column[order]
+        scores = Importance(given.power, given.scale[order], given.row, column)
+        if given.row is not None:
+            rows = row_order(plan, indices, name, weight.shape[1])
+            scores = Importance(given.power, given.scale[order], given.row[rows], column)
+        weight.masked_fill_(~top_n_mask(scores.scores(weight), PATTERN.kept, PATTERN.group), 0)
+
+
+def row_order(plan: Plan, indices: dict[str, Tensor], name: str, rows: int) -> Tensor:
+    """The order that folding ``indices`` gives the rows of a linear's weight."""
+    order = identity(rows)
+    for space in plan.spaces:
+        for axis in space.axes:
+            if axis.parameter == f"{name}.weight" and not axis.reads and space.name in indices:
+                order = compose(order, axis.expand(indices[space.name]))
+    return order
+
+
+@dataclass
+class Compiled:
+    """What the whole compiler made of a model, and what each pass did on the way."""
+
+    model: PreTrainedModel
+    plan: Plan
+    indices: dict[str, Tensor]
+    importances: dict[str, Importance]
+    source: str
+    source_after: str
+    graph_module: fx.GraphModule
+    results: list[PassResult] = field(default_factory=list)
+    outputs: list[Tensor] = field(default_factory=list)  # before the first pass, and after each
+    printed: list[str] = field(default_factory=list)
+
+
+def told(graph_module: fx.GraphModule) -> str:
+    return f"{graph_module.graph}{[(name, id(p)) for name, p in graph_module.named_parameters()]}{graph_module.meta}"
+
+
+@functools.cache
+def compiled(name: str, layout: str) -> Compiled:
+    model, plan, graph_module = planned(name, layout)
+    indices, importances = zoo.random_indices(plan), random_importances(plan, model)
+    source, dense = told(graph_module), run(graph_module, BATCH)
+    found = Compiled(model, plan, indices, importances, source, "", graph_module, outputs=[dense])
+
+    def observe(result: PassResult) -> None:
+        result.graph_module.graph.lint()
+        found.results.append(result)
+        found.outputs.append(run(result.graph_module, BATCH))
+        found.printed.append(result.graph_module.print_readable(print_output=False))
+        assert len(drawing.listing(result.graph_module)) == len(result.graph_module.graph.nodes)
+
+    found.graph_module = run_passes(graph_module, all_passes(plan, indices, importances, PATTERN), [BATCH], observe)
+    found.source_after = told(graph_module)
+    return found
+
+
+def counted(graph_module: fx.GraphModule) -> dict[str, int]:
+    nodes = list(graph_module.graph.nodes)
+    sparse = [node for node in nodes if node.target is SPARSE_LINEAR]
+    return {
+        "folded": sum(node.target is PERMUTE and SITE not in node.meta for node in nodes),
+        "activations": sum(node.target is PERMUTE and SITE in node.meta for node in nodes),
+        "norms": sum(node.target is NORM_PERMUTE for node in nodes),
+        "gathers": sum(node.args[4] is not None for node in sparse),
+        "sparse": len(sparse),
+        "packs": sum(node.target is PACK for node in nodes),
+        "masks": sum(node.target is NM_MASK for node in nodes),
+    }

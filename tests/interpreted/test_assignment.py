@@ -1,0 +1,217 @@
+"""The assignment kernel under Triton's interpreter: the total of what it chooses is scipy's."""
+
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor
+
+from permtriton.errors import ConfigError
+from permtriton.kernels import autotune
+from permtriton.kernels.assignment import assignment_warm
+from permtriton.kernels.assignment_triton import CONFIGS, assignment_triton, assignment_warm_triton
+from permtriton.kernels.sinkhorn import sinkhorn_reference
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.fixture(autouse=True)
+def _poisoned(monkeypatch):
+    """What the kernel does not write is no row."""
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *args, **options: empty(*args, **options).fill_(12345))
+
+
+def total(score: Tensor, index: Tensor) -> Tensor:
+    return score.double().gather(1, index.long().unsqueeze(1)).sum((1, 2))
+
+
+def best(score: Tensor) -> Tensor:
+    totals = [block[linear_sum_assignment(block, maximize=True)].sum() for block in score.double().numpy()]
+    return torch.tensor(np.array(totals))
+
+
+def check(score: Tensor, index: Tensor | None = None) -> Tensor:
+    index = assignment_triton(score) if index is None else index
+    assert index.dtype == torch.int32
+    assert index.shape == score.shape[:2]
+    assert torch.equal(index.sort(1).values, torch.arange(score.shape[1], dtype=torch.int32).expand_as(index))
+    torch.testing.assert_close(total(score, index), best(score), rtol=1e-12, atol=0)
+    return index
+
+
+def adversarial(size: int) -> Tensor:
+    line = torch.arange(1.0, size + 1)
+    trap = torch.full((size, size), -1e4)
+    trap.diagonal().fill_(1.0)
+    trap.diagonal(1).fill_(1.5)
+    trap[-1, 0] = -1e5
+    noise = torch.randn(size, size)
+    mixed = noise * 10.0 ** torch.randint(-20, 20, (size, size))
+    offset = noise.mul(8).round() + 2.0**20
+    return torch.stack(
+        (line.outer(line), -line.outer(line), -(line.view(-1, 1) - line).abs(), trap, noise * 1e30, noise * 1e-30,
+         torch.eye(size).flip(0), offset, mixed)
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 16, 33])
+def test_random(size):
+    check(torch.randn(1 if size > 16 else 2, size, size))
+
+
+@pytest.mark.parametrize("size", [64, 130])
+def test_large_blocks(size):
+    """Scores that need few searches: the interpreter is slow."""
+    score = torch.eye(size)[torch.randperm(size)] + 0.02 * torch.rand(size, size)
+    score[:, :3] = torch.rand(size, 3)
+    check(score.unsqueeze(0))
+
+
+@pytest.mark.parametrize("size", [2, 7])
+def test_adversarial(size):
+    check(adversarial(size))
+
+
+@pytest.mark.parametrize("levels", [1, 2, 3])
+def test_integers_with_many_ties(levels):
+    check(torch.randint(0, levels + 1, (2, 17, 17)).float())
+
+
+@pytest.mark.parametrize("value", [0.0, -3.5, 3e38])
+def test_constant_scores(value):
+    check(torch.full((1, 9, 9), value))
+
+
+def test_differences_far_below_float32_sums():
+    """Path lengths in float32 would lose what decides."""
+    check(2.0**23 + torch.randint(0, 4, (2, 12, 12)).float())
+    check((torch.randn(1, 12, 12) * 1e-3 + torch.arange(12.0) * 1e4).mT)
+
+
+def test_soft_permutations():
+    check(sinkhorn_reference(torch.eye(24) + torch.randn(1, 24, 24) * 0.3, 0.3, 5)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_other_dtypes(dtype):
+    check(torch.randn(1, 8, 8, dtype=torch.float64).to(dtype))
+
+
+def test_index_names_the_row_of_each_column():
+    index = torch.tensor([2, 0, 3, 1])
+    score = torch.zeros(1, 4, 4)
+    score[0, index, torch.arange(4)] = 1
+    assert assignment_triton(score).tolist() == [index.tolist()]
+
+
+def test_strided_scores():
+    score = torch.randn(2, 6, 6)
+    for strided in (score.mT, torch.cat((score, score), 2)[:, :, ::2], score.requires_grad_()):
+        check(strided.detach(), assignment_triton(strided))
+
+
+def test_no_blocks():
+    assert assignment_triton(torch.zeros(0, 8, 8)).shape == (0, 8)
+    index, prices = assignment_warm_triton(torch.zeros(0, 8, 8), torch.zeros(0, 8))
+    assert index.shape == prices.shape == (0, 8)
+
+
+def test_blocks_come_back_in_their_order():
+    index = torch.stack([torch.randperm(5) for _ in range(9)])
+    score = torch.nn.functional.one_hot(index, 5).mT.float()
+    assert torch.equal(assignment_triton(score).long(), index)
+
+
+@pytest.mark.parametrize("where", [(0, 0, 0), (2, 3, 1), (1, 0, 4)])
+def test_nan_is_refused(where):
+    score = torch.randn(3, 5, 5)
+    score[where] = NAN
+    with pytest.raises(ValueError, match=r"\(3, 5, 5\).* 1 of them are NaN"):
+        assignment_triton(score)
+    with pytest.raises(ValueError, match="NaN"):
+        assignment_warm_triton(score, torch.zeros(3, 5))
+    with pytest.raises(ValueError, match="NaN"):
+        assignment_triton(torch.full_like(score, NAN))
+
+
+def test_forbidden_pairs():
+    """A score of -inf is never chosen where another permutation exists."""
+    score = torch.randn(3, 9, 9)
+    score[torch.rand(score.shape) < 0.5] = -INF
+    score.diagonal(dim1=1, dim2=2).fill_(-50.0)
+    check(score)
+    check(score, assignment_warm_triton(score, torch.randn(3, 9))[0])
+
+
+@pytest.mark.parametrize("kind", ["row", "column", "corner", "above"])
+def test_no_finite_assignment_is_refused(kind):
+    score = torch.randn(2, 6, 6)
+    if kind == "row":
+        score[1, 2] = -INF
+    elif kind == "column":
+        score[1, :, 2] = -INF
+    elif kind == "corner":  # rows 0 to 3 have columns 0 to 2 only
+        score[1, :4, 3:] = -INF
+    else:
+        score[1, 4, 2] = INF
+    with pytest.raises(ValueError, match=r"infeasible|invalid"):
+        linear_sum_assignment(score[1].numpy(), maximize=True)
+    with pytest.raises(ValueError, match="infinite"):
+        assignment_triton(score)
+    with pytest.raises(ValueError, match="infinite"):
+        assignment_warm_triton(score, torch.zeros(2, 6))
+
+
+@pytest.mark.parametrize("start", [0.0, NAN, INF, 1e30, "wild"])
+def test_warm_start_from_any_prices(start):
+    score = torch.cat((torch.randn(1, 6, 6), adversarial(6)))
+    prices = torch.randn(len(score), 6)
+    if start == "wild":
+        prices = (prices * 1e4).exp() * prices.sign()
+    else:
+        prices.fill_(start)
+    before = prices.clone()
+    index, found = assignment_warm_triton(score, prices)
+    check(score, index)
+    assert prices.equal(before) or before.isnan().all()
+    assert found.isfinite().all()
+    assert torch.equal(found.amax(1), torch.zeros(len(score)))
+
+
+def test_prices_prove_the_assignment():
+    """Every row's best column at these prices is its own: the dual of the optimum."""
+    score = torch.randn(2, 12, 12)
+    index, prices = assignment_warm_triton(score, torch.full((2, 12), NAN))
+    net = score + prices.unsqueeze(1)
+    own = net.gather(1, index.long().unsqueeze(1)).squeeze(1)  # by column
+    row_best = net.amax(2).gather(1, index.long())
+    torch.testing.assert_close(own, row_best, atol=1e-5, rtol=0)
+
+
+def test_warm_steps_follow_changing_scores():
+    score, prices = torch.randn(1, 12, 12), torch.full((1, 12), NAN)
+    for _ in range(4):
+        index, prices = assignment_warm_triton(score, prices)
+        check(score, index)
+        score = score + 0.1 * torch.randn(score.shape)
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_every_configuration(config):
+    with autotune.forced("assignment", config):
+        check(torch.randn(1, 6, 6))
+
+
+@pytest.mark.parametrize("score", [torch.zeros(1, 257, 257), torch.zeros(1, 4, 4, dtype=torch.int32)])
+def test_refused(score):
+    with pytest.raises(ConfigError, match=rf"{score.dtype}.*{score.shape[-1]}.*at most 256"):
+        assignment_triton(score)
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 4), (0, 4, 4)])
+def test_the_warm_operator(shape):
+    score, prices = torch.randn(shape), torch.full(shape[:2], NAN)
+    torch.library.opcheck(torch.ops.permtriton.assignment_warm.default, (score.mT, prices.mT.clone().mT))
+    index, _ = assignment_warm(score, prices)
+    torch.testing.assert_close(total(score, index), best(score) if shape[0] else torch.zeros(0).double())

@@ -1,0 +1,157 @@
+import pytest
+import torch
+from torch import Tensor
+
+from permtriton.errors import ModelError
+from permtriton.kernels import nm_mask as file
+from permtriton.kernels import nm_mask_triton as kernels
+from permtriton.kernels.launch import Config
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+TOLERANCE = 1e-4  # the interpreter cuts float32 to bfloat16 where GPUs round: four times their error
+
+
+def poison(monkeypatch) -> None:
+    """Fills outputs with NaN, so that what a kernel does not write is seen."""
+    full = torch.full
+    monkeypatch.setattr(torch, "empty", lambda shape, **kind: full(shape, float("nan"), **kind))
+
+
+def block_index(sizes: list[int]) -> Tensor:
+    """A permutation that moves channels inside the blocks only."""
+    starts = [sum(sizes[:number]) for number in range(len(sizes))]
+    return torch.cat([start + torch.randperm(size) for start, size in zip(starts, sizes, strict=True)])
+
+
+def laid_out(values_OC: Tensor, layout: str) -> Tensor:
+    """The same values in other strides."""
+    if layout == "input-major":
+        return values_OC.t().contiguous().t()
+    if layout == "strided":
+        wide = torch.zeros(values_OC.shape[0] * 2, values_OC.shape[1] * 3, dtype=values_OC.dtype)
+        wide[1::2, 2::3] = values_OC
+        return wide[1::2, 2::3]
+    return values_OC.contiguous()
+
+
+def factors_of(form: str, rows: int, channels: int) -> tuple:
+    """(scale, row, column, power) in eighths: exact in every dtype, and with many ties."""
+    scale, row, column = (torch.randint(1, 9, (count,)).float() / 8 for count in (channels, rows, channels))
+    return {
+        "power 1": (scale, None, None, 1),
+        "power 2": (scale, None, None, 2),
+        "row and column": (scale, row, column, 1),
+    }[form]
+
+
+def same_bits(found: Tensor, expected: Tensor) -> bool:
+    return torch.equal(found, expected) and torch.equal(found.signbit(), expected.signbit())
+
+
+@pytest.mark.parametrize(("kept", "group"), [(2, 4), (1, 2), (2, 3), (4, 8), (5, 6), (8, 16), (7, 17), (31, 32)])
+@pytest.mark.parametrize("layout", ["input-major", "row-major", "strided"])
+def test_forward_is_the_reference_bit_for_bit(kept, group, layout):
+    """Eighths, so that many scores are equal, and negative weights, so that a -0.0 would be seen."""
+    sizes = [2 * group, 2 * group, group]
+    rows, channels = 21, sum(sizes)
+    weight = laid_out(torch.randint(-4, 5, (rows, channels)).float() / 8, layout)
+    weight[0, 0] = -0.0
+    factors, index = factors_of("row and column", rows, channels), block_index(sizes)
+    arguments = (weight, *factors, index, sizes, kept, group)
+    found = kernels.nm_mask_triton(*arguments)
+    expected = file.nm_mask_reference(*arguments)
+    assert same_bits(found, expected)
+    assert not (found == 0)[found.signbit()].any()
+    assert found.stride() == expected.stride() == (1, rows)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", ["power 1", "power 2", "row and column"])
+@pytest.mark.parametrize(("kept", "group"), [(2, 4), (12, 16)])
+def test_forward_of_every_form_and_dtype(dtype, form, kept, group):
+    sizes = [2 * group, group]
+    weight = laid_out(torch.randn(17, 3 * group).to(dtype), "input-major")
+    arguments = (weight, *factors_of(form, 17, 3 * group), block_index(sizes), sizes, kept, group)
+    assert same_bits(kernels.nm_mask_triton(*arguments), file.nm_mask_reference(*arguments))
+
+
+@pytest.mark.parametrize("number", range(len(kernels.CONFIGS)))
+def test_forward_in_every_configuration(number, monkeypatch):
+    monkeypatch.setattr(kernels, "config_for", lambda op, configs, shape, dtype: configs[number])
+    weight = laid_out(torch.randn(1030, 12), "input-major")
+    arguments = (weight, *factors_of("power 2", 1030, 12), block_index([8, 4]), [8, 4], 2, 4)
+    assert same_bits(kernels.nm_mask_triton(*arguments), file.nm_mask_reference(*arguments))
+
+
+def test_forward_writes_every_weight(monkeypatch):
+    poison(monkeypatch)
+    arguments = (torch.randn(5, 8), *factors_of("power 1", 5, 8), block_index([8]), [8], 2, 4)
+    assert kernels.nm_mask_triton(*arguments).isfinite().all()
+
+
+BACKWARD = [  # (sizes, group, rows, layout)
+    ([16, 16, 8], 4, 160, "input-major"),
+    ([64], 4, 33, "input-major"),
+    ([12, 24], 3, 20, "input-major"),
+    ([128], 4, 32, "input-major"),
+    ([128], 4, 17, "input-major"),
+    ([192, 8], 4, 32, "input-major"),
+    ([34], 17, 19, "row-major"),
+    ([64], 32, 16, "strided"),
+    ([4], 2, 3, "row-major"),
+]
+
+
+@pytest.mark.parametrize(("sizes", "group", "rows", "layout"), BACKWARD)
+@pytest.mark.parametrize("group_scale", [False, True])
+@pytest.mark.parametrize("form", ["power 2", "row and column"])
+def test_backward_is_close_to_the_reference_in_float64(sizes, group, rows, layout, group_scale, form, monkeypatch):
+    poison(monkeypatch)
+    channels = sum(sizes)
+    grad, weight = (laid_out(torch.randn(rows, channels), layout) for _ in range(2))
+    factors, index = factors_of(form, rows, channels), block_index(sizes)
+    found = kernels.nm_mask_backward_triton(grad, weight, *factors, index, sizes, group, group_scale, file.FLOOR)
+    doubles = (factor.double() if isinstance(factor, Tensor) else factor for factor in factors)
+    expected = file.nm_mask_backward_reference(
+        grad.double(), weight.double(), *doubles, index, sizes, group, group_scale
+    )
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), expected, rtol=TOLERANCE, atol=TOLERANCE * expected.abs().max().item())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("splits", [1, 3])
+def test_backward_over_splits_and_dtypes(dtype, splits, monkeypatch):
+    """Every split's partial sums count, once."""
+    config = Config({"TILE_O": 32, "PROGRAMS": 2 * splits}, num_warps=4)
+    monkeypatch.setattr(kernels, "config_for", lambda op, configs, shape, dtype: config)
+    monkeypatch.setattr(kernels, "LEAST_ROWS", 100)
+    grad, weight = (laid_out(torch.randn(300, 12).to(dtype), "input-major") for _ in range(2))
+    arguments = (*factors_of("row and column", 300, 12), block_index([8, 4]), [8, 4], 4, True)
+    found = kernels.nm_mask_backward_triton(grad, weight, *arguments, file.FLOOR)
+    expected = file.nm_mask_backward_reference(grad, weight, *arguments)
+    torch.testing.assert_close(found, expected, rtol=TOLERANCE, atol=TOLERANCE * expected.abs().max().item())
+    assert torch.equal(found, kernels.nm_mask_backward_triton(grad, weight, *arguments, file.FLOOR))
+
+
+@pytest.mark.parametrize("group_scale", [False, True])
+@pytest.mark.parametrize("dead", ["weights", "statistics"])
+def test_zeros_give_finite_gradients(dead, group_scale):
+    weight, grad = torch.randn(16, 8), torch.randn(16, 8)
+    scale = torch.ones(8)
+    (weight if dead == "weights" else scale).zero_()
+    arguments = (weight, scale, None, None, 1, block_index([8]), [8], 4, group_scale)
+    found = kernels.nm_mask_backward_triton(grad, *arguments, file.FLOOR)
+    torch.testing.assert_close(found, file.nm_mask_backward_reference(grad, *arguments), rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_no_rows():
+    weight, scale = torch.randn(0, 8), torch.ones(8)
+    assert kernels.nm_mask_triton(weight, scale, None, None, 1, torch.arange(8), [8], 2, 4).shape == (0, 8)
+    arguments = (weight, weight, scale, None, None, 1, torch.arange(8), [8], 4, True)
+    assert torch.equal(kernels.nm_mask_backward_triton(*arguments, file.FLOOR), torch.zeros(64))
+
+
+def test_float64_is_refused():
+    with pytest.raises(ModelError, match="float64 weight"):
+        kernels.nm_mask_triton(torch.ones(1, 4).double(), torch.ones(4), None, None, 1, torch.arange(4), [4], 2, 4)

@@ -1,0 +1,148 @@
+import pytest
+import torch
+from torch import Tensor
+
+from permtriton.kernels import norm_permute_triton as kernels
+from permtriton.kernels.norm_permute import norm_backward_reference, norm_permute_reference, norm_reference
+from permtriton.kernels.norm_permute_triton import (
+    BACKWARD_CONFIGS,
+    CONFIGS,
+    norm_permute_backward_triton,
+    norm_permute_triton,
+)  # fmt: skip
+from permtriton.permutation import inverse
+
+EPS = 1e-3
+VARIANTS = [("rms", 0.0), ("rms", 1.0), ("rms_float", 0.0), ("rms_float", 1.0), ("layer", 0.0), ("layer", 1.0)]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+ROUNDING = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+
+@pytest.fixture(autouse=True)
+def _poisoned(monkeypatch):
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: empty(*a, **k).fill_(float("nan")))
+
+
+def inputs(rows: int, channels: int, dtype: torch.dtype, bias: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    x = torch.randn(rows, channels).add(0.5).to(dtype)
+    shift = torch.randn(channels).to(dtype) if bias else None
+    return x, torch.rand(channels).add(0.5).to(dtype), shift, torch.randperm(channels)
+
+
+def wide(x: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, offset: float, kind: str) -> Tensor:
+    shift = None if bias is None else bias.double()
+    return norm_reference(x.double(), weight.double(), shift, EPS, offset, kind, index.long(), torch.float64)
+
+
+def check_forward(x, weight, bias, index, offset, kind, config=None):
+    y = norm_permute_triton(x, weight, bias, index, EPS, offset, kind, config)
+    reference = norm_permute_reference(x, weight, bias, index, EPS, offset, kind)
+    assert (y.dtype, y.shape, y.is_contiguous()) == (reference.dtype, x.shape, True)
+    limit = ROUNDING[x.dtype]
+    torch.testing.assert_close(y.double(), wide(x, weight, bias, index, offset, kind), rtol=limit, atol=limit)
+
+
+def check_backward(x, weight, bias, index, offset, kind, config=None):
+    grad = torch.randn(x.shape).to(x.dtype)
+    found = norm_permute_backward_triton(grad, x, weight, bias, index, EPS, offset, kind, config)
+    again = norm_permute_backward_triton(grad, x, weight, bias, index, EPS, offset, kind, config)
+    shift = None if bias is None else bias.double()
+    ordered = grad.double()[..., inverse(index.long())]
+    expected = norm_backward_reference(ordered, x.double(), weight.double(), shift, EPS, offset, kind, torch.float64)
+    for a, b, c, like in zip(found, again, expected, (x, weight, bias), strict=True):
+        if like is None:
+            assert a is None
+            continue
+        assert (a.dtype, a.shape) == (like.dtype, like.shape)
+        assert torch.equal(a, b)
+        limit = 4 * ROUNDING[x.dtype]
+        torch.testing.assert_close(a.double(), c, rtol=limit, atol=limit)
+
+
+@pytest.mark.parametrize(("kind", "offset"), VARIANTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", [False, True])
+def test_forward_and_backward(kind, offset, dtype, bias):
+    if bias and kind != "layer":
+        pytest.skip("only a layer norm has a bias")
+    for shape in ((5, 40), (1, 33), (3, 1)):
+        arguments = inputs(*shape, dtype, bias)
+        check_forward(*arguments, offset, kind)
+        check_backward(*arguments, offset, kind)
+
+
+@pytest.mark.parametrize("kind", ["rms", "rms_float", "layer"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("longest", [16, 16384])
+def test_long_rows(kind, dtype, longest, monkeypatch):
+    """What registers do not hold all of: weight and index read again, the backward pass in tiles."""
+    for name, value in (("HELD", 16), ("LONGEST", longest), ("LONGEST_BACKWARD", 16), ("LONG_TILE", 16)):
+        monkeypatch.setattr(kernels, name, value)
+    arguments = inputs(5, 41, dtype, kind == "layer")
+    check_forward(*arguments, 1.0, kind)
+    check_backward(*arguments, 1.0, kind)
+
+
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+def test_every_configuration(kind):
+    for config in CONFIGS:
+        check_forward(*inputs(3, 20, torch.float32, False), 0.0, kind, config)
+    for config in BACKWARD_CONFIGS:
+        check_backward(*inputs(3, 20, torch.float32, False), 0.0, kind, config)
+
+
+VIEWS = [
+    lambda x: x.mT.contiguous().mT,
+    lambda x: x[:, ::2],
+    lambda x: x[::2],
+    lambda x: x[0],
+    lambda x: x.view(2, 3, 12).transpose(0, 1),
+    lambda x: x[:1].expand(6, 12),
+]
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_strided_input(view):
+    x, weight, _, _ = inputs(6, 12, torch.float32, False)
+    x = view(x)
+    weight, index = weight.repeat(2)[::2][: x.shape[-1]], torch.randperm(x.shape[-1])
+    check_forward(x, weight, None, index.byte(), 0.0, "rms")
+    check_backward(x, weight, None, index.short(), 0.0, "rms")
+
+
+def test_mixed_types():
+    """A float32 weight over bfloat16: "rms" promotes, the others give the dtype of x."""
+    x, _, _, index = inputs(4, 24, torch.bfloat16, False)
+    weight = torch.rand(24)
+    for kind in ("rms", "rms_float"):
+        check_forward(x, weight, None, index, 0.0, kind)
+    assert norm_permute_triton(x, weight, None, index, EPS, 0.0, "rms").dtype == torch.float32
+    grad_x, grad_weight, _ = norm_permute_backward_triton(torch.randn(4, 24), x, weight, None, index, EPS, 0.0, "rms")
+    assert (grad_x.dtype, grad_weight.dtype) == (torch.bfloat16, torch.float32)
+
+
+def test_roundings_are_the_modules_own():
+    """float16, bit for bit in nearly all places: the sum may differ in its last bit, no other step may.
+
+    (The interpreter cuts bfloat16 off where a GPU rounds.)
+    """
+    for kind, offset in VARIANTS[:4]:
+        arguments = inputs(16, 64, torch.float16, False)
+        y = norm_permute_triton(*arguments, EPS, offset, kind)
+        assert (y != norm_permute_reference(*arguments, EPS, offset, kind)).float().mean() < 0.01
+
+
+def test_what_the_kernels_take():
+    x, weight = torch.zeros(2, 8), torch.zeros(8)
+    assert kernels.takes(x, weight, None)
+    assert not kernels.takes(x.double(), weight, None)
+    assert not kernels.takes(x, weight.double(), None)
+    assert not kernels.takes(x[:0], weight, None)
+
+
+def test_the_convention_is_seen():
+    """Break it: the inverse is another order."""
+    x, weight, _, index = inputs(4, 24, torch.float32, False)
+    y = norm_permute_triton(x, weight, None, index, EPS, 0.0, "rms")
+    assert not torch.equal(y, norm_permute_triton(x, weight, None, inverse(index), EPS, 0.0, "rms"))

@@ -1,0 +1,304 @@
+"""Measured configurations: which one a launch gets, what a file may hold, and how they are found."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import permtriton
+from permtriton.cli.main import app
+from permtriton.errors import ConfigError, OutputError
+from permtriton.kernels import autotune, tuning
+from permtriton.kernels.autotune import config_for, entry_key, stored
+from permtriton.kernels.cases import Case
+from permtriton.kernels.launch import Config, triton
+from permtriton.kernels.timing import Timing
+
+TABLE = (Config({"SIZE": 64}), Config({"SIZE": 128}), Config({"SIZE": 256}, num_warps=8))
+DEMO = Path(permtriton.__file__).parent / "demo"
+KEY = entry_key("gather", (16, 4096), torch.bfloat16)
+needs_triton = pytest.mark.skipif(triton is None, reason="triton is not installed")
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch, tmp_path):
+    """A cache folder and a state of its own for each test, and no files that come with permtriton."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(autotune, "SHIPPED", tmp_path / "tuned")
+    monkeypatch.setattr(autotune, "_STATE", autotune._State())
+
+
+@pytest.fixture
+def gpu(monkeypatch) -> str:
+    """Makes torch say that it has a GPU; returns the machine's key."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA H200")
+    if triton is None:
+        pytest.skip("triton is not installed")
+    return autotune.machine_key()
+
+
+def keep(machine: str, config: Config, key: str = KEY, path: Path | None = None) -> None:
+    autotune.write_entries(path or autotune.cache_file(), machine, {key: {"config": stored(config)}})
+
+
+def chosen(rows: int = 16, dtype: torch.dtype = torch.bfloat16) -> Config:
+    return config_for("gather", TABLE, (rows, 4096), dtype)
+
+
+class TestChoice:
+    def test_without_a_gpu_the_default(self):
+        keep("NVIDIA H200, triton 3.9.0, torch 2.13.0", TABLE[1])
+        assert chosen() is TABLE[0]
+
+    def test_without_a_file_the_default(self, gpu):
+        assert chosen() is TABLE[0]
+
+    def test_a_winner_is_used(self, gpu):
+        keep(gpu, TABLE[2])
+        assert chosen() is TABLE[2]
+        assert chosen(dtype=torch.float32) is TABLE[0]
+        assert config_for("scatter", TABLE, (16, 4096), torch.bfloat16) is TABLE[0]
+
+    def test_neighbouring_rows_share_it(self, gpu):
+        keep(gpu, TABLE[1])
+        assert [chosen(rows) is TABLE[1] for rows in (8, 9, 16, 17)] == [False, True, True, False]
+        assert autotune.bucket((0, 3)) == (1, 3)
+
+    @pytest.mark.parametrize("change", [("H200", "H100"), ("torch ", "torch 1"), ("triton ", "triton 1")])
+    def test_of_another_machine_it_is_not(self, gpu, change):
+        keep(gpu.replace(*change), TABLE[1])
+        assert chosen() is TABLE[0]
+
+    def test_one_that_left_the_table_is_not(self, gpu):
+        keep(gpu, Config({"SIZE": 512}))
+        assert chosen() is TABLE[0]
+
+    def test_beside_the_model_comes_first(self, gpu, tmp_path):
+        keep(gpu, TABLE[1])
+        assert chosen() is TABLE[1]
+        assert not autotune.use_beside(tmp_path)
+        keep(gpu, TABLE[2], path=tmp_path / autotune.BESIDE_MODEL)
+        assert autotune.use_beside(tmp_path)
+        assert chosen() is TABLE[2]
+
+    def test_shipped_ones_come_last_and_for_every_version(self, gpu):
+        keep("NVIDIA H200, triton 3.6.0, torch 2.11.0", TABLE[1], path=autotune.SHIPPED / "h200.json")
+        assert chosen() is TABLE[1]
+        keep(gpu, TABLE[2])
+        assert chosen() is TABLE[2]
+
+    def test_files_are_read_once(self, gpu, monkeypatch):
+        keep(gpu, TABLE[1])
+        assert chosen() is TABLE[1]
+        monkeypatch.setattr(autotune, "_read", lambda path: pytest.fail("a file was read at a launch"))
+        assert chosen() is TABLE[1]
+        assert chosen(rows=4) is TABLE[0]
+
+    def test_it_costs_little(self):
+        chosen()
+        started = time.perf_counter()
+        for _ in range(1000):
+            chosen()
+        assert time.perf_counter() - started < 0.1, "microseconds a launch"
+
+    def test_forced_and_asked(self, gpu):
+        keep(gpu, TABLE[1])
+        with autotune.requests() as asked:
+            assert [chosen(), chosen()] == [TABLE[0]] * 2
+            with autotune.forced("gather", TABLE[2]):
+                assert chosen() is TABLE[2]
+                assert config_for("scatter", TABLE, (1,), torch.int8) is TABLE[0]
+        assert [request.key for request in asked] == [KEY, "scatter 1 int8"]
+        assert chosen() is TABLE[1]
+
+    def test_torch_compile_does_not_see_it(self, gpu):
+        keep(gpu, TABLE[2])
+
+        @torch.library.custom_op("permtriton_tests::tuned", mutates_args=())
+        def tuned(x: torch.Tensor) -> torch.Tensor:
+            return x * config_for("gather", TABLE, (16, 4096), torch.bfloat16).constants["SIZE"]
+
+        tuned.register_fake(torch.empty_like)
+        compiled = torch.compile(lambda x: tuned(x) + 1, fullgraph=True, backend="aot_eager")
+        assert compiled(torch.ones(2)).tolist() == [257, 257]
+
+
+class TestFile:
+    def test_entries_are_added(self):
+        for number, key in enumerate(("a 1 int8", "b 1 int8")):
+            keep("one", TABLE[number], key)
+        keep("two", TABLE[2], "a 1 int8")
+        found = autotune.read_entries(autotune.cache_file(), "one")
+        assert {key: entry["config"]["constants"]["SIZE"] for key, entry in found.items()} == {
+            "a 1 int8": 64,
+            "b 1 int8": 128,
+        }
+
+    @pytest.mark.parametrize(
+        "text",
+        ["", "{", "[]", "null", '{"version": 9, "machines": {}}', '{"version": 1, "machines": {"m": {"k": 3}}}',
+         '{"version": 1, "machines": {"m": {"k": {"config": []}}}}', '{"version": 1, "machines": 7}', "\udcff"],
+    )  # fmt: skip
+    def test_a_damaged_one_is_ignored_with_a_warning(self, gpu, text):
+        path = autotune.cache_file()
+        path.parent.mkdir(parents=True)
+        path.write_bytes(text.encode(errors="surrogateescape"))
+        with pytest.warns(UserWarning, match=r"autotune\.json"):
+            assert chosen() is TABLE[0]
+        with pytest.warns(UserWarning, match=r"autotune\.json"):
+            keep(gpu, TABLE[1])
+        assert chosen() is TABLE[1]
+
+    def test_an_interrupted_write_leaves_the_old_one_whole(self, monkeypatch):
+        keep("one", TABLE[1])
+        before = autotune.cache_file().read_text()
+
+        def refuse(*_):
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(autotune.os, "replace", refuse)
+        with pytest.raises(OutputError, match="No space left"):
+            keep("one", TABLE[2])
+        assert autotune.cache_file().read_text() == before
+        assert [path.name for path in autotune.cache_file().parent.iterdir()] == ["autotune.json"]
+
+    def test_a_relative_cache_folder_is_none(self, monkeypatch):
+        monkeypatch.setenv("XDG_CACHE_HOME", "here")
+        assert autotune.cache_file() == Path.home() / ".cache" / "permtriton" / "autotune.json"
+
+
+class Tuned:
+    """A kernel on the CPU whose configurations are right or wrong and take what the test says."""
+
+    def __init__(self, monkeypatch, seconds: dict[int, float], wrong: tuple[int, ...] = ()) -> None:
+        self.checked: list[int] = []
+        self.wrong = wrong
+        self.case = Case(
+            "gather", "16x4096", torch.bfloat16, lambda seed: (seed,), self.run, lambda seed: seed,
+            lambda found, expected: abs(found - expected), 0.0, bytes=1000,
+        )  # fmt: skip
+
+        def measure(runs, device, *_args):
+            return {name: Timing((seconds[calls[0]() and self.size],), "host") for name, calls in runs.items()}
+
+        monkeypatch.setattr(tuning, "measure", measure)
+
+    def run(self, seed: int) -> int:
+        self.size = config_for("gather", TABLE, (16, 4096), torch.bfloat16).constants["SIZE"]
+        self.checked.append(self.size)
+        if self.size in self.wrong:
+            return seed + 7
+        return seed or True
+
+    def tune(self, *files: Path) -> dict:
+        return tuning.tune([self.case], torch.device("cpu"), "here", files or [autotune.cache_file()])
+
+
+class TestSearch:
+    def test_the_fastest_wins(self, monkeypatch):
+        tuned = Tuned(monkeypatch, {64: 3.0, 128: 1.0, 256: 2.0})
+        entry = tuned.tune()[KEY]
+        assert entry["config"] == stored(TABLE[1])
+        assert entry["gain"] == 3.0
+        assert autotune.read_entries(autotune.cache_file(), "here") == {KEY: entry}
+
+    def test_what_is_wrong_is_not_timed(self, monkeypatch):
+        entry = Tuned(monkeypatch, {64: 3.0, 256: 2.0}, wrong=(128,)).tune()[KEY]
+        assert entry["config"] == stored(TABLE[2])
+        assert "wrong" in entry["trials"][autotune.describe(TABLE[1])]["error"]
+
+    def test_all_wrong_leaves_the_default(self, monkeypatch):
+        entry = Tuned(monkeypatch, {}, wrong=(64, 128, 256)).tune()[KEY]
+        assert entry["config"] == stored(TABLE[0])
+
+    def test_an_interrupted_run_goes_on(self, monkeypatch):
+        times = {64: 3.0, 256: 2.0}
+        tuned = Tuned(monkeypatch, times)
+
+        class Interrupted(BaseException):
+            pass
+
+        def interrupt(seed: int) -> int:
+            if Tuned.run(tuned, seed) and tuned.size == 128:
+                raise Interrupted
+            return seed or True
+
+        monkeypatch.setattr(tuned, "case", Case(**{**vars(tuned.case), "run": interrupt}))
+        with pytest.raises(Interrupted):
+            tuned.tune()
+        again = Tuned(monkeypatch, {**times, 128: 1.0})
+        trials = []
+        tuning.tune([again.case], torch.device("cpu"), "here", [autotune.cache_file()], trials.append)
+        assert [trial.known for trial in trials] == [True, False, False]
+        assert autotune.read_entries(autotune.cache_file(), "here")[KEY]["config"] == stored(TABLE[1])
+
+    def test_a_second_run_tries_nothing(self, monkeypatch, tmp_path):
+        Tuned(monkeypatch, {64: 3.0, 128: 1.0, 256: 2.0}).tune()
+        again = Tuned(monkeypatch, {})
+        beside = tmp_path / autotune.BESIDE_MODEL
+        assert again.tune(autotune.cache_file(), beside)[KEY]["config"] == stored(TABLE[1])
+        assert again.checked == [64], "only to ask which table is read"
+        assert KEY in autotune.read_entries(beside, "here")
+
+
+class TestCommand:
+    def run(self, *arguments: str):
+        return CliRunner().invoke(app, ["autotune", *arguments])
+
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+    def test_without_a_gpu_it_says_so(self):
+        shown = self.run("--shape", "64x128")
+        assert shown.exit_code == 2
+        assert "CUDA GPU" in shown.output
+        assert "--dry-run" in shown.output
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [((), "--model DIR or --shape"), (("--shape", "64"), "OUTxIN"), (("--shape", "64x66"), "multiple of 4"),
+         (("--shape", "64x64", "--tokens", "1,0"), "numbers above 0"), (("--shape", "64x64", "--save"), "--model DIR"),
+         (("--shape", "64x64", "--kernel", "gemm"), "sinkhorn"), (("--shape", "64x64", "--dtype", "int8"), "float16")],
+    )  # fmt: skip
+    def test_what_makes_no_sense_is_refused(self, arguments, message):
+        shown = self.run(*arguments, "--dry-run")
+        assert shown.exit_code == 2
+        assert message in shown.output
+
+    def test_dry_run_lists_what_would_be_tried(self, monkeypatch):
+        monkeypatch.setattr(tuning, "tables", lambda: {"permute": TABLE, "permute_backward": TABLE[:1]})
+        told = json.loads(self.run("--shape", "64x128", "--tokens", "1,16", "--dry-run", "--json").stdout)["cases"]
+        assert told["permute 16x128 in blocks bfloat16"] == {
+            "permute": [
+                "SIZE=64 num_warps=4 num_stages=2",
+                "SIZE=128 num_warps=4 num_stages=2",
+                "SIZE=256 num_warps=8 num_stages=2",
+            ]
+        }
+        assert {name.split()[0] for name in told} == set(tuning.KERNELS)
+        assert self.run("--shape", "64x128", "--dry-run").exit_code == 0
+
+    def test_the_shapes_of_a_model(self):
+        shown = self.run("--model", str(DEMO), "--kernel", "nm_mask", "--dry-run", "--json")
+        told = json.loads(shown.stdout)["cases"]
+        assert "nm_mask 704x256 bfloat16" in told
+        assert "nm_mask backward 256x704 bfloat16" in told
+
+
+@needs_triton
+def test_every_table_is_tried_in_some_case():
+    todo = tuning.cases_for([(64, 128)], [1, 16], torch.float32, torch.device("cpu"))
+    assert {name for case in todo for name in tuning.tables_of(case)} == set(tuning.tables())
+
+
+def test_an_unknown_kernel_is_refused():
+    with pytest.raises(ConfigError, match="unknown"):
+        tuning.cases_for([(64, 128)], [1], torch.float32, torch.device("cpu"), "gemm")
+
+
+def test_the_cases_are_right_on_the_references():
+    for case in tuning.cases_for([(64, 128), (32, 96)], [1, 5], torch.float32, torch.device("cpu")):
+        assert case.check() is None, case.name

@@ -1,0 +1,118 @@
+"""The graph with the relaxation in it learns as the learner does."""
+
+import pytest
+import torch
+from torch import fx
+
+from permtriton.config import LearnConfig
+from permtriton.forward import cosine_loss, last_hidden_state
+from permtriton.learn import Trainer, learned_spaces, masked_model
+from permtriton.passes.fold import fold
+from permtriton.passes.graph import (
+    NM_MASK,
+    absorb,
+    copied,
+)
+from permtriton.passes.insert_masks import insert_masks
+from permtriton.passes.insert_relaxation import insert_relaxation
+from permtriton.passes.lower import lower
+from permtriton.passes.pipeline import (
+    permutation_passes,
+    run_passes,
+)
+from permtriton.passes.verify_graph import relative_difference, run
+from permtriton.permutation import identity
+from permtriton.relaxation import Relaxation
+
+from . import zoo
+from .graphs import BATCH, PATTERN, counted, planned, private, random_importances, traced
+
+CONFIG = LearnConfig(block_size=16, batch_size=1, micro_batch_size=1, epochs=2, start_noise=3.0)
+
+
+def ancestors(node: fx.Node) -> set[object]:
+    found, waiting = set(), [node]
+    while waiting:
+        for before in waiting.pop().all_input_nodes:
+            if before not in found:
+                found.add(before)
+                waiting.append(before)
+    return {node.target for node in found}
+
+
+class Gradients:
+    """An optimizer that only remembers."""
+
+    def __init__(self, relaxation: Relaxation) -> None:
+        self.param_groups: list[dict[str, float]] = [{}]
+        self.relaxation, self.found = relaxation, {}
+
+    def step(self) -> None:
+        self.found = {name: p.grad.clone() for name, p in self.relaxation.named_parameters()}
+
+    def zero_grad(self, **_options: object) -> None:
+        self.relaxation.zero_grad()
+
+
+@pytest.mark.parametrize("layout", ["portable", "fused"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "phi3"])
+def test_the_learning_graph_learns_as_the_trainer_does(name, layout):
+    model, plan, graph_module = private(name, layout)
+    with torch.no_grad():
+        target = last_hidden_state(model, BATCH)
+    base = zoo.random_indices(plan)
+    graph_module = run_passes(graph_module, permutation_passes(plan, base), [BATCH])
+    fold(model, plan, base)
+    if layout == "portable":
+        with torch.no_grad():
+            target = last_hidden_state(model, BATCH)
+    importances = random_importances(plan, model)
+    spaces = learned_spaces(plan, CONFIG)
+    relaxation = Relaxation(spaces, CONFIG, 0, torch.device("cpu"))
+    masked = insert_masks(absorb(graph_module), plan=plan, importances=importances, pattern=PATTERN)
+    learning = insert_relaxation(masked, plan=plan, spaces=spaces, relaxation=relaxation, tau=CONFIG.tau_start)
+    learning.graph.eliminate_dead_code()
+    learning.graph.lint()
+    learning.recompile()
+
+    sinkhorn, assignment = torch.ops.permtriton.sinkhorn.default, torch.ops.permtriton.assignment.default
+    masks = [node for node in learning.graph.nodes if node.target is NM_MASK]
+    assert len(masks) == len(list(plan.linears()))
+    for node in masks:
+        assert {sinkhorn, assignment} <= ancestors(node.args[5])
+        assert sinkhorn in ancestors(node.args[6])
+        assert assignment not in ancestors(node.args[6])
+    own = {id(parameter) for parameter in learning.parameters()}
+    assert all(id(parameter) in own for parameter in relaxation.parameters()), "shared, not copied"
+    assert counted(lower(copied(learning)))["sparse"] == 0, "weights that change at every step are not packed"
+
+    loss = cosine_loss(learning(BATCH)[traced(name)[1].hidden], target)
+    loss.backward()
+    found = {parameter: p.grad.clone() for parameter, p in relaxation.named_parameters()}
+    model.zero_grad()
+    relaxation.zero_grad()
+    optimizer = Gradients(relaxation)
+    with masked_model(model, plan, importances, PATTERN, relaxation, CONFIG) as entries:
+        trainer = Trainer(model, entries, relaxation, optimizer, BATCH, target, CONFIG, 0)
+        indices = trainer.indices(0)
+        expected = trainer.step(torch.tensor([0]), 0)
+    assert any(not torch.equal(index, identity(index.numel())) for index in indices.values()), "something moves"
+    assert loss.item() == pytest.approx(expected, rel=1e-4)
+    for parameter, gradient in optimizer.found.items():
+        assert float(gradient.abs().max()) > 0, parameter
+        assert relative_difference(gradient, found[parameter]) < 1e-3, parameter
+
+
+def test_only_the_spaces_that_learn_are_relaxed():
+    model, plan, graph_module = planned("llama", "fused")
+    config = LearnConfig(block_size=16, learn_layers="last:1")
+    spaces = learned_spaces(plan, config)
+    relaxation = Relaxation(spaces, config, 0, torch.device("cpu"))
+    masked = insert_masks(copied(graph_module), plan=plan, importances=random_importances(plan, model), pattern=PATTERN)
+    learning = insert_relaxation(masked, plan=plan, spaces=spaces, relaxation=relaxation, tau=1.0)
+    learning.graph.eliminate_dead_code()
+    lowered = lower(learning)
+    lowered.graph.eliminate_dead_code()
+    lowered.recompile()
+    assert counted(lowered)["sparse"] == 7, "the first layer's order is constant"
+    assert bool(run(lowered, BATCH).isfinite().all())
