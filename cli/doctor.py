@@ -131,19 +131,23 @@ def _compile_kernels(defaults_only: bool, json: bool) -> None:
 
 
 def _print(results: list[Compiled]) -> None:
-    """A row a kernel and configuration, both kinds of sizes joined: the larger of each number."""
-    shown = table("Kernels", "kernel", "target", "registers", "shared bytes", "stack bytes", "spills", "")
+    """A line a kernel, configuration and target, both kinds of sizes joined: the larger of each number."""
     rows: dict[tuple[str, str], list[Compiled]] = {}
     for result in results:
         rows.setdefault((result.name, result.target), []).append(result)
+    width = max((len(name) for name, _ in rows), default=0)
+    typer.echo(f"{'kernel':<{width}}  target  registers  shared bytes  stack bytes  spills")
     for (name, target), same in rows.items():
         error = next((result.error for result in same if result.error), None)
-        mark = next((result.problem for result in same if result.problem), None)
-        numbers = ["-"] * 4 if error else [
-            f"{max(getattr(result, field) for result in same):,}"
+        mark = next((result.problem for result in same if result.problem), "default" if same[0].default else "")
+        if error:
+            typer.echo(f"{name:<{width}}  {target:<6}  {error}")
+            continue
+        registers, shared, stack, spills = (
+            max(getattr(result, field) for result in same)
             for field in ("registers", "shared_bytes", "stack_bytes", "spills")
-        ]  # fmt: skip
-        shown.add_row(name, target, *numbers, mark or error or ("default" if same[0].default else ""))
-    out.print(shown)
+        )
+        line = f"{name:<{width}}  {target:<6}  {registers:>9}  {shared:>12,}  {stack:>11,}  {spills:>6}  {mark}"
+        typer.echo(line.rstrip())
     seconds = sum(result.seconds for result in results)
-    out.print(f"{len(results)} compilations in {seconds:.0f} s with triton {triton.__version__}; no GPU was used")
+    typer.echo(f"{len(results)} compilations in {seconds:.0f} s with triton {triton.__version__}; no GPU was used")

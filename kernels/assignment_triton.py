@@ -186,8 +186,13 @@ def assignment_warm_triton(score: Tensor, prices: Tensor) -> tuple[Tensor, Tenso
         (index, prices to start from the next time, the largest of a block 0).
 
     Raises:
-        ConfigError, ValueError: as for `assignment_triton`.
+        ConfigError, ValueError: as for `assignment_triton`, and prices of another shape.
     """
+    if prices.shape != score.shape[:2]:
+        raise ConfigError(
+            f"assignment: prices {tuple(prices.shape)} for scores {tuple(score.shape)}: expected "
+            f"{tuple(score.shape[:2])}, one for each column; prices of NaN start afresh"
+        )
     prices = prices.to(torch.float32).clone(memory_format=torch.contiguous_format)
     return _solve(score, prices), prices
 

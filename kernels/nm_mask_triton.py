@@ -5,8 +5,8 @@ slot of a group, so that a score's rank is counted by comparing tensors and noth
 group are written where they were read: W is read once and W_eff written once, and no order but ``index`` is needed.
 Where channels lie in rows of memory (``weight.stride(0) == 1``) a channel's tile is one run of ``2 TILE_O`` bytes at
 16 bits; other strides take narrower tiles over a whole block of channels, and transpose in registers.
-Floor: 4 bytes a weight at 16 bits; ``group`` (compare, add) a weight, below the floor up to 16 in a group. Groups of more than four read their rows twice, the second time
-from the cache.
+Floor: 4 bytes a weight at 16 bits; ``group`` (compare, add) a weight, below the floor up to 16 in a group.
+Groups of more than four count ranks in a loop that reads the group's rows again, from the cache.
 
 Backward. A program accumulates ``TILE_C x TILE_C`` of one block's dP over ``rows / splits`` rows of W, in float32, both
 sides in permuted order: the rows of W and dL/dW_eff that give ``A`` and ``S`` give ``M_soft`` and ``dS_hat`` too, so
@@ -335,7 +335,8 @@ def nm_mask_backward_triton(
         tile_c, whole, pairs = _backward_tile(size, group, aligned)
         _nm_mask_bwd_kernel[(count, splits, pairs)](
             grad, weight, *factors, index, partial, first, size, rows // align, tiles_a_split, offset, total,
-            grad.stride(0), grad.stride(1) // align, weight.stride(0), weight.stride(1) // align, GROUP=group, PADDED=triton.next_power_of_2(group), POWER=power,
+            grad.stride(0), grad.stride(1) // align, weight.stride(0), weight.stride(1) // align, GROUP=group,
+            PADDED=triton.next_power_of_2(group), POWER=power,
             STATISTICS=row is not None, GROUP_SCALE=group_scale, FLOOR=floor, WHOLE=whole,
             INTERPRETED=triton.knobs.runtime.interpret, ALIGN=align, MOST_TILE_O=MOST_TILE_O,
             TILE_C=tile_c, TILE_O=_backward_rows(config, tile_c, aligned), num_warps=config.num_warps,

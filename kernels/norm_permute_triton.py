@@ -136,12 +136,13 @@ def _norm_permute_bwd_kernel(
     """``back`` is the inverse index, the sums are ``[programs, C]``."""
     channel = tl.arange(0, BLOCK_C)
     inside = channel < C
+    source = tl.load(back + channel, mask=inside, other=0)
     program = tl.program_id(0).to(tl.int64)
     weight_sum = tl.zeros([BLOCK_C], tl.float32)
     bias_sum = tl.zeros([BLOCK_C], tl.float32)
     for row in range(program, rows, tl.num_programs(0)):
         outer = tl.load(grad + row * grad_stride_row + channel, mask=inside, other=0.0)
-        outer = tl.gather(outer, tl.load(back + channel, mask=inside, other=0), 0).to(tl.float32)
+        outer = tl.gather(outer, source, 0).to(tl.float32)
         hidden = tl.load(x + row * stride_row + channel, mask=inside, other=0.0).to(tl.float32)
         hidden, root = _normalized(hidden, inside, C, eps, KIND)
         weight_sum += outer * hidden

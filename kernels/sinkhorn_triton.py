@@ -8,11 +8,11 @@ for the scales; 4 rounds floating-point operations an entry, far below what an S
 
 Backward: with ``g`` the gradient of ``S = diag(r) E diag(c)``, from the last round to the first,
 
-    dE = r g c,  dr = (g E) c,  dc = (g E)^T r;
-    a round:  s = -dc c^2,  dE += r s^T,  dr += E s;    s = -dr r^2,  dE += s c_before^T,  dc = E^T s,  dr = 0;
+    D = r (g E) c,  dr = (g E) c,  dc = (g E)^T r;
+    a round:  s = -dc c^2,  D += r (E s^T),  dr += E s;    s = -dr r^2,  D += (s E) c_before^T,  dc = E^T s,  dr = 0;
 
-and the logits' gradient is ``dE E / tau``. ``E`` and ``dE`` stay in registers; the scales of a round are loaded while
-the round after it runs. Floor: gradient and logits read, the logits' gradient written, the scales read.
+and the logits' gradient is ``D / tau``, ``D = dE E``. ``E`` and ``D`` stay in registers, and a round's sums take the
+products that ``D`` takes; the scales of a round are loaded while the round after it runs. Floor: gradient and logits read, the logits' gradient written, the scales read.
 
 Deterministic: no atomics, every sum in a fixed order. Inputs that are not contiguous are copied first.
 """
@@ -95,7 +95,6 @@ def _sinkhorn_bwd_kernel(
     SIZE: tl.constexpr, PADDED: tl.constexpr, FLOOR: tl.constexpr,
 ):  # fmt: skip
     start, places, valid = _block(SIZE, PADDED)
-    g = tl.load(grad + start + places, mask=valid, other=0.0).to(tl.float32)
     inside = tl.arange(0, PADDED) < SIZE
     e = _exponentials(logits, start, places, valid, inside, tau)
     a_round = tl.num_programs(0).to(tl.int64) * SIZE
@@ -105,27 +104,29 @@ def _sinkhorn_bwd_kernel(
     row = tl.load(rows + scale, mask=saved, other=1.0)
     if rounds == 0:
         row = _inverse(tl.sum(e, 1), FLOOR)
-    weighted = g * e
-    grad_row = tl.sum(weighted * column[None, :], 1)
-    grad_column = tl.sum(weighted * row[:, None], 0)
-    grad_e = g * row[:, None] * column[None, :]
+    result = tl.load(grad + start + places, mask=valid, other=0.0).to(tl.float32) * e
+    grad_column = tl.sum(result * row[:, None], 0)
+    result *= column[None, :]
+    grad_row = tl.sum(result, 1)
+    result *= row[:, None]
     for k in range(rounds):
         scale -= a_round
         saved = inside & (tl.arange(0, PADDED) < (rounds - 1 - k) * SIZE)
         before = tl.load(columns + scale, mask=saved, other=1.0)  # the first round began with columns of ones
         row_before = tl.load(rows + scale, mask=saved, other=1.0)
         grad_sum = -grad_column * column * column
-        grad_e += row[:, None] * grad_sum[None, :]
-        grad_row += tl.sum(e * grad_sum[None, :], 1)
+        product = e * grad_sum[None, :]
+        result += row[:, None] * product
+        grad_row += tl.sum(product, 1)
         grad_sum = -grad_row * row * row
-        grad_e += grad_sum[:, None] * before[None, :]
-        grad_column = tl.sum(e * grad_sum[:, None], 0)
+        product = e * grad_sum[:, None]
+        result += product * before[None, :]
+        grad_column = tl.sum(product, 0)
         grad_row = tl.zeros([PADDED], tl.float32)
         row, column = row_before, before
     if rounds == 0:
-        grad_e += (-grad_row * row * row)[:, None]
-    result = grad_e * e / tau
-    tl.store(grad_logits + start + places, result.to(grad_logits.dtype.element_ty), mask=valid)
+        result -= e * (grad_row * row * row)[:, None]
+    tl.store(grad_logits + start + places, (result / tau).to(grad_logits.dtype.element_ty), mask=valid)
 
 
 def sinkhorn_triton(logits: Tensor, tau: float, rounds: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -181,12 +181,12 @@ def sparse_linear_triton(
     """
     if not supports(x, values, in_features, kept, group):
         raise ModelError(
-            f"sparse_linear: an input of shape {list(x.shape)} for {values.dtype} values at {kept}:{group}: the Triton "
-            f"kernels expect 1 to {MAX_TOKENS} tokens ({MAX_FLOAT32_TOKENS} in float32), a multiple of {WORD} channels, "
-            "and values of bfloat16, float16 or float32 at 2:4; the reference takes the rest"
+            f"sparse_linear: an input of shape {list(x.shape)} for {values.dtype} values at {kept}:{group}: the "
+            f"Triton kernels expect 1 to {MAX_TOKENS} tokens ({MAX_FLOAT32_TOKENS} in float32), a multiple of {WORD} "
+            "channels, and values of bfloat16, float16 or float32 at 2:4; the reference takes the rest"
         )
     tokens, out_features = x.numel() // in_features, values.shape[0]
-    y = x.new_empty((*x.shape[:-1], out_features))
+    y = torch.empty((*x.shape[:-1], out_features), dtype=x.dtype, device=x.device)
     name, configs = ("sparse_linear_vector", VECTOR_CONFIGS) if tokens == 1 else ("sparse_linear", CONFIGS)
     config = config_for(name, configs, (tokens, out_features, in_features), x.dtype)
     options: dict[str, int] = config.arguments()

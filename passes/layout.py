@@ -34,29 +34,32 @@ def separate(plan: Plan, graph_module: fx.GraphModule, model: nn.Module, *, o_pr
     """
     shared = {id(space) for space in plan.spaces if len(plan.sites_of(space)) > 1}
     spaces: list[ChannelSpace] = []
+    barriers = list(plan.barriers)
     for site in plan.sites:
         within_heads = len(site.space.segments) > 1
-        if site.space.frozen or id(site.space) in shared or (within_heads and o_proj == "free"):
-            _give_own_space(graph_module, model, site, shared)
+        needed = bool(site.space.frozen) or id(site.space) in shared
+        if needed or (within_heads and o_proj == "free"):
+            reason = _give_own_space(graph_module, model, site)
+            if reason and needed:
+                site.space = ChannelSpace(site.name, (), (), site.space.frozen or reason)
+            elif reason:
+                barriers.append(f"{site.name} stays within its heads: {reason}")
         if not any(site.space is space for space in spaces):
             spaces.append(site.space)
     moves = any(space is plan.hidden_space for space in spaces)
     hidden = (plan.hidden_space, plan.hidden_units) if moves else (None, torch.empty(0, dtype=torch.int64))
-    return Plan(plan.sites, spaces, plan.skipped, plan.barriers, *hidden)
+    return Plan(plan.sites, spaces, plan.skipped, barriers, *hidden)
 
 
-def _give_own_space(graph_module: fx.GraphModule, model: nn.Module, site: Site, shared: set[int]) -> None:
+def _give_own_space(graph_module: fx.GraphModule, model: nn.Module, site: Site) -> str:
+    """Gives a site a space of its own and returns an empty text, or returns why it cannot have one."""
     norm, readers = _norm_before(graph_module, model, site)
     fixed = [name for name in site.linears if not _may_gather(model, name)]
     if norm is None and fixed:
-        reason = (
-            f"no norm before it can gather, and neither can {fixed[0]} itself (a Conv1D, or one of stacked experts)"
-        )
-        if site.space.frozen or id(site.space) in shared:
-            site.space = ChannelSpace(site.name, (), (), site.space.frozen or reason)
-        return
+        return f"no norm before it can gather, and neither can {fixed[0]} itself (a Conv1D, or one of stacked experts)"
     site.norm = norm
     site.space, site.units = _own_space(graph_module, site, readers), torch.arange(site.channels)
+    return ""
 
 
 def _may_gather(model: nn.Module, name: str) -> bool:

@@ -220,6 +220,14 @@ def test_a_conv1d_that_cannot_gather_keeps_its_order():
         assert by_name[f"transformer.h.{layer}.mlp.c_fc"].cost == "norm"
 
 
+def test_a_conv1d_that_cannot_be_freed_says_so():
+    plan = find_plan(zoo.build("gpt2"), PATTERN, layout="fused", o_proj="free")
+    told = [line for line in plan.barriers if "stays within its heads" in line]
+    assert len(told) == zoo.LAYERS
+    assert "transformer.h.0.attn.c_proj" in told[0]
+    assert find_plan(zoo.build("gpt2"), PATTERN, layout="fused").barriers == []
+
+
 def mixtral_with_a_residual_from_the_norm() -> PreTrainedModel:
     model = zoo.build_mixture("mixtral")
 

@@ -10,10 +10,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import transformers
 
 from permtriton import report
 from permtriton.kernels.cases import Case, Inputs
@@ -76,7 +78,7 @@ class Bench:
             "minutes": minutes,
             "commit": _commit(),
             "hardware": _hardware(self.device),
-            "versions": {**report.versions(), "triton": getattr(triton, "__version__", None),
+            "versions": {**_versions(), "triton": getattr(triton, "__version__", None),
                          "cuda": torch.version.cuda},
             "tests": None,
             "ceilings": None,
@@ -192,6 +194,14 @@ def ratio(times: Mapping[str, Timing], peer: str) -> float:
 
 def _bound(run: Callable[..., Any], inputs: Inputs) -> Callable[[], object]:
     return lambda: run(*inputs)
+
+
+def _versions() -> dict[str, str]:
+    try:
+        return report.versions()
+    except metadata.PackageNotFoundError:  # run from the checkout alone
+        return {"permtriton": "not installed", "python": platform.python_version(), "torch": torch.__version__,
+                "transformers": transformers.__version__}  # fmt: skip
 
 
 def _hardware(device: torch.device) -> dict[str, Any]:

@@ -12,8 +12,8 @@ def _rms_norm_kernel(x, weight, y, rows, C, eps, BLOCK_C: tl.constexpr):
     channel = tl.arange(0, BLOCK_C)
     inside = channel < C
     scale = tl.load(weight + channel, mask=inside, other=0.0)
-    for row in range(tl.program_id(0), rows, tl.num_programs(0)):
-        here = row.to(tl.int64) * C + channel
+    for row in range(tl.program_id(0).to(tl.int64), rows, tl.num_programs(0)):
+        here = row * C + channel
         values = tl.load(x + here, mask=inside, other=0.0).to(tl.float32)
         root = tl.rsqrt(tl.sum(values * values, 0) / C + eps)
         tl.store(y + here, scale * (values * root).to(scale.dtype), mask=inside)

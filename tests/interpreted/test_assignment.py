@@ -211,7 +211,12 @@ def test_refused(score):
 
 @pytest.mark.parametrize("shape", [(2, 4, 4), (0, 4, 4)])
 def test_the_warm_operator(shape):
-    score, prices = torch.randn(shape), torch.full(shape[:2], NAN)
+    score, prices = torch.randn(shape), torch.zeros(shape[:2])
     torch.library.opcheck(torch.ops.permtriton.assignment_warm.default, (score.mT, prices.mT.clone().mT))
     index, _ = assignment_warm(score, prices)
     torch.testing.assert_close(total(score, index), best(score) if shape[0] else torch.zeros(0).double())
+
+
+def test_prices_of_another_shape_are_refused():
+    with pytest.raises(ConfigError, match=r"\(2, 3\).*expected \(2, 4\)"):
+        assignment_warm_triton(torch.zeros(2, 4, 4), torch.zeros(2, 3))

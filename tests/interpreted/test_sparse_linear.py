@@ -48,7 +48,6 @@ def test_the_product_in_float64(dtype, tokens, extras, monkeypatch):
     x, bias = torch.randn(tokens, 272).to(dtype), torch.randn(37).to(dtype) if "bias" in extras else None
     index = torch.randperm(272).short() if "index" in extras else None
     packed = pack(weight, 2, 4)
-    monkeypatch.setattr(Tensor, "new_empty", lambda tensor, shape: tensor.new_full(shape, float("nan")))
     poison(monkeypatch)
     found = kernels.sparse_linear_triton(x, *packed, bias, index, 272, 2, 4)
     assert found.dtype == dtype
