@@ -12,7 +12,8 @@ Backward: with ``g`` the gradient of ``S = diag(r) E diag(c)``, from the last ro
     a round:  s = -dc c^2,  D += r (E s^T),  dr += E s;    s = -dr r^2,  D += (s E) c_before^T,  dc = E^T s,  dr = 0;
 
 and the logits' gradient is ``D / tau``, ``D = dE E``. ``E`` and ``D`` stay in registers, and a round's sums take the
-products that ``D`` takes; the scales of a round are loaded while the round after it runs. Floor: gradient and logits read, the logits' gradient written, the scales read.
+products that ``D`` takes; the scales of a round are loaded while the round after it runs. Floor: gradient and logits
+read, the logits' gradient written, the scales read.
 
 Deterministic: no atomics, every sum in a fixed order. Inputs that are not contiguous are copied first.
 """

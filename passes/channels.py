@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from permtriton.passes.channel_rules import IndexValue, LinearCall, ParameterValue, leaves
+from permtriton.passes.graph import INSERTED
 
 Axis = tuple[str, int]  # a parameter and one of its dimensions
 
@@ -72,7 +73,7 @@ class Channels:
         self.sizes: dict[Axis, int] = {}
         for name in sorted(targets):
             value = _attribute(graph_module, name)
-            if isinstance(value, nn.Parameter):
+            if isinstance(value, nn.Parameter) and not name.startswith(INSERTED):
                 self.sizes.update({(name, dim): size for dim, size in enumerate(value.shape)})
         starts = np.cumsum([1, *self.sizes.values()])
         self.starts = {axis: int(start) for axis, start in zip(self.sizes, starts[:-1], strict=True)}

@@ -1,4 +1,4 @@
-"""Moves every permutation as far upstream as channel provenance allows, in this order of preference:
+"""Moves every permutation as far upstream as channel provenance allows, as the plan's layout has decided:
 
 1. *fold*: into the rows, biases, norm vectors and embedding columns that produce the channels, and the columns of all
    other linears that read them. Nothing is left to do at run time.
@@ -18,8 +18,8 @@ from permtriton.passes.graph import (
     Constants,
     call_before,
     input_dim,
-    module_path,
-    parameter_node,
+    norm_input,
+    parameter_nodes,
     products,
     source_of,
     tail,
@@ -56,84 +56,80 @@ def fuse_permutations(graph_module: fx.GraphModule, *, plan: Plan, indices: Mapp
     Returns:
         The graph; ``meta["permtriton_decisions"]`` holds a `Decision` for every space of the plan.
     """
-    constants = Constants(graph_module)
+    constants, parameters = Constants(graph_module), parameter_nodes(graph_module)
+    inserted: dict[str, list[fx.Node]] = {site.name: [] for site in plan.sites}
+    for node in graph_module.graph.nodes:
+        if SITE in node.meta:
+            inserted[node.meta[SITE]].append(node)
     decisions = []
     for space in plan.spaces:
         sites = plan.sites_of(space)
         index = indices.get(space.name)
+        permuted = [node for site in sites for node in inserted[site.name]]
         if space.frozen or index is None:
             where = f"no permutation: {space.frozen or 'it keeps its order'}"
         elif not space.at_run_time:
-            where = _fold(graph_module, constants, space, sites, index)
+            where = _fold(parameters, constants, space, sites, index, permuted)
         elif sites[0].norm is not None:
-            where = _into_norm(graph_module, constants, sites[0], sites[0].norm, index)
+            where = _into_norm(parameters, constants, sites[0], sites[0].norm, index, permuted)
         else:
-            where = (
-                f"a gather before {', '.join(sites[0].linears)}: its channels have other readers that keep the order"
-            )
+            where = f"a gather before {', '.join(sites[0].linears)}: what else reads its channels keeps their order"
         decisions.append(Decision(space.name, tuple(site.name for site in sites), where))
     graph_module.meta[DECISIONS] = decisions
     return graph_module
 
 
 def _fold(
-    graph_module: fx.GraphModule, constants: Constants, space: ChannelSpace, sites: list[Site], index: Tensor
+    parameters: Mapping[str, fx.Node],
+    constants: Constants,
+    space: ChannelSpace,
+    sites: list[Site],
+    index: Tensor,
+    permuted: list[fx.Node],
 ) -> str:
-    inserted = {f"{name}.weight" for site in sites for name in site.linears}
+    columns = {f"{name}.weight" for site in sites for name in site.linears}
     folded = 0
     for axis in space.axes:
-        node = parameter_node(graph_module, axis.parameter)
-        if node is None or (axis.reads and axis.parameter in inserted):
+        node = parameters.get(axis.parameter)
+        if node is None or (axis.reads and axis.parameter in columns):
             continue
-        runs = space.segments if axis.units.numel() == space.units and bool((axis.units >= 0).all()) else None
-        order = constants.index(axis.expand(index), runs if _in_order(axis.units) else None)
+        whole = axis.units.numel() == space.units and _in_order(axis.units)
+        order = constants.index(axis.expand(index), space.segments if whole else None)
         wrap(tail(node), PERMUTE, (order, axis.dim), node.meta["val"])
         folded += 1
-    names = {site.name for site in sites}
-    for node in list(graph_module.graph.nodes):
-        if node.meta.get(SITE) in names:
-            node.replace_all_uses_with(node.args[0])
+    for node in permuted:
+        node.replace_all_uses_with(node.args[0])
     return f"folded into {folded} parameters"
 
 
 def _in_order(units: Tensor) -> bool:
-    return bool((units.diff() >= 0).all())
+    return bool((units >= 0).all()) and bool((units.diff() >= 0).all())
 
 
-def _into_norm(graph_module: fx.GraphModule, constants: Constants, site: Site, norm: Norm, index: Tensor) -> str:
+def _into_norm(
+    parameters: Mapping[str, fx.Node],
+    constants: Constants,
+    site: Site,
+    norm: Norm,
+    index: Tensor,
+    permuted: list[fx.Node],
+) -> str:
     order = constants.index(site.expand(index), [site.channels])
-    permuted = [node for node in graph_module.graph.nodes if node.meta.get(SITE) == site.name]
     source = source_of(permuted[0].args[0])
     readers = 0
     for axis in site.space.axes:
         if axis.parameter in {f"{name}.weight" for name in site.linears}:
             continue
-        weight = parameter_node(graph_module, axis.parameter)
-        assert weight is not None
+        weight = parameters[axis.parameter]
         assert axis.dim == input_dim(weight)
         wrap(tail(weight), PERMUTE, (order, axis.dim))
         readers += len(list(products(weight)))
     if source.target is NORM_PERMUTE:
         wrap(source, PERMUTE, (order,))
     else:
-        vectors = (parameter_node(graph_module, f"{norm.module}.{vector}") for vector in ("weight", "bias"))
-        arguments = (_input_of(source, norm), *vectors, order, norm.eps, norm.offset, norm.kind)
+        vectors = (parameters.get(f"{norm.module}.{vector}") for vector in ("weight", "bias"))
+        arguments = (norm_input(source, norm.module), *vectors, order, norm.eps, norm.offset, norm.kind)
         source.replace_all_uses_with(call_before(source, NORM_PERMUTE, arguments, source.meta["val"]))
     for node in permuted:
         node.replace_all_uses_with(node.args[0])
     return f"in the norm {norm.module}" + (f", with the columns of {readers} other readers" if readers else "")
-
-
-def _input_of(source: fx.Node, norm: Norm) -> fx.Node:
-    """The activation that enters a norm's nodes."""
-    inside, waiting, found = {source}, [source], set()
-    while waiting:
-        for before in waiting.pop().all_input_nodes:
-            if before.op != "get_attr" and before not in inside:
-                if module_path(before) == norm.module:
-                    inside.add(before)
-                    waiting.append(before)
-                else:
-                    found.add(before)
-    assert len(found) == 1, f"{norm.module} reads {len(found)} activations"
-    return found.pop()

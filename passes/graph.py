@@ -16,6 +16,7 @@ NORM_PERMUTE = torch.ops.permtriton.norm_permute.default
 PACK = torch.ops.permtriton.pack.default
 SPARSE_LINEAR = torch.ops.permtriton.sparse_linear.default
 
+INSERTED = "permtriton_"  # how the names of all constants and parameters begin that passes add
 INDEX = "permtriton_index"  # how the names of index buffers begin
 OURS = "permtriton"  # key in ``node.meta``: the node was inserted by a pass
 RUNS = "permtriton_runs"  # key in an index node's meta: sizes of the runs of channels that it may not mix
@@ -30,6 +31,7 @@ PRODUCTS: dict[Any, int] = {
     SPARSE_LINEAR: 0,
 }
 TRANSPOSED = {aten.t.default, aten.numpy_T.default, aten.transpose.int}
+CASTS = {aten.to, aten._to_copy, aten.clone, aten.contiguous, aten.alias, aten.detach, aten.type_as}
 # Operators that keep the last dimension's channels as they are, so that siblings behind them share a source.
 RESHAPING = {aten.view, aten.reshape, aten.contiguous, aten.clone, aten.alias, aten.to, aten.dropout, aten.flatten}
 
@@ -39,9 +41,9 @@ def copied(graph_module: fx.GraphModule) -> fx.GraphModule:
     return fx.GraphModule(graph_module, copy.deepcopy(graph_module.graph), "Compiled")
 
 
-def parameter_node(graph_module: fx.GraphModule, name: str) -> fx.Node | None:
-    """Returns the node that reads a parameter, or None where the graph does not use it."""
-    return next((n for n in graph_module.graph.nodes if n.op == "get_attr" and n.target == name), None)
+def parameter_nodes(graph_module: fx.GraphModule) -> dict[str, fx.Node]:
+    """Returns the node that reads each parameter or buffer that the graph uses, by name."""
+    return {str(n.target): n for n in graph_module.graph.nodes if n.op == "get_attr"}
 
 
 def tail(node: fx.Node) -> fx.Node:
@@ -59,7 +61,9 @@ def products(weight: fx.Node) -> Iterator[tuple[fx.Node, int]]:
     for user in weight.users:
         if user.target in PRODUCTS and user.args[PRODUCTS[user.target]] is not weight:
             yield user, PRODUCTS[user.target]
-        elif user.args[0] is weight and (OURS in user.meta or user.target in TRANSPOSED):
+        elif user.args[0] is weight and (
+            OURS in user.meta or user.target in TRANSPOSED or getattr(user.target, "overloadpacket", None) in CASTS
+        ):
             yield from products(user)
 
 
@@ -142,6 +146,7 @@ class Constants:
             if is_index(node):
                 self._known[self._key(index_value(node), node.meta.get(RUNS))] = node
         placeholder = next(node for node in graph_module.graph.nodes if node.op == "placeholder")
+        self._first = next(n for n in graph_module.graph.nodes if n.op not in ("placeholder", "get_attr"))
         self.device = placeholder.meta["val"].device
 
     def index(self, index: Tensor, runs: Sequence[int] | None = None) -> fx.Node:
@@ -171,8 +176,7 @@ class Constants:
 
     def _read(self, name: str, value: Tensor) -> fx.Node:
         graph = self._module.graph
-        first = next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))
-        with graph.inserting_before(first):
+        with graph.inserting_before(self._first):
             node = graph.get_attr(name)
         node.meta = {"val": value, OURS: True}
         return node
@@ -198,6 +202,7 @@ def absorb(graph_module: fx.GraphModule) -> fx.GraphModule:
     for node in [n for n in graph_module.graph.nodes if n.op == "get_attr" and not is_index(n)]:
         end = tail(node)
         if end is not node:
+            assert end.target is PERMUTE, f"{node.target} is not only permuted: {end.name}"
             end.replace_all_uses_with(node)
     graph_module.graph.eliminate_dead_code()
     graph_module.recompile()
@@ -209,3 +214,17 @@ def module_path(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack") or {}
     path = list(stack.values())[-1][0] if stack else ""
     return path.removeprefix("model.") if path != "model" else ""
+
+
+def norm_input(source: fx.Node, module: str) -> fx.Node | None:
+    """Returns the one activation that enters a module's nodes, up to ``source``; None where there are several."""
+    inside, waiting, found = {source}, [source], set()
+    while waiting:
+        for before in waiting.pop().all_input_nodes:
+            if before.op != "get_attr" and before not in inside:
+                if module_path(before) == module:
+                    inside.add(before)
+                    waiting.append(before)
+                else:
+                    found.add(before)
+    return found.pop() if len(found) == 1 else None

@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from permtriton.importance import Importance
-from permtriton.passes.graph import NM_MASK, PERMUTE, Constants, input_dim, parameter_node, wrap
+from permtriton.passes.graph import NM_MASK, PERMUTE, Constants, input_dim, parameter_nodes, wrap
 from permtriton.passes.insert_permutations import runs_of
 from permtriton.permutation import identity
 from permtriton.plan import Plan, Site
@@ -28,23 +28,13 @@ def insert_masks(
         importances: of every pruned linear, by name, in the order of the weights as they are stored.
         pattern: what is kept.
     """
-    constants = Constants(graph_module)
+    constants, weights = Constants(graph_module), parameter_nodes(graph_module)
     for site, name in plan.linears():
-        mask_weight(graph_module, constants, site, name, importances[name], pattern)
+        _mask(weights[f"{name}.weight"], constants, site, importances[name], pattern)
     return graph_module
 
 
-def mask_weight(
-    graph_module: fx.GraphModule,
-    constants: Constants,
-    site: Site,
-    name: str,
-    importance: Importance,
-    pattern: NMPattern,
-) -> fx.Node:
-    """Masks one weight and returns the mask's node."""
-    weight = parameter_node(graph_module, f"{name}.weight")
-    assert weight is not None, f"{name}.weight is not in the graph"
+def _mask(weight: fx.Node, constants: Constants, site: Site, importance: Importance, pattern: NMPattern) -> None:
     runs = [site.channels] if site.space.frozen else runs_of(site)
     permutation = next((u for u in weight.users if u.target is PERMUTE), None)
     index = permutation.args[1] if permutation else constants.index(identity(site.channels), runs)
@@ -55,9 +45,8 @@ def mask_weight(
     soft = constants.tensor(importance.scale.new_empty(0), "permtriton_soft")
     arguments = (*factors, importance.power, index, soft, runs, pattern.kept, pattern.group, True)
     if input_dim(weight) == 1:
-        return wrap(weight, NM_MASK, arguments)
-    wrap(weight, aten.t.default, (), weight.meta["val"].t())
-    transposed = next(iter(weight.users))
-    masked = wrap(transposed, NM_MASK, arguments)
-    wrap(masked, aten.t.default, (), weight.meta["val"])
-    return masked
+        wrap(weight, NM_MASK, arguments)
+    else:
+        transposed = wrap(weight, aten.t.default, (), weight.meta["val"].t())
+        masked = wrap(transposed, NM_MASK, arguments)
+        wrap(masked, aten.t.default, (), weight.meta["val"])

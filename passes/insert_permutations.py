@@ -15,7 +15,7 @@ from permtriton.passes.graph import (
     Constants,
     call_before,
     input_dim,
-    parameter_node,
+    parameter_nodes,
     products,
     wrap,
 )
@@ -33,12 +33,12 @@ def insert_permutations(
         indices: space name -> unit index, int64 ``[units]``.
         block_size: what the indices must keep to, where they are block permutations.
     """
-    constants = Constants(graph_module)
+    constants, weights = Constants(graph_module), parameter_nodes(graph_module)
     for site in plan.sites:
         if site.space.name in indices and not site.space.frozen:
             index = constants.index(site.expand(indices[site.space.name]), runs_of(site, block_size))
             for name in site.linears:
-                _permute_linear(graph_module, f"{name}.weight", site, index)
+                _permute_linear(weights[f"{name}.weight"], site, index)
     return graph_module
 
 
@@ -54,9 +54,7 @@ def runs_of(site: Site, block_size: int | None = None) -> list[int]:
     return [min(block_size, run - offset) for run in runs for offset in range(0, run, block_size)]
 
 
-def _permute_linear(graph_module: fx.GraphModule, parameter: str, site: Site, index: fx.Node) -> None:
-    weight = parameter_node(graph_module, parameter)
-    assert weight is not None, f"{parameter} is not in the graph"
+def _permute_linear(weight: fx.Node, site: Site, index: fx.Node) -> None:
     calls = list(products(weight))
     wrap(weight, PERMUTE, (index, input_dim(weight)))
     for call, position in calls:

@@ -9,7 +9,7 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_map_only
 
 from permtriton.kernels import assignment, sinkhorn  # noqa: F401 (registers the operators)
-from permtriton.passes.graph import NM_MASK, OURS, Constants, parameter_node
+from permtriton.passes.graph import NM_MASK, OURS, Constants, parameter_nodes
 from permtriton.passes.lower import INDEX_ARGUMENT
 from permtriton.plan import ChannelSpace, Plan
 from permtriton.relaxation import Relaxation, SiteBlocks
@@ -30,7 +30,7 @@ def insert_relaxation(
         relaxation: of ``spaces``; its parameters become parameters of the graph, shared.
         tau: temperature.
     """
-    constants = Constants(graph_module)
+    constants, weights = Constants(graph_module), parameter_nodes(graph_module)
     first = next(n for n in graph_module.graph.nodes if n.op == "call_function")
     call = _caller(first)
     soft, hard = _relaxed(graph_module, constants, relaxation, tau, call)
@@ -40,9 +40,7 @@ def insert_relaxation(
         blocks = relaxation.blocks_of(site)
         flat, index = _gathered(constants, blocks, soft, hard, call)
         for name in site.linears:
-            weight = parameter_node(graph_module, f"{name}.weight")
-            assert weight is not None
-            mask = _mask_of(weight)
+            mask = _mask_of(weights[f"{name}.weight"])
             mask.update_arg(INDEX_ARGUMENT, index)
             mask.update_arg(SOFT_ARGUMENT, flat)
             mask.update_arg(SIZES_ARGUMENT, blocks.sizes)

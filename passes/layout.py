@@ -1,5 +1,7 @@
 """The two layouts of a plan: which permutations are folded, and which work at run time."""
 
+from collections import Counter, defaultdict
+
 import torch
 from torch import fx, nn
 
@@ -11,11 +13,13 @@ from permtriton.passes.graph import (
     argument,
     input_dim,
     module_path,
-    parameter_node,
+    norm_input,
+    parameter_nodes,
     products,
     source_of,
     tail,
 )
+from permtriton.permutation import identity
 from permtriton.plan import Axis, ChannelSpace, Norm, Plan, Site
 
 
@@ -33,74 +37,84 @@ def separate(plan: Plan, graph_module: fx.GraphModule, model: nn.Module, *, o_pr
         o_proj: ``free`` gives a site whose channels are tied or kept within heads a permutation over all of them, too.
     """
     shared = {id(space) for space in plan.spaces if len(plan.sites_of(space)) > 1}
-    spaces: list[ChannelSpace] = []
+    spaces: dict[int, ChannelSpace] = {}
     barriers = list(plan.barriers)
+    finder = _NormFinder(graph_module, model)
     for site in plan.sites:
-        within_heads = len(site.space.segments) > 1
+        within_heads = len(site.space.segments) > 1 or site.copies > 1
         needed = bool(site.space.frozen) or id(site.space) in shared
         if needed or (within_heads and o_proj == "free"):
-            reason = _give_own_space(graph_module, model, site)
+            reason = _give_own_space(finder, site)
             if reason and needed:
-                site.space = ChannelSpace(site.name, (), (), site.space.frozen or reason)
+                frozen = site.space.frozen or reason
+                site.space, site.units = ChannelSpace(site.name, (site.channels,), (), frozen), identity(site.channels)
             elif reason:
                 barriers.append(f"{site.name} stays within its heads: {reason}")
-        if not any(site.space is space for space in spaces):
-            spaces.append(site.space)
-    moves = any(space is plan.hidden_space for space in spaces)
+        spaces[id(site.space)] = site.space
+    moves = id(plan.hidden_space) in spaces
     hidden = (plan.hidden_space, plan.hidden_units) if moves else (None, torch.empty(0, dtype=torch.int64))
-    return Plan(plan.sites, spaces, plan.skipped, barriers, *hidden)
+    return Plan(plan.sites, list(spaces.values()), plan.skipped, barriers, *hidden)
 
 
-def _give_own_space(graph_module: fx.GraphModule, model: nn.Module, site: Site) -> str:
+def _give_own_space(finder: "_NormFinder", site: Site) -> str:
     """Gives a site a space of its own and returns an empty text, or returns why it cannot have one."""
-    norm, readers = _norm_before(graph_module, model, site)
-    fixed = [name for name in site.linears if not _may_gather(model, name)]
+    norm, readers = finder.norm_before(site)
+    fixed = [name for name in site.linears if not finder.may_gather(name)]
     if norm is None and fixed:
-        return f"no norm before it can gather, and neither can {fixed[0]} itself (a Conv1D, or one of stacked experts)"
-    site.norm = norm
-    site.space, site.units = _own_space(graph_module, site, readers), torch.arange(site.channels)
+        return (
+            f"no norm before it can gather, and neither can {fixed[0]} itself (a Conv1D, one of stacked experts, or a "
+            "linear with hooks or a shared weight)"
+        )
+    site.norm, site.units = norm, identity(site.channels)
+    parameters = [*(f"{name}.weight" for name in site.linears), *readers]
+    axes = [
+        Axis(name, input_dim(finder.parameters[name]), site.units, torch.zeros_like(site.units), reads=True)
+        for name in parameters
+    ]
+    site.space = ChannelSpace(site.name, (site.channels,), tuple(axes), at_run_time=True)
     return ""
 
 
-def _may_gather(model: nn.Module, name: str) -> bool:
-    return type(model.get_submodule(name)) is nn.Linear and stacked_name(model, name) is None
+class _NormFinder:
+    """What a graph and its model say of norms and linears, looked up once."""
 
+    def __init__(self, graph_module: fx.GraphModule, model: nn.Module) -> None:
+        self.parameters = parameter_nodes(graph_module)
+        self._model = model
+        self._modules = dict(model.named_modules(remove_duplicate=False))
+        self._places = Counter(id(module) for module in self._modules.values())
+        self._owners = Counter(id(p) for module in model.modules() for p in module._parameters.values())
+        self._calls: dict[str, set[str]] = defaultdict(set)
+        for node in graph_module.graph.nodes:
+            if stack := list(node.meta.get("nn_module_stack") or {}):
+                self._calls[module_path(node)].add(stack[-1])
 
-def _own_space(graph_module: fx.GraphModule, site: Site, readers: list[str]) -> ChannelSpace:
-    """A space of one site, whose only axes are the columns of what reads it."""
-    units = torch.arange(site.channels)
-    axes = []
-    for parameter in [*(f"{name}.weight" for name in site.linears), *readers]:
-        node = parameter_node(graph_module, parameter)
-        assert node is not None
-        axes.append(Axis(parameter, input_dim(node), units, torch.zeros_like(units), reads=True))
-    return ChannelSpace(site.name, (site.channels,), tuple(axes), at_run_time=True)
+    def may_gather(self, name: str) -> bool:
+        """Whether a linear can be replaced by one that gathers: it is no more than that, and its weight is its own."""
+        module = self._modules[name]
+        if type(module) is not nn.Linear or stacked_name(self._model, name) is not None:
+            return False
+        watched = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
+        return not watched and self._owners[id(module.weight)] == 1
 
-
-def _norm_before(graph_module: fx.GraphModule, model: nn.Module, site: Site) -> tuple[Norm | None, list[str]]:
-    """Finds the norm whose output only linears read, and the weights of those that are not the site's own."""
-    calls = [call for name in site.linears for call in _calls(graph_module, f"{name}.weight")]
-    sources = {source_of(argument(call, PRODUCTS[call.target])) for call in calls}
-    if len(sources) != 1:
-        return None, []
-    source = sources.pop()
-    path = module_path(source)
-    readers = _only_weights_that_read(source)
-    if not path or readers is None or source.meta["val"].shape[-1] != site.channels:
-        return None, []
-    if len({key for node in graph_module.graph.nodes if module_path(node) == path for key in _stack_key(node)}) != 1:
-        return None, []  # the module runs more than once
-    norm = model.get_submodule(path)
-    variant = match_norm(norm, site.channels)
-    if variant is None:
-        return None, []
-    own = {f"{name}.weight" for name in site.linears}
-    return Norm(path, variant.kind, variant.eps, variant.offset), [r for r in readers if r not in own]
-
-
-def _calls(graph_module: fx.GraphModule, parameter: str) -> list[fx.Node]:
-    node = parameter_node(graph_module, parameter)
-    return [call for call, _ in products(node)] if node else []
+    def norm_before(self, site: Site) -> tuple[Norm | None, list[str]]:
+        """Finds the norm whose output only linears read, and the weights of those that are not the site's own."""
+        calls = [call for name in site.linears for call, _ in products(self.parameters[f"{name}.weight"])]
+        sources = {source_of(argument(call, PRODUCTS[call.target])) for call in calls}
+        if len(sources) != 1:
+            return None, []
+        source = sources.pop()
+        path = module_path(source)
+        norm, readers = self._modules.get(path), _only_weights_that_read(source)
+        if not path or norm is None or readers is None or source.meta["val"].shape[-1] != site.channels:
+            return None, []
+        if len(self._calls[path]) > 1 or self._places[id(norm)] > 1 or norm_input(source, path) is None:
+            return None, []  # it runs more than once, or on more than one activation
+        variant = match_norm(norm, site.channels)
+        if variant is None:
+            return None, []
+        own = {f"{name}.weight" for name in site.linears}
+        return Norm(path, variant.kind, variant.eps, variant.offset), [r for r in readers if r not in own]
 
 
 def _only_weights_that_read(source: fx.Node) -> list[str] | None:
@@ -124,7 +138,3 @@ def _only_weights_that_read(source: fx.Node) -> list[str] | None:
                 return None
             found.append(str(weight.target))
     return found
-
-
-def _stack_key(node: fx.Node) -> list[str]:
-    return list(node.meta.get("nn_module_stack") or {})[-1:]

@@ -15,9 +15,11 @@ from permtriton.passes.fuse_permutations import fuse_permutations
 from permtriton.passes.graph import copied
 from permtriton.passes.insert_masks import insert_masks
 from permtriton.passes.insert_permutations import insert_permutations
+from permtriton.passes.insert_relaxation import insert_relaxation
 from permtriton.passes.lower import lower
 from permtriton.passes.verify_graph import Verifier, count_operators
-from permtriton.plan import Plan
+from permtriton.plan import ChannelSpace, Plan
+from permtriton.relaxation import Relaxation
 from permtriton.sparsity import NMPattern
 
 
@@ -84,6 +86,23 @@ def all_passes(
         Pass(partial(insert_masks, plan=plan, importances=importances, pattern=pattern), exact=False),
         Pass(partial(fuse_permutations, plan=plan, indices=indices)),
         Pass(cancel_permutations),
+        Pass(lower),
+    )
+
+
+def learning_passes(
+    plan: Plan,
+    spaces: Sequence[ChannelSpace],
+    relaxation: Relaxation,
+    tau: float,
+    importances: Mapping[str, Importance],
+    pattern: NMPattern,
+) -> tuple[Pass, ...]:
+    """From the model in base order to the graph that learns: its masks' order comes from logits."""
+    relaxed = partial(insert_relaxation, plan=plan, spaces=spaces, relaxation=relaxation, tau=tau)
+    return (
+        Pass(partial(insert_masks, plan=plan, importances=importances, pattern=pattern), exact=False),
+        Pass(relaxed, exact=False),
         Pass(lower),
     )
 

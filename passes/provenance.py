@@ -27,7 +27,7 @@ from torch import Tensor, fx, nn
 
 from permtriton.passes.channel_rules import IndexValue, LinearCall, ParameterValue, rule_of
 from permtriton.passes.channels import Axis, Channels, Event, Joint, mix, one_thread
-from permtriton.passes.graph import INDEX
+from permtriton.passes.graph import INDEX, INSERTED
 
 __all__ = ["LinearCall", "Provenance", "Unions", "channel_unions", "propagate"]
 
@@ -151,7 +151,7 @@ class _Interpreter(fx.Interpreter):
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         value = super().get_attr(target, args, kwargs)
-        if isinstance(value, nn.Parameter):
+        if isinstance(value, nn.Parameter) and not target.startswith(INSERTED):
             shape = tuple(value.shape)
             return ParameterValue(target, shape, tuple(range(len(shape))), (None,) * len(shape))
         if isinstance(value, Tensor) and target.startswith(INDEX):

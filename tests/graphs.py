@@ -13,7 +13,7 @@ from permtriton.experts import unstack_experts
 from permtriton.importance import Importance
 from permtriton.kernels.nm_mask import top_n_mask
 from permtriton.passes import drawing
-from permtriton.passes.graph import NM_MASK, NORM_PERMUTE, PACK, PERMUTE, SITE, SPARSE_LINEAR, copied, parameter_node
+from permtriton.passes.graph import NM_MASK, NORM_PERMUTE, PACK, PERMUTE, SITE, SPARSE_LINEAR, copied, parameter_nodes
 from permtriton.passes.layout import separate
 from permtriton.passes.pipeline import (
     PassResult,
@@ -73,7 +73,7 @@ def private(name: str, layout: str) -> tuple[PreTrainedModel, Plan, fx.GraphModu
     model = built(name)
     graph_module = copied(traced(name)[1].graph_module)
     for parameter, value in model.named_parameters():
-        if parameter_node(graph_module, parameter) is not None:
+        if parameter_nodes(graph_module).get(parameter) is not None:
             owner, _, attribute = parameter.rpartition(".")
             graph_module.get_submodule(owner).register_parameter(attribute, value)
     return model, planned(name, layout)[1], graph_module

@@ -9,7 +9,7 @@ from torch import nn
 from transformers.activations import ACT2FN
 
 import permtriton
-from permtriton import CompileConfig, NMPattern, find_plan
+from permtriton import CompileConfig, NMPattern, experts, find_plan
 from permtriton.calibration import channel_norms, hessians
 from permtriton.config import LearnConfig
 from permtriton.errors import VerificationError
@@ -23,6 +23,7 @@ from permtriton.experts import (
 )
 from permtriton.forward import last_hidden_state
 from permtriton.kernels.nm_mask import top_n_mask
+from permtriton.passes import verify
 from permtriton.passes.fold import fold
 from permtriton.passes.verify import check_weight
 from permtriton.plan import Plan, linear_module
@@ -244,6 +245,104 @@ def test_pruned_linears_make_a_pruned_stack():
         assert weight.ndim == 3
         assert float((weight == 0).float().mean()) == 0.5
         check_weight(name, weight.flatten(0, 1), PATTERN)
+
+
+class _Interrupted:
+    """Calls a function of `experts`, but raises in place of, or just after, one of the calls."""
+
+    def __init__(self, monkeypatch, name, number, after=False):
+        self._function, self._left, self._after = getattr(experts, name), number, after
+        monkeypatch.setattr(experts, name, self)
+
+    def __call__(self, *args):
+        self._left -= 1
+        if self._left == 0 and not self._after:
+            raise KeyboardInterrupt
+        result = self._function(*args)
+        if self._left == 0:
+            raise KeyboardInterrupt
+        return result
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "after"),
+    [
+        ("_mismatch", 2, False),
+        ("_release", 1, False),
+        ("_release", 1, True),
+        ("_release", 2, True),
+        ("_place", 1, False),
+        ("_place", 1, True),
+        ("_place", 2, True),
+        ("unstack_experts", 1, True),
+    ],
+)
+def test_an_interrupt_while_unstacking_leaves_the_model(monkeypatch, name, number, after):
+    model, ids = zoo.build_mixture("mixtral"), zoo.token_ids(2)
+    modules, parameters, before = list(model.modules()), dict(model.named_parameters()), zoo.outputs(model, ids)
+    values = copy.deepcopy(model.state_dict())
+    with monkeypatch.context() as patch:
+        _Interrupted(patch, name, number, after)
+        with pytest.raises(KeyboardInterrupt), unstacked_experts(model):
+            pytest.fail("it was not interrupted")
+    assert list(model.modules()) == modules
+    assert all(p is parameters[name] for name, p in model.named_parameters())
+    assert all(torch.equal(values[name], tensor) for name, tensor in model.state_dict().items())
+    assert zoo.difference(before, zoo.outputs(model, ids)) == 0
+    assert unstack_experts(model).names == NAMES, "and it may be tried again"
+
+
+@pytest.mark.parametrize(("name", "number"), [("_stack", 1), ("_stack", 2), ("_stack", 4), ("_place", 1), ("_place", 2)])
+@pytest.mark.parametrize("after", [False, True])
+def test_an_interrupt_while_restacking_loses_nothing(monkeypatch, name, number, after):
+    model, _ = unstacked("mixtral")
+    ids = zoo.token_ids(2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.data = parameter * 1.01
+    before = zoo.outputs(model, ids)
+    with monkeypatch.context() as patch:
+        _Interrupted(patch, name, number, after)
+        with pytest.raises(KeyboardInterrupt):
+            restack_experts(model)
+    assert zoo.difference(before, zoo.outputs(model, ids)) <= 1e-5
+    restack_experts(model)
+    assert not any(isinstance(module, UnstackedExperts) for module in model.modules())
+    assert zoo.difference(before, zoo.outputs(model, ids)) <= 1e-5
+
+
+def test_a_model_that_is_a_stack_itself_stays():
+    stack = Stack()
+    assert unstack_experts(stack).names == ()
+    assert stack.gate_up_proj.numel() > 0
+
+
+def test_restacking_copies_one_layer_at_a_time(monkeypatch):
+    """Learning leaves every linear with a storage of its own; two models' worth of experts may not fit."""
+    layers = 4
+    model = nn.ModuleList(Holder(Stack()) for _ in range(layers))
+    stacks = [parameter for holder in model for parameter in holder.experts.parameters()]
+    unstack_experts(model)
+    linears = [parameter for name, parameter in model.named_parameters()]
+    for parameter in linears:
+        parameter.data = parameter.data.clone()
+    total, held, stack = sum(p.nbytes for p in linears), [], torch.stack
+
+    def stacked(weights):
+        result = stack(weights)
+        storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in (*linears, *stacks, result)}
+        held.append(sum(storages.values()))
+        return result
+
+    monkeypatch.setattr(torch, "stack", stacked)
+    restack_experts(model)
+    assert len(held) == 2 * layers
+    assert max(held) <= total * (1 + 1 / layers)
+    assert sum(p.untyped_storage().nbytes() for p in linears) == 0
+
+
+def test_one_table_of_tolerances():
+    assert verify.TOLERANCE is experts.TOLERANCE
 
 
 def test_an_error_inside_leaves_the_original_modules():

@@ -57,7 +57,7 @@ def test_a_residual_that_reads_the_same_channels_leads_to_a_gather(name):
     assert len(found) == 2 * zoo.LAYERS
     for where in found:
         assert where.startswith("a gather before ")
-        assert where.endswith(": its channels have other readers that keep the order")
+        assert where.endswith(": what else reads its channels keeps their order")
 
 
 def test_a_space_that_stays_says_why():

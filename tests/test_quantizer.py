@@ -17,7 +17,8 @@ from permtriton import registration
 from permtriton.errors import ModelError
 from permtriton.export import export
 from permtriton.modules import PermutedLayerNorm, PermutedRMSNorm, SparseLinear
-from permtriton.schema import PermTritonQuantizationConfig
+from permtriton.quantizer import PermTritonQuantizer
+from permtriton.schema import METHOD, PermTritonQuantizationConfig
 
 from . import folders
 
@@ -161,6 +162,166 @@ def test_importing_registers_in_any_order(order):
         [sys.executable, "-c", ORDERS[order]], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
     )
     assert result.returncode == 0, result.stderr
+
+
+# Two threads import at once, each in a fork of a process that has everything else loaded. The finder makes the import
+# system wait where threads change over, so that each looks for the other's modules while they are executed.
+RACE = """
+import importlib, os, pkgutil, random, sys, threading, time
+sys.modules["transformers.quantizers.auto"] = None  # all but this one
+try:
+    import transformers.quantizers
+except ImportError:
+    pass
+path = [os.path.join(next(iter(sys.modules["transformers"].__path__)), "quantizers")]
+package = importlib.util.module_from_spec(importlib.machinery.ModuleSpec("transformers.quantizers", None))
+package.__path__ = path
+sys.modules["transformers.quantizers"] = package
+import safetensors.torch, torch, transformers.modeling_rope_utils, transformers.utils.quantization_config, triton
+from transformers import AutoConfig
+for module in pkgutil.iter_modules(path, "transformers.quantizers."):
+    if module.name not in sys.modules:
+        importlib.import_module(module.name)
+del sys.modules["transformers.quantizers.auto"]
+
+class Slow:
+    def find_spec(self, name, path, target=None):
+        if name.startswith(("permtriton", "transformers.quantizers")):
+            time.sleep(random.random() / 100)
+
+order, repetitions = sys.argv[1].split(","), int(sys.argv[2])
+sys.setswitchinterval(1e-5)
+for seed in range(repetitions):
+    child = os.fork()
+    if not child:
+        random.seed(seed)
+        failed = []
+        if seed % 2:
+            import permtriton
+        sys.meta_path.insert(0, Slow())
+        def work(name):
+            try:
+                importlib.import_module(name)
+            except BaseException as error:
+                failed.append(f"{name}: {error!r}")
+        threads = [threading.Thread(target=work, args=[name]) for name in order]
+        for thread in threads:
+            thread.start()
+            time.sleep(random.random() / 100)
+        for thread in threads:
+            thread.join(30)
+        auto, ours = (sys.modules[name] for name in ("transformers.quantizers.auto", "permtriton.quantizer"))
+        failed += [thread.name for thread in threads if thread.is_alive()]
+        failed += ["no quantizer"] * ("permtriton" not in auto.AUTO_QUANTIZER_MAPPING)
+        failed += ["no config"] * ("permtriton" not in auto.AUTO_QUANTIZATION_CONFIG_MAPPING)
+        print(*failed, file=sys.stderr, flush=True)
+        os._exit(bool(failed))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, f"repetition {seed}"
+"""
+NAMES = ["transformers.quantizers.auto", "permtriton.quantizer"]
+
+
+@pytest.mark.parametrize("order", [NAMES, NAMES[::-1]], ids=["theirs first", "ours first"])
+def test_threads_may_import_both_at_once(order):
+    code = [sys.executable, "-c", RACE, ",".join(order), "12"]
+    result = subprocess.run(code, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert result.returncode == 0, result.stderr
+
+
+def in_a_process(code: str) -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert result.returncode == 0, result.stderr
+
+
+# Stands for transformers' module, which takes seconds: in it, a thread imports us while it is executed.
+FAKE = """
+import importlib.abc, importlib.machinery, sys, threading, types
+for name in ("transformers", "transformers.quantizers"):
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__path__ = []
+class Fake(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    during = staticmethod(lambda: None)
+    def find_spec(self, name, path, target=None):
+        if name == "transformers.quantizers.auto":
+            return importlib.machinery.ModuleSpec(name, self)
+    def exec_module(self, module):
+        self.during()
+        module.HfQuantizer = module.QuantizationConfigMixin = type("Base", (), {})
+        module.AUTO_QUANTIZER_MAPPING, module.AUTO_QUANTIZATION_CONFIG_MAPPING = {}, {}
+        def register(mapping):
+            return lambda method: lambda cls: mapping.setdefault(method, cls)
+        module.register_quantizer = register(module.AUTO_QUANTIZER_MAPPING)
+        module.register_quantization_config = register(module.AUTO_QUANTIZATION_CONFIG_MAPPING)
+fake = Fake()
+sys.meta_path.insert(0, fake)
+def registered():
+    auto = sys.modules["transformers.quantizers.auto"]
+    return "permtriton" in auto.AUTO_QUANTIZER_MAPPING and "permtriton" in auto.AUTO_QUANTIZATION_CONFIG_MAPPING
+"""
+INSTANTS = {
+    "imported while theirs is executed": """
+def during():
+    global thread
+    thread = threading.Thread(target=__import__, args=["permtriton"])
+    thread.start()
+    thread.join(0.3)
+fake.during = during
+import transformers.quantizers.auto
+thread.join()
+assert registered()
+""",
+    "imported between their lookup and their execution": """
+class Between(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "transformers.quantizers.auto":
+            import permtriton
+            return fake.find_spec(name, path)
+sys.meta_path.insert(0, Between())
+import transformers.quantizers.auto
+import colorsys  # whatever comes next
+assert registered()
+""",
+    "another thread is among the finders": """
+import permtriton
+assert "permtriton" in type(sys.meta_path[0]).__module__
+finders = iter(sys.meta_path)
+next(finders), next(finders)
+import transformers.quantizers.auto
+assert registered()
+assert importlib.machinery.PathFinder in list(finders), "none is passed over"
+assert fake in sys.meta_path
+""",
+    "executing theirs imports nothing of ours": """
+import permtriton
+before = set(sys.modules)
+import transformers.quantizers.auto
+assert set(sys.modules) - before == {"transformers.quantizers.auto"}, set(sys.modules) - before
+assert registered()
+""",
+}
+
+
+@pytest.mark.parametrize("instant", INSTANTS)
+def test_registers_at_any_instant(instant):
+    in_a_process(FAKE + INSTANTS[instant])
+
+
+def test_what_is_registered_becomes_ours_when_used():
+    """The stand-ins are told from the classes by nothing that transformers does with them."""
+    from transformers.quantizers import auto
+    from transformers.quantizers.base import HfQuantizer
+    from transformers.utils.quantization_config import QuantizationConfigMixin
+
+    entries = {"quant_method": METHOD, "version": 1, "format": "dense", "sparsity": "2:4"}
+    entries |= {"packed": {}, "gathers": {}, "norms": {}}
+    config = auto.AutoQuantizationConfig.from_dict(entries)
+    assert type(config) is PermTritonQuantizationConfig
+    assert type(auto.AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD](**entries)) is PermTritonQuantizationConfig
+    assert type(auto.AutoHfQuantizer.from_config(config, pre_quantized=True)) is PermTritonQuantizer
+    assert issubclass(auto.AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD], QuantizationConfigMixin)
+    assert issubclass(auto.AUTO_QUANTIZER_MAPPING[METHOD], HfQuantizer)
 
 
 def test_registering_twice_from_threads_changes_nothing():

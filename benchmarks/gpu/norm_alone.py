@@ -16,7 +16,8 @@ def _rms_norm_kernel(x, weight, y, rows, C, eps, BLOCK_C: tl.constexpr):
         here = row * C + channel
         values = tl.load(x + here, mask=inside, other=0.0).to(tl.float32)
         root = tl.rsqrt(tl.sum(values * values, 0) / C + eps)
-        tl.store(y + here, scale * (values * root).to(scale.dtype), mask=inside)
+        hidden = (values * root).to(scale.dtype).to(tl.float32)  # rounded, as the modules do
+        tl.store(y + here, (hidden * scale.to(tl.float32)).to(scale.dtype), mask=inside)
 
 
 def rms_norm_alone(x: Tensor, weight: Tensor, eps: float) -> Tensor:
