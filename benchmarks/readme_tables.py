@@ -56,7 +56,36 @@ def learning_step_table(name: str) -> str:
     return "\n".join(lines)
 
 
+def compile_time_table(name: str) -> str:
+    """Returns the rows of ``benchmarks/compile_time.py``."""
+    report = _load(name)
+    stages = [stage for stage in report["rows"][0]["seconds"] if stage != "unions"]
+    lines = [f"| layers | {' | '.join(stages)} | total | peak memory |", "|---" * (len(stages) + 3) + "|"]
+    for row in report["rows"]:
+        seconds = " | ".join(f"{row['seconds'][stage]:.1f} s" for stage in stages)
+        lines.append(f"| {row['layers']} | {seconds} | {row['total_s']:.1f} s | {row['peak_bytes'] / 1e9:.2f} GB |")
+    runs = len(report["rows"][0]["samples_s"]["trace"])
+    return "\n".join([*lines, "", f"{report['device']}; torch {report['versions']['torch']}; medians of {runs}."])
+
+
+def runtime_overhead_table(name: str) -> str:
+    """Returns the rows of ``benchmarks/runtime_overhead.py``, one JSON line each."""
+    lines = ["| dtype | unpermuted | norms permuted | norms permuted, gather before o |", "|---|---|---|---|"]
+    rows = [json.loads(line) for line in (RESULTS / name).read_text(encoding="utf-8").splitlines() if line.strip()]
+    for row in rows:
+        ratio = row["paired_ratio"]
+        seconds = row["seconds"]["dense"]
+        lines.append(
+            f"| {row['shape']['dtype']} | {seconds:.3f} s | {ratio['norms']:.3f}x | {ratio['norms and o_proj']:.3f}x |"
+        )
+    count = len(rows[-1]["samples_s"]["dense"])
+    told = f"{rows[-1]['device']}; torch {rows[-1]['versions']['torch']}; medians of {count} paired ratios."
+    return "\n".join([*lines, "", told])
+
+
 TABLES = {
+    "compile-time": lambda: compile_time_table("compile-time-cpu.json"),
+    "runtime-overhead": lambda: runtime_overhead_table("runtime-overhead-cpu.jsonl"),
     "demo-recipe": lambda: comparison_table("compare-demo-recipe.json"),
     "learning-step": lambda: learning_step_table("learning-step-cpu.jsonl"),
 }

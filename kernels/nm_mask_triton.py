@@ -95,7 +95,7 @@ def _nm_mask_fwd_kernel(
         if STATISTICS:
             column_factor = tl.load(column + channel)
         score = _scores(value.to(tl.float32), tl.load(scale + channel), row_factor, column_factor, POWER, STATISTICS)
-        weights, scores = weights + (value,), scores + (score,)  # noqa: RUF005
+        weights, scores = weights + (value,), scores + (score,)  # type: ignore[assignment]  # noqa: RUF005
     for k in tl.static_range(GROUP):
         rank = tl.zeros([TILE_O, TILE_GROUPS], tl.int32)
         for other in tl.static_range(GROUP):

@@ -90,7 +90,7 @@ def _permute(x: Tensor, index: Tensor, dim: int = -1) -> Tensor:
 if triton is not None:
 
     @_permute.register_kernel("cuda")
-    def _(x: Tensor, index: Tensor, dim: int = -1) -> Tensor:
+    def _permute_cuda(x: Tensor, index: Tensor, dim: int = -1) -> Tensor:
         return permute_triton(x, index, dim)
 
 

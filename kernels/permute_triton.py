@@ -113,8 +113,8 @@ def gather_rows(x: Tensor, index: Tensor, config: Config | None = None) -> Tenso
     word, block = WORDS[size], triton.next_power_of_2(channels)
     arguments = (x.view(word), index.contiguous(), y.view(word), rows, channels, *x.stride())
     if block * max(size, 4) > (STAGED if channels % 16 == 0 else STAGED // 2) * 4:
-        grid = (programs_for(x, rows, PROGRAMS_PER_SM), triton.cdiv(channels, DIRECT_TILE))
-        _permute_direct_kernel[grid](*arguments, BLOCK_C=DIRECT_TILE, num_warps=4)
+        tiles = (programs_for(x, rows, PROGRAMS_PER_SM), triton.cdiv(channels, DIRECT_TILE))
+        _permute_direct_kernel[tiles](*arguments, BLOCK_C=DIRECT_TILE, num_warps=4)
         return y
     config = config or config_for("permute", CONFIGS, (rows, channels), x.dtype)
     launch = _launch(config, block, size, rows)

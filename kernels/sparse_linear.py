@@ -330,7 +330,7 @@ def _sparse_linear(
 if triton is not None:
 
     @_sparse_linear.register_kernel("cuda")
-    def _(x, values, positions, bias, index, in_features, kept, group):  # type: ignore[no-untyped-def]
+    def _sparse_linear_cuda(x, values, positions, bias, index, in_features, kept, group):  # type: ignore[no-untyped-def]
         _check(x, values, positions, bias, index, in_features, kept, group)
         fits = kernels.supports(x, values, in_features, kept, group)
         product = kernels.sparse_linear_triton if fits else sparse_linear_reference

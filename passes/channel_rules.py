@@ -28,9 +28,9 @@ SAME = {
 }  # fmt: skip
 # The same values in another layout: the operator itself runs on the ids.
 LAYOUT = {
-    aten.cat, aten.expand, aten.expand_as, aten.flatten, aten.movedim, aten.numpy_T, aten.permute, aten.repeat,
-    aten.repeat_interleave, aten.reshape, aten.squeeze, aten.stack, aten.t, aten.transpose, aten.unflatten,
-    aten.unsqueeze, aten.view, aten.view_as,
+    aten.broadcast_to, aten.cat, aten.expand, aten.expand_as, aten.flatten, aten.movedim, aten.numpy_T, aten.permute,
+    aten.repeat, aten.repeat_interleave, aten.reshape, aten.squeeze, aten.stack, aten.t, aten.transpose,
+    aten.unflatten, aten.unsqueeze, aten.view, aten.view_as,
 }  # fmt: skip
 # Some of the values, or all in another order, along one dimension -> where that dimension is among the arguments.
 ALONG = {
@@ -47,8 +47,12 @@ ELEMENTWISE = {
 }  # fmt: skip
 # A reduction over ``dim``, blind to the order of what it reduces.
 REDUCTION = {aten.amax, aten.amin, aten.mean, aten.sum, aten.var, aten.std, aten.logsumexp}
-# Operators whose result is always new memory, so that writing into it changes nothing else.
-NEW_MEMORY = ELEMENTWISE | REDUCTION | {aten.linear, aten.addmm, aten.matmul, aten.mm, aten.bmm, aten.embedding}
+# Operators whose result is always new memory, so that writing into it changes nothing else; ours by name, as what a
+# pass puts in another's place must be written into as that was.
+NEW_MEMORY: set[Any] = ELEMENTWISE | REDUCTION | {
+    aten.linear, aten.addmm, aten.matmul, aten.mm, aten.bmm, aten.embedding, aten.layer_norm, aten.rms_norm,
+    "permtriton::permute", "permtriton::norm_permute", "permtriton::sparse_linear",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -131,7 +135,8 @@ def _acts_as_copy(node: fx.Node) -> bool:
     into = node.args[0] if node.args else None
     if twin not in ELEMENTWISE or not isinstance(into, fx.Node) or len(into.users) != 1:
         return False
-    return getattr(into.target, "overloadpacket", None) in NEW_MEMORY or _acts_as_copy(into)
+    packet = getattr(into.target, "overloadpacket", None)
+    return packet in NEW_MEMORY or _qualified_name(packet) in NEW_MEMORY or _acts_as_copy(into)
 
 
 # -- movement ----------------------------------------------------------------------------------------------------------
@@ -163,7 +168,7 @@ def _along(c: "Channels", target: Any, args: Sequence[Any], kwargs: dict[str, An
     parts = _listed(result)
     if len(parts) == 1 and parts[0].shape == x.shape and packet not in _REORDERING:
         return result
-    position = ALONG[packet]
+    position = ALONG.get(packet, 1)
     dims = args[position] if len(args) > position else kwargs.get("dim", kwargs.get("dims", 0))
     for dim in [dims] if isinstance(dims, int) else dims or range(x.ndim):
         places = c.repeats_along(x, dim)
@@ -175,7 +180,28 @@ def _along(c: "Channels", target: Any, args: Sequence[Any], kwargs: dict[str, An
     return c.relaxed(result) if isinstance(result, Tensor) else [c.relaxed(part) for part in parts]
 
 
-_REORDERING = {aten.flip, aten.roll}
+_REORDERING = {aten.flip, aten.roll, aten.index_select}
+
+
+def _index(c: "Channels", target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """A list of positions along one dimension, written out in the model's code."""
+    x, given = c.ids_of(args[0]), c.node.args[1]
+    dims = [dim for dim, index in enumerate(given) if index is not None]
+    index = _constant(given[dims[0]]) if len(dims) == 1 else None
+    if index is None or index.ndim != 1 or index.dtype != torch.int64:
+        return c.unknown(str(target), (args, kwargs))
+    return _along(c, aten.index_select.default, (x, dims[0], index % x.shape[dims[0]]), {})
+
+
+def _constant(node: fx.Node) -> Tensor | None:
+    """Returns the value of a copy of a constant that one node reads; None where it is no such copy."""
+    if getattr(node.target, "overloadpacket", None) is not aten.lift_fresh_copy or len(node.users) != 1:
+        return None
+    constant = node.args[0]
+    if not isinstance(constant, fx.Node) or constant.op != "get_attr":
+        return None
+    value: Tensor = operator.attrgetter(str(constant.target))(node.graph.owning_module)
+    return None if value.is_meta else value.cpu()
 
 
 def _listed(result: Any) -> list[Tensor]:
@@ -345,6 +371,7 @@ SPECIAL: dict[Any, Rule] = {
     aten._softmax: _softmax,
     aten.topk: _choice,
     aten.gather: _choice,
+    aten.index: _index,
     aten.scaled_dot_product_attention: lambda c, _, args, kw: _attention(c, *args, **kw),
     "permtriton::permute": _permute,
     "permtriton::norm_permute": _norm_permute,

@@ -16,6 +16,7 @@ from permtriton.passes.graph import (
     PERMUTE,
     SITE,
     Constants,
+    argument,
     call_before,
     input_dim,
     norm_input,
@@ -98,7 +99,7 @@ def _fold(
         wrap(tail(node), PERMUTE, (order, axis.dim), node.meta["val"])
         folded += 1
     for node in permuted:
-        node.replace_all_uses_with(node.args[0])
+        node.replace_all_uses_with(argument(node, 0))
     return f"folded into {folded} parameters"
 
 
@@ -115,7 +116,7 @@ def _into_norm(
     permuted: list[fx.Node],
 ) -> str:
     order = constants.index(site.expand(index), [site.channels])
-    source = source_of(permuted[0].args[0])
+    source = source_of(argument(permuted[0], 0))
     readers = 0
     for axis in site.space.axes:
         if axis.parameter in {f"{name}.weight" for name in site.linears}:
@@ -131,5 +132,5 @@ def _into_norm(
         arguments = (norm_input(source, norm.module), *vectors, order, norm.eps, norm.offset, norm.kind)
         source.replace_all_uses_with(call_before(source, NORM_PERMUTE, arguments, source.meta["val"]))
     for node in permuted:
-        node.replace_all_uses_with(node.args[0])
+        node.replace_all_uses_with(argument(node, 0))
     return f"in the norm {norm.module}" + (f", with the columns of {readers} other readers" if readers else "")

@@ -5,13 +5,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from permtriton.errors import VerificationError
+from permtriton.experts import TOLERANCE
 from permtriton.forward import without_cache
 from permtriton.plan import Plan, linear_module, weight_in_out
 from permtriton.sparsity import NMPattern
-
-# Largest allowed difference of two runs of the same function in another order, relative to the largest output. Norms
-# and rotary angles work in float32 whatever the model's type.
-TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 
 @torch.no_grad()

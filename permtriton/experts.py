@@ -28,7 +28,8 @@ PLAIN = {
     "is_concatenated": (True, "it stores gate and up rows interleaved"),
     "has_post_expert_norm": (False, "it has a norm after each expert"),
 }
-# Largest allowed difference of a stack and its linears, relative to the largest value of a row.
+# Largest allowed difference of two runs of the same function in another order, relative to the largest output: of the
+# whole model, or of a stack and its linears. Norms and rotary angles work in float32 whatever the model's type.
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 PROBE_TOKENS, PROBE_TOP_K, PROBE_LARGEST = 8, 2, 30.0  # inputs up to a size at which a clamped activation shows
 
@@ -97,27 +98,36 @@ class UnstackedExperts(nn.ModuleList):
         return linear
 
     def restacked(self) -> nn.Module:
-        """Returns the original module, holding what the linears hold now."""
+        """Returns the original module, holding what the linears hold now; they keep it, too."""
         (stacked,) = self._stacked
-        for name in (FIRST, SECOND):
-            stacked.get_parameter(name).data = _stack(
-                [self.linear(number, name).weight.detach() for number in range(len(self))]
-            )
+        weights = {name: _stack([weight.detach() for weight in self._weights(name)]) for name in (FIRST, SECOND)}
+        for name, weight in weights.items():
+            stacked.get_parameter(name).data = weight
         return stacked.train(self.training)
+
+    def release(self) -> None:
+        """Lets go of the linears' storage."""
+        for name in (FIRST, SECOND):
+            for weight in self._weights(name):
+                weight.data = weight.data.new_empty(0)
+
+    def _weights(self, projection: str) -> list[Tensor]:
+        return [self.linear(number, projection).weight for number in range(len(self))]
 
 
 def unstack_experts(model: nn.Module) -> Unstacked:
     """Replaces every module of ``model`` that holds stacked experts by `UnstackedExperts`.
 
     Weights are shared, not copied. Each replacement is compared with the original on a small random input, except on
-    the meta device, where the structure is trusted. A stack that does not match stays as it is, with the reason.
+    the meta device, where the structure is trusted. A stack that does not match stays as it is, with the reason; after
+    an error or an interrupt, all do.
     """
     names: list[str] = []
     refused: dict[str, str] = {}
-    replacements: dict[int, nn.Module] = {}
+    replacements: dict[nn.Module, UnstackedExperts] = {}
     for name, module in model.named_modules():
         stacks = _stacks(module)
-        if not stacks:
+        if not stacks or module is model:  # which nothing holds that could hold something else
             continue
         problem = _problem(module)
         if not problem:
@@ -128,33 +138,45 @@ def unstack_experts(model: nn.Module) -> Unstacked:
                 {f"{name}.{key}": f"stacked experts of a {type(module).__name__}: {problem}" for key in stacks}
             )
             continue
-        for key in (FIRST, SECOND):  # the linears keep the storage; when they get new ones, it goes
-            parameter = module.get_parameter(key)
-            parameter.data = parameter.data.new_empty(0)
-        replacements[id(module)] = unstacked
+        replacements[module] = unstacked
         names.append(name)
-    _replace(model, replacements)
+    places = _places(model)
+    try:
+        for module, unstacked in replacements.items():
+            _place(places[module], unstacked)
+            _release(module)
+    except BaseException:
+        for module, unstacked in replacements.items():
+            _place(places[module], unstacked.restacked())
+        raise
     return Unstacked(tuple(names), refused)
 
 
 def restack_experts(model: nn.Module) -> None:
     """Puts the original modules back in the place of every `UnstackedExperts`, with the linears' present weights.
 
-    The stacked parameters are the objects they were; a copy is made only where linears no longer share a storage.
+    The stacked parameters are the objects they were; a copy is made only where linears no longer share a storage, of
+    one module at a time, whose linears are empty afterwards. After an error or an interrupt, some modules are back and
+    the others are as they were: no weight is lost, and another call goes on.
     """
-    unstacked = [module for module in model.modules() if isinstance(module, UnstackedExperts)]
-    _replace(model, {id(module): module.restacked() for module in unstacked})
+    _restack(model, lambda _module: True)
+
+
+def _restack(model: nn.Module, chosen: Callable[[UnstackedExperts], bool]) -> None:
+    for module, places in _places(model).items():
+        if isinstance(module, UnstackedExperts) and chosen(module):
+            _place(places, module.restacked())
+            module.release()
 
 
 @contextmanager
 def unstacked_experts(model: nn.Module) -> Iterator[Unstacked]:
     """`unstack_experts` for a while; inside another one nothing happens but that the refused are told again."""
-    found = unstack_experts(model)
+    before = {module for module in model.modules() if isinstance(module, UnstackedExperts)}
     try:
-        yield found
+        yield unstack_experts(model)
     finally:
-        if found.names:
-            restack_experts(model)
+        _restack(model, lambda module: module not in before)
 
 
 def stacked_name(model: nn.Module, linear: str) -> tuple[str, int] | None:
@@ -298,11 +320,26 @@ def _stack(weights: list[Tensor]) -> Tensor:
     return torch.stack(weights)
 
 
-def _replace(model: nn.Module, replacements: dict[int, nn.Module]) -> None:
-    for parent in list(model.modules()):
+def _places(model: nn.Module) -> dict[nn.Module, list[tuple[nn.Module, str]]]:
+    """Module -> each parent that holds it, and under which name."""
+    places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
+    for parent in model.modules():
         for key, child in parent._modules.items():
-            if id(child) in replacements:
-                parent._modules[key] = replacements[id(child)]
+            if child is not None:
+                places.setdefault(child, []).append((parent, key))
+    return places
+
+
+def _place(places: list[tuple[nn.Module, str]], module: nn.Module) -> None:
+    for parent, key in places:
+        parent._modules[key] = module
+
+
+def _release(stacked: nn.Module) -> None:
+    """Lets go of a stack's storage: its linears hold it, and when they get new ones, it goes."""
+    for key in (FIRST, SECOND):
+        parameter = stacked.get_parameter(key)
+        parameter.data = parameter.data.new_empty(0)
 
 
 def _problem(module: nn.Module) -> str:

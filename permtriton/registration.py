@@ -1,24 +1,34 @@
-"""Makes transformers know permtriton's checkpoints, without importing it: it costs seconds, and many never load one."""
+"""Makes transformers know permtriton's checkpoints, without importing it: it costs seconds, and many never load one.
+
+What is registered are stand-ins, which import the classes that they stand for when they are used. While a module of
+transformers is executed, under the lock that the import system holds for it, nothing of permtriton is imported: another
+thread may be importing it, and wait for that very module.
+"""
 
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
-QUANTIZERS = "transformers.quantizers.auto"
+METHOD, QUANTIZERS = "permtriton", "transformers.quantizers.auto"
+MAPPINGS = ("AUTO_QUANTIZER_MAPPING", "AUTO_QUANTIZATION_CONFIG_MAPPING")
 
 
 class _Finder(MetaPathFinder):
-    """Finds exactly `QUANTIZERS`, as the other finders do, and registers permtriton once it has been executed."""
+    """Finds exactly `QUANTIZERS`, as the finders after it do, and registers permtriton once it has been executed."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if fullname != QUANTIZERS:
+            _register()  # where another thread had looked it up, but not yet begun to execute it, when this one came
             return None
-        others = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
+        finders = list(sys.meta_path)
+        others = finders[finders.index(self) + 1 :] if self in finders else finders
         spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in others)), None)
         if spec is None or spec.loader is None:
             return spec
@@ -35,15 +45,45 @@ class _Finder(MetaPathFinder):
 def register_with_transformers() -> None:
     """Registers now where transformers' quantizers are imported already, else as soon as they are.
 
-    The import system runs a module once, under its own lock, so that threads need no lock here; what is registered
-    twice stays as it is.
+    Threads may import permtriton and transformers at once, in any order. What is registered already stays as it is.
     """
-    if QUANTIZERS in sys.modules:
-        _register()
-    elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+    if not _registered() and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
+    if QUANTIZERS in sys.modules:
+        with suppress(ImportError):  # theirs, and told to whom imports it
+            import_module(QUANTIZERS)  # returns when the thread that executes it is done
+        _register()
+
+
+def _registered() -> bool:
+    module = sys.modules.get(QUANTIZERS)
+    return all(METHOD in getattr(module, name, ()) for name in MAPPINGS)
 
 
 def _register() -> None:
-    import_module("permtriton.quantizer").register()
-    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
+    """Registers, and takes the finder away, where `QUANTIZERS` has its mappings. Imports nothing."""
+    module = sys.modules.get(QUANTIZERS)
+    if not all(hasattr(module, name) for name in MAPPINGS):
+        return
+    for name, stand_in in zip(MAPPINGS, _stand_ins(module), strict=True):
+        getattr(module, name).setdefault(METHOD, stand_in)  # in one step, so that threads need no lock
+    # A new list: the import system of another thread may be half through this one, and would pass over a finder.
+    sys.meta_path = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
+
+
+def _stand_ins(module: Any) -> tuple[type, type]:
+    """Classes that, called, make an object of the class of permtriton that they are named after."""
+
+    class PermTritonQuantizer(module.HfQuantizer):  # type: ignore[misc]
+        def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+            return import_module("permtriton.quantizer").PermTritonQuantizer(*args, **kwargs)
+
+    class PermTritonQuantizationConfig(module.QuantizationConfigMixin):  # type: ignore[misc]
+        def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+            return import_module("permtriton.schema").PermTritonQuantizationConfig(*args, **kwargs)
+
+        @classmethod
+        def from_dict(cls, *args: Any, **kwargs: Any) -> Any:
+            return import_module("permtriton.schema").PermTritonQuantizationConfig.from_dict(*args, **kwargs)
+
+    return PermTritonQuantizer, PermTritonQuantizationConfig

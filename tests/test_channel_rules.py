@@ -10,12 +10,16 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
+import permtriton
+from permtriton import CompileConfig, NMPattern, find_plan
 from permtriton.kernels import nm_mask, norm_permute, permute, sparse_linear  # noqa: F401 (registers the operators)
 from permtriton.passes import channel_rules
 from permtriton.passes.channels import Channels
 from permtriton.passes.provenance import Provenance, channel_unions, propagate
 from permtriton.permutation import inverse
 from permtriton.trace import unlifted
+
+from . import zoo
 
 IN, WIDE, OUT = 12, 16, 8
 INDEX = torch.randperm(WIDE, generator=torch.Generator().manual_seed(0))
@@ -230,6 +234,135 @@ def test_a_norm_that_permutes_moves_the_columns_behind_it(columns, node):
     assert len(set(found(graph_module).contexts[found(graph_module).axes["norm.weight", 0]])) == 1
 
 
+# -- in place ----------------------------------------------------------------------------------------------------------
+
+FALCONS = {  # both write one branch's output into the other's
+    "7B": {},
+    "40B": {"multi_query": False, "new_decoder_architecture": True, "num_kv_heads": zoo.KEY_VALUE_HEADS},
+}
+
+
+@pytest.mark.parametrize("layout", ["portable", "fused"])
+@pytest.mark.parametrize("permutation", ["none", "heuristic"])
+@pytest.mark.parametrize("form", FALCONS)
+def test_falcon_compiles_though_it_adds_in_place(form, permutation, layout):
+    model = zoo.build("falcon", **FALCONS[form])
+    config = CompileConfig.from_options({"permutation": permutation, "layout": layout})
+    compiled = permtriton.compile(model, None, config, ids=zoo.token_ids(2, 8))
+    assert set(compiled.report["sparsity_by_layer"].values()) == {0.5}
+    assert compiled.report["fold_difference"] < 1e-4
+
+
+def permuted_by_an_operator(graph_module: fx.GraphModule, node: fx.Node) -> fx.Node:
+    with graph_module.graph.inserting_before(node):
+        return graph_module.graph.call_function(OPS.permute.default, (node.args[0], index_node(graph_module), -1))
+
+
+def normalized(graph_module: fx.GraphModule, node: fx.Node) -> fx.Node:
+    arguments = (node.args[0], None, None, index_node(graph_module), 1e-6, 0.0, "rms")
+    with graph_module.graph.inserting_before(node):
+        return graph_module.graph.call_function(OPS.norm_permute.default, arguments)
+
+
+def packed(graph_module: fx.GraphModule, node: fx.Node) -> fx.Node:
+    linear, call = node.args[0], graph_module.graph.call_function
+    with graph_module.graph.inserting_before(node):
+        parts = call(OPS.pack.default, (linear.args[1], 2, 4))
+        values, positions = (call(operator.getitem, (parts, i)) for i in (0, 1))
+        return call(OPS.sparse_linear.default, (linear.args[0], values, positions, linear.args[2], None, WIDE, 2, 4))
+
+
+@pytest.mark.parametrize("ours", [permuted_by_an_operator, normalized, packed])
+def test_what_our_operators_return_may_be_written_into(ours):
+    """Otherwise a pass that puts one there turns a sum that joined channels into a barrier."""
+
+    class InPlace(Mlp):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.enter(x)
+            first, second = self.gate(x), self.up(x)
+            second += first
+            return self.down(second)
+
+    graph_module = graph_of(InPlace())
+    add = node_named(graph_module, "add_")
+    assert channel_rules.rule_of(add) is not None
+    new = ours(graph_module, add)
+    new.meta["val"] = add.meta["val"]
+    add.replace_input_with(add.args[0], new)
+    assert channel_rules.rule_of(add) is not None
+    assert found(graph_module).barriers == []
+    with graph_module.graph.inserting_after(add):
+        graph_module.graph.call_function(torch.ops.aten.relu.default, (new,))
+    assert channel_rules.rule_of(add) is None, "another node reads what is written into"
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [lambda x: functional.layer_norm(x, (WIDE,)), lambda x: functional.rms_norm(x, (WIDE,))],
+    ids=["layer", "rms"],
+)
+def test_what_a_norm_returns_may_be_written_into(norm):
+    """As what the operator returns that a pass puts in its place."""
+
+    class InPlace(Mlp):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.enter(x)
+            first, second = self.gate(x), norm(self.up(x))
+            second += first
+            return self.down(second)
+
+    graph_module = graph_of(InPlace())
+    assert channel_rules.rule_of(node_named(graph_module, "add_")) is not None
+
+
+# -- taking positions --------------------------------------------------------------------------------------------------
+
+
+def taken(positions: Any) -> fx.GraphModule:
+    class Takes(Mlp):
+        def forward(self, x: Tensor) -> Tensor:
+            heads = self.enter(x).unflatten(-1, (4, WIDE // 4))
+            return self.down(heads[:, :, positions].flatten(-2).repeat(1, 1, 4 // len(positions)))
+
+    return graph_of(Takes())
+
+
+@pytest.mark.parametrize("positions", [[-1], [2], [1, 0], [2, 0, 3, 1]])
+def test_constant_positions_are_those_channels(positions):
+    provenance = found(taken(positions))
+    assert provenance.barriers == []
+    rows = provenance.axes["enter.weight", 0].reshape(4, -1)
+    expected = np.concatenate([rows[p] for p in positions] * (4 // len(positions)))
+    assert (provenance.axes["down.weight", 1] == expected).all()
+
+
+def test_computed_positions_are_a_barrier():
+    class Takes(Mlp):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down(self.enter(x)[:, :, self.enter(x)[0, 0].argsort()])
+
+    assert any("aten.index.Tensor" in barrier for barrier in found(graph_of(Takes())).barriers)
+
+
+def test_positions_that_a_node_changes_are_a_barrier():
+    graph_module = taken([2])
+    copy = node_named(graph_module, "lift_fresh_copy")
+    with graph_module.graph.inserting_after(copy):
+        added = graph_module.graph.call_function(torch.ops.aten.add_.Scalar, (copy, 1))
+    added.meta["val"] = copy.meta["val"]
+    assert any("aten.index.Tensor" in barrier for barrier in found(graph_module).barriers)
+
+
+@pytest.mark.parametrize("form", FALCONS)
+def test_falcon_has_no_barrier(form):
+    plan = find_plan(zoo.build("falcon", **FALCONS[form]), NMPattern(2, 4))
+    assert plan.barriers == []
+    attends = [site for site in plan.sites if site.name.endswith("self_attention.dense")]
+    heads = zoo.KEY_VALUE_HEADS if form == "40B" else 1
+    assert [site.space.segments for site in attends] == [(zoo.HEAD_DIM,) * heads] * zoo.LAYERS
+    assert {site.copies for site in attends} == {zoo.HEADS // heads}
+
+
 # -- the tables --------------------------------------------------------------------------------------------------------
 
 
@@ -240,7 +373,7 @@ def test_an_operator_is_in_one_table():
 
 
 def test_every_row_of_ours_names_an_operator():
-    for name in (row for row in channel_rules.SPECIAL if isinstance(row, str)):
+    for name in (row for row in {*channel_rules.SPECIAL, *channel_rules.NEW_MEMORY} if isinstance(row, str)):
         namespace, _, operator = name.partition("::")
         assert hasattr(getattr(torch.ops, namespace), operator)
 

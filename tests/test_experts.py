@@ -292,7 +292,9 @@ def test_an_interrupt_while_unstacking_leaves_the_model(monkeypatch, name, numbe
     assert unstack_experts(model).names == NAMES, "and it may be tried again"
 
 
-@pytest.mark.parametrize(("name", "number"), [("_stack", 1), ("_stack", 2), ("_stack", 4), ("_place", 1), ("_place", 2)])
+@pytest.mark.parametrize(
+    ("name", "number"), [("_stack", 1), ("_stack", 2), ("_stack", 4), ("_place", 1), ("_place", 2)]
+)
 @pytest.mark.parametrize("after", [False, True])
 def test_an_interrupt_while_restacking_loses_nothing(monkeypatch, name, number, after):
     model, _ = unstacked("mixtral")

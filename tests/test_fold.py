@@ -97,7 +97,7 @@ def test_two_folds_are_the_fold_of_their_composition(name):
         assert torch.equal(parameter, once.get_parameter(parameter_name)), parameter_name
 
 
-@pytest.mark.parametrize("name", ["llama_tied", "gpt2", "opt", "bert_mlm"])
+@pytest.mark.parametrize("name", ["llama_tied", "gpt2", "opt", "falcon", "bert_mlm"])
 def test_a_tied_embedding_is_folded_once(name):
     model, plan = zoo.planned(name)
     embedding, index = model.get_input_embeddings(), zoo.random_index(plan.hidden_space)
@@ -145,7 +145,7 @@ def test_generation_with_a_cache_stays():
 # -- what must not be folded -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["llama", "phi3", "gpt_neox", "gpt2", "bert"])
+@pytest.mark.parametrize("name", ["llama", "phi3", "gpt_neox", "phi", "gpt2", "bert"])
 def test_a_move_across_heads_changes_outputs(name):
     """The segments are there for a reason; and these tests can see a wrong fold."""
     model, plan = zoo.planned(name)

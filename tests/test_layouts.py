@@ -94,6 +94,22 @@ EXPECTED: dict[str, tuple[str, dict[str, str | int]]] = {
             "mlp.dense_4h_to_h": "nothing",
         },
     ),
+    "phi": (  # attention and MLP read the same norm
+        "model.layers",
+        {
+            "self_attn.q_proj+self_attn.k_proj+self_attn.v_proj+mlp.fc1": "input_layernorm",
+            "self_attn.dense": "nothing",
+            "mlp.fc2": "nothing",
+        },
+    ),
+    "falcon": (
+        "transformer.h",
+        {
+            "self_attention.query_key_value+mlp.dense_h_to_4h": "input_layernorm",
+            "self_attention.dense": "nothing",
+            "mlp.dense_4h_to_h": "nothing",
+        },
+    ),
     "olmo2": (  # no norm before them: the residual stream itself is read
         "model.layers",
         {**LLAMA, "self_attn.q_proj+k_proj+v_proj": 3, "mlp.gate_proj+up_proj": 2},
@@ -119,7 +135,7 @@ EXPECTED: dict[str, tuple[str, dict[str, str | int]]] = {
     ),
     "gpt_oss": ("model.layers", LLAMA_ATTENTION),  # its experts are not understood
 }
-KINDS = {"opt": "layer", "gpt_neox": "layer", "gpt2": "layer", "gemma2": "rms_float"}
+KINDS = {**dict.fromkeys(("opt", "gpt_neox", "phi", "falcon", "gpt2"), "layer"), "gemma2": "rms_float"}
 every_name = pytest.mark.parametrize("name", list(EXPECTED))
 
 
@@ -158,8 +174,8 @@ def test_where_each_site_goes(name):
 def test_free_gives_the_attention_output_its_own_gather(name):
     tied, free = plan_of(name), plan_of(name, "free")
     for before, after in zip(tied.sites, free.sites, strict=True):
-        attends = len(before.space.segments) > 1
-        if not attends or name == "gpt2":  # a Conv1D gathers nothing: it stays tied, and folded
+        attends = len(before.space.segments) > 1 or before.copies > 1
+        if not attends or name in ("gpt2", "falcon"):  # theirs is no nn.Linear and gathers nothing: it stays folded
             assert (after.cost, after.space.segments) == (before.cost, before.space.segments)
         else:
             assert (before.cost, after.cost) == ("none", "gather")
@@ -268,7 +284,7 @@ def masked(model: PreTrainedModel, plan: Plan, indices: dict[str, Tensor]) -> Pr
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "llama_eager", "qwen3", "phi3", "gemma2", "opt", "gpt_neox", "olmo2", "gpt2"]
+    "name", ["llama", "llama_eager", "qwen3", "phi3", "gemma2", "opt", "gpt_neox", "phi", "falcon", "olmo2", "gpt2"]
 )
 def test_both_layouts_agree_where_their_permutations_are_equal(name):
     portable, fused = plan_of(name, "portable"), plan_of(name)

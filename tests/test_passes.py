@@ -101,6 +101,10 @@ EXPECTED: dict[str, tuple[int, Counts, Counts, Counts]] = {
     "gemma2": (7, Counts(16, outside=2), *LLAMA[2:]),
     "opt": (6, Counts(18, outside=4), Counts(10, norms=2), Counts(8, norms=2, gathers=1)),
     "gpt_neox": (4, Counts(16, outside=4), Counts(8, norms=2), Counts(6, norms=2, gathers=1)),
+    # One norm feeds attention and MLP. Columns: q, k, v, dense, fc1, fc2; weight and bias: v, fc1, dense, fc2, norm.
+    "phi": (6, Counts(16, outside=4), Counts(10, norms=1), Counts(8, norms=1, gathers=1)),
+    # 4 by columns; rows of qkv, dense_h_to_4h, dense, dense_4h_to_h; the norm's two. Its linears gather nothing.
+    "falcon": (4, Counts(10, outside=3), Counts(6, norms=1), Counts(6, norms=1)),
     "olmo2": (7, Counts(14, outside=3), Counts(10, gathers=5), Counts(9, gathers=6)),
     "gpt2": (4, Counts(16, outside=4), Counts(8, norms=2), Counts(8, norms=2)),  # a Conv1D gathers nothing
     "bert_mlm": (6, Counts(18, outside=10), Counts(10, gathers=4), Counts(8, gathers=5)),

@@ -210,11 +210,12 @@ for seed in range(repetitions):
             time.sleep(random.random() / 100)
         for thread in threads:
             thread.join(30)
-        auto, ours = (sys.modules[name] for name in ("transformers.quantizers.auto", "permtriton.quantizer"))
-        failed += [thread.name for thread in threads if thread.is_alive()]
-        failed += ["no quantizer"] * ("permtriton" not in auto.AUTO_QUANTIZER_MAPPING)
-        failed += ["no config"] * ("permtriton" not in auto.AUTO_QUANTIZATION_CONFIG_MAPPING)
-        print(*failed, file=sys.stderr, flush=True)
+        failed += [f"{thread.name} waits for ever" for thread in threads if thread.is_alive()]
+        auto = sys.modules.get("transformers.quantizers.auto")
+        for name in ("AUTO_QUANTIZER_MAPPING", "AUTO_QUANTIZATION_CONFIG_MAPPING"):
+            if "permtriton" not in getattr(auto, name, ()):
+                failed.append(f"not in {name}")
+        print(*failed, sep="\\n", end="", file=sys.stderr, flush=True)
         os._exit(bool(failed))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, f"repetition {seed}"
 """
@@ -314,11 +315,9 @@ def test_what_is_registered_becomes_ours_when_used():
     from transformers.quantizers.base import HfQuantizer
     from transformers.utils.quantization_config import QuantizationConfigMixin
 
-    entries = {"quant_method": METHOD, "version": 1, "format": "dense", "sparsity": "2:4"}
-    entries |= {"packed": {}, "gathers": {}, "norms": {}}
-    config = auto.AutoQuantizationConfig.from_dict(entries)
+    config = auto.AutoQuantizationConfig.from_dict(VALID)
     assert type(config) is PermTritonQuantizationConfig
-    assert type(auto.AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD](**entries)) is PermTritonQuantizationConfig
+    assert type(auto.AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD](**VALID)) is PermTritonQuantizationConfig
     assert type(auto.AutoHfQuantizer.from_config(config, pre_quantized=True)) is PermTritonQuantizer
     assert issubclass(auto.AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD], QuantizationConfigMixin)
     assert issubclass(auto.AUTO_QUANTIZER_MAPPING[METHOD], HfQuantizer)

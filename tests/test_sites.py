@@ -146,6 +146,29 @@ EXPECTED = {
         readers="lm_head.weight[1]",
         skipped={"lm_head": HEAD_SKIPPED},
     ),
+    "phi": Expected(  # attention and MLP read the same norm
+        layers="model.layers",
+        sites=(
+            "self_attn.q_proj+self_attn.k_proj+self_attn.v_proj+mlp.fc1",
+            Own("self_attn.dense", 64, (16,) * 4, with_bias("self_attn.v_proj")),
+            Own("mlp.fc2", 112, (112,), with_bias("mlp.fc1")),
+        ),
+        stream=with_bias("input_layernorm", "self_attn.dense", "mlp.fc2"),
+        outside="model.embed_tokens.weight[1] " + with_bias("model.final_layernorm"),
+        readers="lm_head.weight[1]",
+        skipped={"lm_head": HEAD_SKIPPED},
+    ),
+    "falcon": Expected(  # so do they here; all four query heads share one head of values
+        layers="transformer.h",
+        sites=(
+            "self_attention.query_key_value+mlp.dense_h_to_4h",
+            Own("self_attention.dense", 64, (16,), "self_attention.query_key_value.weight[0]", copies=4),
+            Own("mlp.dense_4h_to_h", 112, (112,), "mlp.dense_h_to_4h.weight[0]"),
+        ),
+        stream=with_bias("input_layernorm") + " self_attention.dense.weight[0] mlp.dense_4h_to_h.weight[0]",
+        outside="transformer.word_embeddings.weight[1] " + with_bias("transformer.ln_f"),
+        skipped={"transformer.word_embeddings.weight": TIED_SKIPPED},
+    ),
     "olmo2": like_llama(
         stream="self_attn.o_proj.weight[0] post_attention_layernorm.weight[0] mlp.down_proj.weight[0] "
         "post_feedforward_layernorm.weight[0]",
@@ -182,8 +205,10 @@ def plan_of(name: str) -> Plan:
 
 
 def linears_of(name: str) -> tuple[str, ...]:
-    prefix, _, last = name.rpartition(".")
-    return tuple(f"{prefix}.{linear}" for linear in last.split("+"))
+    """Splits a site's name; all linears in it stand as deep as the last one is written."""
+    first, *others = name.split("+")
+    prefix = first.rsplit(".", 1 + others[-1].count("."))[0] if others else ""
+    return (first, *(f"{prefix}.{other}" for other in others))
 
 
 def in_every_layer(layers: str, names: str) -> set[str]:
@@ -209,7 +234,9 @@ def test_sites(name):
             channels, copies = (site.channels, site.copies) if own else (zoo.HIDDEN, 1)
             rows.append((full, linears_of(full), number, channels, copies, full if own else "stream"))
     assert [(s.name, s.linears, s.layer, s.channels, s.copies, s.space.name) for s in plan.sites] == rows
-    assert [[site.layer for site in layer] for layer in plan.layers()] == [[n] * 4 for n in range(zoo.LAYERS)]
+    assert [[s.layer for s in layer] for layer in plan.layers()] == [
+        [n] * len(expected.sites) for n in range(zoo.LAYERS)
+    ]
     assert plan.barriers == []
 
 
@@ -308,6 +335,15 @@ def test_gpt_neox_values_are_interleaved_by_head(kind):
         for channel in range(zoo.HEAD_DIM):
             expected[head * zoo.HEAD_DIM + channel] = [(3 * head + 2) * zoo.HEAD_DIM + channel]
     assert found == expected
+
+
+def test_falcon_values_are_the_last_head_of_the_packed_projection_and_serve_every_query_head():
+    layer = "transformer.h.1.self_attention"
+    plan, heads = plan_of("falcon"), range(zoo.HEADS)
+    written = positions(plan, f"{layer}.dense", f"{layer}.query_key_value.weight")
+    assert written == {unit: [(zoo.HEADS + 1) * zoo.HEAD_DIM + unit] for unit in range(zoo.HEAD_DIM)}
+    read = positions(plan, f"{layer}.dense", f"{layer}.dense.weight")
+    assert read == {unit: [head * zoo.HEAD_DIM + unit for head in heads] for unit in range(zoo.HEAD_DIM)}
 
 
 @pytest.mark.parametrize("kind", ["weight", "bias"])

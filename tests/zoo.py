@@ -28,6 +28,8 @@ SIZES = {
 _GROUPED = {**SIZES, "num_key_value_heads": KEY_VALUE_HEADS}
 _OPT = {**SIZES, "ffn_dim": INTERMEDIATE, "word_embed_proj_dim": HIDDEN}
 _OPT.pop("intermediate_size")
+_FALCON = {**SIZES, "ffn_hidden_size": INTERMEDIATE}
+_FALCON.pop("intermediate_size")
 _GPT2 = {
     **_TOKENS,
     "n_embd": HIDDEN,
@@ -60,6 +62,8 @@ ARCHITECTURES: dict[str, Callable[..., PreTrainedModel]] = {
     "gemma2": _causal("Gemma2", **_GROUPED, head_dim=WIDE_HEAD_DIM, sliding_window=8),
     "opt": _causal("OPT", **_OPT),
     "gpt_neox": _causal("GPTNeoX", **SIZES),
+    "phi": _causal("Phi", **SIZES),
+    "falcon": _causal("Falcon", **_FALCON, parallel_attn=True, multi_query=True, bias=False),  # as the 7B models
     "olmo2": _causal("Olmo2", **_GROUPED),
     "gpt2": _family("GPT2LMHeadModel", "GPT2Config", **_GPT2),
     "bert_mlm": _family("BertForMaskedLM", "BertConfig", **SIZES),

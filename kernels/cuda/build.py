@@ -6,6 +6,7 @@ The source uses no header of torch's, so that it builds in seconds and is called
 import ctypes
 import functools
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ def library() -> ctypes.CDLL:
         raise PermTritonError(f"{SOURCE.name} runs on an NVIDIA GPU: this machine has none that torch sees")
     from torch.utils import cpp_extension
 
-    options = {"extra_cuda_cflags": ["-O3", "-std=c++17"], "is_python_module": False, "with_cuda": True}
+    options: dict[str, Any] = {"extra_cuda_cflags": ["-O3", "-std=c++17"], "is_python_module": False, "with_cuda": True}
     try:
         path = cpp_extension.load("permtriton_cuda_permute", [str(SOURCE)], **options)
     except (OSError, RuntimeError) as error:
