@@ -32,10 +32,12 @@ types: $(INSTALLED)
 	rm -rf build
 	cd $(VENV)/typed && ../bin/mypy --config-file ../../pyproject.toml -p permtriton
 
-# Triton reads TRITON_INTERPRET when a kernel is made: its interpreter has a process of its own.
+# Two processes with a thread each, a file at a time, so that what a file's tests share is made once.
+# Triton reads TRITON_INTERPRET when a kernel is made: its interpreter has processes of its own.
+unit: export OMP_NUM_THREADS := 1
 unit: $(INSTALLED)
-	$(BIN)/python -m pytest
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/interpreted
+	$(BIN)/python -m pytest -n 2 --dist loadfile
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests/interpreted
 
 clean:
 	rm -rf $(VENV) build *.egg-info

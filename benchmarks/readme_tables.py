@@ -73,13 +73,10 @@ def runtime_overhead_table(name: str) -> str:
     lines = ["| dtype | unpermuted | norms permuted | norms permuted, gather before o |", "|---|---|---|---|"]
     rows = [json.loads(line) for line in (RESULTS / name).read_text(encoding="utf-8").splitlines() if line.strip()]
     for row in rows:
-        ratio = row["paired_ratio"]
-        seconds = row["seconds"]["dense"]
-        lines.append(
-            f"| {row['shape']['dtype']} | {seconds:.3f} s | {ratio['norms']:.3f}x | {ratio['norms and o_proj']:.3f}x |"
-        )
+        cells = [f"{row['ratio'][m]:.3f}x ({row['paired_ratio'][m]:.3f}x)" for m in ("norms", "norms and o_proj")]
+        lines.append(f"| {row['shape']['dtype']} | {row['seconds']['dense']:.3f} s | {' | '.join(cells)} |")
     count = len(rows[-1]["samples_s"]["dense"])
-    told = f"{rows[-1]['device']}; torch {rows[-1]['versions']['torch']}; medians of {count} paired ratios."
+    told = f"{rows[-1]['device']}; torch {rows[-1]['versions']['torch']}; {count} rounds: ratio of the medians (median of the ratios in a round)."
     return "\n".join([*lines, "", told])
 
 

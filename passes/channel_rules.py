@@ -181,6 +181,7 @@ def _along(c: "Channels", target: Any, args: Sequence[Any], kwargs: dict[str, An
 
 
 _REORDERING = {aten.flip, aten.roll, aten.index_select}
+_COPIES = {aten.lift_fresh_copy, aten.to, aten._to_copy}
 
 
 def _index(c: "Channels", target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -189,18 +190,17 @@ def _index(c: "Channels", target: Any, args: Sequence[Any], kwargs: dict[str, An
     dims = [dim for dim, index in enumerate(given) if index is not None]
     index = _constant(given[dims[0]]) if len(dims) == 1 else None
     if index is None or index.ndim != 1 or index.dtype != torch.int64:
-        return c.unknown(str(target), (args, kwargs))
+        return c.unknown(f"{target} by an index without known values", (args, kwargs))
     return _along(c, aten.index_select.default, (x, dims[0], index % x.shape[dims[0]]), {})
 
 
 def _constant(node: fx.Node) -> Tensor | None:
-    """Returns the value of a copy of a constant that one node reads; None where it is no such copy."""
-    if getattr(node.target, "overloadpacket", None) is not aten.lift_fresh_copy or len(node.users) != 1:
+    """Returns the value of a constant in the model's code that nothing else reads; None of what is none, or on meta."""
+    while len(node.users) == 1 and getattr(node.target, "overloadpacket", None) in _COPIES:
+        node = node.args[0]  # type: ignore[assignment]
+    if node.op != "get_attr" or len(node.users) != 1 or "lifted_tensor" not in str(node.target):
         return None
-    constant = node.args[0]
-    if not isinstance(constant, fx.Node) or constant.op != "get_attr":
-        return None
-    value: Tensor = operator.attrgetter(str(constant.target))(node.graph.owning_module)
+    value: Tensor = operator.attrgetter(str(node.target))(node.graph.owning_module)
     return None if value.is_meta else value.cpu()
 
 

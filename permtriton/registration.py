@@ -74,11 +74,11 @@ def _register() -> None:
 def _stand_ins(module: Any) -> tuple[type, type]:
     """Classes that, called, make an object of the class of permtriton that they are named after."""
 
-    class PermTritonQuantizer(module.HfQuantizer):  # type: ignore[misc]
+    class PermTritonQuantizer(module.HfQuantizer):
         def __new__(cls, *args: Any, **kwargs: Any) -> Any:
             return import_module("permtriton.quantizer").PermTritonQuantizer(*args, **kwargs)
 
-    class PermTritonQuantizationConfig(module.QuantizationConfigMixin):  # type: ignore[misc]
+    class PermTritonQuantizationConfig(module.QuantizationConfigMixin):
         def __new__(cls, *args: Any, **kwargs: Any) -> Any:
             return import_module("permtriton.schema").PermTritonQuantizationConfig(*args, **kwargs)
 

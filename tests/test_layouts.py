@@ -231,7 +231,7 @@ def test_a_conv1d_that_cannot_gather_keeps_its_order():
         assert site.cost == "none"
         assert site.space.frozen == (
             f"no norm before it can gather, and neither can transformer.h.{layer}.attn.c_attn itself "
-            "(a Conv1D, or one of stacked experts)"
+            "(a Conv1D, one of stacked experts, or a linear with hooks or a shared weight)"
         )
         assert by_name[f"transformer.h.{layer}.mlp.c_fc"].cost == "norm"
 
