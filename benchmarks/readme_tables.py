@@ -76,7 +76,10 @@ def runtime_overhead_table(name: str) -> str:
         cells = [f"{row['ratio'][m]:.3f}x ({row['paired_ratio'][m]:.3f}x)" for m in ("norms", "norms and o_proj")]
         lines.append(f"| {row['shape']['dtype']} | {row['seconds']['dense']:.3f} s | {' | '.join(cells)} |")
     count = len(rows[-1]["samples_s"]["dense"])
-    told = f"{rows[-1]['device']}; torch {rows[-1]['versions']['torch']}; {count} rounds: ratio of the medians (median of the ratios in a round)."
+    told = (
+        f"{rows[-1]['device']}; torch {rows[-1]['versions']['torch']}; {count} rounds: ratio of the medians (and "
+        "the median of the ratios in a round)."
+    )
     return "\n".join([*lines, "", told])
 
 

@@ -186,7 +186,8 @@ _COPIES = {aten.lift_fresh_copy, aten.to, aten._to_copy}
 
 def _index(c: "Channels", target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """A list of positions along one dimension, written out in the model's code."""
-    x, given = c.ids_of(args[0]), c.node.args[1]
+    x = c.ids_of(args[0])
+    given: Any = c.node.args[1]
     dims = [dim for dim, index in enumerate(given) if index is not None]
     index = _constant(given[dims[0]]) if len(dims) == 1 else None
     if index is None or index.ndim != 1 or index.dtype != torch.int64:
