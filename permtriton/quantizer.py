@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 
 from permtriton.checkpoint import StoredTensor, check_hashes, read_headers
@@ -41,17 +40,9 @@ from permtriton.placement import (
     swap_parameter,
     unpacked,
 )
-from permtriton.schema import METHOD, VERSION, PermTritonQuantizationConfig
+from permtriton.schema import VERSION, PermTritonQuantizationConfig
 
 MORE_LAYERS = 64  # than the weights name that config.json may claim before any is built
-
-
-def register() -> None:
-    """Tells transformers of this quantizer; once is enough, more does nothing."""
-    if METHOD not in auto.AUTO_QUANTIZATION_CONFIG_MAPPING:
-        auto.register_quantization_config(METHOD)(PermTritonQuantizationConfig)
-    if METHOD not in auto.AUTO_QUANTIZER_MAPPING:
-        auto.register_quantizer(METHOD)(PermTritonQuantizer)
 
 
 def permuted_config(model: nn.Module, sparsity: str) -> PermTritonQuantizationConfig | None:

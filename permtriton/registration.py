@@ -14,7 +14,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-METHOD, QUANTIZERS = "permtriton", "transformers.quantizers.auto"
+METHOD = "permtriton"  # as `permtriton.schema` has it, which imports transformers
+QUANTIZERS = "transformers.quantizers.auto"
 MAPPINGS = ("AUTO_QUANTIZER_MAPPING", "AUTO_QUANTIZATION_CONFIG_MAPPING")
 
 

@@ -17,6 +17,8 @@ from permtriton.passes.insert_masks import insert_masks
 from permtriton.passes.insert_relaxation import insert_relaxation
 from permtriton.passes.lower import lower
 from permtriton.passes.pipeline import (
+    PassResult,
+    learning_passes,
     permutation_passes,
     run_passes,
 )
@@ -116,3 +118,20 @@ def test_only_the_spaces_that_learn_are_relaxed():
     lowered.recompile()
     assert counted(lowered)["sparse"] == 7, "the first layer's order is constant"
     assert bool(run(lowered, BATCH).isfinite().all())
+
+
+@pytest.mark.parametrize("batches", [[], [BATCH]], ids=["structure", "numbers"])
+def test_the_runner_proves_the_learning_passes(batches):
+    model, plan, graph_module = private("llama", "portable")
+    spaces = learned_spaces(plan, CONFIG)
+    relaxation = Relaxation(spaces, CONFIG, 0, model.device)
+    passes = learning_passes(plan, spaces, relaxation, 1.0, random_importances(plan, model), PATTERN)
+    results: list[PassResult] = []
+    learning = run_passes(graph_module, passes, batches, results.append)
+    assert [result.name for result in results] == ["insert_masks", "insert_relaxation", "lower"]
+    counts = counted(learning)
+    assert counts["masks"] == 14
+    assert counts["sparse"] == 0, "weights that change at every step are not packed"
+    targets = [str(node.target) for node in learning.graph.nodes]
+    sizes = len(relaxation.sizes)
+    assert targets.count("permtriton.sinkhorn.default") == targets.count("permtriton.assignment.default") == sizes
