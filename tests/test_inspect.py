@@ -11,6 +11,7 @@ from transformers import BertConfig, LlamaConfig, MixtralConfig, Olmo2Config, Pr
 from typer.testing import CliRunner
 
 from permtriton import compiler
+from permtriton.cli import console
 from permtriton.cli.main import app
 from permtriton.config import CompileConfig
 from permtriton.passes.pipeline import PASS_NAMES
@@ -57,7 +58,7 @@ def _traced_once():
 
 @pytest.fixture
 def model(configs, monkeypatch) -> Path:
-    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setattr(console.out, "width", 160)
     return configs / "llama"
 
 
