@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from permtriton import memory
 from permtriton.calibration import calibration_ids, channel_norms, check_finite, hessians, ids_hash
 from permtriton.config import CompileConfig, Layout, OProj
-from permtriton.errors import CalibrationError
+from permtriton.errors import CalibrationError, ModelError
 from permtriton.evaluate import Evaluation
 from permtriton.experts import Routing, unstacked_experts
 from permtriton.forward import hidden_states, max_tokens
@@ -26,6 +26,7 @@ from permtriton.importance import Importance, importance_of
 from permtriton.kernels.nm_mask import top_n_mask
 from permtriton.learn import Epoch, ResumeFile, learn, learned_spaces
 from permtriton.load import check_weights
+from permtriton.modules import PermutedLayerNorm, PermutedRMSNorm, SparseLinear
 from permtriton.passes.fold import fold
 from permtriton.passes.fuse_permutations import DECISIONS
 from permtriton.passes.graph import absorb
@@ -152,6 +153,20 @@ def compile(
         return compilation.run(ids, evaluation_windows, resume_path)
 
 
+def check_not_compiled(model: PreTrainedModel) -> None:
+    """Refuses a model that permutes channels at run time already: it could come out neither dense nor portable.
+
+    Raises:
+        ModelError: naming the first such module.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, PermutedRMSNorm | PermutedLayerNorm | SparseLinear):
+            raise ModelError(
+                f"this model is compiled already, in layout fused ({name} is a {type(module).__name__}): compile the "
+                "original model instead"
+            )
+
+
 @dataclass
 class _Compilation:
     model: PreTrainedModel
@@ -165,6 +180,7 @@ class _Compilation:
     passes: list[dict[str, Any]] = field(default_factory=list)
 
     def run(self, ids: Tensor | None, windows: Tensor | None, resume_path: Path | None) -> CompiledModel:
+        check_not_compiled(self.model)
         check_weights(self.model)
         with self._timed("calibration text"):
             ids = self._ids(ids)

@@ -82,8 +82,8 @@ def export(
         if format == "plain" and source.permuted:
             raise ConfigError(
                 f"{folder} permutes channels at run time ({source.permuted[0]} and {len(source.permuted) - 1} more "
-                "modules), which transformers alone cannot do: compile the model with --layout portable for a plain "
-                "checkpoint, or export it as dense or packed"
+                "modules), which transformers alone cannot do: compile the original model with --layout portable for a "
+                "plain checkpoint, or export this one as dense or packed"
             )
         with replacing_folder(output, overwrite=overwrite) as partial:
             told = _write(source, partial, format, shard_bytes, progress)

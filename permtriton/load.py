@@ -92,6 +92,9 @@ def load_empty_model(source: Source) -> PreTrainedModel:
     """
     model_class = _model_class(source)
     config = _config(source)
+    stored = getattr(config, "quantization_config", None) or {}
+    if (stored if isinstance(stored, dict) else stored.to_dict()).get("quant_method") == "permtriton":
+        raise ModelError(f"{source.name} is compiled already, by permtriton: give the original model")
     try:
         with torch.device("meta"):
             return model_class._from_config(config).eval()

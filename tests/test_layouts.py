@@ -23,7 +23,7 @@ from permtriton.report import at_run_time
 from permtriton.sparsity import NMPattern
 
 from . import zoo
-from .test_passes import planned
+from .graphs import planned
 
 PATTERN = NMPattern(2, 4)
 LEARN = {"epochs": 2, "batch_size": 4, "learning_rate": 0.1, "block_size": 16, "keep_epoch": "last"}
@@ -552,3 +552,21 @@ def test_a_saved_fused_model_needs_permtriton(tmp_path):
 def test_an_indivisible_site_is_refused_in_fused_too():
     with pytest.raises(ModelError, match="--skip-indivisible"):
         find_plan(zoo.build("llama", intermediate_size=110), PATTERN, layout="fused")
+
+
+def test_a_fused_model_is_not_compiled_again():
+    model = zoo.build("llama")
+    config = CompileConfig.from_options({"permutation": "heuristic", "layout": "fused"})
+    compiled = permtriton.compile(model, None, config, ids=zoo.token_ids())
+    with pytest.raises(ModelError, match=r"compiled already.*input_layernorm.*original model"):
+        permtriton.compile(compiled.model, None, config, ids=zoo.token_ids())
+
+
+def test_the_models_own_save_pretrained_keeps_its_order(tmp_path):
+    model = zoo.build("llama")
+    config = CompileConfig.from_options({"permutation": "heuristic", "layout": "fused"})
+    compiled = permtriton.compile(model, None, config, ids=zoo.token_ids())
+    expected = zoo.outputs(compiled.model, zoo.token_ids())
+    compiled.model.save_pretrained(tmp_path / "saved")
+    reloaded = type(model).from_pretrained(tmp_path / "saved").eval()
+    assert all(torch.equal(a, b) for a, b in zip(expected, zoo.outputs(reloaded, zoo.token_ids()), strict=True))
