@@ -72,8 +72,10 @@ def config_for(op: str, configs: Sequence[Config], shape: Sequence[int], dtype: 
         shape: what the choice depends on, rows or tokens first.
         dtype: of the data moved.
     """
-    if _STATE.forced or _STATE.requests is not None:
-        return _watched(op, configs, shape, dtype)
+    if _STATE.requests is not None:
+        return _noted(op, configs, shape, dtype)
+    if op in _STATE.forced:
+        return _STATE.forced[op]
     key = (op, bucket(shape), dtype, torch.cuda.current_device() if torch.cuda.is_initialized() else -1)
     config = _STATE.chosen.get(key)
     if config is None:
@@ -182,11 +184,12 @@ def write_entries(path: Path, machine: str, entries: Mapping[str, Any]) -> None:
     _STATE.forget()
 
 
-def _watched(op: str, configs: Sequence[Config], shape: Sequence[int], dtype: torch.dtype) -> Config:
-    if _STATE.requests is not None:
-        request = Request(op, tuple(configs), tuple(map(int, shape)), dtype)
-        if request.key not in {known.key for known in _STATE.requests}:
-            _STATE.requests.append(request)
+def _noted(op: str, configs: Sequence[Config], shape: Sequence[int], dtype: torch.dtype) -> Config:
+    """Keeps a request, and gives the default, so that what is asked for does not depend on what was measured."""
+    assert _STATE.requests is not None
+    request = Request(op, tuple(configs), tuple(map(int, shape)), dtype)
+    if request.key not in {known.key for known in _STATE.requests}:
+        _STATE.requests.append(request)
     return _STATE.forced.get(op, configs[0])
 
 

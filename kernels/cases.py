@@ -12,12 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from permtriton.kernels import cusparselt
 from permtriton.kernels.assignment import assignment, assignment_reference
 from permtriton.kernels.nm_mask import nm_mask, nm_mask_backward_reference, nm_mask_reference
 from permtriton.kernels.norm_permute import norm_permute, norm_reference
+from permtriton.kernels.packing import pack, unpack, unpack_reference
 from permtriton.kernels.permute import permute, permute_reference
 from permtriton.kernels.sinkhorn import sinkhorn_backward_reference, sinkhorn_reference
-from permtriton.kernels.sparse_linear import pack, sparse_linear, unpack_reference
+from permtriton.kernels.sparse_linear import sparse_linear
 from permtriton.kernels.timing import relative_error
 
 BLOCK = 64
@@ -223,21 +225,40 @@ def nm_mask_backward_case(out_features: int, in_features: int, dtype: torch.dtyp
     )  # fmt: skip
 
 
+def unpack_case(out_features: int, in_features: int, dtype: torch.dtype, device: torch.device) -> Case:
+    """A packed 2:4 weight made dense."""
+
+    def make(seed: int) -> Inputs:
+        return pack(two_of_four((out_features, in_features), dtype, _generator(seed, device)), 2, 4)
+
+    def run(values: Tensor, positions: Tensor) -> Tensor:
+        return unpack(values, positions, in_features, 2, 4)
+
+    def reference(values: Tensor, positions: Tensor) -> Tensor:
+        return unpack_reference(values, positions, in_features, 2, 4)
+
+    weights = out_features * in_features
+    moved = weights * dtype.itemsize * 3 // 2 + weights // 8
+    return Case("packing", f"{out_features}x{in_features}", dtype, make, run, reference, _unequal, 0, moved)
+
+
 def sparse_linear_case(
     tokens: int, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device, gather: bool = False
 ) -> Case:
-    """A linear with a packed 2:4 weight, with a gather of its input where asked."""
+    """A linear with a packed 2:4 weight, with a gather of its input where asked; each route that the GPU has."""
 
     def make(seed: int) -> Inputs:
         generator = _generator(seed, device)
         weight = two_of_four((out_features, in_features), dtype, generator)
         index = _small(_order(in_features, True, generator)) if gather else None
-        return _normal((tokens, in_features), dtype, generator), *pack(weight, 2, 4), index
+        there = cusparselt.supports(dtype, out_features, in_features, device)
+        compressed = cusparselt.compress(weight) if there else None
+        return _normal((tokens, in_features), dtype, generator), *pack(weight, 2, 4), index, compressed
 
-    def run(x: Tensor, values: Tensor, positions: Tensor, index: Tensor | None) -> Tensor:
-        return sparse_linear(x, values, positions, None, index, in_features, 2, 4)
+    def run(x: Tensor, values: Tensor, positions: Tensor, index: Tensor | None, compressed: Tensor | None) -> Tensor:
+        return sparse_linear(x, values, positions, None, index, in_features, 2, 4, compressed)
 
-    def reference(x: Tensor, values: Tensor, positions: Tensor, index: Tensor | None) -> Tensor:
+    def reference(x: Tensor, values: Tensor, positions: Tensor, index: Tensor | None, _: Tensor | None) -> Tensor:
         x = x if index is None else permute_reference(x, index)
         return x.double() @ unpack_reference(values, positions, in_features, 2, 4).double().t()
 

@@ -1,7 +1,6 @@
 """The Triton kernels of `permtriton.kernels.sparse_linear`, and what launches them: 2:4 weights, 1 to 64 tokens.
 
-Eight values of a row of W (16 bytes at 16 bits) and a 16-bit word of their positions make four groups of channels; a
-thread loads both at once and decompresses them in registers, so that packed bytes are all that is read of W.
+Packed bytes are all that is read of W, and decompressed in registers (`permtriton.kernels.packing_triton`).
 
 One token. Positions of a group ascend, so that its first value multiplies one of the input's channels 0 to 2 of the
 group and its second one of 1 to 3: two selections a value, no gather from memory. The input of a tile is read once for
@@ -25,11 +24,11 @@ from torch import Tensor
 from permtriton.errors import ModelError
 from permtriton.kernels.autotune import config_for
 from permtriton.kernels.launch import Build, Config, jit, tl, triton
+from permtriton.kernels.packing_triton import WORD, dense_tile, load_pairs
+from permtriton.kernels.packing_triton import supports as supports_weight
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_TOKENS = 64
 MAX_FLOAT32_TOKENS = 16  # exact products take registers
-WORD = 16  # channels whose positions fill 16 bits
 
 # One token.
 VECTOR_CONFIGS: tuple[Config, ...] = (
@@ -55,24 +54,6 @@ CONFIGS: tuple[Config, ...] = (
 
 
 @jit
-def _pairs(
-    values, positions, o, valid, c_start, words, end, TILE_O: tl.constexpr, TILE_C: tl.constexpr
-):  # fmt: skip
-    """(first values, second values, 4 bits of positions) of a tile, each ``[TILE_O, TILE_C / 4]``; zeros outside."""
-    k = c_start // 2 + tl.arange(0, TILE_C // 2)
-    lines = o.to(tl.int64)[:, None]
-    kept = tl.load(values + lines * (words * 8) + k[None, :], mask=valid[:, None] & (k < end // 2)[None, :], other=0.0)
-    word = c_start // 16 + tl.arange(0, TILE_C // 16)
-    packed = tl.load(
-        positions + lines * words + word[None, :],
-        mask=valid[:, None] & (word < end // 16)[None, :], other=0,
-    )  # fmt: skip
-    first, second = tl.split(tl.reshape(kept, [TILE_O, TILE_C // 4, 2]))
-    bits = packed.to(tl.int32)[:, :, None] >> (tl.arange(0, 4) * 4)[None, None, :]
-    return first, second, tl.reshape(bits, [TILE_O, TILE_C // 4])
-
-
-@jit
 def _sparse_linear_vector_kernel(
     x, values, positions, bias, index, y, out_features, words, tiles_a_split,
     HAS_BIAS: tl.constexpr, HAS_INDEX: tl.constexpr, SPLITS: tl.constexpr, TILE_O: tl.constexpr, TILE_C: tl.constexpr,
@@ -83,7 +64,7 @@ def _sparse_linear_vector_kernel(
     end = tl.minimum(begin + tiles_a_split * TILE_C, words * 16)  # a multiple of 16, for wide loads
     sums = tl.zeros([TILE_O, TILE_C // 4], tl.float32)
     for c_start in range(begin, end, TILE_C):
-        first, second, bits = _pairs(values, positions, o, valid, c_start, words, end, TILE_O, TILE_C)
+        first, second, bits = load_pairs(values, positions, o, valid, c_start, words, end, TILE_O, TILE_C)
         c = c_start + tl.arange(0, TILE_C)
         source = c
         if HAS_INDEX:
@@ -116,14 +97,8 @@ def _sparse_linear_kernel(
     end = tl.minimum(begin + tiles_a_split * TILE_C, words * 16)  # a multiple of 16, for wide loads
     product = tl.zeros([TILE_O, TILE_T], tl.float32)
     for c_start in range(begin, end, TILE_C):
-        first, second, bits = _pairs(values, positions, o, valid, c_start, words, end, TILE_O, TILE_C)
-        slot, other = bits & 3, (bits >> 2) & 3
-        zero = tl.zeros_like(first)
-        w0 = tl.where(slot == 0, first, zero)
-        w1 = tl.where(slot == 1, first, tl.where(other == 1, second, zero))
-        w2 = tl.where(slot == 2, first, tl.where(other == 2, second, zero))
-        w3 = tl.where(other == 3, second, zero)
-        dense = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [TILE_O, TILE_C])
+        first, second, bits = load_pairs(values, positions, o, valid, c_start, words, end, TILE_O, TILE_C)
+        dense = dense_tile(first, second, bits, TILE_O, TILE_C)
         c = c_start + tl.arange(0, TILE_C)
         source = c
         if HAS_INDEX:
@@ -158,8 +133,7 @@ def supports(x: Tensor, values: Tensor, in_features: int, kept: int, group: int)
     """Whether the kernels take these: 2:4, 16-bit floats with 1 to 64 tokens or float32 with 16, channels by 16."""
     tokens = x.numel() // max(in_features, 1)
     most = MAX_FLOAT32_TOKENS if values.dtype == torch.float32 else MAX_TOKENS
-    fits = 0 < tokens <= most and in_features % WORD == 0 and values.numel() > 0
-    return fits and (kept, group) == (2, 4) and values.dtype in DTYPES
+    return 0 < tokens <= most and values.numel() > 0 and supports_weight(values, in_features, kept, group)
 
 
 def sparse_linear_triton(

@@ -20,7 +20,7 @@ from permtriton.kernels.compile_check import kernel_modules
 from permtriton.kernels.launch import Config
 from permtriton.kernels.timing import measure, sets_of_inputs
 
-KERNELS = ("permute", "norm_permute", "sinkhorn", "assignment", "nm_mask", "sparse_linear")
+KERNELS = ("permute", "norm_permute", "sinkhorn", "assignment", "nm_mask", "packing", "sparse_linear")
 SECONDS = 0.5  # spent on timing one configuration
 
 
@@ -79,6 +79,7 @@ def cases_for(
         "assignment": lambda: [cases.assignment_case(blocks, cases.BLOCK, device)],
         "nm_mask": lambda: [make(o, c, dtype, device)
                             for o, c in shapes for make in (cases.nm_mask_case, cases.nm_mask_backward_case)],
+        "packing": lambda: [cases.unpack_case(o, c, dtype, device) for o, c in shapes],
         "sparse_linear": lambda: [cases.sparse_linear_case(t, o, c, dtype, device) for t in tokens for o, c in shapes],
     }  # fmt: skip
     made = [case for name in KERNELS if kernel in (None, name) for case in makers[name]()]
@@ -148,7 +149,8 @@ def tune(
 def _requests(case: Case) -> list[Request]:
     with autotune.requests() as asked, torch.no_grad():
         case.run(*case.make(0))
-    return [request for request in asked if len(request.configs) > 1]
+    # Last asked first: a choice between kernels is made when each of them is tuned.
+    return [request for request in reversed(asked) if len(request.configs) > 1]
 
 
 def _trials(case: Case, request: Request, entry: dict[str, Any], device: torch.device) -> Iterator[Trial]:

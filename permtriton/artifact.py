@@ -19,7 +19,7 @@ from permtriton.errors import OutputError, VerificationError
 from permtriton.experts import stacked_name
 from permtriton.passes.verify import check_finite_tensor, check_same_outputs, check_weight, model_outputs
 from permtriton.plan import Plan, linear_module
-from permtriton.quantizer import attach, permuted_config
+from permtriton.quantizer import attach, checkpoint_config
 from permtriton.report import to_json
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ def verify_checkpoint(compiled: "CompiledModel", folder: Path, pruned: Mapping[s
     """
     model: Any = compiled.model
     config = compiled.config
-    permuted = permuted_config(model, str(config.sparsity)) is not None
+    permuted = checkpoint_config(model, str(config.sparsity)) is not None
     in_memory = model.hf_quantizer.get_state_dict_and_metadata(model)[0] if permuted else model.state_dict()
     seen = set()
     for name, tensor in read_tensors(sorted(folder.glob("*.safetensors"))):

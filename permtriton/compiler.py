@@ -154,7 +154,7 @@ def compile(
 
 
 def check_not_compiled(model: PreTrainedModel) -> None:
-    """Refuses a model that permutes channels at run time already: it could come out neither dense nor portable.
+    """Refuses a model that permutes channels at run time, or holds packed weights: it is no dense model.
 
     Raises:
         ModelError: naming the first such module.
@@ -162,8 +162,8 @@ def check_not_compiled(model: PreTrainedModel) -> None:
     for name, module in model.named_modules():
         if isinstance(module, PermutedRMSNorm | PermutedLayerNorm | SparseLinear):
             raise ModelError(
-                f"this model is compiled already, in layout fused ({name} is a {type(module).__name__}): compile the "
-                "original model instead"
+                f"this model is compiled already ({name} is a {type(module).__name__}): compile the original model "
+                "instead"
             )
 
 

@@ -29,7 +29,7 @@ from permtriton.checkpoint import (
     read_json,
 )
 from permtriton.errors import ConfigError, ModelError, OutputError, VerificationError
-from permtriton.kernels.sparse_linear import pack
+from permtriton.kernels.packing import pack
 from permtriton.modules import check_index
 from permtriton.passes.verify import check_weight
 from permtriton.placement import packed_parts, unpacked

@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedT
 
 from permtriton.calibration import DEMO_FOLDER
 from permtriton.errors import ConfigError, ModelError
+from permtriton.kernels import autotune
 
 DTYPES = {"auto": "auto", "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 PICKLED = ("*.bin", "*.pt", "*.pth")
@@ -81,6 +82,7 @@ def load_model(source: Source) -> PreTrainedModel:
             + f", which {model_class.__name__} needs: the checkpoint is incomplete, or config.json names another class"
         )
     check_weights(model)
+    autotune.use_beside(Path(source.location))
     return model.to(device).eval()
 
 

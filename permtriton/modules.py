@@ -6,15 +6,20 @@ An index is a buffer in the smallest of uint8, int16 and int32 that holds its en
 
 import copy
 import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from permtriton.errors import ModelError
+from permtriton.kernels import cusparselt
 from permtriton.kernels.norm_permute import NormVariant, norm_permute, norm_reference, norm_variants
+from permtriton.kernels.packing import pack, packed_shapes, unpack
 from permtriton.kernels.permute import INDEX_DTYPES, permute
-from permtriton.kernels.sparse_linear import pack, packed_shapes, sparse_linear, unpack
+from permtriton.kernels.sparse_linear import sparse_linear
 from permtriton.permutation import compose, is_permutation
 from permtriton.sparsity import NMPattern
 
@@ -138,7 +143,8 @@ class SparseLinear(nn.Linear):
     """A linear layer with an N:M weight, dense with zeros or packed, and optionally a gather of its input.
 
     Dense it is an ``nn.Linear`` in every respect. Packed, ``weight`` is None, and the buffers ``weight_values`` and
-    ``weight_positions`` hold the weight as described in `permtriton.kernels.sparse_linear`.
+    ``weight_positions`` hold the weight as described in `permtriton.kernels.packing`; ``weight_compressed``, no part of
+    the state dict, is the form that a GPU multiplies many tokens with, see `compress`.
 
     Attributes:
         gather: applied to the input first, or None. The weight's columns are in the order behind it.
@@ -147,6 +153,7 @@ class SparseLinear(nn.Linear):
 
     weight_values: Tensor
     weight_positions: Tensor
+    weight_compressed: Tensor | None
 
     def __init__(
         self,
@@ -187,9 +194,8 @@ class SparseLinear(nn.Linear):
             return super().forward(x if self.gather is None else self.gather(x))
         index = None if self.gather is None else self.gather.index
         kept, group = self.pattern.kept, self.pattern.group
-        return sparse_linear(
-            x, self.weight_values, self.weight_positions, self.bias, index, self.in_features, kept, group
-        )
+        packed = (self.weight_values, self.weight_positions)
+        return sparse_linear(x, *packed, self.bias, index, self.in_features, kept, group, self.weight_compressed)
 
     def pack(self, pattern: NMPattern) -> "SparseLinear":
         """Goes into the packed state; `unpack` gives the same weight bit for bit. Optimizers must not hold the weight.
@@ -198,8 +204,7 @@ class SparseLinear(nn.Linear):
             ModelError: the weight does not have the pattern, holds -0.0 or what is not finite, or is parametrized.
         """
         self._refuse_packed()
-        self._set_packed(*pack(self.weight.detach(), pattern.kept, pattern.group), pattern)
-        return self
+        return self.set_packed(*pack(self.weight.detach(), pattern.kept, pattern.group), pattern)
 
     def prepare_packed(self, pattern: NMPattern) -> "SparseLinear":
         """Goes into the packed state with empty buffers, for a state dict to fill; on the meta device too.
@@ -210,7 +215,35 @@ class SparseLinear(nn.Linear):
         self._refuse_packed()
         shapes = packed_shapes(self.out_features, self.in_features, pattern.kept, pattern.group)
         values = self.weight.new_empty(shapes[0], requires_grad=False)
-        self._set_packed(values, torch.empty(shapes[1], dtype=torch.uint8, device=values.device), pattern)
+        return self.set_packed(values, torch.empty(shapes[1], dtype=torch.uint8, device=values.device), pattern)
+
+    def set_packed(self, values: Tensor, positions: Tensor, pattern: NMPattern) -> "SparseLinear":
+        """Goes into the packed state with a weight that was packed elsewhere, whose content is trusted."""
+        # None, not absent: model code asks `linear.weight` for its dtype only where it is a tensor.
+        self.register_parameter("weight", None)
+        self.register_buffer("weight_values", values)
+        self.register_buffer("weight_positions", positions)
+        self.register_buffer("weight_compressed", None, persistent=False)
+        self.pattern = pattern
+        return self
+
+    def compress(self) -> "SparseLinear":
+        """Adds to a packed 2:4 weight the form that cuSPARSELt multiplies, where it is there; does nothing elsewhere.
+
+        Both forms hold the kept values: where they lie in the same order they share memory, and the layer takes 10/16
+        of the dense weight's in place of 9/16. (In a group with fewer nonzero weights the order may differ; then both
+        are kept.)
+        """
+        if self.pattern != NMPattern(2, 4):
+            return self
+        values, device = self.weight_values, self.weight_values.device
+        if not cusparselt.supports(values.dtype, self.out_features, self.in_features, device):
+            return self
+        weight = unpack(values, self.weight_positions, self.in_features, 2, 4)
+        self.weight_compressed = compressed = cusparselt.compress(weight)
+        shared = compressed[: values.numel()].view_as(values)
+        if torch.equal(shared, values):
+            self.weight_values = shared
         return self
 
     def unpack(self) -> "SparseLinear":
@@ -219,19 +252,30 @@ class SparseLinear(nn.Linear):
             return self
         kept, group = self.pattern.kept, self.pattern.group
         weight = unpack(self.weight_values, self.weight_positions, self.in_features, kept, group)
-        del self.weight_values, self.weight_positions
+        del self.weight_values, self.weight_positions, self.weight_compressed
         self.weight, self.pattern = nn.Parameter(weight), None
         return self
 
     def extra_repr(self) -> str:
         return super().extra_repr() + ("" if self.pattern is None else f", packed={self.pattern}")
 
-    def _set_packed(self, values: Tensor, positions: Tensor, pattern: NMPattern) -> None:
-        # None, not absent: model code asks `linear.weight` for its dtype only where it is a tensor.
-        self.register_parameter("weight", None)
-        self.register_buffer("weight_values", values)
-        self.register_buffer("weight_positions", positions)
-        self.pattern = pattern
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "SparseLinear":
+        with self._compressed_anew():
+            return super()._apply(fn, recurse)
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        with self._compressed_anew():
+            super()._load_from_state_dict(*args)
+
+    @contextmanager
+    def _compressed_anew(self) -> Iterator[None]:
+        """Takes the compressed form away for a while: its metadata fit neither other weights nor another dtype."""
+        compressed = self.pattern is not None and self.weight_compressed is not None
+        if compressed:
+            self.weight_values, self.weight_compressed = self.weight_values.clone(), None
+        yield
+        if compressed:
+            self.compress()
 
     def _refuse_packed(self) -> None:
         if self.pattern is not None:

@@ -9,10 +9,13 @@ from transformers.pytorch_utils import Conv1D
 
 from permtriton.checkpoint import FLOATS, StoredTensor
 from permtriton.errors import ModelError
+from permtriton.kernels.launch import triton
 from permtriton.kernels.norm_permute import NormVariant
-from permtriton.kernels.sparse_linear import check_packed, packed_shapes, unpack
+from permtriton.kernels.packing import check_packed, packed_shapes, unpack
+from permtriton.kernels.packing_triton import WORD
 from permtriton.modules import PermutedLayerNorm, PermutedRMSNorm, SparseLinear, from_norm, index_dtype, replace_module
 from permtriton.schema import PermTritonQuantizationConfig
+from permtriton.sparsity import NMPattern
 
 _WHERE = "config.json, quantization_config"
 
@@ -35,19 +38,57 @@ def unpacked(
         ModelError: it cannot have been packed by permtriton.
     """
     outer = [size for position, size in enumerate(shape) if position != dim]
-    rows = torch.Size(outer).numel()
+    check_content(name, values, positions, shape, dim, kept, group)
+    weight = unpack(values, positions, shape[dim], kept, group)
+    return weight.view(*outer, shape[dim]).movedim(-1, dim).contiguous()
+
+
+def check_content(
+    name: str, values: Tensor, positions: Tensor, shape: Sequence[int], dim: int, kept: int, group: int
+) -> None:
+    """Refuses what `permtriton.kernels.packing.pack` cannot have made of a parameter; the arguments of `unpacked`.
+
+    Raises:
+        ModelError: with ``name`` and what is wrong.
+    """
+    rows = torch.Size(shape).numel() // shape[dim]
     try:
         check_packed(values, positions, rows, shape[dim], kept, group)
     except ModelError as error:
         raise ModelError(f"{name}: {error}; the checkpoint is damaged") from error
-    weight = unpack(values, positions, shape[dim], kept, group)
-    return weight.view(*outer, shape[dim]).movedim(-1, dim).contiguous()
+
+
+def stays_packed(
+    owner: nn.Module, attribute: str, dtype: torch.dtype, pattern: NMPattern, device: torch.device
+) -> bool:
+    """Whether a packed parameter is multiplied as it is: a linear's 2:4 weight in 16 bits, on a GPU with kernels."""
+    plain = type(owner) in (nn.Linear, SparseLinear) and attribute == "weight"
+    if not plain or dtype not in (torch.bfloat16, torch.float16) or pattern != NMPattern(2, 4):
+        return False
+    return triton is not None and device.type == "cuda" and owner.get_parameter("weight").shape[1] % WORD == 0
+
+
+def device_of(name: str, device_map: Mapping[str, Any] | str | None) -> torch.device:
+    """Returns where transformers puts a parameter; a GPU where it is still to be decided and there is one."""
+    if isinstance(device_map, str):
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    parts = name.split(".")
+    for length in range(len(parts), -1, -1):
+        found = (device_map or {}).get(".".join(parts[:length]))
+        if found is not None and found != "disk":
+            return torch.device("cuda", found) if isinstance(found, int) else torch.device(found)
+    return torch.device("cpu")
 
 
 def is_permuted(module: nn.Module) -> bool:
     """Whether a module brings channels into another order at run time."""
     gathers = isinstance(module, SparseLinear) and module.gather is not None
     return gathers or isinstance(module, PermutedRMSNorm | PermutedLayerNorm)
+
+
+def is_packed(module: nn.Module) -> bool:
+    """Whether a module holds its weight packed."""
+    return isinstance(module, SparseLinear) and module.pattern is not None
 
 
 def resolve(name: str, known: Any, prefix: str) -> str | None:
@@ -92,6 +133,14 @@ def swap_norm(model: nn.Module, name: str, entry: Mapping[str, Any]) -> nn.Modul
     index = torch.empty(channels, dtype=index_dtype(channels), device="meta")
     replace_module(model, name, from_norm(norm, NormVariant(entry["kind"], entry["eps"], entry["offset"]), index))
     return norm
+
+
+def swap_linear(model: nn.Module, name: str) -> None:
+    """Puts a linear that can hold its weight packed in the place of the linear that holds the parameter ``name``."""
+    path, _, _ = name.rpartition(".")
+    linear = model.get_submodule(path)
+    if not isinstance(linear, SparseLinear):
+        replace_module(model, path, SparseLinear.from_linear(linear))
 
 
 def swap_gather(model: nn.Module, name: str, channels: int) -> None:

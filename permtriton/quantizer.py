@@ -1,8 +1,9 @@
 """Loads and saves permtriton checkpoints inside ``from_pretrained`` and ``save_pretrained``: a transformers quantizer.
 
-Loading is strict: whatever is missing, damaged or of another shape is an error, and no model comes out. A checkpoint
-without permuted modules becomes a plain transformers model, with nothing of permtriton left in it. One with permuted
-modules keeps its ``quantization_config``, so that ``save_pretrained`` writes format "dense".
+Loading is strict: whatever is missing, damaged or of another shape is an error, and no model comes out. On a GPU the
+linears whose packed weights have kernels keep them packed; whatever else is packed becomes dense. What is left without
+packed and permuted modules is a plain transformers model, with nothing of permtriton in it. Otherwise the model keeps
+its ``quantization_config``, and ``save_pretrained`` writes what it holds: format "packed", or "dense".
 
 So that transformers without permtriton, which would only warn, refuses such a checkpoint, the tensors that it looks for
 have another shape: a packed parameter leaves an empty tensor in its place, the weight of a permuted norm or linear has
@@ -21,6 +22,7 @@ from transformers.quantizers.base import HfQuantizer
 
 from permtriton.checkpoint import StoredTensor, check_hashes, read_headers
 from permtriton.errors import ModelError
+from permtriton.kernels import autotune
 from permtriton.kernels.norm_permute import NormVariant
 from permtriton.modules import (
     ChannelGather,
@@ -31,11 +33,16 @@ from permtriton.modules import (
     match_norm,
 )
 from permtriton.placement import (
+    check_content,
+    device_of,
     find,
+    is_packed,
     is_permuted,
     owner_of,
     resolve,
+    stays_packed,
     swap_gather,
+    swap_linear,
     swap_norm,
     swap_parameter,
     unpacked,
@@ -45,10 +52,12 @@ from permtriton.schema import VERSION, PermTritonQuantizationConfig
 MORE_LAYERS = 64  # than the weights name that config.json may claim before any is built
 
 
-def permuted_config(model: nn.Module, sparsity: str) -> PermTritonQuantizationConfig | None:
-    """Returns the entries that describe a model's permuted modules; None where it has none and is a plain model."""
-    norms, gathers = {}, {}
+def checkpoint_config(model: nn.Module, sparsity: str) -> PermTritonQuantizationConfig | None:
+    """Returns the entries that describe a model's permuted and packed modules; None for a plain model."""
+    norms, gathers, packed = {}, {}, {}
     for name, module in model.named_modules():
+        if is_packed(module):
+            packed[f"{name}.weight"] = {"shape": [module.out_features, module.in_features], "dim": 1}
         if isinstance(module, PermutedRMSNorm | PermutedLayerNorm):
             variant = module.variant
             norms[name] = {
@@ -59,20 +68,25 @@ def permuted_config(model: nn.Module, sparsity: str) -> PermTritonQuantizationCo
             }
         elif isinstance(module, SparseLinear) and module.gather is not None:
             gathers[name] = module.gather.index.numel()
-    if not norms and not gathers:
+    if not norms and not gathers and not packed:
         return None
     return PermTritonQuantizationConfig(
-        version=VERSION, format="dense", sparsity=sparsity, packed={}, gathers=gathers, norms=norms
+        version=VERSION,
+        format="packed" if packed else "dense",
+        sparsity=sparsity,
+        packed=packed,
+        gathers=gathers,
+        norms=norms,
     )
 
 
 def attach(model: Any, sparsity: str) -> bool:
-    """Makes ``save_pretrained`` of a model with permuted modules write a permtriton checkpoint.
+    """Makes ``save_pretrained`` of a model with permuted or packed modules write a permtriton checkpoint.
 
     Returns:
-        Whether the model has permuted modules; a plain model stays as it is.
+        Whether the model has such modules; a plain model stays as it is.
     """
-    config = permuted_config(model, sparsity)
+    config = checkpoint_config(model, sparsity)
     if config is None:
         return False
     model.config.quantization_config = config
@@ -96,6 +110,7 @@ class PermTritonQuantizer(HfQuantizer):
                 "permtriton prunes no model while it is loaded: use `permtriton compile`, then load its output"
             )
         self._packed: dict[str, str] = {}  # parameter of the model -> its name in the config
+        self._stays_packed: set[str] = set()  # those that are multiplied as they are
         self._norms: dict[str, nn.Module] = {}  # norm -> the module that it replaced
         self._shapes: dict[str, torch.Size] = {}
         self._dtypes: dict[str, torch.dtype] = {}
@@ -140,20 +155,22 @@ class PermTritonQuantizer(HfQuantizer):
         self,
         model: Any,
         checkpoint_files: Sequence[str] | None = None,
-        device_map: Mapping[str, Any] | None = None,
+        device_map: Mapping[str, Any] | str | None = None,
         **kwargs: Any,
     ) -> None:
-        if device_map is not None and "disk" in {str(device) for device in device_map.values()}:
-            raise ModelError("permtriton checkpoints cannot be offloaded to disk: choose another device_map")
+        self._refuse_disk(device_map)
         files = [Path(os.path.abspath(file)) for file in checkpoint_files or []]
-        self._check_files(files, Path(os.path.abspath(model.config.name_or_path)))
+        folder = Path(os.path.abspath(model.config.name_or_path))
+        self._check_files(files, folder)
         stored = read_headers(files)
-        self._swap(model, stored)
+        self._swap(model, stored, device_map)
+        autotune.use_beside(folder)
         for name, tensor in model.state_dict().items():
             self._shapes[name], self._dtypes[name] = tensor.shape, self._target_dtype(model, name, tensor)
         self._check_stored(model, stored)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> None:
+        self._refuse_disk(getattr(model, "hf_device_map", None))
         self._check_loaded(model)
         for name in self._packed:
             self._place_packed(model, name)
@@ -171,12 +188,18 @@ class PermTritonQuantizer(HfQuantizer):
         """Returns what is saved: the state dict, with one more dimension where transformers alone shall stumble."""
         state = dict(model.state_dict())
         for name, module in model.named_modules():
-            if is_permuted(module):
-                key = f"{name}.weight"
+            key = f"{name}.weight"
+            if is_packed(module):
+                state[key] = module.weight_values.new_empty(0)
+            elif is_permuted(module):
                 state[key] = state[key].unsqueeze(0)
         return state, {}
 
-    def _swap(self, model: Any, stored: Mapping[str, StoredTensor]) -> None:
+    def _refuse_disk(self, device_map: Mapping[str, Any] | str | None) -> None:
+        if isinstance(device_map, Mapping) and "disk" in {str(device) for device in device_map.values()}:
+            raise ModelError("permtriton checkpoints cannot be offloaded to disk: choose another device_map")
+
+    def _swap(self, model: Any, stored: Mapping[str, StoredTensor], device_map: Mapping[str, Any] | str | None) -> None:
         """Puts permuted modules and packed parameters in their places; those of another class's head are left out."""
         config = self.quantization_config
         modules = {name for name, _ in model.named_modules() if name}
@@ -189,6 +212,11 @@ class PermTritonQuantizer(HfQuantizer):
         parameters = {name for name, _ in model.named_parameters()}
         for name, entry in config.packed.items():
             if found := find(name, parameters, model):
+                owner, attribute = owner_of(model, found)
+                dtype = self._target_dtype(model, found, getattr(owner, attribute))
+                if stays_packed(owner, attribute, dtype, config.pattern, device_of(found, device_map)):
+                    swap_linear(model, found)
+                    self._stays_packed.add(found)
                 swap_parameter(model, found, name, entry, stored, config)
                 self._packed[found] = name
 
@@ -266,14 +294,20 @@ class PermTritonQuantizer(HfQuantizer):
         return tensor.dtype
 
     def _place_packed(self, model: Any, name: str) -> None:
-        """Decides what becomes of a loaded packed parameter: everywhere it is put back, bit for bit as it was packed.
+        """Keeps a loaded packed parameter where it has kernels, else unpacks it, bit for bit as it was packed.
 
         Only then is it cast to the dtype asked for, as the dense weight would be.
         """
         entry, pattern = self.quantization_config.packed[self._packed[name]], self.quantization_config.pattern
         owner, attribute = owner_of(model, name)
         values, positions = getattr(owner, f"{attribute}_values"), getattr(owner, f"{attribute}_positions")
-        weight = unpacked(name, values, positions, entry["shape"], entry["dim"], pattern.kept, pattern.group)
+        arguments = (name, values, positions, entry["shape"], entry["dim"], pattern.kept, pattern.group)
+        if name in self._stays_packed:
+            check_content(*arguments)
+            self._dtypes[f"{name}_values"] = self._dtypes[name]
+            owner.set_packed(values.to(self._dtypes[name]), positions, pattern).compress()
+            return
+        weight = unpacked(*arguments)
         delattr(owner, f"{attribute}_values")
         delattr(owner, f"{attribute}_positions")
         setattr(owner, attribute, nn.Parameter(weight.to(self._dtypes[name])))
@@ -295,8 +329,8 @@ class PermTritonQuantizer(HfQuantizer):
                 )
 
     def _release(self, model: Any) -> None:
-        """Leaves a plain model, or one that is saved in format "dense"; either may be cast and moved as any other."""
-        config = permuted_config(model, self.quantization_config.sparsity)
+        """Leaves a plain model, or one that is saved as what it is; either may be cast and moved as any other."""
+        config = checkpoint_config(model, self.quantization_config.sparsity)
         self.remove_quantization_config(model)
         for module in model.modules():
             if hasattr(module, "config") and hasattr(module.config, "_is_quantized"):

@@ -3,7 +3,7 @@
     quant_method  "permtriton"
     version       1
     format        "packed": the weights in ``packed`` are stored as ``P_values`` and ``P_positions`` (see
-                  `permtriton.kernels.sparse_linear`); "dense": all weights are stored as they are
+                  `permtriton.kernels.packing`); "dense": all weights are stored as they are
     sparsity      such as "2:4"
     packed        parameter P -> {"shape": its shape, "dim": its input dimension}
     gathers       linear -> channels, for each that brings its input into another order first

@@ -1,7 +1,6 @@
 """Measured configurations: which one a launch gets, what a file may hold, and how they are found."""
 
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -99,12 +98,17 @@ class TestChoice:
         assert chosen() is TABLE[1]
         assert chosen(rows=4) is TABLE[0]
 
-    def test_it_costs_little(self):
+    def test_a_second_launch_looks_nothing_up(self, gpu, monkeypatch):
+        keep(gpu, TABLE[1])
         chosen()
-        started = time.perf_counter()
-        for _ in range(1000):
-            chosen()
-        assert time.perf_counter() - started < 0.1, "microseconds a launch"
+        monkeypatch.setattr(autotune, "_choose", lambda *_: pytest.fail("looked up again"))
+        assert chosen() is TABLE[1]
+
+    def test_forcing_one_table_leaves_the_others_as_they_were_measured(self, gpu):
+        keep(gpu, TABLE[1])
+        with autotune.forced("scatter", TABLE[2]):
+            assert chosen() is TABLE[1]
+            assert config_for("scatter", TABLE, (1,), torch.int8) is TABLE[2]
 
     def test_forced_and_asked(self, gpu):
         keep(gpu, TABLE[1])
@@ -292,6 +296,18 @@ class TestCommand:
 def test_every_table_is_tried_in_some_case():
     todo = tuning.cases_for([(64, 128)], [1, 16], torch.float32, torch.device("cpu"))
     assert {name for case in todo for name in tuning.tables_of(case)} == set(tuning.tables())
+
+
+def test_a_choice_between_kernels_is_tuned_after_them():
+    """The inner table's winner is in force when the outer one, asked first, is timed."""
+    tables = {"outer": TABLE[:2], "inner": TABLE[1:], "only": TABLE[:1]}
+
+    def run() -> None:
+        for name, configs in tables.items():
+            config_for(name, configs, (8,), torch.int8)
+
+    case = Case("it", "8", torch.int8, lambda seed: (), run, run, lambda *_: 0.0, 0.0, 1)
+    assert [request.op for request in tuning._requests(case)] == ["inner", "outer"]
 
 
 def test_an_unknown_kernel_is_refused():

@@ -13,6 +13,7 @@ from transformers.pytorch_utils import Conv1D
 
 from permtriton import NMPattern
 from permtriton.errors import ModelError
+from permtriton.kernels import cusparselt, packing
 from permtriton.kernels.nm_mask import top_n_mask
 from permtriton.kernels.norm_permute import NormVariant
 from permtriton.modules import (
@@ -307,6 +308,70 @@ def test_an_empty_packed_layer_can_be_made_on_the_meta_device_and_filled():
     layer.load_state_dict(source.state_dict(), assign=True)
     x = torch.randn(5, 24)
     assert torch.equal(layer(x), source(x))
+
+
+@pytest.fixture
+def cusparselt_stand_in(monkeypatch):
+    """The values, then as many numbers as its metadata takes, made of where the values stand."""
+
+    def compress(weight: Tensor) -> Tensor:
+        values, positions = packing.pack(weight, 2, 4)
+        filler = positions.repeat(1, 2).flatten().view(weight.dtype)[: values.numel() // 8]
+        return torch.cat([values.flatten(), filler])
+
+    monkeypatch.setattr(cusparselt, "supports", lambda dtype, *_: dtype == torch.bfloat16)
+    monkeypatch.setattr(cusparselt, "compress", compress)
+    return compress
+
+
+def compressed_of(seed: int) -> SparseLinear:
+    layer = SparseLinear(32, 16, dtype=torch.bfloat16)
+    weight = torch.randn(16, 32, generator=torch.Generator().manual_seed(seed))
+    weight *= top_n_mask(weight.abs().t().contiguous(), 2, 4).t()
+    layer.weight.data = (weight + 0.0).bfloat16()
+    return layer.pack(PATTERN).compress()
+
+
+def test_the_compressed_form_shares_the_values(cusparselt_stand_in):
+    layer, x = compressed_of(0), torch.randn(3, 32).bfloat16()
+    weight, expected = copy.deepcopy(layer).unpack().weight, layer(x)
+    storage = layer.weight_values.untyped_storage()
+    assert storage.data_ptr() == layer.weight_compressed.untyped_storage().data_ptr()
+    assert storage.nbytes() + layer.weight_positions.nbytes == weight.nbytes * 10 // 16
+    assert set(layer.state_dict()) == {"bias", "weight_values", "weight_positions"}
+    assert torch.equal(layer(x), expected)
+    assert torch.equal(layer.unpack().weight, weight)
+    assert not hasattr(layer, "weight_compressed")
+
+
+def test_values_in_another_order_are_kept_beside_it(cusparselt_stand_in, monkeypatch):
+    monkeypatch.setattr(cusparselt, "compress", lambda weight: cusparselt_stand_in(weight.flip(0)))
+    layer = compressed_of(0)
+    assert layer.weight_values.data_ptr() != layer.weight_compressed.data_ptr()
+    assert torch.equal(layer.unpack().weight, compressed_of(0).unpack().weight)
+
+
+@pytest.mark.parametrize("change", ["load", "assign", "float", "copy"])
+def test_the_compressed_form_is_that_of_the_weight_after_every_change(change, cusparselt_stand_in):
+    layer, other = compressed_of(0), compressed_of(1)
+    if change == "float":
+        layer.float()
+        assert layer.weight_compressed is None
+        assert layer.weight_values.dtype == torch.float32
+        return
+    if change == "copy":
+        layer = copy.deepcopy(layer).to("cpu")
+    else:
+        layer.load_state_dict(other.state_dict(), assign=change == "assign")
+    expected = cusparselt_stand_in(copy.deepcopy(layer).unpack().weight.detach())
+    assert torch.equal(layer.weight_compressed, expected)
+    assert torch.equal(layer.weight_values, (layer if change == "copy" else other).weight_values)
+
+
+def test_nothing_is_compressed_where_it_cannot_be_multiplied():
+    layer = compressed_of(0)  # there is no cuSPARSELt on a CPU
+    assert layer.weight_compressed is None
+    assert SparseLinear(32, 16).compress().pattern is None
 
 
 def test_a_sparse_linear_is_a_linear():

@@ -13,10 +13,12 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from permtriton import registration
+from permtriton import quantizer, registration
 from permtriton.errors import ModelError
 from permtriton.export import export
+from permtriton.kernels import autotune
 from permtriton.modules import PermutedLayerNorm, PermutedRMSNorm, SparseLinear
+from permtriton.placement import device_of, is_packed
 from permtriton.quantizer import PermTritonQuantizer
 from permtriton.schema import METHOD, PermTritonQuantizationConfig
 
@@ -393,6 +395,93 @@ def test_generates_and_saves_again(place, tmp_path, name, fused):
     assert (told or {}).get("format") == ("dense" if fused else None)
     assert "packed" not in (tmp_path / "again" / "model.safetensors").read_bytes()[:20000].decode("latin1")
     assert folders.differing(folders.state(expected), folders.state(load(tmp_path / "again"))) == []
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """Loads as if parameters went to a GPU; the operators run their references."""
+    monkeypatch.setattr(quantizer, "device_of", lambda *_: torch.device("cuda"))
+
+
+def packed_names(model) -> list[str]:
+    return [name for name, module in model.named_modules() if is_packed(module)]
+
+
+@pytest.mark.parametrize(
+    ("name", "fused", "packed_of_each_layer"),
+    [("llama", False, 7), ("llama", True, 7), ("gemma2", True, 7), ("opt", True, 6), ("phi3", False, 4),
+     ("mixtral", False, 4), ("gpt2", False, 0)],
+)  # fmt: skip
+def test_on_a_gpu_linears_stay_packed(as_on_a_gpu, place, tmp_path, name, fused, packed_of_each_layer):
+    """And are saved packed; stacks of experts and transposed weights become dense."""
+    loaded, expected = load(place(name, "packed", fused=fused)), load(place(name, "saved", fused=fused))
+    assert len(packed_names(loaded)) == packed_of_each_layer * loaded.config.num_hidden_layers
+    with torch.no_grad():
+        assert torch.equal(loaded(IDS).logits, expected(IDS).logits)
+    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(loaded.generate(IDS, **options), expected.generate(IDS, **options))
+    loaded.save_pretrained(tmp_path / "again", save_original_format=False)
+    told = json.loads((tmp_path / "again" / "config.json").read_text()).get("quantization_config", {})
+    assert told.get("format") == ("packed" if packed_of_each_layer else None)
+    assert sorted(told.get("packed", {})) == sorted(f"{name}.weight" for name in packed_names(loaded))
+    again = load(tmp_path / "again")
+    assert folders.differing(folders.state(loaded), folders.state(again)) == []
+    for module in again.modules():
+        if isinstance(module, SparseLinear):
+            module.unpack()
+    assert folders.differing(folders.state(expected), folders.state(again)) == []
+
+
+def test_on_a_gpu_only_what_has_kernels_stays_packed(as_on_a_gpu, place):
+    assert packed_names(load(place("llama", "packed"), dtype=torch.float32)) == []
+    half = load(place("llama", "packed", dtype=torch.float32), dtype=torch.float16)
+    assert packed_names(half)
+    dense = load(place("llama", "saved", dtype=torch.float32), dtype=torch.float16)
+    with torch.no_grad():
+        assert torch.equal(half(IDS).logits, dense(IDS).logits)
+
+
+def test_on_a_gpu_damage_is_named_too(as_on_a_gpu, place, tmp_path):
+    folder = shutil.copytree(place("llama", "packed"), tmp_path / "copy")
+    rewrite(folder, lambda found: found[f"{UP}_positions"].fill_(0))
+    with pytest.raises(ModelError, match=rf"{UP}.*positions of a group that do not ascend.*damaged"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("device_map", "device"),
+    [
+        (None, "cpu"),
+        ({"": "cpu"}, "cpu"),
+        ({"": 1}, "cuda:1"),
+        ({"": torch.device("cuda", 0)}, "cuda:0"),
+        ({"model.layers.0": "cpu", "model.layers": 0}, "cpu"),
+        ({"model.layers.01": "cpu", "model.layers.0.mlp": 2, "model": "cpu"}, "cuda:2"),
+        ({"lm_head": 0}, "cpu"),
+        ("auto", "cpu"),
+    ],
+)
+def test_where_a_parameter_goes(device_map, device):
+    assert device_of("model.layers.0.mlp.up_proj.weight", device_map) == torch.device(device)
+
+
+def test_offloading_to_disk_is_refused_whenever_it_is_known(place):
+    model = load(place("llama", "packed", fused=True))
+    with pytest.raises(ModelError, match="offloaded to disk"):
+        model.hf_quantizer._process_model_before_weight_loading(model, [], {"model": 0, "lm_head": "disk"})
+    model.hf_device_map = {"": "disk"}
+    with pytest.raises(ModelError, match="offloaded to disk"):
+        model.hf_quantizer._process_model_after_weight_loading(model)
+
+
+def test_configurations_measured_beside_a_model_are_used(place, tmp_path, monkeypatch):
+    monkeypatch.setattr(autotune, "_STATE", autotune._State())
+    folder = shutil.copytree(place("llama", "packed"), tmp_path / "copy")
+    load(folder)
+    assert autotune._STATE.beside_models == []
+    (folder / autotune.BESIDE_MODEL).write_text("{}")
+    load(folder)
+    assert autotune._STATE.beside_models == [folder / autotune.BESIDE_MODEL]
 
 
 def test_a_saved_plain_model_needs_no_permtriton(place, tmp_path):

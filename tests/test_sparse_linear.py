@@ -1,201 +1,18 @@
-import itertools
+"""The linear layer with a packed weight, and which way it takes on a GPU."""
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from permtriton.errors import ConfigError, ModelError
+from permtriton.errors import ModelError
+from permtriton.kernels import autotune, cusparselt
 from permtriton.kernels import sparse_linear as sparse_linear_file
-from permtriton.kernels.nm_mask import top_n_mask
-from permtriton.kernels.sparse_linear import (
-    check_packed,
-    pack,
-    pack_positions,
-    packed_shapes,
-    position_bits,
-    sparse_linear,
-    unpack,
-    unpack_positions,
-)
+from permtriton.kernels import sparse_linear_triton as kernels
+from permtriton.kernels.packing import pack
+from permtriton.kernels.sparse_linear import CUSPARSELT, DENSE, PACKED, ROUTE_CONFIGS, routed, sparse_linear
 
-PATTERNS = [(2, 4), (4, 8), (1, 2), (1, 4), (3, 4), (2, 3), (5, 6), (8, 16), (7, 17), (3, 32), (31, 32)]
-DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
-
-
-def rng(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def index_of(channels: int, seed: int = 0) -> Tensor:
-    return torch.randperm(channels, generator=rng(seed))
-
-
-def sparse(rows: int, groups: int, kept: int, group: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """An N:M weight ``[rows, groups * group]``; about a fifth of its groups hold fewer than ``kept``."""
-    weight = torch.randn(rows, groups * group, generator=rng(rows * groups)).to(dtype)
-    keep = top_n_mask(weight.abs().t().contiguous(), kept, group).t()
-    keep &= torch.rand(weight.shape, generator=rng(1)) > 0.2 / kept
-    return torch.where(keep, weight, torch.zeros((), dtype=dtype)).contiguous()
-
-
-@pytest.mark.parametrize(("kept", "group"), PATTERNS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "groups"), [(5, 1), (1, 7), (13, 9), (0, 3)])
-def test_unpack_undoes_pack_bit_for_bit(kept, group, dtype, rows, groups):
-    weight = sparse(rows, groups, kept, group, dtype)
-    values, positions = pack(weight, kept, group)
-    assert (values.dtype, positions.dtype) == (dtype, torch.uint8)
-    assert (tuple(values.shape), tuple(positions.shape)) == packed_shapes(*weight.shape, kept, group)
-    check_packed(values, positions, *weight.shape, kept, group)
-    again = unpack(values, positions, weight.shape[1], kept, group)
-    assert torch.equal(again, weight)
-    assert not again.signbit().logical_and(again == 0).any()
-
-
-@pytest.mark.parametrize(("kept", "group"), PATTERNS)
-def test_the_bits_are_where_the_format_says(kept, group):
-    """Written out by hand, one number with little-endian bits for each row."""
-    weight = sparse(4, 3, kept, group)
-    values, positions = pack(weight, kept, group)
-    for row, row_values, row_positions in zip(weight.tolist(), values.tolist(), positions, strict=True):
-        number, shift, expected = 0, 0, []
-        for start in range(0, len(row), group):
-            part = row[start : start + group]
-            nonzero = [i for i, value in enumerate(part) if value]
-            free = [i for i, value in enumerate(part) if not value]
-            for slot in sorted(nonzero + free[: kept - len(nonzero)]):
-                number |= slot << shift
-                shift += position_bits(group)
-                expected.append(part[slot])
-        assert row_values == expected
-        assert int.from_bytes(bytes(row_positions.tolist()), "little") == number
-        assert row_positions.numel() == -(-shift // 8)
-
-
-def test_a_known_weight():
-    weight = torch.tensor([[0.0, 1.0, 0.0, 2.0, 0.0, 0.0, 3.0, 0.0], [0.0] * 8])
-    values, positions = pack(weight, 2, 4)
-    assert values.tolist() == [[1.0, 2.0, 0.0, 3.0], [0.0] * 4]
-    assert positions.tolist() == [[0b10_00_11_01], [0b01_00_01_00]]
-
-
-@pytest.mark.parametrize("group", range(2, 33))
-@pytest.mark.parametrize("count", [0, 1, 3, 8, 21])
-def test_positions_of_every_width(group, count):
-    slots = torch.randint(0, group, (3, count), generator=rng(group))
-    packed = pack_positions(slots, group)
-    assert packed.shape == (3, -(-count * position_bits(group) // 8))
-    assert torch.equal(unpack_positions(packed, count, group), slots.byte())
-
-
-def test_2_4_in_16_bits_takes_nine_sixteenths():
-    weight = sparse(64, 64, 2, 4, torch.bfloat16)
-    assert sum(part.nbytes for part in pack(weight, 2, 4)) == 0.5625 * weight.nbytes
-
-
-@pytest.mark.parametrize("chunk", [1, 40, 10**6])
-def test_the_size_of_a_chunk_changes_nothing(chunk, monkeypatch):
-    weight = sparse(13, 5, 2, 4)
-    expected = pack(weight, 2, 4)
-    monkeypatch.setattr(sparse_linear_file, "CHUNK", chunk)
-    found = pack(weight, 2, 4)
-    assert all(map(torch.equal, expected, found))
-    assert torch.equal(unpack(*found, 20, 2, 4), weight)
-    found[0][11, 3] = torch.nan
-    with pytest.raises(ModelError, match="row 11: a value that is not finite"):
-        check_packed(*found, 13, 20, 2, 4)
-    weight[12, 16:19] = 1
-    with pytest.raises(ModelError, match=r"row 12, group 4 \(channels 16 to 19\): more nonzero weights than 2:4"):
-        pack(weight, 2, 4)
-
-
-@pytest.mark.parametrize("view", [lambda w: w.t().contiguous().t(), lambda w: w.repeat(1, 2)[:, : w.shape[1]]])
-def test_strided_weights(view):
-    weight = sparse(6, 4, 2, 4)
-    assert all(map(torch.equal, pack(view(weight), 2, 4), pack(weight, 2, 4)))
-
-
-@pytest.mark.parametrize(
-    ("value", "named"), [(-0.0, "-0.0"), (float("nan"), "not finite"), (float("-inf"), "not finite")]
-)
-def test_what_cannot_be_packed_is_named(value, named):
-    weight = sparse(6, 4, 2, 4)
-    weight[4, 9] = value
-    with pytest.raises(ModelError, match=f"row 4: .*{named}"):
-        pack(weight, 2, 4)
-
-
-@pytest.mark.parametrize(
-    ("weight", "pattern", "error", "named"),
-    [
-        (torch.zeros(4, 10), (2, 4), ModelError, "10 input channels.*multiple of 4"),
-        (torch.zeros(8), (2, 4), ModelError, r"\[8\].*\[out, in\]"),
-        (torch.zeros(4, 8, dtype=torch.int32), (2, 4), ModelError, "int32"),
-        (torch.zeros(4, 8), (4, 4), ConfigError, "4:4"),
-        (torch.zeros(4, 66), (2, 33), ConfigError, "2:33"),
-    ],
-)
-def test_what_has_no_packed_form_is_refused(weight, pattern, error, named):
-    with pytest.raises(error, match=named):
-        pack(weight, *pattern)
-
-
-def changed(part: str, **places: float) -> tuple[Tensor, Tensor]:
-    """A packed 2:5 weight ``[3, 10]`` with one entry replaced: 4 positions a row are 12 bits, 4 of padding."""
-    values, positions = pack(torch.tensor([[1.0, 0, 2, 0, 0, 0, 3, 4, 0, 0]] * 3), 2, 5)
-    ({"values": values, "positions": positions}[part])[1, int(places["at"])] = places["to"]
-    return values, positions
-
-
-@pytest.mark.parametrize(
-    ("packed", "named"),
-    [
-        (changed("positions", at=0, to=0b01_010_111), "row 1: a position outside its group of 5"),
-        (changed("positions", at=0, to=0b01_010_010), "row 1: positions of a group that do not ascend"),
-        (changed("positions", at=0, to=0b01_001_010), "row 1: positions of a group that do not ascend"),
-        (changed("positions", at=1, to=0b1000_0100), "row 1: padding bits"),
-        (changed("values", at=2, to=float("inf")), "row 1: a value that is not finite"),
-        (changed("values", at=2, to=-0.0), "row 1: a value of -0.0"),
-        (changed("values", at=1, to=0.0), "row 1: zeros that are not at the first free positions"),
-    ],
-)
-def test_what_pack_does_not_make_is_refused(packed, named):
-    check_packed(*pack(unpack(*changed("values", at=0, to=5.0), 10, 2, 5), 2, 5), 3, 10, 2, 5)
-    with pytest.raises(ModelError, match=named):
-        check_packed(*packed, 3, 10, 2, 5)
-
-
-def test_every_change_of_positions_is_seen_or_another_weight():
-    """All bytes that the positions of one group of 2:4 can be: what is accepted is what `pack` makes."""
-    values = torch.tensor([[1.0, 2.0, 0.0, 3.0]])
-    accepted = []
-    for byte in range(256):
-        positions = torch.tensor([[byte]], dtype=torch.uint8)
-        try:
-            check_packed(values, positions, 1, 8, 2, 4)
-        except ModelError:
-            continue
-        accepted.append(byte)
-        assert all(map(torch.equal, pack(unpack(values, positions, 8, 2, 4), 2, 4), (values, positions)))
-    first = list(itertools.combinations(range(4), 2))
-    second = [(0, 1), (0, 2), (0, 3)]
-    assert sorted(accepted) == sorted(a | b << 2 | c << 4 | d << 6 for a, b in first for c, d in second)
-
-
-@pytest.mark.parametrize("which", ["values", "positions", "rows", "dtype", "float positions", "vector"])
-def test_wrong_shapes_and_dtypes_are_refused(which):
-    values, positions = pack(sparse(4, 4, 2, 4), 2, 4)
-    values, positions = {
-        "values": (values[:, :-1], positions),
-        "positions": (values, positions[:, :-1]),
-        "rows": (values[:-1], positions[:-1]),
-        "dtype": (values.int(), positions),
-        "float positions": (values, positions.float()),
-        "vector": (values.flatten(), positions),
-    }[which]
-    with pytest.raises(ModelError, match="packed values of"):
-        check_packed(values, positions, 4, 16, 2, 4)
+from .weights import DTYPES, PATTERNS, index_of, rng, sparse
 
 
 @pytest.mark.parametrize(("kept", "group"), PATTERNS)
@@ -245,8 +62,6 @@ def test_opcheck(dtype):
     values, positions = pack(weight, 3, 5)
     x, bias = torch.randn(2, 4, 15, generator=rng(1)).to(dtype), torch.zeros(5, dtype=dtype)
     ops = torch.ops.permtriton
-    torch.library.opcheck(ops.pack.default, (weight, 3, 5))
-    torch.library.opcheck(ops.unpack.default, (values, positions, 15, 3, 5))
     arguments = (x.clone().requires_grad_(), values, positions, bias.requires_grad_(), index.int(), 15, 3, 5)
     torch.library.opcheck(ops.sparse_linear.default, arguments)
     arguments = (x.transpose(0, 1), values, positions, None, None, 15, 3, 5)
@@ -284,3 +99,125 @@ def test_what_does_not_fit_is_refused(name, tensor, named):
     arguments = {"x": torch.ones(2, 16), "values": values, "positions": positions, "bias": None, "index": None}
     with pytest.raises(ModelError, match=named):
         sparse_linear(**{**arguments, name: tensor}, in_features=16, kept=2, group=4)
+
+
+# -- which way it takes on a GPU: the launchers replaced, the rest as it is -------------------------------------------
+
+
+class Routes:
+    """Stand-ins for what only a GPU has; each notes its name and gives the product."""
+
+    def __init__(self, monkeypatch, weight: Tensor) -> None:
+        self.weight, self.taken, self.asked = weight, [], []
+        monkeypatch.setattr(kernels, "sparse_linear_triton", self.packed)
+        monkeypatch.setattr(cusparselt, "product", self.product)
+        monkeypatch.setattr(sparse_linear_file, "unpack", self.unpack)
+        monkeypatch.setattr(sparse_linear_file, "config_for", self.config_for)
+        self.prefer = None
+
+    def config_for(self, op, configs, shape, dtype):
+        self.asked.append((op, [config.constants["ROUTE"] for config in configs], shape, dtype))
+        return next((config for config in configs if config.constants["ROUTE"] == self.prefer), configs[0])
+
+    def packed(self, x, values, positions, bias, index, *_):
+        self.taken.append(PACKED)
+        return linear(x if index is None else x[..., index.long()], self.weight, bias)
+
+    def product(self, x_TC, compressed, bias, out_features):
+        self.taken.append(CUSPARSELT)
+        assert x_TC.dim() == 2
+        assert x_TC.is_contiguous()
+        return linear(x_TC, self.weight, bias)
+
+    def unpack(self, *_):
+        self.taken.append(DENSE)
+        return self.weight
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tokens", "compressed", "possible"),
+    [
+        (torch.bfloat16, 1, True, [PACKED, CUSPARSELT, DENSE]),
+        (torch.bfloat16, 64, True, [PACKED, CUSPARSELT, DENSE]),
+        (torch.bfloat16, 65, True, [CUSPARSELT, DENSE]),
+        (torch.bfloat16, 64, False, [PACKED, DENSE]),
+        (torch.bfloat16, 65, False, [DENSE]),
+        (torch.float32, 16, False, [PACKED, DENSE]),
+        (torch.float32, 17, False, [DENSE]),
+        (torch.bfloat16, 0, True, [DENSE]),
+    ],
+)
+def test_every_possible_route_gives_the_product(dtype, tokens, compressed, possible, monkeypatch):
+    """The first possible one is the default; the table is asked only where there is a choice."""
+    weight, index, bias = sparse(48, 8, 2, 4, dtype), index_of(32), torch.randn(48, generator=rng(2)).to(dtype)
+    packed, x = pack(weight, 2, 4), torch.randn(tokens, 1, 32, generator=rng(3)).to(dtype)
+    form = weight.new_zeros(48 * 32 * 9 // 16) if compressed else None
+    routes = Routes(monkeypatch, weight)
+    for routes.prefer in [None, *possible]:
+        routes.taken.clear()
+        y = routed(x, *packed, bias, index, 32, 2, 4, form)
+        torch.testing.assert_close(y, linear(x[..., index], weight, bias))
+        assert routes.taken == [possible[0] if routes.prefer is None else routes.prefer]
+    expected = ("sparse_linear_route", possible, (tokens, 48, 32), dtype)
+    assert set(map(str, routes.asked)) == ({str(expected)} if len(possible) > 1 else set())
+
+
+def test_other_patterns_are_unpacked(monkeypatch):
+    weight = sparse(16, 4, 4, 8, torch.bfloat16)
+    routes = Routes(monkeypatch, weight)
+    routed(torch.ones(1, 32).bfloat16(), *pack(weight, 4, 8), None, None, 32, 4, 8, None)
+    assert routes.taken == [DENSE]
+
+
+def test_the_table_of_routes_is_read_from_what_was_measured():
+    weight = sparse(16, 8, 2, 4, torch.bfloat16)
+    with autotune.requests() as asked:
+        routed(torch.ones(65, 32).bfloat16(), *pack(weight, 2, 4), None, None, 32, 2, 4, None)
+        assert asked == []
+        with pytest.raises(RuntimeError):  # there is no cuSPARSELt here
+            routed(torch.ones(65, 32).bfloat16(), *pack(weight, 2, 4), None, None, 32, 2, 4, weight.new_zeros(288))
+    assert [(one.op, one.configs, one.shape) for one in asked] == [
+        ("sparse_linear_route", ROUTE_CONFIGS[1:], (65, 16, 32))
+    ]
+
+
+@pytest.mark.parametrize(("tokens", "padded"), [(1, 8), (8, 8), (77, 80)])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_cusparselt_gets_whole_tiles_of_tokens(tokens, padded, with_bias, monkeypatch):
+    weight = sparse(32, 8, 2, 4, torch.bfloat16)
+    bias = torch.randn(32, generator=rng(1)).bfloat16() if with_bias else None
+
+    def multiply(compressed, dense_CT, bias, transpose_result):
+        assert transpose_result
+        assert (compressed.shape, dense_CT.shape) == ((32, 18), (32, padded))
+        return linear(dense_CT.t(), weight, bias)
+
+    monkeypatch.setattr(torch, "_cslt_sparse_mm", multiply)
+    x = torch.randn(tokens, 32, generator=rng(2)).bfloat16()
+    y = cusparselt.product(x, weight.new_zeros(32 * 18), bias, 32)
+    assert y.is_contiguous()
+    assert torch.equal(y, linear(x, weight, bias))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "device", "there", "fits"),
+    [
+        (torch.bfloat16, (32, 48), "cuda", True, True),
+        (torch.float16, (32, 48), "cuda", True, True),
+        (torch.float32, (32, 48), "cuda", True, False),
+        (torch.bfloat16, (24, 48), "cuda", True, False),
+        (torch.bfloat16, (32, 40), "cuda", True, False),
+        (torch.bfloat16, (32, 48), "cpu", True, False),
+        (torch.bfloat16, (32, 48), "cuda", False, False),
+        (torch.bfloat16, (0, 48), "cuda", True, False),
+    ],
+)
+def test_what_cusparselt_takes(dtype, shape, device, there, fits, monkeypatch):
+    monkeypatch.setattr(torch.backends.cusparselt, "is_available", lambda: there)
+    assert cusparselt.supports(dtype, *shape, torch.device(device)) is fits
+
+
+def test_a_compressed_weight_of_another_size_is_refused():
+    values, positions = pack(sparse(16, 4, 2, 4), 2, 4)
+    with pytest.raises(ModelError, match=r"compressed weight of 5 .*expected 144"):
+        sparse_linear(torch.ones(1, 16), values, positions, None, None, 16, 2, 4, values.new_zeros(5))

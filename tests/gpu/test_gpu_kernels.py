@@ -9,9 +9,10 @@ from permtriton.kernels import autotune, cases, tuning
 from permtriton.kernels.assignment import assignment
 from permtriton.kernels.nm_mask import nm_mask, nm_mask_reference
 from permtriton.kernels.norm_permute import norm_permute, norm_permute_reference
+from permtriton.kernels.packing import pack
 from permtriton.kernels.permute import permute, permute_reference
 from permtriton.kernels.sinkhorn import sinkhorn, sinkhorn_reference
-from permtriton.kernels.sparse_linear import pack, sparse_linear
+from permtriton.kernels.sparse_linear import sparse_linear
 from permtriton.kernels.timing import relative_error
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]

@@ -6,7 +6,8 @@ from permtriton.errors import ModelError
 from permtriton.kernels import sparse_linear_triton as kernels
 from permtriton.kernels.launch import Config
 from permtriton.kernels.nm_mask import top_n_mask
-from permtriton.kernels.sparse_linear import pack, sparse_linear_reference
+from permtriton.kernels.packing import pack
+from permtriton.kernels.sparse_linear import sparse_linear_reference
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

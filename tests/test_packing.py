@@ -1,0 +1,187 @@
+"""Packed N:M weights: exact, one form a weight, and nothing else is taken for one."""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from permtriton.errors import ConfigError, ModelError
+from permtriton.kernels import packing
+from permtriton.kernels.packing import (
+    check_packed,
+    pack,
+    pack_positions,
+    packed_shapes,
+    position_bits,
+    unpack,
+    unpack_positions,
+)
+
+from .weights import DTYPES, PATTERNS, rng, sparse
+
+
+@pytest.mark.parametrize(("kept", "group"), PATTERNS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "groups"), [(5, 1), (1, 7), (13, 9), (0, 3)])
+def test_unpack_undoes_pack_bit_for_bit(kept, group, dtype, rows, groups):
+    weight = sparse(rows, groups, kept, group, dtype)
+    values, positions = pack(weight, kept, group)
+    assert (values.dtype, positions.dtype) == (dtype, torch.uint8)
+    assert (tuple(values.shape), tuple(positions.shape)) == packed_shapes(*weight.shape, kept, group)
+    check_packed(values, positions, *weight.shape, kept, group)
+    again = unpack(values, positions, weight.shape[1], kept, group)
+    assert torch.equal(again, weight)
+    assert not again.signbit().logical_and(again == 0).any()
+
+
+@pytest.mark.parametrize(("kept", "group"), PATTERNS)
+def test_the_bits_are_where_the_format_says(kept, group):
+    """Written out by hand, one number with little-endian bits for each row."""
+    weight = sparse(4, 3, kept, group)
+    values, positions = pack(weight, kept, group)
+    for row, row_values, row_positions in zip(weight.tolist(), values.tolist(), positions, strict=True):
+        number, shift, expected = 0, 0, []
+        for start in range(0, len(row), group):
+            part = row[start : start + group]
+            nonzero = [i for i, value in enumerate(part) if value]
+            free = [i for i, value in enumerate(part) if not value]
+            for slot in sorted(nonzero + free[: kept - len(nonzero)]):
+                number |= slot << shift
+                shift += position_bits(group)
+                expected.append(part[slot])
+        assert row_values == expected
+        assert int.from_bytes(bytes(row_positions.tolist()), "little") == number
+        assert row_positions.numel() == -(-shift // 8)
+
+
+def test_a_known_weight():
+    weight = torch.tensor([[0.0, 1.0, 0.0, 2.0, 0.0, 0.0, 3.0, 0.0], [0.0] * 8])
+    values, positions = pack(weight, 2, 4)
+    assert values.tolist() == [[1.0, 2.0, 0.0, 3.0], [0.0] * 4]
+    assert positions.tolist() == [[0b10_00_11_01], [0b01_00_01_00]]
+
+
+@pytest.mark.parametrize("group", range(2, 33))
+@pytest.mark.parametrize("count", [0, 1, 3, 8, 21])
+def test_positions_of_every_width(group, count):
+    slots = torch.randint(0, group, (3, count), generator=rng(group))
+    packed = pack_positions(slots, group)
+    assert packed.shape == (3, -(-count * position_bits(group) // 8))
+    assert torch.equal(unpack_positions(packed, count, group), slots.byte())
+
+
+def test_2_4_in_16_bits_takes_nine_sixteenths():
+    weight = sparse(64, 64, 2, 4, torch.bfloat16)
+    assert sum(part.nbytes for part in pack(weight, 2, 4)) == 0.5625 * weight.nbytes
+
+
+@pytest.mark.parametrize("chunk", [1, 40, 10**6])
+def test_the_size_of_a_chunk_changes_nothing(chunk, monkeypatch):
+    weight = sparse(13, 5, 2, 4)
+    expected = pack(weight, 2, 4)
+    monkeypatch.setattr(packing, "CHUNK", chunk)
+    found = pack(weight, 2, 4)
+    assert all(map(torch.equal, expected, found))
+    assert torch.equal(unpack(*found, 20, 2, 4), weight)
+    found[0][11, 3] = torch.nan
+    with pytest.raises(ModelError, match="row 11: a value that is not finite"):
+        check_packed(*found, 13, 20, 2, 4)
+    weight[12, 16:19] = 1
+    with pytest.raises(ModelError, match=r"row 12, group 4 \(channels 16 to 19\): more nonzero weights than 2:4"):
+        pack(weight, 2, 4)
+
+
+@pytest.mark.parametrize("view", [lambda w: w.t().contiguous().t(), lambda w: w.repeat(1, 2)[:, : w.shape[1]]])
+def test_strided_weights(view):
+    weight = sparse(6, 4, 2, 4)
+    assert all(map(torch.equal, pack(view(weight), 2, 4), pack(weight, 2, 4)))
+
+
+@pytest.mark.parametrize(
+    ("value", "named"), [(-0.0, "-0.0"), (float("nan"), "not finite"), (float("-inf"), "not finite")]
+)
+def test_what_cannot_be_packed_is_named(value, named):
+    weight = sparse(6, 4, 2, 4)
+    weight[4, 9] = value
+    with pytest.raises(ModelError, match=f"row 4: .*{named}"):
+        pack(weight, 2, 4)
+
+
+@pytest.mark.parametrize(
+    ("weight", "pattern", "error", "named"),
+    [
+        (torch.zeros(4, 10), (2, 4), ModelError, "10 input channels.*multiple of 4"),
+        (torch.zeros(8), (2, 4), ModelError, r"\[8\].*\[out, in\]"),
+        (torch.zeros(4, 8, dtype=torch.int32), (2, 4), ModelError, "int32"),
+        (torch.zeros(4, 8), (4, 4), ConfigError, "4:4"),
+        (torch.zeros(4, 66), (2, 33), ConfigError, "2:33"),
+    ],
+)
+def test_what_has_no_packed_form_is_refused(weight, pattern, error, named):
+    with pytest.raises(error, match=named):
+        pack(weight, *pattern)
+
+
+def changed(part: str, **places: float) -> tuple[Tensor, Tensor]:
+    """A packed 2:5 weight ``[3, 10]`` with one entry replaced: 4 positions a row are 12 bits, 4 of padding."""
+    values, positions = pack(torch.tensor([[1.0, 0, 2, 0, 0, 0, 3, 4, 0, 0]] * 3), 2, 5)
+    ({"values": values, "positions": positions}[part])[1, int(places["at"])] = places["to"]
+    return values, positions
+
+
+@pytest.mark.parametrize(
+    ("packed", "named"),
+    [
+        (changed("positions", at=0, to=0b01_010_111), "row 1: a position outside its group of 5"),
+        (changed("positions", at=0, to=0b01_010_010), "row 1: positions of a group that do not ascend"),
+        (changed("positions", at=0, to=0b01_001_010), "row 1: positions of a group that do not ascend"),
+        (changed("positions", at=1, to=0b1000_0100), "row 1: padding bits"),
+        (changed("values", at=2, to=float("inf")), "row 1: a value that is not finite"),
+        (changed("values", at=2, to=-0.0), "row 1: a value of -0.0"),
+        (changed("values", at=1, to=0.0), "row 1: zeros that are not at the first free positions"),
+    ],
+)
+def test_what_pack_does_not_make_is_refused(packed, named):
+    check_packed(*pack(unpack(*changed("values", at=0, to=5.0), 10, 2, 5), 2, 5), 3, 10, 2, 5)
+    with pytest.raises(ModelError, match=named):
+        check_packed(*packed, 3, 10, 2, 5)
+
+
+def test_every_change_of_positions_is_seen_or_another_weight():
+    """All bytes that the positions of one group of 2:4 can be: what is accepted is what `pack` makes."""
+    values = torch.tensor([[1.0, 2.0, 0.0, 3.0]])
+    accepted = []
+    for byte in range(256):
+        positions = torch.tensor([[byte]], dtype=torch.uint8)
+        try:
+            check_packed(values, positions, 1, 8, 2, 4)
+        except ModelError:
+            continue
+        accepted.append(byte)
+        assert all(map(torch.equal, pack(unpack(values, positions, 8, 2, 4), 2, 4), (values, positions)))
+    first = list(itertools.combinations(range(4), 2))
+    second = [(0, 1), (0, 2), (0, 3)]
+    assert sorted(accepted) == sorted(a | b << 2 | c << 4 | d << 6 for a, b in first for c, d in second)
+
+
+@pytest.mark.parametrize("which", ["values", "positions", "rows", "dtype", "float positions", "vector"])
+def test_wrong_shapes_and_dtypes_are_refused(which):
+    values, positions = pack(sparse(4, 4, 2, 4), 2, 4)
+    values, positions = {
+        "values": (values[:, :-1], positions),
+        "positions": (values, positions[:, :-1]),
+        "rows": (values[:-1], positions[:-1]),
+        "dtype": (values.int(), positions),
+        "float positions": (values, positions.float()),
+        "vector": (values.flatten(), positions),
+    }[which]
+    with pytest.raises(ModelError, match="packed values of"):
+        check_packed(values, positions, 4, 16, 2, 4)
+
+
+def test_opcheck():
+    weight = sparse(5, 3, 3, 5, torch.bfloat16)
+    values, positions = pack(weight, 3, 5)
+    torch.library.opcheck(torch.ops.permtriton.pack.default, (weight, 3, 5))
+    torch.library.opcheck(torch.ops.permtriton.unpack.default, (values, positions, 15, 3, 5))
