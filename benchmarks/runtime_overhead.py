@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from permtriton.modules import SparseLinear, from_norm, match_norm, replace_module
+from permtriton.match_norm import match_norm
+from permtriton.modules import SparseLinear, from_norm, replace_module
 from permtriton.report import device_name, versions
 
 NORMS = {

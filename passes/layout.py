@@ -7,7 +7,7 @@ from torch import fx, nn
 
 from permtriton.config import OProj
 from permtriton.experts import stacked_name
-from permtriton.modules import match_norm
+from permtriton.match_norm import match_norm
 from permtriton.passes.graph import (
     PRODUCTS,
     argument,

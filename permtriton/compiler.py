@@ -26,7 +26,6 @@ from permtriton.importance import Importance, importance_of
 from permtriton.kernels.nm_mask import top_n_mask
 from permtriton.learn import Epoch, ResumeFile, learn, learned_spaces
 from permtriton.load import check_weights
-from permtriton.modules import PermutedLayerNorm, PermutedRMSNorm, SparseLinear
 from permtriton.passes.fold import fold
 from permtriton.passes.fuse_permutations import DECISIONS
 from permtriton.passes.graph import absorb
@@ -39,6 +38,7 @@ from permtriton.passes.sites import find_sites
 from permtriton.passes.verify import check_pruned, check_same_outputs, model_outputs
 from permtriton.passes.verify_graph import count_operators, run
 from permtriton.permutation import compose, identity, moved
+from permtriton.placement import is_packed, is_permuted
 from permtriton.plan import Axis, ChannelSpace, Plan, Site, linear_module, weight_in_out
 from permtriton.progress import NoProgress, Progress
 from permtriton.reconstruct import inverse_diagonal, sparsegpt
@@ -160,7 +160,7 @@ def check_not_compiled(model: PreTrainedModel) -> None:
         ModelError: naming the first such module.
     """
     for name, module in model.named_modules():
-        if isinstance(module, PermutedRMSNorm | PermutedLayerNorm | SparseLinear):
+        if is_permuted(module) or is_packed(module):
             raise ModelError(
                 f"this model is compiled already ({name} is a {type(module).__name__}): compile the original model "
                 "instead"

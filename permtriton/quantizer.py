@@ -24,13 +24,13 @@ from permtriton.checkpoint import StoredTensor, check_hashes, read_headers
 from permtriton.errors import ModelError
 from permtriton.kernels import autotune
 from permtriton.kernels.norm_permute import NormVariant
+from permtriton.match_norm import match_norm
 from permtriton.modules import (
     ChannelGather,
     PermutedLayerNorm,
     PermutedRMSNorm,
     SparseLinear,
     check_index,
-    match_norm,
 )
 from permtriton.placement import (
     check_content,

@@ -10,7 +10,8 @@ from transformers.pytorch_utils import Conv1D
 
 from permtriton.artifact import REPORT_FILE
 from permtriton.kernels.nm_mask import top_n_mask
-from permtriton.modules import SparseLinear, from_norm, match_norm, replace_module
+from permtriton.match_norm import match_norm
+from permtriton.modules import SparseLinear, from_norm, replace_module
 from permtriton.quantizer import attach
 
 from . import zoo

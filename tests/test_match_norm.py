@@ -14,7 +14,8 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from permtriton.kernels.norm_permute import NormVariant
-from permtriton.modules import ChannelGather, match_norm
+from permtriton.match_norm import match_norm
+from permtriton.modules import ChannelGather
 
 MATCHES = {
     LlamaRMSNorm: ("rms", 0.0),

@@ -16,6 +16,7 @@ from permtriton.errors import ModelError
 from permtriton.kernels import cusparselt, packing
 from permtriton.kernels.nm_mask import top_n_mask
 from permtriton.kernels.norm_permute import NormVariant
+from permtriton.match_norm import match_norm
 from permtriton.modules import (
     ChannelGather,
     PermutedLayerNorm,
@@ -24,7 +25,6 @@ from permtriton.modules import (
     check_index,
     from_norm,
     index_dtype,
-    match_norm,
     replace_module,
 )
 from permtriton.permutation import inverse

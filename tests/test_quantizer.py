@@ -465,6 +465,12 @@ def test_where_a_parameter_goes(device_map, device):
     assert device_of("model.layers.0.mlp.up_proj.weight", device_map) == torch.device(device)
 
 
+@pytest.mark.parametrize("device_map", ["auto", "cpu", {"": "cpu"}])
+def test_a_device_map_is_taken(place, device_map):
+    dense, packed = load(place("llama", "saved")), load(place("llama", "packed"), device_map=device_map)
+    assert folders.differing(folders.state(dense), folders.state(packed)) == []
+
+
 def test_offloading_to_disk_is_refused_whenever_it_is_known(place):
     model = load(place("llama", "packed", fused=True))
     with pytest.raises(ModelError, match="offloaded to disk"):

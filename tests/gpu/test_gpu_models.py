@@ -1,0 +1,132 @@
+"""Whole models on the GPU: packed checkpoints, their three routes, compilation, and the learner."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from permtriton import NMPattern
+from permtriton.calibration import channel_norms
+from permtriton.compiler import find_plan
+from permtriton.config import LearnConfig
+from permtriton.export import export
+from permtriton.forward import hidden_states
+from permtriton.importance import importance_of
+from permtriton.kernels import autotune, cusparselt
+from permtriton.kernels.sparse_linear import CUSPARSELT, PACKED, ROUTE_CONFIGS, routed
+from permtriton.kernels.timing import relative_error
+from permtriton.learn import learn
+from permtriton.modules import SparseLinear
+from permtriton.plan import linear_module, weight_in_out
+from permtriton.progress import NoProgress
+
+from .. import folders
+
+SIZES = {
+    "vocab_size": 512, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}  # fmt: skip
+
+
+def llama(dtype: torch.dtype = torch.bfloat16) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**SIZES)).to(dtype).eval()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A packed checkpoint, and the dense one that it was made of."""
+    root, model = tmp_path_factory.mktemp("packed"), llama()
+    folders.prune(model)
+    folders.save(model, root / "dense")
+    export(root / "dense", root / "packed")
+    return root
+
+
+def load(folder, **options):
+    return AutoModelForCausalLM.from_pretrained(folder, device_map="cuda", **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_packed_model_stays_packed_and_is_the_dense_one(folder, dtype, device):
+    dense, packed = load(folder / "dense", dtype=dtype), load(folder / "packed", dtype=dtype)
+    layers = [module for module in packed.modules() if isinstance(module, SparseLinear)]
+    assert len(layers) == 7 * SIZES["num_hidden_layers"]
+    assert all(layer.pattern == NMPattern(2, 4) for layer in layers)
+    for tokens in (1, 16, 64, 65, 512):
+        ids = torch.randint(0, SIZES["vocab_size"], (1, tokens), device=device)
+        with torch.no_grad():
+            assert relative_error(packed(ids).logits, dense(ids).logits) < 2e-2, tokens
+
+
+def test_it_is_saved_packed_again(folder, tmp_path):
+    load(folder / "packed").save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["quantization_config"]["format"] == "packed"
+    states = [AutoModelForCausalLM.from_pretrained(place).state_dict() for place in (tmp_path, folder / "dense")]
+    assert folders.differing(*states) == []
+
+
+def test_it_generates_compiled_and_in_cuda_graphs(folder, device):
+    packed = load(folder / "packed")
+    ids = torch.randint(0, SIZES["vocab_size"], (1, 1), device=device)
+    with torch.no_grad():
+        expected = packed(ids, use_cache=False).logits
+        for mode in ("default", "reduce-overhead"):
+            compiled = torch.compile(packed, fullgraph=True, mode=mode)
+            for _ in range(3):
+                assert relative_error(compiled(ids, use_cache=False).logits, expected) < 2e-2, mode
+    assert packed.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0).shape == (1, 9)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("tokens", [1, 7, 64, 65, 300])
+@pytest.mark.parametrize("bias", [False, True])
+def test_every_route_gives_the_product(tokens, bias, device):
+    linear = torch.nn.Linear(512, 384, bias=bias, device=device, dtype=torch.bfloat16)
+    keep = linear.weight.view(384, -1, 4).abs().topk(2, dim=2, sorted=False).indices
+    mask = torch.zeros(384, 128, 4, device=device, dtype=torch.bool).scatter_(2, keep, True).view(384, 512)
+    linear.weight.data = torch.where(mask, linear.weight, 0).detach() + 0.0
+    x, index = torch.randn(tokens, 512, device=device).bfloat16(), torch.randperm(512, device=device).int()
+    expected = torch.nn.functional.linear(
+        x.double()[:, index], linear.weight.double(), linear.bias.double() if bias else None
+    )
+    packed = SparseLinear.from_linear(linear).pack(NMPattern(2, 4)).compress()
+    arguments = (x, packed.weight_values, packed.weight_positions, packed.bias, index, 512, 2, 4)
+    impossible = {PACKED} if tokens > 64 else set()
+    impossible |= {CUSPARSELT} if packed.weight_compressed is None else set()
+    for config in ROUTE_CONFIGS:
+        if config.constants["ROUTE"] in impossible:
+            continue
+        with autotune.forced("sparse_linear_route", config):
+            found = routed(*arguments, packed.weight_compressed)
+        assert relative_error(found, expected) < 1e-2, config
+
+
+def test_cusparselt_keeps_the_values_where_the_packed_form_has_them(device):
+    """What lets both forms share memory; a layer whose values lie elsewhere keeps both, and is larger."""
+    if not cusparselt.supports(torch.bfloat16, 384, 512, device):
+        pytest.skip("this torch has no cuSPARSELt")
+    weight = torch.randn(384, 128, 4, device=device).bfloat16()
+    weight[..., 1::2] = 0.0
+    linear = torch.nn.Linear(512, 384, bias=False, device="meta")
+    linear.weight = torch.nn.Parameter(weight.view(384, 512))
+    layer = SparseLinear.from_linear(linear).pack(NMPattern(2, 4)).compress()
+    assert layer.weight_values.data_ptr() == layer.weight_compressed.data_ptr()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_learning_lowers_the_loss(dtype, device):
+    model, pattern = llama(dtype).to(device), NMPattern(2, 4)
+    plan = find_plan(model, pattern)
+    ids = torch.randint(0, SIZES["vocab_size"], (8, 64))
+    norms = channel_norms(model, plan.sites, ids, 4, NoProgress())
+    importances = {
+        name: importance_of("wanda", weight_in_out(linear_module(model, name)), norms[site.name].to(device))
+        for site, name in plan.linears()
+    }
+    config = LearnConfig(epochs=4, batch_size=4, micro_batch_size=4, learning_rate=0.05)
+    target = hidden_states(model, ids, 4)
+    result = learn(model, plan, importances, ids, target, config, pattern, 0, NoProgress())
+    assert result.history[result.kept].loss < result.history[0].loss
+    assert sum(epoch.moved for epoch in result.history) > 0
