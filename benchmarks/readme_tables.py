@@ -12,6 +12,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # python benchmarks/readme_tables.py has only its own folder there
+
+from benchmarks.gpu import table as gpu  # noqa: E402
+
 RESULTS = ROOT / "benchmarks" / "results"
 
 
@@ -83,9 +87,17 @@ def runtime_overhead_table(name: str) -> str:
     return "\n".join([*lines, "", told])
 
 
+def gpu_table() -> str:
+    """Returns the newest result of ``python -m benchmarks.gpu``, or its goals where there is none."""
+    results = [_load(path.name) for path in RESULTS.glob("gpu-*.json")]
+    newest = max(results, key=lambda result: result["started"], default=None)
+    return gpu.unmeasured() if newest is None else gpu.markdown(newest)
+
+
 TABLES = {
     "compile-time": lambda: compile_time_table("compile-time-cpu.json"),
     "runtime-overhead": lambda: runtime_overhead_table("runtime-overhead-cpu.jsonl"),
+    "gpu": gpu_table,
     "demo-recipe": lambda: comparison_table("compare-demo-recipe.json"),
     "learning-step": lambda: learning_step_table("learning-step-cpu.jsonl"),
 }
@@ -97,8 +109,8 @@ def rewritten(readme: str) -> str:
         pattern = rf"(<!-- table {name} -->\n).*?(<!-- end -->)"
         if re.search(pattern, readme, re.DOTALL) is None:
             raise SystemExit(f"README.md has no section <!-- table {name} --> ... <!-- end -->")
-        text = f"\\g<1>{table()}\n\\g<2>"
-        readme = re.sub(pattern, text, readme, flags=re.DOTALL)
+        text = table()
+        readme = re.sub(pattern, lambda found, text=text: f"{found[1]}{text}\n{found[2]}", readme, flags=re.DOTALL)
     return readme
 
 

@@ -8,6 +8,7 @@ launches included. On a CPU the host's clock is used: a rehearsal, whose times s
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,10 +134,15 @@ def _replay(
     calls = calls * math.ceil(CALLS / len(calls))
     torch.cuda.synchronize(device)
     if graphs:
+        pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.current_stream(device)
         try:
-            return _captured(calls), len(calls), "graph"
+            return _captured(calls, pool), len(calls), "graph"
         except Exception:  # a call that waits for the GPU, or allocates outside of torch, cannot be captured
+            torch.cuda.set_stream(stream)  # torch leaves the stream of a capture that failed as the current one
             torch.cuda.synchronize(device)
+            # and its allocator, before 2.12, believes that the capture goes on: every later one would fail
+            with suppress(Exception):
+                torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
     slow = _timed(_all(calls[:2]), device) / 2 > 0.05  # long calls need no batching
     calls = calls[:1] if slow else calls
     return _all(calls), len(calls), "stream"
@@ -150,7 +156,7 @@ def _all(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
     return run
 
 
-def _captured(calls: list[Callable[[], object]]) -> Callable[[], object]:
+def _captured(calls: list[Callable[[], object]], pool: tuple[int, int]) -> Callable[[], object]:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -159,7 +165,7 @@ def _captured(calls: list[Callable[[], object]]) -> Callable[[], object]:
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, pool=pool):
         kept = [call() for call in calls]  # every call writes memory of its own, so that writes leave the L2, too
 
     def run() -> None:
@@ -175,6 +181,7 @@ def _timed(run: Callable[[], object], device: torch.device) -> float:
         run()
         return time.perf_counter() - started
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    run()  # while it runs, what is timed is launched: an idle GPU would wait for that after ``begin``
     begin.record()
     run()
     end.record()

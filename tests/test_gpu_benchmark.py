@@ -1,4 +1,4 @@
-"""``python -m benchmarks.gpu``: the whole of it on tiny shapes, its result file, and what it says without a GPU."""
+"""``python -m benchmarks.gpu``: the whole of it on tiny shapes, its result file, and what it does when things fail."""
 
 import dataclasses
 import importlib
@@ -6,39 +6,42 @@ import json
 import os
 import subprocess
 import sys
+import time
+import types
 from pathlib import Path
 
 import pytest
 import torch
 
+from permtriton.kernels.assignment import assignment_reference
+
 ROOT = Path(__file__).parent.parent
 HEAVY = ("datasets", "pyarrow", "lm_eval", "pandas", "matplotlib")
 
 
-def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs the benchmark after ``code`` in the repository's root."""
-    start = f"import sys, runpy\n{code}\nsys.argv = ['gpu', *sys.argv[1:]]\nrunpy.run_module('benchmarks.gpu', run_name='__main__')"  # noqa: E501
-    return subprocess.run(
-        [sys.executable, "-c", start, *arguments], cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
-
-
 @pytest.fixture
-def command(monkeypatch):
-    """The module that the command runs; the repository's root is on the path, as with ``python -m``."""
+def gpu(monkeypatch):
+    """The modules of the command, by name; the repository's root is on the path, as with ``python -m``."""
     monkeypatch.syspath_prepend(str(ROOT))
-    return importlib.import_module("benchmarks.gpu.__main__")
+    names = ("__main__", "bench", "goals", "kernels", "table", "worker")
+    return types.SimpleNamespace(**{name: importlib.import_module(f"benchmarks.gpu.{name}") for name in names})
 
 
 @pytest.fixture(scope="module")
 def rehearsal(tmp_path_factory) -> tuple[dict, str]:
     """The result and what was printed, where neither datasets nor the like can be imported."""
     folder = tmp_path_factory.mktemp("rehearsal")
-    forbid = f"for name in {HEAVY}: sys.modules[name] = None"
-    done = run(forbid, "--out", str(folder), "--rehearse")
+    (folder / "sitecustomize.py").write_text(f"import sys\nfor name in {HEAVY}:\n    sys.modules[name] = None\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu", "--out", str(folder), "--rehearse"], cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(folder)},
+        capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads((folder / "rehearsal.json").read_text()), done.stdout
+    text = (folder / "rehearsal.json").read_text()
+    assert str(ROOT) not in text
+    assert str(folder) not in text
+    return json.loads(text, parse_constant=pytest.fail), done.stdout
 
 
 def test_every_row_runs(rehearsal):
@@ -51,12 +54,14 @@ def test_every_row_runs(rehearsal):
         "assignment", "nm_mask forward", "nm_mask backward", "sparse_linear, 1 tokens", "sparse_linear, 16 tokens",
         "2:4 prefill", "learning step", "inference, a layer", "inference, a model",
     }  # fmt: skip
+    assert all(seconds >= 0 for seconds in result["row_seconds"].values())
 
 
 def test_every_sample_and_what_it_was_measured_on_is_kept(rehearsal):
     result, _ = rehearsal
     assert set(result["versions"]) >= {"permtriton", "torch", "triton", "transformers", "python"}
     assert set(result["hardware"]) >= {"device", "system", "cores"}
+    assert result["command"] == "python -m benchmarks.gpu --out DIR --minutes 9 --rehearse"
     assert result["ceilings"]["copy_gb_s"] > 0
     for row in result["rows"]:
         for told in row["times"].values():
@@ -84,53 +89,201 @@ def test_the_most_important_goals_are_in_it(rehearsal):
     assert bounds["RMSNorm + permute", "times the norm alone"] == (None, 1.03)
 
 
+def test_every_goal_is_one_of_the_table(rehearsal, gpu):
+    reported = {
+        (row["row"].split()[0], goal["name"], goal["least"], goal["most"])
+        for row in rehearsal[0]["rows"]
+        for goal in row["goals"]
+        if (goal["least"], goal["most"]) != (None, None)
+    }
+    table = {
+        (row.split()[0], name, *bounds) for row, figures in gpu.goals.GOALS.items() for name, bounds in figures.items()
+    }
+    of_a_large_shape = {("permute", "of copy bandwidth", 0.95, None)}
+    assert reported | of_a_large_shape == table
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_without_a_gpu_it_says_so(command, tmp_path, capsys):
-    assert command.main(["--out", str(tmp_path)]) == 2
+def test_without_a_gpu_it_says_so(gpu, tmp_path, capsys):
+    assert gpu.__main__.main(["--out", str(tmp_path)]) == 2
     told = capsys.readouterr().err
     assert "CUDA GPU" in told
     assert "--rehearse" in told
     assert list(tmp_path.iterdir()) == []
 
 
-def rehearse(command, folder: Path, *rows: str) -> tuple[int, dict]:
-    code = command.main(["--out", str(folder), "--rehearse", *(word for row in rows for word in ("--only", row))])
-    return code, json.loads((folder / "rehearsal.json").read_text())
+def begin(gpu, folder: Path, minutes: float = 9.0):
+    return gpu.bench.Bench.begin(folder, minutes, True, "", None)
 
 
-def test_a_row_that_fails_leaves_the_others(command, tmp_path, monkeypatch):
-    monkeypatch.setattr(command.kernels.cases, "nm_mask_case", None)
-    code, result = rehearse(command, tmp_path, "nm_mask", "permute")
-    assert code == 1
+def work(gpu, folder: Path, *rows: str) -> dict:
+    """What a worker writes, in this process."""
+    bench = begin(gpu, folder)
+    assert gpu.worker.main([str(bench.file), repr(bench.deadline), *rows]) == 0
+    return json.loads(bench.file.read_text())
+
+
+def test_a_row_that_fails_leaves_the_others(gpu, tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu.kernels.cases, "nm_mask_case", None)
+    result = work(gpu, tmp_path, "nm_mask", "permute")
     assert [left["row"] for left in result["left_out"]] == ["nm_mask"]
+    assert str(ROOT) not in result["left_out"][0]["traceback"]
     assert {row["row"] for row in result["rows"]} == {"permute"}
 
 
-def test_a_wrong_kernel_gets_no_time(command, tmp_path, monkeypatch):
-    make = command.kernels.cases.permute_case
+def test_a_wrong_kernel_gets_no_time_and_leaves_the_other_cases(gpu, tmp_path, monkeypatch):
+    make = gpu.kernels.cases.permute_case
 
-    def broken(*arguments):
-        case = make(*arguments)
-        return dataclasses.replace(case, run=lambda x, index: case.run(x, index) + 1)
+    def broken(rows, channels, dtype, device, in_blocks):
+        case = make(rows, channels, dtype, device, in_blocks)
+        wrong = dataclasses.replace(case, run=lambda x, index: case.run(x, index) + 1)
+        return wrong if in_blocks else case
 
-    monkeypatch.setattr(command.kernels.cases, "permute_case", broken)
-    code, result = rehearse(command, tmp_path, "permute")
-    assert code == 1
-    assert result["rows"] == []
-    assert "is wrong" in result["left_out"][0]["why"]
+    monkeypatch.setattr(gpu.kernels.cases, "permute_case", broken)
+    result = work(gpu, tmp_path, "permute")
+    assert [row["case"] for row in result["rows"]] == ["permute 8x256 global float32"]
+    (left,) = result["left_out"]
+    assert left["row"] == "permute: permute 8x256 in blocks float32"
+    assert "is wrong" in left["why"]
 
 
-def test_no_row_is_started_that_may_not_end_in_time(command, tmp_path, monkeypatch):
-    monkeypatch.setattr(command.Bench, "pick", lambda self, full, tiny: full if full == 75 else tiny)
-    monkeypatch.setattr(command.Bench, "seconds_left", 20.0)
-    code, result = rehearse(command, tmp_path, "permute", "norm")
-    assert code == 1
+def test_a_wrong_peer_gets_no_time(gpu, tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu.kernels, "_index_select", lambda inputs: lambda: inputs[0])
+    for row in work(gpu, tmp_path, "permute")["rows"]:
+        assert "index_select" not in row["times"]
+        assert "wrong" in row["absent"]["index_select"]
+
+
+def test_peers_are_compiled_once(gpu, tmp_path):
+    """torch.compile compiles for gradients and for none: it must see but one of them."""
+    bench = begin(gpu, tmp_path)
+    bench.result["ceilings"] = {"copy_gb_s": 1.0, "matmul_tflop_s": 1.0}
+    case, seen = gpu.kernels.cases.permute_case(4, 64, torch.float32, bench.device), set()
+    bench.compare("permute", case, {"peer": lambda _: lambda: seen.add(torch.is_grad_enabled())}, lambda times: [])
+    assert bench.result["left_out"] == []
+    assert seen == {False}
+
+
+@pytest.mark.parametrize(
+    ("package", "told"), [("right", None), ("wrong", "AssertionError: wrong"), ("missing", "ModuleNotFoundError")]
+)
+def test_torch_linear_assignment_where_it_is_there_and_right(gpu, tmp_path, monkeypatch, package, told):
+    def batch_linear_assignment(cost):
+        rows = assignment_reference(-cost).long().argsort(1)
+        return rows.roll(1, 1) if package == "wrong" else rows
+
+    module = types.SimpleNamespace(batch_linear_assignment=batch_linear_assignment)
+    monkeypatch.setitem(sys.modules, "torch_linear_assignment", None if package == "missing" else module)
+    (row,) = work(gpu, tmp_path, "assignment")["rows"]
+    assert ("torch-linear-assignment" in row["times"]) == (told is None)
+    if told:
+        assert row["absent"]["torch-linear-assignment"].startswith(told)
+    assert {"scipy serial", "scipy threaded"} <= row["times"].keys()
+
+
+def test_no_row_is_started_that_may_not_end_in_time(gpu, tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu.bench.Bench, "pick", lambda self, full, tiny: full if full == 60 else tiny)
+    monkeypatch.setattr(gpu.bench.Bench, "seconds_left", 20.0)
+    result = work(gpu, tmp_path, "permute", "norm")
     assert [(left["row"], left["why"]) for left in result["left_out"]] == [
-        ("permute", "20 s were left, it may need 75")
+        ("permute", "20 s were left, it may need 60")
     ]
+    assert result["row_seconds"].keys() == {"norm"}
 
 
-def test_the_table_in_markdown(command, rehearsal):
-    lines = importlib.import_module("benchmarks.gpu.table").markdown(rehearsal[0]).splitlines()
+HANGING = """
+import sys, time
+from benchmarks.gpu import worker
+worker.ROWS = tuple((name, 0.5, lambda bench: time.sleep(20)) if name == "nm_mask" else (name, s, row)
+                    for name, s, row in worker.ROWS)
+sys.exit(worker.main(sys.argv[1:]))
+"""
+
+
+def test_a_row_that_hangs_costs_only_itself(gpu, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(gpu.__main__, "WORKER", (sys.executable, "-c", HANGING))
+    rows = [word for row in ("assignment", "nm_mask", "norm") for word in ("--only", row)]
+    assert gpu.__main__.main(["--out", str(tmp_path), "--rehearse", *rows]) == 1
+    result = json.loads((tmp_path / "rehearsal.json").read_text())
+    assert [(left["row"], left["why"].split(":")[0]) for left in result["left_out"]] == [("nm_mask", "cut off")]
+    assert {row["row"] for row in result["rows"]} == {"assignment", "RMSNorm + permute"}
+    told = capfd.readouterr()
+    assert "time.sleep" in told.err or "Timeout" in told.err
+    assert "left out: cut off" in told.out
+
+
+DYING = """
+import json, os, sys
+file, deadline, *names = sys.argv[1:]
+result = json.load(open(file))
+for name in names:
+    result["row_seconds"][name] = None if name == "nm_mask" else 1.0
+    json.dump(result, open(file, "w"))
+    if name == "nm_mask":
+        os.abort()
+    if name == "permute":
+        sys.exit(3)
+"""
+
+
+def test_after_a_worker_that_died_or_gave_up_another_goes_on(gpu, tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu.__main__, "WORKER", (sys.executable, "-c", DYING))
+    bench = begin(gpu, tmp_path)
+    gpu.__main__._rows(bench, ["sinkhorn", "nm_mask", "permute", "norm"])
+    assert [left["row"] for left in bench.result["left_out"]] == ["nm_mask"]
+    assert bench.result["row_seconds"] == {"sinkhorn": 1.0, "nm_mask": None, "permute": 1.0, "norm": 1.0}
+
+
+@pytest.mark.parametrize(("seconds", "why"), [(0.5, "no time was left"), (60, "its process could not begin")])
+def test_a_worker_that_never_begins_ends_the_run(gpu, tmp_path, monkeypatch, seconds, why):
+    code = "import time; time.sleep(60)" if seconds < 1 else "import sys; sys.exit(1)"
+    monkeypatch.setattr(gpu.__main__, "WORKER", (sys.executable, "-c", code))
+    monkeypatch.setattr(gpu.__main__, "GRACE", 1)
+    bench, started = begin(gpu, tmp_path, seconds / 60), time.monotonic()
+    gpu.__main__._rows(bench, ["permute", "norm"])
+    assert time.monotonic() - started < 20
+    assert [(left["row"], left["why"]) for left in bench.result["left_out"]] == [("permute", why), ("norm", why)]
+    gpu.table.print_table(bench.result)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_the_gpu_tests_run_first_and_are_cut_off_in_time(gpu, tmp_path):
+    bench = begin(gpu, tmp_path)
+    gpu.__main__._tests(bench, 120)
+    assert bench.result["tests"]["code"] == 0
+    assert "skipped" in bench.result["tests"]["summary"]
+    gpu.__main__._tests(bench, 0.5)
+    assert bench.result["tests"]["code"] != 0
+    assert bench.result["tests"]["summary"] == "cut off after 0 s"
+
+
+def test_the_table_in_markdown(gpu, rehearsal):
+    left = {"row": "norm", "why": "a | b\nand more"}
+    lines = gpu.table.markdown({**rehearsal[0], "left_out": [left], "ceilings": None}).splitlines()
     assert lines[0].startswith("| row | case | ours, us |")
-    assert all(line.count("|") == lines[0].count("|") for line in lines[:-2])
+    assert all(line.replace("\\|", "").count("|") == lines[0].count("|") for line in lines[:-2])
+    assert "left out: a \\| b and more" in lines[-3]
+
+
+@pytest.fixture
+def readme(gpu, tmp_path, monkeypatch):
+    module = importlib.import_module("benchmarks.readme_tables")
+    monkeypatch.setattr(module, "RESULTS", tmp_path)
+    return module
+
+
+def test_readme_lists_the_goals_until_there_is_a_result(readme, gpu):
+    rows = [line for line in readme.gpu_table().splitlines() if "not measured" in line]
+    assert len(rows) == sum(map(len, gpu.goals.GOALS.values()))
+    assert "| assignment | milliseconds | <= 5 | not measured |" in rows
+    assert "No GPU has run this version" in readme.gpu_table()
+
+
+def test_readme_shows_the_newest_result(readme, rehearsal, tmp_path, monkeypatch):
+    for name, started in (("gpu-b", "2026-01-02T00:00:00+00:00"), ("gpu-a", "2026-02-01T00:00:00+00:00")):
+        result = {**rehearsal[0], "started": started, "command": f"{name} \\1"}
+        (tmp_path / f"{name}.json").write_text(json.dumps(result))
+    assert "`gpu-a \\1`" in readme.gpu_table()
+    section = "<!-- table gpu -->\nold\n<!-- end -->"
+    monkeypatch.setattr(readme, "TABLES", {"gpu": readme.gpu_table})
+    assert readme.rewritten(section) == f"<!-- table gpu -->\n{readme.gpu_table()}\n<!-- end -->"

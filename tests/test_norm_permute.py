@@ -177,6 +177,18 @@ def test_opcheck(kind, offset, dtype):
 
 
 @pytest.mark.parametrize(("kind", "offset"), VARIANTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_opcheck_of_the_backward_pass(kind, offset, dtype):
+    x, grad, weight = random(2, 3, 8, dtype=dtype), random(2, 3, 8, dtype=dtype, seed=3), random(8, dtype=dtype, seed=1)
+    op = torch.ops.permtriton.norm_permute_backward.default
+    for bias in (None, random(8, dtype=dtype, seed=2)) if kind == "layer" else (None,):
+        torch.library.opcheck(op, (grad, x, weight, bias, index_of(8), EPS, offset, kind))
+        torch.library.opcheck(
+            op, (grad.transpose(0, 1), x.transpose(0, 1), weight, bias, index_of(8).byte(), EPS, offset, kind)
+        )
+
+
+@pytest.mark.parametrize(("kind", "offset"), VARIANTS)
 def test_compiles_without_a_break(kind, offset):
     weight, index = random(8, seed=1), index_of(8)
     leaves = [random(3, 8).requires_grad_() for _ in range(2)]

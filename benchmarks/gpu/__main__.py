@@ -5,42 +5,34 @@
 
 Needs torch, triton, transformers, scipy, typer, rich, numpy and safetensors, and permtriton installed from this
 checkout: pip install --no-deps --no-build-isolation -e .
+Uses pytest, pytest-xdist and torch-linear-assignment where they are installed.
 
-Writes one JSON file into DIR, anew after each result, so that a run that is cut off counts as far as it came. Exit code
-0: it ran through, whatever the goals say; 1: something was wrong or did not run; 2: there is no GPU to run on.
+Writes one JSON file into DIR, anew after each result, so that a run that is cut off counts as far as it came. When the
+time is up it ends, whatever runs. Exit code 0: it ran through, whatever the goals say; 1: something was wrong or did
+not run; 2: there is no GPU to run on.
 """
 
 import argparse
-import gc
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 import time
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-import transformers
 
-from benchmarks.gpu import kernels, models
-from benchmarks.gpu.bench import ROOT, Bench
+from benchmarks.gpu.bench import ROOT, Bench, without_folders
 from benchmarks.gpu.table import print_table
-from permtriton.kernels import timing
+from benchmarks.gpu.worker import ROWS
 from permtriton.kernels.launch import triton
 
-ROWS: tuple[tuple[str, float, Callable[[Bench], None]], ...] = (  # name, seconds that it may need, function
-    ("sparse_linear", 30, models.decode),
-    ("assignment", 25, kernels.assignment),
-    ("sinkhorn", 60, kernels.sinkhorn),
-    ("nm_mask", 15, kernels.masks),
-    ("permute", 75, kernels.permute),
-    ("norm", 15, kernels.norm),
-    ("learning_step", 120, models.learning_step),
-    ("prefill", 30, models.prefill),
-    ("inference", 60, models.inference),
-)
+TESTS = 0.28  # of the time at most, for the GPU tests
+GRACE = 5  # seconds that a worker has to end itself when the time is up
+CUT_OFF = "cut off: the time was up, or it took twice what it may need"
+WORKER = (sys.executable, "-m", "benchmarks.gpu.worker")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -48,31 +40,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    names = [name for name, _, _ in ROWS]
     parser.add_argument("--out", type=Path, required=True, help="folder for the result file")
-    parser.add_argument("--minutes", type=float, default=9.0, help="after which no further row is started")
-    parser.add_argument("--only", action="append", choices=[name for name, _, _ in ROWS], help="repeat for more rows")
+    parser.add_argument("--minutes", type=float, default=9.0, help="after which it ends")
+    parser.add_argument("--only", action="append", choices=names, help="this row and no tests; repeat for more rows")
     parser.add_argument("--no-tests", action="store_true", help="leave the GPU tests out")
+    parser.add_argument("--commit", help="of this checkout, where git is not there to ask")
     parser.add_argument("--rehearse", action="store_true", help="tiny shapes on the CPU")
     args = parser.parse_args(arguments)
     if why := None if args.rehearse else _no_gpu():
         print(f"error: {why}; --rehearse runs the same code on the CPU", file=sys.stderr)
         return 2
-    torch.manual_seed(0)
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    bench = Bench(args.out, args.minutes, args.rehearse)
+    bench = Bench.begin(args.out, args.minutes, args.rehearse, _command(args), args.commit)
     print(f"results: {bench.file}", flush=True)
-    if not args.no_tests and not args.rehearse:
-        _tests(bench, 60 * args.minutes * 0.15)
-    limits = bench.ceilings = timing.ceilings(bench.device, args.rehearse)
-    bench.result["ceilings"] = {
-        "copy_gb_s": limits.copy_gb_s, "matmul_tflop_s": limits.matmul_tflop_s,
-        "copy": limits.copy.report(), "matmul": limits.matmul.report(),
-    }  # fmt: skip
-    bench.write()
-    for name, seconds, row in ROWS:
-        if args.only is None or name in args.only:
-            _run(bench, name, seconds, row)
+    if not (args.no_tests or args.only or args.rehearse):
+        _tests(bench, 60 * args.minutes * TESTS)
+    _rows(bench, [name for name in names if args.only is None or name in args.only])
     bench.result["finished"] = True
     bench.write()
     print_table(bench.result)
@@ -88,54 +71,67 @@ def _no_gpu() -> str | None:
     return None
 
 
-def _run(bench: Bench, name: str, seconds: float, row: Callable[[Bench], None]) -> None:
-    if bench.seconds_left < bench.pick(seconds, 0.0):
-        why = f"{max(bench.seconds_left, 0):.0f} s were left, it may need {seconds:.0f}"
-        bench.result["left_out"].append({"row": name, "why": why})
-        bench.write()
-        return
-    started = time.perf_counter()
+def _command(args: argparse.Namespace) -> str:
+    """Returns the command for the result file, without a folder of this machine."""
+    words = ["python -m benchmarks.gpu --out DIR", f"--minutes {args.minutes:g}"]
+    words += [f"--only {row}" for row in args.only or ()]
+    return " ".join(words + ["--no-tests"] * args.no_tests + ["--rehearse"] * args.rehearse)
+
+
+def _rows(bench: Bench, names: list[str]) -> None:
+    """Runs rows in a worker, and in another one those after a row that ended it."""
+    while names and bench.seconds_left > 0:
+        code = _work(bench, names)
+        bench.read()
+        if code == 0:
+            return
+        begun = [name for name in names if name in bench.result["row_seconds"]]
+        if not begun:
+            break
+        if bench.result["row_seconds"][begun[-1]] is None:
+            bench.leave_out(begun[-1], CUT_OFF if code == 1 else f"its process died of exit code {code}")
+        names = names[names.index(begun[-1]) + 1 :]
+    why = "its process could not begin" if bench.seconds_left > 0 else "no time was left"
+    for name in names:
+        bench.leave_out(name, why)
+
+
+def _work(bench: Bench, names: list[str]) -> int:
+    """Returns a worker's exit code; it ends itself in time unless even that hangs."""
     try:
-        row(bench)
-        told = "done"
-    except Exception as error:  # one row that fails must not cost the others
-        told = f"{type(error).__name__}: {error}"
-        bench.result["left_out"].append({"row": name, "why": told, "traceback": traceback.format_exc()})
-        bench.write()
-    print(f"{name}: {told}, {time.perf_counter() - started:.0f} s, {bench.seconds_left:.0f} s left", flush=True)
-    gc.collect()
-    if bench.device.type == "cuda":
-        torch.cuda.empty_cache()
+        limit = bench.seconds_left + GRACE
+        command = [*WORKER, str(bench.file.resolve()), repr(bench.deadline), *names]
+        return subprocess.run(command, cwd=ROOT, timeout=limit, check=False).returncode
+    except subprocess.TimeoutExpired:
+        return -signal.SIGKILL
 
 
 def _tests(bench: Bench, seconds: float) -> None:
-    """Runs tests/gpu in a process of its own; each row checks its own results besides."""
+    """Runs tests/gpu in processes of their own; each row checks its own results besides."""
     if importlib.util.find_spec("pytest") is None:
-        bench.result["tests"] = {"code": 0, "told": "not run: pytest is not installed"}
+        bench.result["tests"] = {"code": 0, "summary": "not run: pytest is not installed"}
         return
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        str(ROOT / "tests" / "gpu"),
-        "-q",
-        "--tb=short",
-        "-p",
-        "no:cacheprovider",
-    ]
+    command = [sys.executable, "-m", "pytest", str(ROOT / "tests" / "gpu"), "-vv", "--tb=short", "--no-header"]
+    command += ["-p", "no:cacheprovider"]
+    if importlib.util.find_spec("xdist") is not None:  # most of the time compiles kernels, on the host
+        command += ["-n", str(min(max((os.cpu_count() or 1) // 2, 1), 8))]
     started = time.perf_counter()
-    try:
-        done = subprocess.run(
-            command, cwd=ROOT, env={**os.environ, "PYTHONUNBUFFERED": "1"}, capture_output=True, text=True,
-            timeout=seconds, check=False,
-        )  # fmt: skip
-        told, code = done.stdout + done.stderr, done.returncode
-    except subprocess.TimeoutExpired as error:
-        cut = error.stdout.decode(errors="replace") if isinstance(error.stdout, bytes) else error.stdout or ""
-        told, code = f"{cut}\ncut off after {seconds:.0f} s", 124
-    bench.result["tests"] = {"code": code, "seconds": time.perf_counter() - started, "told": told[-4000:]}
+    with subprocess.Popen(
+        command, cwd=ROOT, env={**os.environ, "PYTHONUNBUFFERED": "1"}, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    ) as process:  # fmt: skip
+        try:
+            told = process.communicate(timeout=seconds)[0]
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # its workers, too: they would disturb what is timed
+            told = f"{process.communicate()[0]}\ncut off after {seconds:.0f} s"
+    told = without_folders(told)
+    bench.result["tests"] = {
+        "code": process.returncode, "seconds": round(time.perf_counter() - started, 1),
+        "summary": (told.strip() or "no output").splitlines()[-1].strip("= "), "told": told[-20000:],
+    }  # fmt: skip
     bench.write()
-    print(f"GPU tests: exit code {code}\n{told[-1500:]}", flush=True)
+    print(f"GPU tests: exit code {process.returncode}\n{told[-1500:]}", flush=True)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import traceback
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -17,76 +17,62 @@ from typing import Any, TypeVar
 import torch
 import transformers
 
+from benchmarks.gpu.goals import Goal
+from benchmarks.gpu.table import OURS
 from permtriton import report
 from permtriton.kernels.cases import Case, Inputs
 from permtriton.kernels.launch import triton
-from permtriton.kernels.timing import Ceilings, Timing, measure, sets_of_inputs
+from permtriton.kernels.timing import Timing, measure, sets_of_inputs
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 T = TypeVar("T")
 Prepare = Callable[[Inputs], Callable[[], object]]  # a set of inputs -> the call that is timed
-OURS, COPY = "permtriton", "copy_ of the same bytes"
-
-
-@dataclass(frozen=True)
-class Goal:
-    """A figure and what it should be.
-
-    Attributes:
-        name: of the figure, for people.
-        value: measured.
-        least, most: bounds, either or both; none for a figure that is only reported.
-    """
-
-    name: str
-    value: float
-    least: float | None = None
-    most: float | None = None
-
-    def report(self, rehearse: bool) -> dict[str, Any]:
-        """Returns it for the result file; a rehearsal, or a figure that has no value, neither passes nor fails."""
-        low, high, known = self.least, self.most, math.isfinite(self.value)
-        inside = (low is None or self.value >= low) and (high is None or self.value <= high)
-        passed = None if rehearse or not known or (low is None and high is None) else inside
-        value = round(self.value, 4) if known else None
-        return {"name": self.name, "value": value, "least": low, "most": high, "passed": passed}
 
 
 class Bench:
-    """One run of the benchmark.
+    """One run of the benchmark, shared by the processes that it is made of.
 
     Attributes:
-        device: the GPU, or the CPU in a rehearsal.
-        rehearse: whether sizes are tiny and times mean nothing.
-        ceilings: set once measured.
+        file: the result file.
+        deadline: on the machine's monotonic clock, when nothing runs any more.
         result: what the file holds.
+        rehearse: whether sizes are tiny and times mean nothing.
+        device: the GPU, or the CPU in a rehearsal.
     """
 
-    ceilings: Ceilings
+    def __init__(self, file: Path, deadline: float, result: dict[str, Any] | None = None) -> None:
+        """Goes on with a result file, or begins it with ``result``."""
+        self.file, self.deadline = file, deadline
+        if result is None:
+            self.read()
+        else:
+            self.result = result
+            self.write()
+        self.rehearse: bool = self.result["rehearsal"]
+        self.device = torch.device("cpu" if self.rehearse else "cuda")
 
-    def __init__(self, folder: Path, minutes: float, rehearse: bool) -> None:
-        self.rehearse = rehearse
-        self.device = torch.device("cpu" if rehearse else "cuda")
-        self._deadline = time.monotonic() + 60 * minutes
-        started = datetime.now(UTC)
+    @classmethod
+    def begin(cls, folder: Path, minutes: float, rehearse: bool, command: str, commit: str | None) -> "Bench":
+        """Returns a run whose time begins now, with a new result file in ``folder``."""
+        deadline, started = time.monotonic() + 60 * minutes, datetime.now(UTC)
         name = "rehearsal" if rehearse else f"gpu-{started:%Y%m%dT%H%M%SZ}"
-        self.file = folder / f"{name}.json"
-        self.result: dict[str, Any] = {
+        result = {
             "rehearsal": rehearse,
             "started": started.isoformat(timespec="seconds"),
-            "command": " ".join(["python", "-m", "benchmarks.gpu", *sys.argv[1:]]),
+            "command": command,
             "minutes": minutes,
-            "commit": _commit(),
-            "hardware": _hardware(self.device),
+            "commit": commit or _commit(),
+            "hardware": _hardware(torch.device("cpu" if rehearse else "cuda")),
             "versions": {**_versions(), "triton": getattr(triton, "__version__", None),
                          "cuda": torch.version.cuda},
             "tests": None,
             "ceilings": None,
+            "row_seconds": {},
             "rows": [],
             "left_out": [],
             "finished": False,
         }  # fmt: skip
-        self.write()
+        return cls(folder / f"{name}.json", deadline, result)
 
     def pick(self, full: T, tiny: T) -> T:
         """Returns the size to run: the real one, or the rehearsal's."""
@@ -94,7 +80,11 @@ class Bench:
 
     @property
     def seconds_left(self) -> float:
-        return self._deadline - time.monotonic()
+        return self.deadline - time.monotonic()
+
+    def read(self) -> None:
+        """Takes over what another process has written."""
+        self.result = json.loads(self.file.read_text(encoding="utf-8"))
 
     def write(self) -> None:
         """Replaces the result file whole."""
@@ -102,6 +92,16 @@ class Bench:
         temporary = self.file.with_suffix(".tmp")
         temporary.write_text(json.dumps(self.result, indent=1), encoding="utf-8")
         os.replace(temporary, self.file)
+
+    def leave_out(self, row: str, why: str | Exception) -> str:
+        """Writes that a row, or one case of it, has no result; returns the reason."""
+        told: dict[str, Any] = {"row": row, "why": why}
+        if isinstance(why, Exception):
+            trace = "".join(traceback.format_exception(why))
+            told |= {"why": without_folders(f"{type(why).__name__}: {why}"), "traceback": without_folders(trace)}
+        self.result["left_out"].append(told)
+        self.write()
+        return str(told["why"])
 
     def add(
         self,
@@ -139,9 +139,10 @@ class Bench:
         peers: Mapping[str, Prepare],
         goals: Callable[[Mapping[str, Timing]], list[Goal]],
         seconds: float = 3.0,
+        alike: Collection[str] = (),
         **more: Any,
     ) -> dict[str, Timing]:
-        """Checks a case, times it beside its peers and writes the result; what is wrong gets no time.
+        """Checks a case, times it beside its peers and writes the result; what is wrong or fails gets no time.
 
         Args:
             row: of the table.
@@ -149,8 +150,29 @@ class Bench:
             peers: name -> how its call is made of a set of inputs; one that raises is written as absent.
             goals: times by name -> figures.
             seconds: to spend on timing.
+            alike: peers that compute what ours computes: one whose result is another is written as absent.
             more: for the file.
+
+        Returns:
+            The times; none where ours is wrong or failed, which is written down and costs no other case.
         """
+        try:
+            with torch.no_grad():  # torch.compile would compile again with gradients switched otherwise
+                return self._compare(row, case, peers, goals, seconds, alike, more)
+        except Exception as error:
+            print(f"{row}: {self.leave_out(f'{row}: {case.name}', error)[:500]}", flush=True)
+            return {}
+
+    def _compare(
+        self,
+        row: str,
+        case: Case,
+        peers: Mapping[str, Prepare],
+        goals: Callable[[Mapping[str, Timing]], list[Goal]],
+        seconds: float,
+        alike: Collection[str],
+        more: Mapping[str, Any],
+    ) -> dict[str, Timing]:
         wrong = case.check()
         if wrong is not None:
             raise AssertionError(f"{case.name} is wrong: {wrong}")
@@ -160,12 +182,13 @@ class Bench:
         for name, prepare in peers.items():
             try:
                 calls = [prepare(one) for one in inputs]
-                calls[0]()
+                found = calls[0]()
+                if name in alike and (error := case.error(found, runs[OURS][0]())) > case.limit:
+                    raise AssertionError(f"wrong: its result is {error:.3g} from ours, {case.limit:.3g} is allowed")
                 runs[name] = calls
             except Exception as error:  # a peer that this machine or version does not have
-                absent[name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:200]
-        with torch.no_grad():
-            times = measure(runs, self.device, min(seconds, max(self.seconds_left / 4, 0.5)))
+                absent[name] = brief(error)
+        times = measure(runs, self.device, min(seconds, max(self.seconds_left / 4, 0.5)))
         half = times[OURS].quantile(0.5)
         floor = {"bytes": case.bytes, "flops": case.flops, "floor_us": self.floor(case) * 1e6}
         rates = {"gb_s": case.bytes / half / 1e9, "tflop_s": case.flops / half / 1e12}
@@ -174,8 +197,8 @@ class Bench:
 
     def floor(self, case: Case) -> float:
         """Returns the seconds that its bytes or its arithmetic take at the measured ceilings, the larger of both."""
-        by_bytes = case.bytes / self.ceilings.copy_gb_s / 1e9
-        return max(by_bytes, case.flops / self.ceilings.matmul_tflop_s / 1e12)
+        ceilings = self.result["ceilings"]
+        return max(case.bytes / ceilings["copy_gb_s"] / 1e9, case.flops / ceilings["matmul_tflop_s"] / 1e12)
 
     def copy_peer(self, case: Case) -> Prepare:
         """Returns the peer that copies as many bytes as the case must move."""
@@ -188,8 +211,20 @@ class Bench:
 
 
 def ratio(times: Mapping[str, Timing], peer: str) -> float:
-    """Returns how many times faster ours is than the peer, at the medians; NaN where the peer was not measured."""
-    return times[peer].quantile(0.5) / times[OURS].quantile(0.5) if peer in times else math.nan
+    """Returns how many times faster ours is than the peer, at the medians; NaN where either was not measured."""
+    return times[peer].quantile(0.5) / times[OURS].quantile(0.5) if {peer, OURS} <= times.keys() else math.nan
+
+
+def brief(error: Exception) -> str:
+    """Returns what a peer's failure is written down as."""
+    return f"{type(error).__name__}: {' '.join(without_folders(str(error)).split())}"[:200]
+
+
+def without_folders(text: str) -> str:
+    """Returns text without the folders of the machine that it comes from: a result file is published."""
+    for folder in (ROOT, sys.prefix, sys.base_prefix, Path.home()):
+        text = text.replace(f"{folder}/", "")
+    return text
 
 
 def _bound(run: Callable[..., Any], inputs: Inputs) -> Callable[[], object]:
@@ -205,7 +240,7 @@ def _versions() -> dict[str, str]:
 
 
 def _hardware(device: torch.device) -> dict[str, Any]:
-    found: dict[str, Any] = {"system": platform.platform(), "cores": os.cpu_count()}
+    found: dict[str, Any] = {"system": f"{platform.system()} {platform.machine()}", "cores": os.cpu_count()}
     if device.type != "cuda":
         return {**found, "device": report.device_name(device)}
     about = torch.cuda.get_device_properties(device)

@@ -13,14 +13,16 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from benchmarks.gpu.bench import OURS, Bench, Goal, Prepare, ratio
+from benchmarks.gpu.bench import Bench, Prepare, ratio
+from benchmarks.gpu.goals import Goal, goal
+from benchmarks.gpu.table import OURS
 from permtriton import NMPattern, compiler, memory
 from permtriton.config import LearnConfig
 from permtriton.forward import hidden_states, last_hidden_state
 from permtriton.importance import importance_of
-from permtriton.kernels import cases
+from permtriton.kernels import cases, cusparselt
 from permtriton.kernels.cases import Inputs, two_of_four
-from permtriton.kernels.sparse_linear import unpack
+from permtriton.kernels.packing import unpack
 from permtriton.kernels.timing import Timing, measure
 from permtriton.learn import Trainer, checkpointed, learned_spaces, masked_model
 from permtriton.modules import SparseLinear, replace_module
@@ -29,19 +31,20 @@ from permtriton.relaxation import Relaxation
 
 SHAPES_7B = [(11008, 4096), (4096, 11008), (4096, 4096)]
 PATTERN = NMPattern(2, 4)
-CUSPARSELT = "cuSPARSELt"
+CUSPARSELT, SEMI_STRUCTURED = "cuSPARSELt", "torch's semi-structured linear"
 
 
 def decode(bench: Bench) -> None:
     """The packed product at 1 and 16 tokens against cuBLAS and cuSPARSELt."""
-    for tokens, least in ((1, 1.65), (16, 1.5)):
+    for tokens in (1, 16):
+        row = f"sparse_linear, {tokens} tokens"
         for out_features, in_features in bench.pick(SHAPES_7B, [(64, 128)]):
             case = cases.sparse_linear_case(
                 tokens, out_features, in_features, bench.pick(torch.bfloat16, torch.float32), bench.device
             )
-            bench.compare(f"sparse_linear, {tokens} tokens", case, _peers(in_features),
-                          lambda times, least=least: [
-                Goal("times faster than cuBLAS dense", ratio(times, "dense"), least),
+            bench.compare(row, case, _peers(in_features),
+                          lambda times, row=row: [
+                goal(row, "times faster than cuBLAS dense", ratio(times, "dense")),
                 Goal("times faster than cuSPARSELt", ratio(times, CUSPARSELT)),
             ], seconds=1.5)  # fmt: skip
 
@@ -62,8 +65,8 @@ def prefill(bench: Bench) -> None:
 
 def _prefill_goals(times: Mapping[str, Timing]) -> list[Goal]:
     return [
-        Goal("of bare cuSPARSELt without permutation", ratio(times, CUSPARSELT), 0.98),
-        Goal("times faster than cuBLAS dense", ratio(times, "dense"), 1.0),
+        goal("2:4 prefill", "of bare cuSPARSELt without permutation", ratio(times, CUSPARSELT)),
+        goal("2:4 prefill", "times faster than cuBLAS dense", ratio(times, "dense")),
     ]
 
 
@@ -77,13 +80,17 @@ def _peers(in_features: int) -> dict[str, Prepare]:
         weight = weight_of(inputs)
         return lambda: linear(inputs[0], weight)
 
-    def cusparselt(inputs: Inputs) -> Callable[[], object]:
+    def bare(inputs: Inputs) -> Callable[[], object]:
+        compressed, out_features = cusparselt.compress(weight_of(inputs)), inputs[1].shape[0]
+        return lambda: cusparselt.product(inputs[0], compressed, None, out_features)
+
+    def semi_structured(inputs: Inputs) -> Callable[[], object]:
         from torch.sparse import SparseSemiStructuredTensorCUSPARSELT
 
         weight = SparseSemiStructuredTensorCUSPARSELT.from_dense(weight_of(inputs))
         return lambda: linear(inputs[0], weight)
 
-    return {"dense": dense, CUSPARSELT: cusparselt}
+    return {"dense": dense, CUSPARSELT: bare, SEMI_STRUCTURED: semi_structured}
 
 
 def learning_step(bench: Bench) -> None:
@@ -99,11 +106,11 @@ def learning_step(bench: Bench) -> None:
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
             continue
-        goal = Goal("times a dense forward + backward", 1 / ratio(times, "dense forward + backward"), most=1.10)
+        cost = goal("learning step", "times a dense forward + backward", 1 / ratio(times, "dense forward + backward"))
         layers = model.config.num_hidden_layers
         size = f"{layers} layers, {ids.shape[0]} x {tokens} tokens, {micro_batch} sequences at once"
         peak = memory.peak(model.device)
-        bench.add("learning step", size, times, [goal], peak_memory_bytes=peak, note="activation checkpointing in both")
+        bench.add("learning step", size, times, [cost], peak_memory_bytes=peak, note="activation checkpointing in both")
         return
     raise MemoryError("not even one sequence at once fits into the GPU's memory")
 
@@ -163,9 +170,9 @@ def inference(bench: Bench) -> None:
             ids = torch.randint(0, dense.config.vocab_size, (1, tokens), device=bench.device)
             with torch.no_grad():
                 times = measure({OURS: [_forward(sparse, ids)], "dense": [_forward(dense, ids)]}, bench.device, 2.0)
-            goal = Goal("times faster than dense", ratio(times, "dense"))
+            faster = Goal("times faster than dense", ratio(times, "dense"))
             note = "no goal is set; the layer row is embeddings, one layer, norm and head"
-            bench.add(f"inference, {what}", f"{layers} layers, {tokens} tokens", times, [goal], note=note)
+            bench.add(f"inference, {what}", f"{layers} layers, {tokens} tokens", times, [faster], note=note)
         del dense, sparse
 
 
@@ -177,7 +184,7 @@ def packed(dense: PreTrainedModel) -> PreTrainedModel:
             generator = torch.Generator(module.weight.device).manual_seed(0)
             weight = two_of_four(tuple(module.weight.shape), module.weight.dtype, generator)
             module.weight = nn.Parameter(weight, requires_grad=False)
-            replace_module(sparse, name, SparseLinear.from_linear(module).pack(PATTERN))
+            replace_module(sparse, name, SparseLinear.from_linear(module).pack(PATTERN).compress())
     return sparse
 
 

@@ -1,11 +1,14 @@
-"""The result file as a table, on a terminal and in Markdown."""
+"""The result file as a table, on a terminal and in Markdown. It imports no torch: README.md is checked with it."""
 
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.gpu.goals import GOALS
+
 OURS, COPY = "permtriton", "copy_ of the same bytes"
+HEADINGS = ("row", "case", "ours, us", "best peer, us", "floor, us", "figure", "goal", "met")
 
 
 def lines(result: dict[str, Any]) -> list[tuple[str, ...]]:
@@ -15,15 +18,11 @@ def lines(result: dict[str, Any]) -> list[tuple[str, ...]]:
         ours, peer, floor = (_micro(row["times"].get(OURS)), _best_peer(row["times"]), row.get("floor_us"))
         for number, goal in enumerate(row["goals"]):
             first = (row["row"], row["case"], ours, peer, "-" if floor is None else f"{floor:.1f}")
-            value = "not measured" if goal["value"] is None else f"{goal['value']:.3g} {goal['name']}"
-            if goal["value"] is None:
-                value += f": {goal['name']}"
-            found.append((*(first if not number else ("",) * len(first)), value, _bounds(goal), _verdict(goal)))
-    left_out = [(left["row"], f"left out: {left['why'][:160]}") for left in result["left_out"]]
+            value = f"{goal['name']}: not measured" if goal["value"] is None else f"{goal['value']:.3g} {goal['name']}"
+            bounds = _bounds(goal["least"], goal["most"])
+            found.append((*(first if not number else ("",) * len(first)), value, bounds, _verdict(goal)))
+    left_out = [(left["row"], f"left out: {' '.join(left['why'].split())[:160]}") for left in result["left_out"]]
     return found + [(row, "-", "-", "-", "-", why, "", "-") for row, why in left_out]
-
-
-HEADINGS = ("row", "case", "ours, us", "best peer, us", "floor, us", "figure", "goal", "")
 
 
 def print_table(result: dict[str, Any]) -> None:
@@ -32,26 +31,32 @@ def print_table(result: dict[str, Any]) -> None:
     table = Table(*HEADINGS, title=title, title_justify="left")
     for line in lines(result):
         table.add_row(*line)
-    console = Console(width=200)
-    console.print(table, markup=False)
-    limits = result["ceilings"]
-    console.print(
-        f"copy {limits['copy_gb_s']:.0f} GB/s, bf16 matmul {limits['matmul_tflop_s']:.0f} TFLOP/s; p50 of each"
-    )
+    console = Console(width=200, markup=False)
+    console.print(table)
+    console.print(f"{_ceilings(result)}; p50 of each; GPU tests: {_tests(result)}")
 
 
 def markdown(result: dict[str, Any]) -> str:
     """Returns it for README.md, with what it was measured on."""
-    rows = ["| " + " | ".join(HEADINGS[:-1]) + " | met |", "|" + "---|" * len(HEADINGS)]
-    rows += ["| " + " | ".join(line) + " |" for line in lines(result)]
-    versions, limits = result["versions"], result["ceilings"]
-    rows += [
-        "",
-        f"{result['hardware']['device']}; copy {limits['copy_gb_s']:.0f} GB/s, bf16 matmul "
-        f"{limits['matmul_tflop_s']:.0f} TFLOP/s; torch {versions['torch']}, triton {versions['triton']}; commit "
-        f"{(result['commit'] or 'unknown')[:12]}; medians; `{result['command']}`.",
-    ]
-    return "\n".join(rows)
+    rows = [" | ".join(cell.replace("|", "\\|") for cell in line) for line in lines(result)]
+    versions, hardware = result["versions"], result["hardware"]
+    return "\n".join([
+        f"| {' | '.join(HEADINGS)} |", "|" + "---|" * len(HEADINGS), *(f"| {row} |" for row in rows), "",
+        f"{hardware['device']}; {_ceilings(result)}; torch {versions['torch']}, triton {versions['triton']}; commit "
+        f"{(result['commit'] or 'unknown')[:12]}; medians; GPU tests: {_tests(result)}; `{result['command']}`.",
+    ])  # fmt: skip
+
+
+def unmeasured() -> str:
+    """Returns what stands in README.md until there is a result: the goals."""
+    rows = ["| row | figure | goal | measured |", "|---|---|---|---|"]
+    for row, figures in GOALS.items():
+        rows += [f"| {row} | {name} | {_bounds(*bounds)} | not measured |" for name, bounds in figures.items()]
+    return "\n".join([
+        *rows, "",
+        "No GPU has run this version: `python -m benchmarks.gpu --out benchmarks/results`, on a machine with one, "
+        "fills this table.",
+    ])  # fmt: skip
 
 
 def _micro(times: dict[str, Any] | None) -> str:
@@ -64,10 +69,21 @@ def _best_peer(times: dict[str, dict[str, Any]]) -> str:
     return "-" if best is None else f"{peers[best]:.1f} {best}"
 
 
-def _bounds(goal: dict[str, Any]) -> str:
-    parts = [f">= {goal['least']:g}"] if goal["least"] is not None else []
-    return ", ".join(parts + ([f"<= {goal['most']:g}"] if goal["most"] is not None else []))
+def _bounds(least: float | None, most: float | None) -> str:
+    parts = [f">= {least:g}"] if least is not None else []
+    return ", ".join(parts + ([f"<= {most:g}"] if most is not None else []))
 
 
 def _verdict(goal: dict[str, Any]) -> str:
     return {None: "-", True: "yes", False: "NO"}[goal["passed"]]
+
+
+def _ceilings(result: dict[str, Any]) -> str:
+    limits = result["ceilings"]
+    if limits is None:
+        return "ceilings not measured"
+    return f"copy {limits['copy_gb_s']:.0f} GB/s, bf16 matmul {limits['matmul_tflop_s']:.0f} TFLOP/s"
+
+
+def _tests(result: dict[str, Any]) -> str:
+    return "not run" if result["tests"] is None else result["tests"]["summary"]
