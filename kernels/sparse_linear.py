@@ -24,8 +24,8 @@ from permtriton.kernels import cusparselt
 from permtriton.kernels import sparse_linear_triton as kernels
 from permtriton.kernels.autotune import config_for
 from permtriton.kernels.launch import Config, triton
-from permtriton.kernels.packing import check_packed_shapes, unpack, unpack_reference
-from permtriton.kernels.permute import check_shapes, permute, permute_reference
+from permtriton.kernels.packing import check_packed_shapes, unpack
+from permtriton.kernels.permute import check_shapes, permute
 from permtriton.permutation import inverse
 
 PACKED, CUSPARSELT, DENSE = 0, 1, 2
@@ -73,9 +73,8 @@ def sparse_linear_reference(
     group: int,
 ) -> Tensor:
     """Unpacks the weight and multiplies densely: the same product, bit for bit, as with the weight before packing."""
-    if index is not None:
-        x = permute_reference(x, index)
-    return linear(x, unpack_reference(values, positions, in_features, kept, group), bias)
+    x = x if index is None else permute(x, index)
+    return linear(x, unpack(values, positions, in_features, kept, group), bias)
 
 
 def routed(
@@ -91,13 +90,13 @@ def routed(
 ) -> Tensor:
     """The same by the route that was measured to be the fastest, or the first that is possible."""
     tokens, out_features = x.numel() // max(in_features, 1), values.shape[0]
+    arguments = (x, values, positions, bias, index, in_features, kept, group)
     possible: dict[int, Callable[[], Tensor]] = {}
     if kernels.supports(x, values, in_features, kept, group):
-        packed = (values, positions, bias, index, in_features, kept, group)
-        possible[PACKED] = partial(kernels.sparse_linear_triton, x, *packed)
+        possible[PACKED] = partial(kernels.sparse_linear_triton, *arguments)
     if compressed is not None and tokens and (kept, group) == (2, 4):
-        possible[CUSPARSELT] = lambda: _by_cusparselt(x, compressed, bias, index, out_features)
-    possible[DENSE] = lambda: _by_unpacking(x, values, positions, bias, index, in_features, kept, group)
+        possible[CUSPARSELT] = partial(_by_cusparselt, x, compressed, bias, index, out_features)
+    possible[DENSE] = partial(sparse_linear_reference, *arguments)
     configs = [config for config in ROUTE_CONFIGS if config.constants["ROUTE"] in possible]
     config = configs[0]
     if len(configs) > 1:
@@ -110,21 +109,6 @@ def _by_cusparselt(
 ) -> Tensor:
     rows = (x if index is None else permute(x, index)).reshape(-1, x.shape[-1])
     return cusparselt.product(rows, compressed, bias, out_features).view(*x.shape[:-1], out_features)
-
-
-def _by_unpacking(
-    x: Tensor,
-    values: Tensor,
-    positions: Tensor,
-    bias: Tensor | None,
-    index: Tensor | None,
-    in_features: int,
-    kept: int,
-    group: int,
-) -> Tensor:
-    """The reference by operators, which have kernels on a GPU."""
-    x = x if index is None else permute(x, index)
-    return linear(x, unpack(values, positions, in_features, kept, group), bias)
 
 
 def _check(

@@ -18,6 +18,13 @@ def model_outputs(model: PreTrainedModel, ids: Tensor) -> Tensor:
         return model(input_ids=ids.to(model.device))[0].float().cpu()
 
 
+def relative_difference(expected: Tensor, got: Tensor) -> float:
+    """Returns the largest absolute difference relative to the largest expected value."""
+    expected, got = expected.double(), got.double()
+    scale = float(expected.abs().max().clamp_min(torch.finfo(torch.float32).tiny))
+    return float((expected - got).abs().max()) / scale
+
+
 def check_same_outputs(before: Tensor, after: Tensor, dtype: torch.dtype, stage: str) -> float:
     """Checks that an exact step left the outputs as they were.
 
@@ -27,8 +34,7 @@ def check_same_outputs(before: Tensor, after: Tensor, dtype: torch.dtype, stage:
     Raises:
         VerificationError: it is larger than ``dtype`` explains.
     """
-    scale = float(before.abs().max().clamp_min(torch.finfo(torch.float32).tiny))
-    difference = float((before - after).abs().max()) / scale
+    difference = relative_difference(before, after)
     if not difference <= TOLERANCE[dtype]:
         raise VerificationError(
             f"{stage}: outputs differ by {difference:.1e} of their size, more than {TOLERANCE[dtype]:.0e} allowed in "

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from permtriton.errors import VerificationError
 from permtriton.passes.graph import NM_MASK, NORM_PERMUTE, PERMUTE, RUNS, index_value, is_index
 from permtriton.passes.provenance import Unions, channel_unions
-from permtriton.passes.verify import TOLERANCE
+from permtriton.passes.verify import TOLERANCE, relative_difference
 from permtriton.permutation import is_permutation
 
 SMALL = 1 << 24  # parameters up to which graphs are compared in float64 on a CPU
@@ -127,13 +127,6 @@ def _problems_of(node: fx.Node) -> list[str]:
 def count_operators(graph_module: fx.GraphModule) -> dict[str, int]:
     """Returns how many nodes call each operator."""
     return dict(Counter(str(n.target) for n in graph_module.graph.nodes if n.op == "call_function"))
-
-
-def relative_difference(expected: Tensor, got: Tensor) -> float:
-    """Returns the largest absolute difference relative to the largest expected value."""
-    expected, got = expected.double(), got.double()
-    scale = float(expected.abs().max().clamp_min(torch.finfo(torch.float32).tiny))
-    return float((expected - got).abs().max()) / scale
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ from permtriton.errors import OutputError, VerificationError
 from permtriton.experts import stacked_name
 from permtriton.passes.verify import check_finite_tensor, check_same_outputs, check_weight, model_outputs
 from permtriton.plan import Plan, linear_module
-from permtriton.quantizer import attach, checkpoint_config
+from permtriton.quantizer import checkpoint_config
 from permtriton.report import to_json
 
 if TYPE_CHECKING:
@@ -90,7 +90,6 @@ def save_checkpoint(compiled: "CompiledModel", output: Path, *, overwrite: bool)
     pruned = pruned_parameters(compiled.model, compiled.plan)
     with replacing_folder(output, overwrite=overwrite) as partial:
         started = time.perf_counter()
-        attach(compiled.model, str(compiled.config.sparsity))
         stacked = any(compiled.model.get_parameter(name).ndim > 2 for name in pruned)
         compiled.model.save_pretrained(partial, max_shard_size=SHARD_SIZE, save_original_format=not stacked)
         if compiled.tokenizer is not None:

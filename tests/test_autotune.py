@@ -10,11 +10,14 @@ from typer.testing import CliRunner
 import permtriton
 from permtriton.cli.main import app
 from permtriton.errors import ConfigError, OutputError
+from permtriton.export import export
 from permtriton.kernels import autotune, tuning
 from permtriton.kernels.autotune import config_for, entry_key, stored
 from permtriton.kernels.cases import Case
 from permtriton.kernels.launch import Config, triton
 from permtriton.kernels.timing import Timing
+
+from . import folders
 
 TABLE = (Config({"SIZE": 64}), Config({"SIZE": 128}), Config({"SIZE": 256}, num_warps=8))
 DEMO = Path(permtriton.__file__).parent / "demo"
@@ -290,6 +293,18 @@ class TestCommand:
         told = json.loads(shown.stdout)["cases"]
         assert "nm_mask 704x256 bfloat16" in told
         assert "nm_mask backward 256x704 bfloat16" in told
+
+    @pytest.mark.parametrize("format", ["saved", "packed"])
+    def test_the_shapes_of_a_compiled_model_are_those_of_the_original(self, format, tmp_path):
+        folder = folders.save(folders.model_of("llama", fused=True), tmp_path / "saved")
+        if format == "packed":
+            folder = tmp_path / "packed"
+            export(tmp_path / "saved", folder)
+        shown = self.run("--model", str(folder), "--kernel", "packing", "--dry-run", "--json")
+        assert shown.exit_code == 0, shown.output
+        assert set(json.loads(shown.stdout)["cases"]) == {
+            f"packing {shape} bfloat16" for shape in ("64x64", "32x64", "112x64", "64x112")
+        }
 
 
 @needs_triton

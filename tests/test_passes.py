@@ -20,7 +20,8 @@ from permtriton.passes.pipeline import (
 )
 from permtriton.passes.provenance import propagate
 from permtriton.passes.sites import find_sites
-from permtriton.passes.verify_graph import relative_difference, run
+from permtriton.passes.verify import relative_difference
+from permtriton.passes.verify_graph import run
 from permtriton.plan import linear_module, weight_in_out
 from permtriton.trace import trace
 
