@@ -7,7 +7,7 @@ states of the masked and the dense model.
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
@@ -24,7 +24,7 @@ from permtriton.forward import cosine_loss, last_hidden_state
 from permtriton.importance import Importance
 from permtriton.kernels.nm_mask import nm_mask
 from permtriton.permutation import identity, moved
-from permtriton.plan import ChannelSpace, Plan, Site, layer_modules, linear_module
+from permtriton.plan import ChannelSpace, Plan, layer_modules, linear_module
 from permtriton.progress import Progress
 from permtriton.relaxation import Relaxation, SiteBlocks
 from permtriton.resume import Epoch, Learned, ResumeFile
@@ -74,47 +74,56 @@ def learn(
     """
     spaces = learned_spaces(plan, config)
     if not spaces:
-        raise ConfigError(
-            "no permutation is left to learn: "
-            + (
-                "none of this model's channels may move (see permtriton inspect)"
-                if config.last_layers is None
-                else f"with learn_layers {config.learn_layers}, every one that may move is read in earlier layers too"
-            )
-            + "; use --permutation none or heuristic"
-        )
+        raise ConfigError(_nothing_learns(config))
     relaxation = Relaxation(spaces, config, seed, model.device)
     optimizer = torch.optim.AdamW(relaxation.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay)
     with masked_model(model, plan, importances, pattern, relaxation, config) as masks:
         trainer = Trainer(model, masks, relaxation, optimizer, ids, target, config, seed)
         result = resume.load(relaxation, optimizer) if resume else None
-        if result is not None:
-            progress.say(f"continuing after epoch {result.history[-1].epoch} of an interrupted run")
         if result is None:
             base = {space.name: identity(space.units) for space in spaces}
             result = Learned(base, [Epoch(0, trainer.evaluate(base), 0, config.tau_start, 0.0)])
+        else:
+            progress.say(f"continuing after epoch {result.history[-1].epoch} of an interrupted run")
         with progress.stage("learn", config.epochs * trainer.steps_per_epoch) as advance:
             done = result.history[-1].epoch
             advance(done * trainer.steps_per_epoch)
             for number in range(done + 1, config.epochs + 1):
-                started = time.perf_counter()
-                for loss in trainer.epoch(number):
-                    advance(1, f"loss {loss:.4f}, base {result.history[0].loss:.4f}")
-                indices = trainer.indices(number * trainer.steps_per_epoch)
-                epoch = Epoch(
-                    epoch=number,
-                    loss=trainer.evaluate(indices),
-                    moved=sum(moved(index) for index in indices.values()),
-                    tau=trainer.tau(number * trainer.steps_per_epoch),
-                    seconds=time.perf_counter() - started,
-                )
-                best = result.history[result.kept].loss
-                result.history.append(epoch)
-                if config.keep_epoch == "last" or epoch.loss < best:
-                    result.indices, result.kept = indices, number
+                _learn_epoch(trainer, number, result, config, advance)
                 if resume:
                     resume.save(relaxation, optimizer, result)
     return result
+
+
+def _learn_epoch(
+    trainer: "Trainer", number: int, result: Learned, config: LearnConfig, advance: Callable[..., None]
+) -> None:
+    """Trains one epoch and notes in ``result`` what it found."""
+    started = time.perf_counter()
+    for loss in trainer.epoch(number):
+        advance(1, f"loss {loss:.4f}, base {result.history[0].loss:.4f}")
+    done = number * trainer.steps_per_epoch
+    indices = trainer.indices(done)
+    epoch = Epoch(
+        epoch=number,
+        loss=trainer.evaluate(indices),
+        moved=sum(moved(index) for index in indices.values()),
+        tau=trainer.tau(done),
+        seconds=time.perf_counter() - started,
+    )
+    best = result.history[result.kept].loss
+    result.history.append(epoch)
+    if config.keep_epoch == "last" or epoch.loss < best:
+        result.indices, result.kept = indices, number
+
+
+def _nothing_learns(config: LearnConfig) -> str:
+    why = (
+        "none of this model's channels may move (see permtriton inspect)"
+        if config.last_layers is None
+        else f"with learn_layers {config.learn_layers}, every one that may move is read in earlier layers too"
+    )
+    return f"no permutation is left to learn: {why}; use --permutation none or heuristic"
 
 
 class Trainer:
@@ -132,7 +141,8 @@ class Trainer:
         seed: int,
     ) -> None:
         self._model, self._masks, self._relaxation, self._optimizer = model, masks, relaxation, optimizer
-        self._ids, self._target, self._config, self._seed = ids, target, config, seed
+        self._ids, self._target = ids.to(model.device), target.to(model.device)
+        self._config, self._seed = config, seed
         self.steps_per_epoch = math.ceil(ids.shape[0] / config.batch_size)
 
     def tau(self, step: int) -> float:
@@ -159,15 +169,16 @@ class Trainer:
         for group in self._optimizer.param_groups:
             group["lr"] = self._config.learning_rate * 0.5 * (1 + math.cos(math.pi * step / total))
         soft = self._relaxation.soft(self.tau(step))
-        self._masks.set(self._relaxation.harden(soft), soft)
-        loss_sum = 0.0
+        self._masks.set(self._relaxation.assign(soft), soft)
+        rows = rows.to(self._ids.device, non_blocking=True)
         scale = 2.0 ** round(math.log2(rows.numel() * self._ids.shape[1]))  # float16 gradients of a mean vanish
+        losses = []
         for part in rows.split(self._config.micro_batch_size):
             loss = cosine_loss(last_hidden_state(self._model, self._ids[part]), self._target[part])
             loss = loss * (part.numel() / rows.numel())
             (loss * scale).backward()
-            loss_sum += loss.item()
-        self._check(loss_sum)
+            losses.append(loss.detach())
+        loss_sum = self._check(sum(torch.stack(losses).tolist()))
         self._masks.backward(scale)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
@@ -176,12 +187,12 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self, indices: Mapping[str, Tensor]) -> float:
         """Mean cosine distance over all sequences under hard permutations."""
-        self._masks.set(indices, None)
-        parts = torch.arange(self._ids.shape[0]).split(self._config.micro_batch_size)
-        losses = [
-            cosine_loss(last_hidden_state(self._model, self._ids[p]), self._target[p]).item() * p.numel() for p in parts
-        ]
-        return self._check(sum(losses) / self._ids.shape[0])
+        self._masks.set(self._relaxation.join(indices), None)
+        size = self._config.micro_batch_size
+        parts = list(zip(self._ids.split(size), self._target.split(size), strict=True))
+        losses = torch.stack([cosine_loss(last_hidden_state(self._model, ids), target) for ids, target in parts])
+        total = sum(loss * ids.shape[0] for loss, (ids, _) in zip(losses.tolist(), parts, strict=True))
+        return self._check(total / self._ids.shape[0])
 
     def _check(self, loss: float) -> float:
         if not math.isfinite(loss):
@@ -201,8 +212,8 @@ class _MaskedWeight(nn.Module):
         super().__init__()
         self._importance, self._sizes, self._pattern = importance, list(sizes), pattern
         self._group_scale, self._in_out = group_scale, in_out
-        self.index: Tensor = importance.scale.new_empty(0)
-        self.soft: Tensor = importance.scale.new_empty(0)
+        self.index = identity(importance.scale.numel()).to(importance.scale.device)
+        self.soft = importance.scale.new_empty(0)
 
     def forward(self, weight: Tensor) -> Tensor:
         factors = self._importance
@@ -223,30 +234,38 @@ class _MaskedWeight(nn.Module):
 
 
 class Masks:
-    """The masks of all pruned linears, set together at every step."""
+    """The masks of all pruned linears whose order learns, set together at every step.
 
-    def __init__(self, device: torch.device) -> None:
-        self._entries: list[tuple[Site, SiteBlocks | None, list[_MaskedWeight]]] = []
-        self._gathered: list[tuple[Tensor, Tensor]] = []  # each site's soft blocks, and the leaf that stands for them
-        self._device = device
+    Args:
+        entries: each site's blocks, and the masked weights that read it.
+    """
 
-    def add(self, site: Site, blocks: SiteBlocks | None, weights: list[_MaskedWeight]) -> None:
-        """Registers a site; ``blocks`` is None where its order does not learn."""
-        self._entries.append((site, blocks, weights))
+    def __init__(self, entries: Sequence[tuple[SiteBlocks, Sequence[_MaskedWeight]]]) -> None:
+        self._entries = list(entries)
+        self._soft: Sequence[Tensor] = ()
+        self._leaves: list[tuple[SiteBlocks, Tensor]] = []  # each stands for its site's soft blocks
+        self._channels = [blocks.units.numel() for blocks, _ in entries]
+        self._units = torch.cat([blocks.units for blocks, _ in entries])
+        channels = [torch.arange(count, device=self._units.device) for count in self._channels]
+        self._shifts = torch.cat(channels) - self._units  # the same all over a block: its channels move as its units
 
-    def set(self, indices: Mapping[str, Tensor], soft: Sequence[Tensor] | None) -> None:
-        """Puts every site's channels in the order of its space; ``soft`` gets gradients by `backward` where given."""
-        self._gathered = []
-        for site, blocks, weights in self._entries:
-            index, leaf = identity(site.channels), torch.empty(0, device=self._device)
-            if blocks is not None:
-                index = site.expand(indices[site.space.name])
-                if soft is not None:
-                    gathered = blocks.flat(soft)
-                    leaf = gathered.detach().requires_grad_()
-                    self._gathered.append((gathered, leaf))
+    @torch.no_grad()
+    def set(self, index: Tensor, soft: Sequence[Tensor] | None) -> None:
+        """Puts every site's channels in the order of its space.
+
+        Args:
+            index: of the units of all spaces, as `Relaxation.assign` returns it.
+            soft: what it was assigned from, for `backward` to send gradients to; None where there is no such pass.
+        """
+        self._soft, self._leaves = soft or (), []
+        orders = (index[self._units] + self._shifts).split(self._channels)
+        leaf = torch.empty(0, device=index.device)
+        for (blocks, weights), order in zip(self._entries, orders, strict=True):
+            if soft is not None:
+                leaf = blocks.flat(soft).detach().requires_grad_()
+                self._leaves.append((blocks, leaf))
             for weight in weights:
-                weight.index, weight.soft = index.to(self._device), leaf
+                weight.index, weight.soft = order, leaf
 
     def backward(self, scale: float) -> None:
         """Sends what the forward and backward passes since `set` left at the leaves on to the soft permutations.
@@ -257,14 +276,17 @@ class Masks:
         Raises:
             CalibrationError: the gradients are all zero, or not finite: nothing would be learned.
         """
-        reached = [(gathered, leaf.grad / scale) for gathered, leaf in self._gathered if leaf.grad is not None]
-        largest = max((float(grad.abs().max()) for _, grad in reached), default=0.0)
+        grads = [torch.zeros_like(matrices) for matrices in self._soft]
+        for blocks, leaf in reversed(self._leaves):
+            if leaf.grad is not None:
+                blocks.add_gradient(leaf.grad, grads)
+        largest = float(torch.stack([grad.div_(scale).abs().amax() for grad in grads]).amax())
         if not 0 < largest < math.inf:
             raise CalibrationError(
                 f"the largest gradient of the permutations is {largest}: nothing can be learned in this dtype; try "
                 "--dtype float32 or bfloat16"
             )
-        torch.autograd.backward([gathered for gathered, _ in reached], [grad for _, grad in reached])
+        torch.autograd.backward(self._soft, grads)
 
 
 @contextmanager
@@ -280,7 +302,7 @@ def masked_model(
 
     Weights of ``nn.Linear`` are stored input-major meanwhile, so that the masks gather whole rows.
     """
-    masks = Masks(model.device)
+    entries = []
     learning = {space.name for space in learned_spaces(plan, config)}
     with ExitStack() as stack:
         stack.enter_context(_frozen(model))
@@ -295,8 +317,9 @@ def masked_model(
                 in_out = isinstance(module, Conv1D)
                 weights.append(_MaskedWeight(importances[name], sizes, pattern, config.group_scale, in_out))
                 stack.enter_context(_parametrized(module, weights[-1], in_out))
-            masks.add(site, blocks, weights)
-        yield masks
+            if blocks:
+                entries.append((blocks, weights))
+        yield Masks(entries)
 
 
 @contextmanager

@@ -1,13 +1,16 @@
 """Learning: it finds better orders, its gradient is the one it claims, and it leaves the model as it was."""
 
 import copy
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 
 import permtriton
@@ -17,14 +20,16 @@ from permtriton.config import LearnConfig
 from permtriton.errors import CalibrationError, PermTritonError
 from permtriton.forward import cosine_loss, hidden_states
 from permtriton.importance import importance_of
-from permtriton.learn import Learned, Masks, ResumeFile, learn, learned_spaces
+from permtriton.kernels.assignment import assignment
+from permtriton.learn import Learned, Masks, ResumeFile, Trainer, learn, learned_spaces, masked_model
 from permtriton.permutation import identity, is_permutation, moved
-from permtriton.plan import linear_module, weight_in_out
+from permtriton.plan import ChannelSpace, Site, linear_module, weight_in_out
 from permtriton.progress import NoProgress
 from permtriton.relaxation import Relaxation
 from permtriton.sparsity import NMPattern
 
 PATTERN = NMPattern(2, 4)
+CPU = torch.device("cpu")
 VOCABULARY = 40
 # Blocks of 16, so that the 24 units of `down` have a smaller last block; a rate high enough for a few steps to tell.
 QUICK = LearnConfig(block_size=16, epochs=3, batch_size=4, micro_batch_size=4, learning_rate=0.1, base_order="identity")
@@ -62,9 +67,11 @@ def plant(model: LlamaForCausalLM, run: int = 4) -> LlamaForCausalLM:
 class Problem:
     """A model with everything that `learn` wants."""
 
-    def __init__(self, model: LlamaForCausalLM, pattern: NMPattern = PATTERN, method: str = "wanda") -> None:
+    def __init__(
+        self, model: LlamaForCausalLM, pattern: NMPattern = PATTERN, method: str = "wanda", layout: str = "portable"
+    ) -> None:
         self.model, self.pattern = model, pattern
-        self.plan = find_plan(model, pattern)
+        self.plan = find_plan(model, pattern, layout=layout)
         self.ids = torch.randint(0, VOCABULARY, (8, 12), generator=torch.Generator().manual_seed(0))
         norms = channel_norms(model, self.plan.sites, self.ids, 4, NoProgress())
         self.importances = {}
@@ -173,6 +180,13 @@ def test_the_last_epoch_is_kept_where_asked_for(problem):
     assert result.kept == QUICK.epochs
     assert result.history[-1].loss == pytest.approx(problem.hard_loss(result.indices), rel=1e-4)
     assert result.history[-1].moved == sum(moved(index) for index in result.indices.values())
+
+
+def test_the_last_epoch_is_kept_though_an_earlier_one_is_better(problem):
+    result = problem.learn(replace(QUICK, keep_epoch="last"))
+    losses = [epoch.loss for epoch in result.history]
+    assert losses[result.kept] == losses[-1] > min(losses)
+    assert losses[-1] == pytest.approx(problem.hard_loss(result.indices), rel=1e-4)
 
 
 def test_temperature_falls_from_start_to_end(problem):
@@ -534,15 +548,110 @@ def test_compile_continues_only_an_equal_compilation(tmp_path, change):
     assert all(torch.equal(other.indices[name], fresh.indices[name]) for name in fresh.indices)
 
 
+# -- the masks -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block_size", [8, 12, 16])
+@pytest.mark.parametrize("layout", ["portable", "fused"])
+@pytest.mark.parametrize("learn_layers", ["all", "last:1"])
+def test_every_linear_gets_the_order_of_its_site(block_size, layout, learn_layers):
+    """Tied channels, blocks of two sizes and layers that stay included."""
+    given = Problem(tiny(), layout=layout)
+    config = replace(QUICK, block_size=block_size, learn_layers=learn_layers, start="random")
+    relaxation = Relaxation(learned_spaces(given.plan, config), config, 0, CPU)
+    soft = relaxation.soft(0.5)
+    indices = relaxation.harden(soft)
+    with masked_model(given.model, given.plan, given.importances, PATTERN, relaxation, config) as masks:
+        for index in (relaxation.assign(soft), relaxation.join(indices)):
+            masks.set(index, None)
+            for site, name in given.plan.linears():
+                found = linear_module(given.model, name).parametrizations.weight[0].index
+                unmoved = identity(site.channels)
+                learns = site.space.name in indices
+                assert torch.equal(found, site.expand(indices[site.space.name]) if learns else unmoved), name
+                assert learns != torch.equal(found, unmoved), name
+
+
+def two_masks(soft: Tensor) -> tuple[Masks, list[Tensor]]:
+    """The masks of two sites that share a block of 4 channels, and the leaves that their weights see."""
+    space = ChannelSpace("space", (4,), ())
+    relaxation = Relaxation([space], replace(QUICK, block_size=4), 0, CPU)
+    weights = [SimpleNamespace(), SimpleNamespace()]
+    sites = [Site(name, (), 4, torch.arange(4), space) for name in ("one", "other")]
+    masks = Masks([(relaxation.blocks_of(site), [weight]) for site, weight in zip(sites, weights, strict=True)])
+    masks.set(torch.arange(4), [soft])
+    return masks, [weight.soft for weight in weights]
+
+
 def test_float16_gradients_do_not_vanish():
     """A mean over many tokens leaves gradients that float16 rounds to zero unless the loss is scaled up."""
-    masks = Masks(torch.device("cpu"))
+    soft = torch.ones(1, 4, 4, requires_grad=True)
+    masks, leaves = two_masks(soft * 1)
     with pytest.raises(CalibrationError, match="largest gradient"):
         masks.backward(1.0)
-    gathered = torch.ones(4, requires_grad=True)
-    leaf = gathered.detach().clone().requires_grad_()
-    (leaf.half() * torch.tensor(1e-9 * 2.0**20, dtype=torch.float16)).sum().backward()
-    masks._gathered = [(gathered * 1, leaf)]
+    (leaves[0].half() * torch.tensor(1e-9 * 2.0**20, dtype=torch.float16)).sum().backward()
     masks.backward(2.0**20)
-    assert gathered.grad is not None
-    torch.testing.assert_close(gathered.grad, torch.full((4,), 1e-9), rtol=1e-2, atol=0)
+    assert soft.grad is not None
+    torch.testing.assert_close(soft.grad, torch.full((1, 4, 4), 1e-9), rtol=1e-2, atol=0)
+
+
+def test_gradients_of_two_sites_add_up():
+    soft = torch.ones(1, 4, 4, requires_grad=True)
+    masks, leaves = two_masks(soft * 1)
+    ((leaves[0] * 3).sum() + (leaves[1] * torch.arange(16.0)).sum()).backward()
+    masks.backward(4.0)
+    torch.testing.assert_close(soft.grad, (3 + torch.arange(16.0)).view(1, 4, 4) / 4)
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_gradient_that_is_not_finite_is_refused(broken, value):
+    """Of whichever site."""
+    masks, leaves = two_masks(torch.ones(1, 4, 4, requires_grad=True) * 1)
+    for leaf in leaves:
+        leaf.sum().backward()
+    leaves[broken].grad[5] = value
+    with pytest.raises(CalibrationError, match="largest gradient"):
+        masks.backward(1.0)
+
+
+class Synchronisations(TorchDispatchMode):
+    """Counts the numbers that the host waits for."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function is torch.ops.aten._local_scalar_dense.default
+        return function(*args, **(kwargs or {}))
+
+
+def test_the_host_waits_no_oftener_in_a_model_of_more_layers():
+    counts = []
+    for layers in (1, 3):
+        given = Problem(tiny(num_hidden_layers=layers))
+        relaxation = Relaxation(learned_spaces(given.plan, QUICK), QUICK, 0, CPU)
+        optimizer = torch.optim.AdamW(relaxation.parameters())
+        with masked_model(given.model, given.plan, given.importances, PATTERN, relaxation, QUICK) as masks:
+            trainer = Trainer(given.model, masks, relaxation, optimizer, given.ids, given.target, QUICK, 0)
+            with Synchronisations() as waits:
+                trainer.step(torch.arange(4), 0)
+        counts.append(waits.count)
+    assert counts[0] == counts[1]
+
+
+def test_every_hardening_starts_from_the_prices_of_the_last(problem, monkeypatch):
+    """NaN, where there are none, at the first of all; steps and the epochs' ends alike."""
+    given = []
+
+    def solve(score: Tensor, prices: Tensor) -> tuple[Tensor, Tensor]:
+        given.append((score.shape, prices))
+        return assignment(score), torch.full_like(prices, len(given))
+
+    monkeypatch.setattr("permtriton.relaxation.assignment_warm", solve)
+    problem.learn()
+    sizes = len({shape for shape, _ in given})
+    assert sizes == 2
+    assert len(given) == sizes * QUICK.epochs * (STEPS + 1)
+    for number, (shape, prices) in enumerate(given):
+        assert prices.shape == shape[:2]
+        assert prices.isnan().all() if number < sizes else prices.eq(number + 1 - sizes).all()

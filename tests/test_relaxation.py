@@ -1,8 +1,13 @@
+import math
+
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from permtriton.config import LearnConfig
+from permtriton.errors import CalibrationError
+from permtriton.kernels.assignment import assignment_warm
 from permtriton.permutation import is_permutation
 from permtriton.plan import ChannelSpace, Site
 from permtriton.relaxation import Relaxation
@@ -152,6 +157,60 @@ def test_hardens_to_the_matrices_given():
         assert torch.equal(found[name], index)
 
 
+def test_indices_of_every_space_are_one_in_a_row():
+    """Units are numbered through all spaces, whatever the order of their blocks, which goes by size."""
+    spaces = [space_of(12, 20, name="a"), space_of(8, name="b"), space_of(4, name="c")]
+    relaxation = relaxation_of(*spaces, start="random")
+    soft = relaxation.soft(0.5)
+    row, indices = relaxation.assign(soft), relaxation.harden(soft)
+    assert is_permutation(row)
+    assert torch.equal(row, torch.cat([indices["a"], 32 + indices["b"], 40 + indices["c"]]))
+    assert torch.equal(relaxation.join(indices), row)
+    assert relaxation.units_of(tied_site(spaces[1])).tolist() == [*range(32, 40)] * 2
+
+
+class Operators(TorchDispatchMode):
+    """Counts what runs."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+def test_hardening_is_a_few_operators_however_many_blocks():
+    counts = []
+    for blocks in (2, 40):
+        relaxation = relaxation_of(*(space_of(8, name=str(number)) for number in range(blocks)))
+        soft = relaxation.soft(1.0)
+        with Operators() as operators:
+            relaxation.assign(soft)
+        counts.append(operators.count)
+    assert counts[0] == counts[1] < 12
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_soft_permutation_that_is_not_finite_is_refused(value, place):
+    relaxation = relaxation_of(space_of(20))
+    soft = [matrices.detach() for matrices in relaxation.soft(1.0)]
+    soft[place][-1, 2, 1] = value
+    with pytest.raises(CalibrationError, match="no longer finite"):
+        relaxation.harden(soft)
+
+
+def test_prices_do_not_decide_the_permutation(monkeypatch):
+    """Whatever an earlier step left, the search ends at the best total; here no two permutations share it."""
+    relaxation = relaxation_of(space_of(64), start="random")
+    soft = relaxation.soft(0.5)
+    expected = relaxation.assign(soft)
+    generator = torch.Generator().manual_seed(0)
+    stale = lambda score, prices: assignment_warm(score, 1e3 * torch.randn(prices.shape, generator=generator))  # noqa: E731
+    monkeypatch.setattr("permtriton.relaxation.assignment_warm", stale)
+    assert torch.equal(relaxation.assign(soft), expected)
+
+
 @pytest.mark.parametrize("segments", [(16, 16), (12, 12), (4, 20)])
 @pytest.mark.parametrize("site_of", [plain_site, tied_site])
 def test_flat_blocks_are_the_matrix_of_the_site_s_index(segments, site_of):
@@ -198,6 +257,37 @@ def test_the_gradient_adds_up_over_copies():
     parts = matrices(weights, blocks.sizes)
     expected = torch.stack([parts[0] + parts[2], parts[1] + parts[3], parts[4] + parts[6], parts[5] + parts[7]])
     torch.testing.assert_close(soft[0].grad, expected)
+
+
+@pytest.mark.parametrize("segments", [(16, 16), (12, 12), (4, 20), (64,)])
+@pytest.mark.parametrize("site_of", [plain_site, tied_site])
+def test_the_gradient_added_is_that_of_autograd(segments, site_of):
+    """On top of what another site left there."""
+    space = space_of(*segments)
+    relaxation = relaxation_of(space_of(8, name="before"), space)
+    soft = [matrices.detach().requires_grad_() for matrices in relaxation.soft(1.0)]
+    blocks = relaxation.blocks_of(site_of(space))
+    flat = blocks.flat(soft)
+    gradient = torch.rand(flat.shape, generator=torch.Generator().manual_seed(0))
+    found = [torch.ones_like(matrices) for matrices in soft]
+    blocks.add_gradient(gradient, found)
+    expected = torch.autograd.grad(flat, soft, gradient, materialize_grads=True)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, 1 + other)
+
+
+def test_blocks_in_a_row_are_not_copied():
+    spaces = [space_of(16, name="a"), space_of(24, name="b")]
+    relaxation = relaxation_of(*spaces)
+    soft = relaxation.soft(1.0)
+    assert relaxation.blocks_of(plain_site(spaces[1])).flat(soft).data_ptr() == soft[0][2].data_ptr()
+
+
+def test_channels_of_a_block_that_are_apart_are_a_bug():
+    space = space_of(16)
+    site = Site("apart", ("linear",), 16, torch.arange(16).view(2, 8).T.reshape(-1), space)
+    with pytest.raises(AssertionError, match="apart"):
+        relaxation_of(space).blocks_of(site)
 
 
 @pytest.mark.parametrize(
