@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from permtriton import NMPattern, compiler, memory
+from permtriton import NMPattern, find_plan, memory
 from permtriton.config import LearnConfig
 from permtriton.forward import hidden_states, last_hidden_state
 from permtriton.importance import importance_of
@@ -51,7 +51,7 @@ def main() -> None:
         max_position_embeddings=args.tokens,
     )
     model = LlamaForCausalLM(config).to(args.device, getattr(torch, args.dtype)).eval()
-    plan = compiler.find_plan(model, NMPattern(2, 4))
+    plan = find_plan(model, NMPattern(2, 4))
     ids = torch.randint(0, args.vocabulary, (1, args.tokens))
     target = hidden_states(model, ids, 1)
     layers = layer_modules(model, plan)

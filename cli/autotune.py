@@ -8,7 +8,7 @@ from typing import Annotated
 import torch
 import typer
 
-from permtriton import compiler, load
+from permtriton import load, planning
 from permtriton.cli import options
 from permtriton.cli.console import BarProgress, clear_errors, err, out, print_json, table
 from permtriton.config import CompileConfig
@@ -80,7 +80,7 @@ def _tokens(text: str) -> list[int]:
 def _shapes_of(folder: Path) -> list[tuple[int, int]]:
     """Returns (out, in) of each pruned linear of a model, once a shape; reads its config only."""
     empty = load.load_empty_model(load.Source(str(folder)), allow_compiled=True)
-    plan, _ = compiler.plan_model(empty, CompileConfig())
+    plan, _ = planning.plan_model(empty, CompileConfig())
     weights = [weight_in_out(linear_module(empty, name)) for _, name in plan.linears()]
     return list(dict.fromkeys((weight.shape[1], weight.shape[0]) for weight in weights))
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from torch import fx
 
-from permtriton import compiler, load
+from permtriton import load, planning
 from permtriton.cli import options
 from permtriton.cli.console import clear_errors, err, grouped, out, print_json, table
 from permtriton.config import CompileConfig, LearnConfig, check_explicit_options
@@ -59,7 +59,7 @@ def inspect(
         check_explicit_options({"o_proj": o_proj} if o_proj != CompileConfig.o_proj else {}, config)
         source = load.Source(model, trust_remote_code=trust_remote_code)
         empty = load.load_empty_model(source)
-        plan, traced = compiler.plan_model(empty, config)
+        plan, traced = planning.plan_model(empty, config)
         if graphs:
             _graphs(plan, traced, config.sparsity, only, layer, dot)
         elif json:

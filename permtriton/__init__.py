@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 from permtriton.registration import register_with_transformers
 
 if TYPE_CHECKING:
-    from permtriton.compiler import CompiledModel, compile, find_plan
+    from permtriton.compiler import CompiledModel, compile
     from permtriton.config import CompileConfig
     from permtriton.errors import PermTritonError
+    from permtriton.planning import find_plan
     from permtriton.sparsity import NMPattern
 
 __all__ = ["CompileConfig", "CompiledModel", "NMPattern", "PermTritonError", "compile", "find_plan"]
@@ -28,7 +29,7 @@ _HOMES = {
     "NMPattern": "sparsity",
     "PermTritonError": "errors",
     "compile": "compiler",
-    "find_plan": "compiler",
+    "find_plan": "planning",
 }
 
 

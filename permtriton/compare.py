@@ -11,10 +11,11 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from permtriton.compiler import compile, hidden_order
+from permtriton.compiler import compile
 from permtriton.config import CompileConfig
 from permtriton.errors import ConfigError
 from permtriton.evaluate import Evaluation
+from permtriton.planning import hidden_order
 from permtriton.progress import NoProgress, Progress
 
 # name -> what differs from the given config

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from permtriton import memory
 from permtriton.calibration import calibration_ids, channel_norms, check_finite, hessians, ids_hash
-from permtriton.config import CompileConfig, Layout, OProj
-from permtriton.errors import CalibrationError, ModelError
+from permtriton.config import CompileConfig
+from permtriton.errors import CalibrationError
 from permtriton.evaluate import Evaluation
 from permtriton.experts import Routing, unstacked_experts
 from permtriton.forward import hidden_states, max_tokens
@@ -30,21 +30,16 @@ from permtriton.passes.fold import fold
 from permtriton.passes.fuse_permutations import DECISIONS
 from permtriton.passes.graph import absorb
 from permtriton.passes.insert_masks import insert_masks
-from permtriton.passes.layout import separate
 from permtriton.passes.lower import lower
 from permtriton.passes.pipeline import Pass, PassResult, permutation_passes, run_passes
-from permtriton.passes.provenance import propagate
-from permtriton.passes.sites import find_sites
 from permtriton.passes.verify import check_pruned, check_same_outputs, model_outputs
 from permtriton.passes.verify_graph import count_operators, run
 from permtriton.permutation import compose, identity, moved
-from permtriton.placement import is_packed, is_permuted
-from permtriton.plan import Axis, ChannelSpace, Plan, Site, linear_module, weight_in_out
+from permtriton.plan import ChannelSpace, Plan, Site, linear_module, weight_in_out
+from permtriton.planning import check_not_compiled, hidden_order, plan_model
 from permtriton.progress import NoProgress, Progress
 from permtriton.reconstruct import inverse_diagonal, sparsegpt
 from permtriton.report import device_name, site_report, space_report, versions
-from permtriton.sparsity import NMPattern
-from permtriton.trace import trace
 
 REFERENCE_SEQUENCES, REFERENCE_TOKENS = 2, 64  # that exact steps must reproduce
 TOKENS_AT_ONCE = 4096  # in passes that keep no gradients
@@ -89,38 +84,6 @@ class CompiledModel:
         return path
 
 
-def find_plan(
-    model: PreTrainedModel,
-    pattern: NMPattern,
-    *,
-    skip_indivisible: bool = False,
-    layout: Layout = "portable",
-    o_proj: OProj = "tied",
-) -> Plan:
-    """Traces a model, on any device including meta, and finds its sites.
-
-    Raises:
-        ModelError: the model cannot be traced or holds a linear that the pattern does not fit.
-    """
-    config = CompileConfig(
-        sparsity=pattern, permutation="none", skip_indivisible=skip_indivisible, layout=layout, o_proj=o_proj
-    )
-    return plan_model(model, config)[0]
-
-
-def plan_model(model: PreTrainedModel, config: CompileConfig) -> tuple[Plan, fx.GraphModule]:
-    """Returns the plan, and the graph that it was made from; see `find_plan`."""
-    with unstacked_experts(model) as experts:
-        traced = trace(model)
-        provenance = propagate(traced.graph_module, traced.outputs, traced.hidden)
-        skip = config.skip_indivisible
-        plan = find_sites(provenance, model, traced.hidden_node, config.sparsity, skip_indivisible=skip)
-        if config.layout == "fused":
-            plan = separate(plan, traced.graph_module, model, o_proj=config.o_proj)
-    plan.skipped.update(experts.refused)
-    return plan, traced.graph_module
-
-
 def compile(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None = None,
@@ -151,20 +114,6 @@ def compile(
     compilation = _Compilation(model.eval(), tokenizer, config or CompileConfig(), progress or NoProgress())
     with unstacked_experts(model):
         return compilation.run(ids, evaluation_windows, resume_path)
-
-
-def check_not_compiled(model: PreTrainedModel) -> None:
-    """Refuses a model that permutes channels at run time, or holds packed weights: it is no dense model.
-
-    Raises:
-        ModelError: naming the first such module.
-    """
-    for name, module in model.named_modules():
-        if is_permuted(module) or is_packed(module):
-            raise ModelError(
-                f"this model is compiled already ({name} is a {type(module).__name__}): compile the original model "
-                "instead"
-            )
 
 
 @dataclass
@@ -421,11 +370,3 @@ class _Compilation:
             "memory": {"peak": memory.peak(self.model.device), "estimate": dict(needs)},
             "sites": [site_report(site, indices[site.space.name]) for site in self.plan.sites],
         }
-
-
-def hidden_order(plan: Plan, indices: Mapping[str, Tensor]) -> Tensor | None:
-    """Returns the index of the last hidden state's channels after folding ``indices``, or None where they stayed."""
-    space, units = plan.hidden_space, plan.hidden_units
-    if space is None or space.frozen:
-        return None
-    return Axis("", 0, units, torch.zeros_like(units), reads=False).expand(indices[space.name])

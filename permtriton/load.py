@@ -86,17 +86,23 @@ def load_model(source: Source) -> PreTrainedModel:
     return model.to(device).eval()
 
 
-def load_empty_model(source: Source) -> PreTrainedModel:
+def load_empty_model(source: Source, allow_compiled: bool = False) -> PreTrainedModel:
     """Builds the model on the meta device from its config alone: no weights are read.
 
+    Args:
+        source: where the config is.
+        allow_compiled: whether a model may be given that permtriton compiled; its original architecture is built.
+
     Raises:
-        ModelError: as `load_model`.
+        ModelError: as `load_model`, and one that is compiled already.
     """
     model_class = _model_class(source)
     config = _config(source)
     stored = getattr(config, "quantization_config", None) or {}
     if (stored if isinstance(stored, dict) else stored.to_dict()).get("quant_method") == "permtriton":
-        raise ModelError(f"{source.name} is compiled already, by permtriton: give the original model")
+        if not allow_compiled:
+            raise ModelError(f"{source.name} is compiled already, by permtriton: give the original model")
+        del config.quantization_config
     try:
         with torch.device("meta"):
             return model_class._from_config(config).eval()
@@ -141,9 +147,10 @@ def _config(source: Source) -> Any:
     try:
         return AutoConfig.from_pretrained(source.location, **_remote_code(source))
     except Exception as error:  # the hub client and the config classes raise many kinds
-        raise ModelError(
-            f"{source.name} is neither a local model folder nor a model that can be fetched: {_first_line(error)}"
-        ) from error
+        wrong = (
+            "its config.json cannot be read" if path.is_dir() else "no such folder, and no model that can be fetched"
+        )
+        raise ModelError(f"{source.name}: {wrong}: {_first_line(error)}") from error
 
 
 def _model_class(source: Source) -> Any:

@@ -11,10 +11,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from permtriton.calibration import HUB_DATASETS, calibration_ids, channel_norms, evaluation_ids, hessians, ids_hash
-from permtriton.compiler import find_plan
 from permtriton.config import CalibrationConfig
 from permtriton.errors import CalibrationError
 from permtriton.plan import linear_module
+from permtriton.planning import find_plan
 from permtriton.progress import NoProgress
 from permtriton.sparsity import NMPattern
 

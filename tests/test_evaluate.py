@@ -7,11 +7,11 @@ import torch
 from transformers import BertConfig, BertForMaskedLM, BertModel, LlamaConfig, LlamaForCausalLM
 
 import permtriton
-from permtriton.compiler import find_plan
 from permtriton.errors import CalibrationError
 from permtriton.evaluate import MAX_ENCODER_WINDOWS, Evaluation, perplexity
 from permtriton.passes.fold import fold
 from permtriton.plan import Axis
+from permtriton.planning import find_plan
 from permtriton.progress import NoProgress
 from permtriton.sparsity import NMPattern
 

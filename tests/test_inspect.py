@@ -10,7 +10,7 @@ from torch import fx
 from transformers import BertConfig, LlamaConfig, MixtralConfig, Olmo2Config, PreTrainedConfig, PreTrainedModel
 from typer.testing import CliRunner
 
-from permtriton import compiler
+from permtriton import planning
 from permtriton.cli import console
 from permtriton.cli.main import app
 from permtriton.config import CompileConfig
@@ -43,7 +43,7 @@ def configs(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module", autouse=True)
 def _traced_once():
     """Most commands here are about the same few models."""
-    plan_model, known = compiler.plan_model, {}
+    plan_model, known = planning.plan_model, {}
 
     def remembered(model: PreTrainedModel, config: CompileConfig) -> tuple[Plan, fx.GraphModule]:
         key = model.config.architectures[0], model.config.num_hidden_layers, config
@@ -52,7 +52,7 @@ def _traced_once():
         return known[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiler, "plan_model", remembered)
+        patch.setattr(planning, "plan_model", remembered)
         yield
 
 
@@ -287,5 +287,5 @@ def test_options_are_checked_before_the_work(model, monkeypatch, options):
     def plan_model(*_arguments: object) -> None:
         raise AssertionError("the model was traced first")
 
-    monkeypatch.setattr(compiler, "plan_model", plan_model)
+    monkeypatch.setattr(planning, "plan_model", plan_model)
     refused(model, *options)

@@ -11,7 +11,6 @@ from transformers.pytorch_utils import Conv1D
 
 import permtriton
 from permtriton import CompileConfig, CompiledModel, find_plan
-from permtriton.compiler import hidden_order
 from permtriton.errors import ModelError
 from permtriton.experts import stacked_name, unstacked_experts
 from permtriton.kernels.nm_mask import top_n_mask
@@ -19,6 +18,7 @@ from permtriton.modules import PermutedLayerNorm, PermutedRMSNorm, SparseLinear
 from permtriton.passes.fold import fold
 from permtriton.permutation import identity
 from permtriton.plan import Plan, Site, linear_module, weight_in_out
+from permtriton.planning import hidden_order
 from permtriton.report import at_run_time
 from permtriton.sparsity import NMPattern
 

@@ -15,7 +15,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 
 import permtriton
 from permtriton.calibration import channel_norms
-from permtriton.compiler import find_plan
 from permtriton.config import LearnConfig
 from permtriton.errors import CalibrationError, PermTritonError
 from permtriton.forward import cosine_loss, hidden_states
@@ -24,6 +23,7 @@ from permtriton.kernels.assignment import assignment
 from permtriton.learn import Learned, Masks, ResumeFile, Trainer, learn, learned_spaces, masked_model
 from permtriton.permutation import identity, is_permutation, moved
 from permtriton.plan import ChannelSpace, Site, linear_module, weight_in_out
+from permtriton.planning import find_plan
 from permtriton.progress import NoProgress
 from permtriton.relaxation import Relaxation
 from permtriton.sparsity import NMPattern

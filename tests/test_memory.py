@@ -6,9 +6,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import permtriton
 from permtriton import memory
-from permtriton.compiler import find_plan
 from permtriton.config import CompileConfig
 from permtriton.errors import ConfigError
+from permtriton.planning import find_plan
 from permtriton.sparsity import NMPattern
 
 CPU = torch.device("cpu")

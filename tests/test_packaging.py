@@ -54,6 +54,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
         "permtriton.trace",
         "permtriton.load",
         "permtriton.memory",
+        "permtriton.planning",
         "permtriton.report",
         "permtriton.compiler",
         "permtriton.artifact",

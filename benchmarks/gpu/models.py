@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from benchmarks.gpu.bench import Bench, Prepare, ratio
 from benchmarks.gpu.goals import Goal, goal
 from benchmarks.gpu.table import OURS
-from permtriton import NMPattern, compiler, memory
+from permtriton import NMPattern, find_plan, memory
 from permtriton.config import LearnConfig
 from permtriton.forward import hidden_states, last_hidden_state
 from permtriton.importance import importance_of
@@ -97,7 +97,7 @@ def learning_step(bench: Bench) -> None:
     """One step of learning against a dense forward and backward pass with weight gradients."""
     model = llama(bench, bench.pick(32, 1))
     tokens = bench.pick(1024, 32)
-    plan = compiler.find_plan(model, PATTERN)
+    plan = find_plan(model, PATTERN)
     ids = torch.randint(0, model.config.vocab_size, (bench.pick(16, 2), tokens))
     target = hidden_states(model, ids, bench.pick(2, 2))
     for micro_batch in bench.pick((16, 8, 4, 2, 1), (2,)):

@@ -8,7 +8,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from permtriton import NMPattern
 from permtriton.calibration import channel_norms
-from permtriton.compiler import find_plan
 from permtriton.config import LearnConfig
 from permtriton.export import export
 from permtriton.forward import hidden_states
@@ -19,6 +18,7 @@ from permtriton.kernels.timing import relative_error
 from permtriton.learn import learn
 from permtriton.modules import SparseLinear
 from permtriton.plan import linear_module, weight_in_out
+from permtriton.planning import find_plan
 from permtriton.progress import NoProgress
 
 from .. import folders
