@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 
 from permtriton import NMPattern
 from permtriton.errors import ModelError
-from permtriton.kernels import cusparselt, packing
+from permtriton.kernels import cusparselt
 from permtriton.kernels.nm_mask import top_n_mask
 from permtriton.kernels.norm_permute import NormVariant
 from permtriton.match_norm import match_norm
@@ -30,6 +30,7 @@ from permtriton.modules import (
 from permtriton.permutation import inverse
 
 from . import zoo
+from .weights import compressed
 
 # Norm of a layer -> the linears that read it.
 _LLAMA = {
@@ -312,16 +313,9 @@ def test_an_empty_packed_layer_can_be_made_on_the_meta_device_and_filled():
 
 @pytest.fixture
 def cusparselt_stand_in(monkeypatch):
-    """The values, then as many numbers as its metadata takes, made of where the values stand."""
-
-    def compress(weight: Tensor) -> Tensor:
-        values, positions = packing.pack(weight, 2, 4)
-        filler = positions.repeat(1, 2).flatten().view(weight.dtype)[: values.numel() // 8]
-        return torch.cat([values.flatten(), filler])
-
     monkeypatch.setattr(cusparselt, "supports", lambda dtype, *_: dtype == torch.bfloat16)
-    monkeypatch.setattr(cusparselt, "compress", compress)
-    return compress
+    monkeypatch.setattr(cusparselt, "compress", compressed)
+    return compressed
 
 
 def compressed_of(seed: int) -> SparseLinear:

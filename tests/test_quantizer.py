@@ -1,5 +1,6 @@
 """Packed and permuted checkpoints inside transformers: loaded exactly, or not at all."""
 
+import copy
 import json
 import shutil
 import subprocess
@@ -16,13 +17,14 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 from permtriton import quantizer, registration
 from permtriton.errors import ModelError
 from permtriton.export import export
-from permtriton.kernels import autotune
+from permtriton.kernels import autotune, cusparselt
 from permtriton.modules import PermutedLayerNorm, PermutedRMSNorm, SparseLinear
 from permtriton.placement import device_of, is_packed
 from permtriton.quantizer import PermTritonQuantizer
 from permtriton.schema import METHOD, PermTritonQuantizationConfig
 
 from . import folders
+from .weights import compressed
 
 ROOT = Path(__file__).parent.parent
 IDS = torch.arange(3, 27).view(2, 12)
@@ -430,6 +432,20 @@ def test_on_a_gpu_linears_stay_packed(as_on_a_gpu, place, tmp_path, name, fused,
         if isinstance(module, SparseLinear):
             module.unpack()
     assert folders.differing(folders.state(expected), folders.state(again)) == []
+
+
+def test_on_a_gpu_the_compressed_form_is_made_and_not_saved(as_on_a_gpu, place, tmp_path, monkeypatch):
+    monkeypatch.setattr(cusparselt, "supports", lambda *_: True)
+    monkeypatch.setattr(cusparselt, "compress", compressed)
+    loaded = load(place("llama", "packed"))
+    layers = [module for module in loaded.modules() if is_packed(module)]
+    assert all(torch.equal(m.weight_compressed, compressed(copy.deepcopy(m).unpack().weight)) for m in layers)
+    loaded.save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert set(stored) == set(load_file(place("llama", "packed") / "model.safetensors"))
+    assert torch.equal(
+        stored[f"{UP}_values"], load_file(place("llama", "packed") / "model.safetensors")[f"{UP}_values"]
+    )
 
 
 def test_on_a_gpu_only_what_has_kernels_stays_packed(as_on_a_gpu, place):

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from permtriton.kernels.nm_mask import top_n_mask
+from permtriton.kernels.packing import pack
 
 PATTERNS = [(2, 4), (4, 8), (1, 2), (1, 4), (3, 4), (2, 3), (5, 6), (8, 16), (7, 17), (3, 32), (31, 32)]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
@@ -23,3 +24,10 @@ def sparse(rows: int, groups: int, kept: int, group: int, dtype: torch.dtype = t
     keep = top_n_mask(weight.abs().t().contiguous(), kept, group).t()
     keep &= torch.rand(weight.shape, generator=rng(1)) > 0.2 / kept
     return torch.where(keep, weight, torch.zeros((), dtype=dtype)).contiguous()
+
+
+def compressed(weight: Tensor) -> Tensor:
+    """In the place of cuSPARSELt's form: the values, then as much as its metadata takes, of where the values stand."""
+    values, positions = pack(weight, 2, 4)
+    filler = positions.repeat(1, 2).flatten().view(weight.dtype)[: values.numel() // 8]
+    return torch.cat([values.flatten(), filler])
