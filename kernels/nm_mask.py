@@ -17,7 +17,7 @@ Only ``[B, O] x [O, B]`` products: no ``C x C`` matrix exists, and ``W`` itself 
 another, flat ``[sum of sizes^2]``. Weights whose input dimension has the larger stride (``W.t()`` contiguous) gather
 whole rows and are the fast case.
 Bytes moved: forward W read, W_eff written; backward dW_eff and W read. The Triton kernels, on a GPU for weights of 16
-and 32 bits, are in nm_mask_triton.py.
+and 32 bits, are in nm_mask_triton.py and nm_mask_backward_triton.py.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,8 +26,9 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from permtriton.kernels import nm_mask_triton as kernels
 from permtriton.kernels.launch import triton
+from permtriton.kernels.nm_mask_backward_triton import nm_mask_backward_triton
+from permtriton.kernels.nm_mask_triton import nm_mask_triton, supports
 from permtriton.permutation import inverse
 
 
@@ -222,14 +223,14 @@ if triton is not None:
 
     @_nm_mask.register_kernel("cuda")
     def _(weight, scale, row, column, power, index, soft, block_sizes, kept, group, group_scale):  # type: ignore[no-untyped-def]
-        masked = kernels.nm_mask_triton if kernels.supports(weight, scale) else nm_mask_reference
+        masked = nm_mask_triton if supports(weight, scale) else nm_mask_reference
         return masked(weight, scale, row, column, power, index, block_sizes, kept, group)
 
     @_nm_mask_backward.register_kernel("cuda")
     def _(grad, weight, scale, row, column, power, index, block_sizes, group, group_scale):  # type: ignore[no-untyped-def]
         arguments = (grad, weight, scale, row, column, power, index, block_sizes, group, group_scale)
-        if kernels.supports(weight, scale):
-            return kernels.nm_mask_backward_triton(*arguments, FLOOR)
+        if supports(weight, scale):
+            return nm_mask_backward_triton(*arguments, FLOOR)
         return nm_mask_backward_reference(*arguments)
 
 

@@ -4,11 +4,12 @@ import dataclasses
 import json
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from permtriton.cli.main import app
 from permtriton.errors import ConfigError
-from permtriton.kernels import compile_check
+from permtriton.kernels import compile_check, nm_mask_backward_triton, nm_mask_triton
 from permtriton.kernels.compile_check import TARGETS, compile_one
 from permtriton.kernels.launch import triton
 
@@ -114,4 +115,64 @@ def test_every_kernel_compiles_without_spills():
 def test_every_module_with_kernels_says_how_they_are_built():
     by_module = {build.kernel.fn.__module__.rpartition(".")[2].removesuffix("_triton")
                  for build in compile_check.all_builds()}  # fmt: skip
-    assert by_module >= {"permute", "norm_permute", "sinkhorn", "assignment", "nm_mask", "sparse_linear"}
+    assert by_module >= {"permute", "norm_permute", "sinkhorn", "assignment", "nm_mask", "nm_mask_backward",
+                         "sparse_linear"}  # fmt: skip
+
+
+FREE = {"KEPT", "GROUP", "PADDED", "POWER", "STATISTICS", "GROUP_SCALE", "FLOOR", "INTERPRETED"}  # not of the tile
+
+
+class Launches:
+    """Stands for a kernel, and notes in what tile, warps and stages it is launched."""
+
+    def __init__(self) -> None:
+        self.found: list[dict] = []
+
+    def __getitem__(self, grid):
+        return lambda *tensors, **options: self.found.append({k: v for k, v in options.items() if k not in FREE})
+
+
+def default_builds(module, kernel, dtype: torch.dtype) -> list[dict]:
+    """What the builds of a kernel that count as defaults are launched in."""
+    pointer = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}[dtype]
+    return [
+        {name: value for name, value in build.constants.items() if name.isupper() and name not in FREE}
+        | {"num_warps": build.config.num_warps, "num_stages": build.config.num_stages}
+        for build in module.builds()
+        if build.default and build.kernel is kernel and build.signature["weight"] == pointer
+    ]
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("group", [2, 3, 4, 6, 8, 12, 16, 32])
+class TestDefaultLaunchesOfNmMask:
+    """What runs without autotuning is a default build, which the doctor holds to be free of spills."""
+
+    @pytest.fixture(autouse=True)
+    def _untuned(self, monkeypatch):
+        for module in (nm_mask_triton, nm_mask_backward_triton):
+            monkeypatch.setattr(module, "config_for", lambda op, configs, shape, dtype: configs[0])
+
+    @pytest.mark.parametrize("row_major", [False, True])
+    def test_forward(self, group, dtype, row_major, monkeypatch):
+        name = "_nm_mask_fwd_kernel" if group <= 4 else "_nm_mask_fwd_wide_kernel"
+        kernel = Launches()
+        monkeypatch.setattr(nm_mask_triton, name, kernel)
+        weight, channels = torch.zeros(32, 4 * group, dtype=dtype), torch.arange(4 * group)
+        weight = weight if row_major else weight.t().contiguous().t()
+        nm_mask_triton.nm_mask_triton(weight, torch.ones(4 * group), None, None, 1, channels, [4 * group], 1, group)
+        assert kernel.found[0] in default_builds(nm_mask_triton, kernel, dtype)
+
+    @pytest.mark.parametrize("size", [16, 32, 48, 64, 96, 128, 256])
+    @pytest.mark.parametrize("rows", [32, 33])
+    def test_backward(self, group, dtype, size, rows, monkeypatch):
+        kernel = Launches()
+        monkeypatch.setattr(nm_mask_backward_triton, "_nm_mask_bwd_kernel", kernel)
+        size = -(-size // group) * group
+        weight = torch.zeros(size, rows, dtype=dtype).t()
+        nm_mask_backward_triton.nm_mask_backward_triton(
+            weight, weight, torch.ones(size), None, None, 1, torch.arange(size), [size], group, True, 0.1
+        )
+        assert (kernel.found[0]["ALIGN"] > 1) == (rows % 16 == 0 and size % 16 == 0)
+        assert kernel.found[0] in default_builds(nm_mask_backward_triton, kernel, dtype)

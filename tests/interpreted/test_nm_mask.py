@@ -4,7 +4,8 @@ from torch import Tensor
 
 from permtriton.errors import ModelError
 from permtriton.kernels import nm_mask as file
-from permtriton.kernels import nm_mask_triton as kernels
+from permtriton.kernels import nm_mask_backward_triton as backward
+from permtriton.kernels import nm_mask_triton as forward
 from permtriton.kernels.launch import Config
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -58,11 +59,23 @@ def test_forward_is_the_reference_bit_for_bit(kept, group, layout):
     weight[0, 0] = -0.0
     factors, index = factors_of("row and column", rows, channels), block_index(sizes)
     arguments = (weight, *factors, index, sizes, kept, group)
-    found = kernels.nm_mask_triton(*arguments)
+    found = forward.nm_mask_triton(*arguments)
     expected = file.nm_mask_reference(*arguments)
     assert same_bits(found, expected)
     assert not (found == 0)[found.signbit()].any()
     assert found.stride() == expected.stride() == (1, rows)
+
+
+@pytest.mark.parametrize(("kept", "group"), [(2, 4), (1, 4), (3, 4), (4, 8), (8, 16), (3, 5), (3, 6), (7, 12)])
+@pytest.mark.parametrize("most", [64, 128])
+def test_forward_of_whole_blocks(kept, group, most):
+    size, rows = most // group * group, 48
+    weight = laid_out(torch.randint(-4, 5, (rows, 2 * size)).float() / 8, "input-major")
+    factors, index = factors_of("row and column", rows, 2 * size), block_index([size, size])
+    arguments = (weight, *factors, index, [size, size], kept, group)
+    found = forward.nm_mask_triton(*arguments)
+    assert same_bits(found, file.nm_mask_reference(*arguments))
+    assert (found[:, index].unflatten(1, (-1, group)) != 0).sum(2).max() <= kept
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -72,21 +85,21 @@ def test_forward_of_every_form_and_dtype(dtype, form, kept, group):
     sizes = [2 * group, group]
     weight = laid_out(torch.randn(17, 3 * group).to(dtype), "input-major")
     arguments = (weight, *factors_of(form, 17, 3 * group), block_index(sizes), sizes, kept, group)
-    assert same_bits(kernels.nm_mask_triton(*arguments), file.nm_mask_reference(*arguments))
+    assert same_bits(forward.nm_mask_triton(*arguments), file.nm_mask_reference(*arguments))
 
 
-@pytest.mark.parametrize("number", range(len(kernels.CONFIGS)))
+@pytest.mark.parametrize("number", range(len(forward.CONFIGS)))
 def test_forward_in_every_configuration(number, monkeypatch):
-    monkeypatch.setattr(kernels, "config_for", lambda op, configs, shape, dtype: configs[number])
+    monkeypatch.setattr(forward, "config_for", lambda op, configs, shape, dtype: configs[number])
     weight = laid_out(torch.randn(1030, 12), "input-major")
     arguments = (weight, *factors_of("power 2", 1030, 12), block_index([8, 4]), [8, 4], 2, 4)
-    assert same_bits(kernels.nm_mask_triton(*arguments), file.nm_mask_reference(*arguments))
+    assert same_bits(forward.nm_mask_triton(*arguments), file.nm_mask_reference(*arguments))
 
 
 def test_forward_writes_every_weight(monkeypatch):
     poison(monkeypatch)
     arguments = (torch.randn(5, 8), *factors_of("power 1", 5, 8), block_index([8]), [8], 2, 4)
-    assert kernels.nm_mask_triton(*arguments).isfinite().all()
+    assert forward.nm_mask_triton(*arguments).isfinite().all()
 
 
 BACKWARD = [  # (sizes, group, rows, layout)
@@ -96,6 +109,15 @@ BACKWARD = [  # (sizes, group, rows, layout)
     ([128], 4, 32, "input-major"),
     ([128], 4, 17, "input-major"),
     ([192, 8], 4, 32, "input-major"),
+    ([32, 32, 16, 96], 4, 80, "input-major"),
+    ([64, 128], 8, 32, "input-major"),
+    ([64, 128], 16, 32, "input-major"),
+    ([256], 16, 16, "input-major"),
+    ([60, 125], 5, 20, "input-major"),
+    ([60, 126], 6, 20, "input-major"),
+    ([60, 120], 12, 20, "input-major"),
+    ([48, 96], 6, 32, "input-major"),
+    ([48, 96], 12, 32, "input-major"),
     ([34], 17, 19, "row-major"),
     ([64], 32, 16, "strided"),
     ([4], 2, 3, "row-major"),
@@ -110,7 +132,7 @@ def test_backward_is_close_to_the_reference_in_float64(sizes, group, rows, layou
     channels = sum(sizes)
     grad, weight = (laid_out(torch.randn(rows, channels), layout) for _ in range(2))
     factors, index = factors_of(form, rows, channels), block_index(sizes)
-    found = kernels.nm_mask_backward_triton(grad, weight, *factors, index, sizes, group, group_scale, file.FLOOR)
+    found = backward.nm_mask_backward_triton(grad, weight, *factors, index, sizes, group, group_scale, file.FLOOR)
     doubles = (factor.double() if isinstance(factor, Tensor) else factor for factor in factors)
     expected = file.nm_mask_backward_reference(
         grad.double(), weight.double(), *doubles, index, sizes, group, group_scale
@@ -121,17 +143,18 @@ def test_backward_is_close_to_the_reference_in_float64(sizes, group, rows, layou
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("splits", [1, 3])
-def test_backward_over_splits_and_dtypes(dtype, splits, monkeypatch):
+@pytest.mark.parametrize(("sizes", "rows"), [([8, 4], 300), ([32, 16], 304)])
+def test_backward_over_splits_and_dtypes(dtype, splits, sizes, rows, monkeypatch):
     """Every split's partial sums count, once."""
     config = Config({"TILE_O": 32, "PROGRAMS": 2 * splits}, num_warps=4)
-    monkeypatch.setattr(kernels, "config_for", lambda op, configs, shape, dtype: config)
-    monkeypatch.setattr(kernels, "LEAST_ROWS", 100)
-    grad, weight = (laid_out(torch.randn(300, 12).to(dtype), "input-major") for _ in range(2))
-    arguments = (*factors_of("row and column", 300, 12), block_index([8, 4]), [8, 4], 4, True)
-    found = kernels.nm_mask_backward_triton(grad, weight, *arguments, file.FLOOR)
+    monkeypatch.setattr(backward, "config_for", lambda op, configs, shape, dtype: config)
+    monkeypatch.setattr(backward, "LEAST_ROWS", 100)
+    grad, weight = (laid_out(torch.randn(rows, sum(sizes)).to(dtype), "input-major") for _ in range(2))
+    arguments = (*factors_of("row and column", rows, sum(sizes)), block_index(sizes), sizes, 4, True)
+    found = backward.nm_mask_backward_triton(grad, weight, *arguments, file.FLOOR)
     expected = file.nm_mask_backward_reference(grad, weight, *arguments)
     torch.testing.assert_close(found, expected, rtol=TOLERANCE, atol=TOLERANCE * expected.abs().max().item())
-    assert torch.equal(found, kernels.nm_mask_backward_triton(grad, weight, *arguments, file.FLOOR))
+    assert torch.equal(found, backward.nm_mask_backward_triton(grad, weight, *arguments, file.FLOOR))
 
 
 @pytest.mark.parametrize("group_scale", [False, True])
@@ -141,17 +164,17 @@ def test_zeros_give_finite_gradients(dead, group_scale):
     scale = torch.ones(8)
     (weight if dead == "weights" else scale).zero_()
     arguments = (weight, scale, None, None, 1, block_index([8]), [8], 4, group_scale)
-    found = kernels.nm_mask_backward_triton(grad, *arguments, file.FLOOR)
+    found = backward.nm_mask_backward_triton(grad, *arguments, file.FLOOR)
     torch.testing.assert_close(found, file.nm_mask_backward_reference(grad, *arguments), rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def test_no_rows():
     weight, scale = torch.randn(0, 8), torch.ones(8)
-    assert kernels.nm_mask_triton(weight, scale, None, None, 1, torch.arange(8), [8], 2, 4).shape == (0, 8)
+    assert forward.nm_mask_triton(weight, scale, None, None, 1, torch.arange(8), [8], 2, 4).shape == (0, 8)
     arguments = (weight, weight, scale, None, None, 1, torch.arange(8), [8], 4, True)
-    assert torch.equal(kernels.nm_mask_backward_triton(*arguments, file.FLOOR), torch.zeros(64))
+    assert torch.equal(backward.nm_mask_backward_triton(*arguments, file.FLOOR), torch.zeros(64))
 
 
 def test_float64_is_refused():
     with pytest.raises(ModelError, match="float64 weight"):
-        kernels.nm_mask_triton(torch.ones(1, 4).double(), torch.ones(4), None, None, 1, torch.arange(4), [4], 2, 4)
+        forward.nm_mask_triton(torch.ones(1, 4).double(), torch.ones(4), None, None, 1, torch.arange(4), [4], 2, 4)
