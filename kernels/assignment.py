@@ -18,7 +18,7 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from permtriton.kernels.assignment_triton import assignment_triton, assignment_warm_triton, supports
-from permtriton.kernels.launch import triton
+from permtriton.kernels.launch import on_gpu
 
 
 def assignment(score: Tensor) -> Tensor:
@@ -90,12 +90,11 @@ def _(score: Tensor, prices: Tensor) -> tuple[Tensor, Tensor]:
     return score.new_empty(score.shape[:2], dtype=torch.int32), prices.new_empty(prices.shape, dtype=torch.float32)
 
 
-if triton is not None:
+@on_gpu(_assignment)
+def _(score: Tensor) -> Tensor:
+    return (assignment_triton if supports(score) else assignment_reference)(score)
 
-    @_assignment.register_kernel("cuda")
-    def _(score: Tensor) -> Tensor:
-        return (assignment_triton if supports(score) else assignment_reference)(score)
 
-    @_assignment_warm.register_kernel("cuda")
-    def _(score: Tensor, prices: Tensor) -> tuple[Tensor, Tensor]:
-        return (assignment_warm_triton if supports(score) else assignment_warm_reference)(score, prices)
+@on_gpu(_assignment_warm)
+def _(score: Tensor, prices: Tensor) -> tuple[Tensor, Tensor]:
+    return (assignment_warm_triton if supports(score) else assignment_warm_reference)(score, prices)

@@ -48,7 +48,7 @@ class Request:
 class _State:
     """Of the process: what was read from files, and what launchers were told."""
 
-    chosen: dict[tuple[str, tuple[int, ...], torch.dtype, int], Config] = field(default_factory=dict)
+    measured: dict[tuple[str, tuple[int, ...], torch.dtype, int], Any] = field(default_factory=dict)
     entries: dict[int, dict[str, Any]] = field(default_factory=dict)  # by device; key -> stored configuration
     beside_models: list[Path] = field(default_factory=list)
     forced: dict[str, Config] = field(default_factory=dict)
@@ -56,7 +56,7 @@ class _State:
 
     def forget(self) -> None:
         """Reads the files again at the next launch."""
-        self.chosen.clear()
+        self.measured.clear()
         self.entries.clear()
 
 
@@ -77,10 +77,13 @@ def config_for(op: str, configs: Sequence[Config], shape: Sequence[int], dtype: 
     if op in _STATE.forced:
         return _STATE.forced[op]
     key = (op, bucket(shape), dtype, torch.cuda.current_device() if torch.cuda.is_initialized() else -1)
-    config = _STATE.chosen.get(key)
-    if config is None:
-        config = _STATE.chosen[key] = _choose(op, configs, key[1], dtype, key[3])
-    return config
+    if key not in _STATE.measured:
+        _STATE.measured[key] = _look_up(op, key[1], dtype, key[3])
+    entry = _STATE.measured[key]
+    if entry is None:
+        return configs[0]
+    # A stored configuration counts only while the table has it, and this call can use it.
+    return next((config for config in configs if stored(config) == entry), configs[0])
 
 
 def bucket(shape: Sequence[int]) -> tuple[int, ...]:
@@ -193,14 +196,13 @@ def _noted(op: str, configs: Sequence[Config], shape: Sequence[int], dtype: torc
     return _STATE.forced.get(op, configs[0])
 
 
-def _choose(op: str, configs: Sequence[Config], shape: tuple[int, ...], dtype: torch.dtype, device: int) -> Config:
-    """Looks up what was measured; a stored configuration counts only while the table still has it."""
+def _look_up(op: str, shape: tuple[int, ...], dtype: torch.dtype, device: int) -> dict[str, Any] | None:
+    """Returns the stored configuration that was measured to be the fastest, or None."""
     if device < 0 or triton is None:
-        return configs[0]
+        return None
     if device not in _STATE.entries:
         _STATE.entries[device] = _load(device)
-    entry = _STATE.entries[device].get(entry_key(op, shape, dtype))
-    return next((config for config in configs if stored(config) == entry), configs[0])
+    return _STATE.entries[device].get(entry_key(op, shape, dtype))
 
 
 def _load(device: int) -> dict[str, Any]:

@@ -267,16 +267,20 @@ def sparse_linear_case(
     moved = packed + tokens * (in_features + out_features) * dtype.itemsize
     return Case(
         "sparse_linear" + (" with gather" if gather else ""), f"{tokens} tokens {out_features}x{in_features}", dtype,
-        make, run, reference, relative_error, _rounding(dtype), moved, 2 * tokens * weights,
+        make, run, reference, relative_error, _rounding(dtype), moved, tokens * weights,  # of the kept half
     )  # fmt: skip
 
 
 def two_of_four(shape: tuple[int, int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """Returns a random 2:4 weight, the smaller half of every four set to 0.0."""
-    weight = _normal(shape, dtype, generator).mul_(shape[1] ** -0.5)
-    grouped = weight.view(shape[0], -1, 4)
+    """Returns a random 2:4 weight."""
+    return larger_half(_normal(shape, dtype, generator).mul_(shape[1] ** -0.5))
+
+
+def larger_half(weight: Tensor) -> Tensor:
+    """Returns a weight ``[O, C]`` with the smaller half of every four consecutive channels set to 0.0."""
+    grouped = weight.unflatten(1, (-1, 4))
     dropped = grouped.abs().topk(2, dim=2, largest=False, sorted=False).indices
-    return grouped.scatter(2, dropped, 0.0).view(shape)
+    return grouped.scatter(2, dropped, 0.0).flatten(1)
 
 
 @contextmanager

@@ -1,13 +1,16 @@
 """2:4 products of many tokens on the sparse tensor cores, by torch's cuSPARSELt: ``y = x W^T + bias``.
 
 cuSPARSELt multiplies a form of the weight of its own, made once: the kept values as `permtriton.kernels.packing` stores
-them, then its metadata, 9/16 of the dense weight in 16 bits. It is what `torch.sparse.to_sparse_semi_structured` holds;
-its operators are called directly here, since a tensor of that subclass cannot pass through an operator.
+them, then its metadata, together 9/16 of the dense weight in 16 bits, and padding where it wants some. It is what
+`torch.sparse.to_sparse_semi_structured` holds; its operators are called directly here, since a tensor of that subclass
+cannot pass through an operator.
 """
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+
+from permtriton.kernels.launch import has_kernels
 
 DTYPES = (torch.bfloat16, torch.float16)
 ROWS = 16  # output and input features come in multiples of it
@@ -15,9 +18,13 @@ TOKENS = 8  # and tokens in multiples of this: more are padded
 
 
 def supports(weight_dtype: torch.dtype, out_features: int, in_features: int, device: torch.device) -> bool:
-    """Whether cuSPARSELt is there and takes such a weight: 16 bits, both dimensions multiples of 16, on its GPU."""
+    """Whether cuSPARSELt is there and takes such a weight: 16 bits, both dimensions multiples of 16.
+
+    It is on NVIDIA's GPUs; on the first one only, since torch's handle belongs to the GPU that used it first.
+    """
     fits = weight_dtype in DTYPES and not out_features % ROWS and not in_features % ROWS and out_features * in_features
-    return bool(fits) and device.type == "cuda" and torch.backends.cusparselt.is_available()
+    there = has_kernels(device) and torch.version.hip is None and device.index in (None, 0)
+    return bool(fits) and there and torch.backends.cusparselt.is_available()
 
 
 def compress(weight_OC: Tensor) -> Tensor:

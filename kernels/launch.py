@@ -1,8 +1,11 @@
 """What the Triton kernels share: Triton itself, where it can be installed, and the description of a launch."""
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
 
 try:
     import triton
@@ -14,6 +17,32 @@ except ImportError:  # macOS has none: the references run everywhere
 def jit(function: Callable[..., Any]) -> Any:
     """Returns a Triton kernel; the function itself, never called, where there is no Triton."""
     return triton.jit(function) if triton is not None else function
+
+
+def on_gpu(op: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Returns a decorator: the function is what a custom operator runs on a GPU, where there is Triton.
+
+    Triton launches on the current GPU, whatever its arguments are on: that of the first argument, a tensor, is made it.
+    """
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def run(*arguments: Any) -> Any:
+            with torch.cuda.device(arguments[0].device):
+                return function(*arguments)
+
+        if triton is not None:
+            op.register_kernel("cuda")(run)
+        return run
+
+    return register
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Whether Triton kernels run there: an NVIDIA GPU of compute capability 8.0 or newer, or one of AMD's."""
+    if triton is None or device.type != "cuda":
+        return False
+    return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from permtriton.kernels.launch import triton
+from permtriton.kernels.launch import on_gpu
 from permtriton.kernels.nm_mask_backward_triton import nm_mask_backward_triton
 from permtriton.kernels.nm_mask_triton import nm_mask_triton, supports
 from permtriton.permutation import inverse
@@ -219,19 +219,18 @@ def _nm_mask_backward(
     return nm_mask_backward_reference(grad, weight, scale, row, column, power, index, block_sizes, group, group_scale)
 
 
-if triton is not None:
+@on_gpu(_nm_mask)
+def _(weight, scale, row, column, power, index, soft, block_sizes, kept, group, group_scale):  # type: ignore[no-untyped-def]
+    masked = nm_mask_triton if supports(weight, scale) else nm_mask_reference
+    return masked(weight, scale, row, column, power, index, block_sizes, kept, group)
 
-    @_nm_mask.register_kernel("cuda")
-    def _(weight, scale, row, column, power, index, soft, block_sizes, kept, group, group_scale):  # type: ignore[no-untyped-def]
-        masked = nm_mask_triton if supports(weight, scale) else nm_mask_reference
-        return masked(weight, scale, row, column, power, index, block_sizes, kept, group)
 
-    @_nm_mask_backward.register_kernel("cuda")
-    def _(grad, weight, scale, row, column, power, index, block_sizes, group, group_scale):  # type: ignore[no-untyped-def]
-        arguments = (grad, weight, scale, row, column, power, index, block_sizes, group, group_scale)
-        if supports(weight, scale):
-            return nm_mask_backward_triton(*arguments, FLOOR)
-        return nm_mask_backward_reference(*arguments)
+@on_gpu(_nm_mask_backward)
+def _(grad, weight, scale, row, column, power, index, block_sizes, group, group_scale):  # type: ignore[no-untyped-def]
+    arguments = (grad, weight, scale, row, column, power, index, block_sizes, group, group_scale)
+    if supports(weight, scale):
+        return nm_mask_backward_triton(*arguments, FLOOR)
+    return nm_mask_backward_reference(*arguments)
 
 
 @_nm_mask.register_fake

@@ -24,7 +24,7 @@ from torch.nn.functional import layer_norm
 
 from permtriton.errors import ConfigError, ModelError
 from permtriton.kernels import norm_permute_triton as kernels
-from permtriton.kernels.launch import triton
+from permtriton.kernels.launch import on_gpu
 from permtriton.kernels.permute import check_shapes, permute, permute_reference
 from permtriton.permutation import inverse
 
@@ -192,20 +192,19 @@ def _three(grad_x: Tensor, grad_weight: Tensor, grad_bias: Tensor | None) -> tup
     return grad_x.contiguous(), grad_weight, grad_weight.new_empty(0) if grad_bias is None else grad_bias
 
 
-if triton is not None:
+@on_gpu(_norm_permute)
+def _(x, weight, bias, index, eps, offset, kind):  # type: ignore[no-untyped-def]
+    _check(x, weight, bias, index, kind)
+    run = kernels.norm_permute_triton if kernels.takes(x, weight, bias) else norm_permute_reference
+    return run(x, weight, bias, index, eps, offset, kind)
 
-    @_norm_permute.register_kernel("cuda")
-    def _(x, weight, bias, index, eps, offset, kind):  # type: ignore[no-untyped-def]
-        _check(x, weight, bias, index, kind)
-        run = kernels.norm_permute_triton if kernels.takes(x, weight, bias) else norm_permute_reference
-        return run(x, weight, bias, index, eps, offset, kind)
 
-    @_norm_permute_backward.register_kernel("cuda")
-    def _(grad, x, weight, bias, index, eps, offset, kind):  # type: ignore[no-untyped-def]
-        if not kernels.takes(x, weight, bias):
-            ordered = permute(grad, inverse(index.long()))
-            return _three(*norm_backward_reference(ordered, x, weight, bias, eps, offset, kind))
-        return _three(*kernels.norm_permute_backward_triton(grad, x, weight, bias, index, eps, offset, kind))
+@on_gpu(_norm_permute_backward)
+def _(grad, x, weight, bias, index, eps, offset, kind):  # type: ignore[no-untyped-def]
+    if not kernels.takes(x, weight, bias):
+        ordered = permute(grad, inverse(index.long()))
+        return _three(*norm_backward_reference(ordered, x, weight, bias, eps, offset, kind))
+    return _three(*kernels.norm_permute_backward_triton(grad, x, weight, bias, index, eps, offset, kind))
 
 
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]

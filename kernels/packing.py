@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 
 from permtriton.errors import ModelError
 from permtriton.kernels import packing_triton as kernels
-from permtriton.kernels.launch import triton
+from permtriton.kernels.launch import on_gpu
 from permtriton.sparsity import NMPattern
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -244,14 +244,12 @@ def _unpack(values: Tensor, positions: Tensor, in_features: int, kept: int, grou
     return unpack_reference(values, positions, in_features, kept, group)
 
 
-if triton is not None:
-
-    @_unpack.register_kernel("cuda")
-    def _unpack_cuda(values: Tensor, positions: Tensor, in_features: int, kept: int, group: int) -> Tensor:
-        if not kernels.supports(values, in_features, kept, group):
-            return unpack_reference(values, positions, in_features, kept, group)
-        check_packed_shapes(values, positions, values.shape[0], in_features, kept, group)
-        return kernels.unpack_triton(values, positions, in_features)
+@on_gpu(_unpack)
+def _unpack_cuda(values: Tensor, positions: Tensor, in_features: int, kept: int, group: int) -> Tensor:
+    if not kernels.supports(values.dtype, in_features, kept, group):
+        return unpack_reference(values, positions, in_features, kept, group)
+    check_packed_shapes(values, positions, values.shape[0], in_features, kept, group)
+    return kernels.unpack_triton(values, positions, in_features)
 
 
 @_unpack.register_fake

@@ -71,9 +71,9 @@ def _unpack_kernel(
     tl.store(weight + places, dense, mask=valid[:, None] & (c < words * 16)[None, :])
 
 
-def supports(values: Tensor, in_features: int, kept: int, group: int) -> bool:
-    """Whether the kernel takes these: 2:4, bfloat16, float16 or float32, a multiple of 16 channels."""
-    return (kept, group) == (2, 4) and in_features % WORD == 0 and values.dtype in DTYPES
+def supports(dtype: torch.dtype, in_features: int, kept: int, group: int) -> bool:
+    """Whether the kernel takes such a weight: 2:4, bfloat16, float16 or float32, a multiple of 16 channels."""
+    return (kept, group) == (2, 4) and in_features % WORD == 0 and dtype in DTYPES
 
 
 def unpack_triton(values: Tensor, positions: Tensor, in_features: int) -> Tensor:
@@ -82,7 +82,7 @@ def unpack_triton(values: Tensor, positions: Tensor, in_features: int) -> Tensor
     Raises:
         ModelError: what `supports` does not name.
     """
-    if not supports(values, in_features, 2, 4):
+    if not supports(values.dtype, in_features, 2, 4):
         raise ModelError(
             f"unpack: {values.dtype} values of {in_features} channels: the Triton kernel expects bfloat16, float16 or "
             f"float32 with a multiple of {WORD} channels; the reference takes the rest"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from permtriton.errors import ModelError
-from permtriton.kernels.launch import triton
+from permtriton.kernels.launch import on_gpu
 from permtriton.kernels.permute_triton import WORDS, gather_rows
 from permtriton.permutation import inverse
 
@@ -87,11 +87,9 @@ def _permute(x: Tensor, index: Tensor, dim: int = -1) -> Tensor:
     return permute_reference(x, index, dim)
 
 
-if triton is not None:
-
-    @_permute.register_kernel("cuda")
-    def _permute_cuda(x: Tensor, index: Tensor, dim: int = -1) -> Tensor:
-        return permute_triton(x, index, dim)
+@on_gpu(_permute)
+def _permute_cuda(x: Tensor, index: Tensor, dim: int = -1) -> Tensor:
+    return permute_triton(x, index, dim)
 
 
 @_permute.register_fake

@@ -13,7 +13,7 @@ On a GPU `permtriton.kernels.sinkhorn_triton` runs, and the reference for float6
 import torch
 from torch import Tensor
 
-from permtriton.kernels.launch import triton
+from permtriton.kernels.launch import on_gpu
 from permtriton.kernels.sinkhorn_triton import TINY, sinkhorn_backward_triton, sinkhorn_triton, supports
 
 
@@ -84,16 +84,15 @@ def _sinkhorn_backward(grad: Tensor, logits: Tensor, rows: Tensor, columns: Tens
     return sinkhorn_backward_reference(grad, logits, rows, columns, tau)
 
 
-if triton is not None:
+@on_gpu(_sinkhorn)
+def _(logits: Tensor, tau: float, rounds: int) -> tuple[Tensor, Tensor, Tensor]:
+    return (sinkhorn_triton if supports(logits) else sinkhorn_reference)(logits, tau, rounds)
 
-    @_sinkhorn.register_kernel("cuda")
-    def _(logits: Tensor, tau: float, rounds: int) -> tuple[Tensor, Tensor, Tensor]:
-        return (sinkhorn_triton if supports(logits) else sinkhorn_reference)(logits, tau, rounds)
 
-    @_sinkhorn_backward.register_kernel("cuda")
-    def _(grad: Tensor, logits: Tensor, rows: Tensor, columns: Tensor, tau: float) -> Tensor:
-        backward = sinkhorn_backward_triton if supports(logits) else sinkhorn_backward_reference
-        return backward(grad, logits, rows, columns, tau)
+@on_gpu(_sinkhorn_backward)
+def _(grad: Tensor, logits: Tensor, rows: Tensor, columns: Tensor, tau: float) -> Tensor:
+    backward = sinkhorn_backward_triton if supports(logits) else sinkhorn_backward_reference
+    return backward(grad, logits, rows, columns, tau)
 
 
 @_sinkhorn.register_fake

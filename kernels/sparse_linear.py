@@ -23,7 +23,7 @@ from permtriton.errors import ModelError
 from permtriton.kernels import cusparselt
 from permtriton.kernels import sparse_linear_triton as kernels
 from permtriton.kernels.autotune import config_for
-from permtriton.kernels.launch import Config, triton
+from permtriton.kernels.launch import Config, on_gpu
 from permtriton.kernels.packing import check_packed_shapes, unpack
 from permtriton.kernels.permute import check_shapes, permute
 from permtriton.permutation import inverse
@@ -132,12 +132,13 @@ def _check(
         raise ModelError(f"sparse_linear: a bias of shape {list(bias.shape)}: expected [{values.shape[0]}]")
     if index is not None:
         check_shapes("sparse_linear", x, index)
-    expected = values.shape[0] * in_features * 9 // 16
-    if compressed is not None and (compressed.dtype != values.dtype or compressed.numel() != expected):
-        raise ModelError(
-            f"sparse_linear: a compressed weight of {compressed.numel()} {compressed.dtype}: expected {expected} "
-            f"{values.dtype} for a 2:4 weight [{values.shape[0]}, {in_features}]"
-        )
+    if compressed is not None:
+        least, rows = values.shape[0] * in_features * 9 // 16, max(values.shape[0], 1)
+        if compressed.dtype != values.dtype or compressed.numel() < least or compressed.numel() % rows:
+            raise ModelError(
+                f"sparse_linear: a compressed weight of {compressed.numel()} {compressed.dtype}: expected at least "
+                f"{least} {values.dtype}, {rows} equal rows, for a 2:4 weight [{values.shape[0]}, {in_features}]"
+            )
 
 
 @torch.library.custom_op("permtriton::sparse_linear", mutates_args=())
@@ -156,13 +157,11 @@ def _sparse_linear(
     return sparse_linear_reference(x, values, positions, bias, index, in_features, kept, group)
 
 
-if triton is not None:
-
-    @_sparse_linear.register_kernel("cuda")
-    def _sparse_linear_cuda(x, values, positions, bias, index, in_features, kept, group, compressed=None):  # type: ignore[no-untyped-def]
-        arguments = (x, values, positions, bias, index, in_features, kept, group, compressed)
-        _check(*arguments)
-        return routed(*arguments)
+@on_gpu(_sparse_linear)
+def _sparse_linear_cuda(x, values, positions, bias, index, in_features, kept, group, compressed=None):  # type: ignore[no-untyped-def]
+    arguments = (x, values, positions, bias, index, in_features, kept, group, compressed)
+    _check(*arguments)
+    return routed(*arguments)
 
 
 @_sparse_linear.register_fake

@@ -156,7 +156,7 @@ def _all(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
     return run
 
 
-def _captured(calls: list[Callable[[], object]], pool: tuple[int, int]) -> Callable[[], object]:
+def _captured(calls: list[Callable[[], object]], pool: Any) -> Callable[[], object]:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

@@ -4,8 +4,7 @@ An index is a buffer in the smallest of uint8, int16 and int32 that holds its en
 `permtriton.permutation`. (Indexing a tensor with uint8 would read it as a mask: the operators convert.)
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -167,6 +166,7 @@ class SparseLinear(nn.Linear):
             check_index(gather.index, in_features, "SparseLinear")
         self.gather = gather
         self.pattern: NMPattern | None = None
+        self._compresses = False
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, gather_index: Tensor | None = None) -> "SparseLinear":
@@ -190,6 +190,8 @@ class SparseLinear(nn.Linear):
         """Returns ``[..., out_features]``."""
         if self.pattern is None:
             return super().forward(x if self.gather is None else self.gather(x))
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(self.weight_values.dtype)  # as autocast does before a dense product
         index = None if self.gather is None else self.gather.index
         kept, group = self.pattern.kept, self.pattern.group
         packed = (self.weight_values, self.weight_positions)
@@ -226,14 +228,15 @@ class SparseLinear(nn.Linear):
         return self
 
     def compress(self) -> "SparseLinear":
-        """Adds to a packed 2:4 weight the form that cuSPARSELt multiplies, where it is there; does nothing elsewhere.
+        """Adds to a packed 2:4 weight the form that cuSPARSELt multiplies, where it is there, now and after every move.
 
         Both forms hold the kept values: where they lie in the same order they share memory, and the layer takes 10/16
-        of the dense weight's in place of 9/16. (In a group with fewer nonzero weights the order may differ; then both
-        are kept.)
+        of the dense weight's in place of 9/16. In a group with fewer nonzero weights the order may differ; then both
+        are kept, and the layer takes 18/16.
         """
         if self.pattern != NMPattern(2, 4):
             return self
+        self._compresses = True
         values, device = self.weight_values, self.weight_values.device
         if not cusparselt.supports(values.dtype, self.out_features, self.in_features, device):
             return self
@@ -251,28 +254,27 @@ class SparseLinear(nn.Linear):
         kept, group = self.pattern.kept, self.pattern.group
         weight = unpack(self.weight_values, self.weight_positions, self.in_features, kept, group)
         del self.weight_values, self.weight_positions, self.weight_compressed
-        self.weight, self.pattern = nn.Parameter(weight), None
+        self.weight, self.pattern, self._compresses = nn.Parameter(weight), None, False
         return self
 
     def extra_repr(self) -> str:
         return super().extra_repr() + ("" if self.pattern is None else f", packed={self.pattern}")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "SparseLinear":
-        with self._compressed_anew():
+        """Moves and casts; the compressed form is made anew where anything changed: a cast would spoil its metadata."""
+        if self.pattern is None or not self._compresses:
             return super()._apply(fn, recurse)
+        before, compressed, self.weight_compressed = self.weight_values, self.weight_compressed, None
+        super()._apply(fn, recurse)
+        if self.weight_values is before:
+            self.weight_compressed = compressed
+            return self
+        return self.compress()
 
     def _load_from_state_dict(self, *args: Any) -> None:
-        with self._compressed_anew():
-            super()._load_from_state_dict(*args)
-
-    @contextmanager
-    def _compressed_anew(self) -> Iterator[None]:
-        """Takes the compressed form away for a while: its metadata fit neither other weights nor another dtype."""
-        compressed = self.pattern is not None and self.weight_compressed is not None
-        if compressed:
-            self.weight_values, self.weight_compressed = self.weight_values.clone(), None
-        yield
-        if compressed:
+        super()._load_from_state_dict(*args)
+        if self.pattern is not None and self._compresses:
+            self.weight_compressed = None
             self.compress()
 
     def _refuse_packed(self) -> None:

@@ -1,7 +1,7 @@
 """Makes place in a model without weights for what a permtriton checkpoint holds, and unpacks what was loaded."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -9,10 +9,10 @@ from transformers.pytorch_utils import Conv1D
 
 from permtriton.checkpoint import FLOATS, StoredTensor
 from permtriton.errors import ModelError
-from permtriton.kernels.launch import triton
+from permtriton.kernels.launch import has_kernels
 from permtriton.kernels.norm_permute import NormVariant
-from permtriton.kernels.packing import check_packed, packed_shapes, unpack
-from permtriton.kernels.packing_triton import WORD
+from permtriton.kernels.packing import check_packed, pack, packed_shapes, unpack
+from permtriton.kernels.packing_triton import supports
 from permtriton.modules import PermutedLayerNorm, PermutedRMSNorm, SparseLinear, from_norm, index_dtype, replace_module
 from permtriton.schema import PermTritonQuantizationConfig
 from permtriton.sparsity import NMPattern
@@ -62,10 +62,22 @@ def stays_packed(
     owner: nn.Module, attribute: str, dtype: torch.dtype, pattern: NMPattern, device: torch.device
 ) -> bool:
     """Whether a packed parameter is multiplied as it is: a linear's 2:4 weight in 16 bits, on a GPU with kernels."""
-    plain = type(owner) in (nn.Linear, SparseLinear) and attribute == "weight"
-    if not plain or dtype not in (torch.bfloat16, torch.float16) or pattern != NMPattern(2, 4):
+    if type(owner) not in (nn.Linear, SparseLinear) or attribute != "weight" or dtype.itemsize != 2:
         return False
-    return triton is not None and device.type == "cuda" and owner.get_parameter("weight").shape[1] % WORD == 0
+    in_features = owner.get_parameter("weight").shape[1]
+    return supports(dtype, in_features, pattern.kept, pattern.group) and has_kernels(device)
+
+
+def packed_as(
+    values: Tensor, positions: Tensor, in_features: int, pattern: NMPattern, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Returns the packed form of a packed weight in another dtype, in which small weights may be zeros.
+
+    Raises:
+        ModelError: a weight is not finite in ``dtype``.
+    """
+    weight = unpack(values, positions, in_features, pattern.kept, pattern.group)
+    return pack(weight.to(dtype) + 0.0, pattern.kept, pattern.group)  # never -0.0
 
 
 def device_of(name: str, device_map: Mapping[str, Any] | str | None) -> torch.device:
@@ -86,7 +98,7 @@ def is_permuted(module: nn.Module) -> bool:
     return gathers or isinstance(module, PermutedRMSNorm | PermutedLayerNorm)
 
 
-def is_packed(module: nn.Module) -> bool:
+def is_packed(module: nn.Module) -> TypeGuard[SparseLinear]:
     """Whether a module holds its weight packed."""
     return isinstance(module, SparseLinear) and module.pattern is not None
 
@@ -139,6 +151,7 @@ def swap_linear(model: nn.Module, name: str) -> None:
     """Puts a linear that can hold its weight packed in the place of the linear that holds the parameter ``name``."""
     path, _, _ = name.rpartition(".")
     linear = model.get_submodule(path)
+    assert isinstance(linear, nn.Linear)
     if not isinstance(linear, SparseLinear):
         replace_module(model, path, SparseLinear.from_linear(linear))
 

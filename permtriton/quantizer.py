@@ -39,6 +39,7 @@ from permtriton.placement import (
     is_packed,
     is_permuted,
     owner_of,
+    packed_as,
     resolve,
     stays_packed,
     swap_gather,
@@ -158,7 +159,7 @@ class PermTritonQuantizer(HfQuantizer):
         device_map: Mapping[str, Any] | str | None = None,
         **kwargs: Any,
     ) -> None:
-        self._refuse_disk(device_map)
+        self._refuse_offloading(device_map)
         files = [Path(os.path.abspath(file)) for file in checkpoint_files or []]
         folder = Path(os.path.abspath(model.config.name_or_path))
         self._check_files(files, folder)
@@ -170,7 +171,12 @@ class PermTritonQuantizer(HfQuantizer):
         self._check_stored(model, stored)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> None:
-        self._refuse_disk(getattr(model, "hf_device_map", None))
+        self._refuse_offloading(getattr(model, "hf_device_map", None))
+        if self._packed and (getattr(model, "_tp_size", None) or 1) > 1:
+            raise ModelError(
+                "packed checkpoints cannot be divided by tensor parallelism: export the model as dense "
+                "(permtriton export --format dense), or leave tp_plan out"
+            )
         self._check_loaded(model)
         for name in self._packed:
             self._place_packed(model, name)
@@ -190,14 +196,25 @@ class PermTritonQuantizer(HfQuantizer):
         for name, module in model.named_modules():
             key = f"{name}.weight"
             if is_packed(module):
-                state[key] = module.weight_values.new_empty(0)
+                assert module.pattern is not None
+                values, positions = module.weight_values, module.weight_positions
+                state[key] = values.new_empty(0)
+                # Anew: a cast since then may have made zeros of small weights.
+                parts = packed_as(values, positions, module.in_features, module.pattern, values.dtype)
+                state[f"{key}_values"], state[f"{key}_positions"] = parts
             elif is_permuted(module):
                 state[key] = state[key].unsqueeze(0)
         return state, {}
 
-    def _refuse_disk(self, device_map: Mapping[str, Any] | str | None) -> None:
-        if isinstance(device_map, Mapping) and "disk" in {str(device) for device in device_map.values()}:
-            raise ModelError("permtriton checkpoints cannot be offloaded to disk: choose another device_map")
+    def _refuse_offloading(self, device_map: Mapping[str, Any] | str | None) -> None:
+        if not isinstance(device_map, Mapping):
+            return
+        devices = {str(device).partition(":")[0] for device in device_map.values()}
+        if "disk" in devices or ("cpu" in devices and len(devices) > 1):
+            raise ModelError(
+                "permtriton checkpoints cannot be offloaded to disk, nor divided between CPU and GPUs, which this "
+                'device_map does: choose another, such as "cuda" or "cpu"'
+            )
 
     def _swap(self, model: Any, stored: Mapping[str, StoredTensor], device_map: Mapping[str, Any] | str | None) -> None:
         """Puts permuted modules and packed parameters in their places; those of another class's head are left out."""
@@ -303,9 +320,12 @@ class PermTritonQuantizer(HfQuantizer):
         values, positions = getattr(owner, f"{attribute}_values"), getattr(owner, f"{attribute}_positions")
         arguments = (name, values, positions, entry["shape"], entry["dim"], pattern.kept, pattern.group)
         if name in self._stays_packed:
+            assert isinstance(owner, SparseLinear)
             check_content(*arguments)
-            self._dtypes[f"{name}_values"] = self._dtypes[name]
-            owner.set_packed(values.to(self._dtypes[name]), positions, pattern).compress()
+            dtype = self._dtypes[f"{name}_values"] = self._dtypes[name]
+            if values.dtype != dtype:
+                values, positions = packed_as(values, positions, owner.in_features, pattern, dtype)
+            owner.set_packed(values, positions, pattern).compress()
             return
         weight = unpacked(*arguments)
         delattr(owner, f"{attribute}_values")

@@ -104,7 +104,14 @@ class TestChoice:
     def test_a_second_launch_looks_nothing_up(self, gpu, monkeypatch):
         keep(gpu, TABLE[1])
         chosen()
-        monkeypatch.setattr(autotune, "_choose", lambda *_: pytest.fail("looked up again"))
+        monkeypatch.setattr(autotune, "_look_up", lambda *_: pytest.fail("looked up again"))
+        assert chosen() is TABLE[1]
+
+    def test_each_call_chooses_of_what_it_can_use(self, gpu):
+        """Calls of one shape may differ in that: a layer with cuSPARSELt's form of its weight, and one without."""
+        keep(gpu, TABLE[1])
+        assert chosen() is TABLE[1]
+        assert config_for("gather", (TABLE[0], TABLE[2]), (16, 4096), torch.bfloat16) is TABLE[0]
         assert chosen() is TABLE[1]
 
     def test_forcing_one_table_leaves_the_others_as_they_were_measured(self, gpu):
@@ -323,6 +330,22 @@ def test_a_choice_between_kernels_is_tuned_after_them():
 
     case = Case("it", "8", torch.int8, lambda seed: (), run, run, lambda *_: 0.0, 0.0, 1)
     assert [request.op for request in tuning._requests(case)] == ["inner", "outer"]
+
+
+def test_a_kernel_is_tuned_though_another_was_chosen_before(gpu, monkeypatch):
+    """The outer table's winner, measured earlier, does not call the inner kernel at all."""
+    tried = []
+
+    def run() -> None:
+        if config_for("outer", TABLE[:2], (8,), torch.int8) is TABLE[0]:
+            tried.append(config_for("inner", TABLE[1:], (8,), torch.int8))
+
+    case = Case("it", "8", torch.int8, lambda seed: (), run, lambda: None, lambda *_: 0.0, 0.0, 1)
+    before = {"case": "it", "trials": {}, "config": stored(TABLE[1])}
+    autotune.write_entries(autotune.cache_file(), gpu, {entry_key("outer", (8,), torch.int8): before})
+    monkeypatch.setattr(tuning, "measure", lambda runs, *_: {name: Timing((1.0,), "host") for name in runs})
+    tuning.tune([case], torch.device("cpu"), gpu, [autotune.cache_file()])
+    assert {config.constants["SIZE"] for config in tried} == {128, 256}
 
 
 def test_an_unknown_kernel_is_refused():

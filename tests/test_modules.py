@@ -345,21 +345,37 @@ def test_values_in_another_order_are_kept_beside_it(cusparselt_stand_in, monkeyp
     assert torch.equal(layer.unpack().weight, compressed_of(0).unpack().weight)
 
 
-@pytest.mark.parametrize("change", ["load", "assign", "float", "copy"])
+@pytest.mark.parametrize("change", ["load", "assign", "float and back", "copy"])
 def test_the_compressed_form_is_that_of_the_weight_after_every_change(change, cusparselt_stand_in):
     layer, other = compressed_of(0), compressed_of(1)
-    if change == "float":
+    if change == "float and back":
         layer.float()
         assert layer.weight_compressed is None
         assert layer.weight_values.dtype == torch.float32
-        return
-    if change == "copy":
+        layer.bfloat16()
+    elif change == "copy":
         layer = copy.deepcopy(layer).to("cpu")
     else:
         layer.load_state_dict(other.state_dict(), assign=change == "assign")
     expected = cusparselt_stand_in(copy.deepcopy(layer).unpack().weight.detach())
     assert torch.equal(layer.weight_compressed, expected)
-    assert torch.equal(layer.weight_values, (layer if change == "copy" else other).weight_values)
+    assert torch.equal(layer.weight_values, (other if change in ("load", "assign") else compressed_of(0)).weight_values)
+
+
+def test_a_move_that_changes_nothing_compresses_nothing(cusparselt_stand_in, monkeypatch):
+    layer = compressed_of(0)
+    form = layer.weight_compressed
+    monkeypatch.setattr(cusparselt, "compress", lambda weight: pytest.fail("compressed again"))
+    assert layer.to("cpu").bfloat16().weight_compressed is form
+
+
+def test_under_autocast_it_takes_what_a_linear_takes():
+    layer, x = compressed_of(0), torch.randn(3, 32)
+    dense = copy.deepcopy(layer).unpack()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(layer(x), dense(x))
+    with pytest.raises(ModelError, match=r"float32 input"):
+        layer(x)
 
 
 def test_nothing_is_compressed_where_it_cannot_be_multiplied():

@@ -12,14 +12,17 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.pytorch_utils import Conv1D
 
-from permtriton import quantizer, registration
+from permtriton import NMPattern, placement, quantizer, registration
 from permtriton.errors import ModelError
 from permtriton.export import export
 from permtriton.kernels import autotune, cusparselt
 from permtriton.modules import PermutedLayerNorm, PermutedRMSNorm, SparseLinear
 from permtriton.placement import device_of, is_packed
+from permtriton.planning import check_not_compiled
 from permtriton.quantizer import PermTritonQuantizer
 from permtriton.schema import METHOD, PermTritonQuantizationConfig
 
@@ -403,6 +406,7 @@ def test_generates_and_saves_again(place, tmp_path, name, fused):
 def as_on_a_gpu(monkeypatch):
     """Loads as if parameters went to a GPU; the operators run their references."""
     monkeypatch.setattr(quantizer, "device_of", lambda *_: torch.device("cuda"))
+    monkeypatch.setattr(placement, "has_kernels", lambda device: device.type == "cuda")
 
 
 def packed_names(model) -> list[str]:
@@ -457,6 +461,47 @@ def test_on_a_gpu_only_what_has_kernels_stays_packed(as_on_a_gpu, place):
         assert torch.equal(half(IDS).logits, dense(IDS).logits)
 
 
+@pytest.mark.parametrize("how", ["while loading", "afterwards"])
+def test_on_a_gpu_a_cast_that_makes_zeros_is_saved_as_zeros(as_on_a_gpu, tmp_path, how):
+    model = folders.model_of("llama", dtype=torch.bfloat16)
+    weight = model.model.layers[1].mlp.up_proj.weight.data
+    row, column = (int(place) for place in weight.nonzero()[0])
+    weight[row, column] = -1e-20  # -0.0 in float16
+    folders.save(model, tmp_path / "saved")
+    export(tmp_path / "saved", tmp_path / "packed")
+    if how == "while loading":
+        loaded = load(tmp_path / "packed", dtype=torch.float16)
+    else:
+        loaded = load(tmp_path / "packed").half()
+    loaded.save_pretrained(tmp_path / "again")
+    found = copy.deepcopy(load(tmp_path / "again").get_submodule("model.layers.1.mlp.up_proj")).unpack().weight
+    assert torch.equal(found, weight.half())
+    assert not bool(found[row, column].signbit())
+
+
+@pytest.mark.parametrize(
+    ("owner", "attribute", "dtype", "pattern", "device", "stays"),
+    [
+        (nn.Linear(32, 5), "weight", torch.bfloat16, "2:4", "cuda", True),
+        (SparseLinear(32, 5), "weight", torch.float16, "2:4", "cuda", True),
+        (nn.Linear(32, 5), "weight", torch.bfloat16, "2:4", "cpu", False),
+        (nn.Linear(32, 5), "weight", torch.float32, "2:4", "cuda", False),
+        (nn.Linear(32, 5), "weight", torch.bfloat16, "4:8", "cuda", False),
+        (nn.Linear(40, 5), "weight", torch.bfloat16, "2:4", "cuda", False),
+        (nn.Linear(32, 5), "other", torch.bfloat16, "2:4", "cuda", False),
+        (Conv1D(32, 32), "weight", torch.bfloat16, "2:4", "cuda", False),
+    ],
+)
+def test_what_stays_packed(as_on_a_gpu, owner, attribute, dtype, pattern, device, stays):
+    pattern = NMPattern.parse(pattern)
+    assert placement.stays_packed(owner, attribute, dtype, pattern, torch.device(device)) is stays
+
+
+def test_a_packed_model_is_not_compiled_again(as_on_a_gpu, place):
+    with pytest.raises(ModelError, match=r"compiled already \(model\.layers\.0\.\S+ is a SparseLinear"):
+        check_not_compiled(load(place("llama", "packed")))
+
+
 def test_on_a_gpu_damage_is_named_too(as_on_a_gpu, place, tmp_path):
     folder = shutil.copytree(place("llama", "packed"), tmp_path / "copy")
     rewrite(folder, lambda found: found[f"{UP}_positions"].fill_(0))
@@ -487,12 +532,20 @@ def test_a_device_map_is_taken(place, device_map):
     assert folders.differing(folders.state(dense), folders.state(packed)) == []
 
 
-def test_offloading_to_disk_is_refused_whenever_it_is_known(place):
+def test_tensor_parallelism_is_refused(place, monkeypatch):
+    """Packed tensors would stay whole while results are summed over the GPUs."""
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "_tp_size", 2)
+    with pytest.raises(ModelError, match="tensor parallelism.*--format dense"):
+        load(place("llama", "packed"))
+
+
+@pytest.mark.parametrize("elsewhere", ["disk", "cpu"])
+def test_offloading_is_refused_whenever_it_is_known(place, elsewhere):
     model = load(place("llama", "packed", fused=True))
-    with pytest.raises(ModelError, match="offloaded to disk"):
-        model.hf_quantizer._process_model_before_weight_loading(model, [], {"model": 0, "lm_head": "disk"})
-    model.hf_device_map = {"": "disk"}
-    with pytest.raises(ModelError, match="offloaded to disk"):
+    with pytest.raises(ModelError, match="offloaded to disk, nor divided"):
+        model.hf_quantizer._process_model_before_weight_loading(model, [], {"model": 0, "lm_head": elsewhere})
+    model.hf_device_map = {"model": torch.device("cuda", 1), "lm_head": elsewhere}
+    with pytest.raises(ModelError, match="offloaded to disk, nor divided"):
         model.hf_quantizer._process_model_after_weight_loading(model)
 
 

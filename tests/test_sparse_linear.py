@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from permtriton.errors import ModelError
-from permtriton.kernels import autotune, cusparselt
+from permtriton.kernels import autotune, cusparselt, launch
 from permtriton.kernels import sparse_linear as sparse_linear_file
 from permtriton.kernels import sparse_linear_triton as kernels
 from permtriton.kernels.packing import pack
@@ -182,19 +182,20 @@ def test_the_table_of_routes_is_read_from_what_was_measured():
 
 
 @pytest.mark.parametrize(("tokens", "padded"), [(1, 8), (8, 8), (77, 80)])
+@pytest.mark.parametrize("row", [18, 22], ids=["9/16", "padded"])
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_cusparselt_gets_whole_tiles_of_tokens(tokens, padded, with_bias, monkeypatch):
+def test_cusparselt_gets_whole_tiles_of_tokens(tokens, padded, row, with_bias, monkeypatch):
     weight = sparse(32, 8, 2, 4, torch.bfloat16)
     bias = torch.randn(32, generator=rng(1)).bfloat16() if with_bias else None
 
     def multiply(compressed, dense_CT, bias, transpose_result):
         assert transpose_result
-        assert (compressed.shape, dense_CT.shape) == ((32, 18), (32, padded))
+        assert (compressed.shape, dense_CT.shape) == ((32, row), (32, padded))
         return linear(dense_CT.t(), weight, bias)
 
     monkeypatch.setattr(torch, "_cslt_sparse_mm", multiply)
     x = torch.randn(tokens, 32, generator=rng(2)).bfloat16()
-    y = cusparselt.product(x, weight.new_zeros(32 * 18), bias, 32)
+    y = cusparselt.product(x, weight.new_zeros(32 * row), bias, 32)
     assert y.is_contiguous()
     assert torch.equal(y, linear(x, weight, bias))
 
@@ -207,6 +208,8 @@ def test_cusparselt_gets_whole_tiles_of_tokens(tokens, padded, with_bias, monkey
         (torch.float32, (32, 48), "cuda", True, False),
         (torch.bfloat16, (24, 48), "cuda", True, False),
         (torch.bfloat16, (32, 40), "cuda", True, False),
+        (torch.bfloat16, (32, 48), "cuda:0", True, True),
+        (torch.bfloat16, (32, 48), "cuda:1", True, False),
         (torch.bfloat16, (32, 48), "cpu", True, False),
         (torch.bfloat16, (32, 48), "cuda", False, False),
         (torch.bfloat16, (0, 48), "cuda", True, False),
@@ -214,10 +217,56 @@ def test_cusparselt_gets_whole_tiles_of_tokens(tokens, padded, with_bias, monkey
 )
 def test_what_cusparselt_takes(dtype, shape, device, there, fits, monkeypatch):
     monkeypatch.setattr(torch.backends.cusparselt, "is_available", lambda: there)
+    monkeypatch.setattr(cusparselt, "has_kernels", lambda device: device.type == "cuda")
     assert cusparselt.supports(dtype, *shape, torch.device(device)) is fits
+
+
+@pytest.mark.parametrize(
+    ("device", "capability", "hip", "runs"),
+    [("cuda", (9, 0), None, True), ("cuda", (8, 0), None, True), ("cuda", (7, 5), None, False),
+     ("cuda", (7, 5), "6.4", True), ("cpu", (9, 0), None, False)],
+)  # fmt: skip
+@pytest.mark.skipif(launch.triton is None, reason="triton is not installed")
+def test_where_kernels_run(device, capability, hip, runs, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    assert launch.has_kernels(torch.device(device)) is runs
+
+
+def test_kernels_run_on_the_gpu_of_their_arguments(monkeypatch):
+    """Triton launches on the current one."""
+    current = []
+
+    class Device:
+        def __init__(self, device: torch.device) -> None:
+            self.device = device
+
+        def __enter__(self) -> None:
+            current.append(self.device)
+
+        def __exit__(self, *_) -> None:
+            current.pop()
+
+    class Operator:
+        def register_kernel(self, kind: str):
+            return lambda function: setattr(self, kind, function)
+
+    operator = Operator()
+    monkeypatch.setattr(torch.cuda, "device", Device)
+    monkeypatch.setattr(launch, "triton", object())
+
+    @launch.on_gpu(operator)
+    def kernel(x: Tensor, number: int) -> tuple[int, list]:
+        return number, list(current)
+
+    assert operator.cuda(torch.empty(2, device="meta"), 3) == (3, [torch.device("meta")])
+    assert current == []
 
 
 def test_a_compressed_weight_of_another_size_is_refused():
     values, positions = pack(sparse(16, 4, 2, 4), 2, 4)
-    with pytest.raises(ModelError, match=r"compressed weight of 5 .*expected 144"):
-        sparse_linear(torch.ones(1, 16), values, positions, None, None, 16, 2, 4, values.new_zeros(5))
+    for count in (5, 143, 145):
+        with pytest.raises(ModelError, match=rf"compressed weight of {count} .*at least 144"):
+            sparse_linear(torch.ones(1, 16), values, positions, None, None, 16, 2, 4, values.new_zeros(count))
+    padded = values.new_zeros(176)
+    assert sparse_linear(torch.ones(1, 16), values, positions, None, None, 16, 2, 4, padded).shape == (1, 16)

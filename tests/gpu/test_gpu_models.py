@@ -113,6 +113,10 @@ def test_cusparselt_keeps_the_values_where_the_packed_form_has_them(device):
     linear.weight = torch.nn.Parameter(weight.view(384, 512))
     layer = SparseLinear.from_linear(linear).pack(NMPattern(2, 4)).compress()
     assert layer.weight_values.data_ptr() == layer.weight_compressed.data_ptr()
+    x = torch.randn(80, 512, device=device).bfloat16()
+    arguments = (x, layer.weight_values, layer.weight_positions, None, None, 512, 2, 4, layer.weight_compressed)
+    checks = ("test_schema", "test_faketensor", "test_autograd_registration")
+    torch.library.opcheck(torch.ops.permtriton.sparse_linear.default, arguments, test_utils=checks)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -28,6 +28,6 @@ def test_strided_parts():
 @pytest.mark.parametrize(("channels", "dtype"), [(24, torch.float32), (16, torch.float64)])
 def test_what_the_kernel_does_not_take_is_refused(channels, dtype):
     packed = pack(torch.zeros(4, channels, dtype=dtype), 2, 4)
-    assert not kernels.supports(packed[0], channels, 2, 4)
+    assert not kernels.supports(packed[0].dtype, channels, 2, 4)
     with pytest.raises(ModelError, match="multiple of 16"):
         kernels.unpack_triton(*packed, channels)
