@@ -24,11 +24,18 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 
 def autotune(
-    model: Annotated[Path | None, typer.Option(help="A model folder: the shapes of its pruned linears.")] = None,
+    model: Annotated[
+        Path | None, typer.Option(help="A model, compiled or not: the shapes and dtype of its pruned linears.")
+    ] = None,
     shape: Annotated[list[str] | None, typer.Option(help="OUTxIN of a linear, such as 11008x4096; repeat.")] = None,
     tokens: Annotated[str, typer.Option(help="Tokens at once, separated by commas.")] = "1,16,2048",
     kernel: Annotated[str | None, typer.Option(help=f"Only one of {', '.join(KERNELS)}.")] = None,
-    dtype: Annotated[str, typer.Option(help=f"Of weights and activations: {', '.join(DTYPES)}.")] = "bfloat16",
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Of weights and activations: {', '.join(DTYPES)}. The model's, or bfloat16.", show_default=False
+        ),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List what would be tried; needs no GPU.")] = False,
     save: Annotated[
         bool, typer.Option("--save", help=f"Keep the winners beside the model, too, in {cache.BESIDE_MODEL}.")
@@ -37,21 +44,24 @@ def autotune(
 ) -> None:
     """Find the fastest configuration of each GPU kernel, for the shapes of a model, on the present GPU."""
     with clear_errors():
-        if save and model is None:
-            raise ConfigError("--save keeps the winners beside a model: give --model DIR")
-        if dtype not in DTYPES:
+        if save and (model is None or not model.is_dir()):
+            raise ConfigError("--save keeps the winners beside a model: give --model DIR, a folder")
+        if dtype not in (None, *DTYPES):
             raise ConfigError(f"dtype {dtype!r} is unknown: choose one of {', '.join(DTYPES)}")
-        shapes = [_shape(text) for text in shape or []] + (_shapes_of(model) if model else [])
+        shapes, stored = _shapes_of(model) if model else ([], torch.bfloat16)
+        shapes = [_shape(text) for text in shape or []] + shapes
+        values = DTYPES[dtype] if dtype else stored
         if not shapes:
             raise ConfigError("nothing to tune: give --model DIR or --shape OUTxIN")
         device = torch.device("cpu" if dry_run else "cuda")
         if not dry_run:
             _check_gpu()
-        todo = tuning.cases_for(shapes, _tokens(tokens), DTYPES[dtype], device, kernel)
+        todo = tuning.cases_for(shapes, _tokens(tokens), values, device, kernel)
+        files = [cache.cache_file()] + ([model / cache.BESIDE_MODEL] if save and model else [])
         if dry_run:
-            _list(todo, json)
+            _list(todo, files, json)
         else:
-            _tune(todo, model if save else None, device, json)
+            _tune(todo, files, device, json)
 
 
 def _check_gpu() -> None:
@@ -77,19 +87,20 @@ def _tokens(text: str) -> list[int]:
     return [int(part) for part in parts]
 
 
-def _shapes_of(folder: Path) -> list[tuple[int, int]]:
-    """Returns (out, in) of each pruned linear of a model, once a shape; reads its config only."""
+def _shapes_of(folder: Path) -> tuple[list[tuple[int, int]], torch.dtype]:
+    """Returns (out, in) of each pruned linear of a model, once a shape, and their dtype; reads its config only."""
     empty = load.load_empty_model(load.Source(str(folder)), allow_compiled=True)
     plan, _ = planning.plan_model(empty, CompileConfig())
     weights = [weight_in_out(linear_module(empty, name)) for _, name in plan.linears()]
-    return list(dict.fromkeys((weight.shape[1], weight.shape[0]) for weight in weights))
+    shapes = dict.fromkeys((weight.shape[1], weight.shape[0]) for weight in weights)
+    return list(shapes), weights[0].dtype if weights else torch.bfloat16
 
 
-def _list(todo: Sequence[Case], json: bool) -> None:
+def _list(todo: Sequence[Case], files: Sequence[Path], json: bool) -> None:
     found = {case.name: {name: [cache.describe(config) for config in configs]
                          for name, configs in tuning.tables_of(case).items()} for case in todo}  # fmt: skip
     if json:
-        print_json({"cases": found, "cache": str(cache.cache_file())})
+        print_json({"cases": found, "cache": str(files[0])})
         return
     shown = table("What would be tried", "case", "tables")
     for name, tables in found.items():
@@ -100,12 +111,12 @@ def _list(todo: Sequence[Case], json: bool) -> None:
         listed.add_row(kernel, "\n".join(configs))
     out.print(listed)
     total = sum(len(configs) for tables in found.values() for configs in tables.values())
-    out.print(f"{len(found)} cases, {total} trials; winners would be kept in {cache.cache_file()}", soft_wrap=True)
+    kept = " and ".join(map(str, files))
+    out.print(f"{len(found)} cases, {total} trials at most; winners would be kept in {kept}", soft_wrap=True)
 
 
-def _tune(todo: Sequence[Case], beside: Path | None, device: torch.device, json: bool) -> None:
+def _tune(todo: Sequence[Case], files: Sequence[Path], device: torch.device, json: bool) -> None:
     machine = cache.machine_key()
-    files = [cache.cache_file()] + ([beside / cache.BESIDE_MODEL] if beside else [])
     if not json:
         err.print(f"{machine}; winners are kept in {files[0]}", highlight=False, soft_wrap=True)
     limits = timing.ceilings(device)

@@ -6,6 +6,7 @@ import platform
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import torch
@@ -25,7 +26,8 @@ def doctor(
         typer.Option(
             "--compile-kernels",
             help="Compile every Triton kernel for sm_80, sm_90, sm_100 and gfx942, without a GPU, and list what each "
-            "uses; exit code 2 where a default configuration spills registers or uses stack.",
+            "uses; minutes the first time. Exit code 2 where a default configuration spills registers or uses stack "
+            "on an sm_ target; gfx942 is listed only.",
         ),
     ] = False,
     defaults_only: Annotated[
@@ -54,8 +56,8 @@ def machine() -> dict[str, Any]:
         "versions": ", ".join(f"{name} {version}" for name, version in report.versions().items()),
         "GPU": gpus or ["none that torch can use" + ("" if torch.version.cuda else " (torch is a build without CUDA)")],
         "triton": _triton(),
-        "CUDA compiler": _compiler("nvcc", "--version"),
-        "C++ compiler": _compiler(os.environ.get("CXX", "c++"), "--version"),
+        "CUDA compiler": _compiler(("nvcc",), "nothing needs it"),
+        "C compiler": _compiler((os.environ.get("CC", "gcc"), "clang"), "Triton needs one to launch kernels on a GPU"),
         "kernels run": _where(bool(gpus)),
         "measured configurations": _tuned(bool(gpus)),
     }
@@ -75,12 +77,13 @@ def _triton() -> str:
     return triton.__version__ + (", interpreting: TRITON_INTERPRET is set" if triton.knobs.runtime.interpret else "")
 
 
-def _compiler(program: str, option: str) -> str:
-    path = shutil.which(program)
+def _compiler(programs: Sequence[str], needed: str) -> str:
+    """Returns the first of these that is there, and what it says it is."""
+    path = next(filter(None, map(shutil.which, programs)), None)
     if path is None:
-        return f"none ({program} is not on the PATH); nothing needs it"
+        return f"none ({' or '.join(programs)} is not on the PATH); {needed}"
     try:
-        done = subprocess.run([path, option], capture_output=True, text=True, timeout=20, check=False)
+        done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"{path}, which does not answer: {error}"
     lines = [line.strip() for line in done.stdout.splitlines() if line.strip()]

@@ -156,7 +156,7 @@ def _assignment_kernel(
             sink = before
     tl.store(index + block * SIZE + columns, tl.where(solved, owner, -1), mask=valid)
     if WARM:
-        price -= tl.max(tl.where(valid, price, -float("inf")))  # searches only lower prices: without this they drift
+        price += _least(tl.where(valid, -price, float("inf")))  # searches only lower prices: without this they drift
         tl.store(prices + block * SIZE + columns, price.to(tl.float32), mask=valid)
 
 

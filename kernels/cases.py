@@ -20,6 +20,7 @@ from permtriton.kernels.packing import pack, unpack, unpack_reference
 from permtriton.kernels.permute import permute, permute_reference
 from permtriton.kernels.sinkhorn import sinkhorn_backward_reference, sinkhorn_reference
 from permtriton.kernels.sparse_linear import sparse_linear
+from permtriton.kernels.sparse_linear_triton import takes
 from permtriton.kernels.timing import relative_error
 
 BLOCK = 64
@@ -41,6 +42,7 @@ class Case:
         limit: of the error.
         bytes: that the call must move at the least, each input read once and each output written once.
         flops: that it must do, 0 where memory decides.
+        tables: of configurations that it reads on a GPU, by name; the op's own where none are given.
     """
 
     op: str
@@ -53,6 +55,7 @@ class Case:
     limit: float
     bytes: int
     flops: int = 0
+    tables: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -100,7 +103,7 @@ def norm_permute_case(rows: int, channels: int, dtype: torch.dtype, device: torc
     moved = 2 * rows * channels * dtype.itemsize
     return Case(
         f"norm_permute ({kind})", f"{rows}x{channels}", dtype, make, run, reference, relative_error, _rounding(dtype),
-        moved,
+        moved, tables=("norm_permute",),
     )  # fmt: skip
 
 
@@ -128,7 +131,7 @@ def norm_permute_backward_case(rows: int, channels: int, dtype: torch.dtype, dev
     moved = 5 * rows * channels * dtype.itemsize
     return Case(
         "norm_permute forward + backward", f"{rows}x{channels}", dtype, make, run, reference, error, _rounding(dtype),
-        moved,
+        moved, tables=("norm_permute", "norm_permute_backward"),
     )  # fmt: skip
 
 
@@ -268,7 +271,14 @@ def sparse_linear_case(
     return Case(
         "sparse_linear" + (" with gather" if gather else ""), f"{tokens} tokens {out_features}x{in_features}", dtype,
         make, run, reference, relative_error, _rounding(dtype), moved, tokens * weights,  # of the kept half
+        tables=_sparse_linear_tables(tokens, in_features, dtype),
     )  # fmt: skip
+
+
+def _sparse_linear_tables(tokens: int, in_features: int, dtype: torch.dtype) -> tuple[str, ...]:
+    if not takes(tokens, dtype, in_features, 2, 4):
+        return ("sparse_linear_route",)
+    return ("sparse_linear_vector" if tokens == 1 else "sparse_linear", "sparse_linear_route")
 
 
 def two_of_four(shape: tuple[int, int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:

@@ -22,6 +22,8 @@ from permtriton import kernels
 from permtriton.errors import ConfigError
 from permtriton.kernels.launch import Build, triton
 
+TENSOR_COLUMNS = 512  # of a multiprocessor's tensor memory, where it has any; what takes more compiles to a trap
+
 
 @dataclass(frozen=True)
 class Target:
@@ -61,6 +63,7 @@ class Compiled:
         default: whether it is what runs without autotuning.
         registers: a thread.
         shared_bytes: a program.
+        tensor_columns: of tensor memory, a program; sm_100 has such.
         stack_bytes: a thread, of local memory.
         spills: instructions that store registers to local memory.
         seconds: that compiling took; little where Triton's cache had it.
@@ -74,6 +77,7 @@ class Compiled:
     default: bool
     registers: int = 0
     shared_bytes: int = 0
+    tensor_columns: int = 0
     stack_bytes: int = 0
     spills: int = 0
     seconds: float = 0.0
@@ -153,6 +157,7 @@ def compile_one(build: Build, target: Target, multiples: bool = True) -> Compile
         problem = "does not compile" if target.required else None
         return Compiled(**about, seconds=seconds, error=_reason(error), problem=problem)
     used["shared_bytes"] = max(used.get("shared_bytes", 0), int(binary.metadata.shared))
+    used["tensor_columns"] = getattr(binary.metadata, "tmem_size", None) or 0
     return Compiled(
         **about,
         **dict[str, Any](used),
@@ -178,6 +183,8 @@ def _problem(default: bool, target: Target, used: dict[str, int]) -> str | None:
         return f"{used['spills']} spills, {used['stack_bytes']} bytes of stack"
     if used["shared_bytes"] > target.shared_limit:
         return f"{used['shared_bytes']:,} bytes of shared memory, {target.shared_limit:,} are there"
+    if used["tensor_columns"] > TENSOR_COLUMNS:
+        return f"{used['tensor_columns']} columns of tensor memory, {TENSOR_COLUMNS} are there"
     return None
 
 

@@ -2,7 +2,7 @@
 
 A program accumulates ``TILE_C x TILE_C`` of one block's dP over ``rows / splits`` rows of W, in float32, both sides in
 permuted order: the rows of W and dL/dW_eff that give ``A`` and ``S`` give ``M_soft`` and ``dS_hat`` too, so that a
-block of up to 128 padded channels reads each once; larger blocks are cut into pairs of tiles and read again.
+block of up to 64 padded channels reads each once; larger blocks are cut into pairs of tiles and read again.
 The result's rows go to base order when stored. Every split has its own partial sums, added in a fixed order: the same
 input gives the same bits. Partial sums take ``4 splits block`` bytes a channel, nothing of W's size is made.
 Products: no TF32; each float32 operand is split into two bfloat16 halves and three of the four products of halves are
@@ -25,8 +25,9 @@ from permtriton.kernels.autotune import config_for
 from permtriton.kernels.launch import Build, Config, jit, tl, triton
 from permtriton.kernels.nm_mask_triton import contiguous, importance, refuse_unsupported
 
-WHOLE_BLOCK = 128  # padded channels: the largest block whose dP is one tile
-TILE = 64  # padded channels, of larger blocks
+TILE = (
+    64  # padded channels: larger blocks are cut, since tiles of 128 spill on sm_80 and overflow sm_100's tensor memory
+)
 LEAST_ROWS = 512  # of W in a split
 ROWS_STEP = 64  # rows of a split are a multiple of it: the largest TILE_O
 ALIGN = 16  # the largest tiles are for rows, strides and block sizes that are multiples of it
@@ -206,21 +207,18 @@ def nm_mask_backward_triton(
 def _launch(config: Config, size: int, group: int, aligned: bool) -> tuple[Config, int]:
     """Returns (how blocks of one size are launched, tiles of one block's dP).
 
-    Of aligned rows, small tiles have fewer warps, which the products would leave idle, and the largest tile fewer rows,
-    to stay in registers. Other rows are read in narrow loads, which take more registers (there is no room for the
-    largest tile) and are not copied ahead of their use.
+    Of aligned rows, small tiles have fewer warps, which the products would leave idle. Other rows are read in narrow
+    loads, which take more registers and are not copied ahead of their use.
     """
     padded_group = triton.next_power_of_2(group)
     padded = size // group * padded_group
-    whole = padded <= (WHOLE_BLOCK if aligned else TILE)
+    whole = padded <= TILE
     tile_c = max(triton.next_power_of_2(padded), 16) if whole else TILE
     rows, warps, stages = config.constants["TILE_O"], config.num_warps, config.num_stages
     if not aligned:
         rows, stages = rows // 2, 1
     elif tile_c < TILE:
         warps //= 2
-    elif tile_c > TILE:
-        rows //= 2
     constants = {
         "GROUP": group, "PADDED": padded_group, "WHOLE": whole, "ALIGN": ALIGN if aligned else 1,
         "ROWS_STEP": ROWS_STEP, "TILE_C": tile_c, "TILE_O": rows,
@@ -230,7 +228,7 @@ def _launch(config: Config, size: int, group: int, aligned: bool) -> tuple[Confi
 
 def builds() -> Iterator[Build]:
     """Yields the kernel in every configuration and tile at 2:4; at 8:16 too where registers are short."""
-    aligned = [(16, 4), (32, 4), (64, 4), (128, 4), (256, 4), (64, 16), (128, 16)]
+    aligned = [(16, 4), (32, 4), (64, 4), (128, 4), (64, 16), (128, 16)]
     found: dict[str, Build] = {}  # `PROGRAMS` makes no other kernel
     for dtype, (number, config) in product(("bf16", "fp32"), enumerate(CONFIGS)):
         made = [_build(dtype, _launch(config, *shape, True)[0], "", number == 0) for shape in aligned]

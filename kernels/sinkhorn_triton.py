@@ -96,11 +96,14 @@ def _sinkhorn_bwd_kernel(
     SIZE: tl.constexpr, PADDED: tl.constexpr, FLOOR: tl.constexpr,
 ):  # fmt: skip
     start, places, valid = _block(SIZE, PADDED)
-    inside = tl.arange(0, PADDED) < SIZE
+    scale = tl.arange(0, PADDED)
+    inside = scale < SIZE
     e = _exponentials(logits, start, places, valid, inside, tau)
-    a_round = tl.num_programs(0).to(tl.int64) * SIZE
-    scale = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, PADDED) + (rounds - 1) * a_round
-    saved = inside & (tl.arange(0, PADDED) < rounds * SIZE)  # none of 0 rounds
+    a_round = tl.num_programs(0) * SIZE
+    last = tl.program_id(0).to(tl.int64) * SIZE + (rounds - 1) * a_round.to(tl.int64)
+    rows += last  # moving the pointers, not the places, saves the registers that blocks of 128 lack
+    columns += last
+    saved = tl.where(rounds > 0, inside, False)  # by &, the interpreter makes it whole numbers
     column = tl.load(columns + scale, mask=saved, other=1.0)
     row = tl.load(rows + scale, mask=saved, other=1.0)
     if rounds == 0:
@@ -111,8 +114,9 @@ def _sinkhorn_bwd_kernel(
     grad_row = tl.sum(result, 1)
     result *= row[:, None]
     for k in range(rounds):
-        scale -= a_round
-        saved = inside & (tl.arange(0, PADDED) < (rounds - 1 - k) * SIZE)
+        rows -= a_round
+        columns -= a_round
+        saved = tl.where(k + 1 < rounds, inside, False)
         before = tl.load(columns + scale, mask=saved, other=1.0)  # the first round began with columns of ones
         row_before = tl.load(rows + scale, mask=saved, other=1.0)
         grad_sum = -grad_column * column * column

@@ -132,8 +132,13 @@ def _sparse_linear_reduce_kernel(
 def supports(x: Tensor, values: Tensor, in_features: int, kept: int, group: int) -> bool:
     """Whether the kernels take these: 2:4, 16-bit floats with 1 to 64 tokens or float32 with 16, channels by 16."""
     tokens = x.numel() // max(in_features, 1)
-    most = MAX_FLOAT32_TOKENS if values.dtype == torch.float32 else MAX_TOKENS
-    return 0 < tokens <= most and values.numel() > 0 and supports_weight(values.dtype, in_features, kept, group)
+    return values.numel() > 0 and takes(tokens, values.dtype, in_features, kept, group)
+
+
+def takes(tokens: int, dtype: torch.dtype, in_features: int, kept: int, group: int) -> bool:
+    """Whether so many tokens, and such a weight, are for the kernels; what `supports` looks at."""
+    most = MAX_FLOAT32_TOKENS if dtype == torch.float32 else MAX_TOKENS
+    return 0 < tokens <= most and supports_weight(dtype, in_features, kept, group)
 
 
 def sparse_linear_triton(

@@ -23,6 +23,7 @@ from permtriton.kernels.timing import measure, sets_of_inputs
 
 KERNELS = ("permute", "norm_permute", "sinkhorn", "assignment", "nm_mask", "packing", "sparse_linear")
 SECONDS = 0.5  # spent on timing one configuration
+LARGEST = 1 << 24  # features of a linear
 
 
 @dataclass(frozen=True)
@@ -68,8 +69,10 @@ def cases_for(
     if kernel not in (None, *KERNELS):
         raise ConfigError(f"kernel {kernel!r} is unknown: choose one of {', '.join(KERNELS)}")
     for out_features, in_features in shapes:
-        if in_features % 4 or min(out_features, in_features) < 4:
+        if in_features % 4:
             raise ConfigError(f"shape {out_features}x{in_features}: expected input features that are a multiple of 4")
+        if out_features < 4 or max(out_features, in_features) > LARGEST:
+            raise ConfigError(f"shape {out_features}x{in_features}: expected 4 to {LARGEST} features")
     blocks = sum(max(in_features // cases.BLOCK, 1) for _, in_features in shapes)
     makers: dict[str, Callable[[], list[Case]]] = {
         "permute": lambda: [cases.permute_case(t, c, dtype, device) for t in tokens for _, c in shapes],
@@ -100,12 +103,9 @@ def tables() -> dict[str, tuple[Config, ...]]:
 
 
 def tables_of(case: Case) -> dict[str, tuple[Config, ...]]:
-    """Returns the tables that a case may read, without running it."""
-    op, _, direction = case.op.partition(" ")
-    found = {name: configs for name, configs in tables().items() if name == op or name.startswith(f"{op}_")}
-    backward = {name: configs for name, configs in found.items() if name.endswith("backward")}
-    rest = {name: configs for name, configs in found.items() if name not in backward}
-    return (backward or rest) if "backward" in direction else rest
+    """Returns the tables that a case reads on a GPU, without running it."""
+    found = tables()
+    return {name: found[name] for name in case.tables or (case.op.replace(" ", "_"),) if name in found}
 
 
 def tune(

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from permtriton import memory
-from permtriton.checkpoint import CONFIG_FILE, describe_files, read_tensors
+from permtriton.checkpoint import CONFIG_FILE, REPORT_FILE, describe_files, read_tensors
 from permtriton.errors import OutputError, VerificationError
 from permtriton.experts import stacked_name
 from permtriton.passes.verify import check_finite_tensor, check_same_outputs, check_weight, model_outputs
@@ -25,7 +25,6 @@ from permtriton.report import to_json
 if TYPE_CHECKING:
     from permtriton.compiler import CompiledModel
 
-REPORT_FILE = "permtriton.json"
 SHARD_SIZE = "5GB"
 
 

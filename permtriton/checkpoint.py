@@ -14,6 +14,7 @@ from torch import Tensor
 from permtriton.errors import ModelError
 
 WEIGHTS_FILE, INDEX_FILE, CONFIG_FILE = "model.safetensors", "model.safetensors.index.json", "config.json"
+REPORT_FILE = "permtriton.json"  # in a folder that permtriton wrote
 SHARD_BYTES = 5 * 10**9
 MAX_JSON_BYTES = 10**8
 FLOATS = ("F64", "F32", "F16", "BF16")

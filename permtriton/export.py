@@ -16,11 +16,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from permtriton.artifact import REPORT_FILE, replacing_folder, share_mode
+from permtriton.artifact import replacing_folder, share_mode
 from permtriton.checkpoint import (
     CONFIG_FILE,
     FLOATS,
     INDEX_FILE,
+    REPORT_FILE,
     SHARD_BYTES,
     ShardWriter,
     check_hashes,

@@ -9,6 +9,7 @@ import transformers
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from permtriton.calibration import DEMO_FOLDER
+from permtriton.checkpoint import REPORT_FILE
 from permtriton.errors import ConfigError, ModelError
 from permtriton.kernels import autotune
 
@@ -65,6 +66,8 @@ def load_model(source: Source) -> PreTrainedModel:
     device = resolve_device(source.device)
     model_class = _model_class(source)
     _refuse_pickles(source)
+    if (Path(source.location) / REPORT_FILE).is_file():
+        raise ModelError(f"{source.name} is compiled already, by permtriton: give the original model")
     try:
         model, info = model_class.from_pretrained(
             source.location,
@@ -148,7 +151,7 @@ def _config(source: Source) -> Any:
         return AutoConfig.from_pretrained(source.location, **_remote_code(source))
     except Exception as error:  # the hub client and the config classes raise many kinds
         wrong = (
-            "its config.json cannot be read" if path.is_dir() else "no such folder, and no model that can be fetched"
+            "its config.json cannot be used" if path.is_dir() else "no such folder, and no model that can be fetched"
         )
         raise ModelError(f"{source.name}: {wrong}: {_first_line(error)}") from error
 

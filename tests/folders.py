@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from permtriton.artifact import REPORT_FILE
+from permtriton.checkpoint import REPORT_FILE
 from permtriton.kernels.nm_mask import top_n_mask
 from permtriton.match_norm import match_norm
 from permtriton.modules import SparseLinear, from_norm, replace_module

@@ -275,7 +275,8 @@ class TestCommand:
         ("arguments", "message"),
         [((), "--model DIR or --shape"), (("--shape", "64"), "OUTxIN"), (("--shape", "64x66"), "multiple of 4"),
          (("--shape", "64x64", "--tokens", "1,0"), "numbers above 0"), (("--shape", "64x64", "--save"), "--model DIR"),
-         (("--shape", "64x64", "--kernel", "gemm"), "sinkhorn"), (("--shape", "64x64", "--dtype", "int8"), "float16")],
+         (("--shape", "64x64", "--kernel", "gemm"), "sinkhorn"), (("--shape", "64x64", "--dtype", "int8"), "float16"),
+         (("--shape", "3x4"), "4 to"), (("--shape", "9" * 20 + "x4"), "4 to")],
     )  # fmt: skip
     def test_what_makes_no_sense_is_refused(self, arguments, message):
         shown = self.run(*arguments, "--dry-run")
@@ -298,8 +299,17 @@ class TestCommand:
     def test_the_shapes_of_a_model(self):
         shown = self.run("--model", str(DEMO), "--kernel", "nm_mask", "--dry-run", "--json")
         told = json.loads(shown.stdout)["cases"]
-        assert "nm_mask 704x256 bfloat16" in told
-        assert "nm_mask backward 256x704 bfloat16" in told
+        assert "nm_mask 704x256 float32" in told, "the model's dtype"
+        assert "nm_mask backward 256x704 float32" in told
+        shown = self.run("--model", str(DEMO), "--kernel", "nm_mask", "--dtype", "bfloat16", "--dry-run", "--json")
+        assert "nm_mask 704x256 bfloat16" in json.loads(shown.stdout)["cases"]
+
+    def test_winners_go_beside_a_folder_only(self, tmp_path):
+        shown = self.run("--model", "demo", "--save", "--dry-run")
+        assert shown.exit_code == 2
+        assert "a folder" in shown.output
+        shown = self.run("--model", str(DEMO), "--save", "--dry-run", "--kernel", "assignment")
+        assert str(DEMO / autotune.BESIDE_MODEL) in shown.output.replace("\n", "")
 
     @pytest.mark.parametrize("format", ["saved", "packed"])
     def test_the_shapes_of_a_compiled_model_are_those_of_the_original(self, format, tmp_path):
@@ -310,7 +320,7 @@ class TestCommand:
         shown = self.run("--model", str(folder), "--kernel", "packing", "--dry-run", "--json")
         assert shown.exit_code == 0, shown.output
         assert set(json.loads(shown.stdout)["cases"]) == {
-            f"packing {shape} bfloat16" for shape in ("64x64", "32x64", "112x64", "64x112")
+            f"packing {shape} float32" for shape in ("64x64", "32x64", "112x64", "64x112")
         }
 
 

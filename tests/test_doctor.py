@@ -67,6 +67,12 @@ class TestCompiling:
         small = dataclasses.replace(SM_90, shared_limit=-1)
         assert "shared memory" in compile_one(self.builds.copy_build(), small).problem
 
+    def test_too_much_tensor_memory_is_a_problem(self, monkeypatch):
+        found = compile_one(self.builds.multiply_build(), SM_100)
+        assert (found.tensor_columns, found.problem) == (128, None)
+        monkeypatch.setattr(compile_check, "TENSOR_COLUMNS", 127)
+        assert "tensor memory" in compile_one(self.builds.multiply_build(), SM_100).problem
+
     def test_the_command(self, monkeypatch):
         monkeypatch.setattr(compile_check, "all_builds", lambda: [self.builds.copy_build()])
         shown = run("--compile-kernels")

@@ -26,7 +26,8 @@ def float32_means_float64() -> Iterator[None]:
     """Norms and rotary embeddings go down to float32 by name, whatever the model's dtype; that would hide errors."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "float", torch.Tensor.double)
-        patch.setattr(torch, "float32", torch.float64)
+        for name in ("float32", "float"):
+            patch.setattr(torch, name, torch.float64)
         yield
 
 

@@ -112,6 +112,22 @@ def test_without_a_gpu_it_says_so(gpu, tmp_path, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("minutes", ["-1", "0", "nan"])
+def test_senseless_minutes_are_refused_and_nothing_is_written(gpu, tmp_path, capsys, minutes):
+    (tmp_path / "rehearsal.json").write_text("earlier")
+    with pytest.raises(SystemExit, match="2"):
+        gpu.__main__.main(["--out", str(tmp_path), "--rehearse", "--minutes", minutes])
+    assert "above 0" in capsys.readouterr().err
+    assert (tmp_path / "rehearsal.json").read_text() == "earlier"
+
+
+def test_a_folder_that_cannot_be_written_is_named(gpu, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SystemExit, match="2"):
+        gpu.__main__.main(["--out", str(tmp_path / "file"), "--rehearse"])
+    assert "cannot be written" in capsys.readouterr().err
+
+
 def begin(gpu, folder: Path, minutes: float = 9.0):
     return gpu.bench.Bench.begin(folder, minutes, True, "", None)
 

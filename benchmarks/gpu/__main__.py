@@ -3,17 +3,18 @@
     python -m benchmarks.gpu --out DIR [--minutes 9] [--only ROW ...]
     python -m benchmarks.gpu --out DIR --rehearse       tiny shapes on the CPU: the same code, no number that means much
 
-Needs torch, triton, transformers, scipy, typer, rich, numpy and safetensors, and permtriton installed from this
-checkout: pip install --no-deps --no-build-isolation -e .
+Run it in the repository's root. Needs torch, triton, transformers, scipy, typer, rich, numpy and safetensors, and
+permtriton installed from this checkout: pip install --no-deps --no-build-isolation -e .
 Uses pytest, pytest-xdist and torch-linear-assignment where they are installed.
 
 Writes one JSON file into DIR, anew after each result, so that a run that is cut off counts as far as it came. When the
 time is up it ends, whatever runs. Exit code 0: it ran through, whatever the goals say; 1: something was wrong or did
-not run; 2: there is no GPU to run on.
+not run; 2: there is no GPU to run on, or the arguments make no sense.
 """
 
 import argparse
 import importlib.util
+import math
 import os
 import signal
 import subprocess
@@ -48,10 +49,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--commit", help="of this checkout, where git is not there to ask")
     parser.add_argument("--rehearse", action="store_true", help="tiny shapes on the CPU")
     args = parser.parse_args(arguments)
+    if not 0 < args.minutes < math.inf:
+        parser.error(f"--minutes {args.minutes:g}: expected a number above 0, such as 9")
     if why := None if args.rehearse else _no_gpu():
         print(f"error: {why}; --rehearse runs the same code on the CPU", file=sys.stderr)
         return 2
-    bench = Bench.begin(args.out, args.minutes, args.rehearse, _command(args), args.commit)
+    try:
+        bench = Bench.begin(args.out, args.minutes, args.rehearse, _command(args), args.commit)
+    except OSError as error:
+        parser.error(f"--out {args.out}: results cannot be written there: {error.strerror}")
     print(f"results: {bench.file}", flush=True)
     if not (args.no_tests or args.only or args.rehearse):
         _tests(bench, 60 * args.minutes * TESTS)

@@ -40,6 +40,16 @@ def test_every_case_is_right_on_a_gpu_that_is_not_the_current_one():
         assert case.check() is None, case.name
 
 
+def test_every_case_reads_the_tables_that_it_names(device):
+    found = {}
+    for case in tuning.cases_for([(256, 512)], [1, 16, 77], torch.bfloat16, device):
+        several = {name for name, configs in tuning.tables_of(case).items() if len(configs) > 1}
+        read = {request.op for request in tuning._requests(case)}
+        if (read ^ several) - {"sparse_linear_route"}:  # which is read where there is a choice
+            found[case.name] = read, several
+    assert found == {}
+
+
 @pytest.mark.parametrize("kernel", tuning.KERNELS)
 def test_every_configuration_is_right(kernel, device):
     """What autotuning may choose; only what the device has no room for may fail to run."""
