@@ -51,7 +51,7 @@ def compare(
         if output is not None and not output.resolve().parent.is_dir():
             raise OutputError(f"output {output}: the folder {output.resolve().parent} does not exist; make it first")
         source = load.Source(model, dtype, device, trust_remote_code)
-        loaded, tokenizer = load.load_model(source), load.load_tokenizer(source)
+        loaded, tokenizer = load.load_original(source)
         windows, text = options.held_out_windows(source, eval_text, tokenizer, loaded)
         if windows is None:
             fail(f"nothing to compare on: {text}", 2)

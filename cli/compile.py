@@ -67,7 +67,7 @@ def compile(
         source = load.Source(model, dtype, device, trust_remote_code)
         progress = BarProgress()
         progress.say(f"loading {model}")
-        loaded, tokenizer = load.load_model(source), load.load_tokenizer(source)
+        loaded, tokenizer = load.load_original(source)
         windows, text = options.held_out_windows(source, eval_text, tokenizer, loaded)
         if windows is None:
             progress.say(f"no held-out evaluation: {text}")

@@ -54,6 +54,17 @@ def resolve_device(device: str) -> torch.device:
     return torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
 
 
+def load_original(source: Source) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+    """Loads a model to prune, and its tokenizer.
+
+    Raises:
+        ModelError: as `load_model` and `load_tokenizer`, and where permtriton wrote the folder.
+    """
+    if (Path(source.location) / REPORT_FILE).is_file():
+        raise ModelError(f"{source.name} is compiled already, by permtriton: give the original model")
+    return load_model(source), load_tokenizer(source)
+
+
 def load_model(source: Source) -> PreTrainedModel:
     """Loads a model with the class that its config names, in eval mode on its device.
 
@@ -66,8 +77,6 @@ def load_model(source: Source) -> PreTrainedModel:
     device = resolve_device(source.device)
     model_class = _model_class(source)
     _refuse_pickles(source)
-    if (Path(source.location) / REPORT_FILE).is_file():
-        raise ModelError(f"{source.name} is compiled already, by permtriton: give the original model")
     try:
         model, info = model_class.from_pretrained(
             source.location,

@@ -109,6 +109,14 @@ def desk(tmp_path, pristine, monkeypatch) -> Desk:
     return Desk(tmp_path / "desk", pristine)
 
 
+def test_a_compiled_model_is_not_compiled_again(desk):
+    """Pruned once more, it would be told as dense."""
+    model = shutil.copytree(desk.model, desk.folder / "compiled")
+    (model / "permtriton.json").write_text("{}")
+    for command in (desk.compile(model=model), ["compare", str(model), "--calibration", str(desk.text)]):
+        desk.refuses(command, "compiled already", "original model")
+
+
 # -- options -------------------------------------------------------------------------------------------------------
 
 LEARN = ("--permutation", "learned")

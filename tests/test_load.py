@@ -75,7 +75,6 @@ def rename_weights(name: str) -> Callable[[Path], object]:
 # What is wrong with a folder, and the words that its error must hold.
 DAMAGED: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "no config": (remove("config.json"), ["holds no config.json"]),
-    "compiled already": (lambda f: (f / "permtriton.json").write_text("{}"), ["compiled already", "original model"]),
     "config is not JSON": (lambda f: (f / "config.json").write_text("{"), ["config.json"]),
     "config is a list": (lambda f: (f / "config.json").write_text("[]"), ["config.json cannot be used"]),
     "unknown model type": (lambda f: configure(f, model_type="nonsense"), ["nonsense"]),
