@@ -1,14 +1,17 @@
 """Folders as a compilation writes them, made by hand: pruned by magnitude, without calibration and learning."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from permtriton.checkpoint import REPORT_FILE
+from permtriton.export import export
 from permtriton.kernels.nm_mask import top_n_mask
 from permtriton.match_norm import match_norm
 from permtriton.modules import SparseLinear, from_norm, replace_module
@@ -126,3 +129,27 @@ def edit_json(path: Path, change) -> None:
     found = json.loads(path.read_text())
     change(found)
     path.write_text(json.dumps(found))
+
+
+def places(root: Path) -> Callable[..., Path]:
+    """Returns a function from name, format and dtype to a folder, made once; do not write into it."""
+    made: dict[str, Path] = {}
+
+    def find(name: str, format: str, *, fused: bool = False, dtype: torch.dtype = torch.bfloat16) -> Path:
+        key = f"{name}-{fused}-{str(dtype).removeprefix('torch.')}"
+        if key not in made:
+            made[key] = save(model_of(name, fused=fused, dtype=dtype), root / key)
+        output = root / f"{key}-{format}"
+        if format != "saved" and not output.exists():
+            export(made[key], output, format)
+        return made[key] if format == "saved" else output
+
+    return find
+
+
+def rewrite(folder: Path, change) -> None:
+    """Changes tensors, and takes the hashes away, so that what remains must be found by other checks."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    edit_json(folder / CONFIG, lambda config: config["quantization_config"].pop("sha256", None))

@@ -1,0 +1,194 @@
+"""Packed checkpoints on a GPU, as far as a CPU can show it: what stays packed, what it computes, how it is saved."""
+
+import copy
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
+
+from permtriton import NMPattern, placement, quantizer
+from permtriton.errors import ModelError
+from permtriton.export import export
+from permtriton.kernels import autotune, cusparselt
+from permtriton.modules import SparseLinear
+from permtriton.placement import device_of, is_packed
+from permtriton.planning import check_not_compiled
+
+from . import folders
+from .weights import compressed
+
+IDS = torch.arange(3, 27).view(2, 12)
+UP = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return folders.places(tmp_path_factory.mktemp("packed"))
+
+
+def load(folder: Path, kind=AutoModelForCausalLM, **options):
+    return kind.from_pretrained(folder, **options)
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """Loads as if parameters went to a GPU; the operators run their references."""
+    monkeypatch.setattr(quantizer, "device_of", lambda *_: torch.device("cuda"))
+    monkeypatch.setattr(placement, "has_kernels", lambda device: device.type == "cuda")
+
+
+def packed_names(model) -> list[str]:
+    return [name for name, module in model.named_modules() if is_packed(module)]
+
+
+@pytest.mark.parametrize(
+    ("name", "fused", "packed_of_each_layer"),
+    [("llama", False, 7), ("llama", True, 7), ("gemma2", True, 7), ("opt", True, 6), ("phi3", False, 4),
+     ("mixtral", False, 4), ("gpt2", False, 0)],
+)  # fmt: skip
+def test_on_a_gpu_linears_stay_packed(as_on_a_gpu, place, tmp_path, name, fused, packed_of_each_layer):
+    """And are saved packed; stacks of experts and transposed weights become dense."""
+    loaded, expected = load(place(name, "packed", fused=fused)), load(place(name, "saved", fused=fused))
+    assert len(packed_names(loaded)) == packed_of_each_layer * loaded.config.num_hidden_layers
+    with torch.no_grad():
+        assert torch.equal(loaded(IDS).logits, expected(IDS).logits)
+    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(loaded.generate(IDS, **options), expected.generate(IDS, **options))
+    loaded.save_pretrained(tmp_path / "again", save_original_format=False)
+    told = json.loads((tmp_path / "again" / "config.json").read_text()).get("quantization_config", {})
+    assert told.get("format") == ("packed" if packed_of_each_layer else None)
+    assert sorted(told.get("packed", {})) == sorted(f"{name}.weight" for name in packed_names(loaded))
+    again = load(tmp_path / "again")
+    assert folders.differing(folders.state(loaded), folders.state(again)) == []
+    for module in again.modules():
+        if isinstance(module, SparseLinear):
+            module.unpack()
+    assert folders.differing(folders.state(expected), folders.state(again)) == []
+
+
+def test_on_a_gpu_the_compressed_form_is_made_and_not_saved(as_on_a_gpu, place, tmp_path, monkeypatch):
+    monkeypatch.setattr(cusparselt, "supports", lambda *_: True)
+    monkeypatch.setattr(cusparselt, "compress", compressed)
+    loaded = load(place("llama", "packed"))
+    layers = [module for module in loaded.modules() if is_packed(module)]
+    assert all(torch.equal(m.weight_compressed, compressed(copy.deepcopy(m).unpack().weight)) for m in layers)
+    loaded.save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert set(stored) == set(load_file(place("llama", "packed") / "model.safetensors"))
+    assert torch.equal(
+        stored[f"{UP}_values"], load_file(place("llama", "packed") / "model.safetensors")[f"{UP}_values"]
+    )
+
+
+def test_on_a_gpu_only_what_has_kernels_stays_packed(as_on_a_gpu, place):
+    assert packed_names(load(place("llama", "packed"), dtype=torch.float32)) == []
+    half = load(place("llama", "packed", dtype=torch.float32), dtype=torch.float16)
+    assert packed_names(half)
+    dense = load(place("llama", "saved", dtype=torch.float32), dtype=torch.float16)
+    with torch.no_grad():
+        assert torch.equal(half(IDS).logits, dense(IDS).logits)
+
+
+@pytest.mark.parametrize("how", ["while loading", "afterwards"])
+def test_on_a_gpu_a_cast_that_makes_zeros_is_saved_as_zeros(as_on_a_gpu, tmp_path, how):
+    model = folders.model_of("llama", dtype=torch.bfloat16)
+    weight = model.model.layers[1].mlp.up_proj.weight.data
+    row, column = (int(place) for place in weight.nonzero()[0])
+    weight[row, column] = -1e-20  # -0.0 in float16
+    folders.save(model, tmp_path / "saved")
+    export(tmp_path / "saved", tmp_path / "packed")
+    if how == "while loading":
+        loaded = load(tmp_path / "packed", dtype=torch.float16)
+    else:
+        loaded = load(tmp_path / "packed").half()
+    loaded.save_pretrained(tmp_path / "again")
+    found = copy.deepcopy(load(tmp_path / "again").get_submodule("model.layers.1.mlp.up_proj")).unpack().weight
+    assert torch.equal(found, weight.half())
+    assert not bool(found[row, column].signbit())
+
+
+@pytest.mark.parametrize(
+    ("owner", "attribute", "dtype", "pattern", "device", "stays"),
+    [
+        (nn.Linear(32, 5), "weight", torch.bfloat16, "2:4", "cuda", True),
+        (SparseLinear(32, 5), "weight", torch.float16, "2:4", "cuda", True),
+        (nn.Linear(32, 5), "weight", torch.bfloat16, "2:4", "cpu", False),
+        (nn.Linear(32, 5), "weight", torch.float32, "2:4", "cuda", False),
+        (nn.Linear(32, 5), "weight", torch.bfloat16, "4:8", "cuda", False),
+        (nn.Linear(40, 5), "weight", torch.bfloat16, "2:4", "cuda", False),
+        (nn.Linear(32, 5), "other", torch.bfloat16, "2:4", "cuda", False),
+        (Conv1D(32, 32), "weight", torch.bfloat16, "2:4", "cuda", False),
+    ],
+)
+def test_what_stays_packed(as_on_a_gpu, owner, attribute, dtype, pattern, device, stays):
+    pattern = NMPattern.parse(pattern)
+    assert placement.stays_packed(owner, attribute, dtype, pattern, torch.device(device)) is stays
+
+
+def test_a_packed_model_is_not_compiled_again(as_on_a_gpu, place):
+    with pytest.raises(ModelError, match=r"compiled already \(model\.layers\.0\.\S+ is a SparseLinear"):
+        check_not_compiled(load(place("llama", "packed")))
+
+
+def test_on_a_gpu_damage_is_named_too(as_on_a_gpu, place, tmp_path):
+    folder = shutil.copytree(place("llama", "packed"), tmp_path / "copy")
+    folders.rewrite(folder, lambda found: found[f"{UP}_positions"].fill_(0))
+    with pytest.raises(ModelError, match=rf"{UP}.*positions of a group that do not ascend.*damaged"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("device_map", "device"),
+    [
+        (None, "cpu"),
+        ({"": "cpu"}, "cpu"),
+        ({"": 1}, "cuda:1"),
+        ({"": torch.device("cuda", 0)}, "cuda:0"),
+        ({"model.layers.0": "cpu", "model.layers": 0}, "cpu"),
+        ({"model.layers.01": "cpu", "model.layers.0.mlp": 2, "model": "cpu"}, "cuda:2"),
+        ({"lm_head": 0}, "cpu"),
+        ("auto", "cpu"),
+    ],
+)
+def test_where_a_parameter_goes(device_map, device):
+    assert device_of("model.layers.0.mlp.up_proj.weight", device_map) == torch.device(device)
+
+
+@pytest.mark.parametrize("device_map", ["auto", "cpu", {"": "cpu"}])
+def test_a_device_map_is_taken(place, device_map):
+    dense, packed = load(place("llama", "saved")), load(place("llama", "packed"), device_map=device_map)
+    assert folders.differing(folders.state(dense), folders.state(packed)) == []
+
+
+def test_tensor_parallelism_is_refused(place, monkeypatch):
+    """Packed tensors would stay whole while results are summed over the GPUs."""
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "_tp_size", 2)
+    with pytest.raises(ModelError, match=r"tensor parallelism.*--format dense"):
+        load(place("llama", "packed"))
+
+
+@pytest.mark.parametrize("elsewhere", ["disk", "cpu"])
+def test_offloading_is_refused_whenever_it_is_known(place, elsewhere):
+    model = load(place("llama", "packed", fused=True))
+    with pytest.raises(ModelError, match="offloaded to disk, nor divided"):
+        model.hf_quantizer._process_model_before_weight_loading(model, [], {"model": 0, "lm_head": elsewhere})
+    model.hf_device_map = {"model": torch.device("cuda", 1), "lm_head": elsewhere}
+    with pytest.raises(ModelError, match="offloaded to disk, nor divided"):
+        model.hf_quantizer._process_model_after_weight_loading(model)
+
+
+def test_configurations_measured_beside_a_model_are_used(place, tmp_path, monkeypatch):
+    monkeypatch.setattr(autotune, "_STATE", autotune._State())
+    folder = shutil.copytree(place("llama", "packed"), tmp_path / "copy")
+    load(folder)
+    assert autotune._STATE.beside_models == []
+    (folder / autotune.BESIDE_MODEL).write_text("{}")
+    load(folder)
+    assert autotune._STATE.beside_models == [folder / autotune.BESIDE_MODEL]
