@@ -157,6 +157,16 @@ def test_backward_over_splits_and_dtypes(dtype, splits, sizes, rows, monkeypatch
     assert torch.equal(found, backward.nm_mask_backward_triton(grad, weight, *arguments, file.FLOOR))
 
 
+@pytest.mark.parametrize("number", range(len(backward.CONFIGS)))
+def test_backward_in_every_configuration(number, monkeypatch):
+    monkeypatch.setattr(backward, "config_for", lambda op, configs, shape, dtype: configs[number])
+    grad, weight = (laid_out(torch.randn(144, 64), "input-major") for _ in range(2))
+    arguments = (*factors_of("power 1", 144, 64), block_index([64]), [64], 4, True)
+    found = backward.nm_mask_backward_triton(grad, weight, *arguments, file.FLOOR)
+    expected = file.nm_mask_backward_reference(grad, weight, *arguments)
+    torch.testing.assert_close(found, expected, rtol=TOLERANCE, atol=TOLERANCE * expected.abs().max().item())
+
+
 @pytest.mark.parametrize("group_scale", [False, True])
 @pytest.mark.parametrize("dead", ["weights", "statistics"])
 def test_zeros_give_finite_gradients(dead, group_scale):
