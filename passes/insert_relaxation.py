@@ -71,7 +71,7 @@ def _relaxed(
     scale = constants.parameter(relaxation.scale, "permtriton_scale")
     soft, hard = [], []
     for owners, weight in zip(relaxation.owners, relaxation.weights, strict=True):
-        owner = constants.tensor(owners.to(weight.device), "permtriton_owner")
+        owner = constants.tensor(owners, "permtriton_owner")
         sized = call(aten.view.default, call(aten.index_select.default, scale, 0, owner), [-1, 1, 1])
         logits = call(aten.mul.Tensor, sized, constants.parameter(weight, "permtriton_logits"))
         if relaxation.clamp:

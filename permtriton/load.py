@@ -61,7 +61,7 @@ def load_original(source: Source) -> tuple[PreTrainedModel, PreTrainedTokenizerB
         ModelError: as `load_model` and `load_tokenizer`, and where permtriton wrote the folder.
     """
     if (Path(source.location) / REPORT_FILE).is_file():
-        raise ModelError(f"{source.name} is compiled already, by permtriton: give the original model")
+        raise _compiled_already(source)
     return load_model(source), load_tokenizer(source)
 
 
@@ -113,7 +113,7 @@ def load_empty_model(source: Source, allow_compiled: bool = False) -> PreTrained
     stored = getattr(config, "quantization_config", None) or {}
     if (stored if isinstance(stored, dict) else stored.to_dict()).get("quant_method") == "permtriton":
         if not allow_compiled:
-            raise ModelError(f"{source.name} is compiled already, by permtriton: give the original model")
+            raise _compiled_already(source)
         del config.quantization_config
     try:
         with torch.device("meta"):
@@ -148,6 +148,10 @@ def check_weights(model: PreTrainedModel) -> None:
             raise ModelError(
                 f"{name}: {bad} of {parameter.numel()} weights are NaN or infinite; the checkpoint is damaged"
             )
+
+
+def _compiled_already(source: Source) -> ModelError:
+    return ModelError(f"{source.name} is compiled already, by permtriton: give the original model")
 
 
 def _config(source: Source) -> Any:

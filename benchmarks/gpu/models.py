@@ -45,7 +45,7 @@ def decode(bench: Bench) -> None:
             )
             bench.compare(row, case, _peers(in_features),
                           lambda times, row=row: [
-                goal(row, "times faster than cuBLAS dense", ratio(times, "dense")),
+                goal(row, "times faster than cuBLAS dense", ratio(times, DENSE)),
                 Goal("times faster than cuSPARSELt", ratio(times, BARE)),
             ], seconds=1.5, alike=(DENSE, BARE, SEMI_STRUCTURED))  # fmt: skip
 
@@ -58,7 +58,7 @@ def prefill(bench: Bench) -> None:
             dtype = bench.pick(torch.bfloat16, torch.float32)
             case = cases.sparse_linear_case(tokens, out_features, in_features, dtype, bench.device, gather=True)
             times = bench.compare(f"2:4 prefill, {tokens} tokens", case, _peers(in_features), _prefill_goals, 2.0)
-            gains.append(ratio(times, "dense"))
+            gains.append(ratio(times, DENSE))
     mean = math.exp(statistics.fmean(map(math.log, gains)))
     bench.add("2:4 prefill", "geometric mean of all shapes", {}, [Goal("times faster than cuBLAS dense", mean)],
               note="hoped for: 1.5")  # fmt: skip
@@ -67,7 +67,7 @@ def prefill(bench: Bench) -> None:
 def _prefill_goals(times: Mapping[str, Timing]) -> list[Goal]:
     return [
         goal("2:4 prefill", "of bare cuSPARSELt without permutation", ratio(times, BARE)),
-        goal("2:4 prefill", "times faster than cuBLAS dense", ratio(times, "dense")),
+        goal("2:4 prefill", "times faster than cuBLAS dense", ratio(times, DENSE)),
     ]
 
 
@@ -163,15 +163,15 @@ def inference(bench: Bench) -> None:
     """Sparse against dense: one layer, then a whole model, packed at 2:4 with every permutation folded."""
     for what, layers in (("a layer", 1), ("a model", bench.pick(32, 1))):
         if bench.seconds_left < bench.pick(30, 0):
-            bench.result["left_out"].append({"row": f"inference, {what}", "why": "no time was left"})
+            bench.leave_out(f"inference, {what}", "no time was left")
             continue
         dense = llama(bench, layers)
         sparse = packed(bench, dense)
         for tokens in bench.pick([1, 16, 512, 2048], [1, 16]):
             ids = torch.randint(0, dense.config.vocab_size, (1, tokens), device=bench.device)
             with torch.no_grad():
-                times = measure({OURS: [_forward(sparse, ids)], "dense": [_forward(dense, ids)]}, bench.device, 2.0)
-            faster = Goal("times faster than dense", ratio(times, "dense"))
+                times = measure({OURS: [_forward(sparse, ids)], DENSE: [_forward(dense, ids)]}, bench.device, 2.0)
+            faster = Goal("times faster than dense", ratio(times, DENSE))
             note = "no goal is set; the layer row is embeddings, one layer, norm and head"
             bench.add(f"inference, {what}", f"{layers} layers, {tokens} tokens", times, [faster], note=note)
         del dense, sparse
