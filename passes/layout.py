@@ -1,6 +1,7 @@
 """The two layouts of a plan: which permutations are folded, and which work at run time."""
 
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 
 import torch
 from torch import fx, nn
@@ -19,6 +20,7 @@ from permtriton.passes.graph import (
     source_of,
     tail,
 )
+from permtriton.passes.unseen import Unseen
 from permtriton.permutation import identity
 from permtriton.plan import Axis, ChannelSpace, Norm, Plan, Site
 
@@ -39,7 +41,7 @@ def separate(plan: Plan, graph_module: fx.GraphModule, model: nn.Module, *, o_pr
     shared = {id(space) for space in plan.spaces if len(plan.sites_of(space)) > 1}
     spaces: dict[int, ChannelSpace] = {}
     barriers = list(plan.barriers)
-    finder = _NormFinder(graph_module, model)
+    finder = _NormFinder(graph_module, model, plan.unseen)
     for site in plan.sites:
         within_heads = len(site.space.segments) > 1 or site.copies > 1
         needed = bool(site.space.frozen) or id(site.space) in shared
@@ -53,7 +55,7 @@ def separate(plan: Plan, graph_module: fx.GraphModule, model: nn.Module, *, o_pr
         spaces[id(site.space)] = site.space
     moves = id(plan.hidden_space) in spaces
     hidden = (plan.hidden_space, plan.hidden_units) if moves else (None, torch.empty(0, dtype=torch.int64))
-    return Plan(plan.sites, list(spaces.values()), plan.skipped, barriers, *hidden)
+    return Plan(plan.sites, list(spaces.values()), plan.skipped, barriers, *hidden, unseen=plan.unseen)
 
 
 def _give_own_space(finder: "_NormFinder", site: Site) -> str:
@@ -78,8 +80,9 @@ def _give_own_space(finder: "_NormFinder", site: Site) -> str:
 class _NormFinder:
     """What a graph and its model say of norms and linears, looked up once."""
 
-    def __init__(self, graph_module: fx.GraphModule, model: nn.Module) -> None:
+    def __init__(self, graph_module: fx.GraphModule, model: nn.Module, unseen: Sequence[str]) -> None:
         self.parameters = parameter_nodes(graph_module)
+        self._unseen = Unseen(model, {name for name, _ in model.named_parameters()} - set(unseen))
         self._model = model
         self._modules = dict(model.named_modules(remove_duplicate=False))
         self._places = Counter(id(module) for module in self._modules.values())
@@ -114,6 +117,8 @@ class _NormFinder:
         if variant is None:
             return None, []
         own = {f"{name}.weight" for name in site.linears}
+        if self._unseen.reach([f"{path}.weight", *readers, *own], [site]):
+            return None, []  # what the trace did not run may read the norm, too
         return Norm(path, variant.kind, variant.eps, variant.offset), [r for r in readers if r not in own]
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, fx, nn
 from permtriton.errors import ModelError
 from permtriton.passes.channels import one_thread
 from permtriton.passes.provenance import LinearCall, Provenance
+from permtriton.passes.unseen import Unseen, layer_of
 from permtriton.plan import LINEAR_MODULES, Axis, ChannelSpace, Plan, Site
 from permtriton.sparsity import NMPattern
 
@@ -46,7 +47,13 @@ def find_sites(
     builder = _SpaceBuilder(provenance, pattern)
     sites = [builder.site(model, calls) for calls in by_source.values()]
     spaces = builder.finish(sites)
-    return Plan(sites, spaces, skipped, provenance.barriers, *builder.locate(provenance.hidden))
+    hidden = builder.locate(provenance.hidden)
+    unseen = Unseen(model, {parameter for parameter, _ in provenance.axes})
+    for space in spaces:
+        if not space.frozen:
+            readers = [site for site in sites if site.space is space]
+            space.frozen = unseen.reach([axis.parameter for axis in space.axes], readers)
+    return Plan(sites, spaces, skipped, provenance.barriers, *hidden, unseen=tuple(unseen.sizes))
 
 
 def _prunable(
@@ -125,7 +132,7 @@ class _SpaceBuilder:
         problem = next((call.problem for call in calls if call.problem), "")
         space, units = self._space(name, labels, problem)
         runs = sum(call.parameter == calls[0].parameter for call in self._provenance.linears)
-        layer = _layer_of(model, names[0])
+        layer = layer_of(model, names[0])
         site = Site(name, tuple(names), labels.size, torch.from_numpy(units), space, layer, runs)
         if not space.frozen:
             space.frozen = _arrangement_problem(site, self._group)
@@ -211,13 +218,3 @@ def _common_name(names: list[str]) -> str:
     while len({tuple(parts[: shared + 1]) for parts in split}) == 1:
         shared += 1
     return ".".join([*split[0][:shared], "+".join(".".join(parts[shared:]) for parts in split)])
-
-
-def _layer_of(model: nn.Module, name: str) -> int:
-    """Returns the number of the outermost module list's item that holds ``name``, or -1."""
-    module = model
-    for part in name.split("."):
-        if isinstance(module, nn.ModuleList):
-            return int(part)
-        module = module.get_submodule(part)
-    return -1

@@ -1,5 +1,7 @@
 """The checks that every compilation must pass. A failed one names what failed, and nothing is saved."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -11,11 +13,16 @@ from permtriton.plan import Plan, linear_module, weight_in_out
 from permtriton.sparsity import NMPattern
 
 
-@torch.no_grad()
 def model_outputs(model: PreTrainedModel, ids: Tensor) -> Tensor:
     """Returns the model's first output on ``ids``, float32 on the CPU (logits, or the last hidden state)."""
+    return first_output(model, {"input_ids": ids.to(model.device)})
+
+
+@torch.no_grad()
+def first_output(model: PreTrainedModel, arguments: Mapping[str, Tensor]) -> Tensor:
+    """Returns the model's first output on keyword arguments, float32 on the CPU."""
     with without_cache(model):
-        return model(input_ids=ids.to(model.device))[0].float().cpu()
+        return model(**arguments)[0].float().cpu()
 
 
 def relative_difference(expected: Tensor, got: Tensor) -> float:

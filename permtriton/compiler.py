@@ -23,6 +23,7 @@ from permtriton.experts import Routing, unstacked_experts
 from permtriton.forward import hidden_states, max_tokens
 from permtriton.heuristic import heuristic_index, space_scores
 from permtriton.importance import Importance, importance_of
+from permtriton.inputs import other_inputs
 from permtriton.kernels.nm_mask import top_n_mask
 from permtriton.learn import Epoch, ResumeFile, learn, learned_spaces
 from permtriton.load import check_weights
@@ -32,14 +33,14 @@ from permtriton.passes.graph import absorb
 from permtriton.passes.insert_masks import insert_masks
 from permtriton.passes.lower import lower
 from permtriton.passes.pipeline import Pass, PassResult, permutation_passes, run_passes
-from permtriton.passes.verify import check_pruned, check_same_outputs, model_outputs
+from permtriton.passes.verify import check_pruned, check_same_outputs, first_output, model_outputs
 from permtriton.passes.verify_graph import count_operators, run
 from permtriton.permutation import compose, identity, moved
 from permtriton.plan import ChannelSpace, Plan, Site, linear_module, weight_in_out
 from permtriton.planning import check_not_compiled, hidden_order, plan_model
 from permtriton.progress import NoProgress, Progress
 from permtriton.reconstruct import inverse_diagonal, sparsegpt
-from permtriton.report import device_name, site_report, space_report, versions
+from permtriton.report import device_name, hidden_states_report, site_report, space_report, versions
 
 REFERENCE_SEQUENCES, REFERENCE_TOKENS = 2, 64  # that exact steps must reproduce
 TOKENS_AT_ONCE = 4096  # in passes that keep no gradients
@@ -141,8 +142,13 @@ class _Compilation:
         self.ids, self.batch = ids, max(TOKENS_AT_ONCE // ids.shape[1], 1)
         self.reference_ids = ids[:REFERENCE_SEQUENCES, :REFERENCE_TOKENS]
         self.routing = Routing(self.model)
+        self.calls: dict[str, dict[str, Tensor]] = {}
+        self.unverified: dict[str, str] = {}
+        if self.plan.unseen:
+            self.calls, self.unverified = other_inputs(self.model, self.reference_ids)
         with self.routing.recorded():
             self.reference = model_outputs(self.model, self.reference_ids)
+            self.call_outputs = {name: first_output(self.model, call) for name, call in self.calls.items()}
         if not bool(self.reference.isfinite().all()):
             raise CalibrationError(
                 f"the dense model's outputs on the calibration text are not finite in {self.model.dtype}: "
@@ -257,7 +263,11 @@ class _Compilation:
                 self.statistics[site.name] = self.statistics[site.name][order]
         with self.routing.replayed():
             outputs = model_outputs(self.model, self.reference_ids)
+            others = {name: first_output(self.model, call) for name, call in self.calls.items()}
         difference = check_same_outputs(self.reference, outputs, self.model.dtype, "after folding permutations")
+        for name, output in others.items():
+            stage = f"after folding permutations, called with {name}"
+            check_same_outputs(self.call_outputs[name], output, self.model.dtype, stage)
         self.largest_difference = max(self.largest_difference, difference)
 
     def _run_passes(self, passes: Sequence[Pass]) -> None:
@@ -366,6 +376,9 @@ class _Compilation:
             "passes": self.passes,
             "decisions": [asdict(decision) for decision in self.graph.meta.get(DECISIONS, [])],
             "fold_difference": self.largest_difference,
+            "verified_inputs": ["input_ids", *self.calls],
+            "unverified_inputs": self.unverified,
+            "hidden_states": hidden_states_report(hidden_order(self.plan, indices)),
             "seconds": {stage: round(value, 3) for stage, value in self.seconds.items()},
             "memory": {"peak": memory.peak(self.model.device), "estimate": dict(needs)},
             "sites": [site_report(site, indices[site.space.name]) for site in self.plan.sites],

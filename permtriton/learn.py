@@ -41,6 +41,7 @@ def learned_spaces(plan: Plan, config: LearnConfig) -> list[ChannelSpace]:
     ]
 
 
+@torch.enable_grad()
 def learn(
     model: PreTrainedModel,
     plan: Plan,

@@ -178,6 +178,7 @@ class Plan:
         barriers: reasons met while tracing, each once.
         hidden_space: the space that orders the last hidden state's channels, or None.
         hidden_units: int64: the unit of ``hidden_space`` at each channel of the last hidden state.
+        unseen: names of the parameters that the trace did not use: an image's projector, cross-attention.
     """
 
     sites: list[Site]
@@ -186,6 +187,7 @@ class Plan:
     barriers: list[str] = field(default_factory=list)
     hidden_space: ChannelSpace | None = None
     hidden_units: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    unseen: tuple[str, ...] = ()
 
     def linears(self) -> Iterator[tuple[Site, str]]:
         """Yields every pruned linear with its site."""

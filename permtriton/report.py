@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from permtriton.permutation import moved
+from permtriton.permutation import inverse, moved
 from permtriton.plan import ChannelSpace, Plan, Site
 
 
@@ -62,6 +62,21 @@ def site_report(site: Site, unit_index: Tensor) -> dict[str, Any]:
         "cost": site.cost,
         "index": index.tolist(),
     }
+
+
+def hidden_states_report(order: Tensor | None) -> dict[str, Any]:
+    """Returns in which order a caller sees hidden states (``output_hidden_states``, ``inputs_embeds``).
+
+    Args:
+        order: int64 ``[C]``, from the dense model's channels to the compiled one's; None where they stay.
+
+    Returns:
+        ``permuted``, and where it is true ``index``: ``compiled[..., j] = dense[..., index[j]]``, and its inverse
+        ``undo``: ``dense = compiled[..., undo]``.
+    """
+    if order is None or moved(order) == 0:
+        return {"permuted": False}
+    return {"permuted": True, "index": order.tolist(), "undo": inverse(order).tolist()}
 
 
 def at_run_time(site: Site, element: int = 2) -> dict[str, Any]:

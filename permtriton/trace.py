@@ -1,5 +1,8 @@
 """Turns a loaded model into a `torch.fx` graph over its own parameters that also shows its last hidden state."""
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,7 +83,8 @@ def trace(model: PreTrainedModel) -> Traced:
     ids = torch.zeros((1, TRACE_TOKENS), dtype=torch.int64, device=model.device)
     probed = _Probed(model)
     try:
-        with torch.no_grad(), without_cache(model):
+        with torch.no_grad(), without_cache(model), _attributes_kept(model), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The tensor attribute", category=UserWarning)  # it is put back
             exported = torch.export.export(probed, (ids,), strict=False)
     except Exception as error:  # torch.export raises many kinds; any of them means the same to the user
         first_line = next(iter(str(error).strip().splitlines()), "no message")
@@ -91,6 +95,31 @@ def trace(model: PreTrainedModel) -> Traced:
     graph_module = unlifted(exported, model, prefix="model.")
     count = len(exported.graph_signature.user_outputs)
     return Traced(graph_module, tuple(range(count - 1)), count - 1)
+
+
+@contextmanager
+def _attributes_kept(model: nn.Module) -> Iterator[None]:
+    """Puts back every attribute that running the model's code changes, such as the frequencies of a rotary embedding.
+
+    While a model is exported, its code runs on tensors without values. What it keeps of them would spoil later runs.
+    """
+    before = [(vars(module), {k: (v, _copied(v)) for k, v in vars(module).items()}) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for attributes, values in before:
+            attributes.clear()
+            for name, (value, copied) in values.items():
+                attributes[name] = value
+                if isinstance(value, dict | set):
+                    value.clear()
+                    value.update(copied)
+                elif isinstance(value, list):
+                    value[:] = copied
+
+
+def _copied(value: Any) -> Any:
+    return value.copy() if isinstance(value, dict | set | list) else None
 
 
 def unlifted(exported: ExportedProgram, model: nn.Module, prefix: str = "") -> fx.GraphModule:

@@ -34,6 +34,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     (
         "permtriton.plan",
         "permtriton.forward",
+        "permtriton.inputs",
         "permtriton.match_norm",
         "permtriton.modules",
         "permtriton.experts",

@@ -61,8 +61,8 @@ def check(forward: Forward, pattern: str = "2:4") -> Plan:
     zoo.randomize(net)
     net.double().eval()
     inputs = torch.randn(2, TOKENS, IN, dtype=torch.float64)
-    plan = plan_of(net, inputs, NMPattern.parse(pattern))
     before = zoo.outputs(net, inputs)
+    plan = plan_of(net, inputs, NMPattern.parse(pattern))
     for seed in range(5):
         folded = copy.deepcopy(net)
         fold_parameters(folded, plan, zoo.random_indices(plan, seed))
@@ -76,7 +76,16 @@ def plan_of(net: nn.Module, inputs: Tensor, pattern: NMPattern) -> Plan:
         graph_module = unlifted(torch.export.export(net, (inputs,), strict=False), net)
     results = results_of(graph_module)
     provenance = propagate(graph_module, range(len(results)), hidden=0)
+    drop_unused(net, {parameter for parameter, _ in provenance.axes})
     return find_sites(provenance, net, results[0], pattern)
+
+
+def drop_unused(net: nn.Module, used: set[str]) -> None:
+    """Leaves a network only the parameters that its forward pass uses: others might carry its channels, too."""
+    for name, parameter in list(net.named_parameters()):
+        owner, _, attribute = name.rpartition(".")
+        if name not in used and parameter.numel() > 1:
+            net.get_submodule(owner).register_parameter(attribute, None)
 
 
 def results_of(graph_module: fx.GraphModule) -> tuple[fx.Node, ...]:

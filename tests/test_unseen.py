@@ -1,0 +1,176 @@
+"""What a trace on token ids does not show stays right: images, an encoder's states, long sequences."""
+
+import json
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+import permtriton.plan
+from permtriton import CompileConfig, NMPattern, find_plan
+from permtriton.errors import VerificationError
+from permtriton.inputs import other_inputs
+from permtriton.passes.fold import fold
+from permtriton.passes.unseen import Unseen
+from permtriton.plan import Plan
+
+from . import off_path, zoo
+from .folders import bits
+
+PATTERN = NMPattern(2, 4)
+PERMUTE_ONLY = {"permutation": "heuristic", "importance": "magnitude"}
+
+
+@torch.no_grad()
+def output(model: PreTrainedModel, arguments: dict[str, Tensor]) -> list[Tensor]:
+    return [model(**arguments, use_cache=False).logits]
+
+
+@pytest.mark.parametrize("layout", ["portable", "fused"])
+@pytest.mark.parametrize("name", off_path.MODELS)
+def test_permuting_changes_no_output_off_the_traced_path(name, layout):
+    arguments = off_path.arguments(name)
+    dense = output(off_path.build(name), arguments)
+    model = off_path.build(name)
+    plan = find_plan(model, PATTERN, layout=layout)
+    indices = zoo.random_indices(plan)
+    assert len(indices) >= 2
+    fold(model, plan, indices)
+    assert zoo.difference(dense, output(model, arguments)) < 1e-4
+
+
+@pytest.mark.parametrize("name", [name for name in off_path.MODELS if name != "long_rope"])
+def test_the_stream_stays_and_the_reason_names_the_parameter(name):
+    plan = find_plan(off_path.build(name), PATTERN)
+    (stream,) = (space for space in plan.spaces if space.name == "stream")
+    assert stream.frozen.split(" ")[0] in plan.unseen
+    assert "token ids alone do not reach" in stream.frozen
+
+
+def test_channels_that_stay_inside_a_layer_move_all_the_same():
+    plan = find_plan(off_path.build("bart_decoder"), PATTERN)
+    moving = {space.name for space in plan.spaces if not space.frozen}
+    assert moving == {
+        f"model.decoder.layers.{layer}.{name}" for layer in range(2) for name in ("self_attn.out_proj", "fc2")
+    }
+
+
+class Adapted(nn.Module):
+    """A layer with an adapter that nothing calls, beside or inside the MLP."""
+
+    def __init__(self, inside: bool, out_features: int) -> None:
+        super().__init__()
+        self.mlp = nn.ModuleDict({"up": nn.Linear(8, 16), "down": nn.Linear(16, 8)})
+        (self.mlp if inside else self).add_module("adapter", nn.Linear(4, out_features))
+
+
+@pytest.mark.parametrize(
+    ("inside", "out_features", "reached"),
+    [(True, 16, True), (True, 32, True), (True, 24, False), (True, 8, False), (False, 16, False)],
+)
+def test_only_parameters_in_reach_and_of_a_multiple_of_the_width_count(inside, out_features, reached):
+    model = nn.Sequential()
+    model.add_module("layers", nn.ModuleList([Adapted(inside, out_features)]))
+    space = permtriton.plan.ChannelSpace("down", (16,), ())
+    site = permtriton.plan.Site("down", ("layers.0.mlp.down",), 16, torch.arange(16), space)
+    used = {name for name, _ in model.named_parameters() if "adapter" not in name}
+    names = ["layers.0.mlp.up.weight", "layers.0.mlp.up.bias", "layers.0.mlp.down.weight"]
+    assert bool(Unseen(model, used).reach(names, [site])) == reached
+
+
+def test_an_unseen_reader_of_a_norm_keeps_the_norm_in_order():
+    """GPT-2's cross-attention has a norm of its own, but nothing in the graph says so."""
+    plan = find_plan(off_path.build("gpt2_cross"), PATTERN, layout="fused")
+    assert all(site.norm is None for site in plan.sites)
+    assert any(site.norm is not None for site in find_plan(zoo.build("gpt2"), PATTERN, layout="fused").sites)
+
+
+def contents(model: nn.Module) -> dict[str, object]:
+    """Every attribute, buffer and parameter of every module, by value."""
+    found: dict[str, object] = {}
+    for name, module in model.named_modules():
+        found[name] = type(module)
+        for key, value in vars(module).items():
+            found[f"{name}.{key}"] = described(value)
+    return found
+
+
+def described(value: object) -> object:
+    if isinstance(value, Tensor):
+        return (type(value), value.dtype, value.shape, value.stride(), value.data_ptr(), bits(value).tolist())
+    if isinstance(value, dict):
+        return {key: described(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [described(inner) for inner in value]
+    return repr(value) if isinstance(value, int | float | str | bool | torch.dtype | None) else id(value)
+
+
+@pytest.mark.parametrize("layout", ["portable", "fused"])
+@pytest.mark.parametrize("name", [*zoo.ARCHITECTURES, *zoo.MIXTURES, *off_path.MODELS])
+def test_planning_leaves_the_model_as_it_is(name, layout):
+    builders = {**zoo.ARCHITECTURES, **zoo.MIXTURES, **off_path.MODELS}
+    torch.manual_seed(0)
+    model = builders[name]().eval()
+    before, config = contents(model), model.config.to_dict()
+    find_plan(model, PATTERN, layout=layout)
+    after = contents(model)
+    assert [key for key in {**before, **after} if before.get(key) != after.get(key)] == []
+    assert model.config.to_dict() == config
+
+
+@pytest.mark.parametrize(
+    ("name", "argument"),
+    [("llava", "pixel_values"), ("idefics3", "pixel_values"), ("bart_decoder", "encoder_hidden_states")],
+)
+def test_a_call_off_the_path_is_found_and_verified(name, argument, tmp_path):
+    model = off_path.build(name)
+    compiled = permtriton.compile(
+        model, None, CompileConfig.from_options(PERMUTE_ONLY), ids=zoo.token_ids().clamp(max=off_path.IMAGE_TOKEN - 1)
+    )
+    assert compiled.report["verified_inputs"] == ["input_ids", argument]
+    assert argument not in compiled.report["unverified_inputs"]
+    if name != "llava":  # whose names transformers changes on saving
+        compiled.save(tmp_path / "out")
+        report = json.loads((tmp_path / "out" / "permtriton.json").read_text())
+        assert report["verified_inputs"] == ["input_ids", argument]
+
+
+def test_a_call_that_changes_is_refused(monkeypatch):
+    """Where the plan overlooks a parameter, the comparison on images still finds it."""
+    monkeypatch.setattr(Unseen, "reach", lambda *_: "")
+    with pytest.raises(VerificationError, match="called with pixel_values"):
+        permtriton.compile(
+            off_path.build("llava"), None, CompileConfig.from_options(PERMUTE_ONLY),
+            ids=zoo.token_ids().clamp(max=off_path.IMAGE_TOKEN - 1),
+        )  # fmt: skip
+
+
+def test_calls_that_cannot_be_made_are_listed_with_the_reason():
+    model = off_path.build("llava")
+    del model.config.vision_config.image_size
+    calls, missing = other_inputs(model, zoo.token_ids(1, 8))
+    assert calls == {}
+    assert set(missing) >= {"pixel_values"}
+    assert all(missing.values())
+
+
+def in_order(plan: Plan, report: dict) -> bool:
+    return report["hidden_states"]["permuted"] == (plan.hidden_space is not None and not plan.hidden_space.frozen)
+
+
+@pytest.mark.parametrize("layout", ["portable", "fused"])
+def test_the_report_says_in_which_order_hidden_states_come(layout):
+    ids = zoo.token_ids()
+    dense, model = zoo.build("llama"), zoo.build("llama")
+    options = {**PERMUTE_ONLY, "layout": layout}
+    compiled = permtriton.compile(model, None, CompileConfig.from_options(options), ids=ids)
+    assert in_order(compiled.plan, compiled.report)
+    told = compiled.report["hidden_states"]
+    embedded = [m.get_input_embeddings()(ids) for m in (dense, model)]
+    if told["permuted"]:
+        assert not torch.equal(*embedded)
+        assert torch.equal(embedded[0][..., told["index"]], embedded[1])
+        assert torch.equal(embedded[0], embedded[1][..., told["undo"]])
+    else:
+        assert torch.equal(*embedded)
