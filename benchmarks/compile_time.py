@@ -1,14 +1,13 @@
-"""How long the compiler takes to understand a model, by number of layers, and how much memory.
+"""How much time and memory the compiler takes to trace, plan and rewrite a model, by number of layers.
 
-The model has the sizes of LLaMA-2-7B and lies on the meta device. Every run is a fresh process, whose peak memory is
-its own; medians over the runs are printed, and JSON with every sample is written.
+The model has the sizes of LLaMA-2-7B and is on the meta device. Every sample is measured in a process of its own, so
+that peak memory is not shared; the medians are printed as a table, and JSON with all samples is written.
 
     python benchmarks/compile_time.py --layers 8,32,80 --output compile-time.json
 """
 
 import argparse
 import json
-import resource
 import statistics
 import subprocess
 import sys
@@ -24,30 +23,30 @@ CONFIG = {
     "num_key_value_heads": 32,
     "vocab_size": 32000,
 }
-STAGES = ("trace", "provenance", "sites", "passes")  # what is summed up; a further stage is added here and in `measure`
+STAGES = ("trace", "provenance", "sites", "passes")  # stages that `measure` times and that the total contains
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", default="8,32,80", help="numbers of layers, with commas")
-    parser.add_argument("--repeats", type=int, default=3, help="processes for each number of layers")
-    parser.add_argument("--output", type=Path, help="file for the JSON; standard output where it is left out")
-    parser.add_argument("--one", type=int, help=argparse.SUPPRESS)  # what the fresh processes are started with
+    parser.add_argument("--layers", default="8,32,80", help="numbers of layers, separated by commas")
+    parser.add_argument("--repeats", type=int, default=3, help="samples per number of layers")
+    parser.add_argument("--output", type=Path, help="file for the JSON; standard output by default")
+    parser.add_argument("--one", type=int, help=argparse.SUPPRESS)  # number of layers for a single sample, see _sample
     args = parser.parse_args()
     if args.one is not None:
         print(json.dumps(measure(args.one)))
         return
     counts = [int(count) for count in args.layers.split(",")]
-    runs = [_fresh(count) for _ in range(args.repeats) for count in counts]
-    rows = [_summary(count, [run for run in runs if run["layers"] == count]) for count in counts]
+    samples = [_sample(count) for _ in range(args.repeats) for count in counts]
+    rows = [_summary(count, [sample for sample in samples if sample["layers"] == count]) for count in counts]
     _print_table(rows)
-    told = {
+    report = {
         "command": f"python benchmarks/compile_time.py --layers {args.layers} --repeats {args.repeats}",
         "config": CONFIG,
         "rows": rows,
-        **{key: runs[0][key] for key in ("device", "system", "versions")},
+        **{key: samples[0][key] for key in ("device", "system", "versions")},
     }
-    text = json.dumps(told, indent=1) + "\n"
+    text = json.dumps(report, indent=1) + "\n"
     if args.output is None:
         print(text, end="")
     else:
@@ -55,7 +54,7 @@ def main() -> None:
 
 
 def measure(layers: int) -> dict[str, Any]:
-    """Runs every stage once in this process."""
+    """Runs every stage once in this process and returns one sample: seconds per stage, peak memory, versions."""
     import platform
 
     import torch
@@ -63,15 +62,16 @@ def measure(layers: int) -> dict[str, Any]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from permtriton import NMPattern
-    from permtriton.passes.pipeline import run_passes, stand_in_passes
+    from permtriton.machine import device_name, peak_memory, versions
+    from permtriton.model.trace import trace
+    from permtriton.passes.pipeline import run_with_stand_ins
     from permtriton.passes.provenance import channel_unions, propagate
     from permtriton.passes.sites import find_sites
-    from permtriton.report import device_name, versions
-    from permtriton.trace import trace
 
+    cpu = torch.device("cpu")
     with torch.device("meta"):
         model = LlamaForCausalLM._from_config(LlamaConfig(**CONFIG, num_hidden_layers=layers)).eval()
-    imported = _peak()
+    imported = peak_memory(cpu)
     seconds: dict[str, float] = {}
 
     def timed(stage: str, run: Callable[[], Any]) -> Any:
@@ -81,43 +81,39 @@ def measure(layers: int) -> dict[str, Any]:
         return result
 
     traced = timed("trace", lambda: trace(model))
-    found = timed("provenance", lambda: propagate(traced.graph_module, traced.outputs, traced.hidden))
+    provenance = timed("provenance", lambda: propagate(traced.graph_module, traced.outputs, traced.hidden))
     pattern = NMPattern(2, 4)
-    plan = timed("sites", lambda: find_sites(found, model, traced.hidden_node, pattern))
-    passes = stand_in_passes(plan, traced.graph_module, pattern)
-    timed("passes", lambda: run_passes(traced.graph_module, passes))  # their structure verified after each
-    peak = _peak() - imported
-    timed("unions", lambda: channel_unions(traced.graph_module).partition())  # what verifying one pass costs besides
+    plan = timed("sites", lambda: find_sites(provenance, model, traced.hidden_node, pattern))
+    # The structure is verified after each pass.
+    timed("passes", lambda: run_with_stand_ins(plan, traced.graph_module, pattern))
+    peak = peak_memory(cpu) - imported
+    timed("unions", lambda: channel_unions(traced.graph_module).partition())  # the verifier does this after each pass
     return {
         "layers": layers,
         "seconds": seconds,
         "peak_bytes": peak,
-        "device": device_name(torch.device("cpu")),
+        "device": device_name(cpu),
         "system": platform.platform(),
         "versions": versions(),
     }
 
 
-def _peak() -> int:
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def _fresh(layers: int) -> dict[str, Any]:
+def _sample(layers: int) -> dict[str, Any]:
+    """Returns a sample that is measured in a process of its own."""
     command = [sys.executable, __file__, "--one", str(layers)]
     result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(result.stdout.splitlines()[-1])  # type: ignore[no-any-return]
 
 
-def _summary(layers: int, runs: list[dict[str, Any]]) -> dict[str, Any]:
-    samples = {stage: [run["seconds"][stage] for run in runs] for stage in runs[0]["seconds"]}
-    totals = [sum(run["seconds"][stage] for stage in STAGES) for run in runs]
+def _summary(layers: int, samples: list[dict[str, Any]]) -> dict[str, Any]:
+    seconds = {stage: [sample["seconds"][stage] for sample in samples] for stage in samples[0]["seconds"]}
+    totals = [sum(sample["seconds"][stage] for stage in STAGES) for sample in samples]
     return {
         "layers": layers,
-        "seconds": {stage: statistics.median(values) for stage, values in samples.items()},
+        "seconds": {stage: statistics.median(values) for stage, values in seconds.items()},
         "total_s": round(statistics.median(totals), 3),
-        "peak_bytes": max(run["peak_bytes"] for run in runs),
-        "samples_s": samples,
+        "peak_bytes": max(sample["peak_bytes"] for sample in samples),
+        "samples_s": seconds,
     }
 
 
@@ -126,7 +122,7 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
     from rich.table import Table
 
     table = Table(title="LLaMA-2-7B sizes on the meta device, seconds", title_justify="left")
-    for column in ("layers", *STAGES, "total", "a layer", "peak GB", "unions"):
+    for column in ("layers", *STAGES, "total", "per layer", "peak GB", "unions"):
         table.add_column(column, justify="right")
     for row in rows:
         seconds = row["seconds"]

@@ -1,7 +1,7 @@
-"""Writes the tables of README.md from the committed result files, so that no number is typed by hand.
+"""Writes the tables of the Markdown pages from the committed result files and the code, so that none is typed by hand.
 
-python benchmarks/readme_tables.py           rewrite README.md
-python benchmarks/readme_tables.py --check   exit with 1 if README.md is not up to date
+python benchmarks/readme_tables.py           rewrite the pages
+python benchmarks/readme_tables.py --check   exit with 1 if a page is not up to date
 """
 
 import argparse
@@ -11,11 +11,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from typer.main import get_command
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # python benchmarks/readme_tables.py has only its own folder there
 
 from benchmarks.gpu import table as gpu  # noqa: E402
+from permtriton.cli.main import app  # noqa: E402
+from permtriton.config import OPTIONS, PANELS, defaults  # noqa: E402
 
+PAGES = (ROOT / "README.md", ROOT / "benchmarks" / "NOTES.md", *sorted((ROOT / "docs").glob("*.md")))
 RESULTS = ROOT / "benchmarks" / "results"
 
 
@@ -80,11 +85,11 @@ def runtime_overhead_table(name: str) -> str:
         cells = [f"{row['ratio'][m]:.3f}x ({row['paired_ratio'][m]:.3f}x)" for m in ("norms", "norms and o_proj")]
         lines.append(f"| {row['shape']['dtype']} | {row['seconds']['dense']:.3f} s | {' | '.join(cells)} |")
     count = len(rows[-1]["samples_s"]["dense"])
-    told = (
+    caption = (
         f"{rows[-1]['device']}; torch {rows[-1]['versions']['torch']}; {count} rounds: ratio of the medians (and "
         "the median of the ratios in a round)."
     )
-    return "\n".join([*lines, "", told])
+    return "\n".join([*lines, "", caption])
 
 
 def gpu_table() -> str:
@@ -94,7 +99,28 @@ def gpu_table() -> str:
     return gpu.unmeasured() if newest is None else gpu.markdown(newest)
 
 
+def config_options_table() -> str:
+    """Returns every option of the config, under the headings of ``--help``."""
+    lines = []
+    for panel in PANELS:
+        lines += [f"**{panel}**", "", "| option | values | default | only with | meaning |", "|---|---|---|---|---|"]
+        for option in (option for option in OPTIONS.values() if option.panel == panel):
+            needs = f"`{option.needs[0]} = {option.needs[1]}`" if option.needs else ""
+            lines.append(f"| `{option.name}` | {option.expected} | {defaults(option.name)} | {needs} | {option.help} |")
+        lines.append("")
+    return "\n".join(lines[:-1])
+
+
+def other_options_table() -> str:
+    """Returns the options of ``permtriton compile`` that are not the config's."""
+    flags = [p for p in get_command(app).commands["compile"].params if p.opts[0].startswith("--")]
+    lines = [f"| `{flag.opts[0]}` | {flag.help} |" for flag in flags if flag.name not in OPTIONS]
+    return "\n".join(["| option | meaning |", "|---|---|", *lines])
+
+
 TABLES = {
+    "config-options": config_options_table,
+    "other-options": other_options_table,
     "compile-time": lambda: compile_time_table("compile-time-cpu.json"),
     "runtime-overhead": lambda: runtime_overhead_table("runtime-overhead-cpu.jsonl"),
     "gpu": gpu_table,
@@ -103,15 +129,12 @@ TABLES = {
 }
 
 
-def rewritten(readme: str) -> str:
-    """Returns ``readme`` with every ``<!-- table NAME -->`` section filled in."""
-    for name, table in TABLES.items():
-        pattern = rf"(<!-- table {name} -->\n).*?(<!-- end -->)"
-        if re.search(pattern, readme, re.DOTALL) is None:
-            raise SystemExit(f"README.md has no section <!-- table {name} --> ... <!-- end -->")
-        text = table()
-        readme = re.sub(pattern, lambda found, text=text: f"{found[1]}{text}\n{found[2]}", readme, flags=re.DOTALL)
-    return readme
+SECTION = re.compile(r"<!-- table ([\w-]+) -->\n.*?<!-- end -->", re.DOTALL)
+
+
+def rewritten(page: str) -> str:
+    """Returns ``page`` with every ``<!-- table NAME -->`` section filled in."""
+    return SECTION.sub(lambda found: f"<!-- table {found[1]} -->\n{TABLES[found[1]]()}\n<!-- end -->", page)
 
 
 def _load(name: str) -> Any:
@@ -122,14 +145,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
     check = parser.parse_args().check
-    readme = ROOT / "README.md"
-    before = readme.read_text(encoding="utf-8")
-    after = rewritten(before)
-    if check:
-        if before != after:
-            sys.exit("README.md is not what benchmarks/readme_tables.py writes: run it")
-    else:
-        readme.write_text(after, encoding="utf-8")
+    before = {page: page.read_text(encoding="utf-8") for page in PAGES}
+    found = sorted(name for text in before.values() for name in SECTION.findall(text))
+    if found != sorted(TABLES):
+        sys.exit(f"the pages have the tables {', '.join(found)}: expected each once of {', '.join(sorted(TABLES))}")
+    for page, text in before.items():
+        after = rewritten(text)
+        if check and after != text:
+            sys.exit(f"{page.relative_to(ROOT)} is not what benchmarks/readme_tables.py writes: run it")
+        if not check:
+            page.write_text(after, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""What permutations that could not be folded cost at run time: one forward pass against the same model unpermuted.
+"""What permutations that cannot be folded cost at run time: a forward pass, compared with the unpermuted model.
 
-Three LLaMA-shaped models that compute the same: as it is; with the gathers of q/k/v and gate/up inside their norms; and
-with a gather kernel before ``o_proj`` besides. They run the same tokens in turn, in one process and in an order that
-changes every round, and the medians are compared. The outputs are compared first. A table goes to stderr, one JSON line
-to stdout.
+Three LLaMA-shaped models compute the same: the dense one; one whose norms gather for q/k/v and gate/up; and one with a
+gather kernel before ``o_proj`` as well. First their outputs are compared. Then they run the same tokens in turn, in one
+process and in an order that changes every round, and the medians are compared. A table goes to stderr, one JSON line to
+stdout.
 
     python benchmarks/runtime_overhead.py --hidden 2048 --intermediate 5632 --layers 2 --tokens 512
 """
@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from permtriton.match_norm import match_norm
-from permtriton.modules import SparseLinear, from_norm, replace_module
-from permtriton.report import device_name, versions
+from permtriton.machine import device_name, versions
+from permtriton.model.modules import GatheredLinear, from_norm, replace_module
+from permtriton.model.norms import match_norm
 
 NORMS = {
     "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("--intermediate", type=int, default=5632)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--heads", type=int, default=16)
-    parser.add_argument("--tokens", type=int, default=512, help="in the one sequence of a pass")
+    parser.add_argument("--tokens", type=int, default=512, help="tokens in the one sequence of a pass")
     parser.add_argument("--vocabulary", type=int, default=1024)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
@@ -52,7 +52,7 @@ def main() -> None:
         raise SystemExit(f"the models differ, so their times mean nothing: {errors}")
     samples = measure(models, ids, args.repeats)
     medians = {name: statistics.median(times) for name, times in samples.items()}
-    # Beside the ratio of medians, the median of the ratios of a round: drift of the machine cancels in it.
+    # The median of the ratios of each round, in which drift of the machine cancels, unlike in the ratio of medians.
     paired = {
         name: statistics.median(t / d for t, d in zip(times, samples["dense"], strict=True))
         for name, times in samples.items()
@@ -77,7 +77,7 @@ def main() -> None:
 
 
 def variants(args: argparse.Namespace) -> dict[str, nn.Module]:
-    """Returns the model as it is, with permuted norms, and with gathers before o_proj besides."""
+    """Returns the dense model, the one with permuted norms, and the one with gathers before o_proj as well."""
     config = LlamaConfig(
         vocab_size=args.vocabulary,
         hidden_size=args.hidden,
@@ -103,12 +103,13 @@ def variants(args: argparse.Namespace) -> dict[str, nn.Module]:
         linear = layer.self_attn.o_proj
         index = torch.randperm(linear.in_features, device=args.device)
         permute_columns(linear, index)
-        layer.self_attn.o_proj = SparseLinear.from_linear(linear, index)
+        layer.self_attn.o_proj = GatheredLinear.from_linear(linear, index)
     return {"dense": dense, "norms": norms, "norms and o_proj": gathers}
 
 
 @torch.no_grad()
 def permute_columns(linear: nn.Module, index: Tensor) -> None:
+    """Puts the input columns of a linear's weight in the order of ``index``, in place."""
     linear.weight.copy_(linear.weight[:, index])  # type: ignore[operator, index]
 
 
@@ -122,7 +123,7 @@ def differences(models: dict[str, nn.Module], ids: Tensor) -> dict[str, float]:
 
 @torch.no_grad()
 def measure(models: dict[str, nn.Module], ids: Tensor, repeats: int) -> dict[str, list[float]]:
-    """Returns the seconds of each pass; the first round warms up."""
+    """Returns model name -> seconds of each forward pass; the first round warms up and is left out."""
     samples: dict[str, list[float]] = {name: [] for name in models}
     names = list(models)
     for repeat in range(repeats + 1):

@@ -1,99 +1,84 @@
-"""``permtriton compare``."""
+"""The command ``permtriton compare``: compares the methods and prints the table."""
 
 import platform
 from json import dumps
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from permtriton import compare as library
-from permtriton import load
-from permtriton import report as report_parts
-from permtriton.cli import options
-from permtriton.cli.console import BarProgress, clear_errors, err, fail, out, print_json, table
+from permtriton import machine
+from permtriton.cli.console import BarProgress, err, fail, out, print_json, table
+from permtriton.cli.held_out import held_out_windows
+from permtriton.config import CompileConfig
 from permtriton.errors import ConfigError, OutputError
+from permtriton.model import load
 
 
-def compare(
-    model: options.ModelArgument,
-    sparsity: options.Sparsity = None,
-    recipe: options.Recipe = None,
-    skip_indivisible: options.SkipIndivisible = None,
-    calibration: options.Calibration = None,
-    samples: options.Samples = None,
-    sequence_length: options.SequenceLength = None,
-    eval_text: options.EvalText = None,
-    block_size: options.BlockSize = None,
-    epochs: options.Epochs = None,
-    learning_rate: options.LearningRate = None,
-    batch_size: options.BatchSize = None,
-    micro_batch_size: options.MicroBatchSize = None,
-    learn_layers: options.LearnLayers = None,
-    seeds: Annotated[str, typer.Option(help="Seeds, divided by commas.", rich_help_panel=options.RUNNING)] = "0",
-    methods: Annotated[
-        str | None, typer.Option(help="Some of the methods, divided by commas.", rich_help_panel=options.METHOD)
-    ] = None,
-    device: options.Device = "auto",
-    dtype: options.Dtype = "auto",
-    config: options.ConfigFile = None,
-    json: options.Json = False,
-    output: Annotated[
-        Path | None, typer.Option(help="File to write the JSON report to as well.", rich_help_panel=options.RUNNING)
-    ] = None,
-    trust_remote_code: options.TrustRemoteCode = False,
+def run(
+    source: load.Source,
+    config: CompileConfig,
+    eval_text: str | None,
+    seeds: str,
+    methods: str | None,
+    output: Path | None,
+    json: bool,
 ) -> None:
-    """Prune MODEL with every method on the same text and show how much each one hurts. Saves no model."""
-    arguments = dict(locals())
-    with clear_errors():
-        chosen = options.build_config(model, recipe, config, arguments)
-        numbers = _seeds(seeds)
-        if output is not None and not output.resolve().parent.is_dir():
-            raise OutputError(f"output {output}: the folder {output.resolve().parent} does not exist; make it first")
-        source = load.Source(model, dtype, device, trust_remote_code)
-        loaded, tokenizer = load.load_original(source)
-        windows, text = options.held_out_windows(source, eval_text, tokenizer, loaded)
-        if windows is None:
-            fail(f"nothing to compare on: {text}", 2)
-        results = library.compare(
-            loaded,
-            tokenizer,
-            chosen,
-            windows,
-            seeds=numbers,
-            methods=[m.strip() for m in methods.split(",")] if methods else tuple(library.METHODS),
-            progress=BarProgress(),
-            finished=lambda row: err.print(f"{row.method}: {row.mean:.3f} ({row.seconds:.0f} s)", highlight=False),
-        )
-        report = {
-            "model": model,
-            "measure": "perplexity" if loaded.can_generate() else "cosine",
-            "text": text,
-            "tokens": int(windows.numel()),
-            "seeds": numbers,
-            "config": chosen.to_dict(),
-            "versions": report_parts.versions(),
-            "device": report_parts.device_name(loaded.device),
-            "system": platform.platform(),
-            "rows": [
-                {
-                    "method": r.method,
-                    "values": r.values,
-                    "mean": r.mean,
-                    "spread": r.spread,
-                    "seconds": round(r.seconds, 1),
-                }
-                for r in results
-            ],
-        }
-        if output is not None:
-            temporary = output.with_name(f".{output.name}.tmp")
-            temporary.write_text(dumps(report, indent=1) + "\n", encoding="utf-8")
-            temporary.replace(output)
-        if json:
-            print_json(report)
-        else:
-            _print(report)
+    """Compares the methods and prints one row per method.
+
+    Args:
+        source: model to prune.
+        config: options that the methods do not set.
+        eval_text: held-out text, as `permtriton.cli.held_out.held_out_windows` takes it.
+        seeds: seeds, separated by commas.
+        methods: names of methods, separated by commas; None for all.
+        output: file to write the JSON report to, or None.
+        json: whether to print JSON.
+
+    Raises:
+        PermTritonError: as `permtriton.compare.compare`, seeds that are not integers, or an output that cannot be
+            written.
+    """
+    numbers = _seeds(seeds)
+    if output is not None and not output.resolve().parent.is_dir():
+        raise OutputError(f"output {output}: the folder {output.resolve().parent} does not exist; make it first")
+    model, tokenizer = load.load_original(source)
+    windows, text = held_out_windows(source, eval_text, tokenizer, model)
+    if windows is None:
+        fail(f"nothing to compare on: {text}", 2)
+    results = library.compare(
+        model,
+        tokenizer,
+        config,
+        windows,
+        seeds=numbers,
+        methods=[m.strip() for m in methods.split(",")] if methods else tuple(library.METHODS),
+        progress=BarProgress(),
+        finished=lambda row: err.print(f"{row.method}: {row.mean:.3f} ({row.seconds:.0f} s)", highlight=False),
+    )
+    report = {
+        "model": source.name,
+        "measure": "perplexity" if model.can_generate() else "cosine",
+        "text": text,
+        "tokens": int(windows.numel()),
+        "seeds": numbers,
+        "config": config.to_dict(),
+        "versions": machine.versions(),
+        "device": machine.device_name(model.device),
+        "system": platform.platform(),
+        "rows": [_row(result) for result in results],
+    }
+    if output is not None:
+        _write(report, output)
+    if json:
+        print_json(report)
+    else:
+        _print(report)
+
+
+def _write(report: dict[str, Any], output: Path) -> None:
+    temporary = output.with_name(f".{output.name}.tmp")
+    temporary.write_text(dumps(report, indent=1) + "\n", encoding="utf-8")
+    temporary.replace(output)
 
 
 def _seeds(text: str) -> list[int]:
@@ -104,8 +89,18 @@ def _seeds(text: str) -> list[int]:
         raise ValueError
     except ValueError:
         raise ConfigError(
-            f"seeds {text!r} is not understood: write whole numbers divided by commas, such as 0,1,2"
+            f"seeds {text!r}: expected non-negative integers separated by commas, such as 0,1,2"
         ) from None
+
+
+def _row(result: library.MethodResult) -> dict[str, Any]:
+    return {
+        "method": result.method,
+        "values": result.values,
+        "mean": result.mean,
+        "spread": result.spread,
+        "seconds": round(result.seconds, 1),
+    }
 
 
 def _print(report: dict[str, Any]) -> None:

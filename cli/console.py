@@ -1,15 +1,14 @@
-"""What the commands share on a terminal: progress bars, tables, errors."""
+"""What all commands print with: progress bars, tables, error messages, JSON."""
 
 import os
 import re
+import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-import transformers
 import typer
 from rich.console import Console
 from rich.markup import escape
@@ -19,14 +18,13 @@ from rich.table import Table
 
 from permtriton.errors import PermTritonError
 from permtriton.progress import Advance
-from permtriton.report import to_json
 
 out = Console()
 err = Console(stderr=True)
 
 
 class BarProgress:
-    """A bar with elapsed and remaining time for each stage, on standard error; lines where that is no terminal."""
+    """Progress reporter that draws one bar per stage on standard error, or prints lines if that is not a terminal."""
 
     @contextmanager
     def stage(self, name: str, total: int) -> Iterator[Advance]:
@@ -65,16 +63,21 @@ class BarProgress:
 
 @contextmanager
 def clear_errors() -> Iterator[None]:
-    """Turns errors that the user can mend into one line and exit code 2; an interruption into exit code 130."""
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    warnings.filterwarnings("ignore", category=UserWarning, module="torch|transformers")
+    """Turns errors that the user can fix into one line and exit code 2, and an interruption into exit code 130.
+
+    Also turns off the warnings and progress bars of torch and transformers.
+    """
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    warnings.filterwarnings("ignore", category=UserWarning, module="torch|transformers")
     try:
         yield
     except PermTritonError as error:
         fail(str(error), 2)
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        torch = sys.modules.get("torch")  # not imported here, which would take seconds
+        if torch is None or not isinstance(error, torch.OutOfMemoryError):
+            raise
         fail(f"out of GPU memory: lower --micro-batch-size or --sequence-length ({str(error).splitlines()[0]})", 2)
     except KeyboardInterrupt:
         fail(
@@ -84,35 +87,42 @@ def clear_errors() -> Iterator[None]:
 
 
 def table(title: str, *columns: str, show_header: bool = True) -> Table:
-    """Returns an empty table whose long names wrap instead of being cut."""
-    made = Table(title=title, title_justify="left", show_header=show_header)
+    """Returns an empty table that wraps long cells instead of cutting them."""
+    empty = Table(title=title, title_justify="left", show_header=show_header)
     for column in columns:
-        made.add_column(column, overflow="fold")
-    return made
+        empty.add_column(column, overflow="fold")
+    return empty
 
 
 def grouped(rows: Sequence[tuple[str, ...]]) -> list[tuple[tuple[str, ...], list[int]]]:
-    """Joins rows that differ only in numbers between dots (layers, experts).
+    """Joins rows that differ only in numbers between dots, such as layers and experts.
+
+    Args:
+        rows: cells of each row.
 
     Returns:
-        Each such row once, its numbers replaced by ``*`` and its first cell followed by how many it stands for; and
-        which rows those are.
+        For each group of such rows, one row and the positions of the rows that it stands for. If there are several,
+        its numbers are replaced by ``*`` and its first cell ends with their count.
     """
     groups: dict[tuple[str, ...], list[int]] = {}
     for number, row in enumerate(rows):
-        groups.setdefault(tuple(re.sub(r"(?<=\.)\d+(?=\.)", "*", cell) for cell in row), []).append(number)
-    return [
-        ((f"{key[0]}  ({len(same)}x)", *key[1:]) if len(same) > 1 else rows[same[0]], same)
-        for key, same in groups.items()
-    ]
+        pattern = tuple(re.sub(r"(?<=\.)\d+(?=\.)", "*", cell) for cell in row)
+        groups.setdefault(pattern, []).append(number)
+    joined = []
+    for pattern, numbers in groups.items():
+        several = (f"{pattern[0]}  ({len(numbers)}x)", *pattern[1:])
+        joined.append((several if len(numbers) > 1 else rows[numbers[0]], numbers))
+    return joined
 
 
 def fail(message: str, code: int) -> None:
-    """Prints one line on standard error and exits."""
+    """Prints an error message on standard error and exits with ``code``."""
     err.print(f"[bold red]error:[/] {escape(message)}", soft_wrap=True, highlight=False)
     raise typer.Exit(code)
 
 
 def print_json(value: Any) -> None:
     """Prints JSON, and nothing else, on standard output."""
+    from permtriton.checkpoint.report import to_json
+
     typer.echo(to_json(value))

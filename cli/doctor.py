@@ -1,4 +1,4 @@
-"""``permtriton doctor``."""
+"""The command ``permtriton doctor``: describes this machine, or compiles the kernels without a GPU."""
 
 import dataclasses
 import os
@@ -7,59 +7,53 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import typer
 
-from permtriton import report
-from permtriton.cli import options
-from permtriton.cli.console import BarProgress, clear_errors, fail, out, print_json, table
-from permtriton.kernels import autotune, compile_check
-from permtriton.kernels.compile_check import Compiled
+from permtriton.cli.console import BarProgress, fail, out, print_json, table
+from permtriton.kernels import autotune
 from permtriton.kernels.launch import triton
+from permtriton.kernels.tools import compile_check
+from permtriton.kernels.tools.compile_check import Compiled
+from permtriton.machine import versions
 
 
-def doctor(
-    compile_kernels: Annotated[
-        bool,
-        typer.Option(
-            "--compile-kernels",
-            help="Compile every Triton kernel for sm_80, sm_90, sm_100 and gfx942, without a GPU, and list what each "
-            "uses; minutes the first time. Exit code 2 where a default configuration spills registers or uses stack "
-            "on an sm_ target; gfx942 is listed only.",
-        ),
-    ] = False,
-    defaults_only: Annotated[
-        bool, typer.Option("--defaults-only", help="With --compile-kernels: the default configurations only.")
-    ] = False,
-    json: options.Json = False,
-) -> None:
-    """Say what this machine is and what will run where; with --compile-kernels, prove the GPU kernels without a GPU."""
-    with clear_errors():
-        if compile_kernels:
-            _compile_kernels(defaults_only, json)
-        elif json:
-            print_json(machine())
-        else:
-            told = table("This machine", "", "", show_header=False)
-            for name, value in machine().items():
-                told.add_row(name, "\n".join(value) if isinstance(value, list) else value)
-            out.print(told)
+def run(*, compile_kernels: bool, defaults_only: bool, json: bool) -> None:
+    """Prints a description of this machine, or compiles the kernels and prints the resources of each.
+
+    Args:
+        compile_kernels: whether to compile the kernels.
+        defaults_only: whether to compile only the default configurations.
+        json: whether to print JSON.
+
+    Raises:
+        ConfigError: the kernels cannot be compiled here.
+    """
+    if compile_kernels:
+        _compile_kernels(defaults_only, json)
+    elif json:
+        print_json(machine())
+    else:
+        rows = table("This machine", "", "", show_header=False)
+        for name, value in machine().items():
+            rows.add_row(name, "\n".join(value) if isinstance(value, list) else value)
+        out.print(rows)
 
 
 def machine() -> dict[str, Any]:
-    """Returns what decides where permtriton's work runs here, in words."""
+    """Returns a description, in words, of this machine and of where permtriton's kernels run on it."""
     gpus = [_gpu(number) for number in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
     return {
         "system": f"{platform.system()} {platform.release()}, {platform.machine()}, {os.cpu_count()} cores",
-        "versions": ", ".join(f"{name} {version}" for name, version in report.versions().items()),
+        "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
         "GPU": gpus or ["none that torch can use" + ("" if torch.version.cuda else " (torch is a build without CUDA)")],
         "triton": _triton(),
         "CUDA compiler": _compiler(("nvcc",), "nothing needs it"),
         "C compiler": _compiler((os.environ.get("CC", "gcc"), "clang"), "Triton needs one to launch kernels on a GPU"),
-        "kernels run": _where(bool(gpus)),
-        "measured configurations": _tuned(bool(gpus)),
+        "kernels run": _kernels_run(bool(gpus)),
+        "measured configurations": _measured_configurations(bool(gpus)),
     }
 
 
@@ -78,7 +72,12 @@ def _triton() -> str:
 
 
 def _compiler(programs: Sequence[str], needed: str) -> str:
-    """Returns the first of these that is there, and what it says it is."""
+    """Returns the path and the version line of the first program that is installed.
+
+    Args:
+        programs: names of the programs.
+        needed: what needs one of them, for the case that there is none.
+    """
     path = next(filter(None, map(shutil.which, programs)), None)
     if path is None:
         return f"none ({' or '.join(programs)} is not on the PATH); {needed}"
@@ -87,25 +86,25 @@ def _compiler(programs: Sequence[str], needed: str) -> str:
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"{path}, which does not answer: {error}"
     lines = [line.strip() for line in done.stdout.splitlines() if line.strip()]
-    told = next((line for line in lines if "release" in line), lines[0] if lines else "it says nothing")
-    return f"{path}: {told}"
+    release = next((line for line in lines if "release" in line), lines[0] if lines else "it says nothing")
+    return f"{path}: {release}"
 
 
-def _where(gpu: bool) -> str:
+def _kernels_run(gpu: bool) -> str:
     if gpu and triton is not None:
         return "tensors on the GPU: Triton kernels; tensors on the CPU: plain torch"
     if gpu:
-        return "everywhere plain torch: without triton the GPU kernels are not there"
-    return "plain torch on the CPU; permtriton doctor --compile-kernels proves the GPU kernels all the same"
+        return "plain torch on CPU and GPU: the GPU kernels need triton"
+    return "plain torch on the CPU; permtriton doctor --compile-kernels checks the GPU kernels without a GPU"
 
 
-def _tuned(gpu: bool) -> str:
+def _measured_configurations(gpu: bool) -> str:
     path = autotune.cache_file()
     if not gpu or triton is None:
-        return "none: they are measured on a GPU, by permtriton autotune"
+        return "none: permtriton autotune measures them on a GPU"
     entries = autotune.read_entries(path, autotune.machine_key())
     if not entries:
-        return f"none in {path} for this GPU and these versions: defaults run; permtriton autotune measures"
+        return f"none in {path} for this GPU and these versions: the defaults run until permtriton autotune measures"
     return f"{len(entries)} in {path}"
 
 
@@ -118,23 +117,22 @@ def _compile_kernels(defaults_only: bool, json: bool) -> None:
             results += compile_check.compile_all([build])
             advance(1, build.name)
     if json:
-        told = [dataclasses.asdict(result) for result in results]
-        print_json({"triton": triton.__version__, "kernels": told})
+        print_json({"triton": triton.__version__, "kernels": [dataclasses.asdict(result) for result in results]})
     else:
         _print(results)
     if problems := [result for result in results if result.problem]:
         first = problems[0]
         fail(
-            f"{len(problems)} of {len(results)} compilations must not be as they are: {first.name} for {first.target}: "
-            f"{first.problem}" + (f" ({first.error})" if first.error else ""),
+            f"{len(problems)} of {len(results)} kernel builds failed the resource check: {first.name} for "
+            f"{first.target}: {first.problem}" + (f" ({first.error})" if first.error else ""),
             2,
         )
     if not results:
-        fail("no kernel says how it is built: the builds() of permtriton.kernels are missing", 2)
+        fail("there is no kernel to compile: the builds() of permtriton.kernels are missing", 2)
 
 
 def _print(results: list[Compiled]) -> None:
-    """A line a kernel, configuration and target, both kinds of sizes joined: the larger of each number."""
+    """Prints one line per kernel, configuration and target, with the largest numbers of its builds."""
     rows: dict[tuple[str, str], list[Compiled]] = {}
     for result in results:
         rows.setdefault((result.name, result.target), []).append(result)
@@ -153,4 +151,4 @@ def _print(results: list[Compiled]) -> None:
         line = f"{name:<{width}}  {target:<6}  {registers:>9}  {shared:>12,}  {stack:>11,}  {spills:>6}  {mark}"
         typer.echo(line.rstrip())
     seconds = sum(result.seconds for result in results)
-    typer.echo(f"{len(results)} compilations in {seconds:.0f} s with triton {triton.__version__}; no GPU was used")
+    typer.echo(f"{len(results)} kernel builds in {seconds:.0f} s with triton {triton.__version__}; no GPU was used")

@@ -1,49 +1,43 @@
-"""``permtriton export``."""
+"""The command ``permtriton export``: rewrites a checkpoint in another format and prints the sizes."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from permtriton import export as library
-from permtriton import memory
-from permtriton.cli import options
-from permtriton.cli.console import BarProgress, clear_errors, out, print_json, table
+from permtriton.checkpoint import export as library
+from permtriton.cli.console import BarProgress, out, print_json, table
+from permtriton.machine import format_bytes
 
 
-def export(
-    folder: Annotated[Path, typer.Argument(help="A folder that permtriton compile or export wrote.")],
-    format: Annotated[
-        str,
-        typer.Option(
-            help="packed: kept values and positions, 9/16 of the dense size at 2:4 and 16 bits; loads after import "
-            "permtriton. dense: zeros stored too. plain: dense, or refused where transformers alone cannot load it "
-            "(layout fused)."
-        ),
-    ] = "packed",
-    output: Annotated[Path | None, typer.Option(help="Folder to write; FOLDER-FORMAT here by default.")] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier output.")] = False,
-    json: options.Json = False,
-) -> None:
-    """Rewrite a compiled checkpoint packed or dense, bit for bit the same weights."""
-    with clear_errors():
-        target = output or Path(f"{folder.resolve().name}-{format}")
-        told = library.export(folder, target, format, overwrite=overwrite, progress=BarProgress())
-        if json:
-            print_json({"output": str(target), **told})
-        else:
-            _print(told, target)
+def run(folder: Path, format: str, output: Path | None, *, overwrite: bool, json: bool) -> None:
+    """Rewrites a checkpoint in another format and prints the sizes.
+
+    Args:
+        folder: folder that permtriton wrote.
+        format: ``packed``, ``dense`` or ``plain``.
+        output: folder to write; None for ``FOLDER-FORMAT`` in the present folder.
+        overwrite: whether an earlier output may be replaced.
+        json: whether to print JSON.
+
+    Raises:
+        PermTritonError: as `permtriton.checkpoint.export.export`.
+    """
+    target = output or Path(f"{folder.resolve().name}-{format}")
+    report = library.export(folder, target, format, overwrite=overwrite, progress=BarProgress())
+    if json:
+        print_json({"output": str(target), **report})
+    else:
+        _print(report, target)
 
 
-def _print(told: dict[str, Any], target: Path) -> None:
+def _print(report: dict[str, Any], target: Path) -> None:
     result = table("Export", "", "", show_header=False)
-    result.add_row("pruned weights", f"{told['weights']} at {told['sparsity']}")
-    result.add_row("dense bytes", f"{told['dense_bytes']:,}")
-    result.add_row(f"{told['format']} bytes", f"{told['stored_bytes']:,}")
-    result.add_row("ratio", f"{told['ratio']:.4f}")
-    for name, file in told["files"].items():
-        result.add_row(name, memory.format_bytes(file["bytes"]))
-    result.add_row("seconds", f"{told['seconds']:.1f}")
-    result.add_row("loads with", told["loads_with"])
+    result.add_row("pruned weights", f"{report['weights']} at {report['sparsity']}")
+    result.add_row("dense bytes", f"{report['dense_bytes']:,}")
+    result.add_row(f"{report['format']} bytes", f"{report['stored_bytes']:,}")
+    result.add_row("ratio", f"{report['ratio']:.4f}")
+    for name, file in report["files"].items():
+        result.add_row(name, format_bytes(file["bytes"]))
+    result.add_row("seconds", f"{report['seconds']:.1f}")
+    result.add_row("loads with", report["loads_with"])
     result.add_row("written to", str(target))
     out.print(result)

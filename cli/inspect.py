@@ -1,77 +1,73 @@
-"""``permtriton inspect``."""
+"""The command ``permtriton inspect``: prints a model's plan, or its graph after each compiler pass."""
 
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from torch import fx
 
-from permtriton import load, planning
-from permtriton.cli import options
-from permtriton.cli.console import clear_errors, err, grouped, out, print_json, table
-from permtriton.config import CompileConfig, LearnConfig, check_explicit_options
+from permtriton import planning
+from permtriton.checkpoint.report import permutation_report, plan_report
+from permtriton.cli.console import err, grouped, out, print_json, table
+from permtriton.config import CompileConfig
 from permtriton.errors import ConfigError, OutputError
+from permtriton.model import load
+from permtriton.model.plan import Placement, Plan
 from permtriton.passes import drawing
-from permtriton.passes.fuse_permutations import DECISIONS
-from permtriton.passes.pipeline import PASS_NAMES, PassResult, run_passes, stand_in_passes
-from permtriton.plan import Plan, Site
-from permtriton.report import at_run_time, space_report
+from permtriton.passes.pipeline import PASS_NAMES, PassResult, run_with_stand_ins
 from permtriton.sparsity import NMPattern
 
 
-def inspect(
-    model: options.ModelArgument,
-    sparsity: Annotated[str, typer.Option(help="N:M, for what fits into its groups.")] = "2:4",
-    layout: Annotated[str, typer.Option(help="portable or fused, as compile takes them.")] = "portable",
-    o_proj: Annotated[str, typer.Option(help="With fused: tied or free.")] = "tied",
-    block_size: Annotated[int, typer.Option(help="Channels in a block of the permutation.")] = LearnConfig.block_size,
-    skip_indivisible: Annotated[
-        bool, typer.Option("--skip-indivisible", help="Leave linears dense whose input is no multiple of M.")
-    ] = False,
-    graph: Annotated[
-        bool, typer.Option("--graph", help="Print the graph after each compiler pass, with random permutations.")
-    ] = False,
-    only: Annotated[
-        str | None, typer.Option("--pass", help=f"The graph after this pass only: {', '.join(PASS_NAMES)}.")
-    ] = None,
-    layer: Annotated[int | None, typer.Option(help="The graph of this layer only; --dot draws layer 0.")] = None,
-    dot: Annotated[
-        Path | None, typer.Option(help="Draw a layer's graph after --pass (or the last): .dot, or .svg with Graphviz.")
-    ] = None,
-    json: options.Json = False,
-    trust_remote_code: options.TrustRemoteCode = False,
+def run(
+    source: load.Source,
+    config: CompileConfig,
+    graph: bool,
+    only: str | None,
+    layer: int | None,
+    dot: Path | None,
+    json: bool,
 ) -> None:
-    """Show what would be pruned, where each permutation would go and what it costs. Reads only MODEL's config."""
-    with clear_errors():
-        if only is not None and only not in PASS_NAMES:
-            raise ConfigError(f"pass {only!r} is unknown: choose one of {', '.join(PASS_NAMES)}")
-        graphs = graph or only is not None or dot is not None
-        if layer is not None and not graphs:
-            raise ConfigError("--layer has no effect without --graph, --pass or --dot: add one of them")
-        if json and graphs:
-            raise ConfigError("--json tells of sites, not of graphs: drop it, or --graph, --pass and --dot")
-        if dot is not None:
-            check_drawing(dot)
-        given = {"sparsity": sparsity, "block_size": block_size, "layout": layout, "o_proj": o_proj}
-        config = CompileConfig.from_options({**given, "skip_indivisible": skip_indivisible})
-        check_explicit_options({"o_proj": o_proj} if o_proj != CompileConfig.o_proj else {}, config)
-        source = load.Source(model, trust_remote_code=trust_remote_code)
-        empty = load.load_empty_model(source)
-        plan, traced = planning.plan_model(empty, config)
-        if graphs:
-            _graphs(plan, traced, config.sparsity, only, layer, dot)
-        elif json:
-            print_json(plan_report(plan, block_size))
-        else:
-            _print(plan, block_size)
+    """Prints the plan of a model, or its graph after each compiler pass.
+
+    Args:
+        source: model to inspect; only its config is read.
+        config: pattern, layout and block size.
+        graph: whether to print the graph instead of the plan.
+        only: the only pass to print the graph after; None for all.
+        layer: the only layer to print; None for the whole model.
+        dot: file to draw the graph to, or None.
+        json: whether to print JSON.
+
+    Raises:
+        PermTritonError: as `permtriton.planning.plan_model`, options that exclude each other, or a drawing that cannot
+            be written.
+    """
+    if only is not None and only not in PASS_NAMES:
+        raise ConfigError(f"pass {only!r} is unknown: choose one of {', '.join(PASS_NAMES)}")
+    graphs = graph or only is not None or dot is not None
+    if layer is not None and not graphs:
+        raise ConfigError("--layer has no effect without --graph, --pass or --dot: add one of them")
+    if json and graphs:
+        raise ConfigError("--json prints sites, not graphs: drop it, or --graph, --pass and --dot")
+    if dot is not None:
+        check_drawing(dot)
+    empty = load.load_empty_model(source)
+    plan, traced = planning.plan_model(empty, config)
+    block_size = config.learn.block_size
+    if graphs:
+        _graphs(plan, traced, config.sparsity, only, layer, dot)
+    elif json:
+        print_json(plan_report(plan, block_size))
+    else:
+        _print(plan, block_size)
 
 
 def _graphs(
     plan: Plan, traced: fx.GraphModule, pattern: NMPattern, only: str | None, layer: int | None, file: Path | None
 ) -> None:
-    """Runs the compiler with random permutations and prints or draws what each pass makes of the graph."""
+    """Runs the compiler passes with random permutations, and prints or draws the graph after each pass."""
     part = "" if layer is None and file is None else layer_name(plan, layer or 0)
     drawn = ""
 
@@ -85,21 +81,21 @@ def _graphs(
         changes = ", ".join(f"{name} {count:+d}" for name, count in result.changes.items()) or "no node"
         typer.echo(f"# {result.name}: {changes}")
         if result.name == "fuse_permutations":
-            for decision in result.graph_module.meta[DECISIONS]:
-                typer.echo(f"# {decision.space}: {decision.where}")
+            for space in plan.spaces:
+                typer.echo(f"# {space.name}: {destination(permutation_report(plan, space))}")
         typer.echo("\n".join(drawing.listing(result.graph_module, part)) + "\n")
 
-    run_passes(traced, stand_in_passes(plan, traced, pattern), observe=show)
+    run_with_stand_ins(plan, traced, pattern, show)
     if file is not None:
         write_drawing(drawn, file)
         err.print(f"{file}: {part} after {only or PASS_NAMES[-1]}", highlight=False, markup=False)
 
 
 def layer_name(plan: Plan, layer: int) -> str:
-    """Returns the module name of a layer, from the names of its linears.
+    """Returns the module name of a layer, such as ``model.layers.3``.
 
     Raises:
-        ConfigError: no site is in that layer.
+        ConfigError: the layer holds no site.
     """
     for site in plan.sites:
         parts = site.linears[0].split(".")
@@ -110,19 +106,23 @@ def layer_name(plan: Plan, layer: int) -> str:
 
 
 def check_drawing(file: Path) -> None:
-    """Refuses what `write_drawing` cannot write, before any work.
+    """Refuses, before any work, a file that `write_drawing` cannot write.
 
     Raises:
-        ConfigError: another kind of file, or no Graphviz for an SVG.
+        ConfigError: another suffix than .dot and .svg, or an SVG without Graphviz.
     """
     if file.suffix not in (".dot", ".svg"):
         raise ConfigError(f"--dot {file}: write a file that ends in .dot or .svg")
     if file.suffix == ".svg" and shutil.which("dot") is None:
-        raise ConfigError(f"--dot {file}: an SVG needs Graphviz's program dot; install it, or write a .dot file")
+        raise ConfigError(f"--dot {file}: an SVG needs the program dot of Graphviz; install it, or write a .dot file")
 
 
 def write_drawing(text: str, file: Path) -> None:
-    """Writes DOT, or an SVG that Graphviz makes of it.
+    """Writes a drawing as DOT, or as an SVG that Graphviz makes of it.
+
+    Args:
+        text: drawing in the DOT language.
+        file: file that ends in .dot or .svg.
 
     Raises:
         OutputError: the file cannot be written, or Graphviz fails.
@@ -136,20 +136,21 @@ def write_drawing(text: str, file: Path) -> None:
         raise OutputError(f"--dot {file} cannot be written: {error.strerror}") from error
     except subprocess.CalledProcessError as error:
         said = " ".join(error.stderr.decode(errors="replace").split())
-        raise OutputError(f"--dot {file} cannot be written: Graphviz's program dot says {said!r}") from error
+        raise OutputError(f"--dot {file} cannot be written: the program dot of Graphviz says {said!r}") from error
 
 
 def _print(plan: Plan, block_size: int) -> None:
+    report = plan_report(plan, block_size)
+    permutations = {entry["name"]: entry for entry in report["permutations"]}
     sites = table("Sites", "site", "linears", "channels", "blocks", "permutation", "at run time")
-    for row, _ in grouped([_row(plan, site, block_size) for site in plan.sites]):
+    for row, _ in grouped([_site_row(site, permutations[site["permutation"]]) for site in report["sites"]]):
         sites.add_row(*row)
     out.print(sites)
-    spaces = table("Permutations", "permutation", "channels", "produced by", "where it goes, or why there is none")
-    reports = [space_report(plan, space) for space in plan.spaces]
-    rows = [(r["name"], str(r["channels"]), _few(r["producers"]), destination(r)) for r in reports]
+    shown = table("Permutations", "permutation", "channels", "produced by", "where it goes, or why there is none")
+    rows = [(p["name"], str(p["channels"]), _shortened(p["producers"]), destination(p)) for p in permutations.values()]
     for row, _ in grouped(rows):
-        spaces.add_row(*row)
-    out.print(spaces)
+        shown.add_row(*row)
+    out.print(shown)
     if plan.skipped:
         skipped = table("Not pruned", "left dense", "why")
         for row, _ in grouped(list(plan.skipped.items())):
@@ -159,54 +160,36 @@ def _print(plan: Plan, block_size: int) -> None:
         out.print(f"barrier: {barrier}", highlight=False, markup=False)
 
 
-def _row(plan: Plan, site: Site, block_size: int) -> tuple[str, ...]:
-    blocks = "-" if site.space.frozen else str(len(site.space.blocks(block_size)))
-    order = "its own" if site.space.name == site.name else site.space.name
-    return site.name, str(len(site.linears)), str(site.channels), blocks, order, running(at_run_time(site))
+def _site_row(site: dict[str, Any], permutation: dict[str, Any]) -> tuple[str, ...]:
+    blocks = str(site["blocks"]) if site["blocks"] else "-"
+    order = "its own" if permutation["name"] == site["name"] else permutation["name"]
+    return site["name"], str(len(site["linears"])), str(site["channels"]), blocks, order, at_run_time(permutation)
 
 
-def running(cost: dict[str, Any]) -> str:
-    """Says what `permtriton.report.at_run_time` found: nothing, in a norm, or a gather with its bytes a token."""
-    if cost["runs"] == "gather":
-        times = f"{cost['gathers']} gathers" if cost["gathers"] > 1 else "a gather"
-        return f"{times}, {cost['bytes_per_token']:,} bytes a token in bfloat16"
-    return f"in the norm {cost['norm']}" if cost["runs"] == "in the norm" else "nothing"
+def at_run_time(permutation: dict[str, Any]) -> str:
+    """Returns, in words, what an entry of ``permutations`` costs when the model runs."""
+    if permutation["placement"] == Placement.IN_NORM:
+        return f"in the norm {permutation['norm']}"
+    if permutation["placement"] == Placement.GATHER:
+        gathers = f"{permutation['gathers']} gathers" if permutation["gathers"] > 1 else "a gather"
+        return f"{gathers}, {permutation['bytes_per_token']:,} bytes per token in bfloat16"
+    return "nothing"
 
 
-def destination(space: dict[str, Any]) -> str:
-    """Says where a permutation of `permtriton.report.space_report` goes, or why there is none."""
-    if space["frozen"]:
-        return f"stays: {space['frozen']}"
-    if space["at_run_time"]:
-        return running(space["at_run_time"][0])
-    text = f"folded into {len(space['producers'])} producers, {len(space['readers'])} readers"
-    if space["segments"] > 1:
-        text += f"; within {space['segments']} heads"
-    if space["tied"] > 1:
-        text += f"; tied across {space['tied']} query heads"
+def destination(permutation: dict[str, Any]) -> str:
+    """Returns, in words, where the permutation of an entry of ``permutations`` goes, or why there is none."""
+    if permutation["placement"] == Placement.NONE:
+        return f"stays: {permutation['reason']}"
+    if permutation["placement"] != Placement.FOLDED:
+        return at_run_time(permutation)
+    text = f"folded into {len(permutation['producers'])} producers, {len(permutation['readers'])} readers"
+    if permutation["segments"] > 1:
+        text += f"; within {permutation['segments']} heads"
+    if permutation["tied"] > 1:
+        text += f"; tied across {permutation['tied']} query heads"
     return text
 
 
-def plan_report(plan: Plan, block_size: int) -> dict[str, Any]:
-    """Returns the plan as JSON types."""
-    return {
-        "sites": [
-            {
-                "name": site.name,
-                "linears": list(site.linears),
-                "channels": site.channels,
-                "permutation": site.space.name,
-                "blocks": 0 if site.space.frozen else len(site.space.blocks(block_size)),
-                "at_run_time": at_run_time(site),
-            }
-            for site in plan.sites
-        ],
-        "permutations": [space_report(plan, space) for space in plan.spaces],
-        "skipped": plan.skipped,
-        "barriers": plan.barriers,
-    }
-
-
-def _few(names: list[str], limit: int = 4) -> str:
+def _shortened(names: list[str], limit: int = 4) -> str:
     shown = "\n".join(names[:limit])
     return shown if len(names) <= limit else f"{shown}\nand {len(names) - limit} more"

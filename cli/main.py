@@ -1,26 +1,223 @@
-"""The command line: each command parses, makes a config, calls the library once, and prints."""
+"""The command line: what each command takes. What it does stands in the module of its name, which is imported when the
+command runs: torch and transformers take seconds, and neither help nor a wrong option needs them.
+"""
+
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
-from permtriton.cli.autotune import autotune
-from permtriton.cli.compare import compare
-from permtriton.cli.compile import compile
-from permtriton.cli.doctor import doctor
-from permtriton.cli.export import export
-from permtriton.cli.inspect import inspect
+from permtriton.cli.console import clear_errors
+from permtriton.cli.options import (
+    ConfigFile,
+    Device,
+    Dtype,
+    EvalText,
+    Flags,
+    Json,
+    Model,
+    Recipe,
+    TrustRemoteCode,
+    build_config,
+    takes,
+)
+from permtriton.config import METHOD, OPTIONS, RUNNING, CompileConfig, check_explicit_options
+
+
+class Commands(TyperGroup):
+    """Commands whose errors are one line."""
+
+    def invoke(self, ctx: Any) -> Any:
+        with clear_errors():
+            return super().invoke(ctx)
+
 
 app = typer.Typer(
-    help="N:M sparsity for language models, with learned channel permutations. Start with: permtriton compile demo",
+    cls=Commands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(compile)
-app.command()(inspect)
-app.command()(compare)
-app.command()(export)
-app.command()(doctor)
-app.command()(autotune)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"permtriton {metadata.version('permtriton')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _permtriton(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """N:M sparsity for language models, with learned channel permutations. Start with: permtriton compile demo"""
+
+
+@app.command()
+@takes(*OPTIONS)
+def compile(
+    model: Model,
+    flags: Flags,
+    recipe: Recipe = None,
+    eval_text: EvalText = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    output: Annotated[
+        Path | None, typer.Option(help="Folder to write; MODEL-NofM here by default.", rich_help_panel=RUNNING)
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace an earlier output.", rich_help_panel=RUNNING)
+    ] = False,
+    config: ConfigFile = None,
+    json: Json = False,
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Prune MODEL to N:M sparsity in the best channel order and write a Hugging Face checkpoint (see --layout)."""
+    chosen = build_config(model, recipe, config, flags)
+    from permtriton.cli.compile import run
+    from permtriton.model.load import Source
+
+    run(Source(model, dtype, device, trust_remote_code), chosen, eval_text, output, overwrite=overwrite, json=json)
+
+
+@app.command()
+@takes("sparsity", "layout", "o_proj", "skip_indivisible", "block_size")
+def inspect(
+    model: Model,
+    flags: Flags,
+    graph: Annotated[
+        bool, typer.Option("--graph", help="Print the graph after each compiler pass, with random permutations.")
+    ] = False,
+    only: Annotated[
+        str | None, typer.Option("--pass", help="The graph after this pass only; --graph shows their names.")
+    ] = None,
+    layer: Annotated[int | None, typer.Option(help="The graph of this layer only; --dot draws layer 0.")] = None,
+    dot: Annotated[
+        Path | None, typer.Option(help="Draw a layer's graph after --pass (or the last): .dot, or .svg with Graphviz.")
+    ] = None,
+    json: Json = False,
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Show what would be pruned, where each permutation would go and what it costs. Reads only MODEL's config."""
+    config = CompileConfig.from_options(flags)
+    check_explicit_options(flags, config)
+    from permtriton.cli.inspect import run
+    from permtriton.model.load import Source
+
+    run(Source(model, trust_remote_code=trust_remote_code), config, graph, only, layer, dot, json)
+
+
+@app.command()
+@takes(
+    "sparsity",
+    "skip_indivisible",
+    "calibration",
+    "samples",
+    "sequence_length",
+    "block_size",
+    "epochs",
+    "learning_rate",
+    "batch_size",
+    "micro_batch_size",
+    "learn_layers",
+)
+def compare(
+    model: Model,
+    flags: Flags,
+    recipe: Recipe = None,
+    eval_text: EvalText = None,
+    seeds: Annotated[str, typer.Option(help="Seeds, separated by commas.", rich_help_panel=RUNNING)] = "0",
+    methods: Annotated[
+        str | None,
+        typer.Option(help="Some of the methods, separated by commas; all by default.", rich_help_panel=METHOD),
+    ] = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    config: ConfigFile = None,
+    json: Json = False,
+    output: Annotated[
+        Path | None, typer.Option(help="File to write the JSON report to as well.", rich_help_panel=RUNNING)
+    ] = None,
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Prune MODEL with every method on the same text and show how much each one hurts. Saves no model."""
+    chosen = build_config(model, recipe, config, flags)
+    from permtriton.cli.compare import run
+    from permtriton.model.load import Source
+
+    run(Source(model, dtype, device, trust_remote_code), chosen, eval_text, seeds, methods, output, json)
+
+
+@app.command()
+def export(
+    folder: Annotated[Path, typer.Argument(help="A folder that permtriton compile or export wrote.")],
+    format: Annotated[
+        str,
+        typer.Option(
+            help="packed: kept values and positions, 9/16 of the dense size at 2:4 and 16 bits; loads after import "
+            "permtriton. dense: zeros stored too. plain: dense, or refused where transformers alone cannot load it "
+            "(layout fused)."
+        ),
+    ] = "packed",
+    output: Annotated[Path | None, typer.Option(help="Folder to write; FOLDER-FORMAT here by default.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier output.")] = False,
+    json: Json = False,
+) -> None:
+    """Rewrite a compiled checkpoint packed or dense, bit for bit the same weights."""
+    from permtriton.cli.export import run
+
+    run(folder, format, output, overwrite=overwrite, json=json)
+
+
+@app.command()
+def doctor(
+    compile_kernels: Annotated[
+        bool,
+        typer.Option(
+            "--compile-kernels",
+            help="Compile every Triton kernel for sm_80, sm_90, sm_100 and gfx942, without a GPU, and list the "
+            "resources of each; minutes the first time. Exit code 2 if a default configuration spills registers or "
+            "uses stack on an sm_ target; gfx942 is only listed.",
+        ),
+    ] = False,
+    defaults_only: Annotated[
+        bool, typer.Option("--defaults-only", help="With --compile-kernels: the default configurations only.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Show what this machine is and what will run where; --compile-kernels checks the GPU kernels without a GPU."""
+    from permtriton.cli.doctor import run
+
+    run(compile_kernels=compile_kernels, defaults_only=defaults_only, json=json)
+
+
+@app.command()
+def autotune(
+    model: Annotated[
+        Path | None, typer.Option(help="A model, compiled or not: the shapes and dtype of its pruned linears.")
+    ] = None,
+    shape: Annotated[list[str] | None, typer.Option(help="OUTxIN of a linear, such as 11008x4096; repeat.")] = None,
+    tokens: Annotated[str, typer.Option(help="Token counts, separated by commas.")] = "1,16,2048",
+    kernel: Annotated[str | None, typer.Option(help="Only this kernel, such as sparse_linear.")] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="Dtype of weights and activations: bfloat16, float16 or float32; the model's, or bfloat16, by "
+            "default.",
+        ),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List what would be tried; needs no GPU.")] = False,
+    save: Annotated[bool, typer.Option("--save", help="Keep the winners beside the model, too.")] = False,
+    json: Json = False,
+) -> None:
+    """Find the fastest configuration of each GPU kernel, for the shapes of a model, on the present GPU."""
+    from permtriton.cli.autotune import run
+
+    run(model, shape or [], tokens, kernel, dtype, dry_run=dry_run, save=save, json=json)
 
 
 def main() -> None:

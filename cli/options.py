@@ -1,98 +1,45 @@
-"""The options that several commands take: None unless the user gave them, so that recipes and files show through."""
+"""Flags: those of config options, made from `permtriton.config`, and those that several commands share."""
 
+import functools
+import inspect
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 
-from permtriton.calibration import evaluation_ids
-from permtriton.config import OPTIONS, CompileConfig, check_explicit_options, read_config_file
-from permtriton.errors import CalibrationError
-from permtriton.forward import max_tokens
-from permtriton.load import Source
+from permtriton.config import (
+    CALIBRATION,
+    METHOD,
+    OPTIONS,
+    PANELS,
+    RUNNING,
+    CompileConfig,
+    check_explicit_options,
+    defaults,
+    read_config_file,
+)
+from permtriton.option import Option
 
-METHOD, CALIBRATION, LEARNING, RUNNING = "What to do", "Calibration and evaluation", "Learning", "Running"
+Flags = dict[str, Any]
 
-ModelArgument = Annotated[
-    str, typer.Argument(help="A model folder, a hub name, or demo (a small model inside permtriton).")
-]
-Sparsity = Annotated[str | None, typer.Option(help="N:M, N kept of every M; 2:4 by default.", rich_help_panel=METHOD)]
-Importance = Annotated[str | None, typer.Option(help="magnitude, wanda, ria or obs.", rich_help_panel=METHOD)]
-Permutation = Annotated[str | None, typer.Option(help="none, heuristic or learned.", rich_help_panel=METHOD)]
-WeightUpdate = Annotated[str | None, typer.Option(help="none or sparsegpt.", rich_help_panel=METHOD)]
-UpdateMask = Annotated[
-    str | None,
-    typer.Option(help="With sparsegpt: own (chosen as it goes) or keep (the importance's).", rich_help_panel=METHOD),
-]
-Layout = Annotated[
+Model = Annotated[str, typer.Argument(help="A model folder, a hub name, or demo (a small model inside permtriton).")]
+Recipe = Annotated[
     str | None,
     typer.Option(
-        help="portable: all permutations folded, a plain checkpoint that loads anywhere. fused: a permutation for "
-        "every layer input; what does not fold runs inside the norms, and loading needs permtriton.",
+        help="Set of defaults: default (ours), published (the paper's) or demo (for a laptop; taken for the demo "
+        "model).",
         rich_help_panel=METHOD,
     ),
 ]
-OProj = Annotated[
+EvalText = Annotated[
     str | None,
     typer.Option(
-        help="With fused: tied (folded, within heads) or free (better order, a gather).", rich_help_panel=METHOD
-    ),
-]
-SkipIndivisible = Annotated[
-    bool | None,
-    typer.Option(
-        "--skip-indivisible", help="Leave linears dense whose input is no multiple of M.", rich_help_panel=METHOD
-    ),
-]
-Recipe = Annotated[
-    str | None,
-    typer.Option(help="default (ours), published (the paper's), demo (for a laptop; the demo model's default).",
-                 rich_help_panel=METHOD),
-]  # fmt: skip
-Calibration = Annotated[
-    str | None,
-    typer.Option(
-        help="demo, c4, wikitext2, pile, or a .txt, .jsonl (text or input_ids) or .parquet file.",
+        help="Held-out text: demo, wikitext2, a file, or none. By default demo for the demo model, else wikitext2.",
         rich_help_panel=CALIBRATION,
     ),
 ]
-Samples = Annotated[int | None, typer.Option(help="Calibration sequences.", rich_help_panel=CALIBRATION)]
-SequenceLength = Annotated[int | None, typer.Option(help="Tokens in each.", rich_help_panel=CALIBRATION)]
-EvalText = Annotated[
-    str | None,
-    typer.Option(help="Held-out text: demo, wikitext2, a file, or none. The demo's own, else wikitext2, by default.",
-                 rich_help_panel=CALIBRATION),
-]  # fmt: skip
-BlockSize = Annotated[
-    int | None, typer.Option(help="Channels in a block of the permutation.", rich_help_panel=LEARNING)
-]
-SinkhornRounds = Annotated[int | None, typer.Option(help="Row and column normalisations.", rich_help_panel=LEARNING)]
-TauStart = Annotated[float | None, typer.Option(help="Temperature of the first step.", rich_help_panel=LEARNING)]
-TauEnd = Annotated[float | None, typer.Option(help="Temperature of the last step.", rich_help_panel=LEARNING)]
-Epochs = Annotated[int | None, typer.Option(help="Passes over the calibration sequences.", rich_help_panel=LEARNING)]
-LearningRate = Annotated[float | None, typer.Option(help="AdamW's.", rich_help_panel=LEARNING)]
-WeightDecay = Annotated[float | None, typer.Option(help="AdamW's.", rich_help_panel=LEARNING)]
-BatchSize = Annotated[int | None, typer.Option(help="Sequences in a step.", rich_help_panel=LEARNING)]
-MicroBatchSize = Annotated[
-    int | None, typer.Option(help="Sequences at once: less memory, same result.", rich_help_panel=LEARNING)
-]
-LearnLayers = Annotated[
-    str | None, typer.Option(help="all, or last:K; the others take the heuristic order.", rich_help_panel=LEARNING)
-]
-Start = Annotated[str | None, typer.Option(help="identity (near the base order) or random.", rich_help_panel=LEARNING)]
-BaseOrder = Annotated[str | None, typer.Option(help="heuristic or identity.", rich_help_panel=LEARNING)]
-StartNoise = Annotated[
-    float | None, typer.Option(help="Size of the random part near the identity.", rich_help_panel=LEARNING)
-]
-ClampLogits = Annotated[float | None, typer.Option(help="Limit on logits; 0 for none.", rich_help_panel=LEARNING)]
-GroupScale = Annotated[
-    bool | None, typer.Option(help="Divide scores by their group's mean before the softmax.", rich_help_panel=LEARNING)
-]
-KeepEpoch = Annotated[str | None, typer.Option(help="best or last.", rich_help_panel=LEARNING)]
-ActivationCheckpointing = Annotated[
-    bool | None, typer.Option(help="Recompute activations: less memory, more time.", rich_help_panel=LEARNING)
-]
-Seed = Annotated[int | None, typer.Option(help="Of the calibration draw and of learning.", rich_help_panel=RUNNING)]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.", rich_help_panel=RUNNING)]
 Dtype = Annotated[
     str, typer.Option(help="auto (the checkpoint's), float32, float16 or bfloat16.", rich_help_panel=RUNNING)
@@ -112,39 +59,51 @@ TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.", rich_help_panel=RUNNING)
 ]
 
-EVALUATION_TOKENS = 2048  # in a window, where the model has as many positions
+
+def takes(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Returns a decorator that gives a command a flag for each of these options of the config.
+
+    They stand where the command has its parameter ``flags``, which receives the values of those that the user set.
+    """
+    names = tuple(sorted(names, key=lambda name: PANELS.index(OPTIONS[name].panel)))
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def run(**arguments: Any) -> None:
+            given = {name: arguments.pop(name) for name in names}
+            command(flags={name: value for name, value in given.items() if value is not None}, **arguments)
+
+        signature, made = inspect.signature(command), [_flag(OPTIONS[name]) for name in names]
+        parameters = [p for own in signature.parameters.values() for p in (made if own.name == "flags" else [own])]
+        run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        return run
+
+    return decorate
 
 
-def build_config(model: str, recipe: str | None, config_file: Path | None, arguments: dict[str, Any]) -> CompileConfig:
+def _flag(option: Option) -> inspect.Parameter:
+    """Returns the parameter that typer makes an option's flag of: None unless the user sets it."""
+    kind = option.type if option.type in (int, float, bool) else str
+    values = "|".join(option.choices) or option.values
+    info = typer.Option(
+        *([option.flag] if option.default is False else []),  # without a --no- form
+        help=escape(f"{option.help} [{values}{values and '; '}default: {defaults(option.name)}]"),
+        rich_help_panel=option.panel,
+    )
+    annotation = Annotated[kind | None, info]  # type: ignore[valid-type]
+    return inspect.Parameter(option.name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=annotation)
+
+
+def build_config(model: str, recipe: str | None, config_file: Path | None, flags: Flags) -> CompileConfig:
     """Lays flags over the file over the recipe.
 
     Raises:
-        ConfigError: an unknown option, a bad value, or a flag without a meaning.
+        ConfigError: an unknown option, a bad value, or a flag that has no effect.
     """
-    explicit = {name: arguments[name] for name in OPTIONS if arguments.get(name) is not None}
     from_file = {k.replace("-", "_"): v for k, v in (read_config_file(config_file) if config_file else {}).items()}
     recipe = recipe or from_file.pop("recipe", None) or ("demo" if model == "demo" else "default")
     from_file.pop("recipe", None)
-    defaults = {"calibration": "demo"} if model == "demo" else {}
-    config = CompileConfig.from_options({**defaults, **from_file, **explicit}, recipe)
-    check_explicit_options(explicit, config)
+    text = {"calibration": "demo"} if model == "demo" else {}
+    config = CompileConfig.from_options({**text, **from_file, **flags}, recipe)
+    check_explicit_options(flags, config)
     return config
-
-
-def held_out_windows(source: Source, eval_text: str | None, tokenizer: Any, model: Any) -> tuple[Any, str]:
-    """Returns the held-out windows, or None, and what they are or why there are none.
-
-    Raises:
-        CalibrationError: a text that was asked for cannot be read.
-    """
-    if eval_text == "none":
-        return None, "not asked for"
-    name = eval_text or ("demo" if source.name == "demo" else "wikitext2")
-    limit = max_tokens(model) or EVALUATION_TOKENS
-    vocabulary = model.get_input_embeddings().weight.shape[0]
-    try:
-        return evaluation_ids(name, tokenizer, vocabulary, min(limit, EVALUATION_TOKENS)), name
-    except CalibrationError as error:
-        if eval_text is not None:
-            raise
-        return None, str(error)

@@ -1,4 +1,4 @@
-"""Train the demo model that ships inside permtriton, from nothing, on a CPU.
+"""Train the demo model that ships inside permtriton, from scratch, on a CPU.
 
 The text is the Python standard library of the interpreter that runs this script (sources, docstrings and the language
 reference in ``pydoc_data``; PSF licence). Whole files are held out by a hash of their path, so no held-out line is ever
@@ -43,7 +43,7 @@ def standard_library_files() -> list[tuple[str, str]]:
 
 
 def is_held_out(relative_path: str) -> bool:
-    """Whether the file is kept apart: by a hash of its path, so the split is the same on every machine."""
+    """Whether a file is held out: decided by a hash of its path, so that the split is the same on every machine."""
     return int(hashlib.sha256(relative_path.encode()).hexdigest(), 16) % HELD_OUT_ONE_IN == 0
 
 
@@ -61,7 +61,7 @@ def take(files: list[tuple[str, str]], characters: int) -> str:
 
 
 def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Trains a byte-level BPE tokenizer: no unknown token, any text round-trips."""
+    """Trains a byte-level BPE tokenizer, which needs no unknown token: every text round-trips."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -76,7 +76,7 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFas
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> torch.Tensor:
-    """Returns one long int64 stream ``[tokens]``, documents divided by the end-of-text token."""
+    """Returns one long int64 stream ``[tokens]``, each document followed by the end-of-text token."""
     ids: list[int] = []
     for text in texts:
         ids += tokenizer(text)["input_ids"] + [tokenizer.eos_token_id]
@@ -100,7 +100,7 @@ def perplexity(model: LlamaForCausalLM, stream: torch.Tensor, length: int) -> fl
 
 
 def train(model: LlamaForCausalLM, stream: torch.Tensor, held_out: torch.Tensor, args: argparse.Namespace) -> None:
-    """AdamW, linear warm-up, cosine decay to a twentieth, bfloat16 autocast."""
+    """Trains with AdamW, linear warm-up, cosine decay to a twentieth of the learning rate, and bfloat16 autocast."""
     decayed = [p for p in model.parameters() if p.ndim > 1]
     plain = [p for p in model.parameters() if p.ndim <= 1]
     optimizer = torch.optim.AdamW(
@@ -136,6 +136,16 @@ def train(model: LlamaForCausalLM, stream: torch.Tensor, held_out: torch.Tensor,
                 flush=True,
             )
     model.eval()
+
+
+def save_model(model: LlamaForCausalLM, output: Path) -> None:
+    """Writes the weights in float16, which halves the package, and a config that says to run in float32."""
+    output.mkdir(parents=True, exist_ok=True)
+    model.half().save_pretrained(output)
+    config_file = output / "config.json"
+    stored = json.loads(config_file.read_text())
+    stored["dtype"] = "float32"
+    config_file.write_text(json.dumps(stored, indent=2) + "\n")
 
 
 def main() -> None:
@@ -176,12 +186,7 @@ def main() -> None:
     train(model, stream, held_out_stream, args)
     seconds = time.time() - started
 
-    args.output.mkdir(parents=True, exist_ok=True)
-    model.half().save_pretrained(args.output)  # float16 on disk halves the package; config.json says to run in float32
-    config_file = args.output / "config.json"
-    stored = json.loads(config_file.read_text())
-    stored["dtype"] = "float32"
-    config_file.write_text(json.dumps(stored, indent=2) + "\n")
+    save_model(model, args.output)
     tokenizer.save_pretrained(args.output)
     (args.output / "calibration.txt").write_text(take(training, CALIBRATION_CHARACTERS), encoding="utf-8")
     (args.output / "heldout.txt").write_text(held_out_text, encoding="utf-8")

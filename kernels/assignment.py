@@ -3,13 +3,14 @@
     index = argmax over permutations of sum_j score[index[j], j]
 
 Shapes: ``score`` ``[n, B, B]`` -> ``index`` int32 ``[n, B]``, the row chosen for each column, which is the project's
-index convention (``P[index[j], j] = 1``). Ties are broken by the solver; the total is what is exact.
+index convention (``P[index[j], j] = 1``). The solver breaks ties; only the total is determined.
 Bytes moved: the scores read once.
 
-On a GPU `permtriton.kernels.assignment_triton` runs, and the reference for blocks beyond 256.
+On a GPU `permtriton.kernels.assignment_triton` runs, or the reference for blocks larger than 256.
 """
 
 import os
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -17,56 +18,59 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from permtriton.kernels.assignment_triton import assignment_triton, assignment_warm_triton, supports
+from permtriton.kernels.assignment_triton import assignment_triton, assignment_warm_triton, refusal, supports
 from permtriton.kernels.launch import on_gpu
+from permtriton.kernels.sinkhorn import sinkhorn_reference
+from permtriton.kernels.tools.cases import BLOCK, Case, Inputs, blocks_of, generator_of, near_identity
 
 
 def assignment(score: Tensor) -> Tensor:
-    """Returns int32 ``[n, B]``: for each column the row of the permutation with the largest total score.
+    """Returns int32 ``[n, B]``: the row of each column in the permutation with the largest total score.
 
     Args:
         score: ``[n, B, B]``, any float dtype, no NaN.
 
     Raises:
-        ValueError: a score is NaN.
+        ModelError: a score is NaN, or a block has no assignment with a finite total.
     """
     return torch.ops.permtriton.assignment(score)
 
 
 def assignment_warm(score: Tensor, prices: Tensor) -> tuple[Tensor, Tensor]:
-    """The same, begun from the prices of an earlier call, which saves time on a GPU where the scores changed little.
+    """The same, starting from the prices of an earlier call: faster on a GPU if the scores changed little.
 
     Args:
         score: ``[n, B, B]``, any float dtype, no NaN.
-        prices: float32 ``[n, B]``; the total is the same from any. NaN for the first call.
+        prices: float32 ``[n, B]``; any prices give the same total. NaN for the first call.
 
     Returns:
-        (index, prices for the next call). Among several best permutations the prices may decide.
+        (index, prices for the next call). Prices may decide between equally good permutations.
 
     Raises:
-        ValueError: a score is NaN.
+        ModelError: a score is NaN, or a block has no assignment with a finite total.
     """
     return torch.ops.permtriton.assignment_warm(score, prices)
 
 
 def assignment_reference(score: Tensor) -> Tensor:
-    """scipy's shortest augmenting paths, a thread a core: the solver releases the GIL."""
+    """scipy's shortest augmenting paths, one thread per core: the solver releases the GIL."""
     host = score.detach().to("cpu", torch.float64).numpy()
-    if np.isnan(host).any():
-        raise ValueError(f"assignment of {tuple(score.shape)} scores: {int(np.isnan(host).sum())} of them are NaN")
     index = np.empty(host.shape[:2], np.int32)
 
     def solve(block: int) -> None:
         rows, columns = linear_sum_assignment(host[block], maximize=True)
         index[block, columns] = rows
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(solve, range(host.shape[0])))
+    try:
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(solve, range(host.shape[0])))
+    except ValueError as error:  # scipy's, of NaN and of infinite scores
+        raise refusal(score) from error
     return torch.from_numpy(index).to(score.device)
 
 
 def assignment_warm_reference(score: Tensor, prices: Tensor) -> tuple[Tensor, Tensor]:
-    """scipy starts afresh: the prices come back as they are."""
+    """scipy always starts afresh: returns the prices unchanged."""
     return assignment_reference(score), prices.to(torch.float32).clone(memory_format=torch.contiguous_format)
 
 
@@ -98,3 +102,30 @@ def _(score: Tensor) -> Tensor:
 @on_gpu(_assignment_warm)
 def _(score: Tensor, prices: Tensor) -> tuple[Tensor, Tensor]:
     return (assignment_warm_triton if supports(score) else assignment_warm_reference)(score, prices)
+
+
+def cases(
+    shapes: Sequence[tuple[int, int]], tokens: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> list[Case]:
+    """Returns what is checked, tuned and measured for linears of these shapes (out, in)."""
+    return [assignment_case(blocks_of(shapes), BLOCK, device)]
+
+
+def assignment_case(blocks: int, size: int, device: torch.device) -> Case:
+    """Hard permutations of soft ones, as in a learning step; correct if every block's total is the largest one."""
+
+    def make(seed: int) -> Inputs:
+        return (sinkhorn_reference(near_identity(blocks, size, generator_of(seed, device)), 0.5, 5)[0].float(),)
+
+    def total(score: Tensor, index: Tensor) -> Tensor:
+        return score.double().gather(1, index.long().unsqueeze(1)).sum((1, 2))
+
+    def error(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> float:
+        (score, index), (_, best) = found, expected
+        inside = bool((index.long().sort(1).values == torch.arange(size, device=index.device)).all())
+        return float((total(score, best) - total(score, index)).abs().max()) if inside else float("inf")
+
+    return Case(
+        "assignment", f"{blocks}x{size}x{size}", torch.float32, make, lambda score: (score, assignment(score)),
+        lambda score: (score, assignment_reference(score)), error, 1e-4, blocks * size * (size * 4 + 4),
+    )  # fmt: skip

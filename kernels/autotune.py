@@ -1,12 +1,11 @@
-"""Which configuration a kernel is launched in: the fastest that was measured on this GPU, else the first of its table.
+"""Chooses the configuration of a launch: the fastest one measured on this GPU, else the first of the kernel's table.
 
-Measured winners come, in this order, from a file beside the model that was loaded, from the user's cache folder, and
-from the files that come with permtriton (``kernels/tuned``). Files are read once, at the first launch on a GPU; then a
-launch costs one look into a dictionary. Launchers run inside opaque operators, so that ``torch.compile`` sees none of
-this.
+Measured winners are looked up first in a file beside the loaded model, then in the user's cache folder, then in the
+files shipped with permtriton (``kernels/tuned``). Files are read once, at the first launch on a GPU; after that, a
+lookup is one dictionary access. Launchers run inside opaque operators, so ``torch.compile`` sees none of this.
 
-A shape is known by its numbers, the first of them (rows, tokens) rounded up to a power of two, so that neighbouring
-token counts share what was measured for one of them.
+Entries are keyed by shape, with the first number (rows or tokens) rounded up to a power of two, so that similar token
+counts share one measurement.
 """
 
 import json
@@ -31,7 +30,7 @@ SHIPPED = Path(__file__).parent / "tuned"
 
 @dataclass(frozen=True)
 class Request:
-    """What a launcher asked `config_for`: which table, for which shape."""
+    """One call of `config_for`: which table, for which shape."""
 
     op: str
     configs: tuple[Config, ...]
@@ -46,7 +45,7 @@ class Request:
 
 @dataclass
 class _State:
-    """Of the process: what was read from files, and what launchers were told."""
+    """State of the process: entries read from files, and configurations that are forced."""
 
     measured: dict[tuple[str, tuple[int, ...], torch.dtype, int], Any] = field(default_factory=dict)
     entries: dict[int, dict[str, Any]] = field(default_factory=dict)  # by device; key -> stored configuration
@@ -55,7 +54,7 @@ class _State:
     requests: list[Request] | None = None
 
     def forget(self) -> None:
-        """Reads the files again at the next launch."""
+        """Makes the next launch read the files again."""
         self.measured.clear()
         self.entries.clear()
 
@@ -67,10 +66,10 @@ def config_for(op: str, configs: Sequence[Config], shape: Sequence[int], dtype: 
     """Returns the configuration to launch a kernel in.
 
     Args:
-        op: name of the table, one a kernel: "permute", "sinkhorn_backward".
-        configs: the table; the first is the default.
-        shape: what the choice depends on, rows or tokens first.
-        dtype: of the data moved.
+        op: Name of the table: "permute", "sinkhorn_backward".
+        configs: The table; the first configuration is the default.
+        shape: The numbers that the choice depends on, rows or tokens first.
+        dtype: Dtype of the data moved.
     """
     if _STATE.requests is not None:
         return _noted(op, configs, shape, dtype)
@@ -82,7 +81,7 @@ def config_for(op: str, configs: Sequence[Config], shape: Sequence[int], dtype: 
     entry = _STATE.measured[key]
     if entry is None:
         return configs[0]
-    # A stored configuration counts only while the table has it, and this call can use it.
+    # A stored configuration is used only if the table still has it and this call can use it.
     return next((config for config in configs if stored(config) == entry), configs[0])
 
 
@@ -97,18 +96,18 @@ def entry_key(op: str, shape: Sequence[int], dtype: torch.dtype) -> str:
 
 
 def machine_key(device: int | None = None) -> str:
-    """Returns what measured times depend on beside op, shape and dtype: GPU, triton and torch version."""
+    """Returns what measured times depend on besides op, shape and dtype: GPU, triton version and torch version."""
     return f"{torch.cuda.get_device_name(device)}, triton {triton.__version__}, torch {torch.__version__}"
 
 
 def cache_file() -> Path:
-    """Returns where winners are kept for this user: ``autotune.json`` in ``$XDG_CACHE_HOME/permtriton``."""
+    """Returns the file with this user's winners: ``autotune.json`` in ``$XDG_CACHE_HOME/permtriton``."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "permtriton" / "autotune.json"
 
 
 def use_beside(folder: Path) -> bool:
-    """Uses the winners saved beside a model, where there are any; they come before the user's own cache.
+    """Uses the winners saved beside a model, if any, in preference to the user's own cache.
 
     Returns:
         Whether the folder holds such a file.
@@ -124,7 +123,7 @@ def use_beside(folder: Path) -> bool:
 
 @contextmanager
 def forced(op: str, config: Config) -> Iterator[None]:
-    """Makes every launch from the table ``op`` use ``config`` for a while."""
+    """Within the context, makes every launch that reads the table ``op`` use ``config``."""
     before = dict(_STATE.forced)
     _STATE.forced[op] = config
     try:
@@ -136,7 +135,7 @@ def forced(op: str, config: Config) -> Iterator[None]:
 
 @contextmanager
 def requests() -> Iterator[list[Request]]:
-    """Collects, for a while, what launchers ask for: each table and shape once, in order."""
+    """Within the context, collects the calls of `config_for`: each table and shape once, in order."""
     before, _STATE.requests = _STATE.requests, []
     try:
         yield _STATE.requests
@@ -145,17 +144,17 @@ def requests() -> Iterator[list[Request]]:
 
 
 def describe(config: Config) -> str:
-    """Returns ``BLOCK=128 num_warps=4 num_stages=2``, by which a trial is known in a file."""
+    """Returns ``BLOCK=128 num_warps=4 num_stages=2``, the key of a trial in a cache file."""
     return " ".join(f"{name}={value}" for name, value in config.arguments().items())
 
 
 def stored(config: Config) -> dict[str, Any]:
-    """Returns a configuration as it stands in a file."""
+    """Returns a configuration as cache files store it."""
     return {"constants": dict(config.constants), "num_warps": config.num_warps, "num_stages": config.num_stages}
 
 
 def read_entries(path: Path, machine: str) -> dict[str, Any]:
-    """Returns the entries of a cache file for a machine; none where there is no file.
+    """Returns a cache file's entries for a machine; none if the file does not exist.
 
     A damaged file is ignored with a warning.
     """
@@ -163,7 +162,7 @@ def read_entries(path: Path, machine: str) -> dict[str, Any]:
 
 
 def write_entries(path: Path, machine: str, entries: Mapping[str, Any]) -> None:
-    """Adds entries to a cache file, which is replaced whole: a reader never meets half of one.
+    """Adds entries to a cache file. The file is replaced atomically: no reader sees half of it.
 
     Raises:
         OutputError: the file cannot be written.
@@ -183,12 +182,12 @@ def write_entries(path: Path, machine: str, entries: Mapping[str, Any]) -> None:
         if temporary is not None:
             with suppress(OSError):
                 temporary.unlink()
-        raise OutputError(f"{path}: measured configurations cannot be written: {error.strerror}") from error
+        raise OutputError(f"{path}: cannot write measured configurations: {error.strerror}") from error
     _STATE.forget()
 
 
 def _noted(op: str, configs: Sequence[Config], shape: Sequence[int], dtype: torch.dtype) -> Config:
-    """Keeps a request, and gives the default, so that what is asked for does not depend on what was measured."""
+    """Records a request and returns the default, so that later requests do not depend on measurements."""
     assert _STATE.requests is not None
     request = Request(op, tuple(configs), tuple(map(int, shape)), dtype)
     if request.key not in {known.key for known in _STATE.requests}:
@@ -197,7 +196,7 @@ def _noted(op: str, configs: Sequence[Config], shape: Sequence[int], dtype: torc
 
 
 def _look_up(op: str, shape: tuple[int, ...], dtype: torch.dtype, device: int) -> dict[str, Any] | None:
-    """Returns the stored configuration that was measured to be the fastest, or None."""
+    """Returns the stored fastest configuration, or None."""
     if device < 0 or triton is None:
         return None
     if device not in _STATE.entries:
@@ -208,7 +207,7 @@ def _look_up(op: str, shape: tuple[int, ...], dtype: torch.dtype, device: int) -
 def _load(device: int) -> dict[str, Any]:
     machine, gpu = machine_key(device), torch.cuda.get_device_name(device)
     found: dict[str, Any] = {}
-    for path in sorted(SHIPPED.glob("*.json")):  # of whatever versions they were measured with
+    for path in sorted(SHIPPED.glob("*.json")):  # whatever the versions that they were measured with
         for name, entries in _read(path).items():
             if name.startswith(f"{gpu}, "):
                 found |= entries
@@ -242,7 +241,7 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
 
 def _ignored(path: Path, why: str) -> dict[str, dict[str, Any]]:
     warnings.warn(
-        f"{path}: {why}; its measured configurations are not used: run permtriton autotune again, or delete it",
+        f"{path}: {why}; its measured configurations are ignored: run permtriton autotune again, or delete the file",
         UserWarning,
         stacklevel=3,
     )

@@ -1,11 +1,14 @@
-"""What the Triton kernels share: Triton itself, where it can be installed, and the description of a launch."""
+"""What the Triton kernels share: Triton itself, where it can be installed, and launches, run or recorded."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
+from permtriton.errors import ModelError
 
 try:
     import triton
@@ -15,14 +18,15 @@ except ImportError:  # macOS has none: the references run everywhere
 
 
 def jit(function: Callable[..., Any]) -> Any:
-    """Returns a Triton kernel; the function itself, never called, where there is no Triton."""
+    """Returns the function as Triton compiles it; itself, never called, where there is no Triton."""
     return triton.jit(function) if triton is not None else function
 
 
 def on_gpu(op: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Returns a decorator: the function is what a custom operator runs on a GPU, where there is Triton.
+    """Returns a decorator that registers a function as what a custom operator runs on a GPU, where there is Triton.
 
-    Triton launches on the current GPU, whatever its arguments are on: that of the first argument, a tensor, is made it.
+    Triton launches on the current GPU, whichever device the arguments are on. Makes the first argument's device current
+    before launching.
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -39,10 +43,20 @@ def on_gpu(op: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 def has_kernels(device: torch.device) -> bool:
-    """Whether Triton kernels run there: an NVIDIA GPU of compute capability 8.0 or newer, or one of AMD's."""
+    """Whether Triton kernels run on a device: NVIDIA GPUs of compute capability 8.0 or newer, and AMD GPUs."""
     if triton is None or device.type != "cuda":
         return False
     return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def refuse_unsupported(op: str, supported: bool, got: str, expected: str) -> None:
+    """Refuses, in a Triton launcher, what only the reference computes.
+
+    Raises:
+        ModelError: what was got, what the kernels of ``op`` expect, and that the reference takes the rest.
+    """
+    if not supported:
+        raise ModelError(f"{op}: {got}: the Triton kernels expect {expected}; the reference takes the rest")
 
 
 @dataclass(frozen=True)
@@ -51,8 +65,8 @@ class Config:
 
     Attributes:
         constants: ``tl.constexpr`` arguments that may be tuned, such as tile sizes.
-        num_warps: warps in a program.
-        num_stages: software pipeline depth of its loops.
+        num_warps: Warps per program.
+        num_stages: Software pipeline depth of the kernel's loops.
     """
 
     constants: Mapping[str, int] = field(default_factory=dict)
@@ -65,21 +79,63 @@ class Config:
 
 
 @dataclass(frozen=True)
-class Build:
-    """What compiling one kernel ahead of time needs.
+class Launch:
+    """What Triton compiles for one launch.
 
     Attributes:
-        name: op, direction and configuration, for people.
-        kernel: the jitted function.
-        signature: argument -> Triton type (``*bf16``, ``*i64``, ``i32``, ``fp32``), or ``constexpr``, in order.
-        constants: value of every ``constexpr`` argument.
-        config: warps and stages; its constants are in ``constants`` too.
-        default: whether it is the configuration that runs without autotuning.
+        kernel: The jitted function.
+        signature: Argument -> Triton's type (``*bf16``, ``*i64``, ``i32``, ``fp32``) or ``constexpr``, in order.
+        constants: Value of every ``constexpr`` argument; those that are 1 or None are among them.
+        options: ``num_warps``, and ``num_stages`` if the launch sets it.
     """
 
-    name: str
     kernel: Any
     signature: Mapping[str, str]
     constants: Mapping[str, Any]
-    config: Config
-    default: bool
+    options: Mapping[str, int]
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Returns a key: launches with equal keys compile to the same code."""
+        parts = (self.signature, self.constants, self.options)
+        return self.kernel, *(tuple(part.items()) for part in parts)
+
+
+_recording: list[Launch] | None = None
+
+
+@contextmanager
+def recorded() -> Iterator[list[Launch]]:
+    """Records launches instead of running them: no output is written, and tensors may be on the meta device."""
+    global _recording
+    before, _recording = _recording, []
+    try:
+        yield _recording
+    finally:
+        _recording = before
+
+
+class Kernel:
+    """A Triton kernel that is launched as ``kernel[grid](...)``; functions that kernels call take `jit`."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.jitted = jit(function)
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        return self.jitted[grid] if _recording is None else self._record
+
+    def _record(self, *arguments: Any, **named: Any) -> None:
+        """Records the launch as Triton would specialise it: integers that are 1, and None, are constants."""
+        from triton.runtime.jit import mangle_type
+
+        assert _recording is not None
+        parameters = {parameter.name: parameter for parameter in self.jitted.params}
+        values = dict(zip(parameters, arguments, strict=False))
+        values |= {name: value for name, value in named.items() if name in parameters}
+        signature = {
+            name: "constexpr" if parameter.is_constexpr else mangle_type(values[name], specialize=True)
+            for name, parameter in parameters.items()
+        }
+        constants = {name: values[name] for name, kind in signature.items() if kind == "constexpr"}
+        options = {name: value for name, value in named.items() if name not in parameters}
+        _recording.append(Launch(self.jitted, signature, constants, options))

@@ -1,29 +1,35 @@
-"""The Triton kernels of the forward of `permtriton.kernels.nm_mask`, and what launches them.
+# mypy: allow-untyped-defs
+"""The Triton kernels of the forward pass of `permtriton.kernels.nm_mask`, and their launcher.
 
-A program holds ``TILE_O`` rows of W times ``TILE_GROUPS`` groups of the permuted order, one tensor for each slot of a
-group, so that a score's rank is counted by comparing tensors and nothing crosses threads. The channels of a group are
-written where they were read: W is read once and W_eff written once, and no order but ``index`` is needed. Where
-channels lie in rows of memory (``weight.stride(0) == 1``) a channel's tile is one run of ``2 TILE_O`` bytes at 16 bits;
-other strides take narrower tiles over a whole block of channels, and transpose in registers.
-Floor: 4 bytes a weight at 16 bits; ``group`` (compare, add) a weight, below the floor up to 16 in a group.
-Groups of more than four are padded to a power of two, and count ranks in a loop that reads the group's rows again, from
-the cache.
+A program holds ``TILE_O`` rows of W times ``TILE_GROUPS`` groups of the permuted order, with one tensor per slot of a
+group, so that a score's rank is counted by comparing tensors and no data crosses threads. The channels of a group are
+written where they were read: W is read once, W_eff is written once, and no index but ``index`` is needed. If channels
+are rows in memory (``weight.stride(0) == 1``), a channel's tile is one run of ``2 TILE_O`` bytes at 16 bits; other
+strides take narrower tiles over a whole block of channels and transpose in registers.
+Floor: 4 bytes per weight at 16 bits; ``group`` comparisons and additions per weight, which stay below the memory time
+for groups of up to 16.
+Groups of more than four are padded to a power of two. Their ranks are counted in a loop that reads the group's rows
+again, from the cache.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import product
 
 import torch
 from torch import Tensor
 
-from permtriton.errors import ModelError
 from permtriton.kernels.autotune import config_for
-from permtriton.kernels.launch import Build, Config, jit, tl, triton
+from permtriton.kernels.builds import Build, builds_of, name_of
+from permtriton.kernels.importance import ImportanceFactors
+from permtriton.kernels.launch import Config, Kernel, jit, refuse_unsupported, tl, triton
+from permtriton.sparsity import NMPattern
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-MOST_SLOTS = 4  # of a group whose slots are tensors of their own; beyond, ranks are counted in a loop, rows read twice
-WIDE_TILE = 4096  # weights, of larger groups
+MOST_SLOTS = 4  # larger groups do not hold each slot as a tensor: ranks are counted in a loop, rows read twice
+WIDE_TILE = 4096  # weights per program, for those larger groups
 
 CONFIGS: tuple[Config, ...] = (
     Config({"TILE_O": 1024, "TILE_GROUPS": 1}, num_warps=4, num_stages=1),
@@ -33,7 +39,7 @@ CONFIGS: tuple[Config, ...] = (
     Config({"TILE_O": 2048, "TILE_GROUPS": 1}, num_warps=8, num_stages=1),
     Config({"TILE_O": 256, "TILE_GROUPS": 4}, num_warps=4, num_stages=1),
 )
-ROW_MAJOR = Config({"TILE_O": 32, "TILE_GROUPS": 16}, num_warps=4, num_stages=1)  # and strides of any other kind
+ROW_MAJOR = Config({"TILE_O": 32, "TILE_GROUPS": 16}, num_warps=4, num_stages=1)  # for all other strides
 
 
 @jit
@@ -47,9 +53,10 @@ def importance(weight, scale, row, column, POWER: tl.constexpr, STATISTICS: tl.c
     return scores * scale
 
 
-@jit
+@Kernel
 def _nm_mask_fwd_kernel(
-    weight, scale, row, column, index, masked, rows, groups, stride_o, stride_c, out_stride_c,
+    weight_ptr, scale_ptr, row_ptr, column_ptr, index_ptr, masked_ptr,
+    rows, groups, row_stride, channel_stride, masked_channel_stride,
     KEPT: tl.constexpr, GROUP: tl.constexpr, POWER: tl.constexpr, STATISTICS: tl.constexpr,
     TILE_O: tl.constexpr, TILE_GROUPS: tl.constexpr,
 ):  # fmt: skip
@@ -59,15 +66,17 @@ def _nm_mask_fwd_kernel(
     o_long = o.to(tl.int64)
     row_factor = 0.0
     if STATISTICS:
-        row_factor = tl.load(row + o, mask=o < rows, other=0.0)
+        row_factor = tl.load(row_ptr + o, mask=o < rows, other=0.0)
     weights, scores = (), ()
     for k in tl.static_range(GROUP):
-        channel = tl.load(index + g * GROUP + k, mask=g < groups, other=0).to(tl.int64)
-        value = tl.load(weight + o_long * stride_o + channel * stride_c, mask=inside, other=0.0)
+        channel = tl.load(index_ptr + g * GROUP + k, mask=g < groups, other=0).to(tl.int64)
+        value = tl.load(weight_ptr + o_long * row_stride + channel * channel_stride, mask=inside, other=0.0)
         column_factor = 0.0
         if STATISTICS:
-            column_factor = tl.load(column + channel)
-        score = importance(value.to(tl.float32), tl.load(scale + channel), row_factor, column_factor, POWER, STATISTICS)
+            column_factor = tl.load(column_ptr + channel)
+        score = importance(
+            value.to(tl.float32), tl.load(scale_ptr + channel), row_factor, column_factor, POWER, STATISTICS
+        )
         weights, scores = weights + (value,), scores + (score,)  # type: ignore[assignment]  # noqa: RUF005
     for k in tl.static_range(GROUP):
         rank = tl.zeros([TILE_O, TILE_GROUPS], tl.int32)
@@ -77,63 +86,61 @@ def _nm_mask_fwd_kernel(
             elif other > k:
                 rank += 1 - (scores[k] >= scores[other]).to(tl.int32)
         result = tl.where((rank < KEPT) & (weights[k] != 0.0), weights[k], 0.0)  # -0.0 becomes 0.0
-        channel = tl.load(index + g * GROUP + k, mask=g < groups, other=0).to(tl.int64)
-        tl.store(masked + channel * out_stride_c + o_long, result.to(weights[k].dtype), mask=inside)
+        channel = tl.load(index_ptr + g * GROUP + k, mask=g < groups, other=0).to(tl.int64)
+        tl.store(masked_ptr + channel * masked_channel_stride + o_long, result.to(weights[k].dtype), mask=inside)
 
 
-@jit
+@Kernel
 def _nm_mask_fwd_wide_kernel(
-    weight, scale, row, column, index, masked, rows, stride_o, stride_c, out_stride_c,
+    weight_ptr, scale_ptr, row_ptr, column_ptr, index_ptr, masked_ptr,
+    rows, row_stride, channel_stride, masked_channel_stride,
     KEPT: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, POWER: tl.constexpr, STATISTICS: tl.constexpr,
     TILE_O: tl.constexpr,
 ):  # fmt: skip
-    first = index + tl.program_id(0) * GROUP
+    group_ptr = index_ptr + tl.program_id(0) * GROUP
     k = tl.arange(0, PADDED)[None, :]
     o = (tl.program_id(1) * TILE_O + tl.arange(0, TILE_O))[:, None]
     inside, o_long = (o < rows) & (k < GROUP), o.to(tl.int64)
-    channel = tl.load(first + k, mask=k < GROUP, other=0).to(tl.int64)
+    channel = tl.load(group_ptr + k, mask=k < GROUP, other=0).to(tl.int64)
     row_factor, column_factor = 0.0, 0.0
     if STATISTICS:
-        row_factor, column_factor = tl.load(row + o, mask=o < rows, other=0.0), tl.load(column + channel)
-    value = tl.load(weight + o_long * stride_o + channel * stride_c, mask=inside, other=0.0)
-    scores = importance(value.to(tl.float32), tl.load(scale + channel), row_factor, column_factor, POWER, STATISTICS)
+        row_factor, column_factor = tl.load(row_ptr + o, mask=o < rows, other=0.0), tl.load(column_ptr + channel)
+    value = tl.load(weight_ptr + o_long * row_stride + channel * channel_stride, mask=inside, other=0.0)
+    scores = importance(
+        value.to(tl.float32), tl.load(scale_ptr + channel), row_factor, column_factor, POWER, STATISTICS
+    )
     rank = tl.zeros([TILE_O, PADDED], tl.int32)
     for j in range(GROUP):
-        other = tl.load(first + j).to(tl.int64)
-        rival = tl.load(weight + o_long * stride_o + other * stride_c, mask=o < rows, other=0.0).to(tl.float32)
+        other = tl.load(group_ptr + j).to(tl.int64)
+        rival = tl.load(weight_ptr + o_long * row_stride + other * channel_stride, mask=o < rows, other=0.0).to(
+            tl.float32
+        )
         rival_factor = 0.0
         if STATISTICS:
-            rival_factor = tl.load(column + other)
-        rival = importance(rival, tl.load(scale + other), row_factor, rival_factor, POWER, STATISTICS)
+            rival_factor = tl.load(column_ptr + other)
+        rival = importance(rival, tl.load(scale_ptr + other), row_factor, rival_factor, POWER, STATISTICS)
         ahead = ((j < k) & (rival >= scores)) | ((j > k) & ~(scores >= rival))
         rank += ahead.to(tl.int32)
     result = tl.where((rank < KEPT) & (value != 0.0), value, 0.0)
-    tl.store(masked + channel * out_stride_c + o_long, result.to(value.dtype), mask=inside)
+    tl.store(masked_ptr + channel * masked_channel_stride + o_long, result.to(value.dtype), mask=inside)
 
 
 def nm_mask_triton(
-    weight: Tensor,
-    scale: Tensor,
-    row: Tensor | None,
-    column: Tensor | None,
-    power: int,
-    index: Tensor,
-    block_sizes: Sequence[int],
-    kept: int,
-    group: int,
+    weight: Tensor, factors: ImportanceFactors, index: Tensor, blocks: Sequence[int], pattern: NMPattern
 ) -> Tensor:
-    """`nm_mask_reference` by a Triton kernel, bit for bit, for finite weights and statistics.
+    """Computes `nm_mask_reference` with a Triton kernel: the same bits, for finite weights and statistics.
 
     Raises:
-        ModelError: a dtype that `supports` does not name.
+        ModelError: a dtype that `supports` refuses.
     """
-    refuse_unsupported(weight, scale)
+    refuse(weight, factors.scale)
     rows, channels = weight.shape
     masked = torch.empty((channels, rows), dtype=weight.dtype, device=weight.device)
     if not masked.numel():
         return masked.t()
-    tensors = (weight, *contiguous(scale, row, column), index.contiguous(), masked)
-    options = {"KEPT": kept, "GROUP": group, "POWER": power, "STATISTICS": row is not None}
+    tensors = (weight, *contiguous(factors), index.contiguous(), masked)
+    kept, group = pattern.kept, pattern.group
+    options = {"KEPT": kept, "GROUP": group, "POWER": factors.power, "STATISTICS": factors.row is not None}
     if group > MOST_SLOTS:
         config = _wide_config(group)
         grid = (channels // group, triton.cdiv(rows, config.constants["TILE_O"]))
@@ -149,29 +156,27 @@ def nm_mask_triton(
 
 
 def supports(weight: Tensor, scale: Tensor) -> bool:
-    """Whether the kernels take these: bfloat16, float16 or float32 weights with float32 statistics."""
+    """Whether the kernels support the dtypes: bfloat16, float16 or float32 weights with float32 statistics."""
     return weight.dtype in DTYPES and scale.dtype == torch.float32
 
 
-def refuse_unsupported(weight: Tensor, scale: Tensor) -> None:
-    """Refuses what `supports` does not name, forward and backward.
+def refuse(weight: Tensor, scale: Tensor) -> None:
+    """Refuses unsupported dtypes, in the forward and the backward pass.
 
     Raises:
-        ModelError: with both dtypes.
+        ModelError: naming both dtypes.
     """
-    if not supports(weight, scale):
-        raise ModelError(
-            f"nm_mask: a {weight.dtype} weight with {scale.dtype} statistics: the Triton kernels expect a weight of "
-            "bfloat16, float16 or float32 with statistics of float32; the reference takes float64"
-        )
+    got = f"a {weight.dtype} weight with {scale.dtype} statistics"
+    expected = "a weight of bfloat16, float16 or float32 with statistics of float32"
+    refuse_unsupported("nm_mask", supports(weight, scale), got, expected)
 
 
-def contiguous(scale: Tensor, row: Tensor | None, column: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns contiguous statistics; those not given are never read."""
-    scale = scale.contiguous()
-    if row is None or column is None:
+def contiguous(factors: ImportanceFactors) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns (scale, row, column), contiguous; a factor that is None is never read, and ``scale`` stands for it."""
+    scale = factors.scale.contiguous()
+    if factors.row is None or factors.column is None:
         return scale, scale, scale
-    return scale, row.contiguous(), column.contiguous()
+    return scale, factors.row.contiguous(), factors.column.contiguous()
 
 
 def _wide_config(group: int) -> Config:
@@ -181,24 +186,19 @@ def _wide_config(group: int) -> Config:
 
 def builds() -> Iterator[Build]:
     """Yields the kernels in every configuration, at 2:4, 4:8, 8:16 and 16:32."""
-    for dtype in ("bf16", "fp32"):
-        for number, config in enumerate(CONFIGS):
-            yield _build(dtype, config, 2, 4, "stride_o", number == 0)
-        yield _build(dtype, ROW_MAJOR, 2, 4, "stride_c", True)
-        for group in (8, 16, 32):
-            for contiguous_stride in ("stride_o", "stride_c"):
-                yield _build(dtype, _wide_config(group), group // 2, group, contiguous_stride, True)
 
+    def masked(dtype: torch.dtype, pattern: NMPattern, row_major: bool) -> object:
+        rows, channels = 4096, 1024
+        weight = torch.empty(rows, channels, dtype=dtype) if row_major else torch.empty(channels, rows, dtype=dtype).t()
+        factors = ImportanceFactors(1, torch.empty(channels), torch.empty(rows), torch.empty(channels))
+        return nm_mask_triton(weight, factors, torch.empty(channels, dtype=torch.int64), [channels], pattern)
 
-def _build(dtype: str, config: Config, kept: int, group: int, contiguous_stride: str, default: bool) -> Build:
-    wide = group > MOST_SLOTS
-    constants = {contiguous_stride: 1, "KEPT": kept, "GROUP": group, "POWER": 1, "STATISTICS": True, **config.constants}
-    numbers = ("rows", *(() if wide else ("groups",)), "stride_o", "stride_c", "out_stride_c")
-    signature = {
-        "weight": f"*{dtype}", "scale": "*fp32", "row": "*fp32", "column": "*fp32", "index": "*i64",
-        "masked": f"*{dtype}", **dict.fromkeys(numbers, "i32"), **dict.fromkeys(constants, "constexpr"),
-    }  # fmt: skip
-    tile = f"{config.constants['TILE_O']}x{config.constants.get('TILE_GROUPS', 1)}"
-    layout = "" if contiguous_stride == "stride_o" else " row-major"
-    name = f"nm_mask forward {kept}:{group} {dtype}{layout} {tile} {config.num_warps} warps"
-    return Build(name, _nm_mask_fwd_wide_kernel if wide else _nm_mask_fwd_kernel, signature, constants, config, default)
+    for dtype in (torch.bfloat16, torch.float32):
+        two_of_four = NMPattern(2, 4)
+        call = partial(masked, dtype, two_of_four, False)
+        yield from builds_of(f"{two_of_four} {name_of(dtype)}", call, "nm_mask", CONFIGS)
+        yield from builds_of(f"{two_of_four} {name_of(dtype)} row-major", partial(masked, dtype, two_of_four, True))
+        for group, row_major in product((8, 16, 32), (False, True)):
+            pattern = NMPattern(group // 2, group)
+            about = f"{pattern} {name_of(dtype)}{' row-major' if row_major else ''}"
+            yield from builds_of(about, partial(masked, dtype, pattern, row_major))

@@ -1,31 +1,34 @@
-"""A norm that writes its output in another order of channels: ``y[..., j] = norm(x)[..., index[j]]``.
+"""A norm that writes its output in another channel order: ``y[..., j] = norm(x)[..., index[j]]``.
 
-With ``h = x / sqrt(mean(x^2) + eps)`` computed in float32 and ``cast`` the rounding to the dtype of ``x``:
+With ``h = x / sqrt(mean(x^2) + eps)`` computed in float32, and ``cast`` rounding to the dtype of ``x``:
 
     "rms"        norm(x) = (offset + weight) * cast(h)             LLaMA, Mistral, Qwen, T5
     "rms_float"  norm(x) = cast((offset + weight) * h)             OLMo 2, gpt-oss; Gemma with offset 1
     "layer"      norm(x) = layer_norm(x, offset + weight, bias)    torch's; Nemotron with offset 1
 
-These are the sums and roundings of the Hugging Face modules, in their order, so that outputs are equal bit for bit in
-float32, bfloat16 and float16. In float64 the RMS kinds compute in float32, as those modules do; T5 and OLMo 2, which
-mix both there, agree to float32's rounding. Gradients are computed in float32 throughout, without the roundings that
-the modules have in between.
+Sums and roundings follow the Hugging Face modules, in their order, so that outputs are equal bit for bit in float32,
+bfloat16 and float16. In float64 the RMS kinds compute in float32, as those modules do; T5 and OLMo 2, which mix both
+there, agree to within float32 rounding. Gradients are computed in float32 throughout, without the modules' intermediate
+roundings.
 Shapes: ``x`` ``[..., C]``, ``weight`` and ``bias`` ``[C]`` in the order of ``x``, ``index`` ``[C]`` of any integer
 dtype -> ``y`` ``[..., C]``.
-Bytes moved: x read once, y written once, as the norm alone. Triton runs the float32, bfloat16 and float16 norms, see
-`permtriton.kernels.norm_permute_triton`; the reference the others.
+Bytes moved: x read once, y written once, as for the norm alone. On a GPU Triton runs the float32, bfloat16 and float16
+norms, see `permtriton.kernels.norm_permute_triton`; the reference runs the others.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import layer_norm
 
-from permtriton.errors import ConfigError, ModelError
+from permtriton.errors import ModelError
 from permtriton.kernels import norm_permute_triton as kernels
 from permtriton.kernels.launch import on_gpu
 from permtriton.kernels.permute import check_shapes, permute, permute_reference
+from permtriton.kernels.tools.cases import Case, Inputs, as_stored, generator_of, normal, random_order, rounding
+from permtriton.kernels.tools.timing import relative_error
 from permtriton.permutation import inverse
 
 KINDS = ("rms", "rms_float", "layer")
@@ -33,12 +36,12 @@ KINDS = ("rms", "rms_float", "layer")
 
 @dataclass(frozen=True)
 class NormVariant:
-    """Which norm a module computes.
+    """The norm that a module computes.
 
     Attributes:
         kind: "rms", "rms_float" or "layer".
-        eps: added to the mean square, or the variance.
-        offset: added to the weight: 0.0, or 1.0 where the module stores the weight's distance from 1.
+        eps: Number added to the mean square, or the variance.
+        offset: Number added to the weight: 0.0, or 1.0 if the module stores the weight minus 1.
     """
 
     kind: str
@@ -46,12 +49,11 @@ class NormVariant:
     offset: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ConfigError(f"a norm of kind {self.kind!r}: expected one of {', '.join(KINDS)}")
+        _check_kind(self.kind)
 
 
 def norm_variants(eps: float, bias: bool) -> list[NormVariant]:
-    """Returns every variant with this ``eps`` that a norm with, or without, a bias can be."""
+    """Returns the variants with this ``eps`` that a norm with (or without) a bias may compute."""
     kinds = ("layer",) if bias else KINDS
     return [NormVariant(kind, eps, offset) for offset in (0.0, 1.0) for kind in kinds]
 
@@ -64,17 +66,17 @@ def norm_permute(
     Args:
         x: ``[..., C]``, floating point.
         weight: ``[C]``, in the order of ``x``.
-        bias: ``[C]`` or None; None for the kinds without a mean.
+        bias: ``[C]`` or None; None for the RMS kinds.
         index: ``[C]``, a permutation, any integer dtype.
-        eps: added to the mean square, or the variance.
-        offset: added to ``weight``.
+        eps: Number added to the mean square, or the variance.
+        offset: Number added to ``weight``.
         kind: "rms", "rms_float" or "layer".
 
     Returns:
-        ``[..., C]``, contiguous, in the dtype of ``x``; "rms" promotes it with the weight's, as the modules do.
+        ``[..., C]``, contiguous, in the dtype of ``x``; "rms" promotes it to the weight's dtype, as the modules do.
 
     Raises:
-        ModelError: shapes that do not fit, a kind that is none, a bias where none can be.
+        ModelError: shapes that do not fit, an unknown kind, or a bias with an RMS kind.
     """
     return torch.ops.permtriton.norm_permute(x, weight, bias, index, eps, offset, kind)
 
@@ -96,13 +98,13 @@ def norm_reference(
     index: Tensor | None = None,
     precision: torch.dtype = torch.float32,
 ) -> Tensor:
-    """The norm, in the order of ``x`` without an int64 ``index``; the RMS kinds compute in ``precision``."""
+    """The norm, in the order of ``x`` if there is no int64 ``index``; the RMS kinds compute in ``precision``."""
     if kind == "layer":
         y = layer_norm(x, weight.shape, _shifted(weight, offset), bias, eps)
         return y if index is None else permute_reference(y, index)
     hidden = x.to(precision)
     hidden = hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + eps)
-    if index is not None:  # before it is rounded: on a CPU 32-bit values gather twice as fast as 16-bit ones
+    if index is not None:  # before rounding: on a CPU 32-bit values gather twice as fast as 16-bit ones
         hidden, weight = permute_reference(hidden, index), weight[index]
     if kind == "rms":
         return _shifted(weight, offset) * hidden.to(x.dtype)
@@ -142,12 +144,16 @@ def _shifted(weight: Tensor, offset: float) -> Tensor:
     return weight + offset if offset else weight
 
 
+def _check_kind(kind: str) -> None:
+    if kind not in KINDS:
+        raise ModelError(f"a norm of kind {kind!r}: expected one of {', '.join(KINDS)}")
+
+
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, kind: str) -> None:
     check_shapes("norm_permute", x, index)
-    if kind not in KINDS:
-        raise ModelError(f"norm_permute: a norm of kind {kind!r}: expected one of {', '.join(KINDS)}")
+    _check_kind(kind)
     if bias is not None and kind != "layer":
-        raise ModelError(f"norm_permute: a bias in a norm of kind {kind!r}: only 'layer' has one")
+        raise ModelError(f"norm_permute: a bias in a norm of kind {kind!r}: only 'layer' takes one")
     for name, tensor in (("weight", weight), ("bias", bias)):
         if tensor is not None and tensor.shape != x.shape[-1:]:
             raise ModelError(
@@ -155,7 +161,7 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, kind: 
                 f"expected [{x.shape[-1]}]"
             )
     if not x.is_floating_point():
-        raise ModelError(f"norm_permute: an input of {x.dtype}: expected a floating-point one")
+        raise ModelError(f"norm_permute: an input of {x.dtype}: expected a floating-point dtype")
 
 
 @torch.library.custom_op("permtriton::norm_permute", mutates_args=())
@@ -177,7 +183,7 @@ def _(x, weight, bias, index, eps, offset, kind):  # type: ignore[no-untyped-def
 def _norm_permute_backward(
     grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, eps: float, offset: float, kind: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradient of a bias that is None is empty: an operator returns tensors only."""
+    """Without a bias its gradient is empty: operators return tensors only."""
     ordered = permute_reference(grad, inverse(index.long()))
     return _three(*norm_backward_reference(ordered, x, weight, bias, eps, offset, kind))
 
@@ -221,3 +227,72 @@ def _backward(ctx, grad):  # type: ignore[no-untyped-def]
 
 
 _norm_permute.register_autograd(_backward, setup_context=_setup_context)
+
+
+def cases(
+    shapes: Sequence[tuple[int, int]], tokens: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> list[Case]:
+    """Returns what is checked, tuned and measured for linears of these shapes (out, in)."""
+    makers = (norm_permute_case, norm_permute_backward_case)
+    return [make(t, c, dtype, device) for t in tokens for _, c in shapes for make in makers]
+
+
+def norm_permute_case(rows: int, channels: int, dtype: torch.dtype, device: torch.device, kind: str = "rms") -> Case:
+    """RMSNorm, or LayerNorm, that writes a permuted order."""
+
+    def make(seed: int) -> Inputs:
+        generator = generator_of(seed, device)
+        weight = normal((channels,), dtype, generator)
+        bias = normal((channels,), dtype, generator) if kind == "layer" else None
+        return (
+            normal((rows, channels), dtype, generator),
+            weight,
+            bias,
+            as_stored(random_order(channels, False, generator)),
+        )
+
+    def run(x: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor) -> Tensor:
+        return norm_permute(x, weight, bias, index, 1e-5, 0.0, kind)
+
+    def reference(x: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor) -> Tensor:
+        wide = (x.double(), weight.double(), None if bias is None else bias.double())
+        return norm_reference(*wide, 1e-5, 0.0, kind, index.long(), torch.float64)
+
+    moved = 2 * rows * channels * dtype.itemsize
+    return Case(
+        f"norm_permute ({kind})", f"{rows}x{channels}", dtype, make, run, reference, relative_error, rounding(dtype),
+        moved, tables=("norm_permute",),
+    )  # fmt: skip
+
+
+def norm_permute_backward_case(rows: int, channels: int, dtype: torch.dtype, device: torch.device) -> Case:
+    """RMSNorm forward and backward, with the gradients of input and weight: 5 of the input's bytes."""
+
+    def make(seed: int) -> Inputs:
+        generator = generator_of(seed, device)
+        x, weight = (normal(shape, dtype, generator).requires_grad_() for shape in ((rows, channels), (channels,)))
+        return (
+            x,
+            weight,
+            as_stored(random_order(channels, False, generator)),
+            normal((rows, channels), dtype, generator),
+        )
+
+    @torch.enable_grad()
+    def run(x: Tensor, weight: Tensor, index: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(norm_permute(x, weight, None, index, 1e-5, 0.0, "rms"), (x, weight), grad)
+
+    @torch.enable_grad()
+    def reference(x: Tensor, weight: Tensor, index: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+        wide = [tensor.detach().double().requires_grad_() for tensor in (x, weight)]
+        y = norm_reference(wide[0], wide[1], None, 1e-5, 0.0, "rms", index.long(), torch.float64)
+        return torch.autograd.grad(y, wide, grad.double())
+
+    def error(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> float:
+        return max(map(relative_error, found, expected))
+
+    moved = 5 * rows * channels * dtype.itemsize
+    return Case(
+        "norm_permute forward + backward", f"{rows}x{channels}", dtype, make, run, reference, error, rounding(dtype),
+        moved, tables=("norm_permute", "norm_permute_backward"),
+    )  # fmt: skip

@@ -1,19 +1,20 @@
-"""N:M weights stored packed: what is kept, and where it stands.
+"""Packed N:M weights: the kept values and their positions.
 
-A row of ``W [O, C]`` is stored as the ``kept`` values of each ``group`` consecutive channels and their positions in it:
+A row of ``W [O, C]`` is stored as the ``kept`` values of each ``group`` of consecutive channels, and their positions in
+the group:
 
     values     [O, C / group * kept], the dtype of W
-    positions  uint8 [O, ceil(C / group * kept * bits / 8)],  bits = ceil(log2(group)) a position
+    positions  uint8 [O, ceil(C / group * kept * bits / 8)],  bits = ceil(log2(group)) per position
 
-Positions ascend inside a group and lie one after another from the lowest bit of a row's first byte on; bits left over
-at the end of a row are 0. A group with fewer nonzero weights stores zeros at its first free positions, so that a weight
-has exactly one packed form. Rows are independent. At 2:4 and 16 bits that is 9/16 of the dense weight.
-Bytes moved by `unpack`: the packed weight read, the dense one written. At 2:4 Triton unpacks on a GPU, see
+Positions ascend within a group. They follow each other from the lowest bit of a row's first byte on; unused bits at the
+end of a row are 0. A group with fewer nonzero weights stores zeros at its first free positions, so that a weight has
+exactly one packed form. Rows are independent. At 2:4 and 16 bits this takes 9/16 of the dense weight's bytes.
+Bytes moved by `unpack`: the packed weight read, the dense one written. On a GPU, Triton unpacks 2:4 weights, see
 `permtriton.kernels.packing_triton`; other patterns, and packing, are plain torch.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -22,55 +23,52 @@ from torch.nn.functional import pad
 from permtriton.errors import ModelError
 from permtriton.kernels import packing_triton as kernels
 from permtriton.kernels.launch import on_gpu
+from permtriton.kernels.tools.cases import PATTERN, Case, Inputs, generator_of, two_of_four, unequal
 from permtriton.sparsity import NMPattern
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-CHUNK = 1 << 20  # weights whose positions are unpacked at a time: 64-bit temporaries stay at a few MiB each
+CHUNK = 1 << 20  # weights whose positions are unpacked at once: 64-bit temporaries take a few MiB each
 
 
-def pack(weight_OC: Tensor, kept: int, group: int) -> tuple[Tensor, Tensor]:
-    """Returns (values, positions) of an N:M weight; `unpack` gives it back bit for bit.
+def pack(weight_OC: Tensor, pattern: NMPattern) -> tuple[Tensor, Tensor]:
+    """Returns (values, positions) of an N:M weight; `unpack` restores it bit for bit.
 
     Args:
         weight_OC: ``[O, C]``, bfloat16, float16, float32 or float64, pruned along its last dimension.
-        kept: weights kept in a group.
-        group: consecutive channels in a group; divides C.
+        pattern: Its group divides C.
 
     Raises:
-        ConfigError: the pattern is not possible.
         ModelError: a group holds more than ``kept`` nonzero weights; a weight is -0.0 or not finite; a shape or dtype
             that cannot be packed.
     """
-    return torch.ops.permtriton.pack(weight_OC, kept, group)
+    return torch.ops.permtriton.pack(weight_OC, pattern.kept, pattern.group)
 
 
-def unpack(values: Tensor, positions: Tensor, in_features: int, kept: int, group: int) -> Tensor:
-    """Returns the weight ``[O, in_features]`` that was packed. The content of ``positions`` is trusted.
+def unpack(values: Tensor, positions: Tensor, in_features: int, pattern: NMPattern) -> Tensor:
+    """Returns the dense weight ``[O, in_features]``. The content of ``positions`` is trusted.
 
     Raises:
         ModelError: shapes or dtypes that do not fit.
     """
-    return torch.ops.permtriton.unpack(values, positions, in_features, kept, group)
+    return torch.ops.permtriton.unpack(values, positions, in_features, pattern.kept, pattern.group)
 
 
-def packed_shapes(
-    out_features: int, in_features: int, kept: int, group: int
-) -> tuple[tuple[int, int], tuple[int, int]]:
+def packed_shapes(out_features: int, in_features: int, pattern: NMPattern) -> tuple[tuple[int, int], tuple[int, int]]:
     """Returns the shapes of values and positions.
 
     Raises:
-        ConfigError: the pattern is not possible.
-        ModelError: ``in_features`` is no multiple of ``group``.
+        ModelError: ``in_features`` is not a multiple of the group.
     """
-    pattern = NMPattern(kept, group)
-    if in_features % group:
-        raise ModelError(f"{in_features} input channels cannot be packed at {pattern}: expected a multiple of {group}")
-    row = in_features // group * kept
-    return (out_features, row), (out_features, math.ceil(row * position_bits(group) / 8))
+    if in_features % pattern.group:
+        raise ModelError(
+            f"{in_features} input channels cannot be packed at {pattern}: expected a multiple of {pattern.group}"
+        )
+    row = in_features // pattern.group * pattern.kept
+    return (out_features, row), (out_features, math.ceil(row * position_bits(pattern.group) / 8))
 
 
 def position_bits(group: int) -> int:
-    """Returns how many bits a position in a group takes."""
+    """Returns the number of bits per position."""
     return (group - 1).bit_length()
 
 
@@ -89,7 +87,7 @@ def unpack_positions(positions: Tensor, count: int, group: int) -> Tensor:
 
 
 def _unpack_all(positions: Tensor, group: int) -> Tensor:
-    """Returns uint8 ``[O, 8 n]``: the positions, then what the padding bits hold."""
+    """Returns uint8 ``[O, 8 n]``: the positions, then the padding bits."""
     bits = position_bits(group)
     if 8 % bits == 0:
         shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=positions.device)
@@ -100,80 +98,78 @@ def _unpack_all(positions: Tensor, group: int) -> Tensor:
     return slots.to(torch.uint8).flatten(1)
 
 
-def check_packed(values: Tensor, positions: Tensor, out_features: int, in_features: int, kept: int, group: int) -> None:
-    """Refuses what `pack` cannot have made; afterwards `unpack` is safe and `pack` of its result gives the same.
+def check_packed(values: Tensor, positions: Tensor, out_features: int, in_features: int, pattern: NMPattern) -> None:
+    """Refuses what `pack` cannot have made: of the rest, `unpack` is safe and `pack` of its result gives the same.
 
-    Works on a chunk of rows at a time: its temporaries stay at some tens of MiB.
+    Works on chunks of rows: temporaries take some tens of MiB.
 
     Args:
-        values: as stored.
-        positions: as stored.
-        out_features: O that the model has.
-        in_features: C that the model has.
-        kept: weights kept in a group.
-        group: consecutive channels in a group.
+        values: As stored.
+        positions: As stored.
+        out_features: O of the model's layer.
+        in_features: C of the model's layer.
+        pattern: What each group keeps.
 
     Raises:
-        ConfigError: the pattern is not possible.
         ModelError: wrong shapes or dtypes, a position outside its group, positions that do not ascend, padding bits
             that are not 0, a value that is not finite or is -0.0, zeros not at the first free positions.
     """
-    check_packed_shapes(values, positions, out_features, in_features, kept, group)
-    starts = _starts(in_features, kept, group, values.device)
+    check_packed_shapes(values, positions, out_features, in_features, pattern)
+    starts = _starts(in_features, pattern, values.device)
     for rows in _row_chunks(out_features, in_features):
         kept_values = values[rows]
-        slots_and_padding = _unpack_all(positions[rows], group)
+        slots_and_padding = _unpack_all(positions[rows], pattern.group)
         slots, padding = slots_and_padding.split((values.shape[1], slots_and_padding.shape[1] - values.shape[1]), 1)
-        _refuse(slots >= group, rows, f"a position outside its group of {group}")
-        grouped = slots.unflatten(1, (-1, kept))
+        _refuse(slots >= pattern.group, rows, f"a position outside its group of {pattern.group}")
+        grouped = slots.unflatten(1, (-1, pattern.kept))
         _refuse(grouped[..., 1:] <= grouped[..., :-1], rows, "positions of a group that do not ascend")
         _refuse(padding != 0, rows, "padding bits that are not 0")
         _refuse(~kept_values.isfinite(), rows, "a value that is not finite")
         _refuse(_negative_zero(kept_values), rows, "a value of -0.0")
         weight = kept_values.new_zeros(kept_values.shape[0], in_features)
         weight.scatter_(1, slots.long() + starts, kept_values)
-        chosen = _chosen(weight.unflatten(1, (-1, group)), kept).flatten(1)
+        chosen = _chosen(weight.unflatten(1, (-1, pattern.group)), pattern.kept).flatten(1)
         _refuse(~chosen.gather(1, slots.long() + starts), rows, "zeros that are not at the first free positions")
 
 
-def pack_reference(weight_OC: Tensor, kept: int, group: int) -> tuple[Tensor, Tensor]:
-    """Packing in plain torch, a chunk of rows at a time."""
+def pack_reference(weight_OC: Tensor, pattern: NMPattern) -> tuple[Tensor, Tensor]:
+    """Packing in plain torch, in chunks of rows."""
     if weight_OC.dim() != 2 or weight_OC.dtype not in DTYPES:
         raise ModelError(
             f"a {weight_OC.dtype} weight of shape {list(weight_OC.shape)} cannot be packed: expected [out, in] of "
             + ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
         )
     out_features, in_features = weight_OC.shape
-    values_shape, positions_shape = packed_shapes(out_features, in_features, kept, group)
+    values_shape, positions_shape = packed_shapes(out_features, in_features, pattern)
     values = weight_OC.new_empty(values_shape)
     positions = torch.empty(positions_shape, dtype=torch.uint8, device=weight_OC.device)
     for rows in _row_chunks(out_features, in_features):
         weight = weight_OC[rows]
         _refuse(~weight.isfinite(), rows, "a weight that is not finite")
         _refuse(_negative_zero(weight), rows, "a weight of -0.0: store 0.0")
-        grouped = weight.unflatten(1, (-1, group))
-        excess = f"more nonzero weights than {kept}:{group} keeps: prune before packing"
-        _refuse(((grouped != 0).sum(2) > kept), rows, excess, group)
-        chosen = _chosen(grouped, kept)
+        grouped = weight.unflatten(1, (-1, pattern.group))
+        excess = f"more nonzero weights than {pattern} keeps: prune before packing"
+        _refuse(((grouped != 0).sum(2) > pattern.kept), rows, excess, pattern.group)
+        chosen = _chosen(grouped, pattern.kept)
         places = chosen.flatten().nonzero().view(-1, values_shape[1])
         values[rows] = weight.reshape(-1)[places]
-        positions[rows] = pack_positions(places % group, group)
+        positions[rows] = pack_positions(places % pattern.group, pattern.group)
     return values, positions
 
 
-def unpack_reference(values: Tensor, positions: Tensor, in_features: int, kept: int, group: int) -> Tensor:
-    """Unpacking in plain torch, a chunk of rows at a time."""
-    check_packed_shapes(values, positions, values.shape[0], in_features, kept, group)
+def unpack_reference(values: Tensor, positions: Tensor, in_features: int, pattern: NMPattern) -> Tensor:
+    """Unpacking in plain torch, in chunks of rows."""
+    check_packed_shapes(values, positions, values.shape[0], in_features, pattern)
     weight_OC = values.new_zeros(values.shape[0], in_features)
-    starts = _starts(in_features, kept, group, values.device)
+    starts = _starts(in_features, pattern, values.device)
     for rows in _row_chunks(values.shape[0], in_features):
-        channels = unpack_positions(positions[rows], values.shape[1], group).long().add_(starts)
+        channels = unpack_positions(positions[rows], values.shape[1], pattern.group).long().add_(starts)
         weight_OC[rows].scatter_(1, channels, values[rows])
     return weight_OC
 
 
 def _chosen(grouped: Tensor, kept: int) -> Tensor:
-    """Returns bool ``[rows, groups, group]``: ``kept`` of each group, nonzero weights before zeros, in their order."""
+    """Returns bool ``[rows, groups, group]``: ``kept`` places per group, those of nonzero weights before free ones."""
     nonzero = grouped != 0
     free = ~nonzero
     spare = kept - nonzero.sum(2, keepdim=True)
@@ -184,9 +180,9 @@ def _negative_zero(values: Tensor) -> Tensor:
     return (values == 0) & values.signbit()
 
 
-def _starts(in_features: int, kept: int, group: int, device: torch.device) -> Tensor:
+def _starts(in_features: int, pattern: NMPattern, device: torch.device) -> Tensor:
     """Returns int64 ``[in_features / group * kept]``: the first channel of the group of each kept value."""
-    return torch.arange(0, in_features, group, device=device).repeat_interleave(kept)
+    return torch.arange(0, in_features, pattern.group, device=device).repeat_interleave(pattern.kept)
 
 
 def _row_chunks(rows: int, columns: int) -> Iterator[slice]:
@@ -196,7 +192,7 @@ def _row_chunks(rows: int, columns: int) -> Iterator[slice]:
 
 
 def _refuse(bad: Tensor, rows: slice, what: str, group: int | None = None) -> None:
-    """Raises ModelError where ``bad`` (rows first) holds anywhere, naming the first row, and the group where asked."""
+    """Raises ModelError if ``bad`` (rows first) is true anywhere, naming the first row, and its group if given."""
     if bool(bad.any()):
         first = bad.nonzero()[0].tolist()
         where = f"row {rows.start + first[0]}"
@@ -206,15 +202,14 @@ def _refuse(bad: Tensor, rows: slice, what: str, group: int | None = None) -> No
 
 
 def check_packed_shapes(
-    values: Tensor, positions: Tensor, out_features: int, in_features: int, kept: int, group: int
+    values: Tensor, positions: Tensor, out_features: int, in_features: int, pattern: NMPattern
 ) -> None:
-    """Refuses values and positions of shapes or dtypes that no such weight has; their content is not looked at.
+    """Refuses values and positions whose shapes or dtypes do not fit the weight; does not look at their content.
 
     Raises:
-        ConfigError: the pattern is not possible.
-        ModelError: with what was found and what was expected.
+        ModelError: naming what was found and what was expected.
     """
-    expected_values, expected_positions = packed_shapes(out_features, in_features, kept, group)
+    expected_values, expected_positions = packed_shapes(out_features, in_features, pattern)
     if values.dtype not in DTYPES or positions.dtype != torch.uint8:
         raise ModelError(
             f"packed values of {values.dtype} with positions of {positions.dtype}: expected floating-point values of "
@@ -224,34 +219,59 @@ def check_packed_shapes(
         raise ModelError(
             f"packed values of shape {list(values.shape)} with positions of shape {list(positions.shape)}: expected "
             f"{list(expected_values)} and {list(expected_positions)} for a weight [{out_features}, {in_features}] at "
-            f"{kept}:{group}"
+            f"{pattern}"
         )
 
 
 @torch.library.custom_op("permtriton::pack", mutates_args=())
 def _pack(weight: Tensor, kept: int, group: int) -> tuple[Tensor, Tensor]:
-    return pack_reference(weight, kept, group)
+    return pack_reference(weight, NMPattern(kept, group))
 
 
 @_pack.register_fake
 def _(weight: Tensor, kept: int, group: int) -> tuple[Tensor, Tensor]:
-    values_shape, positions_shape = packed_shapes(weight.shape[0], weight.shape[1], kept, group)
+    values_shape, positions_shape = packed_shapes(weight.shape[0], weight.shape[1], NMPattern(kept, group))
     return weight.new_empty(values_shape), weight.new_empty(positions_shape, dtype=torch.uint8)
 
 
 @torch.library.custom_op("permtriton::unpack", mutates_args=())
 def _unpack(values: Tensor, positions: Tensor, in_features: int, kept: int, group: int) -> Tensor:
-    return unpack_reference(values, positions, in_features, kept, group)
+    return unpack_reference(values, positions, in_features, NMPattern(kept, group))
 
 
 @on_gpu(_unpack)
 def _unpack_cuda(values: Tensor, positions: Tensor, in_features: int, kept: int, group: int) -> Tensor:
-    if not kernels.supports(values.dtype, in_features, kept, group):
-        return unpack_reference(values, positions, in_features, kept, group)
-    check_packed_shapes(values, positions, values.shape[0], in_features, kept, group)
+    pattern = NMPattern(kept, group)
+    if not kernels.supports(values.dtype, in_features, pattern):
+        return unpack_reference(values, positions, in_features, pattern)
+    check_packed_shapes(values, positions, values.shape[0], in_features, pattern)
     return kernels.unpack_triton(values, positions, in_features)
 
 
 @_unpack.register_fake
 def _(values: Tensor, positions: Tensor, in_features: int, kept: int, group: int) -> Tensor:
     return values.new_empty(values.shape[0], in_features)
+
+
+def cases(
+    shapes: Sequence[tuple[int, int]], tokens: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> list[Case]:
+    """Returns what is checked, tuned and measured for linears of these shapes (out, in)."""
+    return [unpack_case(o, c, dtype, device) for o, c in shapes]
+
+
+def unpack_case(out_features: int, in_features: int, dtype: torch.dtype, device: torch.device) -> Case:
+    """Unpacking a 2:4 weight."""
+
+    def make(seed: int) -> Inputs:
+        return pack(two_of_four((out_features, in_features), dtype, generator_of(seed, device)), PATTERN)
+
+    def run(values: Tensor, positions: Tensor) -> Tensor:
+        return unpack(values, positions, in_features, PATTERN)
+
+    def reference(values: Tensor, positions: Tensor) -> Tensor:
+        return unpack_reference(values, positions, in_features, PATTERN)
+
+    weights = out_features * in_features
+    moved = weights * dtype.itemsize * 3 // 2 + weights // 8
+    return Case("packing", f"{out_features}x{in_features}", dtype, make, run, reference, unequal, 0, moved)

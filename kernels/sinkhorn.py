@@ -4,17 +4,21 @@
     one round:  r = 1 / (E c),  c = 1 / (E^T r);        0 rounds: r = 1 / (E 1), c = 1, a row softmax
 
 Shapes: ``logits``, ``soft`` ``[n, B, B]``; scales ``[rounds, n, B]`` float32. The backward pass replays the rounds from
-the saved scale vectors, 2 x rounds x B float32 a block, instead of from ``rounds`` saved matrices.
+the saved scale vectors, 2 x rounds x B float32 per block, instead of from ``rounds`` saved matrices.
 Bytes moved: logits read once, soft written once, and the scales.
 
-On a GPU `permtriton.kernels.sinkhorn_triton` runs, and the reference for float64 logits and blocks beyond 128.
+On a GPU `permtriton.kernels.sinkhorn_triton` runs, or the reference for float64 logits and blocks larger than 128.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from permtriton.kernels.launch import on_gpu
 from permtriton.kernels.sinkhorn_triton import TINY, sinkhorn_backward_triton, sinkhorn_triton, supports
+from permtriton.kernels.tools.cases import BLOCK, Case, Inputs, blocks_of, generator_of, near_identity, normal
+from permtriton.kernels.tools.timing import relative_error
 
 
 def sinkhorn(logits: Tensor, tau: float, rounds: int) -> Tensor:
@@ -22,8 +26,8 @@ def sinkhorn(logits: Tensor, tau: float, rounds: int) -> Tensor:
 
     Args:
         logits: ``[n, B, B]``.
-        tau: temperature, positive; towards 0 the result tends to a permutation matrix.
-        rounds: row-then-column normalisations; 0 gives a row softmax.
+        tau: Temperature, positive; as it goes to 0, the result tends to a permutation matrix.
+        rounds: Number of row-then-column normalisations; 0 gives a row softmax.
     """
     return torch.ops.permtriton.sinkhorn(logits, tau, rounds)[0]
 
@@ -118,3 +122,49 @@ def _backward(ctx, grad, _rows, _columns):  # type: ignore[no-untyped-def]
 
 
 _sinkhorn.register_autograd(_backward, setup_context=_setup_context)
+
+
+def cases(
+    shapes: Sequence[tuple[int, int]], tokens: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> list[Case]:
+    """Returns what is checked, tuned and measured for linears of these shapes (out, in)."""
+    blocks = blocks_of(shapes)
+    return [make(blocks, BLOCK, device) for make in (sinkhorn_case, sinkhorn_backward_case)]
+
+
+def sinkhorn_case(blocks: int, size: int, device: torch.device, rounds: int = 5) -> Case:
+    """The relaxation of one step's permutations."""
+
+    def make(seed: int) -> Inputs:
+        return (near_identity(blocks, size, generator_of(seed, device)),)
+
+    def run(logits: Tensor) -> Tensor:
+        return torch.ops.permtriton.sinkhorn(logits, 0.5, rounds)[0]
+
+    def reference(logits: Tensor) -> Tensor:
+        return sinkhorn_reference(logits.double(), 0.5, rounds)[0]
+
+    moved = 2 * blocks * size * size * 4
+    return Case("sinkhorn", f"{blocks}x{size}x{size}", torch.float32, make, run, reference, relative_error, 1e-4, moved)
+
+
+def sinkhorn_backward_case(blocks: int, size: int, device: torch.device, rounds: int = 5) -> Case:
+    """The backward pass: reads gradient, logits and scales, writes a gradient."""
+
+    def make(seed: int) -> Inputs:
+        generator = generator_of(seed, device)
+        logits = near_identity(blocks, size, generator)
+        _, rows, columns = sinkhorn_reference(logits, 0.5, rounds)
+        return normal((blocks, size, size), torch.float32, generator), logits, rows, columns
+
+    def run(grad: Tensor, logits: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+        return torch.ops.permtriton.sinkhorn_backward(grad, logits, rows, columns, 0.5)
+
+    def reference(grad: Tensor, logits: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+        _, wide_rows, wide_columns = sinkhorn_reference(logits.double(), 0.5, rounds)
+        return sinkhorn_backward_reference(grad.double(), logits.double(), wide_rows, wide_columns, 0.5)
+
+    moved = (3 * size + 2 * rounds) * blocks * size * 4
+    return Case(
+        "sinkhorn backward", f"{blocks}x{size}x{size}", torch.float32, make, run, reference, relative_error, 1e-3, moved
+    )

@@ -3,16 +3,16 @@
 The weight is `permtriton.kernels.packing`'s. Shapes: ``x`` ``[..., C]``, ``bias`` ``[O]``, ``index`` ``[C]`` -> ``y``
 ``[..., O]``. The reference unpacks the weight and multiplies densely. On a GPU a 2:4 weight takes one of three routes:
 
-    packed      the Triton kernels of sparse_linear_triton.py, 1 to 64 tokens: packed bytes are all that is read of W,
-                at 16 bits 9/16 of the dense weight's
-    cusparselt  `permtriton.kernels.cusparselt`, where ``compressed`` is given: half of the dense product's operations
-    dense       unpacked by a kernel, then cuBLAS: any number of tokens; 25/16 of the dense weight's bytes beside it
+    packed      the Triton kernels of sparse_linear_triton.py, 1 to 64 tokens: only packed bytes are read of W, 9/16 of
+                the dense weight's at 16 bits
+    cusparselt  `permtriton.kernels.cusparselt`, if ``compressed`` is given: half of the dense product's operations
+    dense       unpacked by a kernel, then cuBLAS: any number of tokens; moves 25/16 of the dense weight's bytes more
 
-The first that is possible is taken, unless `permtriton autotune` measured another one to be faster for the shape, the
-number of tokens and the GPU (`ROUTE_CONFIGS` is the table).
+The first possible route is taken, unless `permtriton autotune` measured a faster one for the shape, the number of
+tokens and the GPU (`ROUTE_CONFIGS` is the table).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -24,9 +24,22 @@ from permtriton.kernels import cusparselt
 from permtriton.kernels import sparse_linear_triton as kernels
 from permtriton.kernels.autotune import config_for
 from permtriton.kernels.launch import Config, on_gpu
-from permtriton.kernels.packing import check_packed_shapes, unpack
-from permtriton.kernels.permute import check_shapes, permute
+from permtriton.kernels.packing import check_packed_shapes, pack, unpack, unpack_reference
+from permtriton.kernels.packing_triton import PATTERN
+from permtriton.kernels.permute import check_shapes, permute, permute_reference
+from permtriton.kernels.tools.cases import (
+    Case,
+    Inputs,
+    as_stored,
+    generator_of,
+    normal,
+    random_order,
+    rounding,
+    two_of_four,
+)
+from permtriton.kernels.tools.timing import relative_error
 from permtriton.permutation import inverse
+from permtriton.sparsity import NMPattern
 
 PACKED, CUSPARSELT, DENSE = 0, 1, 2
 ROUTE_CONFIGS: tuple[Config, ...] = tuple(Config({"ROUTE": route}) for route in (PACKED, CUSPARSELT, DENSE))
@@ -39,8 +52,7 @@ def sparse_linear(
     bias: Tensor | None,
     index: Tensor | None,
     in_features: int,
-    kept: int,
-    group: int,
+    pattern: NMPattern,
     compressed: Tensor | None = None,
 ) -> Tensor:
     """Returns ``x[..., index] W^T + bias`` of a packed weight; differentiable in ``x`` and ``bias``.
@@ -48,18 +60,19 @@ def sparse_linear(
     Args:
         x: ``[..., in_features]``, in the dtype of ``values``.
         values: ``[O, in_features / group * kept]``.
-        positions: uint8, as `pack` makes them. Their content is trusted: see `check_packed`.
+        positions: uint8, from `pack`. Their content is trusted: see `check_packed`.
         bias: ``[O]`` or None.
-        index: ``[in_features]``, any integer dtype, or None: the order that ``x`` is brought into first.
+        index: ``[in_features]``, any integer dtype, or None: the order into which ``x`` is brought first.
         in_features: C.
-        kept: weights kept in a group.
-        group: consecutive channels in a group.
-        compressed: the same weight as `permtriton.kernels.cusparselt.compress` makes it, or None; used on a GPU.
+        pattern: What each group keeps.
+        compressed: The same weight from `permtriton.kernels.cusparselt.compress`, or None; used on a GPU.
 
     Raises:
         ModelError: shapes or dtypes that do not fit.
     """
-    return torch.ops.permtriton.sparse_linear(x, values, positions, bias, index, in_features, kept, group, compressed)
+    return torch.ops.permtriton.sparse_linear(
+        x, values, positions, bias, index, in_features, pattern.kept, pattern.group, compressed
+    )
 
 
 def sparse_linear_reference(
@@ -69,12 +82,11 @@ def sparse_linear_reference(
     bias: Tensor | None,
     index: Tensor | None,
     in_features: int,
-    kept: int,
-    group: int,
+    pattern: NMPattern,
 ) -> Tensor:
-    """Unpacks the weight and multiplies densely: the same product, bit for bit, as with the weight before packing."""
+    """Unpacks the weight and multiplies densely: the same bits as the product with the weight before packing."""
     x = x if index is None else permute(x, index)
-    return linear(x, unpack(values, positions, in_features, kept, group), bias)
+    return linear(x, unpack(values, positions, in_features, pattern), bias)
 
 
 def routed(
@@ -84,17 +96,16 @@ def routed(
     bias: Tensor | None,
     index: Tensor | None,
     in_features: int,
-    kept: int,
-    group: int,
+    pattern: NMPattern,
     compressed: Tensor | None,
 ) -> Tensor:
-    """The same by the route that was measured to be the fastest, or the first that is possible."""
+    """Computes the product on a GPU by the fastest measured route, or else the first possible one."""
     tokens, out_features = x.numel() // max(in_features, 1), values.shape[0]
-    arguments = (x, values, positions, bias, index, in_features, kept, group)
+    arguments = (x, values, positions, bias, index, in_features, pattern)
     possible: dict[int, Callable[[], Tensor]] = {}
-    if kernels.supports(x, values, in_features, kept, group):
+    if kernels.supports(x, values, in_features, pattern):
         possible[PACKED] = partial(kernels.sparse_linear_triton, *arguments)
-    if compressed is not None and tokens and (kept, group) == (2, 4):
+    if compressed is not None and tokens and pattern == PATTERN:
         possible[CUSPARSELT] = partial(_by_cusparselt, x, compressed, bias, index, out_features)
     possible[DENSE] = partial(sparse_linear_reference, *arguments)
     configs = [config for config in ROUTE_CONFIGS if config.constants["ROUTE"] in possible]
@@ -118,8 +129,7 @@ def _check(
     bias: Tensor | None,
     index: Tensor | None,
     in_features: int,
-    kept: int,
-    group: int,
+    pattern: NMPattern,
     compressed: Tensor | None,
 ) -> None:
     if values.dim() != 2 or not x.dim() or x.shape[-1] != in_features or x.dtype != values.dtype:
@@ -127,7 +137,7 @@ def _check(
             f"sparse_linear: a {x.dtype} input of shape {list(x.shape)} for {values.dtype} values of shape "
             f"{list(values.shape)}: expected [..., {in_features}] and two dimensions of one dtype"
         )
-    check_packed_shapes(values, positions, values.shape[0], in_features, kept, group)
+    check_packed_shapes(values, positions, values.shape[0], in_features, pattern)
     if bias is not None and bias.shape != values.shape[:1]:
         raise ModelError(f"sparse_linear: a bias of shape {list(bias.shape)}: expected [{values.shape[0]}]")
     if index is not None:
@@ -153,25 +163,27 @@ def _sparse_linear(
     group: int,
     compressed: Tensor | None = None,
 ) -> Tensor:
-    _check(x, values, positions, bias, index, in_features, kept, group, compressed)
-    return sparse_linear_reference(x, values, positions, bias, index, in_features, kept, group)
+    arguments = (x, values, positions, bias, index, in_features, NMPattern(kept, group))
+    _check(*arguments, compressed)
+    return sparse_linear_reference(*arguments)
 
 
 @on_gpu(_sparse_linear)
 def _sparse_linear_cuda(x, values, positions, bias, index, in_features, kept, group, compressed=None):  # type: ignore[no-untyped-def]
-    arguments = (x, values, positions, bias, index, in_features, kept, group, compressed)
+    arguments = (x, values, positions, bias, index, in_features, NMPattern(kept, group), compressed)
     _check(*arguments)
     return routed(*arguments)
 
 
 @_sparse_linear.register_fake
 def _(x, values, positions, bias, index, in_features, kept, group, compressed=None):  # type: ignore[no-untyped-def]
-    _check(x, values, positions, bias, index, in_features, kept, group, compressed)
+    _check(x, values, positions, bias, index, in_features, NMPattern(kept, group), compressed)
     return x.new_empty((*x.shape[:-1], values.shape[0]))
 
 
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    _, values, positions, _, index, ctx.in_features, ctx.kept, ctx.group, _ = inputs
+    _, values, positions, _, index, ctx.in_features, kept, group, _ = inputs
+    ctx.pattern = NMPattern(kept, group)
     ctx.save_for_backward(values, positions, index)
 
 
@@ -179,7 +191,7 @@ def _backward(ctx, grad):  # type: ignore[no-untyped-def]
     values, positions, index = ctx.saved_tensors
     grad_x = grad_bias = None
     if ctx.needs_input_grad[0]:
-        grad_x = grad @ unpack(values, positions, ctx.in_features, ctx.kept, ctx.group)
+        grad_x = grad @ unpack(values, positions, ctx.in_features, ctx.pattern)
         if index is not None:
             grad_x = permute(grad_x, inverse(index.long()))
     if ctx.needs_input_grad[3]:
@@ -188,3 +200,46 @@ def _backward(ctx, grad):  # type: ignore[no-untyped-def]
 
 
 _sparse_linear.register_autograd(_backward, setup_context=_setup_context)
+
+
+def cases(
+    shapes: Sequence[tuple[int, int]], tokens: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> list[Case]:
+    """Returns what is checked, tuned and measured for linears of these shapes (out, in)."""
+    return [sparse_linear_case(t, o, c, dtype, device) for t in tokens for o, c in shapes]
+
+
+def sparse_linear_case(
+    tokens: int, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device, gather: bool = False
+) -> Case:
+    """A linear with a packed 2:4 weight, optionally with a gather of its input; on every route that the GPU has."""
+
+    def make(seed: int) -> Inputs:
+        generator = generator_of(seed, device)
+        weight = two_of_four((out_features, in_features), dtype, generator)
+        index = as_stored(random_order(in_features, True, generator)) if gather else None
+        there = cusparselt.supports(dtype, out_features, in_features, device)
+        compressed = cusparselt.compress(weight) if there else None
+        return normal((tokens, in_features), dtype, generator), *pack(weight, PATTERN), index, compressed
+
+    def run(x: Tensor, values: Tensor, positions: Tensor, index: Tensor | None, compressed: Tensor | None) -> Tensor:
+        return sparse_linear(x, values, positions, None, index, in_features, PATTERN, compressed)
+
+    def reference(x: Tensor, values: Tensor, positions: Tensor, index: Tensor | None, _: Tensor | None) -> Tensor:
+        x = x if index is None else permute_reference(x, index)
+        return x.double() @ unpack_reference(values, positions, in_features, PATTERN).double().t()
+
+    weights = out_features * in_features
+    packed = weights * dtype.itemsize // 2 + weights // 8
+    moved = packed + tokens * (in_features + out_features) * dtype.itemsize
+    return Case(
+        "sparse_linear" + (" with gather" if gather else ""), f"{tokens} tokens {out_features}x{in_features}", dtype,
+        make, run, reference, relative_error, rounding(dtype), moved, tokens * weights,  # of the kept half
+        tables=_tables(tokens, in_features, dtype),
+    )  # fmt: skip
+
+
+def _tables(tokens: int, in_features: int, dtype: torch.dtype) -> tuple[str, ...]:
+    if not kernels.takes(tokens, dtype, in_features, PATTERN):
+        return ("sparse_linear_route",)
+    return ("sparse_linear_vector" if tokens == 1 else "sparse_linear", "sparse_linear_route")

@@ -1,31 +1,34 @@
-"""The Triton kernels of `permtriton.kernels.sparse_linear`, and what launches them: 2:4 weights, 1 to 64 tokens.
+# mypy: allow-untyped-defs
+"""The Triton kernels of `permtriton.kernels.sparse_linear`, and their launcher: 2:4 weights, 1 to 64 tokens.
 
-Packed bytes are all that is read of W, and decompressed in registers (`permtriton.kernels.packing_triton`).
+Only packed bytes are read of W; they are decompressed in registers (`permtriton.kernels.packing_triton`).
 
-One token. Positions of a group ascend, so that its first value multiplies one of the input's channels 0 to 2 of the
-group and its second one of 1 to 3: two selections a value, no gather from memory. The input of a tile is read once for
-its ``TILE_O`` rows, through ``index`` where there is one. Sums stay in float32, one a group, until the row's end.
-2 to 64 tokens. The values are laid out as a dense ``[TILE_O, TILE_C]`` tile in registers and go to the tensor cores
-(float32 weights, up to 16 tokens: exact float32 products); tokens are padded to 16, 32 or 64.
-Split-K: each of ``SPLITS`` programs along the channels writes its own float32 partial sums, and a second kernel adds
-them in order and adds the bias: the same input gives the same bits. With one split there is no second kernel.
+One token: positions in a group ascend, so the first value multiplies one of the group's input channels 0 to 2 and the
+second one of 1 to 3. That takes two selections per value and no gather from memory. The input of a tile is read once
+for its ``TILE_O`` rows, through ``index`` if there is one. Sums stay in float32, one per group, until the end of the
+row. 2 to 64 tokens: the values are laid out as a dense ``[TILE_O, TILE_C]`` tile in registers and go to the tensor
+cores (float32 weights, up to 16 tokens: exact float32 products). Tokens are padded to 16, 32 or 64. Split-K: each of
+``SPLITS`` programs along the channels writes its own float32 partial sums, and a second kernel adds them in order, then
+the bias: the same input gives the same bits. With one split there is no second kernel.
 
-Floor: 9/16 of the dense weight's bytes at 16 bits, beside x and y; at one token about 8 instructions a value, half of
-what an H200 has time for at its bandwidth.
+Floor: 9/16 of the dense weight's bytes at 16 bits, plus x and y. One token takes about 8 instructions per value, half
+of what an H200 has time for at its bandwidth.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from permtriton.errors import ModelError
 from permtriton.kernels.autotune import config_for
-from permtriton.kernels.launch import Build, Config, jit, tl, triton
-from permtriton.kernels.packing_triton import WORD, dense_tile, load_pairs
+from permtriton.kernels.builds import Build, builds_of, name_of
+from permtriton.kernels.launch import Config, Kernel, refuse_unsupported, tl, triton
+from permtriton.kernels.packing_triton import PATTERN, WORD, dense_tile, load_pairs
 from permtriton.kernels.packing_triton import supports as supports_weight
+from permtriton.sparsity import NMPattern
 
 MAX_TOKENS = 64
 MAX_FLOAT32_TOKENS = 16  # exact products take registers
@@ -53,23 +56,23 @@ CONFIGS: tuple[Config, ...] = (
 )
 
 
-@jit
+@Kernel
 def _sparse_linear_vector_kernel(
-    x, values, positions, bias, index, y, out_features, words, tiles_a_split,
+    x_ptr, values_ptr, positions_ptr, bias_ptr, index_ptr, y_ptr, out_features, words, tiles_per_split,
     HAS_BIAS: tl.constexpr, HAS_INDEX: tl.constexpr, SPLITS: tl.constexpr, TILE_O: tl.constexpr, TILE_C: tl.constexpr,
 ):  # fmt: skip
     o = tl.program_id(0) * TILE_O + tl.arange(0, TILE_O)
     valid = o < out_features
-    begin = tl.program_id(1) * tiles_a_split * TILE_C
-    end = tl.minimum(begin + tiles_a_split * TILE_C, words * 16)  # a multiple of 16, for wide loads
+    begin = tl.program_id(1) * tiles_per_split * TILE_C
+    end = tl.minimum(begin + tiles_per_split * TILE_C, words * 16)  # a multiple of 16, for wide loads
     sums = tl.zeros([TILE_O, TILE_C // 4], tl.float32)
     for c_start in range(begin, end, TILE_C):
-        first, second, bits = load_pairs(values, positions, o, valid, c_start, words, end, TILE_O, TILE_C)
+        first, second, bits = load_pairs(values_ptr, positions_ptr, o, valid, c_start, words, end, TILE_O, TILE_C)
         c = c_start + tl.arange(0, TILE_C)
         source = c
         if HAS_INDEX:
-            source = tl.load(index + c, mask=c < end, other=0).to(tl.int32)
-        inputs = tl.load(x + source, mask=c < end, other=0.0).to(tl.float32)
+            source = tl.load(index_ptr + c, mask=c < end, other=0).to(tl.int32)
+        inputs = tl.load(x_ptr + source, mask=c < end, other=0.0).to(tl.float32)
         even, odd = tl.split(tl.reshape(inputs, [TILE_C // 2, 2]))
         x0, x2 = tl.split(tl.reshape(even, [TILE_C // 4, 2]))
         x1, x3 = tl.split(tl.reshape(odd, [TILE_C // 4, 2]))
@@ -79,66 +82,66 @@ def _sparse_linear_vector_kernel(
         sums += first.to(tl.float32) * first_input + second.to(tl.float32) * second_input
     result = tl.sum(sums, 1)
     if HAS_BIAS and SPLITS == 1:
-        result += tl.load(bias + o, mask=valid, other=0.0).to(tl.float32)
+        result += tl.load(bias_ptr + o, mask=valid, other=0.0).to(tl.float32)
     place = tl.program_id(1).to(tl.int64) * out_features + o
-    tl.store(y + place, result.to(y.dtype.element_ty), mask=valid)
+    tl.store(y_ptr + place, result.to(y_ptr.dtype.element_ty), mask=valid)
 
 
-@jit
+@Kernel
 def _sparse_linear_kernel(
-    x, values, positions, bias, index, y, tokens, out_features, words, tiles_a_split,
+    x_ptr, values_ptr, positions_ptr, bias_ptr, index_ptr, y_ptr, tokens, out_features, words, tiles_per_split,
     HAS_BIAS: tl.constexpr, HAS_INDEX: tl.constexpr, INTERPRETED: tl.constexpr, SPLITS: tl.constexpr,
     TILE_T: tl.constexpr, TILE_O: tl.constexpr, TILE_C: tl.constexpr,
 ):  # fmt: skip
     o = tl.program_id(0) * TILE_O + tl.arange(0, TILE_O)
     t = tl.arange(0, TILE_T)
     valid, real = o < out_features, t < tokens
-    begin = tl.program_id(1) * tiles_a_split * TILE_C
-    end = tl.minimum(begin + tiles_a_split * TILE_C, words * 16)  # a multiple of 16, for wide loads
+    begin = tl.program_id(1) * tiles_per_split * TILE_C
+    end = tl.minimum(begin + tiles_per_split * TILE_C, words * 16)  # a multiple of 16, for wide loads
     product = tl.zeros([TILE_O, TILE_T], tl.float32)
     for c_start in range(begin, end, TILE_C):
-        first, second, bits = load_pairs(values, positions, o, valid, c_start, words, end, TILE_O, TILE_C)
+        first, second, bits = load_pairs(values_ptr, positions_ptr, o, valid, c_start, words, end, TILE_O, TILE_C)
         dense = dense_tile(first, second, bits, TILE_O, TILE_C)
         c = c_start + tl.arange(0, TILE_C)
         source = c
         if HAS_INDEX:
-            source = tl.load(index + c, mask=c < end, other=0).to(tl.int32)
+            source = tl.load(index_ptr + c, mask=c < end, other=0).to(tl.int32)
         places = t.to(tl.int64)[:, None] * (words * 16) + source[None, :]
-        inputs = tl.load(x + places, mask=real[:, None] & (c < end)[None, :], other=0.0)
-        if INTERPRETED:  # the interpreter multiplies the bits of bfloat16 as whole numbers
+        inputs = tl.load(x_ptr + places, mask=real[:, None] & (c < end)[None, :], other=0.0)
+        if INTERPRETED:  # the interpreter multiplies the bits of bfloat16 as integers
             dense, inputs = dense.to(tl.float32), inputs.to(tl.float32)
         product = tl.dot(dense, tl.trans(inputs), product, input_precision="ieee")
     if HAS_BIAS and SPLITS == 1:
-        product += tl.load(bias + o, mask=valid, other=0.0).to(tl.float32)[:, None]
+        product += tl.load(bias_ptr + o, mask=valid, other=0.0).to(tl.float32)[:, None]
     lines = tl.program_id(1).to(tl.int64) * tokens + t
     places = lines[None, :] * out_features + o[:, None]
-    tl.store(y + places, product.to(y.dtype.element_ty), mask=valid[:, None] & real[None, :])
+    tl.store(y_ptr + places, product.to(y_ptr.dtype.element_ty), mask=valid[:, None] & real[None, :])
 
 
-@jit
+@Kernel
 def _sparse_linear_reduce_kernel(
-    partial, bias, y, count, out_features, HAS_BIAS: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr
+    partial_ptr, bias_ptr, y_ptr, count, out_features, HAS_BIAS: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr
 ):
     place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     valid = place < count
     result = tl.zeros([TILE], tl.float32)
     for split in tl.static_range(SPLITS):
-        result += tl.load(partial + split * count + place, mask=valid, other=0.0)
+        result += tl.load(partial_ptr + split * count + place, mask=valid, other=0.0)
     if HAS_BIAS:
-        result += tl.load(bias + place % out_features, mask=valid, other=0.0).to(tl.float32)
-    tl.store(y + place, result.to(y.dtype.element_ty), mask=valid)
+        result += tl.load(bias_ptr + place % out_features, mask=valid, other=0.0).to(tl.float32)
+    tl.store(y_ptr + place, result.to(y_ptr.dtype.element_ty), mask=valid)
 
 
-def supports(x: Tensor, values: Tensor, in_features: int, kept: int, group: int) -> bool:
-    """Whether the kernels take these: 2:4, 16-bit floats with 1 to 64 tokens or float32 with 16, channels by 16."""
+def supports(x: Tensor, values: Tensor, in_features: int, pattern: NMPattern) -> bool:
+    """Whether the kernels support the product: see `takes`; an empty weight is left to the reference."""
     tokens = x.numel() // max(in_features, 1)
-    return values.numel() > 0 and takes(tokens, values.dtype, in_features, kept, group)
+    return values.numel() > 0 and takes(tokens, values.dtype, in_features, pattern)
 
 
-def takes(tokens: int, dtype: torch.dtype, in_features: int, kept: int, group: int) -> bool:
-    """Whether so many tokens, and such a weight, are for the kernels; what `supports` looks at."""
+def takes(tokens: int, dtype: torch.dtype, in_features: int, pattern: NMPattern) -> bool:
+    """Whether the kernels support a shape: 2:4, 1 to 64 tokens (float32: 16), a multiple of 16 channels."""
     most = MAX_FLOAT32_TOKENS if dtype == torch.float32 else MAX_TOKENS
-    return 0 < tokens <= most and supports_weight(dtype, in_features, kept, group)
+    return 0 < tokens <= most and supports_weight(dtype, in_features, pattern)
 
 
 def sparse_linear_triton(
@@ -148,30 +151,29 @@ def sparse_linear_triton(
     bias: Tensor | None,
     index: Tensor | None,
     in_features: int,
-    kept: int,
-    group: int,
+    pattern: NMPattern,
 ) -> Tensor:
-    """`sparse_linear_reference` by Triton kernels, with sums in another order.
+    """Computes `sparse_linear_reference` with Triton kernels, summing in another order.
 
-    ``x``, ``values`` and ``positions`` that are not contiguous are copied first.
+    Copies ``x``, ``values`` and ``positions`` first if they are not contiguous.
 
     Raises:
-        ModelError: what `supports` does not name.
+        ModelError: an input that `supports` refuses.
     """
-    if not supports(x, values, in_features, kept, group):
-        raise ModelError(
-            f"sparse_linear: an input of shape {list(x.shape)} for {values.dtype} values at {kept}:{group}: the "
-            f"Triton kernels expect 1 to {MAX_TOKENS} tokens ({MAX_FLOAT32_TOKENS} in float32), a multiple of {WORD} "
-            "channels, and values of bfloat16, float16 or float32 at 2:4; the reference takes the rest"
-        )
+    got = f"an input of shape {list(x.shape)} for {values.dtype} values at {pattern}"
+    expected = (
+        f"1 to {MAX_TOKENS} tokens ({MAX_FLOAT32_TOKENS} in float32), a multiple of {WORD} channels, and values of "
+        f"bfloat16, float16 or float32 at {PATTERN}"
+    )
+    refuse_unsupported("sparse_linear", supports(x, values, in_features, pattern), got, expected)
     tokens, out_features = x.numel() // in_features, values.shape[0]
     y = torch.empty((*x.shape[:-1], out_features), dtype=x.dtype, device=x.device)
     name, configs = ("sparse_linear_vector", VECTOR_CONFIGS) if tokens == 1 else ("sparse_linear", CONFIGS)
     config = config_for(name, configs, (tokens, out_features, in_features), x.dtype)
     options: dict[str, int] = config.arguments()
     tiles = triton.cdiv(in_features, options["TILE_C"])
-    tiles_a_split = triton.cdiv(tiles, options["SPLITS"])
-    splits = options["SPLITS"] = triton.cdiv(tiles, tiles_a_split)
+    tiles_per_split = triton.cdiv(tiles, options["SPLITS"])
+    splits = options["SPLITS"] = triton.cdiv(tiles, tiles_per_split)
     out = y if splits == 1 else torch.empty((splits, tokens, out_features), device=x.device)
     grid = (triton.cdiv(out_features, options["TILE_O"]), splits)
     arguments = (
@@ -181,11 +183,11 @@ def sparse_linear_triton(
     given = {"HAS_BIAS": bias is not None, "HAS_INDEX": index is not None}
     if tokens == 1:
         _sparse_linear_vector_kernel[grid](
-            *arguments, out_features, in_features // WORD, tiles_a_split, **given, **options
+            *arguments, out_features, in_features // WORD, tiles_per_split, **given, **options
         )
     else:
         _sparse_linear_kernel[grid](
-            *arguments, tokens, out_features, in_features // WORD, tiles_a_split, **given, **options,
+            *arguments, tokens, out_features, in_features // WORD, tiles_per_split, **given, **options,
             TILE_T=max(triton.next_power_of_2(tokens), 16), INTERPRETED=triton.knobs.runtime.interpret,
         )  # fmt: skip
     if splits > 1:
@@ -198,35 +200,17 @@ def sparse_linear_triton(
 
 def builds() -> Iterator[Build]:
     """Yields every kernel in every configuration, with bias and index."""
-    for dtype in ("bf16", "fp32"):
-        for number, config in enumerate(VECTOR_CONFIGS):
-            yield _build(dtype, config, 1, number == 0)
-        for tile_t in (16,) if dtype == "fp32" else (16, 64):
-            for number, config in enumerate(CONFIGS):
-                yield _build(dtype, config, tile_t, number == 0)
-        signature = {"partial": "*fp32", "bias": f"*{dtype}", "y": f"*{dtype}", "count": "i32", "out_features": "i32"}
-        constants = {"HAS_BIAS": True, "SPLITS": 4, "TILE": 256}
-        signature |= dict.fromkeys(constants, "constexpr")
-        reduction = Config(num_warps=2)
-        yield Build(
-            f"sparse_linear reduce {dtype}", _sparse_linear_reduce_kernel, signature, constants, reduction, True
-        )
+    rows, channels = 4096, 16384
 
+    def product_of(tokens: int, dtype: torch.dtype) -> object:
+        values = torch.empty(rows, channels // 2, dtype=dtype)
+        positions = torch.empty(rows, channels // 8, dtype=torch.uint8)
+        bias, index = torch.empty(rows, dtype=dtype), torch.empty(channels, dtype=torch.int16)
+        x = torch.empty(tokens, channels, dtype=dtype)
+        return sparse_linear_triton(x, values, positions, bias, index, channels, PATTERN)
 
-def _build(dtype: str, config: Config, tile_t: int, default: bool) -> Build:
-    constants: dict[str, int] = {"HAS_BIAS": True, "HAS_INDEX": True, **config.constants}
-    out = dtype if constants["SPLITS"] == 1 else "fp32"
-    signature = {
-        "x": f"*{dtype}", "values": f"*{dtype}", "positions": "*i16", "bias": f"*{dtype}", "index": "*i16",
-        "y": f"*{out}", "tokens": "i32", "out_features": "i32", "words": "i32", "tiles_a_split": "i32",
-    }  # fmt: skip
-    kernel = _sparse_linear_kernel
-    if tile_t == 1:
-        kernel = _sparse_linear_vector_kernel
-        del signature["tokens"]
-    else:
-        constants |= {"INTERPRETED": False, "TILE_T": tile_t}
-    signature |= dict.fromkeys(constants, "constexpr")
-    sizes = " ".join(f"{name}={value}" for name, value in config.constants.items())
-    name = f"sparse_linear {dtype} {tile_t} tokens {sizes} {config.num_warps} warps"
-    return Build(name, kernel, signature, constants, config, default)
+    for dtype in (torch.bfloat16, torch.float32):
+        for tokens in (1, 16) if dtype == torch.float32 else (1, 16, 64):
+            name, configs = ("sparse_linear_vector", VECTOR_CONFIGS) if tokens == 1 else ("sparse_linear", CONFIGS)
+            about = f"{name_of(dtype)} {tokens} tokens"
+            yield from builds_of(about, partial(product_of, tokens, dtype), name, configs)

@@ -1,4 +1,4 @@
-"""Removes permutations that do nothing and merges those that follow each other."""
+"""Removes permutations that change nothing and merges consecutive ones."""
 
 from torch import fx
 
@@ -7,8 +7,14 @@ from permtriton.permutation import compose, moved
 
 
 def cancel_permutations(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """Rewrites ``permute(x, identity) -> x``, ``permute(permute(x, i), j) -> permute(x, i[j])``, and the same behind
-    ``norm_permute``; a permutation that the next one undoes goes altogether. Only constant indices are touched."""
+    """Rewrites ``permute(x, identity) -> x`` and ``permute(permute(x, i), j) -> permute(x, i[j])``.
+
+    A permute behind ``norm_permute`` is merged into it in the same way, if nothing else reads the norm. Computed
+    indices, which are being learned, are left alone.
+
+    Args:
+        graph_module: The graph with permutations inserted and fused.
+    """
     constants = Constants(graph_module)
     for node in list(graph_module.graph.nodes):
         if node.target is PERMUTE and is_index(node.args[1]):
@@ -19,7 +25,7 @@ def cancel_permutations(graph_module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _merge(node: fx.Node, constants: Constants) -> None:
-    """Takes the permutation before a permute node into it, or the permute node into the norm before it."""
+    """Merges a permute node with the permute node before it, or into the norm before it."""
     before = argument(node, 0)
     if before.target is PERMUTE and is_index(before.args[1]) and _dim(before) == _dim(node):
         node.update_arg(1, _composed(argument(before, 1), argument(node, 1), constants))
@@ -35,6 +41,7 @@ def _merge(node: fx.Node, constants: Constants) -> None:
 
 
 def _dim(node: fx.Node) -> int:
+    """Returns the dimension that a permute node reorders; the default is the last one."""
     return int(node.args[2]) if len(node.args) > 2 else node.meta["val"].ndim - 1  # type: ignore[arg-type]
 
 

@@ -1,36 +1,52 @@
-"""The channels of a graph: their ids, what each has met so far, and which move together.
+"""The channels of a graph: their ids, their contexts so far, and which of them move together.
 
-Ids that repeat (along tokens, mostly) are kept as expanded views, and work is done on what they expand. Most tensors
-are views of one range of all ids: their ids are channels, and all different, without a search.
+Two things keep this fast. Where ids repeat along a dimension (mostly tokens), a tensor of ids is an expanded view, and
+work is done once on what it expands. And most tensors are views of one tensor with all channel ids, `Channels._ids`:
+whether their ids are channels, and all different, is known without a search.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
-from permtriton.passes.channel_rules import IndexValue, LinearCall, ParameterValue, leaves
 from permtriton.passes.graph import INSERTED
+from permtriton.passes.values import IndexValue, LinearCall, ParameterValue, leaves
 
-Axis = tuple[str, int]  # a parameter and one of its dimensions
+AxisKey = tuple[str, int]  # a parameter and one of its dimensions
 
 
 @dataclass(frozen=True)
 class Event:
-    """What an operator added to the contexts of some channels."""
+    """What one operator adds to the contexts of some channels.
 
-    ids: np.ndarray  # unique channel ids
-    context: np.ndarray  # uint64, one a channel, or one for all
+    Attributes:
+        ids: int64, unique channel ids.
+        context: uint64 of the same shape, or one for all channels.
+        reason: Why channels with different contexts may not change places.
+    """
+
+    ids: np.ndarray
+    context: np.ndarray
     reason: str
 
 
 @dataclass(frozen=True)
 class Joint:
-    """Channels that a node joins, pair by pair: ids ``a[i]`` and ``b[i]``."""
+    """Channels that a node joins, pair by pair.
+
+    Attributes:
+        node: Name of the node.
+        a: int64, channel ids.
+        b: int64 of the same shape: channel ``b[i]`` moves together with ``a[i]``.
+        attached: Whether one of each pair belongs to a parameter that acts on the other (a bias, a norm vector, a
+            column), so that both have the same role.
+    """
 
     node: str
     a: np.ndarray
@@ -40,7 +56,7 @@ class Joint:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Keeps torch from splitting small work: where the machine is busy, waiting for the threads takes far longer."""
+    """Inside the context, torch uses one thread: waiting for others on a busy machine takes longer than small work."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -50,36 +66,40 @@ def one_thread() -> Iterator[None]:
 
 
 class Channels:
-    """All channels of a graph: their ids, what each has met so far, and which move together.
+    """All channels of a graph: their ids, their contexts so far, and which of them move together.
+
+    Args:
+        graph_module: The graph.
+        contexts: Whether to record contexts; without them only joints are, which is faster.
 
     Attributes:
-        node: the graph node that is running.
-        linears: products with a weight so far.
-        tables: the axes that are columns of an embedding.
-        total: one more than the largest id.
-        sizes: (parameter, dimension) -> its size, of all parameters of the graph.
-        starts: (parameter, dimension) -> the first of its ids.
-        used: the axes that the graph uses, in order.
-        joints: channels that move together.
-        events: what channels met.
-        barriers: reasons of operators without a rule that channels entered.
+        node: The graph node that is running.
+        linears: Products with a weight so far.
+        tables: The axes that are columns of an embedding.
+        total: One more than the largest id.
+        sizes: Axis -> its size, for all parameters of the graph.
+        starts: Axis -> its first id.
+        used: The axes that the graph has used so far, in order (a dict without values).
+        joints: Channels that move together.
+        events: What operators added to contexts.
+        barriers: Reasons of the barriers that channels entered, each once and in order (a dict without values).
     """
 
     def __init__(self, graph_module: fx.GraphModule, *, contexts: bool = True) -> None:
         self.node: fx.Node = next(iter(graph_module.graph.nodes))
         self.linears: list[LinearCall] = []
-        self.tables: set[Axis] = set()
+        self.tables: set[AxisKey] = set()
         targets = {str(node.target) for node in graph_module.graph.nodes if node.op == "get_attr"}
-        self.sizes: dict[Axis, int] = {}
+        self.sizes: dict[AxisKey, int] = {}
         for name in sorted(targets):
-            value = _attribute(graph_module, name)
+            value = attrgetter(name)(graph_module)
             if isinstance(value, nn.Parameter) and not name.startswith(INSERTED):
                 self.sizes.update({(name, dim): size for dim, size in enumerate(value.shape)})
         starts = np.cumsum([1, *self.sizes.values()])
         self.starts = {axis: int(start) for axis, start in zip(self.sizes, starts[:-1], strict=True)}
         self.total = int(starts[-1])
-        self._ids = torch.arange(self.total)  # id 0 is nobody's
-        self.used: dict[Axis, None] = {}
+        self._ids = torch.arange(self.total)  # id 0 belongs to no channel
+        self.used: dict[AxisKey, None] = {}
         self._contexts = contexts
         self._next_opaque = -1
         self.joints: list[Joint] = []
@@ -90,7 +110,11 @@ class Channels:
     # -- ids -------------------------------------------------------------------------------------------------------
 
     def ids_of(self, value: Any) -> Any:
-        """A parameter used as data carries the channels of its last dimension; its others must then stay in order."""
+        """Returns an argument of an operator, with ids in the place of a parameter or an index.
+
+        A parameter that is used as data carries the channels of its last dimension; its other dimensions must then keep
+        their order.
+        """
         if isinstance(value, IndexValue):
             return self.opaque_like(value.index)
         if not isinstance(value, ParameterValue):
@@ -102,80 +126,81 @@ class Channels:
         return self.axis(value, -1).expand(value.shape)
 
     def axis(self, value: ParameterValue, dim: int) -> Tensor:
-        """Returns the channels of one of a parameter's present dimensions."""
+        """Returns the channels of one dimension of a parameter, in the parameter's current shape."""
         key, order = (value.name, value.dims[dim]), value.orders[dim]
         self.used[key] = None
         ids = self._ids[self.starts[key] : self.starts[key] + self.sizes[key]]
         return ids if order is None else ids[order]
 
     def opaque(self, shape: tuple[int, ...]) -> Tensor:
-        """Returns new ids of something that is no channel."""
+        """Returns new ids of something that is no channel, each of them different."""
         start = self._next_opaque
         self._next_opaque -= int(np.prod(shape))
         return torch.arange(start, self._next_opaque, -1).view(shape)
 
     def opaque_like(self, value: Tensor) -> Tensor:
-        """Returns new ids of something that is no channel, of a tensor's shape."""
+        """Returns new ids of something that is no channel, in the shape of ``value``."""
         return self.opaque(tuple(value.shape))
 
     def any_channel(self, ids: Tensor) -> bool:
         """Whether any element is a channel."""
-        return self._in_range(ids) or bool((_base(ids) > 0).any())
+        return self._in_range(ids) or bool((_unexpanded(ids) > 0).any())
 
     def all_channels(self, ids: Tensor) -> bool:
         """Whether every element is a channel."""
-        return self._in_range(ids) or bool((_base(ids) > 0).all())
+        return self._in_range(ids) or bool((_unexpanded(ids) > 0).all())
 
     def channels_of(self, x: Tensor) -> tuple[Tensor, str]:
-        """Returns the channels of the last dimension, and why they are none; empty where they are."""
-        flat = _base(x, keep=x.ndim - 1).reshape(-1, x.shape[-1])
+        """Returns the channels of the last dimension, and the reason if they are not known; else an empty reason."""
+        flat = _unexpanded(x, keep=x.ndim - 1).reshape(-1, x.shape[-1])
         if not self.all_channels(flat):
-            return flat[0], "its input channels come from an operator that is not understood, or from outside the model"
+            return flat[0], "its input comes from an operator without a channel rule, or from outside the model"
         return flat[0], "" if bool((flat == flat[:1]).all()) else "its input mixes tokens into channels"
 
     def gather(self, ids: Tensor, index: Tensor, dim: int) -> Tensor:
-        """Returns ids with one dimension in the order of ``index``."""
-        return _base(ids, keep=dim % ids.ndim).index_select(dim, index).expand(ids.shape)
+        """Returns the ids with one dimension in the order of ``index``."""
+        return _unexpanded(ids, keep=dim % ids.ndim).index_select(dim, index).expand(ids.shape)
 
-    def relaxed(self, ids: Tensor) -> Tensor:
-        """Returns the same ids as an expanded view along dimensions in which they repeat."""
+    def compacted(self, ids: Tensor) -> Tensor:
+        """Returns the same ids, as an expanded view where they repeat along a whole dimension."""
         if self._in_range(ids) or not ids.numel():
             return ids
-        base = _base(ids)
-        for dim, size in enumerate(base.shape):
-            first = base.narrow(dim, 0, 1)
-            if size > 1 and torch.equal(first, base.narrow(dim, size - 1, 1)) and bool((base == first).all()):
-                base = first
-        return base.expand(ids.shape)
+        compact = _unexpanded(ids)
+        for dim, size in enumerate(compact.shape):
+            first = compact.narrow(dim, 0, 1)
+            if size > 1 and torch.equal(first, compact.narrow(dim, size - 1, 1)) and bool((compact == first).all()):
+                compact = first
+        return compact.expand(ids.shape)
 
-    def repeats_along(self, ids: Tensor, dim: int) -> Tensor | None:
-        """Returns the number, among its own along a dimension, of each element, as ids of no channel; ids' shape.
+    def occurrences(self, ids: Tensor, dim: int) -> Tensor | None:
+        """Returns, for each element, how often its id occurs before it along ``dim``; as opaque ids of the same shape.
 
-        None where no channel stands there more than once, or every one stands all along it: then what is taken along
-        the dimension is the same for each channel.
+        Returns None where an operator that takes some positions along ``dim`` takes the same from every channel: where
+        no channel occurs more than once, or each fills the dimension.
         """
-        base = _base(ids)
-        if base.shape[dim] == 1 or self._distinct(base) or not self.any_channel(base):
+        compact = _unexpanded(ids)
+        if compact.shape[dim] == 1 or self._distinct(compact) or not self.any_channel(compact):
             return None
-        ordered, order = base.sort(stable=True, dim=dim)
+        ordered, order = compact.sort(stable=True, dim=dim)
         first = torch.ones_like(ordered, dtype=torch.bool)
-        size = base.shape[dim] - 1
+        size = compact.shape[dim] - 1
         first.narrow(dim, 1, size).copy_(ordered.narrow(dim, 1, size) != ordered.narrow(dim, 0, size))
         if bool((first | (ordered < 0)).all()):
             return None
-        position = torch.arange(size + 1).view([-1 if d == dim % base.ndim else 1 for d in range(base.ndim)])
+        position = torch.arange(size + 1).view([-1 if d == dim % compact.ndim else 1 for d in range(compact.ndim)])
         number = position - (position * first).cummax(dim).values
         return self.opaque((size + 1,))[torch.empty_like(number).scatter_(dim, order, number)].expand(ids.shape)
 
     def _in_range(self, ids: Tensor) -> bool:
+        """Whether the tensor is a view of all ids, so that each of its elements is a channel."""
         return ids.numel() > 0 and ids.untyped_storage().data_ptr() == self._ids.untyped_storage().data_ptr()
 
-    def _distinct(self, base: Tensor) -> bool:
-        """Whether all ids are known to be different from the way that they lie in the range of all."""
-        if not self._in_range(base):
+    def _distinct(self, compact: Tensor) -> bool:
+        """Whether the tensor is a view of all ids whose strides show that no id occurs twice."""
+        if not self._in_range(compact):
             return False
         reach = 0
-        for stride, size in sorted(zip(base.stride(), base.shape, strict=True)):
+        for stride, size in sorted(zip(compact.stride(), compact.shape, strict=True)):
             if size > 1 and stride <= reach:
                 return False
             reach += stride * (size - 1)
@@ -184,7 +209,10 @@ class Channels:
     # -- joining, context ------------------------------------------------------------------------------------------
 
     def join(self, a: Tensor, b: Tensor, attached: bool = False) -> Tensor:
-        """Joins two tensors element by element; what is no channel goes into the context of the channel it meets."""
+        """Joins two tensors of ids element by element and returns the ids of the result.
+
+        Two channels that meet are joined; what is no channel is added to the context of the channel that it meets.
+        """
         a, b = torch.broadcast_tensors(a, b)
         a_all, b_all = self.all_channels(a), self.all_channels(b)
         if a_all and b_all:
@@ -199,13 +227,17 @@ class Channels:
         if (a_all and b_none) or (b_all and a_none):
             return a if a_all else b
         shape = a.shape
-        a, b = _base_of_both(a, b)
+        a, b = _both_unexpanded(a, b)
         both = (a > 0) & (b > 0)
         self.unite(a[both], b[both], attached)
-        return self.relaxed(torch.where((a > 0) | (b < 0), a, b)).expand(shape)
+        return self.compacted(torch.where((a > 0) | (b < 0), a, b)).expand(shape)
 
     def reduce(self, ids: Tensor, dims: Sequence[int], *, keep: bool) -> Tensor:
-        """Reduces over ``dims``, blind to the order there: channels that meet lose their names and get a context."""
+        """Returns the ids of a reduction over ``dims``, in which the order does not matter.
+
+        Different channels that are reduced together become something that is no channel, which is added to the context
+        of each. A channel that is reduced alone, or only with itself, stays.
+        """
         dims = sorted(d % ids.ndim for d in dims)
         kept = [d for d in range(ids.ndim) if d not in dims]
         rows = ids.permute(*kept, *dims)
@@ -214,33 +246,32 @@ class Channels:
             if rows.stride(d) == 0:
                 rows = rows.narrow(d, 0, 1)
         fresh = self.opaque(tuple(shape))
-        if self._in_range(ids) and self._distinct(_base(ids)):
+        reason = f"{self.node.target} reduces them in separate groups"
+        if self._in_range(ids) and self._distinct(_unexpanded(ids)):
             first = rows
             for _ in dims:
                 first = first.select(-1, 0)
             alone = first.numel() == rows.numel()
             if not alone:
-                self._add_context(rows, fresh.view(*shape, *[1] * len(dims)).expand(rows.shape), self._apart())
+                self._add_context(rows, fresh.view(*shape, *[1] * len(dims)).expand(rows.shape), reason)
             out = first if alone else fresh
         else:
             rows = rows.reshape(*shape, -1)
             alike = (rows == rows[..., :1]).all(-1)
             mixed = (rows > 0) & ~alike.unsqueeze(-1)
-            self._add_context(rows[mixed], fresh.unsqueeze(-1).expand_as(rows)[mixed], self._apart())
-            out = self.relaxed(torch.where(alike & (rows[..., 0] > 0), rows[..., 0], fresh))
-        for d in dims if keep else ():
-            out = out.unsqueeze(d)
+            self._add_context(rows[mixed], fresh.unsqueeze(-1).expand_as(rows)[mixed], reason)
+            out = self.compacted(torch.where(alike & (rows[..., 0] > 0), rows[..., 0], fresh))
+        if keep:
+            for d in dims:
+                out = out.unsqueeze(d)
         return out
 
-    def _apart(self) -> str:
-        return f"{self.node.target} reduces them in separate groups"
-
     def touch(self, ids: Tensor) -> None:
-        """Notes that an operator acted on channels, so that channels it did not act on are told apart."""
+        """Adds the current operator to the contexts of channels, which tells them from channels it does not act on."""
         self.meet(ids, self.opaque(()), f"{self.node.target} acts on some of them only")
 
     def meet(self, ids: Tensor, other: Tensor, reason: str) -> None:
-        """Adds to the contexts of channels what they meet that is no channel."""
+        """Adds what is no channel in ``other`` to the contexts of the channels in ``ids`` at the same positions."""
         if not self._contexts or not self.any_channel(ids):
             return
         ids, other = torch.broadcast_tensors(ids, other)
@@ -251,8 +282,8 @@ class Channels:
             self._add_context(ids[meets], other[meets], reason)
 
     def unite(self, a: Tensor, b: Tensor, attached: bool = False) -> None:
-        """Notes channels that move together; a parameter that is ``attached`` to a channel takes on its role too."""
-        a, b = _base_of_both(a, b)
+        """Records that the channels of two tensors move together, element by element; see `Joint` for ``attached``."""
+        a, b = _both_unexpanded(a, b)
         distinct = self._distinct(a) or self._distinct(b)
         first, second = a.reshape(-1).numpy(), b.reshape(-1).numpy()
         if not distinct:
@@ -262,41 +293,48 @@ class Channels:
             self.joints.append(Joint(self.node.name, first, second, attached))
 
     def _add_context(self, ids: Tensor, values: Tensor, reason: str) -> None:
-        """Adds, for each channel, a hash of the values that it met, in the order in which it met them."""
+        """Adds a hash of the values at each channel's positions, in their order, to the channel's context."""
         if not self._contexts or not ids.numel():
             return
+        # Along the dimensions in which ids are expanded, every channel meets the same values: they are hashed once.
         repeated = [d for d in range(ids.ndim) if ids.stride(d) == 0]
         rest = [d for d in range(ids.ndim) if d not in repeated]
-        base = _base(ids).permute(*rest, *repeated).flatten(len(rest)).squeeze(-1) if repeated else ids
-        values = _base(values).permute(*repeated, *rest)
+        compact = _unexpanded(ids).permute(*rest, *repeated).flatten(len(rest)).squeeze(-1) if repeated else ids
+        values = _unexpanded(values).permute(*repeated, *rest)
         table = values.reshape(-1, *values.shape[len(repeated) :]).numpy()
         rank = np.arange(len(table), dtype=np.uint64).reshape(-1, *[1] * len(rest))
         met = mix(table.view(np.uint64) ^ mix(rank)).sum(0, dtype=np.uint64)
-        flat = base.reshape(-1).numpy()
-        if self._distinct(base):
-            if met.size > 1:
-                met = np.broadcast_to(met, base.shape).reshape(-1)
-            self.events.append(Event(flat, met.reshape(-1) if met.size > 1 else met.reshape(()), reason))
+        flat = compact.reshape(-1).numpy()
+        if self._distinct(compact):
+            one_for_all = met.size == 1
+            context = met.reshape(()) if one_for_all else np.broadcast_to(met, compact.shape).reshape(-1)
+            self.events.append(Event(flat, context, reason))
             return
-        met = np.broadcast_to(met, base.shape).reshape(-1)
+        # The same channel is at several positions: their hashes are hashed again, in their order.
+        met = np.broadcast_to(met, compact.shape).reshape(-1)
         order = np.argsort(flat, kind="stable")
         unique, starts, counts = np.unique(flat[order], return_index=True, return_counts=True)
         rank = (np.arange(order.size) - np.repeat(starts, counts)).view(np.uint64)
         self.events.append(Event(unique, np.add.reduceat(mix(met[order] ^ mix(rank)), starts), reason))
 
     def separate(self, ids: Tensor, reason: str) -> None:
-        """Tells every channel apart from every other."""
+        """Gives every channel a context of its own, so that none may change places with another."""
         if not self._contexts or not ids.numel():
             return
-        base = _base(ids)
-        unique = base.reshape(-1).numpy()
-        if not self._distinct(base):
+        compact = _unexpanded(ids)
+        unique = compact.reshape(-1).numpy()
+        if not self._distinct(compact):
             unique = np.unique(unique)
             unique = unique[unique > 0]
         self.events.append(Event(unique, mix(self.opaque((unique.size,)).numpy().view(np.uint64)), reason))
 
-    def unknown(self, operator: str, arguments: Any) -> Any:
-        """A barrier: every channel that enters is told apart, and what comes out is no channel."""
+    def barrier(self, operator: str, arguments: Any) -> Any:
+        """Returns the result of an operator without a rule, which is no channel; channels that enter keep their order.
+
+        Args:
+            operator: Description of the operator, for the reason.
+            arguments: The operator's arguments, nested as they are.
+        """
         entering = [v for v in leaves(arguments) if isinstance(v, (Tensor, ParameterValue))]
         ids = [self.ids_of(v) for v in entering]
         for value in entering:
@@ -312,22 +350,16 @@ class Channels:
         return self.opaque_like(result) if isinstance(result, Tensor) else result
 
 
-def _attribute(module: nn.Module, name: str) -> Any:
-    value: Any = module
-    for part in name.split("."):
-        value = getattr(value, part)
-    return value
-
-
-def _base(ids: Tensor, keep: int = -1) -> Tensor:
-    """Returns a view of size 1 along dimensions in which a tensor is expanded, but ``keep``."""
+def _unexpanded(ids: Tensor, keep: int = -1) -> Tensor:
+    """Returns a view that has size 1 along the dimensions in which a tensor is expanded, except for ``keep``."""
     for dim in range(ids.ndim):
         if dim != keep and ids.shape[dim] > 1 and ids.stride(dim) == 0:
             ids = ids.narrow(dim, 0, 1)
     return ids
 
 
-def _base_of_both(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+def _both_unexpanded(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns views that have size 1 along the dimensions in which both tensors are expanded."""
     for dim in range(a.ndim):
         if a.shape[dim] > 1 and a.stride(dim) == 0 == b.stride(dim):
             a, b = a.narrow(dim, 0, 1), b.narrow(dim, 0, 1)
@@ -335,7 +367,7 @@ def _base_of_both(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def mix(values: np.ndarray) -> np.ndarray:
-    """A 64-bit hash (splitmix64's finaliser)."""
+    """Returns a 64-bit hash of each integer (the finalizer of splitmix64), uint64."""
     z = values.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

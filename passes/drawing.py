@@ -1,4 +1,4 @@
-"""Graphs for people: one line a node, or Graphviz's DOT."""
+"""Graphs for people: a listing with one line per node, or a drawing in Graphviz's DOT."""
 
 from torch import Tensor, fx
 
@@ -6,11 +6,11 @@ from permtriton.passes.graph import OURS, module_path
 
 
 def nodes_of(graph_module: fx.GraphModule, module: str = "") -> list[fx.Node]:
-    """Returns the nodes that were traced in ``module`` or below, with the weights that they read, in order.
+    """Returns the nodes that were traced in a module or its submodules, and the weights that they read, in order.
 
     Args:
-        graph_module: a graph after any pass.
-        module: name of a module of the model, or empty for all nodes.
+        graph_module: The graph after any pass.
+        module: Name of a module of the model, or empty for all nodes.
     """
     nodes = list(graph_module.graph.nodes)
     if not module:
@@ -27,12 +27,15 @@ def nodes_of(graph_module: fx.GraphModule, module: str = "") -> list[fx.Node]:
 
 
 def listing(graph_module: fx.GraphModule, module: str = "") -> list[str]:
-    """Returns one line a node: name, operator, arguments, shape."""
+    """Returns one line per node: name, operator, arguments, shape; arguments as in `nodes_of`."""
     return [_line(node) for node in nodes_of(graph_module, module)]
 
 
 def dot(graph_module: fx.GraphModule, module: str = "") -> str:
-    """Returns the graph in DOT: inserted nodes are filled, parameters and constants are boxes, edges bear shapes."""
+    """Returns the graph in DOT; arguments as in `nodes_of`.
+
+    Inserted nodes are filled, parameters and constants are boxes, and edges are labeled with shapes.
+    """
     nodes = nodes_of(graph_module, module)
     shown = set(nodes)
     lines = ["digraph permtriton {", '  node [shape=ellipse, fontname="sans-serif", fontsize=11];']

@@ -16,13 +16,13 @@ NORM_PERMUTE = torch.ops.permtriton.norm_permute.default
 PACK = torch.ops.permtriton.pack.default
 SPARSE_LINEAR = torch.ops.permtriton.sparse_linear.default
 
-INSERTED = "permtriton_"  # how the names of all constants and parameters begin that passes add
-INDEX = "permtriton_index"  # how the names of index buffers begin
+INSERTED = "permtriton_"  # prefix of the names of all buffers and parameters that passes add
+INDEX = "permtriton_index"  # prefix of the names of index buffers
 OURS = "permtriton"  # key in ``node.meta``: the node was inserted by a pass
-RUNS = "permtriton_runs"  # key in an index node's meta: sizes of the runs of channels that it may not mix
-SITE = "permtriton_site"  # key in a permute node's meta: the site whose linears read it
+RUNS = "permtriton_runs"  # key in an index node's meta: sizes of the runs of channels that it does not mix
+SITE = "permtriton_site"  # key in a permute node's meta: name of the site whose linears read it
 
-# Products with a weight -> the position of the activation among their arguments.
+# Products with a weight -> the position of the activation among their arguments; the weight is the next argument.
 PRODUCTS: dict[Any, int] = {
     aten.linear.default: 0,
     aten.addmm.default: 1,
@@ -32,22 +32,22 @@ PRODUCTS: dict[Any, int] = {
 }
 TRANSPOSED = {aten.t.default, aten.numpy_T.default, aten.transpose.int}
 CASTS = {aten.to, aten._to_copy, aten.clone, aten.contiguous, aten.alias, aten.detach, aten.type_as}
-# Operators that keep the last dimension's channels as they are, so that siblings behind them share a source.
+# Operators after which the last dimension has the same channels, unless its size changes.
 RESHAPING = {aten.view, aten.reshape, aten.contiguous, aten.clone, aten.alias, aten.to, aten.dropout, aten.flatten}
 
 
 def copied(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """Returns a graph module with its own nodes and the same parameters."""
+    """Returns a graph module with a copy of the graph and the same parameters."""
     return fx.GraphModule(graph_module, copy.deepcopy(graph_module.graph), "Compiled")
 
 
 def parameter_nodes(graph_module: fx.GraphModule) -> dict[str, fx.Node]:
-    """Returns the node that reads each parameter or buffer that the graph uses, by name."""
+    """Returns parameter or buffer name -> the node that reads it, for all that the graph uses."""
     return {str(n.target): n for n in graph_module.graph.nodes if n.op == "get_attr"}
 
 
 def tail(node: fx.Node) -> fx.Node:
-    """Returns the end of the chain of inserted nodes that turn a parameter into what the model's own nodes read."""
+    """Returns the last of the inserted nodes behind a parameter: what the model's own nodes read; else ``node``."""
     while len(node.users) == 1:
         (user,) = node.users
         if OURS not in user.meta or user.target in PRODUCTS or user.args[0] is not node:
@@ -57,7 +57,10 @@ def tail(node: fx.Node) -> fx.Node:
 
 
 def products(weight: fx.Node) -> Iterator[tuple[fx.Node, int]]:
-    """Yields the products that read a weight, through transpositions and inserted nodes, and where their input is."""
+    """Yields each product that reads a weight and the position of its activation among the arguments.
+
+    Transpositions, casts and inserted nodes between the weight and the product are passed through.
+    """
     for user in weight.users:
         if user.target in PRODUCTS and user.args[PRODUCTS[user.target]] is not weight:
             yield user, PRODUCTS[user.target]
@@ -68,14 +71,14 @@ def products(weight: fx.Node) -> Iterator[tuple[fx.Node, int]]:
 
 
 def argument(node: fx.Node, position: int) -> fx.Node:
-    """Returns an argument that is a node."""
-    found = node.args[position]
-    assert isinstance(found, fx.Node), f"argument {position} of {node.name} is {found!r}"
-    return found
+    """Returns an argument of a node, which must be a node itself."""
+    value = node.args[position]
+    assert isinstance(value, fx.Node), f"argument {position} of {node.name} is {value!r}"
+    return value
 
 
 def input_dim(weight: fx.Node) -> int:
-    """Returns which dimension of a weight, as it is stored, its products contract: 1 in a Linear, 0 in a Conv1D."""
+    """Returns the dimension of a stored weight that its products contract: 1 in a Linear, 0 in a Conv1D."""
     dim, node = 0, weight
     while True:
         user = next(iter(node.users))
@@ -87,7 +90,7 @@ def input_dim(weight: fx.Node) -> int:
 
 
 def source_of(node: fx.Node) -> fx.Node:
-    """Walks back over operators that keep the channels of the last dimension."""
+    """Returns the node before all reshaping: walks back over operators that keep the channels of the last dimension."""
     while getattr(node.target, "overloadpacket", None) in RESHAPING:
         before = node.args[0]
         assert isinstance(before, fx.Node)
@@ -98,50 +101,50 @@ def source_of(node: fx.Node) -> fx.Node:
 
 
 def wrap(node: fx.Node, target: Any, arguments: Sequence[Any], value: Any = None) -> fx.Node:
-    """Puts ``target(node, *arguments)`` between a node and all that read it, and returns the new node.
+    """Inserts ``target(node, *arguments)`` between a node and all that read it, and returns the new node.
 
     Args:
-        node: whose value is changed.
-        target: the operator.
-        arguments: its further arguments.
-        value: what the result looks like; as ``node`` where None.
+        node: Node whose value the operator changes.
+        target: The operator.
+        arguments: Its further arguments.
+        value: Example of the result, for ``meta["val"]``; None takes that of ``node``.
     """
     graph = node.graph
-    with graph.inserting_after(_last([node, *[a for a in arguments if isinstance(a, fx.Node)]])):
+    with graph.inserting_after(max([node, *[a for a in arguments if isinstance(a, fx.Node)]])):
         new = graph.call_function(target, (node, *arguments))
-    new.meta = {**_place(node), "val": node.meta["val"] if value is None else value, OURS: True}
+    new.meta = {**_origin(node), "val": node.meta["val"] if value is None else value, OURS: True}
     node.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
     return new
 
 
 def call_before(node: fx.Node, target: Any, arguments: Sequence[Any], value: Any) -> fx.Node:
-    """Inserts ``target(*arguments)`` before a node, as part of the module that the node belongs to."""
+    """Inserts ``target(*arguments)`` before a node, in the same module, and returns the new node.
+
+    Args:
+        node: Node before which the operator is called.
+        target: The operator.
+        arguments: Its arguments.
+        value: Example of the result, for ``meta["val"]``.
+    """
     with node.graph.inserting_before(node):
         new = node.graph.call_function(target, tuple(arguments))
-    new.meta = {**_place(node), "val": value, OURS: True}
+    new.meta = {**_origin(node), "val": value, OURS: True}
     return new
 
 
-def _place(node: fx.Node) -> dict[str, Any]:
-    return {key: node.meta[key] for key in ("nn_module_stack",) if key in node.meta}
-
-
-def _last(nodes: Sequence[fx.Node]) -> fx.Node:
-    last = nodes[0]
-    for node in nodes[1:]:
-        last = node if last < node else last
-    return last
+def _origin(node: fx.Node) -> dict[str, Any]:
+    return {"nn_module_stack": node.meta["nn_module_stack"]} if "nn_module_stack" in node.meta else {}
 
 
 class Constants:
-    """Tensors that a pass adds to a graph module; equal indices are kept once."""
+    """Adds tensors to a graph module, as buffers or parameters; equal indices are added once."""
 
     def __init__(self, graph_module: fx.GraphModule) -> None:
         self._module = graph_module
         self._known: dict[bytes, fx.Node] = {}
-        taken = [*dict(graph_module.named_buffers()), *dict(graph_module.named_parameters())]
-        ours = [int(name.rpartition("_")[2]) for name in taken if name.startswith("permtriton_")]
-        self._number = max(ours, default=-1)
+        names = [*dict(graph_module.named_buffers()), *dict(graph_module.named_parameters())]
+        numbers = [int(name.rpartition("_")[2]) for name in names if name.startswith(INSERTED)]
+        self._number = max(numbers, default=-1)  # names are numbered on from those of earlier passes
         for node in graph_module.graph.nodes:
             if is_index(node):
                 self._known[self._key(index_value(node), node.meta.get(RUNS))] = node
@@ -150,7 +153,12 @@ class Constants:
         self.device = placeholder.meta["val"].device
 
     def index(self, index: Tensor, runs: Sequence[int] | None = None) -> fx.Node:
-        """Returns the node of an int64 index ``[C]``; ``runs`` are sizes of runs of channels that it does not mix."""
+        """Returns the node that reads an index, added to the graph if it is new.
+
+        Args:
+            index: int64 ``[C]``.
+            runs: Sizes of the runs of channels that the index does not mix; None where they are not known.
+        """
         key = self._key(index, runs)
         if key not in self._known:
             device = "cpu" if self.device.type == "meta" else self.device
@@ -165,7 +173,7 @@ class Constants:
         return self._read(name, value)
 
     def parameter(self, value: nn.Parameter, prefix: str) -> fx.Node:
-        """Adds a parameter, shared, and returns the node that reads it."""
+        """Adds a parameter, without a copy, and returns the node that reads it."""
         name = self._name(prefix)
         self._module.register_parameter(name, value)
         return self._read(name, value)
@@ -187,22 +195,22 @@ class Constants:
 
 
 def is_index(node: Any) -> bool:
-    """Whether a node is an index that a pass put there as a constant."""
+    """Whether a node reads an index buffer that a pass has added."""
     return isinstance(node, fx.Node) and node.op == "get_attr" and str(node.target).startswith(INDEX)
 
 
 def index_value(node: fx.Node) -> Tensor:
-    """Returns the int64 index ``[C]`` on the CPU that an index node holds."""
+    """Returns the index that an index node reads, int64 ``[C]`` on the CPU."""
     value: Tensor = getattr(node.graph.owning_module, str(node.target))
     return value.cpu().long()
 
 
-def absorb(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """Removes the constant permutations of parameters, in place, once the parameters themselves have been reordered."""
+def absorb_folds(graph_module: fx.GraphModule) -> fx.GraphModule:
+    """Removes the permutations behind parameters, in place; to be called once the parameters have been reordered."""
     for node in [n for n in graph_module.graph.nodes if n.op == "get_attr" and not is_index(n)]:
         end = tail(node)
         if end is not node:
-            assert end.target is PERMUTE, f"{node.target} is not only permuted: {end.name}"
+            assert end.target is PERMUTE, f"{node.target} is not just permuted, but read by {end.name}"
             end.replace_all_uses_with(node)
     graph_module.graph.eliminate_dead_code()
     graph_module.recompile()
@@ -210,15 +218,20 @@ def absorb(graph_module: fx.GraphModule) -> fx.GraphModule:
 
 
 def module_path(node: fx.Node) -> str:
-    """Returns the path of the innermost module that a node was traced in, as the model names it."""
+    """Returns the model's name of the innermost module that a node was traced in; empty for the model itself."""
     stack = node.meta.get("nn_module_stack") or {}
     path = list(stack.values())[-1][0] if stack else ""
     return path.removeprefix("model.") if path != "model" else ""
 
 
 def norm_input(source: fx.Node, module: str) -> fx.Node | None:
-    """Returns the one activation that enters a module's nodes, up to ``source``; None where there are several."""
-    inside, waiting, found = {source}, [source], set()
+    """Returns the only activation that a module reads, or None where there are several.
+
+    Args:
+        source: Node of the module's output.
+        module: Name of the module.
+    """
+    inside, waiting, inputs = {source}, [source], set()
     while waiting:
         for before in waiting.pop().all_input_nodes:
             if before.op != "get_attr" and before not in inside:
@@ -226,5 +239,5 @@ def norm_input(source: fx.Node, module: str) -> fx.Node | None:
                     inside.add(before)
                     waiting.append(before)
                 else:
-                    found.add(before)
-    return found.pop() if len(found) == 1 else None
+                    inputs.add(before)
+    return inputs.pop() if len(inputs) == 1 else None

@@ -1,32 +1,30 @@
-"""Inserts the N:M mask of every pruned weight (eq. 8-9): the one approximate pass."""
+"""Inserts the N:M mask of every pruned weight (eq. 8-9): the only approximate pass."""
 
 from collections.abc import Mapping
 
 import torch
 from torch import fx
 
-from permtriton.importance import Importance
-from permtriton.passes.graph import NM_MASK, PERMUTE, Constants, input_dim, parameter_nodes, wrap
-from permtriton.passes.insert_permutations import runs_of
+from permtriton.kernels.importance import ImportanceFactors
+from permtriton.model.edits import runs_of
+from permtriton.model.plan import Plan, Site
+from permtriton.passes.graph import NM_MASK, Constants, input_dim, parameter_nodes, wrap
 from permtriton.permutation import identity
-from permtriton.plan import Plan, Site
 from permtriton.sparsity import NMPattern
 
 aten = torch.ops.aten
 
 
 def insert_masks(
-    graph_module: fx.GraphModule, *, plan: Plan, importances: Mapping[str, Importance], pattern: NMPattern
+    graph_module: fx.GraphModule, *, plan: Plan, importances: Mapping[str, ImportanceFactors], pattern: NMPattern
 ) -> fx.GraphModule:
-    """Puts ``permtriton::nm_mask`` behind every pruned weight, grouped in the order of its site's permutation.
-
-    A weight that `insert_permutations` permutes is masked before its gather: the mask takes the same index.
+    """Inserts ``permtriton::nm_mask`` behind every pruned weight.
 
     Args:
-        graph_module: the model's graph, with or without permutations.
-        plan: of the model.
-        importances: of every pruned linear, by name, in the order of the weights as they are stored.
-        pattern: what is kept.
+        graph_module: The model's graph, its channels in their final order.
+        plan: The model's plan.
+        importances: Linear name -> importance, for every pruned linear.
+        pattern: N:M pattern.
     """
     constants, weights = Constants(graph_module), parameter_nodes(graph_module)
     for site, name in plan.linears():
@@ -34,10 +32,9 @@ def insert_masks(
     return graph_module
 
 
-def _mask(weight: fx.Node, constants: Constants, site: Site, importance: Importance, pattern: NMPattern) -> None:
-    runs = [site.channels] if site.space.frozen else runs_of(site)
-    permutation = next((u for u in weight.users if u.target is PERMUTE), None)
-    index = permutation.args[1] if permutation else constants.index(identity(site.channels), runs)
+def _mask(weight: fx.Node, constants: Constants, site: Site, importance: ImportanceFactors, pattern: NMPattern) -> None:
+    runs = [site.channels] if site.space.frozen else list(runs_of(site))
+    index = constants.index(identity(site.channels), runs)
     factors = [
         None if factor is None else constants.tensor(factor, "permtriton_factor")
         for factor in (importance.scale, importance.row, importance.column)

@@ -1,4 +1,4 @@
-"""The two layouts of a plan: which permutations are folded, and which work at run time."""
+"""Layout ``fused``: which sites get a permutation of their own, and where it is gathered at run time."""
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -7,8 +7,9 @@ import torch
 from torch import fx, nn
 
 from permtriton.config import OProj
-from permtriton.experts import stacked_name
-from permtriton.match_norm import match_norm
+from permtriton.model.experts import stacked_name
+from permtriton.model.norms import match_norm
+from permtriton.model.plan import Axis, ChannelSpace, Norm, Placement, Plan, Site
 from permtriton.passes.graph import (
     PRODUCTS,
     argument,
@@ -22,44 +23,44 @@ from permtriton.passes.graph import (
 )
 from permtriton.passes.unseen import Unseen
 from permtriton.permutation import identity
-from permtriton.plan import Axis, ChannelSpace, Norm, Plan, Site
 
 
-def separate(plan: Plan, graph_module: fx.GraphModule, model: nn.Module, *, o_proj: OProj = "tied") -> Plan:
-    """Returns the plan of layout ``fused``: every site has its own permutation.
+def fused_plan(plan: Plan, graph_module: fx.GraphModule, model: nn.Module, *, o_proj: OProj = "tied") -> Plan:
+    """Returns the plan of layout ``fused``, in which every site has its own permutation.
 
-    A site that alone reads channels that fold freely (``down``; ``o``, within its heads) keeps folding. Every other
-    site gets a space of its own, gathered in the norm before it where that norm's output goes to linears only, else
-    before each of its linears.
+    A site that is the only reader of a space that may move (``down``; ``o``, within its heads) keeps this space, whose
+    permutation is folded. Every other site gets a space of its own, gathered in the norm before it if only linears read
+    that norm's output, else before each of the site's linears.
 
     Args:
-        plan: of layout ``portable``; its sites are changed.
-        graph_module: the traced graph.
-        model: the model, for its norms.
-        o_proj: ``free`` gives a site whose channels are tied or kept within heads a permutation over all of them, too.
+        plan: Plan of layout ``portable``; its sites are changed.
+        graph_module: The traced graph.
+        model: The traced model, for its modules.
+        o_proj: With ``free``, a site whose channels are tied or may move only within heads gets its own space, too.
     """
     shared = {id(space) for space in plan.spaces if len(plan.sites_of(space)) > 1}
-    spaces: dict[int, ChannelSpace] = {}
+    spaces: dict[int, ChannelSpace] = {}  # id -> space, in order of first use
     barriers = list(plan.barriers)
     finder = _NormFinder(graph_module, model, plan.unseen)
     for site in plan.sites:
         within_heads = len(site.space.segments) > 1 or site.copies > 1
-        needed = bool(site.space.frozen) or id(site.space) in shared
+        needed = site.space.frozen or id(site.space) in shared
         if needed or (within_heads and o_proj == "free"):
             reason = _give_own_space(finder, site)
             if reason and needed:
-                frozen = site.space.frozen or reason
-                site.space, site.units = ChannelSpace(site.name, (site.channels,), (), frozen), identity(site.channels)
+                reason = site.space.reason or reason
+                site.space = ChannelSpace.kept(site.name, (site.channels,), reason)
+                site.units = identity(site.channels)
             elif reason:
                 barriers.append(f"{site.name} stays within its heads: {reason}")
         spaces[id(site.space)] = site.space
-    moves = id(plan.hidden_space) in spaces
-    hidden = (plan.hidden_space, plan.hidden_units) if moves else (None, torch.empty(0, dtype=torch.int64))
+    in_use = id(plan.hidden_space) in spaces
+    hidden = (plan.hidden_space, plan.hidden_units) if in_use else (None, torch.empty(0, dtype=torch.int64))
     return Plan(plan.sites, list(spaces.values()), plan.skipped, barriers, *hidden, unseen=plan.unseen)
 
 
 def _give_own_space(finder: "_NormFinder", site: Site) -> str:
-    """Gives a site a space of its own and returns an empty text, or returns why it cannot have one."""
+    """Gives a site a space of its own and returns "", or returns the reason why it cannot have one."""
     norm, readers = finder.norm_before(site)
     fixed = [name for name in site.linears if not finder.may_gather(name)]
     if norm is None and fixed:
@@ -67,64 +68,82 @@ def _give_own_space(finder: "_NormFinder", site: Site) -> str:
             f"no norm before it can gather, and neither can {fixed[0]} itself (a Conv1D, one of stacked experts, or a "
             "linear with hooks or a shared weight)"
         )
-    site.norm, site.units = norm, identity(site.channels)
+    site.units = identity(site.channels)
     parameters = [*(f"{name}.weight" for name in site.linears), *readers]
     axes = [
         Axis(name, input_dim(finder.parameters[name]), site.units, torch.zeros_like(site.units), reads=True)
         for name in parameters
     ]
-    site.space = ChannelSpace(site.name, (site.channels,), tuple(axes), at_run_time=True)
+    placement = Placement.IN_NORM if norm else Placement.GATHER
+    site.space = ChannelSpace(site.name, (site.channels,), tuple(axes), placement, norm=norm)
     return ""
 
 
 class _NormFinder:
-    """What a graph and its model say of norms and linears, looked up once."""
+    """Finds which norms and linears of a model can gather.
+
+    Args:
+        graph_module: The traced graph.
+        model: The traced model.
+        unseen: Names of the parameters that the trace did not use.
+
+    Attributes:
+        parameters: Parameter name -> the node that reads it.
+    """
 
     def __init__(self, graph_module: fx.GraphModule, model: nn.Module, unseen: Sequence[str]) -> None:
         self.parameters = parameter_nodes(graph_module)
         self._unseen = Unseen(model, {name for name, _ in model.named_parameters()} - set(unseen))
         self._model = model
         self._modules = dict(model.named_modules(remove_duplicate=False))
-        self._places = Counter(id(module) for module in self._modules.values())
+        self._names = Counter(id(module) for module in self._modules.values())  # a shared module has several
         self._owners = Counter(id(p) for module in model.modules() for p in module._parameters.values())
-        self._calls: dict[str, set[str]] = defaultdict(set)
+        self._calls: dict[str, set[str]] = defaultdict(set)  # module name -> its calls in the trace
         for node in graph_module.graph.nodes:
             if stack := list(node.meta.get("nn_module_stack") or {}):
                 self._calls[module_path(node)].add(stack[-1])
 
     def may_gather(self, name: str) -> bool:
-        """Whether a linear can be replaced by one that gathers: it is no more than that, and its weight is its own."""
+        """Whether a linear can be replaced by one that gathers: a plain ``nn.Linear`` with a weight of its own."""
         module = self._modules[name]
         if type(module) is not nn.Linear or stacked_name(self._model, name) is not None:
             return False
-        watched = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
-        return not watched and self._owners[id(module.weight)] == 1
+        hooked = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
+        return not hooked and self._owners[id(module.weight)] == 1
 
     def norm_before(self, site: Site) -> tuple[Norm | None, list[str]]:
-        """Finds the norm whose output only linears read, and the weights of those that are not the site's own."""
+        """Finds the norm before a site, if its output is read by linears only.
+
+        Returns:
+            The norm, or None where there is none that can gather, and the names of the weights of linears that read it
+            but do not belong to the site.
+        """
         calls = [call for name in site.linears for call, _ in products(self.parameters[f"{name}.weight"])]
         sources = {source_of(argument(call, PRODUCTS[call.target])) for call in calls}
         if len(sources) != 1:
             return None, []
         source = sources.pop()
         path = module_path(source)
-        norm, readers = self._modules.get(path), _only_weights_that_read(source)
+        norm, readers = self._modules.get(path), _weights_that_read(source)
         if not path or norm is None or readers is None or source.meta["val"].shape[-1] != site.channels:
             return None, []
-        if len(self._calls[path]) > 1 or self._places[id(norm)] > 1 or norm_input(source, path) is None:
+        if len(self._calls[path]) > 1 or self._names[id(norm)] > 1 or norm_input(source, path) is None:
             return None, []  # it runs more than once, or on more than one activation
         variant = match_norm(norm, site.channels)
         if variant is None:
             return None, []
         own = {f"{name}.weight" for name in site.linears}
         if self._unseen.reach([f"{path}.weight", *readers, *own], [site]):
-            return None, []  # what the trace did not run may read the norm, too
-        return Norm(path, variant.kind, variant.eps, variant.offset), [r for r in readers if r not in own]
+            return None, []  # what the trace did not run may read the norm's output, too
+        return Norm(path, variant), [r for r in readers if r not in own]
 
 
-def _only_weights_that_read(source: fx.Node) -> list[str] | None:
-    """The weights of the linears behind ``source``, or None where anything else reads it, or one of them elsewhere."""
-    found: list[str] = []
+def _weights_that_read(source: fx.Node) -> list[str] | None:
+    """Returns the names of the weights of the linears that read ``source``.
+
+    Returns None if anything else reads it, or if one of the weights is used elsewhere, too.
+    """
+    weights: list[str] = []
     waiting = [source]
     while waiting:
         node = waiting.pop()
@@ -141,5 +160,5 @@ def _only_weights_that_read(source: fx.Node) -> list[str] | None:
                 return None
             if [call for call, _ in products(weight)] != [user] or len(tail(weight).users) != 1:
                 return None
-            found.append(str(weight.target))
-    return found
+            weights.append(str(weight.target))
+    return weights

@@ -1,8 +1,7 @@
-"""Sends what is left to the kernels: masked weights are packed and multiplied by ``permtriton::sparse_linear``.
+"""Lowers masked weights to packed ones, multiplied by ``permtriton::sparse_linear``.
 
-Every operator of the result is one with a kernel of its own (``sparse_linear``, ``norm_permute``, ``permute``; in a
-learning graph ``sinkhorn``, ``assignment``, ``nm_mask``), which PyTorch's dispatcher runs on a GPU, or its reference
-elsewhere.
+All operators that passes have inserted then have kernels (``sparse_linear``, ``norm_permute``, ``permute``), which
+PyTorch's dispatcher runs on a GPU; elsewhere it runs their references.
 """
 
 import operator
@@ -24,14 +23,17 @@ from permtriton.passes.graph import (
 )
 
 aten = torch.ops.aten
-INDEX_ARGUMENT, KEPT_ARGUMENT, GROUP_ARGUMENT = 5, 8, 9  # of permtriton::nm_mask
+INDEX_ARGUMENT, KEPT_ARGUMENT, GROUP_ARGUMENT = 5, 8, 9  # positions among the arguments of permtriton::nm_mask
 
 
 def lower(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """Turns each product with a masked weight of constant order into ``sparse_linear`` with a packed weight.
+    """Replaces each product with a masked weight by ``sparse_linear`` with a packed weight.
 
-    A gather before it goes into the operator. Masks whose order is still learned stay as they are: their weights change
-    at every step.
+    A gather before the product goes into the operator. A mask whose index is computed, because it is being learned,
+    stays: the packed weight would change at every step.
+
+    Args:
+        graph_module: The graph with masks inserted.
     """
     for mask in [node for node in graph_module.graph.nodes if node.target is NM_MASK]:
         if is_index(mask.args[INDEX_ARGUMENT]):
@@ -41,7 +43,7 @@ def lower(graph_module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _pack(call: fx.Node, kept: int, group: int) -> None:
-    """Replaces one product."""
+    """Replaces one product by ``sparse_linear``."""
     position = PRODUCTS[call.target]
     activation, weight = argument(call, position), argument(call, position + 1)
     bias = call.args[0] if call.target is aten.addmm.default else call.args[2] if len(call.args) > 2 else None

@@ -3,23 +3,21 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
 
 import torch
 from torch import Tensor, fx
 
-from permtriton.importance import Importance
+from permtriton.kernels.importance import ImportanceFactors
+from permtriton.model.edits import Move, moves_of
+from permtriton.model.plan import ChannelSpace, Plan
 from permtriton.passes.cancel_permutations import cancel_permutations
 from permtriton.passes.channels import one_thread
 from permtriton.passes.fuse_permutations import fuse_permutations
-from permtriton.passes.graph import copied
+from permtriton.passes.graph import absorb_folds, copied
 from permtriton.passes.insert_masks import insert_masks
 from permtriton.passes.insert_permutations import insert_permutations
-from permtriton.passes.insert_relaxation import insert_relaxation
 from permtriton.passes.lower import lower
 from permtriton.passes.verify_graph import Verifier, count_operators
-from permtriton.plan import ChannelSpace, Plan
-from permtriton.relaxation import Relaxation
 from permtriton.sparsity import NMPattern
 
 
@@ -28,8 +26,8 @@ class Pass:
     """A step of the compiler.
 
     Attributes:
-        run: a plain function from graph module to graph module; it rewrites the one that it is given.
-        exact: whether the outputs must stay as they were.
+        run: Plain function that rewrites a graph module and returns it.
+        exact: Whether the graph must give the same outputs as before.
     """
 
     run: Callable[[fx.GraphModule], fx.GraphModule]
@@ -44,14 +42,14 @@ class Pass:
 
 @dataclass(frozen=True)
 class PassResult:
-    """What the runner saw of one pass.
+    """The result of one pass.
 
     Attributes:
-        name: of the pass.
-        graph_module: what it returned; the next pass rewrites it.
-        before: nodes by operator before it.
-        after: and after it.
-        difference: largest relative difference of the outputs, where they were compared.
+        name: Name of the pass.
+        graph_module: The rewritten graph; the next pass rewrites it again.
+        before: Operator -> number of nodes that call it, before the pass.
+        after: The same after the pass.
+        difference: Largest difference of the outputs relative to their size; None where they were not compared.
     """
 
     name: str
@@ -62,69 +60,83 @@ class PassResult:
 
     @property
     def changes(self) -> dict[str, int]:
-        """Operator -> how many more of them there are; only those that changed."""
+        """Operator -> change of the number of nodes that call it; only operators whose number changed."""
         names = sorted({*self.before, *self.after})
         counts = {name: self.after.get(name, 0) - self.before.get(name, 0) for name in names}
         return {name: count for name, count in counts.items() if count}
 
 
-def permutation_passes(plan: Plan, indices: Mapping[str, Tensor], block_size: int | None = None) -> tuple[Pass, ...]:
-    """The exact passes that reorder channels, inside blocks where their size is given, and change nothing else."""
+def permutation_passes(moves: Sequence[Move]) -> tuple[Pass, ...]:
+    """Returns the exact passes, which reorder channels and change nothing else."""
     return (
-        Pass(partial(insert_permutations, plan=plan, indices=indices, block_size=block_size)),
-        Pass(partial(fuse_permutations, plan=plan, indices=indices)),
+        Pass(partial(insert_permutations, moves=moves)),
+        Pass(partial(fuse_permutations, moves=moves)),
         Pass(cancel_permutations),
     )
 
 
-def all_passes(
-    plan: Plan, indices: Mapping[str, Tensor], importances: Mapping[str, Importance], pattern: NMPattern
+def pruning_passes(
+    plan: Plan, importances: Mapping[str, ImportanceFactors], pattern: NMPattern, *, exact: bool = False
 ) -> tuple[Pass, ...]:
-    """The whole compiler: from the traced model to one that multiplies packed N:M weights."""
+    """Returns the passes from a graph in its final order to one that multiplies packed N:M weights.
+
+    Args:
+        plan: The model's plan.
+        importances: Linear name -> importance, for every pruned linear.
+        pattern: N:M pattern.
+        exact: Whether the weights are N:M already, so that the masks change nothing.
+    """
     return (
-        Pass(partial(insert_permutations, plan=plan, indices=indices)),
-        Pass(partial(insert_masks, plan=plan, importances=importances, pattern=pattern), exact=False),
-        Pass(partial(fuse_permutations, plan=plan, indices=indices)),
-        Pass(cancel_permutations),
+        Pass(partial(insert_masks, plan=plan, importances=importances, pattern=pattern), exact=exact),
         Pass(lower),
     )
 
 
-def learning_passes(
+# The passes of a compilation, in their order.
+PASS_NAMES = ("insert_permutations", "fuse_permutations", "cancel_permutations", "insert_masks", "lower")
+
+
+def run_with_stand_ins(
     plan: Plan,
-    spaces: Sequence[ChannelSpace],
-    relaxation: Relaxation,
-    tau: float,
-    importances: Mapping[str, Importance],
+    graph_module: fx.GraphModule,
     pattern: NMPattern,
-) -> tuple[Pass, ...]:
-    """From the model in base order to the graph that learns: its masks' order comes from logits."""
-    relaxed = partial(insert_relaxation, plan=plan, spaces=spaces, relaxation=relaxation, tau=tau)
-    return (
-        Pass(partial(insert_masks, plan=plan, importances=importances, pattern=pattern), exact=False),
-        Pass(relaxed, exact=False),
-        Pass(lower),
-    )
+    observe: Callable[[PassResult], None] = lambda result: None,
+    seed: int = 0,
+) -> fx.GraphModule:
+    """Runs all passes of a compilation with random permutations and masks by magnitude, without calibration.
 
+    This shows what the passes do to a model, also on the meta device, where the model has no weights.
 
-# In the order of `all_passes`.
-PASS_NAMES = ("insert_permutations", "insert_masks", "fuse_permutations", "cancel_permutations", "lower")
+    Args:
+        plan: The model's plan.
+        graph_module: The traced graph.
+        pattern: N:M pattern.
+        observe: Called after each pass.
+        seed: Seed of the permutations.
 
+    Returns:
+        The lowered graph.
 
-def stand_in_passes(plan: Plan, graph_module: fx.GraphModule, pattern: NMPattern, seed: int = 0) -> tuple[Pass, ...]:
-    """The whole compiler with random permutations and masks by magnitude, for a model that nothing was learned for."""
+    Raises:
+        VerificationError: A pass broke the graph.
+    """
     generator = torch.Generator().manual_seed(seed)
-    indices = {}
-    for space in plan.spaces:
-        if not space.frozen:
-            starts = [0, *accumulate(space.segments)]
-            parts = [
-                start + torch.randperm(n, generator=generator) for start, n in zip(starts, space.segments, strict=False)
-            ]
-            indices[space.name] = torch.cat(parts)
+    indices = {space.name: _random_index(space, generator) for space in plan.spaces if not space.frozen}
     device = next(graph_module.parameters()).device
-    importances = {name: Importance(1, torch.ones(site.channels, device=device)) for site, name in plan.linears()}
-    return all_passes(plan, indices, importances, pattern)
+    importances = {
+        name: ImportanceFactors(1, torch.ones(site.channels, device=device)) for site, name in plan.linears()
+    }
+    permuted = run_passes(graph_module, permutation_passes(moves_of(plan, indices)), observe=observe)
+    return run_passes(absorb_folds(permuted), pruning_passes(plan, importances, pattern), observe=observe)
+
+
+def _random_index(space: ChannelSpace, generator: torch.Generator) -> Tensor:
+    """Returns a random unit index, int64 ``[units]``, that permutes inside the segments of a space."""
+    parts, start = [], 0
+    for size in space.segments:
+        parts.append(start + torch.randperm(size, generator=generator))
+        start += size
+    return torch.cat(parts)
 
 
 def run_passes(
@@ -133,20 +145,20 @@ def run_passes(
     batches: Sequence[Tensor] = (),
     observe: Callable[[PassResult], None] = lambda result: None,
 ) -> fx.GraphModule:
-    """Runs passes one after another: dead nodes removed, linted, recompiled, counted and verified after each.
+    """Runs passes on a copy of a graph. After each, removes dead nodes, lints, recompiles and verifies the graph.
 
     Args:
-        graph_module: the traced model.
-        passes: as from `all_passes`.
-        batches: token ids ``[1, tokens]`` of the traced length, on which exact passes must give the same outputs; where
-            there are none (a model without weights) the structure alone is verified.
-        observe: told of each pass.
+        graph_module: The graph to start from; unchanged on return.
+        passes: Passes, such as those from `permutation_passes`.
+        batches: Token ids ``[1, tokens]`` of the traced length, on which exact passes must give the same outputs. If
+            there are none (on the meta device), only the structure is verified.
+        observe: Called after each pass.
 
     Returns:
-        The last graph, a copy; parameters are shared with the first.
+        The graph after the last pass; its parameters are shared with ``graph_module``.
 
     Raises:
-        VerificationError: a pass broke the graph; it names the pass and the node.
+        VerificationError: A pass broke the graph; the message names the pass and the node.
     """
     graph_module = copied(graph_module)
     graph_module.graph.eliminate_dead_code()

@@ -2,15 +2,16 @@
 
 Every tensor of the graph is replaced by an int64 tensor of the same shape that says what each element carries:
 
-* ``id > 0``: the channel with that id. Every position of every parameter dimension has one; ids follow the parameters'
-  names, so that two graphs over the same parameters speak of the same channels.
+* ``id > 0``: the channel with that id. Every position of every parameter dimension is a channel. Ids are assigned by
+  parameter name, so two graphs over the same parameters have the same channels.
 * ``id < 0``: something that is no channel (a mask, a rotary cosine, a variance), different for each element.
 
 Data movement acts on the ids as it would on data. Elementwise operators join channels: joined channels must be permuted
-together. Every operator that touches a channel, and whatever it meets there that is no channel, adds to the channel's
-*context*; two channels may change places exactly when they have the same context. A normalisation over the whole stream
-gives every channel the same context; rotary cosines give each its own; attention gives one to each head. An operator
-without a rule is a barrier: every channel that enters gets a context of its own, with the reason kept.
+together. Every operator that acts on a channel adds to the channel's *context*, and so does whatever meets the channel
+there and is no channel. Two channels may change places if and only if they have the same context. A norm over the whole
+stream gives every channel the same context, rotary cosines give each channel its own, and attention gives each head
+one. An operator without a rule is a barrier: every channel that enters it gets a context of its own, and the reason is
+recorded.
 
 The rules are in `permtriton.passes.channel_rules`, ids and contexts in `permtriton.passes.channels`.
 """
@@ -25,32 +26,33 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 from torch import Tensor, fx, nn
 
-from permtriton.passes.channel_rules import IndexValue, LinearCall, ParameterValue, rule_of
-from permtriton.passes.channels import Axis, Channels, Event, Joint, mix, one_thread
+from permtriton.passes.channel_rules import rule_of
+from permtriton.passes.channels import AxisKey, Channels, Event, Joint, mix, one_thread
 from permtriton.passes.graph import INDEX, INSERTED
-
-__all__ = ["LinearCall", "Provenance", "Unions", "channel_unions", "propagate"]
+from permtriton.passes.values import IndexValue, LinearCall, ParameterValue
 
 
 @dataclass
 class Provenance:
-    """The result: channels that must move together share a label, and contexts say which labels may change places.
+    """Which channels of a graph must move together, and which of them may change places.
+
+    Channels that must move together share a label, a number from 0. Labels with the same context may change places.
 
     Attributes:
-        linears: every product with a weight, in execution order.
-        axes: (parameter, dimension) -> labels of its positions, int64; of the dimensions that the graph uses.
-        roles: (parameter, dimension) -> uint64 context that each position picked up before it was joined with other
-            activations: it tells a gate row from the up row that it is multiplied with.
-        tables: the axes that are columns of an embedding.
-        hidden: labels of the last hidden state's channels; empty where it is not made of channels.
-        contexts: uint64 ``[labels]``.
-        barriers: reasons of operators without a rule that channels entered, each once.
+        linears: Every product with a weight, in execution order.
+        axes: (parameter, dimension) -> int64 label of each position, for the dimensions that the graph uses.
+        roles: (parameter, dimension) -> uint64 role of each position: the part of its context from before it was joined
+            with other activations. It tells a gate row from the up row that it is multiplied with.
+        tables: The axes that are columns of an embedding.
+        hidden: Labels of the last hidden state's channels; empty where it does not consist of channels.
+        contexts: Context of each label, uint64 ``[labels]``.
+        barriers: Reasons of the barriers that channels entered, each once.
     """
 
     linears: list[LinearCall]
-    axes: dict[Axis, np.ndarray]
-    roles: dict[Axis, np.ndarray]
-    tables: set[Axis]
+    axes: dict[AxisKey, np.ndarray]
+    roles: dict[AxisKey, np.ndarray]
+    tables: set[AxisKey]
     hidden: np.ndarray
     contexts: np.ndarray
     barriers: list[str]
@@ -58,7 +60,11 @@ class Provenance:
     _labels: np.ndarray = field(repr=False)
 
     def reason(self, labels: np.ndarray) -> str:
-        """Returns what first told ``labels`` apart: why their channels may not change places."""
+        """Returns why the channels of ``labels`` may not all change places: the first event that tells them apart.
+
+        Args:
+            labels: int64, unique labels.
+        """
         order = np.argsort(labels)
         for event in self._events:
             sums = np.zeros(labels.size, np.uint64)
@@ -72,30 +78,36 @@ class Provenance:
 
 
 class Unions:
-    """Which channels a graph joins, and where; not which of them may change places."""
+    """Which channels a graph joins, and at which nodes; without contexts.
 
-    def __init__(self, total: int, axes: dict[Axis, int], joints: Sequence[Joint]) -> None:
+    Args:
+        total: One more than the largest channel id.
+        axes: (parameter, dimension) -> its first id.
+        joints: Channels that move together, in execution order.
+    """
+
+    def __init__(self, total: int, axes: dict[AxisKey, int], joints: Sequence[Joint]) -> None:
         self._total, self._axes, self._joints = total, axes, joints
 
     @cached_property
     def labels(self) -> np.ndarray:
-        """The lowest id that each id is joined with, int64 ``[ids]``."""
+        """The lowest id that each id is joined with, directly or not, int64 ``[ids]``."""
         count, labels = _components(self._total, self._joints)
         lowest = np.empty(count, np.int64)
         lowest[labels[::-1]] = np.arange(self._total)[::-1]
         return lowest[labels]
 
     def partition(self) -> bytes:
-        """Returns what two graphs over the same parameters have in common exactly when they join the same channels."""
+        """Returns bytes that are equal for two graphs if and only if they join the same channels."""
         return repr(self._axes).encode() + self.labels.tobytes()
 
     @property
     def parameters(self) -> set[str]:
-        """The parameters whose channels these are."""
+        """The names of the parameters."""
         return {parameter for parameter, _ in self._axes}
 
     def first_new(self, other: "Unions") -> str | None:
-        """Returns the first node that joins channels which ``other`` keeps apart, or None."""
+        """Returns the name of the first node that joins channels which are not joined in ``other``, or None."""
         assert self._axes == other._axes, "the graphs are over different parameters"
         for joint in self._joints:
             if (other.labels[joint.a] != other.labels[joint.b]).any():
@@ -108,10 +120,10 @@ def propagate(graph_module: fx.GraphModule, outputs: Sequence[int], hidden: int)
     """Runs channel ids through a graph.
 
     Args:
-        graph_module: parameters are ``get_attr`` nodes; every other node has ``meta["val"]``. No value is read, but
-            those of the buffers that hold permutations.
-        outputs: positions in the graph's output tuple that a caller sees, whose channel order must therefore stay.
-        hidden: position of the last hidden state in it.
+        graph_module: Graph whose parameters are ``get_attr`` nodes and whose other nodes have ``meta["val"]``. The only
+            values that are read are those of index buffers.
+        outputs: Positions in the graph's output tuple that a caller sees: their channels must keep their order.
+        hidden: Position of the last hidden state in the output tuple.
     """
     channels = Channels(graph_module)
     results = _Interpreter(graph_module, channels).results()
@@ -124,14 +136,16 @@ def propagate(graph_module: fx.GraphModule, outputs: Sequence[int], hidden: int)
 
 @one_thread()
 def channel_unions(graph_module: fx.GraphModule) -> Unions:
-    """Returns the channels that a graph (as in `propagate`) joins, in a fraction of its time."""
+    """Returns which channels a graph joins, in a fraction of the time of `propagate`."""
     channels = Channels(graph_module, contexts=False)
     _Interpreter(graph_module, channels).results()
     return Unions(channels.total, channels.starts, channels.joints)
 
 
 class _Interpreter(fx.Interpreter):
-    def __init__(self, graph_module: fx.GraphModule, channels: "Channels") -> None:
+    """Runs a graph on channel ids, calling each operator's rule."""
+
+    def __init__(self, graph_module: fx.GraphModule, channels: Channels) -> None:
         super().__init__(graph_module)
         self._channels = channels
 
@@ -161,38 +175,39 @@ class _Interpreter(fx.Interpreter):
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         rule = rule_of(self._channels.node)
         if rule is None:
-            return self._channels.unknown(str(target), (args, kwargs))
+            return self._channels.barrier(str(target), (args, kwargs))
         return rule(self._channels, target, args, kwargs)
 
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
-        return self._channels.unknown(f"module {target}", (args, kwargs))
+        return self._channels.barrier(f"module {target}", (args, kwargs))
 
 
 def _finish(channels: Channels, hidden: np.ndarray) -> Provenance:
-    """Adds up what ``channels`` met; ``hidden`` are the ids of the last hidden state's channels."""
+    """Labels the joined channels and adds up their contexts; ``hidden`` are ids of the last hidden state's channels."""
     spans = {axis: slice(channels.starts[axis], channels.starts[axis] + channels.sizes[axis]) for axis in channels.used}
     count, labels = _components(channels.total, channels.joints)
     role_count, role_labels = _components(channels.total, [joint for joint in channels.joints if joint.attached])
     roles = _sums(role_count, role_labels, channels.events)[role_labels]
-    numbers = mix(np.arange(len(spans), dtype=np.uint64) + np.uint64(1 << 40))
+    own_contexts = mix(np.arange(len(spans), dtype=np.uint64) + np.uint64(1 << 40))  # one per axis
     events = channels.events + [
-        Event(np.arange(span.start, span.stop), number, "they belong to different parameters")
-        for number, span in zip(numbers, spans.values(), strict=True)
+        Event(np.arange(span.start, span.stop), context, "they belong to different parameters")
+        for context, span in zip(own_contexts, spans.values(), strict=True)
     ]
     return Provenance(
-        channels.linears,
-        {axis: labels[span].astype(np.int64) for axis, span in spans.items()},
-        {axis: roles[span] for axis, span in spans.items()},
-        channels.tables,
-        labels[hidden],
-        _sums(count, labels, events),
-        list(channels.barriers),
-        events,
-        labels,
+        linears=channels.linears,
+        axes={axis: labels[span].astype(np.int64) for axis, span in spans.items()},
+        roles={axis: roles[span] for axis, span in spans.items()},
+        tables=channels.tables,
+        hidden=labels[hidden],
+        contexts=_sums(count, labels, events),
+        barriers=list(channels.barriers),
+        _events=events,
+        _labels=labels,
     )
 
 
 def _sums(count: int, labels: np.ndarray, events: Sequence[Event]) -> np.ndarray:
+    """Returns the context of each of ``count`` labels, uint64: the sum over its channels and events."""
     sums = np.zeros(count, np.uint64)
     with np.errstate(over="ignore"):
         for event in events:
@@ -201,6 +216,7 @@ def _sums(count: int, labels: np.ndarray, events: Sequence[Event]) -> np.ndarray
 
 
 def _components(total: int, joints: Sequence[Joint]) -> tuple[int, np.ndarray]:
+    """Returns how many sets of joined channels there are, and the number of the set of each id."""
     none = np.zeros(0, np.int64)
     first = np.concatenate([none, *(joint.a for joint in joints)])
     second = np.concatenate([none, *(joint.b for joint in joints)])

@@ -1,4 +1,4 @@
-"""From channel provenance to the plan: sites, the channel spaces that order them, and what is left alone and why."""
+"""From channel provenance to the plan: the sites, their channel spaces, and which linears stay dense and why."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from permtriton.errors import ModelError
+from permtriton.model.plan import LINEAR_MODULES, Axis, ChannelSpace, Plan, Site
 from permtriton.passes.channels import one_thread
-from permtriton.passes.provenance import LinearCall, Provenance
+from permtriton.passes.provenance import Provenance
 from permtriton.passes.unseen import Unseen, layer_of
-from permtriton.plan import LINEAR_MODULES, Axis, ChannelSpace, Plan, Site
+from permtriton.passes.values import LinearCall
 from permtriton.sparsity import NMPattern
 
 
@@ -27,33 +28,36 @@ def find_sites(
     """Decides which linears are pruned, groups them into sites and finds each site's permutable channels.
 
     Args:
-        provenance: of the exported model.
-        model: the model itself, for its module types.
-        hidden: graph node of the last hidden state; only linears that feed it are pruned.
-        pattern: the sparsity pattern; input channels must be a multiple of its group.
-        skip_indivisible: leave other linears dense instead of refusing the model.
+        provenance: Provenance of the traced graph.
+        model: The traced model, for the types of its modules.
+        hidden: Graph node of the last hidden state; only linears that feed it are pruned.
+        pattern: N:M pattern; the number of input channels must be a multiple of the group.
+        skip_indivisible: Whether to leave other linears dense instead of refusing the model.
+
+    Returns:
+        The plan of layout ``portable``.
 
     Raises:
-        ModelError: a linear's input channels are not a multiple of the group, or nothing can be pruned.
+        ModelError: A linear's input channels are not a multiple of the group, or nothing can be pruned.
     """
     skipped: dict[str, str] = {}
     by_source: dict[fx.Node, list[LinearCall]] = defaultdict(list)
     for call in _prunable(provenance, model, _ancestors(hidden), pattern, skip_indivisible, skipped):
         by_source[call.source].append(call)
-    _list_the_rest(model, provenance, skipped)
+    _skip_the_rest(model, provenance, skipped)
     if not by_source:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in list(skipped.items())[:3])
         raise ModelError(f"no linear layer of this model can be pruned ({reasons or 'it has none'})")
     builder = _SpaceBuilder(provenance, pattern)
     sites = [builder.site(model, calls) for calls in by_source.values()]
     spaces = builder.finish(sites)
-    hidden = builder.locate(provenance.hidden)
+    hidden_space, hidden_units = builder.locate(provenance.hidden)
     unseen = Unseen(model, {parameter for parameter, _ in provenance.axes})
     for space in spaces:
-        if not space.frozen:
-            readers = [site for site in sites if site.space is space]
-            space.frozen = unseen.reach([axis.parameter for axis in space.axes], readers)
-    return Plan(sites, spaces, skipped, provenance.barriers, *hidden, unseen=tuple(unseen.sizes))
+        readers = [site for site in sites if site.space is space]
+        if not space.frozen and (reason := unseen.reach([axis.parameter for axis in space.axes], readers)):
+            space.freeze(reason)
+    return Plan(sites, spaces, skipped, provenance.barriers, hidden_space, hidden_units, tuple(unseen.shapes))
 
 
 def _prunable(
@@ -64,6 +68,7 @@ def _prunable(
     skip_indivisible: bool,
     skipped: dict[str, str],
 ) -> Iterable[LinearCall]:
+    """Yields the first call of every linear to prune; adds every other linear to ``skipped``, with the reason."""
     seen: set[str] = set()
     for call in provenance.linears:
         owner, _, attribute = call.parameter.rpartition(".")
@@ -89,33 +94,34 @@ def _prunable(
             yield call
 
 
-def _list_the_rest(model: nn.Module, provenance: Provenance, skipped: dict[str, str]) -> None:
+def _skip_the_rest(model: nn.Module, provenance: Provenance, skipped: dict[str, str]) -> None:
+    """Adds to ``skipped`` the linears that the graph does not call, and weights with more than two dimensions."""
     called = {call.parameter for call in provenance.linears}
-    touched = {parameter for parameter, _ in provenance.axes}
+    used = {parameter for parameter, _ in provenance.axes}
     for name, module in model.named_modules():
         if isinstance(module, LINEAR_MODULES) and f"{name}.weight" not in called:
             tied = any(module.weight is p for n, p in model.named_parameters() if n in called)
             if not tied:
-                unknown = "its weight is read by an operator that is not understood"
+                barrier = "its weight is read by an operator without a channel rule"
                 unused = "not used when the model runs on token ids"
-                skipped.setdefault(name, unknown if f"{name}.weight" in touched else unused)
+                skipped.setdefault(name, barrier if f"{name}.weight" in used else unused)
         for parameter_name, parameter in module.named_parameters(prefix=name, recurse=False):
             if parameter.ndim > 2:
                 skipped.setdefault(parameter_name, f"{parameter.ndim}-dimensional weight of a {type(module).__name__}")
 
 
 def _ancestors(node: fx.Node) -> set[fx.Node]:
-    found, waiting = {node}, [node]
+    ancestors, waiting = {node}, [node]
     while waiting:
         for before in waiting.pop().all_input_nodes:
-            if before not in found:
-                found.add(before)
+            if before not in ancestors:
+                ancestors.add(before)
                 waiting.append(before)
-    return found
+    return ancestors
 
 
 class _SpaceBuilder:
-    """Groups the labels of site inputs into channel spaces, a label belonging to at most one."""
+    """Groups the labels of the sites' input channels into channel spaces; a label belongs to at most one space."""
 
     def __init__(self, provenance: Provenance, pattern: NMPattern) -> None:
         self._provenance = provenance
@@ -126,26 +132,35 @@ class _SpaceBuilder:
         self._spaces: list[ChannelSpace] = []
 
     def site(self, model: nn.Module, calls: list[LinearCall]) -> Site:
+        """Returns the site of the linears that read one activation, and makes or finds its space."""
         names = [call.parameter.rpartition(".")[0] for call in calls]
         labels = self._provenance.axes[calls[0].parameter, calls[0].in_dim]
         name = _common_name(names)
         problem = next((call.problem for call in calls if call.problem), "")
         space, units = self._space(name, labels, problem)
-        runs = sum(call.parameter == calls[0].parameter for call in self._provenance.linears)
+        count = sum(call.parameter == calls[0].parameter for call in self._provenance.linears)
         layer = layer_of(model, names[0])
-        site = Site(name, tuple(names), labels.size, torch.from_numpy(units), space, layer, runs)
-        if not space.frozen:
-            space.frozen = _arrangement_problem(site, self._group)
+        site = Site(name, tuple(names), labels.size, torch.from_numpy(units), space, layer, count)
+        if not space.frozen and (problem := _arrangement_problem(site, self._group)):
+            space.freeze(problem)
         return site
 
     def _space(self, name: str, labels: np.ndarray, problem: str) -> tuple[ChannelSpace, np.ndarray]:
+        """Returns the space of a site's input channels and the unit at each of them, int64 ``[channels]``.
+
+        Args:
+            name: Name of the space, if it is a new one.
+            labels: Label of each input channel.
+            problem: Why the channels may not move; empty where nothing is known against it.
+        """
         unique, first = np.unique(labels, return_index=True)
-        unique = labels[np.sort(first)]
+        unique = labels[np.sort(first)]  # the units: labels in the order of their first channels
         owners = np.unique(self._space_of[unique])
         if owners.size == 1 and owners[0] >= 0 and self._spaces[owners[0]].units == unique.size:
             return self._spaces[owners[0]], self._unit_of[labels]
         for owner in owners[owners >= 0]:
-            problem = self._spaces[owner].frozen = "linears read overlapping but different sets of its channels"
+            problem = "linears read overlapping but different sets of its channels"
+            self._spaces[owner].freeze(problem)
         contexts = self._provenance.contexts[unique]
         edges = np.flatnonzero(np.diff(contexts, prepend=contexts[:1] + 1, append=contexts[-1:] + 1))
         segments = tuple(int(size) for size in np.diff(edges))
@@ -153,9 +168,9 @@ class _SpaceBuilder:
             problem = self._provenance.reason(unique)
         uneven = [size for size in segments if size % self._group]
         if not problem and uneven:
-            problem = f"channels may only move inside runs of {uneven[0]}, not a multiple of {self._group}"
-        space = ChannelSpace(name, segments, (), problem)
-        free = self._space_of[unique] < 0  # all, unless the sets overlap; then a later reader of these overlaps too
+            problem = f"channels may move only inside segments of {uneven[0]}, not a multiple of {self._group}"
+        space = ChannelSpace.kept(name, segments, problem) if problem else ChannelSpace(name, segments, ())
+        free = self._space_of[unique] < 0  # all of them, unless sets overlap: a label keeps its first space
         self._space_of[unique[free]] = len(self._spaces)
         self._unit_of[unique[free]] = np.arange(unique.size)[free]
         self._spaces.append(space)
@@ -163,7 +178,7 @@ class _SpaceBuilder:
         return space, order[np.searchsorted(unique, labels, sorter=order)]
 
     def finish(self, sites: list[Site]) -> list[ChannelSpace]:
-        """Attaches every parameter dimension to its spaces and names the stream."""
+        """Attaches every parameter dimension to its spaces, names those that several sites share, and returns all."""
         axes: list[list[Axis]] = [[] for _ in self._spaces]
         contracted = {(call.parameter, call.in_dim) for call in self._provenance.linears} - self._provenance.tables
         for (parameter, dim), labels in self._provenance.axes.items():
@@ -173,18 +188,18 @@ class _SpaceBuilder:
                 roles = torch.from_numpy(np.unique(self._provenance.roles[parameter, dim], return_inverse=True)[1])
                 axes[number].append(Axis(parameter, dim, units, roles, reads=(parameter, dim) in contracted))
         streams = 0
-        for space, found in zip(self._spaces, axes, strict=True):
-            space.axes = tuple(found)
-            unlike = [axis for axis in found if not space.frozen and not axis.exchangeable(space.segments)]
-            if unlike:
-                space.frozen = f"{unlike[0].parameter} holds some of its channels in other roles than others"
+        for space, axes_of_space in zip(self._spaces, axes, strict=True):
+            space.axes = tuple(axes_of_space)
+            fixed = [axis for axis in space.axes if not space.frozen and not axis.exchangeable(space.segments)]
+            if fixed:
+                space.freeze(f"{fixed[0].parameter} does not hold all of its channels in the same roles")
             if sum(site.space is space for site in sites) > 1:
                 streams += 1
                 space.name = "stream" if streams == 1 else f"stream.{streams}"
         return self._spaces
 
     def locate(self, labels: np.ndarray) -> tuple[ChannelSpace | None, Tensor]:
-        """Returns the space that orders all of ``labels``, and the unit at each; None where there is no such space."""
+        """Returns the space that orders all of ``labels``, or None, and the unit of each label, int64."""
         owners = np.unique(self._space_of[labels])
         if owners.size != 1 or owners[0] < 0:
             return None, torch.empty(0, dtype=torch.int64)
@@ -197,7 +212,10 @@ def _uneven(units: Tensor, count: int) -> bool:
 
 
 def _arrangement_problem(site: Site, group: int) -> str:
-    """Blocks need each run of units to sit at consecutive input channels, aligned to the sparsity group."""
+    """Returns why blocks of units would not be blocks of a site's input channels; empty where they are.
+
+    The units of each segment must be at consecutive input channels that start at a multiple of the group.
+    """
     if _uneven(site.units, site.space.units):
         return f"{site.name} reads some of its channels more often than others"
     positions = torch.argsort(site.units, stable=True).view(site.space.units, -1)
@@ -211,6 +229,7 @@ def _arrangement_problem(site: Site, group: int) -> str:
 
 
 def _common_name(names: list[str]) -> str:
+    """Returns the common path of modules, then their own names: ``layers.0.mlp.gate_proj+up_proj``."""
     if len(names) == 1:
         return names[0]
     split = [name.split(".") for name in names]

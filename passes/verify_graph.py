@@ -1,8 +1,8 @@
-"""What the runner checks after every pass: the structure of the graph always, its numbers where it has weights.
+"""The checks after every pass: the structure of the graph always, its outputs where it has weights.
 
-The structure is checked on channel ids: an exact rewriting joins the same channels as the graph before it, whatever
-their order. So a permutation that is inserted and not undone, folded into one producer and not the other, or applied to
-the wrong columns, shows at the first node that joins two channels that were apart.
+The structure is checked on channel ids: after a pass, the graph must join the same channels as before it, whatever
+their order. A permutation that is inserted and not undone, folded into one producer and not into another, or applied to
+the wrong columns, is found at the first node that joins two channels which were not joined before.
 """
 
 import copy
@@ -14,21 +14,21 @@ import torch
 from torch import Tensor, fx
 
 from permtriton.errors import VerificationError
+from permtriton.model.checks import TOLERANCE, relative_difference
 from permtriton.passes.graph import NM_MASK, NORM_PERMUTE, PERMUTE, RUNS, index_value, is_index
 from permtriton.passes.provenance import Unions, channel_unions
-from permtriton.passes.verify import TOLERANCE, relative_difference
 from permtriton.permutation import is_permutation
 
-SMALL = 1 << 24  # parameters up to which graphs are compared in float64 on a CPU
+SMALL = 1 << 24  # graphs with up to this many parameters are compared in float64 on a CPU
 BUG = ". Nothing was saved; this is a bug of permtriton, please report it with the output of permtriton inspect"
 
 
 class Verifier:
-    """Holds what a graph must still do after the next pass.
+    """Compares a graph after each pass with the graph before it.
 
     Args:
-        graph_module: before any pass.
-        batches: token ids of the traced shape; none to check the structure alone.
+        graph_module: The graph before the first pass.
+        batches: Token ids of the traced shape; none to check only the structure.
     """
 
     def __init__(self, graph_module: fx.GraphModule, batches: Sequence[Tensor] = ()) -> None:
@@ -38,14 +38,18 @@ class Verifier:
         self._outputs = [run(graph_module, batch) for batch in self._batches]
 
     def check(self, name: str, after: fx.GraphModule, *, exact: bool) -> float | None:
-        """Checks what a pass returned, which the next pass is then compared with.
+        """Checks the graph that a pass returned; the next call compares with this graph.
+
+        Args:
+            name: Name of the pass.
+            after: The graph that it returned.
+            exact: Whether the outputs must be the same; otherwise they must be the same with all masks off.
 
         Returns:
-            The largest difference of the outputs relative to their size, for an inexact pass with all masks off; None
-            where they were not compared.
+            The largest difference of the outputs relative to their size; None where they were not compared.
 
         Raises:
-            VerificationError: naming the pass and the node.
+            VerificationError: The graph is wrong; the message names the pass and the node.
         """
         for problem in index_problems(after):
             raise VerificationError(f"pass {name}: {problem}" + BUG)
@@ -55,7 +59,7 @@ class Verifier:
         outputs = [run(after, batch) for batch in self._batches]
         if exact:
             difference = self._compare(name, after, self._outputs, outputs)
-        else:  # without its masks, an approximate pass is exact too
+        else:
             with torch.no_grad():
                 expected = [_Recorder(after, graph=self._before, masks=False).run(b)[0] for b in self._batches]
                 unmasked = [_Recorder(after, masks=False).run(b)[0] for b in self._batches]
@@ -70,11 +74,12 @@ class Verifier:
     def _compare(
         self, name: str, after: fx.GraphModule, before: Sequence[Tensor], outputs: Sequence[Tensor]
     ) -> float | None:
+        """Returns the largest difference of the outputs, or None where there are none."""
         largest = None
         for batch, expected, got in zip(self._batches, before, outputs, strict=True):
             tolerance = TOLERANCE[got.dtype]
             difference = relative_difference(expected, got)
-            if not difference <= tolerance:
+            if not difference <= tolerance:  # NaN, too, is refused
                 node = first_difference(self._before, after, batch, tolerance)
                 raise VerificationError(
                     f"pass {name}: outputs differ by {difference:.1e} of their size, more than {tolerance:.0e}; the "
@@ -85,30 +90,30 @@ class Verifier:
 
 
 def _other_channels(before: Unions, after: Unions) -> str:
-    """What the graph before a pass and the one after it do not join alike."""
+    """Returns how the channels that a graph joins after a pass differ from those before it."""
     if before.parameters != after.parameters:
         return f"only one of the graphs before and after it reads {min(before.parameters ^ after.parameters)}"
     if node := after.first_new(before):
         return (
-            f"node {node} joins channels that are different ones in the graph before it: a permutation is not undone, "
-            "or folded in one place and not in another"
+            f"node {node} joins channels that were not joined before the pass: a permutation is not undone, or folded "
+            "into one parameter and not into another"
         )
-    return f"nothing joins the channels any more that node {before.first_new(after)} joins in the graph before it"
+    return f"the channels that node {before.first_new(after)} joined before the pass are not joined any more"
 
 
 def index_problems(graph_module: fx.GraphModule) -> list[str]:
-    """Returns what is wrong with a graph's permutations: no bijection, across a head, or of another length."""
-    found = []
+    """Returns what is wrong with a graph's indices: not a permutation, across runs, or of the wrong length."""
+    problems = []
     for node in graph_module.graph.nodes:
         if is_index(node):
-            found += [f"index {node.name} {problem}" for problem in _problems_of(node)]
+            problems += [f"index {node.name} {problem}" for problem in _problems_of(node)]
         elif node.target in (PERMUTE, NORM_PERMUTE):
             index = node.args[3 if node.target is NORM_PERMUTE else 1]
             dim = node.args[2] if node.target is PERMUTE and len(node.args) > 2 else -1
             size, length = node.args[0].meta["val"].shape[dim], index.meta["val"].numel()
             if size != length:
-                found.append(f"node {node.name} gathers {size} channels with an index of {length}")
-    return found
+                problems.append(f"node {node.name} gathers {size} channels with an index of {length}")
+    return problems
 
 
 def _problems_of(node: fx.Node) -> list[str]:
@@ -125,25 +130,31 @@ def _problems_of(node: fx.Node) -> list[str]:
 
 
 def count_operators(graph_module: fx.GraphModule) -> dict[str, int]:
-    """Returns how many nodes call each operator."""
+    """Returns operator -> number of nodes that call it."""
     return dict(Counter(str(n.target) for n in graph_module.graph.nodes if n.op == "call_function"))
 
 
 @torch.no_grad()
 def run(graph_module: fx.GraphModule, ids: Tensor, *, wide: bool = True) -> Tensor:
-    """Returns a graph's first output on token ids, where ``wide`` in float64 if it is small, at least in float32."""
+    """Returns a graph's first output on token ids.
+
+    Args:
+        graph_module: The graph.
+        ids: Token ids of the traced shape, int64.
+        wide: Whether to run a small graph on a CPU in float64, and others in float32 where their dtype is narrower.
+    """
     return _Recorder(graph_module, wide=wide).run(ids)[0]
 
 
 @torch.no_grad()
 def first_difference(before: fx.Graph, after: fx.GraphModule, ids: Tensor, tolerance: float) -> str:
-    """Returns the name of the first node that both graphs have and whose values differ, whatever their order.
+    """Returns the name of the first node that both graphs have and whose values differ, apart from their order.
 
     Args:
-        before: an earlier graph of the same module.
-        after: the module with its present graph.
-        ids: token ids of the traced shape.
-        tolerance: relative to a node's largest value.
+        before: An earlier graph of the same module.
+        after: The module with its current graph.
+        ids: Token ids of the traced shape.
+        tolerance: Largest difference relative to a node's largest value.
     """
     recorders = [_Recorder(after, graph=before, record=True), _Recorder(after, record=True)]
     for recorder in recorders:
@@ -156,9 +167,17 @@ def first_difference(before: fx.Graph, after: fx.GraphModule, ids: Tensor, toler
 
 
 class _Recorder(fx.Interpreter):
-    """Runs a graph, where ``wide`` in float64 if it is small, at least in float32; may keep each node's values, sorted.
+    """Runs a graph in a wide dtype, since rounding would hide small errors and send tokens to other experts.
 
-    Rounding would hide small errors in narrow types, and send tokens to other experts.
+    Args:
+        graph_module: The module with the graph's parameters and buffers.
+        graph: The graph to run; None runs that of the module.
+        wide: Whether to run a small graph on a CPU in float64, and others in float32 where their dtype is narrower.
+        record: Whether to record the values of each node.
+        masks: Whether to apply the N:M masks.
+
+    Attributes:
+        seen: Node name -> its values, float64, sorted: a permutation does not change them.
     """
 
     def __init__(
@@ -186,10 +205,6 @@ class _Recorder(fx.Interpreter):
             self.seen[n.name] = value.double().flatten().sort().values
         return value
 
-    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
-        value = super().get_attr(target, args, kwargs)
-        return value.to(self._widened(value.dtype)) if isinstance(value, Tensor) else value
-
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target is NM_MASK and not self._masks:
             return args[0]
@@ -197,4 +212,7 @@ class _Recorder(fx.Interpreter):
         return super().call_function(target, args, kwargs)
 
     def _widened(self, value: Any) -> Any:
+        """Widens a tensor where it is used, so that one parameter is wide at a time, and dtypes among arguments."""
+        if isinstance(value, Tensor) and value.dtype in self._narrow:
+            return value.to(self._dtype)
         return self._dtype if isinstance(value, torch.dtype) and value in self._narrow else value

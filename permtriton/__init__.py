@@ -4,18 +4,19 @@
     compiled = permtriton.compile(model, tokenizer, permtriton.CompileConfig())
     compiled.save("out")
 
-Names are imported when first used, so that ``import permtriton`` alone costs nothing. After it, ``from_pretrained`` of
-transformers loads packed and permuted checkpoints, too.
+Each name is imported when it is first used, so ``import permtriton`` alone imports almost nothing. It registers the
+checkpoint format with transformers, whose ``from_pretrained`` then loads packed and permuted checkpoints, too.
 """
 
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from permtriton.registration import register_with_transformers
+from permtriton.checkpoint.registration import register_with_transformers
 
 if TYPE_CHECKING:
-    from permtriton.compiler import CompiledModel, compile
+    from permtriton.checkpoint.save import CompiledModel
+    from permtriton.compiler import compile
     from permtriton.config import CompileConfig
     from permtriton.errors import PermTritonError
     from permtriton.planning import find_plan
@@ -23,9 +24,9 @@ if TYPE_CHECKING:
 
 __all__ = ["CompileConfig", "CompiledModel", "NMPattern", "PermTritonError", "compile", "find_plan"]
 
-_HOMES = {
+_MODULES = {
     "CompileConfig": "config",
-    "CompiledModel": "compiler",
+    "CompiledModel": "checkpoint.save",
     "NMPattern": "sparsity",
     "PermTritonError": "errors",
     "compile": "compiler",
@@ -33,7 +34,7 @@ _HOMES = {
 }
 
 
-# In a checkout that shadows an installed copy, kernels/, passes/ and cli/ stand beside this folder, not in it.
+# In a checkout that shadows an installed copy, kernels/, passes/ and cli/ are beside this folder, not in it.
 if not (Path(__file__).parent / "kernels").is_dir():
     __path__.append(str(Path(__file__).parent.parent))
 
@@ -42,6 +43,6 @@ register_with_transformers()
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'permtriton' has no attribute {name!r}")
-    return getattr(import_module(f"permtriton.{_HOMES[name]}"), name)
+    return getattr(import_module(f"permtriton.{_MODULES[name]}"), name)

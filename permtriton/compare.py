@@ -1,4 +1,4 @@
-"""The method table: every way to prune on the same calibration sequences and the same held-out text."""
+"""Compares the pruning methods on the same calibration sequences and the same held-out text."""
 
 import copy
 import dataclasses
@@ -14,11 +14,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from permtriton.compiler import compile
 from permtriton.config import CompileConfig
 from permtriton.errors import ConfigError
-from permtriton.evaluate import Evaluation
-from permtriton.planning import hidden_order
 from permtriton.progress import NoProgress, Progress
+from permtriton.prune.evaluate import Evaluation
 
-# name -> what differs from the given config
+# Name of each method -> the options in which it differs from the given config.
 METHODS: dict[str, dict[str, Any]] = {
     "magnitude": {"importance": "magnitude", "permutation": "none"},
     "wanda": {"importance": "wanda", "permutation": "none"},
@@ -41,12 +40,12 @@ METHODS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class MethodResult:
-    """One row of the table.
+    """The result of one method over all seeds.
 
     Attributes:
         method: key of `METHODS`, or ``dense``.
-        values: held-out perplexity (or cosine, for encoders), one a seed.
-        seconds: of all seeds together.
+        values: held-out perplexity (cosine for encoders) per seed.
+        seconds: time that all seeds took together.
     """
 
     method: str
@@ -79,18 +78,22 @@ def compare(
     """Prunes a copy of ``model`` with each method and each seed; ``model`` itself stays dense.
 
     Args:
-        model: dense.
-        tokenizer: for calibration text.
-        config: what the methods do not set; a seed draws the calibration sequences and starts learning.
+        model: dense model.
+        tokenizer: tokenizer of the calibration text.
+        config: options that the methods do not set.
         windows: held-out sequences, int64 ``[windows, tokens]``.
-        ids: calibration sequences in place of the config's source, as `permtriton.compile` takes them.
-        seeds: at least one.
+        ids: calibration sequences, int64 ``[samples, tokens]``, in place of the config's calibration text.
+        seeds: seeds of the calibration draw and of learning, at least one.
         methods: keys of `METHODS`.
-        progress: told how the stages go.
-        finished: called with each row as it is done.
+        progress: progress reporter.
+        finished: function called with each result as soon as it is known.
+
+    Returns:
+        The dense model's result, then one result per method.
 
     Raises:
-        ConfigError: an unknown method or no seed.
+        ConfigError: a method is unknown, or there is no seed.
+        PermTritonError: a compilation fails; see `permtriton.compile`.
     """
     if unknown := [method for method in methods if method not in METHODS]:
         raise ConfigError(f"method {unknown[0]!r} is unknown: choose from {', '.join(METHODS)}")
@@ -108,7 +111,7 @@ def compare(
             plain: dict[str, Any] = {"weight_update": "none", "update_mask": "own", "layout": "portable"}
             chosen = dataclasses.replace(config, seed=seed, **{**plain, **METHODS[method]})
             compiled = compile(copy.deepcopy(model), tokenizer, chosen, ids=ids, progress=progress)
-            values.append(evaluation.compiled(compiled.model, hidden_order(compiled.plan, compiled.indices)))
+            values.append(evaluation.compiled(compiled.model, compiled.plan.hidden_order(compiled.indices)))
         results.append(MethodResult(method, tuple(values), time.perf_counter() - started))
         finished(results[-1])
     return results

@@ -1,88 +1,56 @@
-"""The pipeline: calibrate -> trace -> sites -> score -> permute -> fold -> mask or update -> verify."""
+"""The pipeline: prepare -> permute -> prune -> report."""
 
 import hashlib
 import json
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
-from functools import partial
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from permtriton import memory
-from permtriton.calibration import calibration_ids, channel_norms, check_finite, hessians, ids_hash
+from permtriton.checkpoint.quantizer import attach
+from permtriton.checkpoint.report import compilation_report
+from permtriton.checkpoint.save import CompiledModel
 from permtriton.config import CompileConfig
-from permtriton.errors import CalibrationError
-from permtriton.evaluate import Evaluation
-from permtriton.experts import Routing, unstacked_experts
-from permtriton.forward import hidden_states, max_tokens
-from permtriton.heuristic import heuristic_index, space_scores
-from permtriton.importance import Importance, importance_of
-from permtriton.inputs import other_inputs
-from permtriton.kernels.nm_mask import top_n_mask
-from permtriton.learn import Epoch, ResumeFile, learn, learned_spaces
-from permtriton.load import check_weights
-from permtriton.passes.fold import fold
-from permtriton.passes.fuse_permutations import DECISIONS
-from permtriton.passes.graph import absorb
-from permtriton.passes.insert_masks import insert_masks
-from permtriton.passes.lower import lower
-from permtriton.passes.pipeline import Pass, PassResult, permutation_passes, run_passes
-from permtriton.passes.verify import check_pruned, check_same_outputs, first_output, model_outputs
+from permtriton.kernels.importance import ImportanceFactors
+from permtriton.machine import versions
+from permtriton.model.apply import apply_edits
+from permtriton.model.checks import check_pruned, check_same_outputs, model_outputs, weights_hash
+from permtriton.model.edits import edits_of, moves_of
+from permtriton.model.experts import unstacked_experts
+from permtriton.model.forward import check_length, hidden_states
+from permtriton.model.load import check_original
+from permtriton.model.plan import ChannelSpace, Plan
+from permtriton.model.reference import Reference
+from permtriton.passes.graph import absorb_folds
+from permtriton.passes.pipeline import Pass, PassResult, permutation_passes, pruning_passes, run_passes
 from permtriton.passes.verify_graph import count_operators, run
-from permtriton.permutation import compose, identity, moved
-from permtriton.plan import ChannelSpace, Plan, Site, linear_module, weight_in_out
-from permtriton.planning import check_not_compiled, hidden_order, plan_model
+from permtriton.permutation import compose, identity
+from permtriton.planning import plan_model
 from permtriton.progress import NoProgress, Progress
-from permtriton.reconstruct import inverse_diagonal, sparsegpt
-from permtriton.report import device_name, hidden_states_report, site_report, space_report, versions
+from permtriton.prune.evaluate import Evaluation
+from permtriton.prune.heuristic import heuristic_indices
+from permtriton.prune.importance import importances_of
+from permtriton.prune.learn import learn, learned_spaces
+from permtriton.prune.promises import (
+    calibration_loss,
+    check_loss,
+    check_retained,
+    retained_importance,
+    total_importance,
+)
+from permtriton.prune.resume import ResumeFile
+from permtriton.prune.statistics import reorder_statistics, site_statistics
+from permtriton.prune.text import calibration_ids, check_ids, ids_hash
+from permtriton.prune.weights import mask_weights, update_weights
+from permtriton.stages import Permuted, Prepared, Pruned, Work
 
-REFERENCE_SEQUENCES, REFERENCE_TOKENS = 2, 64  # that exact steps must reproduce
-TOKENS_AT_ONCE = 4096  # in passes that keep no gradients
-
-
-@dataclass
-class CompiledModel:
-    """A pruned model and how it came about.
-
-    Attributes:
-        model: physically N:M, every permutation folded; an ordinary transformers model.
-        tokenizer: as given.
-        config: what was asked for.
-        plan: sites and channel spaces.
-        indices: space name -> unit index from the dense order to the present one, int64.
-        report: everything worth telling, as JSON types; as `_Compilation._report` lists it.
-        reference_ids: token ids on which a reloaded checkpoint must agree with ``model``.
-        resume: learning's state file, deleted once the model is saved.
-    """
-
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase | None
-    config: CompileConfig
-    plan: Plan
-    indices: dict[str, Tensor]
-    report: dict[str, Any]
-    reference_ids: Tensor
-    resume: ResumeFile | None = None
-
-    def save(self, output: str | Path, *, overwrite: bool = False) -> Path:
-        """Writes a plain Hugging Face checkpoint and ``permtriton.json``, verifies it, then renames it into place.
-
-        Raises:
-            OutputError: the folder exists and ``overwrite`` is off, or cannot be written.
-            VerificationError: the checkpoint is not what it must be; nothing is left behind.
-        """
-        from permtriton.artifact import save_checkpoint
-
-        path = save_checkpoint(self, Path(output), overwrite=overwrite)
-        if self.resume is not None:
-            self.resume.delete()
-        return path
+TOKENS_AT_ONCE = 4096  # per forward pass without gradients
 
 
 def compile(
@@ -95,291 +63,281 @@ def compile(
     progress: Progress | None = None,
     resume_path: Path | None = None,
 ) -> CompiledModel:
-    """Prunes ``model`` to N:M in place, in the best channel order that can be found and folded.
+    """Permutes the channels of ``model`` and prunes it to N:M, in place.
 
     Args:
-        model: dense, in eval mode, on the device to work on.
-        tokenizer: for calibration text.
-        config: every option; the default recipe where None.
-        ids: calibration sequences, int64 ``[samples, tokens]``, in place of the config's source.
-        evaluation_windows: held-out sequences, int64 ``[windows, tokens]``, measured before and after.
-        progress: told how the stages go.
-        resume_path: file that keeps learning's state between epochs; an equal run continues from it.
+        model: dense model on the device to work on; it is set to eval mode.
+        tokenizer: tokenizer of the calibration text; not needed if the text is already token ids.
+        config: every option; None means the default recipe.
+        ids: calibration sequences, int64 ``[samples, tokens]``, in place of the config's calibration text.
+        evaluation_windows: held-out sequences to evaluate dense and compiled models on, int64 ``[windows, tokens]``.
+        progress: progress reporter.
+        resume_path: file for the state of learning after each epoch; a later call with equal inputs continues from it.
 
     Returns:
-        The compiled model; ``model`` is the same object, changed.
+        The compiled model, which holds ``model`` itself.
 
     Raises:
-        PermTritonError: bad input, too little memory, or a failed check. The model may then be half changed.
+        PermTritonError: bad input, too little memory, or a failed check. The model may then be partly changed.
     """
-    compilation = _Compilation(model.eval(), tokenizer, config or CompileConfig(), progress or NoProgress())
+    work = Work(model.eval(), config or CompileConfig(), progress or NoProgress())
     with unstacked_experts(model):
-        return compilation.run(ids, evaluation_windows, resume_path)
+        prepared = prepare(work, tokenizer, ids, evaluation_windows)
+        permuted = permute(work, prepared, resume_path)
+        pruned = prune(work, prepared, permuted)
+        report = _report(work, prepared, permuted, pruned)
+    return CompiledModel(
+        model, tokenizer, work.config, prepared.plan, permuted.indices, report, prepared.reference.ids, permuted.resume
+    )
 
 
-@dataclass
-class _Compilation:
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase | None
-    config: CompileConfig
-    progress: Progress
-    seconds: dict[str, float] = field(default_factory=dict)
-    epochs: list[Epoch] = field(default_factory=list)
-    kept_epoch: int | None = None
-    largest_difference: float = 0.0
-    passes: list[dict[str, Any]] = field(default_factory=list)
+# -- prepare -----------------------------------------------------------------------------------------------------------
 
-    def run(self, ids: Tensor | None, windows: Tensor | None, resume_path: Path | None) -> CompiledModel:
-        check_not_compiled(self.model)
-        check_weights(self.model)
-        with self._timed("calibration text"):
-            ids = self._ids(ids)
-        with self._timed("trace"):
-            self.plan, self.graph = plan_model(self.model, self.config)
-        needs = memory.estimate(self.model, self.plan, self.config, ids, windows)
-        self.progress.say(memory.told(needs, self.model.device))
-        memory.check_fits(needs, self.model.device)
-        self.ids, self.batch = ids, max(TOKENS_AT_ONCE // ids.shape[1], 1)
-        self.reference_ids = ids[:REFERENCE_SEQUENCES, :REFERENCE_TOKENS]
-        self.routing = Routing(self.model)
-        self.calls: dict[str, dict[str, Tensor]] = {}
-        self.unverified: dict[str, str] = {}
-        if self.plan.unseen:
-            self.calls, self.unverified = other_inputs(self.model, self.reference_ids)
-        with self.routing.recorded():
-            self.reference = model_outputs(self.model, self.reference_ids)
-            self.call_outputs = {name: first_output(self.model, call) for name, call in self.calls.items()}
-        if not bool(self.reference.isfinite().all()):
-            raise CalibrationError(
-                f"the dense model's outputs on the calibration text are not finite in {self.model.dtype}: "
-                "activations overflow (try --dtype float32) or the weights are damaged"
-            )
-        with self._timed("evaluate"):
-            evaluation = None if windows is None else Evaluation(self.model, windows, self.progress)
-        with self._timed("calibrate"):
-            self.statistics = self._statistics()
-        indices = self._permute(resume_path)
-        with self._timed("update" if self.config.weight_update == "sparsegpt" else "mask"):
-            self._prune()
-        check_pruned(self.model, self.plan, self.config.sparsity)
-        measured = {}
-        if evaluation is not None:
-            with self._timed("evaluate"):
-                measured = {
-                    "measure": evaluation.measure,
-                    "dense": evaluation.dense,
-                    "compiled": evaluation.compiled(self.model, hidden_order(self.plan, indices)),
-                }
-        if self.config.layout == "fused":
-            from permtriton.quantizer import attach  # transformers' quantizers take seconds to import
 
-            attach(self.model, str(self.config.sparsity))  # so that the model's own save_pretrained keeps its order
-        report = self._report(indices, measured, needs)
-        return CompiledModel(
-            self.model, self.tokenizer, self.config, self.plan, indices, report, self.reference_ids, self.resume
-        )
+def prepare(
+    work: Work, tokenizer: PreTrainedTokenizerBase | None, ids: Tensor | None, windows: Tensor | None
+) -> Prepared:
+    """Reads the calibration text, traces the model, and measures the dense model.
 
-    # -- stages ----------------------------------------------------------------------------------------------------
+    Args:
+        work: model, config and progress reporter.
+        tokenizer: tokenizer of the calibration text.
+        ids: calibration sequences, int64 ``[samples, tokens]``, in place of the config's calibration text.
+        windows: held-out sequences, int64 ``[windows, tokens]``, or None.
 
-    def _ids(self, ids: Tensor | None) -> Tensor:
-        vocabulary = self.model.get_input_embeddings().get_parameter("weight").shape[0]
-        length = self.config.calibration.sequence_length if ids is None else ids.shape[1]
-        limit = max_tokens(self.model)
-        if limit is not None and limit < length:
-            raise CalibrationError(
-                f"sequence_length is {length}, but the model has {limit} positions: "
-                f"use --sequence-length {limit} or less"
-            )
+    Raises:
+        PermTritonError: bad input, a model that cannot be traced, or too little memory.
+    """
+    model, config = work.model, work.config
+    check_original(model)
+    with work.timed("calibration text"):
+        vocabulary = model.get_input_embeddings().get_parameter("weight").shape[0]
+        check_length(model, config.calibration.sequence_length if ids is None else ids.shape[-1])
         if ids is None:
-            return calibration_ids(self.config.calibration, self.tokenizer, vocabulary, self.config.seed)
-        if ids.ndim != 2 or not ids.numel() or int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
-            raise CalibrationError(
-                f"ids have shape {tuple(ids.shape)}: expected [samples, tokens] with values from 0 to {vocabulary - 1}"
-            )
-        return ids.cpu()
+            ids = calibration_ids(config.calibration, tokenizer, vocabulary, config.seed)
+        ids = check_ids(ids, vocabulary).cpu()
+    with work.timed("trace"):
+        plan, graph = plan_model(model, config)
+    needs = memory.estimate(model, plan, config, ids, windows)
+    work.progress.say(memory.describe(needs, model.device))
+    memory.check_fits(needs, model.device)
+    batch = max(TOKENS_AT_ONCE // ids.shape[1], 1)
+    reference = Reference(model, ids, plan.unseen)
+    with work.timed("evaluate"):
+        evaluation = None if windows is None else Evaluation(model, windows, work.progress)
+    with work.timed("calibrate"):
+        statistics = site_statistics(model, plan, config.importance, ids, batch, work.progress)
+    return Prepared(ids, batch, plan, graph, reference, needs, statistics, evaluation)
 
-    def _statistics(self) -> dict[str, Tensor]:
-        """Returns a float32 vector a site: ``diag(H^-1)`` for OBS, ones for magnitude, else ``||X_j||``."""
-        sites = self.plan.sites
-        if self.config.importance == "magnitude":
-            return {site.name: torch.ones(site.channels, device=self.model.device) for site in sites}
-        if self.config.importance != "obs":
-            return channel_norms(self.model, sites, self.ids, self.batch, self.progress)
-        found: dict[str, Tensor] = {}
-        layers = self.plan.layers()
-        with self.progress.stage("calibrate", self.ids.shape[0] * len(layers)) as advance:
-            for layer in layers:
-                layer_hessians = hessians(self.model, layer, self.ids, self.batch, advance)
-                found.update({name: inverse_diagonal(hessian, name) for name, hessian in layer_hessians.items()})
-        for name, diagonal in found.items():
-            check_finite(name, diagonal)
-        return found
 
-    def _permute(self, resume_path: Path | None) -> dict[str, Tensor]:
-        """Finds and folds the permutations; returns every space's index from the dense order."""
-        config = self.config
-        indices = {space.name: identity(space.units) for space in self.plan.spaces}
-        spaces = [space for space in self.plan.spaces if not space.frozen and config.permutation != "none"]
-        if config.permutation == "learned" and config.learn.base_order == "identity":
-            learning = learned_spaces(self.plan, config.learn)
-            spaces = [space for space in spaces if not any(space is other for other in learning)]
-        if spaces:
-            with self._timed("heuristic"):
-                base = self._heuristic(spaces)
-            self._fold(base)
-            indices.update(base)
-        self.resume = None
-        if config.permutation == "learned":
-            if resume_path is not None:
-                self.resume = ResumeFile(resume_path, self._fingerprint())
-            with self._timed("learn"):
-                target = hidden_states(self.model, self.ids, self.batch)
-                learned = learn(
-                    self.model, self.plan, self._importances(), self.ids, target, config.learn, config.sparsity,
-                    config.seed, self.progress, self.resume,
-                )  # fmt: skip
-            self.epochs, self.kept_epoch = learned.history, learned.kept
-            self._fold(learned.indices, config.learn.block_size)
-            indices.update({name: compose(indices[name], index) for name, index in learned.indices.items()})
-        return indices
+# -- permute -----------------------------------------------------------------------------------------------------------
 
-    def _heuristic(self, spaces: Sequence[ChannelSpace]) -> dict[str, Tensor]:
-        importances = self._importances()
-        found = {}
-        with self.progress.stage("heuristic", sum(len(space.segments) for space in spaces)) as advance:
-            for space in spaces:
-                scores = space_scores(self.model, self.plan.sites_of(space), importances)
-                found[space.name] = heuristic_index(space, scores, self.config.sparsity, advance)
-        return found
 
-    def _fold(self, indices: Mapping[str, Tensor], block_size: int | None = None) -> None:
-        """Folds indices relative to the present order, moves the statistics along, and proves that nothing changed."""
-        self._run_passes(permutation_passes(self.plan, indices, block_size))
-        fold(self.model, self.plan, indices)
-        self.graph = absorb(self.graph)
-        for site in self.plan.sites:
-            if site.space.name in indices:
-                order = site.expand(indices[site.space.name]).to(self.model.device)
-                self.statistics[site.name] = self.statistics[site.name][order]
-        with self.routing.replayed():
-            outputs = model_outputs(self.model, self.reference_ids)
-            others = {name: first_output(self.model, call) for name, call in self.calls.items()}
-        difference = check_same_outputs(self.reference, outputs, self.model.dtype, "after folding permutations")
-        for name, output in others.items():
-            stage = f"after folding permutations, called with {name}"
-            check_same_outputs(self.call_outputs[name], output, self.model.dtype, stage)
-        self.largest_difference = max(self.largest_difference, difference)
+def permute(work: Work, prepared: Prepared, resume_path: Path | None) -> Permuted:
+    """Finds the permutations and writes them into the model: the heuristic ones first, then the learned ones.
 
-    def _run_passes(self, passes: Sequence[Pass]) -> None:
-        """Runs compiler passes on the traced graph, each one verified on the start of the first sequences."""
+    Args:
+        work: model, config and progress reporter.
+        prepared: plan of the model, and what was measured on it.
+        resume_path: file that keeps the state of learning after each epoch, or None.
 
-        def note(result: PassResult) -> None:
-            self.passes.append({"name": result.name, "nodes": result.changes, "difference": result.difference})
+    Raises:
+        PermTritonError: learning fails, or an exact step changed the outputs.
+    """
+    config, plan = work.config, prepared.plan
+    permuted = Permuted(_unmoved(plan), prepared.graph, prepared.statistics)
+    if spaces := _base_spaces(plan, config):
+        with work.timed("heuristic"):
+            importances = _importances(work, plan, permuted.statistics)
+            base = heuristic_indices(work.model, plan, spaces, importances, config.sparsity, work.progress)
+        permuted = _moved(work, prepared, permuted, base)
+    if config.permutation == "learned":
+        permuted = _learned(work, prepared, permuted, resume_path)
+    return permuted
 
-        self.graph = run_passes(self.graph, passes, self._batches(), note)
 
-    def _batches(self) -> list[Tensor]:
-        tokens = next(node for node in self.graph.graph.nodes if node.op == "placeholder").meta["val"].shape[1]
-        rows = self.ids[:REFERENCE_SEQUENCES]
-        rows = rows.repeat(1, -(-tokens // rows.shape[1]))[:, :tokens]  # sequences may be shorter than the trace
-        return list(rows.to(self.model.device).split(1))
+def _unmoved(plan: Plan) -> dict[str, Tensor]:
+    return {space.name: identity(space.units) for space in plan.spaces}
 
-    def _importances(self) -> dict[str, Importance]:
-        return {
-            name: importance_of(self.config.importance, self._weight(name), self.statistics[site.name])
-            for site, name in self.plan.linears()
-        }
 
-    @torch.no_grad()
-    def _prune(self) -> None:
-        if self.config.weight_update == "none":
-            self._mask()
-            return
-        layers = self.plan.layers()
-        with self.progress.stage("update", (self.ids.shape[0] + 1) * len(layers)) as advance:
-            for layer in layers:
-                layer_hessians = hessians(self.model, layer, self.ids, self.batch, advance)
-                for site in layer:
-                    masks = self._masks(site) if self.config.update_mask == "keep" else {}
-                    for name in site.linears:
-                        given = masks[name].T if name in masks else None
-                        weight = self._weight(name)
-                        updated = sparsegpt(weight.T, layer_hessians[site.name], self.config.sparsity, given, name)
-                        weight.copy_(updated.T).add_(0.0)
-                advance()
+def _base_spaces(plan: Plan, config: CompileConfig) -> list[ChannelSpace]:
+    """Returns the spaces that take the heuristic order, as their final order or as the base order of learning."""
+    if config.permutation == "none":
+        return []
+    spaces = [space for space in plan.spaces if not space.frozen]
+    if config.permutation == "learned" and config.learn.base_order == "identity":
+        learning = learned_spaces(plan, config.learn)
+        spaces = [space for space in spaces if not any(space is other for other in learning)]
+    return spaces
 
-    def _mask(self) -> None:
-        """Zeroes what the masks drop, and proves that the model computes what the compiled graph does."""
-        masked = partial(insert_masks, plan=self.plan, importances=self._importances(), pattern=self.config.sparsity)
-        self._run_passes((Pass(masked, exact=False), Pass(lower)))
-        expected = run(self.graph, self._batches()[0], wide=False)
-        for site in self.plan.sites:
-            for name, mask in self._masks(site).items():
-                self._weight(name).masked_fill_(~mask, 0).add_(0.0)  # the sum turns -0.0 into 0.0
-        routes = any("topk" in operator for operator in count_operators(self.graph))
-        if routes and self.model.dtype.itemsize < 4:
-            self.passes[-1]["compared"] = f"not with the model: in {self.model.dtype} rounding sends tokens elsewhere"
-            return
-        outputs = model_outputs(self.model, self._batches()[0])
-        check_same_outputs(expected.float().cpu(), outputs, self.model.dtype, "after masking")
 
-    def _masks(self, site: Site) -> dict[str, Tensor]:
-        masks = {}
-        for name in site.linears:
-            weight = self._weight(name)
-            scores = importance_of(self.config.importance, weight, self.statistics[site.name]).scores(weight)
-            masks[name] = top_n_mask(scores, self.config.sparsity.kept, self.config.sparsity.group)
-        return masks
+def _learned(work: Work, prepared: Prepared, permuted: Permuted, resume_path: Path | None) -> Permuted:
+    model, config = work.model, work.config
+    resume = None if resume_path is None else ResumeFile(resume_path, _fingerprint(work, prepared))
+    with work.timed("learn"):
+        target = hidden_states(model, prepared.ids, prepared.batch)
+        importances = _importances(work, prepared.plan, permuted.statistics)
+        learned = learn(
+            model, prepared.plan, importances, prepared.ids, target, config.learn, config.sparsity, config.seed,
+            work.progress, resume,
+        )  # fmt: skip
+    moved = _moved(work, prepared, permuted, learned.indices, config.learn.block_size)
+    return replace(moved, learned=learned, target=target if config.weight_update == "none" else None, resume=resume)
 
-    # -- small things ----------------------------------------------------------------------------------------------
 
-    def _weight(self, name: str) -> Tensor:
-        return weight_in_out(linear_module(self.model, name))
+def _moved(
+    work: Work,
+    prepared: Prepared,
+    permuted: Permuted,
+    indices: Mapping[str, Tensor],
+    block_size: int | None = None,
+) -> Permuted:
+    """Writes permutations into graph, model and statistics, and checks that the outputs stay the same.
 
-    def _fingerprint(self) -> str:
-        told = {
-            "config": self.config.to_dict(),
-            "ids": ids_hash(self.ids),
-            "reference": hashlib.sha256(self.reference.numpy().tobytes()).hexdigest(),
-            "versions": versions(),
-        }
-        return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+    Args:
+        work: model, config and progress reporter.
+        prepared: plan and dense outputs.
+        permuted: state so far.
+        indices: space name -> unit index relative to the present order, int64 ``[units]``.
+        block_size: block size of the indices, if they are block permutations.
+    """
+    promised = _retained(work, prepared.plan, permuted.statistics, indices)
+    moves = moves_of(prepared.plan, indices, block_size)
+    graph, results = _run(permuted.graph, permutation_passes(moves), _batches(work, prepared))
+    apply_edits(work.model, edits_of(moves))
+    difference = prepared.reference.check(work.model, "after folding permutations")
+    statistics = reorder_statistics(permuted.statistics, moves)
+    retained = _retained(work, prepared.plan, statistics, {})
+    check_retained(promised, retained)
+    return Permuted(
+        {**permuted.indices, **{name: compose(permuted.indices[name], index) for name, index in indices.items()}},
+        absorb_folds(graph),
+        statistics,
+        permuted.passes + results,
+        max(permuted.difference, difference),
+        retained,
+    )
 
-    @contextmanager
-    def _timed(self, stage: str) -> Iterator[None]:
-        started = time.perf_counter()
-        yield
-        self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - started
 
-    def _report(
-        self, indices: Mapping[str, Tensor], measured: dict[str, Any], needs: Mapping[str, int]
-    ) -> dict[str, Any]:
-        pruned = {name: self._weight(name) for _, name in self.plan.linears()}
-        zeros = {name: float((weight == 0).float().mean()) for name, weight in pruned.items()}
-        return {
-            "model": self.model.name_or_path,
-            "versions": versions(),
-            "device": device_name(self.model.device),
-            "dtype": str(self.model.dtype).removeprefix("torch."),
-            "config": self.config.to_dict(),
-            "calibration": {"sha256": ids_hash(self.ids), "shape": list(self.ids.shape)},
-            "parameters": sum(p.numel() for p in self.model.parameters()),
-            "pruned_parameters": sum(weight.numel() for weight in pruned.values()),
-            "sparsity_by_layer": zeros,
-            "spaces": [
-                {**space_report(self.plan, space), "moved": moved(indices[space.name])} for space in self.plan.spaces
-            ],
-            "skipped": self.plan.skipped,
-            "barriers": self.plan.barriers,
-            "learning": {"epochs": [asdict(epoch) for epoch in self.epochs], "kept_epoch": self.kept_epoch},
-            "evaluation": measured,
-            "passes": self.passes,
-            "decisions": [asdict(decision) for decision in self.graph.meta.get(DECISIONS, [])],
-            "fold_difference": self.largest_difference,
-            "verified_inputs": ["input_ids", *self.calls],
-            "unverified_inputs": self.unverified,
-            "hidden_states": hidden_states_report(hidden_order(self.plan, indices)),
-            "seconds": {stage: round(value, 3) for stage, value in self.seconds.items()},
-            "memory": {"peak": memory.peak(self.model.device), "estimate": dict(needs)},
-            "sites": [site_report(site, indices[site.space.name]) for site in self.plan.sites],
-        }
+# -- prune -------------------------------------------------------------------------------------------------------------
+
+
+def prune(work: Work, prepared: Prepared, permuted: Permuted) -> Pruned:
+    """Prunes the model, checks that its outputs are those of the lowered graph, and evaluates it.
+
+    Args:
+        work: model, config and progress reporter.
+        prepared: plan of the model, and what was measured on the dense model.
+        permuted: model with its channels in the new order.
+
+    Raises:
+        PermTritonError: a Hessian cannot be inverted, or a check failed.
+    """
+    model, config, plan = work.model, work.config, prepared.plan
+    updates, batches = config.weight_update != "none", _batches(work, prepared)
+    with work.timed("update" if updates else "mask"):
+        if updates:
+            update_weights(model, plan, permuted.statistics, prepared.ids, prepared.batch, config, work.progress)
+            importances = _by_magnitude(work, plan)  # the weights are N:M already, so these masks keep all of them
+        else:
+            importances = _importances(work, plan, permuted.statistics)
+        passes = pruning_passes(plan, importances, config.sparsity, exact=updates)
+        graph, results = _run(permuted.graph, passes, batches)
+        expected = run(graph, batches[0], wide=False)
+        promised = permuted.retained or retained_importance(model, plan, importances, config.sparsity, {})
+        mask_weights(model, plan, importances, config.sparsity)
+        if not updates:
+            check_retained(promised, total_importance(model, plan, importances))
+            _check_learned(work, prepared, permuted)
+        comparison = _compare_lowered(model, graph, expected, batches[0])
+    check_pruned(model, plan, config.sparsity)
+    evaluation = {}
+    if prepared.evaluation is not None:
+        with work.timed("evaluate"):
+            evaluation = prepared.evaluation.measured(model, plan.hidden_order(permuted.indices))
+    if config.layout == "fused":
+        attach(model, str(config.sparsity))  # so that save_pretrained also writes the gathers and the permuted norms
+    return Pruned(results, comparison, evaluation)
+
+
+def _check_learned(work: Work, prepared: Prepared, permuted: Permuted) -> None:
+    """Compares the loss measured while learning, where the permutation is learned, with that of the pruned model."""
+    learned, plan = permuted.learned, prepared.plan
+    if learned is not None and permuted.target is not None:
+        order = plan.hidden_order({**_unmoved(plan), **learned.indices})
+        loss = calibration_loss(work.model, prepared.ids, permuted.target, order, prepared.batch)
+        check_loss(learned.history[learned.kept].loss, loss, work.model.dtype)
+
+
+def _compare_lowered(model: PreTrainedModel, graph: fx.GraphModule, expected: Tensor, batch: Tensor) -> str:
+    """Compares the pruned model with the output of the lowered graph; returns `Pruned.comparison`."""
+    if model.dtype.itemsize < 4 and any("topk" in operator for operator in count_operators(graph)):
+        return f"not compared: in {model.dtype} rounding sends tokens to other experts"
+    check_same_outputs(expected.float().cpu(), model_outputs(model, batch), model.dtype, "after pruning")
+    return "same outputs"
+
+
+# -- helpers -----------------------------------------------------------------------------------------------------------
+
+
+def _importances(work: Work, plan: Plan, statistics: Mapping[str, Tensor]) -> dict[str, ImportanceFactors]:
+    return importances_of(work.model, plan, work.config.importance, statistics)
+
+
+def _retained(
+    work: Work, plan: Plan, statistics: Mapping[str, Tensor], indices: Mapping[str, Tensor]
+) -> dict[str, float]:
+    return retained_importance(work.model, plan, _importances(work, plan, statistics), work.config.sparsity, indices)
+
+
+def _by_magnitude(work: Work, plan: Plan) -> dict[str, ImportanceFactors]:
+    ones = {site.name: torch.ones(site.channels, device=work.model.device) for site in plan.sites}
+    return importances_of(work.model, plan, "magnitude", ones)
+
+
+def _run(
+    graph: fx.GraphModule, passes: Sequence[Pass], batches: Sequence[Tensor]
+) -> tuple[fx.GraphModule, tuple[PassResult, ...]]:
+    results: list[PassResult] = []
+    return run_passes(graph, passes, batches, results.append), tuple(results)
+
+
+def _batches(work: Work, prepared: Prepared) -> list[Tensor]:
+    """Returns token ids of the traced length, int64 ``[1, tokens]`` each, on which passes are verified."""
+    placeholder = next(node for node in prepared.graph.graph.nodes if node.op == "placeholder")
+    tokens = placeholder.meta["val"].shape[1]
+    rows = prepared.reference.ids
+    rows = rows.repeat(1, math.ceil(tokens / rows.shape[1]))[:, :tokens]  # sequences may be shorter than the trace
+    return list(rows.to(work.model.device).split(1))
+
+
+def _fingerprint(work: Work, prepared: Prepared) -> str:
+    """Returns a hash of everything that decides what learning finds."""
+    inputs = {
+        "config": work.config.to_dict(),
+        "ids": ids_hash(prepared.ids),
+        "weights": weights_hash(work.model),
+        "versions": versions(),
+    }
+    return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
+
+
+def _report(work: Work, prepared: Prepared, permuted: Permuted, pruned: Pruned) -> dict[str, Any]:
+    return compilation_report(
+        work.model,
+        work.config,
+        prepared.plan,
+        permuted.indices,
+        calibration={"sha256": ids_hash(prepared.ids), "shape": list(prepared.ids.shape)},
+        learned=permuted.learned,
+        evaluation=pruned.evaluation,
+        passes=[*permuted.passes, *pruned.passes],
+        proof={
+            "fold_difference": permuted.difference,
+            "lowered_graph": pruned.comparison,
+            "verified_inputs": list(prepared.reference.verified),
+            "unverified_inputs": prepared.reference.unverified,
+        },
+        seconds=work.seconds,
+        needs=prepared.needs,
+    )

@@ -1,8 +1,11 @@
-"""The errors a user can meet: what, got, expected, what to do. The CLI prints the message and exits with 2."""
+"""The errors that a user can meet. Each message says what is wrong, what was expected and what to do.
+
+The CLI prints the message on one line and exits with code 2.
+"""
 
 
 class PermTritonError(Exception):
-    """Base of every error that is the input's, the machine's or the option's fault, never a bug's."""
+    """Base class of every error that comes from the input, the options or the machine, not from a bug."""
 
 
 class ConfigError(PermTritonError):
@@ -10,16 +13,16 @@ class ConfigError(PermTritonError):
 
 
 class ModelError(PermTritonError):
-    """A model that cannot be loaded, traced or pruned as asked."""
+    """A model or checkpoint that cannot be loaded, traced, pruned or exported."""
 
 
 class CalibrationError(PermTritonError):
-    """Text or token ids that cannot be calibrated on, or activations that are not finite."""
+    """Text or token ids that cannot be used for calibration or evaluation, or activations that are not finite."""
 
 
 class OutputError(PermTritonError):
-    """An output folder that may not, or cannot, be written."""
+    """An output that cannot be written, or that must not be replaced."""
 
 
 class VerificationError(PermTritonError):
-    """A check of the result failed; nothing was saved."""
+    """A failed check of the result; nothing was saved."""

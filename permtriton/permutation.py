@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def identity(channels: int) -> Tensor:
-    """Returns the index ``[channels]`` that moves nothing."""
+    """Returns the index that moves nothing, int64 ``[channels]``."""
     return torch.arange(channels)
 
 
@@ -27,10 +27,10 @@ def compose(first: Tensor, second: Tensor) -> Tensor:
 
 
 def is_permutation(index: Tensor) -> bool:
-    """Whether ``index`` holds each of 0 to C-1 exactly once."""
+    """Whether ``index``, int64 ``[C]``, holds each of 0 to C-1 exactly once."""
     return bool(torch.equal(index.sort().values, torch.arange(index.numel(), device=index.device)))
 
 
 def moved(index: Tensor) -> int:
-    """Returns how many channels ``index`` puts elsewhere."""
+    """Returns the number of channels that ``index`` moves to another position."""
     return int((index != torch.arange(index.numel(), device=index.device)).sum())

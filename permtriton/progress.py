@@ -1,4 +1,4 @@
-"""How long work tells that it goes on. The library only reports; the CLI draws."""
+"""Progress of long work. The library only reports it; the CLI draws the bars."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -6,25 +6,25 @@ from typing import Protocol
 
 
 class Advance(Protocol):
-    """Reports that ``steps`` more of a stage are done, with a few words on how it goes."""
+    """Reports that ``steps`` more steps of a stage are done, with a short note on the present state."""
 
     def __call__(self, steps: int = 1, note: str = "") -> None: ...
 
 
 class Progress(Protocol):
-    """Where stages are reported."""
+    """Progress reporter."""
 
     def stage(self, name: str, total: int) -> AbstractContextManager[Advance]:
-        """Opens a stage of ``total`` steps."""
+        """Opens a stage of ``total`` steps; the context gives the function that reports each step."""
         ...
 
     def say(self, text: str) -> None:
-        """Tells something between stages."""
+        """Reports a line of text between stages."""
         ...
 
 
 class NoProgress:
-    """Reports nothing."""
+    """Progress reporter that ignores everything."""
 
     @contextmanager
     def stage(self, name: str, total: int) -> Iterator[Advance]:

@@ -13,8 +13,11 @@ class NMPattern:
     """Keeps ``kept`` of every ``group`` consecutive input channels of each row of a weight (NVIDIA's N:M).
 
     Attributes:
-        kept: weights kept in a group; at least 1, less than ``group``.
-        group: consecutive input channels in a group; at most 32.
+        kept: weights kept per group, at least 1 and less than ``group``.
+        group: consecutive input channels per group, at most 32.
+
+    Raises:
+        ConfigError: the numbers are out of range.
     """
 
     kept: int
@@ -32,11 +35,11 @@ class NMPattern:
         """Reads ``"2:4"``.
 
         Raises:
-            ConfigError: the text is not two whole numbers joined by a colon, or the pattern is not possible.
+            ConfigError: the text is not two integers joined by a colon, or the pattern is not possible.
         """
         match = re.fullmatch(r"\s*(\d+)\s*:\s*(\d+)\s*", text)
         if match is None:
-            raise ConfigError(f"sparsity pattern {text!r} is not understood: write N:M with whole numbers, such as 2:4")
+            raise ConfigError(f"sparsity pattern {text!r} is not understood: write N:M with integers, such as 2:4")
         return cls(int(match[1]), int(match[2]))
 
     @property

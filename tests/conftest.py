@@ -2,10 +2,13 @@ import pytest
 import torch
 import transformers
 
+from .desk import desk, model_folder  # noqa: F401 (fixtures of the tests of commands)
+from .learning import problem  # noqa: F401 (fixture of the tests of learning)
+
 
 @pytest.fixture(autouse=True, scope="session")
 def _quiet_and_small():
-    """The models are tiny: a second thread costs more than it brings, above all beside another process."""
+    """The models are tiny: a second thread costs more than it saves, especially next to another test process."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""Folders as a compilation writes them, made by hand: pruned by magnitude, without calibration and learning."""
+"""Folders like those of a compilation, but pruned by magnitude, without calibration or learning."""
 
 import json
 from collections.abc import Callable
@@ -7,23 +7,38 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from permtriton.checkpoint import REPORT_FILE
-from permtriton.export import export
+from permtriton.checkpoint.export import export
+from permtriton.checkpoint.quantizer import attach
 from permtriton.kernels.nm_mask import top_n_mask
-from permtriton.match_norm import match_norm
-from permtriton.modules import SparseLinear, from_norm, replace_module
-from permtriton.quantizer import attach
+from permtriton.model.load import REPORT_FILE
+from permtriton.model.modules import SparseLinear, from_norm, replace_module
+from permtriton.model.norms import match_norm
+from permtriton.sparsity import NMPattern
 
 from . import zoo
+from .kernel_inputs import TWO_FOUR
 
-CONFIG = "config.json"
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+LAST_UP = "model.layers.1.mlp.up_proj.weight"
+PACKED = {"shape": [112, 64], "dim": 1}
+NORM = {"kind": "rms", "offset": 0.0, "eps": 1e-6, "channels": 64}
+QUANTIZATION = {  # a valid quantization_config
+    "quant_method": "permtriton",
+    "version": 1,
+    "format": "packed",
+    "sparsity": "2:4",
+    "packed": {LAST_UP: PACKED},
+    "gathers": {"model.layers.0.self_attn.o_proj": 64},
+    "norms": {"model.norm": NORM},
+    "sha256": {"model.safetensors": "0" * 64},
+}
 
 
 def pruned_weights(model: PreTrainedModel) -> dict[str, int]:
-    """Every linear of the layers, and every stack of experts -> its input dimension."""
+    """Maps the weight of every linear of the layers, and every stack of experts, to its input dimension."""
     found = {}
     for name, parameter in model.named_parameters():
         if parameter.ndim < 2 or "embed" in name or name.split(".")[-2] in ("lm_head", "decoder", "wte", "wpe", "gate"):
@@ -37,19 +52,23 @@ def pruned_weights(model: PreTrainedModel) -> dict[str, int]:
 
 
 @torch.no_grad()
+def prune_weight(parameter: Tensor, dim: int = -1, pattern: NMPattern = TWO_FOUR) -> None:
+    """Keeps the largest values of each group along ``dim``, in place."""
+    weight = parameter.movedim(dim, -1)
+    mask = top_n_mask(weight.abs().flatten(0, -2).float().T, pattern).T.reshape(weight.shape)
+    parameter.copy_((weight * mask).movedim(-1, dim)).add_(0.0)  # turns -0.0 into 0.0
+
+
 def prune(model: PreTrainedModel, kept: int = 2, group: int = 4) -> dict[str, int]:
-    """Prunes a model in place; returns what `pruned_weights` does."""
+    """Prunes a model in place; returns its `pruned_weights`."""
     found = pruned_weights(model)
     for name, dim in found.items():
-        parameter = model.get_parameter(name)
-        weight = parameter.movedim(dim, -1)
-        mask = top_n_mask(weight.abs().flatten(0, -2).float().T, kept, group).T.reshape(weight.shape)
-        parameter.copy_((weight * mask).movedim(-1, dim)).add_(0.0)
+        prune_weight(model.get_parameter(name), dim, NMPattern(kept, group))
     return found
 
 
 def fuse(model: PreTrainedModel, norms: list[str], gathers: list[str]) -> None:
-    """Puts permuted modules with random permutations in the place of norms and linears."""
+    """Replaces norms and linears by permuted modules with random permutations."""
     generator = torch.Generator().manual_seed(3)
     for name in norms:
         norm = model.get_submodule(name)
@@ -79,7 +98,7 @@ def model_of(
     name: str, *, fused: bool = False, dtype: torch.dtype = torch.float32, **changes: object
 ) -> PreTrainedModel:
     """Returns a pruned zoo model."""
-    model = (zoo.build_mixture if name in zoo.MIXTURES else zoo.build)(name, **changes)
+    model = zoo.build(name, **changes)
     for parameter in model.parameters():  # not the buffers: those of rotary embeddings stay float32
         parameter.data = parameter.data.to(dtype)
     prune(model)
@@ -89,7 +108,7 @@ def model_of(
 
 
 def save(model: PreTrainedModel, folder: Path, sparsity: str = "2:4", shard: str = "5GB") -> Path:
-    """Writes what a compilation would."""
+    """Saves a model as a compilation does."""
     attach(model, sparsity)
     model.save_pretrained(folder, max_shard_size=shard, save_original_format=False)
     report = {
@@ -102,13 +121,23 @@ def save(model: PreTrainedModel, folder: Path, sparsity: str = "2:4", shard: str
     return folder
 
 
+def load(folder: Path, kind: type = AutoModelForCausalLM, **options: object) -> PreTrainedModel:
+    """Loads a folder through transformers."""
+    return kind.from_pretrained(folder, **options)
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """Returns the content of every file, by its path within the folder."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 def state(model: nn.Module) -> dict[str, Tensor]:
     """Returns a copy of every tensor."""
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """Returns a tensor's bytes: 0.0 and -0.0 differ."""
+    """Returns the bytes of a tensor, in which 0.0 and -0.0 differ."""
     return tensor.detach().contiguous().flatten().view(torch.uint8)
 
 
@@ -125,14 +154,14 @@ def differing(first: dict[str, Tensor], second: dict[str, Tensor]) -> list[str]:
 
 
 def edit_json(path: Path, change) -> None:
-    """Rewrites a JSON file after ``change`` did something to what it holds."""
+    """Rewrites a JSON file after ``change`` has edited its content in place."""
     found = json.loads(path.read_text())
     change(found)
     path.write_text(json.dumps(found))
 
 
 def places(root: Path) -> Callable[..., Path]:
-    """Returns a function from name, format and dtype to a folder, made once; do not write into it."""
+    """Returns a function that gives the folder of a name, format and dtype. Each is made once: do not write into it."""
     made: dict[str, Path] = {}
 
     def find(name: str, format: str, *, fused: bool = False, dtype: torch.dtype = torch.bfloat16) -> Path:
@@ -147,9 +176,42 @@ def places(root: Path) -> Callable[..., Path]:
     return find
 
 
-def rewrite(folder: Path, change) -> None:
-    """Changes tensors, and takes the hashes away, so that what remains must be found by other checks."""
-    tensors = load_file(folder / "model.safetensors")
+def configure(folder: Path, **changes: object) -> None:
+    """Changes fields of ``config.json``; None removes one."""
+    stored = {**json.loads((folder / CONFIG).read_text()), **changes}
+    (folder / CONFIG).write_text(json.dumps({key: value for key, value in stored.items() if value is not None}))
+
+
+def edit_tensors(folder: Path, change, file: str = WEIGHTS) -> None:
+    """Rewrites a file of tensors after ``change`` has edited their dictionary in place."""
+    tensors = load_file(folder / file)
     change(tensors)
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    save_file(tensors, folder / file, {"format": "pt"})
+
+
+def change_tensor(name: str, change: Callable[[Tensor], Tensor] | None) -> Callable[[Path], None]:
+    """Returns a function that replaces a tensor of a folder by ``change`` of it; None removes the tensor."""
+
+    def apply(tensors: dict[str, Tensor]) -> None:
+        tensor = tensors.pop(name)
+        if change is not None:
+            tensors[name] = change(tensor).contiguous()
+
+    return lambda folder: edit_tensors(folder, apply)
+
+
+def rewrite(folder: Path, change) -> None:
+    """Changes tensors and removes the hashes, so that other checks must find the damage."""
+    edit_tensors(folder, change)
     edit_json(folder / CONFIG, lambda config: config["quantization_config"].pop("sha256", None))
+
+
+def after_saving(monkeypatch, compiled, do: Callable[[Path], object]) -> None:
+    """Calls ``do`` on the temporary folder after the model is written and before it is verified."""
+    save = compiled.model.save_pretrained
+
+    def save_pretrained(folder, **options):
+        save(folder, **options)
+        do(Path(folder))
+
+    monkeypatch.setattr(compiled.model, "save_pretrained", save_pretrained)

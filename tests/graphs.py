@@ -9,31 +9,38 @@ import torch
 from torch import Tensor, fx, nn
 from transformers import PreTrainedModel
 
-from permtriton.experts import unstack_experts
-from permtriton.importance import Importance
-from permtriton.kernels.nm_mask import top_n_mask
+from permtriton.kernels.importance import ImportanceFactors
+from permtriton.model.edits import moves_of
+from permtriton.model.experts import unstack_experts
+from permtriton.model.plan import Plan, linear_module, weight_in_out
+from permtriton.model.trace import Traced, trace
 from permtriton.passes import drawing
-from permtriton.passes.graph import NM_MASK, NORM_PERMUTE, PACK, PERMUTE, SITE, SPARSE_LINEAR, copied, parameter_nodes
-from permtriton.passes.layout import separate
-from permtriton.passes.pipeline import (
-    PassResult,
-    all_passes,
-    run_passes,
+from permtriton.passes.graph import (
+    NM_MASK,
+    NORM_PERMUTE,
+    PACK,
+    PERMUTE,
+    SITE,
+    SPARSE_LINEAR,
+    absorb_folds,
+    copied,
+    parameter_nodes,
 )
+from permtriton.passes.layout import fused_plan
+from permtriton.passes.pipeline import PassResult, permutation_passes, pruning_passes, run_passes
 from permtriton.passes.provenance import propagate
 from permtriton.passes.sites import find_sites
 from permtriton.passes.verify_graph import run
 from permtriton.permutation import compose, identity
-from permtriton.plan import Plan, linear_module, weight_in_out
+from permtriton.prune.weights import mask_weights
 from permtriton.sparsity import NMPattern
-from permtriton.trace import Traced, trace
 
 from . import zoo
 
 PATTERN = NMPattern(2, 4)
 LAYOUTS = ("portable", "fused", "free")
 NAMES = [*zoo.ARCHITECTURES, *zoo.MIXTURES]
-LIKE_OTHERS = {  # where one architecture, or few, are enough
+LIKE_OTHERS = {  # architectures left out of a layout because similar ones are tested in it
     "portable": ("qwen3_moe", "olmoe"),
     "fused": (),
     "free": tuple(name for name in NAMES if name not in ("llama", "gpt2", "olmo2", "bert", "mixtral")),
@@ -46,7 +53,7 @@ BATCH = zoo.token_ids(1, 4)
 def built(name: str) -> PreTrainedModel:
     if name in zoo.ARCHITECTURES:
         return zoo.build(name)
-    model = zoo.build_mixture(name)
+    model = zoo.build(name)
     unstack_experts(model)
     return model
 
@@ -60,16 +67,16 @@ def traced(name: str) -> tuple[PreTrainedModel, Traced, Plan]:
 
 
 def planned(name: str, layout: str) -> tuple[PreTrainedModel, Plan, fx.GraphModule]:
-    """A model that must not be changed, a plan of its own, and its graph."""
+    """Returns a shared model that must not be changed, a copy of its plan, and its graph."""
     model, found, plan = traced(name)
     plan = copy.deepcopy(plan)
     if layout != "portable":
-        plan = separate(plan, found.graph_module, model, o_proj="free" if layout == "free" else "tied")
+        plan = fused_plan(plan, found.graph_module, model, o_proj="free" if layout == "free" else "tied")
     return model, plan, found.graph_module
 
 
 def private(name: str, layout: str) -> tuple[PreTrainedModel, Plan, fx.GraphModule]:
-    """A model that may be changed, with a graph over its own parameters."""
+    """Returns a model that may be changed, its plan, and a graph over its own parameters."""
     model = built(name)
     graph_module = copied(traced(name)[1].graph_module)
     for parameter, value in model.named_parameters():
@@ -79,8 +86,8 @@ def private(name: str, layout: str) -> tuple[PreTrainedModel, Plan, fx.GraphModu
     return model, planned(name, layout)[1], graph_module
 
 
-def random_importances(plan: Plan, model: nn.Module, seed: int = 0) -> dict[str, Importance]:
-    """Every form of score by turns: scale alone, squared weights, sums of a row and a column factor."""
+def random_importances(plan: Plan, model: nn.Module, seed: int = 0) -> dict[str, ImportanceFactors]:
+    """Returns factors of each form in turn: scale alone, squared weights, and sums of a row and a column factor."""
     generator = torch.Generator().manual_seed(seed)
 
     def factor(size: int) -> Tensor:
@@ -89,22 +96,27 @@ def random_importances(plan: Plan, model: nn.Module, seed: int = 0) -> dict[str,
     found = {}
     for number, (site, name) in enumerate(plan.linears()):
         more = (factor(weight_in_out(linear_module(model, name)).shape[1]), factor(site.channels))
-        found[name] = Importance(1 + number % 2, factor(site.channels), *(more if number % 3 == 0 else ()))
+        found[name] = ImportanceFactors(1 + number % 2, factor(site.channels), *(more if number % 3 == 0 else ()))
     return found
 
 
-@torch.no_grad()
-def mask(model: nn.Module, plan: Plan, indices: dict[str, Tensor], importances: dict[str, Importance]) -> None:
-    """Zeroes what the importances, given in the order before ``indices`` were folded, do not keep."""
+def moved_importances(
+    plan: Plan, model: nn.Module, indices: dict[str, Tensor], importances: dict[str, ImportanceFactors]
+) -> dict[str, ImportanceFactors]:
+    """Reorders importances from the channel order before ``indices`` were folded to the order after."""
+    found = {}
     for site, name in plan.linears():
         order = site.expand(indices[site.space.name]) if site.space.name in indices else identity(site.channels)
         given, weight = importances[name], weight_in_out(linear_module(model, name))
+        row = None if given.row is None else given.row[row_order(plan, indices, name, weight.shape[1])]
         column = None if given.column is None else given.column[order]
-        scores = Importance(given.power, given.scale[order], given.row, column)
-        if given.row is not None:
-            rows = row_order(plan, indices, name, weight.shape[1])
-            scores = Importance(given.power, given.scale[order], given.row[rows], column)
-        weight.masked_fill_(~top_n_mask(scores.scores(weight), PATTERN.kept, PATTERN.group), 0)
+        found[name] = ImportanceFactors(given.power, given.scale[order], row, column)
+    return found
+
+
+def mask(model: nn.Module, plan: Plan, indices: dict[str, Tensor], importances: dict[str, ImportanceFactors]) -> None:
+    """Zeroes what the importances, given in the order before ``indices`` were folded, do not keep."""
+    mask_weights(model, plan, moved_importances(plan, model, indices, importances), PATTERN)
 
 
 def row_order(plan: Plan, indices: dict[str, Tensor], name: str, rows: int) -> Tensor:
@@ -119,29 +131,30 @@ def row_order(plan: Plan, indices: dict[str, Tensor], name: str, rows: int) -> T
 
 @dataclass
 class Compiled:
-    """What the whole compiler made of a model, and what each pass did on the way."""
+    """The result of the whole compiler on a model, and of each pass on the way."""
 
     model: PreTrainedModel
     plan: Plan
     indices: dict[str, Tensor]
-    importances: dict[str, Importance]
+    importances: dict[str, ImportanceFactors]
     source: str
     source_after: str
     graph_module: fx.GraphModule
+    permuted: dict[str, int] = field(default_factory=dict)  # node counts after the permutation passes
     results: list[PassResult] = field(default_factory=list)
     outputs: list[Tensor] = field(default_factory=list)  # before the first pass, and after each
     printed: list[str] = field(default_factory=list)
 
 
-def told(graph_module: fx.GraphModule) -> str:
+def described(graph_module: fx.GraphModule) -> str:
     return f"{graph_module.graph}{[(name, id(p)) for name, p in graph_module.named_parameters()]}{graph_module.meta}"
 
 
 @functools.cache
 def compiled(name: str, layout: str) -> Compiled:
-    model, plan, graph_module = planned(name, layout)
+    model, plan, graph_module = private(name, layout)
     indices, importances = zoo.random_indices(plan), random_importances(plan, model)
-    source, dense = told(graph_module), run(graph_module, BATCH)
+    source, dense = described(graph_module), run(graph_module, BATCH)
     found = Compiled(model, plan, indices, importances, source, "", graph_module, outputs=[dense])
 
     def observe(result: PassResult) -> None:
@@ -151,8 +164,11 @@ def compiled(name: str, layout: str) -> Compiled:
         found.printed.append(result.graph_module.print_readable(print_output=False))
         assert len(drawing.listing(result.graph_module)) == len(result.graph_module.graph.nodes)
 
-    found.graph_module = run_passes(graph_module, all_passes(plan, indices, importances, PATTERN), [BATCH], observe)
-    found.source_after = told(graph_module)
+    permuted = run_passes(graph_module, permutation_passes(moves_of(plan, indices)), [BATCH], observe)
+    found.permuted, found.source_after = counted(permuted), described(graph_module)
+    zoo.fold(model, plan, indices)
+    passes = pruning_passes(plan, moved_importances(plan, model, indices, importances), PATTERN)
+    found.graph_module = run_passes(absorb_folds(permuted), passes, [BATCH], observe)
     return found
 
 

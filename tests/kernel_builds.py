@@ -3,43 +3,56 @@
 One fits, one spills and fails at odd sizes, one needs tensor memory.
 """
 
-from permtriton.kernels.launch import Build, Config, jit, tl
+from typing import Any
+
+import torch
+
+from permtriton.kernels.builds import Build
+from permtriton.kernels.launch import Kernel, recorded, tl
 
 
-@jit
-def _copy(source, target, rows, stride, SIZE: tl.constexpr):
+@Kernel
+def _copy(source_ptr, target_ptr, rows, row_stride, SIZE: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    places = row * stride + tl.arange(0, SIZE)
-    tl.store(target + places, tl.load(source + places, mask=row < rows), mask=row < rows)
+    places = row * row_stride + tl.arange(0, SIZE)
+    tl.store(target_ptr + places, tl.load(source_ptr + places, mask=row < rows), mask=row < rows)
 
 
-@jit
-def _hold(source, target, SIZE: tl.constexpr):
+@Kernel
+def _hold(source_ptr, target_ptr, SIZE: tl.constexpr):
     places = tl.arange(0, SIZE)
-    values = tl.load(source + places)
-    tl.store(target + places, values * tl.sum(values, 0))
+    values = tl.load(source_ptr + places)
+    tl.store(target_ptr + places, values * tl.sum(values, 0))
 
 
-@jit
-def _multiply(left, right, target, SIZE: tl.constexpr):
+@Kernel
+def _multiply(left_ptr, right_ptr, target_ptr, SIZE: tl.constexpr):
     i, k = tl.arange(0, SIZE), tl.arange(0, 16)
-    product = tl.dot(tl.load(left + i[:, None] * 16 + k[None, :]), tl.load(right + k[:, None] * SIZE + i[None, :]))
-    tl.store(target + i[:, None] * SIZE + i[None, :], product)
+    product = tl.dot(
+        tl.load(left_ptr + i[:, None] * 16 + k[None, :]), tl.load(right_ptr + k[:, None] * SIZE + i[None, :])
+    )
+    tl.store(target_ptr + i[:, None] * SIZE + i[None, :], product)
 
 
 def copy_build(default: bool = True) -> Build:
-    """One that is fine."""
-    signature = {"source": "*bf16", "target": "*bf16", "rows": "i32", "stride": "i64", "SIZE": "constexpr"}
-    return Build("copy", _copy, signature, {"SIZE": 1024}, Config({"SIZE": 1024}, 4), default)
+    """A build that passes every check."""
+    source = torch.empty(8, dtype=torch.bfloat16)
+    return _build("copy", default, _copy, source, source, 8, 1 << 40, SIZE=1024, num_warps=4)
 
 
 def hold_build(size: int, default: bool = True) -> Build:
-    """One whose only warp keeps ``size`` numbers in registers."""
-    signature = {"source": "*fp32", "target": "*fp32", "SIZE": "constexpr"}
-    return Build(f"hold {size}", _hold, signature, {"SIZE": size}, Config({"SIZE": size}, 1), default)
+    """A build whose only warp keeps ``size`` numbers in registers."""
+    source = torch.empty(8)
+    return _build(f"hold {size}", default, _hold, source, source, SIZE=size, num_warps=1)
 
 
 def multiply_build() -> Build:
-    """One that multiplies ``[128, 16]`` by ``[16, 128]`` on tensor cores."""
-    signature = {"left": "*bf16", "right": "*bf16", "target": "*fp32", "SIZE": "constexpr"}
-    return Build("multiply", _multiply, signature, {"SIZE": 128}, Config({"SIZE": 128}, 4), True)
+    """A build that multiplies ``[128, 16]`` by ``[16, 128]`` on tensor cores."""
+    left = torch.empty(8, dtype=torch.bfloat16)
+    return _build("multiply", True, _multiply, left, left, left.float(), SIZE=128, num_warps=4)
+
+
+def _build(name: str, default: bool, kernel: Kernel, *arguments: Any, **options: int) -> Build:
+    with recorded() as launches:
+        kernel[(1,)](*arguments, **options)
+    return Build(name, launches[0], default)

@@ -1,4 +1,4 @@
-"""Tiny models that do more than what a trace on token ids shows: images, an encoder's states, long sequences."""
+"""Tiny models with paths that a trace on token ids does not run: images, encoder states, long sequences."""
 
 from collections.abc import Callable
 
@@ -19,7 +19,7 @@ VISION = {
     "image_size": IMAGE_SIZE,
     "patch_size": 8,
 }
-LONG = 32  # tokens after which the long factors of a rotary embedding count
+LONG = 32  # tokens beyond which a rotary embedding uses its long factors
 
 
 def _with_images(family: str, text: str, vision: str, **options: object) -> PreTrainedModel:
@@ -74,7 +74,7 @@ def build(name: str) -> PreTrainedModel:
 
 
 def arguments(name: str) -> dict[str, Tensor]:
-    """Returns a call that leaves the path of token ids."""
+    """Returns arguments for which a model leaves the path of token ids."""
     ids, generator = zoo.token_ids(1, 12), torch.Generator().manual_seed(2)
     ids = ids.clamp(max=IMAGE_TOKEN - 1)
     if name == "long_rope":

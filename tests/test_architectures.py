@@ -17,20 +17,20 @@ import permtriton
 from permtriton import CompileConfig, CompiledModel
 from permtriton.compare import compare
 from permtriton.errors import CalibrationError
-from permtriton.evaluate import perplexity
-from permtriton.forward import max_tokens
-from permtriton.passes.fold import fold
+from permtriton.model.forward import max_tokens
+from permtriton.prune.evaluate import perplexity
 
 from . import zoo
+from .zoo import fold
 
 LEARN = {"epochs": 2, "batch_size": 4, "learning_rate": 0.1, "block_size": 16, "keep_epoch": "last"}
 HEURISTIC = {"permutation": "heuristic"}
-HEADS = ("lm_head", "pooler", "cls.")  # what no plan may prune, by how models name it
+HEADS = ("lm_head", "pooler", "cls.")  # parts of names that no plan may prune
 
 
 @dataclass(frozen=True)
 class Case:
-    """One compilation: the dense model is built again, since compiling changes it in place."""
+    """One compilation. The dense model is built again, since compiling changes a model in place."""
 
     name: str
     compiled: CompiledModel
@@ -172,12 +172,12 @@ def test_report_file(case):
     report = json.loads((case.path / "permtriton.json").read_text())
     plan = case.compiled.plan
     assert [site["name"] for site in report["sites"]] == [site.name for site in plan.sites]
-    for told, site in zip(report["sites"], plan.sites, strict=True):
-        assert sorted(told["index"]) == list(range(site.channels))
-        assert told["moved"] == sum(index != position for position, index in enumerate(told["index"]))
-        assert told["linears"] == list(site.linears)
-        assert told["space"] == site.space.name
-        assert torch.equal(site.units[torch.tensor(told["index"])], case.compiled.indices[site.space.name][site.units])
+    for entry, site in zip(report["sites"], plan.sites, strict=True):
+        assert sorted(entry["index"]) == list(range(site.channels))
+        assert entry["moved"] == sum(index != position for position, index in enumerate(entry["index"]))
+        assert entry["linears"] == list(site.linears)
+        assert entry["permutation"] == site.space.name
+        assert torch.equal(site.units[torch.tensor(entry["index"])], case.compiled.indices[site.space.name][site.units])
     pruned = linears_in_layers(case.reloaded)
     assert report["sparsity_by_layer"] == dict.fromkeys(report["sparsity_by_layer"], 0.5)
     assert set(report["sparsity_by_layer"]) == set(pruned)
@@ -185,12 +185,12 @@ def test_report_file(case):
     assert report["parameters"] == sum(parameter.numel() for parameter in case.reloaded.parameters())
     assert report["skipped"] == plan.skipped
     assert report["barriers"] == []
-    assert [(space["name"], space["frozen"]) for space in report["spaces"]] == [(s.name, s.frozen) for s in plan.spaces]
+    assert [(p["name"], p["reason"]) for p in report["permutations"]] == [(s.name, s.reason) for s in plan.spaces]
     assert report["learning"]["kept_epoch"] == 2
     assert report["verification"]["pruned_weights"] == len(pruned)
     assert report["verification"]["reloaded"] == "same outputs"
     assert CompileConfig.from_options(report["config"]) == case.compiled.config
-    assert report["fold_difference"] < 1e-4
+    assert report["proof"]["fold_difference"] < 1e-4
 
 
 # -- transformers alone ------------------------------------------------------------------------------------------------
@@ -346,7 +346,7 @@ def test_an_indivisible_layer_stays_dense(tmp_path):
 
 
 def test_a_model_without_a_limit_on_positions():
-    """XLNet says -1."""
+    """XLNet's config has -1 there."""
     from transformers import XLNetConfig, XLNetLMHeadModel
 
     model = XLNetLMHeadModel(XLNetConfig(vocab_size=zoo.VOCABULARY, d_model=16, n_layer=1, n_head=2, d_inner=24)).eval()
@@ -355,7 +355,7 @@ def test_a_model_without_a_limit_on_positions():
 
 
 def test_a_layer_that_runs_twice_is_calibrated_on_both_runs():
-    """ALBERT's layers are one."""
+    """ALBERT's layers share one set of weights."""
     from transformers import AlbertConfig, AlbertModel
 
     model = AlbertModel(AlbertConfig(**zoo.SIZES, embedding_size=32)).eval()

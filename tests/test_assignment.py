@@ -1,58 +1,22 @@
 from itertools import permutations
 
-import numpy as np
 import pytest
 import torch
-from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
+from permtriton.errors import ModelError
 from permtriton.kernels.assignment import assignment
 
-
-def random_scores(size: int, blocks: int = 4) -> Tensor:
-    return torch.randn(blocks, size, size, generator=torch.Generator().manual_seed(size))
-
-
-def adversarial(size: int) -> Tensor:
-    """Score matrices on which greedy or float-careless solvers go wrong."""
-    line = torch.arange(1.0, size + 1)
-    product = line.outer(line)
-    greedy_trap = torch.full((size, size), -1e4)
-    greedy_trap.diagonal().fill_(1.0)
-    greedy_trap.diagonal(1).fill_(1.5)
-    greedy_trap[-1, 0] = -1e5
-    huge = random_scores(size, 1)[0] * 1e30
-    tiny = random_scores(size, 1)[0] * 1e-30
-    onehot = torch.eye(size).flip(0)
-    offset = random_scores(size, 1)[0].mul(8).round() + 2.0**20
-    return torch.stack((product, -product, -(line.view(-1, 1) - line).abs(), greedy_trap, huge, tiny, onehot, offset))
-
-
-def total(score: Tensor, index: Tensor) -> Tensor:
-    """The total by the project's convention: column j is given row ``index[j]``."""
-    return score.double().gather(1, index.long().unsqueeze(1)).sum((1, 2))
-
-
-def best(score: Tensor) -> Tensor:
-    totals = []
-    for block in score.double().numpy():
-        rows, columns = linear_sum_assignment(-block)
-        totals.append(block[rows, columns].sum())
-    return torch.tensor(np.array(totals))
+from .kernel_inputs import adversarial, check_assignment, scores_of, total
 
 
 def check(score: Tensor) -> Tensor:
-    index = assignment(score)
-    assert index.dtype == torch.int32
-    assert index.shape == score.shape[:2]
-    assert torch.equal(index.sort(1).values, torch.arange(score.shape[1], dtype=torch.int32).expand_as(index))
-    torch.testing.assert_close(total(score, index), best(score), rtol=1e-12, atol=0)
-    return index
+    return check_assignment(score, assignment(score))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 16, 33, 64])
 def test_random(size):
-    check(random_scores(size))
+    check(scores_of(size))
 
 
 @pytest.mark.parametrize("size", [2, 8, 33])
@@ -73,7 +37,7 @@ def test_constant_scores(value):
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
 def test_against_every_permutation(size):
-    score = random_scores(size).mul(2).round()
+    score = scores_of(size).mul(2).round()
     columns = torch.arange(size)
     every = torch.stack([score[:, list(p), columns].sum(1) for p in permutations(range(size))])
     torch.testing.assert_close(total(score, assignment(score)), every.max(0).values.double())
@@ -88,22 +52,22 @@ def test_index_names_the_row_of_each_column():
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 def test_other_dtypes(dtype):
-    check(random_scores(12).to(dtype))
+    check(scores_of(12).to(dtype))
 
 
 def test_strided_scores():
-    score = random_scores(10)
+    score = scores_of(10)
     check(score.mT)
     check(torch.cat((score, score), 2)[:, :, ::2])
 
 
 def test_scores_that_require_a_gradient():
-    score = random_scores(6)
+    score = scores_of(6)
     assert torch.equal(assignment(score.clone().requires_grad_()), assignment(score))
 
 
 def test_does_not_change_the_scores():
-    score = random_scores(6).double()
+    score = scores_of(6).double()
     before = score.clone()
     assignment(score)
     assert torch.equal(score, before)
@@ -123,9 +87,17 @@ def test_many_blocks_come_back_in_their_order():
 
 @pytest.mark.parametrize("where", [(0, 0, 0), (2, 3, 1)])
 def test_nan_is_refused(where):
-    score = random_scores(4)
+    score = scores_of(4)
     score[where] = float("nan")
-    with pytest.raises(ValueError, match="NaN"):
+    with pytest.raises(ModelError, match="NaN"):
+        assignment(score)
+
+
+@pytest.mark.parametrize("value", [float("-inf"), float("inf")])
+def test_no_finite_assignment_is_refused(value):
+    score = scores_of(4)
+    score[1, 2] = value
+    with pytest.raises(ModelError, match="infinite"):
         assignment(score)
 
 
@@ -137,6 +109,6 @@ def test_opcheck(shape):
 
 
 def test_compiles_without_a_break():
-    score = random_scores(6)
+    score = scores_of(6)
     compiled = torch.compile(lambda x: assignment(x * 2).long() + 1, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(score), assignment(score * 2).long() + 1)

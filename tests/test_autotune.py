@@ -8,14 +8,16 @@ import torch
 from typer.testing import CliRunner
 
 import permtriton
+from permtriton.checkpoint.export import export
 from permtriton.cli.main import app
 from permtriton.errors import ConfigError, OutputError
-from permtriton.export import export
-from permtriton.kernels import autotune, tuning
+from permtriton.kernels import autotune
 from permtriton.kernels.autotune import config_for, entry_key, stored
-from permtriton.kernels.cases import Case
 from permtriton.kernels.launch import Config, triton
-from permtriton.kernels.timing import Timing
+from permtriton.kernels.tools import tuning
+from permtriton.kernels.tools.cases import Case
+from permtriton.kernels.tools.registry import KERNELS
+from permtriton.kernels.tools.timing import Timing
 
 from . import folders
 
@@ -120,14 +122,14 @@ class TestChoice:
             assert chosen() is TABLE[1]
             assert config_for("scatter", TABLE, (1,), torch.int8) is TABLE[2]
 
-    def test_forced_and_asked(self, gpu):
+    def test_forced_and_requested(self, gpu):
         keep(gpu, TABLE[1])
-        with autotune.requests() as asked:
+        with autotune.requests() as requested:
             assert [chosen(), chosen()] == [TABLE[0]] * 2
             with autotune.forced("gather", TABLE[2]):
                 assert chosen() is TABLE[2]
                 assert config_for("scatter", TABLE, (1,), torch.int8) is TABLE[0]
-        assert [request.key for request in asked] == [KEY, "scatter 1 int8"]
+        assert [request.key for request in requested] == [KEY, "scatter 1 int8"]
         assert chosen() is TABLE[1]
 
     def test_torch_compile_does_not_see_it(self, gpu):
@@ -274,7 +276,7 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [((), "--model DIR or --shape"), (("--shape", "64"), "OUTxIN"), (("--shape", "64x66"), "multiple of 4"),
-         (("--shape", "64x64", "--tokens", "1,0"), "numbers above 0"), (("--shape", "64x64", "--save"), "--model DIR"),
+         (("--shape", "64x64", "--tokens", "1,0"), "positive integer"), (("--shape", "64x64", "--save"), "--model DIR"),
          (("--shape", "64x64", "--kernel", "gemm"), "sinkhorn"), (("--shape", "64x64", "--dtype", "int8"), "float16"),
          (("--shape", "3x4"), "4 to"), (("--shape", "9" * 20 + "x4"), "4 to")],
     )  # fmt: skip
@@ -285,22 +287,22 @@ class TestCommand:
 
     def test_dry_run_lists_what_would_be_tried(self, monkeypatch):
         monkeypatch.setattr(tuning, "tables", lambda: {"permute": TABLE, "permute_backward": TABLE[:1]})
-        told = json.loads(self.run("--shape", "64x128", "--tokens", "1,16", "--dry-run", "--json").stdout)["cases"]
-        assert told["permute 16x128 in blocks bfloat16"] == {
+        report = json.loads(self.run("--shape", "64x128", "--tokens", "1,16", "--dry-run", "--json").stdout)["cases"]
+        assert report["permute 16x128 in blocks bfloat16"] == {
             "permute": [
                 "SIZE=64 num_warps=4 num_stages=2",
                 "SIZE=128 num_warps=4 num_stages=2",
                 "SIZE=256 num_warps=8 num_stages=2",
             ]
         }
-        assert {name.split()[0] for name in told} == set(tuning.KERNELS)
+        assert {name.split()[0] for name in report} == set(KERNELS)
         assert self.run("--shape", "64x128", "--dry-run").exit_code == 0
 
     def test_the_shapes_of_a_model(self):
         shown = self.run("--model", str(DEMO), "--kernel", "nm_mask", "--dry-run", "--json")
-        told = json.loads(shown.stdout)["cases"]
-        assert "nm_mask 704x256 float32" in told, "the model's dtype"
-        assert "nm_mask backward 256x704 float32" in told
+        report = json.loads(shown.stdout)["cases"]
+        assert "nm_mask 704x256 float32" in report, "the model's dtype"
+        assert "nm_mask backward 256x704 float32" in report
         shown = self.run("--model", str(DEMO), "--kernel", "nm_mask", "--dtype", "bfloat16", "--dry-run", "--json")
         assert "nm_mask 704x256 bfloat16" in json.loads(shown.stdout)["cases"]
 
@@ -331,7 +333,7 @@ def test_every_table_is_tried_in_some_case():
 
 
 def test_a_choice_between_kernels_is_tuned_after_them():
-    """The inner table's winner is in force when the outer one, asked first, is timed."""
+    """The inner table's winner is in force when the outer one, requested first, is timed."""
     tables = {"outer": TABLE[:2], "inner": TABLE[1:], "only": TABLE[:1]}
 
     def run() -> None:

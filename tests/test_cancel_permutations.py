@@ -1,4 +1,4 @@
-"""Permutations that do nothing go, neighbours merge, and nothing is lost on the way."""
+"""Permutations without effect are removed, adjacent ones are merged, and nothing else is lost."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ FIRST, SECOND = (torch.randperm(8, generator=torch.Generator().manual_seed(seed)
 
 
 class Chain:
-    """``neg(x)``, what is appended to it, and the outputs."""
+    """A graph of ``neg(x)``, the nodes appended to it, and the outputs."""
 
     def __init__(self) -> None:
         graph = fx.Graph()

@@ -6,20 +6,20 @@ from pathlib import Path
 
 import pytest
 
-from permtriton.cli import options
-from permtriton.cli.compare import compare
-from permtriton.cli.compile import compile
+from permtriton.cli.main import compare, compile
+from permtriton.cli.options import build_config
 from permtriton.config import (
-    OPTION_NEEDS,
     OPTIONS,
     RECIPES,
     CalibrationConfig,
     CompileConfig,
     LearnConfig,
     check_explicit_options,
+    defaults,
     read_config_file,
 )
 from permtriton.errors import ConfigError
+from permtriton.option import options_of
 from permtriton.sparsity import NMPattern
 
 # A value of every option that is not its default.
@@ -61,7 +61,7 @@ def option_names() -> set[str]:
 
 
 def build(model: str = "some/model", recipe: str | None = None, file: Path | None = None, **flags: object):
-    return options.build_config(model, recipe, file, dict.fromkeys(OPTIONS) | flags)
+    return build_config(model, recipe, file, flags)
 
 
 def test_the_table_of_other_values_is_complete():
@@ -79,12 +79,12 @@ def test_to_dict_reads_back_to_an_equal_config(recipe):
 @pytest.mark.parametrize("name", OTHER)
 def test_each_option_lands_and_survives_a_round_trip(name):
     config = CompileConfig.from_options({name.replace("_", "-"): OTHER[name]})
-    told = config.to_dict()
-    assert told[name] == OTHER[name]
-    assert {k: v for k, v in told.items() if k != name} == {
+    options = config.to_dict()
+    assert options[name] == OTHER[name]
+    assert {k: v for k, v in options.items() if k != name} == {
         k: v for k, v in CompileConfig().to_dict().items() if k != name
     }
-    assert CompileConfig.from_options(told) == config
+    assert CompileConfig.from_options(options) == config
 
 
 def test_every_option_is_a_flag():
@@ -105,8 +105,39 @@ def test_no_flag_of_the_commands_is_dropped_on_the_way():
         assert set(inspect.signature(command).parameters) <= running | set(OPTIONS)
 
 
+def test_a_flag_takes_part_only_if_the_user_set_it():
+    """A value that equals the default is still the user's, and wins over the recipe."""
+    assert build(recipe="demo", epochs=LearnConfig.epochs).learn.epochs == LearnConfig.epochs
+    assert all(inspect.signature(compile).parameters[name].default is None for name in OPTIONS)
+
+
+def test_defaults_name_the_recipes_that_differ():
+    assert defaults("epochs") == "50; demo: 12"
+    assert defaults("group_scale") == "true; published: false"
+    assert defaults("sparsity") == "2:4"
+
+
+@pytest.mark.parametrize("part", [CompileConfig, CalibrationConfig, LearnConfig])
+def test_docstrings_hold_what_the_options_say(part):
+    text = " ".join(part.__doc__.split())
+    assert [o.name for o in options_of(part) if f"{o.name}: {o.help} Expects {o.expected}." not in text] == []
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_limit_refuses(name):
+    """`Option.expected` describes what `Option.check` accepts, from Python and from a file."""
+    option = OPTIONS[name]
+    part = next(c for c in (CompileConfig, CalibrationConfig, LearnConfig) if option in options_of(c))
+    bad = {bool: 1, int: option.minimum - 1, float: float("nan"), NMPattern: "2:4"}.get(option.type, "last:0")
+    if name == "calibration":
+        bad = 3
+    with pytest.raises(ConfigError, match=f"^{name} is .*expected "):
+        part(**{name: bad})
+
+
 def test_every_learning_option_needs_learning():
-    assert {f.name for f in fields(LearnConfig)} | {"update_mask", "o_proj"} == set(OPTION_NEEDS)
+    needs = {option.name for option in OPTIONS.values() if option.needs}
+    assert {f.name for f in fields(LearnConfig)} | {"update_mask", "o_proj"} == needs
 
 
 def test_default_recipe_is_the_dataclass():
@@ -161,7 +192,7 @@ def test_options_are_reachable_by_file(tmp_path, name):
     assert getattr(build(file=file).learn, name) == value
 
 
-def test_demo_model_takes_the_demo_recipe_and_text_unless_told_otherwise():
+def test_demo_model_takes_the_demo_recipe_and_text_by_default():
     assert build("demo") == CompileConfig.from_options({"calibration": "demo"}, "demo")
     assert build("demo", recipe="default").learn.epochs == LearnConfig.epochs
     assert build("demo", calibration="c4").calibration.calibration == "c4"
@@ -185,7 +216,7 @@ def test_demo_model_takes_the_demo_recipe_and_text_unless_told_otherwise():
         ({"calibration": 3}, ["calibration", "expected str"]),
         ({"sparsity": "4:2"}, ["4:2", "2:4"]),
         ({"sparsity": 24}, ["'24'", "N:M"]),
-        ({"samples": 0}, ["samples is 0", "at least one"]),
+        ({"samples": 0}, ["samples is 0", "at least 1"]),
         ({"samples": -3}, ["samples is -3"]),
         ({"sequence_length": 1}, ["sequence_length is 1", "2"]),
         ({"seed": -1}, ["seed is -1"]),

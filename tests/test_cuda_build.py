@@ -10,7 +10,7 @@ import torch
 from permtriton.errors import ModelError, PermTritonError
 from permtriton.kernels.cuda.build import SOURCE, library, permute_cuda
 
-# What CUDA gives a kernel: a thread each, a barrier, shared memory that outlives no block.
+# What CUDA provides to a kernel: threads, a barrier, and shared memory that lives as long as its block.
 HARNESS = r"""
 #include <algorithm>
 #include <barrier>
@@ -117,9 +117,9 @@ def test_compiles_without_a_spill(arch, tmp_path):
     if f"'{arch}' is not defined" in result.stderr or "Unsupported gpu architecture" in result.stderr:
         pytest.skip(f"this nvcc knows no {arch}")
     assert result.returncode == 0, result.stderr
-    told = [line for line in result.stderr.splitlines() if "spill stores" in line]
-    assert len(told) == 16  # per size wide or not; packed and plain words of 8 and 16 bits; direct
-    assert all("0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in line for line in told)
+    spills = [line for line in result.stderr.splitlines() if "spill stores" in line]
+    assert len(spills) == 16  # per size wide or not; packed and plain words of 8 and 16 bits; direct
+    assert all("0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in line for line in spills)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")

@@ -1,6 +1,7 @@
 """`permtriton doctor`: what this machine is, and the GPU kernels compiled without a GPU."""
 
 import dataclasses
+import importlib
 import json
 
 import pytest
@@ -9,9 +10,13 @@ from typer.testing import CliRunner
 
 from permtriton.cli.main import app
 from permtriton.errors import ConfigError
-from permtriton.kernels import compile_check, nm_mask_backward_triton, nm_mask_triton
-from permtriton.kernels.compile_check import TARGETS, compile_one
+from permtriton.kernels import launch, nm_mask_backward_triton, nm_mask_triton
+from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.launch import triton
+from permtriton.kernels.tools import compile_check
+from permtriton.kernels.tools.compile_check import TARGETS, compile_one
+from permtriton.kernels.tools.registry import KERNELS
+from permtriton.sparsity import NMPattern
 
 needs_triton = pytest.mark.skipif(triton is None, reason="triton is not installed")
 SM_80, SM_90, SM_100, GFX942 = TARGETS
@@ -22,9 +27,9 @@ def run(*arguments: str):
 
 
 def test_it_says_what_the_machine_is():
-    told = json.loads(run("--json").stdout)
-    assert set(told) >= {"system", "versions", "GPU", "triton", "CUDA compiler", "kernels run"}
-    assert "torch" in told["versions"]
+    report = json.loads(run("--json").stdout)
+    assert set(report) >= {"system", "versions", "GPU", "triton", "CUDA compiler", "kernels run"}
+    assert "torch" in report["versions"]
     shown = run()
     assert shown.exit_code == 0
     assert "kernels run" in shown.stdout
@@ -77,14 +82,14 @@ class TestCompiling:
         monkeypatch.setattr(compile_check, "all_builds", lambda: [self.builds.copy_build()])
         shown = run("--compile-kernels")
         assert shown.exit_code == 0, shown.output
-        told = json.loads(run("--compile-kernels", "--json").stdout)["kernels"]
-        assert [row["target"] for row in told] == ["sm_80", "sm_90", "sm_90", "sm_100", "gfx942"]
+        report = json.loads(run("--compile-kernels", "--json").stdout)["kernels"]
+        assert [row["target"] for row in report] == ["sm_80", "sm_90", "sm_90", "sm_100", "gfx942"]
 
     def test_the_command_fails_on_a_spill(self, monkeypatch):
         builds = [self.builds.copy_build(), self.builds.hold_build(16384)]
         monkeypatch.setattr(compile_check, "all_builds", lambda: builds)
         monkeypatch.setattr(compile_check, "TARGETS", (SM_90,))
-        monkeypatch.setattr(compile_check.compile_all, "__defaults__", ((SM_90,), None))
+        monkeypatch.setattr(compile_check.compile_all, "__defaults__", ((SM_90,),))
         shown = run("--compile-kernels")
         assert shown.exit_code == 2
         assert "hold 16384 for sm_90" in shown.output
@@ -105,47 +110,84 @@ def test_without_triton_it_says_so(monkeypatch):
 
 @needs_triton
 def test_every_kernel_compiles_without_spills():
-    """The defaults for sm_90; for the other targets the first of each kernel, and all that are short of registers."""
+    """All defaults for sm_90; for other targets the first of each kernel and every one that is short of registers."""
     builds = [build for build in compile_check.all_builds() if build.default]
-    first = {build.kernel: build for build in reversed(builds)}
+    first = {build.launch.kernel: build for build in reversed(builds)}
     assert len(first) >= 10, "forward and backward kernels of every op"
     found = [compile_one(build, SM_90) for build in builds]
     for build, one in zip(builds, tuple(found), strict=True):
-        available = min(255, 65536 // (32 * build.config.num_warps))
+        available = min(255, 65536 // (32 * build.launch.options["num_warps"]))
         if one.registers > 0.75 * available or build in first.values():
             found += [compile_one(build, target) for target in (SM_80, SM_100)]
     assert [(one.name, one.target, one.problem, one.error) for one in found if one.problem] == []
 
 
 @needs_triton
+def test_the_registry_names_every_kernel():
+    modules = {name: importlib.import_module(f"permtriton.kernels.{name}") for name in compile_check.kernel_modules()}
+    launched = {name.removesuffix("_triton") for name, module in modules.items() if hasattr(module, "builds")}
+    assert set(KERNELS) == launched - {"nm_mask_backward"}, "whose other file is nm_mask's"
+    assert all(hasattr(modules[name], "cases") for name in KERNELS)
+
+
+@needs_triton
 def test_every_module_with_kernels_says_how_they_are_built():
-    by_module = {build.kernel.fn.__module__.rpartition(".")[2].removesuffix("_triton")
+    by_module = {build.launch.kernel.fn.__module__.rpartition(".")[2].removesuffix("_triton")
                  for build in compile_check.all_builds()}  # fmt: skip
     assert by_module >= {"permute", "norm_permute", "sinkhorn", "assignment", "nm_mask", "nm_mask_backward",
                          "sparse_linear"}  # fmt: skip
 
 
+class TestRecording:
+    @needs_triton
+    def test_it_notes_what_triton_would_specialise(self):
+        from .kernel_builds import _copy
+
+        source = torch.zeros(8, dtype=torch.bfloat16)
+        with launch.recorded() as launches:
+            _copy[(1,)](source, source.float(), 1, 1 << 40, SIZE=4, num_warps=2)
+        (found,) = launches
+        assert list(found.signature.items()) == [
+            ("source_ptr", "*bf16"), ("target_ptr", "*fp32"), ("rows", "constexpr"), ("row_stride", "i64"),
+            ("SIZE", "constexpr"),
+        ]  # fmt: skip
+        assert found.constants == {"rows": 1, "SIZE": 4}
+        assert found.options == {"num_warps": 2}
+
+    @needs_triton
+    def test_nothing_is_launched_and_only_for_a_while(self, monkeypatch):
+        from .kernel_builds import _hold
+
+        launched = []
+        monkeypatch.setattr(type(_hold.jitted), "__getitem__", lambda self, grid: launched.append(grid))
+        with launch.recorded() as outer, launch.recorded() as inner:
+            _hold[(1,)](torch.empty(4), torch.empty(4), SIZE=4)
+        assert (len(outer), len(inner), launched) == (0, 1, [])
+        assert _hold[(2,)] is None
+        assert launched == [(2,)]
+
+    @needs_triton
+    def test_every_build_has_a_name_and_a_launch_of_its_own(self):
+        builds = compile_check.all_builds()
+        assert len({build.name for build in builds}) == len({build.launch.key for build in builds}) == len(builds)
+
+
 FREE = {"KEPT", "GROUP", "PADDED", "POWER", "STATISTICS", "GROUP_SCALE", "FLOOR", "INTERPRETED"}  # not of the tile
 
 
-class Launches:
-    """Stands for a kernel, and notes in what tile, warps and stages it is launched."""
-
-    def __init__(self) -> None:
-        self.found: list[dict] = []
-
-    def __getitem__(self, grid):
-        return lambda *tensors, **options: self.found.append({k: v for k, v in options.items() if k not in FREE})
+def tile_of(of: launch.Launch) -> dict[str, int]:
+    """In what tile, warps and stages a kernel is launched."""
+    return {k: v for k, v in of.constants.items() if k.isupper() and k not in FREE} | dict(of.options)
 
 
-def default_builds(module, kernel, dtype: torch.dtype) -> list[dict]:
-    """What the builds of a kernel that count as defaults are launched in."""
-    pointer = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}[dtype]
+def default_tiles(module, of: launch.Launch) -> list[dict[str, int]]:
+    """The tiles of the builds that count as defaults, of the kernel and weight dtype of a launch."""
     return [
-        {name: value for name, value in build.constants.items() if name.isupper() and name not in FREE}
-        | {"num_warps": build.config.num_warps, "num_stages": build.config.num_stages}
+        tile_of(build.launch)
         for build in module.builds()
-        if build.default and build.kernel is kernel and build.signature["weight"] == pointer
+        if build.default
+        and build.launch.kernel is of.kernel
+        and build.launch.signature["weight_ptr"] == of.signature["weight_ptr"]
     ]
 
 
@@ -155,30 +197,24 @@ def default_builds(module, kernel, dtype: torch.dtype) -> list[dict]:
 class TestDefaultLaunchesOfNmMask:
     """What runs without autotuning is a default build, which the doctor holds to be free of spills."""
 
-    @pytest.fixture(autouse=True)
-    def _untuned(self, monkeypatch):
-        for module in (nm_mask_triton, nm_mask_backward_triton):
-            monkeypatch.setattr(module, "config_for", lambda op, configs, shape, dtype: configs[0])
-
     @pytest.mark.parametrize("row_major", [False, True])
-    def test_forward(self, group, dtype, row_major, monkeypatch):
-        name = "_nm_mask_fwd_kernel" if group <= 4 else "_nm_mask_fwd_wide_kernel"
-        kernel = Launches()
-        monkeypatch.setattr(nm_mask_triton, name, kernel)
+    def test_forward(self, group, dtype, row_major):
         weight, channels = torch.zeros(32, 4 * group, dtype=dtype), torch.arange(4 * group)
         weight = weight if row_major else weight.t().contiguous().t()
-        nm_mask_triton.nm_mask_triton(weight, torch.ones(4 * group), None, None, 1, channels, [4 * group], 1, group)
-        assert kernel.found[0] in default_builds(nm_mask_triton, kernel, dtype)
+        factors = ImportanceFactors(1, torch.ones(4 * group))
+        with launch.recorded() as launches:
+            nm_mask_triton.nm_mask_triton(weight, factors, channels, [4 * group], NMPattern(1, group))
+        name = "_nm_mask_fwd_kernel" if group <= 4 else "_nm_mask_fwd_wide_kernel"
+        assert launches[0].kernel is getattr(nm_mask_triton, name).jitted
+        assert tile_of(launches[0]) in default_tiles(nm_mask_triton, launches[0])
 
     @pytest.mark.parametrize("size", [16, 32, 48, 64, 96, 128, 256])
     @pytest.mark.parametrize("rows", [32, 33])
-    def test_backward(self, group, dtype, size, rows, monkeypatch):
-        kernel = Launches()
-        monkeypatch.setattr(nm_mask_backward_triton, "_nm_mask_bwd_kernel", kernel)
+    def test_backward(self, group, dtype, size, rows):
         size = -(-size // group) * group
         weight = torch.zeros(size, rows, dtype=dtype).t()
-        nm_mask_backward_triton.nm_mask_backward_triton(
-            weight, weight, torch.ones(size), None, None, 1, torch.arange(size), [size], group, True, 0.1
-        )
-        assert (kernel.found[0]["ALIGN"] > 1) == (rows % 16 == 0 and size % 16 == 0)
-        assert kernel.found[0] in default_builds(nm_mask_backward_triton, kernel, dtype)
+        factors, index = ImportanceFactors(1, torch.ones(size)), torch.arange(size)
+        with launch.recorded() as launches:
+            nm_mask_backward_triton.nm_mask_backward_triton(weight, weight, factors, index, [size], group, True, 0.1)
+        assert (launches[0].constants["ALIGN"] > 1) == (rows % 16 == 0 and size % 16 == 0)
+        assert tile_of(launches[0]) in default_tiles(nm_mask_backward_triton, launches[0])

@@ -4,34 +4,25 @@ import math
 
 import pytest
 import torch
-from transformers import BertConfig, BertForMaskedLM, BertModel, LlamaConfig, LlamaForCausalLM
+from transformers import BertConfig, BertForMaskedLM, BertModel, LlamaForCausalLM
 
 import permtriton
 from permtriton.errors import CalibrationError
-from permtriton.evaluate import MAX_ENCODER_WINDOWS, Evaluation, perplexity
-from permtriton.passes.fold import fold
-from permtriton.plan import Axis
+from permtriton.model.plan import Axis
 from permtriton.planning import find_plan
 from permtriton.progress import NoProgress
+from permtriton.prune.evaluate import MAX_ENCODER_WINDOWS, Evaluation, perplexity
 from permtriton.sparsity import NMPattern
 
-VOCABULARY = 40
+from . import zoo
+from .zoo import fold
+
+VOCABULARY = zoo.TINY["vocab_size"]
 
 
 @pytest.fixture
 def causal() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=32,
-        initializer_range=0.4,  # so that tokens are told apart
-    )
-    return LlamaForCausalLM(config).eval()
+    return zoo.tiny_llama(initializer_range=0.4)  # large enough that its predictions depend on the tokens
 
 
 def encoder(model_class) -> BertModel | BertForMaskedLM:
@@ -49,12 +40,12 @@ def encoder(model_class) -> BertModel | BertForMaskedLM:
 
 
 def windows(count: int, tokens: int = 12) -> torch.Tensor:
-    return torch.randint(0, VOCABULARY, (count, tokens), generator=torch.Generator().manual_seed(1))
+    return zoo.tiny_ids(count, tokens, seed=1)
 
 
 @torch.no_grad()
 def naive_perplexity(model, rows: torch.Tensor) -> float:
-    """One token at a time, each from its own prefix."""
+    """Perplexity token by token, each predicted from its own prefix."""
     losses = []
     for row in rows:
         for position in range(1, row.numel()):
@@ -67,7 +58,7 @@ def naive_perplexity(model, rows: torch.Tensor) -> float:
 def test_perplexity_is_the_naive_one_for_any_batch(causal, batch):
     rows = windows(5)
     expected = naive_perplexity(causal, rows)
-    assert abs(math.log(expected / VOCABULARY)) > 0.1, "a model that tells tokens apart"
+    assert abs(math.log(expected / VOCABULARY)) > 0.1, "its predictions depend on the tokens"
     assert perplexity(causal, rows, batch) == pytest.approx(expected, rel=1e-5)
 
 
@@ -144,8 +135,8 @@ def test_compile_undoes_the_order_before_it_compares():
     model = encoder(BertForMaskedLM)
     config = permtriton.CompileConfig.from_options({"sparsity": "7:8", "permutation": "heuristic"})
     compiled = permtriton.compile(model, None, config, ids=windows(4), evaluation_windows=windows(3))
-    told = compiled.report["evaluation"]
+    evaluation = compiled.report["evaluation"]
     stream = compiled.plan.hidden_space.name
-    assert sum(site["moved"] for site in compiled.report["sites"] if site["space"] == stream) > 0
-    assert (told["measure"], told["dense"]) == ("cosine", 1.0)
-    assert 0.95 < told["compiled"] < 1
+    assert sum(site["moved"] for site in compiled.report["sites"] if site["permutation"] == stream) > 0
+    assert (evaluation["measure"], evaluation["dense"]) == ("cosine", 1.0)
+    assert 0.95 < evaluation["compiled"] < 1

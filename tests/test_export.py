@@ -1,4 +1,4 @@
-"""Export: another form of the same weights, bit for bit, and nothing where that cannot be had."""
+"""Export: the same weights bit for bit in another format, or no output at all."""
 
 import hashlib
 import json
@@ -10,18 +10,18 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
-from typer.testing import CliRunner
 
-from permtriton import export as exporting
-from permtriton.checkpoint import ShardWriter, read_checkpoint
+from permtriton.checkpoint import export as exporting
+from permtriton.checkpoint.export import export
+from permtriton.checkpoint.files import ShardWriter, read_checkpoint
 from permtriton.cli.main import app
 from permtriton.errors import ConfigError, ModelError, OutputError, PermTritonError, VerificationError
-from permtriton.export import export
 
 from . import folders
+from .desk import RUNNER
+from .folders import LAST_UP
 
-UP, NORM = "model.layers.1.mlp.up_proj.weight", "model.norm.weight"
-RUNNER = CliRunner()
+NORM = "model.norm.weight"
 
 
 @pytest.fixture(scope="module")
@@ -42,10 +42,6 @@ def source(sources, tmp_path) -> Path:
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
-
-
-def files(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 # -- the same weights ----------------------------------------------------------------------------------------------
@@ -79,11 +75,11 @@ def test_other_architectures_and_patterns(tmp_path, architecture, pattern):
         folders.zoo.randomize(model)
         folders.prune(model, *pattern)
     folders.save(model, tmp_path / "a", sparsity=f"{pattern[0]}:{pattern[1]}")
-    told = export(tmp_path / "a", tmp_path / "packed")
+    result = export(tmp_path / "a", tmp_path / "packed")
     export(tmp_path / "packed", tmp_path / "dense", "plain")
     assert folders.differing(weights(tmp_path / "a"), weights(tmp_path / "dense")) == []
-    assert told["weights"] == len(folders.pruned_weights(model))
-    assert told["ratio"] < pattern[0] / pattern[1] + 0.1
+    assert result["weights"] == len(folders.pruned_weights(model))
+    assert result["ratio"] < pattern[0] / pattern[1] + 0.1
 
 
 def test_tensors_that_are_not_pruned_keep_every_bit(source, tmp_path):
@@ -103,20 +99,20 @@ def test_older_reports_name_linears_only(source, tmp_path):
     assert export(source, tmp_path / "packed")["weights"] == 14
 
 
-# -- what it costs and tells ---------------------------------------------------------------------------------------
+# -- what it costs and reports ---------------------------------------------------------------------------------------
 
 
 def test_half_precision_at_2_4_takes_9_16(sources, tmp_path):
-    told = export(sources["portable"], tmp_path / "packed")
-    assert (told["ratio"], told["sparsity"], told["weights"]) == (0.5625, "2:4", 14)
+    result = export(sources["portable"], tmp_path / "packed")
+    assert (result["ratio"], result["sparsity"], result["weights"]) == (0.5625, "2:4", 14)
     stored = read_checkpoint(tmp_path / "packed")
     parts = [t for name, t in weights(tmp_path / "packed").items() if name.endswith(("_values", "_positions"))]
-    assert told["stored_bytes"] == sum(part.nbytes for part in parts)
+    assert result["stored_bytes"] == sum(part.nbytes for part in parts)
     dense = [t for name, t in weights(sources["portable"]).items() if f"{name}_values" in stored]
-    assert told["dense_bytes"] == sum(tensor.nbytes for tensor in dense)
+    assert result["dense_bytes"] == sum(tensor.nbytes for tensor in dense)
     report = json.loads((tmp_path / "packed" / "permtriton.json").read_text())
-    assert {**report["export"], "files": report["files"]} == told
-    for name, file in told["files"].items():
+    assert {**report["export"], "files": report["files"]} == result
+    for name, file in result["files"].items():
         content = (tmp_path / "packed" / name).read_bytes()
         assert (len(content), hashlib.sha256(content).hexdigest()) == (file["bytes"], file["sha256"])
 
@@ -127,8 +123,10 @@ def test_it_copies_the_other_files(source, tmp_path):
     export(source, tmp_path / "out", shard_bytes=20_000)
     assert (tmp_path / "out" / "templates" / "chat.txt").read_text() == "hello"
     kept = {"tokenizer.json", "generation_config.json"}
-    assert {name: files(source)[name] for name in kept} == {name: files(tmp_path / "out")[name] for name in kept}
-    assert "model.safetensors" not in files(tmp_path / "out")
+    assert {name: folders.files(source)[name] for name in kept} == {
+        name: folders.files(tmp_path / "out")[name] for name in kept
+    }
+    assert "model.safetensors" not in folders.files(tmp_path / "out")
     modes = {path.stat().st_mode for path in (tmp_path / "out").iterdir() if path.is_file()}
     assert len(modes) == 1
 
@@ -137,10 +135,10 @@ def test_a_shard_at_a_time_is_in_memory(sources, tmp_path, monkeypatch):
     held = []
     flush = ShardWriter._flush
     monkeypatch.setattr(ShardWriter, "_flush", lambda self: held.append(self._pending_bytes) or flush(self))
-    told = export(sources["portable"], tmp_path / "out", shard_bytes=16_000)
+    result = export(sources["portable"], tmp_path / "out", shard_bytes=16_000)
     assert max(held) <= 16_000
-    assert len(told["files"]) > 4
-    with safe_open(tmp_path / "out" / next(iter(told["files"])), framework="pt") as file:
+    assert len(result["files"]) > 4
+    with safe_open(tmp_path / "out" / next(iter(result["files"])), framework="pt") as file:
         assert file.metadata() == {"format": "pt"}
 
 
@@ -148,9 +146,11 @@ def test_a_shard_at_a_time_is_in_memory(sources, tmp_path, monkeypatch):
 
 
 def test_dense_and_plain_are_the_same_for_a_portable_model(sources, tmp_path):
-    told = [export(sources["portable"], tmp_path / name, name) for name in ("dense", "plain")]
-    assert [one["loads_with"] for one in told] == ["transformers alone"] * 2
-    assert files(tmp_path / "dense")["model.safetensors"] == files(tmp_path / "plain")["model.safetensors"]
+    result = [export(sources["portable"], tmp_path / name, name) for name in ("dense", "plain")]
+    assert [one["loads_with"] for one in result] == ["transformers alone"] * 2
+    assert (
+        folders.files(tmp_path / "dense")["model.safetensors"] == folders.files(tmp_path / "plain")["model.safetensors"]
+    )
     assert "quantization_config" not in (tmp_path / "dense" / "config.json").read_text()
 
 
@@ -160,22 +160,13 @@ def test_a_fused_model_has_no_plain_form(sources, tmp_path):
             export(folder, tmp_path / "plain", "plain")
         if folder is sources["fused"]:
             export(folder, tmp_path / "packed")
-    told = export(tmp_path / "packed", tmp_path / "dense", "dense")
-    assert told["loads_with"] == "transformers after import permtriton"
+    result = export(tmp_path / "packed", tmp_path / "dense", "dense")
+    assert result["loads_with"] == "transformers after import permtriton"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "packed"]
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "dense").config.quantization_config.format == "dense"
 
 
 # -- refusals ------------------------------------------------------------------------------------------------------
-
-
-def change_tensor(name: str, change):
-    def apply(folder: Path) -> None:
-        tensors = weights(folder)
-        tensors[name] = change(tensors[name]).contiguous()
-        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-
-    return apply
 
 
 def change_report(change):
@@ -205,11 +196,14 @@ BAD = {
     ),
     "a hash outside": (change_report(lambda r: r.update(files={"../f": {"sha256": "0"}})), ["'../f'"]),
     "no pattern": (change_report(lambda r: r["config"].update(sparsity="4:2")), ["4:2"]),
-    "no weights told": (change_report(lambda r: r.pop("pruned_weights")), ["which weights are pruned"]),
-    "weights told as text": (change_report(lambda r: r.update(pruned_weights=UP)), ["which weights are pruned"]),
+    "no weights listed": (change_report(lambda r: r.pop("pruned_weights")), ["which weights are pruned"]),
+    "weights listed as text": (change_report(lambda r: r.update(pruned_weights=LAST_UP)), ["which weights are pruned"]),
     "a weight not there": (change_report(lambda r: r["pruned_weights"].update(other=1)), ["other", "does not hold"]),
-    "a dimension not there": (change_report(lambda r: r["pruned_weights"].update({UP: 2})), [UP, "dimension 2"]),
-    "a vector": (change_report(lambda r: r["pruned_weights"].update({NORM: 0})), [NORM, "no weight that was pruned"]),
+    "a dimension not there": (
+        change_report(lambda r: r["pruned_weights"].update({LAST_UP: 2})),
+        [LAST_UP, "dimension 2"],
+    ),
+    "a vector": (change_report(lambda r: r["pruned_weights"].update({NORM: 0})), [NORM, "cannot have been pruned"]),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), ["model.safetensors"]),
     "no config": (lambda f: (f / "config.json").unlink(), ["config.json"]),
     "truncated": (
@@ -220,14 +214,14 @@ BAD = {
         change_config(lambda c: c.update(quantization_config={"quant_method": "gptq"})),
         ["not permtriton's"],
     ),
-    "not N:M": (change_tensor(UP, third_weight), [UP, "row 5, group 2 holds 3", "2:4"]),
+    "not N:M": (folders.change_tensor(LAST_UP, third_weight), [LAST_UP, "row 5, group 2 holds 3", "2:4"]),
     "minus zero": (
-        change_tensor(UP, lambda w: torch.where(w == 0, torch.tensor(-0.0, dtype=w.dtype), w)),
-        [UP, "-0.0"],
+        folders.change_tensor(LAST_UP, lambda w: torch.where(w == 0, torch.tensor(-0.0, dtype=w.dtype), w)),
+        [LAST_UP, "-0.0"],
     ),
-    "not finite": (change_tensor(UP, lambda w: w * torch.inf), [UP, "not finite"]),
-    "whole numbers": (change_tensor(UP, lambda w: w.to(torch.int32)), [UP, "I32"]),
-    "another shape": (change_tensor(UP, lambda w: w[:, :-1]), [UP, "[112, 63]"]),
+    "not finite": (folders.change_tensor(LAST_UP, lambda w: w * torch.inf), [LAST_UP, "not finite"]),
+    "integers": (folders.change_tensor(LAST_UP, lambda w: w.to(torch.int32)), [LAST_UP, "I32"]),
+    "another shape": (folders.change_tensor(LAST_UP, lambda w: w[:, :-1]), [LAST_UP, "[112, 63]"]),
 }
 
 
@@ -253,7 +247,7 @@ def test_a_changed_packed_file_is_refused(sources, tmp_path):
 
 
 def test_where_it_may_write(sources, source, tmp_path):
-    before = files(tmp_path)
+    before = folders.files(tmp_path)
     for output in (source, tmp_path, source / ".." / "source"):
         with pytest.raises(OutputError, match="choose another folder"):
             export(source, output, overwrite=True)
@@ -267,14 +261,14 @@ def test_where_it_may_write(sources, source, tmp_path):
     export(source, tmp_path / "mine", overwrite=True)
     export(source, tmp_path / "mine", "dense", overwrite=True)
     assert weights(tmp_path / "mine").keys() == weights(source).keys()
-    assert {name: content for name, content in files(tmp_path).items() if not name.startswith("mine")} == before
+    assert {name: content for name, content in folders.files(tmp_path).items() if not name.startswith("mine")} == before
 
 
 @pytest.mark.parametrize("where", ["pack", "_copy_others", "describe_files", "_verify"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device")])
 def test_an_interruption_leaves_the_earlier_output(sources, tmp_path, monkeypatch, where, error):
     export(sources["portable"], tmp_path / "out")
-    before = files(tmp_path)
+    before = folders.files(tmp_path)
 
     def fail(*arguments):
         raise error
@@ -282,7 +276,7 @@ def test_an_interruption_leaves_the_earlier_output(sources, tmp_path, monkeypatc
     monkeypatch.setattr(exporting, where, fail)
     with pytest.raises(KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else OutputError):
         export(sources["portable"], tmp_path / "out", overwrite=True)
-    assert files(tmp_path) == before
+    assert folders.files(tmp_path) == before
 
 
 def test_what_is_written_wrongly_is_found(sources, tmp_path, monkeypatch):
@@ -301,7 +295,7 @@ def test_an_unknown_format(source, tmp_path):
 # -- the command ---------------------------------------------------------------------------------------------------
 
 
-def test_the_command_tells_sizes(sources, tmp_path, monkeypatch):
+def test_the_command_prints_sizes(sources, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = RUNNER.invoke(app, ["export", str(sources["portable"])])
     assert result.exit_code == 0, result.stderr
@@ -311,8 +305,8 @@ def test_the_command_tells_sizes(sources, tmp_path, monkeypatch):
     again = RUNNER.invoke(
         app, ["export", "portable-packed", "--format", "dense", "--output", str(tmp_path / "d"), "--json"]
     )
-    told = json.loads(again.stdout)
-    assert (told["format"], told["ratio"], told["loads_with"]) == ("dense", 1.0, "transformers alone")
+    result = json.loads(again.stdout)
+    assert (result["format"], result["ratio"], result["loads_with"]) == ("dense", 1.0, "transformers alone")
 
 
 @pytest.mark.parametrize(

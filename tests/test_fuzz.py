@@ -1,4 +1,4 @@
-"""Damaged checkpoints: our own error or the intact model comes out, soon, and in little memory."""
+"""Damaged checkpoints give our own error or the intact model, quickly and in little memory."""
 
 import json
 import random
@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from permtriton.checkpoint.export import export
 from permtriton.errors import ModelError, PermTritonError
-from permtriton.export import export
-from permtriton.load import Source, load_model
+from permtriton.model.load import Source, load_model
 
 from . import folders
 
@@ -44,13 +44,13 @@ def intact(tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _limits() -> Iterator[None]:
-    """An allocation of what a damaged file claims, or work without an end, becomes an error."""
+    """Limits memory and time, so that allocating a size that a damaged file claims, or an endless loop, is an error."""
     before = resource.getrlimit(resource.RLIMIT_AS)
     present = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (present + MEMORY, before[1]))
 
     def too_long(*_arguments: object) -> None:
-        raise KeyboardInterrupt("it hangs")  # no Exception, so that nothing turns it into another
+        raise KeyboardInterrupt("it hangs")  # not an Exception, so that no handler turns it into another error
 
     handler = signal.signal(signal.SIGALRM, too_long)
     yield
@@ -72,7 +72,7 @@ def by_transformers(folder: Path) -> dict[str, Tensor]:
 
 
 def by_exporting(folder: Path) -> dict[str, Tensor]:
-    """Exports and loads: what is no part of the pruning, such as an embedding's name, only the model can judge."""
+    """Exports and loads; only loading can judge what is not part of the pruning, such as an embedding's name."""
     output = folder.with_name("exported")
     shutil.rmtree(output, ignore_errors=True)
     export(folder, output, "dense")
@@ -133,7 +133,7 @@ def run(
 
 
 def edit_bytes(change: Callable[[bytearray, int, random.Random], bytes | bytearray]) -> Damage:
-    """Changes the weights' bytes; the change is told where the header ends."""
+    """Changes the bytes of the weights; ``change`` receives the position where the header ends."""
 
     def apply(folder: Path, rng: random.Random) -> None:
         content = bytearray((folder / WEIGHTS).read_bytes())
@@ -297,7 +297,7 @@ ODD = [None, True, -1, 0, 10**12, 10**30, 1.5, 1e308, "", "x", "../..", [], [[]]
 
 
 def paths(value: object, before: tuple = ()) -> Iterator[tuple]:
-    """Yields the place of everything inside a JSON value."""
+    """Yields the path of every entry inside a JSON value."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, inner in items:
         yield (*before, key)
@@ -358,7 +358,7 @@ def test_damaged_quantization_config(intact, tmp_path, kind):
 
 @pytest.mark.parametrize("kind", ["portable packed", "fused dense"])
 def test_damaged_config(intact, tmp_path, kind):
-    """What export makes of a portable model is transformers' own: what its config says is none of ours."""
+    """Exporting a portable model gives a plain transformers folder, whose config we do not check."""
     run(intact, kind, tmp_path, CONFIGS, ways=("load_model", "from_pretrained"))
     run(intact, kind, tmp_path, texts(CONFIG), ways=("export",))
 

@@ -29,7 +29,7 @@ def gpu(monkeypatch):
 
 @pytest.fixture(scope="module")
 def rehearsal(tmp_path_factory) -> tuple[dict, str]:
-    """The result and what was printed, where neither datasets nor the like can be imported."""
+    """Returns the result and the printed text of a run in which datasets and similar packages cannot be imported."""
     folder = tmp_path_factory.mktemp("rehearsal")
     (folder / "sitecustomize.py").write_text(f"import sys\nfor name in {HEAVY}:\n    sys.modules[name] = None\n")
     done = subprocess.run(
@@ -64,10 +64,10 @@ def test_every_sample_and_what_it_was_measured_on_is_kept(rehearsal):
     assert result["command"] == "python -m benchmarks.gpu --out DIR --minutes 9 --rehearse"
     assert result["ceilings"]["copy_gb_s"] > 0
     for row in result["rows"]:
-        for told in row["times"].values():
-            assert told["p20_us"] <= told["p50_us"] <= told["p80_us"]
-            assert told["how"] == "host"
-            assert told["samples_us"]
+        for times in row["times"].values():
+            assert times["p20_us"] <= times["p50_us"] <= times["p80_us"]
+            assert times["how"] == "host"
+            assert times["samples_us"]
 
 
 def test_a_rehearsal_passes_and_fails_nothing(rehearsal):
@@ -106,9 +106,9 @@ def test_every_goal_is_one_of_the_table(rehearsal, gpu):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_without_a_gpu_it_says_so(gpu, tmp_path, capsys):
     assert gpu.__main__.main(["--out", str(tmp_path)]) == 2
-    told = capsys.readouterr().err
-    assert "CUDA GPU" in told
-    assert "--rehearse" in told
+    error = capsys.readouterr().err
+    assert "CUDA GPU" in error
+    assert "--rehearse" in error
     assert list(tmp_path.iterdir()) == []
 
 
@@ -133,14 +133,14 @@ def begin(gpu, folder: Path, minutes: float = 9.0):
 
 
 def work(gpu, folder: Path, *rows: str) -> dict:
-    """What a worker writes, in this process."""
+    """Runs a worker in this process and returns what it writes."""
     bench = begin(gpu, folder)
     assert gpu.worker.main([str(bench.file), repr(bench.deadline), *rows]) == 0
     return json.loads(bench.file.read_text())
 
 
 def test_a_row_that_fails_leaves_the_others(gpu, tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu.kernels.cases, "nm_mask_case", None)
+    monkeypatch.setattr(gpu.kernels, "nm_mask_case", None)
     result = work(gpu, tmp_path, "nm_mask", "permute")
     assert [left["row"] for left in result["left_out"]] == ["nm_mask"]
     assert str(ROOT) not in result["left_out"][0]["traceback"]
@@ -148,14 +148,14 @@ def test_a_row_that_fails_leaves_the_others(gpu, tmp_path, monkeypatch):
 
 
 def test_a_wrong_kernel_gets_no_time_and_leaves_the_other_cases(gpu, tmp_path, monkeypatch):
-    make = gpu.kernels.cases.permute_case
+    make = gpu.kernels.permute_case
 
     def broken(rows, channels, dtype, device, in_blocks):
         case = make(rows, channels, dtype, device, in_blocks)
         wrong = dataclasses.replace(case, run=lambda x, index: case.run(x, index) + 1)
         return wrong if in_blocks else case
 
-    monkeypatch.setattr(gpu.kernels.cases, "permute_case", broken)
+    monkeypatch.setattr(gpu.kernels, "permute_case", broken)
     result = work(gpu, tmp_path, "permute")
     assert [row["case"] for row in result["rows"]] == ["permute 8x256 global float32"]
     (left,) = result["left_out"]
@@ -171,19 +171,19 @@ def test_a_wrong_peer_gets_no_time(gpu, tmp_path, monkeypatch):
 
 
 def test_peers_are_compiled_once(gpu, tmp_path):
-    """torch.compile compiles for gradients and for none: it must see but one of them."""
+    """torch.compile compiles separately with and without gradients: it must see only one of them."""
     bench = begin(gpu, tmp_path)
     bench.result["ceilings"] = {"copy_gb_s": 1.0, "matmul_tflop_s": 1.0}
-    case, seen = gpu.kernels.cases.permute_case(4, 64, torch.float32, bench.device), set()
+    case, seen = gpu.kernels.permute_case(4, 64, torch.float32, bench.device), set()
     bench.compare("permute", case, {"peer": lambda _: lambda: seen.add(torch.is_grad_enabled())}, lambda times: [])
     assert bench.result["left_out"] == []
     assert seen == {False}
 
 
 @pytest.mark.parametrize(
-    ("package", "told"), [("right", None), ("wrong", "AssertionError: wrong"), ("missing", "ModuleNotFoundError")]
+    ("package", "message"), [("right", None), ("wrong", "AssertionError: wrong"), ("missing", "ModuleNotFoundError")]
 )
-def test_torch_linear_assignment_where_it_is_there_and_right(gpu, tmp_path, monkeypatch, package, told):
+def test_torch_linear_assignment_if_it_is_installed_and_right(gpu, tmp_path, monkeypatch, package, message):
     def batch_linear_assignment(cost):
         rows = assignment_reference(-cost).long().argsort(1)
         return rows.roll(1, 1) if package == "wrong" else rows
@@ -191,9 +191,9 @@ def test_torch_linear_assignment_where_it_is_there_and_right(gpu, tmp_path, monk
     module = types.SimpleNamespace(batch_linear_assignment=batch_linear_assignment)
     monkeypatch.setitem(sys.modules, "torch_linear_assignment", None if package == "missing" else module)
     (row,) = work(gpu, tmp_path, "assignment")["rows"]
-    assert ("torch-linear-assignment" in row["times"]) == (told is None)
-    if told:
-        assert row["absent"]["torch-linear-assignment"].startswith(told)
+    assert ("torch-linear-assignment" in row["times"]) == (message is None)
+    if message:
+        assert row["absent"]["torch-linear-assignment"].startswith(message)
     assert {"scipy serial", "scipy threaded"} <= row["times"].keys()
 
 
@@ -223,9 +223,9 @@ def test_a_row_that_hangs_costs_only_itself(gpu, tmp_path, monkeypatch, capfd):
     result = json.loads((tmp_path / "rehearsal.json").read_text())
     assert [(left["row"], left["why"].split(":")[0]) for left in result["left_out"]] == [("nm_mask", "cut off")]
     assert {row["row"] for row in result["rows"]} == {"assignment", "RMSNorm + permute"}
-    told = capfd.readouterr()
-    assert "time.sleep" in told.err or "Timeout" in told.err
-    assert "left out: cut off" in told.out
+    printed = capfd.readouterr()
+    assert "time.sleep" in printed.err or "Timeout" in printed.err
+    assert "left out: cut off" in printed.out
 
 
 DYING = """

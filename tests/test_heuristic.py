@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from permtriton import heuristic
-from permtriton.heuristic import heuristic_index, retained, space_scores
-from permtriton.importance import Importance
+from permtriton.kernels.importance import ImportanceFactors
+from permtriton.model.plan import ChannelSpace, Site
 from permtriton.permutation import is_permutation
-from permtriton.plan import ChannelSpace, Site
+from permtriton.prune import heuristic
+from permtriton.prune.heuristic import heuristic_index, retained, space_scores
 from permtriton.sparsity import NMPattern
 
 TWO_FOUR = NMPattern(2, 4)
@@ -16,7 +16,7 @@ PATTERNS = [TWO_FOUR, NMPattern(4, 8), NMPattern(1, 4), NMPattern(3, 4), NMPatte
 
 
 def scores_of(channels: int, rows: int, seed: int = 0) -> Tensor:
-    """Squared normals times a scale a channel: some weights and some channels matter far more than others."""
+    """Squared normals times a scale per channel: some weights and some channels matter far more than others."""
     generator = torch.Generator().manual_seed(seed)
     scale = torch.rand(channels, 1, generator=generator).exp()
     return torch.randn(channels, rows, generator=generator).square() * scale
@@ -37,7 +37,7 @@ def kept_by_hand(scores: Tensor, index: Tensor, pattern: NMPattern) -> float:
 
 
 def optimum_of_eight(scores: Tensor) -> float:
-    """The most that 2:4 retains of eight channels: all 35 ways to halve them."""
+    """The most that 2:4 can retain of eight channels, by trying all 35 ways to halve them."""
     found = []
     for rest in combinations(range(1, 8), 3):
         first = [0, *rest]
@@ -67,7 +67,7 @@ def test_is_a_permutation_that_never_retains_less_than_the_given_order(pattern, 
 
 
 def test_near_the_best_of_all_orders():
-    """Of what the best order retains, never much less; of the gap to the given order, more than half on average."""
+    """Never much less than the best order retains, and on average more than half of its gain over the given order."""
     parts, closed = [], []
     for seed in range(20):
         scores = scores_of(8, 6, seed)
@@ -84,7 +84,7 @@ def test_near_the_best_of_all_orders():
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
 def test_bunched_channels_are_dealt_out(pattern, seed):
-    """Where as many channels matter as can be kept, and they are bunched, all of them are kept."""
+    """If as many channels matter as can be kept, all are kept, even when they start out next to each other."""
     groups = 6
     important = groups * pattern.kept
     scores = scores_of(groups * pattern.group, 10, seed).clamp_max(3) * 0.01
@@ -166,11 +166,11 @@ def test_deterministic_and_leaves_the_scores_alone():
     assert torch.equal(scores, before)
 
 
-def test_tells_of_every_segment():
-    told = []
+def test_reports_every_segment():
+    calls = []
     space = ChannelSpace("space", (8, 8, 4), ())
-    heuristic_index(space, scores_of(20, 3), TWO_FOUR, lambda *arguments: told.append(arguments))
-    assert len(told) == 3
+    heuristic_index(space, scores_of(20, 3), TWO_FOUR, lambda *arguments: calls.append(arguments))
+    assert len(calls) == 3
 
 
 class Linears(nn.Module):
@@ -193,7 +193,7 @@ def sites() -> list[Site]:
 
 def test_space_scores_are_every_reader_s_scores_over_their_mean(sites):
     model = Linears()
-    importances = {name: Importance(1, torch.rand(size)) for name, size in (("a", 8), ("b", 8), ("tied", 16))}
+    importances = {name: ImportanceFactors(1, torch.rand(size)) for name, size in (("a", 8), ("b", 8), ("tied", 16))}
     found = space_scores(model, sites, importances)
     parts = []
     for name in ("a", "b", "tied"):
@@ -206,7 +206,7 @@ def test_space_scores_are_every_reader_s_scores_over_their_mean(sites):
 
 def test_space_scores_sample_rows_of_large_linears_evenly(sites):
     model = Linears()
-    importances = {name: Importance(1, torch.ones(8)) for name in ("a", "b")}
+    importances = {name: ImportanceFactors(1, torch.ones(8)) for name in ("a", "b")}
     found = space_scores(model, sites[:1], importances, max_rows=6)
     assert found.shape == (8, 6)
     rows = model.a.weight.detach().abs()[[0, 2, 5]]  # three of six, from the first to the last

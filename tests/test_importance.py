@@ -2,8 +2,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from permtriton.importance import Importance, importance_of
-from permtriton.reconstruct import inverse_diagonal
+from permtriton.kernels.importance import ImportanceFactors
+from permtriton.prune.importance import importance_of
+from permtriton.prune.sparsegpt import inverse_diagonal
 
 IN, OUT = 12, 7
 
@@ -92,4 +93,4 @@ def test_factors_are_the_documented_product(weight):
     generator = torch.Generator().manual_seed(2)
     scale, row, column = (torch.rand(n, generator=generator) for n in (IN, OUT, IN))
     expected = weight.abs() ** 2 * scale * (row.view(-1, 1) + column)
-    torch.testing.assert_close(Importance(2, scale, row, column).scores(weight.T).T, expected)
+    torch.testing.assert_close(ImportanceFactors(2, scale, row, column).scores(weight.T).T, expected)

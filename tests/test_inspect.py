@@ -1,4 +1,4 @@
-"""``permtriton inspect``: what is said, printed and drawn, and what is refused."""
+"""``permtriton inspect``: its JSON, tables and drawings, and what it refuses."""
 
 import json
 import re
@@ -8,19 +8,17 @@ from pathlib import Path
 import pytest
 from torch import fx
 from transformers import BertConfig, LlamaConfig, MixtralConfig, Olmo2Config, PreTrainedConfig, PreTrainedModel
-from typer.testing import CliRunner
 
 from permtriton import planning
 from permtriton.cli import console
 from permtriton.cli.main import app
 from permtriton.config import CompileConfig
+from permtriton.model.plan import Plan
 from permtriton.passes.pipeline import PASS_NAMES
-from permtriton.plan import Plan
 
 from . import zoo
-from .test_cli import check_refusal
+from .desk import RUNNER, check_refusal
 
-RUNNER = CliRunner()
 SIZES = {**zoo.SIZES, "num_key_value_heads": zoo.KEY_VALUE_HEADS}
 CONFIGS: dict[str, tuple[type[PreTrainedConfig], str, dict[str, object]]] = {
     "llama": (LlamaConfig, "LlamaForCausalLM", SIZES),
@@ -42,7 +40,7 @@ def configs(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def _traced_once():
-    """Most commands here are about the same few models."""
+    """Caches traces, since most commands here inspect the same few models."""
     plan_model, known = planning.plan_model, {}
 
     def remembered(model: PreTrainedModel, config: CompileConfig) -> tuple[Plan, fx.GraphModule]:
@@ -69,7 +67,7 @@ def invoke(*arguments: object) -> str:
 
 
 def refused(*arguments: object) -> str:
-    """Runs what must end in one line, exit code 2 and no output; returns the line."""
+    """Runs a command that must fail with one line, exit code 2 and no output; returns the line."""
     result = RUNNER.invoke(app, ["inspect", *map(str, arguments)])
     assert isinstance(result.exception, SystemExit), f"a traceback: {result.exception!r}"
     check_refusal(result.exit_code, result.stderr, ())
@@ -78,7 +76,7 @@ def refused(*arguments: object) -> str:
 
 
 def joined(text: str) -> str:
-    """A table's text without its frame: cells that were wrapped are put together again, a row a line."""
+    """A table's text without its frame: wrapped cells are joined again, one line per row."""
     rows: list[list[str]] = []
     for line in text.splitlines():
         if line.startswith("│"):
@@ -101,7 +99,7 @@ def test_the_sites_say_what_runs(model):
     )
     assert "self_attn.o_proj  (2x) | 1 | 64 | 2 | its own | nothing" in text
     free = joined(invoke(model, "--layout", "fused", "--o-proj", "free"))
-    assert "self_attn.o_proj  (2x) | 1 | 64 | 1 | its own | a gather, 256 bytes a token in bfloat16" in free
+    assert "self_attn.o_proj  (2x) | 1 | 64 | 1 | its own | a gather, 256 bytes per token in bfloat16" in free
     portable = joined(invoke(model))
     assert "in the norm" not in portable
     assert "gather" not in portable
@@ -110,8 +108,8 @@ def test_the_sites_say_what_runs(model):
 
 def test_several_gathers_are_counted(configs, model):
     text = joined(invoke(configs / "olmo2", "--layout", "fused"))
-    assert "3 gathers, 768 bytes a token in bfloat16" in text
-    assert "2 gathers, 512 bytes a token in bfloat16" in text
+    assert "3 gathers, 768 bytes per token in bfloat16" in text
+    assert "2 gathers, 512 bytes per token in bfloat16" in text
 
 
 def test_a_permutation_that_stays_says_why(configs, model):
@@ -121,20 +119,18 @@ def test_a_permutation_that_stays_says_why(configs, model):
 
 def test_json_says_what_runs(model):
     plan = json.loads(invoke(model, "--json", "--layout", "fused", "--o-proj", "free"))
-    first = {site["name"].removeprefix("model.layers.0."): site["at_run_time"] for site in plan["sites"][:4]}
+    layer, keys = "model.layers.0.", ("placement", "norm", "gathers", "bytes_per_token")
+    first = {p["name"].removeprefix(layer): tuple(p[key] for key in keys) for p in plan["permutations"][:4]}
     assert first == {
-        "self_attn.q_proj+k_proj+v_proj": {
-            "runs": "in the norm", "norm": "model.layers.0.input_layernorm", "bytes_per_token": 0,
-        },
-        "self_attn.o_proj": {"runs": "gather", "gathers": 1, "bytes_per_token": 4 * zoo.HIDDEN},
-        "mlp.gate_proj+up_proj": {
-            "runs": "in the norm", "norm": "model.layers.0.post_attention_layernorm", "bytes_per_token": 0,
-        },
-        "mlp.down_proj": {"runs": "nothing", "bytes_per_token": 0},
-    }  # fmt: skip
+        "self_attn.q_proj+k_proj+v_proj": ("in_norm", f"{layer}input_layernorm", 0, 0),
+        "self_attn.o_proj": ("gather", None, 1, 4 * zoo.HIDDEN),
+        "mlp.gate_proj+up_proj": ("in_norm", f"{layer}post_attention_layernorm", 0, 0),
+        "mlp.down_proj": ("folded", None, 0, 0),
+    }
+    assert [site["placement"] for site in plan["sites"][:4]] == ["in_norm", "gather", "in_norm", "folded"]
     assert len(plan["permutations"]) == len(plan["sites"]) == 4 * zoo.LAYERS
     portable = json.loads(invoke(model, "--json"))
-    assert {site["at_run_time"]["runs"] for site in portable["sites"]} == {"nothing"}
+    assert {site["placement"] for site in portable["sites"]} == {"folded"}
 
 
 @pytest.mark.parametrize("options", [(), ("--layout", "fused", "--o-proj", "free")])

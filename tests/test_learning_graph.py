@@ -5,29 +5,30 @@ import torch
 from torch import fx
 
 from permtriton.config import LearnConfig
-from permtriton.forward import cosine_loss, last_hidden_state
-from permtriton.learn import Trainer, learned_spaces, masked_model
-from permtriton.passes.fold import fold
+from permtriton.model.edits import moves_of
+from permtriton.model.forward import cosine_loss, last_hidden_state
 from permtriton.passes.graph import (
     NM_MASK,
-    absorb,
+    absorb_folds,
     copied,
 )
 from permtriton.passes.insert_masks import insert_masks
-from permtriton.passes.insert_relaxation import insert_relaxation
 from permtriton.passes.lower import lower
 from permtriton.passes.pipeline import (
     PassResult,
-    learning_passes,
     permutation_passes,
     run_passes,
 )
 from permtriton.passes.verify_graph import relative_difference, run
 from permtriton.permutation import identity
-from permtriton.relaxation import Relaxation
+from permtriton.prune.learn import Trainer, learned_spaces
+from permtriton.prune.masked_model import masked_model
+from permtriton.prune.relaxation import Relaxation
 
 from . import zoo
 from .graphs import BATCH, PATTERN, counted, planned, private, random_importances, traced
+from .insert_relaxation import insert_relaxation, learning_passes
+from .zoo import fold
 
 CONFIG = LearnConfig(block_size=16, batch_size=1, micro_batch_size=1, epochs=2, start_noise=3.0)
 
@@ -43,7 +44,7 @@ def ancestors(node: fx.Node) -> set[object]:
 
 
 class Gradients:
-    """An optimizer that only remembers."""
+    """An optimizer that only records gradients."""
 
     def __init__(self, relaxation: Relaxation) -> None:
         self.param_groups: list[dict[str, float]] = [{}]
@@ -63,7 +64,7 @@ def test_the_learning_graph_learns_as_the_trainer_does(name, layout):
     with torch.no_grad():
         target = last_hidden_state(model, BATCH)
     base = zoo.random_indices(plan)
-    graph_module = run_passes(graph_module, permutation_passes(plan, base), [BATCH])
+    graph_module = run_passes(graph_module, permutation_passes(moves_of(plan, base)), [BATCH])
     fold(model, plan, base)
     if layout == "portable":
         with torch.no_grad():
@@ -71,7 +72,7 @@ def test_the_learning_graph_learns_as_the_trainer_does(name, layout):
     importances = random_importances(plan, model)
     spaces = learned_spaces(plan, CONFIG)
     relaxation = Relaxation(spaces, CONFIG, 0, torch.device("cpu"))
-    masked = insert_masks(absorb(graph_module), plan=plan, importances=importances, pattern=PATTERN)
+    masked = insert_masks(absorb_folds(graph_module), plan=plan, importances=importances, pattern=PATTERN)
     learning = insert_relaxation(masked, plan=plan, spaces=spaces, relaxation=relaxation, tau=CONFIG.tau_start)
     learning.graph.eliminate_dead_code()
     learning.graph.lint()

@@ -1,6 +1,5 @@
 """Loading: any class that the config names, safetensors only, and one clear line for everything that is not a model."""
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -8,30 +7,21 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, models
-from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import BertConfig, BertModel, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from permtriton.errors import ConfigError, ModelError
-from permtriton.load import Source, load_empty_model, load_model, load_tokenizer, resolve_device
+from permtriton.model.load import Source, load_empty_model, load_model, load_tokenizer, resolve_device
 
-LAST_UP = "model.layers.1.mlp.up_proj.weight"
+from . import zoo
+from .folders import LAST_UP, configure, edit_tensors
 
 
 @pytest.fixture(scope="module")
 def pristine(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "tiny"
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=40,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=32,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    zoo.tiny_llama().save_pretrained(folder)
     PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, "a"))).save_pretrained(folder)
     return folder
 
@@ -41,22 +31,8 @@ def folder(pristine, tmp_path) -> Path:
     return Path(shutil.copytree(pristine, tmp_path / "tiny"))
 
 
-def configure(folder: Path, **changes: object) -> None:
-    """Changes fields of ``config.json``; None removes one."""
-    path = folder / "config.json"
-    stored = {**json.loads(path.read_text()), **changes}
-    path.write_text(json.dumps({k: v for k, v in stored.items() if v is not None}))
-
-
-def rewrite_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
-    path = folder / "model.safetensors"
-    weights = load_file(path)
-    change(weights)
-    save_file(weights, path, {"format": "pt"})
-
-
 def poison(value: float) -> Callable[[Path], None]:
-    return lambda folder: rewrite_weights(folder, lambda weights: weights[LAST_UP][2, 3].fill_(value))
+    return lambda folder: edit_tensors(folder, lambda weights: weights[LAST_UP][2, 3].fill_(value))
 
 
 def truncate(folder: Path) -> None:
@@ -72,7 +48,7 @@ def rename_weights(name: str) -> Callable[[Path], object]:
     return lambda folder: (folder / "model.safetensors").rename(folder / name)
 
 
-# What is wrong with a folder, and the words that its error must hold.
+# The damage to a folder, and the words that its error must contain.
 DAMAGED: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "no config": (remove("config.json"), ["holds no config.json"]),
     "config is not JSON": (lambda f: (f / "config.json").write_text("{"), ["config.json"]),
@@ -88,7 +64,7 @@ DAMAGED: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "no weights": (remove("model.safetensors"), ["no weights", ".safetensors"]),
     "not safetensors": (lambda f: (f / "model.safetensors").write_bytes(b"garbage" * 9), ["cannot be loaded"]),
     "cut off": (truncate, ["cannot be loaded"]),
-    "a tensor is missing": (lambda f: rewrite_weights(f, lambda weights: weights.pop(LAST_UP)), [LAST_UP]),
+    "a tensor is missing": (lambda f: edit_tensors(f, lambda weights: weights.pop(LAST_UP)), [LAST_UP]),
     "another shape": (lambda f: configure(f, intermediate_size=32), ["LlamaForCausalLM"]),
     "NaN": (poison(float("nan")), [LAST_UP, "1 of 384", "NaN or infinite"]),
     "infinity": (poison(float("-inf")), [LAST_UP, "1 of 384", "NaN or infinite"]),
@@ -159,12 +135,12 @@ def test_unknown_dtype_and_device(folder, options, words):
 
 
 @pytest.mark.parametrize(
-    ("asked", "has_gpu", "got"),
+    ("requested", "has_gpu", "got"),
     [("auto", False, "cpu"), ("cpu", True, "cpu"), ("auto", True, "cuda"), ("cuda", True, "cuda")],
 )
-def test_device(monkeypatch, asked, has_gpu, got):
+def test_device(monkeypatch, requested, has_gpu, got):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
-    assert resolve_device(asked).type == got
+    assert resolve_device(requested).type == got
 
 
 def test_cuda_without_a_gpu(monkeypatch):
@@ -213,7 +189,7 @@ def with_code(folder, tmp_path, monkeypatch) -> tuple[Source, Path]:
     return Source(str(folder)), mark
 
 
-def test_a_models_own_code_does_not_run_unasked(with_code):
+def test_a_models_own_code_does_not_run_by_default(with_code):
     source, mark = with_code
     with pytest.raises(ModelError, match=r"OwnForCausalLM .*--trust-remote-code"):
         load_model(source)

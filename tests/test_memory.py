@@ -2,31 +2,24 @@
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 import permtriton
 from permtriton import memory
 from permtriton.config import CompileConfig
 from permtriton.errors import ConfigError
+from permtriton.machine import available_memory, format_bytes, peak_memory
 from permtriton.planning import find_plan
 from permtriton.sparsity import NMPattern
+
+from . import zoo
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
 def model() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=40,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=32,
-    )
-    return LlamaForCausalLM(config).eval()
+    return zoo.tiny_llama()
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +35,9 @@ def needs(model, plan, **options) -> dict[str, int]:
 
 
 def test_estimate_is_positive_and_holds_the_model(model, plan):
-    told = needs(model, plan)
-    assert all(isinstance(count, int) and count > 0 for count in told.values())
-    assert told["model"] == 4 * sum(p.numel() for p in model.parameters())
+    estimate = needs(model, plan)
+    assert all(isinstance(count, int) and count > 0 for count in estimate.values())
+    assert estimate["model"] == 4 * sum(p.numel() for p in model.parameters())
 
 
 def test_estimate_counts_the_elements_of_the_models_dtype(model, plan):
@@ -79,30 +72,30 @@ def test_estimate_knows_what_costs_more(model, plan, less, more):
     assert sum(needs(model, plan, **less).values()) < sum(needs(model, plan, **more).values())
 
 
-def test_available_memory_is_told_in_bytes():
-    free = memory.available(CPU)
+def test_available_memory_is_in_bytes():
+    free = available_memory(CPU)
     assert free is None or free > 2**20
 
 
 def test_what_fits_is_let_through(monkeypatch):
     wanted = {"model": 10**15, "statistics": 600, "activations": 400}
-    monkeypatch.setattr(memory, "available", lambda device: 1000)
+    monkeypatch.setattr(memory, "available_memory", lambda device: 1000)
     memory.check_fits(wanted, CPU)
-    monkeypatch.setattr(memory, "available", lambda device: None)
+    monkeypatch.setattr(memory, "available_memory", lambda device: None)
     memory.check_fits({**wanted, "activations": 10**15}, CPU)
 
 
 def test_what_does_not_fit_is_refused_with_advice(monkeypatch):
-    monkeypatch.setattr(memory, "available", lambda device: 999)
+    monkeypatch.setattr(memory, "available_memory", lambda device: 999)
     with pytest.raises(ConfigError, match=r"--sequence-length.*--samples.*--micro-batch-size") as caught:
         memory.check_fits({"model": 10**15, "statistics": 400, "activations": 600}, CPU)
     message = str(caught.value)
     assert "\n" not in message
-    assert [w for w in ("1000 B", "activations 600 B", "999 B are free", "cpu") if w not in message] == []
+    assert [w for w in ("1000 B", "600 B for activations", "999 B are free", "cpu") if w not in message] == []
 
 
 def test_compile_refuses_before_it_changes_the_model(model, monkeypatch):
-    monkeypatch.setattr(memory, "available", lambda device: 1000)
+    monkeypatch.setattr(memory, "available_memory", lambda device: 1000)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     ids = torch.zeros((2, 8), dtype=torch.int64)
     with pytest.raises(ConfigError, match="are free"):
@@ -111,7 +104,7 @@ def test_compile_refuses_before_it_changes_the_model(model, monkeypatch):
 
 
 def test_peak_memory_of_this_process_is_plausible():
-    assert 2**24 < memory.peak(CPU) < 2**40
+    assert 2**24 < peak_memory(CPU) < 2**40
 
 
 @pytest.mark.parametrize(
@@ -126,4 +119,4 @@ def test_peak_memory_of_this_process_is_plausible():
     ],
 )
 def test_format_bytes(count, text):
-    assert memory.format_bytes(count) == text
+    assert format_bytes(count) == text

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import permtriton
+from permtriton.checkpoint.export import export
 from permtriton.config import CompileConfig
-from permtriton.export import export
 
 from . import zoo
 
@@ -17,8 +17,8 @@ SUPPORTED = ("mixtral", "qwen3_moe", "qwen2_moe", "olmoe")
 def case(request, tmp_path_factory):
     name, layout = request.param
     folder = tmp_path_factory.mktemp(f"{name}-{layout}")
-    zoo.build_mixture(name).save_pretrained(folder / "dense")
-    model_class = type(zoo.build_mixture(name))
+    zoo.build(name).save_pretrained(folder / "dense")
+    model_class = type(zoo.build(name))
     model = model_class.from_pretrained(folder / "dense", dtype=torch.bfloat16).eval()
     config = CompileConfig.from_options({"permutation": "heuristic", "layout": layout})
     compiled = permtriton.compile(model, None, config, ids=zoo.token_ids())
@@ -62,8 +62,8 @@ def test_reloaded_and_packed_compute_the_same_bit_for_bit(case):
     model_class, compiled, folder = case
     ids = zoo.token_ids(sequences=2, seed=4)
     expected = zoo.outputs(compiled.model, ids)
-    told = export(folder / "compiled", folder / "packed", "packed")
-    assert told["ratio"] <= 0.5626
+    result = export(folder / "compiled", folder / "packed", "packed")
+    assert result["ratio"] <= 0.5626
     for saved in ("compiled", "packed"):
         reloaded = model_class.from_pretrained(folder / saved, dtype=torch.bfloat16).eval()
         assert all(torch.equal(a, b) for a, b in zip(expected, zoo.outputs(reloaded, ids), strict=True))
@@ -71,7 +71,7 @@ def test_reloaded_and_packed_compute_the_same_bit_for_bit(case):
 
 
 def test_experts_of_another_kind_are_left_dense_with_the_reason():
-    model = zoo.build_mixture("gpt_oss")
+    model = zoo.build("gpt_oss")
     config = CompileConfig.from_options({"permutation": "heuristic"})
     compiled = permtriton.compile(model, None, config, ids=zoo.token_ids())
     refused = {name: reason for name, reason in compiled.plan.skipped.items() if ".experts." in name}

@@ -3,23 +3,14 @@ import torch
 from torch import Tensor
 
 from permtriton.kernels import nm_mask as nm_mask_file
-from permtriton.kernels.nm_mask import importance_scores, nm_mask, top_n_mask
+from permtriton.kernels.importance import ImportanceFactors
+from permtriton.kernels.nm_mask import nm_mask, top_n_mask
+from permtriton.sparsity import NMPattern
 
-PATTERNS = [(2, 4), (4, 8), (1, 4), (3, 4), (8, 16), (1, 2)]
+from .kernel_inputs import TWO_FOUR, block_index, factors_of, rng
+
+PATTERNS = [NMPattern(kept, group) for kept, group in ((2, 4), (4, 8), (1, 4), (3, 4), (8, 16), (1, 2))]
 FORMS = ["power 1", "power 2", "row and column"]
-
-
-def rng(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def block_index(sizes: list[int], seed: int = 0) -> Tensor:
-    """A permutation that moves channels inside the blocks only."""
-    parts, start = [], 0
-    for size in sizes:
-        parts.append(start + torch.randperm(size, generator=rng(seed + start)))
-        start += size
-    return torch.cat(parts)
 
 
 def matrix_of(index: Tensor) -> Tensor:
@@ -28,102 +19,94 @@ def matrix_of(index: Tensor) -> Tensor:
     return matrix
 
 
-def factors_of(form: str, rows: int, channels: int, dtype: torch.dtype) -> tuple:
-    """(scale, row, column, power) in eighths: exact in every dtype, and with many ties."""
-    scale, row, column = (
-        torch.randint(1, 9, (n,), generator=rng(n + k)).to(dtype) / 8 for k, n in enumerate((channels, rows, channels))
-    )
-    return {
-        "power 1": (scale, None, None, 1),
-        "power 2": (scale, None, None, 2),
-        "row and column": (scale, row, column, 1),
-    }[form]
-
-
 def weight_of(rows: int, channels: int, dtype: torch.dtype = torch.float32, column_major: bool = False) -> Tensor:
     weight = (torch.randint(-8, 9, (rows, channels), generator=rng(rows + channels)) / 8).to(dtype)
     return weight.T.contiguous().T if column_major else weight
 
 
-def dense_scores(weight: Tensor, scale: Tensor, row: Tensor | None, column: Tensor | None, power: int) -> Tensor:
-    scores = weight.double().abs() ** power * scale.double()
-    return scores if row is None else scores * (row.double().view(-1, 1) + column.double())
+def dense_scores(weight: Tensor, factors: ImportanceFactors) -> Tensor:
+    scores = weight.double().abs() ** factors.power * factors.scale.double()
+    return scores if factors.row is None else scores * (factors.row.double().view(-1, 1) + factors.column.double())
 
 
-def dense_mask(scores: Tensor, kept: int, group: int) -> Tensor:
-    """Sorts every group of every row by hand; equal scores by channel."""
+def dense_mask(scores: Tensor, pattern: NMPattern) -> Tensor:
+    """Sorts every group of every row by hand; equal scores are sorted by channel."""
     mask = torch.zeros_like(scores)
     for o, values in enumerate(scores.tolist()):
-        for start in range(0, len(values), group):
-            order = sorted(range(start, start + group), key=lambda c: (-values[c], c))
-            mask[o, order[:kept]] = 1
+        for start in range(0, len(values), pattern.group):
+            order = sorted(range(start, start + pattern.group), key=lambda c: (-values[c], c))
+            mask[o, order[: pattern.kept]] = 1
     return mask
 
 
 def gradient(
-    weight: Tensor, factors: tuple, index: Tensor, sizes: list[int], group_scale: bool, grad: Tensor
+    weight: Tensor, factors: ImportanceFactors, index: Tensor, sizes: list[int], group_scale: bool, grad: Tensor
 ) -> Tensor:
-    """dP by the op, for 2:4."""
-    soft = torch.zeros(sum(s * s for s in sizes), dtype=factors[0].dtype, requires_grad=True)
-    nm_mask(weight, *factors, index, soft, sizes, 2, 4, group_scale).backward(grad)
+    """dP from the operator, for 2:4."""
+    soft = torch.zeros(sum(s * s for s in sizes), dtype=factors.scale.dtype, requires_grad=True)
+    nm_mask(weight, factors, index, soft, sizes, TWO_FOUR, group_scale).backward(grad)
     return soft.grad
 
 
-@pytest.mark.parametrize(("kept", "group"), [*PATTERNS, (2, 3), (31, 32)])
-def test_exact_count_in_every_group(kept, group):
+@pytest.mark.parametrize("pattern", [*PATTERNS, NMPattern(2, 3), NMPattern(31, 32)], ids=str)
+def test_exact_count_in_every_group(pattern):
+    group = pattern.group
     scores = torch.randint(0, 4, (3 * group, 50), generator=rng()).float()
-    mask = top_n_mask(scores, kept, group)
+    mask = top_n_mask(scores, pattern)
     assert mask.dtype == torch.bool
-    assert mask.unflatten(0, (3, group)).sum(1).eq(kept).all()
-    assert torch.equal(mask.T.double(), dense_mask(scores.T.double(), kept, group))
+    assert mask.unflatten(0, (3, group)).sum(1).eq(pattern.kept).all()
+    assert torch.equal(mask.T.double(), dense_mask(scores.T.double(), pattern))
 
 
-@pytest.mark.parametrize(("kept", "group"), PATTERNS)
-def test_constant_scores_keep_the_lower_channels(kept, group):
-    mask = top_n_mask(torch.ones(2 * group, 3), kept, group)
-    expected = (torch.arange(group) < kept).repeat(2)
+@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+def test_constant_scores_keep_the_lower_channels(pattern):
+    mask = top_n_mask(torch.ones(2 * pattern.group, 3), pattern)
+    expected = (torch.arange(pattern.group) < pattern.kept).repeat(2)
     assert torch.equal(mask, expected.view(-1, 1).expand(-1, 3))
 
 
 def test_the_order_of_ties_is_that_of_the_permuted_channels():
     index = torch.tensor([3, 1, 0, 2])
-    result = nm_mask(torch.ones(1, 4), torch.ones(4), None, None, 1, index, torch.zeros(16), [4], 2, 4, False)
+    result = nm_mask(
+        torch.ones(1, 4), ImportanceFactors(1, torch.ones(4)), index, torch.zeros(16), [4], TWO_FOUR, False
+    )
     assert result.tolist() == [[0, 1, 0, 1]]
 
 
-@pytest.mark.parametrize(("kept", "group"), PATTERNS)
+@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("column_major", [False, True])
-def test_forward_equals_dense_matrices(kept, group, form, dtype, column_major):
+def test_forward_equals_dense_matrices(pattern, form, dtype, column_major):
+    group = pattern.group
     sizes = [2 * group, group, 2 * group]
     rows, channels = 9, sum(sizes)
     weight = weight_of(rows, channels, dtype, column_major)
     factors = factors_of(form, rows, channels, torch.float32)
     index = block_index(sizes)
-    found = nm_mask(weight, *factors, index, torch.zeros(sum(s * s for s in sizes)), sizes, kept, group, True)
+    found = nm_mask(weight, factors, index, torch.zeros(sum(s * s for s in sizes)), sizes, pattern, True)
     matrix = matrix_of(index)
-    mask = dense_mask(dense_scores(weight, *factors) @ matrix, kept, group)
+    mask = dense_mask(dense_scores(weight, factors) @ matrix, pattern)
     assert found.dtype == dtype
     assert torch.equal(found.double(), weight.double() * (mask @ matrix.T))
-    assert mask.unflatten(1, (-1, group)).sum(2).eq(kept).all()
+    assert mask.unflatten(1, (-1, group)).sum(2).eq(pattern.kept).all()
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_scores_of_the_op_are_the_documented_product(form):
     weight, factors = weight_of(5, 8), factors_of(form, 5, 8, torch.float32)
     before = weight.clone()
-    assert torch.equal(importance_scores(weight.T, *factors).T.double(), dense_scores(weight, *factors))
+    assert torch.equal(factors.scores(weight.T).T.double(), dense_scores(weight, factors))
     assert torch.equal(weight, before)
 
 
 def dense_gradient(
-    weight: Tensor, factors: tuple, index: Tensor, sizes: list[int], group_scale: bool, grad: Tensor
+    weight: Tensor, factors: ImportanceFactors, index: Tensor, sizes: list[int], group_scale: bool, grad: Tensor
 ) -> Tensor:
     """Autograd through ``W * (M_soft P^T)`` with dense matrices, at the hard P; a group's mean, at least 0.1 of
     its block's, counts as a constant."""
     matrix = matrix_of(index).requires_grad_()
-    scores = (dense_scores(weight, *factors) @ matrix).unflatten(1, (-1, 4))
+    scores = (dense_scores(weight, factors) @ matrix).unflatten(1, (-1, 4))
     if group_scale:
         means = scores.mean(2).detach()
         by_block = means.split([size // 4 for size in sizes], dim=1)
@@ -165,8 +148,8 @@ def test_the_size_of_a_tile_changes_nothing(tile, column_major, monkeypatch):
     grad = torch.randn(rows, channels, generator=rng(2), dtype=torch.float64)
     soft = torch.zeros(sum(s * s for s in sizes), dtype=torch.float64)
     matrix = matrix_of(index)
-    mask = dense_mask(dense_scores(weight, *factors) @ matrix, 2, 4)
-    assert torch.equal(nm_mask(weight, *factors, index, soft, sizes, 2, 4, False), weight * (mask @ matrix.T))
+    mask = dense_mask(dense_scores(weight, factors) @ matrix, TWO_FOUR)
+    assert torch.equal(nm_mask(weight, factors, index, soft, sizes, TWO_FOUR, False), weight * (mask @ matrix.T))
     found = gradient(weight, factors, index, sizes, False, grad)
     torch.testing.assert_close(
         found, dense_gradient(weight, factors, index, sizes, False, grad), atol=1e-11, rtol=1e-10
@@ -187,14 +170,14 @@ def test_gradient_of_model_dtypes(dtype, tolerance, group_scale):
 
 
 def test_a_mask_step_along_the_gradient_lowers_a_linear_loss():
-    """The sign and the orientation of dP: swapping the pair it asks for must lower ``sum(G * W_eff)``."""
+    """The sign and the orientation of dP: swapping the pair that it favours must lower ``sum(G * W_eff)``."""
     weight = torch.tensor([[4.0, 3.0, 2.0, 1.0, 0.4, 0.3, 0.2, 0.1]])
-    grad, arguments = -torch.ones(1, 8), (torch.ones(8), None, None, 1)
-    grad_matrix = gradient(weight, arguments, torch.arange(8), [8], False, grad).view(8, 8)
+    grad, factors = -torch.ones(1, 8), ImportanceFactors(1, torch.ones(8))
+    grad_matrix = gradient(weight, factors, torch.arange(8), [8], False, grad).view(8, 8)
     swap = torch.tensor([0, 1, 4, 3, 2, 5, 6, 7])
 
     def loss(index: Tensor) -> Tensor:
-        return (grad * nm_mask(weight, *arguments, index, torch.zeros(64), [8], 2, 4, False)).sum()
+        return (grad * nm_mask(weight, factors, index, torch.zeros(64), [8], TWO_FOUR, False)).sum()
 
     step = matrix_of(swap).float() - torch.eye(8)
     assert (grad_matrix * step).sum() < 0
@@ -214,7 +197,7 @@ def test_zeros_give_finite_gradients(dead, group_scale):
     else:
         scale[:] = 0
     grad = torch.randn(32, 16, generator=rng(3))
-    found = gradient(weight, (scale, None, None, 1), torch.arange(16), [16], group_scale, grad)
+    found = gradient(weight, ImportanceFactors(1, scale), torch.arange(16), [16], group_scale, grad)
     assert found.isfinite().all()
 
 
@@ -224,16 +207,15 @@ def test_a_group_of_dead_channels_does_not_blow_up_the_gradient(group_scale):
     weight, scale = torch.randn(32, 16, generator=rng(1)), torch.rand(16, generator=rng(2)) + 0.5
     scale[4:8] = 0
     grad = torch.randn(32, 16, generator=rng(3))
-    found = gradient(weight, (scale, None, None, 1), torch.arange(16), [16], group_scale, grad)
+    found = gradient(weight, ImportanceFactors(1, scale), torch.arange(16), [16], group_scale, grad)
     assert found.isfinite().all()
     assert found.abs().max() < 1e6
 
 
 def test_only_the_permutation_receives_a_gradient():
     weight, soft = weight_of(3, 8).requires_grad_(), torch.zeros(64, requires_grad=True)
-    nm_mask(
-        weight, *factors_of("power 1", 3, 8, torch.float32), torch.arange(8), soft, [8], 2, 4, True
-    ).sum().backward()
+    factors = factors_of("power 1", 3, 8, torch.float32)
+    nm_mask(weight, factors, torch.arange(8), soft, [8], TWO_FOUR, True).sum().backward()
     assert weight.grad is None
     assert soft.grad.abs().max() > 0
 
@@ -242,10 +224,10 @@ def test_values_of_soft_do_not_matter():
     """The forward pass follows the hard index alone."""
     weight, factors, index = weight_of(4, 8), factors_of("power 1", 4, 8, torch.float32), block_index([8])
     results = [
-        nm_mask(weight, *factors, index, soft, [8], 2, 4, True) for soft in (torch.zeros(64), torch.full((64,), 9.0))
+        nm_mask(weight, factors, index, soft, [8], TWO_FOUR, True) for soft in (torch.zeros(64), torch.full((64,), 9.0))
     ]
     assert torch.equal(*results)
-    assert torch.equal(results[0], nm_mask(weight, *factors, index, torch.empty(0), [8], 2, 4, True))
+    assert torch.equal(results[0], nm_mask(weight, factors, index, torch.empty(0), [8], TWO_FOUR, True))
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -255,9 +237,10 @@ def test_opcheck(form, column_major, dtype):
     sizes = [8, 4]
     weight, factors = weight_of(3, 12, dtype, column_major), factors_of(form, 3, 12, torch.float32)
     index, soft = block_index(sizes), torch.zeros(80, requires_grad=True)
-    args = (weight, *factors, index, soft, sizes, 2, 4, True)
+    flat = (factors.scale, factors.row, factors.column, factors.power)
+    args = (weight, *flat, index, soft, sizes, 2, 4, True)
     torch.library.opcheck(torch.ops.permtriton.nm_mask.default, args)
-    args = (weight_of(3, 12, dtype), weight, *factors, index, sizes, 4, True)
+    args = (weight_of(3, 12, dtype), weight, *flat, index, sizes, 4, True)
     torch.library.opcheck(torch.ops.permtriton.nm_mask_backward.default, args)
 
 
@@ -265,7 +248,7 @@ def test_compiles_without_a_break():
     weight, factors, index = weight_of(5, 12), factors_of("power 2", 5, 12, torch.float32), block_index([8, 4])
 
     def masked(soft: Tensor) -> Tensor:
-        return nm_mask(weight, *factors, index, soft * 2, [8, 4], 2, 4, True) * 3
+        return nm_mask(weight, factors, index, soft * 2, [8, 4], TWO_FOUR, True) * 3
 
     compiled = torch.compile(masked, fullgraph=True, backend="aot_eager")
     leaves = [torch.ones(80, requires_grad=True) for _ in range(2)]

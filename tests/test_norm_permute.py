@@ -10,11 +10,13 @@ from transformers.models.nemotron.modeling_nemotron import NemotronLayerNorm1P
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
-from permtriton.errors import ConfigError, ModelError
+from permtriton.errors import ModelError
 from permtriton.kernels.norm_permute import NormVariant, norm_backward_reference, norm_permute, norm_reference
 from permtriton.permutation import inverse
 
-EPS = 1e-3  # large, so that it counts
+from .kernel_inputs import KERNEL_DTYPES, index_of, rng
+
+EPS = 1e-3  # large enough to change the result
 MODULES: dict[type[nn.Module], tuple[str, float]] = {
     LlamaRMSNorm: ("rms", 0.0),
     T5LayerNorm: ("rms", 0.0),
@@ -26,15 +28,6 @@ MODULES: dict[type[nn.Module], tuple[str, float]] = {
 }
 CLOSE = {Gemma3nRMSNorm: ("rms_float", 0.0), CohereLayerNorm: ("layer", 0.0), nn.RMSNorm: ("rms_float", 0.0)}
 VARIANTS = sorted({*MODULES.values(), ("rms", 1.0)})
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
-
-def rng(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def index_of(channels: int, seed: int = 0) -> Tensor:
-    return torch.randperm(channels, generator=rng(seed))
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -59,7 +52,7 @@ def exact(x: Tensor, weight: Tensor, bias: Tensor | None, offset: float, kind: s
 
 
 @pytest.mark.parametrize("cls", MODULES)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES)
 @pytest.mark.parametrize("shape", [(2, 3, 72), (7,), (1, 1), (0, 5), (2, 129)])
 def test_equals_the_module_bit_for_bit(cls, dtype, shape):
     norm, x, index = norm_of(cls, shape[-1], dtype), random(*shape, dtype=dtype), index_of(shape[-1])
@@ -81,7 +74,7 @@ def test_float64_models_agree(cls):
 
 
 @pytest.mark.parametrize("cls", CLOSE)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES)
 def test_equals_modules_that_round_otherwise_within_two_roundings(cls, dtype):
     norm, x, index = norm_of(cls, 72, dtype), random(5, 72, dtype=dtype), index_of(72)
     kind, offset = CLOSE[cls]
@@ -91,7 +84,7 @@ def test_equals_modules_that_round_otherwise_within_two_roundings(cls, dtype):
 
 
 @pytest.mark.parametrize(("kind", "offset"), VARIANTS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES)
 def test_equals_the_equation_in_float64(kind, offset, dtype):
     x, weight, index = random(3, 5, 41, dtype=dtype), random(41, dtype=dtype, seed=1), index_of(41)
     bias = random(41, dtype=dtype, seed=2) if kind == "layer" else None
@@ -102,7 +95,7 @@ def test_equals_the_equation_in_float64(kind, offset, dtype):
 
 
 def test_where_the_rounding_happens_can_be_seen():
-    """Break it: the two RMS kinds, another epsilon, a weight gathered too early are all different."""
+    """The comparison can fail: the other RMS kind, another epsilon and a weight gathered too early all differ."""
     x, weight, index = random(8, 64, dtype=torch.bfloat16), random(64, dtype=torch.bfloat16, seed=1), index_of(64)
     right = norm_permute(x, weight, None, index, EPS, 0.0, "rms")
     assert not torch.equal(right, norm_permute(x, weight, None, index, EPS, 0.0, "rms_float"))
@@ -144,7 +137,7 @@ def test_backward_equals_autograd_in_float64(kind, offset):
 
 
 @pytest.mark.parametrize(("kind", "offset"), VARIANTS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES)
 def test_gradients_equal_float64(kind, offset, dtype):
     leaves = [random(2, 6, 33, dtype=dtype).requires_grad_(), random(33, dtype=dtype, seed=1).requires_grad_()]
     if kind == "layer":
@@ -221,5 +214,5 @@ def test_what_does_not_fit_is_refused(changed, named):
 
 
 def test_a_variant_names_a_kind():
-    with pytest.raises(ConfigError, match="'group'"):
+    with pytest.raises(ModelError, match="'group'"):
         NormVariant("group", EPS)

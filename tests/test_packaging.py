@@ -1,4 +1,4 @@
-"""What holds the package together: imports go downward, nothing heavy or unsafe is pulled in, and it installs whole."""
+"""The package as a whole: imports go downward, nothing heavy or unsafe is imported, and every file is installed."""
 
 import ast
 import json
@@ -10,66 +10,36 @@ import sysconfig
 import tomllib
 import zipfile
 from collections.abc import Iterator
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import numpy as np
 import pytest
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = {"permtriton": "permtriton", "kernels": "permtriton.kernels", "passes": "permtriton.passes",
            "cli": "permtriton.cli"}  # fmt: skip
 
-# A module may import from its own level and from lower ones; a folder's line covers every module in it.
+BASE = ("errors", "sparsity", "option", "config", "permutation", "progress", "machine", "demo")
+# A module may import from its own level and from lower ones; a line covers what is in a folder, but for other lines.
 LEVELS: tuple[tuple[str, ...], ...] = (
-    (
-        "permtriton.errors",
-        "permtriton.sparsity",
-        "permtriton.config",
-        "permtriton.progress",
-        "permtriton.permutation",
-        "permtriton.checkpoint",
-        "permtriton.registration",
-    ),
-    ("permtriton.kernels", "permtriton.kernels.cuda"),
-    (
-        "permtriton.plan",
-        "permtriton.forward",
-        "permtriton.inputs",
-        "permtriton.match_norm",
-        "permtriton.modules",
-        "permtriton.experts",
-        "permtriton.schema",
-        "permtriton.placement",
-        "permtriton.quantizer",
-        "permtriton.importance",
-        "permtriton.heuristic",
-        "permtriton.relaxation",
-        "permtriton.calibration",
-        "permtriton.resume",
-        "permtriton.learn",
-        "permtriton.reconstruct",
-        "permtriton.evaluate",
-    ),
+    tuple(f"permtriton.{name}" for name in BASE),
+    ("permtriton.kernels",),
+    ("permtriton.model",),
     ("permtriton.passes",),
-    (
-        "permtriton.trace",
-        "permtriton.load",
-        "permtriton.memory",
-        "permtriton.planning",
-        "permtriton.report",
-        "permtriton.compiler",
-        "permtriton.artifact",
-        "permtriton.export",
-        "permtriton.compare",
-        "permtriton",
-    ),
+    ("permtriton.prune",),
+    ("permtriton.checkpoint",),
+    ("permtriton",),
     ("permtriton.cli",),
 )
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
 
 
 def sources(*folders: str) -> dict[str, Path]:
-    """Module name -> file."""
+    """Maps each module's name to its file."""
     found = {}
     for folder in folders or FOLDERS:
         for path in sorted((ROOT / folder).rglob("*.py")):
@@ -83,9 +53,7 @@ MODULES = sources()
 
 
 def level_of(module: str) -> int:
-    if module in LEVEL:
-        return LEVEL[module]
-    return LEVEL[module.rpartition(".")[0]]
+    return LEVEL[module] if module in LEVEL else level_of(module.rpartition(".")[0])
 
 
 def syntax(path: Path) -> Iterator[ast.AST]:
@@ -93,7 +61,7 @@ def syntax(path: Path) -> Iterator[ast.AST]:
 
 
 def imported(path: Path) -> set[str]:
-    """Every module that a file imports, wherever in it; a name taken from a package may be its module."""
+    """Every module that a file imports anywhere in it; a name imported from a package may be a module."""
     found = set()
     for node in syntax(path):
         if isinstance(node, ast.Import):
@@ -106,10 +74,9 @@ def imported(path: Path) -> set[str]:
 
 
 def test_the_table_of_levels_names_what_there_is():
-    packages = set(FOLDERS.values())
-    own = {name for name in MODULES if name.rpartition(".")[0] == "permtriton" and name not in packages}
-    assert own - set(LEVEL) == {"permtriton.demo"}, "every module of permtriton/ has a level"
-    assert set(LEVEL) <= set(MODULES), "and the table names no other"
+    assert set(LEVEL) <= set(MODULES)
+    highest = {name.rpartition(".")[2] for name in MODULES if level_of(name) == LEVEL["permtriton"]}
+    assert highest == {"permtriton", "planning", "memory", "stages", "compiler", "compare"}
 
 
 @pytest.mark.parametrize("module", [name for name in MODULES if name != "permtriton.demo"])
@@ -117,6 +84,42 @@ def test_imports_go_downward_only(module):
     inside = {name for name in imported(MODULES[module]) if name.split(".")[0] == "permtriton"}
     assert inside <= set(MODULES), "no import of a module that is not there"
     assert {name for name in inside if level_of(name) > level_of(module)} == set()
+
+
+def test_no_imports_go_in_a_circle():
+    names = sorted(MODULES)
+    rows, columns = [], []
+    for row, name in enumerate(names):
+        found = imported(MODULES[name]) & set(MODULES)
+        rows += [row] * len(found)
+        columns += [names.index(other) for other in found]
+    graph = coo_array((np.ones(len(rows)), (rows, columns)), shape=(len(names), len(names)))
+    count, labels = connected_components(graph, connection="strong")
+    circles = [[n for n, label in zip(names, labels, strict=True) if label == c] for c in range(count)]
+    assert [circle for circle in circles if len(circle) > 1] == []
+
+
+def test_files_and_functions_are_short():
+    """A file holds one idea, and a function fits on a screen or two, docstring included."""
+    long = []
+    others = (path for folder in ("tests", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py"))
+    for path in (*MODULES.values(), *others):
+        name = str(path.relative_to(ROOT))
+        long += [name] if len(path.read_text(encoding="utf-8").splitlines()) > 400 else []
+        functions = (node for node in syntax(path) if isinstance(node, ast.FunctionDef))
+        long += [f"{name}: {f.name}" for f in functions if f.end_lineno - f.lineno >= 60]
+    assert long == []
+
+
+@pytest.mark.parametrize(
+    "path", sorted([*ROOT.glob("benchmarks/**/*.py"), *ROOT.glob("examples/*.py")]), ids=lambda path: path.name
+)
+def test_scripts_import_what_there_is(path):
+    for node in syntax(path):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("permtriton"):
+            for alias in node.names:
+                if f"{node.module}.{alias.name}" not in MODULES:
+                    assert hasattr(import_module(node.module), alias.name), f"{node.module}.{alias.name}"
 
 
 def test_every_module_is_in_a_listed_package():
@@ -170,7 +173,7 @@ def python(code: str, *options: str, **environment: str) -> str:
 
 
 def test_import_is_light_and_leaves_the_gpu_alone():
-    told = json.loads(
+    printed = json.loads(
         python(
             "import json, sys, torch\n"
             "from unittest import mock\n"
@@ -180,14 +183,14 @@ def test_import_is_light_and_leaves_the_gpu_alone():
             " permtriton.kernels.__file__, permtriton.__file__]))"
         )
     )
-    modules, started, kernels, package = told
+    modules, started, kernels, package = printed
     assert {"datasets", "lm_eval", "matplotlib", "pandas", "rich", "typer"} & set(modules) == set()
     assert not started
     assert (Path(kernels), Path(package)) == (ROOT / "kernels" / "__init__.py", ROOT / "permtriton" / "__init__.py")
 
 
 def new_setuptools() -> bool:
-    """Whether the one that is installed can build; otherwise pip fetches another."""
+    """Whether the installed setuptools can build the package; otherwise pip fetches another."""
     try:
         return int(version("setuptools").split(".")[0]) >= 77
     except PackageNotFoundError:
@@ -253,9 +256,9 @@ def test_the_wheel_works_in_the_repositorys_root(wheel, tmp_path, first):
     code = "import permtriton.kernels, permtriton.passes.sites, permtriton.cli; print(permtriton.kernels.__file__)"
     if first == "installed":
         code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); {code}"
-    # Without site, the editable install's finder is out of the way; the other packages come by path.
-    told = python(code, "-S", PYTHONPATH=os.pathsep.join([str(tmp_path), sysconfig.get_paths()["purelib"]]))
+    # Without site there is no finder of the editable install; other packages are found by path.
+    printed = python(code, "-S", PYTHONPATH=os.pathsep.join([str(tmp_path), sysconfig.get_paths()["purelib"]]))
     expected = {tmp_path / "permtriton" / "kernels" / "__init__.py"}
     if first == "checkout":
         expected.add(ROOT / "kernels" / "__init__.py")
-    assert Path(told.strip()) in expected
+    assert Path(printed.strip()) in expected

@@ -1,4 +1,4 @@
-"""Packed N:M weights: exact, one form a weight, and nothing else is taken for one."""
+"""Packed N:M weights: exact, one packed form per weight, and anything else is refused."""
 
 import itertools
 
@@ -17,38 +17,41 @@ from permtriton.kernels.packing import (
     unpack,
     unpack_positions,
 )
+from permtriton.sparsity import NMPattern
 
-from .weights import DTYPES, PATTERNS, rng, sparse
+from .kernel_inputs import DTYPES, PATTERNS, TWO_FOUR, rng, sparse
+
+TWO_OF_FIVE = NMPattern(2, 5)
 
 
-@pytest.mark.parametrize(("kept", "group"), PATTERNS)
+@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "groups"), [(5, 1), (1, 7), (13, 9), (0, 3)])
-def test_unpack_undoes_pack_bit_for_bit(kept, group, dtype, rows, groups):
-    weight = sparse(rows, groups, kept, group, dtype)
-    values, positions = pack(weight, kept, group)
+def test_unpack_undoes_pack_bit_for_bit(pattern, dtype, rows, groups):
+    weight = sparse(rows, groups, pattern, dtype)
+    values, positions = pack(weight, pattern)
     assert (values.dtype, positions.dtype) == (dtype, torch.uint8)
-    assert (tuple(values.shape), tuple(positions.shape)) == packed_shapes(*weight.shape, kept, group)
-    check_packed(values, positions, *weight.shape, kept, group)
-    again = unpack(values, positions, weight.shape[1], kept, group)
+    assert (tuple(values.shape), tuple(positions.shape)) == packed_shapes(*weight.shape, pattern)
+    check_packed(values, positions, *weight.shape, pattern)
+    again = unpack(values, positions, weight.shape[1], pattern)
     assert torch.equal(again, weight)
     assert not again.signbit().logical_and(again == 0).any()
 
 
-@pytest.mark.parametrize(("kept", "group"), PATTERNS)
-def test_the_bits_are_where_the_format_says(kept, group):
+@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+def test_the_bits_are_where_the_format_says(pattern):
     """Written out by hand, one number with little-endian bits for each row."""
-    weight = sparse(4, 3, kept, group)
-    values, positions = pack(weight, kept, group)
+    weight = sparse(4, 3, pattern)
+    values, positions = pack(weight, pattern)
     for row, row_values, row_positions in zip(weight.tolist(), values.tolist(), positions, strict=True):
         number, shift, expected = 0, 0, []
-        for start in range(0, len(row), group):
-            part = row[start : start + group]
+        for start in range(0, len(row), pattern.group):
+            part = row[start : start + pattern.group]
             nonzero = [i for i, value in enumerate(part) if value]
             free = [i for i, value in enumerate(part) if not value]
-            for slot in sorted(nonzero + free[: kept - len(nonzero)]):
+            for slot in sorted(nonzero + free[: pattern.kept - len(nonzero)]):
                 number |= slot << shift
-                shift += position_bits(group)
+                shift += position_bits(pattern.group)
                 expected.append(part[slot])
         assert row_values == expected
         assert int.from_bytes(bytes(row_positions.tolist()), "little") == number
@@ -57,7 +60,7 @@ def test_the_bits_are_where_the_format_says(kept, group):
 
 def test_a_known_weight():
     weight = torch.tensor([[0.0, 1.0, 0.0, 2.0, 0.0, 0.0, 3.0, 0.0], [0.0] * 8])
-    values, positions = pack(weight, 2, 4)
+    values, positions = pack(weight, TWO_FOUR)
     assert values.tolist() == [[1.0, 2.0, 0.0, 3.0], [0.0] * 4]
     assert positions.tolist() == [[0b10_00_11_01], [0b01_00_01_00]]
 
@@ -72,40 +75,40 @@ def test_positions_of_every_width(group, count):
 
 
 def test_2_4_in_16_bits_takes_nine_sixteenths():
-    weight = sparse(64, 64, 2, 4, torch.bfloat16)
-    assert sum(part.nbytes for part in pack(weight, 2, 4)) == 0.5625 * weight.nbytes
+    weight = sparse(64, 64, TWO_FOUR, torch.bfloat16)
+    assert sum(part.nbytes for part in pack(weight, TWO_FOUR)) == 0.5625 * weight.nbytes
 
 
 @pytest.mark.parametrize("chunk", [1, 40, 10**6])
 def test_the_size_of_a_chunk_changes_nothing(chunk, monkeypatch):
-    weight = sparse(13, 5, 2, 4)
-    expected = pack(weight, 2, 4)
+    weight = sparse(13, 5, TWO_FOUR)
+    expected = pack(weight, TWO_FOUR)
     monkeypatch.setattr(packing, "CHUNK", chunk)
-    found = pack(weight, 2, 4)
+    found = pack(weight, TWO_FOUR)
     assert all(map(torch.equal, expected, found))
-    assert torch.equal(unpack(*found, 20, 2, 4), weight)
+    assert torch.equal(unpack(*found, 20, TWO_FOUR), weight)
     found[0][11, 3] = torch.nan
     with pytest.raises(ModelError, match="row 11: a value that is not finite"):
-        check_packed(*found, 13, 20, 2, 4)
+        check_packed(*found, 13, 20, TWO_FOUR)
     weight[12, 16:19] = 1
     with pytest.raises(ModelError, match=r"row 12, group 4 \(channels 16 to 19\): more nonzero weights than 2:4"):
-        pack(weight, 2, 4)
+        pack(weight, TWO_FOUR)
 
 
 @pytest.mark.parametrize("view", [lambda w: w.t().contiguous().t(), lambda w: w.repeat(1, 2)[:, : w.shape[1]]])
 def test_strided_weights(view):
-    weight = sparse(6, 4, 2, 4)
-    assert all(map(torch.equal, pack(view(weight), 2, 4), pack(weight, 2, 4)))
+    weight = sparse(6, 4, TWO_FOUR)
+    assert all(map(torch.equal, pack(view(weight), TWO_FOUR), pack(weight, TWO_FOUR)))
 
 
 @pytest.mark.parametrize(
     ("value", "named"), [(-0.0, "-0.0"), (float("nan"), "not finite"), (float("-inf"), "not finite")]
 )
 def test_what_cannot_be_packed_is_named(value, named):
-    weight = sparse(6, 4, 2, 4)
+    weight = sparse(6, 4, TWO_FOUR)
     weight[4, 9] = value
     with pytest.raises(ModelError, match=f"row 4: .*{named}"):
-        pack(weight, 2, 4)
+        pack(weight, TWO_FOUR)
 
 
 @pytest.mark.parametrize(
@@ -120,12 +123,12 @@ def test_what_cannot_be_packed_is_named(value, named):
 )
 def test_what_has_no_packed_form_is_refused(weight, pattern, error, named):
     with pytest.raises(error, match=named):
-        pack(weight, *pattern)
+        pack(weight, NMPattern(*pattern))
 
 
 def changed(part: str, **places: float) -> tuple[Tensor, Tensor]:
-    """A packed 2:5 weight ``[3, 10]`` with one entry replaced: 4 positions a row are 12 bits, 4 of padding."""
-    values, positions = pack(torch.tensor([[1.0, 0, 2, 0, 0, 0, 3, 4, 0, 0]] * 3), 2, 5)
+    """A packed 2:5 weight ``[3, 10]`` with one entry replaced: 4 positions per row are 12 bits, then 4 of padding."""
+    values, positions = pack(torch.tensor([[1.0, 0, 2, 0, 0, 0, 3, 4, 0, 0]] * 3), TWO_OF_FIVE)
     ({"values": values, "positions": positions}[part])[1, int(places["at"])] = places["to"]
     return values, positions
 
@@ -143,23 +146,24 @@ def changed(part: str, **places: float) -> tuple[Tensor, Tensor]:
     ],
 )
 def test_what_pack_does_not_make_is_refused(packed, named):
-    check_packed(*pack(unpack(*changed("values", at=0, to=5.0), 10, 2, 5), 2, 5), 3, 10, 2, 5)
+    weight = unpack(*changed("values", at=0, to=5.0), 10, TWO_OF_FIVE)
+    check_packed(*pack(weight, TWO_OF_FIVE), 3, 10, TWO_OF_FIVE)
     with pytest.raises(ModelError, match=named):
-        check_packed(*packed, 3, 10, 2, 5)
+        check_packed(*packed, 3, 10, TWO_OF_FIVE)
 
 
 def test_every_change_of_positions_is_seen_or_another_weight():
-    """All bytes that the positions of one group of 2:4 can be: what is accepted is what `pack` makes."""
+    """Of all bytes for the positions of one 2:4 group, exactly those that `pack` makes are accepted."""
     values = torch.tensor([[1.0, 2.0, 0.0, 3.0]])
     accepted = []
     for byte in range(256):
         positions = torch.tensor([[byte]], dtype=torch.uint8)
         try:
-            check_packed(values, positions, 1, 8, 2, 4)
+            check_packed(values, positions, 1, 8, TWO_FOUR)
         except ModelError:
             continue
         accepted.append(byte)
-        assert all(map(torch.equal, pack(unpack(values, positions, 8, 2, 4), 2, 4), (values, positions)))
+        assert all(map(torch.equal, pack(unpack(values, positions, 8, TWO_FOUR), TWO_FOUR), (values, positions)))
     first = list(itertools.combinations(range(4), 2))
     second = [(0, 1), (0, 2), (0, 3)]
     assert sorted(accepted) == sorted(a | b << 2 | c << 4 | d << 6 for a, b in first for c, d in second)
@@ -167,7 +171,7 @@ def test_every_change_of_positions_is_seen_or_another_weight():
 
 @pytest.mark.parametrize("which", ["values", "positions", "rows", "dtype", "float positions", "vector"])
 def test_wrong_shapes_and_dtypes_are_refused(which):
-    values, positions = pack(sparse(4, 4, 2, 4), 2, 4)
+    values, positions = pack(sparse(4, 4, TWO_FOUR), TWO_FOUR)
     values, positions = {
         "values": (values[:, :-1], positions),
         "positions": (values, positions[:, :-1]),
@@ -177,11 +181,11 @@ def test_wrong_shapes_and_dtypes_are_refused(which):
         "vector": (values.flatten(), positions),
     }[which]
     with pytest.raises(ModelError, match="packed values of"):
-        check_packed(values, positions, 4, 16, 2, 4)
+        check_packed(values, positions, 4, 16, TWO_FOUR)
 
 
 def test_opcheck():
-    weight = sparse(5, 3, 3, 5, torch.bfloat16)
-    values, positions = pack(weight, 3, 5)
+    weight = sparse(5, 3, NMPattern(3, 5), torch.bfloat16)
+    values, positions = pack(weight, NMPattern(3, 5))
     torch.library.opcheck(torch.ops.permtriton.pack.default, (weight, 3, 5))
     torch.library.opcheck(torch.ops.permtriton.unpack.default, (values, positions, 15, 3, 5))

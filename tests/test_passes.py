@@ -5,29 +5,30 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+import permtriton
 from permtriton.kernels import norm_permute
-from permtriton.passes.fold import fold
+from permtriton.model.checks import relative_difference
+from permtriton.model.edits import moves_of
+from permtriton.model.plan import linear_module, weight_in_out
+from permtriton.model.trace import trace
 from permtriton.passes.graph import (
-    absorb,
+    absorb_folds,
 )
-from permtriton.passes.layout import separate
+from permtriton.passes.layout import fused_plan
 from permtriton.passes.pipeline import (
     PASS_NAMES,
     PassResult,
     permutation_passes,
     run_passes,
-    stand_in_passes,
+    run_with_stand_ins,
 )
 from permtriton.passes.provenance import propagate
 from permtriton.passes.sites import find_sites
-from permtriton.passes.verify import relative_difference
 from permtriton.passes.verify_graph import run
-from permtriton.plan import linear_module, weight_in_out
-from permtriton.trace import trace
 
 from . import zoo
 from .graphs import BATCH, LAYOUTS, NAMES, PATTERN, built, compiled, counted, every_case, mask, planned, private
-from .test_fold import float32_means_float64
+from .zoo import fold
 
 # -- every pass on every architecture ----------------------------------------------------------------------------------
 
@@ -39,7 +40,7 @@ def test_every_graph_is_valid_runs_and_prints(name, layout):
     assert all(bool(output.isfinite().all()) for output in case.outputs)
     for result, text in zip(case.results, case.printed, strict=True):
         assert "def forward(self, input_ids" in text, result.name
-    words = ("permute", "nm_mask", "permute", "permute", "sparse_linear")
+    words = ("permute", "permute", "permute", "nm_mask", "sparse_linear")
     assert all(f"permtriton.{word}" in text for word, text in zip(words, case.printed, strict=True))
     with torch.no_grad():
         by_code = case.graph_module(BATCH)[0]
@@ -50,7 +51,7 @@ def test_every_graph_is_valid_runs_and_prints(name, layout):
 def test_exact_passes_leave_the_outputs(name, layout):
     case = compiled(name, layout)
     # The RMS norm's operator computes in float32 whatever its input is.
-    tolerance = 1e-5 if any(site.norm and site.norm.kind != "layer" for site in case.plan.sites) else 1e-12
+    tolerance = 1e-5 if any(s.norm and s.norm.variant.kind != "layer" for s in case.plan.spaces) else 1e-12
     for number, result in enumerate(case.results):
         difference = relative_difference(case.outputs[number], case.outputs[number + 1])
         if result.name == "insert_masks":
@@ -69,7 +70,7 @@ def test_the_traced_graph_is_left_alone(name, layout):
 
 @dataclass(frozen=True)
 class Counts:
-    """What is left of the permutations in one layer, and outside all layers.
+    """The permutations left in one layer, and outside all layers.
 
     Attributes:
         folded: parameters that are permuted, once each along rows or columns.
@@ -86,7 +87,7 @@ class Counts:
 
 # q, k, v, gate, up, o and down: 7 by their columns; v, gate and up by their rows; in the stream o and down, too.
 LLAMA = (7, Counts(14, outside=3), Counts(10, norms=2), Counts(9, norms=2, gathers=1))
-EXPERTS = {  # 4 + 2 a expert; the router's columns move with the norm
+EXPERTS = {  # 4 + 2 per expert; the router's columns move with the norm
     "portable": Counts(4 + 10 + 1 + 5 + 1 + 5 + 2 + 1, outside=3),
     "fused": Counts(4 + 10 + 1 + 5 + 1, norms=2),
     "free": Counts(4 + 10 + 5 + 1, norms=2, gathers=1),
@@ -104,10 +105,10 @@ EXPECTED: dict[str, tuple[int, Counts, Counts, Counts]] = {
     "gpt_neox": (4, Counts(16, outside=4), Counts(8, norms=2), Counts(6, norms=2, gathers=1)),
     # One norm feeds attention and MLP. Columns: q, k, v, dense, fc1, fc2; weight and bias: v, fc1, dense, fc2, norm.
     "phi": (6, Counts(16, outside=4), Counts(10, norms=1), Counts(8, norms=1, gathers=1)),
-    # 4 by columns; rows of qkv, dense_h_to_4h, dense, dense_4h_to_h; the norm's two. Its linears gather nothing.
+    # 4 by columns; rows of qkv, dense_h_to_4h, dense, dense_4h_to_h; the norm's two. Its linears cannot gather.
     "falcon": (4, Counts(10, outside=3), Counts(6, norms=1), Counts(6, norms=1)),
     "olmo2": (7, Counts(14, outside=3), Counts(10, gathers=5), Counts(9, gathers=6)),
-    "gpt2": (4, Counts(16, outside=4), Counts(8, norms=2), Counts(8, norms=2)),  # a Conv1D gathers nothing
+    "gpt2": (4, Counts(16, outside=4), Counts(8, norms=2), Counts(8, norms=2)),  # a Conv1D cannot gather
     "bert_mlm": (6, Counts(18, outside=10), Counts(10, gathers=4), Counts(8, gathers=5)),
     "bert": (6, Counts(6), Counts(10, gathers=4), Counts(8, gathers=5)),  # the stream is an output
     "mixtral": (14, *EXPERTS.values()),
@@ -128,7 +129,7 @@ def test_expected_fold_counts(name, layout):
     case = compiled(name, layout)
     linears, counts = EXPECTED[name][0], EXPECTED[name][1 + LAYOUTS.index(layout)]
     sparse = zoo.LAYERS * linears
-    assert counted(case.graph_module) == {
+    assert {**counted(case.graph_module), "folded": case.permuted["folded"]} == {
         "folded": zoo.LAYERS * counts.folded + counts.outside,
         "activations": 0,
         "norms": zoo.LAYERS * counts.norms,
@@ -140,11 +141,12 @@ def test_expected_fold_counts(name, layout):
 
 
 @every_case
-def test_node_counts_are_told(name, layout):
+def test_node_counts_are_recorded(name, layout):
     case = compiled(name, layout)
     for earlier, later in zip(case.results, case.results[1:], strict=False):
-        assert earlier.after == later.before
-    inserted, masked = case.results[0].changes, case.results[1].changes
+        if later.name != "insert_masks":  # folded permutations leave the graph before it
+            assert earlier.after == later.before
+    inserted, masked = case.results[0].changes, case.results[3].changes
     sites = [site for site in case.plan.sites if not site.space.frozen]
     linears = sum(len(site.linears) for site in sites)
     assert inserted["permtriton.permute.default"] == linears + len(sites)
@@ -157,7 +159,7 @@ def test_node_counts_are_told(name, layout):
 
 @every_case
 def test_the_lowered_graph_is_what_the_modules_compute(name, layout):
-    """Folding and masking the modules, and the graph, are two ways to the same model."""
+    """Folding and masking the modules gives the same model as folding and masking the graph."""
     case = compiled(name, layout)
     model = built(name)
     dense = zoo.outputs(model, BATCH)[0]
@@ -178,7 +180,7 @@ def test_run_time_permutations_are_exact_in_float64(name, layout, monkeypatch):
     monkeypatch.setattr(norm_permute.norm_reference, "__defaults__", (None, torch.float64))
     model, plan = built(name).double(), planned(name, layout)[1]
     ids = zoo.token_ids(2, 8)
-    with float32_means_float64():
+    with zoo.float32_means_float64():
         before = zoo.outputs(model, ids)
         fold(model, plan, zoo.random_indices(plan, 3))
         after = zoo.outputs(model, ids)
@@ -189,15 +191,15 @@ def test_run_time_permutations_are_exact_in_float64(name, layout, monkeypatch):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["llama", "olmo2", "gpt2", "mixtral"])
 def test_two_rounds_compose(name, layout):
-    """The base order, then what was learned on top: norms and gathers that permute already take the rest on."""
+    """The base order, then a learned order on top: norms and gathers that permute already take the second one, too."""
     model, plan, graph_module = private(name, layout)
     expected = run(graph_module, BATCH)
     counts = []
     for seed in (0, 50):
         indices = zoo.random_indices(plan, seed)
-        graph_module = run_passes(graph_module, permutation_passes(plan, indices), [BATCH])
+        graph_module = run_passes(graph_module, permutation_passes(moves_of(plan, indices)), [BATCH])
         fold(model, plan, indices)
-        graph_module = absorb(graph_module)
+        graph_module = absorb_folds(graph_module)
         counts.append(counted(graph_module))
         assert relative_difference(expected, run(graph_module, BATCH)) < 1e-5
         assert relative_difference(expected, zoo.outputs(model, BATCH)[0]) < 1e-4
@@ -212,10 +214,17 @@ def test_a_model_on_meta_gets_the_same_graph():
     found = trace(model)
     provenance = propagate(found.graph_module, found.outputs, found.hidden)
     plan = find_sites(provenance, model, found.hidden_node, PATTERN)
-    plan = separate(plan, found.graph_module, model)
+    plan = fused_plan(plan, found.graph_module, model)
     results: list[PassResult] = []
-    empty = run_passes(found.graph_module, stand_in_passes(plan, found.graph_module, PATTERN), observe=results.append)
+    empty = run_with_stand_ins(plan, found.graph_module, PATTERN, results.append)
     assert {result.difference for result in results} == {None}
     real = compiled("llama", "fused")
     assert counted(empty) == counted(real.graph_module)
     assert [result.changes for result in results] == [result.changes for result in real.results]
+
+
+@pytest.mark.parametrize("update", ["none", "sparsegpt"])
+def test_compile_runs_the_passes_that_inspect_shows(update):
+    config = permtriton.CompileConfig.from_options({"permutation": "heuristic", "weight_update": update})
+    compiled = permtriton.compile(zoo.build("llama"), None, config, ids=zoo.token_ids())
+    assert [step["name"] for step in compiled.report["passes"]] == list(PASS_NAMES)

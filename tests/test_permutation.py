@@ -4,11 +4,9 @@ from torch import Tensor
 
 from permtriton.permutation import compose, identity, inverse, is_permutation, moved
 
+from .kernel_inputs import index_of
+
 CHANNELS = [1, 2, 7, 64]
-
-
-def index_of(channels: int, seed: int = 0) -> Tensor:
-    return torch.randperm(channels, generator=torch.Generator().manual_seed(seed))
 
 
 def matrix_of(index: Tensor) -> Tensor:

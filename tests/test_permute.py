@@ -6,9 +6,7 @@ from permtriton.errors import ModelError
 from permtriton.kernels.permute import permute
 from permtriton.permutation import compose, inverse
 
-
-def index_of(channels: int, seed: int = 0) -> Tensor:
-    return torch.randperm(channels, generator=torch.Generator().manual_seed(seed))
+from .kernel_inputs import index_of
 
 
 def values_of(*shape: int) -> Tensor:
@@ -64,7 +62,7 @@ def test_an_index_of_any_whole_numbers(dtype):
         (torch.zeros(2, 8), index_of(7), -1, r"\[7\] .*\[2, 8\].*expected \[8\]"),
         (torch.zeros(2, 8), index_of(8), 0, r"\[8\] for dimension 0"),
         (torch.zeros(2, 8), index_of(8).view(2, 4), -1, r"\[2, 4\]"),
-        (torch.zeros(2, 8), index_of(8).float(), -1, "float32.*whole numbers"),
+        (torch.zeros(2, 8), index_of(8).float(), -1, "float32.*integers"),
         (torch.zeros(2, 8), torch.ones(8, dtype=torch.bool), -1, "bool"),
         (torch.zeros(2, 8), index_of(8), 2, "dimension 2"),
         (torch.tensor(1.0), index_of(1), -1, "dimension -1"),
@@ -77,7 +75,7 @@ def test_what_does_not_fit_is_refused(x, index, dim, named, device):
 
 
 def test_the_inverse_or_another_dimension_would_be_seen():
-    """Break it: what the tests above compare differs where the convention is turned around."""
+    """The tests above can fail: the inverse convention gives another result."""
     x, index = values_of(12, 12), index_of(12)
     assert not torch.equal(permute(x, index), permute(x, inverse(index)))
     assert not torch.equal(permute(x, index), permute(x, index, 0))

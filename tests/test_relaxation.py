@@ -8,9 +8,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from permtriton.config import LearnConfig
 from permtriton.errors import CalibrationError
 from permtriton.kernels.assignment import assignment_warm
+from permtriton.model.plan import ChannelSpace, Site
 from permtriton.permutation import is_permutation
-from permtriton.plan import ChannelSpace, Site
-from permtriton.relaxation import Relaxation
+from permtriton.prune.relaxation import Relaxation
 
 CPU = torch.device("cpu")
 
@@ -170,7 +170,7 @@ def test_indices_of_every_space_are_one_in_a_row():
 
 
 class Operators(TorchDispatchMode):
-    """Counts what runs."""
+    """Counts the operators that run."""
 
     count = 0
 
@@ -201,20 +201,20 @@ def test_a_soft_permutation_that_is_not_finite_is_refused(value, place):
 
 
 def test_prices_do_not_decide_the_permutation(monkeypatch):
-    """Whatever an earlier step left, the search ends at the best total; here no two permutations share it."""
+    """Whatever prices an earlier step left, the search ends at the best total, which only one permutation has here."""
     relaxation = relaxation_of(space_of(64), start="random")
     soft = relaxation.soft(0.5)
     expected = relaxation.assign(soft)
     generator = torch.Generator().manual_seed(0)
     stale = lambda score, prices: assignment_warm(score, 1e3 * torch.randn(prices.shape, generator=generator))  # noqa: E731
-    monkeypatch.setattr("permtriton.relaxation.assignment_warm", stale)
+    monkeypatch.setattr("permtriton.prune.relaxation.assignment_warm", stale)
     assert torch.equal(relaxation.assign(soft), expected)
 
 
 @pytest.mark.parametrize("segments", [(16, 16), (12, 12), (4, 20)])
 @pytest.mark.parametrize("site_of", [plain_site, tied_site])
 def test_flat_blocks_are_the_matrix_of_the_site_s_index(segments, site_of):
-    """What a site's mask is told as an index and as matrices is the same permutation, tied copies included."""
+    """The index and the matrices that a site's mask receives are the same permutation, tied copies included."""
     space = space_of(*segments)
     relaxation, site = relaxation_of(space, seed=1, start="random"), site_of(space)
     index = relaxation.harden(relaxation.soft(0.3))
@@ -262,7 +262,7 @@ def test_the_gradient_adds_up_over_copies():
 @pytest.mark.parametrize("segments", [(16, 16), (12, 12), (4, 20), (64,)])
 @pytest.mark.parametrize("site_of", [plain_site, tied_site])
 def test_the_gradient_added_is_that_of_autograd(segments, site_of):
-    """On top of what another site left there."""
+    """Gradients are added to those of another site."""
     space = space_of(*segments)
     relaxation = relaxation_of(space_of(8, name="before"), space)
     soft = [matrices.detach().requires_grad_() for matrices in relaxation.soft(1.0)]
@@ -336,7 +336,7 @@ def test_everything_learns():
         )
 
 
-def test_learns_a_permutation_asked_for():
+def test_learns_a_target_permutation():
     """Gradient steps on ``-sum(P * target)`` turn the identity into the target."""
     space = space_of(8)
     relaxation = relaxation_of(space)

@@ -4,16 +4,13 @@ from torch import Tensor
 
 from permtriton.kernels.sinkhorn import sinkhorn
 
+from .kernel_inputs import logits_of
+
 SIZES = [1, 2, 4, 7, 32, 33, 64]
 
 
-def logits_of(size: int, blocks: int = 3, dtype: torch.dtype = torch.float32, spread: float = 1.0) -> Tensor:
-    generator = torch.Generator().manual_seed(size)
-    return (torch.randn(blocks, size, size, generator=generator, dtype=torch.float64) * spread).to(dtype)
-
-
 def weights_of(like: Tensor) -> Tensor:
-    """Fixed weights of the entries, so that the gradient is of something without symmetry."""
+    """Fixed weights of the entries, so that the gradient has no symmetry that could hide errors."""
     generator = torch.Generator().manual_seed(11)
     return torch.randn(like.shape, generator=generator, dtype=torch.float64)
 

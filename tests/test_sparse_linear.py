@@ -11,55 +11,56 @@ from permtriton.kernels import sparse_linear as sparse_linear_file
 from permtriton.kernels import sparse_linear_triton as kernels
 from permtriton.kernels.packing import pack
 from permtriton.kernels.sparse_linear import CUSPARSELT, DENSE, PACKED, ROUTE_CONFIGS, routed, sparse_linear
+from permtriton.sparsity import NMPattern
 
-from .weights import DTYPES, PATTERNS, index_of, rng, sparse
+from .kernel_inputs import DTYPES, PATTERNS, TWO_FOUR, index_of, rng, sparse
 
 
-@pytest.mark.parametrize(("kept", "group"), PATTERNS)
+@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("lead", [(3,), (2, 5), (), (0,)])
-def test_equals_the_dense_linear_bit_for_bit(kept, group, dtype, lead):
-    weight = sparse(7, 3, kept, group, dtype)
+def test_equals_the_dense_linear_bit_for_bit(pattern, dtype, lead):
+    weight = sparse(7, 3, pattern, dtype)
     channels = weight.shape[1]
     x, bias = torch.randn(*lead, channels, generator=rng(3)).to(dtype), torch.randn(7, generator=rng(4)).to(dtype)
-    packed, index = pack(weight, kept, group), index_of(channels)
+    packed, index = pack(weight, pattern), index_of(channels)
     for b, i in ((None, None), (bias, None), (None, index), (bias, index.short())):
         ordered = x if i is None else x[..., i.long()]
-        assert torch.equal(sparse_linear(x, *packed, b, i, channels, kept, group), linear(ordered, weight, b))
+        assert torch.equal(sparse_linear(x, *packed, b, i, channels, pattern), linear(ordered, weight, b))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_equals_the_product_in_float64(dtype):
-    weight, index = sparse(9, 8, 2, 4, dtype), index_of(32)
+    weight, index = sparse(9, 8, TWO_FOUR, dtype), index_of(32)
     x = torch.randn(6, 2, 32, generator=rng(5)).to(dtype).transpose(0, 1)
-    y = sparse_linear(x, *pack(weight, 2, 4), None, index, 32, 2, 4)
+    y = sparse_linear(x, *pack(weight, TWO_FOUR), None, index, 32, TWO_FOUR)
     expected = x.double()[..., index] @ weight.double().T
     tolerance = 16 * torch.finfo(dtype).eps
     torch.testing.assert_close(y.double(), expected, rtol=tolerance, atol=tolerance)
 
 
 def test_a_wrong_position_or_order_would_be_seen():
-    """Break it: outputs move where one position or the gather is wrong."""
-    weight, index, x = sparse(9, 8, 2, 4), index_of(32), torch.randn(6, 32, generator=rng(5))
-    values, positions = pack(weight, 2, 4)
-    right = sparse_linear(x, values, positions, None, index, 32, 2, 4)
-    assert not torch.equal(right, sparse_linear(x, values, positions, None, None, 32, 2, 4))
-    assert not torch.equal(right, sparse_linear(x, values, positions.flip(0), None, index, 32, 2, 4))
+    """The comparison can fail: outputs differ if one position or the gather is wrong."""
+    weight, index, x = sparse(9, 8, TWO_FOUR), index_of(32), torch.randn(6, 32, generator=rng(5))
+    values, positions = pack(weight, TWO_FOUR)
+    right = sparse_linear(x, values, positions, None, index, 32, TWO_FOUR)
+    assert not torch.equal(right, sparse_linear(x, values, positions, None, None, 32, TWO_FOUR))
+    assert not torch.equal(right, sparse_linear(x, values, positions.flip(0), None, index, 32, TWO_FOUR))
 
 
 def test_gradcheck():
-    weight, index = sparse(5, 3, 2, 4, torch.float64), index_of(12).byte()
-    packed = pack(weight, 2, 4)
+    weight, index = sparse(5, 3, TWO_FOUR, torch.float64), index_of(12).byte()
+    packed = pack(weight, TWO_FOUR)
     x = torch.randn(2, 3, 12, generator=rng(1), dtype=torch.float64, requires_grad=True)
     bias = torch.randn(5, generator=rng(2), dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda v, b: sparse_linear(v, *packed, b, index, 12, 2, 4), (x, bias))
-    assert torch.autograd.gradcheck(lambda v: sparse_linear(v, *packed, None, None, 12, 2, 4), (x[0, 0],))
+    assert torch.autograd.gradcheck(lambda v, b: sparse_linear(v, *packed, b, index, 12, TWO_FOUR), (x, bias))
+    assert torch.autograd.gradcheck(lambda v: sparse_linear(v, *packed, None, None, 12, TWO_FOUR), (x[0, 0],))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_opcheck(dtype):
-    weight, index = sparse(5, 3, 3, 5, dtype), index_of(15)
-    values, positions = pack(weight, 3, 5)
+    weight, index = sparse(5, 3, NMPattern(3, 5), dtype), index_of(15)
+    values, positions = pack(weight, NMPattern(3, 5))
     x, bias = torch.randn(2, 4, 15, generator=rng(1)).to(dtype), torch.zeros(5, dtype=dtype)
     ops = torch.ops.permtriton
     arguments = (x.clone().requires_grad_(), values, positions, bias.requires_grad_(), index.int(), 15, 3, 5)
@@ -70,10 +71,10 @@ def test_opcheck(dtype):
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiles_without_a_break(dynamic):
-    (values, positions), index = pack(sparse(5, 3, 2, 4), 2, 4), index_of(12)
+    (values, positions), index = pack(sparse(5, 3, TWO_FOUR), TWO_FOUR), index_of(12)
 
     def run(x: Tensor) -> Tensor:
-        return sparse_linear(x * 2, values, positions, None, index, 12, 2, 4).cos()
+        return sparse_linear(x * 2, values, positions, None, index, 12, TWO_FOUR).cos()
 
     leaves = [torch.ones(3, 12, requires_grad=True) for _ in range(2)]
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager", dynamic=dynamic)
@@ -95,20 +96,20 @@ def test_compiles_without_a_break(dynamic):
     ],
 )
 def test_what_does_not_fit_is_refused(name, tensor, named):
-    values, positions = pack(sparse(4, 4, 2, 4), 2, 4)
+    values, positions = pack(sparse(4, 4, TWO_FOUR), TWO_FOUR)
     arguments = {"x": torch.ones(2, 16), "values": values, "positions": positions, "bias": None, "index": None}
     with pytest.raises(ModelError, match=named):
-        sparse_linear(**{**arguments, name: tensor}, in_features=16, kept=2, group=4)
+        sparse_linear(**{**arguments, name: tensor}, in_features=16, pattern=TWO_FOUR)
 
 
 # -- which way it takes on a GPU: the launchers replaced, the rest as it is -------------------------------------------
 
 
 class Routes:
-    """Stand-ins for what only a GPU has; each notes its name and gives the product."""
+    """Stand-ins for the operators that only a GPU has; each records its name and returns the product."""
 
     def __init__(self, monkeypatch, weight: Tensor) -> None:
-        self.weight, self.taken, self.asked = weight, [], []
+        self.weight, self.taken, self.requested = weight, [], []
         monkeypatch.setattr(kernels, "sparse_linear_triton", self.packed)
         monkeypatch.setattr(cusparselt, "product", self.product)
         monkeypatch.setattr(sparse_linear_file, "unpack", self.unpack)
@@ -116,7 +117,7 @@ class Routes:
         self.prefer = None
 
     def config_for(self, op, configs, shape, dtype):
-        self.asked.append((op, [config.constants["ROUTE"] for config in configs], shape, dtype))
+        self.requested.append((op, [config.constants["ROUTE"] for config in configs], shape, dtype))
         return next((config for config in configs if config.constants["ROUTE"] == self.prefer), configs[0])
 
     def packed(self, x, values, positions, bias, index, *_):
@@ -148,35 +149,37 @@ class Routes:
     ],
 )
 def test_every_possible_route_gives_the_product(dtype, tokens, compressed, possible, monkeypatch):
-    """The first possible one is the default; the table is asked only where there is a choice."""
-    weight, index, bias = sparse(48, 8, 2, 4, dtype), index_of(32), torch.randn(48, generator=rng(2)).to(dtype)
-    packed, x = pack(weight, 2, 4), torch.randn(tokens, 1, 32, generator=rng(3)).to(dtype)
+    """The first possible one is the default; the table is read only if there is a choice."""
+    weight, index, bias = sparse(48, 8, TWO_FOUR, dtype), index_of(32), torch.randn(48, generator=rng(2)).to(dtype)
+    packed, x = pack(weight, TWO_FOUR), torch.randn(tokens, 1, 32, generator=rng(3)).to(dtype)
     form = weight.new_zeros(48 * 32 * 9 // 16) if compressed else None
     routes = Routes(monkeypatch, weight)
     for routes.prefer in [None, *possible]:
         routes.taken.clear()
-        y = routed(x, *packed, bias, index, 32, 2, 4, form)
+        y = routed(x, *packed, bias, index, 32, TWO_FOUR, form)
         torch.testing.assert_close(y, linear(x[..., index], weight, bias))
         assert routes.taken == [possible[0] if routes.prefer is None else routes.prefer]
     expected = ("sparse_linear_route", possible, (tokens, 48, 32), dtype)
-    assert set(map(str, routes.asked)) == ({str(expected)} if len(possible) > 1 else set())
+    assert set(map(str, routes.requested)) == ({str(expected)} if len(possible) > 1 else set())
 
 
 def test_other_patterns_are_unpacked(monkeypatch):
-    weight = sparse(16, 4, 4, 8, torch.bfloat16)
+    weight = sparse(16, 4, NMPattern(4, 8), torch.bfloat16)
     routes = Routes(monkeypatch, weight)
-    routed(torch.ones(1, 32).bfloat16(), *pack(weight, 4, 8), None, None, 32, 4, 8, None)
+    routed(torch.ones(1, 32).bfloat16(), *pack(weight, NMPattern(4, 8)), None, None, 32, NMPattern(4, 8), None)
     assert routes.taken == [DENSE]
 
 
 def test_the_table_of_routes_is_read_from_what_was_measured():
-    weight = sparse(16, 8, 2, 4, torch.bfloat16)
-    with autotune.requests() as asked:
-        routed(torch.ones(65, 32).bfloat16(), *pack(weight, 2, 4), None, None, 32, 2, 4, None)
-        assert asked == []
+    weight = sparse(16, 8, TWO_FOUR, torch.bfloat16)
+    with autotune.requests() as requested:
+        routed(torch.ones(65, 32).bfloat16(), *pack(weight, TWO_FOUR), None, None, 32, TWO_FOUR, None)
+        assert requested == []
         with pytest.raises(RuntimeError):  # there is no cuSPARSELt here
-            routed(torch.ones(65, 32).bfloat16(), *pack(weight, 2, 4), None, None, 32, 2, 4, weight.new_zeros(288))
-    assert [(one.op, one.configs, one.shape) for one in asked] == [
+            routed(
+                torch.ones(65, 32).bfloat16(), *pack(weight, TWO_FOUR), None, None, 32, TWO_FOUR, weight.new_zeros(288)
+            )
+    assert [(one.op, one.configs, one.shape) for one in requested] == [
         ("sparse_linear_route", ROUTE_CONFIGS[1:], (65, 16, 32))
     ]
 
@@ -185,7 +188,7 @@ def test_the_table_of_routes_is_read_from_what_was_measured():
 @pytest.mark.parametrize("row", [18, 22], ids=["9/16", "padded"])
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_cusparselt_gets_whole_tiles_of_tokens(tokens, padded, row, with_bias, monkeypatch):
-    weight = sparse(32, 8, 2, 4, torch.bfloat16)
+    weight = sparse(32, 8, TWO_FOUR, torch.bfloat16)
     bias = torch.randn(32, generator=rng(1)).bfloat16() if with_bias else None
 
     def multiply(compressed, dense_CT, bias, transpose_result):
@@ -234,7 +237,7 @@ def test_where_kernels_run(device, capability, hip, runs, monkeypatch):
 
 
 def test_kernels_run_on_the_gpu_of_their_arguments(monkeypatch):
-    """Triton launches on the current one."""
+    """Triton launches on the current device."""
     current = []
 
     class Device:
@@ -264,9 +267,9 @@ def test_kernels_run_on_the_gpu_of_their_arguments(monkeypatch):
 
 
 def test_a_compressed_weight_of_another_size_is_refused():
-    values, positions = pack(sparse(16, 4, 2, 4), 2, 4)
+    values, positions = pack(sparse(16, 4, TWO_FOUR), TWO_FOUR)
     for count in (5, 143, 145):
         with pytest.raises(ModelError, match=rf"compressed weight of {count} .*at least 144"):
-            sparse_linear(torch.ones(1, 16), values, positions, None, None, 16, 2, 4, values.new_zeros(count))
+            sparse_linear(torch.ones(1, 16), values, positions, None, None, 16, TWO_FOUR, values.new_zeros(count))
     padded = values.new_zeros(176)
-    assert sparse_linear(torch.ones(1, 16), values, positions, None, None, 16, 2, 4, padded).shape == (1, 16)
+    assert sparse_linear(torch.ones(1, 16), values, positions, None, None, 16, TWO_FOUR, padded).shape == (1, 16)

@@ -1,31 +1,30 @@
-"""Packed checkpoints on a GPU, as far as a CPU can show it: what stays packed, what it computes, how it is saved."""
+"""Packed checkpoints on a GPU, as far as a CPU can test: what stays packed, what it computes, how it is saved."""
 
 import copy
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
-from permtriton import NMPattern, placement, quantizer
+from permtriton import NMPattern
+from permtriton.checkpoint import loading, quantizer
+from permtriton.checkpoint.export import export
+from permtriton.checkpoint.loading import device_of
 from permtriton.errors import ModelError
-from permtriton.export import export
 from permtriton.kernels import autotune, cusparselt
-from permtriton.modules import SparseLinear
-from permtriton.placement import device_of, is_packed
-from permtriton.planning import check_not_compiled
+from permtriton.model.load import check_original
+from permtriton.model.modules import SparseLinear, is_packed
 
 from . import folders
-from .weights import compressed
+from .folders import LAST_UP, load
+from .kernel_inputs import compressed
 
 IDS = torch.arange(3, 27).view(2, 12)
-UP = "model.layers.1.mlp.up_proj.weight"
 
 
 @pytest.fixture(scope="module")
@@ -33,15 +32,11 @@ def place(tmp_path_factory):
     return folders.places(tmp_path_factory.mktemp("packed"))
 
 
-def load(folder: Path, kind=AutoModelForCausalLM, **options):
-    return kind.from_pretrained(folder, **options)
-
-
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
     """Loads as if parameters went to a GPU; the operators run their references."""
     monkeypatch.setattr(quantizer, "device_of", lambda *_: torch.device("cuda"))
-    monkeypatch.setattr(placement, "has_kernels", lambda device: device.type == "cuda")
+    monkeypatch.setattr(loading, "has_kernels", lambda device: device.type == "cuda")
 
 
 def packed_names(model) -> list[str]:
@@ -54,7 +49,7 @@ def packed_names(model) -> list[str]:
      ("mixtral", False, 4), ("gpt2", False, 0)],
 )  # fmt: skip
 def test_on_a_gpu_linears_stay_packed(as_on_a_gpu, place, tmp_path, name, fused, packed_of_each_layer):
-    """And are saved packed; stacks of experts and transposed weights become dense."""
+    """They are saved packed, too; stacks of experts and transposed weights become dense."""
     loaded, expected = load(place(name, "packed", fused=fused)), load(place(name, "saved", fused=fused))
     assert len(packed_names(loaded)) == packed_of_each_layer * loaded.config.num_hidden_layers
     with torch.no_grad():
@@ -62,9 +57,9 @@ def test_on_a_gpu_linears_stay_packed(as_on_a_gpu, place, tmp_path, name, fused,
     options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
     assert torch.equal(loaded.generate(IDS, **options), expected.generate(IDS, **options))
     loaded.save_pretrained(tmp_path / "again", save_original_format=False)
-    told = json.loads((tmp_path / "again" / "config.json").read_text()).get("quantization_config", {})
-    assert told.get("format") == ("packed" if packed_of_each_layer else None)
-    assert sorted(told.get("packed", {})) == sorted(f"{name}.weight" for name in packed_names(loaded))
+    stored = json.loads((tmp_path / "again" / "config.json").read_text()).get("quantization_config", {})
+    assert stored.get("format") == ("packed" if packed_of_each_layer else None)
+    assert sorted(stored.get("packed", {})) == sorted(f"{name}.weight" for name in packed_names(loaded))
     again = load(tmp_path / "again")
     assert folders.differing(folders.state(loaded), folders.state(again)) == []
     for module in again.modules():
@@ -83,7 +78,7 @@ def test_on_a_gpu_the_compressed_form_is_made_and_not_saved(as_on_a_gpu, place, 
     stored = load_file(tmp_path / "model.safetensors")
     assert set(stored) == set(load_file(place("llama", "packed") / "model.safetensors"))
     assert torch.equal(
-        stored[f"{UP}_values"], load_file(place("llama", "packed") / "model.safetensors")[f"{UP}_values"]
+        stored[f"{LAST_UP}_values"], load_file(place("llama", "packed") / "model.safetensors")[f"{LAST_UP}_values"]
     )
 
 
@@ -129,18 +124,18 @@ def test_on_a_gpu_a_cast_that_makes_zeros_is_saved_as_zeros(as_on_a_gpu, tmp_pat
 )
 def test_what_stays_packed(as_on_a_gpu, owner, attribute, dtype, pattern, device, stays):
     pattern = NMPattern.parse(pattern)
-    assert placement.stays_packed(owner, attribute, dtype, pattern, torch.device(device)) is stays
+    assert loading.stays_packed(owner, attribute, dtype, pattern, torch.device(device)) is stays
 
 
 def test_a_packed_model_is_not_compiled_again(as_on_a_gpu, place):
     with pytest.raises(ModelError, match=r"compiled already \(model\.layers\.0\.\S+ is a SparseLinear"):
-        check_not_compiled(load(place("llama", "packed")))
+        check_original(load(place("llama", "packed")))
 
 
 def test_on_a_gpu_damage_is_named_too(as_on_a_gpu, place, tmp_path):
     folder = shutil.copytree(place("llama", "packed"), tmp_path / "copy")
-    folders.rewrite(folder, lambda found: found[f"{UP}_positions"].fill_(0))
-    with pytest.raises(ModelError, match=rf"{UP}.*positions of a group that do not ascend.*damaged"):
+    folders.rewrite(folder, lambda found: found[f"{LAST_UP}_positions"].fill_(0))
+    with pytest.raises(ModelError, match=rf"{LAST_UP}.*positions of a group that do not ascend.*damaged"):
         load(folder)
 
 
@@ -168,7 +163,7 @@ def test_a_device_map_is_taken(place, device_map):
 
 
 def test_tensor_parallelism_is_refused(place, monkeypatch):
-    """Packed tensors would stay whole while results are summed over the GPUs."""
+    """Each GPU would hold whole packed tensors, but results are summed over the GPUs."""
     monkeypatch.setattr(transformers.LlamaForCausalLM, "_tp_size", 2)
     with pytest.raises(ModelError, match=r"tensor parallelism.*--format dense"):
         load(place("llama", "packed"))

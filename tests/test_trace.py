@@ -6,7 +6,7 @@ from torch import fx, nn
 from transformers import BartConfig, BartForConditionalGeneration, T5Config, T5ForConditionalGeneration
 
 from permtriton.errors import ModelError
-from permtriton.trace import TRACE_TOKENS, Traced, trace, unlifted
+from permtriton.model.trace import TRACE_TOKENS, Traced, trace, unlifted
 
 from . import zoo
 

@@ -1,4 +1,4 @@
-"""What a trace on token ids does not show stays right: images, an encoder's states, long sequences."""
+"""Paths that a trace on token ids does not run stay correct: images, encoder states, long sequences."""
 
 import json
 
@@ -7,16 +7,16 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-import permtriton.plan
+import permtriton.model.plan
 from permtriton import CompileConfig, NMPattern, find_plan
 from permtriton.errors import VerificationError
-from permtriton.inputs import other_inputs
-from permtriton.passes.fold import fold
+from permtriton.model.inputs import other_inputs
+from permtriton.model.plan import Plan
 from permtriton.passes.unseen import Unseen
-from permtriton.plan import Plan
 
 from . import off_path, zoo
 from .folders import bits
+from .zoo import fold
 
 PATTERN = NMPattern(2, 4)
 PERMUTE_ONLY = {"permutation": "heuristic", "importance": "magnitude"}
@@ -44,8 +44,8 @@ def test_permuting_changes_no_output_off_the_traced_path(name, layout):
 def test_the_stream_stays_and_the_reason_names_the_parameter(name):
     plan = find_plan(off_path.build(name), PATTERN)
     (stream,) = (space for space in plan.spaces if space.name == "stream")
-    assert stream.frozen.split(" ")[0] in plan.unseen
-    assert "token ids alone do not reach" in stream.frozen
+    assert stream.reason.split(" ")[0] in plan.unseen
+    assert "token ids alone do not reach" in stream.reason
 
 
 def test_channels_that_stay_inside_a_layer_move_all_the_same():
@@ -72,18 +72,18 @@ class Adapted(nn.Module):
 def test_only_parameters_in_reach_and_of_a_multiple_of_the_width_count(inside, out_features, reached):
     model = nn.Sequential()
     model.add_module("layers", nn.ModuleList([Adapted(inside, out_features)]))
-    space = permtriton.plan.ChannelSpace("down", (16,), ())
-    site = permtriton.plan.Site("down", ("layers.0.mlp.down",), 16, torch.arange(16), space)
+    space = permtriton.model.plan.ChannelSpace("down", (16,), ())
+    site = permtriton.model.plan.Site("down", ("layers.0.mlp.down",), 16, torch.arange(16), space)
     used = {name for name, _ in model.named_parameters() if "adapter" not in name}
     names = ["layers.0.mlp.up.weight", "layers.0.mlp.up.bias", "layers.0.mlp.down.weight"]
     assert bool(Unseen(model, used).reach(names, [site])) == reached
 
 
 def test_an_unseen_reader_of_a_norm_keeps_the_norm_in_order():
-    """GPT-2's cross-attention has a norm of its own, but nothing in the graph says so."""
+    """GPT-2's cross-attention has a norm of its own, which the graph does not show."""
     plan = find_plan(off_path.build("gpt2_cross"), PATTERN, layout="fused")
-    assert all(site.norm is None for site in plan.sites)
-    assert any(site.norm is not None for site in find_plan(zoo.build("gpt2"), PATTERN, layout="fused").sites)
+    assert all(space.norm is None for space in plan.spaces)
+    assert any(space.norm is not None for space in find_plan(zoo.build("gpt2"), PATTERN, layout="fused").spaces)
 
 
 def contents(model: nn.Module) -> dict[str, object]:
@@ -128,12 +128,12 @@ def test_a_call_off_the_path_is_found_and_verified(name, argument, tmp_path):
     compiled = permtriton.compile(
         model, None, CompileConfig.from_options(PERMUTE_ONLY), ids=zoo.token_ids().clamp(max=off_path.IMAGE_TOKEN - 1)
     )
-    assert compiled.report["verified_inputs"] == ["input_ids", argument]
-    assert argument not in compiled.report["unverified_inputs"]
-    if name != "llava":  # whose names transformers changes on saving
+    assert compiled.report["proof"]["verified_inputs"] == ["input_ids", argument]
+    assert argument not in compiled.report["proof"]["unverified_inputs"]
+    if name != "llava":  # transformers changes their parameter names on saving
         compiled.save(tmp_path / "out")
         report = json.loads((tmp_path / "out" / "permtriton.json").read_text())
-        assert report["verified_inputs"] == ["input_ids", argument]
+        assert report["proof"]["verified_inputs"] == ["input_ids", argument]
 
 
 def test_a_call_that_changes_is_refused(monkeypatch):
@@ -156,7 +156,7 @@ def test_calls_that_cannot_be_made_are_listed_with_the_reason():
 
 
 def in_order(plan: Plan, report: dict) -> bool:
-    return report["hidden_states"]["permuted"] == (plan.hidden_space is not None and not plan.hidden_space.frozen)
+    return report["hidden_states"]["permuted"] == (plan.hidden_space is not None and not plan.hidden_space.reason)
 
 
 @pytest.mark.parametrize("layout", ["portable", "fused"])
@@ -166,11 +166,11 @@ def test_the_report_says_in_which_order_hidden_states_come(layout):
     options = {**PERMUTE_ONLY, "layout": layout}
     compiled = permtriton.compile(model, None, CompileConfig.from_options(options), ids=ids)
     assert in_order(compiled.plan, compiled.report)
-    told = compiled.report["hidden_states"]
+    hidden = compiled.report["hidden_states"]
     embedded = [m.get_input_embeddings()(ids) for m in (dense, model)]
-    if told["permuted"]:
+    if hidden["permuted"]:
         assert not torch.equal(*embedded)
-        assert torch.equal(embedded[0][..., told["index"]], embedded[1])
-        assert torch.equal(embedded[0], embedded[1][..., told["undo"]])
+        assert torch.equal(embedded[0][..., hidden["index"]], embedded[1])
+        assert torch.equal(embedded[0], embedded[1][..., hidden["undo"]])
     else:
         assert torch.equal(*embedded)

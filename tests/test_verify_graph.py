@@ -1,8 +1,9 @@
-"""The verifier names the pass and the node of everything that is broken here on purpose."""
+"""The verifier names the pass and the node of every deliberate error."""
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from permtriton.errors import VerificationError
+from permtriton.model.edits import moves_of
 from permtriton.passes.cancel_permutations import cancel_permutations
 from permtriton.passes.fuse_permutations import fuse_permutations
 from permtriton.passes.graph import (
@@ -18,6 +20,7 @@ from permtriton.passes.graph import (
     SITE,
     SPARSE_LINEAR,
     Constants,
+    absorb_folds,
     index_value,
     module_path,
     parameter_nodes,
@@ -27,8 +30,8 @@ from permtriton.passes.insert_permutations import insert_permutations
 from permtriton.passes.lower import lower
 from permtriton.passes.pipeline import (
     Pass,
-    all_passes,
     permutation_passes,
+    pruning_passes,
     run_passes,
 )
 from permtriton.permutation import identity
@@ -39,7 +42,9 @@ from .graphs import (
     LAYOUTS,
     PATTERN,
     compiled,
+    moved_importances,
     planned,
+    private,
 )
 
 
@@ -55,18 +60,26 @@ def damaged(function: Callable, damage: Callable[[fx.GraphModule], None]) -> Cal
     return broken
 
 
+def damaged_run(step: Pass, function: Callable, damage: Callable) -> Callable:
+    return partial(damaged(function, damage), **(step.run.keywords if isinstance(step.run, partial) else {}))
+
+
 def broken_run(name: str, layout: str, function: Callable, damage: Callable, *, numbers: bool = True) -> str:
-    """Runs the compiler with one pass damaged and returns what the verifier says."""
-    _, plan, graph_module = planned(name, layout)
-    indices = compiled(name, layout).indices
-    steps = []
-    for step in all_passes(plan, indices, compiled(name, layout).importances, PATTERN):
-        if step.name == function.__name__:
-            options = step.run.keywords if isinstance(step.run, partial) else {}
-            step = Pass(partial(damaged(function, damage), **options), step.exact)
-        steps.append(step)
+    """Runs the compiler with one pass damaged and returns the verifier's message."""
+    model, plan, graph_module = private(name, layout)
+    indices, batches = compiled(name, layout).indices, [BATCH] if numbers else ()
+
+    def with_damage(passes: Sequence[Pass]) -> list[Pass]:
+        return [replace(p, run=damaged_run(p, function, damage)) if p.name == function.__name__ else p for p in passes]
+
+    def run_all() -> None:
+        permuted = run_passes(graph_module, with_damage(permutation_passes(moves_of(plan, indices))), batches)
+        zoo.fold(model, plan, indices)
+        importances = moved_importances(plan, model, indices, compiled(name, layout).importances)
+        run_passes(absorb_folds(permuted), with_damage(pruning_passes(plan, importances, PATTERN)), batches)
+
     with pytest.raises(VerificationError, match=f"^pass {function.__name__}: ") as caught:
-        run_passes(graph_module, steps, [BATCH] if numbers else ())
+        run_all()
     assert "this is a bug of permtriton" in str(caught.value)
     return str(caught.value)
 
@@ -101,7 +114,7 @@ PRODUCERS = {
 def test_a_producer_that_is_not_folded(producer, numbers, layout):
     damage = partial(undo, parameter=f"model.layers.1.{producer}")
     message = broken_run("llama", layout, fuse_permutations, damage, numbers=numbers)
-    assert "joins channels that are different ones" in message
+    assert "joins channels that were not joined before the pass" in message
     node = node_in(planned("llama", layout)[2], message)
     assert module_path(node).startswith(f"model.layers.1.{PRODUCERS[producer]}")
 
@@ -109,7 +122,7 @@ def test_a_producer_that_is_not_folded(producer, numbers, layout):
 @pytest.mark.parametrize("parameter", ["model.norm.weight", "lm_head.weight", "model.embed_tokens.weight"])
 def test_a_part_of_the_stream_that_is_not_folded(parameter):
     message = broken_run("llama", "portable", fuse_permutations, partial(undo, parameter=parameter))
-    assert "joins channels that are different ones" in message
+    assert "joins channels that were not joined before the pass" in message
 
 
 def buffer_of(graph_module: fx.GraphModule, node: fx.Node) -> Tensor:
@@ -150,9 +163,9 @@ def test_an_index_that_crosses_a_block():
         space.name: torch.cat([start + torch.randperm(size) for start, size in space.blocks(16)])
         for space in plan.spaces
     }
-    run_passes(graph_module, permutation_passes(plan, inside, 16), [BATCH])
+    run_passes(graph_module, permutation_passes(moves_of(plan, inside, 16)), [BATCH])
     with pytest.raises(VerificationError, match=r"pass insert_permutations: index .* out of the run 0 to 15"):
-        run_passes(graph_module, permutation_passes(plan, zoo.random_indices(plan), 16), [BATCH])
+        run_passes(graph_module, permutation_passes(moves_of(plan, zoo.random_indices(plan), 16)), [BATCH])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -162,7 +175,7 @@ def test_a_permutation_that_is_dropped_before_its_linear(layout):
         node.replace_all_uses_with(node.args[0])
 
     message = broken_run("llama", layout, insert_permutations, drop)
-    assert "joins channels that are different ones" in message
+    assert "joins channels that were not joined before the pass" in message
     assert module_path(node_in(planned("llama", layout)[2], message)).startswith("model.layers.0.mlp")
 
 
@@ -179,7 +192,7 @@ def other_norm_index(graph_module: fx.GraphModule, module: str) -> None:
 def test_a_norm_that_writes_another_order(name, module, numbers):
     damage = partial(other_norm_index, module=module)
     message = broken_run(name, "fused", fuse_permutations, damage, numbers=numbers)
-    assert "joins channels that are different ones" in message
+    assert "joins channels that were not joined before the pass" in message
 
 
 def test_a_norm_with_an_index_of_another_length():
@@ -203,7 +216,7 @@ def scale_output(graph_module: fx.GraphModule, linear: str, factor: float) -> No
 @pytest.mark.parametrize("factor", [1.01, float("nan")])
 @pytest.mark.parametrize("function", [insert_permutations, fuse_permutations, cancel_permutations, lower])
 def test_numbers_that_are_wrong(function, factor):
-    """The channels are right, so only the outputs tell; and the first node of both graphs that differs is named."""
+    """The channels are right, so only outputs differ; the first node whose values differ in both graphs is named."""
     linear = "model.layers.1.mlp.up_proj"
     message = broken_run("llama", "fused", function, partial(scale_output, linear=linear, factor=factor))
     assert re.search(r"outputs differ by [\d.e+nan-]+ of their size, more than 1e-05", message)
@@ -212,7 +225,7 @@ def test_numbers_that_are_wrong(function, factor):
 
 
 def test_wrong_numbers_are_not_seen_without_weights():
-    """What the structure alone can show is stated: a model on meta is never compared."""
+    """Errors of structure are named without values: the outputs of a model on meta cannot be compared."""
     graph_module = planned("llama", "fused")[2]
 
     def scale(graph_module: fx.GraphModule) -> fx.GraphModule:
@@ -255,4 +268,4 @@ def test_a_residual_that_is_lost(numbers):
         node.replace_all_uses_with(node.args[1])
 
     message = broken_run("llama", "fused", cancel_permutations, lose, numbers=numbers)
-    assert f"nothing joins the channels any more that node {added[0].name} joins" in message
+    assert f"the channels that node {added[0].name} joined before the pass are not joined" in message

@@ -1,20 +1,24 @@
-"""Tiny random models, one for each architecture. Sizes differ from each other, so that no axis passes for another."""
+"""Tiny random models, one for each architecture. All sizes differ, so that no axis can be mistaken for another."""
 
+import contextlib
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
+import pytest
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from permtriton import NMPattern, find_plan
-from permtriton.plan import ChannelSpace, Plan
+from permtriton.model.apply import apply_edits
+from permtriton.model.edits import edits_of, moves_of
+from permtriton.model.plan import ChannelSpace, Plan
 
 VOCABULARY, HIDDEN, INTERMEDIATE, POSITIONS, LAYERS, HEADS, KEY_VALUE_HEADS = 90, 64, 112, 48, 2, 4, 2
 HEAD_DIM = HIDDEN // HEADS
-WIDE_HEAD_DIM = 24  # where an architecture chooses it freely: heads x head_dim is then not the hidden size
+WIDE_HEAD_DIM = 24  # for architectures with a free head_dim: heads x head_dim then differs from the hidden size
 
 _TOKENS = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 SIZES = {
@@ -37,6 +41,15 @@ _GPT2 = {
     "n_layer": LAYERS,
     "n_head": HEADS,
     "n_positions": POSITIONS,
+}
+TINY = {
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
 }
 
 
@@ -63,7 +76,7 @@ ARCHITECTURES: dict[str, Callable[..., PreTrainedModel]] = {
     "opt": _causal("OPT", **_OPT),
     "gpt_neox": _causal("GPTNeoX", **SIZES),
     "phi": _causal("Phi", **SIZES),
-    "falcon": _causal("Falcon", **_FALCON, parallel_attn=True, multi_query=True, bias=False),  # as the 7B models
+    "falcon": _causal("Falcon", **_FALCON, parallel_attn=True, multi_query=True, bias=False),  # like the 7B models
     "olmo2": _causal("Olmo2", **_GROUPED),
     "gpt2": _family("GPT2LMHeadModel", "GPT2Config", **_GPT2),
     "bert_mlm": _family("BertForMaskedLM", "BertConfig", **SIZES),
@@ -71,12 +84,39 @@ ARCHITECTURES: dict[str, Callable[..., PreTrainedModel]] = {
 }
 
 
+_EXPERTS = {**_GROUPED, "num_experts_per_tok": 2}
+# Mixtures of experts; their number of experts is not equal to any other size.
+MIXTURES: dict[str, Callable[..., PreTrainedModel]] = {
+    "mixtral": _causal("Mixtral", **_EXPERTS, num_local_experts=5),
+    "qwen3_moe": _causal(
+        "Qwen3Moe", **_EXPERTS, num_experts=5, moe_intermediate_size=48, head_dim=WIDE_HEAD_DIM, norm_topk_prob=True
+    ),
+    "qwen2_moe": _causal(
+        "Qwen2Moe", **_EXPERTS, num_experts=5, moe_intermediate_size=48, shared_expert_intermediate_size=80
+    ),
+    "olmoe": _causal("Olmoe", **_EXPERTS, num_experts=5),
+    "gpt_oss": _causal("GptOss", **_EXPERTS, num_local_experts=5, head_dim=WIDE_HEAD_DIM, sliding_window=8),
+}
+
+
 def build(name: str, **changes: object) -> PreTrainedModel:
-    """Returns a model of ``ARCHITECTURES[name]`` in eval mode, the same each time; ``changes`` go into its config."""
+    """Returns a model of either table in eval mode, the same each time; ``changes`` go into its config."""
     torch.manual_seed(0)
-    model = ARCHITECTURES[name](**changes)
+    model = {**ARCHITECTURES, **MIXTURES}[name](**changes)
     randomize(model)
     return model.eval()
+
+
+def tiny_llama(**changes: object) -> LlamaForCausalLM:
+    """Returns an even smaller LLaMA with the library's own random weights, the same each time."""
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**{**TINY, **changes})).eval()
+
+
+def tiny_ids(sequences: int, tokens: int, seed: int = 0) -> Tensor:
+    """Returns random token ids ``[sequences, tokens]`` of `tiny_llama`."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, TINY["vocab_size"], (sequences, tokens), generator=generator)
 
 
 @functools.cache
@@ -89,9 +129,14 @@ def planned(name: str) -> tuple[PreTrainedModel, Plan]:
     return build(name), copy.deepcopy(_plan(name))
 
 
+def fold(model: nn.Module, plan: Plan, indices: dict[str, Tensor]) -> None:
+    """Folds a new channel order into a model."""
+    apply_edits(model, edits_of(moves_of(plan, indices)))
+
+
 @torch.no_grad()
 def randomize(module: nn.Module) -> None:
-    """Draws every parameter, so that none is 0 or 1: norm weights and biases, too, tell channels apart."""
+    """Draws every parameter at random, so that norm weights and biases distinguish channels, too."""
     for name, parameter in module.named_parameters():
         if parameter.ndim == 1 and name.endswith("weight"):
             parameter.uniform_(0.5, 1.5)
@@ -135,24 +180,11 @@ def random_indices(plan: Plan, seed: int = 0) -> dict[str, Tensor]:
     return {s.name: random_index(s, seed + n) for n, s in enumerate(plan.spaces) if not s.frozen}
 
 
-_EXPERTS = {**_GROUPED, "num_experts_per_tok": 2}
-# Mixture-of-experts, with another count of experts than any other size.
-MIXTURES: dict[str, Callable[..., PreTrainedModel]] = {
-    "mixtral": _causal("Mixtral", **_EXPERTS, num_local_experts=5),
-    "qwen3_moe": _causal(
-        "Qwen3Moe", **_EXPERTS, num_experts=5, moe_intermediate_size=48, head_dim=WIDE_HEAD_DIM, norm_topk_prob=True
-    ),
-    "qwen2_moe": _causal(
-        "Qwen2Moe", **_EXPERTS, num_experts=5, moe_intermediate_size=48, shared_expert_intermediate_size=80
-    ),
-    "olmoe": _causal("Olmoe", **_EXPERTS, num_experts=5),
-    "gpt_oss": _causal("GptOss", **_EXPERTS, num_local_experts=5, head_dim=WIDE_HEAD_DIM, sliding_window=8),
-}
-
-
-def build_mixture(name: str, **changes: object) -> PreTrainedModel:
-    """Returns a model of ``MIXTURES[name]`` in eval mode, the same each time; ``changes`` go into its config."""
-    torch.manual_seed(0)
-    model = MIXTURES[name](**changes)
-    randomize(model)
-    return model.eval()
+@contextlib.contextmanager
+def float32_means_float64() -> Iterator[None]:
+    """Norms and rotary embeddings go down to float32 by name, whatever the model's dtype; that would hide errors."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+        for name in ("float32", "float"):
+            patch.setattr(torch, name, torch.float64)
+        yield

@@ -1,1 +1,1 @@
-"""Everything that permtriton is measured on with a GPU, in one command: ``python -m benchmarks.gpu --out DIR``."""
+"""All measurements of permtriton on a GPU, in one command: ``python -m benchmarks.gpu --out DIR``."""

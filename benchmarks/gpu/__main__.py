@@ -1,15 +1,15 @@
 """Runs the GPU tests, then every row of the performance table, the most important ones first, within the time given.
 
     python -m benchmarks.gpu --out DIR [--minutes 9] [--only ROW ...]
-    python -m benchmarks.gpu --out DIR --rehearse       tiny shapes on the CPU: the same code, no number that means much
+    python -m benchmarks.gpu --out DIR --rehearse       the same code on tiny shapes and the CPU: numbers mean little
 
 Run it in the repository's root. Needs torch, triton, transformers, scipy, typer, rich, numpy and safetensors, and
 permtriton installed from this checkout: pip install --no-deps --no-build-isolation -e .
-Uses pytest, pytest-xdist and torch-linear-assignment where they are installed.
+Uses pytest, pytest-xdist and torch-linear-assignment if they are installed.
 
-Writes one JSON file into DIR, anew after each result, so that a run that is cut off counts as far as it came. When the
-time is up it ends, whatever runs. Exit code 0: it ran through, whatever the goals say; 1: something was wrong or did
-not run; 2: there is no GPU to run on, or the arguments make no sense.
+Writes one JSON file into DIR and replaces it after each result, so that a run that is cut off keeps its results. Ends
+when the time is up, whatever is running. Exit code 0: everything ran, whether or not the goals are met; 1: something
+was wrong or did not run; 2: there is no GPU, or the arguments make no sense.
 """
 
 import argparse
@@ -30,14 +30,14 @@ from benchmarks.gpu.table import print_table
 from benchmarks.gpu.worker import ROWS
 from permtriton.kernels.launch import triton
 
-TESTS = 0.28  # of the time at most, for the GPU tests
+TESTS = 0.28  # largest share of the time for the GPU tests
 GRACE = 5  # seconds that a worker has to end itself when the time is up
-CUT_OFF = "cut off: the time was up, or it took twice what it may need"
+CUT_OFF = "cut off: the time was up, or it took twice the time set for it"
 WORKER = (sys.executable, "-m", "benchmarks.gpu.worker")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs it; returns the exit code."""
+    """Runs the benchmark; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -78,14 +78,14 @@ def _no_gpu() -> str | None:
 
 
 def _command(args: argparse.Namespace) -> str:
-    """Returns the command for the result file, without a folder of this machine."""
+    """Returns the command for the result file, without folders of this machine."""
     words = ["python -m benchmarks.gpu --out DIR", f"--minutes {args.minutes:g}"]
     words += [f"--only {row}" for row in args.only or ()]
     return " ".join(words + ["--no-tests"] * args.no_tests + ["--rehearse"] * args.rehearse)
 
 
 def _rows(bench: Bench, names: list[str]) -> None:
-    """Runs rows in a worker, and in another one those after a row that ended it."""
+    """Runs rows in a worker process; if a row ends it, the rows after it run in another one."""
     while names and bench.seconds_left > 0:
         code = _work(bench, names)
         bench.read()
@@ -103,7 +103,7 @@ def _rows(bench: Bench, names: list[str]) -> None:
 
 
 def _work(bench: Bench, names: list[str]) -> int:
-    """Returns a worker's exit code; it ends itself in time unless even that hangs."""
+    """Returns a worker's exit code. Workers end themselves in time, unless even that hangs."""
     try:
         limit = bench.seconds_left + GRACE
         command = [*WORKER, str(bench.file.resolve()), repr(bench.deadline), *names]
@@ -113,13 +113,13 @@ def _work(bench: Bench, names: list[str]) -> int:
 
 
 def _tests(bench: Bench, seconds: float) -> None:
-    """Runs tests/gpu in processes of their own; each row checks its own results besides."""
+    """Runs tests/gpu in separate processes; rows also check their own results."""
     if importlib.util.find_spec("pytest") is None:
         bench.result["tests"] = {"code": 0, "summary": "not run: pytest is not installed"}
         return
     command = [sys.executable, "-m", "pytest", str(ROOT / "tests" / "gpu"), "-vv", "--tb=short", "--no-header"]
     command += ["-p", "no:cacheprovider"]
-    if importlib.util.find_spec("xdist") is not None:  # most of the time compiles kernels, on the host
+    if importlib.util.find_spec("xdist") is not None:  # most of the time goes into compiling kernels, on the host
         command += ["-n", str(min(max((os.cpu_count() or 1) // 2, 1), 8))]
     started = time.perf_counter()
     with subprocess.Popen(
@@ -127,17 +127,17 @@ def _tests(bench: Bench, seconds: float) -> None:
         stderr=subprocess.STDOUT, text=True, start_new_session=True,
     ) as process:  # fmt: skip
         try:
-            told = process.communicate(timeout=seconds)[0]
+            output = process.communicate(timeout=seconds)[0]
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # its workers, too: they would disturb what is timed
-            told = f"{process.communicate()[0]}\ncut off after {seconds:.0f} s"
-    told = without_folders(told)
+            os.killpg(process.pid, signal.SIGKILL)  # its workers too: they would disturb the timing
+            output = f"{process.communicate()[0]}\ncut off after {seconds:.0f} s"
+    output = without_folders(output)
     bench.result["tests"] = {
         "code": process.returncode, "seconds": round(time.perf_counter() - started, 1),
-        "summary": (told.strip() or "no output").splitlines()[-1].strip("= "), "told": told[-20000:],
+        "summary": (output.strip() or "no output").splitlines()[-1].strip("= "), "output": output[-20000:],
     }  # fmt: skip
     bench.write()
-    print(f"GPU tests: exit code {process.returncode}\n{told[-1500:]}", flush=True)
+    print(f"GPU tests: exit code {process.returncode}\n{output[-1500:]}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the rows share: the machine, the time that is left, and the result file, written as each result comes."""
+"""What the rows share: the machine, the time left, and the result file, which is written after each result."""
 
 import json
 import math
@@ -19,10 +19,10 @@ import transformers
 
 from benchmarks.gpu.goals import Goal
 from benchmarks.gpu.table import OURS
-from permtriton import report
-from permtriton.kernels.cases import Case, Inputs
 from permtriton.kernels.launch import triton
-from permtriton.kernels.timing import Timing, measure, sets_of_inputs
+from permtriton.kernels.tools.cases import Case, Inputs
+from permtriton.kernels.tools.timing import Timing, measure, sets_of_inputs
+from permtriton.machine import device_name, versions
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 T = TypeVar("T")
@@ -30,7 +30,7 @@ Prepare = Callable[[Inputs], Callable[[], object]]  # a set of inputs -> the cal
 
 
 class Bench:
-    """One run of the benchmark, shared by the processes that it is made of.
+    """One run of the benchmark, shared by its processes.
 
     Attributes:
         file: the result file.
@@ -41,7 +41,7 @@ class Bench:
     """
 
     def __init__(self, file: Path, deadline: float, result: dict[str, Any] | None = None) -> None:
-        """Goes on with a result file, or begins it with ``result``."""
+        """Continues a result file, or begins it with ``result``."""
         self.file, self.deadline = file, deadline
         if result is None:
             self.read()
@@ -53,7 +53,7 @@ class Bench:
 
     @classmethod
     def begin(cls, folder: Path, minutes: float, rehearse: bool, command: str, commit: str | None) -> "Bench":
-        """Returns a run whose time begins now, with a new result file in ``folder``."""
+        """Returns a run that starts now, with a new result file in ``folder``."""
         deadline, started = time.monotonic() + 60 * minutes, datetime.now(UTC)
         name = "rehearsal" if rehearse else f"gpu-{started:%Y%m%dT%H%M%SZ}"
         result = {
@@ -83,25 +83,25 @@ class Bench:
         return self.deadline - time.monotonic()
 
     def read(self) -> None:
-        """Takes over what another process has written."""
+        """Reads results that another process has written."""
         self.result = json.loads(self.file.read_text(encoding="utf-8"))
 
     def write(self) -> None:
-        """Replaces the result file whole."""
+        """Replaces the result file atomically."""
         self.file.parent.mkdir(parents=True, exist_ok=True)
         temporary = self.file.with_suffix(".tmp")
         temporary.write_text(json.dumps(self.result, indent=1), encoding="utf-8")
         os.replace(temporary, self.file)
 
     def leave_out(self, row: str, why: str | Exception) -> str:
-        """Writes that a row, or one case of it, has no result; returns the reason."""
-        told: dict[str, Any] = {"row": row, "why": why}
+        """Records that a row, or one case of it, has no result; returns the reason."""
+        entry: dict[str, Any] = {"row": row, "why": why}
         if isinstance(why, Exception):
             trace = "".join(traceback.format_exception(why))
-            told |= {"why": without_folders(f"{type(why).__name__}: {why}"), "traceback": without_folders(trace)}
-        self.result["left_out"].append(told)
+            entry |= {"why": without_folders(f"{type(why).__name__}: {why}"), "traceback": without_folders(trace)}
+        self.result["left_out"].append(entry)
         self.write()
-        return str(told["why"])
+        return str(entry["why"])
 
     def add(
         self,
@@ -142,7 +142,7 @@ class Bench:
         alike: Collection[str] = (),
         **more: Any,
     ) -> dict[str, Timing]:
-        """Checks a case, times it beside its peers and writes the result; what is wrong or fails gets no time.
+        """Checks a case, times it against its peers and writes the result; a wrong or failing one gets no time.
 
         Args:
             row: of the table.
@@ -157,7 +157,7 @@ class Bench:
             The times; none where ours is wrong or failed, which is written down and costs no other case.
         """
         try:
-            with torch.no_grad():  # torch.compile would compile again with gradients switched otherwise
+            with torch.no_grad():  # else torch.compile would compile twice, with and without gradients
                 return self._compare(row, case, peers, goals, seconds, alike, more)
         except Exception as error:
             print(f"{row}: {self.leave_out(f'{row}: {case.name}', error)[:500]}", flush=True)
@@ -186,7 +186,7 @@ class Bench:
                 if name in alike and (error := case.error(found, runs[OURS][0]())) > case.limit:
                     raise AssertionError(f"wrong: its result is {error:.3g} from ours, {case.limit:.3g} is allowed")
                 runs[name] = calls
-            except Exception as error:  # a peer that this machine or version does not have
+            except Exception as error:  # a peer that is missing on this machine or in this version
                 absent[name] = brief(error)
         times = measure(runs, self.device, min(seconds, max(self.seconds_left / 4, 0.5)))
         half = times[OURS].quantile(0.5)
@@ -196,7 +196,7 @@ class Bench:
         return times
 
     def floor(self, case: Case) -> float:
-        """Returns the seconds that its bytes or its arithmetic take at the measured ceilings, the larger of both."""
+        """Returns the least seconds of a case: its bytes or its operations at the measured ceilings."""
         ceilings = self.result["ceilings"]
         return max(case.bytes / ceilings["copy_gb_s"] / 1e9, case.flops / ceilings["matmul_tflop_s"] / 1e12)
 
@@ -211,17 +211,17 @@ class Bench:
 
 
 def ratio(times: Mapping[str, Timing], peer: str) -> float:
-    """Returns how many times faster ours is than the peer, at the medians; NaN where either was not measured."""
+    """Returns how many times faster ours is than the peer, at the medians; NaN if either was not measured."""
     return times[peer].quantile(0.5) / times[OURS].quantile(0.5) if {peer, OURS} <= times.keys() else math.nan
 
 
 def brief(error: Exception) -> str:
-    """Returns what a peer's failure is written down as."""
+    """Returns a peer's failure as text for the result file."""
     return f"{type(error).__name__}: {' '.join(without_folders(str(error)).split())}"[:200]
 
 
 def without_folders(text: str) -> str:
-    """Returns text without the folders of the machine that it comes from: a result file is published."""
+    """Returns text without folders of this machine: result files are published."""
     for folder in (ROOT, sys.prefix, sys.base_prefix, Path.home()):
         text = text.replace(f"{folder}/", "")
     return text
@@ -233,7 +233,7 @@ def _bound(run: Callable[..., Any], inputs: Inputs) -> Callable[[], object]:
 
 def _versions() -> dict[str, str]:
     try:
-        return report.versions()
+        return versions()
     except metadata.PackageNotFoundError:  # run from the checkout alone
         return {"permtriton": "not installed", "python": platform.python_version(), "torch": torch.__version__,
                 "transformers": transformers.__version__}  # fmt: skip
@@ -242,7 +242,7 @@ def _versions() -> dict[str, str]:
 def _hardware(device: torch.device) -> dict[str, Any]:
     found: dict[str, Any] = {"system": f"{platform.system()} {platform.machine()}", "cores": os.cpu_count()}
     if device.type != "cuda":
-        return {**found, "device": report.device_name(device)}
+        return {**found, "device": device_name(device)}
     about = torch.cuda.get_device_properties(device)
     return {
         **found,

@@ -1,4 +1,4 @@
-"""What the rows of the table should reach. Goals are typed here alone; README.md lists them where no GPU ran yet."""
+"""The goals of the rows of the table, in one place; benchmarks/NOTES.md lists them until a GPU has run."""
 
 import math
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ GOALS: dict[str, dict[str, tuple[float | None, float | None]]] = {  # row -> fig
 
 @dataclass(frozen=True)
 class Goal:
-    """A figure and what it should be.
+    """A figure and its goal.
 
     Attributes:
         name: of the figure, for people.
@@ -42,7 +42,7 @@ class Goal:
     most: float | None = None
 
     def report(self, rehearse: bool) -> dict[str, Any]:
-        """Returns it for the result file; a rehearsal, or a figure that has no value, neither passes nor fails."""
+        """Returns the goal for the result file; a rehearsal, or a figure without a value, neither passes nor fails."""
         low, high, known = self.least, self.most, math.isfinite(self.value)
         inside = (low is None or self.value >= low) and (high is None or self.value <= high)
         passed = None if rehearse or not known or (low is None and high is None) else inside
@@ -51,7 +51,7 @@ class Goal:
 
 
 def goal(row: str, name: str, value: float) -> Goal:
-    """Returns a figure with the bounds that `GOALS` sets it.
+    """Returns a figure with its bounds from `GOALS`.
 
     Raises:
         KeyError: it sets none for such a figure.

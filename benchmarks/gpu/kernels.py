@@ -17,12 +17,26 @@ from benchmarks.gpu.bench import Bench, Prepare, brief, ratio
 from benchmarks.gpu.goals import Goal, goal
 from benchmarks.gpu.norm_alone import rms_norm_alone
 from benchmarks.gpu.table import COPY, OURS
-from permtriton.kernels import cases
-from permtriton.kernels.assignment import assignment_reference
-from permtriton.kernels.cases import Case, Inputs
-from permtriton.kernels.nm_mask import nm_mask_backward_reference, nm_mask_reference
-from permtriton.kernels.sinkhorn import sinkhorn_backward_reference, sinkhorn_reference
-from permtriton.kernels.timing import Timing, measure, relative_error, sets_of_inputs
+from permtriton.kernels.assignment import assignment_case, assignment_reference
+from permtriton.kernels.importance import ImportanceFactors
+from permtriton.kernels.nm_mask import (
+    nm_mask_backward_case,
+    nm_mask_backward_reference,
+    nm_mask_case,
+    nm_mask_reference,
+)
+from permtriton.kernels.norm_permute import norm_permute_case
+from permtriton.kernels.permute import permute_case
+from permtriton.kernels.sinkhorn import (
+    sinkhorn_backward_case,
+    sinkhorn_backward_reference,
+    sinkhorn_case,
+    sinkhorn_reference,
+)
+from permtriton.kernels.tools import cases
+from permtriton.kernels.tools.cases import Case, Inputs
+from permtriton.kernels.tools.timing import Timing, measure, relative_error, sets_of_inputs
+from permtriton.sparsity import NMPattern
 
 LINEAR_ASSIGNMENT = "torch-linear-assignment"
 BLOCKS_7B = 32 * (3 * 4096 + 11008) // 64  # of one step on LLaMA-2-7B shapes: q/k/v, o, gate/up and down, 32 layers
@@ -32,9 +46,7 @@ def permute(bench: Bench) -> None:
     """The gather against a copy of the same bytes, index_select and the CUDA kernel."""
     for rows, channels in bench.pick([(16384, 11008), (2048, 4096)], [(8, 256)]):
         for in_blocks in (True, False):
-            case = cases.permute_case(
-                rows, channels, bench.pick(torch.bfloat16, torch.float32), bench.device, in_blocks
-            )
+            case = permute_case(rows, channels, bench.pick(torch.bfloat16, torch.float32), bench.device, in_blocks)
             peers = {
                 COPY: bench.copy_peer(case),
                 "index_select": _index_select,
@@ -53,9 +65,9 @@ def permute(bench: Bench) -> None:
 
 
 def norm(bench: Bench) -> None:
-    """RMSNorm with the permutation against the norm alone, ours and torch's."""
+    """RMSNorm with the permutation against RMSNorm alone, ours and torch's."""
     for rows, channels in bench.pick([(16384, 4096), (2048, 4096)], [(8, 256)]):
-        case = cases.norm_permute_case(rows, channels, bench.pick(torch.bfloat16, torch.float32), bench.device)
+        case = norm_permute_case(rows, channels, bench.pick(torch.bfloat16, torch.float32), bench.device)
         peers: dict[str, Prepare] = {
             "our RMSNorm alone": _norm_alone,
             "torch RMSNorm": lambda inputs: lambda: rms_norm(inputs[0], inputs[1].shape, inputs[1], 1e-5),
@@ -70,9 +82,9 @@ def norm(bench: Bench) -> None:
 
 
 def sinkhorn(bench: Bench) -> None:
-    """The relaxation of all permutations of a step, forward, and forward with backward."""
+    """The relaxation of one step's permutations: forward, backward, and both."""
     blocks, size = bench.pick((BLOCKS_7B, 64), (4, 16))
-    forward = cases.sinkhorn_case(blocks, size, bench.device)
+    forward = sinkhorn_case(blocks, size, bench.device)
     bench.compare("sinkhorn forward", forward, {
         COPY: bench.copy_peer(forward),
         "eager": lambda inputs: lambda: forward_eager(*inputs),
@@ -82,7 +94,7 @@ def sinkhorn(bench: Bench) -> None:
         Goal("times faster than eager", ratio(times, "eager")),
         Goal("times faster than torch.compile", ratio(times, "torch.compile")),
     ], alike=("eager", "torch.compile"))  # fmt: skip
-    backward = cases.sinkhorn_backward_case(blocks, size, bench.device)
+    backward = sinkhorn_backward_case(blocks, size, bench.device)
     bench.compare("sinkhorn backward", backward, {COPY: bench.copy_peer(backward)}, lambda times: [
         Goal("of copy bandwidth", ratio(times, COPY)),
     ])  # fmt: skip
@@ -109,9 +121,9 @@ def both_eager(grad: Tensor, logits: Tensor) -> Tensor:
 
 
 def assignment(bench: Bench) -> None:
-    """Hard permutations of a step against scipy on the host, copies to it not counted, and torch-linear-assignment."""
+    """One step's hard permutations against scipy on the host (without the copies to it) and torch-linear-assignment."""
     blocks, size = bench.pick((BLOCKS_7B, 64), (4, 16))
-    case = cases.assignment_case(blocks, size, bench.device)
+    case = assignment_case(blocks, size, bench.device)
     wrong = case.check()
     if wrong is not None:
         raise AssertionError(f"a block's total is not scipy's: {wrong}")
@@ -135,7 +147,7 @@ def assignment(bench: Bench) -> None:
 
 
 def _linear_assignment(bench: Bench, case: Case, inputs: Sequence[Inputs]) -> Timing:
-    """Times the package, which minimises and gives each row its column; what is wrong gets no time."""
+    """Times the package, which minimises and returns the column of each row; a wrong result gets no time."""
     from torch_linear_assignment import batch_linear_assignment
 
     costs = [-score for (score,) in inputs]
@@ -149,7 +161,7 @@ def _linear_assignment(bench: Bench, case: Case, inputs: Sequence[Inputs]) -> Ti
 
 
 def _scipy(scores: np.ndarray[Any, np.dtype[np.float64]], repeats: int) -> dict[str, Timing]:
-    """Times scipy in one thread, and in one for each core."""
+    """Times scipy in one thread, and in one thread per core."""
     parts = np.array_split(scores, os.cpu_count() or 1)
 
     def solve(blocks: np.ndarray[Any, np.dtype[np.float64]]) -> None:
@@ -164,21 +176,21 @@ def _scipy(scores: np.ndarray[Any, np.dtype[np.float64]], repeats: int) -> dict[
 
 
 def masks(bench: Bench) -> None:
-    """The masked weight of the largest linear and the gradient of its permutation."""
+    """The masked weight of the largest linear, and the gradient of its permutation."""
     rows, channels = bench.pick((11008, 4096), (96, 128))
     dtype = bench.pick(torch.bfloat16, torch.float32)
-    forward = cases.nm_mask_case(rows, channels, dtype, bench.device)
+    forward = nm_mask_case(rows, channels, dtype, bench.device)
     bench.compare("nm_mask forward", forward, {
         COPY: bench.copy_peer(forward),
         "eager": lambda inputs: lambda: nm_mask_reference(
-            inputs[0], inputs[1], None, None, 1, inputs[2], inputs[3], 2, 4
+            inputs[0], ImportanceFactors(1, inputs[1]), inputs[2], inputs[3], NMPattern(2, 4)
         ),
     }, lambda times: _mask_goals("nm_mask forward", times), alike=["eager"])  # fmt: skip
-    backward = cases.nm_mask_backward_case(rows, channels, dtype, bench.device)
+    backward = nm_mask_backward_case(rows, channels, dtype, bench.device)
     bench.compare("nm_mask backward", backward, {
         COPY: bench.copy_peer(backward),
         "eager": lambda inputs: lambda: nm_mask_backward_reference(
-            inputs[4], inputs[0], inputs[1], None, None, 1, inputs[2], inputs[3], 4, True
+            inputs[4], inputs[0], ImportanceFactors(1, inputs[1]), inputs[2], inputs[3], 4, True
         ),
     }, lambda times: _mask_goals("nm_mask backward", times), alike=["eager"])  # fmt: skip
 
@@ -191,7 +203,7 @@ def _mask_goals(row: str, times: Mapping[str, Timing]) -> list[Goal]:
 
 
 def _forward_and_backward(forward: Case, backward: Case) -> Case:
-    """Both passes as one case; the backward pass takes the scales that the forward pass has just written."""
+    """Both passes as one case; the backward pass reads the scales that the forward pass has just written."""
 
     def run(grad: Tensor, logits: Tensor) -> Tensor:
         _, rows, columns = torch.ops.permtriton.sinkhorn(logits, 0.5, 5)

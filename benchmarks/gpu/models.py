@@ -16,18 +16,22 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from benchmarks.gpu.bench import Bench, Prepare, ratio
 from benchmarks.gpu.goals import Goal, goal
 from benchmarks.gpu.table import OURS
-from permtriton import NMPattern, find_plan, memory
+from permtriton import NMPattern, find_plan
 from permtriton.config import LearnConfig
-from permtriton.forward import hidden_states, last_hidden_state
-from permtriton.importance import importance_of
-from permtriton.kernels import cases, cusparselt
-from permtriton.kernels.cases import Inputs
+from permtriton.kernels import cusparselt
 from permtriton.kernels.packing import unpack
-from permtriton.kernels.timing import Timing, measure, relative_error
-from permtriton.learn import Trainer, checkpointed, learned_spaces, masked_model
-from permtriton.modules import SparseLinear, replace_module
-from permtriton.plan import Plan, layer_modules, linear_module, weight_in_out
-from permtriton.relaxation import Relaxation
+from permtriton.kernels.sparse_linear import sparse_linear_case
+from permtriton.kernels.tools import cases
+from permtriton.kernels.tools.cases import Inputs
+from permtriton.kernels.tools.timing import Timing, measure, relative_error
+from permtriton.machine import peak_memory
+from permtriton.model.forward import hidden_states, last_hidden_state
+from permtriton.model.modules import SparseLinear, replace_module
+from permtriton.model.plan import Plan, layer_modules, linear_module, weight_in_out
+from permtriton.prune.importance import importance_of
+from permtriton.prune.learn import Trainer, learned_spaces
+from permtriton.prune.masked_model import checkpointed, masked_model
+from permtriton.prune.relaxation import Relaxation
 
 SHAPES_7B = [(11008, 4096), (4096, 11008), (4096, 4096)]
 PATTERN = NMPattern(2, 4)
@@ -36,11 +40,11 @@ DENSE, BARE, SEMI_STRUCTURED = "dense", "cuSPARSELt", "torch's semi-structured l
 
 
 def decode(bench: Bench) -> None:
-    """The packed product at 1 and 16 tokens against cuBLAS and cuSPARSELt."""
+    """The packed product with 1 and 16 tokens against cuBLAS and cuSPARSELt."""
     for tokens in (1, 16):
         row = f"sparse_linear, {tokens} tokens"
         for out_features, in_features in bench.pick(SHAPES_7B, [(64, 128)]):
-            case = cases.sparse_linear_case(
+            case = sparse_linear_case(
                 tokens, out_features, in_features, bench.pick(torch.bfloat16, torch.float32), bench.device
             )
             bench.compare(row, case, _peers(in_features),
@@ -51,12 +55,12 @@ def decode(bench: Bench) -> None:
 
 
 def prefill(bench: Bench) -> None:
-    """Many tokens, the permutation of the input included, against cuBLAS and bare cuSPARSELt without it."""
+    """Many tokens, including the permutation of the input, against cuBLAS and bare cuSPARSELt without it."""
     gains = []
     for tokens in bench.pick([2048, 8192], [32]):
         for out_features, in_features in bench.pick(SHAPES_7B, [(64, 128)]):
             dtype = bench.pick(torch.bfloat16, torch.float32)
-            case = cases.sparse_linear_case(tokens, out_features, in_features, dtype, bench.device, gather=True)
+            case = sparse_linear_case(tokens, out_features, in_features, dtype, bench.device, gather=True)
             times = bench.compare(f"2:4 prefill, {tokens} tokens", case, _peers(in_features), _prefill_goals, 2.0)
             gains.append(ratio(times, DENSE))
     mean = math.exp(statistics.fmean(map(math.log, gains)))
@@ -72,10 +76,10 @@ def _prefill_goals(times: Mapping[str, Timing]) -> list[Goal]:
 
 
 def _peers(in_features: int) -> dict[str, Prepare]:
-    """Dense and cuSPARSELt products of the same weight with the same, unpermuted, input."""
+    """Dense and cuSPARSELt products of the same weight and the same input, without the permutation."""
 
     def weight_of(inputs: Inputs) -> Tensor:
-        return unpack(inputs[1], inputs[2], in_features, 2, 4)
+        return unpack(inputs[1], inputs[2], in_features, PATTERN)
 
     def dense(inputs: Inputs) -> Callable[[], object]:
         weight = weight_of(inputs)
@@ -95,7 +99,7 @@ def _peers(in_features: int) -> dict[str, Prepare]:
 
 
 def learning_step(bench: Bench) -> None:
-    """One step of learning against a dense forward and backward pass with weight gradients."""
+    """One learning step against a dense forward and backward pass with weight gradients."""
     model = llama(bench, bench.pick(32, 1))
     tokens = bench.pick(1024, 32)
     plan = find_plan(model, PATTERN)
@@ -110,7 +114,7 @@ def learning_step(bench: Bench) -> None:
         cost = goal("learning step", "times a dense forward + backward", 1 / ratio(times, "dense forward + backward"))
         layers = model.config.num_hidden_layers
         size = f"{layers} layers, {ids.shape[0]} x {tokens} tokens, {micro_batch} sequences at once"
-        peak = memory.peak(model.device)
+        peak = peak_memory(model.device)
         bench.add("learning step", size, times, [cost], peak_memory_bytes=peak, note="activation checkpointing in both")
         return
     raise MemoryError("not even one sequence at once fits into the GPU's memory")
@@ -150,7 +154,7 @@ def _step_times(
         with masked_model(model, plan, importances, PATTERN, relaxation, config) as masks:
             trainer = Trainer(model, masks, relaxation, optimizer, ids, target, config, 0)
             step = _step(trainer, rows, repeat)
-            step()  # after the weights were transposed, the allocator settles
+            step()  # the allocator settles after the weights were transposed
             samples[OURS].append(_seconds(bench, step))
     return {name: Timing(tuple(found[1:]), "host") for name, found in samples.items()}
 

@@ -1,4 +1,4 @@
-"""The result file as a table, on a terminal and in Markdown. It imports no torch: README.md is checked with it."""
+"""The result file as a table, for a terminal and in Markdown. Imports no torch: checking the Markdown pages uses it."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ HEADINGS = ("row", "case", "ours, us", "best peer, us", "floor, us", "figure", "
 
 
 def lines(result: dict[str, Any]) -> list[tuple[str, ...]]:
-    """Returns a line a goal: row, case, our p50, the best peer's, the floor, the figure, its bounds, the verdict."""
+    """Returns one line per goal: row, case, our p50, the best peer's, floor, figure, bounds of the goal, verdict."""
     found = []
     for row in result["rows"]:
         ours, peer, floor = (_micro(row["times"].get(OURS)), _best_peer(row["times"]), row.get("floor_us"))
@@ -26,7 +26,7 @@ def lines(result: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def print_table(result: dict[str, Any]) -> None:
-    """Prints it."""
+    """Prints the table."""
     title = f"{result['hardware']['device']}" + (", a rehearsal: the times mean nothing" if result["rehearsal"] else "")
     table = Table(*HEADINGS, title=title, title_justify="left")
     for line in lines(result):
@@ -37,7 +37,7 @@ def print_table(result: dict[str, Any]) -> None:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """Returns it for README.md, with what it was measured on."""
+    """Returns the table for NOTES.md, with the machine and versions it was measured on."""
     rows = [" | ".join(cell.replace("|", "\\|") for cell in line) for line in lines(result)]
     versions, hardware = result["versions"], result["hardware"]
     return "\n".join([
@@ -48,7 +48,7 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def unmeasured() -> str:
-    """Returns what stands in README.md until there is a result: the goals."""
+    """Returns the table of NOTES.md until there is a result: the goals."""
     rows = ["| row | figure | goal | measured |", "|---|---|---|---|"]
     for row, figures in GOALS.items():
         rows += [f"| {row} | {name} | {_bounds(*bounds)} | not measured |" for name, bounds in figures.items()]
@@ -64,7 +64,7 @@ def _micro(times: dict[str, Any] | None) -> str:
 
 
 def _best_peer(times: dict[str, dict[str, Any]]) -> str:
-    peers = {name: told["p50_us"] for name, told in times.items() if name not in (OURS, COPY)}
+    peers = {name: quantiles["p50_us"] for name, quantiles in times.items() if name not in (OURS, COPY)}
     best = min(peers, key=peers.__getitem__, default=None)
     return "-" if best is None else f"{peers[best]:.1f} {best}"
 

@@ -1,7 +1,7 @@
-"""Runs rows, one after another, in a process of their own: python -m benchmarks.gpu starts it, nobody else.
+"""Runs rows, one after another, in a process of its own, which only ``python -m benchmarks.gpu`` starts.
 
-After an illegal access every further CUDA call of a process fails, and a kernel that hangs never returns. Here either
-ends this process, and costs one row: the rows after it run in another one.
+After an illegal access every further CUDA call of a process fails, and a kernel that hangs never returns. Either ends
+this process and costs one row: the rows after it run in another process.
 """
 
 import faulthandler
@@ -16,9 +16,9 @@ import transformers
 
 from benchmarks.gpu import kernels, models
 from benchmarks.gpu.bench import Bench
-from permtriton.kernels import timing
+from permtriton.kernels.tools import timing
 
-ROWS: tuple[tuple[str, float, Callable[[Bench], None]], ...] = (  # name, seconds that it may need, function
+ROWS: tuple[tuple[str, float, Callable[[Bench], None]], ...] = (  # name, most seconds that it may need, function
     ("sparse_linear", 30, models.decode),
     ("assignment", 25, kernels.assignment),
     ("sinkhorn", 60, kernels.sinkhorn),
@@ -29,8 +29,8 @@ ROWS: tuple[tuple[str, float, Callable[[Bench], None]], ...] = (  # name, second
     ("prefill", 30, models.prefill),
     ("inference", 50, models.inference),
 )
-OVERRUN = 2  # a row that takes so many times what it may need is cut off
-AGAIN = 3  # exit code: this process can measure no more
+OVERRUN = 2  # a row is cut off after this many times the seconds set for it
+AGAIN = 3  # exit code: this process cannot measure any more, the next rows need another
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -67,27 +67,27 @@ def _ceilings(bench: Bench) -> None:
 
 
 def _run(bench: Bench, name: str, seconds: float, row: Callable[[Bench], None]) -> bool:
-    """Runs a row, if the time allows; returns whether this process can run another."""
+    """Runs a row if the time allows; returns whether this process can run another one."""
     if bench.seconds_left < bench.pick(seconds, 0.0):
         bench.leave_out(name, f"{max(bench.seconds_left, 0):.0f} s were left, it may need {seconds:.0f}")
         return True
-    bench.result["row_seconds"][name] = None  # stays None where the row ends the process
+    bench.result["row_seconds"][name] = None  # stays None if the row ends the process
     bench.write()
     _watch(bench, OVERRUN * seconds)
-    started, told = time.perf_counter(), "done"
+    started, outcome = time.perf_counter(), "done"
     try:
         row(bench)
-    except Exception as error:  # one row that fails must not cost the others
-        told = bench.leave_out(name, error)
+    except Exception as error:  # a failing row must not cost the others
+        outcome = bench.leave_out(name, error)
     usable = _cleared(bench)
     bench.result["row_seconds"][name] = took = round(time.perf_counter() - started, 1)
     bench.write()
-    print(f"{name}: {told}, {took:.0f} s, {bench.seconds_left:.0f} s left", flush=True)
+    print(f"{name}: {outcome}, {took:.0f} s, {bench.seconds_left:.0f} s left", flush=True)
     return usable
 
 
 def _watch(bench: Bench, seconds: float) -> None:
-    """Ends this process, with a traceback, unless it is called again within the time; it needs no GIL for that."""
+    """Ends this process with a traceback unless called again within the time; works without the GIL."""
     limit = max(min(seconds, bench.seconds_left), 0.1)
     faulthandler.dump_traceback_later(limit, exit=True, file=sys.__stderr__)
 

@@ -1,6 +1,6 @@
-"""Builds ``permute.cu`` where nvcc is, and calls it. Nothing in permtriton needs it: it is what Triton is held against.
+"""Builds ``permute.cu`` with nvcc and calls it: a yardstick for the Triton kernel, which nothing in permtriton needs.
 
-The source uses no header of torch's, so that it builds in seconds and is called through its one C function.
+The source includes no torch headers, so it builds in seconds; it is called through its one C function.
 """
 
 import ctypes
@@ -22,10 +22,10 @@ def library() -> ctypes.CDLL:
     """Compiles the source for the present GPU with ``torch.utils.cpp_extension``, once, and loads it.
 
     Raises:
-        PermTritonError: no GPU, no nvcc, or it failed.
+        PermTritonError: no GPU, no nvcc, or the build failed.
     """
     if not torch.cuda.is_available():
-        raise PermTritonError(f"{SOURCE.name} runs on an NVIDIA GPU: this machine has none that torch sees")
+        raise PermTritonError(f"{SOURCE.name} runs on an NVIDIA GPU, and torch sees none on this machine")
     from torch.utils import cpp_extension
 
     options: dict[str, Any] = {"extra_cuda_cflags": ["-O3", "-std=c++17"], "is_python_module": False, "with_cuda": True}
@@ -33,11 +33,11 @@ def library() -> ctypes.CDLL:
         path = cpp_extension.load("permtriton_cuda_permute", [str(SOURCE)], **options)
     except (OSError, RuntimeError) as error:
         raise PermTritonError(
-            f"{SOURCE.name} could not be built: {error}; it needs nvcc (CUDA_HOME) and ninja, and nothing needs it"
+            f"{SOURCE.name} could not be built: {error}; it needs nvcc (CUDA_HOME) and ninja; nothing depends on it"
         ) from error
     loaded = ctypes.CDLL(path)
-    pointer, wide, whole = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-    loaded.permtriton_permute.argtypes = [pointer, pointer, pointer, wide, whole, wide, whole, whole, pointer]
+    pointer, wide, narrow = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+    loaded.permtriton_permute.argtypes = [pointer, pointer, pointer, wide, narrow, wide, narrow, narrow, pointer]
     return loaded
 
 
@@ -47,11 +47,11 @@ def permute_cuda(x: Tensor, index: Tensor, block_size: int | None = None) -> Ten
     Args:
         x: ``[..., C]`` on a GPU, values of up to 64 bits.
         index: ``[C]``, any integer dtype, on the same GPU.
-        block_size: where the index keeps to blocks of so many channels: segments of them are staged, of about 2048
-            channels. An index that does not is not noticed: an entry outside of its segment reads another channel.
+        block_size: Channels per block if the index keeps to blocks: segments of about 2048 channels are then staged.
+            This is not checked: an entry outside its segment reads another channel.
 
     Raises:
-        ModelError: shapes that do not fit, values of another size, a tensor on a CPU.
+        ModelError: shapes that do not fit, values larger than 64 bits, or a tensor on a CPU.
         PermTritonError: the kernel could not be built or launched.
     """
     check_shapes("permute_cuda", x, index)

@@ -1,4 +1,4 @@
-"""What only a GPU can show. Run on one by python -m benchmarks.gpu, or with python -m pytest tests/gpu."""
+"""Tests that need a GPU. Run on one by python -m benchmarks.gpu, or with python -m pytest tests/gpu."""
 
 import pytest
 import torch

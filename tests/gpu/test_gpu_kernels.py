@@ -4,16 +4,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from permtriton.errors import PermTritonError
-from permtriton.kernels import autotune, cases, tuning
-from permtriton.kernels.assignment import assignment
+from permtriton.errors import ModelError
+from permtriton.kernels import autotune
+from permtriton.kernels.assignment import assignment, assignment_case
+from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.nm_mask import nm_mask, nm_mask_reference
 from permtriton.kernels.norm_permute import norm_permute, norm_permute_reference
 from permtriton.kernels.packing import pack
 from permtriton.kernels.permute import permute, permute_reference
 from permtriton.kernels.sinkhorn import sinkhorn, sinkhorn_reference
 from permtriton.kernels.sparse_linear import sparse_linear
-from permtriton.kernels.timing import relative_error
+from permtriton.kernels.tools import cases, registry, tuning
+from permtriton.kernels.tools.timing import relative_error
+from permtriton.sparsity import NMPattern
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 SHAPES = [(64, 128), (96, 320), (256, 704), (4096, 4096)]
@@ -29,8 +32,8 @@ def test_every_case_is_right(shape, dtype, device):
     wrong = {}
     for case in tuning.cases_for([shape], [1, 16, 77, 512], dtype, device):
         for seed in range(2):
-            if told := case.check(seed):
-                wrong[case.name] = told
+            if problem := case.check(seed):
+                wrong[case.name] = problem
     assert wrong == {}
 
 
@@ -45,25 +48,25 @@ def test_every_case_reads_the_tables_that_it_names(device):
     for case in tuning.cases_for([(256, 512)], [1, 16, 77], torch.bfloat16, device):
         several = {name for name, configs in tuning.tables_of(case).items() if len(configs) > 1}
         read = {request.op for request in tuning._requests(case)}
-        if (read ^ several) - {"sparse_linear_route"}:  # which is read where there is a choice
+        if (read ^ several) - {"sparse_linear_route"}:  # which is read only if there is a choice
             found[case.name] = read, several
     assert found == {}
 
 
-@pytest.mark.parametrize("kernel", tuning.KERNELS)
+@pytest.mark.parametrize("kernel", registry.KERNELS)
 def test_every_configuration_is_right(kernel, device):
-    """What autotuning may choose; only what the device has no room for may fail to run."""
+    """Every configuration that autotuning may choose runs, unless the device has no room for it."""
     wrong = {}
     for case in tuning.cases_for([(256, 512)], [16], torch.bfloat16, device, kernel):
         for request in tuning._requests(case):
             for config in request.configs:
                 with autotune.forced(request.op, config):
                     try:
-                        told = case.check()
+                        problem = case.check()
                     except Exception as error:
-                        told = None if "out of resource" in str(error) else repr(error)
-                if told:
-                    wrong[case.name, autotune.describe(config)] = told
+                        problem = None if "out of resource" in str(error) else repr(error)
+                if problem:
+                    wrong[case.name, autotune.describe(config)] = problem
     assert wrong == {}
 
 
@@ -109,7 +112,7 @@ def test_norms_against_the_reference(kind, channels, device):
 
 @pytest.mark.parametrize("size", [1, 7, 32, 48, 64, 128, 256])
 def test_assignment_of_every_size(size, device):
-    case = cases.assignment_case(17, size, device)
+    case = assignment_case(17, size, device)
     assert case.check() is None
     tied = torch.randint(0, 3, (9, size, size), device=device).float()
     index = assignment(tied)
@@ -120,7 +123,7 @@ def test_assignment_of_every_size(size, device):
 def test_assignment_refuses_nan(device):
     score = torch.randn(3, 64, 64, device=device)
     score[1, 2, 3] = float("nan")
-    with pytest.raises((ValueError, PermTritonError), match="NaN"):
+    with pytest.raises(ModelError, match="NaN"):
         assignment(score)
 
 
@@ -131,10 +134,9 @@ def test_masks_keep_the_same_weights(kept, group, row_major, device):
     weight = weight if row_major else weight.t().contiguous().t()
     sizes = [64] * 5
     index = torch.cat([start + order(64, device) for start in range(0, 320, 64)])
-    scale = torch.rand(320, device=device) + 0.5
-    arguments = (weight, scale, None, None, 1, index)
-    out = nm_mask(*arguments, scale.new_empty(0), sizes, kept, group, True)
-    expected = nm_mask_reference(*arguments, sizes, kept, group)
+    factors, pattern = ImportanceFactors(1, torch.rand(320, device=device) + 0.5), NMPattern(kept, group)
+    out = nm_mask(weight, factors, index, torch.empty(0, device=device), sizes, pattern, True)
+    expected = nm_mask_reference(weight, factors, index, sizes, pattern)
     assert torch.equal(out, expected)
     assert not bool((out.eq(0) & out.signbit()).any())
 
@@ -161,7 +163,7 @@ def test_the_same_input_gives_the_same_bits(device):
 def test_operators_pass_opcheck(device):
     x = torch.randn(4, 64, device=device, requires_grad=True)
     index = order(64, device)
-    values, positions = pack(cases.two_of_four((32, 64), torch.float32, torch.Generator(device)), 2, 4)
+    values, positions = pack(cases.two_of_four((32, 64), torch.float32, torch.Generator(device)), NMPattern(2, 4))
     logits = torch.randn(3, 32, 32, device=device, requires_grad=True)
     weight = torch.randn(64, device=device, requires_grad=True)
     ops = torch.ops.permtriton
@@ -188,11 +190,11 @@ def test_operators_pass_opcheck(device):
 def test_compiled_without_a_break(device):
     x = torch.randn(8, 128, device=device, dtype=torch.bfloat16)
     index, weight = order(128, device), torch.randn(128, device=device, dtype=torch.bfloat16)
-    values, positions = pack(cases.two_of_four((64, 128), torch.bfloat16, torch.Generator(device)), 2, 4)
+    values, positions = pack(cases.two_of_four((64, 128), torch.bfloat16, torch.Generator(device)), NMPattern(2, 4))
 
     def layer(x: Tensor) -> Tensor:
         hidden = norm_permute(permute(x, index), weight, None, index, 1e-5, 0.0, "rms")
-        return sparse_linear(hidden, values, positions, None, index, 128, 2, 4) * 2
+        return sparse_linear(hidden, values, positions, None, index, 128, NMPattern(2, 4)) * 2
 
     assert relative_error(torch.compile(layer, fullgraph=True)(x), layer(x)) < 1e-2
 
@@ -210,7 +212,7 @@ def test_tuning_finds_a_configuration_that_is_used(device, tmp_path, monkeypatch
 
 
 def test_the_relaxation_of_a_step_fits_beside_a_model(device):
-    """Beyond logits and result, a forward pass keeps 2 x rounds x B float32 a block at the most."""
+    """Besides logits and result, a forward pass keeps at most 2 x rounds x B float32 values per block."""
     blocks, size, rounds = 2048, 64, 5
     logits = torch.randn(blocks, size, size, device=device)
     torch.cuda.synchronize()

@@ -7,19 +7,19 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from permtriton import NMPattern
-from permtriton.calibration import channel_norms
+from permtriton.checkpoint.export import export
 from permtriton.config import LearnConfig
-from permtriton.export import export
-from permtriton.forward import hidden_states
-from permtriton.importance import importance_of
 from permtriton.kernels import autotune, cusparselt
 from permtriton.kernels.sparse_linear import CUSPARSELT, PACKED, ROUTE_CONFIGS, routed
-from permtriton.kernels.timing import relative_error
-from permtriton.learn import learn
-from permtriton.modules import SparseLinear
-from permtriton.plan import linear_module, weight_in_out
+from permtriton.kernels.tools.timing import relative_error
+from permtriton.model.forward import hidden_states
+from permtriton.model.modules import SparseLinear
+from permtriton.model.plan import linear_module, weight_in_out
 from permtriton.planning import find_plan
 from permtriton.progress import NoProgress
+from permtriton.prune.importance import importance_of
+from permtriton.prune.learn import learn
+from permtriton.prune.statistics import channel_norms
 
 from .. import folders
 
@@ -36,7 +36,7 @@ def llama(dtype: torch.dtype = torch.bfloat16) -> LlamaForCausalLM:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A packed checkpoint, and the dense one that it was made of."""
+    """A packed checkpoint and the dense one from which it was made."""
     root, model = tmp_path_factory.mktemp("packed"), llama()
     folders.prune(model)
     folders.save(model, root / "dense")
@@ -92,7 +92,7 @@ def test_every_route_gives_the_product(tokens, bias, device):
         x.double()[:, index], linear.weight.double(), linear.bias.double() if bias else None
     )
     packed = SparseLinear.from_linear(linear).pack(NMPattern(2, 4)).compress()
-    arguments = (x, packed.weight_values, packed.weight_positions, packed.bias, index, 512, 2, 4)
+    arguments = (x, packed.weight_values, packed.weight_positions, packed.bias, index, 512, NMPattern(2, 4))
     impossible = {PACKED} if tokens > 64 else set()
     impossible |= {CUSPARSELT} if packed.weight_compressed is None else set()
     for config in ROUTE_CONFIGS:
@@ -104,7 +104,7 @@ def test_every_route_gives_the_product(tokens, bias, device):
 
 
 def test_cusparselt_keeps_the_values_where_the_packed_form_has_them(device):
-    """What lets both forms share memory; a layer whose values lie elsewhere keeps both, and is larger."""
+    """Equal order lets both forms share memory; a layer whose values are ordered differently keeps both."""
     if not cusparselt.supports(torch.bfloat16, 384, 512, device):
         pytest.skip("this torch has no cuSPARSELt")
     weight = torch.randn(384, 128, 4, device=device).bfloat16()

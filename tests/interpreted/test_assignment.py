@@ -1,58 +1,28 @@
 """The assignment kernel under Triton's interpreter: the total of what it chooses is scipy's."""
 
-import numpy as np
 import pytest
 import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from permtriton.errors import ConfigError
+from permtriton.errors import ModelError
 from permtriton.kernels import autotune
 from permtriton.kernels.assignment import assignment_warm
 from permtriton.kernels.assignment_triton import CONFIGS, assignment_triton, assignment_warm_triton
 from permtriton.kernels.sinkhorn import sinkhorn_reference
+
+from ..kernel_inputs import adversarial, best, check_assignment, poison, total
 
 NAN, INF = float("nan"), float("inf")
 
 
 @pytest.fixture(autouse=True)
 def _poisoned(monkeypatch):
-    """What the kernel does not write is no row."""
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *args, **options: empty(*args, **options).fill_(12345))
-
-
-def total(score: Tensor, index: Tensor) -> Tensor:
-    return score.double().gather(1, index.long().unsqueeze(1)).sum((1, 2))
-
-
-def best(score: Tensor) -> Tensor:
-    totals = [block[linear_sum_assignment(block, maximize=True)].sum() for block in score.double().numpy()]
-    return torch.tensor(np.array(totals))
+    poison(monkeypatch)
 
 
 def check(score: Tensor, index: Tensor | None = None) -> Tensor:
-    index = assignment_triton(score) if index is None else index
-    assert index.dtype == torch.int32
-    assert index.shape == score.shape[:2]
-    assert torch.equal(index.sort(1).values, torch.arange(score.shape[1], dtype=torch.int32).expand_as(index))
-    torch.testing.assert_close(total(score, index), best(score), rtol=1e-12, atol=0)
-    return index
-
-
-def adversarial(size: int) -> Tensor:
-    line = torch.arange(1.0, size + 1)
-    trap = torch.full((size, size), -1e4)
-    trap.diagonal().fill_(1.0)
-    trap.diagonal(1).fill_(1.5)
-    trap[-1, 0] = -1e5
-    noise = torch.randn(size, size)
-    mixed = noise * 10.0 ** torch.randint(-20, 20, (size, size))
-    offset = noise.mul(8).round() + 2.0**20
-    return torch.stack(
-        (line.outer(line), -line.outer(line), -(line.view(-1, 1) - line).abs(), trap, noise * 1e30, noise * 1e-30,
-         torch.eye(size).flip(0), offset, mixed)
-    )  # fmt: skip
+    return check_assignment(score, assignment_triton(score) if index is None else index)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 16, 33])
@@ -84,7 +54,7 @@ def test_constant_scores(value):
 
 
 def test_differences_far_below_float32_sums():
-    """Path lengths in float32 would lose what decides."""
+    """Path lengths in float32 would round away the differences that decide."""
     check(2.0**23 + torch.randint(0, 4, (2, 12, 12)).float())
     check((torch.randn(1, 12, 12) * 1e-3 + torch.arange(12.0) * 1e4).mT)
 
@@ -127,11 +97,11 @@ def test_blocks_come_back_in_their_order():
 def test_nan_is_refused(where):
     score = torch.randn(3, 5, 5)
     score[where] = NAN
-    with pytest.raises(ValueError, match=r"\(3, 5, 5\).* 1 of them are NaN"):
+    with pytest.raises(ModelError, match=r"\(3, 5, 5\).* 1 of them are NaN"):
         assignment_triton(score)
-    with pytest.raises(ValueError, match="NaN"):
+    with pytest.raises(ModelError, match="NaN"):
         assignment_warm_triton(score, torch.zeros(3, 5))
-    with pytest.raises(ValueError, match="NaN"):
+    with pytest.raises(ModelError, match="NaN"):
         assignment_triton(torch.full_like(score, NAN))
 
 
@@ -151,15 +121,15 @@ def test_no_finite_assignment_is_refused(kind):
         score[1, 2] = -INF
     elif kind == "column":
         score[1, :, 2] = -INF
-    elif kind == "corner":  # rows 0 to 3 have columns 0 to 2 only
+    elif kind == "corner":  # rows 0 to 3 can only take columns 0 to 2
         score[1, :4, 3:] = -INF
     else:
         score[1, 4, 2] = INF
     with pytest.raises(ValueError, match=r"infeasible|invalid"):
         linear_sum_assignment(score[1].numpy(), maximize=True)
-    with pytest.raises(ValueError, match="infinite"):
+    with pytest.raises(ModelError, match="infinite"):
         assignment_triton(score)
-    with pytest.raises(ValueError, match="infinite"):
+    with pytest.raises(ModelError, match="infinite"):
         assignment_warm_triton(score, torch.zeros(2, 6))
 
 
@@ -205,7 +175,7 @@ def test_every_configuration(config):
 
 @pytest.mark.parametrize("score", [torch.zeros(1, 257, 257), torch.zeros(1, 4, 4, dtype=torch.int32)])
 def test_refused(score):
-    with pytest.raises(ConfigError, match=rf"{score.dtype}.*{score.shape[-1]}.*at most 256"):
+    with pytest.raises(ModelError, match=rf"{score.dtype}.*{score.shape[-1]}.*at most 256"):
         assignment_triton(score)
 
 
@@ -218,5 +188,5 @@ def test_the_warm_operator(shape):
 
 
 def test_prices_of_another_shape_are_refused():
-    with pytest.raises(ConfigError, match=r"\(2, 3\).*expected \(2, 4\)"):
+    with pytest.raises(ModelError, match=r"\(2, 3\).*expected \(2, 4\)"):
         assignment_warm_triton(torch.zeros(2, 4, 4), torch.zeros(2, 3))

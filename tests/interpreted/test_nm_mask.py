@@ -6,22 +6,13 @@ from permtriton.errors import ModelError
 from permtriton.kernels import nm_mask as file
 from permtriton.kernels import nm_mask_backward_triton as backward
 from permtriton.kernels import nm_mask_triton as forward
+from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.launch import Config
+from permtriton.sparsity import NMPattern
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+from ..kernel_inputs import KERNEL_DTYPES, TWO_FOUR, block_index, factors_of, poison
+
 TOLERANCE = 1e-4  # the interpreter cuts float32 to bfloat16 where GPUs round: four times their error
-
-
-def poison(monkeypatch) -> None:
-    """Fills outputs with NaN, so that what a kernel does not write is seen."""
-    full = torch.full
-    monkeypatch.setattr(torch, "empty", lambda shape, **kind: full(shape, float("nan"), **kind))
-
-
-def block_index(sizes: list[int]) -> Tensor:
-    """A permutation that moves channels inside the blocks only."""
-    starts = [sum(sizes[:number]) for number in range(len(sizes))]
-    return torch.cat([start + torch.randperm(size) for start, size in zip(starts, sizes, strict=True)])
 
 
 def laid_out(values_OC: Tensor, layout: str) -> Tensor:
@@ -35,14 +26,9 @@ def laid_out(values_OC: Tensor, layout: str) -> Tensor:
     return values_OC.contiguous()
 
 
-def factors_of(form: str, rows: int, channels: int) -> tuple:
-    """(scale, row, column, power) in eighths: exact in every dtype, and with many ties."""
-    scale, row, column = (torch.randint(1, 9, (count,)).float() / 8 for count in (channels, rows, channels))
-    return {
-        "power 1": (scale, None, None, 1),
-        "power 2": (scale, None, None, 2),
-        "row and column": (scale, row, column, 1),
-    }[form]
+def in_float64(factors: ImportanceFactors) -> ImportanceFactors:
+    wide = (None if factor is None else factor.double() for factor in (factors.scale, factors.row, factors.column))
+    return ImportanceFactors(factors.power, *wide)
 
 
 def same_bits(found: Tensor, expected: Tensor) -> bool:
@@ -58,7 +44,7 @@ def test_forward_is_the_reference_bit_for_bit(kept, group, layout):
     weight = laid_out(torch.randint(-4, 5, (rows, channels)).float() / 8, layout)
     weight[0, 0] = -0.0
     factors, index = factors_of("row and column", rows, channels), block_index(sizes)
-    arguments = (weight, *factors, index, sizes, kept, group)
+    arguments = (weight, factors, index, sizes, NMPattern(kept, group))
     found = forward.nm_mask_triton(*arguments)
     expected = file.nm_mask_reference(*arguments)
     assert same_bits(found, expected)
@@ -72,19 +58,19 @@ def test_forward_of_whole_blocks(kept, group, most):
     size, rows = most // group * group, 48
     weight = laid_out(torch.randint(-4, 5, (rows, 2 * size)).float() / 8, "input-major")
     factors, index = factors_of("row and column", rows, 2 * size), block_index([size, size])
-    arguments = (weight, *factors, index, [size, size], kept, group)
+    arguments = (weight, factors, index, [size, size], NMPattern(kept, group))
     found = forward.nm_mask_triton(*arguments)
     assert same_bits(found, file.nm_mask_reference(*arguments))
     assert (found[:, index].unflatten(1, (-1, group)) != 0).sum(2).max() <= kept
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES)
 @pytest.mark.parametrize("form", ["power 1", "power 2", "row and column"])
 @pytest.mark.parametrize(("kept", "group"), [(2, 4), (12, 16)])
 def test_forward_of_every_form_and_dtype(dtype, form, kept, group):
     sizes = [2 * group, group]
     weight = laid_out(torch.randn(17, 3 * group).to(dtype), "input-major")
-    arguments = (weight, *factors_of(form, 17, 3 * group), block_index(sizes), sizes, kept, group)
+    arguments = (weight, factors_of(form, 17, 3 * group), block_index(sizes), sizes, NMPattern(kept, group))
     assert same_bits(forward.nm_mask_triton(*arguments), file.nm_mask_reference(*arguments))
 
 
@@ -92,13 +78,13 @@ def test_forward_of_every_form_and_dtype(dtype, form, kept, group):
 def test_forward_in_every_configuration(number, monkeypatch):
     monkeypatch.setattr(forward, "config_for", lambda op, configs, shape, dtype: configs[number])
     weight = laid_out(torch.randn(1030, 12), "input-major")
-    arguments = (weight, *factors_of("power 2", 1030, 12), block_index([8, 4]), [8, 4], 2, 4)
+    arguments = (weight, factors_of("power 2", 1030, 12), block_index([8, 4]), [8, 4], TWO_FOUR)
     assert same_bits(forward.nm_mask_triton(*arguments), file.nm_mask_reference(*arguments))
 
 
 def test_forward_writes_every_weight(monkeypatch):
     poison(monkeypatch)
-    arguments = (torch.randn(5, 8), *factors_of("power 1", 5, 8), block_index([8]), [8], 2, 4)
+    arguments = (torch.randn(5, 8), factors_of("power 1", 5, 8), block_index([8]), [8], TWO_FOUR)
     assert forward.nm_mask_triton(*arguments).isfinite().all()
 
 
@@ -132,16 +118,16 @@ def test_backward_is_close_to_the_reference_in_float64(sizes, group, rows, layou
     channels = sum(sizes)
     grad, weight = (laid_out(torch.randn(rows, channels), layout) for _ in range(2))
     factors, index = factors_of(form, rows, channels), block_index(sizes)
-    found = backward.nm_mask_backward_triton(grad, weight, *factors, index, sizes, group, group_scale, file.FLOOR)
-    doubles = (factor.double() if isinstance(factor, Tensor) else factor for factor in factors)
+    found = backward.nm_mask_backward_triton(grad, weight, factors, index, sizes, group, group_scale, file.FLOOR)
+    doubles = in_float64(factors)
     expected = file.nm_mask_backward_reference(
-        grad.double(), weight.double(), *doubles, index, sizes, group, group_scale
+        grad.double(), weight.double(), doubles, index, sizes, group, group_scale
     )
     assert found.dtype == torch.float32
     torch.testing.assert_close(found.double(), expected, rtol=TOLERANCE, atol=TOLERANCE * expected.abs().max().item())
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES)
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize(("sizes", "rows"), [([8, 4], 300), ([32, 16], 304)])
 def test_backward_over_splits_and_dtypes(dtype, splits, sizes, rows, monkeypatch):
@@ -150,7 +136,7 @@ def test_backward_over_splits_and_dtypes(dtype, splits, sizes, rows, monkeypatch
     monkeypatch.setattr(backward, "config_for", lambda op, configs, shape, dtype: config)
     monkeypatch.setattr(backward, "LEAST_ROWS", 100)
     grad, weight = (laid_out(torch.randn(rows, sum(sizes)).to(dtype), "input-major") for _ in range(2))
-    arguments = (*factors_of("row and column", rows, sum(sizes)), block_index(sizes), sizes, 4, True)
+    arguments = (factors_of("row and column", rows, sum(sizes)), block_index(sizes), sizes, 4, True)
     found = backward.nm_mask_backward_triton(grad, weight, *arguments, file.FLOOR)
     expected = file.nm_mask_backward_reference(grad, weight, *arguments)
     torch.testing.assert_close(found, expected, rtol=TOLERANCE, atol=TOLERANCE * expected.abs().max().item())
@@ -161,7 +147,7 @@ def test_backward_over_splits_and_dtypes(dtype, splits, sizes, rows, monkeypatch
 def test_backward_in_every_configuration(number, monkeypatch):
     monkeypatch.setattr(backward, "config_for", lambda op, configs, shape, dtype: configs[number])
     grad, weight = (laid_out(torch.randn(144, 64), "input-major") for _ in range(2))
-    arguments = (*factors_of("power 1", 144, 64), block_index([64]), [64], 4, True)
+    arguments = (factors_of("power 1", 144, 64), block_index([64]), [64], 4, True)
     found = backward.nm_mask_backward_triton(grad, weight, *arguments, file.FLOOR)
     expected = file.nm_mask_backward_reference(grad, weight, *arguments)
     torch.testing.assert_close(found, expected, rtol=TOLERANCE, atol=TOLERANCE * expected.abs().max().item())
@@ -173,18 +159,20 @@ def test_zeros_give_finite_gradients(dead, group_scale):
     weight, grad = torch.randn(16, 8), torch.randn(16, 8)
     scale = torch.ones(8)
     (weight if dead == "weights" else scale).zero_()
-    arguments = (weight, scale, None, None, 1, block_index([8]), [8], 4, group_scale)
+    arguments = (weight, ImportanceFactors(1, scale), block_index([8]), [8], 4, group_scale)
     found = backward.nm_mask_backward_triton(grad, *arguments, file.FLOOR)
     torch.testing.assert_close(found, file.nm_mask_backward_reference(grad, *arguments), rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def test_no_rows():
-    weight, scale = torch.randn(0, 8), torch.ones(8)
-    assert forward.nm_mask_triton(weight, scale, None, None, 1, torch.arange(8), [8], 2, 4).shape == (0, 8)
-    arguments = (weight, weight, scale, None, None, 1, torch.arange(8), [8], 4, True)
+    weight, factors = torch.randn(0, 8), ImportanceFactors(1, torch.ones(8))
+    assert forward.nm_mask_triton(weight, factors, torch.arange(8), [8], TWO_FOUR).shape == (0, 8)
+    arguments = (weight, weight, factors, torch.arange(8), [8], 4, True)
     assert torch.equal(backward.nm_mask_backward_triton(*arguments, file.FLOOR), torch.zeros(64))
 
 
 def test_float64_is_refused():
     with pytest.raises(ModelError, match="float64 weight"):
-        forward.nm_mask_triton(torch.ones(1, 4).double(), torch.ones(4), None, None, 1, torch.arange(4), [4], 2, 4)
+        forward.nm_mask_triton(
+            torch.ones(1, 4).double(), ImportanceFactors(1, torch.ones(4)), torch.arange(4), [4], TWO_FOUR
+        )

@@ -12,16 +12,16 @@ from permtriton.kernels.norm_permute_triton import (
 )  # fmt: skip
 from permtriton.permutation import inverse
 
+from ..kernel_inputs import KERNEL_DTYPES, poison
+
 EPS = 1e-3
 VARIANTS = [("rms", 0.0), ("rms", 1.0), ("rms_float", 0.0), ("rms_float", 1.0), ("layer", 0.0), ("layer", 1.0)]
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ROUNDING = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
 @pytest.fixture(autouse=True)
 def _poisoned(monkeypatch):
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *a, **k: empty(*a, **k).fill_(float("nan")))
+    poison(monkeypatch)
 
 
 def inputs(rows: int, channels: int, dtype: torch.dtype, bias: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
@@ -61,7 +61,7 @@ def check_backward(x, weight, bias, index, offset, kind, config=None):
 
 
 @pytest.mark.parametrize(("kind", "offset"), VARIANTS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES)
 @pytest.mark.parametrize("bias", [False, True])
 def test_forward_and_backward(kind, offset, dtype, bias):
     if bias and kind != "layer":
@@ -76,7 +76,7 @@ def test_forward_and_backward(kind, offset, dtype, bias):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("longest", [16, 16384])
 def test_long_rows(kind, dtype, longest, monkeypatch):
-    """What registers do not hold all of: weight and index read again, the backward pass in tiles."""
+    """Rows that do not fit in registers: weight and index are read again, and the backward pass works in tiles."""
     for name, value in (("HELD", 16), ("LONGEST", longest), ("LONGEST_BACKWARD", 16), ("LONG_TILE", 16)):
         monkeypatch.setattr(kernels, name, value)
     arguments = inputs(5, 41, dtype, kind == "layer")
@@ -142,7 +142,7 @@ def test_what_the_kernels_take():
 
 
 def test_the_convention_is_seen():
-    """Break it: the inverse is another order."""
+    """The comparison can fail: the inverse index gives another order."""
     x, weight, _, index = inputs(4, 24, torch.float32, False)
     y = norm_permute_triton(x, weight, None, index, EPS, 0.0, "rms")
     assert not torch.equal(y, norm_permute_triton(x, weight, None, inverse(index), EPS, 0.0, "rms"))

@@ -5,29 +5,29 @@ from permtriton.errors import ModelError
 from permtriton.kernels import packing_triton as kernels
 from permtriton.kernels.packing import pack, unpack_reference
 
-from .test_sparse_linear import DTYPES, poison, sparse
+from ..kernel_inputs import KERNEL_DTYPES, TWO_FOUR, poison, sparse
 
 
 @pytest.mark.parametrize("config", kernels.CONFIGS, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES)
 @pytest.mark.parametrize(("rows", "channels"), [(1, 16), (9, 1040), (5, 2064), (0, 32)])
 def test_unpacks_bit_for_bit(rows, channels, dtype, config, monkeypatch):
     monkeypatch.setattr(kernels, "config_for", lambda *_: config)
-    weight = sparse(rows, channels, dtype)
-    packed = pack(weight, 2, 4)
+    weight = sparse(rows, channels // 4, dtype=dtype)
+    packed = pack(weight, TWO_FOUR)
     poison(monkeypatch)
     assert torch.equal(kernels.unpack_triton(*packed, channels), weight)
 
 
 def test_strided_parts():
-    weight = sparse(6, 64, torch.float32)
-    values, positions = (part.t().contiguous().t() for part in pack(weight, 2, 4))
-    assert torch.equal(kernels.unpack_triton(values, positions, 64), unpack_reference(values, positions, 64, 2, 4))
+    weight = sparse(6, 16)
+    values, positions = (part.t().contiguous().t() for part in pack(weight, TWO_FOUR))
+    assert torch.equal(kernels.unpack_triton(values, positions, 64), unpack_reference(values, positions, 64, TWO_FOUR))
 
 
 @pytest.mark.parametrize(("channels", "dtype"), [(24, torch.float32), (16, torch.float64)])
 def test_what_the_kernel_does_not_take_is_refused(channels, dtype):
-    packed = pack(torch.zeros(4, channels, dtype=dtype), 2, 4)
-    assert not kernels.supports(packed[0].dtype, channels, 2, 4)
+    packed = pack(torch.zeros(4, channels, dtype=dtype), TWO_FOUR)
+    assert not kernels.supports(packed[0].dtype, channels, TWO_FOUR)
     with pytest.raises(ModelError, match="multiple of 16"):
         kernels.unpack_triton(*packed, channels)

@@ -4,10 +4,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from permtriton.errors import ConfigError
+from permtriton.errors import ModelError
 from permtriton.kernels import autotune
 from permtriton.kernels.sinkhorn import sinkhorn_backward_reference, sinkhorn_reference
 from permtriton.kernels.sinkhorn_triton import CONFIGS, sinkhorn_backward_triton, sinkhorn_triton
+
+from ..kernel_inputs import logits_of, poison
 
 SIZES = [1, 2, 7, 16, 32, 33]
 ROUNDS = [0, 1, 2, 5]
@@ -15,13 +17,7 @@ ROUNDS = [0, 1, 2, 5]
 
 @pytest.fixture(autouse=True)
 def _poisoned(monkeypatch):
-    """What the kernels do not write is NaN."""
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *args, **options: empty(*args, **options).fill_(float("nan")))
-
-
-def logits_of(size: int, blocks: int = 2, dtype: torch.dtype = torch.float32, spread: float = 1.0) -> Tensor:
-    return (torch.randn(blocks, size, size, dtype=torch.float64) * spread).to(dtype)
+    poison(monkeypatch)
 
 
 def check_forward(logits: Tensor, tau: float, rounds: int, tolerance: float = 1e-5) -> tuple[Tensor, Tensor, Tensor]:
@@ -120,7 +116,7 @@ def test_every_configuration(config):
 
 @pytest.mark.parametrize("logits", [torch.zeros(1, 4, 4, dtype=torch.float64), torch.zeros(1, 129, 129)])
 def test_refused(logits):
-    with pytest.raises(ConfigError, match=rf"{logits.dtype}.*{logits.shape[-1]}.*at most 128"):
+    with pytest.raises(ModelError, match=rf"{logits.dtype}.*{logits.shape[-1]}.*at most 128"):
         sinkhorn_triton(logits, 0.5, 5)
-    with pytest.raises(ConfigError, match="reference"):
+    with pytest.raises(ModelError, match="reference"):
         sinkhorn_backward_triton(logits, logits, logits, logits, 0.5)

@@ -1,0 +1,38 @@
+"""The held-out text of the commands ``compile`` and ``compare``."""
+
+from typing import Any
+
+from permtriton.errors import CalibrationError
+from permtriton.model.forward import max_tokens
+from permtriton.model.load import Source
+from permtriton.prune.text import evaluation_ids
+
+EVALUATION_TOKENS = 2048  # per window, or the model's limit if that is lower
+
+
+def held_out_windows(source: Source, eval_text: str | None, tokenizer: Any, model: Any) -> tuple[Any, str]:
+    """Returns the held-out windows and the name of their text, or None and the reason why there are none.
+
+    Args:
+        source: source of the model; the demo model is evaluated on the demo text by default.
+        eval_text: demo, wikitext2, a file, or none; None for the default, which may be missing.
+        tokenizer: tokenizer of the text, or None.
+        model: model to evaluate.
+
+    Returns:
+        int64 ``[windows, tokens]``, or None; and the name of the text, or the reason.
+
+    Raises:
+        CalibrationError: the text that the user named cannot be read.
+    """
+    if eval_text == "none":
+        return None, "turned off by --eval-text none"
+    name = eval_text or ("demo" if source.name == "demo" else "wikitext2")
+    limit = max_tokens(model) or EVALUATION_TOKENS
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    try:
+        return evaluation_ids(name, tokenizer, vocabulary, min(limit, EVALUATION_TOKENS)), name
+    except CalibrationError as error:
+        if eval_text is not None:
+            raise
+        return None, str(error)

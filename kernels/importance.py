@@ -1,0 +1,37 @@
+"""Importance of weights as factors: a few vectors per linear instead of a score matrix of the weight's size."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ImportanceFactors:
+    """The factors of one linear's scores, ``S = |W|^power * scale_C * (row_O + column_C)``.
+
+    Attributes:
+        power: Exponent of ``|W|``, 1 or 2.
+        scale: float32 ``[in_features]``.
+        row: float32 ``[out_features]``, or None: the factor ``row + column`` is left out.
+        column: float32 ``[in_features]``, given together with ``row``.
+    """
+
+    power: int
+    scale: Tensor
+    row: Tensor | None = None
+    column: Tensor | None = None
+
+    def scores(self, weight_CO: Tensor) -> Tensor:
+        """Returns the scores of a weight ``[in_features, out_features]``: float32 (float64 of float64), same shape."""
+        scores = weight_CO.to(torch.promote_types(weight_CO.dtype, torch.float32), copy=True).abs_()
+        if self.power == 2:
+            scores.square_()
+        if self.row is not None and self.column is not None:
+            scores.mul_(self.row + self.column.unsqueeze(1))
+        return scores.mul_(self.scale.unsqueeze(1))
+
+    def of_channels(self, channels: slice) -> "ImportanceFactors":
+        """Returns the factors of some of the input channels."""
+        column = None if self.column is None else self.column[channels]
+        return ImportanceFactors(self.power, self.scale[channels], self.row, column)

@@ -1,0 +1,136 @@
+"""What a kernel is checked, tuned and measured on: inputs, a call, its reference, and the least bytes it must move.
+
+The cases of a kernel are in its own file, ``cases(shapes, tokens, dtype, device)``; what they share is here. Tuning and
+benchmarks use the same cases, so that a configuration is chosen by the call whose time is reported.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from permtriton.sparsity import NMPattern
+
+BLOCK = 64
+PATTERN = NMPattern(2, 4)
+Inputs = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of one kernel.
+
+    Attributes:
+        op: Kernel, and "backward" if it is the backward pass.
+        shape: Shape, for people.
+        dtype: Dtype of the data moved.
+        make: Seed -> inputs, on the case's device.
+        run: The call.
+        reference: The expected result from the same inputs, in plain torch.
+        error: (result, expected result) -> distance; 0 if equal.
+        limit: Largest error allowed.
+        bytes: Fewest bytes that the call can move: each input read once and each output written once.
+        flops: Operations that the call must do; 0 if memory decides the time.
+        tables: Names of the configuration tables that the call reads on a GPU; by default the one named like ``op``.
+    """
+
+    op: str
+    shape: str
+    dtype: torch.dtype
+    make: Callable[[int], Inputs]
+    run: Callable[..., Any]
+    reference: Callable[..., Any]
+    error: Callable[[Any, Any], float]
+    limit: float
+    bytes: int
+    flops: int = 0
+    tables: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Returns op, shape and dtype."""
+        return f"{self.op} {self.shape} {str(self.dtype).removeprefix('torch.')}"
+
+    def check(self, seed: int = 0) -> str | None:
+        """Runs the call once on fresh inputs with poisoned outputs; returns what is wrong, or None."""
+        inputs = self.make(seed)
+        with torch.no_grad():
+            with _poisoned():
+                out = self.run(*inputs)
+            found = self.error(out, self.reference(*inputs))
+        return None if found <= self.limit else f"error {found:.3g}, at most {self.limit:.3g} is allowed"
+
+
+def two_of_four(shape: tuple[int, int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Returns a random 2:4 weight."""
+    return larger_half(normal(shape, dtype, generator).mul_(shape[1] ** -0.5))
+
+
+def larger_half(weight: Tensor) -> Tensor:
+    """Returns a weight ``[O, C]`` with the smaller half of every four consecutive channels set to 0.0."""
+    grouped = weight.unflatten(1, (-1, 4))
+    dropped = grouped.abs().topk(2, dim=2, largest=False, sorted=False).indices
+    return grouped.scatter(2, dropped, 0.0).flatten(1)
+
+
+@contextmanager
+def _poisoned() -> Iterator[None]:
+    """Fills newly allocated memory with NaN, or the largest integer: what is not written shows."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    switches: Any = torch.utils.deterministic
+    filled, switches.fill_uninitialized_memory = switches.fill_uninitialized_memory, True
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            yield
+    finally:
+        switches.fill_uninitialized_memory = filled
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def generator_of(seed: int, device: torch.device) -> torch.Generator:
+    """Returns a generator on a device."""
+    return torch.Generator(device).manual_seed(seed)
+
+
+def normal(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Returns standard normal values."""
+    return torch.randn(tuple(shape), generator=generator, device=generator.device, dtype=dtype)
+
+
+def near_identity(blocks: int, size: int, generator: torch.Generator) -> Tensor:
+    """Returns float32 logits ``[blocks, size, size]`` near the identity."""
+    return torch.eye(size, device=generator.device) + 0.5 * normal((blocks, size, size), torch.float32, generator)
+
+
+def random_order(channels: int, in_blocks: bool, generator: torch.Generator) -> Tensor:
+    """Returns a random permutation, inside blocks of 64 or of all channels."""
+    noise = torch.rand(channels, generator=generator, device=generator.device)
+    if in_blocks:
+        noise += torch.arange(channels, device=generator.device) // BLOCK
+    return noise.argsort()
+
+
+def as_stored(index: Tensor) -> Tensor:
+    """Returns the index in the dtype in which modules store it."""
+    return index.to(torch.int16 if index.shape[0] <= 1 << 15 else torch.int32)
+
+
+def unequal(out: Tensor, expected: Tensor) -> float:
+    """Returns the number of unequal elements; infinity if the shapes differ."""
+    return float((out != expected).sum()) if out.shape == expected.shape else float("inf")
+
+
+def rounding(dtype: torch.dtype) -> float:
+    """Returns the relative error allowed for a dtype."""
+    return {torch.float32: 1e-4, torch.float16: 2e-3}.get(dtype, 1e-2)
+
+
+def blocks_of(shapes: Sequence[tuple[int, int]]) -> int:
+    """Returns how many blocks of `BLOCK` channels linears of these shapes (out, in) have together."""
+    return sum(max(in_features // BLOCK, 1) for _, in_features in shapes)

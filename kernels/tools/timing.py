@@ -1,0 +1,193 @@
+"""Times functions against each other: warmed up, interleaved, inputs rotated beyond the L2, quantiles not means.
+
+On a GPU each function is captured as a CUDA graph that calls it once per set of inputs, and whole replays are timed
+with events, so that launch overhead is that of a graph. A function that cannot be captured is timed on the stream,
+launches included. On a CPU the host's clock is used: a rehearsal, whose times say nothing about a GPU.
+"""
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CALLS = 8  # per sample at least: the clock of events ticks every half microsecond
+REPEATS = 25
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of one call.
+
+    Attributes:
+        seconds: One number per sample, in the order of measuring.
+        how: "graph", "stream" or "host".
+    """
+
+    seconds: tuple[float, ...]
+    how: str
+
+    def quantile(self, part: float) -> float:
+        """Returns the sample below which ``part`` of all samples lie."""
+        return sorted(self.seconds)[min(int(part * len(self.seconds)), len(self.seconds) - 1)]
+
+    def report(self) -> dict[str, Any]:
+        """Returns quantiles and every sample, in microseconds."""
+        quantiles = {f"p{int(100 * part)}_us": _micro(self.quantile(part)) for part in (0.2, 0.5, 0.8)}
+        return {**quantiles, "how": self.how, "samples_us": [_micro(seconds) for seconds in self.seconds]}
+
+
+def sets_of_inputs(device: torch.device, bytes_each: int, most: int = 16, memory: int = 8 << 30) -> int:
+    """Returns how many sets of inputs of ``bytes_each`` exceed three times the L2 cache; one on a CPU."""
+    if device.type != "cuda":
+        return 1
+    cache = torch.cuda.get_device_properties(device).L2_cache_size
+    needed = math.ceil(3 * cache / max(bytes_each, 1)) + 1
+    return max(min(needed, most, memory // max(bytes_each, 1)), 1)
+
+
+def measure(
+    runs: Mapping[str, Sequence[Callable[[], object]]],
+    device: torch.device,
+    seconds: float = 2.0,
+    repeats: int = REPEATS,
+    graphs: bool = True,
+) -> dict[str, Timing]:
+    """Times functions against each other.
+
+    Args:
+        runs: Name -> the same call for each set of inputs.
+        device: Device that the functions run on.
+        seconds: Time to spend in all, without warm-up; at least 3 samples of each are taken whatever they cost.
+        repeats: Most samples of each.
+        graphs: Whether to capture CUDA graphs.
+
+    Raises:
+        Exception: Whatever a function raises.
+    """
+    replays = {name: _replay(list(calls), device, graphs) for name, calls in runs.items()}
+    samples: dict[str, list[float]] = {name: [] for name in runs}
+    for name, (run, _, _) in replays.items():  # a graph's first replay uploads it
+        _timed(run, device)
+        samples[name].clear()
+    started = time.perf_counter()
+    for repeat in range(repeats):
+        if repeat >= 3 and time.perf_counter() - started > seconds:
+            break
+        for name, (run, calls, _) in replays.items():
+            samples[name].append(_timed(run, device) / calls)
+    return {name: Timing(tuple(samples[name]), how) for name, (_, _, how) in replays.items()}
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """Median rates that this machine reaches.
+
+    Attributes:
+        copy_gb_s: Bytes read plus written by a large copy, in GB/s.
+        matmul_tflop_s: Rate of a large bfloat16 product of random numbers, in TFLOP/s.
+        copy, matmul: Every sample.
+    """
+
+    copy_gb_s: float
+    matmul_tflop_s: float
+    copy: Timing
+    matmul: Timing
+
+
+def ceilings(device: torch.device, rehearse: bool = False) -> Ceilings:
+    """Measures the ceilings of this GPU; with ``rehearse``, on tiny sizes, for a CPU."""
+    count, side = (1 << 16, 64) if rehearse else (1 << 30, 8192)
+    dtype = torch.float32 if rehearse else torch.bfloat16
+    copy, copied = _copying(count, dtype, device)
+    a, b = (torch.randn((side, side), device=device, dtype=dtype) for _ in range(2))
+    matmul = measure({"matmul": [lambda: a @ b]}, device, graphs=False)["matmul"]
+    return Ceilings(copied / copy.quantile(0.5) / 1e9, 2 * side**3 / matmul.quantile(0.5) / 1e12, copy, matmul)
+
+
+def _copying(count: int, dtype: torch.dtype, device: torch.device) -> tuple[Timing, int]:
+    source, target = torch.randn(count, device=device, dtype=dtype), torch.empty(count, dtype=dtype, device=device)
+    return measure({"copy": [lambda: target.copy_(source)]}, device)["copy"], 2 * count * dtype.itemsize
+
+
+def relative_error(out: Tensor, expected: Tensor) -> float:
+    """Returns ``|out - expected| / |expected|`` in float64; infinite where ``out`` holds a NaN or has another shape."""
+    if out.shape != expected.shape:
+        return math.inf
+    difference = (out.double() - expected.double()).norm()
+    scale = expected.double().norm()
+    error = float(difference / scale) if scale else float(difference)
+    return error if math.isfinite(error) else math.inf
+
+
+def _replay(
+    calls: list[Callable[[], object]], device: torch.device, graphs: bool
+) -> tuple[Callable[[], object], int, str]:
+    """Returns (a function that makes every call, how many calls that is, how it is timed)."""
+    calls[0]()  # compiles, and raises errors before anything is captured
+    if device.type != "cuda":
+        return _all(calls), len(calls), "host"
+    calls = calls * math.ceil(CALLS / len(calls))
+    torch.cuda.synchronize(device)
+    if graphs:
+        pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.current_stream(device)
+        try:
+            return _captured(calls, pool), len(calls), "graph"
+        except Exception:  # calls that wait for the GPU, or allocate outside torch, cannot be captured
+            torch.cuda.set_stream(stream)  # after a failed capture torch leaves its stream current
+            torch.cuda.synchronize(device)
+            # Before 2.12 its allocator also believes that the capture goes on: every later one would fail.
+            with suppress(Exception):
+                torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+    slow = _timed(_all(calls[:2]), device) / 2 > 0.05  # long calls need no batching
+    calls = calls[:1] if slow else calls
+    return _all(calls), len(calls), "stream"
+
+
+def _all(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
+    def run() -> None:
+        for call in calls:
+            call()
+
+    return run
+
+
+def _captured(calls: list[Callable[[], object]], pool: Any) -> Callable[[], object]:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for call in calls[:3]:
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        kept = [call() for call in calls]  # every call writes memory of its own, so that writes leave the L2 too
+
+    def run() -> None:
+        graph.replay()
+
+    run.kept = kept  # type: ignore[attr-defined]
+    return run
+
+
+def _timed(run: Callable[[], object], device: torch.device) -> float:
+    if device.type != "cuda":
+        started = time.perf_counter()
+        run()
+        return time.perf_counter() - started
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    run()  # while it runs the timed run is launched: an idle GPU would wait for launches after ``begin``
+    begin.record()
+    run()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3
+
+
+def _micro(seconds: float) -> float:
+    return round(seconds * 1e6, 4)

@@ -1,0 +1,217 @@
+"""Tries the kernels' configurations on the present GPU and keeps the fastest correct one.
+
+Launchers report which table they read for a call (`permtriton.kernels.autotune.requests`), so nothing here depends on
+how a kernel is launched. Every trial is written to the cache file as it ends: an interrupted run continues from there.
+"""
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from permtriton.errors import ConfigError
+from permtriton.kernels import autotune
+from permtriton.kernels.autotune import Request
+from permtriton.kernels.launch import Config
+from permtriton.kernels.tools.cases import Case
+from permtriton.kernels.tools.compile_check import kernel_modules
+from permtriton.kernels.tools.registry import KERNELS
+from permtriton.kernels.tools.timing import measure, sets_of_inputs
+
+SECONDS = 0.5  # spent on timing one configuration
+LARGEST = 1 << 24  # features of a linear
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The result of one configuration.
+
+    Attributes:
+        case: Name of the case that was run.
+        key: Table and shape, as in the cache file.
+        config: Configuration, as people read it.
+        default: Whether it is the first of its table.
+        measured: Quantiles in microseconds, GB/s and TFLOP/s; or ``error``.
+        known: Whether an earlier run measured it.
+    """
+
+    case: str
+    key: str
+    config: str
+    default: bool
+    measured: Mapping[str, Any]
+    known: bool
+
+
+def cases_for(
+    shapes: Sequence[tuple[int, int]],
+    tokens: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    kernel: str | None = None,
+) -> list[Case]:
+    """Returns the cases that are tuned for linears of these shapes.
+
+    Args:
+        shapes: (out, in) features of each linear.
+        tokens: Numbers of tokens per call.
+        dtype: Dtype of weights and activations.
+        device: The GPU.
+        kernel: One of `KERNELS`, to tune only this one.
+
+    Raises:
+        ConfigError: an unknown kernel, or a shape that 2:4 does not fit.
+    """
+    if kernel not in (None, *KERNELS):
+        raise ConfigError(f"kernel {kernel!r} is unknown: choose one of {', '.join(KERNELS)}")
+    for out_features, in_features in shapes:
+        if in_features % 4:
+            raise ConfigError(f"shape {out_features}x{in_features}: expected input features that are a multiple of 4")
+        if out_features < 4 or max(out_features, in_features) > LARGEST:
+            raise ConfigError(f"shape {out_features}x{in_features}: expected 4 to {LARGEST} features")
+    names = [name for name in KERNELS if kernel in (None, name)]
+    modules = [importlib.import_module(f"permtriton.kernels.{name}") for name in names]
+    made = [case for module in modules for case in module.cases(shapes, tokens, dtype, device)]
+    return list({case.name: case for case in made}.values())
+
+
+def tables() -> dict[str, tuple[Config, ...]]:
+    """Returns every table of configurations, by name: ``nm_mask``, ``nm_mask_backward``."""
+    found = {}
+    for module in kernel_modules():
+        for name, value in vars(importlib.import_module(f"permtriton.kernels.{module}")).items():
+            ours = isinstance(value, tuple) and value and all(isinstance(config, Config) for config in value)
+            if ours and name.endswith("CONFIGS"):
+                part = name.removesuffix("CONFIGS").rstrip("_").lower()
+                found["_".join(filter(None, (module.removesuffix("_triton"), part)))] = value
+    return found
+
+
+def tables_of(case: Case) -> dict[str, tuple[Config, ...]]:
+    """Returns the tables that a case reads on a GPU, by name; does not run it."""
+    found = tables()
+    return {name: found[name] for name in case.tables or (case.op.replace(" ", "_"),) if name in found}
+
+
+def tune(
+    todo: Sequence[Case],
+    device: torch.device,
+    machine: str,
+    files: Sequence[Path],
+    on_trial: Callable[[Trial], None] | None = None,
+) -> dict[str, Any]:
+    """Tries every configuration of every table that the cases read; returns the entries of the cache file.
+
+    Args:
+        todo: Cases, from `cases_for`.
+        device: The GPU to run on.
+        machine: Key of this machine, from `permtriton.kernels.autotune.machine_key`.
+        files: Files to write the entries to; trials that the first one already holds are not repeated.
+        on_trial: Called after each configuration.
+
+    Raises:
+        OutputError: a file cannot be written.
+    """
+    known, entries = autotune.read_entries(files[0], machine), {}
+    for case in todo:
+        requests = _requests(case)
+        for number, request in enumerate(requests):
+            if request.key in entries:
+                continue
+            entry = entries[request.key] = known.get(request.key, {"case": case.name, "trials": {}})
+            with _defaults(requests[number + 1 :]):  # else a route chosen earlier might bypass this kernel
+                for trial in _trials(case, request, entry, device):
+                    if on_trial is not None:
+                        on_trial(trial)
+                    if not trial.known:
+                        entry.pop("gain", None)
+                        entry["config"] = autotune.stored(_winner(request.configs, entry["trials"]))
+                        autotune.write_entries(files[0], machine, {request.key: entry})
+                _confirm(case, request, entry, device)
+            for file in files:
+                autotune.write_entries(file, machine, {request.key: entry})
+    return entries
+
+
+@contextmanager
+def _defaults(requests: Sequence[Request]) -> Iterator[None]:
+    """Within the context, makes launches use the default of each of these tables."""
+    with ExitStack() as stack:
+        for request in requests:
+            stack.enter_context(autotune.forced(request.op, request.configs[0]))
+        yield
+
+
+def _requests(case: Case) -> list[Request]:
+    with autotune.requests() as requests, torch.no_grad():
+        case.run(*case.make(0))
+    # Last request first: a choice between kernels is tuned after each of them.
+    return [request for request in reversed(requests) if len(request.configs) > 1]
+
+
+def _trials(case: Case, request: Request, entry: dict[str, Any], device: torch.device) -> Iterator[Trial]:
+    for config in request.configs:
+        name = autotune.describe(config)
+        known = name in entry["trials"]
+        if not known:
+            entry["trials"][name] = _try(case, request, config, device)
+        default = config == request.configs[0]
+        yield Trial(case.name, request.key, name, default, entry["trials"][name], known)
+
+
+def _try(case: Case, request: Request, config: Config, device: torch.device) -> dict[str, Any]:
+    """Checks one configuration, then times it."""
+    try:
+        with autotune.forced(request.op, config):
+            wrong = case.check(seed=1)
+            if wrong is not None:
+                return {"error": f"wrong: {wrong}"}
+            timing = measure({"it": _calls(case, device)}, device, SECONDS)["it"]
+    except Exception as error:  # too much shared memory, or a compiler error: Triton raises many kinds
+        return {"error": f"does not run: {type(error).__name__}: {str(error).splitlines()[:1]}"[:200]}
+    report = timing.report()
+    del report["samples_us"]
+    p50 = timing.quantile(0.5)
+    return {**report, "gb_s": round(case.bytes / p50 / 1e9, 1), "tflop_s": round(case.flops / p50 / 1e12, 2)}
+
+
+def _calls(case: Case, device: torch.device) -> list[Callable[[], object]]:
+    inputs = [case.make(seed) for seed in range(sets_of_inputs(device, case.bytes))]
+
+    def run(number: int) -> object:
+        with torch.no_grad():
+            return case.run(*inputs[number])
+
+    return [lambda number=number: run(number) for number in range(len(inputs))]  # type: ignore[misc]
+
+
+def _winner(configs: Sequence[Config], trials: Mapping[str, Any]) -> Config:
+    """Returns the fastest correct configuration; the default if none was correct."""
+    timed = [config for config in configs if "p50_us" in trials.get(autotune.describe(config), {})]
+    return min(timed, key=lambda config: trials[autotune.describe(config)]["p50_us"], default=configs[0])
+
+
+def _confirm(case: Case, request: Request, entry: dict[str, Any], device: torch.device) -> None:
+    """Keeps the default unless the winner is faster side by side: in separate runs a drift of the clocks can decide."""
+    default, winner = request.configs[0], _winner(request.configs, entry["trials"])
+    if winner == default or "error" in entry["trials"][autotune.describe(default)] or "gain" in entry:
+        return
+    calls = _calls(case, device)
+
+    def with_config(config: Config, call: Callable[[], object]) -> Callable[[], object]:
+        def run() -> object:
+            with autotune.forced(request.op, config):
+                return call()
+
+        return run
+
+    runs = {name: [with_config(config, call) for call in calls] for name, config in
+            (("default", default), ("winner", winner))}  # fmt: skip
+    times = measure(runs, device, 2 * SECONDS)
+    gain = times["default"].quantile(0.5) / times["winner"].quantile(0.5)
+    entry["gain"] = round(gain, 4)
+    entry["config"] = autotune.stored(winner if gain > 1 else default)

@@ -1,0 +1,368 @@
+"""Loads and saves permtriton checkpoints inside ``from_pretrained`` and ``save_pretrained``: a transformers quantizer.
+
+Loading is strict: a tensor that is missing, damaged or of another shape is an error. On a GPU, linears stay packed if a
+kernel multiplies them in that form; all other packed parameters become dense. A model without packed and permuted
+modules is then a plain transformers model. Any other model keeps its ``quantization_config``, and ``save_pretrained``
+writes it in the format "packed" or "dense".
+
+transformers without permtriton must not load such a checkpoint, but would only warn. Therefore the tensors that it
+looks for have another shape: a packed parameter is stored as an empty tensor, and the weight of a permuted norm or
+linear has an additional dimension.
+"""
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.quantizers.base import HfQuantizer
+
+from permtriton.checkpoint.files import StoredTensor, check_hashes, read_headers
+from permtriton.checkpoint.loading import (
+    cast_packed,
+    check_content,
+    device_of,
+    find_name,
+    owner_of,
+    replace_by_gathered_linear,
+    replace_by_packed,
+    replace_by_permuted_norm,
+    replace_by_sparse_linear,
+    resolve_name,
+    stays_packed,
+    unpacked,
+)
+from permtriton.checkpoint.schema import VERSION, PermTritonQuantizationConfig
+from permtriton.errors import ModelError
+from permtriton.kernels import autotune
+from permtriton.kernels.norm_permute import NormVariant
+from permtriton.model.modules import (
+    ChannelGather,
+    GatheredLinear,
+    PermutedLayerNorm,
+    PermutedRMSNorm,
+    SparseLinear,
+    check_index,
+    is_packed,
+    is_permuted,
+)
+from permtriton.model.norms import match_norm
+
+MORE_LAYERS = 64  # margin of the limit on the number of layers that config.json may claim
+
+
+def checkpoint_config(model: nn.Module, sparsity: str) -> PermTritonQuantizationConfig | None:
+    """Returns the config entries of a model's permuted and packed modules; None for a plain model."""
+    norms, gathers, packed = {}, {}, {}
+    for name, module in model.named_modules():
+        if is_packed(module):
+            packed[f"{name}.weight"] = {"shape": [module.out_features, module.in_features], "dim": 1}
+        if isinstance(module, PermutedRMSNorm | PermutedLayerNorm):
+            variant = module.variant
+            norms[name] = {
+                "kind": variant.kind,
+                "offset": variant.offset,
+                "eps": variant.eps,
+                "channels": module.index.numel(),
+            }
+        elif isinstance(module, GatheredLinear) and module.gather is not None:
+            gathers[name] = module.gather.index.numel()
+    if not norms and not gathers and not packed:
+        return None
+    return PermTritonQuantizationConfig(
+        version=VERSION,
+        format="packed" if packed else "dense",
+        sparsity=sparsity,
+        packed=packed,
+        gathers=gathers,
+        norms=norms,
+    )
+
+
+def attach(model: Any, sparsity: str) -> bool:
+    """Makes ``save_pretrained`` of a model with permuted or packed modules write a permtriton checkpoint.
+
+    Returns:
+        Whether the model has such modules; a plain model stays as it is.
+    """
+    config = checkpoint_config(model, sparsity)
+    if config is None:
+        return False
+    model.config.quantization_config = config
+    model.hf_quantizer = PermTritonQuantizer(config)
+    return True
+
+
+class PermTritonQuantizer(HfQuantizer):
+    """Replaces modules and parameters before the weights are loaded, and checks and unpacks them afterwards.
+
+    Raises:
+        ModelError: the checkpoint is damaged or does not fit the model.
+    """
+
+    quantization_config: PermTritonQuantizationConfig
+
+    def __init__(self, quantization_config: PermTritonQuantizationConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        if not self.pre_quantized:
+            raise ModelError(
+                "permtriton does not prune a model while loading it: use `permtriton compile`, then load its output"
+            )
+        self._packed: dict[str, str] = {}  # packed parameter of the model -> its name in the config
+        self._stays_packed: set[str] = set()  # packed parameters that are not unpacked
+        self._norms: dict[str, nn.Module] = {}  # permuted norm -> the module that it replaced
+        self._shapes: dict[str, torch.Size] = {}
+        self._dtypes: dict[str, torch.dtype] = {}
+        self._dtype: torch.dtype | None = None
+
+    def is_serializable(self) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        return True
+
+    def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        self._dtype = dtype
+        return dtype
+
+    def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
+        """Returns True, so that transformers leaves the check of shapes to this class; nothing is quantized."""
+        return True
+
+    def update_attn_implementation(self, config: Any) -> Any:
+        """Refuses a config that claims far more layers than the checkpoint names; called before the model is built."""
+        names = [*self.quantization_config.packed, *self.quantization_config.permuted]
+        numbers = [int(number) for name in names for number in re.findall(r"\.(\d{1,9})\.", name)]
+        limit = 4 * max(numbers, default=0) + MORE_LAYERS
+        for key, value in config.to_dict().items():
+            for inner, number in value.items() if isinstance(value, dict) else [(key, value)]:
+                if "layer" in str(inner) and type(number) is int and number > limit:
+                    raise ModelError(
+                        f"config.json: {inner} is {number}, but the checkpoint names no layer beyond "
+                        f"{max(numbers, default=0)}: one of the files is damaged"
+                    )
+        return config
+
+    update_tp_plan = update_attn_implementation  # older versions of transformers call this instead
+
+    def _process_model_before_weight_loading(
+        self,
+        model: Any,
+        checkpoint_files: Sequence[str] | None = None,
+        device_map: Mapping[str, Any] | str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._refuse_offloading(device_map)
+        files = [Path(os.path.abspath(file)) for file in checkpoint_files or []]
+        folder = Path(os.path.abspath(model.config.name_or_path))
+        self._check_files(files, folder)
+        stored = read_headers(files)
+        self._replace(model, stored, device_map)
+        autotune.use_beside(folder)
+        for name, tensor in model.state_dict().items():
+            self._shapes[name], self._dtypes[name] = tensor.shape, self._target_dtype(model, name, tensor)
+        self._check_stored(model, stored)
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> None:
+        self._refuse_offloading(getattr(model, "hf_device_map", None))
+        if self._packed and (getattr(model, "_tp_size", None) or 1) > 1:
+            raise ModelError(
+                "packed checkpoints cannot be divided by tensor parallelism: export the model as dense "
+                "(permtriton export --format dense), or leave tp_plan out"
+            )
+        self._check_loaded(model)
+        for name in self._packed:
+            self._keep_or_unpack(model, name)
+        for name, tensor in list(model.named_parameters()) + list(model.named_buffers()):
+            target = self._dtypes.get(name)
+            if target is not None and tensor.dtype != target and tensor.is_floating_point():
+                tensor.data = tensor.data.to(target)
+        self._check_norms(model)
+        for name, module in model.named_modules():
+            if isinstance(module, ChannelGather | PermutedRMSNorm | PermutedLayerNorm):
+                check_index(module.index, module.index.numel(), name)
+        self._update_config(model)
+
+    def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """Returns the tensors to save: the state dict, with the shapes that keep transformers alone from loading it."""
+        state = dict(model.state_dict())
+        for name, module in model.named_modules():
+            key = f"{name}.weight"
+            if is_packed(module):
+                assert module.pattern is not None
+                values, positions = module.weight_values, module.weight_positions
+                state[key] = values.new_empty(0)
+                # Packed again, because a cast of the module may have made zeros of small weights.
+                parts = cast_packed(values, positions, module.in_features, module.pattern, values.dtype)
+                state[f"{key}_values"], state[f"{key}_positions"] = parts
+            elif is_permuted(module):
+                state[key] = state[key].unsqueeze(0)
+        return state, {}
+
+    def _refuse_offloading(self, device_map: Mapping[str, Any] | str | None) -> None:
+        if not isinstance(device_map, Mapping):
+            return
+        devices = {str(device).partition(":")[0] for device in device_map.values()}
+        if "disk" in devices or ("cpu" in devices and len(devices) > 1):
+            raise ModelError(
+                "permtriton checkpoints cannot be offloaded to disk, nor divided between CPU and GPUs, which this "
+                'device_map does: choose another, such as "cuda" or "cpu"'
+            )
+
+    def _replace(
+        self, model: Any, stored: Mapping[str, StoredTensor], device_map: Mapping[str, Any] | str | None
+    ) -> None:
+        """Replaces modules by permuted ones and parameters by packed ones, except in the head of another class."""
+        config = self.quantization_config
+        modules = {name for name, _ in model.named_modules() if name}
+        for stored_name, entry in config.norms.items():
+            if name := find_name(stored_name, modules, model):
+                self._norms[name] = replace_by_permuted_norm(model, name, entry)
+        for stored_name, channels in config.gathers.items():
+            if name := find_name(stored_name, modules, model):
+                replace_by_gathered_linear(model, name, channels)
+        parameters = {name for name, _ in model.named_parameters()}
+        for stored_name, entry in config.packed.items():
+            if name := find_name(stored_name, parameters, model):
+                owner, attribute = owner_of(model, name)
+                dtype = self._target_dtype(model, name, getattr(owner, attribute))
+                if stays_packed(owner, attribute, dtype, config.pattern, device_of(name, device_map)):
+                    replace_by_sparse_linear(model, name)
+                    self._stays_packed.add(name)
+                replace_by_packed(model, name, stored_name, entry, stored, config)
+                self._packed[name] = stored_name
+
+    def _check_files(self, files: Sequence[Path], folder: Path) -> None:
+        for file in files:
+            if file.parent != files[0].parent or (folder.is_dir() and not file.is_relative_to(folder)):
+                raise ModelError(
+                    f"the index of the weights names {file}, which is outside the checkpoint's folder: it is damaged"
+                )
+        hashes = self.quantization_config.sha256
+        if hashes and (unknown := sorted({file.name for file in files} - set(hashes))):
+            raise ModelError(
+                f"{unknown[0]} has no SHA-256 in config.json, quantization_config: the checkpoint is damaged"
+            )
+        if files:
+            check_hashes(files[0].parent, hashes, "config.json, quantization_config")
+
+    def _check_stored(self, model: Any, stored: Mapping[str, StoredTensor]) -> None:
+        """Compares names and shapes before any tensor is allocated.
+
+        Names that transformers converts while loading are unknown here; `_check_loaded` then finds missing tensors.
+        """
+        expected, prefix = self._shapes, model.base_model_prefix
+        modules = {name for name, _ in model.named_modules() if name}
+        targets, converted = set(), False
+        for name, tensor in stored.items():
+            target = resolve_name(name, expected, prefix)
+            if target is None:
+                owner = re.sub(r"(\.gather)?\.index$", "", name)
+                if owner != name and resolve_name(owner, modules, prefix):
+                    raise ModelError(
+                        f"{tensor.file} holds {name}, a permutation that config.json, quantization_config does not "
+                        "list: one of the files is damaged"
+                    )
+                converted = True
+                continue
+            targets.add(target)
+            if tensor.shape not in self._allowed(model, target):
+                raise ModelError(
+                    f"{tensor.file}: {name} has shape {list(tensor.shape)}, but the model of config.json needs "
+                    f"{list(expected[target])}: one of the files is damaged, or they do not belong together"
+                )
+        if not converted:
+            self._refuse_missing(model, set(expected) - targets)
+
+    def _check_loaded(self, model: Any) -> None:
+        """Checks that every tensor was loaded, with its shape and dtype, and removes the additional dimensions."""
+        state = model.state_dict(keep_vars=True)
+        loaded = {name for name in self._shapes if getattr(state[name], "_is_hf_initialized", False)}
+        self._refuse_missing(model, set(self._shapes) - loaded)
+        for name, shape in self._shapes.items():
+            if tuple(state[name].shape) not in self._allowed(model, name):
+                raise ModelError(f"{name} was loaded with shape {list(state[name].shape)}, expected {list(shape)}")
+            if not state[name].is_floating_point() and state[name].dtype != self._dtypes[name]:
+                raise ModelError(f"{name} is stored as {state[name].dtype}, expected {self._dtypes[name]}")
+            state[name].data = state[name].data.view(shape)
+
+    def _allowed(self, model: Any, name: str) -> set[tuple[int, ...]]:
+        shape = tuple(self._shapes[name])
+        owner, _, kind = name.rpartition(".")
+        return {shape, (1, *shape)} if kind == "weight" and is_permuted(model.get_submodule(owner)) else {shape}
+
+    def _refuse_missing(self, model: Any, missing: set[str]) -> None:
+        ignored = "|".join(f"({pattern})" for pattern in model._keys_to_ignore_on_load_missing or ())
+        pairs = dict(getattr(model, "all_tied_weights_keys", {})).items()
+        tied = {name for pair in pairs for name in pair if not set(pair) <= missing}  # not both names are missing
+        names = sorted(name for name in missing - tied if not (ignored and re.search(ignored, name)))
+        if names:
+            more = f" and {len(names) - 1} more" if names[1:] else ""
+            raise ModelError(
+                f"the checkpoint holds no weights for {names[0]}{more}, which {type(model).__name__} needs: the "
+                "checkpoint is incomplete, config.json is damaged, or the checkpoint belongs to another class"
+            )
+
+    def _target_dtype(self, model: Any, name: str, tensor: Tensor) -> torch.dtype:
+        for pattern, dtype in model._get_dtype_plan(self._dtype).items() if self._dtype else ():
+            if tensor.is_floating_point() and re.search(rf"(^|\.){re.escape(pattern)}(\.|$)", name):
+                return dtype
+        return tensor.dtype
+
+    def _keep_or_unpack(self, model: Any, name: str) -> None:
+        """Keeps a loaded parameter packed if a kernel multiplies it in that form, else unpacks it.
+
+        Either is bit for bit the weight that was packed; only then it is cast to its dtype, as a dense weight would be.
+        """
+        entry, pattern = self.quantization_config.packed[self._packed[name]], self.quantization_config.pattern
+        owner, attribute = owner_of(model, name)
+        values, positions = getattr(owner, f"{attribute}_values"), getattr(owner, f"{attribute}_positions")
+        arguments = (name, values, positions, entry["shape"], entry["dim"], pattern)
+        if name in self._stays_packed:
+            assert isinstance(owner, SparseLinear)
+            check_content(*arguments)
+            dtype = self._dtypes[f"{name}_values"] = self._dtypes[name]
+            if values.dtype != dtype:
+                values, positions = cast_packed(values, positions, owner.in_features, pattern, dtype)
+            owner.set_packed(values, positions, pattern).compress()
+            return
+        weight = unpacked(*arguments)
+        delattr(owner, f"{attribute}_values")
+        delattr(owner, f"{attribute}_positions")
+        setattr(owner, attribute, nn.Parameter(weight.to(self._dtypes[name])))
+
+    def _check_norms(self, model: Any) -> None:
+        """Checks that each permuted norm computes the same norm as the module that it replaced."""
+        variants: dict[tuple[Any, ...], NormVariant | None] = {}  # so that equal norms are recognised only once
+        for name, original in self._norms.items():
+            variant = model.get_submodule(name).variant
+            channels = original.get_parameter("weight").numel()
+            numbers = tuple(sorted((k, v) for k, v in vars(original).items() if isinstance(v, int | float)))
+            key = (type(original), channels, numbers)
+            if key not in variants:
+                variants[key] = match_norm(original, channels)
+            if variants[key] != variant:
+                raise ModelError(
+                    f"config.json, quantization_config: norm {name} is {variant}, but the model's norm is "
+                    f"{variants[key]}: the file is damaged"
+                )
+
+    def _update_config(self, model: Any) -> None:
+        """Updates quantization_config to the present modules of the model, and removes it from a plain model."""
+        config = checkpoint_config(model, self.quantization_config.sparsity)
+        self.remove_quantization_config(model)
+        for module in model.modules():
+            if hasattr(module, "config") and hasattr(module.config, "_is_quantized"):
+                del module.config._is_quantized
+        self._norms.clear()
+        if config is not None:
+            self.quantization_config = model.config.quantization_config = config
+            model.hf_quantizer = self

@@ -1,0 +1,90 @@
+"""Registers permtriton's checkpoint format with transformers, without importing transformers, which takes seconds.
+
+The registered classes are stand-ins, which import the real classes when they are used. While a module of transformers
+is executed, the import system holds its lock, and nothing of permtriton may be imported: another thread may be
+importing permtriton and waiting for that lock.
+"""
+
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib import import_module
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+METHOD = "permtriton"  # equal to METHOD in `permtriton.checkpoint.schema`, whose import would import transformers
+QUANTIZERS = "transformers.quantizers.auto"
+MAPPINGS = ("AUTO_QUANTIZER_MAPPING", "AUTO_QUANTIZATION_CONFIG_MAPPING")
+
+
+class _Finder(MetaPathFinder):
+    """Finds the module `QUANTIZERS` by means of the finders after it, and registers permtriton once it is executed."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != QUANTIZERS:
+            _register()  # in case another thread looked QUANTIZERS up before this finder was installed
+            return None
+        finders = list(sys.meta_path)
+        others = finders[finders.index(self) + 1 :] if self in finders else finders
+        spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in others)), None)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def execute_and_register(module: ModuleType) -> None:
+            execute(module)
+            _register()
+
+        spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
+        return spec
+
+
+def register_with_transformers() -> None:
+    """Registers now if transformers' quantizers are imported already, else as soon as they are.
+
+    Threads may import permtriton and transformers at the same time, in any order. Existing entries stay as they are.
+    """
+    if not _registered() and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+    if QUANTIZERS in sys.modules:
+        with suppress(ImportError):  # an error of transformers, which whoever imports it gets, too
+            import_module(QUANTIZERS)  # waits for the thread that executes it
+        _register()
+
+
+def _registered() -> bool:
+    module = sys.modules.get(QUANTIZERS)
+    return all(METHOD in getattr(module, name, ()) for name in MAPPINGS)
+
+
+def _register() -> None:
+    """Registers and removes the finder, if `QUANTIZERS` has its mappings already. Imports nothing."""
+    module = sys.modules.get(QUANTIZERS)
+    if not all(hasattr(module, name) for name in MAPPINGS):
+        return
+    for name, stand_in in zip(MAPPINGS, _stand_ins(module), strict=True):
+        getattr(module, name).setdefault(METHOD, stand_in)  # atomic, so that threads need no lock
+    # A new list, because another thread may be iterating over this one and would skip a finder.
+    sys.meta_path = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
+
+
+def _stand_ins(module: Any) -> tuple[type, type]:
+    """Returns two classes that, when called, make an object of the permtriton class of the same name."""
+
+    class PermTritonQuantizer(module.HfQuantizer):
+        def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+            return import_module("permtriton.checkpoint.quantizer").PermTritonQuantizer(*args, **kwargs)
+
+    class PermTritonQuantizationConfig(module.QuantizationConfigMixin):
+        def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+            return import_module("permtriton.checkpoint.schema").PermTritonQuantizationConfig(*args, **kwargs)
+
+        @classmethod
+        def from_dict(cls, *args: Any, **kwargs: Any) -> Any:
+            return import_module("permtriton.checkpoint.schema").PermTritonQuantizationConfig.from_dict(*args, **kwargs)
+
+    return PermTritonQuantizer, PermTritonQuantizationConfig

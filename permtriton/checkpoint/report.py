@@ -1,0 +1,162 @@
+"""Builds ``permtriton.json`` and the output of ``permtriton inspect --json``, which share their keys."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from permtriton.config import CompileConfig
+from permtriton.machine import device_name, peak_memory, versions
+from permtriton.model.plan import ChannelSpace, Placement, Plan, Site, linear_module, weight_in_out
+from permtriton.passes.pipeline import PassResult
+from permtriton.permutation import inverse, moved
+from permtriton.prune.learn import Learned
+
+
+def to_json(report: Any) -> str:
+    """Returns ``report`` as indented JSON with each list of integers on one line."""
+    text = json.dumps(report, indent=1)
+    return re.sub(r"\[\s+(-?\d+(?:,\s+-?\d+)*)\s+\]", lambda match: "[" + " ".join(match[1].split()) + "]", text)
+
+
+def compilation_report(
+    model: PreTrainedModel,
+    config: CompileConfig,
+    plan: Plan,
+    indices: Mapping[str, Tensor],
+    *,
+    calibration: Mapping[str, Any],
+    learned: Learned | None,
+    evaluation: Mapping[str, Any],
+    passes: Sequence[PassResult],
+    proof: Mapping[str, Any],
+    seconds: Mapping[str, float],
+    needs: Mapping[str, int],
+) -> dict[str, Any]:
+    """Returns the content of ``permtriton.json``, except for the entries that saving adds.
+
+    Args:
+        model: compiled model.
+        config: every option.
+        plan: plan of the model.
+        indices: space name -> unit index from the dense order, int64 ``[units]``.
+        calibration: hash and shape of the calibration ids.
+        learned: result of learning; None if nothing was learned.
+        evaluation: measure, with its values for the dense and the compiled model; empty if nothing was measured.
+        passes: result of each compiler pass.
+        proof: comparisons with the dense model, and their largest differences.
+        seconds: time per stage.
+        needs: estimated bytes by use.
+    """
+    weights = {name: weight_in_out(linear_module(model, name)) for _, name in plan.linears()}
+    zeros = {name: float((weight == 0).float().mean()) for name, weight in weights.items()}
+    history = learned.history if learned else []
+    return {
+        "model": model.name_or_path,
+        "versions": versions(),
+        "device": device_name(model.device),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "config": config.to_dict(),
+        "calibration": dict(calibration),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "pruned_parameters": sum(weight.numel() for weight in weights.values()),
+        "sparsity_by_layer": zeros,
+        "permutations": [
+            {**permutation_report(plan, space), "moved": moved(indices[space.name])} for space in plan.spaces
+        ],
+        "skipped": plan.skipped,
+        "barriers": plan.barriers,
+        "hidden_states": hidden_states_report(plan.hidden_order(indices)),
+        "learning": {"epochs": [asdict(e) for e in history], "kept_epoch": learned.kept if learned else None},
+        "evaluation": dict(evaluation),
+        "passes": [{"name": p.name, "nodes": p.changes, "difference": p.difference} for p in passes],
+        "proof": dict(proof),
+        "seconds": {stage: round(value, 3) for stage, value in seconds.items()},
+        "memory": {"peak": peak_memory(model.device), "estimate": dict(needs)},
+        "sites": [
+            {**site_report(site), "moved": moved(index), "index": index.tolist()}
+            for site in plan.sites
+            for index in [site.expand(indices[site.space.name])]
+        ],
+    }
+
+
+def plan_report(plan: Plan, block_size: int) -> dict[str, Any]:
+    """Returns ``sites``, ``permutations``, ``skipped`` and ``barriers`` of a plan.
+
+    Args:
+        plan: plan of a model.
+        block_size: channels per block of a block permutation.
+    """
+    return {
+        "sites": [{**site_report(site), "blocks": block_count(site.space, block_size)} for site in plan.sites],
+        "permutations": [permutation_report(plan, space) for space in plan.spaces],
+        "skipped": plan.skipped,
+        "barriers": plan.barriers,
+    }
+
+
+def site_report(site: Site) -> dict[str, Any]:
+    """Returns the entry of a site: its linears, and the permutation that orders its channels."""
+    return {
+        "name": site.name,
+        "linears": list(site.linears),
+        "channels": site.channels,
+        "permutation": site.space.name,
+        "placement": site.space.placement.value,
+    }
+
+
+def permutation_report(plan: Plan, space: ChannelSpace, element: int = 2) -> dict[str, Any]:
+    """Returns the entry of one permutation: its placement, its cost at run time, and who writes and reads its channels.
+
+    Args:
+        plan: plan of the model.
+        space: channel space of the plan.
+        element: bytes per activation; 2 for bfloat16.
+
+    Returns:
+        ``placement`` is a value of `permtriton.model.plan.Placement`; ``reason`` says why there is no permutation, else
+        it is empty. ``gathers`` is the number of gathers at run time, ``bytes_per_token`` the bytes that they read and
+        write. A permuted norm adds no bytes, because a norm moves the same number in any order.
+    """
+    sites = plan.sites_of(space)
+    gathers = sum(len(site.linears) for site in sites) if space.placement is Placement.GATHER else 0
+    return {
+        "name": space.name,
+        "channels": space.units,
+        "segments": 0 if space.frozen else len(space.segments),
+        "tied": max(site.copies for site in sites),
+        "placement": space.placement.value,
+        "reason": space.reason,
+        "norm": space.norm.module if space.norm else None,
+        "gathers": gathers,
+        "bytes_per_token": 2 * gathers * sites[0].channels * element,
+        "producers": [f"{axis.parameter}[{axis.dim}]" for axis in space.producers],
+        "readers": [f"{axis.parameter}[{axis.dim}]" for axis in space.axes if axis.reads],
+    }
+
+
+def block_count(space: ChannelSpace, block_size: int) -> int:
+    """Returns the number of blocks in which a space is learned; 0 if it keeps its order."""
+    return 0 if space.frozen else len(space.blocks(block_size))
+
+
+def hidden_states_report(order: Tensor | None) -> dict[str, Any]:
+    """Returns the order of the channels of hidden states (``output_hidden_states``) and of ``inputs_embeds``.
+
+    Args:
+        order: index from the dense model's channels to the compiled model's, int64 ``[C]``; None if they keep their
+            order.
+
+    Returns:
+        ``permuted``; and if it is true, ``index``, with ``compiled[..., j] = dense[..., index[j]]``, and its inverse
+        ``undo``, with ``dense = compiled[..., undo]``.
+    """
+    if order is None or moved(order) == 0:
+        return {"permuted": False}
+    return {"permuted": True, "index": order.tolist(), "undo": inverse(order).tolist()}

@@ -1,0 +1,115 @@
+"""The checks that every compilation must pass. A failed check raises an error that names what failed."""
+
+import hashlib
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from permtriton.errors import VerificationError
+from permtriton.model.forward import without_cache
+from permtriton.model.plan import Plan, linear_module, weight_in_out
+from permtriton.sparsity import NMPattern
+
+# Largest allowed difference between two computations of the same function in different orders, relative to the largest
+# output. The one for float64 is loose because norms and rotary angles are computed in float32 in any model.
+TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+
+
+def model_outputs(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """Returns the model's first output (logits, or the last hidden state) on token ids.
+
+    Args:
+        model: model in eval mode.
+        ids: int64 ``[sequences, tokens]``.
+
+    Returns:
+        float32 ``[sequences, tokens, vocabulary or hidden]`` on the CPU.
+    """
+    return first_output(model, {"input_ids": ids.to(model.device)})
+
+
+@torch.no_grad()
+def first_output(model: PreTrainedModel, arguments: Mapping[str, Tensor]) -> Tensor:
+    """Returns the model's first output when called with keyword arguments, float32 on the CPU."""
+    with without_cache(model):
+        return model(**arguments)[0].float().cpu()
+
+
+def relative_difference(expected: Tensor, got: Tensor) -> float:
+    """Returns the largest absolute difference relative to the largest expected value."""
+    expected, got = expected.double(), got.double()
+    scale = float(expected.abs().max().clamp_min(torch.finfo(torch.float32).tiny))
+    return float((expected - got).abs().max()) / scale
+
+
+def check_same_outputs(before: Tensor, after: Tensor, dtype: torch.dtype, stage: str) -> float:
+    """Checks that an exact step left the outputs the same.
+
+    Args:
+        before: outputs before the step.
+        after: outputs after it, of the same shape.
+        dtype: dtype that the model computes in; decides the tolerance.
+        stage: name of the step, for the error.
+
+    Returns:
+        The largest difference relative to the largest output.
+
+    Raises:
+        VerificationError: the difference is larger than rounding in ``dtype`` explains.
+    """
+    difference = relative_difference(before, after)
+    if not difference <= TOLERANCE[dtype]:
+        raise VerificationError(
+            f"{stage}: outputs differ by {difference:.1e} of their size, but at most {TOLERANCE[dtype]:.0e} is allowed "
+            f"in {dtype}. Nothing was saved; please report this with the output of `permtriton inspect`"
+        )
+    return difference
+
+
+def check_weight(name: str, weight_OC: Tensor, pattern: NMPattern) -> None:
+    """Checks that a weight ``[out_features, in_features]`` is N:M as it is stored, finite and free of ``-0.0``.
+
+    Raises:
+        VerificationError: the weight, called ``name``, fails a check.
+    """
+    check_finite_tensor(name, weight_OC)
+    if bool((weight_OC.signbit() & (weight_OC == 0)).any()):
+        raise VerificationError(f"{name}: some zeros are -0.0, whose bits differ from those of 0.0")
+    counts = (weight_OC != 0).unflatten(1, (-1, pattern.group)).sum(-1)
+    if int(counts.max()) > pattern.kept:
+        row, group = divmod(int(counts.argmax()), counts.shape[1])
+        raise VerificationError(
+            f"{name}: row {row}, group {group} holds {int(counts.max())} nonzero weights, "
+            f"but {pattern} allows {pattern.kept}"
+        )
+
+
+def check_finite_tensor(name: str, tensor: Tensor) -> None:
+    """Checks that a tensor holds neither NaN nor infinity.
+
+    Raises:
+        VerificationError: the tensor, called ``name``, holds either.
+    """
+    if not bool(tensor.isfinite().all()):
+        raise VerificationError(f"{name}: {int((~tensor.isfinite()).sum())} of {tensor.numel()} values are not finite")
+
+
+def check_pruned(model: nn.Module, plan: Plan, pattern: NMPattern) -> None:
+    """Checks every pruned weight in memory with `check_weight`.
+
+    Raises:
+        VerificationError: a weight fails; the message names the first one.
+    """
+    for _, name in plan.linears():
+        check_weight(name, weight_in_out(linear_module(model, name)).t(), pattern)
+
+
+def weights_hash(model: nn.Module) -> str:
+    """Returns the SHA-256 of all parameters and buffers: names, dtypes, shapes and bytes, one tensor at a time."""
+    found = hashlib.sha256()
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return found.hexdigest()

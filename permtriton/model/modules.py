@@ -1,0 +1,370 @@
+"""The modules that run permuted and N:M weights: ordinary ``nn.Module``s with state dicts.
+
+An index is a buffer in the smallest of uint8, int16 and int32 that holds its entries; its convention is that of
+`permtriton.permutation`. The operators convert it, because torch takes a uint8 index for a mask.
+"""
+
+from collections.abc import Callable
+from typing import Any, Self, TypeGuard
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from permtriton.errors import ModelError
+from permtriton.kernels import cusparselt
+from permtriton.kernels.norm_permute import NormVariant, norm_permute
+from permtriton.kernels.packing import pack, unpack
+from permtriton.kernels.permute import INDEX_DTYPES, permute
+from permtriton.kernels.sparse_linear import sparse_linear
+from permtriton.permutation import compose, is_permutation
+from permtriton.sparsity import NMPattern
+
+
+def index_dtype(channels: int) -> torch.dtype:
+    """Returns the smallest of uint8, int16 and int32 that holds ``channels - 1``."""
+    for dtype in (torch.uint8, torch.int16):
+        if channels - 1 <= torch.iinfo(dtype).max:
+            return dtype
+    return torch.int32
+
+
+def check_index(index: Tensor, channels: int, name: str) -> None:
+    """Refuses an index that is not a permutation of ``channels`` channels.
+
+    On the meta device only its shape and dtype are checked.
+
+    Raises:
+        ModelError: the index of ``name`` has another dtype or shape, or is not a permutation.
+    """
+    if index.dtype not in INDEX_DTYPES or index.shape != (channels,):
+        raise ModelError(
+            f"{name}: the index has dtype {index.dtype} and shape {list(index.shape)}: expected integers [{channels}]"
+        )
+    if not index.is_meta and not is_permutation(index.long()):
+        raise ModelError(f"{name}: the index is not a permutation: expected each of 0 to {channels - 1} exactly once")
+
+
+class ChannelGather(nn.Module):
+    """Permutes channels: ``y[..., j] = x[..., index[j]]``.
+
+    Attributes:
+        index: buffer ``[C]``.
+    """
+
+    index: Tensor
+
+    def __init__(self, index: Tensor) -> None:
+        """Copies an index ``[C]`` of any integer dtype; on the meta device its values are not checked.
+
+        Raises:
+            ModelError: ``index`` is not a permutation.
+        """
+        super().__init__()
+        _register_index(self, index, index.numel())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns ``[..., C]`` of the same dtype."""
+        return permute(x, self.index)
+
+    def compose(self, index: Tensor) -> None:
+        """Applies a further index ``[C]`` after the present one."""
+        _compose(self, index)
+
+    def extra_repr(self) -> str:
+        return f"channels={self.index.numel()}"
+
+
+class _PermutedNorm(nn.Module):
+    """Base of both norms. ``weight`` and ``bias`` stay in the order of the input; the index acts on the output."""
+
+    index: Tensor
+    bias: nn.Parameter | None
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, index: Tensor, variant: NormVariant) -> None:
+        super().__init__()
+        self.variant = variant
+        self.weight = _parameter(weight)
+        self.register_parameter("bias", None if bias is None else _parameter(bias))
+        _register_index(self, index, weight.numel())
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Returns ``norm(hidden_states)[..., index]``, with the shape of the input, ``[..., C]``."""
+        kind, eps, offset = self.variant.kind, self.variant.eps, self.variant.offset
+        return norm_permute(hidden_states, self.weight, self.bias, self.index, eps, offset, kind)
+
+    def compose(self, index: Tensor) -> None:
+        """Applies a further index ``[C]`` after the present one."""
+        _compose(self, index)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.numel()}, kind={self.variant.kind}, eps={self.variant.eps}, offset={self.variant.offset}"
+
+
+class PermutedRMSNorm(_PermutedNorm):
+    """An RMS norm that writes its output in the order of an index.
+
+    Attributes:
+        weight: parameter ``[C]``, in the order of the input.
+        index: buffer ``[C]``.
+        variant: kind "rms" or "rms_float", eps and offset.
+    """
+
+    def __init__(self, weight: Tensor, eps: float, index: Tensor, offset: float = 0.0, kind: str = "rms") -> None:
+        """Shares ``weight`` if it is a Parameter.
+
+        Raises:
+            ModelError: ``index`` is not a permutation of the weight's channels.
+        """
+        super().__init__(weight, None, index, NormVariant(kind, eps, offset))
+
+
+class PermutedLayerNorm(_PermutedNorm):
+    """A layer norm that writes its output in the order of an index.
+
+    Attributes:
+        weight: parameter ``[C]``, in the order of the input.
+        bias: parameter ``[C]`` or None, in the order of the input.
+        index: buffer ``[C]``.
+        variant: kind "layer", eps and offset.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, eps: float, index: Tensor, offset: float = 0.0) -> None:
+        """Shares ``weight`` and ``bias`` if they are Parameters.
+
+        Raises:
+            ModelError: ``index`` is not a permutation of the weight's channels.
+        """
+        super().__init__(weight, bias, index, NormVariant("layer", eps, offset))
+
+
+class GatheredLinear(nn.Linear):
+    """A linear layer that may gather its input first; without a gather it does what ``nn.Linear`` does.
+
+    Attributes:
+        gather: gather of the input, or None. The weight's columns are in the order that it produces.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        gather: ChannelGather | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype)
+        if gather is not None:
+            check_index(gather.index, in_features, type(self).__name__)
+        self.gather = gather
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, gather_index: Tensor | None = None) -> Self:
+        """Returns a layer that shares the Parameter objects of ``linear``, and its gather if it has one.
+
+        Args:
+            linear: linear whose columns are in the order of ``x[..., gather_index]``, or of ``x`` without an index.
+            gather_index: index of a new gather ``[in_features]``, or None.
+
+        Raises:
+            ModelError: ``gather_index`` is not a permutation of the input channels, or the weight is parametrized.
+        """
+        if parametrize.is_parametrized(linear, "weight"):
+            raise ModelError("a linear with a parametrized weight cannot be shared: remove the parametrization first")
+        gather = linear.gather if isinstance(linear, GatheredLinear) else None
+        if gather_index is not None:
+            assert gather is None, "a linear that gathers already takes a composed index"
+            gather = ChannelGather(_on_device_of(linear.weight, gather_index))
+        layer = cls(linear.in_features, linear.out_features, bias=False, device="meta", gather=gather)
+        layer.weight, layer.bias = linear.weight, linear.bias
+        return layer.train(linear.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns ``[..., out_features]``."""
+        return super().forward(x if self.gather is None else self.gather(x))
+
+
+class SparseLinear(GatheredLinear):
+    """A linear layer whose N:M weight may be packed.
+
+    In the packed state ``weight`` is None, and the buffers ``weight_values`` and ``weight_positions`` hold the weight
+    as described in `permtriton.kernels.packing`. ``weight_compressed``, which is not in the state dict, is the form
+    that cuSPARSELt multiplies many tokens with; see `compress`.
+
+    Attributes:
+        gather: gather of the input, or None; see `GatheredLinear`.
+        pattern: N:M pattern of the packed weight; None in the dense state.
+    """
+
+    weight_values: Tensor
+    weight_positions: Tensor
+    weight_compressed: Tensor | None
+    pattern: NMPattern | None = None
+    _compresses = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns ``[..., out_features]``."""
+        if self.pattern is None:
+            return super().forward(x)
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(self.weight_values.dtype)  # as autocast does before a dense product
+        index = None if self.gather is None else self.gather.index
+        packed = (self.weight_values, self.weight_positions)
+        return sparse_linear(x, *packed, self.bias, index, self.in_features, self.pattern, self.weight_compressed)
+
+    def pack(self, pattern: NMPattern) -> Self:
+        """Changes to the packed state; `unpack` restores the same weight bit for bit.
+
+        The weight is no Parameter afterwards, so no optimizer may hold it.
+
+        Raises:
+            ModelError: the weight does not have the pattern, holds -0.0 or a value that is not finite, is parametrized
+                or is packed already.
+        """
+        self._refuse_packed()
+        return self.set_packed(*pack(self.weight.detach(), pattern), pattern)
+
+    def set_packed(self, values: Tensor, positions: Tensor, pattern: NMPattern) -> Self:
+        """Changes to the packed state with a weight that is packed already; its content is not checked.
+
+        Args:
+            values: kept values, as `permtriton.kernels.packing.pack` returns them.
+            positions: their positions, as the same function returns them.
+            pattern: N:M pattern of the weight.
+        """
+        # Not deleted but None: model code reads the dtype of `linear.weight` only if it is a tensor.
+        self.register_parameter("weight", None)
+        self.register_buffer("weight_values", values)
+        self.register_buffer("weight_positions", positions)
+        self.register_buffer("weight_compressed", None, persistent=False)
+        self.pattern = pattern
+        return self
+
+    def compress(self) -> Self:
+        """Adds cuSPARSELt's form to a packed 2:4 weight where cuSPARSELt supports it, now and after every move or cast.
+
+        Both forms hold the kept values. If both hold them in the same order, they share memory, and the layer takes
+        10/16 of the dense weight's memory instead of 9/16. The order may differ in a group with fewer nonzero weights;
+        then both forms are stored, and the layer takes 18/16.
+        """
+        if self.pattern != NMPattern(2, 4):
+            return self
+        self._compresses = True
+        values, device = self.weight_values, self.weight_values.device
+        if not cusparselt.supports(values.dtype, self.out_features, self.in_features, device):
+            return self
+        weight = unpack(values, self.weight_positions, self.in_features, self.pattern)
+        self.weight_compressed = compressed = cusparselt.compress(weight)
+        shared = compressed[: values.numel()].view_as(values)
+        if torch.equal(shared, values):
+            self.weight_values = shared
+        return self
+
+    def unpack(self) -> Self:
+        """Changes back to the dense state, with a new Parameter; does nothing in the dense state."""
+        if self.pattern is None:
+            return self
+        weight = unpack(self.weight_values, self.weight_positions, self.in_features, self.pattern)
+        del self.weight_values, self.weight_positions, self.weight_compressed
+        self.weight, self.pattern, self._compresses = nn.Parameter(weight), None, False
+        return self
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + ("" if self.pattern is None else f", packed={self.pattern}")
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Moves and casts the layer. If that changes the values, the compressed form is made again.
+
+        A cast of the compressed form itself would destroy its metadata.
+        """
+        if self.pattern is None or not self._compresses:
+            return super()._apply(fn, recurse)
+        before, compressed, self.weight_compressed = self.weight_values, self.weight_compressed, None
+        super()._apply(fn, recurse)
+        if self.weight_values is before:
+            self.weight_compressed = compressed
+            return self
+        return self.compress()
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        if self.pattern is not None and self._compresses:
+            self.weight_compressed = None
+            self.compress()
+
+    def _refuse_packed(self) -> None:
+        if self.pattern is not None:
+            raise ModelError(f"this linear is packed at {self.pattern} already: unpack it first")
+        if parametrize.is_parametrized(self, "weight"):
+            raise ModelError("a linear with a parametrized weight cannot be packed: remove the parametrization first")
+
+
+def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Replaces the module ``name`` of ``model`` by ``module``, under every name that the model has for it.
+
+    Raises:
+        ModelError: the model has no module ``name``, or ``name`` is empty, which means the model itself.
+    """
+    if not name:
+        raise ModelError("the model itself cannot be replaced: expected the name of a module inside it")
+    try:
+        old = model.get_submodule(name)
+    except AttributeError as error:
+        raise ModelError(f"the model has no module {name!r}: {error}") from error
+    for parent in model.modules():
+        for key, child in parent._modules.items():
+            if child is old:
+                parent._modules[key] = module
+
+
+def is_permuted(module: nn.Module) -> bool:
+    """Whether a module permutes channels at run time."""
+    gathers = isinstance(module, GatheredLinear) and module.gather is not None
+    return gathers or isinstance(module, PermutedRMSNorm | PermutedLayerNorm)
+
+
+def is_packed(module: nn.Module) -> TypeGuard[SparseLinear]:
+    """Whether a module holds its weight packed."""
+    return isinstance(module, SparseLinear) and module.pattern is not None
+
+
+def from_norm(module: nn.Module, variant: NormVariant, index: Tensor) -> PermutedRMSNorm | PermutedLayerNorm:
+    """Returns the norm that computes ``module(x)[..., index]`` and shares its Parameter objects.
+
+    Args:
+        module: norm with a parameter ``weight`` and optionally a parameter ``bias``.
+        variant: norm that the module computes, as `permtriton.model.norms.match_norm` returns it.
+        index: ``[C]``, of any integer dtype.
+
+    Raises:
+        ModelError: ``index`` is not a permutation of the norm's channels.
+    """
+    weight, bias = module.get_parameter("weight"), module._parameters.get("bias")
+    index = _on_device_of(weight, index)
+    norm: PermutedRMSNorm | PermutedLayerNorm
+    if variant.kind == "layer":
+        norm = PermutedLayerNorm(weight, bias, variant.eps, index, variant.offset)
+    else:
+        norm = PermutedRMSNorm(weight, variant.eps, index, variant.offset, variant.kind)
+    return norm.train(module.training)
+
+
+def _parameter(tensor: Tensor) -> nn.Parameter:
+    return tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor)
+
+
+def _on_device_of(weight: Tensor, index: Tensor) -> Tensor:
+    """Returns the index on the weight's device, unless that is the meta device, where its values would be lost."""
+    return index if weight.is_meta else index.to(weight.device)
+
+
+def _register_index(module: nn.Module, index: Tensor, channels: int) -> None:
+    check_index(index, channels, type(module).__name__)
+    module.register_buffer("index", index.detach().to(index_dtype(channels), copy=True))
+
+
+def _compose(module: ChannelGather | _PermutedNorm, index: Tensor) -> None:
+    check_index(index, module.index.numel(), type(module).__name__)
+    composed = compose(module.index.long(), index.to(module.index.device).long())
+    module.index = composed.to(module.index.dtype)

@@ -1,0 +1,134 @@
+"""The heuristic channel order: RIA's two stages (Zhang et al., 2024), for any N:M.
+
+1. Channel allocation: channels sorted by total importance are dealt out, so that every group gets one of each rank.
+2. Refinement: one channel is taken out of each group, and all of them are put back by the linear assignment that
+   retains the most importance. A sweep does this for every slot of the group; sweeps end when one gains little.
+
+The importance that group g retains when channel c joins it is ``sum_o relu(s_oc - t_og)`` plus a constant, where
+``t_og`` is the N-th largest score in row o of the channels that stayed. Since ``relu(a) = (|a| + a) / 2`` and the
+linear parts sum to the same for every assignment, the best assignment maximises the L1 distances between scores and
+thresholds, which one `torch.cdist` computes.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from permtriton.kernels.assignment import assignment
+from permtriton.kernels.importance import ImportanceFactors
+from permtriton.model.plan import ChannelSpace, Plan, Site, linear_module, weight_in_out
+from permtriton.permutation import identity
+from permtriton.progress import Advance, Progress
+from permtriton.sparsity import NMPattern
+
+MAX_SWEEPS = 10
+MIN_GAIN = 1e-4  # fraction of the retained importance; a sweep that gains no more is the last
+MAX_ROWS = 4096  # rows of scores that decide the order of one space; more are sampled evenly
+
+
+def heuristic_indices(
+    model: nn.Module,
+    plan: Plan,
+    spaces: Sequence[ChannelSpace],
+    importances: Mapping[str, ImportanceFactors],
+    pattern: NMPattern,
+    progress: Progress,
+) -> dict[str, Tensor]:
+    """Finds the heuristic order of channel spaces.
+
+    Args:
+        model: Dense model.
+        plan: The model's plan.
+        spaces: Spaces to order.
+        importances: Linear name -> importance, for every pruned linear.
+        pattern: N:M pattern of the masks.
+        progress: Progress reporter, one step per segment.
+
+    Returns:
+        Space name -> unit index, int64 ``[units]``.
+    """
+    indices = {}
+    with progress.stage("heuristic", sum(len(space.segments) for space in spaces)) as advance:
+        for space in spaces:
+            scores = space_scores(model, plan.sites_of(space), importances)
+            indices[space.name] = heuristic_index(space, scores, pattern, advance)
+    return indices
+
+
+def space_scores(
+    model: nn.Module, sites: Sequence[Site], importances: Mapping[str, ImportanceFactors], max_rows: int = MAX_ROWS
+) -> Tensor:
+    """Returns the scores of a space's units in all linears that read them, float32 ``[units, rows]``.
+
+    Each linear's scores are divided by their mean, so that no layer outweighs another. Its rows are sampled evenly
+    where all linears together have more than ``max_rows``. Where several channels of a site share a unit, each of them
+    adds its own rows.
+    """
+    linears = [(site, name) for site in sites for name in site.linears]
+    quota = max(max_rows // sum(site.copies for site, _ in linears), 1)
+    rows = []
+    for site, name in linears:
+        scores = importances[name].scores(weight_in_out(linear_module(model, name)))
+        if scores.shape[1] > quota:
+            scores = scores[:, torch.linspace(0, scores.shape[1] - 1, quota, device=scores.device).long()]
+        scores /= scores.mean().clamp_min(torch.finfo(scores.dtype).tiny)
+        by_unit = torch.argsort(site.units, stable=True).view(site.space.units, site.copies)
+        rows += [scores[by_unit[:, copy].to(scores.device)] for copy in range(site.copies)]
+    return torch.cat(rows, 1)
+
+
+def heuristic_index(space: ChannelSpace, scores: Tensor, pattern: NMPattern, advance: Advance) -> Tensor:
+    """Returns the unit index ``[units]`` that the two stages find inside each segment of a space.
+
+    A segment keeps its order where the new one retains no more importance.
+
+    Args:
+        space: Channel space.
+        scores: ``[units, rows]``, from `space_scores`.
+        pattern: N:M pattern of the masks.
+        advance: Progress of the stage, advanced once per segment.
+    """
+    index, start = identity(space.units), 0
+    for size in space.segments:
+        segment = slice(start, start + size)
+        index[segment] = start + _two_stages(scores[segment], pattern).cpu()
+        start += size
+        advance()
+    return index
+
+
+def retained(scores: Tensor, index: Tensor, pattern: NMPattern) -> float:
+    """Returns the total importance that N:M keeps in the order of ``index``; scores are ``[channels, rows]``."""
+    grouped = scores[index].unflatten(0, (-1, pattern.group))
+    return float(grouped.topk(pattern.kept, dim=1).values.sum(dtype=torch.float64))
+
+
+def _two_stages(scores: Tensor, pattern: NMPattern) -> Tensor:
+    channels = scores.shape[0]
+    unchanged = torch.arange(channels, device=scores.device)
+    if channels <= pattern.group:
+        return unchanged
+    by_importance = scores.sum(1).argsort(descending=True, stable=True)
+    index = by_importance.view(pattern.group, -1).T.reshape(-1)
+    before = retained(scores, index, pattern)
+    for _ in range(MAX_SWEEPS):
+        for slot in range(pattern.group):
+            index = _reassign(scores, index, slot, pattern)
+        after = retained(scores, index, pattern)
+        if after - before <= MIN_GAIN * before:
+            break
+        before = after
+    return index if after > retained(scores, unchanged, pattern) else unchanged
+
+
+def _reassign(scores: Tensor, index: Tensor, slot: int, pattern: NMPattern) -> Tensor:
+    """Returns ``index`` with the channels at one slot of every group reassigned to the groups."""
+    groups = index.view(-1, pattern.group)
+    others = [position for position in range(pattern.group) if position != slot]
+    threshold = scores[groups[:, others]].topk(pattern.kept, dim=1).values[:, -1]
+    gain = torch.cdist(scores[groups[:, slot]].unsqueeze(0), threshold.unsqueeze(0), p=1)
+    chosen = assignment(gain)[0].long()
+    groups = groups.clone()
+    groups[:, slot] = groups[chosen, slot]
+    return groups.reshape(-1)

@@ -1,0 +1,274 @@
+"""Learning the permutations: PermLLM's learnable channel permutation on the model itself (eq. 2-10).
+
+The model's weights do not change and stay in base order; each pruned linear sees its weight through an N:M mask that
+follows the permutations. Only the logits of the permutations learn, from the cosine distance between the last hidden
+states of the masked and the dense model.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from permtriton.config import LearnConfig
+from permtriton.errors import CalibrationError, ConfigError
+from permtriton.kernels.importance import ImportanceFactors
+from permtriton.model.forward import cosine_loss, last_hidden_state
+from permtriton.model.plan import ChannelSpace, Plan
+from permtriton.permutation import identity, moved
+from permtriton.progress import Progress
+from permtriton.prune.masked_model import Masks, masked_model
+from permtriton.prune.relaxation import Relaxation
+from permtriton.sparsity import NMPattern
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """The outcome of one epoch.
+
+    Attributes:
+        epoch: Number of the epoch, from 1; 0 is the base order before learning.
+        loss: Mean cosine distance over the calibration set, under the hard permutations after the epoch.
+        moved: Number of units, over all spaces, that are not where the base order has them.
+        tau: Temperature after the epoch.
+        seconds: Time of training and evaluation.
+    """
+
+    epoch: int
+    loss: float
+    moved: int
+    tau: float
+    seconds: float
+
+
+@dataclass
+class Learned:
+    """The result of learning.
+
+    Attributes:
+        indices: Space name -> unit index relative to the base order, int64 ``[units]`` on the CPU.
+        history: All epochs so far; the first is the base order.
+        kept: Number of the epoch that ``indices`` come from.
+    """
+
+    indices: dict[str, Tensor]
+    history: list[Epoch] = field(default_factory=list)
+    kept: int = 0
+
+
+class LearningState(Protocol):
+    """Storage of the state between epochs; `permtriton.prune.resume.ResumeFile` is one."""
+
+    def load(self, relaxation: Relaxation, optimizer: torch.optim.Optimizer) -> Learned | None:
+        """Restores the stored state and returns the result so far, or returns None where no state fits."""
+        ...
+
+    def save(self, relaxation: Relaxation, optimizer: torch.optim.Optimizer, result: Learned) -> None:
+        """Replaces the stored state by the current one."""
+        ...
+
+
+def learned_spaces(plan: Plan, config: LearnConfig) -> list[ChannelSpace]:
+    """Returns the spaces that learn: those that may move and are read only in layers that ``learn_layers`` selects.
+
+    Spaces that are read outside the layers of the model do not learn.
+    """
+    first = 0
+    if config.last_layers is not None:
+        first = max(site.layer for site in plan.sites) + 1 - config.last_layers
+    return [
+        space for space in plan.spaces if not space.frozen and all(site.layer >= first for site in plan.sites_of(space))
+    ]
+
+
+@torch.enable_grad()
+def learn(
+    model: PreTrainedModel,
+    plan: Plan,
+    importances: Mapping[str, ImportanceFactors],
+    ids: Tensor,
+    target: Tensor,
+    config: LearnConfig,
+    pattern: NMPattern,
+    seed: int,
+    progress: Progress,
+    resume: LearningState | None = None,
+) -> Learned:
+    """Learns a unit index for every space that may move.
+
+    Args:
+        model: Dense model, its channels already in base order; unchanged on return.
+        plan: The model's plan.
+        importances: Linear name -> importance, for every pruned linear.
+        ids: Calibration sequences, int64 ``[sequences, tokens]``.
+        target: The dense model's last hidden states ``[sequences, tokens, hidden]``.
+        config: Options of learning.
+        pattern: N:M pattern of the masks.
+        seed: Seed of the initial logits and of the order of sequences.
+        progress: Progress reporter.
+        resume: Storage of the state between epochs, to continue from and to write to; None keeps no state.
+
+    Raises:
+        CalibrationError: The loss is not finite, or the gradients are zero or not finite.
+        ConfigError: No permutation is left to learn.
+        OutputError: The state between epochs cannot be written.
+    """
+    spaces = learned_spaces(plan, config)
+    if not spaces:
+        raise ConfigError(_nothing_learns(config))
+    relaxation = Relaxation(spaces, config, seed, model.device)
+    optimizer = torch.optim.AdamW(relaxation.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay)
+    with masked_model(model, plan, importances, pattern, relaxation, config) as masks:
+        trainer = Trainer(model, masks, relaxation, optimizer, ids, target, config, seed)
+        result = resume.load(relaxation, optimizer) if resume else None
+        if result is None:
+            base = {space.name: identity(space.units) for space in spaces}
+            result = Learned(base, [Epoch(0, trainer.evaluate(base), 0, config.tau_start, 0.0)])
+        else:
+            progress.say(f"continuing after epoch {result.history[-1].epoch} of an interrupted run")
+        with progress.stage("learn", config.epochs * trainer.steps_per_epoch) as advance:
+            done = result.history[-1].epoch
+            advance(done * trainer.steps_per_epoch)
+            for number in range(done + 1, config.epochs + 1):
+                _learn_epoch(trainer, number, result, config, advance)
+                if resume:
+                    resume.save(relaxation, optimizer, result)
+    return result
+
+
+def _learn_epoch(
+    trainer: "Trainer", number: int, result: Learned, config: LearnConfig, advance: Callable[..., None]
+) -> None:
+    """Trains one epoch and records it in ``result``."""
+    started = time.perf_counter()
+    for loss in trainer.epoch(number):
+        advance(1, f"loss {loss:.4f}, base {result.history[0].loss:.4f}")
+    done = number * trainer.steps_per_epoch
+    indices = trainer.indices(done)
+    epoch = Epoch(
+        epoch=number,
+        loss=trainer.evaluate(indices),
+        moved=sum(moved(index) for index in indices.values()),
+        tau=trainer.tau(done),
+        seconds=time.perf_counter() - started,
+    )
+    best = result.history[result.kept].loss
+    result.history.append(epoch)
+    if config.keep_epoch == "last" or epoch.loss < best:
+        result.indices, result.kept = indices, number
+
+
+def _nothing_learns(config: LearnConfig) -> str:
+    why = (
+        "none of this model's channels may move (see permtriton inspect)"
+        if config.last_layers is None
+        else f"with learn_layers {config.learn_layers}, all channels that may move are read in earlier layers, too"
+    )
+    return f"no permutation is left to learn: {why}; use --permutation none or heuristic"
+
+
+class Trainer:
+    """Steps, losses and schedules of one learning run; to be used inside `masked_model`, whose masks it sets.
+
+    Args:
+        model: Masked model.
+        masks: The model's masks.
+        relaxation: Logits that learn.
+        optimizer: Optimizer of the logits.
+        ids: Calibration sequences, int64 ``[sequences, tokens]``.
+        target: The dense model's last hidden states ``[sequences, tokens, hidden]``.
+        config: Options of learning.
+        seed: Seed of the order of sequences.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        masks: Masks,
+        relaxation: Relaxation,
+        optimizer: torch.optim.Optimizer,
+        ids: Tensor,
+        target: Tensor,
+        config: LearnConfig,
+        seed: int,
+    ) -> None:
+        self._model, self._masks, self._relaxation, self._optimizer = model, masks, relaxation, optimizer
+        self._ids, self._target = ids.to(model.device), target.to(model.device)
+        self._config, self._seed = config, seed
+        self.steps_per_epoch = math.ceil(ids.shape[0] / config.batch_size)
+
+    def tau(self, step: int) -> float:
+        """Returns the temperature at a step, linear from ``tau_start`` at the first to ``tau_end`` at the last."""
+        last = max(self._config.epochs * self.steps_per_epoch - 1, 1)
+        fraction = min(step / last, 1.0)
+        return self._config.tau_start + (self._config.tau_end - self._config.tau_start) * fraction
+
+    def indices(self, step: int) -> dict[str, Tensor]:
+        """Returns space name -> unit index, int64 ``[units]``: the hard permutations at the temperature of a step."""
+        with torch.no_grad():
+            return self._relaxation.harden(self._relaxation.soft(self.tau(step)))
+
+    def epoch(self, number: int) -> Iterator[float]:
+        """Trains one epoch and yields each step's loss.
+
+        The order of sequences depends on the seed and the epoch's number alone, so that a resumed run repeats it.
+        """
+        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + number)
+        order = torch.randperm(self._ids.shape[0], generator=generator)
+        for offset, rows in enumerate(order.split(self._config.batch_size)):
+            yield self.step(rows, (number - 1) * self.steps_per_epoch + offset)
+
+    def step(self, rows: Tensor, step: int) -> float:
+        """Takes one optimizer step on the sequences ``rows`` and returns their loss.
+
+        Raises:
+            CalibrationError: The loss is not finite, or the gradients are zero or not finite.
+        """
+        total = self._config.epochs * self.steps_per_epoch
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._config.learning_rate * 0.5 * (1 + math.cos(math.pi * step / total))
+        soft = self._relaxation.soft(self.tau(step))
+        self._masks.set(self._relaxation.assign(soft), soft)
+        rows = rows.to(self._ids.device, non_blocking=True)
+        scale = 2.0 ** round(math.log2(rows.numel() * self._ids.shape[1]))  # float16 gradients of a mean vanish
+        losses = []
+        for micro_batch in rows.split(self._config.micro_batch_size):
+            loss = cosine_loss(last_hidden_state(self._model, self._ids[micro_batch]), self._target[micro_batch])
+            loss = loss * (micro_batch.numel() / rows.numel())
+            (loss * scale).backward()
+            losses.append(loss.detach())
+        loss_sum = self._check(sum(torch.stack(losses).tolist()))
+        self._masks.backward(scale)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return loss_sum
+
+    @torch.no_grad()
+    def evaluate(self, indices: Mapping[str, Tensor]) -> float:
+        """Returns the mean cosine distance over all sequences under hard permutations.
+
+        Args:
+            indices: Space name -> unit index, int64 ``[units]``.
+
+        Raises:
+            CalibrationError: The loss is not finite.
+        """
+        self._masks.set(self._relaxation.join(indices), None)
+        size = self._config.micro_batch_size
+        batches = list(zip(self._ids.split(size), self._target.split(size), strict=True))
+        losses = torch.stack([cosine_loss(last_hidden_state(self._model, ids), target) for ids, target in batches])
+        total = sum(loss * ids.shape[0] for loss, (ids, _) in zip(losses.tolist(), batches, strict=True))
+        return self._check(total / self._ids.shape[0])
+
+    def _check(self, loss: float) -> float:
+        if not math.isfinite(loss):
+            raise CalibrationError(
+                f"the learning loss is {loss} in {self._model.dtype}: activations overflow (try --dtype float32), or "
+                "the weights are damaged"
+            )
+        return loss

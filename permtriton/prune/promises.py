@@ -1,0 +1,102 @@
+"""Checks that a compilation keeps what the search for a channel order promised.
+
+Outputs alone do not show an order that was lost on the way: the inverse permutation, a fold applied twice or statistics
+of another order leave a consistent model that is pruned badly. Two quantities are therefore measured when an order is
+chosen, and again on the model that is in this order: the importance that the masks retain, and the loss.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from permtriton.errors import VerificationError
+from permtriton.kernels.importance import ImportanceFactors
+from permtriton.model.forward import cosine_loss, last_hidden_state
+from permtriton.model.plan import Plan, linear_module, weight_in_out
+from permtriton.prune.heuristic import retained
+from permtriton.sparsity import NMPattern
+
+RETAINED_TOLERANCE = 1e-3  # relative: a few scores may tie, and row sums round differently in another order
+LOSS_TOLERANCE = 1e-4  # relative: sums over channels in another order; a hundred times that in 16 bits
+
+
+def retained_importance(
+    model: nn.Module,
+    plan: Plan,
+    importances: Mapping[str, ImportanceFactors],
+    pattern: NMPattern,
+    indices: Mapping[str, Tensor],
+) -> dict[str, float]:
+    """Returns the sum of the scores that an N:M mask keeps in each pruned linear, by name.
+
+    Args:
+        model: dense, in any channel order.
+        plan: of the model.
+        importances: of every pruned linear, by name, in the model's present order.
+        pattern: what is kept.
+        indices: space name -> unit index, int64 ``[units]``, that the channels are taken in; the present order for
+            spaces without one.
+    """
+    found = {}
+    for site, name in plan.linears():
+        scores = importances[name].scores(weight_in_out(linear_module(model, name)))
+        index = indices.get(site.space.name)
+        order = torch.arange(site.channels) if index is None else site.expand(index)
+        found[name] = retained(scores, order.to(scores.device), pattern)
+    return found
+
+
+def total_importance(model: nn.Module, plan: Plan, importances: Mapping[str, ImportanceFactors]) -> dict[str, float]:
+    """Returns the sum of all scores of each pruned linear, by name: of a masked weight, what its mask retained."""
+    weights = {name: weight_in_out(linear_module(model, name)) for _, name in plan.linears()}
+    return {name: float(importances[name].scores(w).sum(dtype=torch.float64)) for name, w in weights.items()}
+
+
+def check_retained(promised: Mapping[str, float], found: Mapping[str, float]) -> None:
+    """Compares the importance that a mask should retain with what it does retain, in every linear.
+
+    Raises:
+        VerificationError: naming the first linear where they differ.
+    """
+    for name, expected in promised.items():
+        if not abs(found[name] - expected) <= RETAINED_TOLERANCE * abs(expected):
+            raise VerificationError(
+                f"{name}: the mask should retain an importance of {expected:.6g} in the chosen channel order and "
+                f"retains {found[name]:.6g}: the order or the mask was not applied as it was found. Nothing was saved; "
+                "this is a bug of permtriton, please report it"
+            )
+
+
+@torch.no_grad()
+def calibration_loss(model: PreTrainedModel, ids: Tensor, target: Tensor, order: Tensor | None, batch: int) -> float:
+    """Returns the mean cosine distance (eq. 10) over calibration sequences.
+
+    Args:
+        model: pruned.
+        ids: int64 ``[samples, tokens]``.
+        target: last hidden states ``[samples, tokens, hidden]`` of the dense model.
+        order: int64 ``[hidden]``, from the target's channel order to the model's; None where they are equal.
+        batch: sequences at once.
+    """
+    total = 0.0
+    for rows, expected in zip(ids.split(batch), target.split(batch), strict=True):
+        expected = expected if order is None else expected[..., order]
+        total += float(cosine_loss(last_hidden_state(model, rows), expected)) * rows.shape[0]
+    return total / ids.shape[0]
+
+
+def check_loss(measured: float, found: float, dtype: torch.dtype) -> None:
+    """Compares the loss measured while learning with that of the pruned model.
+
+    Raises:
+        VerificationError: they differ by more than ``dtype`` explains.
+    """
+    tolerance = LOSS_TOLERANCE * (1 if dtype.itemsize >= 4 else 100)
+    if not abs(found - measured) <= tolerance * measured + 4 * torch.finfo(torch.float32).eps:
+        raise VerificationError(
+            f"the calibration loss was {measured:.6g} when the learned order was chosen and is {found:.6g} in the "
+            "pruned model. The order was not applied as it was learned. Nothing was saved; this is a bug of "
+            "permtriton, please report it"
+        )

@@ -1,0 +1,93 @@
+"""SparseGPT's weight update: each row's kept weights compensate for its pruned ones (Frantar and Alistarh, 2023)."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from permtriton.errors import CalibrationError
+from permtriton.kernels.nm_mask import top_n_mask
+from permtriton.sparsity import NMPattern
+
+DAMPING = 0.01  # fraction of the mean diagonal, as published
+COLUMNS_AT_ONCE = 128  # columns between updates of all later ones, as published; rounded down to whole groups
+
+
+def damped(hessian: Tensor) -> Tensor:
+    """Returns ``H`` with 1% of its mean diagonal added, and ones where a channel was never active."""
+    hessian = hessian.clone()
+    diagonal = hessian.diagonal()
+    diagonal[diagonal == 0] = 1
+    diagonal.add_(DAMPING * diagonal.mean())
+    return hessian
+
+
+def inverse(hessian: Tensor, name: str) -> Tensor:
+    """Returns ``(H + damping)^-1``, float32 ``[channels, channels]``; ``name`` is the layer's, for the error.
+
+    Raises:
+        CalibrationError: The damped Hessian is singular.
+    """
+    try:
+        return torch.cholesky_inverse(torch.linalg.cholesky(damped(hessian)))
+    except torch.linalg.LinAlgError as error:
+        raise CalibrationError(
+            f"{name}: the Hessian of its inputs cannot be inverted: raise --samples, or choose another --importance "
+            "and --weight-update none"
+        ) from error
+
+
+def inverse_diagonal(hessian: Tensor, name: str = "a layer") -> Tensor:
+    """Returns ``diag((H + damping)^-1)``, float32 ``[channels]``, the denominator of the OBS score."""
+    return inverse(hessian, name).diagonal().clone()
+
+
+@torch.no_grad()
+def sparsegpt(
+    weight: Tensor, hessian: Tensor, pattern: NMPattern, mask: Tensor | None, name: str = "a layer"
+) -> Tensor:
+    """Prunes a weight to N:M and updates what is kept, column by column.
+
+    Args:
+        weight: ``[out_features, in_features]``, in the final channel order.
+        hessian: float32 ``[in_features, in_features]``, from the model as pruned so far.
+        pattern: N:M pattern.
+        mask: bool ``[out_features, in_features]``, True where a weight is kept; None chooses a mask group by group,
+            by the OBS score of the weights as updated so far.
+        name: Name of the layer, for errors.
+
+    Returns:
+        The new weight, float32 ``[out_features, in_features]``, zero where pruned (a zero may be negative).
+
+    Raises:
+        CalibrationError: The damped Hessian is singular.
+    """
+    w = weight.float().clone()
+    w[:, hessian.diagonal() == 0] = 0
+    upper = torch.linalg.cholesky(inverse(hessian, name), upper=True)
+    width = COLUMNS_AT_ONCE // pattern.group * pattern.group
+    choose = _chooser(pattern, mask)
+    for start in range(0, w.shape[1], width):
+        end = min(start + width, w.shape[1])
+        errors = torch.zeros_like(w[:, start:end])
+        local = upper[start:end, start:end]
+        block = w[:, start:end]
+        for column in range(end - start):
+            if column % pattern.group == 0:
+                group = slice(column, column + pattern.group)
+                keep = choose(start + column, block[:, group], local.diagonal()[group])
+            value = block[:, column]
+            kept = value * keep[:, column % pattern.group]
+            error = (value - kept) / local[column, column]
+            block[:, column:] -= torch.outer(error, local[column, column:])
+            block[:, column] = kept
+            errors[:, column] = error
+        w[:, end:] -= errors @ upper[start:end, end:]
+    return w
+
+
+def _chooser(pattern: NMPattern, mask: Tensor | None) -> Callable[[int, Tensor, Tensor], Tensor]:
+    """Returns the function (first column of a group, its weights, diagonal of its factor) -> bool mask of the group."""
+    if mask is not None:
+        return lambda start, weights, diagonal: mask[:, start : start + pattern.group]
+    return lambda start, weights, diagonal: top_n_mask((weights / diagonal).square().T, pattern).T

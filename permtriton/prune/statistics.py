@@ -1,0 +1,187 @@
+"""Statistics of the input channels of every site, measured on the calibration text."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from permtriton.config import ImportanceMethod
+from permtriton.errors import CalibrationError
+from permtriton.model.edits import Move
+from permtriton.model.experts import expert_of
+from permtriton.model.forward import last_hidden_state
+from permtriton.model.modules import GatheredLinear
+from permtriton.model.plan import Plan, Site, linear_module
+from permtriton.progress import Advance, Progress
+from permtriton.prune.sparsegpt import inverse_diagonal
+
+
+def site_statistics(
+    model: PreTrainedModel, plan: Plan, method: ImportanceMethod, ids: Tensor, batch: int, progress: Progress
+) -> dict[str, Tensor]:
+    """Returns site name -> the statistic that an importance needs of the site's input, float32 ``[channels]``.
+
+    The statistic is ``diag(H^-1)`` for ``obs``, ones for ``magnitude``, else ``||X_j||``.
+
+    Args:
+        model: Dense model.
+        plan: The model's plan.
+        method: Kind of importance.
+        ids: Calibration sequences, int64 ``[samples, tokens]``.
+        batch: Sequences per forward pass.
+        progress: Progress reporter.
+
+    Raises:
+        CalibrationError: An activation is NaN or infinite, or a Hessian cannot be inverted.
+    """
+    if method == "magnitude":
+        return {site.name: torch.ones(site.channels, device=model.device) for site in plan.sites}
+    if method != "obs":
+        return channel_norms(model, plan.sites, ids, batch, progress)
+    diagonals: dict[str, Tensor] = {}
+    layers = plan.layers()
+    with progress.stage("calibrate", ids.shape[0] * len(layers)) as advance:
+        for layer in layers:
+            layer_hessians = hessians(model, layer, ids, batch, advance)
+            diagonals.update({name: inverse_diagonal(hessian, name) for name, hessian in layer_hessians.items()})
+    for name, diagonal in diagonals.items():
+        check_finite(name, diagonal)
+    return diagonals
+
+
+def reorder_statistics(statistics: Mapping[str, Tensor], moves: Sequence[Move]) -> dict[str, Tensor]:
+    """Returns the statistics of all sites, each in the order that its channels have after ``moves``."""
+    orders = {gather.site: gather.index for move in moves for gather in move.gathers}
+    return {
+        name: statistic[orders[name].to(statistic.device)] if name in orders else statistic
+        for name, statistic in statistics.items()
+    }
+
+
+class _EverySiteSeen(Exception):
+    """Ends a forward pass early: every site's input has been seen, so the remaining layers need not run."""
+
+
+@torch.no_grad()
+def watch_inputs(
+    model: PreTrainedModel,
+    sites: Sequence[Site],
+    ids: Tensor,
+    batch: int,
+    consume: Callable[[Site, Tensor], None],
+    advance: Advance,
+) -> None:
+    """Runs the model and passes each site's input ``[tokens, channels]`` to ``consume`` when it appears; stores none.
+
+    Since no expert sees every token, the input that all experts of a layer read is taken where it enters the experts'
+    module. An expert's intermediate channels are taken at the expert, which may see no token at all.
+
+    Args:
+        model: Model to run.
+        sites: Sites to watch.
+        ids: Calibration sequences, int64 ``[samples, tokens]``.
+        batch: Sequences per forward pass.
+        consume: Called with a site and its input whenever the site's linears run.
+        advance: Progress of the stage, advanced by the sequences of each forward pass.
+    """
+    pending: dict[str, int] = {}  # site name -> calls of its linears still to come in this forward pass
+
+    def record(site: Site) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        reader = linear_module(model, site.linears[0])
+        gather = reader.gather if isinstance(reader, GatheredLinear) and reader.gather is not None else nn.Identity()
+        return lambda _module, inputs: consume(site, gather(inputs[0]).reshape(-1, site.channels))
+
+    def count(site: Site) -> Callable[..., None]:
+        def hook(*_: object) -> None:
+            pending[site.name] -= 1
+            if all(calls <= 0 for calls in pending.values()):
+                raise _EverySiteSeen
+
+        return hook
+
+    handles = []
+    for site in sites:
+        reader = linear_module(model, site.linears[0])
+        expert = expert_of(model, site.linears[0])
+        if expert is None:
+            handles.append(reader.register_forward_pre_hook(record(site)))
+            handles.append(reader.register_forward_pre_hook(count(site)))
+        else:
+            experts, reads_every_token = expert
+            handles.append((experts if reads_every_token else reader).register_forward_pre_hook(record(site)))
+            handles.append(experts.register_forward_hook(count(site)))
+    try:
+        for rows in ids.split(batch):
+            pending |= {site.name: site.calls for site in sites}
+            with suppress(_EverySiteSeen):
+                last_hidden_state(model, rows)
+            advance(rows.shape[0])
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def channel_norms(
+    model: PreTrainedModel, sites: Sequence[Site], ids: Tensor, batch: int, progress: Progress
+) -> dict[str, Tensor]:
+    """Returns site name -> ``||X_j||``, float32 ``[channels]``: root of the sum of squares, averaged over sequences.
+
+    A site whose input is all zeros or empty (an expert that no token is sent to) gets ones, so that its weights are
+    scored by their size alone; ``progress`` reports it. Arguments are those of `site_statistics`.
+
+    Raises:
+        CalibrationError: An activation is NaN or infinite.
+    """
+    sums = {s.name: torch.zeros(s.channels, dtype=torch.float64, device=model.device) for s in sites}
+
+    def consume(site: Site, inputs: Tensor) -> None:
+        sums[site.name] += inputs.float().square().sum(0)
+
+    with progress.stage("calibrate", ids.shape[0]) as advance:
+        watch_inputs(model, sites, ids, batch, consume, advance)
+    for name, total in sums.items():
+        check_finite(name, total)
+        if not bool(total.any()):
+            total.fill_(ids.shape[0])
+            progress.say(f"{name}: its input is all zeros or empty; its weights are scored by their size alone")
+    return {name: (total / ids.shape[0]).sqrt().float() for name, total in sums.items()}
+
+
+def hessians(
+    model: PreTrainedModel, sites: Sequence[Site], ids: Tensor, batch: int, advance: Advance
+) -> dict[str, Tensor]:
+    """Returns site name -> ``X^T X`` over the tokens, float32 ``[channels, channels]``.
+
+    A site whose input is all zeros or empty (an expert that no token is sent to) gets the identity: its weights are
+    then scored by their size alone, and no update changes them. Arguments are those of `watch_inputs`.
+
+    Raises:
+        CalibrationError: An activation is NaN or infinite.
+    """
+    sums = {s.name: torch.zeros(s.channels, s.channels, device=model.device) for s in sites}
+
+    def consume(site: Site, inputs: Tensor) -> None:
+        inputs = inputs.float()
+        sums[site.name].addmm_(inputs.T, inputs)
+
+    watch_inputs(model, sites, ids, batch, consume, advance)
+    for name, hessian in sums.items():
+        check_finite(name, hessian.diagonal())
+        if not bool(hessian.diagonal().any()):
+            hessian.fill_diagonal_(1)
+    return sums
+
+
+def check_finite(name: str, values: Tensor) -> None:
+    """Checks that a site's statistics are finite.
+
+    Raises:
+        CalibrationError: A value is NaN or infinite.
+    """
+    if not bool(values.isfinite().all()):
+        raise CalibrationError(
+            f"{name}: {int((~values.isfinite()).sum())} of {values.numel()} input channels are NaN or infinite on the "
+            "calibration text: the model overflows in this dtype (try --dtype float32) or its weights are damaged"
+        )

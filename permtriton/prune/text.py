@@ -1,0 +1,234 @@
+"""Calibration and held-out text as token ids."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from permtriton import demo
+from permtriton.config import CalibrationConfig
+from permtriton.errors import CalibrationError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+# Name -> arguments of datasets.load_dataset: the subsets that PermLLM, Wanda and SparseGPT calibrate on.
+HUB_DATASETS: dict[str, dict[str, Any]] = {
+    "c4": {"path": "allenai/c4", "data_files": {"train": "en/c4-train.00000-of-01024.json.gz"}, "split": "train"},
+    "wikitext2": {"path": "Salesforce/wikitext", "name": "wikitext-2-raw-v1", "split": "train"},
+    "pile": {"path": "mit-han-lab/pile-val-backup", "split": "validation"},
+}
+# The same for held-out text; only wikitext2 has a customary test split.
+HUB_EVALUATION: dict[str, dict[str, Any]] = {"wikitext2": {**HUB_DATASETS["wikitext2"], "split": "test"}}
+LINE_BY_LINE = "wikitext2"  # its rows are lines of one text, customarily joined by blank lines
+SURPLUS = 4  # tokens encoded per token drawn, so that the windows are a sample of the documents
+
+
+def calibration_ids(
+    config: CalibrationConfig, tokenizer: PreTrainedTokenizerBase | None, vocabulary: int, seed: int
+) -> Tensor:
+    """Draws calibration sequences.
+
+    Args:
+        config: Source, number and length of the sequences.
+        tokenizer: The model's tokenizer; may be None where the source holds ``input_ids``.
+        vocabulary: Number of rows of the model's embedding; every id must be below it.
+        seed: Seed of the draw.
+
+    Returns:
+        int64 ``[samples, sequence_length]``: windows that do not overlap.
+
+    Raises:
+        CalibrationError: The source cannot be read or holds too little text, or ids are outside the vocabulary.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    wanted = config.samples * config.sequence_length
+    stream = _encode(config.calibration, HUB_DATASETS, "calibration.txt", tokenizer, vocabulary, wanted, generator)
+    windows = stream.numel() // config.sequence_length
+    if windows < config.samples:
+        raise CalibrationError(
+            f"{config.calibration} holds {stream.numel():,} tokens, {windows} sequences of {config.sequence_length}, "
+            f"but {config.samples} are needed. Lower --samples or --sequence-length, or give more text"
+        )
+    slack = stream.numel() - windows * config.sequence_length
+    offset = int(torch.randint(0, slack + 1, (1,), generator=generator))
+    order = torch.randperm(windows, generator=generator)[: config.samples]
+    return stream[offset : offset + windows * config.sequence_length].view(windows, -1)[order].contiguous()
+
+
+def evaluation_ids(
+    source: str, tokenizer: PreTrainedTokenizerBase | None, vocabulary: int, sequence_length: int
+) -> Tensor:
+    """Returns held-out text as consecutive windows, int64 ``[windows, sequence_length]``.
+
+    Args:
+        source: ``demo``, ``wikitext2`` or a local file.
+        tokenizer: The model's tokenizer; may be None where the source holds ``input_ids``.
+        vocabulary: Number of rows of the model's embedding; every id must be below it.
+        sequence_length: Tokens per window; a shorter text gives one shorter window.
+
+    Raises:
+        CalibrationError: As for `calibration_ids`.
+    """
+    stream = _encode(source, HUB_EVALUATION, "heldout.txt", tokenizer, vocabulary, None, None)
+    length = min(sequence_length, stream.numel())
+    if length < 2:
+        raise CalibrationError(f"{source} holds {stream.numel()} tokens: at least 2 are needed to evaluate")
+    return stream[: stream.numel() // length * length].view(-1, length)
+
+
+def check_ids(ids: Tensor, vocabulary: int) -> Tensor:
+    """Returns ``ids`` after checking that they are token ids ``[samples, tokens]`` of a vocabulary.
+
+    Raises:
+        CalibrationError: The shape or a value is wrong.
+    """
+    if ids.ndim != 2 or not ids.numel() or int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
+        raise CalibrationError(
+            f"ids have shape {tuple(ids.shape)}: expected [samples, tokens] with values from 0 to {vocabulary - 1}"
+        )
+    return ids
+
+
+def ids_hash(ids: Tensor) -> str:
+    """Returns the SHA-256 of token ids, which shows whether two compilations used the same text."""
+    return hashlib.sha256(str(tuple(ids.shape)).encode() + ids.to(torch.int64).numpy().tobytes()).hexdigest()
+
+
+def _encode(
+    source: str,
+    hub: dict[str, dict],
+    demo_file: str,
+    tokenizer: PreTrainedTokenizerBase | None,
+    vocabulary: int,
+    wanted: int | None,
+    generator: torch.Generator | None,
+) -> Tensor:
+    """Returns the ids of a source's documents as one stream, int64 ``[tokens]``.
+
+    The documents are in random order where ``generator`` is given. Where ``wanted`` is given, encoding stops once there
+    are `SURPLUS` times as many tokens.
+    """
+    documents = _documents(source, hub, demo_file)
+    if not len(documents):
+        raise CalibrationError(f"{source} is empty: no text to use")
+    order = torch.randperm(len(documents), generator=generator).tolist() if generator else range(len(documents))
+    pieces, total = [], 0
+    for position in order:
+        document = documents[position]
+        ids = _tokenize(document, tokenizer, source) if isinstance(document, str) else _integers(document, source)
+        piece = torch.tensor(ids, dtype=torch.int64)
+        pieces.append(piece)
+        total += piece.numel()
+        if wanted is not None and total >= SURPLUS * wanted:
+            break
+    stream = torch.cat(pieces)
+    if not stream.numel():
+        raise CalibrationError(f"{source} is empty: no text to use")
+    low, high = int(stream.min()), int(stream.max())
+    if low < 0 or high >= vocabulary:
+        raise CalibrationError(
+            f"{source}: token ids run from {low} to {high}, but the model's vocabulary is 0 to {vocabulary - 1}: "
+            "the tokenizer or the ids belong to another model"
+        )
+    return stream
+
+
+def _tokenize(text: str, tokenizer: PreTrainedTokenizerBase | None, source: str) -> list[int]:
+    if tokenizer is None:
+        raise CalibrationError(f"{source} holds text, but the model has no tokenizer: give a .jsonl with input_ids")
+    ids = tokenizer(text, verbose=False)["input_ids"]
+    end = tokenizer.eos_token_id
+    return ids if end is None or not ids or ids[-1] == end else [*ids, end]
+
+
+def _integers(document: Any, source: str) -> list[int]:
+    if isinstance(document, list) and all(isinstance(i, int) and -(2**63) <= i < 2**63 for i in document):
+        return document
+    raise CalibrationError(
+        f"{source} holds {str(document)[:40]!r}: text must be a string, input_ids a list of integers from the "
+        "vocabulary"
+    )
+
+
+def _documents(source: str, hub: dict[str, dict], demo_file: str) -> Sequence[Any]:
+    if source == "demo":
+        return [(demo.FOLDER / demo_file).read_text(encoding="utf-8")]
+    if source in hub:
+        dataset = _from_hub(source, hub[source])
+        documents = dataset[_column(dataset.column_names, source)]
+        return ["\n\n".join(documents)] if source == LINE_BY_LINE else documents
+    path = Path(source)
+    if not path.is_file():
+        raise CalibrationError(
+            f"{source} is neither a file nor one of {', '.join(['demo', *hub])}: give one of these, "
+            "or a local .txt, .jsonl or .parquet"
+        )
+    if path.suffix == ".txt":
+        return [text] if (text := _read(path)).strip() else []
+    if path.suffix in (".jsonl", ".json"):
+        return _json_lines(path)
+    if path.suffix == ".parquet":
+        return _parquet(path)
+    raise CalibrationError(
+        f"{source}: its suffix is {path.suffix or 'missing'}; expected a .txt, .jsonl or .parquet file"
+    )
+
+
+def _from_hub(name: str, arguments: dict) -> "Dataset":
+    from datasets import load_dataset
+
+    try:
+        return load_dataset(**arguments)
+    except Exception as error:  # the hub client raises many kinds of errors, none of them a bug of permtriton
+        raise CalibrationError(
+            f"dataset {name} ({arguments['path']}) cannot be fetched: {type(error).__name__}: "
+            f"{next(iter(str(error).splitlines()), '')}. Check the network, or give a local file"
+        ) from error
+
+
+def _column(names: Sequence[str], source: str) -> str:
+    for name in ("input_ids", "text"):
+        if name in names:
+            return name
+    raise CalibrationError(f"{source} has the columns {', '.join(names)}: one must be text or input_ids")
+
+
+def _parquet(path: Path) -> Sequence[Any]:
+    from pyarrow import ArrowException, parquet
+
+    try:
+        file = parquet.ParquetFile(path)
+        name = _column(file.schema_arrow.names, str(path))
+        return file.read([name]).column(name).to_pylist()
+    except (ArrowException, OSError) as error:
+        raise CalibrationError(f"{path} is not a readable parquet file: {str(error).splitlines()[0]}") from error
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise CalibrationError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
+
+
+def _json_lines(path: Path) -> list[str | list[int]]:
+    documents: list[str | list[int]] = []
+    for number, line in enumerate(_read(path).split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise CalibrationError(f"{path} line {number} is not JSON: {error.msg}") from error
+        value: Any = row.get("input_ids", row.get("text")) if isinstance(row, dict) else None
+        ids = isinstance(value, list) and all(isinstance(i, int) and not isinstance(i, bool) for i in value)
+        if not ids and not isinstance(value, str):
+            raise CalibrationError(f'{path} line {number} needs "text" (a string) or "input_ids" (integers)')
+        documents.append(value)
+    return documents

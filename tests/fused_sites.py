@@ -1,0 +1,106 @@
+"""Where the `fused` layout puts the permutation of each site, architecture by architecture."""
+
+from permtriton.model.plan import Plan
+
+from .graphs import planned
+
+
+def plan_of(name: str, layout: str = "fused") -> Plan:
+    return planned(name, layout)[1]
+
+
+# Site within a layer -> "nothing" (it is folded), the name of the norm that gathers, or the number of gathers.
+LLAMA_ATTENTION = {"self_attn.q_proj+k_proj+v_proj": "input_layernorm", "self_attn.o_proj": "nothing"}
+LLAMA = {
+    **LLAMA_ATTENTION,
+    "mlp.gate_proj+up_proj": "post_attention_layernorm",
+    "mlp.down_proj": "nothing",
+}
+BERT = {
+    "attention.self.query+key+value": 3,
+    "attention.output.dense": "nothing",
+    "intermediate.dense": 1,
+    "output.dense": "nothing",
+}
+EXPERT_NUMBERS = range(5)
+EXPERTS = {
+    **LLAMA_ATTENTION,
+    "mlp.experts." + "+".join(f"{n}.gate_up_proj" for n in EXPERT_NUMBERS): "post_attention_layernorm",
+    **{f"mlp.experts.{n}.down_proj": "nothing" for n in EXPERT_NUMBERS},
+}
+EXPECTED: dict[str, tuple[str, dict[str, str | int]]] = {
+    "llama": ("model.layers", LLAMA),
+    "llama_tied": ("model.layers", LLAMA),
+    "llama_eager": ("model.layers", LLAMA),
+    "mistral": ("model.layers", LLAMA),
+    "qwen2": ("model.layers", LLAMA),
+    "qwen3": ("model.layers", LLAMA),
+    "phi3": (
+        "model.layers",
+        {
+            "self_attn.qkv_proj": "input_layernorm",
+            "self_attn.o_proj": "nothing",
+            "mlp.gate_up_proj": "post_attention_layernorm",
+            "mlp.down_proj": "nothing",
+        },
+    ),
+    "gemma2": ("model.layers", {**LLAMA, "mlp.gate_proj+up_proj": "pre_feedforward_layernorm"}),
+    "opt": (
+        "model.decoder.layers",
+        {
+            "self_attn.q_proj+k_proj+v_proj": "self_attn_layer_norm",
+            "self_attn.out_proj": "nothing",
+            "fc1": "final_layer_norm",
+            "fc2": "nothing",
+        },
+    ),
+    "gpt_neox": (
+        "gpt_neox.layers",
+        {
+            "attention.query_key_value": "input_layernorm",
+            "attention.dense": "nothing",
+            "mlp.dense_h_to_4h": "post_attention_layernorm",
+            "mlp.dense_4h_to_h": "nothing",
+        },
+    ),
+    "phi": (  # attention and MLP read the same norm
+        "model.layers",
+        {
+            "self_attn.q_proj+self_attn.k_proj+self_attn.v_proj+mlp.fc1": "input_layernorm",
+            "self_attn.dense": "nothing",
+            "mlp.fc2": "nothing",
+        },
+    ),
+    "falcon": (
+        "transformer.h",
+        {
+            "self_attention.query_key_value+mlp.dense_h_to_4h": "input_layernorm",
+            "self_attention.dense": "nothing",
+            "mlp.dense_4h_to_h": "nothing",
+        },
+    ),
+    "olmo2": (  # no norm before them: the residual stream itself is read
+        "model.layers",
+        {**LLAMA, "self_attn.q_proj+k_proj+v_proj": 3, "mlp.gate_proj+up_proj": 2},
+    ),
+    "gpt2": (
+        "transformer.h",
+        {"attn.c_attn": "ln_1", "attn.c_proj": "nothing", "mlp.c_fc": "ln_2", "mlp.c_proj": "nothing"},
+    ),
+    "bert_mlm": ("bert.encoder.layer", BERT),  # its norms write the residual stream, too
+    "bert": ("encoder.layer", BERT),
+    "mixtral": ("model.layers", EXPERTS),
+    "qwen3_moe": ("model.layers", EXPERTS),
+    "olmoe": ("model.layers", EXPERTS),
+    "qwen2_moe": (
+        "model.layers",
+        {
+            **LLAMA_ATTENTION,
+            "mlp.shared_expert.gate_proj+shared_expert.up_proj+"
+            + "+".join(f"experts.{n}.gate_up_proj" for n in EXPERT_NUMBERS): "post_attention_layernorm",
+            "mlp.shared_expert.down_proj": "nothing",
+            **{f"mlp.experts.{n}.down_proj": "nothing" for n in EXPERT_NUMBERS},
+        },
+    ),
+    "gpt_oss": ("model.layers", LLAMA_ATTENTION),  # its experts are not understood
+}

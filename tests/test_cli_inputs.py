@@ -1,0 +1,154 @@
+"""Models and texts that cannot be used: one line, exit code 2, and no file changed."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from .desk import LEARN, Desk, check_refusal
+from .folders import LAST_UP, configure, edit_tensors
+from .sentences import SENTENCE
+
+
+def test_a_compiled_model_is_not_compiled_again(desk):
+    """Pruning it again would report the pruned model as the dense one."""
+    model = shutil.copytree(desk.model, desk.folder / "compiled")
+    (model / "permtriton.json").write_text("{}")
+    for command in (desk.compile(model=model), ["compare", str(model), "--calibration", str(desk.text)]):
+        desk.refuses(command, "compiled already", "original model")
+
+
+# -- models --------------------------------------------------------------------------------------------------------
+
+
+def poison(value: float) -> Callable[[Path], None]:
+    return lambda folder: edit_tensors(folder, lambda weights: weights[LAST_UP][2, 3].fill_(value))
+
+
+def overflow(folder: Path) -> None:
+    """Makes weights that are finite in float16, but whose products are not."""
+    model = LlamaForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        for linear in (model.model.layers[0].mlp.up_proj, model.model.layers[0].mlp.down_proj):
+            linear.weight.fill_(3e4)
+    model.half().save_pretrained(folder)
+
+
+def drop_tokenizer(folder: Path) -> None:
+    for path in folder.glob("tokenizer*"):
+        path.unlink()
+
+
+def shrink_vocabulary(folder: Path) -> None:
+    model = LlamaForCausalLM.from_pretrained(folder)
+    model.resize_token_embeddings(50)
+    model.save_pretrained(folder)
+
+
+BAD_MODELS = {
+    "no config": (lambda f: (f / "config.json").unlink(), ["holds no config.json"]),
+    "config is not JSON": (lambda f: (f / "config.json").write_text("{"), ["config.json"]),
+    "no architectures": (lambda f: configure(f, architectures=None), ["architectures", "LlamaForCausalLM"]),
+    "unknown class": (
+        lambda f: configure(f, architectures=["FancyForCausalLM"]),
+        ["FancyForCausalLM", "--trust-remote-code"],
+    ),
+    "pickle": (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), ["pytorch_model.bin", "pickle"]),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), ["no weights"]),
+    "not safetensors": (lambda f: (f / "model.safetensors").write_bytes(b"garbage" * 9), ["LlamaForCausalLM"]),
+    "empty": (lambda f: [path.unlink() for path in f.iterdir()], ["holds no config.json"]),
+    "NaN": (poison(torch.nan), [LAST_UP, "NaN or infinite"]),
+    "infinity": (poison(torch.inf), [LAST_UP, "NaN or infinite"]),
+    "no tokenizer": (drop_tokenizer, ["no tokenizer", "input_ids"]),
+    "another tokenizer": (shrink_vocabulary, ["0 to 49", "tokenizer"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD_MODELS)
+def test_bad_models(desk, tmp_path, case):
+    damage, words = BAD_MODELS[case]
+    model = Path(shutil.copytree(desk.model, tmp_path / "model"))
+    damage(model)
+    desk.refuses(desk.compile(model=model), *words)
+
+
+@pytest.mark.parametrize("importance", ["magnitude", "wanda", "ria", "obs"])
+@pytest.mark.parametrize("more", [(), ("--permutation", "none"), (*LEARN, "--epochs", "1")])
+def test_activations_that_overflow(desk, tmp_path, importance, more):
+    model = Path(shutil.copytree(desk.model, tmp_path / "model"))
+    overflow(model)
+    desk.refuses(desk.compile("--importance", importance, *more, model=model), "--dtype float32")
+
+
+def test_activations_that_overflow_on_the_held_out_text(desk, tmp_path):
+    model = Path(shutil.copytree(desk.model, tmp_path / "model"))
+    overflow(model)
+    desk.refuses(desk.compile("--eval-text", desk.text, model=model), "not finite", "--dtype float32")
+
+
+@pytest.mark.parametrize("command", ["compile", "inspect", "compare"])
+@pytest.mark.parametrize("name", ["./nowhere", "/no/such/folder", "a/b/c"])
+def test_unknown_folders(desk, command, name):
+    desk.refuses([command, name, *(["--output", str(desk.folder / "new")] * (command == "compile"))], name, "folder")
+
+
+def offline(desk: Desk, *arguments: str) -> subprocess.CompletedProcess:
+    """Runs a command in a process of its own without network access."""
+    cache = desk.folder.parent / "cache"
+    return subprocess.run(
+        [sys.executable, "-m", "permtriton.cli.main", *arguments],
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(cache), "OMP_NUM_THREADS": "1"},
+        cwd=desk.folder.parent,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_hub_name_that_cannot_be_fetched(desk):
+    before = desk.files()
+    result = offline(desk, *desk.compile(model="nobody/no-such-model"))
+    check_refusal(result.returncode, result.stderr, ("nobody/no-such-model", "can be fetched"))
+    assert desk.files() == before
+
+
+def test_c4_offline(desk):
+    before = desk.files()
+    result = offline(desk, *desk.compile("--calibration", "c4"))
+    check_refusal(result.returncode, result.stderr, ("c4", "cannot be fetched", "local file"))
+    assert desk.files() == before
+
+
+# -- texts ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("option", ["--calibration", "--eval-text"])
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.txt", "", ["is empty"]),
+        ("a.txt", "\n \n", ["is empty"]),
+        ("a.txt", b"caf\xe9 au lait", ["not UTF-8", "byte 3"]),
+        ("a.jsonl", '{"text": "a"}\n{"text"\n', ["line 2", "not JSON"]),
+        ("a.jsonl", '{"words": "a"}\n', ["line 1", '"text"', '"input_ids"']),
+        ("a.jsonl", '{"input_ids": [1, 5000]}\n', ["1 to 5000", "vocabulary"]),
+        ("a.jsonl", '{"input_ids": [100000000000000000000]}\n', ["vocabulary"]),
+        ("a.parquet", "garbage", ["parquet"]),
+        ("a.pdf", "%PDF", [".pdf", ".jsonl"]),
+    ],
+)
+def test_bad_texts(desk, option, name, content, words):
+    path = desk.write(name, content)
+    desk.refuses(desk.compile(option, path), str(path), *words)
+
+
+def test_too_little_text(desk):
+    path = desk.write("a.txt", SENTENCE)
+    desk.refuses(desk.compile("--calibration", path), str(path), "4 are needed", "--samples", "--sequence-length")

@@ -1,0 +1,116 @@
+"""Bad options and config files of every command: one line, exit code 2, and no file changed."""
+
+import pytest
+import torch
+
+from permtriton import memory
+from permtriton.cli import compile as compile_command  # the module
+from permtriton.cli.main import app
+
+from .desk import LEARN, RUNNER, check_refusal
+
+BAD_OPTIONS = {
+    "more kept than there are": (("--sparsity", "4:2"), ["4:2", "0 < N < M"]),
+    "none kept": (("--sparsity", "0:4"), ["0:4", "0 < N < M"]),
+    "three numbers": (("--sparsity", "2:3:4"), ["'2:3:4'", "N:M"]),
+    "letters": (("--sparsity", "a:b"), ["'a:b'", "N:M"]),
+    "pattern that does not fit": (("--sparsity", "3:5"), ["layers.0", "16 input channels", "--skip-indivisible"]),
+    "zero samples": (("--samples", "0"), ["samples is 0", "at least 1"]),
+    "one token": (("--sequence-length", "1"), ["sequence_length is 1", "at least 2"]),
+    "beyond the positions": (("--sequence-length", "33"), ["33", "32 positions", "--sequence-length 32"]),
+    "more samples than text": (("--samples", "9999"), ["9999 are needed", "--samples"]),
+    "unknown recipe": (("--recipe", "fancy"), ["'fancy'", "default, published, demo"]),
+    "unknown importance": (("--importance", "fancy"), ["'fancy'", "magnitude, wanda, ria, obs"]),
+    "unknown permutation": (("--permutation", "fancy"), ["'fancy'", "none, heuristic, learned"]),
+    "unknown update": (("--weight-update", "fancy"), ["'fancy'", "none, sparsegpt"]),
+    "unknown layout": (("--layout", "folded"), ["'folded'", "portable, fused"]),
+    "unknown dtype": (("--dtype", "int8"), ["'int8'", "bfloat16"]),
+    "unknown device": (("--device", "tpu"), ["'tpu'", "auto, cpu or cuda"]),
+    "negative seed": (("--seed", "-1"), ["seed is -1"]),
+    "enormous seed": (("--seed", str(2**64)), ["seed"]),
+    "epochs without learning": (("--epochs", "3"), ["--epochs", "--permutation heuristic", "--permutation learned"]),
+    "layers without learning": (("--permutation", "none", "--learn-layers", "last:1"), ["--learn-layers", "none"]),
+    "mask without update": (("--update-mask", "keep"), ["--update-mask", "--weight-update sparsegpt"]),
+    "block no multiple": ((*LEARN, "--block-size", "30"), ["block_size 30", "2:4", "multiple of 4"]),
+    "no epochs": ((*LEARN, "--epochs", "0"), ["epochs is 0", "at least 1"]),
+    "endless decay": ((*LEARN, "--weight-decay", "inf"), ["weight_decay", "inf"]),
+    "wrong layers": ((*LEARN, "--learn-layers", "first:2"), ["'first:2'", "last:K"]),
+    "no config file": (("--config", "no.toml"), ["no.toml", "cannot be read"]),
+    "no calibration file": (("--calibration", "no.txt"), ["no.txt", "demo, c4, wikitext2, pile"]),
+    "no evaluation file": (("--eval-text", "no.txt"), ["no.txt", "demo, wikitext2"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD_OPTIONS)
+def test_bad_options(desk, case):
+    options, words = BAD_OPTIONS[case]
+    desk.refuses(desk.compile(*options), *words)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("epochs = ", ["not TOML"]),
+        (b"\xff", ["not TOML"]),
+        ("[learn]\nepochs = 3", ["[learn]", "flat"]),
+        ("fancy = 1", ["'fancy'", "the options are"]),
+        ('seed = "one"', ["seed", "'one'", "expected int"]),
+        ('sparsity = "4:2"', ["4:2"]),
+        ("recipe = [1]", ["recipe", "default, published, demo"]),
+    ],
+)
+def test_bad_config_files(desk, content, words):
+    desk.refuses(desk.compile("--config", desk.write("options.toml", content)), *words)
+
+
+@pytest.mark.parametrize("options", [["--fancy", "1"], ["--epochs", "many"], ["--samples", "1.5"]])
+def test_words_that_are_no_options_or_values(desk, options):
+    """The option parser itself reports these, in its own frame."""
+    before = desk.files()
+    result = RUNNER.invoke(app, desk.compile(*options))
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert options[0] in result.stderr
+    assert desk.files() == before
+
+
+def test_cuda_without_a_gpu(desk, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    desk.refuses(desk.compile("--device", "cuda"), "no usable CUDA GPU", "--device cpu")
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory.\nTried"), RuntimeError("a bug")])
+def test_out_of_gpu_memory_is_one_line_and_a_bug_a_traceback(desk, monkeypatch, error):
+    def fail(*_args: object, **_kwargs: object) -> None:
+        raise error
+
+    monkeypatch.setattr(compile_command.compiler, "compile", fail)
+    if isinstance(error, torch.OutOfMemoryError):
+        desk.refuses(desk.compile(), "out of GPU memory", "--micro-batch-size", "CUDA out of memory.")
+    else:
+        assert RUNNER.invoke(app, desk.compile()).exception is error
+
+
+def test_too_little_memory(desk, monkeypatch):
+    monkeypatch.setattr(memory, "available_memory", lambda device: 1000)
+    desk.refuses(desk.compile(), "1000 B are free", "--sequence-length")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--seeds", "a"), ["seeds 'a'", "0,1,2"]),
+        (("--seeds", "-1"), ["seeds '-1'"]),
+        (("--methods", "fancy"), ["'fancy'", "magnitude, wanda"]),
+        (("--eval-text", "none"), ["nothing to compare on"]),
+        (("--output", "no/such/report.json"), ["no/such"]),
+        (("--sparsity", "4:2"), ["4:2"]),
+    ],
+)
+def test_bad_comparisons(desk, options, words):
+    arguments = ["compare", desk.model, "--calibration", desk.text, "--eval-text", desk.text, "--methods", "magnitude"]
+    sizes = ["--samples", 4, "--sequence-length", 16]
+    before = desk.files()
+    result = RUNNER.invoke(app, [str(argument) for argument in (*arguments, *sizes, *options)])
+    assert isinstance(result.exception, SystemExit), f"a traceback: {result.exception!r}"
+    check_refusal(result.exit_code, result.stderr, tuple(words))
+    assert desk.files() == before

@@ -1,0 +1,287 @@
+"""Models compiled in the `fused` layout: their weights, modules and report, and how they run."""
+
+import functools
+import json
+
+import pytest
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+import permtriton
+from permtriton import CompileConfig, CompiledModel, find_plan
+from permtriton.errors import ModelError
+from permtriton.model.experts import stacked_name, unstacked_experts
+from permtriton.model.modules import GatheredLinear, PermutedLayerNorm, PermutedRMSNorm
+from permtriton.model.plan import Placement, linear_module, weight_in_out
+from permtriton.permutation import identity
+
+from . import zoo
+from .fused_sites import EXPECTED, plan_of
+from .kernel_inputs import TWO_FOUR
+from .zoo import fold
+
+LEARN = {"epochs": 2, "batch_size": 4, "learning_rate": 0.1, "block_size": 16, "keep_epoch": "last"}
+HEURISTIC = {"permutation": "heuristic"}
+
+
+# -- compiled ----------------------------------------------------------------------------------------------------------
+
+
+def compiled(name: str, **options: object) -> CompiledModel:
+    config = CompileConfig.from_options({"layout": "fused", **options})
+    return permtriton.compile(zoo.build(name), None, config, ids=zoo.token_ids())
+
+
+def in_order(name: str, result: CompiledModel) -> PreTrainedModel:
+    """Returns the dense model in the channel order of a compiled one, before masks."""
+    dense = zoo.build(name)
+    moves = {space.name for space in result.plan.spaces if not space.frozen}
+    with unstacked_experts(dense):
+        fold(dense, result.plan, {space: index for space, index in result.indices.items() if space in moves})
+    return dense
+
+
+CASES = {
+    "llama learned": ("llama", LEARN),
+    "phi3 learned, free": ("phi3", {**LEARN, "o_proj": "free"}),
+    "gpt2 learned": ("gpt2", LEARN),
+    "olmo2": ("olmo2", HEURISTIC),
+    "bert learned": ("bert", LEARN),
+    "mixtral": ("mixtral", HEURISTIC),
+    "gemma2": ("gemma2", HEURISTIC),
+    "opt, free": ("opt", {**HEURISTIC, "o_proj": "free"}),
+    "gpt_neox": ("gpt_neox", HEURISTIC),
+    "qwen3, ria": ("qwen3", {**HEURISTIC, "importance": "ria"}),
+    "qwen2_moe": ("qwen2_moe", HEURISTIC),
+    "llama sparsegpt": ("llama", {**HEURISTIC, "weight_update": "sparsegpt", "o_proj": "free"}),
+    "bert_mlm sparsegpt": ("bert_mlm", {**HEURISTIC, "weight_update": "sparsegpt"}),
+    "gpt2 sparsegpt, obs": ("gpt2", {**HEURISTIC, "weight_update": "sparsegpt", "importance": "obs"}),
+}
+
+
+@functools.cache
+def case_of(case: str) -> tuple[str, CompiledModel]:
+    name, options = CASES[case]
+    return name, compiled(name, **options)
+
+
+every_case = pytest.mark.parametrize("case", list(CASES))
+
+
+@every_case
+def test_compiled_weights_have_the_pattern(case):
+    _, result = case_of(case)
+    with unstacked_experts(result.model):
+        for _, linear in result.plan.linears():
+            kept = (weight_in_out(linear_module(result.model, linear)) != 0).unflatten(0, (-1, 4)).sum(1)
+            assert bool((kept == 2).all()), linear
+
+
+@every_case
+def test_compiled_modules_run_what_the_plan_says(case):
+    name, result = case_of(case)
+    for site in result.plan.sites:
+        order = result.indices[site.space.name]
+        if site.space.norm is not None:
+            norm = result.model.get_submodule(site.space.norm.module)
+            kind = site.space.norm.variant.kind
+            assert isinstance(norm, PermutedLayerNorm if kind == "layer" else PermutedRMSNorm)
+            assert torch.equal(norm.index.long(), order)
+        for linear in site.linears:
+            if stacked_name(result.model, linear) is not None:
+                continue
+            module = result.model.get_submodule(linear)
+            if site.space.placement is Placement.GATHER:
+                assert isinstance(module, GatheredLinear)
+                assert torch.equal(module.gather.index.long(), order)
+            else:
+                assert getattr(module, "gather", None) is None
+                assert isinstance(module, nn.Linear | Conv1D)
+    assert type(result.model) is type(zoo.build(name))
+    assert set(dict(result.model.named_parameters())) == set(dict(zoo.build(name).named_parameters()))
+
+
+@every_case
+def test_without_masks_it_is_the_dense_model(case):
+    name, result = case_of(case)
+    ids = zoo.token_ids(seed=2)
+    dense = zoo.outputs(zoo.build(name), ids)
+    ordered = in_order(name, result)
+    assert zoo.difference(dense, zoo.outputs(ordered, ids)) < 1e-4
+    assert zoo.difference(dense, zoo.outputs(result.model, ids)) > 1e-2
+    assert result.report["proof"]["fold_difference"] < 1e-4
+    if "sparsegpt" not in case:
+        with unstacked_experts(ordered), unstacked_experts(result.model):
+            for _, linear in result.plan.linears():
+                expected = weight_in_out(linear_module(ordered, linear))
+                found = weight_in_out(linear_module(result.model, linear))
+                assert torch.equal(found, torch.where(found != 0, expected, 0)), linear
+
+
+@every_case
+def test_something_moved_at_run_time(case):
+    _, result = case_of(case)
+    at_run_time = [s for s in result.plan.spaces if s.placement in (Placement.IN_NORM, Placement.GATHER)]
+    assert at_run_time
+    for space in at_run_time:
+        assert not torch.equal(result.indices[space.name], identity(space.units)), space.name
+
+
+@every_case
+def test_the_report_states_what_each_site_costs(case):
+    name, result = case_of(case)
+    placements = [site.space.placement for site in result.plan.sites]
+    assert [site["placement"] for site in result.report["sites"]] == placements
+    layers, expected = EXPECTED[name]
+    free = CASES[case][1].get("o_proj") == "free"
+    for entry, site in zip(result.report["permutations"], result.plan.sites, strict=True):
+        runs = expected[site.name.removeprefix(f"{layers}.{site.layer}.")]
+        if free and "o" in site.name.rpartition(".")[2] and runs == "nothing" and len(site.linears) == 1:
+            runs = 1 if site.space.placement is Placement.GATHER else runs
+        cost = {key: entry[key] for key in ("placement", "norm", "gathers", "bytes_per_token")}
+        if isinstance(runs, int):
+            moved = runs * 2 * 2 * site.channels
+            assert cost == {"placement": "gather", "norm": None, "gathers": runs, "bytes_per_token": moved}
+        elif runs == "nothing":
+            assert cost == {"placement": "folded", "norm": None, "gathers": 0, "bytes_per_token": 0}
+        else:
+            norm = f"{layers}.{site.layer}.{runs}"
+            assert cost == {"placement": "in_norm", "norm": norm, "gathers": 0, "bytes_per_token": 0}
+    assert result.report["config"]["layout"] == "fused"
+    json.dumps(result.report)
+
+
+@every_case
+def test_the_hidden_state_keeps_its_order(case):
+    name, result = case_of(case)
+    assert result.plan.hidden_space is None
+    assert result.plan.hidden_order(result.indices) is None
+    ids = zoo.token_ids(2, 6)
+    with torch.no_grad():
+        dense, ordered = (model.base_model(ids)[0] for model in (zoo.build(name), in_order(name, result)))
+    torch.testing.assert_close(ordered, dense, rtol=1e-3, atol=1e-3)
+
+
+def test_a_free_attention_output_is_said_to_gather():
+    _, result = case_of("phi3 learned, free")
+    placements = {s["name"].rpartition(".")[2]: s["placement"] for s in result.report["sites"]}
+    assert placements == {
+        "qkv_proj": "in_norm", "o_proj": "gather", "gate_up_proj": "in_norm", "down_proj": "folded",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_no_permutation_leaves_the_modules_alone(name):
+    result, dense = compiled(name, permutation="none"), zoo.build(name)
+    assert [(n, type(module)) for n, module in result.model.named_modules()] == [
+        (n, type(module)) for n, module in dense.named_modules()
+    ]
+    expected = dict(dense.named_parameters())
+    for parameter, value in result.model.named_parameters():
+        assert torch.equal(value, torch.where(value != 0, expected[parameter], 0)), parameter
+    portable = permtriton.compile(
+        zoo.build(name), None, CompileConfig.from_options({"permutation": "none"}), ids=zoo.token_ids()
+    )
+    for parameter, value in portable.model.named_parameters():
+        assert torch.equal(value, result.model.get_parameter(parameter)), "no order, no difference between layouts"
+
+
+def test_fused_moves_more_than_portable_where_the_stream_is_an_output():
+    """BERT without a head keeps its stream in `portable`; `fused` gathers for every site."""
+    portable, fused = plan_of("bert", "portable"), plan_of("bert")
+    assert sum(not site.space.frozen for site in portable.sites) == 2 * zoo.LAYERS
+    assert sum(not site.space.frozen for site in fused.sites) == 4 * zoo.LAYERS
+
+
+def test_learning_in_fused_moves_every_space():
+    _, result = case_of("llama learned")
+    heuristic = compiled("llama", **HEURISTIC)
+    for space in result.plan.spaces:
+        assert not torch.equal(result.indices[space.name], heuristic.indices[space.name]), space.name
+
+
+# -- running it --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", ["llama learned", "gpt2 learned", "phi3 learned, free", "mixtral"])
+def test_generation_with_a_cache(case):
+    name, result = case_of(case)
+    prompt = zoo.token_ids(2, 6)
+    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+    cached = result.model.generate(prompt, **options)
+    assert torch.equal(cached, result.model.generate(prompt, use_cache=False, **options))
+    assert cached.shape == (2, 14)
+    dense = zoo.build(name).generate(prompt, **options)
+    assert torch.equal(in_order(name, result).generate(prompt, **options), dense), "without masks, the dense model's"
+    assert not torch.equal(cached, dense)
+
+
+@torch.no_grad()
+def test_batches_with_padding():
+    _, result = case_of("llama learned")
+    prompt = zoo.token_ids(1, 6)
+    padded = torch.cat([torch.zeros(1, 3, dtype=torch.int64), prompt], 1)
+    attention = (padded != 0).long()
+    both = torch.cat([padded, zoo.token_ids(1, 9, seed=3)])
+    attention = torch.cat([attention, torch.ones(1, 9, dtype=torch.int64)])
+    alone = result.model(input_ids=prompt).logits[0, -1]
+    together = result.model(input_ids=both, attention_mask=attention).logits[0, -1]
+    torch.testing.assert_close(together, alone, rtol=1e-3, atol=1e-3)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", ["llama learned", "olmo2"])
+def test_torch_compile_in_one_graph(case):
+    _, result = case_of(case)
+    ids = zoo.token_ids(2, 12)
+    eager = result.model(input_ids=ids, use_cache=False).logits
+    torch._dynamo.reset()
+    one = torch.compile(result.model, fullgraph=True, backend="aot_eager")(input_ids=ids, use_cache=False).logits
+    torch.testing.assert_close(one, eager, rtol=1e-4, atol=1e-4)
+
+
+def test_a_norm_that_runs_twice_is_not_fused():
+    """ALBERT's layers share one set of weights and norms; whatever its plan is, its outputs stay."""
+    from transformers import AlbertConfig, AlbertModel
+
+    model = AlbertModel(AlbertConfig(**zoo.SIZES, embedding_size=32)).eval()
+    zoo.randomize(model)
+    plan = find_plan(model, TWO_FOUR, layout="fused")
+    assert all(space.norm is None for space in plan.spaces)
+    before = zoo.outputs(model, zoo.token_ids())
+    fold(model, plan, zoo.random_indices(plan))
+    assert zoo.difference(before, zoo.outputs(model, zoo.token_ids())) < 1e-4
+
+
+def test_a_saved_fused_model_needs_permtriton(tmp_path):
+    """A plain checkpoint cannot hold a gather, so the saved config must require permtriton."""
+    _, result = case_of("llama learned")
+    path = result.save(tmp_path / "model")
+    config = json.loads((path / "config.json").read_text())
+    assert config["quantization_config"]["quant_method"] == "permtriton"
+    assert len(config["quantization_config"]["norms"]) == 2 * zoo.LAYERS
+
+
+def test_an_indivisible_site_is_refused_in_fused_too():
+    with pytest.raises(ModelError, match="--skip-indivisible"):
+        find_plan(zoo.build("llama", intermediate_size=110), TWO_FOUR, layout="fused")
+
+
+def test_a_fused_model_is_not_compiled_again():
+    model = zoo.build("llama")
+    config = CompileConfig.from_options({"permutation": "heuristic", "layout": "fused"})
+    compiled = permtriton.compile(model, None, config, ids=zoo.token_ids())
+    with pytest.raises(ModelError, match=r"compiled already.*input_layernorm.*original model"):
+        permtriton.compile(compiled.model, None, config, ids=zoo.token_ids())
+
+
+def test_the_models_own_save_pretrained_keeps_its_order(tmp_path):
+    model = zoo.build("llama")
+    config = CompileConfig.from_options({"permutation": "heuristic", "layout": "fused"})
+    compiled = permtriton.compile(model, None, config, ids=zoo.token_ids())
+    expected = zoo.outputs(compiled.model, zoo.token_ids())
+    compiled.model.save_pretrained(tmp_path / "saved")
+    reloaded = type(model).from_pretrained(tmp_path / "saved").eval()
+    assert all(torch.equal(a, b) for a, b in zip(expected, zoo.outputs(reloaded, zoo.token_ids()), strict=True))

@@ -1,0 +1,155 @@
+"""The gradient of learning is that of dense permutation matrices, however the batch is divided."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from permtriton.config import LearnConfig
+from permtriton.model.plan import linear_module
+from permtriton.permutation import moved
+from permtriton.prune.learn import learned_spaces
+from permtriton.prune.relaxation import Relaxation
+
+from .learning import PATTERN, QUICK, Problem, tiny
+
+
+class GradientKeeper:
+    """Replaces the optimizer: records the gradients of the first step and changes nothing."""
+
+    def __init__(self, parameters: Iterator[Tensor], **_options: object) -> None:
+        self.parameters, self.gradients = list(parameters), []
+        self.param_groups = [{"lr": 0.0}]
+        self.state = {}
+
+    def step(self) -> None:
+        if not self.gradients:
+            self.gradients = [parameter.grad.clone() for parameter in self.parameters]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+
+def gradients(problem: Problem, config: LearnConfig, monkeypatch, seed: int = 0) -> list[Tensor]:
+    """The gradients of every logit and scale in the first step of `learn`, all sequences in one batch."""
+    keepers = []
+    monkeypatch.setattr(torch.optim, "AdamW", lambda *a, **k: keepers.append(GradientKeeper(*a, **k)) or keepers[-1])
+    problem.learn(replace(config, epochs=1, batch_size=problem.ids.shape[0]), seed)
+    return keepers[0].gradients
+
+
+def assert_close_gradients(found: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
+    assert len(found) == len(expected) > 0
+    for one, other in zip(found, expected, strict=True):
+        assert float(other.abs().max()) > 0
+        assert float((one - other).abs().max()) <= tolerance * float(other.abs().max())
+
+
+@pytest.mark.parametrize("micro", [1, 3, 4])
+def test_micro_batches_add_up(problem, monkeypatch, micro):
+    whole = gradients(problem, replace(QUICK, micro_batch_size=8), monkeypatch)
+    parts = gradients(problem, replace(QUICK, micro_batch_size=micro), monkeypatch)
+    assert_close_gradients(parts, whole, 1e-4)
+
+
+def test_micro_batches_learn_alike(problem):
+    config = replace(QUICK, batch_size=8, epochs=1, start="random")
+    runs = [problem.learn(replace(config, micro_batch_size=micro)).history for micro in (1, 8)]
+    assert [epoch.loss for epoch in runs[0]] == pytest.approx([epoch.loss for epoch in runs[1]], rel=0.05)
+
+
+def test_activation_checkpointing_changes_nothing(problem, monkeypatch):
+    on = gradients(problem, replace(QUICK, activation_checkpointing=True, micro_batch_size=8), monkeypatch)
+    off = gradients(problem, replace(QUICK, activation_checkpointing=False, micro_batch_size=8), monkeypatch)
+    assert_close_gradients(on, off, 1e-5)
+
+
+def straight_through(value: Tensor, gradient_of: Tensor) -> Tensor:
+    """Has the value of ``value`` and the gradient of ``gradient_of``."""
+    return value.detach() + gradient_of - gradient_of.detach()
+
+
+def dense_permutation(units: int, blocks: list[tuple[int, Tensor]], copies: Tensor) -> Tensor:
+    """The whole ``[channels, channels]`` matrix: blocks of units on the diagonal, once for each copy of the units.
+
+    Args:
+        units: of the space.
+        blocks: (first unit, soft matrix).
+        copies: ``[units, copies]``, the channels of each unit.
+    """
+    unit_matrix = blocks[0][1].new_zeros(units, units)
+    for start, matrix in blocks:
+        there = torch.arange(start, start + matrix.shape[0])
+        unit_matrix = unit_matrix.index_put((there[:, None], there[None, :]), matrix)
+    whole = unit_matrix.new_zeros(copies.numel(), copies.numel())
+    for channels in copies.T:
+        whole = whole.index_put((channels[:, None], channels[None, :]), unit_matrix)
+    return whole
+
+
+def group_scales(grouped: Tensor, block_of_group: Tensor) -> Tensor:
+    """Each group's mean score, but at least a tenth of its block's; ``grouped`` is ``[out, groups, group]``."""
+    means = grouped.mean(2)
+    members = (block_of_group[:, None] == block_of_group[None, :]).to(means.dtype)
+    floors = 0.1 * means @ members / members.sum(0)
+    return torch.maximum(means, floors).unsqueeze(2).detach()
+
+
+def dense_weight(weight: Tensor, importance, soft: Tensor, index: Tensor, block_of: Tensor | None) -> Tensor:
+    """The masked weight by dense products, with the rules that `permtriton.kernels.nm_mask` states.
+
+    Args:
+        weight: ``[out, channels]``.
+        importance: of it.
+        soft: the whole soft permutation, ``[channels, channels]``.
+        index: the hard one.
+        block_of: number of each channel's block, where scores are scaled by group; None where they are not.
+    """
+    hard = torch.zeros_like(soft)
+    hard[index, torch.arange(index.numel())] = 1
+    matrix = straight_through(hard, soft)
+    scores = importance.scores(weight.t()).t().to(soft.dtype) @ matrix
+    grouped = scores.unflatten(1, (-1, PATTERN.group))
+    top = torch.zeros_like(grouped).scatter_(2, grouped.topk(PATTERN.kept, dim=2).indices, 1.0).flatten(1)
+    scale = 1.0 if block_of is None else group_scales(grouped, block_of[:: PATTERN.group])
+    mask_soft = (grouped / scale).softmax(2).flatten(1)
+    return weight.detach() * straight_through(top @ hard.T, mask_soft @ matrix.T)
+
+
+@pytest.mark.parametrize("method", ["wanda", "ria", "obs"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"group_scale": False, "start": "random", "clamp_logits": 1.0}, {"sinkhorn_rounds": 0}, {"block_size": 4096}],
+)
+def test_gradient_is_that_of_dense_permutation_matrices(monkeypatch, method, options):
+    exact = Problem(tiny(dtype=torch.float64), method=method)
+    config = replace(QUICK, micro_batch_size=8, **options)
+    found = gradients(exact, config, monkeypatch, seed=5)
+
+    spaces = learned_spaces(exact.plan, config)
+    relaxation = Relaxation(spaces, config, 5, torch.device("cpu"))
+    soft = relaxation.soft(config.tau_start)
+    indices = relaxation.harden(soft)
+    assert any(moved(index) for index in indices.values()) or config.start == "identity"
+    weights = {}
+    for site, name in exact.plan.linears():
+        space = site.space
+        blocks = []
+        for start, _ in space.blocks(config.block_size):
+            place, row = relaxation.position(space, start)
+            blocks.append((start, soft[place][row].double()))
+        copies = torch.stack([(site.units == unit).nonzero().flatten() for unit in range(space.units)])
+        matrix = dense_permutation(space.units, blocks, copies)
+        index, block_of = torch.empty(site.channels, dtype=torch.int64), torch.empty(site.channels)
+        for copy_number, channels in enumerate(copies.T):
+            index[channels] = channels[indices[space.name]]
+            for number, (start, block) in enumerate(blocks):
+                block_of[channels[start : start + block.shape[0]]] = copy_number * len(blocks) + number
+        weight = linear_module(exact.model, name).weight
+        scaled = block_of if config.group_scale else None
+        weights[name] = dense_weight(weight, exact.importances[name], matrix, index, scaled)
+    exact.loss(weights).backward()
+    assert_close_gradients(found, [parameter.grad for parameter in relaxation.parameters()], 1e-4)

@@ -1,0 +1,126 @@
+"""The masks that learning puts on a model: their orders, their gradients, and what they cost the host."""
+
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from permtriton.errors import CalibrationError
+from permtriton.kernels.assignment import assignment
+from permtriton.model.plan import ChannelSpace, Site, linear_module
+from permtriton.permutation import identity
+from permtriton.prune.learn import Trainer, learned_spaces
+from permtriton.prune.masked_model import Masks, masked_model
+from permtriton.prune.relaxation import Relaxation
+
+from .learning import CPU, PATTERN, QUICK, STEPS, Problem, tiny
+
+
+@pytest.mark.parametrize("block_size", [8, 12, 16])
+@pytest.mark.parametrize("layout", ["portable", "fused"])
+@pytest.mark.parametrize("learn_layers", ["all", "last:1"])
+def test_every_linear_gets_the_order_of_its_site(block_size, layout, learn_layers):
+    """Including tied channels, blocks of two sizes, and layers that do not learn."""
+    given = Problem(tiny(), layout=layout)
+    config = replace(QUICK, block_size=block_size, learn_layers=learn_layers, start="random")
+    relaxation = Relaxation(learned_spaces(given.plan, config), config, 0, CPU)
+    soft = relaxation.soft(0.5)
+    indices = relaxation.harden(soft)
+    with masked_model(given.model, given.plan, given.importances, PATTERN, relaxation, config) as masks:
+        for index in (relaxation.assign(soft), relaxation.join(indices)):
+            masks.set(index, None)
+            for site, name in given.plan.linears():
+                found = linear_module(given.model, name).parametrizations.weight[0].index
+                unmoved = identity(site.channels)
+                learns = site.space.name in indices
+                assert torch.equal(found, site.expand(indices[site.space.name]) if learns else unmoved), name
+                assert learns != torch.equal(found, unmoved), name
+
+
+def two_masks(soft: Tensor) -> tuple[Masks, list[Tensor]]:
+    """The masks of two sites that share a block of 4 channels, and the leaves that their weights see."""
+    space = ChannelSpace("space", (4,), ())
+    relaxation = Relaxation([space], replace(QUICK, block_size=4), 0, CPU)
+    weights = [SimpleNamespace(), SimpleNamespace()]
+    sites = [Site(name, (), 4, torch.arange(4), space) for name in ("one", "other")]
+    masks = Masks([(relaxation.blocks_of(site), [weight]) for site, weight in zip(sites, weights, strict=True)])
+    masks.set(torch.arange(4), [soft])
+    return masks, [weight.soft for weight in weights]
+
+
+def test_float16_gradients_do_not_vanish():
+    """A mean over many tokens leaves gradients that float16 rounds to zero unless the loss is scaled up."""
+    soft = torch.ones(1, 4, 4, requires_grad=True)
+    masks, leaves = two_masks(soft * 1)
+    with pytest.raises(CalibrationError, match="largest gradient"):
+        masks.backward(1.0)
+    (leaves[0].half() * torch.tensor(1e-9 * 2.0**20, dtype=torch.float16)).sum().backward()
+    masks.backward(2.0**20)
+    assert soft.grad is not None
+    torch.testing.assert_close(soft.grad, torch.full((1, 4, 4), 1e-9), rtol=1e-2, atol=0)
+
+
+def test_gradients_of_two_sites_add_up():
+    soft = torch.ones(1, 4, 4, requires_grad=True)
+    masks, leaves = two_masks(soft * 1)
+    ((leaves[0] * 3).sum() + (leaves[1] * torch.arange(16.0)).sum()).backward()
+    masks.backward(4.0)
+    torch.testing.assert_close(soft.grad, (3 + torch.arange(16.0)).view(1, 4, 4) / 4)
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_gradient_that_is_not_finite_is_refused(broken, value):
+    """Whichever site it belongs to."""
+    masks, leaves = two_masks(torch.ones(1, 4, 4, requires_grad=True) * 1)
+    for leaf in leaves:
+        leaf.sum().backward()
+    leaves[broken].grad[5] = value
+    with pytest.raises(CalibrationError, match="largest gradient"):
+        masks.backward(1.0)
+
+
+class Synchronisations(TorchDispatchMode):
+    """Counts how often the host waits for a number from the device."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function is torch.ops.aten._local_scalar_dense.default
+        return function(*args, **(kwargs or {}))
+
+
+def test_the_host_waits_no_more_often_in_a_model_of_more_layers():
+    counts = []
+    for layers in (1, 3):
+        given = Problem(tiny(num_hidden_layers=layers))
+        relaxation = Relaxation(learned_spaces(given.plan, QUICK), QUICK, 0, CPU)
+        optimizer = torch.optim.AdamW(relaxation.parameters())
+        with masked_model(given.model, given.plan, given.importances, PATTERN, relaxation, QUICK) as masks:
+            trainer = Trainer(given.model, masks, relaxation, optimizer, given.ids, given.target, QUICK, 0)
+            with Synchronisations() as waits:
+                trainer.step(torch.arange(4), 0)
+        counts.append(waits.count)
+    assert counts[0] == counts[1]
+
+
+def test_every_hardening_starts_from_the_prices_of_the_last(problem, monkeypatch):
+    """The first hardening has no prices yet, which are NaN; both training steps and ends of epochs harden."""
+    given = []
+
+    def solve(score: Tensor, prices: Tensor) -> tuple[Tensor, Tensor]:
+        given.append((score.shape, prices))
+        return assignment(score), torch.full_like(prices, len(given))
+
+    monkeypatch.setattr("permtriton.prune.relaxation.assignment_warm", solve)
+    problem.learn()
+    sizes = len({shape for shape, _ in given})
+    assert sizes == 2
+    assert len(given) == sizes * QUICK.epochs * (STEPS + 1)
+    for number, (shape, prices) in enumerate(given):
+        assert prices.shape == shape[:2]
+        assert prices.isnan().all() if number < sizes else prices.eq(number + 1 - sizes).all()

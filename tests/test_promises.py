@@ -1,0 +1,104 @@
+"""Faults that leave a consistent model and throw the quality away are refused, not only those that change outputs."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+import permtriton
+from permtriton import CompileConfig, compiler
+from permtriton.errors import VerificationError
+from permtriton.kernels.nm_mask import top_n_mask
+from permtriton.model.edits import moves_of
+from permtriton.permutation import compose, inverse
+from permtriton.prune import weights
+from permtriton.prune.learn import learn
+
+from . import zoo
+
+HEURISTIC = {"permutation": "heuristic", "importance": "wanda"}
+LEARNED = {"permutation": "learned", "epochs": 2, "batch_size": 4, "learning_rate": 0.1, "block_size": 16}
+layouts = pytest.mark.parametrize("layout", ["portable", "fused"])
+
+
+def compiled(name: str = "llama", **options: object) -> permtriton.CompiledModel:
+    return permtriton.compile(zoo.build(name), None, CompileConfig.from_options(options), ids=zoo.token_ids())
+
+
+def with_other_indices(change):
+    """What `moves_of` returns when every index is another one than was found."""
+    return lambda plan, indices, block_size=None: moves_of(plan, {k: change(v) for k, v in indices.items()}, block_size)
+
+
+@layouts
+@pytest.mark.parametrize(
+    "change",
+    [inverse, lambda index: compose(index, index), lambda index: torch.arange(index.numel())],
+    ids=["inverse", "twice", "not at all"],
+)
+def test_an_order_that_is_not_the_one_found_is_refused(layout, change, monkeypatch):
+    monkeypatch.setattr(compiler, "moves_of", with_other_indices(change))
+    with pytest.raises(VerificationError, match="retain an importance"):
+        compiled(layout=layout, **HEURISTIC)
+
+
+@layouts
+def test_statistics_that_stay_behind_are_refused(layout, monkeypatch):
+    monkeypatch.setattr(compiler, "reorder_statistics", lambda statistics, moves: dict(statistics))
+    with pytest.raises(VerificationError, match="retain an importance"):
+        compiled(layout=layout, **HEURISTIC)
+
+
+def test_statistics_of_another_order_are_refused(monkeypatch):
+    def rolled(statistics, moves):
+        moved = reorder(statistics, moves)
+        return {name: statistic.roll(1) for name, statistic in moved.items()}
+
+    reorder = compiler.reorder_statistics
+    monkeypatch.setattr(compiler, "reorder_statistics", rolled)
+    with pytest.raises(VerificationError, match="retain an importance"):
+        compiled(**HEURISTIC)
+
+
+def smallest(scores: Tensor, pattern: permtriton.NMPattern) -> Tensor:
+    return top_n_mask(-scores, pattern)
+
+
+def one_of_four(scores: Tensor, pattern: permtriton.NMPattern) -> Tensor:
+    return top_n_mask(scores, dataclasses.replace(pattern, kept=1))
+
+
+@pytest.mark.parametrize("mask", [smallest, one_of_four])
+def test_a_mask_that_keeps_too_little_is_refused(mask, monkeypatch):
+    """In the model alone the lowered graph would find it; the graph's own mask is wrong in the same way here."""
+    monkeypatch.setattr(weights, "top_n_mask", mask)
+    monkeypatch.setattr(compiler, "_compare_lowered", lambda *_: "same outputs")
+    with pytest.raises(VerificationError, match="retain an importance"):
+        compiled(**HEURISTIC)
+
+
+@layouts
+def test_a_learned_order_that_is_not_the_one_measured_is_refused(layout, monkeypatch):
+    def learn_another(*arguments, **options):
+        learned = learn(*arguments, **options)
+        assert learned.kept > 0
+        learned.indices = {name: inverse(index) for name, index in learned.indices.items()}
+        return learned
+
+    assert compiled(layout=layout, **LEARNED).report["learning"]["kept_epoch"] is not None
+    monkeypatch.setattr(compiler, "learn", learn_another)
+    with pytest.raises(VerificationError, match="calibration loss was"):
+        compiled(layout=layout, keep_epoch="last", **LEARNED)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "olmo2", "mixtral"])
+@pytest.mark.parametrize("importance", ["magnitude", "wanda", "ria", "obs"])
+def test_what_is_right_passes(name, importance):
+    config = CompileConfig.from_options({"permutation": "heuristic", "importance": importance, "layout": "fused"})
+    permtriton.compile(zoo.build(name), None, config, ids=zoo.token_ids())
+
+
+def test_what_is_learned_right_passes_in_bfloat16():
+    config = CompileConfig.from_options(LEARNED)
+    permtriton.compile(zoo.build("llama").bfloat16(), None, config, ids=zoo.token_ids())

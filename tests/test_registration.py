@@ -1,0 +1,228 @@
+"""Registration with transformers: in every import order, from several threads, and once."""
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from permtriton.checkpoint import registration
+from permtriton.checkpoint.quantizer import PermTritonQuantizer
+from permtriton.checkpoint.schema import METHOD, PermTritonQuantizationConfig
+
+from .folders import QUANTIZATION
+
+ROOT = Path(__file__).parent.parent
+REGISTERED = (
+    "import transformers.quantizers.auto as auto\n"
+    "assert auto.AUTO_QUANTIZER_MAPPING['permtriton'].__name__ == 'PermTritonQuantizer'\n"
+    "assert auto.AUTO_QUANTIZATION_CONFIG_MAPPING['permtriton'].__name__ == 'PermTritonQuantizationConfig'\n"
+    "assert not [f for f in sys.meta_path if 'permtriton' in type(f).__module__], 'the hook is gone'\n"
+)
+ORDERS = {
+    "ours first": (
+        "import sys, importlib, importlib.util, permtriton\n"
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules, 'light'\n"
+        "importlib.reload(permtriton)\n"
+        "assert sum('permtriton' in type(f).__module__ for f in sys.meta_path) == 1, 'one hook'\n"
+        + REGISTERED
+        + "import "
+        "transformers\nimportlib.reload(permtriton)\nimportlib.reload(auto)\n"
+    ),
+    "theirs first": (
+        "import sys, importlib, transformers.quantizers.auto as auto\n"
+        "assert 'permtriton' not in auto.AUTO_QUANTIZER_MAPPING\n"
+        "import permtriton\n"
+        "del sys.modules['permtriton']\n"
+        "import permtriton\n"
+        "importlib.reload(permtriton)\n" + REGISTERED
+    ),
+    "looked up, then imported by threads": (
+        "import sys, threading, importlib, importlib.util, permtriton\n"
+        "import transformers.quantizers.quantizers_utils\n"
+        "assert importlib.util.find_spec('permtriton.checkpoint.registration')\n"
+        "work = lambda: importlib.import_module('transformers.quantizers.auto')\n"
+        "threads = [threading.Thread(target=work) for _ in range(4)]\n"
+        "[t.start() for t in threads]; [t.join() for t in threads]\n" + REGISTERED
+    ),
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_importing_registers_in_any_order(order):
+    result = subprocess.run(
+        [sys.executable, "-c", ORDERS[order]], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert result.returncode == 0, result.stderr
+
+
+# Two threads import at once, each in a fork of a process that has everything else loaded. The finder pauses the
+# import system where threads switch, so that each looks for the other's modules while they are executed.
+RACE = """
+import importlib, os, pkgutil, random, sys, threading, time
+sys.modules["transformers.quantizers.auto"] = None  # all but this one
+try:
+    import transformers.quantizers
+except ImportError:
+    pass
+path = [os.path.join(next(iter(sys.modules["transformers"].__path__)), "quantizers")]
+package = importlib.util.module_from_spec(importlib.machinery.ModuleSpec("transformers.quantizers", None))
+package.__path__ = path
+sys.modules["transformers.quantizers"] = package
+import safetensors.torch, torch, transformers.modeling_rope_utils, transformers.utils.quantization_config, triton
+from transformers import AutoConfig
+for module in pkgutil.iter_modules(path, "transformers.quantizers."):
+    if module.name not in sys.modules:
+        importlib.import_module(module.name)
+del sys.modules["transformers.quantizers.auto"]
+
+class Slow:
+    def find_spec(self, name, path, target=None):
+        if name.startswith(("permtriton", "transformers.quantizers")):
+            time.sleep(random.random() / 100)
+
+order, repetitions = sys.argv[1].split(","), int(sys.argv[2])
+sys.setswitchinterval(1e-5)
+for seed in range(repetitions):
+    child = os.fork()
+    if not child:
+        random.seed(seed)
+        failed = []
+        if seed % 2:
+            import permtriton
+        sys.meta_path.insert(0, Slow())
+        def work(name):
+            try:
+                importlib.import_module(name)
+            except BaseException as error:
+                failed.append(f"{name}: {error!r}")
+        threads = [threading.Thread(target=work, args=[name]) for name in order]
+        for thread in threads:
+            thread.start()
+            time.sleep(random.random() / 100)
+        for thread in threads:
+            thread.join(30)
+        failed += [f"{thread.name} waits for ever" for thread in threads if thread.is_alive()]
+        auto = sys.modules.get("transformers.quantizers.auto")
+        for name in ("AUTO_QUANTIZER_MAPPING", "AUTO_QUANTIZATION_CONFIG_MAPPING"):
+            if "permtriton" not in getattr(auto, name, ()):
+                failed.append(f"not in {name}")
+        print(*failed, sep="\\n", end="", file=sys.stderr, flush=True)
+        os._exit(bool(failed))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, f"repetition {seed}"
+"""
+NAMES = ["transformers.quantizers.auto", "permtriton.checkpoint.quantizer"]
+
+
+@pytest.mark.parametrize("order", [NAMES, NAMES[::-1]], ids=["theirs first", "ours first"])
+def test_threads_may_import_both_at_once(order):
+    code = [sys.executable, "-c", RACE, ",".join(order), "12"]
+    result = subprocess.run(code, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert result.returncode == 0, result.stderr
+
+
+def in_a_process(code: str) -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert result.returncode == 0, result.stderr
+
+
+# Replaces transformers' module, which takes seconds to import; while it is executed, a thread can import permtriton.
+FAKE = """
+import importlib.abc, importlib.machinery, sys, threading, types
+for name in ("transformers", "transformers.quantizers"):
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__path__ = []
+class Fake(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    during = staticmethod(lambda: None)
+    def find_spec(self, name, path, target=None):
+        if name == "transformers.quantizers.auto":
+            return importlib.machinery.ModuleSpec(name, self)
+    def exec_module(self, module):
+        self.during()
+        module.HfQuantizer = module.QuantizationConfigMixin = type("Base", (), {})
+        module.AUTO_QUANTIZER_MAPPING, module.AUTO_QUANTIZATION_CONFIG_MAPPING = {}, {}
+        def register(mapping):
+            return lambda method: lambda cls: mapping.setdefault(method, cls)
+        module.register_quantizer = register(module.AUTO_QUANTIZER_MAPPING)
+        module.register_quantization_config = register(module.AUTO_QUANTIZATION_CONFIG_MAPPING)
+fake = Fake()
+sys.meta_path.insert(0, fake)
+def registered():
+    auto = sys.modules["transformers.quantizers.auto"]
+    return "permtriton" in auto.AUTO_QUANTIZER_MAPPING and "permtriton" in auto.AUTO_QUANTIZATION_CONFIG_MAPPING
+"""
+INSTANTS = {
+    "imported while theirs is executed": """
+def during():
+    global thread
+    thread = threading.Thread(target=__import__, args=["permtriton"])
+    thread.start()
+    thread.join(0.3)
+fake.during = during
+import transformers.quantizers.auto
+thread.join()
+assert registered()
+""",
+    "imported between their lookup and their execution": """
+class Between(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "transformers.quantizers.auto":
+            import permtriton
+            return fake.find_spec(name, path)
+sys.meta_path.insert(0, Between())
+import transformers.quantizers.auto
+import colorsys  # whatever comes next
+assert registered()
+""",
+    "another thread is among the finders": """
+import permtriton
+assert "permtriton" in type(sys.meta_path[0]).__module__
+finders = iter(sys.meta_path)
+next(finders), next(finders)
+import transformers.quantizers.auto
+assert registered()
+assert importlib.machinery.PathFinder in list(finders), "none is passed over"
+assert fake in sys.meta_path
+""",
+    "executing theirs imports nothing of ours": """
+import permtriton
+before = set(sys.modules)
+import transformers.quantizers.auto
+assert set(sys.modules) - before == {"transformers.quantizers.auto"}, set(sys.modules) - before
+assert registered()
+""",
+}
+
+
+@pytest.mark.parametrize("instant", INSTANTS)
+def test_registers_at_any_instant(instant):
+    in_a_process(FAKE + INSTANTS[instant])
+
+
+def test_what_is_registered_becomes_ours_when_used():
+    """Nothing that transformers does with the registered stand-ins distinguishes them from the classes."""
+    from transformers.quantizers import auto
+    from transformers.quantizers.base import HfQuantizer
+    from transformers.utils.quantization_config import QuantizationConfigMixin
+
+    config = auto.AutoQuantizationConfig.from_dict(QUANTIZATION)
+    assert type(config) is PermTritonQuantizationConfig
+    assert type(auto.AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD](**QUANTIZATION)) is PermTritonQuantizationConfig
+    assert type(auto.AutoHfQuantizer.from_config(config, pre_quantized=True)) is PermTritonQuantizer
+    assert issubclass(auto.AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD], QuantizationConfigMixin)
+    assert issubclass(auto.AUTO_QUANTIZER_MAPPING[METHOD], HfQuantizer)
+
+
+def test_registering_twice_from_threads_changes_nothing():
+    from transformers.quantizers import auto
+
+    before = auto.AUTO_QUANTIZER_MAPPING["permtriton"]
+    threads = [threading.Thread(target=registration.register_with_transformers) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert auto.AUTO_QUANTIZER_MAPPING["permtriton"] is before

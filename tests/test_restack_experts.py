@@ -1,0 +1,195 @@
+"""The original modules of stacked experts come back, with what changed, after errors and interrupts too."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from permtriton.model import checks, experts
+from permtriton.model.checks import check_weight
+from permtriton.model.experts import (
+    UnstackedExperts,
+    restack_experts,
+    stacked_name,
+    unstack_experts,
+    unstacked_experts,
+)
+from permtriton.model.plan import linear_module
+
+from . import folders, zoo
+from .expert_stacks import NAMES, PATTERN, Holder, Stack, unstacked
+
+
+def test_restacking_restores_the_original_modules():
+    model = zoo.build("mixtral")
+    modules = [model.get_submodule(owner) for owner in NAMES]
+    parameters = dict(model.named_parameters())
+    values = copy.deepcopy(model.state_dict())
+    unstack_experts(model)
+    restack_experts(model)
+    assert all(model.get_submodule(owner) is module for owner, module in zip(NAMES, modules, strict=True))
+    assert all(p is parameters[name] for name, p in model.named_parameters())
+    assert list(values) == list(model.state_dict())
+    assert all(torch.equal(values[name], tensor) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("storage", ["in place", "new"])
+def test_restacking_keeps_what_changed(storage):
+    """Learning gives weights a new storage, masks and folds write into the one they have."""
+    model, _ = unstacked("mixtral")
+    ids = zoo.token_ids(2)
+    dense = zoo.outputs(model, ids)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("3.gate_up_proj.weight") or name.endswith("1.down_proj.weight"):
+                if storage == "new":
+                    parameter.data = parameter.data.t().contiguous().t()
+                parameter.mul_(0.5)
+    before = zoo.outputs(model, ids)
+    assert zoo.difference(dense, before) > 1e-3
+    restack_experts(model)
+    assert all(p.is_contiguous() for p in model.parameters())
+    assert zoo.difference(before, zoo.outputs(model, ids)) <= 1e-5
+
+
+def test_pruned_linears_make_a_pruned_stack():
+    model, plan = unstacked("qwen3_moe")
+    for _, name in plan.linears():
+        folders.prune_weight(linear_module(model, name).weight)
+    restack_experts(model)
+    seen = {name: stacked_name(model, name) for _, name in plan.linears()}
+    stacks = {stack[0] for stack in seen.values() if stack}
+    assert stacks == {f"{owner}.{projection}" for owner in NAMES for projection in ("gate_up_proj", "down_proj")}
+    for name in stacks:
+        weight = model.get_parameter(name).detach()
+        assert weight.ndim == 3
+        assert float((weight == 0).float().mean()) == 0.5
+        check_weight(name, weight.flatten(0, 1), PATTERN)
+
+
+class _Interrupted:
+    """Calls a function of `experts`, but raises in place of, or just after, one of the calls."""
+
+    def __init__(self, monkeypatch, name, number, after=False):
+        self._function, self._left, self._after = getattr(experts, name), number, after
+        monkeypatch.setattr(experts, name, self)
+
+    def __call__(self, *args):
+        self._left -= 1
+        if self._left == 0 and not self._after:
+            raise KeyboardInterrupt
+        result = self._function(*args)
+        if self._left == 0:
+            raise KeyboardInterrupt
+        return result
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "after"),
+    [
+        ("_mismatch", 2, False),
+        ("_release", 1, False),
+        ("_release", 1, True),
+        ("_release", 2, True),
+        ("_assign", 1, False),
+        ("_assign", 1, True),
+        ("_assign", 2, True),
+        ("unstack_experts", 1, True),
+    ],
+)
+def test_an_interrupt_while_unstacking_leaves_the_model(monkeypatch, name, number, after):
+    model, ids = zoo.build("mixtral"), zoo.token_ids(2)
+    modules, parameters, before = list(model.modules()), dict(model.named_parameters()), zoo.outputs(model, ids)
+    values = copy.deepcopy(model.state_dict())
+    with monkeypatch.context() as patch:
+        _Interrupted(patch, name, number, after)
+        with pytest.raises(KeyboardInterrupt), unstacked_experts(model):
+            pytest.fail("it was not interrupted")
+    assert list(model.modules()) == modules
+    assert all(p is parameters[name] for name, p in model.named_parameters())
+    assert all(torch.equal(values[name], tensor) for name, tensor in model.state_dict().items())
+    assert zoo.difference(before, zoo.outputs(model, ids)) == 0
+    assert unstack_experts(model).names == NAMES, "and it may be tried again"
+
+
+@pytest.mark.parametrize(
+    ("name", "number"), [("_stack", 1), ("_stack", 2), ("_stack", 4), ("_assign", 1), ("_assign", 2)]
+)
+@pytest.mark.parametrize("after", [False, True])
+def test_an_interrupt_while_restacking_loses_nothing(monkeypatch, name, number, after):
+    model, _ = unstacked("mixtral")
+    ids = zoo.token_ids(2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.data = parameter * 1.01
+    before = zoo.outputs(model, ids)
+    with monkeypatch.context() as patch:
+        _Interrupted(patch, name, number, after)
+        with pytest.raises(KeyboardInterrupt):
+            restack_experts(model)
+    assert zoo.difference(before, zoo.outputs(model, ids)) <= 1e-5
+    restack_experts(model)
+    assert not any(isinstance(module, UnstackedExperts) for module in model.modules())
+    assert zoo.difference(before, zoo.outputs(model, ids)) <= 1e-5
+
+
+def test_a_model_that_is_a_stack_itself_stays():
+    stack = Stack()
+    assert unstack_experts(stack).names == ()
+    assert stack.gate_up_proj.numel() > 0
+
+
+def test_restacking_copies_one_layer_at_a_time(monkeypatch):
+    """Learning leaves every linear with a storage of its own; two models' worth of experts may not fit."""
+    layers = 4
+    model = nn.ModuleList(Holder(Stack()) for _ in range(layers))
+    stacks = [parameter for holder in model for parameter in holder.experts.parameters()]
+    unstack_experts(model)
+    linears = [parameter for name, parameter in model.named_parameters()]
+    for parameter in linears:
+        parameter.data = parameter.data.clone()
+    total, held, stack = sum(p.nbytes for p in linears), [], torch.stack
+
+    def stacked(weights):
+        result = stack(weights)
+        storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in (*linears, *stacks, result)}
+        held.append(sum(storages.values()))
+        return result
+
+    monkeypatch.setattr(torch, "stack", stacked)
+    restack_experts(model)
+    assert len(held) == 2 * layers
+    assert max(held) <= total * (1 + 1 / layers)
+    assert sum(p.untyped_storage().nbytes() for p in linears) == 0
+
+
+def test_one_table_of_tolerances():
+    assert checks.TOLERANCE is experts.TOLERANCE
+
+
+def test_an_error_inside_leaves_the_original_modules():
+    model = zoo.build("mixtral")
+    with pytest.raises(ZeroDivisionError), unstacked_experts(model):
+        raise ZeroDivisionError
+    assert not any(isinstance(module, UnstackedExperts) for module in model.modules())
+
+
+def test_inside_another_unstacking_nothing_happens():
+    model = zoo.build("mixtral")
+    with unstacked_experts(model):
+        with unstacked_experts(model) as inner:
+            assert inner.names == ()
+        assert isinstance(model.get_submodule(NAMES[0]), UnstackedExperts)
+    assert not isinstance(model.get_submodule(NAMES[0]), UnstackedExperts)
+
+
+def test_a_module_that_two_layers_share_stays_shared():
+    stack = Stack()
+    model = nn.ModuleList([Holder(stack), Holder(stack)])
+    unstack_experts(model)
+    assert model[0].experts is model[1].experts
+    assert isinstance(model[0].experts, UnstackedExperts)
+    restack_experts(model)
+    assert model[0].experts is stack
+    assert model[1].experts is stack

@@ -1,0 +1,337 @@
+"""Saving: verified before it is renamed into place, and an earlier output survives whatever goes wrong."""
+
+import errno
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import permtriton
+from permtriton.checkpoint import save as saving
+from permtriton.errors import OutputError, VerificationError
+
+from . import folders, zoo
+from .folders import LAST_UP
+
+NORM = "model.norm.weight"
+
+
+@pytest.fixture(scope="module")
+def compiled() -> permtriton.CompiledModel:
+    config = permtriton.CompileConfig(permutation="heuristic")
+    return permtriton.compile(zoo.tiny_llama(tie_word_embeddings=True), None, config, ids=zoo.tiny_ids(4, 16))
+
+
+@pytest.fixture
+def place(tmp_path) -> Path:
+    """The parent of the output, with nothing else in it."""
+    parent = tmp_path / "outputs"
+    parent.mkdir()
+    return parent
+
+
+@pytest.fixture
+def earlier(compiled, place) -> dict[str, bytes]:
+    """An earlier output, as its files' bytes; one of them is no longer written today."""
+    output = compiled.save(place / "out")
+    (output / "notes from the earlier run.txt").write_text("keep me")
+    return folders.files(place)
+
+
+def raises(error: BaseException) -> Callable[..., None]:
+    def fail(*_args, **_kwargs):
+        raise error
+
+    return fail
+
+
+# -- what is saved -------------------------------------------------------------------------------------------------
+
+
+def test_saves_a_plain_checkpoint_that_transformers_loads(compiled, place):
+    output = compiled.save(place / "out")
+    assert output == place / "out"
+    assert [path.name for path in place.iterdir()] == ["out"], "no temporary folder stays"
+    assert {"config.json", "model.safetensors", "permtriton.json"} <= {path.name for path in output.iterdir()}
+    reloaded = AutoModelForCausalLM.from_pretrained(output)
+    for (name, tensor), (other, saved) in zip(
+        compiled.model.named_parameters(), reloaded.named_parameters(), strict=True
+    ):
+        assert (name, True) == (other, torch.equal(tensor, saved))
+    ids = torch.arange(16).view(1, 16)
+    with torch.no_grad():
+        assert torch.equal(reloaded(ids).logits, compiled.model(ids).logits)
+
+
+def test_report_states_how_it_was_verified(compiled, place):
+    report = json.loads((compiled.save(place / "out") / "permtriton.json").read_text())
+    verification = report["verification"]
+    assert (verification["pruned_weights"], verification["reloaded"]) == (14, "same outputs")
+    assert verification["tensors"] == len(load_file(place / "out" / "model.safetensors"))
+    assert report["config"]["sparsity"] == "2:4"
+
+
+def test_verifies_without_a_second_copy_where_memory_is_short(compiled, place, monkeypatch):
+    monkeypatch.setattr("permtriton.checkpoint.save.available_memory", lambda device: 1)
+    compiled.save(place / "out")
+    assert compiled.report["verification"]["reloaded"].startswith("not run")
+
+
+def test_sharded_checkpoints_round_trip(compiled, place, monkeypatch):
+    monkeypatch.setattr(saving, "SHARD_SIZE", "4KB")
+    output = compiled.save(place / "out")
+    assert len(list(output.glob("*.safetensors"))) > 2
+    assert (output / "model.safetensors.index.json").is_file()
+    reloaded = AutoModelForCausalLM.from_pretrained(output)
+    assert all(torch.equal(compiled.model.state_dict()[k], v) for k, v in reloaded.state_dict().items())
+
+
+def test_damage_in_any_shard_is_found(compiled, place, monkeypatch):
+    monkeypatch.setattr(saving, "SHARD_SIZE", "4KB")
+
+    def damage(folder):
+        shard = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"][NORM]
+        folders.edit_tensors(folder, lambda tensors: tensors[NORM][0].add_(1), shard)
+
+    folders.after_saving(monkeypatch, compiled, damage)
+    with pytest.raises(VerificationError, match=NORM):
+        compiled.save(place / "out")
+    assert list(place.iterdir()) == []
+
+
+def test_overwrite_replaces_the_whole_folder(compiled, place, earlier):
+    compiled.save(place / "out", overwrite=True)
+    assert [path.name for path in place.iterdir()] == ["out"]
+    assert set(folders.files(place)) == set(earlier) - {"out/notes from the earlier run.txt"}
+
+
+def test_the_learning_state_goes_once_the_result_is_saved(compiled, place, monkeypatch):
+    deleted = []
+    monkeypatch.setattr(compiled, "resume", SimpleNamespace(delete=lambda: deleted.append(folders.files(place))))
+    compiled.save(place / "out")
+    assert ["out/permtriton.json" in there for there in deleted] == [True]
+
+
+# -- where it may be saved -----------------------------------------------------------------------------------------
+
+
+def test_existing_output_needs_overwrite(compiled, place, earlier):
+    with pytest.raises(OutputError, match="exists: choose another folder, or replace it with --overwrite"):
+        compiled.save(place / "out")
+    assert folders.files(place) == earlier
+
+
+@pytest.mark.parametrize("kind", ["folder of another", "file"])
+def test_overwrite_leaves_what_is_not_ours_alone(compiled, place, kind):
+    if kind == "file":
+        (place / "out").write_text("thesis")
+    else:
+        (place / "out").mkdir()
+        (place / "out" / "config.json").write_text("thesis")
+    before = folders.files(place)
+    with pytest.raises(OutputError, match="not written by permtriton"):
+        compiled.save(place / "out", overwrite=True)
+    assert folders.files(place) == before
+
+
+def test_an_empty_folder_may_be_overwritten(compiled, place):
+    (place / "out").mkdir()
+    compiled.save(place / "out", overwrite=True)
+    assert (place / "out" / "permtriton.json").is_file()
+
+
+def test_missing_parent(compiled, place):
+    with pytest.raises(OutputError, match="does not exist; make it first"):
+        compiled.save(place / "no" / "out")
+    assert list(place.iterdir()) == []
+
+
+def test_parent_that_cannot_be_written(place, monkeypatch):
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    with pytest.raises(OutputError, match="cannot be written"):
+        saving.check_output(place / "out", overwrite=False)
+
+
+# -- disk full, Ctrl-C ---------------------------------------------------------------------------------------------
+
+
+def rename_that(error: BaseException, number: int, *, after: bool) -> Callable[[Path, Path], Path]:
+    """A ``Path.rename`` whose call ``number`` fails, before or just after it took effect; the later ones work."""
+    rename, calls = Path.rename, []
+
+    def patched(self, target):
+        calls.append(target)
+        if len(calls) != number:
+            return rename(self, target)
+        if after:
+            rename(self, target)
+        raise error
+
+    return patched
+
+
+def break_at(where: str, error: BaseException, monkeypatch, compiled) -> None:
+    match where:
+        case "mkdir":
+            monkeypatch.setattr(Path, "mkdir", raises(error))
+        case "model":
+            folders.after_saving(monkeypatch, compiled, raises(error))
+        case "tokenizer":
+            monkeypatch.setattr(compiled, "tokenizer", SimpleNamespace(save_pretrained=raises(error)))
+        case "verify":
+            monkeypatch.setattr(saving, "check_weight", raises(error))
+        case "reload":
+            monkeypatch.setattr(saving, "check_same_outputs", raises(error))
+        case "report":
+            monkeypatch.setattr(Path, "write_text", raises(error))
+        case "rename away":
+            monkeypatch.setattr(Path, "rename", rename_that(error, 1, after=False))
+        case "rename into place":
+            monkeypatch.setattr(Path, "rename", rename_that(error, 2, after=False))
+
+
+PLACES = ["mkdir", "model", "tokenizer", "verify", "reload", "report", "rename away", "rename into place"]
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_full_disk_leaves_the_earlier_output_whole(compiled, place, earlier, monkeypatch, where):
+    with monkeypatch.context() as patch:
+        break_at(where, OSError(errno.ENOSPC, "No space left on device"), patch, compiled)
+        with pytest.raises(OutputError, match="No space left on device") as caught:
+            compiled.save(place / "out", overwrite=True)
+    assert str(place / "out") in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert folders.files(place) == earlier
+    assert [path.name for path in place.iterdir()] == ["out"]
+
+
+def test_full_disk_as_safetensors_reports_it(compiled, place, earlier, monkeypatch):
+    folders.after_saving(
+        monkeypatch, compiled, raises(SafetensorError("I/O error: No space left on device (os error 28)"))
+    )
+    with pytest.raises(OutputError, match="no space left on the disk"):
+        compiled.save(place / "out", overwrite=True)
+    assert folders.files(place) == earlier
+    assert [path.name for path in place.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_interruption_leaves_the_earlier_output_whole(compiled, place, earlier, monkeypatch, where):
+    with monkeypatch.context() as patch:
+        break_at(where, KeyboardInterrupt(), patch, compiled)
+        with pytest.raises(KeyboardInterrupt):
+            compiled.save(place / "out", overwrite=True)
+    assert folders.files(place) == earlier
+    assert [path.name for path in place.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_interruption_just_after_a_rename_leaves_one_whole_output(compiled, place, earlier, monkeypatch, number):
+    """A signal is delivered when the system call returns, so the rename has happened."""
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", rename_that(KeyboardInterrupt(), number, after=True))
+        with pytest.raises(KeyboardInterrupt):
+            compiled.save(place / "out", overwrite=True)
+    assert [path.name for path in place.iterdir()] == ["out"]
+    whole_new = set(earlier) - {"out/notes from the earlier run.txt"}
+    assert folders.files(place) == earlier or set(folders.files(place)) == whole_new
+
+
+@pytest.mark.parametrize("where", PLACES[1:6])
+def test_nothing_is_left_where_there_was_nothing(compiled, place, monkeypatch, where):
+    with monkeypatch.context() as patch:
+        break_at(where, KeyboardInterrupt(), patch, compiled)
+        with pytest.raises(KeyboardInterrupt):
+            compiled.save(place / "out")
+    assert list(place.iterdir()) == []
+
+
+# -- failed verification -------------------------------------------------------------------------------------------
+
+
+def one_too_many(weight: torch.Tensor) -> torch.Tensor:
+    weight[5, 8:12] = torch.tensor([1.0, 0.0, 2.0, 3.0])
+    return weight
+
+
+def minus_zero(weight: torch.Tensor) -> torch.Tensor:
+    return torch.where(weight == 0, torch.tensor(-0.0), weight)
+
+
+def set_first(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    def change(tensor):
+        tensor.view(-1)[tensor.flatten().nonzero()[0]] = value
+        return tensor
+
+    return change
+
+
+DAMAGE = {
+    "one too many": (LAST_UP, one_too_many, ["row 5, group 2 holds 3", "2:4 allows 2"]),
+    "minus zero": (LAST_UP, minus_zero, ["-0.0"]),
+    "NaN": (NORM, set_first(float("nan")), ["1 of 16", "not finite"]),
+    "infinity": (LAST_UP, set_first(float("inf")), ["1 of 384", "not finite"]),
+    "another value": (LAST_UP, set_first(0.5), ["differs from the model in memory"]),
+    "another value elsewhere": (NORM, set_first(0.5), ["differs from the model in memory"]),
+    "not written": (LAST_UP, None, ["not in the checkpoint"]),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_a_damaged_tensor_is_named_and_nothing_is_left(compiled, place, earlier, monkeypatch, case):
+    name, change, words = DAMAGE[case]
+    folders.after_saving(monkeypatch, compiled, folders.change_tensor(name, change))
+    with pytest.raises(VerificationError) as caught:
+        compiled.save(place / "out", overwrite=True)
+    assert [word for word in [name, *words] if word not in str(caught.value)] == []
+    assert folders.files(place) == earlier
+    assert [path.name for path in place.iterdir()] == ["out"]
+
+
+def test_a_checkpoint_that_reloads_as_another_function_is_refused(compiled, place, monkeypatch):
+    def damage(folder):
+        folders.configure(folder, rms_norm_eps=0.5)
+
+    folders.after_saving(monkeypatch, compiled, damage)
+    with pytest.raises(VerificationError, match="reloading the saved checkpoint: outputs differ"):
+        compiled.save(place / "out")
+    assert list(place.iterdir()) == []
+
+
+def test_the_report_names_pruned_weights_and_hashes(compiled, place):
+    output = compiled.save(place / "out")
+    report = json.loads((output / "permtriton.json").read_text())
+    assert report["pruned_weights"][LAST_UP] == 1
+    assert len(report["pruned_weights"]) == 14
+    content = (output / "model.safetensors").read_bytes()
+    expected = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    assert report["files"] == {"model.safetensors": expected}
+
+
+def test_pruned_parameters_know_their_input_dimension():
+    for name, dim in (("gpt2", 0), ("llama", 1)):
+        model, plan = zoo.planned(name)
+        found = saving.pruned_parameters(model, plan)
+        assert set(found.values()) == {dim}
+        assert all(model.get_parameter(parameter).ndim == 2 for parameter in found)
+
+
+def test_stacked_experts_are_one_parameter(place):
+    model = zoo.build("mixtral")
+    options = permtriton.CompileConfig(permutation="heuristic")
+    result = permtriton.compile(model, None, options, ids=zoo.token_ids())
+    output = result.save(place / "out")
+    report = json.loads((output / "permtriton.json").read_text())
+    stacked = {name: dim for name, dim in report["pruned_weights"].items() if "experts" in name}
+    assert set(stacked.values()) == {2}
+    assert len(stacked) == 4
+    assert set(stacked) <= set(load_file(output / "model.safetensors"))
+    reloaded = AutoModelForCausalLM.from_pretrained(output)
+    assert all(torch.equal(model.state_dict()[k], v) for k, v in reloaded.state_dict().items())

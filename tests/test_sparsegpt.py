@@ -1,0 +1,181 @@
+import pytest
+import torch
+from torch import Tensor
+
+from permtriton.kernels.nm_mask import top_n_mask
+from permtriton.prune import sparsegpt as update
+from permtriton.prune.sparsegpt import damped, inverse_diagonal, sparsegpt
+from permtriton.sparsity import NMPattern
+
+TWO_FOUR = NMPattern(2, 4)
+PATTERNS = [TWO_FOUR, NMPattern(4, 8), NMPattern(1, 4), NMPattern(3, 4)]
+
+
+def problem(channels: int, rows: int = 6, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """A weight and correlated inputs ``[channels, tokens]``."""
+    generator = torch.Generator().manual_seed(seed)
+    mixing = torch.eye(channels) + 0.3 * torch.randn(channels, channels, generator=generator) / channels**0.5
+    inputs = mixing @ torch.randn(channels, 4 * channels, generator=generator)
+    return torch.randn(rows, channels, generator=generator), inputs + 0.5 * inputs[:1]
+
+
+def wanda_mask(weight: Tensor, inputs: Tensor, pattern: NMPattern) -> Tensor:
+    return top_n_mask((weight.abs() * inputs.norm(dim=1)).T, pattern).T
+
+
+def damped_by_hand(hessian: Tensor) -> Tensor:
+    wide = hessian.double()
+    dead = wide.diagonal() == 0
+    wide = wide + torch.diag(dead.double())
+    return wide + 0.01 * wide.diagonal().mean() * torch.eye(wide.shape[0], dtype=torch.float64)
+
+
+def one_column_at_a_time(weight: Tensor, hessian: Tensor, pattern: NMPattern, mask: Tensor | None) -> Tensor:
+    """Optimal brain surgery in float64, with the remaining Hessian inverted anew for every column."""
+    w, h = weight.double().clone(), damped_by_hand(hessian)
+    w[:, hessian.diagonal() == 0] = 0
+    channels = w.shape[1]
+    inverses = [torch.linalg.inv(h[c:, c:]) for c in range(channels)]
+    for c in range(channels):
+        if c % pattern.group == 0:
+            keep = []
+            for o in range(w.shape[0]):
+                group = range(c, c + pattern.group)
+                score = {k: float(w[o, k] ** 2 / inverses[k][0, 0]) for k in group}
+                chosen = sorted(group, key=lambda k: (-score[k], k))[: pattern.kept]
+                keep.append([k in chosen for k in group])
+            keep = torch.tensor(keep) if mask is None else mask[:, c : c + pattern.group]
+        error = w[:, c] * ~keep[:, c % pattern.group] / inverses[c][0, 0]
+        w[:, c:] -= torch.outer(error, inverses[c][0])
+        w[:, c] *= keep[:, c % pattern.group]
+    return w
+
+
+def output_error(weight: Tensor, pruned: Tensor, inputs: Tensor) -> float:
+    return float(((weight - pruned) @ inputs).norm())
+
+
+@pytest.mark.parametrize(("channels", "at_once"), [(8, 128), (40, 128), (40, 8), (40, 19), (136, 128)])
+@pytest.mark.parametrize("own_mask", [True, False])
+def test_agrees_with_the_update_column_by_column(channels, at_once, own_mask, monkeypatch):
+    """With one lazy block and with several, the last of which is smaller."""
+    monkeypatch.setattr(update, "COLUMNS_AT_ONCE", at_once)
+    weight, inputs = problem(channels, rows=3)
+    hessian = inputs @ inputs.T
+    mask = None if own_mask else wanda_mask(weight, inputs, TWO_FOUR)
+    expected = one_column_at_a_time(weight, hessian, TWO_FOUR, mask)
+    found = sparsegpt(weight, hessian, TWO_FOUR, mask)
+    assert torch.equal(found != 0, expected != 0)
+    torch.testing.assert_close(found.double(), expected, atol=2e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("pattern", [*PATTERNS, NMPattern(3, 12)], ids=str)
+def test_chooses_an_exact_pattern(pattern):
+    """144 channels are more than one lazy block; 12 divides 144 but not the published 128."""
+    weight, inputs = problem(144)
+    pruned = sparsegpt(weight, inputs @ inputs.T, pattern, None)
+    assert pruned.dtype == torch.float32
+    assert (pruned != 0).unflatten(1, (-1, pattern.group)).sum(2).eq(pattern.kept).all()
+
+
+@pytest.mark.parametrize("pattern", [NMPattern(3, 12), NMPattern(4, 8)], ids=str)
+def test_other_groups_agree_with_the_update_column_by_column(pattern, monkeypatch):
+    """Lazy blocks are cut between groups, here of 12 and of 16 columns."""
+    monkeypatch.setattr(update, "COLUMNS_AT_ONCE", 20)
+    weight, inputs = problem(48, rows=3)
+    expected = one_column_at_a_time(weight, inputs @ inputs.T, pattern, None)
+    found = sparsegpt(weight, inputs @ inputs.T, pattern, None)
+    torch.testing.assert_close(found.double(), expected, atol=2e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+def test_keeps_to_the_given_mask_and_lowers_the_error(pattern):
+    weight, inputs = problem(64)
+    mask = wanda_mask(weight, inputs, pattern)
+    pruned = sparsegpt(weight, inputs @ inputs.T, pattern, mask)
+    assert torch.equal(pruned != 0, mask)
+    assert output_error(weight, pruned, inputs) < 0.98 * output_error(weight, weight * mask, inputs)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+def test_its_own_mask_updated_beats_the_mask_alone(pattern):
+    weight, inputs = problem(64, seed=1)
+    pruned = sparsegpt(weight, inputs @ inputs.T, pattern, None)
+    alone = output_error(weight, weight * (pruned != 0), inputs)
+    assert output_error(weight, pruned, inputs) < 0.98 * alone
+
+
+def test_beats_magnitude_and_wanda():
+    weight, inputs = problem(64, rows=32)
+    pruned = sparsegpt(weight, inputs @ inputs.T, TWO_FOUR, None)
+    for mask in (wanda_mask(weight, inputs, TWO_FOUR), top_n_mask(weight.abs().T, TWO_FOUR).T):
+        assert output_error(weight, pruned, inputs) < output_error(weight, weight * mask, inputs)
+
+
+def test_uncorrelated_inputs_leave_the_kept_weights_as_they_are():
+    weight, _ = problem(16)
+    hessian = torch.diag(torch.linspace(1, 9, 16))
+    mask = wanda_mask(weight, hessian.sqrt(), TWO_FOUR)
+    torch.testing.assert_close(sparsegpt(weight, hessian, TWO_FOUR, mask), weight * mask)
+    torch.testing.assert_close(sparsegpt(weight, hessian, TWO_FOUR, None), weight * mask)
+
+
+def test_everything_kept_changes_nothing():
+    weight, inputs = problem(16)
+    assert torch.equal(sparsegpt(weight, inputs @ inputs.T, TWO_FOUR, torch.ones(6, 16, dtype=torch.bool)), weight)
+
+
+@pytest.mark.parametrize("dead", [[3], [4, 5, 6, 7], [0, 15], list(range(16))])
+@pytest.mark.parametrize("own_mask", [True, False])
+def test_dead_channels(dead, own_mask):
+    """Channels that were never active lose their weights and disturb no other."""
+    weight, inputs = problem(16)
+    inputs[dead] = 0
+    hessian = inputs @ inputs.T
+    mask = None if own_mask else wanda_mask(weight, inputs, TWO_FOUR)
+    pruned = sparsegpt(weight, hessian, TWO_FOUR, mask)
+    assert pruned.isfinite().all()
+    assert pruned[:, dead].eq(0).all()
+    assert (pruned != 0).unflatten(1, (-1, 4)).sum(2).le(2).all()
+    expected = one_column_at_a_time(weight, hessian, TWO_FOUR, mask)
+    torch.testing.assert_close(pruned.double(), expected, atol=1e-4, rtol=1e-3)
+
+
+def test_fewer_tokens_than_channels():
+    """A singular Hessian: the damping makes it solvable."""
+    weight, inputs = problem(32)
+    pruned = sparsegpt(weight, inputs[:, :5] @ inputs[:, :5].T, TWO_FOUR, None)
+    assert pruned.isfinite().all()
+    assert (pruned != 0).unflatten(1, (-1, 4)).sum(2).eq(2).all()
+
+
+def test_low_precision_weights_and_untouched_arguments():
+    weight, inputs = problem(16)
+    hessian = inputs @ inputs.T
+    before = weight.clone(), hessian.clone()
+    low = sparsegpt(weight.bfloat16(), hessian, TWO_FOUR, None)
+    assert low.dtype == torch.float32
+    assert torch.equal(low, sparsegpt(weight.bfloat16().float(), hessian, TWO_FOUR, None))
+    sparsegpt(weight, hessian, TWO_FOUR, None)
+    assert torch.equal(weight, before[0])
+    assert torch.equal(hessian, before[1])
+
+
+@pytest.mark.parametrize("channels", [4, 24, 64])
+@pytest.mark.parametrize("dead", [[], [0, 3]])
+def test_inverse_diagonal_is_that_of_the_dense_inverse(channels, dead):
+    _, inputs = problem(channels)
+    inputs[dead] = 0
+    hessian = inputs @ inputs.T
+    expected = torch.linalg.inv(damped_by_hand(hessian)).diagonal()
+    found = inverse_diagonal(hessian)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=0)
+
+
+def test_damping_is_one_percent_of_the_mean_diagonal():
+    hessian = torch.tensor([[4.0, 1.0, 0.0], [1.0, 7.0, 0.0], [0.0, 0.0, 0.0]])
+    expected = torch.tensor([[4.04, 1.0, 0.0], [1.0, 7.04, 0.0], [0.0, 0.0, 1.04]])
+    before = hessian.clone()
+    torch.testing.assert_close(damped(hessian), expected)
+    assert torch.equal(hessian, before)

@@ -1,0 +1,330 @@
+"""Calibration and held-out text as token ids, and the statistics of a dense model's activations."""
+
+import json
+
+import datasets
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from permtriton.config import CalibrationConfig
+from permtriton.errors import CalibrationError
+from permtriton.model.plan import linear_module
+from permtriton.planning import find_plan
+from permtriton.progress import NoProgress
+from permtriton.prune.statistics import channel_norms, hessians
+from permtriton.prune.text import HUB_DATASETS, calibration_ids, evaluation_ids, ids_hash
+from permtriton.sparsity import NMPattern
+
+from . import zoo
+from .sentences import SENTENCE, VOCABULARY, trained_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return trained_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    return zoo.tiny_llama(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, max_position_embeddings=64)
+
+
+@pytest.fixture(scope="module")
+def plan(model):
+    return find_plan(model, NMPattern(2, 4))
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets-cache")
+
+
+def config(source, samples=4, sequence_length=16) -> CalibrationConfig:
+    return CalibrationConfig(str(source), samples, sequence_length)
+
+
+def write_parquet(path, **columns):
+    pyarrow.parquet.write_table(pyarrow.table(columns), path)
+    return path
+
+
+def counting_file(path, tokens: int):
+    """A file whose token ids count upwards, so that a window shows where it came from."""
+    path.write_text(json.dumps({"input_ids": list(range(tokens))}) + "\n", encoding="utf-8")
+    return path
+
+
+# -- drawing -------------------------------------------------------------------------------------------------------
+
+
+def test_windows_do_not_overlap_and_hold_consecutive_tokens(tmp_path):
+    ids = calibration_ids(config(counting_file(tmp_path / "a.jsonl", 250), 12, 20), None, 1000, seed=3)
+    assert (ids.shape, ids.dtype) == ((12, 20), torch.int64)
+    assert torch.equal(ids.diff(dim=1), torch.ones(12, 19, dtype=torch.int64))
+    assert ids.unique().numel() == ids.numel()
+
+
+def test_the_draw_depends_on_the_seed_alone(tmp_path):
+    source = config(counting_file(tmp_path / "a.jsonl", 400))
+    draws = [calibration_ids(source, None, 1000, seed) for seed in (0, 0, 1)]
+    assert torch.equal(draws[0], draws[1])
+    assert not torch.equal(draws[0], draws[2])
+
+
+@pytest.mark.parametrize("tokens", [63, 64])
+def test_exactly_enough_is_enough_and_one_less_is_not(tmp_path, tokens):
+    source = config(counting_file(tmp_path / "a.jsonl", tokens))
+    if tokens == 64:
+        assert calibration_ids(source, None, 1000, 0).flatten().sort().values.tolist() == list(range(64))
+        return
+    with pytest.raises(
+        CalibrationError, match=r"holds 63 tokens, 3 sequences of 16, but 4 are needed\. Lower --samples"
+    ):
+        calibration_ids(source, None, 1000, 0)
+
+
+def test_documents_end_with_the_end_token(tmp_path, tokenizer):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "one fox"}\n\n{"text": "two dogs"}\n', encoding="utf-8")
+    ids = evaluation_ids(str(path), tokenizer, VOCABULARY, 1000).flatten().tolist()
+    end = tokenizer.eos_token_id
+    assert ids == [*tokenizer("one fox")["input_ids"], end, *tokenizer("two dogs")["input_ids"], end]
+
+
+def test_evaluation_windows_are_consecutive_and_a_short_text_is_one_window(tmp_path):
+    path = counting_file(tmp_path / "a.jsonl", 50)
+    assert evaluation_ids(str(path), None, 1000, 16).tolist() == torch.arange(48).view(3, 16).tolist()
+    assert evaluation_ids(str(path), None, 1000, 64).tolist() == [list(range(50))]
+
+
+@pytest.mark.parametrize("kind", ["txt", "jsonl", "ids.jsonl", "parquet", "ids.parquet"])
+def test_every_kind_of_file_gives_the_same_tokens(tmp_path, tokenizer, kind):
+    path = tmp_path / f"a.{kind}"
+    tokens = [*tokenizer(SENTENCE)["input_ids"], tokenizer.eos_token_id]
+    match kind:
+        case "txt":
+            path.write_text(SENTENCE, encoding="utf-8")
+        case "jsonl":
+            path.write_text(json.dumps({"text": SENTENCE}), encoding="utf-8")
+        case "ids.jsonl":
+            path.write_text(json.dumps({"input_ids": tokens, "text": "not this"}), encoding="utf-8")
+        case "parquet":
+            write_parquet(path, text=[SENTENCE], other=[1])
+        case "ids.parquet":
+            write_parquet(path, input_ids=[tokens])
+    assert evaluation_ids(str(path), tokenizer, VOCABULARY, 1000).tolist() == [tokens]
+
+
+@pytest.mark.parametrize("separator", ["\u2028", "\x85", "\u2029"])
+def test_json_lines_end_at_newlines_only(tmp_path, tokenizer, separator):
+    """JSON strings may contain characters that Python's splitlines treats as line ends."""
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"text": f"one{separator}two"}, ensure_ascii=False) + "\n", encoding="utf-8")
+    ids = evaluation_ids(str(path), tokenizer, VOCABULARY, 1000).flatten()
+    assert tokenizer.decode(ids[:-1]) == f"one{separator}two"
+
+
+def test_hash_distinguishes_ids_and_shapes():
+    ids = torch.arange(12).view(3, 4)
+    assert ids_hash(ids) == ids_hash(ids.to(torch.int32))
+    assert len({ids_hash(ids), ids_hash(ids.view(4, 3)), ids_hash(ids + 1)}) == 3
+
+
+# -- sources that cannot be used -----------------------------------------------------------------------------------
+
+BAD_FILES = {
+    "empty text": ("a.txt", "", ["is empty"]),
+    "white text": ("a.txt", " \n\t\n", ["is empty"]),
+    "not utf-8": ("a.txt", b"caf\xe9 au lait", ["not UTF-8", "byte 3"]),
+    "no rows": ("a.jsonl", "\n\n", ["is empty"]),
+    "empty rows": ("a.jsonl", '{"text": ""}\n{"input_ids": []}\n', ["is empty"]),
+    "broken row": ("a.jsonl", '{"text": "a"}\n{"text": \n', ["line 2", "not JSON"]),
+    "row is a list": ("a.jsonl", "[1, 2]\n", ["line 1", '"text"', '"input_ids"']),
+    "text is a number": ("a.jsonl", '{"text": 5}\n', ["line 1", '"text"']),
+    "ids are fractions": ("a.jsonl", '{"input_ids": [1.5]}\n', ["line 1", "integers"]),
+    "ids are booleans": ("a.jsonl", '{"input_ids": [true]}\n', ["line 1", "integers"]),
+    "id too large": ("a.jsonl", f'{{"input_ids": [1, {VOCABULARY}]}}', [f"to {VOCABULARY}", f"0 to {VOCABULARY - 1}"]),
+    "id negative": ("a.jsonl", '{"input_ids": [1, -2]}\n', ["from -2", "vocabulary"]),
+    "id enormous": ("a.jsonl", f'{{"input_ids": [{10**30}]}}\n', ["vocabulary"]),
+    "another suffix": ("a.md", "text", [".md", ".jsonl"]),
+    "no suffix": ("a", "text", ["missing", ".jsonl"]),
+    "not parquet": ("a.parquet", "text", ["parquet"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD_FILES)
+def test_bad_files(tmp_path, tokenizer, case):
+    name, content, words = BAD_FILES[case]
+    path = tmp_path / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    check_refused(path, tokenizer, words)
+
+
+BAD_COLUMNS = {
+    "no known column": ({"words": ["a"]}, ["words", "text or input_ids"]),
+    "missing text": ({"text": ["a", None]}, ["text"]),
+    "text is a number": ({"text": [5]}, ["text"]),
+    "ids are fractions": ({"input_ids": [[1.5, 2.5]]}, ["input_ids"]),
+    "ids are strings": ({"input_ids": [["a"]]}, ["input_ids"]),
+    "no rows": ({"text": pyarrow.array([], pyarrow.string())}, ["a.parquet"]),
+    "id too large": ({"input_ids": [[1, 1000]]}, ["1 to 1000", "vocabulary"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD_COLUMNS)
+def test_bad_parquet(tmp_path, tokenizer, case):
+    columns, words = BAD_COLUMNS[case]
+    check_refused(write_parquet(tmp_path / "a.parquet", **columns), tokenizer, words)
+
+
+def check_refused(path, tokenizer, words):
+    with pytest.raises(CalibrationError) as caught:
+        calibration_ids(config(path), tokenizer, VOCABULARY, 0)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert [word for word in [str(path), *words] if word not in message] == []
+
+
+def test_missing_file_and_unknown_name_list_the_choices(tmp_path):
+    for source in (tmp_path / "nothing.txt", tmp_path, "c5"):
+        with pytest.raises(CalibrationError, match="neither a file nor one of demo, c4, wikitext2, pile"):
+            calibration_ids(config(source), None, VOCABULARY, 0)
+
+
+def test_text_without_a_tokenizer(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text(SENTENCE, encoding="utf-8")
+    with pytest.raises(CalibrationError, match=r"no tokenizer: give a \.jsonl with input_ids"):
+        calibration_ids(config(path), None, VOCABULARY, 0)
+
+
+def test_tokenizer_with_a_bigger_vocabulary_than_the_model(tmp_path, tokenizer):
+    path = tmp_path / "a.txt"
+    path.write_text(SENTENCE * 20, encoding="utf-8")
+    assert calibration_ids(config(path), tokenizer, VOCABULARY, 0).shape == (4, 16)
+    with pytest.raises(
+        CalibrationError, match="vocabulary is 0 to 99: the tokenizer or the ids belong to another model"
+    ):
+        calibration_ids(config(path), tokenizer, 100, 0)
+
+
+@pytest.mark.parametrize("name", HUB_DATASETS)
+def test_hub_datasets_are_requested_by_their_subset(monkeypatch, tokenizer, name):
+    requests = []
+
+    def load_dataset(**arguments):
+        requests.append(arguments)
+        return datasets.Dataset.from_dict({"text": [SENTENCE] * 40, "url": ["x"] * 40})
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert calibration_ids(config(name), tokenizer, VOCABULARY, 0).shape == (4, 16)
+    assert requests == [HUB_DATASETS[name]]
+    assert "test" not in json.dumps(requests), "calibration never sees the held-out split"
+
+
+def test_the_lines_of_wikitext2_are_one_text(monkeypatch, tokenizer):
+    lines = ["", " = Title = \n", "", SENTENCE]
+    dataset = datasets.Dataset.from_dict({"text": lines})
+    monkeypatch.setattr(datasets, "load_dataset", lambda **_: dataset)
+    expected = [*tokenizer("\n\n".join(lines))["input_ids"], tokenizer.eos_token_id]
+    found = evaluation_ids("wikitext2", tokenizer, VOCABULARY, 4).flatten().tolist()
+    assert len(found) > 4
+    assert found == expected[: len(found)]
+
+
+def test_wikitext2_is_evaluated_on_its_test_split(monkeypatch, tokenizer):
+    splits = []
+
+    def load_dataset(**arguments):
+        splits.append(arguments["split"])
+        return datasets.Dataset.from_dict({"text": ["", SENTENCE]})
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    evaluation_ids("wikitext2", tokenizer, VOCABULARY, 8)
+    assert splits == ["test"]
+
+
+@pytest.mark.parametrize("error", [ConnectionError("no route\nsecond line"), RuntimeError(), FileNotFoundError("gone")])
+def test_hub_failures_are_one_line_with_advice(monkeypatch, error):
+    def load_dataset(**_arguments):
+        raise error
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    with pytest.raises(CalibrationError, match=r"c4 .*cannot be fetched.*give a local file") as caught:
+        calibration_ids(config("c4"), None, VOCABULARY, 0)
+    assert "\n" not in str(caught.value)
+
+
+# -- statistics ----------------------------------------------------------------------------------------------------
+
+
+def inputs_of(model, plan, ids) -> dict[str, torch.Tensor]:
+    """Each site's inputs ``[tokens, channels]`` in float64, recorded by hooks on whole forward passes."""
+    found = {}
+
+    def keep(name):
+        return lambda _module, inputs: found.update({name: inputs[0].double().flatten(0, -2)})
+
+    handles = [
+        linear_module(model, linear).register_forward_pre_hook(keep(site.name))
+        for site in plan.sites
+        for linear in site.linears[-1:]
+    ]
+    with torch.no_grad():
+        model(input_ids=ids)
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+@pytest.fixture(scope="module")
+def ids() -> torch.Tensor:
+    return torch.randint(0, VOCABULARY, (5, 12), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("batch", [1, 2, 5, 64])
+def test_channel_norms_are_root_sums_of_squares_averaged_over_sequences(model, plan, ids, batch):
+    inputs = inputs_of(model, plan, ids)
+    norms = channel_norms(model, plan.sites, ids, batch, NoProgress())
+    assert set(norms) == {site.name for site in plan.sites}
+    for name, norm in norms.items():
+        assert norm.dtype == torch.float32
+        torch.testing.assert_close(norm.double(), (inputs[name].square().sum(0) / 5).sqrt(), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_hessians_are_input_products(model, plan, ids, batch):
+    inputs = inputs_of(model, plan, ids)
+    layer = plan.layers()[-1]
+    found = hessians(model, layer, ids, batch, lambda steps=1, note="": None)
+    assert set(found) == {site.name for site in layer}
+    for name, hessian in found.items():
+        torch.testing.assert_close(hessian.double(), inputs[name].T @ inputs[name], rtol=1e-4, atol=1e-5)
+
+
+def test_nothing_stays_hooked_to_the_model(model, plan, ids):
+    def stop(steps=1, note=""):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        hessians(model, plan.sites, ids, 1, stop)
+    assert all(not module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_activations_that_are_not_finite_name_the_site(model, plan, ids, value):
+    weight = model.model.layers[0].mlp.up_proj.weight
+    before = weight.detach().clone()
+    try:
+        weight.data[3] = value
+        for statistics in (
+            lambda: channel_norms(model, plan.sites, ids, 4, NoProgress()),
+            lambda: hessians(model, plan.sites, ids, 4, lambda steps=1, note="": None),
+        ):
+            with pytest.raises(CalibrationError, match=r"layers\.0\.mlp\.down_proj: 1 of 48 input channels .*float32"):
+                statistics()
+    finally:
+        weight.data.copy_(before)
