@@ -23,7 +23,7 @@ from permtriton.model.apply import apply_edits
 from permtriton.model.checks import check_pruned, check_same_outputs, model_outputs, weights_hash
 from permtriton.model.edits import edits_of, moves_of
 from permtriton.model.experts import unstacked_experts
-from permtriton.model.forward import check_length, hidden_states
+from permtriton.model.forward import check_length, hidden_states, mean_cosine_loss
 from permtriton.model.load import check_original
 from permtriton.model.plan import ChannelSpace, Plan
 from permtriton.model.reference import Reference
@@ -38,7 +38,6 @@ from permtriton.prune.heuristic import heuristic_indices
 from permtriton.prune.importance import importances_of
 from permtriton.prune.learn import learn, learned_spaces
 from permtriton.prune.promises import (
-    calibration_loss,
     check_loss,
     check_retained,
     retained_importance,
@@ -244,9 +243,9 @@ def prune(work: Work, prepared: Prepared, permuted: Permuted) -> Pruned:
         passes = pruning_passes(plan, importances, config.sparsity, exact=updates)
         graph, results = _run(permuted.graph, passes, batches)
         expected = run(graph, batches[0], wide=False)
-        promised = permuted.retained or retained_importance(model, plan, importances, config.sparsity, {})
-        mask_weights(model, plan, importances, config.sparsity)
         if not updates:
+            promised = permuted.retained or retained_importance(model, plan, importances, config.sparsity, {})
+            mask_weights(model, plan, importances, config.sparsity)
             check_retained(promised, total_importance(model, plan, importances))
             _check_learned(work, prepared, permuted)
         comparison = _compare_lowered(model, graph, expected, batches[0])
@@ -265,7 +264,7 @@ def _check_learned(work: Work, prepared: Prepared, permuted: Permuted) -> None:
     learned, plan = permuted.learned, prepared.plan
     if learned is not None and permuted.target is not None:
         order = plan.hidden_order({**_unmoved(plan), **learned.indices})
-        loss = calibration_loss(work.model, prepared.ids, permuted.target, order, prepared.batch)
+        loss = mean_cosine_loss(work.model, prepared.ids, permuted.target, prepared.batch, order)
         check_loss(learned.history[learned.kept].loss, loss, work.model.dtype)
 
 

@@ -78,10 +78,10 @@ class Permuted:
         statistics: site name -> statistic of its input channels in the new order, float32 ``[channels]``.
         passes: result of each compiler pass.
         difference: largest difference from the dense outputs, relative to the largest output.
-        learned: result of learning; None unless the permutation is ``learned``.
         retained: pruned linear -> importance that its mask retains in the new order; empty where nothing was permuted.
+        learned: result of learning; None unless the permutation is ``learned``.
         target: last hidden states of the dense model in the base order, ``[samples, tokens, hidden]``; None
-            unless the permutation is ``learned``.
+            unless the permutation is ``learned`` and no weight update follows.
         resume: file that holds the state of learning; None without ``resume_path``.
     """
 

@@ -85,3 +85,23 @@ def cosine_loss(hidden: Tensor, target: Tensor) -> Tensor:
         target: dense model's hidden states, of the same shape; moved to the device of ``hidden``.
     """
     return 1 - torch.cosine_similarity(hidden.float(), target.to(hidden.device).float(), dim=-1).mean()
+
+
+@torch.no_grad()
+def mean_cosine_loss(
+    model: PreTrainedModel, ids: Tensor, target: Tensor, batch: int, order: Tensor | None = None
+) -> float:
+    """Returns the mean of `cosine_loss` over sequences.
+
+    Args:
+        model: model whose last hidden states are compared.
+        ids: int64 ``[sequences, tokens]``.
+        target: dense model's last hidden states, ``[sequences, tokens, hidden]``.
+        batch: sequences per forward pass.
+        order: int64 ``[hidden]``, from the target's channel order to the model's; None where they are equal.
+    """
+    losses = []
+    for rows, dense in zip(ids.split(batch), target.split(batch), strict=True):
+        losses.append(cosine_loss(last_hidden_state(model, rows), dense if order is None else dense[..., order]))
+    sizes = [rows.shape[0] for rows in ids.split(batch)]
+    return sum(loss * size for loss, size in zip(torch.stack(losses).tolist(), sizes, strict=True)) / ids.shape[0]

@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from permtriton.errors import CalibrationError
-from permtriton.model.forward import cosine_loss, hidden_states, last_hidden_state, without_cache
+from permtriton.model.forward import hidden_states, mean_cosine_loss, without_cache
 from permtriton.progress import NoProgress, Progress
 
 TOKENS_AT_ONCE = 2048
@@ -90,8 +90,4 @@ class Evaluation:
         """
         if self.measure == "perplexity":
             return perplexity(model, self._windows, self._batch, self._progress)
-        loss = 0.0
-        for rows, dense in zip(self._windows.split(self._batch), self._hidden.split(self._batch), strict=True):
-            target = dense if hidden_order is None else dense[..., hidden_order]
-            loss += float(cosine_loss(last_hidden_state(model, rows), target)) * rows.shape[0]
-        return 1 - loss / self._windows.shape[0]
+        return 1 - mean_cosine_loss(model, self._windows, self._hidden, self._batch, hidden_order)

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from permtriton.config import LearnConfig
 from permtriton.errors import CalibrationError, ConfigError
 from permtriton.kernels.importance import ImportanceFactors
-from permtriton.model.forward import cosine_loss, last_hidden_state
+from permtriton.model.forward import cosine_loss, last_hidden_state, mean_cosine_loss
 from permtriton.model.plan import ChannelSpace, Plan
 from permtriton.permutation import identity, moved
 from permtriton.progress import Progress
@@ -259,11 +259,8 @@ class Trainer:
             CalibrationError: The loss is not finite.
         """
         self._masks.set(self._relaxation.join(indices), None)
-        size = self._config.micro_batch_size
-        batches = list(zip(self._ids.split(size), self._target.split(size), strict=True))
-        losses = torch.stack([cosine_loss(last_hidden_state(self._model, ids), target) for ids, target in batches])
-        total = sum(loss * ids.shape[0] for loss, (ids, _) in zip(losses.tolist(), batches, strict=True))
-        return self._check(total / self._ids.shape[0])
+        batch = self._config.micro_batch_size
+        return self._check(mean_cosine_loss(self._model, self._ids, self._target, batch))
 
     def _check(self, loss: float) -> float:
         if not math.isfinite(loss):

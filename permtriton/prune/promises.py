@@ -9,11 +9,9 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from permtriton.errors import VerificationError
 from permtriton.kernels.importance import ImportanceFactors
-from permtriton.model.forward import cosine_loss, last_hidden_state
 from permtriton.model.plan import Plan, linear_module, weight_in_out
 from permtriton.prune.heuristic import retained
 from permtriton.sparsity import NMPattern
@@ -67,24 +65,6 @@ def check_retained(promised: Mapping[str, float], found: Mapping[str, float]) ->
                 f"retains {found[name]:.6g}: the order or the mask was not applied as it was found. Nothing was saved; "
                 "this is a bug of permtriton, please report it"
             )
-
-
-@torch.no_grad()
-def calibration_loss(model: PreTrainedModel, ids: Tensor, target: Tensor, order: Tensor | None, batch: int) -> float:
-    """Returns the mean cosine distance (eq. 10) over calibration sequences.
-
-    Args:
-        model: pruned.
-        ids: int64 ``[samples, tokens]``.
-        target: last hidden states ``[samples, tokens, hidden]`` of the dense model.
-        order: int64 ``[hidden]``, from the target's channel order to the model's; None where they are equal.
-        batch: sequences at once.
-    """
-    total = 0.0
-    for rows, expected in zip(ids.split(batch), target.split(batch), strict=True):
-        expected = expected if order is None else expected[..., order]
-        total += float(cosine_loss(last_hidden_state(model, rows), expected)) * rows.shape[0]
-    return total / ids.shape[0]
 
 
 def check_loss(measured: float, found: float, dtype: torch.dtype) -> None:
