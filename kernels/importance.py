@@ -31,7 +31,7 @@ class ImportanceFactors:
             scores.mul_(self.row + self.column.unsqueeze(1))
         return scores.mul_(self.scale.unsqueeze(1))
 
-    def of_channels(self, channels: slice) -> "ImportanceFactors":
-        """Returns the factors of some of the input channels."""
+    def of_channels(self, channels: slice | Tensor) -> "ImportanceFactors":
+        """Returns the factors of some of the input channels: a slice, or their numbers."""
         column = None if self.column is None else self.column[channels]
         return ImportanceFactors(self.power, self.scale[channels], self.row, column)

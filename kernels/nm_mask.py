@@ -64,19 +64,24 @@ def nm_mask(
 
 
 def top_n_mask(scores_CO: Tensor, pattern: NMPattern) -> Tensor:
-    """Returns bool ``[C, O]``: the ``kept`` largest of every ``group`` consecutive rows, ties to the lower row.
+    """Returns bool ``[C, O]``: the ``kept`` largest of every ``group`` consecutive rows, ties to the lower row."""
+    return (group_ranks(scores_CO, pattern.group) < pattern.kept).flatten(0, 1)
 
-    A score's rank in its group is counted by comparing pairs, which is faster than sorting many tiny rows.
+
+def group_ranks(scores_CO: Tensor, group: int) -> Tensor:
+    """Returns int8 ``[C / group, group, O]``: how many rows of its group come before each one, ties to the lower row.
+
+    Ranks are counted by comparing pairs, which is faster than sorting many tiny rows.
     """
-    scores = scores_CO.unflatten(0, (-1, pattern.group))
-    rank = torch.arange(pattern.group - 1, -1, -1, dtype=torch.int8, device=scores.device)
-    rank = rank.view(1, pattern.group, 1).repeat(scores.shape[0], 1, scores.shape[2])
-    for i in range(pattern.group):
-        for j in range(i + 1, pattern.group):
+    scores = scores_CO.unflatten(0, (-1, group))
+    rank = torch.arange(group - 1, -1, -1, dtype=torch.int8, device=scores.device)
+    rank = rank.view(1, group, 1).repeat(scores.shape[0], 1, scores.shape[2])
+    for i in range(group):
+        for j in range(i + 1, group):
             wins = (scores[:, i] >= scores[:, j]).view(torch.int8)
             rank[:, i] -= wins
             rank[:, j] += wins
-    return (rank < pattern.kept).flatten(0, 1)
+    return rank
 
 
 def nm_mask_reference(

@@ -15,6 +15,7 @@ GOALS: dict[str, dict[str, tuple[float | None, float | None]]] = {  # row -> fig
     },
     "nm_mask forward": {"of copy bandwidth": (0.8, None)},
     "nm_mask backward": {"of copy bandwidth": (0.5, None)},
+    "swap_gains": {"1e12 pairs and rows a second": (3.0, None)},
     "permute 16384x11008": {"of copy bandwidth": (0.95, None)},
     "permute": {"times faster than the CUDA kernel": (0.95, 1.05)},
     "RMSNorm + permute": {"times the norm alone": (None, 1.03)},

@@ -1,4 +1,4 @@
-"""The rows of single kernels: permute, norm, sinkhorn, assignment, masks."""
+"""The rows of single kernels: permute, norm, sinkhorn, assignment, masks, swaps."""
 
 import os
 import time
@@ -33,6 +33,7 @@ from permtriton.kernels.sinkhorn import (
     sinkhorn_case,
     sinkhorn_reference,
 )
+from permtriton.kernels.swap_gains import swap_gains_case
 from permtriton.kernels.tools import cases
 from permtriton.kernels.tools.cases import Case, Inputs
 from permtriton.kernels.tools.timing import Timing, measure, relative_error, sets_of_inputs
@@ -200,6 +201,15 @@ def _mask_goals(row: str, times: Mapping[str, Timing]) -> list[Goal]:
         goal(row, "of copy bandwidth", ratio(times, COPY)),
         Goal("times faster than eager", ratio(times, "eager")),
     ]
+
+
+def swaps(bench: Bench) -> None:
+    """The gains of swaps between 1024 positions and all; nothing else computes them, so there is no peer."""
+    rows, channels = bench.pick((11008, 4096), (24, 32))
+    case = swap_gains_case(rows, channels, bench.device)
+    bench.compare("swap_gains", case, {}, lambda times: [
+        goal("swap_gains", "1e12 pairs and rows a second", case.flops / 6e12 / times[OURS].quantile(0.5)),
+    ])  # fmt: skip
 
 
 def _forward_and_backward(forward: Case, backward: Case) -> Case:

@@ -17,7 +17,7 @@ from benchmarks.gpu.bench import Bench, Prepare, ratio
 from benchmarks.gpu.goals import Goal, goal
 from benchmarks.gpu.table import OURS
 from permtriton import NMPattern, find_plan
-from permtriton.config import LearnConfig
+from permtriton.config import CompileConfig, LearnConfig
 from permtriton.kernels import cusparselt
 from permtriton.kernels.packing import unpack
 from permtriton.kernels.sparse_linear import sparse_linear_case
@@ -31,6 +31,7 @@ from permtriton.model.plan import Plan, layer_modules, linear_module, weight_in_
 from permtriton.prune.importance import importance_of
 from permtriton.prune.learn import Trainer, learned_spaces
 from permtriton.prune.masked_model import checkpointed, masked_model
+from permtriton.prune.objective import Objective
 from permtriton.prune.relaxation import Relaxation
 
 SHAPES_7B = [(11008, 4096), (4096, 11008), (4096, 4096)]
@@ -143,16 +144,17 @@ def _step_times(
     importances = {
         name: dataclasses.replace(found, scale=found.scale.to(bench.device)) for name, found in importances.items()
     }
-    config = LearnConfig(batch_size=ids.shape[0], micro_batch_size=micro_batch, epochs=1000)
-    relaxation = Relaxation(learned_spaces(plan, config), config, 0, model.device)
-    optimizer = torch.optim.AdamW(relaxation.parameters(), lr=config.learning_rate)
+    learn = LearnConfig(batch_size=ids.shape[0], epochs=1000)
+    config = CompileConfig(sparsity=PATTERN, micro_batch_size=micro_batch, learn=learn)
+    relaxation = Relaxation(learned_spaces(plan, config.learn), config.learn, 0, model.device)
+    optimizer = torch.optim.AdamW(relaxation.parameters(), lr=config.learn.learning_rate)
     samples: dict[str, list[float]] = {OURS: [], "dense forward + backward": []}
     for repeat in range(bench.pick(5, 2)):  # the first of each warms up
         if repeat > 3 and bench.seconds_left < 60:
             break
         samples["dense forward + backward"].append(_seconds(bench, dense))
-        with masked_model(model, plan, importances, PATTERN, relaxation, config) as masks:
-            trainer = Trainer(model, masks, relaxation, optimizer, ids, target, config, 0)
+        with masked_model(model, plan, importances, relaxation, config) as masks:
+            trainer = Trainer(model, masks, relaxation, optimizer, ids, Objective("cosine", target), config)
             step = _step(trainer, rows, repeat)
             step()  # the allocator settles after the weights were transposed
             samples[OURS].append(_seconds(bench, step))

@@ -23,6 +23,7 @@ ROWS: tuple[tuple[str, float, Callable[[Bench], None]], ...] = (  # name, most s
     ("assignment", 25, kernels.assignment),
     ("sinkhorn", 60, kernels.sinkhorn),
     ("nm_mask", 15, kernels.masks),
+    ("swap_gains", 15, kernels.swaps),
     ("permute", 60, kernels.permute),
     ("norm", 15, kernels.norm),
     ("learning_step", 100, models.learning_step),

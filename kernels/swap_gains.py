@@ -1,0 +1,347 @@
+"""What swapping two channels of an N:M order gains, to first order, for many pairs of positions at once.
+
+A linear's weight ``W [O, C]`` is pruned to N:M in the present order: position p holds base channel ``index[p]``, group
+g is the positions gM to gM + M - 1, and of each group each row o keeps the ``kept`` largest scores S, ties to the lower
+position. With ``G = dL/dW_eff`` and the agreement ``A = G * W`` of every weight, pruned ones included, let, for
+position j and row o, the rival be the ``kept``-th largest of the other scores of j's group: the weight that makes room
+if whatever takes position j is kept, and that is kept if not. ``t_oj`` is its score and ``a_oj`` its agreement. Then
+
+    D[i, j]    = sum_o [S_oi > t_oj] (A_oi - a_oj)             how the loss changes as the channel at i takes position j
+    gain[i, j] = D[i, i] + D[j, j] - D[i, j] - D[j, i]         for i and j in different groups
+
+and a positive gain lowers the loss. Pairs of one group have no meaning; the caller leaves them out. Where position j is
+lower than its rival's, a tie goes to j: there, the threshold is the next smaller number, so that the one comparison
+decides exactly as the mask does. `swap_terms` makes S, A, t, a and D[j, j] in O(C O) steps; the pairs take O(C C O).
+
+Terms have one line of O rows per position, ``[C, O]``, and a leading dimension if several blocks of positions are
+searched apart. The reference is fastest if the rows lie next to each other in memory, the Triton kernel if the
+positions do, so `swap_terms` lays them out by device; both take any strides.
+Bytes moved: 16 per position and row on either side, and 4 per pair. Floor: 2 comparisons, 2 subtractions and 2
+additions per pair and row, 3.6e13 comparisons for every pair of every linear of LLaMA-2-7B; see swap_gains_triton.py.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, fields
+from itertools import product
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from permtriton.errors import ModelError
+from permtriton.kernels.importance import ImportanceFactors
+from permtriton.kernels.launch import on_gpu
+from permtriton.kernels.nm_mask import group_ranks
+from permtriton.kernels.swap_gains_triton import supports, swap_gains_triton
+from permtriton.kernels.tools.cases import PATTERN, Case, Inputs, generator_of, normal, random_order
+from permtriton.kernels.tools.timing import relative_error
+from permtriton.sparsity import NMPattern
+
+Tile = TypeVar("Tile")
+
+
+@dataclass(frozen=True)
+class Curvature:
+    """By how much the loss rises to second order when a weight w changes between w and 0: ``row_O * column_C * w^2``.
+
+    Attributes:
+        row: float32 ``[out_features]``.
+        column: float32 ``[in_features]``.
+    """
+
+    row: Tensor
+    column: Tensor
+
+
+@dataclass(frozen=True)
+class SwapTerms:
+    """What the gains of swaps need to know of some positions of one linear's order.
+
+    All are float32, or float64 for float64 weights, of shape ``[positions, O]``, or ``[blocks, positions, O]``.
+
+    Attributes:
+        scores: S of the channel at the position.
+        agreement: Its A.
+        threshold: t of the position: what a score must exceed for its weight to be kept there.
+        displaced: a of the position: the agreement of the weight that would make room.
+        own: D[j, j], without the last dimension.
+    """
+
+    scores: Tensor
+    agreement: Tensor
+    threshold: Tensor
+    displaced: Tensor
+    own: Tensor
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Returns the attributes in their order."""
+        return tuple(getattr(self, field.name) for field in fields(self))
+
+    def of_positions(self, positions: slice | Tensor) -> "SwapTerms":
+        """Returns the terms of some positions, of terms without blocks.
+
+        Args:
+            positions: A slice, or int64 of shape ``[positions]`` or ``[blocks, positions]``.
+        """
+        return SwapTerms(*(_lines(part, positions) for part in self.tensors()))
+
+
+def _lines(part: Tensor, positions: slice | Tensor) -> Tensor:
+    """Returns some lines of a matrix, or entries of a vector; positions stay next to each other where they were."""
+    if part.dim() == 2 and part.stride(1) != 1 and not isinstance(positions, slice):
+        return part.t()[:, positions].movedim(0, -1)
+    return part[positions]
+
+
+def swap_terms(
+    weight: Tensor,
+    importance: ImportanceFactors,
+    gradient: Tensor,
+    index: Tensor,
+    pattern: NMPattern,
+    curvature: Curvature | None = None,
+) -> SwapTerms:
+    """Returns the terms of every position of the present order.
+
+    With ``curvature``, gains are those to first order, less the second-order rise of the loss from every weight that
+    the swap flips. Whether it flips is linear in whether the channel is kept where it comes, so the same operator
+    computes such gains from other terms.
+
+    Args:
+        weight: ``[O, C]`` in base order, any strides.
+        importance: Factors of the weight's scores.
+        gradient: dL/dW_eff, ``[O, C]`` in base order, any strides and any float dtype.
+        index: int64 ``[C]``, the present order.
+        pattern: What each group keeps; its group divides C.
+        curvature: Curvature of the loss; None for gains that are exact to first order.
+
+    Raises:
+        ModelError: shapes that do not fit.
+    """
+    out_features, channels = weight.shape
+    if gradient.shape != weight.shape or index.shape != (channels,) or channels % pattern.group:
+        raise ModelError(
+            f"swaps in a weight {list(weight.shape)} with a gradient {list(gradient.shape)} and an order of "
+            f"{list(index.shape)}: expected the weight's shape, its channels, and a multiple of {pattern.group} of them"
+        )
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    on_cpu = weight.device.type == "cpu"
+    shape = (channels, out_features) if on_cpu else (out_features, channels)
+    made = [torch.empty(shape, dtype=dtype, device=weight.device) for _ in range(4)]
+    parts = [*(made if on_cpu else (part.t() for part in made)), made[0].new_empty(channels)]
+    groups = TILE // (pattern.group * max(out_features, 1)) if on_cpu else channels
+    step = max(groups, 1) * pattern.group
+
+    def fill(start: int) -> None:
+        tile = slice(start, start + step)
+        chosen = index[tile]
+        weight_CO, gradient_CO = _channels(weight, chosen), _channels(gradient, chosen)
+        agreement = gradient_CO.to(dtype).mul_(weight_CO)
+        rise = None
+        if curvature is not None:
+            rise = weight_CO.to(dtype).square().mul_(curvature.column[chosen].unsqueeze(1)).mul_(curvature.row)
+        found = _terms(importance.of_channels(chosen).scores(weight_CO), agreement, rise, pattern)
+        for part, of_tile in zip(parts, found.tensors(), strict=True):
+            part[tile] = of_tile
+
+    _for_each(range(0, channels, step), fill, on_cpu)
+    return SwapTerms(*parts)
+
+
+def _channels(matrix: Tensor, chosen: Tensor) -> Tensor:
+    """Returns some columns as lines ``[channels, O]``, read along the lines that lie in memory; contiguous on a CPU."""
+    if matrix.stride(1) != 1:
+        return matrix.t().index_select(0, chosen)
+    lines = matrix.index_select(1, chosen).t()
+    return lines.contiguous() if lines.device.type == "cpu" else lines
+
+
+def _terms(scores: Tensor, agreement: Tensor, rise: Tensor | None, pattern: NMPattern) -> SwapTerms:
+    """The terms of whole groups from their scores, agreement and second-order rise, ``[C, O]`` in the present order.
+
+    Without a kept weight, the ``kept``-th of the others is the first that the mask leaves out; without a weight that is
+    left out, it is the last that the mask keeps.
+    """
+    group = pattern.group
+    slots = torch.arange(group, device=scores.device).view(1, group, 1)
+    rank = group_ranks(scores, group)
+    kept = rank < pattern.kept
+    order = torch.empty_like(rank, dtype=torch.int64).scatter_(1, rank.long(), slots.expand_as(rank))
+    rival = order.gather(1, kept + (pattern.kept - 1))
+    threshold = scores.unflatten(0, (-1, group)).gather(1, rival)
+    displaced = agreement.unflatten(0, (-1, group)).gather(1, rival).flatten(0, 1)
+    # Scores are at least 0. Below 0 comes -1: the number next to it is one that some modes round to 0.
+    lower = threshold.nextafter(threshold.new_tensor(-torch.inf)).sub_((threshold == 0).to(scores.dtype))
+    threshold = threshold.lerp_(lower, (slots < rival).to(scores.dtype)).flatten(0, 1)
+    kept_CO = kept.flatten(0, 1)
+    own = (agreement - displaced).mul_(kept_CO).sum(1)
+    if rise is not None:
+        rival_rise = rise.unflatten(0, (-1, group)).gather(1, rival).flatten(0, 1)
+        own -= (rise + rival_rise).mul_(kept_CO).sum(1)
+        sign = 1 - 2 * kept_CO.to(rise.dtype)
+        agreement, displaced = agreement.addcmul(rise, sign), displaced.addcmul(rival_rise, sign, value=-1)
+    return SwapTerms(scores, agreement, threshold, displaced, own)
+
+
+def swap_gains(left: SwapTerms, right: SwapTerms) -> Tensor:
+    """Returns the gain of swapping each position of ``left`` with each of ``right``, positive if the loss falls.
+
+    Gains of linears that share their input channels add up. Pairs of positions in one group have no meaning.
+
+    Args:
+        left: Terms ``[I, O]``, or ``[n, I, O]`` for pairs inside n blocks only.
+        right: Terms ``[J, O]``, or ``[n, J, O]``, of the same dtype.
+
+    Returns:
+        float32, or float64 of float64 terms: ``[I, J]``, or ``[n, I, J]``.
+
+    Raises:
+        ModelError: shapes or dtypes that do not fit.
+    """
+    one, other = left.scores, right.scores
+    fits = one.dim() in (2, 3) and one.dim() == other.dim() and one.shape[-1] == other.shape[-1]
+    if not fits or one.shape[:-2] != other.shape[:-2] or one.dtype != other.dtype:
+        raise ModelError(
+            f"swaps between {one.dtype} terms {list(one.shape)} and {other.dtype} terms {list(other.shape)}: expected "
+            "one dtype, and [positions, rows] or [blocks, positions, rows] with as many blocks and rows"
+        )
+    parts = (*left.tensors(), *right.tensors())
+    if one.dim() == 3:
+        return torch.ops.permtriton.swap_gains(*parts)
+    return torch.ops.permtriton.swap_gains(*(part.unsqueeze(0) for part in parts)).squeeze(0)
+
+
+TILE = 1 << 18  # entries of the right side's terms that a CPU thread works on at once: 1 MiB each, near the core
+GPU_TILE = 1 << 24
+
+
+def swap_gains_reference(left: SwapTerms, right: SwapTerms) -> Tensor:
+    """The gains in plain torch, of terms with blocks; besides the result it takes some MiB per thread.
+
+    With the comparison as a float mask, every step is a vectorised operation on a tile, in place: torch's boolean
+    comparison, `where` and `masked_fill` take several times as long. One half of a pair is
+
+        sum_o [S_oi > t_oj] (A_oi - a_oj) = sum_o lerp(a_oj, A_oi, mask_oij) - sum_o a_oj
+    """
+    blocks, rows = right.scores.shape[0], right.scores.shape[2]
+    on_cpu = right.scores.device.type == "cpu"
+    step = max((TILE if on_cpu else GPU_TILE) // max(rows, 1), 1)
+    gains = right.scores.new_empty(blocks, left.scores.shape[1], right.scores.shape[1])
+
+    def fill(tile: tuple[int, int]) -> None:
+        block, start = tile
+        there = slice(start, start + step)
+        lines = [part[block] for part in left.tensors()]
+        columns = [part[block, there].contiguous() for part in right.tensors()]
+        _fill(gains[block, :, there], SwapTerms(*lines), SwapTerms(*columns))
+
+    _for_each(list(product(range(blocks), range(0, right.scores.shape[1], step))), fill, on_cpu)
+    return gains
+
+
+def _fill(gains: Tensor, left: SwapTerms, right: SwapTerms) -> None:
+    """Writes the gains ``[I, J]`` of one tile, whose right side is contiguous."""
+    scores, agreement, threshold, displaced, own = right.tensors()
+    mask = torch.empty_like(scores)
+    moved = gains.new_empty(2, *gains.shape)  # D[i, j] and D[j, i], without what no mask selects
+    taking, giving = moved.unbind()
+    for i in range(gains.shape[0]):
+        line = [part[i].contiguous() for part in left.tensors()[:4]]
+        s, a, t, d = (part.expand_as(scores) for part in line)
+        torch.gt(s, threshold, out=mask)
+        torch.lerp(displaced, a, mask, out=mask)
+        torch.sum(mask, 1, out=taking[i])
+        torch.gt(scores, t, out=mask)
+        torch.lerp(d, agreement, mask, out=mask)
+        torch.sum(mask, 1, out=giving[i])
+    kept = (left.own + left.displaced.sum(1)).unsqueeze(1) + (own + displaced.sum(1))
+    torch.sub(kept, moved.sum(0), out=gains)
+
+
+def _for_each(tiles: Sequence[Tile], run: Callable[[Tile], None], on_cpu: bool) -> None:
+    """Runs tiles, on a CPU in threads of their own: torch's threads would wait for each other after every operation.
+
+    On a busy machine such waiting takes up to a hundred times as long as the work.
+    """
+
+    def alone(tile: Tile) -> None:
+        with torch.inference_mode():  # a thread starts outside the caller's mode
+            run(tile)
+
+    threads = torch.get_num_threads()
+    if not on_cpu or threads == 1:
+        for tile in tiles:
+            alone(tile)
+        return
+    try:
+        with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            list(pool.map(alone, tiles))
+    finally:
+        torch.set_num_threads(threads)  # this thread kept its number, but later ones would start with 1
+
+
+@torch.library.custom_op("permtriton::swap_gains", mutates_args=())
+def _swap_gains(
+    left_scores: Tensor,
+    left_agreement: Tensor,
+    left_threshold: Tensor,
+    left_displaced: Tensor,
+    left_own: Tensor,
+    right_scores: Tensor,
+    right_agreement: Tensor,
+    right_threshold: Tensor,
+    right_displaced: Tensor,
+    right_own: Tensor,
+) -> Tensor:
+    left = SwapTerms(left_scores, left_agreement, left_threshold, left_displaced, left_own)
+    right = SwapTerms(right_scores, right_agreement, right_threshold, right_displaced, right_own)
+    return swap_gains_reference(left, right)
+
+
+@on_gpu(_swap_gains)
+def _(*parts: Tensor) -> Tensor:
+    left, right = parts[:5], parts[5:]
+    if supports(left[0].dtype):
+        return swap_gains_triton(left, right)
+    return swap_gains_reference(SwapTerms(*left), SwapTerms(*right))
+
+
+@_swap_gains.register_fake
+def _(*parts: Tensor) -> Tensor:
+    left, right = parts[0], parts[5]
+    return left.new_empty(left.shape[0], left.shape[1], right.shape[1])
+
+
+CASE_POSITIONS = 1024  # of the left side, at most: as a search works through an order
+
+
+def cases(
+    shapes: Sequence[tuple[int, int]], tokens: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> list[Case]:
+    """Returns what is checked, tuned and measured for linears of these shapes (out, in)."""
+    return [swap_gains_case(o, c, device) for o, c in shapes]
+
+
+def swap_gains_case(out_features: int, in_features: int, device: torch.device) -> Case:
+    """The pairs of a linear's first positions with all of them, 2:4, Wanda."""
+    positions = min(in_features, CASE_POSITIONS)
+
+    def make(seed: int) -> Inputs:
+        generator = generator_of(seed, device)
+        weight, gradient = (normal((out_features, in_features), torch.float32, generator) for _ in range(2))
+        scale = torch.rand(in_features, generator=generator, device=device) + 0.5
+        order = random_order(in_features, False, generator)
+        terms = swap_terms(weight, ImportanceFactors(1, scale), gradient, order, PATTERN)
+        return terms.of_positions(slice(0, positions)), terms
+
+    def reference(left: SwapTerms, right: SwapTerms) -> Tensor:
+        doubles = (SwapTerms(*(part.double().unsqueeze(0) for part in side.tensors())) for side in (left, right))
+        return swap_gains_reference(*doubles).squeeze(0)
+
+    moved = (positions + in_features) * out_features * 16 + positions * in_features * 4
+    flops = 6 * positions * in_features * out_features
+    return Case(
+        "swap_gains", f"{positions}x{in_features}x{out_features}", torch.float32, make, swap_gains, reference,
+        relative_error, 1e-4, moved, flops,
+    )  # fmt: skip

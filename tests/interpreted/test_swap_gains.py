@@ -1,0 +1,75 @@
+import pytest
+import torch
+from torch import Tensor
+
+from permtriton.errors import ModelError
+from permtriton.kernels import swap_gains_triton as file
+from permtriton.kernels.swap_gains import SwapTerms, swap_gains_reference, swap_terms
+
+from ..kernel_inputs import TWO_FOUR, factors_of, index_of, poison, rng
+
+TOLERANCE = 1e-5
+
+
+def terms_of(channels: int, rows: int) -> SwapTerms:
+    """Weights in integers, so that many scores are equal."""
+    weight = torch.randint(-3, 4, (rows, channels), generator=rng(channels)).float()
+    gradient = torch.randn(rows, channels, generator=rng(rows))
+    return swap_terms(weight, factors_of("power 1", rows, channels), gradient, index_of(channels), TWO_FOUR)
+
+
+def laid_out(terms: SwapTerms, layout: str) -> list[Tensor]:
+    """The terms, with a leading dimension if they have none, in other strides."""
+    parts = [part if terms.own.dim() == 2 else part.unsqueeze(0) for part in terms.tensors()]
+    if layout == "positions":
+        return [*(part.mT.contiguous().mT for part in parts[:4]), parts[4]]
+    if layout == "mixed":  # one of them differs, and the sums have gaps
+        return [parts[0].mT.contiguous().mT, *parts[1:4], parts[4].repeat_interleave(2, 1)[:, ::2]]
+    return parts
+
+
+def check(left: SwapTerms, right: SwapTerms, layout: str = "rows") -> None:
+    sides = laid_out(left, layout), laid_out(right, layout)
+    found = file.swap_gains_triton(*sides)
+    doubles = [SwapTerms(*(part.double() for part in side)) for side in sides]
+    expected = swap_gains_reference(*doubles)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), expected, rtol=TOLERANCE, atol=TOLERANCE * expected.abs().max().item())
+
+
+@pytest.mark.parametrize("number", range(len(file.CONFIGS)))
+@pytest.mark.parametrize("layout", ["rows", "positions", "mixed"])
+def test_every_configuration_and_layout(number, layout, monkeypatch):
+    poison(monkeypatch)
+    monkeypatch.setattr(file, "config_for", lambda op, configs, shape, dtype: configs[number])
+    terms = terms_of(140, 7)
+    check(terms.of_positions(slice(0, 67)), terms.of_positions(slice(9, 140)), layout)
+
+
+@pytest.mark.parametrize(("left", "right", "rows"), [(64, 64, 16), (1, 1, 1), (3, 65, 2), (65, 3, 33), (32, 1, 5)])
+def test_sizes(left, right, rows, monkeypatch):
+    poison(monkeypatch)
+    terms = terms_of(68, rows)
+    check(terms.of_positions(slice(0, left)), terms.of_positions(slice(68 - right, 68)))
+
+
+@pytest.mark.parametrize("layout", ["rows", "positions", "mixed"])
+def test_blocks(layout, monkeypatch):
+    poison(monkeypatch)
+    terms = terms_of(96, 9)
+    left, right = (terms.of_positions(torch.stack([index_of(96, seed + k)[:size] for k in range(3)]))
+                   for seed, size in ((0, 33), (5, 70)))  # fmt: skip
+    check(left, right, layout)
+
+
+def test_no_rows_and_no_positions():
+    terms = terms_of(8, 0)
+    assert torch.equal(file.swap_gains_triton(laid_out(terms, "rows"), laid_out(terms, "rows")), torch.zeros(1, 8, 8))
+    none = terms.of_positions(slice(0, 0))
+    assert file.swap_gains_triton(laid_out(none, "rows"), laid_out(terms, "rows")).shape == (1, 0, 8)
+
+
+def test_float64_is_refused():
+    parts = [part.double() for part in laid_out(terms_of(8, 3), "rows")]
+    with pytest.raises(ModelError, match="float64 terms"):
+        file.swap_gains_triton(parts, parts)

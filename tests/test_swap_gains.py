@@ -1,0 +1,283 @@
+"""The gains of swaps are held to swapping the channels, pruning again and comparing the pruned weights."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import Tensor
+
+from permtriton.errors import ModelError
+from permtriton.kernels import swap_gains as file
+from permtriton.kernels.importance import ImportanceFactors
+from permtriton.kernels.nm_mask import top_n_mask
+from permtriton.kernels.swap_gains import Curvature, SwapTerms, swap_gains, swap_terms
+from permtriton.sparsity import NMPattern
+
+from .kernel_inputs import TWO_FOUR, factors_of, index_of, rng
+
+PATTERNS = [NMPattern(kept, group) for kept, group in ((2, 4), (4, 8), (1, 4), (3, 4), (2, 8), (1, 2), (2, 3), (8, 16))]
+ROWS = 23
+
+
+def weight_of(kind: str, rows: int, channels: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Random weights, or small integers, among which many scores are equal, with a dead channel or all equal."""
+    if kind == "random":
+        return torch.randn(rows, channels, generator=rng(channels), dtype=torch.float64).to(dtype)
+    if kind == "equal":
+        return torch.ones(rows, channels, dtype=dtype)
+    weight = torch.randint(-2, 3, (rows, channels), generator=rng(channels)).to(dtype)
+    weight[:, 1::5] = 0
+    return weight
+
+
+def gradient_of(rows: int, channels: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(rows, channels, generator=rng(7), dtype=torch.float64).to(dtype)
+
+
+def terms_of(
+    channels: int, kind: str = "ties", rows: int = ROWS, pattern: NMPattern = TWO_FOUR,
+    dtype: torch.dtype = torch.float64, form: str = "power 1",
+) -> SwapTerms:  # fmt: skip
+    weight, gradient = weight_of(kind, rows, channels, dtype), gradient_of(rows, channels, dtype)
+    factors = factors_of(form, rows, channels, torch.promote_types(dtype, torch.float32))
+    return swap_terms(weight, factors, gradient, index_of(channels), pattern)
+
+
+def pruned(weight: Tensor, factors: ImportanceFactors, index: Tensor, pattern: NMPattern) -> Tensor:
+    """W_eff in base order."""
+    mask = torch.empty(weight.shape, dtype=torch.bool)
+    mask[:, index] = top_n_mask(factors.scores(weight.t())[index], pattern).t()
+    return weight * mask
+
+
+def true_gains(
+    weight: Tensor, factors: ImportanceFactors, gradient: Tensor, index: Tensor, pattern: NMPattern
+) -> Tensor:
+    """The gains of all pairs by doing every swap; 0 inside groups."""
+    channels = index.numel()
+    before, gains = pruned(weight, factors, index, pattern), torch.zeros(channels, channels, dtype=torch.float64)
+    for i in range(channels):
+        for j in range(i // pattern.group * pattern.group + pattern.group, channels):
+            swapped = index.clone()
+            swapped[i], swapped[j] = index[j], index[i]
+            gains[i, j] = gains[j, i] = -(gradient * (pruned(weight, factors, swapped, pattern) - before)).sum()
+    return gains
+
+
+def flipped(
+    weight: Tensor, factors: ImportanceFactors, curvature: Curvature, index: Tensor, pattern: NMPattern
+) -> Tensor:
+    """``row_O * column_C * w^2`` summed over the weights that each swap prunes or brings back; 0 inside groups."""
+    channels = index.numel()
+    before, rises = pruned(weight, factors, index, pattern) != 0, torch.zeros(channels, channels, dtype=torch.float64)
+    cost = curvature.row.double().outer(curvature.column.double()) * weight.double().square()
+    for i in range(channels):
+        for j in range(i // pattern.group * pattern.group + pattern.group, channels):
+            swapped = index.clone()
+            swapped[i], swapped[j] = index[j], index[i]
+            flips = (pruned(weight, factors, swapped, pattern) != 0) != before
+            rises[i, j] = rises[j, i] = cost[flips].sum()
+    return rises
+
+
+def curvature_of(rows: int, channels: int, dtype: torch.dtype = torch.float64) -> Curvature:
+    return Curvature(
+        *(torch.rand(size, generator=rng(size), dtype=torch.float64).to(dtype) for size in (rows, channels))
+    )
+
+
+def across_groups(gains: Tensor, group: int) -> Tensor:
+    """The gains with 0 inside groups."""
+    number = torch.arange(gains.shape[-1]) // group
+    return gains.masked_fill(number.unsqueeze(1) == number, 0)
+
+
+def assert_near(found: Tensor, expected: Tensor, tolerance: float) -> None:
+    largest = expected.abs().max().item()
+    torch.testing.assert_close(found.double(), expected.double(), rtol=tolerance, atol=tolerance * largest)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+@pytest.mark.parametrize("kind", ["random", "ties", "equal"])
+@pytest.mark.parametrize("form", ["power 1", "row and column"])
+def test_gains_are_what_swapping_and_pruning_again_gives(pattern, kind, form):
+    channels = (2 if pattern.group > 8 else 3) * pattern.group
+    weight, gradient = weight_of(kind, ROWS, channels), gradient_of(ROWS, channels)
+    factors, index = factors_of(form, ROWS, channels, torch.float64), index_of(channels)
+    terms = swap_terms(weight, factors, gradient, index, pattern)
+    expected = true_gains(weight, factors, gradient, index, pattern)
+    assert expected.abs().max() > 0
+    assert_near(across_groups(swap_gains(terms, terms), pattern.group), expected, 1e-9)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+@pytest.mark.parametrize("kind", ["random", "ties", "equal"])
+@pytest.mark.parametrize("form", ["power 1", "row and column"])
+def test_curvature_takes_off_what_every_flipped_weight_costs(pattern, kind, form):
+    channels = (2 if pattern.group > 8 else 3) * pattern.group
+    weight, gradient = weight_of(kind, ROWS, channels), gradient_of(ROWS, channels)
+    factors, index, curvature = (
+        factors_of(form, ROWS, channels, torch.float64),
+        index_of(channels),
+        curvature_of(ROWS, channels),
+    )
+    terms = swap_terms(weight, factors, gradient, index, pattern, curvature)
+    rises = flipped(weight, factors, curvature, index, pattern)
+    assert rises.max() > 0
+    expected = true_gains(weight, factors, gradient, index, pattern) - rises
+    assert_near(across_groups(swap_gains(terms, terms), pattern.group), expected, 1e-9)
+
+
+def test_without_curvature_or_with_none_of_it_gains_are_the_same():
+    weight, gradient, index = weight_of("ties", ROWS, 24), gradient_of(ROWS, 24), index_of(24)
+    factors = factors_of("power 2", ROWS, 24, torch.float64)
+    none = Curvature(torch.zeros(ROWS), torch.ones(24))
+    for part, other in zip(
+        swap_terms(weight, factors, gradient, index, TWO_FOUR).tensors(),
+        swap_terms(weight, factors, gradient, index, TWO_FOUR, none).tensors(),
+        strict=True,
+    ):
+        assert torch.equal(part, other)
+
+
+def test_curvature_in_float32_tiles_and_strides(monkeypatch):
+    weight, gradient, index = weight_of("ties", ROWS, 40), gradient_of(ROWS, 40), index_of(40)
+    factors, curvature = factors_of("row and column", ROWS, 40, torch.float64), curvature_of(ROWS, 40)
+    wide = swap_terms(weight, factors, gradient, index, TWO_FOUR, curvature)
+    monkeypatch.setattr(file, "TILE", 13 * ROWS)
+    tiled = swap_terms(weight.t().contiguous().t(), factors, gradient, index, TWO_FOUR, curvature)
+    for part, whole in zip(tiled.tensors(), wide.tensors(), strict=True):
+        assert torch.equal(part, whole)
+    narrow = swap_terms(
+        weight.float(), factors_of("row and column", ROWS, 40), gradient.float(), index, TWO_FOUR,
+        curvature_of(ROWS, 40, torch.float32),
+    )  # fmt: skip
+    expected = across_groups(swap_gains(wide, wide), 4)
+    assert_near(across_groups(swap_gains(narrow, narrow), 4), expected, 1e-5)
+
+
+@pytest.mark.parametrize("flush", [False, True])
+def test_a_dead_layer_keeps_the_lower_positions(flush):
+    """All scores are 0; with denormal numbers flushed, the number below 0 counts as 0."""
+    weight, gradient, index = gradient_of(ROWS, 8), weight_of("random", ROWS, 8), index_of(8)
+    factors = ImportanceFactors(1, torch.zeros(8, dtype=torch.float64))
+    expected = true_gains(weight, factors, gradient, index, TWO_FOUR)
+    assert expected.abs().max() > 0
+    assert torch.set_flush_denormal(flush) or not flush, "this CPU cannot"
+    try:
+        terms = swap_terms(weight, factors, gradient, index, TWO_FOUR)
+        found = swap_gains(terms, terms)
+    finally:
+        torch.set_flush_denormal(False)
+    assert_near(across_groups(found, 4), expected, 1e-9)
+
+
+def test_the_terms_say_what_would_be_kept():
+    """A position's own weight exceeds its threshold exactly where the mask keeps it; ``own`` sums what that gives."""
+    for pattern in PATTERNS:
+        terms = terms_of(4 * pattern.group, pattern=pattern)
+        kept = top_n_mask(terms.scores, pattern)
+        assert torch.equal(terms.scores > terms.threshold, kept)
+        assert_near(terms.own, ((terms.agreement - terms.displaced) * kept).sum(1), 1e-12)
+
+
+@pytest.mark.parametrize("kind", ["random", "ties"])
+def test_float32_agrees_with_float64(kind):
+    narrow, wide = (terms_of(64, kind, rows=300, dtype=dtype) for dtype in (torch.float32, torch.float64))
+    found = swap_gains(narrow, narrow)
+    assert found.dtype == torch.float32
+    assert_near(across_groups(found, 4), across_groups(swap_gains(wide, wide), 4), 1e-5)
+
+
+def test_a_bfloat16_weight_with_a_float32_gradient():
+    weight, gradient, index = weight_of("random", ROWS, 16, torch.bfloat16), gradient_of(ROWS, 16).float(), index_of(16)
+    factors = factors_of("power 2", ROWS, 16)
+    found = swap_terms(weight, factors, gradient, index, TWO_FOUR)
+    expected = swap_terms(weight.float(), factors, gradient, index, TWO_FOUR)
+    for part, wide in zip(found.tensors(), expected.tensors(), strict=True):
+        assert part.dtype == torch.float32
+        assert torch.equal(part, wide)
+
+
+def test_strides_and_tiles_make_no_difference(monkeypatch):
+    weight, gradient, index = weight_of("ties", ROWS, 40), gradient_of(ROWS, 40), index_of(40)
+    factors = factors_of("row and column", ROWS, 40, torch.float64)
+    expected = swap_terms(weight, factors, gradient, index, TWO_FOUR)
+    gains = swap_gains(expected, expected)
+    monkeypatch.setattr(file, "TILE", 13 * ROWS)
+    found = swap_terms(weight.t().contiguous().t(), factors, gradient.repeat(2, 2)[::2, ::2], index, TWO_FOUR)
+    strided = swap_terms(weight, factors, gradient.t().contiguous().t(), index, TWO_FOUR)
+    for part, strided_part, whole in zip(found.tensors()[:1], strided.tensors(), expected.tensors(), strict=False):
+        assert torch.equal(part, whole)
+        assert torch.equal(strided_part, whole)
+    turned = SwapTerms(*(part.t().contiguous().t() for part in expected.tensors()[:4]), expected.own)
+    assert_near(swap_gains(turned, turned), gains, 1e-12)
+
+
+def test_blocks_are_pairs_inside_them():
+    terms = terms_of(48)
+    positions = torch.stack([index_of(48, 3)[:20], index_of(48, 4)[:20], index_of(48, 5)[:20]])
+    blocks = terms.of_positions(positions)
+    found = swap_gains(blocks, blocks)
+    assert found.shape == (3, 20, 20)
+    for block, inside in zip(found, positions, strict=True):
+        assert_near(block, swap_gains(terms, terms)[inside][:, inside], 1e-12)
+
+
+@pytest.mark.parametrize("layout", ["rows", "positions"])
+def test_of_positions(layout):
+    terms = terms_of(24)
+    whole = swap_gains(terms, terms)
+    if layout == "positions":
+        terms = SwapTerms(*(part.t().contiguous().t() for part in terms.tensors()[:4]), terms.own)
+    chosen = torch.tensor([5, 17, 2])
+    some, run = terms.of_positions(chosen), terms.of_positions(slice(4, 12))
+    assert torch.equal(some.scores, terms.scores[chosen])
+    assert torch.equal(some.own, terms.own[chosen])
+    assert some.scores.stride(0 if layout == "positions" else 1) == 1
+    assert run.threshold.data_ptr() == terms.threshold[4].data_ptr()
+    found = swap_gains(some, run)
+    assert found.shape == (3, 8)
+    assert_near(found, whole[chosen, 4:12], 1e-12)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_threads_share_the_tiles_and_leave_no_trace(mode, monkeypatch):
+    expected = swap_gains(terms_of(48), terms_of(48))
+    monkeypatch.setattr(file, "TILE", 5 * ROWS)
+    torch.set_num_threads(3)
+    try:
+        with mode():
+            terms = terms_of(48)
+            found = swap_gains(terms, terms)
+        with ThreadPoolExecutor(1) as pool:
+            assert torch.get_num_threads() == pool.submit(torch.get_num_threads).result() == 3
+    finally:
+        torch.set_num_threads(1)
+    assert_near(found, expected, 1e-12)
+
+
+def test_no_rows_and_no_positions():
+    terms = terms_of(8, rows=0)
+    assert torch.equal(swap_gains(terms, terms), torch.zeros(8, 8, dtype=torch.float64))
+    assert swap_gains(terms.of_positions(slice(0, 0)), terms).shape == (0, 8)
+    assert swap_gains(terms, terms.of_positions(slice(0, 0))).shape == (8, 0)
+
+
+def test_opcheck():
+    terms = terms_of(12, dtype=torch.float32)
+    left, right = (terms.of_positions(torch.arange(2 * size).view(2, size)) for size in (4, 6))
+    parts = (*left.tensors(), *right.tensors())
+    torch.library.opcheck(torch.ops.permtriton.swap_gains.default, parts)
+
+
+def test_what_does_not_fit_is_refused():
+    terms, wide = terms_of(8, dtype=torch.float32), terms_of(8)
+    for other in (wide, terms_of(8, rows=5, dtype=torch.float32), terms.of_positions(torch.arange(8).view(2, 4))):
+        with pytest.raises(ModelError, match="swaps between"):
+            swap_gains(terms, other)
+    factors = factors_of("power 1", 3, 6)
+    with pytest.raises(ModelError, match="multiple of 4"):
+        swap_terms(torch.ones(3, 6), factors, torch.ones(3, 6), torch.arange(6), TWO_FOUR)
+    with pytest.raises(ModelError, match=r"gradient \[6, 3\]"):
+        swap_terms(torch.ones(3, 6), factors, torch.ones(6, 3), torch.arange(6), NMPattern(1, 3))
