@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
+DEMO_METHODS := magnitude,wanda,wanda + heuristic,sparsegpt,heuristic + sparsegpt,heuristic + sparsegpt + reconstruct
+
 .PHONY: demo test lint types unit install clean
 
 install: $(INSTALLED)
@@ -13,10 +15,10 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	touch $@
 
-# Compiles the embedded demo model with learned permutations, then shows what every method does to it.
+# Compiles the embedded demo model with searched permutations, then shows what some methods do to it.
 demo: $(INSTALLED)
 	$(BIN)/permtriton compile demo --sparsity 2:4 --output demo-2of4 --overwrite
-	$(BIN)/permtriton compare demo --sparsity 2:4
+	$(BIN)/permtriton compare demo --sparsity 2:4 --methods "$(DEMO_METHODS)"
 
 test: lint types unit
 

@@ -18,13 +18,14 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from permtriton import NMPattern, find_plan
-from permtriton.config import LearnConfig
+from permtriton.config import CompileConfig, LearnConfig
 from permtriton.machine import device_name, peak_memory, versions
 from permtriton.model.forward import hidden_states, last_hidden_state
 from permtriton.model.plan import Plan, layer_modules, linear_module, weight_in_out
 from permtriton.prune.importance import importance_of
 from permtriton.prune.learn import Trainer, learned_spaces
 from permtriton.prune.masked_model import checkpointed, masked_model
+from permtriton.prune.objective import Objective
 from permtriton.prune.relaxation import Relaxation
 
 PATTERN = NMPattern(2, 4)
@@ -90,14 +91,14 @@ def measure(model: LlamaForCausalLM, plan: Plan, ids: Tensor, repeats: int) -> t
     for site, name in plan.linears():
         statistic = (torch.rand(site.channels) + 0.5).to(model.device)
         importances[name] = importance_of("wanda", weight_in_out(linear_module(model, name)), statistic)
-    config = LearnConfig(batch_size=1, micro_batch_size=1, epochs=1000)
-    relaxation = Relaxation(learned_spaces(plan, config), config, 0, model.device)
-    optimizer = torch.optim.AdamW(relaxation.parameters(), lr=config.learning_rate)
+    config = CompileConfig(sparsity=PATTERN, micro_batch_size=1, learn=LearnConfig(batch_size=1, epochs=1000))
+    relaxation = Relaxation(learned_spaces(plan, config.learn), config.learn, 0, model.device)
+    optimizer = torch.optim.AdamW(relaxation.parameters(), lr=config.learn.learning_rate)
     dense_s, learn_s = [], []
     for number in range(repeats + 1):
         dense_s.append(_timed(dense, model.device))
-        with masked_model(model, plan, importances, PATTERN, relaxation, config) as masks:
-            trainer = Trainer(model, masks, relaxation, optimizer, ids, target, config, 0)
+        with masked_model(model, plan, importances, relaxation, config) as masks:
+            trainer = Trainer(model, masks, relaxation, optimizer, ids, Objective("cosine", target), config)
             learn_s.append(_timed(lambda: trainer.step(torch.tensor([0]), number), model.device))  # noqa: B023
     return dense_s[1:], learn_s[1:]
 

@@ -6,8 +6,10 @@ python benchmarks/readme_tables.py --check   exit with 1 if a page is not up to 
 
 import argparse
 import json
+import math
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,24 +26,44 @@ PAGES = (ROOT / "README.md", ROOT / "benchmarks" / "NOTES.md", *sorted((ROOT / "
 RESULTS = ROOT / "benchmarks" / "results"
 
 
+FUSED = " (fused)"
+WHOLE_GAP = (
+    "wanda + heuristic without row weights"  # the method whose gap to the dense model counts as 1 in each layout
+)
+
+
 def comparison_table(name: str) -> str:
-    """Returns the method table of ``permtriton compare --output``."""
+    """Returns the method table of ``permtriton compare --output``: a row per method, both layouts side by side."""
     report = _load(name)
-    dense = report["rows"][0]["mean"]
-    seeds = len(report["seeds"])
-    lines = [f"| method | held-out perplexity, {seeds} seeds | against dense |", "|---|---|---|"]
-    for row in report["rows"]:
-        spread = f" ± {row['spread']:.3f}" if len(row["values"]) > 1 else ""
-        lines.append(f"| {row['method']} | {row['mean']:.3f}{spread} | {row['mean'] / dense:.3f}x |")
+    rows = {row["method"]: row for row in report["rows"]}
+    dense, seeds = rows.pop("dense")["mean"], len(report["seeds"])
+    lines = [
+        f"| method, {seeds} seeds | portable: perplexity | gap | seconds | fused: perplexity | gap | seconds |",
+        "|---|---|---|---|---|---|---|",
+        f"| dense | {dense:.3f} | 0 | | | | |",
+    ]
+    for method in (method for method in rows if not method.endswith(FUSED)):
+        cells = [_cells(rows, method, layout, dense, seeds) for layout in ("", FUSED)]
+        lines.append(f"| {method} | {' | '.join(cells)} |")
     config, versions = report["config"], report["versions"]
     lines += [
         "",
-        f"{report['tokens']:,} held-out tokens; calibration {config['samples']} x {config['sequence_length']} tokens, "
-        f"{config['epochs']} epochs, batch {config['batch_size']}; {report['device']}; torch {versions['torch']}, "
-        f"transformers {versions['transformers']}, permtriton {versions['permtriton']}. ± is the sample standard "
-        "deviation over seeds; a seed draws the calibration sequences and starts the learning.",
+        f"{report['tokens']:,} held-out tokens; calibration {config['samples']} x {config['sequence_length']} tokens; "
+        f"{report['device']}; torch {versions['torch']}, transformers {versions['transformers']}, permtriton "
+        f"{versions['permtriton']}. ± is the sample standard deviation over seeds; a seed draws the calibration "
+        f"sequences. Gap: log(perplexity / dense) as a share of that of {WHOLE_GAP}, in the same layout. Seconds per "
+        "seed, with the evaluation. Methods without an order are the same in both layouts.",
     ]
     return "\n".join(lines)
+
+
+def _cells(rows: Mapping[str, Any], method: str, layout: str, dense: float, seeds: int) -> str:
+    row = rows.get(method + layout)
+    if row is None:
+        return " | | "
+    gap = math.log(row["mean"] / dense) / math.log(rows[WHOLE_GAP + layout]["mean"] / dense)
+    spread = f" ± {row['spread']:.3f}" if seeds > 1 else ""
+    return f"{row['mean']:.3f}{spread} | {gap:.2f} | {row['seconds'] / seeds:.0f}"
 
 
 def learning_step_table(name: str) -> str:
@@ -50,8 +72,7 @@ def learning_step_table(name: str) -> str:
         "| hidden, intermediate, layers, tokens | dense forward + backward | learning step | ratio | peak memory |",
         "|---|---|---|---|---|",
     ]
-    text = (RESULTS / name).read_text(encoding="utf-8")
-    rows = [json.loads(line) for line in text.splitlines() if line.strip()]
+    rows = _load_lines(name)
     for row in rows:
         shape = row["shape"]
         sizes = f"{shape['hidden']}, {shape['intermediate']}, {shape['layers']}, {shape['tokens']}"
@@ -63,6 +84,36 @@ def learning_step_table(name: str) -> str:
     versions = rows[-1]["versions"]
     lines += ["", f"{rows[-1]['device']}; torch {versions['torch']}; medians of {len(rows[-1]['learn_samples_s'])}."]
     return "\n".join(lines)
+
+
+def search_round_table(name: str) -> str:
+    """Returns the rows of ``benchmarks/search_round.py``, one JSON line each."""
+    lines = [
+        "| hidden, intermediate, layers, samples x tokens | pairs | forward + backward | gains | ratio |",
+        "|---|---|---|---|---|",
+    ]
+    rows = _load_lines(name)
+    for row in rows:
+        shape = row["shape"]
+        sizes = f"{shape['hidden']}, {shape['intermediate']}, {shape['layers']}, {shape['samples']} x {shape['tokens']}"
+        pairs = f"in blocks of {shape['search_block']}" if shape["search_block"] else "all"
+        times = f"{row['forward_backward_s']:.0f} s | {row['gains_s']:.1f} s | {row['ratio']:.2f}"
+        lines.append(f"| {sizes} {shape['dtype']} | {pairs} | {times} |")
+    return "\n".join([*lines, "", f"{rows[-1]['device']}; torch {rows[-1]['versions']['torch']}."])
+
+
+def swap_prediction_table(name: str) -> str:
+    """Returns the rows of ``benchmarks/swap_prediction.py``, one JSON line each."""
+    lines = ["| layout | gains | rank correlation | true over predicted, median |", "|---|---|---|---|"]
+    rows = _load_lines(name)
+    for row in rows:
+        for damping, gains in (("damping 0", "first order"), ("damping 1", "less the curvature")):
+            found = row[damping]
+            correlation, ratio = found["rank_correlation"], found["median_true_over_predicted"]
+            lines.append(f"| {row['layout']} | {gains} | {correlation:.2f} | {ratio:.2f} |")
+    swaps = rows[-1]["damping 0"]["swaps"]
+    caption = f"{swaps} single swaps each; {rows[-1]['device']}; torch {rows[-1]['versions']['torch']}."
+    return "\n".join([*lines, "", caption])
 
 
 def compile_time_table(name: str) -> str:
@@ -80,7 +131,7 @@ def compile_time_table(name: str) -> str:
 def runtime_overhead_table(name: str) -> str:
     """Returns the rows of ``benchmarks/runtime_overhead.py``, one JSON line each."""
     lines = ["| dtype | unpermuted | norms permuted | norms permuted, gather before o |", "|---|---|---|---|"]
-    rows = [json.loads(line) for line in (RESULTS / name).read_text(encoding="utf-8").splitlines() if line.strip()]
+    rows = _load_lines(name)
     for row in rows:
         cells = [f"{row['ratio'][m]:.3f}x ({row['paired_ratio'][m]:.3f}x)" for m in ("norms", "norms and o_proj")]
         lines.append(f"| {row['shape']['dtype']} | {row['seconds']['dense']:.3f} s | {' | '.join(cells)} |")
@@ -105,7 +156,7 @@ def config_options_table() -> str:
     for panel in PANELS:
         lines += [f"**{panel}**", "", "| option | values | default | only with | meaning |", "|---|---|---|---|---|"]
         for option in (option for option in OPTIONS.values() if option.panel == panel):
-            needs = f"`{option.needs[0]} = {option.needs[1]}`" if option.needs else ""
+            needs = "; ".join(f"`{name} = {' or '.join(values)}`" for name, values in option.needs.items())
             lines.append(f"| `{option.name}` | {option.expected} | {defaults(option.name)} | {needs} | {option.help} |")
         lines.append("")
     return "\n".join(lines[:-1])
@@ -126,6 +177,8 @@ TABLES = {
     "gpu": gpu_table,
     "demo-recipe": lambda: comparison_table("compare-demo-recipe.json"),
     "learning-step": lambda: learning_step_table("learning-step-cpu.jsonl"),
+    "search-round": lambda: search_round_table("search-round-cpu.jsonl"),
+    "swap-prediction": lambda: swap_prediction_table("swap-prediction-cpu.jsonl"),
 }
 
 
@@ -135,6 +188,11 @@ SECTION = re.compile(r"<!-- table ([\w-]+) -->\n.*?<!-- end -->", re.DOTALL)
 def rewritten(page: str) -> str:
     """Returns ``page`` with every ``<!-- table NAME -->`` section filled in."""
     return SECTION.sub(lambda found: f"<!-- table {found[1]} -->\n{TABLES[found[1]]()}\n<!-- end -->", page)
+
+
+def _load_lines(name: str) -> list[Any]:
+    text = (RESULTS / name).read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.splitlines() if line.strip()]
 
 
 def _load(name: str) -> Any:

@@ -53,7 +53,7 @@ def run(
         config,
         evaluation_windows=windows,
         progress=progress,
-        resume_path=target.resolve().with_name(f".{target.name}.learning.safetensors"),
+        resume_path=target.resolve().with_name(f".{target.name}.safetensors"),
     )
     compiled.report["evaluation"]["text"] = text
     progress.say(f"saving and verifying {target}")
@@ -102,11 +102,26 @@ def _results(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if epochs:
         yield "learning loss, base order", f"{epochs[0]['loss']:.4f}"
         yield f"learning loss, epoch {kept} of {len(epochs) - 1}", f"{epochs[kept]['loss']:.4f}"
+    rounds = report["search"]["rounds"]
+    if rounds:
+        yield "search loss, base order", f"{rounds[0]['loss']:.4f}"
+        yield f"search loss, after {len(rounds) - 1} rounds", f"{rounds[-1]['loss']:.4f}"
+    yield from _updates(report["weight_update"])
     yield "seconds", ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in report["seconds"].items())
     yield "peak memory", f"{format_bytes(report['memory']['peak'])} on {report['device']}"
     yield "linears left dense", "; ".join(f"{name}: {why}" for name, why in report["skipped"].items()) or "none"
     verified = report["verification"]
     yield "verified", f"{verified['pruned_weights']} pruned weights; reloaded: {verified['reloaded']}"
+
+
+def _updates(updates: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    if "reconstruct" in updates:
+        for part in updates["reconstruct"]["layers"]:
+            yield f"reconstruction of {part['layer']}, held out", f"{part['start']:.4f} to {part['end']:.4f}"
+    if "distill" in updates:
+        epochs, kept = updates["distill"]["epochs"], updates["distill"]["kept"]
+        yield "distillation, held out, before", f"{epochs[0]['held_out']:.4f}"
+        yield f"distillation, held out, epoch {kept} of {len(epochs) - 1}", f"{epochs[kept]['held_out']:.4f}"
 
 
 def _range(numbers: Collection[float], form: str) -> str:

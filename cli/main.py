@@ -54,7 +54,7 @@ def _permtriton(
         bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """N:M sparsity for language models, with learned channel permutations. Start with: permtriton compile demo"""
+    """N:M sparsity for language models, with searched channel permutations. Start with: permtriton compile demo"""
 
 
 @app.command()
@@ -103,7 +103,7 @@ def inspect(
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Show what would be pruned, where each permutation would go and what it costs. Reads only MODEL's config."""
-    config = CompileConfig.from_options(flags)
+    config = CompileConfig.from_options({**flags, "permutation": "learned"})  # whose blocks are shown
     check_explicit_options(flags, config)
     from permtriton.cli.inspect import run
     from permtriton.model.load import Source
@@ -124,6 +124,10 @@ def inspect(
     "batch_size",
     "micro_batch_size",
     "learn_layers",
+    "rounds",
+    "search_block",
+    "update_epochs",
+    "update_learning_rate",
 )
 def compare(
     model: Model,

@@ -14,6 +14,7 @@ from permtriton.config import (
     METHOD,
     OPTIONS,
     PANELS,
+    RECIPES,
     RUNNING,
     CompileConfig,
     check_explicit_options,
@@ -28,8 +29,8 @@ Model = Annotated[str, typer.Argument(help="A model folder, a hub name, or demo 
 Recipe = Annotated[
     str | None,
     typer.Option(
-        help="Set of defaults: default (ours), published (the paper's) or demo (for a laptop; taken for the demo "
-        "model).",
+        help="Set of defaults: default (kept weights keep their values), best (trained layer by layer), fast "
+        "(SparseGPT: minutes), published (the paper's) or demo (for a laptop; taken for the demo model).",
         rich_help_panel=METHOD,
     ),
 ]
@@ -103,7 +104,8 @@ def build_config(model: str, recipe: str | None, config_file: Path | None, flags
     from_file = {k.replace("-", "_"): v for k, v in (read_config_file(config_file) if config_file else {}).items()}
     recipe = recipe or from_file.pop("recipe", None) or ("demo" if model == "demo" else "default")
     from_file.pop("recipe", None)
+    small = RECIPES["demo"] if model == "demo" and recipe in ("best", "fast") else {}
     text = {"calibration": "demo"} if model == "demo" else {}
-    config = CompileConfig.from_options({**text, **from_file, **flags}, recipe)
+    config = CompileConfig.from_options({**small, **text, **from_file, **flags}, recipe)
     check_explicit_options(flags, config)
     return config

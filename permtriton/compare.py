@@ -17,24 +17,34 @@ from permtriton.errors import ConfigError
 from permtriton.progress import NoProgress, Progress
 from permtriton.prune.evaluate import Evaluation
 
-# Name of each method -> the options in which it differs from the given config.
-METHODS: dict[str, dict[str, Any]] = {
-    "magnitude": {"importance": "magnitude", "permutation": "none"},
-    "wanda": {"importance": "wanda", "permutation": "none"},
-    "ria": {"importance": "ria", "permutation": "none"},
-    "wanda + heuristic": {"importance": "wanda", "permutation": "heuristic"},
+_OBS = {"importance": "obs", "permutation": "heuristic", "weight_update": "sparsegpt"}
+_ORDERS: dict[str, dict[str, Any]] = {
+    "wanda + heuristic without row weights": {"permutation": "heuristic", "row_weights": "none"},
+    "wanda + heuristic": {"permutation": "heuristic"},
     "ria + heuristic": {"importance": "ria", "permutation": "heuristic"},
-    "wanda + learned": {"importance": "wanda", "permutation": "learned"},
-    "sparsegpt": {"importance": "obs", "permutation": "none", "weight_update": "sparsegpt"},
-    "heuristic + sparsegpt": {"importance": "obs", "permutation": "heuristic", "weight_update": "sparsegpt"},
-    "wanda + heuristic (fused)": {"importance": "wanda", "permutation": "heuristic", "layout": "fused"},
-    "wanda + learned (fused)": {"importance": "wanda", "permutation": "learned", "layout": "fused"},
-    "heuristic + sparsegpt (fused)": {
-        "importance": "obs",
-        "permutation": "heuristic",
-        "weight_update": "sparsegpt",
-        "layout": "fused",
-    },
+    "wanda + learned": {"permutation": "learned"},
+    "wanda + searched": {"permutation": "searched"},
+    "heuristic + sparsegpt without row weights": {**_OBS, "row_weights": "none"},
+    "heuristic + sparsegpt": _OBS,
+    "heuristic + sparsegpt + reconstruct": {**_OBS, "weight_update": "sparsegpt+reconstruct"},
+    "heuristic + sparsegpt + distill": {**_OBS, "weight_update": "sparsegpt+distill"},
+}
+# Name of each method -> the options in which it differs from the given config; what it does not name is as in _PLAIN.
+METHODS: dict[str, dict[str, Any]] = {
+    "magnitude": {"importance": "magnitude"},
+    "wanda": {},
+    "ria": {"importance": "ria"},
+    "sparsegpt": {"importance": "obs", "weight_update": "sparsegpt"},
+    **_ORDERS,
+    **{f"{name} (fused)": {**options, "layout": "fused"} for name, options in _ORDERS.items()},
+}
+_PLAIN = {
+    "importance": "wanda",
+    "permutation": "none",
+    "row_weights": "fisher",
+    "weight_update": "none",
+    "update_mask": "own",
+    "layout": "portable",
 }
 
 
@@ -108,8 +118,7 @@ def compare(
         started = time.perf_counter()
         values = []
         for seed in seeds:
-            plain: dict[str, Any] = {"weight_update": "none", "update_mask": "own", "layout": "portable"}
-            chosen = dataclasses.replace(config, seed=seed, **{**plain, **METHODS[method]})
+            chosen = dataclasses.replace(config, seed=seed, **{**_PLAIN, **METHODS[method]})
             compiled = compile(copy.deepcopy(model), tokenizer, chosen, ids=ids, progress=progress)
             values.append(evaluation.compiled(compiled.model, compiled.plan.hidden_order(compiled.indices)))
         results.append(MethodResult(method, tuple(values), time.perf_counter() - started))

@@ -1,7 +1,5 @@
 """The pipeline: prepare -> permute -> prune -> report."""
 
-import hashlib
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,16 +12,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from permtriton import memory
 from permtriton.checkpoint.quantizer import attach
-from permtriton.checkpoint.report import compilation_report
+from permtriton.checkpoint.report import compilation_report, stages_report
 from permtriton.checkpoint.save import CompiledModel
-from permtriton.config import CompileConfig
+from permtriton.config import CompileConfig, ObjectiveKind
 from permtriton.kernels.importance import ImportanceFactors
-from permtriton.machine import versions
 from permtriton.model.apply import apply_edits
-from permtriton.model.checks import check_pruned, check_same_outputs, model_outputs, weights_hash
+from permtriton.model.checks import check_pruned, check_same_outputs, model_outputs
 from permtriton.model.edits import edits_of, moves_of
 from permtriton.model.experts import unstacked_experts
-from permtriton.model.forward import check_length, hidden_states, mean_cosine_loss
+from permtriton.model.forward import check_length
 from permtriton.model.load import check_original
 from permtriton.model.plan import ChannelSpace, Plan
 from permtriton.model.reference import Reference
@@ -34,20 +31,18 @@ from permtriton.permutation import compose, identity
 from permtriton.planning import plan_model
 from permtriton.progress import NoProgress, Progress
 from permtriton.prune.evaluate import Evaluation
+from permtriton.prune.fisher import fisher_information
 from permtriton.prune.heuristic import heuristic_indices
 from permtriton.prune.importance import importances_of
 from permtriton.prune.learn import learn, learned_spaces
-from permtriton.prune.promises import (
-    check_loss,
-    check_retained,
-    retained_importance,
-    total_importance,
-)
+from permtriton.prune.objective import Objective, dense_objective, has_head, order_objective
+from permtriton.prune.promises import check_retained, retained_importance
 from permtriton.prune.resume import ResumeFile
+from permtriton.prune.search import SearchFile, search
 from permtriton.prune.statistics import reorder_statistics, site_statistics
 from permtriton.prune.text import calibration_ids, check_ids, ids_hash
-from permtriton.prune.weights import mask_weights, update_weights
 from permtriton.stages import Permuted, Prepared, Pruned, Work
+from permtriton.updating import mask, updated
 
 TOKENS_AT_ONCE = 4096  # per forward pass without gradients
 
@@ -71,7 +66,8 @@ def compile(
         ids: calibration sequences, int64 ``[samples, tokens]``, in place of the config's calibration text.
         evaluation_windows: held-out sequences to evaluate dense and compiled models on, int64 ``[windows, tokens]``.
         progress: progress reporter.
-        resume_path: file for the state of learning after each epoch; a later call with equal inputs continues from it.
+        resume_path: path of the files that keep the state of long stages, each with its stage's name before the suffix
+            (``state.learning.safetensors``); a later call with equal inputs continues from them.
 
     Returns:
         The compiled model, which holds ``model`` itself.
@@ -79,14 +75,14 @@ def compile(
     Raises:
         PermTritonError: bad input, too little memory, or a failed check. The model may then be partly changed.
     """
-    work = Work(model.eval(), config or CompileConfig(), progress or NoProgress())
+    work = Work(model.eval(), config or CompileConfig(), progress or NoProgress(), resume_path)
     with unstacked_experts(model):
         prepared = prepare(work, tokenizer, ids, evaluation_windows)
-        permuted = permute(work, prepared, resume_path)
+        permuted = permute(work, prepared)
         pruned = prune(work, prepared, permuted)
         report = _report(work, prepared, permuted, pruned)
     return CompiledModel(
-        model, tokenizer, work.config, prepared.plan, permuted.indices, report, prepared.reference.ids, permuted.resume
+        model, tokenizer, work.config, prepared.plan, permuted.indices, report, prepared.reference.ids, work.states
     )
 
 
@@ -132,27 +128,37 @@ def prepare(
 # -- permute -----------------------------------------------------------------------------------------------------------
 
 
-def permute(work: Work, prepared: Prepared, resume_path: Path | None) -> Permuted:
-    """Finds the permutations and writes them into the model: the heuristic ones first, then the learned ones.
+def permute(work: Work, prepared: Prepared) -> Permuted:
+    """Finds the permutations and writes them into the model: the heuristic ones first, then learned or searched ones.
 
     Args:
         work: model, config and progress reporter.
         prepared: plan of the model, and what was measured on it.
-        resume_path: file that keeps the state of learning after each epoch, or None.
 
     Raises:
-        PermTritonError: learning fails, or an exact step changed the outputs.
+        PermTritonError: learning or searching fails, or an exact step changed the outputs.
     """
     config, plan = work.config, prepared.plan
     permuted = Permuted(_unmoved(plan), prepared.graph, prepared.statistics)
     if spaces := _base_spaces(plan, config):
         with work.timed("heuristic"):
-            importances = _importances(work, plan, permuted.statistics)
-            base = heuristic_indices(work.model, plan, spaces, importances, config.sparsity, work.progress)
+            importances = work.importances(plan, permuted.statistics)
+            rows = _row_weights(work, prepared)
+            base = heuristic_indices(work.model, plan, spaces, importances, rows, config.sparsity, work.progress)
         permuted = _moved(work, prepared, permuted, base)
     if config.permutation == "learned":
-        permuted = _learned(work, prepared, permuted, resume_path)
+        permuted = _learned(work, prepared, permuted)
+    if config.permutation == "searched":
+        permuted = _searched(work, prepared, permuted)
     return permuted
+
+
+def _row_weights(work: Work, prepared: Prepared) -> dict[str, Tensor] | None:
+    if work.config.row_weights == "none":
+        return None
+    kind: ObjectiveKind = "kl" if has_head(work.model) else "cosine"
+    found = fisher_information(work.model, prepared.plan, kind, prepared.ids, work.config, work.progress)
+    return {name: fisher.row for name, fisher in found.items()}
 
 
 def _unmoved(plan: Plan) -> dict[str, Tensor]:
@@ -170,18 +176,32 @@ def _base_spaces(plan: Plan, config: CompileConfig) -> list[ChannelSpace]:
     return spaces
 
 
-def _learned(work: Work, prepared: Prepared, permuted: Permuted, resume_path: Path | None) -> Permuted:
+def _learned(work: Work, prepared: Prepared, permuted: Permuted) -> Permuted:
     model, config = work.model, work.config
-    resume = None if resume_path is None else ResumeFile(resume_path, _fingerprint(work, prepared))
+    resume = work.state(ResumeFile, "learning", work.fingerprint(prepared.ids))
     with work.timed("learn"):
-        target = hidden_states(model, prepared.ids, prepared.batch)
-        importances = _importances(work, prepared.plan, permuted.statistics)
+        objective = dense_objective(model, order_objective(config, model), prepared.ids, prepared.batch)
+        importances = work.importances(prepared.plan, permuted.statistics)
         learned = learn(
-            model, prepared.plan, importances, prepared.ids, target, config.learn, config.sparsity, config.seed,
-            work.progress, resume,
+            model, prepared.plan, importances, prepared.ids, objective, config, work.progress, resume
         )  # fmt: skip
     moved = _moved(work, prepared, permuted, learned.indices, config.learn.block_size)
-    return replace(moved, learned=learned, target=target if config.weight_update == "none" else None, resume=resume)
+    return replace(moved, learned=learned, objective=_reordered(prepared.plan, objective, learned.indices))
+
+
+def _searched(work: Work, prepared: Prepared, permuted: Permuted) -> Permuted:
+    model, config = work.model, work.config
+    state = work.state(SearchFile, "search", work.fingerprint(prepared.ids))
+    with work.timed("search"):
+        objective = dense_objective(model, order_objective(config, model), prepared.ids, prepared.batch)
+        importances = work.importances(prepared.plan, permuted.statistics)
+        found = search(model, prepared.plan, importances, prepared.ids, objective, config, work.progress, state)
+    moved = _moved(work, prepared, permuted, found.indices)
+    return replace(moved, searched=found, objective=_reordered(prepared.plan, objective, found.indices))
+
+
+def _reordered(plan: Plan, objective: Objective, indices: Mapping[str, Tensor]) -> Objective:
+    return objective.reordered(plan.hidden_order({**_unmoved(plan), **indices}))
 
 
 def _moved(
@@ -233,21 +253,15 @@ def prune(work: Work, prepared: Prepared, permuted: Permuted) -> Pruned:
         PermTritonError: a Hessian cannot be inverted, or a check failed.
     """
     model, config, plan = work.model, work.config, prepared.plan
-    updates, batches = config.weight_update != "none", _batches(work, prepared)
-    with work.timed("update" if updates else "mask"):
-        if updates:
-            update_weights(model, plan, permuted.statistics, prepared.ids, prepared.batch, config, work.progress)
-            importances = _by_magnitude(work, plan)  # the weights are N:M already, so these masks keep all of them
-        else:
-            importances = _importances(work, plan, permuted.statistics)
-        passes = pruning_passes(plan, importances, config.sparsity, exact=updates)
+    batches, updates = _batches(work, prepared), updated(work, prepared, permuted)
+    with work.timed("mask"):
+        # An updated model is N:M already: masks by magnitude keep all of it.
+        importances = _by_magnitude(work, plan) if updates else work.importances(plan, permuted.statistics)
+        passes = pruning_passes(plan, importances, config.sparsity, exact=bool(updates))
         graph, results = _run(permuted.graph, passes, batches)
         expected = run(graph, batches[0], wide=False)
         if not updates:
-            promised = permuted.retained or retained_importance(model, plan, importances, config.sparsity, {})
-            mask_weights(model, plan, importances, config.sparsity)
-            check_retained(promised, total_importance(model, plan, importances))
-            _check_learned(work, prepared, permuted)
+            mask(work, prepared, permuted)
         comparison = _compare_lowered(model, graph, expected, batches[0])
     check_pruned(model, plan, config.sparsity)
     evaluation = {}
@@ -256,16 +270,7 @@ def prune(work: Work, prepared: Prepared, permuted: Permuted) -> Pruned:
             evaluation = prepared.evaluation.measured(model, plan.hidden_order(permuted.indices))
     if config.layout == "fused":
         attach(model, str(config.sparsity))  # so that save_pretrained also writes the gathers and the permuted norms
-    return Pruned(results, comparison, evaluation)
-
-
-def _check_learned(work: Work, prepared: Prepared, permuted: Permuted) -> None:
-    """Compares the loss measured while learning, where the permutation is learned, with that of the pruned model."""
-    learned, plan = permuted.learned, prepared.plan
-    if learned is not None and permuted.target is not None:
-        order = plan.hidden_order({**_unmoved(plan), **learned.indices})
-        loss = mean_cosine_loss(work.model, prepared.ids, permuted.target, prepared.batch, order)
-        check_loss(learned.history[learned.kept].loss, loss, work.model.dtype)
+    return Pruned(results, updates, comparison, evaluation)
 
 
 def _compare_lowered(model: PreTrainedModel, graph: fx.GraphModule, expected: Tensor, batch: Tensor) -> str:
@@ -279,14 +284,10 @@ def _compare_lowered(model: PreTrainedModel, graph: fx.GraphModule, expected: Te
 # -- helpers -----------------------------------------------------------------------------------------------------------
 
 
-def _importances(work: Work, plan: Plan, statistics: Mapping[str, Tensor]) -> dict[str, ImportanceFactors]:
-    return importances_of(work.model, plan, work.config.importance, statistics)
-
-
 def _retained(
     work: Work, plan: Plan, statistics: Mapping[str, Tensor], indices: Mapping[str, Tensor]
 ) -> dict[str, float]:
-    return retained_importance(work.model, plan, _importances(work, plan, statistics), work.config.sparsity, indices)
+    return retained_importance(work.model, plan, work.importances(plan, statistics), work.config.sparsity, indices)
 
 
 def _by_magnitude(work: Work, plan: Plan) -> dict[str, ImportanceFactors]:
@@ -310,17 +311,6 @@ def _batches(work: Work, prepared: Prepared) -> list[Tensor]:
     return list(rows.to(work.model.device).split(1))
 
 
-def _fingerprint(work: Work, prepared: Prepared) -> str:
-    """Returns a hash of everything that decides what learning finds."""
-    inputs = {
-        "config": work.config.to_dict(),
-        "ids": ids_hash(prepared.ids),
-        "weights": weights_hash(work.model),
-        "versions": versions(),
-    }
-    return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
-
-
 def _report(work: Work, prepared: Prepared, permuted: Permuted, pruned: Pruned) -> dict[str, Any]:
     return compilation_report(
         work.model,
@@ -328,7 +318,7 @@ def _report(work: Work, prepared: Prepared, permuted: Permuted, pruned: Pruned) 
         prepared.plan,
         permuted.indices,
         calibration={"sha256": ids_hash(prepared.ids), "shape": list(prepared.ids.shape)},
-        learned=permuted.learned,
+        stages=stages_report(permuted.learned, permuted.searched, pruned.updates),
         evaluation=pruned.evaluation,
         passes=[*permuted.passes, *pruned.passes],
         proof={

@@ -11,6 +11,7 @@ from permtriton.errors import ConfigError
 from permtriton.machine import available_memory, format_bytes
 from permtriton.model.plan import Plan, linear_module
 from permtriton.prune.evaluate import windows_at_once
+from permtriton.prune.search import GAINS_AT_ONCE
 
 FLOAT32 = 4
 MASK_TEMPORARIES = 6  # float32 copies of a weight that are alive at once in the mask's forward and backward passes
@@ -37,21 +38,33 @@ def estimate(
     needs = {"model": sum(p.numel() * p.element_size() for p in model.parameters())}
     needs["statistics"] = sum(site.channels for site in plan.sites) * 3 * FLOAT32
     needs["one layer"] = max(weights.values()) * MASK_TEMPORARIES * FLOAT32
+    alive = largest_layer if config.activation_checkpointing else sum(weights.values())
     if config.permutation == "learned":
-        sequences = config.learn.micro_batch_size
-        alive = largest_layer if config.learn.activation_checkpointing else sum(weights.values())
         needs["one layer"] += alive * 2 * element  # masked weights and their gradients
-        needs["targets"] = ids.numel() * hidden * element
         block = config.learn.block_size
         needs["permutations"] = sum(
             min(block, space.units) * space.units * FLOAT32 * 6 for space in plan.spaces if not space.frozen
         )
-    else:
-        sequences = 1
-    if config.weight_update == "sparsegpt" or config.importance == "obs":
+    if config.permutation == "searched":
+        needs["dense weights"] = sum(weights.values()) * element
+        needs["gradients"] = sum(weights.values()) * FLOAT32
+        needs["gains"] = (4 * max(weights.values()) + 3 * GAINS_AT_ONCE) * FLOAT32
+    if config.permutation in ("learned", "searched") or "distill" in config.updates:
+        needs["targets"] = ids.numel() * hidden * element
+    if "distill" in config.updates:
+        needs["optimizer"] = sum(weights.values()) * config.sparsity.kept // config.sparsity.group * 5 * FLOAT32
+    if "reconstruct" in config.updates:
+        needs["dense weights"] = sum(weights.values()) * element
+        needs["targets"] = 2 * ids.numel() * hidden * element
+        needs["optimizer"] = max(needs.get("optimizer", 0), largest_layer * 5 * FLOAT32)
+    if "sparsegpt" in config.updates or config.importance == "obs":
         needs["hessians"] = max(sum(site.channels**2 for site in layer) for layer in plan.layers()) * 4 * FLOAT32
+    gradients = config.permutation != "none" or bool({"distill", "reconstruct"} & set(config.updates))
+    sequences = config.micro_batch_size if gradients else 1
+    if gradients:
+        needs["logits"] = sequences * tokens * int(text.vocab_size) * 4 * FLOAT32
     width = max(max(site.channels for site in plan.sites), hidden)
-    kept = len(plan.layers()) if config.learn.activation_checkpointing else 12 * len(plan.layers())
+    kept = len(plan.layers()) if config.activation_checkpointing else 12 * len(plan.layers())
     needs["activations"] = sequences * tokens * (kept * hidden + 16 * width) * FLOAT32
     if windows is not None:
         at_once = windows_at_once(windows.shape[1]) * windows.shape[1]

@@ -2,6 +2,7 @@
 
 import re
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from textwrap import fill
 from typing import Any, Literal, TypeVar, get_args, get_origin
@@ -27,7 +28,9 @@ class Option:
         positive: Whether the number must be greater than 0.
         pattern: Regular expression that the whole text must match.
         values: Allowed values in words, where type, choices and limits do not say it all.
-        needs: Another option and the one value of it that gives this option an effect.
+        needs: Other options and their values that give this option an effect: one of them must have one of its values.
+            A value may be a part of a longer one, as ``sparsegpt`` is of ``sparsegpt+distill``. Empty if it always has
+            an effect.
     """
 
     name: str
@@ -40,7 +43,7 @@ class Option:
     positive: bool = False
     pattern: str = ""
     values: str = ""
-    needs: tuple[str, str] | None = None
+    needs: Mapping[str, Sequence[str]] = field(default_factory=dict, hash=False)
 
     @property
     def flag(self) -> str:

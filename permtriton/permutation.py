@@ -28,7 +28,8 @@ def compose(first: Tensor, second: Tensor) -> Tensor:
 
 def is_permutation(index: Tensor) -> bool:
     """Whether ``index``, int64 ``[C]``, holds each of 0 to C-1 exactly once."""
-    return bool(torch.equal(index.sort().values, torch.arange(index.numel(), device=index.device)))
+    expected = torch.arange(index.numel(), device=index.device)
+    return index.dtype == torch.int64 and torch.equal(index.sort().values, expected)
 
 
 def moved(index: Tensor) -> int:

@@ -1,22 +1,34 @@
 """What the stages of a compilation hand on to each other: `permtriton.compiler` makes these values in this order."""
 
+import hashlib
+import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 from torch import Tensor, fx
 from transformers import PreTrainedModel
 
 from permtriton.config import CompileConfig
+from permtriton.kernels.importance import ImportanceFactors
+from permtriton.machine import versions
+from permtriton.model.checks import weights_hash
 from permtriton.model.plan import Plan
 from permtriton.model.reference import Reference
 from permtriton.passes.pipeline import PassResult
 from permtriton.progress import Progress
 from permtriton.prune.evaluate import Evaluation
+from permtriton.prune.importance import importances_of
 from permtriton.prune.learn import Learned
-from permtriton.prune.resume import ResumeFile
+from permtriton.prune.objective import Objective
+from permtriton.prune.search import Searched
+from permtriton.prune.state_file import StateFile
+from permtriton.prune.text import ids_hash
+
+State = TypeVar("State", bound=StateFile)
 
 
 @dataclass(frozen=True)
@@ -27,13 +39,55 @@ class Work:
         model: model that `permute` and `prune` change in place.
         config: every option.
         progress: progress reporter.
+        resume_path: path of the files that keep the state of long stages, each with its stage's name before the suffix;
+            None keeps no state.
         seconds: time per stage, filled by `timed`.
+        states: the files that keep a state, filled by `state`.
     """
 
     model: PreTrainedModel
     config: CompileConfig
     progress: Progress
+    resume_path: Path | None = None
     seconds: dict[str, float] = field(default_factory=dict)
+    states: list[StateFile] = field(default_factory=list)
+
+    def state(self, kind: type[State], stage: str, fingerprint: str) -> State | None:
+        """Returns the file that keeps the state of a stage; None without ``resume_path``.
+
+        Args:
+            kind: class of the file.
+            stage: name of the stage, part of the file's name.
+            fingerprint: hash of everything that decides the stage's result.
+        """
+        if self.resume_path is None:
+            return None
+        file = kind(self.resume_path.with_suffix(f".{stage}{self.resume_path.suffix}"), fingerprint)
+        self.states.append(file)
+        return file
+
+    def fingerprint(self, ids: Tensor) -> str:
+        """Returns a hash of everything that decides what the next stage finds: options, text, weights and versions.
+
+        Args:
+            ids: calibration sequences, int64 ``[samples, tokens]``.
+        """
+        inputs = {
+            "config": self.config.to_dict(),
+            "ids": ids_hash(ids),
+            "weights": weights_hash(self.model),
+            "versions": versions(),
+        }
+        return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
+
+    def importances(self, plan: Plan, statistics: Mapping[str, Tensor]) -> dict[str, ImportanceFactors]:
+        """Returns linear name -> importance of its present weight, for every pruned linear.
+
+        Args:
+            plan: plan of the model.
+            statistics: site name -> statistic in the present order, float32 ``[channels]``.
+        """
+        return importances_of(self.model, plan, self.config.importance, statistics)
 
     @contextmanager
     def timed(self, stage: str) -> Iterator[None]:
@@ -80,9 +134,8 @@ class Permuted:
         difference: largest difference from the dense outputs, relative to the largest output.
         retained: pruned linear -> importance that its mask retains in the new order; empty where nothing was permuted.
         learned: result of learning; None unless the permutation is ``learned``.
-        target: last hidden states of the dense model in the base order, ``[samples, tokens, hidden]``; None
-            unless the permutation is ``learned`` and no weight update follows.
-        resume: file that holds the state of learning; None without ``resume_path``.
+        searched: result of the search; None unless the permutation is ``searched``.
+        objective: objective that was learned or searched with, in the present order; None unless one was.
     """
 
     indices: dict[str, Tensor]
@@ -92,8 +145,15 @@ class Permuted:
     difference: float = 0.0
     retained: dict[str, float] = field(default_factory=dict)
     learned: Learned | None = None
-    target: Tensor | None = None
-    resume: ResumeFile | None = None
+    searched: Searched | None = None
+    objective: Objective | None = None
+
+    @property
+    def promised_loss(self) -> float | None:
+        """The loss that masks alone must have in the learned or searched order; None if nothing was measured."""
+        if self.learned is not None:
+            return self.learned.history[self.learned.kept].loss
+        return self.searched.loss if self.searched is not None else None
 
 
 @dataclass(frozen=True)
@@ -102,10 +162,12 @@ class Pruned:
 
     Attributes:
         passes: result of each compiler pass.
+        updates: part of the weight update -> what it reports, in the order in which they ran.
         comparison: ``"same outputs"`` if the model was compared with the lowered graph, else why it was not.
         evaluation: held-out measure, with its values for the dense and the compiled model; empty without windows.
     """
 
     passes: tuple[PassResult, ...]
+    updates: dict[str, Any]
     comparison: str
     evaluation: dict[str, Any]

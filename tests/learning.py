@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from permtriton.config import LearnConfig
+from permtriton.config import CompileConfig, LearnConfig
 from permtriton.model.forward import cosine_loss, hidden_states
 from permtriton.model.plan import linear_module, weight_in_out
 from permtriton.permutation import identity
@@ -18,6 +18,7 @@ from permtriton.planning import find_plan
 from permtriton.progress import NoProgress
 from permtriton.prune.importance import importance_of
 from permtriton.prune.learn import Learned, learn
+from permtriton.prune.objective import Objective
 from permtriton.prune.statistics import channel_norms
 from permtriton.sparsity import NMPattern
 
@@ -26,7 +27,7 @@ from . import zoo
 PATTERN = NMPattern(2, 4)
 CPU = torch.device("cpu")
 # Blocks of 16, so that the 24 units of `down` have a smaller last block; a learning rate that shows in a few steps.
-QUICK = LearnConfig(block_size=16, epochs=3, batch_size=4, micro_batch_size=4, learning_rate=0.1, base_order="identity")
+QUICK = LearnConfig(block_size=16, epochs=3, batch_size=4, learning_rate=0.1, base_order="identity")
 STEPS = 2  # of an epoch of QUICK: 8 sequences in batches of 4
 
 
@@ -65,10 +66,11 @@ class Problem:
             self.importances[name] = importance_of(method, weight_in_out(linear_module(model, name)), statistic)
         self.target = hidden_states(model, self.ids, 4)
 
-    def learn(self, config: LearnConfig = QUICK, seed: int = 0, progress=None, resume=None) -> Learned:
+    def learn(self, config: LearnConfig = QUICK, seed: int = 0, progress=None, resume=None, **options) -> Learned:
+        whole = CompileConfig(sparsity=self.pattern, seed=seed, learn=config, **options)
+        objective = Objective("cosine", self.target)
         return learn(
-            self.model, self.plan, self.importances, self.ids, self.target, config, self.pattern, seed,
-            progress or NoProgress(), resume,
+            self.model, self.plan, self.importances, self.ids, objective, whole, progress or NoProgress(), resume
         )  # fmt: skip
 
     def loss(self, weights: dict[str, Tensor]) -> Tensor:

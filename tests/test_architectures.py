@@ -23,7 +23,14 @@ from permtriton.prune.evaluate import perplexity
 from . import zoo
 from .zoo import fold
 
-LEARN = {"epochs": 2, "batch_size": 4, "learning_rate": 0.1, "block_size": 16, "keep_epoch": "last"}
+LEARN = {
+    "permutation": "learned",
+    "epochs": 2,
+    "batch_size": 4,
+    "learning_rate": 0.1,
+    "block_size": 16,
+    "keep_epoch": "last",
+}
 HEURISTIC = {"permutation": "heuristic"}
 HEADS = ("lm_head", "pooler", "cls.")  # parts of names that no plan may prune
 
@@ -237,7 +244,7 @@ def test_patterns(pattern, tmp_path):
 )
 def test_importances_and_permutations(importance, permutation):
     options = LEARN if permutation == "learned" else {}
-    compiled = compiled_with("llama", importance=importance, permutation=permutation, **options)
+    compiled = compiled_with("llama", **{**options, "importance": importance, "permutation": permutation})
     for name, weight in linears_in_layers(compiled.model).items():
         assert kept_in_groups(weight, 4) == {2}, name
     expected = linears_in_layers(folded("llama", compiled))

@@ -19,7 +19,7 @@ BAD_OPTIONS = {
     "one token": (("--sequence-length", "1"), ["sequence_length is 1", "at least 2"]),
     "beyond the positions": (("--sequence-length", "33"), ["33", "32 positions", "--sequence-length 32"]),
     "more samples than text": (("--samples", "9999"), ["9999 are needed", "--samples"]),
-    "unknown recipe": (("--recipe", "fancy"), ["'fancy'", "default, published, demo"]),
+    "unknown recipe": (("--recipe", "fancy"), ["'fancy'", "default, published, best, fast, demo"]),
     "unknown importance": (("--importance", "fancy"), ["'fancy'", "magnitude, wanda, ria, obs"]),
     "unknown permutation": (("--permutation", "fancy"), ["'fancy'", "none, heuristic, learned"]),
     "unknown update": (("--weight-update", "fancy"), ["'fancy'", "none, sparsegpt"]),
@@ -56,7 +56,7 @@ def test_bad_options(desk, case):
         ("fancy = 1", ["'fancy'", "the options are"]),
         ('seed = "one"', ["seed", "'one'", "expected int"]),
         ('sparsity = "4:2"', ["4:2"]),
-        ("recipe = [1]", ["recipe", "default, published, demo"]),
+        ("recipe = [1]", ["recipe", "default, published, best, fast, demo"]),
     ],
 )
 def test_bad_config_files(desk, content, words):

@@ -14,6 +14,8 @@ from permtriton.config import (
     CalibrationConfig,
     CompileConfig,
     LearnConfig,
+    SearchConfig,
+    UpdateConfig,
     check_explicit_options,
     defaults,
     read_config_file,
@@ -27,8 +29,10 @@ OTHER = {
     "sparsity": "4:8",
     "importance": "ria",
     "permutation": "heuristic",
-    "weight_update": "sparsegpt",
+    "weight_update": "distill",
     "update_mask": "keep",
+    "row_weights": "none",
+    "objective": "cosine",
     "layout": "fused",
     "o_proj": "free",
     "skip_indivisible": True,
@@ -53,11 +57,20 @@ OTHER = {
     "group_scale": False,
     "keep_epoch": "last",
     "activation_checkpointing": False,
+    "rounds": 3,
+    "damping": 0.5,
+    "search_block": 128,
+    "update_epochs": 5,
+    "update_learning_rate": 0.03,
+    "update_batch_size": 2,
+    "reconstruct_loss": "squared",
+    "window": "mlp",
 }
+PARTS = (CompileConfig, CalibrationConfig, LearnConfig, SearchConfig, UpdateConfig)
 
 
 def option_names() -> set[str]:
-    return {f.name for c in (CompileConfig, CalibrationConfig, LearnConfig) for f in fields(c)} - {"learn"}
+    return {f.name for c in PARTS for f in fields(c)} - {"learn", "search", "update"}
 
 
 def build(model: str = "some/model", recipe: str | None = None, file: Path | None = None, **flags: object):
@@ -107,7 +120,8 @@ def test_no_flag_of_the_commands_is_dropped_on_the_way():
 
 def test_a_flag_takes_part_only_if_the_user_set_it():
     """A value that equals the default is still the user's, and wins over the recipe."""
-    assert build(recipe="demo", epochs=LearnConfig.epochs).learn.epochs == LearnConfig.epochs
+    given = {"permutation": "learned", "epochs": LearnConfig.epochs}
+    assert build(recipe="demo", **given).learn.epochs == LearnConfig.epochs
     assert all(inspect.signature(compile).parameters[name].default is None for name in OPTIONS)
 
 
@@ -117,7 +131,7 @@ def test_defaults_name_the_recipes_that_differ():
     assert defaults("sparsity") == "2:4"
 
 
-@pytest.mark.parametrize("part", [CompileConfig, CalibrationConfig, LearnConfig])
+@pytest.mark.parametrize("part", PARTS)
 def test_docstrings_hold_what_the_options_say(part):
     text = " ".join(part.__doc__.split())
     assert [o.name for o in options_of(part) if f"{o.name}: {o.help} Expects {o.expected}." not in text] == []
@@ -127,7 +141,7 @@ def test_docstrings_hold_what_the_options_say(part):
 def test_every_limit_refuses(name):
     """`Option.expected` describes what `Option.check` accepts, from Python and from a file."""
     option = OPTIONS[name]
-    part = next(c for c in (CompileConfig, CalibrationConfig, LearnConfig) if option in options_of(c))
+    part = next(c for c in PARTS if option in options_of(c))
     bad = {bool: 1, int: option.minimum - 1, float: float("nan"), NMPattern: "2:4"}.get(option.type, "last:0")
     if name == "calibration":
         bad = 3
@@ -135,9 +149,18 @@ def test_every_limit_refuses(name):
         part(**{name: bad})
 
 
-def test_every_learning_option_needs_learning():
-    needs = {option.name for option in OPTIONS.values() if option.needs}
-    assert {f.name for f in fields(LearnConfig)} | {"update_mask", "o_proj"} == needs
+def test_every_option_of_a_part_needs_what_runs_it():
+    needs = {name: option.needs for name, option in OPTIONS.items() if option.needs}
+    runs = {LearnConfig: {"permutation": ("learned",)}, SearchConfig: {"permutation": ("searched",)}}
+    for part, needed in runs.items():
+        assert all(needs.pop(option.name) == needed for option in options_of(part))
+    for option in options_of(UpdateConfig):
+        (values,) = needs.pop(option.name).values()
+        assert set(values) <= {"reconstruct", "distill"}
+    shared = {"micro_batch_size", "activation_checkpointing"}
+    assert set(needs) == {"update_mask", "o_proj", "row_weights", "objective"} | shared
+    for name in shared:
+        assert needs[name] == {"permutation": ("learned", "searched"), "weight_update": ("reconstruct", "distill")}
 
 
 def test_default_recipe_is_the_dataclass():
@@ -233,11 +256,20 @@ def test_demo_model_takes_the_demo_recipe_and_text_by_default():
         ({"weight_decay": float("inf")}, ["weight_decay is inf"]),
         ({"start_noise": float("inf")}, ["start_noise is inf"]),
         ({"clamp_logits": -1}, ["clamp_logits is -1.0"]),
+        (
+            {"permutation": "searched", "weight_update": "sparsegpt"},
+            ["searched", "sparsegpt", "no better", "heuristic"],
+        ),
         ({"learn_layers": "first:1"}, ["'first:1'", "last:K"]),
         ({"learn_layers": "last:0"}, ["'last:0'", "at least 1"]),
-        ({"block_size": 30}, ["block_size 30", "2:4", "multiple of 4"]),
-        ({"block_size": 4, "sparsity": "4:8"}, ["block_size 4", "4:8", "multiple of 8"]),
+        ({"block_size": 30, "permutation": "learned"}, ["block_size 30", "2:4", "multiple of 4"]),
+        ({"block_size": 4, "sparsity": "4:8", "permutation": "learned"}, ["block_size 4", "4:8", "multiple of 8"]),
         ({"keep_epoch": "first"}, ["keep_epoch", "'first'", "best, last"]),
+        ({"rounds": 0}, ["rounds is 0", "at least 1"]),
+        ({"damping": 0.0}, ["damping is 0.0", "positive"]),
+        ({"search_block": -4}, ["search_block is -4", "negative"]),
+        ({"row_weights": "all"}, ["row_weights", "'all'", "fisher, none"]),
+        ({"objective": "mse"}, ["objective", "'mse'", "kl", "cosine"]),
     ],
 )
 def test_bad_values_say_what_and_what_to_do(given, words):
@@ -250,7 +282,7 @@ def test_bad_values_say_what_and_what_to_do(given, words):
 
 @pytest.mark.parametrize("recipe", ["fancy", 3, ["default"]])
 def test_unknown_recipe(tmp_path, recipe):
-    with pytest.raises(ConfigError, match="default, published, demo"):
+    with pytest.raises(ConfigError, match="default, published, best, fast, demo"):
         CompileConfig.from_options({}, recipe)
 
 
@@ -260,6 +292,66 @@ def test_learning_options_without_learning_are_refused(name, permutation):
     config = CompileConfig.from_options({"permutation": permutation})
     with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} has no effect with --permutation {permutation}"):
         check_explicit_options({name: OTHER[name]}, config)
+
+
+@pytest.mark.parametrize("option", [*options_of(SearchConfig), *options_of(UpdateConfig)], ids=lambda o: o.name)
+def test_options_of_a_stage_that_does_not_run_are_refused(option):
+    with pytest.raises(ConfigError, match=f"{option.flag} has no effect with --"):
+        check_explicit_options({option.name: OTHER[option.name]}, CompileConfig(permutation="heuristic"))
+
+
+@pytest.mark.parametrize(
+    ("option", "given", "allowed"),
+    [
+        ("micro_batch_size", {"permutation": "heuristic"}, False),
+        ("micro_batch_size", {"permutation": "searched"}, True),
+        ("micro_batch_size", {"permutation": "none", "weight_update": "sparsegpt+distill"}, True),
+        ("micro_batch_size", {"permutation": "none", "weight_update": "sparsegpt"}, False),
+        ("window", {"weight_update": "sparsegpt+reconstruct"}, True),
+        ("window", {"weight_update": "distill"}, False),
+        ("update_epochs", {"weight_update": "distill"}, True),
+        ("objective", {"permutation": "none"}, False),
+        ("objective", {"permutation": "none", "weight_update": "distill"}, True),
+        ("row_weights", {"permutation": "none"}, False),
+        ("row_weights", {"permutation": "heuristic"}, True),
+        ("damping", {"permutation": "searched"}, True),
+    ],
+)
+def test_an_option_needs_one_of_several_values(option, given, allowed):
+    """A part of a weight update counts, too; the refusal names every way to give the option an effect."""
+    config = CompileConfig.from_options(given)
+    if allowed:
+        check_explicit_options({option: OTHER[option]}, config)
+        return
+    with pytest.raises(ConfigError) as caught:
+        check_explicit_options({option: OTHER[option]}, config)
+    for name, values in OPTIONS[option].needs.items():
+        assert [v for v in values if f"{OPTIONS[name].flag} {v}" not in str(caught.value)] == []
+
+
+@pytest.mark.parametrize(
+    ("update", "permutation"),
+    [("none", "searched"), ("sparsegpt", "heuristic"), ("sparsegpt+distill", "heuristic"), ("distill", "searched")],
+)
+def test_an_order_is_searched_unless_sparsegpt_follows(update, permutation):
+    config = CompileConfig(weight_update=update)
+    assert config.permutation == permutation
+    assert CompileConfig.from_options(config.to_dict()) == config
+
+
+@pytest.mark.parametrize("recipe", ["best", "fast"])
+def test_recipes_for_the_demo_model_have_its_sizes(recipe):
+    """The recipe's own options win over those of the recipe demo."""
+    config = build("demo", recipe=recipe)
+    assert (config.calibration.samples, config.calibration.calibration) == (64, "demo")
+    assert {name: config.to_dict()[name] for name in RECIPES[recipe]} == RECIPES[recipe]
+    assert build(recipe=recipe).calibration.samples == CompileConfig().calibration.samples
+
+
+def test_the_parts_of_an_update_run_in_their_order():
+    assert CompileConfig().updates == ()
+    assert CompileConfig(weight_update="distill").updates == ("distill",)
+    assert CompileConfig(weight_update="sparsegpt+reconstruct").updates == ("sparsegpt", "reconstruct")
 
 
 def test_update_mask_without_sparsegpt_is_refused():

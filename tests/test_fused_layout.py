@@ -22,7 +22,14 @@ from .fused_sites import EXPECTED, plan_of
 from .kernel_inputs import TWO_FOUR
 from .zoo import fold
 
-LEARN = {"epochs": 2, "batch_size": 4, "learning_rate": 0.1, "block_size": 16, "keep_epoch": "last"}
+LEARN = {
+    "permutation": "learned",
+    "epochs": 2,
+    "batch_size": 4,
+    "learning_rate": 0.1,
+    "block_size": 16,
+    "keep_epoch": "last",
+}
 HEURISTIC = {"permutation": "heuristic"}
 
 

@@ -51,8 +51,8 @@ def test_every_row_runs(rehearsal):
     rows = {row["row"] for row in result["rows"]}
     assert rows >= {
         "permute", "RMSNorm + permute", "sinkhorn forward", "sinkhorn backward", "sinkhorn forward + backward",
-        "assignment", "nm_mask forward", "nm_mask backward", "sparse_linear, 1 tokens", "sparse_linear, 16 tokens",
-        "2:4 prefill", "learning step", "inference, a layer", "inference, a model",
+        "assignment", "nm_mask forward", "nm_mask backward", "swap_gains", "sparse_linear, 1 tokens",
+        "sparse_linear, 16 tokens", "2:4 prefill", "learning step", "inference, a layer", "inference, a model",
     }  # fmt: skip
     assert all(seconds >= 0 for seconds in result["row_seconds"].values())
 

@@ -33,11 +33,11 @@ class GradientKeeper:
             parameter.grad = None
 
 
-def gradients(problem: Problem, config: LearnConfig, monkeypatch, seed: int = 0) -> list[Tensor]:
+def gradients(problem: Problem, config: LearnConfig, monkeypatch, seed: int = 0, **options) -> list[Tensor]:
     """The gradients of every logit and scale in the first step of `learn`, all sequences in one batch."""
     keepers = []
     monkeypatch.setattr(torch.optim, "AdamW", lambda *a, **k: keepers.append(GradientKeeper(*a, **k)) or keepers[-1])
-    problem.learn(replace(config, epochs=1, batch_size=problem.ids.shape[0]), seed)
+    problem.learn(replace(config, epochs=1, batch_size=problem.ids.shape[0]), seed, **options)
     return keepers[0].gradients
 
 
@@ -50,20 +50,20 @@ def assert_close_gradients(found: list[Tensor], expected: list[Tensor], toleranc
 
 @pytest.mark.parametrize("micro", [1, 3, 4])
 def test_micro_batches_add_up(problem, monkeypatch, micro):
-    whole = gradients(problem, replace(QUICK, micro_batch_size=8), monkeypatch)
-    parts = gradients(problem, replace(QUICK, micro_batch_size=micro), monkeypatch)
+    whole = gradients(problem, QUICK, monkeypatch, micro_batch_size=8)
+    parts = gradients(problem, QUICK, monkeypatch, micro_batch_size=micro)
     assert_close_gradients(parts, whole, 1e-4)
 
 
 def test_micro_batches_learn_alike(problem):
     config = replace(QUICK, batch_size=8, epochs=1, start="random")
-    runs = [problem.learn(replace(config, micro_batch_size=micro)).history for micro in (1, 8)]
+    runs = [problem.learn(config, micro_batch_size=micro).history for micro in (1, 8)]
     assert [epoch.loss for epoch in runs[0]] == pytest.approx([epoch.loss for epoch in runs[1]], rel=0.05)
 
 
 def test_activation_checkpointing_changes_nothing(problem, monkeypatch):
-    on = gradients(problem, replace(QUICK, activation_checkpointing=True, micro_batch_size=8), monkeypatch)
-    off = gradients(problem, replace(QUICK, activation_checkpointing=False, micro_batch_size=8), monkeypatch)
+    on = gradients(problem, QUICK, monkeypatch, activation_checkpointing=True, micro_batch_size=8)
+    off = gradients(problem, QUICK, monkeypatch, activation_checkpointing=False, micro_batch_size=8)
     assert_close_gradients(on, off, 1e-5)
 
 
@@ -126,8 +126,8 @@ def dense_weight(weight: Tensor, importance, soft: Tensor, index: Tensor, block_
 )
 def test_gradient_is_that_of_dense_permutation_matrices(monkeypatch, method, options):
     exact = Problem(tiny(dtype=torch.float64), method=method)
-    config = replace(QUICK, micro_batch_size=8, **options)
-    found = gradients(exact, config, monkeypatch, seed=5)
+    config = replace(QUICK, **options)
+    found = gradients(exact, config, monkeypatch, seed=5, micro_batch_size=8)
 
     spaces = learned_spaces(exact.plan, config)
     relaxation = Relaxation(spaces, config, 5, torch.device("cpu"))

@@ -13,7 +13,7 @@ from .learning import QUICK, Counting, Problem, plant, stop, tiny, unchanged
 def test_the_model_comes_back_unchanged(problem, checkpointing):
     problem.model.lm_head.weight.requires_grad_(False)
     with unchanged(problem.model):
-        problem.learn(replace(QUICK, activation_checkpointing=checkpointing))
+        problem.learn(activation_checkpointing=checkpointing)
     problem.model.lm_head.weight.requires_grad_(True)
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import fx
 
-from permtriton.config import LearnConfig
+from permtriton.config import CompileConfig, LearnConfig
 from permtriton.model.edits import moves_of
 from permtriton.model.forward import cosine_loss, last_hidden_state
 from permtriton.passes.graph import (
@@ -23,6 +23,7 @@ from permtriton.passes.verify_graph import relative_difference, run
 from permtriton.permutation import identity
 from permtriton.prune.learn import Trainer, learned_spaces
 from permtriton.prune.masked_model import masked_model
+from permtriton.prune.objective import Objective
 from permtriton.prune.relaxation import Relaxation
 
 from . import zoo
@@ -30,7 +31,8 @@ from .graphs import BATCH, PATTERN, counted, planned, private, random_importance
 from .insert_relaxation import insert_relaxation, learning_passes
 from .zoo import fold
 
-CONFIG = LearnConfig(block_size=16, batch_size=1, micro_batch_size=1, epochs=2, start_noise=3.0)
+CONFIG = LearnConfig(block_size=16, batch_size=1, epochs=2, start_noise=3.0)
+WHOLE = CompileConfig(sparsity=PATTERN, micro_batch_size=1, learn=CONFIG)
 
 
 def ancestors(node: fx.Node) -> set[object]:
@@ -95,8 +97,8 @@ def test_the_learning_graph_learns_as_the_trainer_does(name, layout):
     model.zero_grad()
     relaxation.zero_grad()
     optimizer = Gradients(relaxation)
-    with masked_model(model, plan, importances, PATTERN, relaxation, CONFIG) as entries:
-        trainer = Trainer(model, entries, relaxation, optimizer, BATCH, target, CONFIG, 0)
+    with masked_model(model, plan, importances, relaxation, WHOLE) as entries:
+        trainer = Trainer(model, entries, relaxation, optimizer, BATCH, Objective("cosine", target), WHOLE)
         indices = trainer.indices(0)
         expected = trainer.step(torch.tensor([0]), 0)
     assert any(not torch.equal(index, identity(index.numel())) for index in indices.values()), "something moves"

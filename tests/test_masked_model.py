@@ -9,15 +9,19 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from permtriton.config import CompileConfig
 from permtriton.errors import CalibrationError
 from permtriton.kernels.assignment import assignment
 from permtriton.model.plan import ChannelSpace, Site, linear_module
 from permtriton.permutation import identity
 from permtriton.prune.learn import Trainer, learned_spaces
 from permtriton.prune.masked_model import Masks, masked_model
+from permtriton.prune.objective import Objective
 from permtriton.prune.relaxation import Relaxation
 
 from .learning import CPU, PATTERN, QUICK, STEPS, Problem, tiny
+
+WHOLE = CompileConfig(sparsity=PATTERN, learn=QUICK)
 
 
 @pytest.mark.parametrize("block_size", [8, 12, 16])
@@ -30,7 +34,7 @@ def test_every_linear_gets_the_order_of_its_site(block_size, layout, learn_layer
     relaxation = Relaxation(learned_spaces(given.plan, config), config, 0, CPU)
     soft = relaxation.soft(0.5)
     indices = relaxation.harden(soft)
-    with masked_model(given.model, given.plan, given.importances, PATTERN, relaxation, config) as masks:
+    with masked_model(given.model, given.plan, given.importances, relaxation, replace(WHOLE, learn=config)) as masks:
         for index in (relaxation.assign(soft), relaxation.join(indices)):
             masks.set(index, None)
             for site, name in given.plan.linears():
@@ -100,8 +104,9 @@ def test_the_host_waits_no_more_often_in_a_model_of_more_layers():
         given = Problem(tiny(num_hidden_layers=layers))
         relaxation = Relaxation(learned_spaces(given.plan, QUICK), QUICK, 0, CPU)
         optimizer = torch.optim.AdamW(relaxation.parameters())
-        with masked_model(given.model, given.plan, given.importances, PATTERN, relaxation, QUICK) as masks:
-            trainer = Trainer(given.model, masks, relaxation, optimizer, given.ids, given.target, QUICK, 0)
+        with masked_model(given.model, given.plan, given.importances, relaxation, WHOLE) as masks:
+            objective = Objective("cosine", given.target)
+            trainer = Trainer(given.model, masks, relaxation, optimizer, given.ids, objective, WHOLE)
             with Synchronisations() as waits:
                 trainer.step(torch.arange(4), 0)
         counts.append(waits.count)

@@ -63,7 +63,10 @@ def test_estimate_grows_with_samples_and_micro_batch_when_learning(model, plan):
     ("less", "more"),
     [
         ({"permutation": "heuristic"}, {"permutation": "learned"}),
-        ({"weight_update": "none"}, {"weight_update": "sparsegpt"}),
+        ({"permutation": "heuristic"}, {"permutation": "searched"}),
+        ({"permutation": "none", "weight_update": "none"}, {"permutation": "none", "weight_update": "sparsegpt"}),
+        ({"permutation": "none", "weight_update": "none"}, {"permutation": "none", "weight_update": "distill"}),
+        ({"permutation": "none", "weight_update": "none"}, {"permutation": "none", "weight_update": "reconstruct"}),
         ({"importance": "wanda"}, {"importance": "obs"}),
         ({"activation_checkpointing": True}, {"activation_checkpointing": False}),
     ],

@@ -76,7 +76,7 @@ def imported(path: Path) -> set[str]:
 def test_the_table_of_levels_names_what_there_is():
     assert set(LEVEL) <= set(MODULES)
     highest = {name.rpartition(".")[2] for name in MODULES if level_of(name) == LEVEL["permtriton"]}
-    assert highest == {"permtriton", "planning", "memory", "stages", "compiler", "compare"}
+    assert highest == {"permtriton", "planning", "memory", "stages", "updating", "compiler", "compare"}
 
 
 @pytest.mark.parametrize("module", [name for name in MODULES if name != "permtriton.demo"])

@@ -57,7 +57,7 @@ def test_a_state_that_cannot_be_written_is_a_clear_error(problem, tmp_path, monk
     def full(*_args: object, **_kwargs: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("permtriton.prune.resume.save_file", full)
+    monkeypatch.setattr("permtriton.prune.state_file.save_file", full)
     with unchanged(problem.model), pytest.raises(PermTritonError, match="No space left"):
         problem.learn(resume=ResumeFile(tmp_path / "state.safetensors", "same"))
     assert list(tmp_path.iterdir()) == []
@@ -65,7 +65,14 @@ def test_a_state_that_cannot_be_written_is_a_clear_error(problem, tmp_path, monk
 
 @pytest.mark.parametrize("change", [{"learning_rate": 0.1}, {"seed": 1}, {"sparsity": "1:4"}, {"importance": "ria"}])
 def test_compile_continues_only_an_equal_compilation(tmp_path, change):
-    options = {"epochs": 2, "batch_size": 4, "micro_batch_size": 4, "block_size": 16, "base_order": "identity"}
+    options = {
+        "permutation": "learned",
+        "epochs": 2,
+        "batch_size": 4,
+        "micro_batch_size": 4,
+        "block_size": 16,
+        "base_order": "identity",
+    }
     ids = zoo.tiny_ids(4, 8)
 
     def run(changes: dict[str, object], **more: object) -> permtriton.CompiledModel:
@@ -74,7 +81,7 @@ def test_compile_continues_only_an_equal_compilation(tmp_path, change):
 
     path = tmp_path / "state.safetensors"
     first = run({}, resume_path=path)
-    assert path.is_file()
+    assert path.with_suffix(".learning.safetensors").is_file()
     again = run({}, resume_path=path)
     assert again.report["learning"] == first.report["learning"], "to the second: it was not run again"
     other, fresh = run(change, resume_path=path), run(change)

@@ -15,7 +15,7 @@ from permtriton.model.checks import weights_hash
 
 from . import zoo
 
-OPTIONS = {"epochs": 2, "batch_size": 4, "micro_batch_size": 4, "block_size": 16}
+OPTIONS = {"permutation": "learned", "epochs": 2, "batch_size": 4, "micro_batch_size": 4, "block_size": 16}
 IDS = zoo.token_ids(4, 8).clamp(max=40)
 
 
@@ -104,13 +104,13 @@ DAMAGE = {
 
 @pytest.mark.parametrize("name", DAMAGE)
 def test_a_damaged_state_is_refused_by_name(tmp_path, name):
-    path = tmp_path / "state.safetensors"
+    path, kept = tmp_path / "state.safetensors", tmp_path / "state.learning.safetensors"
     run(path)
     change, words = DAMAGE[name]
-    damage(path, **change)
-    before = path.read_bytes()
+    damage(kept, **change)
+    before = kept.read_bytes()
     with pytest.raises(OutputError, match=words) as caught:
         run(path)
-    assert str(path) in str(caught.value)
+    assert str(kept) in str(caught.value)
     assert "delete the file" in str(caught.value)
-    assert path.read_bytes() == before
+    assert kept.read_bytes() == before

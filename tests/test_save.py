@@ -112,11 +112,12 @@ def test_overwrite_replaces_the_whole_folder(compiled, place, earlier):
     assert set(folders.files(place)) == set(earlier) - {"out/notes from the earlier run.txt"}
 
 
-def test_the_learning_state_goes_once_the_result_is_saved(compiled, place, monkeypatch):
+def test_the_states_of_stages_go_once_the_result_is_saved(compiled, place, monkeypatch):
     deleted = []
-    monkeypatch.setattr(compiled, "resume", SimpleNamespace(delete=lambda: deleted.append(folders.files(place))))
+    states = [SimpleNamespace(delete=lambda: deleted.append(folders.files(place))) for _ in range(2)]
+    monkeypatch.setattr(compiled, "states", states)
     compiled.save(place / "out")
-    assert ["out/permtriton.json" in there for there in deleted] == [True]
+    assert ["out/permtriton.json" in there for there in deleted] == [True, True]
 
 
 # -- where it may be saved -----------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from permtriton.model.plan import ChannelSpace, Placement, Plan, Site, linear_mo
 from permtriton.passes.pipeline import PassResult
 from permtriton.permutation import inverse, moved
 from permtriton.prune.learn import Learned
+from permtriton.prune.search import Searched
 
 
 def to_json(report: Any) -> str:
@@ -30,7 +31,7 @@ def compilation_report(
     indices: Mapping[str, Tensor],
     *,
     calibration: Mapping[str, Any],
-    learned: Learned | None,
+    stages: Mapping[str, Any],
     evaluation: Mapping[str, Any],
     passes: Sequence[PassResult],
     proof: Mapping[str, Any],
@@ -45,7 +46,7 @@ def compilation_report(
         plan: plan of the model.
         indices: space name -> unit index from the dense order, int64 ``[units]``.
         calibration: hash and shape of the calibration ids.
-        learned: result of learning; None if nothing was learned.
+        stages: what learning, the search and the weight update report, by key.
         evaluation: measure, with its values for the dense and the compiled model; empty if nothing was measured.
         passes: result of each compiler pass.
         proof: comparisons with the dense model, and their largest differences.
@@ -54,7 +55,6 @@ def compilation_report(
     """
     weights = {name: weight_in_out(linear_module(model, name)) for _, name in plan.linears()}
     zeros = {name: float((weight == 0).float().mean()) for name, weight in weights.items()}
-    history = learned.history if learned else []
     return {
         "model": model.name_or_path,
         "versions": versions(),
@@ -71,7 +71,7 @@ def compilation_report(
         "skipped": plan.skipped,
         "barriers": plan.barriers,
         "hidden_states": hidden_states_report(plan.hidden_order(indices)),
-        "learning": {"epochs": [asdict(e) for e in history], "kept_epoch": learned.kept if learned else None},
+        **stages,
         "evaluation": dict(evaluation),
         "passes": [{"name": p.name, "nodes": p.changes, "difference": p.difference} for p in passes],
         "proof": dict(proof),
@@ -82,6 +82,23 @@ def compilation_report(
             for site in plan.sites
             for index in [site.expand(indices[site.space.name])]
         ],
+    }
+
+
+def stages_report(learned: Learned | None, searched: Searched | None, updates: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns ``learning``, ``search`` and ``weight_update``, each empty if that stage did not run.
+
+    Args:
+        learned: result of learning.
+        searched: result of the search.
+        updates: part of the weight update -> what it reports.
+    """
+    epochs = [asdict(epoch) for epoch in learned.history] if learned else []
+    rounds = [asdict(each) for each in searched.history] if searched else []
+    return {
+        "learning": {"epochs": epochs, "kept_epoch": learned.kept if learned else None},
+        "search": {"rounds": rounds},
+        "weight_update": dict(updates),
     }
 
 

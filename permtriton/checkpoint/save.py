@@ -3,7 +3,7 @@
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,7 @@ from permtriton.model.checks import check_finite_tensor, check_same_outputs, che
 from permtriton.model.experts import stacked_name
 from permtriton.model.load import REPORT_FILE
 from permtriton.model.plan import Plan, linear_module
-from permtriton.prune.resume import ResumeFile
+from permtriton.prune.state_file import StateFile
 
 SHARD_SIZE = "5GB"
 
@@ -41,7 +41,7 @@ class CompiledModel:
         indices: space name -> unit index from the dense order to the present one, int64 ``[units]``.
         report: content of ``permtriton.json``, as `permtriton.checkpoint.report.compilation_report` builds it.
         reference_ids: int64 ``[sequences, tokens]``, on which a reloaded checkpoint must give the outputs of ``model``.
-        resume: file that holds the state of learning, deleted once the model is saved.
+        states: files that hold the state of long stages, deleted once the model is saved.
     """
 
     model: PreTrainedModel
@@ -51,7 +51,7 @@ class CompiledModel:
     indices: dict[str, Tensor]
     report: dict[str, Any]
     reference_ids: Tensor
-    resume: ResumeFile | None = None
+    states: Sequence[StateFile] = ()
 
     def save(self, output: str | Path, *, overwrite: bool = False) -> Path:
         """Writes a Hugging Face checkpoint with ``permtriton.json``, and verifies it before it is renamed into place.
@@ -68,8 +68,8 @@ class CompiledModel:
             VerificationError: the written checkpoint fails a check; nothing is left behind.
         """
         path = save_checkpoint(self, Path(output), overwrite=overwrite)
-        if self.resume is not None:
-            self.resume.delete()
+        for state in self.states:
+            state.delete()
         return path
 
 

@@ -32,6 +32,7 @@ def heuristic_indices(
     plan: Plan,
     spaces: Sequence[ChannelSpace],
     importances: Mapping[str, ImportanceFactors],
+    row_weights: Mapping[str, Tensor] | None,
     pattern: NMPattern,
     progress: Progress,
 ) -> dict[str, Tensor]:
@@ -42,6 +43,8 @@ def heuristic_indices(
         plan: The model's plan.
         spaces: Spaces to order.
         importances: Linear name -> importance, for every pruned linear.
+        row_weights: Linear name -> how much the loss feels each row, float32 ``[out_features]``; None weights all rows
+            of a linear alike, and all linears.
         pattern: N:M pattern of the masks.
         progress: Progress reporter, one step per segment.
 
@@ -51,28 +54,37 @@ def heuristic_indices(
     indices = {}
     with progress.stage("heuristic", sum(len(space.segments) for space in spaces)) as advance:
         for space in spaces:
-            scores = space_scores(model, plan.sites_of(space), importances)
+            scores = space_scores(model, plan.sites_of(space), importances, row_weights)
             indices[space.name] = heuristic_index(space, scores, pattern, advance)
     return indices
 
 
 def space_scores(
-    model: nn.Module, sites: Sequence[Site], importances: Mapping[str, ImportanceFactors], max_rows: int = MAX_ROWS
+    model: nn.Module,
+    sites: Sequence[Site],
+    importances: Mapping[str, ImportanceFactors],
+    row_weights: Mapping[str, Tensor] | None = None,
+    max_rows: int = MAX_ROWS,
 ) -> Tensor:
     """Returns the scores of a space's units in all linears that read them, float32 ``[units, rows]``.
 
-    Each linear's scores are divided by their mean, so that no layer outweighs another. Its rows are sampled evenly
-    where all linears together have more than ``max_rows``. Where several channels of a site share a unit, each of them
-    adds its own rows.
+    With row weights ``f``, scores that are linear in ``|W|`` are multiplied by ``sqrt(f)`` and quadratic ones by ``f``.
+    Without them, each linear's scores are divided by their mean, so that no layer outweighs another. Rows are sampled
+    evenly where all linears together have more than ``max_rows``. Where several channels of a site share a unit, each
+    of them adds its own rows.
     """
     linears = [(site, name) for site in sites for name in site.linears]
     quota = max(max_rows // sum(site.copies for site, _ in linears), 1)
     rows = []
     for site, name in linears:
         scores = importances[name].scores(weight_in_out(linear_module(model, name)))
-        if scores.shape[1] > quota:
-            scores = scores[:, torch.linspace(0, scores.shape[1] - 1, quota, device=scores.device).long()]
-        scores /= scores.mean().clamp_min(torch.finfo(scores.dtype).tiny)
+        if row_weights is not None:
+            scores *= row_weights[name].pow(importances[name].power / 2)
+        if (size := scores.shape[1]) > quota:
+            scores = scores[:, torch.linspace(0, size - 1, quota, device=scores.device).long()]
+            scores *= size / quota  # each stands for several, so that linears keep their weights against each other
+        if row_weights is None:
+            scores /= scores.mean().clamp_min(torch.finfo(scores.dtype).tiny)
         by_unit = torch.argsort(site.units, stable=True).view(site.space.units, site.copies)
         rows += [scores[by_unit[:, copy].to(scores.device)] for copy in range(site.copies)]
     return torch.cat(rows, 1)

@@ -1,8 +1,8 @@
 """Learning the permutations: PermLLM's learnable channel permutation on the model itself (eq. 2-10).
 
 The model's weights do not change and stay in base order; each pruned linear sees its weight through an N:M mask that
-follows the permutations. Only the logits of the permutations learn, from the cosine distance between the last hidden
-states of the masked and the dense model.
+follows the permutations. Only the logits of the permutations learn, from the distance between the outputs of the masked
+and the dense model.
 """
 
 import math
@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from permtriton.config import LearnConfig
+from permtriton.config import CompileConfig, LearnConfig
 from permtriton.errors import CalibrationError, ConfigError
 from permtriton.kernels.importance import ImportanceFactors
-from permtriton.model.forward import cosine_loss, last_hidden_state, mean_cosine_loss
+from permtriton.model.forward import last_hidden_state
 from permtriton.model.plan import ChannelSpace, Plan
 from permtriton.permutation import identity, moved
 from permtriton.progress import Progress
 from permtriton.prune.masked_model import Masks, masked_model
+from permtriton.prune.objective import Objective
 from permtriton.prune.relaxation import Relaxation
-from permtriton.sparsity import NMPattern
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Epoch:
 
     Attributes:
         epoch: Number of the epoch, from 1; 0 is the base order before learning.
-        loss: Mean cosine distance over the calibration set, under the hard permutations after the epoch.
+        loss: Mean loss over the calibration set, under the hard permutations after the epoch.
         moved: Number of units, over all spaces, that are not where the base order has them.
         tau: Temperature after the epoch.
         seconds: Time of training and evaluation.
@@ -92,10 +92,8 @@ def learn(
     plan: Plan,
     importances: Mapping[str, ImportanceFactors],
     ids: Tensor,
-    target: Tensor,
-    config: LearnConfig,
-    pattern: NMPattern,
-    seed: int,
+    objective: Objective,
+    config: CompileConfig,
     progress: Progress,
     resume: LearningState | None = None,
 ) -> Learned:
@@ -106,10 +104,8 @@ def learn(
         plan: The model's plan.
         importances: Linear name -> importance, for every pruned linear.
         ids: Calibration sequences, int64 ``[sequences, tokens]``.
-        target: The dense model's last hidden states ``[sequences, tokens, hidden]``.
-        config: Options of learning.
-        pattern: N:M pattern of the masks.
-        seed: Seed of the initial logits and of the order of sequences.
+        objective: The loss, with the dense model's outputs on ``ids``.
+        config: Options; the seed is that of the initial logits and of the order of sequences.
         progress: Progress reporter.
         resume: Storage of the state between epochs, to continue from and to write to; None keeps no state.
 
@@ -118,24 +114,25 @@ def learn(
         ConfigError: No permutation is left to learn.
         OutputError: The state between epochs cannot be written.
     """
-    spaces = learned_spaces(plan, config)
+    options = config.learn
+    spaces = learned_spaces(plan, options)
     if not spaces:
-        raise ConfigError(_nothing_learns(config))
-    relaxation = Relaxation(spaces, config, seed, model.device)
-    optimizer = torch.optim.AdamW(relaxation.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay)
-    with masked_model(model, plan, importances, pattern, relaxation, config) as masks:
-        trainer = Trainer(model, masks, relaxation, optimizer, ids, target, config, seed)
+        raise ConfigError(_nothing_learns(options))
+    relaxation = Relaxation(spaces, options, config.seed, model.device)
+    optimizer = torch.optim.AdamW(relaxation.parameters(), lr=options.learning_rate, weight_decay=options.weight_decay)
+    with masked_model(model, plan, importances, relaxation, config) as masks:
+        trainer = Trainer(model, masks, relaxation, optimizer, ids, objective, config)
         result = resume.load(relaxation, optimizer) if resume else None
         if result is None:
             base = {space.name: identity(space.units) for space in spaces}
-            result = Learned(base, [Epoch(0, trainer.evaluate(base), 0, config.tau_start, 0.0)])
+            result = Learned(base, [Epoch(0, trainer.evaluate(base), 0, options.tau_start, 0.0)])
         else:
             progress.say(f"continuing after epoch {result.history[-1].epoch} of an interrupted run")
-        with progress.stage("learn", config.epochs * trainer.steps_per_epoch) as advance:
+        with progress.stage("learn", options.epochs * trainer.steps_per_epoch) as advance:
             done = result.history[-1].epoch
             advance(done * trainer.steps_per_epoch)
-            for number in range(done + 1, config.epochs + 1):
-                _learn_epoch(trainer, number, result, config, advance)
+            for number in range(done + 1, options.epochs + 1):
+                _learn_epoch(trainer, number, result, options, advance)
                 if resume:
                     resume.save(relaxation, optimizer, result)
     return result
@@ -181,9 +178,8 @@ class Trainer:
         relaxation: Logits that learn.
         optimizer: Optimizer of the logits.
         ids: Calibration sequences, int64 ``[sequences, tokens]``.
-        target: The dense model's last hidden states ``[sequences, tokens, hidden]``.
-        config: Options of learning.
-        seed: Seed of the order of sequences.
+        objective: The loss, with the dense model's outputs on ``ids``.
+        config: Options; the seed is that of the order of sequences.
     """
 
     def __init__(
@@ -193,14 +189,13 @@ class Trainer:
         relaxation: Relaxation,
         optimizer: torch.optim.Optimizer,
         ids: Tensor,
-        target: Tensor,
-        config: LearnConfig,
-        seed: int,
+        objective: Objective,
+        config: CompileConfig,
     ) -> None:
         self._model, self._masks, self._relaxation, self._optimizer = model, masks, relaxation, optimizer
-        self._ids, self._target = ids.to(model.device), target.to(model.device)
-        self._config, self._seed = config, seed
-        self.steps_per_epoch = math.ceil(ids.shape[0] / config.batch_size)
+        self._ids, self._objective = ids.to(model.device), objective
+        self._config, self._seed, self._micro_batch = config.learn, config.seed, config.micro_batch_size
+        self.steps_per_epoch = math.ceil(ids.shape[0] / config.learn.batch_size)
 
     def tau(self, step: int) -> float:
         """Returns the temperature at a step, linear from ``tau_start`` at the first to ``tau_end`` at the last."""
@@ -234,11 +229,11 @@ class Trainer:
             group["lr"] = self._config.learning_rate * 0.5 * (1 + math.cos(math.pi * step / total))
         soft = self._relaxation.soft(self.tau(step))
         self._masks.set(self._relaxation.assign(soft), soft)
-        rows = rows.to(self._ids.device, non_blocking=True)
         scale = 2.0 ** round(math.log2(rows.numel() * self._ids.shape[1]))  # float16 gradients of a mean vanish
         losses = []
-        for micro_batch in rows.split(self._config.micro_batch_size):
-            loss = cosine_loss(last_hidden_state(self._model, self._ids[micro_batch]), self._target[micro_batch])
+        for micro_batch in rows.split(self._micro_batch):
+            ids = self._ids[micro_batch.to(self._ids.device, non_blocking=True)]
+            loss = self._objective.loss(last_hidden_state(self._model, ids), micro_batch)
             loss = loss * (micro_batch.numel() / rows.numel())
             (loss * scale).backward()
             losses.append(loss.detach())
@@ -250,7 +245,7 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, indices: Mapping[str, Tensor]) -> float:
-        """Returns the mean cosine distance over all sequences under hard permutations.
+        """Returns the mean loss over all sequences under hard permutations.
 
         Args:
             indices: Space name -> unit index, int64 ``[units]``.
@@ -259,8 +254,7 @@ class Trainer:
             CalibrationError: The loss is not finite.
         """
         self._masks.set(self._relaxation.join(indices), None)
-        batch = self._config.micro_batch_size
-        return self._check(mean_cosine_loss(self._model, self._ids, self._target, batch))
+        return self._check(self._objective.mean(self._model, self._ids, self._micro_batch))
 
     def _check(self, loss: float) -> float:
         if not math.isfinite(loss):

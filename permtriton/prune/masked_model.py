@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from permtriton.config import LearnConfig
+from permtriton.config import CompileConfig
 from permtriton.errors import CalibrationError
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.nm_mask import nm_mask
@@ -119,9 +119,8 @@ def masked_model(
     model: PreTrainedModel,
     plan: Plan,
     importances: Mapping[str, ImportanceFactors],
-    pattern: NMPattern,
     relaxation: Relaxation,
-    config: LearnConfig,
+    config: CompileConfig,
 ) -> Iterator[Masks]:
     """Inside the context, masks every pruned linear, freezes the model and recomputes activations layer by layer.
 
@@ -131,16 +130,15 @@ def masked_model(
         model: Dense model, its channels in base order; unchanged afterwards.
         plan: The model's plan.
         importances: Linear name -> importance, for every pruned linear.
-        pattern: N:M pattern.
         relaxation: Logits of the spaces that learn; the masks of all other sites keep the base order.
-        config: Options of learning.
+        config: Options.
 
     Yields:
         The masks of the sites that learn.
     """
-    entries = []
+    entries, pattern, group_scale = [], config.sparsity, config.learn.group_scale
     with ExitStack() as stack:
-        stack.enter_context(_frozen(model))
+        stack.enter_context(frozen(model))
         if config.activation_checkpointing:
             stack.enter_context(checkpointed(layer_modules(model, plan)))
         for site in plan.sites:
@@ -150,7 +148,7 @@ def masked_model(
             for name in site.linears:
                 module = linear_module(model, name)
                 in_out = isinstance(module, Conv1D)
-                weights.append(_MaskedWeight(importances[name], sizes, pattern, config.group_scale, in_out))
+                weights.append(_MaskedWeight(importances[name], sizes, pattern, group_scale, in_out))
                 stack.enter_context(_parametrized(module, weights[-1], in_out))
             if blocks:
                 entries.append((blocks, weights))
@@ -174,7 +172,7 @@ def _parametrized(module: nn.Module, masked: _MaskedWeight, in_out: bool) -> Ite
 
 
 @contextmanager
-def _frozen(model: nn.Module) -> Iterator[None]:
+def frozen(model: nn.Module) -> Iterator[None]:
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in trainable:
         parameter.requires_grad_(False)

@@ -3,31 +3,20 @@
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from permtriton.errors import OutputError
 from permtriton.permutation import is_permutation
 from permtriton.prune.learn import Epoch, Learned
 from permtriton.prune.relaxation import Relaxation
+from permtriton.prune.state_file import StateFile
 
 OPTIMIZER_KEYS = ("step", "exp_avg", "exp_avg_sq")
 
 
-class ResumeFile:
-    """A safetensors file with the state between epochs, from which an interrupted run continues.
-
-    Args:
-        path: Path of the file.
-        fingerprint: Hash of everything that decides the result; a file with another fingerprint is ignored.
-    """
-
-    def __init__(self, path: Path, fingerprint: str) -> None:
-        self._path, self._fingerprint = path, fingerprint
+class ResumeFile(StateFile):
+    """A safetensors file with the state between epochs, from which an interrupted run continues."""
 
     def load(self, relaxation: Relaxation, optimizer: torch.optim.Optimizer) -> Learned | None:
         """Restores the state into ``relaxation`` and ``optimizer`` and returns the result so far.
@@ -37,27 +26,17 @@ class ResumeFile:
         Raises:
             OutputError: The file has this fingerprint, but is damaged.
         """
-        if not self._path.is_file():
+        state = self.read()
+        if state is None:
             return None
-        try:
-            with safe_open(self._path, framework="pt") as file:
-                metadata = file.metadata() or {}
-                if metadata.get("fingerprint") != self._fingerprint:
-                    return None
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except SafetensorError:
-            return None  # not a state file: learning starts anew and replaces it
-        except OSError as error:
-            raise OutputError(
-                f"learning state {self._path} cannot be read: {error}; delete it to start anew"
-            ) from error
+        tensors, metadata = state
         self._check_tensors(tensors, relaxation)
         result = Learned({name: tensors[f"index.{name}"] for name in relaxation.units}, *self._read_history(metadata))
-        state = {"state": {}, "param_groups": optimizer.state_dict()["param_groups"]}
+        restored = {"state": {}, "param_groups": optimizer.state_dict()["param_groups"]}
         for number, parameter in enumerate(relaxation.parameters()):
             parameter.data.copy_(tensors[f"parameter.{number}"])
-            state["state"][number] = {key: tensors[f"optimizer.{number}.{key}"] for key in OPTIMIZER_KEYS}
-        optimizer.load_state_dict(state)
+            restored["state"][number] = {key: tensors[f"optimizer.{number}.{key}"] for key in OPTIMIZER_KEYS}
+        optimizer.load_state_dict(restored)
         return result
 
     def _check_tensors(self, tensors: Mapping[str, Tensor], relaxation: Relaxation) -> None:
@@ -69,24 +48,21 @@ class ResumeFile:
         for name in sorted({*tensors, *expected}):
             found = tuple(tensors[name].shape) if name in tensors else None
             if found != expected.get(name):
-                raise self._damaged(f"{name} has shape {found}, expected {expected.get(name)}")
+                raise self.damaged(f"{name} has shape {found}, expected {expected.get(name)}")
             if name.startswith("index.") and not is_permutation(tensors[name]):
-                raise self._damaged(f"{name} is not a permutation")
+                raise self.damaged(f"{name} is not a permutation")
             if not bool(tensors[name].isfinite().all()):
-                raise self._damaged(f"{name} holds values that are not finite")
+                raise self.damaged(f"{name} holds values that are not finite")
 
     def _read_history(self, metadata: Mapping[str, str]) -> tuple[list[Epoch], int]:
         try:
             history = [Epoch(**epoch) for epoch in json.loads(metadata["history"])]
             kept = int(metadata["kept"])
         except (KeyError, TypeError, ValueError) as error:
-            raise self._damaged(f"its history cannot be read ({error})") from error
+            raise self.damaged(f"its history cannot be read ({error})") from error
         if [epoch.epoch for epoch in history] != list(range(len(history))) or not 0 <= kept < len(history):
-            raise self._damaged(f"its history has {len(history)} epochs and keeps epoch {kept}")
+            raise self.damaged(f"its history has {len(history)} epochs and keeps epoch {kept}")
         return history, kept
-
-    def _damaged(self, problem: str) -> OutputError:
-        return OutputError(f"learning state {self._path} is damaged: {problem}; delete the file to start learning anew")
 
     def save(self, relaxation: Relaxation, optimizer: torch.optim.Optimizer, result: Learned) -> None:
         """Replaces the file by the current state; if interrupted, the earlier file stays intact.
@@ -99,21 +75,5 @@ class ResumeFile:
             tensors[f"parameter.{number}"] = parameter.detach()
             for key, value in optimizer.state[parameter].items():
                 tensors[f"optimizer.{number}.{key}"] = value
-        metadata = {
-            "fingerprint": self._fingerprint,
-            "history": json.dumps([asdict(epoch) for epoch in result.history]),
-            "kept": str(result.kept),
-        }
-        temporary = self._path.with_name(self._path.name + ".tmp")
-        try:
-            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary, metadata)
-            temporary.replace(self._path)
-        except (SafetensorError, OSError) as error:
-            temporary.unlink(missing_ok=True)
-            raise OutputError(
-                f"learning state {self._path} cannot be written: {error}; free disk space and run again"
-            ) from error
-
-    def delete(self) -> None:
-        """Removes the file, once its result is saved elsewhere."""
-        self._path.unlink(missing_ok=True)
+        history = json.dumps([asdict(epoch) for epoch in result.history])
+        self.write(tensors, {"history": history, "kept": str(result.kept)})

@@ -6,9 +6,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+import permtriton
 from permtriton import NMPattern
 from permtriton.checkpoint.export import export
-from permtriton.config import LearnConfig
+from permtriton.config import CompileConfig, LearnConfig
 from permtriton.kernels import autotune, cusparselt
 from permtriton.kernels.sparse_linear import CUSPARSELT, PACKED, ROUTE_CONFIGS, routed
 from permtriton.kernels.tools.timing import relative_error
@@ -19,6 +20,7 @@ from permtriton.planning import find_plan
 from permtriton.progress import NoProgress
 from permtriton.prune.importance import importance_of
 from permtriton.prune.learn import learn
+from permtriton.prune.objective import Objective
 from permtriton.prune.statistics import channel_norms
 
 from .. import folders
@@ -119,6 +121,18 @@ def test_cusparselt_keeps_the_values_where_the_packed_form_has_them(device):
     torch.library.opcheck(torch.ops.permtriton.sparse_linear.default, arguments, test_utils=checks)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("layout", ["portable", "fused"])
+def test_searching_and_reconstruction_run_on_the_device(dtype, layout, device):
+    options = {"rounds": 2, "weight_update": "reconstruct", "update_epochs": 1, "layout": layout}
+    config = CompileConfig.from_options(options)
+    ids = torch.randint(0, SIZES["vocab_size"], (8, 64))
+    report = permtriton.compile(llama(dtype).to(device), None, config, ids=ids).report
+    rounds = report["search"]["rounds"]
+    assert rounds[-1]["loss"] < rounds[0]["loss"]
+    assert all(part["end"] <= part["start"] for part in report["weight_update"]["reconstruct"]["layers"])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_learning_lowers_the_loss(dtype, device):
     model, pattern = llama(dtype).to(device), NMPattern(2, 4)
@@ -129,8 +143,8 @@ def test_learning_lowers_the_loss(dtype, device):
         name: importance_of("wanda", weight_in_out(linear_module(model, name)), norms[site.name].to(device))
         for site, name in plan.linears()
     }
-    config = LearnConfig(epochs=4, batch_size=4, micro_batch_size=4, learning_rate=0.05)
-    target = hidden_states(model, ids, 4)
-    result = learn(model, plan, importances, ids, target, config, pattern, 0, NoProgress())
+    config = CompileConfig(sparsity=pattern, learn=LearnConfig(epochs=4, batch_size=4, learning_rate=0.05))
+    objective = Objective("cosine", hidden_states(model, ids, 4))
+    result = learn(model, plan, importances, ids, objective, config, NoProgress())
     assert result.history[result.kept].loss < result.history[0].loss
     assert sum(epoch.moved for epoch in result.history) > 0

@@ -1,0 +1,111 @@
+"""What the gains of a search round cost, compared with its forward and backward passes, on LLaMA-shaped layers.
+
+The passes are measured on one sequence and multiplied by the number of calibration sequences, because their time is
+proportional to it; the gains do not depend on it and are measured whole. One JSON line is printed.
+
+    python benchmarks/search_round.py --hidden 2048 --intermediate 5632 --tokens 1024 --samples 128
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from permtriton import NMPattern, find_plan
+from permtriton.config import CompileConfig
+from permtriton.machine import device_name, peak_memory, versions
+from permtriton.model.plan import linear_module, weight_in_out
+from permtriton.permutation import identity
+from permtriton.progress import NoProgress
+from permtriton.prune.fisher import fisher_information
+from permtriton.prune.hard_masks import hard_masked
+from permtriton.prune.importance import importance_of
+from permtriton.prune.objective import dense_objective
+from permtriton.prune.search import Searcher
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hidden", type=int, default=2048)
+    parser.add_argument("--intermediate", type=int, default=5632)
+    parser.add_argument("--layers", type=int, default=1)
+    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=1024, help="tokens per sequence")
+    parser.add_argument("--samples", type=int, default=128, help="calibration sequences of a round")
+    parser.add_argument("--vocabulary", type=int, default=1024)
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--search-block", type=int, default=0, help="as of permtriton compile")
+    parser.add_argument("--repeats", type=int, default=3)
+    args = parser.parse_args()
+    passes, gains, swaps = measure(args)
+    passes_s, gains_s = statistics.median(passes) * args.samples, statistics.median(gains)
+    result = {
+        "forward_backward_s": round(passes_s, 3),
+        "gains_s": round(gains_s, 3),
+        "ratio": round(gains_s / passes_s, 3),
+        "swaps": swaps,
+        "one_sequence_samples_s": [round(t, 4) for t in passes],
+        "gains_samples_s": [round(t, 4) for t in gains],
+        "peak_memory_bytes": peak_memory(torch.device(args.device)),
+        "shape": {k: v for k, v in vars(args).items() if k not in ("repeats", "device")},
+        "device": device_name(torch.device(args.device)),
+        "system": platform.platform(),
+        "versions": versions(),
+    }
+    print(json.dumps(result))
+
+
+def measure(args: argparse.Namespace) -> tuple[list[float], list[float], int]:
+    """Returns the seconds of each pass over one sequence, those of all gains, and the number of swaps found."""
+    torch.manual_seed(0)
+    shape = LlamaConfig(
+        vocab_size=args.vocabulary,
+        hidden_size=args.hidden,
+        intermediate_size=args.intermediate,
+        num_hidden_layers=args.layers,
+        num_attention_heads=args.heads,
+        num_key_value_heads=args.heads,
+        max_position_embeddings=args.tokens,
+    )
+    model = LlamaForCausalLM(shape).to(args.device, getattr(torch, args.dtype)).eval()
+    plan = find_plan(model, NMPattern(2, 4), layout="fused")
+    ids = torch.randint(0, args.vocabulary, (1, args.tokens))
+    config = CompileConfig.from_options({"search_block": args.search_block, "micro_batch_size": 1, "layout": "fused"})
+    importances = {}
+    for site, name in plan.linears():
+        statistic = (torch.rand(site.channels) + 0.5).to(model.device)
+        importances[name] = importance_of("wanda", weight_in_out(linear_module(model, name)), statistic)
+    objective = dense_objective(model, "kl", ids, 1)
+    fisher = fisher_information(model, plan, "kl", ids, config, NoProgress())
+    spaces = [space for space in plan.spaces if not space.frozen]
+    indices = {space.name: identity(space.units) for space in spaces}
+    with hard_masked(model, plan, importances, fisher, config) as masks:
+        searcher = Searcher(masks, spaces, ids, objective, config)
+        masks.set(indices)
+        passes, gains, count = [], [], 0
+        for number in range(args.repeats + 1):
+            passes.append(_timed(lambda: masks.take_gradients(objective, ids), model.device))
+            found = []
+            gains.append(_timed(lambda: found.append(searcher.swaps(indices, 1.0, number)), model.device))  # noqa: B023
+            count = found[0].count
+    return passes[1:], gains[1:], count
+
+
+def _timed(run: Callable[[], object], device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    started = time.perf_counter()
+    run()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""Distillation: all kept weights of a pruned model are trained together, to give the dense model's outputs back."""
+
+import json
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from permtriton.config import CompileConfig
+from permtriton.model.forward import last_hidden_state
+from permtriton.model.plan import Plan, layer_modules
+from permtriton.progress import Progress
+from permtriton.prune.kept_weights import (
+    MOMENTS,
+    KeptWeights,
+    Trained,
+    Trainer,
+    check_tensors,
+    steps_per_epoch,
+    weights_of,
+)
+from permtriton.prune.masked_model import checkpointed
+from permtriton.prune.objective import Objective
+from permtriton.prune.state_file import StateFile
+
+
+@torch.enable_grad()
+def distill(
+    model: PreTrainedModel,
+    plan: Plan,
+    ids: Tensor,
+    objective: Objective,
+    config: CompileConfig,
+    progress: Progress,
+    state: StateFile | None = None,
+) -> Trained:
+    """Trains the kept weights of all pruned linears on ``objective``; nothing else of the model changes.
+
+    A tenth of the sequences is held out. The weights of the epoch with the lowest loss on it are kept, which may be
+    those before training.
+
+    Args:
+        model: pruned model; its weights change in place.
+        plan: the model's plan.
+        ids: calibration sequences, int64 ``[sequences, tokens]``.
+        objective: the loss, with the dense model's outputs on ``ids``, their channels in the order of ``model``.
+        config: options.
+        progress: progress reporter, one step per optimizer step.
+        state: file that keeps the state between epochs, to continue from and to write to; None keeps no state. Its
+            fingerprint must cover the pruned weights, or what they follow from.
+
+    Raises:
+        CalibrationError: a loss or a gradient is not finite; the weights are then those of the last step.
+        OutputError: the state is damaged, or cannot be written.
+    """
+    kept = KeptWeights(weights_of(model, [name for _, name in plan.linears()]))
+    ids = ids.to(model.device)
+
+    def loss_of(rows: Tensor) -> Tensor:
+        return objective.loss(last_hidden_state(model, ids[rows.to(ids.device)]), rows)
+
+    layers = layer_modules(model, plan) if config.activation_checkpointing else []
+    steps = steps_per_epoch(ids.shape[0], config)
+    with kept.trainable(model), checkpointed(layers):
+        trainer = Trainer(kept, loss_of, ids.shape[0], ids.shape[1], config, "distill")
+        result = _load(state, kept, trainer) if state else Trained()
+        if result.history:
+            progress.say(f"distill: continuing after epoch {len(result.history) - 1} of an interrupted run")
+        with progress.stage("distill", config.update.update_epochs * steps) as advance:
+            advance(max(len(result.history) - 1, 0) * steps)
+            trainer.fit(result, advance, lambda: _save(state, kept, trainer, result))
+    return result
+
+
+def _save(state: StateFile | None, kept: KeptWeights, trainer: Trainer, result: Trained) -> None:
+    if state is None:
+        return
+    tensors = {f"best.{name}": best for name, best in trainer.best.items()}
+    for name, values in kept.values.items():
+        tensors[f"value.{name}"] = values
+        for key in (*MOMENTS, "step"):
+            tensors[f"{key}.{name}"] = trainer.optimizer.state[values][key]
+    state.write(tensors, {"result": json.dumps(result.report())})
+
+
+def _load(state: StateFile, kept: KeptWeights, trainer: Trainer) -> Trained:
+    """Restores weights and optimizer and returns the result so far, or returns an empty one where there is no state.
+
+    Raises:
+        OutputError: the state is damaged.
+    """
+    found = state.read()
+    if found is None:
+        return Trained()
+    tensors, texts = found
+    try:
+        result = Trained.read(texts["result"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise state.damaged(f"its history cannot be read ({error})") from error
+    expected: dict[str, tuple[int, ...]] = {}
+    for name, best in trainer.best.items():
+        expected |= {f"{key}.{name}": tuple(best.shape) for key in ("best", "value", *MOMENTS)}
+        expected[f"step.{name}"] = ()
+    check_tensors(state, tensors, expected)
+    with torch.no_grad():
+        for name, values in kept.values.items():
+            values.copy_(tensors[f"value.{name}"])
+            moments = {key: tensors[f"{key}.{name}"].to(values) for key in MOMENTS}
+            trainer.optimizer.state[values] = {"step": tensors[f"step.{name}"], **moments}
+    kept.write(kept.values)
+    trainer.best = {name: tensors[f"best.{name}"] for name in trainer.best}
+    return result

@@ -1,0 +1,200 @@
+"""The model with hard N:M masks written into its weights, and the gradient of the loss by the masked weights."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from permtriton.config import CompileConfig
+from permtriton.errors import CalibrationError
+from permtriton.kernels.importance import ImportanceFactors
+from permtriton.kernels.nm_mask import nm_mask
+from permtriton.kernels.swap_gains import Curvature, SwapTerms, swap_terms
+from permtriton.model.edits import runs_of
+from permtriton.model.forward import last_hidden_state
+from permtriton.model.plan import ChannelSpace, Plan, Site, layer_modules, linear_module
+from permtriton.prune.fisher import Fisher
+from permtriton.prune.masked_model import checkpointed, frozen
+from permtriton.prune.objective import Objective
+
+
+@dataclass
+class _Masked:
+    """A pruned linear: its parameter holds the masked weight meanwhile.
+
+    Attributes:
+        site: Site that it reads.
+        parameter: Weight as stored.
+        dense: Copy of the dense weight, as stored.
+        importance: Importance of the dense weight.
+        fisher: Information of the dense weight.
+        in_out: Whether the weight is stored ``[in_features, out_features]``.
+        gradient: Sum of the gradients of the masked weight, float32 (float64 of float64), as stored; None if not taken.
+    """
+
+    site: Site
+    parameter: nn.Parameter
+    dense: Tensor
+    importance: ImportanceFactors
+    fisher: Fisher
+    in_out: bool
+    gradient: Tensor | None = None
+
+    def oriented(self, weight: Tensor) -> Tensor:
+        """Returns a stored weight as ``[out_features, in_features]``."""
+        return weight.t() if self.in_out else weight
+
+    def add(self, parameter: Tensor) -> None:
+        """Adds the parameter's gradient to ``gradient`` and frees it."""
+        assert parameter.grad is not None
+        if self.gradient is None:
+            self.gradient = torch.zeros_like(self.dense, dtype=torch.promote_types(self.dense.dtype, torch.float32))
+        self.gradient += parameter.grad
+        parameter.grad = None
+
+
+class HardMasks:
+    """The masks of all pruned linears.
+
+    Args:
+        model: Model whose weights are masked.
+        linears: Its pruned linears.
+        config: Options.
+    """
+
+    def __init__(self, model: PreTrainedModel, linears: Sequence[_Masked], config: CompileConfig) -> None:
+        self._model, self._linears, self._config = model, linears, config
+
+    @torch.no_grad()
+    def set(self, indices: Mapping[str, Tensor]) -> None:
+        """Masks every weight in an order: space name -> unit index, int64 ``[units]``; the base order without one."""
+        for linear in self._linears:
+            weight, site = linear.oriented(linear.dense), linear.site
+            soft = linear.importance.scale.new_empty(0)
+            group = self._config.sparsity.group  # runs of a frozen space may hold no whole groups
+            runs = [group] * (site.channels // group) if site.space.frozen else list(runs_of(site))
+            masked = nm_mask(
+                weight, linear.importance, self._order(site, indices), soft, runs, self._config.sparsity, False
+            )
+            linear.parameter.data.copy_(linear.oriented(masked))
+
+    def _order(self, site: Site, indices: Mapping[str, Tensor]) -> Tensor:
+        index = indices.get(site.space.name)
+        order = torch.arange(site.channels) if index is None else site.expand(index)
+        return order.to(self._model.device)
+
+    def loss(self, objective: Objective, ids: Tensor) -> float:
+        """Returns the mean loss over all sequences.
+
+        Raises:
+            CalibrationError: The loss is not finite.
+        """
+        return self._check(objective.mean(self._model, ids, self._config.micro_batch_size))
+
+    @torch.enable_grad()
+    def take_gradients(self, objective: Objective, ids: Tensor, advance: Callable[[int], None] | None = None) -> float:
+        """Sums the gradient of the mean loss by each masked weight, and returns the mean loss.
+
+        Args:
+            objective: The loss.
+            ids: Calibration sequences, int64 ``[sequences, tokens]``.
+            advance: Called with the number of sequences after each backward pass.
+
+        Raises:
+            CalibrationError: The loss is not finite.
+        """
+        self.drop_gradients()
+        scale = 2.0 ** round(math.log2(ids.numel()))  # float16 gradients of a mean vanish
+        losses = []
+        for rows in torch.arange(ids.shape[0]).split(self._config.micro_batch_size):
+            loss = objective.loss(last_hidden_state(self._model, ids[rows]), rows) * (rows.numel() / ids.shape[0])
+            (loss * scale).backward()
+            losses.append(loss.detach())
+            if advance is not None:
+                advance(rows.numel())
+        for linear in self._linears:
+            if linear.gradient is not None:
+                linear.gradient /= scale
+        return self._check(sum(torch.stack(losses).tolist()))
+
+    def drop_gradients(self) -> None:
+        """Frees the gradients."""
+        for linear in self._linears:
+            linear.gradient = None
+
+    def terms(
+        self, space: ChannelSpace, indices: Mapping[str, Tensor], damping: float, tokens: int
+    ) -> Iterator[SwapTerms]:
+        """Yields what the gains of swapping a space's units follow from, once per linear and copy of the units.
+
+        Args:
+            space: Channel space.
+            indices: Space name -> unit index of the present order.
+            damping: Factor of the curvature; 0 for gains that are exact to first order.
+            tokens: Number of tokens that the mean loss is over.
+        """
+        for linear in self._linears:
+            if linear.gradient is None or linear.site.space is not space:
+                continue
+            row, column = linear.fisher.curvature(tokens)
+            terms = swap_terms(
+                linear.oriented(linear.dense), linear.importance, linear.oriented(linear.gradient),
+                self._order(linear.site, indices), self._config.sparsity, Curvature(row * damping, column),
+            )  # fmt: skip
+            by_unit = torch.argsort(linear.site.units, stable=True).view(linear.site.space.units, linear.site.copies)
+            for copy in by_unit.unbind(1):
+                yield terms.of_positions(copy.to(self._model.device))
+
+    def _check(self, loss: float) -> float:
+        if not math.isfinite(loss):
+            raise CalibrationError(
+                f"the loss of the search is {loss} in {self._model.dtype}: activations overflow (try --dtype float32), "
+                "or the weights are damaged"
+            )
+        return loss
+
+
+@contextmanager
+def hard_masked(
+    model: PreTrainedModel,
+    plan: Plan,
+    importances: Mapping[str, ImportanceFactors],
+    fisher: Mapping[str, Fisher],
+    config: CompileConfig,
+) -> Iterator[HardMasks]:
+    """Inside the context, the pruned linears hold masked weights, and only they have gradients.
+
+    Args:
+        model: Dense model, its channels in base order; unchanged afterwards.
+        plan: The model's plan.
+        importances: Linear name -> importance, for every pruned linear.
+        fisher: Linear name -> Fisher information of the dense weight, for every pruned linear.
+        config: Options.
+    """
+    linears, handles = [], []
+    with ExitStack() as stack:
+        stack.enter_context(frozen(model))
+        if config.activation_checkpointing:
+            stack.enter_context(checkpointed(layer_modules(model, plan)))
+        for site, name in plan.linears():
+            module = linear_module(model, name)
+            parameter = module.get_parameter("weight")
+            assert isinstance(parameter, nn.Parameter)
+            in_out = isinstance(module, Conv1D)
+            masked = _Masked(site, parameter, parameter.data.clone(), importances[name], fisher[name], in_out)
+            linears.append(masked)
+            handles.append(parameter.requires_grad_(True).register_post_accumulate_grad_hook(masked.add))
+        try:
+            yield HardMasks(model, linears, config)
+        finally:
+            for handle in handles:
+                handle.remove()
+            for linear in linears:
+                linear.parameter.data.copy_(linear.dense)
+                linear.parameter.requires_grad_(False)
+                linear.parameter.grad = None

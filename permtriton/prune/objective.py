@@ -1,0 +1,190 @@
+"""What makes a pruned model a good one: the distance of its outputs from the dense model's, lower is better.
+
+``cosine`` is the paper's: the mean over tokens of ``1 - cos`` of the last hidden states (eq. 10). ``kl`` is the mean
+over tokens of ``KL(dense || pruned)`` of the next token's distribution, in nats, for models with a language-model head.
+The dense model's logits are not stored: they follow from its last hidden states, a chunk of tokens at a time.
+"""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import kl_div, log_softmax
+from transformers import PreTrainedModel
+
+from permtriton.config import CompileConfig, ObjectiveKind
+from permtriton.errors import ConfigError
+from permtriton.model.checks import TOLERANCE, relative_difference
+from permtriton.model.forward import cosine_loss, hidden_states, last_hidden_state, without_cache
+
+LOGITS_AT_ONCE = 1 << 24  # logits of one chunk of tokens; a few float32 copies of them are alive at once
+PROBE_TOKENS = 8
+CHOOSE = "choose --objective cosine"
+
+
+class Head:
+    """What a model computes of its last hidden state: the language-model head, with its scaling and soft-capping.
+
+    Args:
+        model: model with a language-model head.
+        ids: token ids to try it on, int64 ``[sequences, tokens]``.
+
+    Raises:
+        ConfigError: the model has no such head, or its logits do not follow from its last hidden state.
+    """
+
+    def __init__(self, model: PreTrainedModel, ids: Tensor) -> None:
+        if not has_head(model):
+            raise ConfigError(f"objective kl needs a language-model head; {type(model).__name__} has none: {CHOOSE}")
+        self._model = model
+        rows = ids[:1, :PROBE_TOKENS].to(model.device)
+        with torch.no_grad(), without_cache(model):
+            self._output = model.base_model(input_ids=rows)
+            expected, found = model(input_ids=rows).logits, self(self._output[0])
+        self.vocabulary = expected.shape[-1]
+        if found.shape != expected.shape or relative_difference(expected, found) > TOLERANCE[model.dtype]:
+            raise ConfigError(
+                f"objective kl: the logits of {type(model).__name__} do not follow from its last hidden state: {CHOOSE}"
+            )
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Returns the logits ``[sequences, tokens, vocabulary]`` of hidden states ``[sequences, tokens, hidden]``."""
+        output = copy.copy(self._output)
+        output["last_hidden_state"] = hidden
+        with _returning(self._model.base_model, output):
+            ids = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
+            return self._model(input_ids=ids).logits
+
+
+@contextmanager
+def _returning(module: Any, output: Any) -> Iterator[None]:
+    """Inside the context, ``module`` and its decoder, which OPT's head calls, return ``output`` and compute nothing."""
+    modules = {id(each): each for each in (module, module.get_decoder()) if each is not None}.values()
+    before = [each.__dict__.get("forward") for each in modules]
+    for each in modules:
+        each.forward = lambda *arguments, **named: output
+    try:
+        yield
+    finally:
+        for each, forward in zip(modules, before, strict=True):
+            del each.forward
+            if forward is not None:
+                each.forward = forward
+
+
+class _ChunkedKL(torch.autograd.Function):
+    """The sum over tokens of ``KL(dense || pruned)``; its gradient is computed with it, a chunk of tokens at a time."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, target: Tensor, head: Head) -> Tensor:
+        total = torch.zeros((), device=hidden.device)
+        grads = []
+        tokens = max(LOGITS_AT_ONCE // head.vocabulary, 1)
+        pairs = zip(hidden.flatten(0, 1).split(tokens), target.flatten(0, 1).split(tokens), strict=True)
+        for pruned, dense in pairs:
+            expected = log_softmax(head(dense.unsqueeze(0)).float(), -1)
+            leaf = pruned.unsqueeze(0).detach().requires_grad_(ctx.needs_input_grad[0])
+            with torch.set_grad_enabled(ctx.needs_input_grad[0]):
+                found = log_softmax(head(leaf).float(), -1)
+                loss = kl_div(found, expected, reduction="sum", log_target=True)
+            if ctx.needs_input_grad[0]:
+                grads += torch.autograd.grad(loss, leaf)
+            total += loss.detach()
+        if grads:
+            ctx.save_for_backward(torch.cat(grads, 1).view_as(hidden))
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.saved_tensors[0] * grad, None, None
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The distance of a model from the dense one on the calibration sequences.
+
+    Attributes:
+        kind: ``kl`` or ``cosine``.
+        target: dense model's last hidden states, ``[sequences, tokens, hidden]``, their channels in the order in which
+            the model has them.
+        head: the model's head; None unless ``kind`` is ``kl``.
+    """
+
+    kind: ObjectiveKind
+    target: Tensor
+    head: Head | None = None
+
+    def loss(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        """Returns the mean loss over the tokens of some sequences, float32 ``[]``.
+
+        Args:
+            hidden: the pruned model's last hidden states, ``[len(rows), tokens, hidden]``.
+            rows: numbers of the sequences, int64 ``[...]``.
+        """
+        dense = self.target[rows.to(self.target.device)].to(hidden.device, non_blocking=True)
+        if self.head is None:
+            return cosine_loss(hidden, dense)
+        total: Tensor = _ChunkedKL.apply(hidden, dense, self.head)
+        return total / hidden.shape[:-1].numel()
+
+    @torch.no_grad()
+    def mean(self, model: PreTrainedModel, ids: Tensor, batch: int, rows: Tensor | None = None) -> float:
+        """Returns the mean loss over sequences.
+
+        Args:
+            model: model to measure.
+            ids: int64 ``[sequences, tokens]``.
+            batch: sequences per forward pass.
+            rows: numbers of the sequences to measure, int64 ``[...]``; all by default.
+        """
+        rows = torch.arange(ids.shape[0]) if rows is None else rows
+        parts = rows.split(batch)
+        losses = torch.stack([self.loss(last_hidden_state(model, ids[part.to(ids.device)]), part) for part in parts])
+        return sum(loss * part.numel() for loss, part in zip(losses.tolist(), parts, strict=True)) / rows.numel()
+
+    def reordered(self, order: Tensor | None) -> "Objective":
+        """Returns the objective of a model whose last hidden state has its channels in another order.
+
+        Args:
+            order: int64 ``[hidden]``, from the present order; None if the channels stay.
+        """
+        return self if order is None else replace(self, target=self.target[..., order.to(self.target.device)])
+
+
+def dense_objective(model: PreTrainedModel, kind: ObjectiveKind, ids: Tensor, batch: int) -> Objective:
+    """Returns the objective with the present, dense outputs of ``model`` as its target.
+
+    Args:
+        model: dense model; its head must not change while the objective is used.
+        kind: ``kl`` or ``cosine``.
+        ids: calibration sequences, int64 ``[sequences, tokens]``.
+        batch: sequences per forward pass.
+
+    Raises:
+        ConfigError: ``kl`` of a model without a language-model head.
+    """
+    head = Head(model, ids) if kind == "kl" else None
+    return Objective(kind, hidden_states(model, ids, batch), head)
+
+
+def order_objective(config: CompileConfig, model: PreTrainedModel) -> ObjectiveKind:
+    """Returns what an order is learned or searched with: ``auto`` is the paper's cosine for ``learned``."""
+    if config.objective == "auto" and config.permutation == "learned":
+        return "cosine"
+    return update_objective(config, model)
+
+
+def update_objective(config: CompileConfig, model: PreTrainedModel) -> ObjectiveKind:
+    """Returns what weights are distilled with: ``auto`` is KL where the model has a language-model head."""
+    if config.objective != "auto":
+        return config.objective
+    return "kl" if has_head(model) else "cosine"
+
+
+def has_head(model: PreTrainedModel) -> bool:
+    """Whether the model has a language-model head, so that the objective may be ``kl``."""
+    return model.base_model is not model and model.get_output_embeddings() is not None

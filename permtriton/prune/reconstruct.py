@@ -1,0 +1,268 @@
+"""Reconstruction: the kept weights of a pruned model are trained layer by layer, to give each dense layer's output.
+
+Two activations run through the layers: the dense model's, whose outputs are the targets, and the pruned model's, which
+are the inputs. So each layer also makes up for the layers before it. Memory is that of one layer, and of its inputs and
+targets on the CPU.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from permtriton.config import CompileConfig
+from permtriton.model.forward import cosine_loss
+from permtriton.model.plan import Plan, layer_modules, linear_module
+from permtriton.progress import Advance, Progress
+from permtriton.prune.kept_weights import KeptWeights, Trained, Trainer, check_tensors, steps_per_epoch, weights_of
+from permtriton.prune.layer_calls import LayerCalls, find_chains, record_chain
+from permtriton.prune.state_file import StateFile
+
+
+@dataclass
+class Reconstructed:
+    """The result of reconstruction.
+
+    Attributes:
+        layers: per trained part of a layer, in order: ``layer``, ``linears``, the held-out loss at ``start`` and
+            ``end``, ``kept`` epoch, ``epochs`` and ``seconds``.
+        left: name of a layer or linear that was not trained -> why.
+    """
+
+    layers: list[dict[str, Any]] = field(default_factory=list)
+    left: dict[str, str] = field(default_factory=dict)
+
+    def report(self) -> dict[str, Any]:
+        """Returns everything, for the report."""
+        return {"layers": self.layers, "left": self.left}
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """A layer with its pruned weights, by the names of their linears."""
+
+    module: nn.Module
+    weights: dict[str, nn.Parameter]
+    parts: tuple[dict[str, nn.Parameter], ...]  # those to train, one part after the other
+
+
+@torch.enable_grad()
+def reconstruct(
+    model: PreTrainedModel,
+    plan: Plan,
+    dense_weights: Mapping[str, Tensor],
+    ids: Tensor,
+    config: CompileConfig,
+    progress: Progress,
+    state: StateFile | None = None,
+) -> Reconstructed:
+    """Trains the kept weights of the pruned linears layer by layer; nothing else of the model changes.
+
+    A tenth of the sequences is held out. For each layer, the weights of the epoch with the lowest loss on it are kept,
+    which may be those before training. With ``window`` mlp, the linears in the submodule that holds the layer's first
+    linear (the attention) are trained first, and the others after them; the target is the layer's output for both.
+
+    What cannot be trained this way stays as it is, and is reported: linears outside layers, layers that run several
+    times, weights that several layers share.
+
+    Args:
+        model: pruned model; its weights change in place.
+        plan: the model's plan.
+        dense_weights: name of each pruned linear -> its weight before pruning, in the present order of channels.
+        ids: calibration sequences, int64 ``[sequences, tokens]``.
+        config: options.
+        progress: progress reporter, one step per optimizer step.
+        state: file that keeps the state between layers, to continue from and to write to; None keeps no state. Its
+            fingerprint must cover the pruned weights, or what they follow from.
+
+    Raises:
+        CalibrationError: a loss or a gradient is not finite.
+        OutputError: the state is damaged, or cannot be written.
+    """
+    layers, left = _layers(model, plan, config)
+    dense = partial(_swapped, weights_of(model, [name for _, name in plan.linears()]), dense_weights)
+    modules = {name: layer.module for name, layer in layers.items()}
+    chains, problems = find_chains(model, modules, ids[:1], dense)
+    result = Reconstructed(left={**left, **problems})
+    for name, reason in result.left.items():
+        progress.say(f"reconstruct: {name} keeps its weights: {reason}")
+    parts = [(name, part) for chain in chains for name in chain for part in layers[name].parts]
+    finished = _load(state, parts, result) if state else {}
+    if finished:
+        progress.say(f"reconstruct: continuing after {result.layers[-1]['layer']} of an interrupted run")
+    steps = config.update.update_epochs * steps_per_epoch(ids.shape[0], config)
+    with progress.stage("reconstruct", len(parts) * steps) as advance:
+        advance(len(result.layers) * steps)
+        for name, problem in _problems(model, layers, chains, ids, dense, dense_weights, config):
+            for part in layers[name].parts:
+                if not part.keys() <= finished.keys():
+                    result.layers.append({"layer": name, **problem.train(model, part, name, advance)})
+                    finished |= KeptWeights(part).snapshot()
+                    _save(state, finished, result)
+    return result
+
+
+def _problems(
+    model: PreTrainedModel,
+    layers: Mapping[str, _Layer],
+    chains: Sequence[Sequence[str]],
+    ids: Tensor,
+    dense: Callable[[], AbstractContextManager[None]],
+    dense_weights: Mapping[str, Tensor],
+    config: CompileConfig,
+) -> Iterator[tuple[str, "_Problem"]]:
+    """Yields each layer's name and problem, in order; the next one's inputs follow from the weights at that time."""
+    for chain in chains:
+        modules = {name: layers[name].module for name in chain}
+        with dense():
+            dense_calls, target = record_chain(model, modules, ids)
+        calls, hidden = record_chain(model, modules, ids)
+        for name in chain:
+            with _swapped(layers[name].weights, dense_weights):
+                dense_calls[name].try_together(target)
+                target = dense_calls[name].run(target, config.micro_batch_size)
+            calls[name].try_together(hidden)
+            yield name, _Problem(calls[name], hidden, target, config)
+            hidden = calls[name].run(hidden, config.micro_batch_size)
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """A layer's calls with its inputs and targets, ``[sequences, tokens, hidden]`` each, on the CPU."""
+
+    calls: LayerCalls
+    hidden: Tensor
+    target: Tensor
+    config: CompileConfig
+
+    def loss(self, rows: Tensor) -> Tensor:
+        """Returns the mean loss over the tokens of some sequences, float32 ``[]``."""
+        found = self.calls(self.hidden[rows], rows)
+        target = self.target[rows].to(found.device, non_blocking=True)
+        kind = self.config.update.reconstruct_loss
+        return cosine_loss(found, target) if kind == "cosine" else squared_loss(found, target)
+
+    def train(
+        self, model: nn.Module, weights: Mapping[str, nn.Parameter], name: str, advance: Advance
+    ) -> dict[str, Any]:
+        """Trains some weights of the layer called ``name`` and returns their entry in the report."""
+        started = time.perf_counter()
+        kept, trained = KeptWeights(weights), Trained()
+        with kept.trainable(model):
+            sequences, tokens = self.hidden.shape[:2]
+            trainer = Trainer(kept, self.loss, sequences, tokens, self.config, name)
+            trainer.fit(trained, advance)
+        return {
+            "linears": list(weights),
+            "start": trained.history[0].held_out,
+            "end": trained.history[trained.kept].held_out,
+            **trained.report(),
+            "seconds": time.perf_counter() - started,
+        }
+
+
+def squared_loss(hidden: Tensor, target: Tensor) -> Tensor:
+    """Returns the mean over tokens of ``|hidden - target|^2 / |target|^2``, float32 ``[]``.
+
+    Args:
+        hidden: ``[sequences, tokens, hidden]``.
+        target: dense layer's output, of the same shape.
+    """
+    target = target.float()
+    sizes = target.square().sum(-1).clamp_min(torch.finfo(torch.float32).tiny)
+    return ((hidden.float() - target).square().sum(-1) / sizes).mean()
+
+
+@contextmanager
+def _swapped(weights: Mapping[str, nn.Parameter], others: Mapping[str, Tensor]) -> Iterator[None]:
+    """Inside the context, the weights have the values of ``others``; all is done in place."""
+    before = {name: weight.detach().to("cpu", copy=True) for name, weight in weights.items()}
+    try:
+        _copy(weights, others)
+        yield
+    finally:
+        _copy(weights, before)
+
+
+@torch.no_grad()
+def _copy(weights: Mapping[str, nn.Parameter], values: Mapping[str, Tensor]) -> None:
+    for name, weight in weights.items():
+        weight.copy_(values[name])
+
+
+def _layers(model: nn.Module, plan: Plan, config: CompileConfig) -> tuple[dict[str, _Layer], dict[str, str]]:
+    """Returns name -> layer in execution order, and name -> reason of the linears that no layer can train."""
+    names = {module: name for name, module in model.named_modules()}
+    owners: dict[int, set[str]] = {}  # id of a parameter -> the layers that use it; "" for what is outside of layers
+    layer_of: dict[nn.Module, str] = {}
+    for layer in layer_modules(model, plan):
+        layer_of |= dict.fromkeys(layer.modules(), names[layer])
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), set()).add(layer_of.get(module, ""))
+    linears: dict[str, list[str]] = {name: [] for name in layer_of.values()}
+    left: dict[str, str] = {}
+    for _, name in plan.linears():
+        module = linear_module(model, name)
+        found = owners[id(module.get_parameter("weight"))]
+        if found == {""}:
+            left[name] = "it stands outside the layers"
+        elif len(found) > 1:
+            left[name] = "its weight is used elsewhere, too"
+        if module in layer_of:
+            linears[layer_of[module]].append(name)
+    layers = {}
+    for name, own in linears.items():
+        weights = weights_of(model, own)
+        trained = {linear: weight for linear, weight in weights.items() if linear not in left}
+        layers[name] = _Layer(model.get_submodule(name), weights, _parts(name, trained, config))
+    return layers, left
+
+
+def _parts(layer: str, weights: dict[str, nn.Parameter], config: CompileConfig) -> tuple[dict[str, nn.Parameter], ...]:
+    parts: dict[bool, dict[str, nn.Parameter]] = {}
+    first = ""
+    for name, weight in weights.items():
+        child = name.removeprefix(f"{layer}.").partition(".")[0]
+        first = first or child
+        parts.setdefault(config.update.window == "mlp" and child != first, {})[name] = weight
+    return tuple(parts.values())
+
+
+def _save(state: StateFile | None, finished: Mapping[str, Tensor], result: Reconstructed) -> None:
+    if state is not None:
+        state.write(finished, {"layers": json.dumps(result.layers)})
+
+
+def _load(
+    state: StateFile, parts: Sequence[tuple[str, dict[str, nn.Parameter]]], result: Reconstructed
+) -> dict[str, Tensor]:
+    """Restores the finished layers and returns their kept weights by linear; empty where there is no state.
+
+    Raises:
+        OutputError: the state is damaged.
+    """
+    found = state.read()
+    if found is None:
+        return {}
+    tensors, texts = found
+    try:
+        layers = json.loads(texts["layers"])
+        done = [(entry["layer"], entry["linears"]) for entry in layers]
+    except (KeyError, TypeError, ValueError) as error:
+        raise state.damaged(f"its layers cannot be read ({error})") from error
+    if done != [(name, list(part)) for name, part in parts[: len(done)]]:
+        raise state.damaged("its layers are not the model's")
+    weights = {linear: weight for _, part in parts[: len(done)] for linear, weight in part.items()}
+    finished = KeptWeights(weights)
+    check_tensors(state, tensors, {name: tuple(kept.shape) for name, kept in finished.values.items()})
+    finished.write(tensors)
+    result.layers = layers
+    return tensors

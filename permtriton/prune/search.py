@@ -1,0 +1,391 @@
+"""Search for a channel order by gains of swaps, measured on the model itself.
+
+The weights do not change and stay in base order; each pruned linear sees its weight through an N:M mask that follows
+the present order. A round takes the gradient of the loss over all calibration sequences and with it the gain, exact
+to first order, of every swap of two channels (`permtriton.kernels.swap_gains`), less ``damping`` times the curvature
+of the loss: the second-order rise from every weight that the swap flips. It chooses disjoint swaps with positive
+gains, applies them to all spaces at once, and keeps them only if the loss falls; else it tries again with twice the
+damping, which leaves fewer and safer swaps. The result is therefore never worse than the start. As in a trust region,
+the damping of a round that succeeded at once is lowered for the next one.
+"""
+
+import json
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from permtriton.config import CompileConfig
+from permtriton.errors import ConfigError
+from permtriton.kernels.importance import ImportanceFactors
+from permtriton.kernels.swap_gains import swap_gains
+from permtriton.model.plan import ChannelSpace, Plan
+from permtriton.permutation import identity, is_permutation, moved
+from permtriton.progress import Progress
+from permtriton.prune.fisher import fisher_information
+from permtriton.prune.hard_masks import HardMasks, hard_masked
+from permtriton.prune.objective import Objective
+from permtriton.prune.state_file import StateFile
+
+PARTNERS = 8  # best partners of each channel that the matching chooses from
+GAINS_AT_ONCE = 1 << 24  # gains of a panel of channels with all their partners, in memory at once
+RAISE, LOWER = 2.0, 0.6  # factors of the damping after a trial that failed, and after a round that succeeded at once
+TRIALS = 5  # sets of swaps that a round tries at most
+LEAST_DAMPING = 1e-2
+LEAST_GAIN = 1e-3  # of the loss; two rounds in a row that gain less are the last
+
+
+@dataclass(frozen=True)
+class Round:
+    """The outcome of one round.
+
+    Attributes:
+        round: Number of the round, from 1; 0 is the base order.
+        loss: Mean loss over the calibration sequences, in the order that the round ends with.
+        swaps: Number of swaps that were kept, over all spaces.
+        predicted: Fall of the loss that the gains of the kept swaps predict.
+        damping: Factor of the curvature in the gains of the last trial.
+        trials: Number of sets of swaps that were tried; all but the last failed.
+        moved: Number of units, over all spaces, that are not where the base order has them.
+        seconds: Time of the round.
+    """
+
+    round: int
+    loss: float
+    swaps: int
+    predicted: float
+    damping: float
+    trials: int
+    moved: int
+    seconds: float
+
+
+@dataclass
+class Searched:
+    """The result of the search.
+
+    Attributes:
+        indices: Space name -> unit index relative to the base order, int64 ``[units]`` on the CPU.
+        history: All rounds so far; the first is the base order.
+        finished: Whether the last round was the last one.
+    """
+
+    indices: dict[str, Tensor]
+    history: list[Round] = field(default_factory=list)
+    finished: bool = False
+
+    @property
+    def loss(self) -> float:
+        """Mean loss over the calibration sequences in the order found."""
+        return self.history[-1].loss
+
+
+@dataclass(frozen=True)
+class Swaps:
+    """Swaps of two positions; no two of them touch the same group.
+
+    Attributes:
+        space: Number of the space of each swap, int64 ``[swaps]``.
+        left: First position, int64 ``[swaps]``.
+        right: Second position, int64 ``[swaps]``.
+        gain: Predicted fall of the loss, float32 ``[swaps]``.
+    """
+
+    space: Tensor
+    left: Tensor
+    right: Tensor
+    gain: Tensor
+
+    @property
+    def count(self) -> int:
+        """Number of swaps."""
+        return self.gain.numel()
+
+    def applied(self, spaces: Sequence[ChannelSpace], indices: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns the unit indices after the swaps."""
+        new = dict(indices)
+        for number, space in enumerate(spaces):
+            left, right = self.left[self.space == number], self.right[self.space == number]
+            index = indices[space.name].clone()
+            index[left], index[right] = indices[space.name][right], indices[space.name][left]
+            new[space.name] = index
+        return new
+
+
+class SearchFile(StateFile):
+    """The state between rounds."""
+
+    def load(self, spaces: Sequence[ChannelSpace]) -> Searched | None:
+        """Returns the result so far, or None where there is no state of this run.
+
+        Raises:
+            OutputError: The state is damaged.
+        """
+        state = self.read()
+        if state is None:
+            return None
+        tensors, texts = state
+        shapes = {name: tuple(index.shape) for name, index in tensors.items()}
+        if shapes != {space.name: (space.units,) for space in spaces}:
+            raise self.damaged(f"it holds the spaces {sorted(tensors)}")
+        for name, index in tensors.items():
+            if not is_permutation(index):
+                raise self.damaged(f"the index of {name} is not a permutation")
+        try:
+            history = [Round(**each) for each in json.loads(texts["history"])]
+            finished = bool(json.loads(texts["finished"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise self.damaged(f"its history cannot be read ({error})") from error
+        if not history or [each.round for each in history] != list(range(len(history))):
+            raise self.damaged(f"its history has {len(history)} rounds that are not numbered from 0")
+        return Searched(tensors, history, finished)
+
+    def save(self, result: Searched) -> None:
+        """Replaces the state by the result so far.
+
+        Raises:
+            OutputError: The file cannot be written.
+        """
+        history = json.dumps([asdict(each) for each in result.history])
+        self.write(result.indices, {"history": history, "finished": json.dumps(result.finished)})
+
+
+def search(
+    model: PreTrainedModel,
+    plan: Plan,
+    importances: Mapping[str, ImportanceFactors],
+    ids: Tensor,
+    objective: Objective,
+    config: CompileConfig,
+    progress: Progress,
+    state: SearchFile | None = None,
+) -> Searched:
+    """Searches a unit index for every space that may move.
+
+    Args:
+        model: Dense model, its channels in base order; unchanged on return.
+        plan: The model's plan.
+        importances: Linear name -> importance, for every pruned linear.
+        ids: Calibration sequences, int64 ``[sequences, tokens]``.
+        objective: The loss, with the dense model's outputs on ``ids``.
+        config: Options.
+        progress: Progress reporter, one step per sequence and pass.
+        state: Storage of the state between rounds, to continue from and to write to; None keeps no state.
+
+    Raises:
+        CalibrationError: The loss or its gradient is not finite.
+        ConfigError: No permutation is left to search.
+        OutputError: The state cannot be written.
+    """
+    spaces = [space for space in plan.spaces if not space.frozen]
+    if not spaces:
+        raise ConfigError(
+            "no permutation is left to search: none of this model's channels may move (see permtriton inspect); use "
+            "--permutation none"
+        )
+    fisher = fisher_information(model, plan, objective.kind, ids, config, progress)
+    with hard_masked(model, plan, importances, fisher, config) as masks:
+        searcher = Searcher(masks, spaces, ids, objective, config)
+        result = state.load(spaces) if state else None
+        if result is None:
+            base = {space.name: identity(space.units) for space in spaces}
+            start = Round(0, searcher.loss(base), 0, 0.0, config.search.damping, 0, 0, 0.0)
+            result = Searched(base, [start])
+        else:
+            progress.say(f"continuing after round {result.history[-1].round} of an interrupted run")
+        with progress.stage("search", config.search.rounds * ids.shape[0]) as advance:
+            advance((len(result.history) - 1) * ids.shape[0])
+            while not result.finished:
+                last, first = result.history[-1], result.history[0]
+                note = f"round {last.round + 1}, loss {last.loss:.4f}, base {first.loss:.4f}, {last.swaps} swaps"
+                searcher.round(result, partial(advance, note=note))
+                if state:
+                    state.save(result)
+    return result
+
+
+class Searcher:
+    """The rounds of one search."""
+
+    def __init__(
+        self,
+        masks: HardMasks,
+        spaces: Sequence[ChannelSpace],
+        ids: Tensor,
+        objective: Objective,
+        config: CompileConfig,
+    ) -> None:
+        self._masks, self._spaces, self._ids = masks, spaces, ids
+        self._objective, self._config = objective, config
+
+    def loss(self, indices: Mapping[str, Tensor]) -> float:
+        """Returns the mean loss over all sequences in an order.
+
+        Raises:
+            CalibrationError: The loss is not finite.
+        """
+        self._masks.set(indices)
+        return self._masks.loss(self._objective, self._ids)
+
+    def round(self, result: Searched, advance: Callable[[int], None] | None = None) -> None:
+        """Runs one round and records it in ``result``.
+
+        Args:
+            result: The result so far.
+            advance: Called with the number of sequences after each backward pass.
+
+        Raises:
+            CalibrationError: The loss or its gradient is not finite.
+        """
+        started, before = time.perf_counter(), result.history[-1]
+        least = min(LEAST_DAMPING, self._config.search.damping)
+        damping = max(before.damping * (LOWER if before.trials == 1 else 1), least)
+        self._masks.set(result.indices)
+        self._masks.take_gradients(self._objective, self._ids, advance)
+        swaps, loss, trials = None, before.loss, 0
+        while trials < TRIALS and damping >= least:
+            proposed = self.swaps(result.indices, damping, before.round + 1)
+            if not proposed.count:
+                damping *= LOWER
+                continue
+            indices = proposed.applied(self._spaces, result.indices)
+            found, trials = self.loss(indices), trials + 1
+            if found < before.loss:
+                result.indices, swaps, loss = indices, proposed, found
+                break
+            damping *= RAISE
+        self._masks.drop_gradients()
+        result.history.append(
+            Round(
+                round=before.round + 1,
+                loss=loss,
+                swaps=swaps.count if swaps else 0,
+                predicted=float(swaps.gain.sum()) if swaps else 0.0,
+                damping=damping,
+                trials=trials,
+                moved=sum(moved(index) for index in result.indices.values()),
+                seconds=time.perf_counter() - started,
+            )
+        )
+        losses = [each.loss for each in result.history[-3:]]
+        weak = len(losses) == 3 and all(a - b < LEAST_GAIN * a for a, b in pairwise(losses))
+        result.finished = weak or before.round + 1 >= self._config.search.rounds
+
+    def swaps(self, indices: Mapping[str, Tensor], damping: float, number: int) -> Swaps:
+        """Returns disjoint swaps of all spaces with positive gains, chosen greedily.
+
+        Args:
+            indices: Space name -> unit index of the present order, in which the gradients were taken.
+            damping: Factor of the curvature in the gains.
+            number: Number of the round, which decides random blocks.
+        """
+        found = []
+        for place, space in enumerate(self._spaces):
+            panels = _panels(space, self._config, number)
+            parts = [self._partners(space, indices, damping, batch) for batch in panels]
+            left, right, gain = (torch.cat(each) for each in zip(*parts, strict=True))
+            chosen = disjoint(left, right, gain, self._config.sparsity.group)
+            found.append((torch.full_like(chosen, place), left[chosen], right[chosen], gain[chosen]))
+        places, left, right, gain = (torch.cat(parts) for parts in zip(*found, strict=True))
+        return Swaps(places, left, right, gain)
+
+    def _partners(
+        self, space: ChannelSpace, indices: Mapping[str, Tensor], damping: float, panels: "Sequence[_Panel]"
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns (left position, right position, gain) of the best partners of the left positions of some panels."""
+        group = self._config.sparsity.group
+        totals: list[Tensor] = []
+        for terms in self._masks.terms(space, indices, damping, self._ids.numel()):
+            gains = [swap_gains(terms.of_positions(each.left), terms.of_positions(each.right)) for each in panels]
+            totals = [total.add_(more) for total, more in zip(totals, gains, strict=True)] if totals else gains
+        none = torch.empty(0, dtype=torch.int64)
+        found = [(none, none, torch.empty(0))]
+        for (left, right), total in zip(panels, totals, strict=False):  # no totals for experts that no token visits
+            places = torch.arange(right.numel()), torch.arange(left.numel()).unsqueeze(1)
+            twice = (places[0] <= places[1]) | (left.unsqueeze(1) // group == right // group)
+            best = total.masked_fill_(twice.to(total.device), -math.inf).topk(min(PARTNERS, right.numel()), dim=1)
+            useful = best.values > 0
+            rows = useful.nonzero()[:, 0].cpu()
+            found.append((left[rows], right[best.indices[useful].cpu()], best.values[useful].cpu()))
+        left, right, gain = (torch.cat(each) for each in zip(*found, strict=True))
+        return left, right, gain
+
+
+class _Panel(NamedTuple):
+    """Positions whose swaps with later positions are looked at together.
+
+    Attributes:
+        left: int64 ``[positions]``, whole groups.
+        right: int64 ``[positions]``: those of ``left``, and the later ones that they may change places with.
+    """
+
+    left: Tensor
+    right: Tensor
+
+
+def _panels(space: ChannelSpace, config: CompileConfig, number: int) -> list[list[_Panel]]:
+    """Returns the panels of a space in batches whose gains fit in memory together."""
+    group, size = config.sparsity.group, 0
+    batches: list[list[_Panel]] = [[]]
+    for pool in _pools(space, config, number):
+        height = max(GAINS_AT_ONCE // pool.numel() // group, 1) * group
+        for start in range(0, pool.numel(), height):
+            panel = _Panel(pool[start : start + height], pool[start:])
+            more = panel.left.numel() * panel.right.numel()
+            if batches[-1] and size + more > GAINS_AT_ONCE:
+                batches.append([])
+                size = 0
+            batches[-1].append(panel)
+            size += more
+    return batches
+
+
+def _pools(space: ChannelSpace, config: CompileConfig, number: int) -> list[Tensor]:
+    """Returns sets of positions, int64 ``[positions]`` each, inside which channels are swapped: whole groups."""
+    group, size = config.sparsity.group, config.search.search_block
+    generator = torch.Generator().manual_seed(config.seed * 1_000_003 + number)
+    pools, start = [], 0
+    for segment in space.segments:
+        positions = torch.arange(start, start + segment)
+        if 0 < size < segment:
+            groups = positions.view(-1, group)[torch.randperm(segment // group, generator=generator)]
+            pools += [pool.flatten() for pool in groups.split(max(size // group, 2))]
+        else:
+            pools.append(positions)
+        start += segment
+    return pools
+
+
+def disjoint(left: Tensor, right: Tensor, gain: Tensor, group: int) -> Tensor:
+    """Returns the numbers of the swaps that a greedy choice by falling gain takes, touching every group at most once.
+
+    Swaps that are the best of both their groups are taken together, until none is left.
+
+    Args:
+        left: First position of each swap, int64 ``[swaps]``.
+        right: Second position, int64 ``[swaps]``.
+        gain: Gain, float32 ``[swaps]``.
+        group: Channels per group.
+    """
+    order = gain.argsort(descending=True, stable=True)
+    ends = torch.stack((left, right))[:, order] // group
+    alive = torch.arange(order.numel())  # ranks of the swaps that may still be taken
+    groups = int(ends.max()) + 1 if order.numel() else 0
+    taken = []
+    while alive.numel():
+        best = torch.full((groups,), order.numel())
+        for end in ends:
+            best.scatter_reduce_(0, end[alive], alive, "amin")
+        wins = (best[ends[0, alive]] == alive) & (best[ends[1, alive]] == alive)
+        taken.append(alive[wins])
+        used = torch.zeros(groups, dtype=torch.bool)
+        used[ends[:, alive[wins]].flatten()] = True
+        alive = alive[~(used[ends[0, alive]] | used[ends[1, alive]])]
+    return order[torch.cat(taken).sort().values] if taken else order

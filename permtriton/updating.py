@@ -1,0 +1,75 @@
+"""How the model is pruned: by masks, and by the parts of the weight update, one after another."""
+
+from typing import Any
+
+from permtriton.model.plan import linear_module
+from permtriton.prune.distill import distill
+from permtriton.prune.objective import dense_objective, update_objective
+from permtriton.prune.promises import check_loss, check_retained, retained_importance, total_importance
+from permtriton.prune.reconstruct import reconstruct
+from permtriton.prune.state_file import StateFile
+from permtriton.prune.weights import mask_weights, update_weights
+from permtriton.stages import Permuted, Prepared, Work
+
+
+def mask(work: Work, prepared: Prepared, permuted: Permuted) -> None:
+    """Prunes the model by masks of its importance, and checks that they keep what the order promised.
+
+    Args:
+        work: model, config and progress reporter.
+        prepared: plan of the model.
+        permuted: model with its channels in the new order.
+
+    Raises:
+        VerificationError: the masks retain another importance, or the loss is another one.
+    """
+    model, plan, pattern = work.model, prepared.plan, work.config.sparsity
+    importances = work.importances(plan, permuted.statistics)
+    promised = permuted.retained or retained_importance(model, plan, importances, pattern, {})
+    mask_weights(model, plan, importances, pattern)
+    check_retained(promised, total_importance(model, plan, importances))
+    if permuted.objective is not None and permuted.promised_loss is not None:
+        found = permuted.objective.mean(model, prepared.ids, work.config.micro_batch_size)
+        check_loss(permuted.promised_loss, found, model.dtype)
+
+
+def updated(work: Work, prepared: Prepared, permuted: Permuted) -> dict[str, Any]:
+    """Prunes the model and runs the parts of the weight update; without one, the model stays dense.
+
+    Args:
+        work: model, config and progress reporter.
+        prepared: plan of the model, and what was measured on it.
+        permuted: model with its channels in the new order.
+
+    Returns:
+        Part of the weight update -> what it reports, in the order in which they ran.
+
+    Raises:
+        PermTritonError: a Hessian cannot be inverted, training fails, or a check failed.
+    """
+    model, config, plan, parts = work.model, work.config, prepared.plan, work.config.updates
+    weights = {name: linear_module(model, name).get_parameter("weight").detach() for _, name in plan.linears()}
+    dense = {name: weight.to("cpu", copy=True) for name, weight in weights.items()} if "reconstruct" in parts else {}
+    kind = update_objective(config, model)
+    objective = permuted.objective if permuted.objective and permuted.objective.kind == kind else None
+    if "distill" in parts and objective is None:
+        objective = dense_objective(model, kind, prepared.ids, prepared.batch)
+    reports: dict[str, Any] = {}
+    if "sparsegpt" in parts:
+        with work.timed("sparsegpt"):
+            update_weights(model, plan, permuted.statistics, prepared.ids, prepared.batch, config, work.progress)
+            reports["sparsegpt"] = {"mask": config.update_mask}
+    elif parts:
+        mask(work, prepared, permuted)
+    if "reconstruct" in parts:
+        with work.timed("reconstruct"):
+            state = work.state(StateFile, "reconstruct", work.fingerprint(prepared.ids))
+            found = reconstruct(model, plan, dense, prepared.ids, config, work.progress, state)
+            reports["reconstruct"] = found.report()
+    if "distill" in parts:
+        with work.timed("distill"):
+            assert objective is not None
+            state = work.state(StateFile, "distill", work.fingerprint(prepared.ids))
+            trained = distill(model, plan, prepared.ids, objective, config, work.progress, state)
+            reports["distill"] = trained.report()
+    return reports

@@ -1,0 +1,65 @@
+"""A small search problem, and ways to run it and compare its results."""
+
+from dataclasses import replace
+
+import torch
+from transformers import PreTrainedModel
+
+from permtriton import CompileConfig, NMPattern, find_plan
+from permtriton.model.plan import Plan
+from permtriton.progress import NoProgress
+from permtriton.prune.fisher import fisher_information
+from permtriton.prune.hard_masks import hard_masked
+from permtriton.prune.importance import importances_of
+from permtriton.prune.objective import dense_objective, has_head
+from permtriton.prune.search import Searched, search
+from permtriton.prune.statistics import channel_norms
+
+from . import zoo
+from .learning import plant, same_indices, tiny
+
+PATTERN = NMPattern(2, 4)
+OPTIONS = {"permutation": "searched", "importance": "wanda", "rounds": 4, "activation_checkpointing": False}
+
+
+class Problem:
+    """A model with every argument that `search` takes; its experts, if any, must be unstacked."""
+
+    def __init__(self, model: PreTrainedModel, plan: Plan, ids: torch.Tensor, pattern: NMPattern = PATTERN) -> None:
+        self.model, self.plan, self.ids, self.pattern = model, plan, ids, pattern
+        norms = channel_norms(model, plan.sites, ids, 4, NoProgress())
+        self.importances = importances_of(model, plan, "wanda", norms)
+        self.objective = dense_objective(model, "kl" if has_head(model) else "cosine", ids, 4)
+
+    def config(self, **options: object) -> CompileConfig:
+        return CompileConfig.from_options({"sparsity": str(self.pattern), **OPTIONS, **options})
+
+    def search(self, progress=None, state=None, **options: object) -> Searched:
+        arguments = (self.ids, self.objective, self.config(**options), progress or NoProgress(), state)
+        return search(self.model, self.plan, self.importances, *arguments)
+
+    def masked(self, **options: object):
+        config = self.config(**options)
+        fisher = fisher_information(self.model, self.plan, self.objective.kind, self.ids, config, NoProgress())
+        return hard_masked(self.model, self.plan, self.importances, fisher, config)
+
+    def loss(self, indices: dict[str, torch.Tensor]) -> float:
+        with self.masked() as masks:
+            masks.set(indices)
+            return masks.loss(self.objective, self.ids)
+
+    @property
+    def spaces(self) -> list:
+        return [space for space in self.plan.spaces if not space.frozen]
+
+
+def planted(dtype: torch.dtype = torch.float32) -> Problem:
+    """A model whose order is bad by construction, see `plant`."""
+    model = plant(tiny(dtype))
+    return Problem(model, find_plan(model, PATTERN), zoo.tiny_ids(8, 12))
+
+
+def same(one: Searched, other: Searched) -> bool:
+    """Whether two results are equal bit for bit, apart from their times."""
+    histories = [[replace(each, seconds=0.0) for each in result.history] for result in (one, other)]
+    return histories[0] == histories[1] and one.finished == other.finished and same_indices(one, other)

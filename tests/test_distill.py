@@ -1,0 +1,207 @@
+"""Distillation trains the kept weights and nothing else, and never ends worse than it began."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from permtriton.errors import CalibrationError
+from permtriton.model.experts import unstacked_experts
+from permtriton.model.forward import last_hidden_state
+from permtriton.prune.kept_weights import schedule, split
+
+from . import zoo
+from .updating import STEPS, Pruned, Recording, equal, facts, interrupt, only_kept_weights_change, same, tiny
+
+
+def test_the_kept_weights_move_and_the_loss_falls():
+    pruned, progress = tiny(), Recording()
+    before = pruned.loss()
+    with only_kept_weights_change(pruned):
+        result = pruned.distill(progress)
+    assert pruned.moved() == set(pruned.weights), "every linear"
+    assert pruned.loss() < 0.9 * before
+    assert progress.steps == [0, *[1] * (3 * STEPS)]
+    assert progress.total == 3 * STEPS
+    assert "held-out" in progress.notes[-1]
+    held_out = split(10, 0)[1]
+    assert pruned.loss(held_out) == pytest.approx(result.history[result.kept].held_out, rel=1e-5)
+    assert result.history[result.kept].held_out < result.history[0].held_out
+    json.dumps(result.report(), allow_nan=False)
+
+
+@torch.enable_grad()
+def test_steps_are_those_of_adam_on_masked_gradients():
+    pruned = tiny()
+    pruned.distill(update_epochs=1)
+    result, rows = pruned.trained_weights(), split(10, 0)[0]
+    pruned.reset()
+    optimizer = torch.optim.Adam(pruned.weights.values())
+    order = torch.randperm(9, generator=torch.Generator().manual_seed(1))
+    for step, batch in enumerate(rows[order].split(4)):
+        optimizer.zero_grad()
+        pruned.objective.loss(last_hidden_state(pruned.model, pruned.ids[batch]), batch).backward()
+        for name, weight in pruned.weights.items():
+            weight.grad.masked_fill_(pruned.before[name] == 0, 0)
+        optimizer.param_groups[0]["lr"] = 0.01 * schedule(step, STEPS)
+        optimizer.step()
+    for name, weight in pruned.weights.items():
+        torch.testing.assert_close(result[name], weight.detach(), rtol=0, atol=1e-6)
+    assert pruned.moved() == set(pruned.weights)
+
+
+def test_a_harmful_learning_rate_keeps_the_start():
+    pruned = tiny()
+    with only_kept_weights_change(pruned):
+        result = pruned.distill(update_learning_rate=3.0)
+    assert result.kept == 0
+    assert min(epoch.held_out for epoch in result.history[1:]) > result.history[0].held_out
+    assert not pruned.moved()
+
+
+def test_held_out_sequences_are_not_trained_on():
+    pruned = tiny()
+    rows, held_out = split(10, 0)
+    assert sorted([*rows.tolist(), *held_out.tolist()]) == list(range(10))
+    seen: set[int] = set()
+    loss = pruned.objective.loss
+
+    class Watched(type(pruned.objective)):
+        def loss(self, hidden, rows):
+            if hidden.requires_grad:
+                seen.update(rows.tolist())
+            return loss(hidden, rows)
+
+    pruned.objective = Watched(**vars(pruned.objective))
+    pruned.distill()
+    assert seen == set(rows.tolist())
+
+
+@pytest.mark.parametrize(("sequences", "held_out"), [(1, 1), (2, 1), (19, 1), (64, 6)])
+def test_a_tenth_is_held_out(sequences, held_out):
+    assert [part.numel() for part in split(sequences, 0)] == [max(sequences - held_out, 1), held_out]
+
+
+def test_the_schedule_rises_and_falls_to_nothing():
+    rates = [schedule(step, 100) for step in range(101)]
+    assert rates[4] == max(rates) == 1
+    assert rates[:5] == sorted(rates[:5])
+    assert rates[5:] == sorted(rates[5:], reverse=True)
+    assert 0 < rates[99] < 1e-3
+    assert schedule(0, 1) == 1
+
+
+def test_micro_batches_and_checkpointing_do_not_change_the_result():
+    pruned = tiny()
+    pruned.distill()
+    expected = pruned.trained_weights()
+    assert pruned.moved()
+    for changes in ({"micro_batch_size": 1}, {"micro_batch_size": 3, "activation_checkpointing": True}):
+        pruned.reset().distill(**changes)
+        for name, weight in pruned.weights.items():
+            torch.testing.assert_close(weight.detach(), expected[name], rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_small_steps_move_weights_in_half_precision(dtype):
+    """A step is far below the spacing of these weights: only in float32 do steps add up."""
+    pruned = tiny(dtype)
+    with only_kept_weights_change(pruned):
+        result = pruned.distill(update_learning_rate=1e-3, update_epochs=12)
+    assert pruned.moved() == set(pruned.weights)
+    changed = [(weight != pruned.before[name]).float().mean() for name, weight in pruned.weights.items()]
+    assert sum(changed) / len(changed) > 0.2
+    assert result.history[result.kept].held_out < 0.97 * result.history[0].held_out
+
+
+def test_conv1d():
+    pruned = Pruned(*zoo.planned("gpt2"), zoo.token_ids(10, 12))
+    before = pruned.loss()
+    with only_kept_weights_change(pruned):
+        pruned.distill(update_epochs=2)
+    assert pruned.moved() == set(pruned.weights)
+    assert pruned.loss() < before
+
+
+def test_experts_move_in_the_storage_they_share():
+    model, plan = zoo.planned("qwen3_moe")
+    with unstacked_experts(model):
+        pruned = Pruned(model, plan, zoo.token_ids(20, 24))
+        before = pruned.loss()
+        with only_kept_weights_change(pruned):
+            pruned.distill(update_epochs=2, update_learning_rate=1e-3)
+        assert pruned.moved() == set(pruned.weights)
+        expert = pruned.weights["model.layers.0.mlp.experts.3.gate_up_proj"].detach().clone()
+    assert torch.equal(model.model.layers[0].mlp.experts.gate_up_proj[3], expert)
+    assert pruned.loss() < before
+
+
+def test_a_tied_weight_is_trained_once():
+    model = zoo.tiny_llama()
+    zoo.randomize(model)
+    first, second = (layer.mlp.up_proj for layer in model.model.layers)
+    second.weight = first.weight
+    pruned = Pruned(model)
+    with only_kept_weights_change(pruned):
+        pruned.distill()
+    assert second.weight is first.weight
+    assert "model.layers.0.mlp.up_proj" in pruned.moved()
+    assert len(pruned.weights) == 13
+
+
+def test_frozen_weights_are_trained_and_stay_frozen():
+    pruned = tiny()
+    for parameter in pruned.model.parameters():
+        parameter.requires_grad_(False)
+    with only_kept_weights_change(pruned):
+        pruned.distill(update_epochs=1)
+    assert pruned.moved() == set(pruned.weights)
+
+
+def test_a_model_without_a_head_takes_cosine():
+    pruned = Pruned(*zoo.planned("bert"), zoo.token_ids(10, 12))
+    assert pruned.objective.kind == "cosine"
+    before = pruned.loss()
+    with only_kept_weights_change(pruned):
+        pruned.distill()
+    assert pruned.loss() < before
+
+
+def test_an_interrupt_leaves_the_model_consistent():
+    pruned = tiny()
+    with only_kept_weights_change(pruned), pytest.raises(KeyboardInterrupt):
+        pruned.distill(Recording(STEPS + 2, interrupt))
+
+
+def test_a_loss_that_is_not_finite_is_a_clear_error():
+    pruned = tiny()
+    pruned.objective = replace(pruned.objective, target=torch.full_like(pruned.objective.target, torch.nan))
+    before = facts(pruned.model)
+    with pytest.raises(CalibrationError, match=r"distill: the loss .*--dtype float32"):
+        pruned.distill()
+    assert facts(pruned.model) == before
+
+
+def test_a_gradient_that_is_not_finite_is_a_clear_error():
+    pruned = tiny(torch.float16)
+    handles = [
+        weight.register_hook(lambda grad: torch.full_like(grad, torch.inf))
+        for weight in pruned.weights.values()
+        if weight.requires_grad
+    ]
+    with pytest.raises(CalibrationError, match="gradient"):
+        pruned.distill()
+    for handle in handles:
+        handle.remove()
+    assert not pruned.moved()
+
+
+def test_the_same_seed_gives_the_same_weights():
+    pruned = tiny()
+    first = pruned.distill()
+    weights = pruned.trained_weights()
+    assert same(pruned.reset().distill(), first)
+    assert equal(pruned.trained_weights(), weights)
+    assert [part.tolist() for part in split(10, 1)] != [part.tolist() for part in split(10, 0)]
+    assert not same(pruned.reset().distill(seed=1), first)

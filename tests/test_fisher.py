@@ -1,0 +1,212 @@
+"""The Fisher information is that of plain autograd, token by token, and its draws do not depend on micro batches."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, kl_div, normalize
+from transformers import AlbertConfig, AlbertForMaskedLM
+
+from permtriton import CompileConfig, find_plan
+from permtriton.errors import CalibrationError
+from permtriton.model.plan import ChannelSpace, Plan, Site, linear_module, weight_in_out
+from permtriton.progress import NoProgress
+from permtriton.prune.fisher import Fisher, fisher_information
+
+from . import zoo
+from .expert_stacks import unstacked
+from .kernel_inputs import TWO_FOUR
+from .learning import Counting, stop, unchanged
+
+IDS = zoo.token_ids(5, 7)  # an odd number of logits and of hidden values per sequence
+SEED = 3
+
+
+def found(model, plan, kind="kl", ids=IDS, progress=None, **options: object) -> dict[str, Fisher]:
+    config = CompileConfig.from_options({"seed": SEED, **options})
+    return fisher_information(model, plan, kind, ids, config, progress or NoProgress())
+
+
+def plain(model, plan, kind: str, ids: Tensor = IDS) -> dict[str, Fisher]:
+    """One sequence at a time: squared gradients at every output, and squared inputs, of every call of a linear."""
+    calls: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for _, name in plan.linears()}
+    handles = []
+    for name, seen in calls.items():
+        module = linear_module(model, name)
+        handles.append(module.register_forward_hook(lambda _m, given, out, seen=seen: seen.append((given[0], out))))
+    generator = torch.Generator().manual_seed(SEED)
+    sums = {}
+    for _, name in plan.linears():
+        channels, rows = weight_in_out(linear_module(model, name)).shape
+        sums[name] = Fisher(torch.zeros(rows), torch.zeros(channels))
+    for sequence in ids.unsqueeze(1):
+        for seen in calls.values():
+            seen.clear()
+        if kind == "kl":
+            logits = model(input_ids=sequence).logits[0]
+            gumbel = -torch.log(-torch.log(torch.rand(logits.shape, generator=generator)))
+            loss = cross_entropy(logits, (logits + gumbel).argmax(1), reduction="sum")
+        else:
+            hidden = normalize(model.base_model(input_ids=sequence)[0][0], dim=1)
+            loss = (hidden * torch.randn(hidden.shape, generator=generator)).sum()
+        used = [(sums[name], given, out) for name, seen in calls.items() for given, out in seen]
+        grads = torch.autograd.grad(loss, [out for _, _, out in used], allow_unused=True)
+        for (fisher, given, _), grad in zip(used, grads, strict=True):
+            fisher.row += grad.flatten(0, -2).square().sum(0)
+            fisher.column += given.detach().flatten(0, -2).square().sum(0)
+            fisher.tokens += given.shape[:-1].numel()
+    for handle in handles:
+        handle.remove()
+    return sums
+
+
+def assert_same(one: dict[str, Fisher], other: dict[str, Fisher], tolerance: float = 1e-4) -> None:
+    assert one.keys() == other.keys()
+    for name, fisher in one.items():
+        expected = other[name]
+        assert fisher.tokens == expected.tokens, name
+        for mine, theirs in ((fisher.row, expected.row), (fisher.column, expected.column)):
+            assert mine.dtype == torch.float32
+            torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance * theirs.abs().max().item())
+
+
+def albert() -> nn.Module:
+    """All layers share one set of linears."""
+    torch.manual_seed(0)
+    model = AlbertForMaskedLM._from_config(AlbertConfig(**zoo.SIZES, embedding_size=32))
+    zoo.randomize(model)
+    return model.eval()
+
+
+CASES = [
+    *((name, "kl") for name in ("llama", "llama_tied", "llama_eager", "gpt2", "opt", "falcon", "bert_mlm", "gemma2")),
+    *(("llama", "cosine"), ("bert", "cosine"), ("albert", "kl")),
+]
+
+
+def planned(name: str):
+    if name == "albert":
+        model = albert()
+        return model, find_plan(model, TWO_FOUR)
+    return unstacked(name) if name in zoo.MIXTURES else zoo.planned(name)
+
+
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_rows_and_columns_are_those_of_plain_autograd(name, kind):
+    model, plan = planned(name)
+    expected = plain(model, plan, kind)
+    assert all(fisher.row.max() > 0 for fisher in expected.values())
+    assert max(fisher.tokens for fisher in expected.values()) == IDS.numel() * (zoo.LAYERS if name == "albert" else 1)
+    with unchanged(model):
+        assert_same(found(model, plan, kind, micro_batch_size=2), expected)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe"])
+def test_experts_count_the_tokens_that_come_to_them(name):
+    model, plan = planned(name)
+    expected = plain(model, plan, "kl")
+    mine = found(model, plan, micro_batch_size=2)
+    assert_same(mine, expected)
+    for layer in range(zoo.LAYERS):
+        experts = [f"model.layers.{layer}.mlp.experts.{number}.down_proj" for number in range(5)]
+        assert sum(mine[name].tokens for name in experts) == 2 * IDS.numel()
+        assert len({mine[name].tokens for name in experts}) > 1
+
+
+def test_an_expert_that_no_token_visits_has_no_information():
+    model, plan = planned("mixtral")
+    mine = found(model, plan, ids=IDS[:1, :1])
+    idle = [fisher for name, fisher in mine.items() if ".experts." in name and not fisher.tokens]
+    assert len(idle) == 2 * zoo.LAYERS * (5 - 2)
+    for fisher in idle:
+        row, column = fisher.curvature(1)
+        assert not row.any()
+        assert not column.any()
+
+
+@pytest.mark.parametrize(("name", "kind"), [("llama", "kl"), ("llama", "cosine"), ("gpt2", "kl")])
+def test_micro_batches_and_checkpointing_change_nothing(name, kind):
+    model, plan = planned(name)
+    expected = found(model, plan, kind, micro_batch_size=1, activation_checkpointing=False)
+    for size in (2, 5):
+        for checkpointing in (False, True):
+            options = {"micro_batch_size": size, "activation_checkpointing": checkpointing}
+            with unchanged(model):
+                assert_same(found(model, plan, kind, **options), expected)
+
+
+def test_draws_follow_the_seed():
+    model, plan = planned("llama")
+    first, again, other = (found(model, plan, seed=seed) for seed in (1, 1, 2))
+    name = "model.layers.0.mlp.down_proj"
+    assert torch.equal(first[name].row, again[name].row)
+    assert not torch.allclose(first[name].row, other[name].row, rtol=1e-2)
+    assert torch.equal(first[name].column, other[name].column)
+
+
+def test_an_interrupted_run_leaves_the_model_as_it_was():
+    model, plan = planned("llama")
+    for parameter in model.model.layers[0].parameters():
+        parameter.requires_grad_(False)
+    with unchanged(model), pytest.raises(KeyboardInterrupt):
+        found(model, plan, progress=Counting(2, stop(KeyboardInterrupt())), micro_batch_size=1)
+
+
+def test_gradients_that_are_not_finite_are_refused_by_name():
+    model, plan = planned("llama")
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[0, 0] = float("inf")
+    with pytest.raises(CalibrationError, match=r"model\..*not finite.*--row-weights none"):
+        found(model, plan)
+
+
+class Toy(nn.Module):
+    """A linear on embeddings; its outputs are logits and last hidden state at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.linear = nn.Embedding(3, 4), nn.Linear(4, 5)
+        for parameter in self.parameters():
+            parameter.data = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel()))
+        self.config, self.device, self.base_model = SimpleNamespace(), torch.device("cpu"), self._states
+
+    def _states(self, input_ids: Tensor) -> tuple[Tensor]:
+        return (self.linear(self.embedding(input_ids)),)
+
+    def forward(self, input_ids: Tensor) -> SimpleNamespace:
+        return SimpleNamespace(logits=self._states(input_ids)[0])
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embedding
+
+
+@pytest.mark.parametrize("kind", ["kl", "cosine"])
+def test_the_curvature_is_half_the_second_derivative_of_the_loss(kind):
+    """Over many draws for one token, where rows and columns are independent: by how much removing a weight costs."""
+    model, ids = Toy(), torch.full((40, 1000), 2)
+    space = ChannelSpace("space", (4,), ())
+    plan = Plan([Site("linear", ("linear",), 4, torch.arange(4), space)], [space])
+    fisher = found(model, plan, kind, ids=ids, micro_batch_size=20)["linear"]
+    weight, x = model.linear.weight.detach(), model.embedding.weight[2].detach()
+    dense = weight @ x + model.linear.bias.detach()
+
+    def loss(changed: Tensor) -> Tensor:
+        out = changed @ x + model.linear.bias.detach()
+        if kind == "cosine":
+            return 1 - torch.cosine_similarity(out, dense, dim=0)
+        return kl_div(out.log_softmax(0), dense.log_softmax(0), reduction="sum", log_target=True)
+
+    second = torch.autograd.functional.hessian(loss, weight).flatten(2).flatten(0, 1).diagonal().view_as(weight)
+    row, column = fisher.curvature(ids.numel())
+    torch.testing.assert_close(row.outer(column), second / 2, rtol=0.05, atol=0.01 * second.max().item())
+
+
+def test_directions_do_not_depend_on_micro_batches():
+    """Also where a sequence has no multiple of 16 values, in which randn draws."""
+    space = ChannelSpace("space", (4,), ())
+    plan = Plan([Site("linear", ("linear",), 4, torch.arange(4), space)], [space])
+    ids = torch.randint(0, 3, (5, 7), generator=torch.Generator().manual_seed(0))
+    rows = [found(Toy(), plan, "cosine", ids, micro_batch_size=size)["linear"].row for size in (1, 2, 5)]
+    torch.testing.assert_close(rows[1], rows[0])
+    torch.testing.assert_close(rows[2], rows[0])

@@ -1,0 +1,158 @@
+"""Masks written into weights are the N:M masks of the present order; gradients are autograd's; the model comes back."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+
+from permtriton import CompileConfig, NMPattern, find_plan
+from permtriton.kernels import nm_mask as kernel
+from permtriton.kernels.nm_mask import top_n_mask
+from permtriton.model.forward import last_hidden_state
+from permtriton.model.plan import Plan, linear_module, weight_in_out
+from permtriton.permutation import identity
+from permtriton.prune.fisher import Fisher
+from permtriton.prune.hard_masks import hard_masked
+from permtriton.prune.importance import importances_of
+from permtriton.prune.objective import dense_objective, has_head
+
+from . import zoo
+from .expert_stacks import unstacked
+from .kernel_inputs import TWO_FOUR, rng
+from .updating import facts
+
+IDS = zoo.token_ids(5, 7)
+
+
+class Given:
+    """A model with every argument that `hard_masked` takes."""
+
+    def __init__(self, name: str, pattern: NMPattern = TWO_FOUR, method: str = "wanda", **changes: object) -> None:
+        if name in zoo.MIXTURES:
+            self.model, self.plan = unstacked(name)
+        elif pattern == TWO_FOUR and not changes:
+            self.model, self.plan = zoo.planned(name)
+        else:
+            self.model = zoo.build(name, **changes)
+            self.plan = find_plan(self.model, pattern, layout="portable")
+        self.pattern = pattern
+        statistics = {site.name: torch.rand(site.channels, generator=rng(site.channels)) for site in self.plan.sites}
+        self.importances = importances_of(self.model, self.plan, method, statistics)
+        self.fisher = {}
+        for _, linear in self.plan.linears():
+            channels, rows = self.weight(linear).shape
+            self.fisher[linear] = Fisher(torch.ones(rows), torch.ones(channels), IDS.numel())
+
+    def weight(self, linear: str) -> Tensor:
+        return weight_in_out(linear_module(self.model, linear))
+
+    def masked(self, **options: object):
+        config = CompileConfig.from_options({"sparsity": str(self.pattern), "micro_batch_size": 2, **options})
+        return hard_masked(self.model, self.plan, self.importances, self.fisher, config)
+
+    def expected(self, indices: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Linear name -> masked weight in base order, ``[in_features, out_features]``."""
+        return expected_weights(self.model, self.plan, self.importances, indices, self.pattern)
+
+
+def expected_weights(model, plan: Plan, importances, indices, pattern) -> dict[str, Tensor]:
+    found = {}
+    for site, name in plan.linears():
+        index = site.expand(indices[site.space.name]) if site.space.name in indices else identity(site.channels)
+        weight = weight_in_out(linear_module(model, name)).clone()
+        mask = torch.empty_like(weight, dtype=torch.bool)
+        mask[index] = top_n_mask(importances[name].scores(weight)[index], pattern)
+        found[name] = torch.where(mask, weight, 0)
+    return found
+
+
+@pytest.mark.parametrize("method", ["wanda", "ria", "obs"])
+@pytest.mark.parametrize("name", ["llama", "llama_tied", "gpt2", "falcon", "mixtral", "bert"])
+def test_weights_are_masked_in_the_present_order(name, method):
+    given = Given(name, method=method)
+    for indices in (zoo.random_indices(given.plan), {}, zoo.random_indices(given.plan, 5)):
+        expected = given.expected(indices)
+        with given.masked() as masks:
+            masks.set(indices)
+            for linear, weight in expected.items():
+                assert torch.equal(given.weight(linear), weight), linear
+
+
+@pytest.mark.parametrize("tile", [1, 1 << 19])
+def test_heads_that_hold_no_whole_groups_are_masked_across_heads(tile, monkeypatch):
+    monkeypatch.setattr(kernel, "TILE", tile)
+    given = Given("llama", NMPattern(4, 8), head_dim=12)
+    assert any(space.frozen for space in given.plan.spaces)
+    indices = zoo.random_indices(given.plan)
+    expected = given.expected(indices)
+    with given.masked() as masks:
+        masks.set(indices)
+        assert all(torch.equal(given.weight(linear), weight) for linear, weight in expected.items())
+
+
+def mean_gradients(given: Given, objective, indices: dict[str, Tensor]) -> tuple[float, dict[str, Tensor]]:
+    """The mean loss over all sequences at once and its gradients by the masked weights, on a copy of the model."""
+    model = copy.deepcopy(given.model)
+    for linear, weight in given.expected(indices).items():
+        weight_in_out(linear_module(model, linear)).copy_(weight)
+    loss = objective.loss(last_hidden_state(model, IDS), torch.arange(IDS.shape[0]))
+    weights = {linear: linear_module(model, linear).weight for linear in given.fisher}
+    grads = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
+    return loss.item(), dict(zip(weights, grads, strict=True))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "bert"])
+@pytest.mark.parametrize("micro", [1, 3, 5])
+def test_gradients_are_those_of_the_mean_loss(name, micro):
+    given = Given(name)
+    objective = dense_objective(given.model, "kl" if has_head(given.model) else "cosine", IDS, 2)
+    indices = zoo.random_indices(given.plan)
+    mean, expected = mean_gradients(given, objective, indices)
+    with given.masked(micro_batch_size=micro, activation_checkpointing=micro == 3) as masks:
+        masks.set(indices)
+        for _ in range(2):  # the second does not add to the first
+            assert masks.take_gradients(objective, IDS) == pytest.approx(mean, rel=1e-4)
+        assert masks.loss(objective, IDS) == pytest.approx(mean, rel=1e-4)
+        for (linear, grad), held in zip(expected.items(), masks._linears, strict=True):
+            assert held.parameter.grad is None
+            if held.gradient is None:
+                assert grad is None or not grad.any()
+                continue
+            torch.testing.assert_close(held.gradient, grad, rtol=1e-3, atol=1e-4 * grad.abs().max().item(), msg=linear)
+        assert any(grad is not None and grad.any() for grad in expected.values())
+        masks.drop_gradients()
+        assert all(linear.gradient is None for linear in masks._linears)
+
+
+def test_an_expert_that_no_token_visits_has_no_gradient():
+    given = Given("mixtral")
+    objective = dense_objective(given.model, "kl", IDS[:1, :1], 1)
+    with given.masked() as masks:
+        masks.set({})
+        masks.take_gradients(objective, IDS[:1, :1])
+        idle = {space.name for space in given.plan.spaces if not list(masks.terms(space, {}, 1.0, 1))}
+    assert len(idle) == zoo.LAYERS * (5 - 2)
+
+
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt])
+@pytest.mark.parametrize("name", ["llama_tied", "gpt2", "mixtral"])
+def test_the_model_comes_back(name, error):
+    """To the bit, in the same storage, also after an error between masking and gradients."""
+    given = Given(name)
+    objective = dense_objective(given.model, "kl", IDS, 2)
+    next(given.model.parameters()).requires_grad_(False)
+    first = next(iter(given.fisher))
+    linear_module(given.model, first).weight.requires_grad_(False)
+    before, tensors = facts(given.model), copy.deepcopy(given.model.state_dict())
+    try:
+        with given.masked() as masks:
+            masks.set(zoo.random_indices(given.plan))
+            masks.take_gradients(objective, IDS)
+            assert not torch.equal(tensors[f"{first}.weight"], linear_module(given.model, first).weight)
+            if error:
+                raise error
+    except KeyboardInterrupt:
+        assert error
+    assert facts(given.model) == before
+    assert all(torch.equal(tensors[key], tensor) for key, tensor in given.model.state_dict().items())

@@ -1,0 +1,200 @@
+"""The losses of objectives are those of plain formulas over all logits, however the tokens are split."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import kl_div
+from transformers import CohereConfig, CohereForCausalLM, PreTrainedModel
+
+from permtriton import CompileConfig
+from permtriton.errors import ConfigError
+from permtriton.model.forward import hidden_states, last_hidden_state
+from permtriton.prune import objective as file
+from permtriton.prune.objective import Head, Objective, dense_objective, has_head, order_objective, update_objective
+
+from . import zoo
+from .learning import unchanged
+
+IDS = zoo.token_ids(5, 7)
+ROWS = torch.tensor([3, 0, 4])
+
+
+def cohere() -> PreTrainedModel:
+    torch.manual_seed(0)
+    model = CohereForCausalLM._from_config(CohereConfig(**zoo._GROUPED, logit_scale=0.3))
+    zoo.randomize(model)
+    return model.eval()
+
+
+def softer() -> PreTrainedModel:
+    """Soft-capping that bends these small logits."""
+    return zoo.build("gemma2", final_logit_softcapping=2.0)
+
+
+MODELS = {
+    **{name: lambda name=name: zoo.build(name) for name in ("llama", "llama_tied", "gpt2", "opt", "phi", "bert_mlm")},
+    **{name: lambda name=name: zoo.build(name) for name in ("mixtral", "falcon", "gpt_neox")},
+    "cohere: scaled logits": cohere,
+    "gemma2: capped logits": softer,
+}
+every_head = pytest.mark.parametrize("name", MODELS)
+
+
+def layer_parameters(model: PreTrainedModel) -> list[tuple[str, Tensor]]:
+    """The named parameters of numbered modules."""
+    return [(n, p) for n, p in model.base_model.named_parameters() if any(part.isdigit() for part in n.split("."))]
+
+
+@torch.no_grad()
+def damaged(model: PreTrainedModel) -> PreTrainedModel:
+    """The model with other weights in its layers, and the same head."""
+    for _, parameter in layer_parameters(model):
+        if parameter.ndim > 1:
+            parameter.mul_(torch.where(torch.rand(parameter.shape) < 0.3, 0.2, 1.0))
+    return model
+
+
+def plain_kl(logits: Tensor, dense: Tensor) -> Tensor:
+    tokens = logits.shape[:-1].numel()
+    return kl_div(logits.log_softmax(-1), dense.log_softmax(-1), reduction="sum", log_target=True) / tokens
+
+
+@every_head
+@pytest.mark.parametrize("tokens_at_once", [1, 4, 1000])
+def test_kl_and_its_gradient_are_those_of_all_logits(name, tokens_at_once, monkeypatch):
+    """Value, and gradient at the last hidden state and at the weights."""
+    monkeypatch.setattr(file, "LOGITS_AT_ONCE", tokens_at_once * zoo.VOCABULARY + 5)
+    model = MODELS[name]()
+    objective = dense_objective(model, "kl", IDS, 2)
+    rows = IDS[ROWS]
+    with torch.no_grad():
+        dense = model(input_ids=rows).logits
+    damaged(model)
+    hidden = last_hidden_state(model, rows)
+    loss = objective.loss(hidden, ROWS)
+    expected = plain_kl(model(input_ids=rows).logits, dense)
+    assert loss.dtype == torch.float32
+    assert loss.item() > 0.01
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+
+    norms = [p for n, p in layer_parameters(model) if p.ndim == 1 and n.endswith("weight")]
+    assert len(norms) >= 2
+    found = torch.autograd.grad(3 * loss, norms)
+    for mine, plain in zip(found, torch.autograd.grad(3 * expected, norms), strict=True):
+        torch.testing.assert_close(mine, plain, rtol=1e-4, atol=1e-4 * float(plain.abs().max()))
+
+
+def test_chunks_leave_no_token_out(monkeypatch):
+    """As many chunks as tokens need, and none of them larger than asked for."""
+    model = zoo.build("llama")
+    objective = dense_objective(model, "kl", IDS, 2)
+    sizes = []
+
+    class Watched(Head):
+        def __call__(self, hidden: Tensor) -> Tensor:
+            sizes.append(hidden.shape[1])
+            return super().__call__(hidden)
+
+    objective.head.__class__ = Watched
+    monkeypatch.setattr(file, "LOGITS_AT_ONCE", 4 * zoo.VOCABULARY)
+    objective.loss(last_hidden_state(model, IDS[:2]).detach(), torch.arange(2))
+    assert sizes == [4, 4, 4, 4, 4, 4, 2, 2]
+
+
+def test_the_dense_model_has_no_loss():
+    for name, kind in (("llama", "kl"), ("bert", "cosine")):
+        model = zoo.build(name)
+        assert abs(dense_objective(model, kind, IDS, 2).mean(model, IDS, 3)) < 1e-6
+
+
+@pytest.mark.parametrize("kind", ["kl", "cosine"])
+def test_the_mean_is_over_the_chosen_sequences(kind):
+    model = zoo.build("llama")
+    objective = dense_objective(model, kind, IDS, 2)
+    damaged(model)
+    each = [objective.mean(model, IDS, 1, torch.tensor([row])) for row in range(5)]
+    assert len(set(each)) == 5
+    for batch in (1, 2, 5):
+        assert objective.mean(model, IDS, batch) == pytest.approx(sum(each) / 5, rel=1e-5)
+        chosen = objective.mean(model, IDS, batch, ROWS)
+        assert chosen == pytest.approx((each[3] + each[0] + each[4]) / 3, rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["kl", "cosine"])
+def test_reordered_is_the_objective_of_the_folded_model(kind):
+    model, plan = zoo.planned("llama")
+    objective = dense_objective(model, kind, IDS, 2)
+    damaged(model)
+    expected = objective.mean(model, IDS, 2)
+    indices = zoo.random_indices(plan)
+    zoo.fold(model, plan, indices)
+    order = plan.hidden_order(indices)
+    assert objective.reordered(order).mean(model, IDS, 2) == pytest.approx(expected, rel=1e-4)
+    assert objective.mean(model, IDS, 2) != pytest.approx(expected, rel=1e-2)
+    assert objective.reordered(None) is objective
+    assert torch.equal(objective.target, Objective(kind, objective.target).reordered(torch.arange(zoo.HIDDEN)).target)
+
+
+@pytest.mark.parametrize("name", ["llama", "opt"])
+def test_the_head_leaves_the_model_as_it_was(name):
+    model = zoo.build(name)
+    with unchanged(model):
+        head = Head(model, IDS)
+        head(hidden_states(model, IDS, 2))
+
+
+@pytest.mark.parametrize("name", ["llama", "opt"])
+def test_an_error_in_the_head_leaves_the_model_as_it_was(name):
+    model = zoo.build(name)
+    head = Head(model, IDS)
+    given = model.base_model.forward
+    with unchanged(model), pytest.raises(RuntimeError, match="shapes"):
+        head(torch.ones(1, 2, zoo.HIDDEN + 1))
+    assert model.base_model.forward == given
+
+
+def test_a_forward_that_someone_else_replaced_comes_back():
+    model = zoo.build("llama")
+    mine = model.model.forward
+    model.model.forward = lambda *arguments, **named: mine(*arguments, **named)
+    replaced = model.model.forward
+    Head(model, IDS)(hidden_states(model, IDS, 2))
+    assert vars(model.model)["forward"] is replaced
+
+
+def test_a_model_without_a_head_is_refused():
+    with pytest.raises(ConfigError, match=r"BertModel has none: choose --objective cosine"):
+        dense_objective(zoo.build("bert"), "kl", IDS, 2)
+
+
+def test_logits_that_do_not_follow_from_the_last_hidden_state_are_refused():
+    model = zoo.build("llama")
+    shift = torch.nn.Parameter(torch.randn(zoo.VOCABULARY))
+    forward = model.forward
+
+    def from_ids(input_ids: Tensor, **named: object):
+        result = forward(input_ids=input_ids, **named)
+        result.logits = result.logits + shift * input_ids.unsqueeze(-1)
+        return result
+
+    model.forward = from_ids
+    with pytest.raises(ConfigError, match="do not follow from its last hidden state"):
+        Head(model, IDS)
+
+
+@pytest.mark.parametrize(
+    ("objective", "permutation", "name", "order", "update"),
+    [
+        ("auto", "learned", "llama", "cosine", "kl"),
+        ("auto", "searched", "llama", "kl", "kl"),
+        ("auto", "heuristic", "llama", "kl", "kl"),
+        ("auto", "searched", "bert", "cosine", "cosine"),
+        ("auto", "searched", "bert_mlm", "kl", "kl"),
+        ("kl", "learned", "llama", "kl", "kl"),
+        ("cosine", "searched", "llama", "cosine", "cosine"),
+    ],
+)
+def test_what_auto_means(objective, permutation, name, order, update):
+    config, model = CompileConfig(objective=objective, permutation=permutation), zoo.build(name)
+    assert has_head(model) == (name != "bert")
+    assert (order_objective(config, model), update_objective(config, model)) == (order, update)

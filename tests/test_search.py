@@ -1,0 +1,184 @@
+"""A search ends no worse than it began, with what it reports, the same every time, also after an interruption."""
+
+import json
+from dataclasses import asdict
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+from permtriton import NMPattern, find_plan
+from permtriton.errors import CalibrationError, ConfigError
+from permtriton.permutation import is_permutation, moved
+from permtriton.prune import search as file
+from permtriton.prune.search import LEAST_DAMPING, Searched
+
+from . import zoo
+from .expert_stacks import unstacked
+from .learning import same_indices, unchanged
+from .searching import OPTIONS, Problem, planted, same
+
+
+@pytest.fixture(scope="module")
+def given() -> Problem:
+    return planted()
+
+
+@pytest.fixture(scope="module")
+def result(given) -> Searched:
+    return given.search()
+
+
+@pytest.mark.parametrize("options", [{}, {"search_block": 16}, {"damping": 0.02}, {"seed": 3, "micro_batch_size": 3}])
+def test_the_loss_falls_to_what_is_reported(given, options):
+    with unchanged(given.model):
+        found = given.search(**options)
+    losses = [each.loss for each in found.history]
+    assert all(after <= before for before, after in pairwise(losses))
+    assert losses[-1] < 0.9 * losses[0]
+    assert found.loss == losses[-1]
+    assert given.loss({}) == pytest.approx(losses[0], rel=1e-6)
+    assert given.loss(found.indices) == pytest.approx(losses[-1], rel=1e-6)
+    assert found.finished
+    assert [each.round for each in found.history] == list(range(len(losses)))
+
+
+def test_indices_are_permutations_inside_segments(given, result):
+    assert result.indices.keys() == {space.name for space in given.spaces}
+    for space in given.spaces:
+        index = result.indices[space.name]
+        owner = torch.repeat_interleave(torch.arange(len(space.segments)), torch.tensor(space.segments))
+        assert index.dtype == torch.int64
+        assert is_permutation(index)
+        assert torch.equal(owner[index], owner)
+    assert result.history[-1].moved == sum(moved(index) for index in result.indices.values()) > 0
+
+
+def test_a_round_swaps_each_group_at_most_once(given):
+    found = given.search(rounds=1)
+    (first,) = found.history[1:]
+    assert first.moved == 2 * first.swaps > 0
+    for index in found.indices.values():
+        groups = (index != torch.arange(index.numel())).view(-1, 4).sum(1)
+        assert groups.max() <= 1
+
+
+def test_rounds_say_what_they_did(result):
+    base, *rounds = result.history
+    assert (base.round, base.swaps, base.predicted, base.trials, base.moved) == (0, 0, 0.0, 0, 0)
+    for each in rounds:
+        assert each.trials > 0
+        assert each.damping > 0
+        assert (each.swaps > 0) == (each.predicted > 0)
+    for each in result.history:
+        text = json.dumps(asdict(each), allow_nan=False)
+        assert file.Round(**json.loads(text)) == each
+
+
+def test_the_same_seed_gives_the_same_order(given, result):
+    assert same(given.search(), result)
+    blocks = [given.search(search_block=8, rounds=2, seed=seed) for seed in (1, 1, 2)]
+    assert same(blocks[0], blocks[1])
+    assert not same_indices(blocks[0], blocks[2])
+
+
+@pytest.mark.parametrize("block", [8, 16])
+def test_swaps_stay_in_the_blocks_of_their_round(given, block):
+    config = given.config(search_block=block, rounds=1)
+    found = given.search(search_block=block, rounds=1)
+    assert found.history[1].swaps > 0
+    for space in given.spaces:
+        pools = file._pools(space, config, 1)
+        starts = {0, *torch.tensor(space.segments).cumsum(0).tolist()}
+        assert torch.equal(torch.cat(pools).sort().values, torch.arange(space.units))
+        for pool in pools:
+            assert pool.numel() <= block or space.segments[0] <= block
+            assert torch.equal(pool.view(-1, 4), pool[::4].unsqueeze(1) // 4 * 4 + torch.arange(4)), "whole groups"
+            assert not any(int(pool.min()) < start <= int(pool.max()) for start in starts), "inside one segment"
+            assert set(found.indices[space.name][pool].tolist()) == set(pool.tolist())
+    if block == 8:
+        stream = given.spaces[0]
+        again = file._pools(stream, config, 2)
+        assert not torch.equal(torch.cat(again), torch.cat(file._pools(stream, config, 1))), "new blocks every round"
+
+
+@pytest.mark.parametrize("gains", [1, 64, 1000])
+def test_panels_make_no_difference(given, result, gains, monkeypatch):
+    monkeypatch.setattr(file, "GAINS_AT_ONCE", gains)
+    batches = file._panels(given.spaces[0], given.config(), 1)
+    assert len(batches) > 1 or gains == 1000
+    for panel in (panel for batch in batches for panel in batch):
+        assert panel.left.numel() % 4 == 0
+        assert panel.left.numel() * panel.right.numel() <= max(gains, 4 * 32)
+    found = given.search()
+    assert same_indices(found, result)
+    assert [each.swaps for each in found.history] == [each.swaps for each in result.history]
+
+
+def test_a_failed_trial_raises_the_damping(given, monkeypatch):
+    """The loss after the first two sets of swaps is made to look worse; the third is kept."""
+    losses, measure = [], file.Searcher.loss
+
+    def worse(searcher, indices):
+        losses.append(measure(searcher, indices))
+        return 1e9 if len(losses) in (2, 3) else losses[-1]
+
+    monkeypatch.setattr(file.Searcher, "loss", worse)
+    found = given.search(rounds=2)
+    first, second = found.history[1:]
+    assert first.trials == 3
+    assert first.damping == pytest.approx(OPTIONS.get("damping", 4.0) * file.RAISE**2)
+    assert second.trials == 1
+    assert second.damping == pytest.approx(first.damping), "it is lowered only after a success at once"
+
+
+def test_a_start_that_nothing_betters_is_kept(given, monkeypatch):
+    """Every order but the first is made to look worse."""
+    seen = []
+    monkeypatch.setattr(file.Searcher, "loss", lambda searcher, indices: seen.append(indices) or float(len(seen)))
+    found = given.search(rounds=9)
+    assert [each.trials for each in found.history] == [0, file.TRIALS, file.TRIALS]
+    assert found.finished
+    assert not any(moved(index) for index in found.indices.values())
+
+
+@pytest.mark.parametrize("damping", [LEAST_DAMPING / 10, LEAST_DAMPING, LEAST_DAMPING * 1.5])
+def test_a_small_damping_searches_too(given, damping):
+    found = given.search(damping=damping)
+    assert found.history[1].swaps > 0
+    assert found.history[1].damping == pytest.approx(damping * file.RAISE ** (found.history[1].trials - 1))
+    assert all(each.trials > 0 for each in found.history[1:])
+
+
+def test_experts_that_no_token_visits_keep_their_order():
+    model, plan = unstacked("mixtral")
+    given = Problem(model, plan, zoo.token_ids(1, 1))
+    found = given.search(rounds=1)
+    still = {name for name, index in found.indices.items() if ".experts." in name and not moved(index)}
+    assert len(still) >= zoo.LAYERS * (5 - 2)
+    assert found.loss < found.history[0].loss
+
+
+def test_heads_that_hold_no_whole_groups_do_not_disturb():
+    pattern = NMPattern(4, 8)
+    model = zoo.build("llama", head_dim=12)
+    given = Problem(model, find_plan(model, pattern), zoo.token_ids(4, 12), pattern)
+    found = given.search(rounds=2)
+    assert found.loss < found.history[0].loss
+    assert not any("o_proj" in name for name in found.indices)
+
+
+def test_a_loss_that_is_not_finite_is_refused(given):
+    damaged = planted()
+    nn.init.constant_(damaged.model.model.norm.weight, float("inf"))
+    with pytest.raises(CalibrationError):
+        damaged.search()
+
+
+def test_nothing_to_search_is_a_clear_error(given):
+    frozen = planted()
+    for space in frozen.plan.spaces:
+        space.freeze("a test")
+    with pytest.raises(ConfigError, match="no permutation is left to search"):
+        frozen.search()

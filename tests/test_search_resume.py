@@ -1,0 +1,160 @@
+"""An interrupted search continues to the same end; a damaged state is refused by name, another one is ignored."""
+
+import json
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+import permtriton
+from permtriton import CompileConfig, compiler
+from permtriton.errors import OutputError, VerificationError
+from permtriton.permutation import inverse
+from permtriton.prune.search import Searched, SearchFile, search
+
+from . import zoo
+from .learning import Counting, plant, stop, tiny, unchanged
+from .searching import OPTIONS, Problem, planted, same
+
+SEQUENCES, STEP = 8, 4  # of the problem, and of a micro batch
+STEPS = SEQUENCES // STEP  # of the pass before the search, and of every round
+
+
+@pytest.fixture(scope="module")
+def given() -> Problem:
+    return planted()
+
+
+@pytest.fixture(scope="module")
+def result(given) -> Searched:
+    return given.search(search_block=16)
+
+
+@pytest.mark.parametrize("rounds", [0, 1, 3])
+def test_an_interrupted_search_continues_to_the_same_end(given, result, tmp_path, rounds):
+    """After as many rounds as were stored; each round's random blocks are those of the whole run."""
+    path = tmp_path / "state.safetensors"
+    progress = Counting(STEPS + 1 + rounds * STEPS + 1, stop(KeyboardInterrupt()))
+    with unchanged(given.model), pytest.raises(KeyboardInterrupt):
+        given.search(progress, SearchFile(path, "same"), search_block=16)
+    assert path.is_file() == (rounds > 0)
+    progress = Counting()
+    continued = given.search(progress, SearchFile(path, "same"), search_block=16)
+    left = len(result.history) - 1 - rounds
+    assert progress.steps[STEPS:] == [rounds * SEQUENCES, *[STEP] * (left * STEPS)]
+    assert same(continued, result)
+    assert len(result.history) > 4
+
+
+def test_a_finished_search_is_not_run_again(given, tmp_path):
+    state = SearchFile(tmp_path / "state.safetensors", "same")
+    whole = given.search(state=state, rounds=2)
+    progress = Counting()
+    again = given.search(progress, state, rounds=2)
+    assert progress.steps[STEPS:] == [2 * SEQUENCES]
+    assert same(again, whole)
+    assert again.history == whole.history, "to the second"
+    state.delete()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("content", ["another fingerprint", "garbage"])
+def test_a_state_that_does_not_belong_is_ignored(given, result, tmp_path, content):
+    path = tmp_path / "state.safetensors"
+    if content == "garbage":
+        path.write_bytes(b"garbage" * 9)
+    else:
+        given.search(state=SearchFile(path, "another"), rounds=1)
+    assert same(given.search(state=SearchFile(path, "mine"), search_block=16), result)
+
+
+def history(change):
+    def edit(metadata: dict[str, str]) -> None:
+        rounds = json.loads(metadata["history"])
+        change(rounds)
+        metadata["history"] = json.dumps(rounds)
+
+    return edit
+
+
+DAMAGE = {
+    "an index is missing": (lambda t: t.pop("stream"), None, "holds the spaces"),
+    "a space too many": (lambda t: t.update(other=torch.arange(4)), None, "holds the spaces"),
+    "an index is too short": (lambda t: t.update(stream=torch.arange(5)), None, "holds the spaces"),
+    "an index is a number": (lambda t: t.update(stream=torch.tensor(32)), None, "holds the spaces"),
+    "an index is no permutation": (lambda t: t["stream"].zero_(), None, "stream is not a permutation"),
+    "an index of other numbers": (lambda t: t.update(stream=t["stream"].float()), None, "stream is not a permutation"),
+    "a round is missing": (None, history(lambda rounds: rounds.pop(1)), "not numbered from 0"),
+    "no round": (None, history(lambda rounds: rounds.clear()), "not numbered from 0"),
+    "a field too many": (None, history(lambda rounds: rounds[0].update(colour=1)), "history cannot be read"),
+    "a field is missing": (None, history(lambda rounds: rounds[0].pop("loss")), "history cannot be read"),
+    "no history": (None, lambda m: m.pop("history"), "history cannot be read"),
+    "a history that is no list": (None, lambda m: m.update(history="7"), "history cannot be read"),
+    "not said whether finished": (None, lambda m: m.pop("finished"), "history cannot be read"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_state_is_refused_by_name(given, tmp_path, name):
+    path = tmp_path / "state.safetensors"
+    given.search(state=SearchFile(path, "same"), rounds=2)
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    tensor_change, text_change, words = DAMAGE[name]
+    for change, target in ((tensor_change, tensors), (text_change, metadata)):
+        if change:
+            change(target)
+    save_file(tensors, path, metadata)
+    before = path.read_bytes()
+    with pytest.raises(OutputError, match=words) as caught:
+        given.search(state=SearchFile(path, "same"), rounds=2)
+    assert str(path) in str(caught.value)
+    assert "delete the file" in str(caught.value)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("change", [{"damping": 1.0}, {"seed": 1}, {"importance": "ria"}])
+def test_compile_continues_only_an_equal_compilation(tmp_path, change):
+    def run(changes: dict[str, object], **more: object) -> permtriton.CompiledModel:
+        config = CompileConfig.from_options({**OPTIONS, "rounds": 2, **changes})
+        return permtriton.compile(plant(tiny(num_hidden_layers=1)), None, config, ids=zoo.tiny_ids(4, 8), **more)
+
+    path = tmp_path / "state.safetensors"
+    first = run({}, resume_path=path)
+    assert [each.name for each in tmp_path.iterdir()] == ["state.search.safetensors"]
+    again = run({}, resume_path=path)
+    assert again.report["search"] == first.report["search"], "to the second: it was not run again"
+    other, fresh = run(change, resume_path=path), run(change)
+    assert all(torch.equal(other.indices[name], fresh.indices[name]) for name in fresh.indices)
+    assert other.report["search"] != first.report["search"]
+
+
+def compiled(name: str, layout: str, **options: object) -> permtriton.CompiledModel:
+    config = CompileConfig.from_options({**OPTIONS, "rounds": 2, "layout": layout, **options})
+    return permtriton.compile(zoo.build(name), None, config, ids=zoo.token_ids(4, 12))
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [("llama", "portable"), ("llama", "fused"), ("gpt2", "fused"), ("bert", "portable"), ("mixtral", "portable")],
+)
+def test_what_is_searched_right_passes(name, layout):
+    """The promise is checked: the loss and the retained importance are those that the search measured."""
+    found = compiled(name, layout)
+    report = json.loads(json.dumps(found.report, allow_nan=False))
+    assert report["search"]["rounds"][-1]["loss"] < report["search"]["rounds"][0]["loss"]
+
+
+@pytest.mark.parametrize("layout", ["portable", "fused"])
+def test_an_order_that_is_not_the_one_measured_is_refused(layout, monkeypatch):
+    def search_another(*arguments, **options) -> Searched:
+        found = search(*arguments, **options)
+        right, found.indices = found.indices, {name: inverse(index) for name, index in found.indices.items()}
+        assert any(not torch.equal(index, right[name]) for name, index in found.indices.items())
+        return found
+
+    monkeypatch.setattr(compiler, "search", search_another)
+    with pytest.raises(VerificationError, match="loss was"):
+        compiled("gpt2" if layout == "portable" else "llama", layout, rounds=5)

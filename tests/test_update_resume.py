@@ -1,0 +1,110 @@
+"""Training that was interrupted continues to the same end, bit for bit, and a damaged state is refused."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from permtriton.errors import OutputError
+from permtriton.prune.state_file import StateFile
+
+from .updating import STEPS, Recording, equal, interrupt, same, tiny
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "state.safetensors"
+
+
+def entries(result) -> list[dict[str, object]]:
+    """The entries of layers without their times."""
+    found = json.loads(json.dumps(result.layers))
+    for entry in found:
+        entry["seconds"] = 0
+        for epoch in entry["epochs"]:
+            epoch["seconds"] = 0
+    return found
+
+
+@pytest.mark.parametrize(("rate", "dtype"), [(0.01, torch.float32), (3.0, torch.float32), (0.01, torch.bfloat16)])
+def test_distilling_continues_to_the_same_end(path, rate, dtype):
+    pruned = tiny(dtype)
+    whole = pruned.distill(update_learning_rate=rate)
+    expected = pruned.trained_weights()
+    at = 1 + 2 * STEPS + 2  # the first call reports what was done before; then in the third epoch
+    with pytest.raises(KeyboardInterrupt):
+        pruned.reset().distill(Recording(at, interrupt), StateFile(path, "same"), update_learning_rate=rate)
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+    progress = Recording()
+    continued = pruned.reset().distill(progress, StateFile(path, "same"), update_learning_rate=rate)
+    assert progress.steps == [2 * STEPS, *[1] * STEPS], "one epoch was left"
+    assert "after epoch 2" in progress.lines[0]
+    assert same(continued, whole)
+    assert equal(pruned.trained_weights(), expected)
+    assert pruned.moved() if rate < 1 else not pruned.moved()
+
+
+def test_reconstruction_continues_to_the_same_end(path):
+    pruned = tiny(layers=3)
+    options = {"update_epochs": 2, "window": "mlp"}
+    whole = pruned.reconstruct(**options)
+    expected = pruned.trained_weights()
+    at = 1 + 3 * 2 * STEPS + 2  # after three of six parts: between the attention and the MLP of the second layer
+    with pytest.raises(KeyboardInterrupt):
+        pruned.reset().reconstruct(Recording(at, interrupt), StateFile(path, "same"), **options)
+    progress = Recording()
+    continued = pruned.reset().reconstruct(progress, StateFile(path, "same"), **options)
+    assert progress.steps == [3 * 2 * STEPS, *[1] * (3 * 2 * STEPS)]
+    assert "after model.layers.1" in progress.lines[0]
+    assert entries(continued) == entries(whole)
+    assert equal(pruned.trained_weights(), expected)
+    assert pruned.moved() == set(pruned.weights)
+
+
+@pytest.mark.parametrize("stage", ["distill", "reconstruct"])
+def test_a_finished_run_is_not_run_again(path, stage):
+    pruned, state = tiny(), StateFile(path, "same")
+    getattr(pruned, stage)(state=state, update_epochs=1)
+    expected = pruned.trained_weights()
+    progress = Recording()
+    getattr(pruned.reset(), stage)(progress, state, update_epochs=1)
+    assert progress.steps == [progress.total]
+    assert equal(pruned.trained_weights(), expected)
+    assert pruned.moved()
+
+
+@pytest.mark.parametrize("stage", ["distill", "reconstruct"])
+def test_a_state_of_another_run_is_ignored(path, stage):
+    pruned = tiny()
+    getattr(pruned, stage)(state=StateFile(path, "another"), update_epochs=1, seed=9)
+    progress = Recording()
+    getattr(pruned.reset(), stage)(progress, StateFile(path, "mine"), update_epochs=1)
+    assert len(progress.steps) == progress.total + 1
+
+
+DAMAGES = {
+    "missing tensor": lambda tensors, texts: tensors.pop(min(tensors)),
+    "another shape": lambda tensors, texts: tensors.update({min(tensors): torch.zeros(3)}),
+    "not finite": lambda tensors, texts: tensors[min(tensors)].fill_(torch.nan),
+    "further tensor": lambda tensors, texts: tensors.update(other=torch.zeros(3)),
+    "no history": lambda tensors, texts: texts.clear(),
+    "no JSON": lambda tensors, texts: texts.update(dict.fromkeys(texts, "{")),
+    "other JSON": lambda tensors, texts: texts.update(dict.fromkeys(texts, "[7]")),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("stage", ["distill", "reconstruct"])
+def test_a_damaged_state_is_refused(path, stage, damage):
+    pruned = tiny(layers=1)
+    getattr(pruned, stage)(state=StateFile(path, "same"), update_epochs=1)
+    found = StateFile(path, "same").read()
+    assert found is not None
+    tensors, texts = load_file(path), dict(found[1])
+    texts.pop("fingerprint")
+    DAMAGES[damage](tensors, texts)
+    save_file(tensors, path, {**texts, "fingerprint": "same"})
+    with pytest.raises(OutputError, match=r"is damaged.*delete the file"):
+        getattr(pruned.reset(), stage)(state=StateFile(path, "same"), update_epochs=1)
+    assert not pruned.moved()

@@ -1,0 +1,154 @@
+"""A small pruned model whose kept weights are trained, and what must hold of it afterwards."""
+
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from permtriton import CompileConfig, NMPattern, find_plan
+from permtriton.model.checks import check_pruned
+from permtriton.model.plan import Plan, linear_module, weight_in_out
+from permtriton.progress import NoProgress
+from permtriton.prune.distill import distill
+from permtriton.prune.importance import importances_of
+from permtriton.prune.kept_weights import Trained
+from permtriton.prune.objective import Objective, dense_objective, has_head
+from permtriton.prune.reconstruct import Reconstructed, reconstruct
+from permtriton.prune.weights import mask_weights
+
+from . import zoo
+
+PATTERN = NMPattern(2, 4)
+OPTIONS = {"update_epochs": 3, "update_batch_size": 4, "micro_batch_size": 4, "update_learning_rate": 0.01,
+           "activation_checkpointing": False}  # fmt: skip
+STEPS = 3  # of an epoch: 9 sequences in batches of 4, the tenth is held out
+
+
+def config(**changes: object) -> CompileConfig:
+    return CompileConfig.from_options({"weight_update": "reconstruct", **OPTIONS, **changes})
+
+
+class Pruned:
+    """A model pruned by magnitude, with every argument that `distill` and `reconstruct` take.
+
+    Its experts, if any, must be unstacked.
+    """
+
+    def __init__(self, model: PreTrainedModel, plan: Plan | None = None, ids: Tensor | None = None) -> None:
+        self.model, self.plan = model, plan or find_plan(model, PATTERN)
+        self.ids = zoo.tiny_ids(10, 12) if ids is None else ids
+        self.objective: Objective = dense_objective(model, "kl" if has_head(model) else "cosine", self.ids, 4)
+        self.weights = {name: linear_module(model, name).get_parameter("weight") for _, name in self.plan.linears()}
+        self.dense = {name: weight.detach().clone() for name, weight in self.weights.items()}
+        ones = {site.name: torch.ones(site.channels) for site in self.plan.sites}
+        mask_weights(model, self.plan, importances_of(model, self.plan, "magnitude", ones), PATTERN)
+        self.before = {name: weight.detach().clone() for name, weight in self.weights.items()}
+
+    def loss(self, rows: Tensor | None = None) -> float:
+        return self.objective.mean(self.model, self.ids, 4, rows)
+
+    def distill(self, progress: NoProgress | None = None, state: object = None, **changes: object) -> Trained:
+        arguments = (self.ids, self.objective, config(**changes), progress or NoProgress(), state)
+        return distill(self.model, self.plan, *arguments)
+
+    def reconstruct(self, progress: NoProgress | None = None, state: object = None, **changes: object) -> Reconstructed:
+        arguments = (self.dense, self.ids, config(**changes), progress or NoProgress(), state)
+        return reconstruct(self.model, self.plan, *arguments)
+
+    @torch.no_grad()
+    def reset(self) -> "Pruned":
+        for name, weight in self.weights.items():
+            weight.copy_(self.before[name])
+        return self
+
+    def trained_weights(self) -> dict[str, Tensor]:
+        return {name: weight.detach().clone() for name, weight in self.weights.items()}
+
+    def moved(self) -> set[str]:
+        return {name for name, weight in self.weights.items() if not torch.equal(weight, self.before[name])}
+
+
+def tiny(dtype: torch.dtype = torch.float32, layers: int = 2) -> Pruned:
+    return Pruned(tiny_model(layers).to(dtype), copy.deepcopy(_tiny_plan(layers)))
+
+
+def tiny_model(layers: int = 2) -> PreTrainedModel:
+    model = zoo.tiny_llama(attention_bias=True, num_hidden_layers=layers)
+    zoo.randomize(model)
+    return model
+
+
+@functools.cache
+def _tiny_plan(layers: int) -> Plan:
+    return find_plan(tiny_model(layers), PATTERN)
+
+
+def facts(model: nn.Module) -> dict[str, object]:
+    """Everything, apart from tensor values, that careless training could change in a model."""
+    parameters = {
+        n: (id(p), p.requires_grad, p.data_ptr(), p.stride(), p.grad is None, len(p._post_accumulate_grad_hooks or {}))
+        for n, p in model.named_parameters()
+    }
+    return {
+        "parameters": parameters,
+        "hooks": [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()],
+        "forwards": [name for name, module in model.named_modules() if "forward" in vars(module)],
+        "training": [module.training for module in model.modules()],
+        "config": model.config.to_dict(),
+    }
+
+
+@contextmanager
+def only_kept_weights_change(pruned: Pruned) -> Iterator[None]:
+    """Checks that everything but the kept weights is the same after the ``with`` block, and that the masks hold."""
+    before, tensors = facts(pruned.model), copy.deepcopy(pruned.model.state_dict())
+    yield
+    assert facts(pruned.model) == before
+    own = {weight.data_ptr() for weight in pruned.weights.values()}
+    for name, tensor in pruned.model.state_dict().items():
+        assert tensor.data_ptr() in own or torch.equal(tensor, tensors[name]), name
+    for name, weight in pruned.weights.items():
+        assert not (weight[pruned.before[name] == 0] != 0).any(), name
+    check_pruned(pruned.model, pruned.plan, PATTERN)
+    assert weight_in_out(linear_module(pruned.model, name)).isfinite().all()
+
+
+def same(one: Trained, other: Trained) -> bool:
+    """Whether two runs are equal bit for bit, apart from their times."""
+    histories = [[replace(epoch, seconds=0.0) for epoch in result.history] for result in (one, other)]
+    return histories[0] == histories[1] and one.kept == other.kept
+
+
+def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return all(torch.equal(weight, other[name]) for name, weight in one.items())
+
+
+class Recording(NoProgress):
+    """Records steps, notes and lines, and calls ``act`` at call number ``at`` of a stage's function."""
+
+    def __init__(self, at: int = 0, act: Callable[[], object] | None = None) -> None:
+        self.steps, self.notes, self.lines, self.total, self.at, self.act = [], [], [], 0, at, act
+
+    def say(self, text: str) -> None:
+        self.lines.append(text)
+
+    @contextmanager
+    def stage(self, name: str, total: int) -> Iterator[Callable[..., None]]:
+        self.total = total
+
+        def advance(steps: int = 1, note: str = "") -> None:
+            self.steps.append(steps)
+            self.notes.append(note)
+            if len(self.steps) == self.at and self.act:
+                self.act()
+
+        yield advance
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
