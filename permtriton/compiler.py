@@ -14,7 +14,7 @@ from permtriton import memory
 from permtriton.checkpoint.quantizer import attach
 from permtriton.checkpoint.report import compilation_report, stages_report
 from permtriton.checkpoint.save import CompiledModel
-from permtriton.config import CompileConfig, ObjectiveKind
+from permtriton.config import CompileConfig
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.model.apply import apply_edits
 from permtriton.model.checks import check_pruned, check_same_outputs, model_outputs
@@ -35,7 +35,7 @@ from permtriton.prune.fisher import fisher_information
 from permtriton.prune.heuristic import heuristic_indices
 from permtriton.prune.importance import importances_of
 from permtriton.prune.learn import learn, learned_spaces
-from permtriton.prune.objective import Objective, dense_objective, has_head, order_objective
+from permtriton.prune.objective import Objective, default_objective, dense_objective, order_objective
 from permtriton.prune.promises import check_retained, retained_importance
 from permtriton.prune.resume import ResumeFile
 from permtriton.prune.search import SearchFile, search
@@ -156,7 +156,7 @@ def permute(work: Work, prepared: Prepared) -> Permuted:
 def _row_weights(work: Work, prepared: Prepared) -> dict[str, Tensor] | None:
     if work.config.row_weights == "none":
         return None
-    kind: ObjectiveKind = "kl" if has_head(work.model) else "cosine"
+    kind = default_objective(work.model)
     found = fisher_information(work.model, prepared.plan, kind, prepared.ids, work.config, work.progress)
     return {name: fisher.row for name, fisher in found.items()}
 

@@ -1,7 +1,8 @@
 """Running a model up to its last hidden state."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,24 @@ def without_cache(model: PreTrainedModel) -> Iterator[None]:
             del model.config.use_cache
         else:
             model.config.use_cache = before
+
+
+@contextmanager
+def replaced_forwards(
+    modules: Iterable[nn.Module], replacement: Callable[[nn.Module], Callable[..., Any]]
+) -> Iterator[None]:
+    """Inside the ``with`` block, each module runs what ``replacement`` makes of it in place of its ``forward``."""
+    modules = list(modules)
+    before = [module.__dict__.get("forward") for module in modules]
+    for module in modules:
+        module.forward = replacement(module)
+    try:
+        yield
+    finally:
+        for module, forward in zip(modules, before, strict=True):
+            del module.forward
+            if forward is not None:
+                module.forward = forward
 
 
 def last_hidden_state(model: PreTrainedModel, ids: Tensor) -> Tensor:

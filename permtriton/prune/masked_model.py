@@ -19,6 +19,7 @@ from permtriton.config import CompileConfig
 from permtriton.errors import CalibrationError
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.nm_mask import nm_mask
+from permtriton.model.forward import replaced_forwards
 from permtriton.model.plan import Plan, layer_modules, linear_module
 from permtriton.permutation import identity
 from permtriton.prune.relaxation import Relaxation, SiteBlocks
@@ -189,13 +190,5 @@ def checkpointed(layers: Sequence[nn.Module]) -> Iterator[None]:
 
     The switch in transformers works in training mode only, which would turn on dropout.
     """
-    before = [layer.__dict__.get("forward") for layer in layers]
-    for layer in layers:
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
-    try:
+    with replaced_forwards(layers, lambda layer: partial(checkpoint, layer.forward, use_reentrant=False)):
         yield
-    finally:
-        for layer, forward in zip(layers, before, strict=True):
-            del layer.forward
-            if forward is not None:
-                layer.forward = forward

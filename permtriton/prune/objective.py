@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from permtriton.config import CompileConfig, ObjectiveKind
 from permtriton.errors import ConfigError
 from permtriton.model.checks import TOLERANCE, relative_difference
-from permtriton.model.forward import cosine_loss, hidden_states, last_hidden_state, without_cache
+from permtriton.model.forward import cosine_loss, hidden_states, last_hidden_state, replaced_forwards, without_cache
 
 LOGITS_AT_ONCE = 1 << 24  # logits of one chunk of tokens; a few float32 copies of them are alive at once
 PROBE_TOKENS = 8
@@ -64,16 +64,8 @@ class Head:
 def _returning(module: Any, output: Any) -> Iterator[None]:
     """Inside the context, ``module`` and its decoder, which OPT's head calls, return ``output`` and compute nothing."""
     modules = {id(each): each for each in (module, module.get_decoder()) if each is not None}.values()
-    before = [each.__dict__.get("forward") for each in modules]
-    for each in modules:
-        each.forward = lambda *arguments, **named: output
-    try:
+    with replaced_forwards(modules, lambda _: lambda *arguments, **named: output):
         yield
-    finally:
-        for each, forward in zip(modules, before, strict=True):
-            del each.forward
-            if forward is not None:
-                each.forward = forward
 
 
 class _ChunkedKL(torch.autograd.Function):
@@ -182,6 +174,11 @@ def update_objective(config: CompileConfig, model: PreTrainedModel) -> Objective
     """Returns what weights are distilled with: ``auto`` is KL where the model has a language-model head."""
     if config.objective != "auto":
         return config.objective
+    return default_objective(model)
+
+
+def default_objective(model: PreTrainedModel) -> ObjectiveKind:
+    """Returns ``kl`` where the model has a language-model head, else ``cosine``."""
     return "kl" if has_head(model) else "cosine"
 
 
