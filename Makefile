@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 
 DEMO_METHODS := magnitude,wanda,wanda + heuristic,sparsegpt,heuristic + sparsegpt,heuristic + sparsegpt + reconstruct
 
-.PHONY: demo test lint types unit install clean
+.PHONY: demo test lint types unit soak install clean
 
 install: $(INSTALLED)
 
@@ -40,6 +40,11 @@ unit: export OMP_NUM_THREADS := 1
 unit: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests/interpreted
+
+# The tests that try many random cases, with many more of them: kills at random moments, damaged files. Takes hours.
+soak: export OMP_NUM_THREADS := 1
+soak: $(INSTALLED)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --soak -m soak
 
 clean:
 	rm -rf $(VENV) build *.egg-info

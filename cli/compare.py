@@ -1,115 +1,206 @@
-"""The command ``permtriton compare``: compares the methods and prints the table."""
+"""The command ``permtriton compare``: compares methods, or the settings of an ablation, and prints the table."""
 
-import platform
-from json import dumps
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from permtriton import compare as library
-from permtriton import machine
+from permtriton.checkpoint.output import OutputFolder, locked
 from permtriton.cli.console import BarProgress, err, fail, out, print_json, table
 from permtriton.cli.held_out import held_out_windows
+from permtriton.cli.options import Flags
+from permtriton.cli.tables import check_table, write_table
+from permtriton.cli.tasks import TaskRequest
+from permtriton.comparison.methods import Row, ablation_rows, check_effect, method_rows
+from permtriton.comparison.report import Rows, cell, columns, report_of
+from permtriton.comparison.results import ResultFile, RowResult
+from permtriton.comparison.run import Yardstick, compare
 from permtriton.config import CompileConfig
 from permtriton.errors import ConfigError, OutputError
 from permtriton.model import load
+from permtriton.progress import Progress
+from permtriton.sparsity import NMPattern
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to compare, as the user wrote it; lists are separated by commas.
+
+    Attributes:
+        config: options that the rows do not set.
+        flags: options that the user set by hand.
+        seeds: seeds.
+        methods: names of methods; None for the default ones.
+        patterns: sparsity patterns; None for that of ``config``.
+        ablate: name of an ablation, or None.
+        values: values of its option; None for the default ones.
+    """
+
+    config: CompileConfig
+    flags: Flags
+    seeds: str
+    methods: str | None
+    patterns: str | None
+    ablate: str | None
+    values: str | None
+
+    def rows(self, layers: int) -> list[Row]:
+        """Returns the rows to run on a model with this many layers.
+
+        Raises:
+            ConfigError: a name or a value is unknown, or a flag has no effect.
+        """
+        if self.values and not self.ablate:
+            raise ConfigError("--values has no effect without --ablate: drop it, or name an ablation")
+        if self.patterns and "sparsity" in self.flags:
+            raise ConfigError("--sparsity has no effect with --patterns: drop one of them")
+        methods, patterns = _parts(self.methods), [NMPattern.parse(part) for part in _parts(self.patterns)]
+        if self.ablate:
+            rows = ablation_rows(self.config, self.ablate, _parts(self.values), methods, patterns, layers)
+        else:
+            rows = method_rows(self.config, methods, patterns)
+        check_effect(self.flags, rows, self.ablate)
+        return rows
+
+    def numbers(self) -> list[int]:
+        """Returns the seeds.
+
+        Raises:
+            ConfigError: they are not non-negative integers.
+        """
+        try:
+            numbers = [int(part) for part in self.seeds.split(",")]
+            if min(numbers) >= 0:
+                return list(dict.fromkeys(numbers))
+            raise ValueError
+        except ValueError:
+            raise ConfigError(
+                f"seeds {self.seeds!r}: expected non-negative integers separated by commas, such as 0,1,2"
+            ) from None
+
+
+def _parts(text: str | None) -> list[str]:
+    return [part.strip() for part in text.split(",")] if text else []
 
 
 def run(
     source: load.Source,
-    config: CompileConfig,
+    request: Request,
+    tasks: TaskRequest,
     eval_text: str | None,
-    seeds: str,
-    methods: str | None,
-    output: Path | None,
+    outputs: Sequence[Path],
+    *,
+    overwrite: bool,
     json: bool,
 ) -> None:
-    """Compares the methods and prints one row per method.
+    """Compares the rows and prints one line per row.
 
     Args:
         source: model to prune.
-        config: options that the methods do not set.
+        request: what to compare.
+        tasks: tasks to run on every model.
         eval_text: held-out text, as `permtriton.cli.held_out.held_out_windows` takes it.
-        seeds: seeds, separated by commas.
-        methods: names of methods, separated by commas; None for all.
-        output: file to write the JSON report to, or None.
+        outputs: files to write, see `permtriton.cli.tables.write_table`.
+        overwrite: whether to measure everything anew.
         json: whether to print JSON.
 
     Raises:
-        PermTritonError: as `permtriton.compare.compare`, seeds that are not integers, or an output that cannot be
-            written.
+        PermTritonError: as `permtriton.comparison.run.compare`, a request that makes no sense, or an output that cannot
+            be written.
     """
-    numbers = _seeds(seeds)
-    if output is not None and not output.resolve().parent.is_dir():
-        raise OutputError(f"output {output}: the folder {output.resolve().parent} does not exist; make it first")
-    model, tokenizer = load.load_original(source)
-    windows, text = held_out_windows(source, eval_text, tokenizer, model)
-    if windows is None:
-        fail(f"nothing to compare on: {text}", 2)
-    results = library.compare(
-        model,
-        tokenizer,
-        config,
-        windows,
-        seeds=numbers,
-        methods=[m.strip() for m in methods.split(",")] if methods else tuple(library.METHODS),
-        progress=BarProgress(),
-        finished=lambda row: err.print(f"{row.method}: {row.mean:.3f} ({row.seconds:.0f} s)", highlight=False),
-    )
-    report = {
-        "model": source.name,
-        "measure": "perplexity" if model.can_generate() else "cosine",
-        "text": text,
-        "tokens": int(windows.numel()),
-        "seeds": numbers,
-        "config": config.to_dict(),
-        "versions": machine.versions(),
-        "device": machine.device_name(model.device),
-        "system": platform.platform(),
-        "rows": [_row(result) for result in results],
-    }
-    if output is not None:
-        _write(report, output)
+    request.numbers()
+    request.rows(layers=1)  # a wrong name is found before the model is loaded
+    for output in outputs:
+        check_table(output)
+    progress = BarProgress()
+    with _claimed(source, outputs, progress) as place:
+        loaded = tasks.load(progress)
+        model, tokenizer = load.load_original(source)
+        windows, text = held_out_windows(source, eval_text, tokenizer, model)
+        if windows is None:
+            fail(f"nothing to compare on: {text}", 2)
+        yardstick = Yardstick(model, tokenizer, windows, loaded)
+        kept = ResultFile(place, yardstick.identity(request.config, request.ablate, tasks.identity()))
+        if not overwrite:
+            kept.read()
+        report = _compare(source, request, yardstick, text, kept, tasks.versions(), progress)
+        headers, rows = columns(report)
+        for output in outputs:
+            write_table(output, headers, rows, report)
+        if not outputs:
+            kept.delete()
     if json:
         print_json(report)
     else:
-        _print(report)
+        _print(report, headers, rows)
 
 
-def _write(report: dict[str, Any], output: Path) -> None:
-    temporary = output.with_name(f".{output.name}.tmp")
-    temporary.write_text(dumps(report, indent=1) + "\n", encoding="utf-8")
-    temporary.replace(output)
+@contextmanager
+def _claimed(source: load.Source, outputs: Sequence[Path], progress: Progress) -> Iterator[Path]:
+    """Keeps other comparisons from the same outputs inside the ``with`` block.
+
+    Yields:
+        The file that keeps finished results: beside the first output, else in the present folder.
+
+    Raises:
+        OutputError: another process writes one of them, or the folder cannot be written.
+    """
+    stem = f"compare-{Path(source.name).resolve().name}"
+    place = outputs[0].with_name(f".{outputs[0].name}.rows.json") if outputs else Path(f".{stem}.rows.json")
+    if not os.access(place.resolve().parent, os.W_OK):
+        raise OutputError(
+            f"the folder {place.resolve().parent}, where finished results are kept, cannot be written: run in another "
+            "folder, or give --output a file in another one"
+        )
+    with ExitStack() as stack:
+        for output in outputs or [Path(stem)]:
+            stack.enter_context(locked(OutputFolder(output.resolve(), inside=False), progress.say))
+        yield place
 
 
-def _seeds(text: str) -> list[int]:
-    try:
-        numbers = [int(part) for part in text.split(",")]
-        if min(numbers) >= 0:
-            return numbers
-        raise ValueError
-    except ValueError:
-        raise ConfigError(
-            f"seeds {text!r}: expected non-negative integers separated by commas, such as 0,1,2"
-        ) from None
+def _compare(
+    source: load.Source,
+    request: Request,
+    yardstick: Yardstick,
+    text: str,
+    kept: ResultFile,
+    versions: dict[str, str],
+    progress: Progress,
+) -> dict[str, Any]:
+    """Runs the rows that are missing, and returns the report."""
+    seeds = request.numbers()
+    layers = yardstick.dense.config.get_text_config().num_hidden_layers
+    results = compare(yardstick, request.rows(layers), seeds=seeds, kept=kept, progress=progress, finished=_say)
+    return report_of(
+        results,
+        yardstick,
+        request.config,
+        model=source.name,
+        text=text,
+        seeds=seeds,
+        ablation=request.ablate,
+        versions=versions,
+    )
 
 
-def _row(result: library.MethodResult) -> dict[str, Any]:
-    return {
-        "method": result.method,
-        "values": result.values,
-        "mean": result.mean,
-        "spread": result.spread,
-        "seconds": round(result.seconds, 1),
-    }
+def _say(result: RowResult) -> None:
+    err.print(f"{result.name}: {result.mean:.3f} ({result.seconds:.0f} s)", highlight=False)
 
 
-def _print(report: dict[str, Any]) -> None:
-    dense = report["rows"][0]["mean"]
-    seeds, text = len(report["seeds"]), report["text"]
-    title = f"{report['model']} at {report['config']['sparsity']}, {report['measure']} on {text}, {seeds} seeds"
-    rows = table(title, "method", report["measure"], "against dense", "seconds")
-    for row in report["rows"]:
-        spread = f" ± {row['spread']:.3f}" if len(row["values"]) > 1 else ""
-        change = f"{row['mean'] / dense:.3f}x" if row["method"] != "dense" else ""
-        rows.add_row(row["method"], f"{row['mean']:.3f}{spread}", change, f"{row['seconds']:.0f}")
-    out.print(rows)
+def _print(report: dict[str, Any], headers: Sequence[str], rows: Rows) -> None:
+    seeds = f"{len(report['seeds'])} seeds" if len(report["seeds"]) > 1 else "one seed"
+    shown = table(
+        f"{report['model']} at {', '.join(report['patterns'])}, on {report['text']} ({report['tokens']:,} tokens in "
+        f"windows of {report['window']}), {seeds}",
+        *headers,
+    )
+    cells = [[cell(value) for value in row] for row in rows]
+    for column, texts in zip(shown.columns, zip(headers, *cells, strict=True), strict=True):
+        column.min_width = max(len(word) for text in texts for word in text.split() or [""])  # no number is broken
+    for row_cells in cells:
+        shown.add_row(*row_cells)
+    out.print(shown, width=max(out.width, shown.__rich_measure__(out, out.options).minimum), crop=False)
+    if any(row["peak_bytes"] is None for row in report["rows"][1:]):
+        out.print("no peak memory: this system cannot start its count anew for each row")

@@ -5,15 +5,19 @@ from pathlib import Path
 from typing import Any
 
 from rich.table import Table
+from torch import Tensor
 
 from permtriton import compiler
-from permtriton.checkpoint.save import check_output
-from permtriton.cli.console import BarProgress, grouped, out, print_json, table
+from permtriton.checkpoint.output import claimed
+from permtriton.checkpoint.report import grouped
+from permtriton.cli.console import BarProgress, out, print_json, table
 from permtriton.cli.held_out import held_out_windows
 from permtriton.cli.inspect import destination
+from permtriton.command import compile_command
 from permtriton.config import CompileConfig
 from permtriton.machine import format_bytes
 from permtriton.model import load
+from permtriton.stages import state_paths
 
 
 def run(
@@ -23,6 +27,7 @@ def run(
     output: Path | None,
     *,
     overwrite: bool,
+    restart: bool,
     json: bool,
 ) -> None:
     """Compiles a model, saves it and prints the report.
@@ -33,35 +38,67 @@ def run(
         eval_text: held-out text, as `permtriton.cli.held_out.held_out_windows` takes it.
         output: folder to write; None for ``MODEL-NofM`` in the present folder.
         overwrite: whether an earlier output may be replaced.
+        restart: whether to delete the states of an interrupted run first, instead of continuing it.
         json: whether to print JSON.
 
     Raises:
         PermTritonError: as `permtriton.compile` and `permtriton.CompiledModel.save`.
     """
-    pattern = config.sparsity
-    target = output or Path(f"{Path(source.name).resolve().name}-{pattern.kept}of{pattern.group}")
-    check_output(target, overwrite=overwrite)
+    target = output or default_output(source, config)
     progress = BarProgress()
-    progress.say(f"loading {source.name}")
-    model, tokenizer = load.load_original(source)
-    windows, text = held_out_windows(source, eval_text, tokenizer, model)
-    if windows is None:
-        progress.say(f"no held-out evaluation: {text}")
-    compiled = compiler.compile(
-        model,
-        tokenizer,
-        config,
-        evaluation_windows=windows,
-        progress=progress,
-        resume_path=target.resolve().with_name(f".{target.name}.safetensors"),
-    )
-    compiled.report["evaluation"]["text"] = text
-    progress.say(f"saving and verifying {target}")
-    compiled.save(target, overwrite=overwrite)
+    with claimed(target, overwrite=overwrite, say=progress.say) as folder:
+        if restart:
+            for path in state_paths(folder.resume_path):
+                path.unlink(missing_ok=True)
+        with load.unchanged_weights(source):
+            model, tokenizer, windows, text = loaded(source, eval_text, progress)
+            compiled = compiler.compile(
+                model,
+                tokenizer,
+                config,
+                evaluation_windows=windows,
+                progress=progress,
+                resume_path=folder.resume_path,
+                say_needs=True,
+            )
+        compiled.report["evaluation"]["text"] = text
+        compiled.report["command"] = compile_command(
+            source.name,
+            config,
+            eval_text=eval_text and Path(eval_text).name,
+            dtype=None if source.dtype == "auto" else source.dtype,
+            trust_remote_code=source.trust_remote_code,
+        )
+        progress.say(f"saving and verifying {target}")
+        compiled.save(target, overwrite=overwrite)
     if json:
         print_json(compiled.report)
     else:
         print_report(compiled.report, target)
+
+
+def default_output(source: load.Source, config: CompileConfig) -> Path:
+    """Returns ``MODEL-NofM`` in the present folder."""
+    return Path(f"{Path(source.name).resolve().name}-{config.sparsity.kept}of{config.sparsity.group}")
+
+
+def loaded(source: load.Source, eval_text: str | None, progress: BarProgress) -> tuple[Any, Any, Tensor | None, str]:
+    """Returns the model, its tokenizer, and the held-out windows with the name of their text, or why there are none.
+
+    Args:
+        source: model to prune.
+        eval_text: held-out text, as `permtriton.cli.held_out.held_out_windows` takes it.
+        progress: progress reporter.
+
+    Raises:
+        PermTritonError: as `permtriton.model.load.load_original` and `held_out_windows`.
+    """
+    progress.say(f"loading {source.name}")
+    model, tokenizer = load.load_original(source, saved=True)
+    windows, text = held_out_windows(source, eval_text, tokenizer, model)
+    if windows is None:
+        progress.say(f"no held-out evaluation: {text}")
+    return model, tokenizer, windows, text
 
 
 def print_report(report: dict[str, Any], target: Path) -> None:

@@ -1,26 +1,38 @@
 """What all commands print with: progress bars, tables, error messages, JSON."""
 
 import os
-import re
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 from rich.table import Table
+from rich.text import Text
 
-from permtriton.errors import PermTritonError
+from permtriton.errors import MemoryTooSmallError, PermTritonError
 from permtriton.progress import Advance
 
-out = Console()
-err = Console(stderr=True)
+
+class _PlainConsole(Console):
+    """Prints text as it is: no markup, and control characters of file names are written as ``\\n`` and the like."""
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        lines = ("".join(map(_visible, line)) for line in text.split("\n"))
+        return super().render_str("\n".join(lines), **options)
+
+
+def _visible(character: str) -> str:
+    return character if character.isprintable() else repr(character)[1:-1]
+
+
+out = _PlainConsole(markup=False, emoji=False)
+err = _PlainConsole(stderr=True, markup=False, emoji=False)
 
 
 class BarProgress:
@@ -58,30 +70,44 @@ class BarProgress:
         return advance
 
     def say(self, text: str) -> None:
-        err.print(text, highlight=False, markup=False, soft_wrap=True)
+        err.print(text, highlight=False, soft_wrap=True)
 
 
 @contextmanager
-def clear_errors() -> Iterator[None]:
+def clear_errors(to_lower: Callable[[], str]) -> Iterator[None]:
     """Turns errors that the user can fix into one line and exit code 2, and an interruption into exit code 130.
 
     Also turns off the warnings and progress bars of torch and transformers.
+
+    Args:
+        to_lower: returns the end of the line where memory ran out: the command's options that save memory.
     """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # its retries are a line each
     warnings.filterwarnings("ignore", category=UserWarning, module="torch|transformers")
     try:
         yield
+    except MemoryTooSmallError as error:
+        fail(f"{error}{to_lower()}", 2)
     except PermTritonError as error:
         fail(str(error), 2)
-    except RuntimeError as error:
-        torch = sys.modules.get("torch")  # not imported here, which would take seconds
-        if torch is None or not isinstance(error, torch.OutOfMemoryError):
+    except OSError as error:  # of the files that a command was given: a name that is too long, no permission
+        if error.filename is None:
             raise
-        fail(f"out of GPU memory: lower --micro-batch-size or --sequence-length ({str(error).splitlines()[0]})", 2)
+        fail(f"{os.fsdecode(error.filename)}: {error.strerror or error}", 2)
+    except (RuntimeError, MemoryError) as error:
+        if "torch" not in sys.modules:  # importing it takes seconds
+            raise
+        from permtriton.micro_batch import is_out_of_memory, out_of_memory
+
+        if not is_out_of_memory(error):
+            raise
+        fail(f"{out_of_memory(error)}{to_lower()}", 2)
     except KeyboardInterrupt:
         fail(
-            "interrupted: no half-written output is left; a compilation continues learning when it is started again",
+            "interrupted: no half-written output is left; started again, a compilation continues learning, and a "
+            "comparison runs the rows that are missing",
             130,
         )
 
@@ -94,30 +120,10 @@ def table(title: str, *columns: str, show_header: bool = True) -> Table:
     return empty
 
 
-def grouped(rows: Sequence[tuple[str, ...]]) -> list[tuple[tuple[str, ...], list[int]]]:
-    """Joins rows that differ only in numbers between dots, such as layers and experts.
-
-    Args:
-        rows: cells of each row.
-
-    Returns:
-        For each group of such rows, one row and the positions of the rows that it stands for. If there are several,
-        its numbers are replaced by ``*`` and its first cell ends with their count.
-    """
-    groups: dict[tuple[str, ...], list[int]] = {}
-    for number, row in enumerate(rows):
-        pattern = tuple(re.sub(r"(?<=\.)\d+(?=\.)", "*", cell) for cell in row)
-        groups.setdefault(pattern, []).append(number)
-    joined = []
-    for pattern, numbers in groups.items():
-        several = (f"{pattern[0]}  ({len(numbers)}x)", *pattern[1:])
-        joined.append((several if len(numbers) > 1 else rows[numbers[0]], numbers))
-    return joined
-
-
 def fail(message: str, code: int) -> None:
     """Prints an error message on standard error and exits with ``code``."""
-    err.print(f"[bold red]error:[/] {escape(message)}", soft_wrap=True, highlight=False)
+    line = "".join(map(_visible, message))  # a line break in a file name, too
+    err.print(Text.assemble(("error:", "bold red"), f" {line}"), soft_wrap=True, highlight=False)
     raise typer.Exit(code)
 
 

@@ -1,4 +1,4 @@
-"""The command ``permtriton doctor``: describes this machine, or compiles the kernels without a GPU."""
+"""The command ``permtriton doctor``: describes and tests this machine, or compiles the kernels without a GPU."""
 
 import dataclasses
 import os
@@ -18,14 +18,16 @@ from permtriton.kernels.launch import triton
 from permtriton.kernels.tools import compile_check
 from permtriton.kernels.tools.compile_check import Compiled
 from permtriton.machine import versions
+from permtriton.self_test import FAILS, self_test
 
 
-def run(*, compile_kernels: bool, defaults_only: bool, json: bool) -> None:
-    """Prints a description of this machine, or compiles the kernels and prints the resources of each.
+def run(*, compile_kernels: bool, defaults_only: bool, test: bool, json: bool) -> None:
+    """Describes this machine and tests permtriton on it, or compiles the kernels and prints the resources of each.
 
     Args:
         compile_kernels: whether to compile the kernels.
         defaults_only: whether to compile only the default configurations.
+        test: whether to run the self-test.
         json: whether to print JSON.
 
     Raises:
@@ -33,13 +35,22 @@ def run(*, compile_kernels: bool, defaults_only: bool, json: bool) -> None:
     """
     if compile_kernels:
         _compile_kernels(defaults_only, json)
-    elif json:
-        print_json(machine())
+        return
+    checks = self_test() if test else []
+    if json:
+        print_json({**machine(), "self_test": [dataclasses.asdict(check) for check in checks]})
     else:
         rows = table("This machine", "", "", show_header=False)
         for name, value in machine().items():
             rows.add_row(name, "\n".join(value) if isinstance(value, list) else value)
         out.print(rows)
+        if checks:
+            shown = table("Self-test", "what", "outcome", "detail", "seconds")
+            for check in checks:
+                shown.add_row(check.name, check.outcome, check.detail, f"{check.seconds:.1f}")
+            out.print(shown)
+    if failed := [check for check in checks if check.outcome == FAILS]:
+        fail(f"the self-test failed: {failed[0].name}: {failed[0].detail}", 2)
 
 
 def machine() -> dict[str, Any]:

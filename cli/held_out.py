@@ -15,7 +15,7 @@ def held_out_windows(source: Source, eval_text: str | None, tokenizer: Any, mode
 
     Args:
         source: source of the model; the demo model is evaluated on the demo text by default.
-        eval_text: demo, wikitext2, a file, or none; None for the default, which may be missing.
+        eval_text: demo, wikitext2, c4, a file, or none; None for the default, which may be missing.
         tokenizer: tokenizer of the text, or None.
         model: model to evaluate.
 

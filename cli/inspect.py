@@ -9,8 +9,8 @@ import typer
 from torch import fx
 
 from permtriton import planning
-from permtriton.checkpoint.report import permutation_report, plan_report
-from permtriton.cli.console import err, grouped, out, print_json, table
+from permtriton.checkpoint.report import grouped, permutation_report, plan_report
+from permtriton.cli.console import err, out, print_json, table
 from permtriton.config import CompileConfig
 from permtriton.errors import ConfigError, OutputError
 from permtriton.model import load

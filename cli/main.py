@@ -11,6 +11,8 @@ from typer.core import TyperGroup
 
 from permtriton.cli.console import clear_errors
 from permtriton.cli.options import (
+    Ablate,
+    AblateValues,
     ConfigFile,
     Device,
     Dtype,
@@ -18,20 +20,35 @@ from permtriton.cli.options import (
     Flags,
     Json,
     Model,
+    Patterns,
     Recipe,
+    TaskLimit,
+    TaskNames,
+    TasksDir,
     TrustRemoteCode,
     build_config,
     takes,
 )
 from permtriton.config import METHOD, OPTIONS, RUNNING, CompileConfig, check_explicit_options
 
+SAVE_MEMORY = ("--sequence-length", "--samples", "--micro-batch-size", "--activation-checkpointing", "--dtype")
+
 
 class Commands(TyperGroup):
     """Commands whose errors are one line."""
 
     def invoke(self, ctx: Any) -> Any:
-        with clear_errors():
+        with clear_errors(lambda: self._to_lower(ctx)):
             return super().invoke(ctx)
+
+    def _to_lower(self, ctx: Any) -> str:
+        """Returns which options of the command save memory, as the end of a line."""
+        command = self.get_command(ctx, ctx.invoked_subcommand or "")
+        given = {name for parameter in (command.params if command else ()) for name in parameter.opts}
+        # A batch of learning is split into micro-batches; elsewhere it goes through the model at once.
+        options = SAVE_MEMORY if "--micro-batch-size" in given else ("--batch-size", *SAVE_MEMORY)
+        found = ", ".join(name for name in options if name in given)
+        return f"; options: {found}" if found else ""
 
 
 app = typer.Typer(
@@ -72,6 +89,18 @@ def compile(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace an earlier output.", rich_help_panel=RUNNING)
     ] = False,
+    restart: Annotated[
+        bool,
+        typer.Option("--restart", help="Start anew instead of continuing an interrupted run.", rich_help_panel=RUNNING),
+    ] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Show the plan and an estimate of time, memory and disk, then stop; nothing is written.",
+            rich_help_panel=RUNNING,
+        ),
+    ] = False,
     config: ConfigFile = None,
     json: Json = False,
     trust_remote_code: TrustRemoteCode = False,
@@ -81,7 +110,13 @@ def compile(
     from permtriton.cli.compile import run
     from permtriton.model.load import Source
 
-    run(Source(model, dtype, device, trust_remote_code), chosen, eval_text, output, overwrite=overwrite, json=json)
+    source = Source(model, dtype, device, trust_remote_code)
+    if dry_run:
+        from permtriton.cli.dry_run import run as show
+
+        show(source, chosen, eval_text, output, overwrite=overwrite, restart=restart, json=json)
+    else:
+        run(source, chosen, eval_text, output, overwrite=overwrite, restart=restart, json=json)
 
 
 @app.command()
@@ -137,23 +172,83 @@ def compare(
     seeds: Annotated[str, typer.Option(help="Seeds, separated by commas.", rich_help_panel=RUNNING)] = "0",
     methods: Annotated[
         str | None,
-        typer.Option(help="Some of the methods, separated by commas; all by default.", rich_help_panel=METHOD),
+        typer.Option(
+            help="Some of the methods, separated by commas; all by default, a few with --ablate.",
+            rich_help_panel=METHOD,
+        ),
     ] = None,
+    patterns: Patterns = None,
+    ablate: Ablate = None,
+    values: AblateValues = None,
+    tasks: TaskNames = None,
+    limit: TaskLimit = None,
+    tasks_dir: TasksDir = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     config: ConfigFile = None,
     json: Json = False,
     output: Annotated[
-        Path | None, typer.Option(help="File to write the JSON report to as well.", rich_help_panel=RUNNING)
+        list[Path] | None,
+        typer.Option(
+            help="File to write the report to, by its suffix: .json, .csv or .md; repeat for several. Finished results "
+            "are kept beside the first: the same command, also with more methods, continues from them.",
+            rich_help_panel=RUNNING,
+        ),
     ] = None,
+    overwrite: Annotated[
+        bool,
+        typer.Option("--overwrite", help="Measure everything anew, whatever is kept.", rich_help_panel=RUNNING),
+    ] = False,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Prune MODEL with every method on the same text and show how much each one hurts. Saves no model."""
-    chosen = build_config(model, recipe, config, flags)
-    from permtriton.cli.compare import run
+    chosen = build_config(model, recipe, config, flags, check=False)
+    from permtriton.cli.compare import Request, run
+    from permtriton.cli.tasks import TaskRequest
     from permtriton.model.load import Source
 
-    run(Source(model, dtype, device, trust_remote_code), chosen, eval_text, seeds, methods, output, json)
+    request = Request(chosen, flags, seeds, methods, patterns, ablate, values)
+    wanted = TaskRequest(tasks, limit, tasks_dir)
+    source = Source(model, dtype, device, trust_remote_code)
+    run(source, request, wanted, eval_text, output or [], overwrite=overwrite, json=json)
+
+
+@app.command()
+def evaluate(
+    model: Annotated[
+        str,
+        typer.Argument(help="A model folder, a hub name, or demo; dense, or written by permtriton in any format."),
+    ],
+    against: Annotated[
+        str | None, typer.Option(help="The dense model: adds its perplexity, the KL and the cosine to it.")
+    ] = None,
+    perplexity: Annotated[
+        str | None,
+        typer.Option(help="Text: wikitext2, c4, demo, a file, or none. By default demo for the demo, else wikitext2."),
+    ] = None,
+    tasks: TaskNames = None,
+    limit: TaskLimit = None,
+    tasks_dir: TasksDir = None,
+    batch_size: Annotated[
+        int | None,
+        typer.Option(help="Windows or requests per forward pass; by default 2048 tokens, and 8 requests of tasks."),
+    ] = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    json: Json = False,
+    output: Annotated[
+        Path | None, typer.Option(help="File to write the results to as well: .json, .csv or .md.")
+    ] = None,
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Measure MODEL: perplexity, zero-shot tasks of lm-eval, KL and cosine to the dense model."""
+    from permtriton.cli.evaluate import run
+    from permtriton.cli.tasks import TaskRequest
+    from permtriton.model.load import Source
+
+    dense = Source(against, dtype, device, trust_remote_code) if against else None
+    source = Source(model, dtype, device, trust_remote_code)
+    run(source, dense, perplexity, TaskRequest(tasks, limit, tasks_dir), batch_size, output, json)
 
 
 @app.command()
@@ -178,6 +273,24 @@ def export(
 
 
 @app.command()
+def report(
+    folders: Annotated[
+        list[Path],
+        typer.Argument(help="Folders that permtriton compile or export wrote; several are shown side by side."),
+    ],
+    comparison: Annotated[
+        Path | None, typer.Option(help="JSON report of permtriton compare, whose table is shown, too.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="HTML file to write; FOLDER-report.html here by default.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier file.")] = False,
+) -> None:
+    """Write one HTML page about compiled folders: results, masks, permutations, costs. It needs no network."""
+    from permtriton.cli.report import run
+
+    run(folders, output, comparison, overwrite=overwrite)
+
+
+@app.command()
 def doctor(
     compile_kernels: Annotated[
         bool,
@@ -191,12 +304,18 @@ def doctor(
     defaults_only: Annotated[
         bool, typer.Option("--defaults-only", help="With --compile-kernels: the default configurations only.")
     ] = False,
+    no_self_test: Annotated[
+        bool, typer.Option("--no-self-test", help="Only describe the machine; the self-test takes about ten seconds.")
+    ] = False,
     json: Json = False,
 ) -> None:
-    """Show what this machine is and what will run where; --compile-kernels checks the GPU kernels without a GPU."""
+    """Show what this machine is, and test what runs on it; the thing to paste into a bug report.
+
+    Exit code 2 if the self-test fails. --compile-kernels checks the GPU kernels without a GPU.
+    """
     from permtriton.cli.doctor import run
 
-    run(compile_kernels=compile_kernels, defaults_only=defaults_only, json=json)
+    run(compile_kernels=compile_kernels, defaults_only=defaults_only, test=not no_self_test, json=json)
 
 
 @app.command()

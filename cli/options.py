@@ -9,12 +9,12 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
+from permtriton.command import config_for
 from permtriton.config import (
     CALIBRATION,
     METHOD,
     OPTIONS,
     PANELS,
-    RECIPES,
     RUNNING,
     CompileConfig,
     check_explicit_options,
@@ -37,7 +37,48 @@ Recipe = Annotated[
 EvalText = Annotated[
     str | None,
     typer.Option(
-        help="Held-out text: demo, wikitext2, a file, or none. By default demo for the demo model, else wikitext2.",
+        help="Held-out text: demo, wikitext2, c4, a file, or none. By default demo for the demo model, else wikitext2.",
+        rich_help_panel=CALIBRATION,
+    ),
+]
+Patterns = Annotated[
+    str | None,
+    typer.Option(
+        help="Sparsity patterns, separated by commas, such as 2:4,4:8; --sparsity by default.",
+        rich_help_panel=METHOD,
+    ),
+]
+Ablate = Annotated[
+    str | None,
+    typer.Option(
+        help="Run each method with several values of one option: sinkhorn (rounds 0 and 5), calibration (the texts "
+        "pile, wikitext2 and c4), block-size (32, 64 and 128) or learn-layers (the last layer, half of them, all).",
+        rich_help_panel=METHOD,
+    ),
+]
+AblateValues = Annotated[
+    str | None,
+    typer.Option(
+        help="With --ablate: other values, separated by commas, such as demo,my-text.txt for calibration.",
+        rich_help_panel=METHOD,
+    ),
+]
+TaskNames = Annotated[
+    str | None,
+    typer.Option(
+        "--tasks",
+        help="Tasks of lm-eval, separated by commas, such as arc_easy,hellaswag.",
+        rich_help_panel=CALIBRATION,
+    ),
+]
+TaskLimit = Annotated[
+    int | None, typer.Option("--limit", help="Documents per task; all by default.", rich_help_panel=CALIBRATION)
+]
+TasksDir = Annotated[
+    Path | None,
+    typer.Option(
+        "--tasks-dir",
+        help="Folder with more tasks: lm-eval's YAML files. A task may run code: trust the folder.",
         rich_help_panel=CALIBRATION,
     ),
 ]
@@ -95,17 +136,25 @@ def _flag(option: Option) -> inspect.Parameter:
     return inspect.Parameter(option.name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=annotation)
 
 
-def build_config(model: str, recipe: str | None, config_file: Path | None, flags: Flags) -> CompileConfig:
+def build_config(
+    model: str, recipe: str | None, config_file: Path | None, flags: Flags, *, check: bool = True
+) -> CompileConfig:
     """Lays flags over the file over the recipe.
+
+    Args:
+        model: name of the model; the demo model has defaults of its own.
+        recipe: recipe that the user named, or None.
+        config_file: TOML file, or None.
+        flags: options that the user set as flags.
+        check: whether a flag without effect is refused here.
 
     Raises:
         ConfigError: an unknown option, a bad value, or a flag that has no effect.
     """
     from_file = {k.replace("-", "_"): v for k, v in (read_config_file(config_file) if config_file else {}).items()}
-    recipe = recipe or from_file.pop("recipe", None) or ("demo" if model == "demo" else "default")
+    recipe = recipe or from_file.get("recipe")
     from_file.pop("recipe", None)
-    small = RECIPES["demo"] if model == "demo" and recipe in ("best", "fast") else {}
-    text = {"calibration": "demo"} if model == "demo" else {}
-    config = CompileConfig.from_options({**small, **text, **from_file, **flags}, recipe)
-    check_explicit_options(flags, config)
+    config = config_for(model, {**from_file, **flags}, recipe)
+    if check:
+        check_explicit_options(flags, config)
     return config

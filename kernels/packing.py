@@ -144,12 +144,12 @@ def pack_reference(weight_OC: Tensor, pattern: NMPattern) -> tuple[Tensor, Tenso
     values = weight_OC.new_empty(values_shape)
     positions = torch.empty(positions_shape, dtype=torch.uint8, device=weight_OC.device)
     for rows in _row_chunks(out_features, in_features):
-        weight = weight_OC[rows]
+        weight = weight_OC[rows].contiguous()  # masked weights come transposed, whose groups are slow to sum
         _refuse(~weight.isfinite(), rows, "a weight that is not finite")
         _refuse(_negative_zero(weight), rows, "a weight of -0.0: store 0.0")
         grouped = weight.unflatten(1, (-1, pattern.group))
         excess = f"more nonzero weights than {pattern} keeps: prune before packing"
-        _refuse(((grouped != 0).sum(2) > pattern.kept), rows, excess, pattern.group)
+        _refuse((grouped != 0).sum(2, dtype=torch.int8) > pattern.kept, rows, excess, pattern.group)
         chosen = _chosen(grouped, pattern.kept)
         places = chosen.flatten().nonzero().view(-1, values_shape[1])
         values[rows] = weight.reshape(-1)[places]
@@ -172,7 +172,7 @@ def _chosen(grouped: Tensor, kept: int) -> Tensor:
     """Returns bool ``[rows, groups, group]``: ``kept`` places per group, those of nonzero weights before free ones."""
     nonzero = grouped != 0
     free = ~nonzero
-    spare = kept - nonzero.sum(2, keepdim=True)
+    spare = kept - nonzero.sum(2, keepdim=True, dtype=torch.int8)
     return nonzero | (free & (free.cumsum(2, dtype=torch.int8) <= spare))
 
 

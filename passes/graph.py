@@ -103,6 +103,8 @@ def source_of(node: fx.Node) -> fx.Node:
 def wrap(node: fx.Node, target: Any, arguments: Sequence[Any], value: Any = None) -> fx.Node:
     """Inserts ``target(node, *arguments)`` between a node and all that read it, and returns the new node.
 
+    It stands right before the first of them: where a graph runs, one changed weight is alive at a time, not all.
+
     Args:
         node: Node whose value the operator changes.
         target: The operator.
@@ -110,7 +112,7 @@ def wrap(node: fx.Node, target: Any, arguments: Sequence[Any], value: Any = None
         value: Example of the result, for ``meta["val"]``; None takes that of ``node``.
     """
     graph = node.graph
-    with graph.inserting_after(max([node, *[a for a in arguments if isinstance(a, fx.Node)]])):
+    with graph.inserting_before(min(node.users)):
         new = graph.call_function(target, (node, *arguments))
     new.meta = {**_origin(node), "val": node.meta["val"] if value is None else value, OURS: True}
     node.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)

@@ -10,17 +10,20 @@ import torch
 from torch import Tensor, fx
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from permtriton import memory
+from permtriton.checkpoint.names import stored_names
 from permtriton.checkpoint.quantizer import attach
 from permtriton.checkpoint.report import compilation_report, stages_report
-from permtriton.checkpoint.save import CompiledModel
+from permtriton.checkpoint.save import CompiledModel, pruned_parameters
 from permtriton.config import CompileConfig
+from permtriton.errors import ConfigError
+from permtriton.evaluation.held_out import Evaluation
+from permtriton.forecast import Forecast, check_disk, make_forecast
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.model.apply import apply_edits
 from permtriton.model.checks import check_pruned, check_same_outputs, model_outputs
 from permtriton.model.edits import edits_of, moves_of
 from permtriton.model.experts import unstacked_experts
-from permtriton.model.forward import check_length
+from permtriton.model.forward import TOKENS_WITHOUT_LOGITS, check_length
 from permtriton.model.load import check_original
 from permtriton.model.plan import ChannelSpace, Plan
 from permtriton.model.reference import Reference
@@ -30,21 +33,18 @@ from permtriton.passes.verify_graph import count_operators, run
 from permtriton.permutation import compose, identity
 from permtriton.planning import plan_model
 from permtriton.progress import NoProgress, Progress
-from permtriton.prune.evaluate import Evaluation
 from permtriton.prune.fisher import fisher_information
 from permtriton.prune.heuristic import heuristic_indices
 from permtriton.prune.importance import importances_of
 from permtriton.prune.learn import learn, learned_spaces
 from permtriton.prune.objective import Objective, default_objective, dense_objective, order_objective
-from permtriton.prune.promises import check_retained, retained_importance
+from permtriton.prune.promises import Retained, check_no_worse, check_retained, retained_importance
 from permtriton.prune.resume import ResumeFile
 from permtriton.prune.search import SearchFile, search
 from permtriton.prune.statistics import reorder_statistics, site_statistics
 from permtriton.prune.text import calibration_ids, check_ids, ids_hash
 from permtriton.stages import Permuted, Prepared, Pruned, Work
 from permtriton.updating import mask, updated
-
-TOKENS_AT_ONCE = 4096  # per forward pass without gradients
 
 
 def compile(
@@ -56,6 +56,7 @@ def compile(
     evaluation_windows: Tensor | None = None,
     progress: Progress | None = None,
     resume_path: Path | None = None,
+    say_needs: bool = False,
 ) -> CompiledModel:
     """Permutes the channels of ``model`` and prunes it to N:M, in place.
 
@@ -67,17 +68,19 @@ def compile(
         evaluation_windows: held-out sequences to evaluate dense and compiled models on, int64 ``[windows, tokens]``.
         progress: progress reporter.
         resume_path: path of the files that keep the state of long stages, each with its stage's name before the suffix
-            (``state.learning.safetensors``); a later call with equal inputs continues from them.
+            (``state.learning.safetensors``); a later call with equal inputs continues from them, and one with others is
+            refused until they are deleted.
+        say_needs: whether to measure the model first and report how much memory, time and disk the work will take.
 
     Returns:
         The compiled model, which holds ``model`` itself.
 
     Raises:
-        PermTritonError: bad input, too little memory, or a failed check. The model may then be partly changed.
+        PermTritonError: bad input, too little memory or disk, or a failed check. The model may then be partly changed.
     """
     work = Work(model.eval(), config or CompileConfig(), progress or NoProgress(), resume_path)
     with unstacked_experts(model):
-        prepared = prepare(work, tokenizer, ids, evaluation_windows)
+        prepared = prepare(work, tokenizer, ids, evaluation_windows, say_needs)
         permuted = permute(work, prepared)
         pruned = prune(work, prepared, permuted)
         report = _report(work, prepared, permuted, pruned)
@@ -86,11 +89,34 @@ def compile(
     )
 
 
+def dry_run(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    config: CompileConfig | None = None,
+    *,
+    ids: Tensor | None = None,
+    evaluation_windows: Tensor | None = None,
+    resume_path: Path | None = None,
+) -> tuple[Plan, Forecast]:
+    """Returns what `compile` would do to a model and what it would need; the model stays as it is.
+
+    Arguments and errors are those of `compile`. Too little memory is no error here, but then no time is measured.
+    """
+    work = Work(model.eval(), config or CompileConfig(), NoProgress(), resume_path)
+    with unstacked_experts(model):
+        ids, plan, _ = _planned(work, tokenizer, ids)
+        return plan, make_forecast(model, plan, work.config, ids, evaluation_windows, resume_path, timed=True)
+
+
 # -- prepare -----------------------------------------------------------------------------------------------------------
 
 
 def prepare(
-    work: Work, tokenizer: PreTrainedTokenizerBase | None, ids: Tensor | None, windows: Tensor | None
+    work: Work,
+    tokenizer: PreTrainedTokenizerBase | None,
+    ids: Tensor | None,
+    windows: Tensor | None,
+    say_needs: bool = False,
 ) -> Prepared:
     """Reads the calibration text, traces the model, and measures the dense model.
 
@@ -99,10 +125,36 @@ def prepare(
         tokenizer: tokenizer of the calibration text.
         ids: calibration sequences, int64 ``[samples, tokens]``, in place of the config's calibration text.
         windows: held-out sequences, int64 ``[windows, tokens]``, or None.
+        say_needs: whether to report how much memory, time and disk the work will take.
 
     Raises:
-        PermTritonError: bad input, a model that cannot be traced, or too little memory.
+        PermTritonError: bad input, the state of another run, a model that cannot be traced, or too little memory or
+            disk.
     """
+    model, config = work.model, work.config
+    ids, plan, graph = _planned(work, tokenizer, ids)
+    with work.timed("estimate"):
+        forecast = make_forecast(model, plan, config, ids, windows, work.resume_path, timed=say_needs)
+    if forecast.refused:
+        raise ConfigError(forecast.refused)
+    folder = work.resume_path and work.resume_path.resolve().parent
+    if folder is not None:
+        check_disk(forecast.disk, folder)
+    if say_needs:
+        work.progress.say(forecast.describe(model.device, folder))
+    batch = max(TOKENS_WITHOUT_LOGITS // ids.shape[1], 1)
+    reference = Reference(model, ids, plan.unseen)
+    with work.timed("evaluate"):
+        evaluation = None if windows is None else Evaluation(model, windows, work.progress)
+    with work.timed("calibrate"):
+        statistics = site_statistics(model, plan, config.importance, ids, batch, work.progress)
+    return Prepared(ids, batch, plan, graph, reference, forecast.needs, statistics, evaluation)
+
+
+def _planned(
+    work: Work, tokenizer: PreTrainedTokenizerBase | None, ids: Tensor | None
+) -> tuple[Tensor, Plan, fx.GraphModule]:
+    """Reads the calibration text and traces the model; arguments as in `prepare`."""
     model, config = work.model, work.config
     check_original(model)
     with work.timed("calibration text"):
@@ -111,18 +163,12 @@ def prepare(
         if ids is None:
             ids = calibration_ids(config.calibration, tokenizer, vocabulary, config.seed)
         ids = check_ids(ids, vocabulary).cpu()
+    with work.timed("identify"):
+        work.identify(ids)
     with work.timed("trace"):
         plan, graph = plan_model(model, config)
-    needs = memory.estimate(model, plan, config, ids, windows)
-    work.progress.say(memory.describe(needs, model.device))
-    memory.check_fits(needs, model.device)
-    batch = max(TOKENS_AT_ONCE // ids.shape[1], 1)
-    reference = Reference(model, ids, plan.unseen)
-    with work.timed("evaluate"):
-        evaluation = None if windows is None else Evaluation(model, windows, work.progress)
-    with work.timed("calibrate"):
-        statistics = site_statistics(model, plan, config.importance, ids, batch, work.progress)
-    return Prepared(ids, batch, plan, graph, reference, needs, statistics, evaluation)
+    stored_names(model, pruned_parameters(model, plan), original=config.layout == "portable")  # refused now, not later
+    return ids, plan, graph
 
 
 # -- permute -----------------------------------------------------------------------------------------------------------
@@ -150,6 +196,9 @@ def permute(work: Work, prepared: Prepared) -> Permuted:
         permuted = _learned(work, prepared, permuted)
     if config.permutation == "searched":
         permuted = _searched(work, prepared, permuted)
+    if not permuted.retained:  # nothing was permuted
+        dense = _retained(work, plan, permuted.statistics, {})
+        permuted = replace(permuted, dense_order=dense, retained={name: each.chosen for name, each in dense.items()})
     return permuted
 
 
@@ -178,24 +227,27 @@ def _base_spaces(plan: Plan, config: CompileConfig) -> list[ChannelSpace]:
 
 def _learned(work: Work, prepared: Prepared, permuted: Permuted) -> Permuted:
     model, config = work.model, work.config
-    resume = work.state(ResumeFile, "learning", work.fingerprint(prepared.ids))
+    resume = work.state(ResumeFile, "learning")
     with work.timed("learn"):
         objective = dense_objective(model, order_objective(config, model), prepared.ids, prepared.batch)
         importances = work.importances(prepared.plan, permuted.statistics)
         learned = learn(
             model, prepared.plan, importances, prepared.ids, objective, config, work.progress, resume
         )  # fmt: skip
+    if config.learn.keep_epoch == "best":
+        check_no_worse(learned.history[0].loss, learned.history[learned.kept].loss, "learning")
     moved = _moved(work, prepared, permuted, learned.indices, config.learn.block_size)
     return replace(moved, learned=learned, objective=_reordered(prepared.plan, objective, learned.indices))
 
 
 def _searched(work: Work, prepared: Prepared, permuted: Permuted) -> Permuted:
     model, config = work.model, work.config
-    state = work.state(SearchFile, "search", work.fingerprint(prepared.ids))
+    state = work.state(SearchFile, "search")
     with work.timed("search"):
         objective = dense_objective(model, order_objective(config, model), prepared.ids, prepared.batch)
         importances = work.importances(prepared.plan, permuted.statistics)
         found = search(model, prepared.plan, importances, prepared.ids, objective, config, work.progress, state)
+    check_no_worse(found.history[0].loss, found.loss, "the search")
     moved = _moved(work, prepared, permuted, found.indices)
     return replace(moved, searched=found, objective=_reordered(prepared.plan, objective, found.indices))
 
@@ -220,20 +272,24 @@ def _moved(
         indices: space name -> unit index relative to the present order, int64 ``[units]``.
         block_size: block size of the indices, if they are block permutations.
     """
-    promised = _retained(work, prepared.plan, permuted.statistics, indices)
+    for space in prepared.plan.spaces:
+        if space.name in indices:
+            space.check(indices[space.name])
+    promised = _retained(work, prepared.plan, permuted.statistics, indices, permuted.retained)
     moves = moves_of(prepared.plan, indices, block_size)
     graph, results = _run(permuted.graph, permutation_passes(moves), _batches(work, prepared))
     apply_edits(work.model, edits_of(moves))
     difference = prepared.reference.check(work.model, "after folding permutations")
     statistics = reorder_statistics(permuted.statistics, moves)
-    retained = _retained(work, prepared.plan, statistics, {})
-    check_retained(promised, retained)
+    retained = {name: each.present for name, each in _retained(work, prepared.plan, statistics, {}).items()}
+    check_retained({name: each.chosen for name, each in promised.items()}, retained)
     return Permuted(
         {**permuted.indices, **{name: compose(permuted.indices[name], index) for name, index in indices.items()}},
         absorb_folds(graph),
         statistics,
         permuted.passes + results,
         max(permuted.difference, difference),
+        permuted.dense_order or promised,
         retained,
     )
 
@@ -285,9 +341,14 @@ def _compare_lowered(model: PreTrainedModel, graph: fx.GraphModule, expected: Te
 
 
 def _retained(
-    work: Work, plan: Plan, statistics: Mapping[str, Tensor], indices: Mapping[str, Tensor]
-) -> dict[str, float]:
-    return retained_importance(work.model, plan, work.importances(plan, statistics), work.config.sparsity, indices)
+    work: Work,
+    plan: Plan,
+    statistics: Mapping[str, Tensor],
+    indices: Mapping[str, Tensor],
+    present: Mapping[str, float] | None = None,
+) -> dict[str, Retained]:
+    importances = work.importances(plan, statistics)
+    return retained_importance(work.model, plan, importances, work.config.sparsity, indices, present)
 
 
 def _by_magnitude(work: Work, plan: Plan) -> dict[str, ImportanceFactors]:
@@ -318,7 +379,10 @@ def _report(work: Work, prepared: Prepared, permuted: Permuted, pruned: Pruned) 
         prepared.plan,
         permuted.indices,
         calibration={"sha256": ids_hash(prepared.ids), "shape": list(prepared.ids.shape)},
-        stages=stages_report(permuted.learned, permuted.searched, pruned.updates),
+        stages={
+            **stages_report(permuted.learned, permuted.searched, pruned.updates),
+            "retained_importance": permuted.importance,
+        },
         evaluation=pruned.evaluation,
         passes=[*permuted.passes, *pruned.passes],
         proof={
@@ -328,5 +392,5 @@ def _report(work: Work, prepared: Prepared, permuted: Permuted, pruned: Pruned) 
             "unverified_inputs": prepared.reference.unverified,
         },
         seconds=work.seconds,
-        needs=prepared.needs,
+        needs=prepared.needs.report(),
     )

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from permtriton.errors import ConfigError
+from permtriton.errors import ConfigError, first_line, reading, shown
 from permtriton.option import Option, check_options, documented, option, options_of
 from permtriton.sparsity import MAX_GROUP, NMPattern
 
@@ -41,6 +41,7 @@ _learning = partial(option, panel=LEARNING, needs={"permutation": ("learned",)})
 _searching = partial(option, panel=SEARCHING, needs={"permutation": ("searched",)})
 _updating = partial(option, panel=UPDATING, needs={"weight_update": ("reconstruct", "distill")})
 _running = partial(option, panel=RUNNING)
+MAX_TOML_BYTES = 10**6
 GRADIENTS = {"permutation": ("learned", "searched"), "weight_update": ("reconstruct", "distill")}
 
 
@@ -257,13 +258,13 @@ class CompileConfig:
             ConfigError: an unknown option or recipe, a value of the wrong type or out of range.
         """
         if not isinstance(recipe, str) or recipe not in RECIPES:
-            raise ConfigError(f"recipe {recipe!r} is unknown: choose one of {', '.join(RECIPES)}")
+            raise ConfigError(f"recipe {shown(recipe)} is unknown: choose one of {', '.join(RECIPES)}")
         given = {name.replace("-", "_"): value for name, value in options.items()}
         merged: dict[str, Any] = {**RECIPES[recipe], **given}
         if recipe == "published" and merged.get("importance") == "ria" and "learning_rate" not in given:
             merged["learning_rate"] = 5e-3
         if unknown := sorted(set(merged) - set(OPTIONS)):
-            raise ConfigError(f"unknown option {unknown[0]!r}: the options are {', '.join(sorted(OPTIONS))}")
+            raise ConfigError(f"unknown option {shown(unknown[0])}: the options are {', '.join(sorted(OPTIONS))}")
 
         def values(part: type) -> dict[str, Any]:
             return {o.name: o.convert(merged[o.name]) for o in options_of(part) if o.name in merged}
@@ -323,6 +324,12 @@ def defaults(name: str) -> str:
     return "; ".join(f"{recipe}{str(value).lower()}" for recipe, value in texts)
 
 
+def has_effect(name: str, config: CompileConfig) -> bool:
+    """Returns whether the rest of a config lets an option, named as its field, have an effect."""
+    needs = OPTIONS[name].needs
+    return not needs or any(_parts(config, OPTIONS[other]) & set(values) for other, values in needs.items())
+
+
 def check_explicit_options(explicit: Mapping[str, Any], config: CompileConfig) -> None:
     """Refuses options that a user set by hand and that the rest of the config makes meaningless.
 
@@ -330,8 +337,8 @@ def check_explicit_options(explicit: Mapping[str, Any], config: CompileConfig) -
         ConfigError: for example epochs without learning.
     """
     for each in (OPTIONS[name] for name in explicit):
-        needed = {OPTIONS[name]: values for name, values in each.needs.items()}
-        if needed and not any(_parts(config, other) & set(values) for other, values in needed.items()):
+        if not has_effect(each.name, config):
+            needed = {OPTIONS[name]: values for name, values in each.needs.items()}
             present = " and ".join(f"{other.flag} {getattr(config, other.name)}" for other in needed)
             choose = " or ".join(f"{other.flag} {value}" for other, values in needed.items() for value in values)
             raise ConfigError(f"{each.flag} has no effect with {present}: drop it or choose {choose}")
@@ -354,11 +361,14 @@ def read_config_file(path: Path) -> dict[str, Any]:
         ConfigError: the file is missing, is not TOML or holds a table.
     """
     try:
-        options = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"config file {path} cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config file {path} is not TOML: {error}") from error
+        with path.open("rb") as file:
+            content = file.read(MAX_TOML_BYTES + 1)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"config file {path} cannot be read: {first_line(error)}") from error
+    if len(content) > MAX_TOML_BYTES:
+        raise ConfigError(f"config file {path} has more than {MAX_TOML_BYTES} bytes: it is no file of options")
+    with reading(f"config file {path} is not TOML", ConfigError):
+        options = tomllib.loads(content.decode())
     for name, value in options.items():
         if isinstance(value, dict):
             raise ConfigError(f"config file {path} holds a table, [{name}]: write the options flat, one per line")

@@ -3,6 +3,15 @@
 The CLI prints the message on one line and exits with code 2.
 """
 
+import reprlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+LONGEST = 300  # characters of another library's message that are kept
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 60
+
 
 class PermTritonError(Exception):
     """Base class of every error that comes from the input, the options or the machine, not from a bug."""
@@ -10,6 +19,10 @@ class PermTritonError(Exception):
 
 class ConfigError(PermTritonError):
     """An option, or a combination of options, that makes no sense."""
+
+
+class MemoryTooSmallError(PermTritonError):
+    """Work that does not fit into memory even in its smallest pieces."""
 
 
 class ModelError(PermTritonError):
@@ -20,9 +33,48 @@ class CalibrationError(PermTritonError):
     """Text or token ids that cannot be used for calibration or evaluation, or activations that are not finite."""
 
 
+class TaskError(PermTritonError):
+    """A task of an evaluation that is unknown, whose data cannot be read, or that the model cannot run."""
+
+
 class OutputError(PermTritonError):
     """An output that cannot be written, or that must not be replaced."""
 
 
 class VerificationError(PermTritonError):
     """A failed check of the result; nothing was saved."""
+
+
+@contextmanager
+def reading(what: str, kind: type[PermTritonError]) -> Iterator[None]:
+    """Turns what other libraries raise inside the ``with`` block, while they read what a user gave, into our own error.
+
+    They raise any kind for a damaged or hostile file, and the Rust ones panic, which is not an ``Exception``. Our own
+    errors and interruptions pass.
+
+    Args:
+        what: start of the message, which names the file and says what cannot be done with it.
+        kind: error to raise; the first line of the cause follows ``what``.
+    """
+    try:
+        yield
+    except (PermTritonError, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        raise kind(f"{what}: {first_line(error)}") from error
+
+
+def first_line(error: BaseException) -> str:
+    """Returns the first line of an error's message, with the name of its kind where the message alone says little."""
+    line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    if not line or isinstance(error, LookupError):
+        line = f"{type(error).__name__} {line}".strip()
+    return line if len(line) <= LONGEST else f"{line[:LONGEST]}..."
+
+
+def shown(value: Any) -> str:
+    """Returns a short form of a value from a file for a message. Python refuses to write out very long integers."""
+    try:
+        return _SHORT.repr(value)
+    except ValueError:
+        return f"an integer of {value.bit_length()} bits" if isinstance(value, int) else f"a {type(value).__name__}"

@@ -1,12 +1,19 @@
 """Facts about this machine and this installation: versions, device, memory."""
 
+import ctypes
 import os
 import platform
 import resource
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from importlib import metadata
+from pathlib import Path, PurePosixPath
+from typing import Any
 
 import torch
+
+PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 
 def versions() -> dict[str, str]:
@@ -26,17 +33,37 @@ def device_name(device: torch.device) -> str:
     return f"cpu, {torch.get_num_threads()} threads, {platform.machine()}"
 
 
-def available_memory(device: torch.device) -> int | None:
+def determinism() -> dict[str, Any]:
+    """Returns the settings, apart from the seed, on which the last bits of sums depend.
+
+    On a CPU, the same seed, versions, machine and number of threads give the same bytes. On a GPU they need not: atomic
+    sums have no fixed order.
+    """
+    return {
+        "threads": torch.get_num_threads(),
+        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+        "tf32": torch.backends.cuda.matmul.allow_tf32,
+        "float32_matmul": torch.get_float32_matmul_precision(),
+    }
+
+
+def available_memory(device: torch.device, *, proc: Path = PROC, cgroups: Path = CGROUPS) -> int | None:
     """Returns the number of free bytes on ``device``; None if the system does not report it.
 
-    A system without ``/proc/meminfo`` (macOS) reports its whole memory instead.
+    On Linux this is the smallest of what the kernel says is available and what each control group (the limits of
+    containers and batch systems) leaves. File cache counts as free, because the kernel gives it up. A system without
+    ``/proc/meminfo`` (macOS) reports its whole memory instead.
+
+    Args:
+        device: device whose memory is wanted.
+        proc: the kernel's folder of processes.
+        cgroups: the kernel's folder of control groups.
     """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            fields = dict(line.split(":") for line in file)
-        return int(fields["MemAvailable"].split()[0]) * 1024
+        fields = _fields(proc / "meminfo")
+        return max(min([fields["MemAvailable:"] * 1024, *_left_in_groups(proc, cgroups)]), 0)
     except (OSError, KeyError):
         try:
             return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -44,10 +71,82 @@ def available_memory(device: torch.device) -> int | None:
             return None
 
 
+def _fields(path: Path) -> dict[str, int]:
+    """Returns name -> number of the lines of one of the kernel's files, which start with a name and a number."""
+    lines = [line.split() for line in path.read_text(encoding="ascii").splitlines()]
+    return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}
+
+
+def _left_in_groups(proc: Path, cgroups: Path) -> Iterator[int]:
+    """Yields the bytes that each limited control group of this process, and each of its ancestors, leaves free."""
+    try:
+        lines = (proc / "self" / "cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:  # version 2, mounted alone or beside version 1
+            roots, names = [cgroups, cgroups / "unified"], ("memory.max", "memory.current", "")
+        elif "memory" in controllers.split(","):
+            roots, names = [cgroups / "memory"], ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+        else:
+            continue
+        inside = PurePosixPath(path).relative_to("/")
+        for root in roots:
+            # Inside a container the path may be the host's: folders that are not there are passed over.
+            for group in (inside, *inside.parents):
+                left = _left(root / group, *names)
+                if left is not None:
+                    yield left
+
+
+def _left(group: Path, limit: str, usage: str, prefix: str) -> int | None:
+    try:
+        allowed = int((group / limit).read_text())
+        used = int((group / usage).read_text())
+        cache = _fields(group / "memory.stat")
+    except (OSError, ValueError):  # no such folder, or "max": no limit
+        return None
+    return allowed - used + cache.get(f"{prefix}inactive_file", 0) + cache.get(f"{prefix}active_file", 0)
+
+
+def resident_memory() -> tuple[int, int]:
+    """Returns the bytes of this process that are in memory, and those of them that are pages of files.
+
+    Without ``/proc`` (macOS), both follow from the peak: the present values are not reported.
+    """
+    try:
+        fields = _fields(PROC / "self" / "status")
+        return fields["VmRSS:"] * 1024, fields["RssFile:"] * 1024
+    except (OSError, KeyError):
+        return peak_memory(torch.device("cpu")), 0
+
+
+def release_memory() -> None:
+    """Returns to the system what was freed: glibc keeps it, in holes that later stages may not fit in."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
+
+
+def reset_peak_memory(device: torch.device) -> bool:
+    """Starts the count of `peak_memory` anew; returns False where the system cannot (on a CPU, only Linux can)."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return True
+    try:
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+        return True
+    except OSError:
+        return False
+
+
 def peak_memory(device: torch.device) -> int:
     """Returns the peak memory in bytes: of torch on the GPU, or of this process on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    with suppress(OSError, KeyError):  # what follows counts from the start of the process, whatever was reset
+        return _fields(PROC / "self" / "status")["VmHWM:"] * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from textwrap import fill
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
-from permtriton.errors import ConfigError
+from permtriton.errors import ConfigError, shown
 from permtriton.sparsity import NMPattern
 
 Config = TypeVar("Config")
@@ -76,8 +76,9 @@ class Option:
             ConfigError: a sparsity pattern that cannot be read.
         """
         if self.type is NMPattern and not isinstance(value, NMPattern):
-            return NMPattern.parse(str(value))
-        return float(value) if self.type is float and type(value) is int else value
+            return NMPattern.parse(value if isinstance(value, str) else shown(value))
+        exact = type(value) is int and abs(value) <= sys.float_info.max
+        return float(value) if self.type is float and exact else value
 
     def check(self, value: Any) -> None:
         """Checks type, choices and limits.
@@ -91,13 +92,13 @@ class Option:
             types = (int, float) if self.type is float else self.type
             if not isinstance(value, types) or (isinstance(value, bool) and self.type is not bool):
                 got = type(value).__name__
-                raise ConfigError(f"{self.name} is {value!r}: expected {self.type.__name__}, got {got}")
+                raise ConfigError(f"{self.name} is {shown(value)}: expected {self.type.__name__}, got {got}")
             if isinstance(value, int | float):  # NaN is in no range
                 allowed = self.minimum <= value <= self.maximum and (value > 0 or not self.positive)
             else:
                 allowed = not self.pattern or re.fullmatch(self.pattern, value) is not None
         if not allowed:
-            raise ConfigError(f"{self.name} is {value!r}: expected {self.expected}")
+            raise ConfigError(f"{self.name} is {shown(value)}: expected {self.expected}")
 
 
 def option(default: Any, help: str, **facts: Any) -> Any:

@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from permtriton.errors import ConfigError
+from permtriton.errors import ConfigError, shown
 
 MAX_GROUP = 32
 
@@ -37,9 +37,9 @@ class NMPattern:
         Raises:
             ConfigError: the text is not two integers joined by a colon, or the pattern is not possible.
         """
-        match = re.fullmatch(r"\s*(\d+)\s*:\s*(\d+)\s*", text)
+        match = re.fullmatch(r"\s*(\d{1,9})\s*:\s*(\d{1,9})\s*", text)
         if match is None:
-            raise ConfigError(f"sparsity pattern {text!r} is not understood: write N:M with integers, such as 2:4")
+            raise ConfigError(f"sparsity pattern {shown(text)} is not understood: write N:M with integers, such as 2:4")
         return cls(int(match[1]), int(match[2]))
 
     @property

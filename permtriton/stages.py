@@ -1,6 +1,5 @@
 """What the stages of a compilation hand on to each other: `permtriton.compiler` makes these values in this order."""
 
-import hashlib
 import json
 import time
 from collections.abc import Iterator, Mapping
@@ -13,22 +12,36 @@ from torch import Tensor, fx
 from transformers import PreTrainedModel
 
 from permtriton.config import CompileConfig
+from permtriton.evaluation.held_out import Evaluation
 from permtriton.kernels.importance import ImportanceFactors
-from permtriton.machine import versions
-from permtriton.model.checks import weights_hash
+from permtriton.machine import device_name, release_memory, versions
+from permtriton.memory import Needs
+from permtriton.model.checks import model_hash
 from permtriton.model.plan import Plan
 from permtriton.model.reference import Reference
 from permtriton.passes.pipeline import PassResult
 from permtriton.progress import Progress
-from permtriton.prune.evaluate import Evaluation
 from permtriton.prune.importance import importances_of
 from permtriton.prune.learn import Learned
 from permtriton.prune.objective import Objective
+from permtriton.prune.promises import Retained
 from permtriton.prune.search import Searched
 from permtriton.prune.state_file import StateFile
 from permtriton.prune.text import ids_hash
 
 State = TypeVar("State", bound=StateFile)
+# What is lowered where memory ran out, and then continues the same run.
+ROUNDING_ONLY = ("micro_batch_size", "activation_checkpointing")
+STAGES = ("learning", "search", "reconstruct", "distill")  # those that keep a state
+
+
+def state_paths(resume_path: Path) -> list[Path]:
+    """Returns the paths of the states of all stages, whether they are there or not."""
+    return [_state_path(resume_path, stage) for stage in STAGES]
+
+
+def _state_path(resume_path: Path, stage: str) -> Path:
+    return resume_path.with_suffix(f".{stage}{resume_path.suffix}")
 
 
 @dataclass(frozen=True)
@@ -42,6 +55,7 @@ class Work:
         resume_path: path of the files that keep the state of long stages, each with its stage's name before the suffix;
             None keeps no state.
         seconds: time per stage, filled by `timed`.
+        inputs: what decides the result of the run, filled by `identify`; it is stored with every state.
         states: the files that keep a state, filled by `state`.
     """
 
@@ -50,35 +64,48 @@ class Work:
     progress: Progress
     resume_path: Path | None = None
     seconds: dict[str, float] = field(default_factory=dict)
+    inputs: dict[str, Any] = field(default_factory=dict)
     states: list[StateFile] = field(default_factory=list)
 
-    def state(self, kind: type[State], stage: str, fingerprint: str) -> State | None:
+    def identify(self, ids: Tensor) -> None:
+        """Fills ``inputs``, and refuses states of another run before any work is done.
+
+        Args:
+            ids: calibration sequences, int64 ``[samples, tokens]``.
+
+        Raises:
+            OutputError: a state beside the output belongs to another run, or is damaged.
+        """
+        if self.resume_path is None:
+            return
+        options = json.loads(json.dumps(self.config.to_dict()))
+        self.inputs.update(
+            config={name: value for name, value in options.items() if name not in ROUNDING_ONLY},
+            text=ids_hash(ids),
+            weights=model_hash(self.model),
+            versions=versions(),
+            machine=device_name(self.model.device),
+        )
+        machines = {StateFile(path, self.inputs).check() for path in state_paths(self.resume_path)}
+        for machine in sorted(machines - {None, self.inputs["machine"]}, key=str):
+            self.progress.say(
+                f"the interrupted run was on {machine}; this is {self.inputs['machine']}, which rounds sums "
+                "differently: the result may differ from that of an uninterrupted run"
+            )
+
+    def state(self, kind: type[State], stage: str) -> State | None:
         """Returns the file that keeps the state of a stage; None without ``resume_path``.
 
         Args:
             kind: class of the file.
-            stage: name of the stage, part of the file's name.
-            fingerprint: hash of everything that decides the stage's result.
+            stage: name of the stage, one of `STAGES`.
         """
         if self.resume_path is None:
             return None
-        file = kind(self.resume_path.with_suffix(f".{stage}{self.resume_path.suffix}"), fingerprint)
+        with self.timed("identify"):
+            file = kind(_state_path(self.resume_path, stage), {**self.inputs, "start": model_hash(self.model)})
         self.states.append(file)
         return file
-
-    def fingerprint(self, ids: Tensor) -> str:
-        """Returns a hash of everything that decides what the next stage finds: options, text, weights and versions.
-
-        Args:
-            ids: calibration sequences, int64 ``[samples, tokens]``.
-        """
-        inputs = {
-            "config": self.config.to_dict(),
-            "ids": ids_hash(ids),
-            "weights": weights_hash(self.model),
-            "versions": versions(),
-        }
-        return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
 
     def importances(self, plan: Plan, statistics: Mapping[str, Tensor]) -> dict[str, ImportanceFactors]:
         """Returns linear name -> importance of its present weight, for every pruned linear.
@@ -91,9 +118,10 @@ class Work:
 
     @contextmanager
     def timed(self, stage: str) -> Iterator[None]:
-        """Adds the time that the ``with`` block takes to ``seconds[stage]``."""
+        """Adds the time that the ``with`` block takes to ``seconds[stage]``, and returns the memory that it freed."""
         started = time.perf_counter()
         yield
+        release_memory()
         self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - started
 
 
@@ -107,7 +135,7 @@ class Prepared:
         plan: sites and channel spaces.
         graph: graph of the model, over the model's own parameters.
         reference: outputs of the dense model, which exact steps must reproduce.
-        needs: estimated bytes by use.
+        needs: estimated memory.
         statistics: site name -> statistic of its input channels, float32 ``[channels]``.
         evaluation: held-out evaluation; None without windows.
     """
@@ -117,7 +145,7 @@ class Prepared:
     plan: Plan
     graph: fx.GraphModule
     reference: Reference
-    needs: dict[str, int]
+    needs: Needs
     statistics: dict[str, Tensor]
     evaluation: Evaluation | None
 
@@ -132,7 +160,8 @@ class Permuted:
         statistics: site name -> statistic of its input channels in the new order, float32 ``[channels]``.
         passes: result of each compiler pass.
         difference: largest difference from the dense outputs, relative to the largest output.
-        retained: pruned linear -> importance that its mask retains in the new order; empty where nothing was permuted.
+        dense_order: pruned linear -> importance that its mask would retain in the dense model's order.
+        retained: pruned linear -> importance that its mask retains in the new order.
         learned: result of learning; None unless the permutation is ``learned``.
         searched: result of the search; None unless the permutation is ``searched``.
         objective: objective that was learned or searched with, in the present order; None unless one was.
@@ -143,10 +172,20 @@ class Permuted:
     statistics: dict[str, Tensor]
     passes: tuple[PassResult, ...] = ()
     difference: float = 0.0
+    dense_order: dict[str, Retained] = field(default_factory=dict)
     retained: dict[str, float] = field(default_factory=dict)
     learned: Learned | None = None
     searched: Searched | None = None
     objective: Objective | None = None
+
+    @property
+    def importance(self) -> dict[str, dict[str, float]]:
+        """Pruned linear -> share of its importance that a mask retains, in the dense and in the new channel order."""
+        return {
+            name: {"before": dense.present / dense.total, "after": self.retained[name] / dense.total}
+            for name, dense in self.dense_order.items()
+            if dense.total > 0
+        }
 
     @property
     def promised_loss(self) -> float | None:

@@ -1,11 +1,13 @@
 """How the model is pruned: by masks, and by the parts of the weight update, one after another."""
 
+from functools import partial
 from typing import Any
 
+from permtriton.micro_batch import MicroBatch
 from permtriton.model.plan import linear_module
 from permtriton.prune.distill import distill
 from permtriton.prune.objective import dense_objective, update_objective
-from permtriton.prune.promises import check_loss, check_retained, retained_importance, total_importance
+from permtriton.prune.promises import check_loss, check_retained, total_importance
 from permtriton.prune.reconstruct import reconstruct
 from permtriton.prune.state_file import StateFile
 from permtriton.prune.weights import mask_weights, update_weights
@@ -25,11 +27,11 @@ def mask(work: Work, prepared: Prepared, permuted: Permuted) -> None:
     """
     model, plan, pattern = work.model, prepared.plan, work.config.sparsity
     importances = work.importances(plan, permuted.statistics)
-    promised = permuted.retained or retained_importance(model, plan, importances, pattern, {})
     mask_weights(model, plan, importances, pattern)
-    check_retained(promised, total_importance(model, plan, importances))
+    check_retained(permuted.retained, total_importance(model, plan, importances))
     if permuted.objective is not None and permuted.promised_loss is not None:
-        found = permuted.objective.mean(model, prepared.ids, work.config.micro_batch_size)
+        mean = partial(permuted.objective.mean, model, prepared.ids)
+        found = MicroBatch(work.config.micro_batch_size).run(mean)
         check_loss(permuted.promised_loss, found, model.dtype)
 
 
@@ -62,14 +64,14 @@ def updated(work: Work, prepared: Prepared, permuted: Permuted) -> dict[str, Any
     elif parts:
         mask(work, prepared, permuted)
     if "reconstruct" in parts:
+        state = work.state(StateFile, "reconstruct")
         with work.timed("reconstruct"):
-            state = work.state(StateFile, "reconstruct", work.fingerprint(prepared.ids))
             found = reconstruct(model, plan, dense, prepared.ids, config, work.progress, state)
             reports["reconstruct"] = found.report()
     if "distill" in parts:
+        state = work.state(StateFile, "distill")
         with work.timed("distill"):
             assert objective is not None
-            state = work.state(StateFile, "distill", work.fingerprint(prepared.ids))
             trained = distill(model, plan, prepared.ids, objective, config, work.progress, state)
             reports["distill"] = trained.report()
     return reports

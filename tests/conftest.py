@@ -6,6 +6,16 @@ from .desk import desk, model_folder  # noqa: F401 (fixtures of the tests of com
 from .learning import problem  # noqa: F401 (fixture of the tests of learning)
 
 
+def pytest_addoption(parser):
+    parser.addoption("--soak", action="store_true", help="try many more random cases (`make soak`)")
+
+
+@pytest.fixture(scope="session")
+def soak(request) -> bool:
+    """Whether tests of random cases try many of them: kills, damaged files. Mark such tests with `pytest.mark.soak`."""
+    return request.config.getoption("--soak")
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _quiet_and_small():
     """The models are tiny: a second thread costs more than it saves, especially next to another test process."""

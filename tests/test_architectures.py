@@ -15,10 +15,11 @@ from transformers.pytorch_utils import Conv1D
 
 import permtriton
 from permtriton import CompileConfig, CompiledModel
-from permtriton.compare import compare
+from permtriton.comparison.methods import method_rows
+from permtriton.comparison.run import Yardstick, compare
 from permtriton.errors import CalibrationError
+from permtriton.evaluation.perplexity import perplexity
 from permtriton.model.forward import max_tokens
-from permtriton.prune.evaluate import perplexity
 
 from . import zoo
 from .zoo import fold
@@ -375,10 +376,10 @@ def test_compare_resets_what_a_row_does_not_name():
     base = CompileConfig.from_options({"weight_update": "sparsegpt", "permutation": "none"})
     ids = torch.randint(0, zoo.VOCABULARY, (4, 16))
     model = zoo.build("llama")
-    rows = compare(model, None, base, ids, methods=["magnitude"], ids=ids)
+    rows = compare(Yardstick(model, None, ids), method_rows(base, ("magnitude",), ()), ids=ids)
     config = CompileConfig.from_options({"importance": "magnitude", "permutation": "none"})
     pruned = permtriton.compile(copy.deepcopy(model), None, config, ids=ids).model
-    assert rows[1].values[0] == pytest.approx(perplexity(pruned, ids, 4), rel=1e-5)
+    assert rows[1].mean == pytest.approx(perplexity(pruned, ids, 4), rel=1e-5)
 
 
 def test_positions_counted_from_behind_the_padding_are_respected():

@@ -112,11 +112,11 @@ def test_interruption(desk, monkeypatch):
 def test_default_output_is_named_after_the_model(desk, monkeypatch, name):
     targets = []
 
-    def check_output(target: Path, *, overwrite: bool) -> None:
+    def claimed(target: Path, **_options: object) -> None:
         targets.append(target)
         raise ConfigError("far enough")
 
-    monkeypatch.setattr(compile_command, "check_output", check_output)
+    monkeypatch.setattr(compile_command, "claimed", claimed)
     monkeypatch.chdir(desk.model if name == "." else desk.model.parent)
     RUNNER.invoke(app, ["compile", name, "--sparsity", "4:8"])
     assert [target.name for target in targets] == ["tiny-4of8"]
@@ -163,16 +163,3 @@ def test_inspect_demo():
     assert result.exit_code == 0, result.stderr
     names = [site["name"] for site in json.loads(result.stdout)["sites"]]
     assert names[:2] == ["model.layers.0.self_attn.q_proj+k_proj+v_proj", "model.layers.0.self_attn.o_proj"]
-
-
-def test_compare_prints_a_row_per_method(desk):
-    arguments = [
-        "compare", desk.model, "--calibration", desk.text, "--eval-text", desk.text, "--samples", 4, "--json",
-        "--sequence-length", 16, "--methods", "wanda, magnitude", "--seeds", "0,1", "--output", desk.folder / "t.json",
-    ]  # fmt: skip
-    result = RUNNER.invoke(app, [str(argument) for argument in arguments])
-    assert result.exit_code == 0, result.stderr
-    report = json.loads(result.stdout)
-    assert [row["method"] for row in report["rows"]] == ["dense", "wanda", "magnitude"]
-    assert [len(row["values"]) for row in report["rows"]] == [1, 2, 2]
-    assert report == json.loads((desk.folder / "t.json").read_text())

@@ -61,7 +61,10 @@ BAD_MODELS = {
     ),
     "pickle": (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), ["pytorch_model.bin", "pickle"]),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), ["no weights"]),
-    "not safetensors": (lambda f: (f / "model.safetensors").write_bytes(b"garbage" * 9), ["LlamaForCausalLM"]),
+    "not safetensors": (
+        lambda f: (f / "model.safetensors").write_bytes(b"garbage" * 9),
+        ["not a complete safetensors file"],
+    ),
     "empty": (lambda f: [path.unlink() for path in f.iterdir()], ["holds no config.json"]),
     "NaN": (poison(torch.nan), [LAST_UP, "NaN or infinite"]),
     "infinity": (poison(torch.inf), [LAST_UP, "NaN or infinite"]),

@@ -5,9 +5,10 @@ import torch
 
 from permtriton import memory
 from permtriton.cli import compile as compile_command  # the module
+from permtriton.cli import evaluate as evaluate_command
 from permtriton.cli.main import app
 
-from .desk import LEARN, RUNNER, check_refusal
+from .desk import LEARN, RUNNER
 
 BAD_OPTIONS = {
     "more kept than there are": (("--sparsity", "4:2"), ["4:2", "0 < N < M"]),
@@ -78,39 +79,39 @@ def test_cuda_without_a_gpu(desk, monkeypatch):
     desk.refuses(desk.compile("--device", "cuda"), "no usable CUDA GPU", "--device cpu")
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory.\nTried"), RuntimeError("a bug")])
-def test_out_of_gpu_memory_is_one_line_and_a_bug_a_traceback(desk, monkeypatch, error):
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory.\nTried"),
+        MemoryError(),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."),
+        RuntimeError("a bug"),
+    ],
+)
+def test_out_of_memory_is_one_line_and_a_bug_a_traceback(desk, monkeypatch, error):
     def fail(*_args: object, **_kwargs: object) -> None:
         raise error
 
     monkeypatch.setattr(compile_command.compiler, "compile", fail)
-    if isinstance(error, torch.OutOfMemoryError):
-        desk.refuses(desk.compile(), "out of GPU memory", "--micro-batch-size", "CUDA out of memory.")
+    if "a bug" not in str(error):
+        words = str(error).splitlines()[0] if str(error) else "MemoryError"
+        desk.refuses(
+            desk.compile(), "out of memory: choose shorter", "--samples, --micro-batch-size, --activation", words
+        )
     else:
         assert RUNNER.invoke(app, desk.compile()).exception is error
+
+
+def test_evaluate_names_its_own_options_where_memory_runs_out(desk, monkeypatch):
+    def fail(*_args: object, **_kwargs: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(evaluate_command, "run", fail)
+    result = RUNNER.invoke(app, ["evaluate", str(desk.model)])
+    assert result.exit_code == 2
+    assert result.stderr.rstrip().endswith("(CUDA out of memory.); options: --batch-size, --dtype")
 
 
 def test_too_little_memory(desk, monkeypatch):
     monkeypatch.setattr(memory, "available_memory", lambda device: 1000)
     desk.refuses(desk.compile(), "1000 B are free", "--sequence-length")
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (("--seeds", "a"), ["seeds 'a'", "0,1,2"]),
-        (("--seeds", "-1"), ["seeds '-1'"]),
-        (("--methods", "fancy"), ["'fancy'", "magnitude, wanda"]),
-        (("--eval-text", "none"), ["nothing to compare on"]),
-        (("--output", "no/such/report.json"), ["no/such"]),
-        (("--sparsity", "4:2"), ["4:2"]),
-    ],
-)
-def test_bad_comparisons(desk, options, words):
-    arguments = ["compare", desk.model, "--calibration", desk.text, "--eval-text", desk.text, "--methods", "magnitude"]
-    sizes = ["--samples", 4, "--sequence-length", 16]
-    before = desk.files()
-    result = RUNNER.invoke(app, [str(argument) for argument in (*arguments, *sizes, *options)])
-    assert isinstance(result.exception, SystemExit), f"a traceback: {result.exception!r}"
-    check_refusal(result.exit_code, result.stderr, tuple(words))
-    assert desk.files() == before

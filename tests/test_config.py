@@ -112,7 +112,8 @@ def test_no_flag_of_the_commands_is_dropped_on_the_way():
     """A parameter of a command either reaches the config or steers the run."""
     running = {
         "model", "recipe", "eval_text", "device", "dtype", "output", "overwrite", "config", "json",
-        "trust_remote_code", "seeds", "methods",
+        "trust_remote_code", "seeds", "methods", "patterns", "ablate", "values", "tasks", "tasks_dir", "limit",
+        "restart", "dry_run",
     }  # fmt: skip
     for command in (compile, compare):
         assert set(inspect.signature(command).parameters) <= running | set(OPTIONS)

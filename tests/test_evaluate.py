@@ -8,10 +8,11 @@ from transformers import BertConfig, BertForMaskedLM, BertModel, LlamaForCausalL
 
 import permtriton
 from permtriton.errors import CalibrationError
+from permtriton.evaluation.held_out import MAX_ENCODER_WINDOWS, Evaluation
+from permtriton.evaluation.perplexity import perplexity
 from permtriton.model.plan import Axis
 from permtriton.planning import find_plan
 from permtriton.progress import NoProgress
-from permtriton.prune.evaluate import MAX_ENCODER_WINDOWS, Evaluation, perplexity
 from permtriton.sparsity import NMPattern
 
 from . import zoo

@@ -13,9 +13,10 @@ from transformers import AutoModelForCausalLM
 
 from permtriton.checkpoint import export as exporting
 from permtriton.checkpoint.export import export
-from permtriton.checkpoint.files import ShardWriter, read_checkpoint
+from permtriton.checkpoint.files import ShardWriter
 from permtriton.cli.main import app
 from permtriton.errors import ConfigError, ModelError, OutputError, PermTritonError, VerificationError
+from permtriton.model.stored import read_checkpoint
 
 from . import folders
 from .desk import RUNNER
@@ -315,7 +316,7 @@ def test_the_command_prints_sizes(sources, tmp_path, monkeypatch):
         (["{source}", "--format", "zip"], ["'zip'"]),
         (["{source}"], ["exists", "--overwrite"]),
         (["{source}/nothing", "--output", "new"], ["is not a folder"]),
-        (["{folder}", "--output", "new"], ["config.json does not exist"]),
+        (["{folder}/portable-packed", "--output", "new"], ["config.json does not exist"]),
         (["{fused}", "--output", "new", "--format", "plain"], ["--layout portable"]),
     ],
 )

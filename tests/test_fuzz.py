@@ -20,8 +20,8 @@ from permtriton.errors import ModelError, PermTritonError
 from permtriton.model.load import Source, load_model
 
 from . import folders
+from .hostile import MEMORY, SECONDS, limited, places, put
 
-MEMORY, SECONDS = 3 * 2**30, 20
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 40, "head_dim": 8}
 WEIGHTS, CONFIG, REPORT = "model.safetensors", "config.json", "permtriton.json"
 KINDS = ("portable packed", "fused packed", "fused dense")
@@ -44,19 +44,8 @@ def intact(tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _limits() -> Iterator[None]:
-    """Limits memory and time, so that allocating a size that a damaged file claims, or an endless loop, is an error."""
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    present = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (present + MEMORY, before[1]))
-
-    def too_long(*_arguments: object) -> None:
-        raise KeyboardInterrupt("it hangs")  # not an Exception, so that no handler turns it into another error
-
-    handler = signal.signal(signal.SIGALRM, too_long)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, handler)
-    resource.setrlimit(resource.RLIMIT_AS, before)
+    with limited():
+        yield
 
 
 def peak() -> int:
@@ -296,28 +285,14 @@ def test_damaged_tensors(intact, tmp_path, kind):
 ODD = [None, True, -1, 0, 10**12, 10**30, 1.5, 1e308, "", "x", "../..", [], [[]], {}, {"a": {"b": []}}, float("nan")]
 
 
-def paths(value: object, before: tuple = ()) -> Iterator[tuple]:
-    """Yields the path of every entry inside a JSON value."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, inner in items:
-        yield (*before, key)
-        yield from paths(inner, (*before, key))
-
-
 def edit_entry(file: str, inside: tuple = ()) -> Damage:
     """Removes an entry drawn at random, or puts something odd there."""
 
     def apply(folder: Path, rng: random.Random) -> None:
         found = json.loads((folder / file).read_text())
-        places = [p for p in paths(found) if p[: len(inside)] == inside and p[:1] != ("export",)]
-        place = rng.choice(places)
-        holder = found
-        for key in place[:-1]:
-            holder = holder[key]
-        if rng.random() < 0.3:
-            del holder[place[-1]]
-        else:
-            holder[place[-1]] = rng.choice(ODD)
+        found_places = [p for p in places(found) if p[: len(inside)] == inside and p[:1] != ("export",)]
+        place = rng.choice(found_places)
+        put(found, place, rng.choice(ODD), remove=rng.random() < 0.3)
         (folder / file).write_text(json.dumps(found))
 
     return apply

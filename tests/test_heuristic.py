@@ -110,7 +110,7 @@ def test_finds_a_planted_order():
 
 def test_allocation_deals_one_channel_of_each_rank_to_every_group(monkeypatch):
     """The first stage alone: the four best channels start a group each, the next four follow, and so on."""
-    monkeypatch.setattr(heuristic, "_reassign", lambda scores, index, slot, pattern: index)
+    monkeypatch.setattr(heuristic, "reassigned", lambda scores, index, slot, pattern: index)
     importance = torch.arange(16.0, 0, -1)
     index = find(importance.view(16, 1).expand(16, 3))
     assert index.view(4, 4).T.reshape(-1).tolist() == list(range(16))

@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models
-from transformers import BertConfig, BertModel, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, BertConfig, BertModel, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from permtriton.errors import ConfigError, ModelError
+from permtriton.model import load
 from permtriton.model.load import Source, load_empty_model, load_model, load_tokenizer, resolve_device
 
 from . import zoo
@@ -52,7 +54,7 @@ def rename_weights(name: str) -> Callable[[Path], object]:
 DAMAGED: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "no config": (remove("config.json"), ["holds no config.json"]),
     "config is not JSON": (lambda f: (f / "config.json").write_text("{"), ["config.json"]),
-    "config is a list": (lambda f: (f / "config.json").write_text("[]"), ["config.json cannot be used"]),
+    "config is a list": (lambda f: (f / "config.json").write_text("[]"), ["config.json", "list"]),
     "unknown model type": (lambda f: configure(f, model_type="nonsense"), ["nonsense"]),
     "no architectures": (lambda f: configure(f, architectures=None), ["architectures", "LlamaForCausalLM"]),
     "empty architectures": (lambda f: configure(f, architectures=[]), ["architectures"]),
@@ -62,8 +64,8 @@ DAMAGED: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "pickle only": (rename_weights("pytorch_model.bin"), ["pytorch_model.bin", "pickle"]),
     "pickle only, pt": (rename_weights("model.pt"), ["model.pt", "pickle"]),
     "no weights": (remove("model.safetensors"), ["no weights", ".safetensors"]),
-    "not safetensors": (lambda f: (f / "model.safetensors").write_bytes(b"garbage" * 9), ["cannot be loaded"]),
-    "cut off": (truncate, ["cannot be loaded"]),
+    "not safetensors": (lambda f: (f / "model.safetensors").write_bytes(b"garbage" * 9), ["not a complete"]),
+    "cut off": (truncate, ["damaged or truncated"]),
     "a tensor is missing": (lambda f: edit_tensors(f, lambda weights: weights.pop(LAST_UP)), [LAST_UP]),
     "another shape": (lambda f: configure(f, intermediate_size=32), ["LlamaForCausalLM"]),
     "NaN": (poison(float("nan")), [LAST_UP, "1 of 384", "NaN or infinite"]),
@@ -201,3 +203,34 @@ def test_a_models_own_code_runs_when_trusted(with_code):
     model = load_model(Source(source.name, trust_remote_code=True))
     assert type(model).__name__ == "OwnForCausalLM"
     assert mark.exists()
+
+
+LOST = "[Errno -2] Name or service not known"
+
+
+def lost(*_arguments: object, **_options: object):
+    """Fails as transformers does where the hub cannot be reached."""
+    try:
+        raise LocalEntryNotFoundError("An error happened while trying to locate the file on the Hub.")
+    except LocalEntryNotFoundError as error:
+        raise OSError(f"We couldn't connect to 'https://huggingface.co' to load the files: {LOST}\nMore.") from error
+
+
+def test_a_lost_connection_to_the_hub_is_one_line(monkeypatch, folder):
+    config = AutoConfig.from_pretrained(folder)
+    source = Source("someone/model")
+    monkeypatch.setattr(load.AutoConfig, "from_pretrained", lost)
+    with pytest.raises(ModelError, match=r"no such model can be fetched.*Name or service") as caught:
+        load_model(source)
+    assert "\n" not in str(caught.value)
+    monkeypatch.setattr(load.AutoConfig, "from_pretrained", lambda *_, **__: config)
+    monkeypatch.setattr(LlamaForCausalLM, "from_pretrained", lost)
+    with pytest.raises(ModelError, match=r"someone/model cannot be loaded.*Name or service") as caught:
+        load_model(source)
+    assert "\n" not in str(caught.value)
+    monkeypatch.setattr(load.AutoTokenizer, "from_pretrained", lost)
+    with pytest.raises(ModelError, match=r"its tokenizer cannot be fetched.*Name or service.*local folder") as caught:
+        load_tokenizer(source)
+    assert "\n" not in str(caught.value)
+    (folder / "tokenizer_config.json").unlink()
+    assert load_tokenizer(Source(str(folder))) is None, "a folder without a tokenizer has none"

@@ -69,12 +69,12 @@ def one_of_four(scores: Tensor, pattern: permtriton.NMPattern) -> Tensor:
     return top_n_mask(scores, dataclasses.replace(pattern, kept=1))
 
 
-@pytest.mark.parametrize("mask", [smallest, one_of_four])
-def test_a_mask_that_keeps_too_little_is_refused(mask, monkeypatch):
+@pytest.mark.parametrize(("mask", "named"), [(smallest, "retain an importance"), (one_of_four, "keep fewer weights")])
+def test_a_mask_that_keeps_too_little_is_refused(mask, named, monkeypatch):
     """In the model alone the lowered graph would find it; the graph's own mask is wrong in the same way here."""
     monkeypatch.setattr(weights, "top_n_mask", mask)
     monkeypatch.setattr(compiler, "_compare_lowered", lambda *_: "same outputs")
-    with pytest.raises(VerificationError, match="retain an importance"):
+    with pytest.raises(VerificationError, match=named):
         compiled(**HEURISTIC)
 
 
@@ -88,7 +88,7 @@ def test_a_learned_order_that_is_not_the_one_measured_is_refused(layout, monkeyp
 
     assert compiled(layout=layout, **LEARNED).report["learning"]["kept_epoch"] is not None
     monkeypatch.setattr(compiler, "learn", learn_another)
-    with pytest.raises(VerificationError, match="calibration loss was"):
+    with pytest.raises(VerificationError, match=r"loss \(calibration"):
         compiled(layout=layout, keep_epoch="last", **LEARNED)
 
 

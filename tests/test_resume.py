@@ -1,17 +1,18 @@
-"""An interrupted run continues to the same end, and a saved state that does not fit is ignored."""
+"""An interrupted run continues to the same end, and a saved state of another run is refused."""
 
 from dataclasses import replace
 
 import pytest
-import torch
 
 import permtriton
-from permtriton.errors import PermTritonError
+from permtriton.errors import OutputError, PermTritonError
 from permtriton.prune.resume import ResumeFile
 
 from . import zoo
 from .learning import QUICK, STEPS, Counting, plant, same_history, stop, tiny, unchanged
+from .updating import Recording
 
+MINE, ANOTHER = {"weights": "mine"}, {"weights": "another's"}  # what identifies a run
 IN_EPOCH_3 = 1 + 2 * STEPS + 1  # the first call reports what was done before
 
 
@@ -22,17 +23,17 @@ def test_an_interrupted_run_continues_to_the_same_end(problem, tmp_path, keep_ep
     whole = problem.learn(config)
     path = tmp_path / "state.safetensors"
     with pytest.raises(KeyboardInterrupt):
-        problem.learn(config, progress=Counting(IN_EPOCH_3, stop(KeyboardInterrupt())), resume=ResumeFile(path, "same"))
+        problem.learn(config, progress=Counting(IN_EPOCH_3, stop(KeyboardInterrupt())), resume=ResumeFile(path, MINE))
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
     progress = Counting()
-    continued = problem.learn(config, progress=progress, resume=ResumeFile(path, "same"))
+    continued = problem.learn(config, progress=progress, resume=ResumeFile(path, MINE))
     assert progress.steps == [2 * STEPS] + [1] * (2 * STEPS), "two epochs were left"
     assert same_history(continued, whole)
     assert whole.history[2].moved > 0, "there was something to continue from"
 
 
 def test_a_finished_run_is_not_run_again(problem, tmp_path):
-    resume = ResumeFile(tmp_path / "state.safetensors", "same")
+    resume = ResumeFile(tmp_path / "state.safetensors", MINE)
     whole = problem.learn(resume=resume)
     progress = Counting()
     again = problem.learn(progress=progress, resume=resume)
@@ -43,14 +44,18 @@ def test_a_finished_run_is_not_run_again(problem, tmp_path):
     resume.delete()
 
 
-@pytest.mark.parametrize("content", ["another fingerprint", "garbage", "empty"])
-def test_a_state_that_does_not_belong_is_ignored(problem, tmp_path, content):
+@pytest.mark.parametrize("content", ["another run", "garbage", "empty"])
+def test_a_state_that_does_not_belong_is_refused(problem, tmp_path, content):
     path = tmp_path / "state.safetensors"
-    if content == "another fingerprint":
-        problem.learn(replace(QUICK, epochs=1), seed=9, resume=ResumeFile(path, "another"))
+    if content == "another run":
+        problem.learn(replace(QUICK, epochs=1), seed=9, resume=ResumeFile(path, ANOTHER))
     else:
         path.write_bytes(b"" if content == "empty" else b"garbage" * 9)
-    assert same_history(problem.learn(resume=ResumeFile(path, "mine")), problem.learn())
+    before = path.read_bytes()
+    words = "model is another one" if content == "another run" else "is damaged: it is not a whole safetensors file"
+    with unchanged(problem.model), pytest.raises(PermTritonError, match=f"{words}.*--restart"):
+        problem.learn(resume=ResumeFile(path, MINE))
+    assert path.read_bytes() == before
 
 
 def test_a_state_that_cannot_be_written_is_a_clear_error(problem, tmp_path, monkeypatch):
@@ -59,12 +64,21 @@ def test_a_state_that_cannot_be_written_is_a_clear_error(problem, tmp_path, monk
 
     monkeypatch.setattr("permtriton.prune.state_file.save_file", full)
     with unchanged(problem.model), pytest.raises(PermTritonError, match="No space left"):
-        problem.learn(resume=ResumeFile(tmp_path / "state.safetensors", "same"))
+        problem.learn(resume=ResumeFile(tmp_path / "state.safetensors", MINE))
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("change", [{"learning_rate": 0.1}, {"seed": 1}, {"sparsity": "1:4"}, {"importance": "ria"}])
-def test_compile_continues_only_an_equal_compilation(tmp_path, change):
+CHANGES = {
+    "learning_rate was 0.005 and is 0.1": {"learning_rate": 0.1},
+    "seed was 0 and is 1": {"seed": 1},
+    "importance was wanda and is ria; sparsity was 2:4 and is 1:4": {"sparsity": "1:4", "importance": "ria"},
+    "permutation was learned and is heuristic": {"permutation": "heuristic"},
+}
+
+
+@pytest.mark.parametrize("words", CHANGES)
+def test_compile_continues_only_an_equal_compilation(tmp_path, words):
+    """Another one is refused before any work, and the message names what differs, with both values."""
     options = {
         "permutation": "learned",
         "epochs": 2,
@@ -72,6 +86,7 @@ def test_compile_continues_only_an_equal_compilation(tmp_path, change):
         "micro_batch_size": 4,
         "block_size": 16,
         "base_order": "identity",
+        "learning_rate": 0.005,
     }
     ids = zoo.tiny_ids(4, 8)
 
@@ -81,10 +96,16 @@ def test_compile_continues_only_an_equal_compilation(tmp_path, change):
 
     path = tmp_path / "state.safetensors"
     first = run({}, resume_path=path)
-    assert path.with_suffix(".learning.safetensors").is_file()
+    state = path.with_suffix(".learning.safetensors")
+    before = state.read_bytes()
     again = run({}, resume_path=path)
     assert again.report["learning"] == first.report["learning"], "to the second: it was not run again"
-    other, fresh = run(change, resume_path=path), run(change)
-    for mine, theirs in zip(other.report["learning"]["epochs"], fresh.report["learning"]["epochs"], strict=True):
-        assert {**mine, "seconds": 0} == {**theirs, "seconds": 0}
-    assert all(torch.equal(other.indices[name], fresh.indices[name]) for name in fresh.indices)
+    before = state.read_bytes()
+    progress = Recording()
+    with pytest.raises(OutputError, match=f"belongs to another run: {words}. To continue") as caught:
+        run(CHANGES[words], resume_path=path, progress=progress)
+    assert str(state) in str(caught.value)
+    assert state.read_bytes() == before
+    assert progress.steps == [], "before any work"
+    state.unlink()
+    run(CHANGES[words], resume_path=path)

@@ -1,6 +1,7 @@
 """A run continues only from a whole state of the same model: anything else would end in another result in silence."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,18 +12,22 @@ from torch import nn
 import permtriton
 from permtriton import CompileConfig
 from permtriton.errors import OutputError
-from permtriton.model.checks import weights_hash
+from permtriton.model.checks import model_hash
+from permtriton.prune.resume import ResumeFile
 
 from . import zoo
+from .learning import QUICK, unchanged
+from .updating import Recording
 
 OPTIONS = {"permutation": "learned", "epochs": 2, "batch_size": 4, "micro_batch_size": 4, "block_size": 16}
+TWO_EPOCHS, MINE = replace(QUICK, epochs=2), {"weights": "mine"}
 IDS = zoo.token_ids(4, 8).clamp(max=40)
 
 
-def run(path, change=lambda model: None) -> permtriton.CompiledModel:
+def run(path, change=lambda model: None, ids=IDS, **more: object) -> permtriton.CompiledModel:
     model = zoo.build("llama")
     change(model)
-    return permtriton.compile(model, None, CompileConfig.from_options(OPTIONS), ids=IDS, resume_path=path)
+    return permtriton.compile(model, None, CompileConfig.from_options(OPTIONS), ids=ids, resume_path=path, **more)
 
 
 @torch.no_grad()
@@ -37,29 +42,78 @@ def change_a_weight(model: nn.Module) -> None:
     model.model.layers[1].mlp.down_proj.weight[0, 0] += 1e-3
 
 
-@pytest.mark.parametrize("change", [change_an_embedding, change_a_weight])
-def test_a_changed_model_starts_anew(tmp_path, change):
+def change_the_config(model: nn.Module) -> None:
+    """Weights alone do not say what a model computes."""
+    model.config.rms_norm_eps = 0.3
+
+
+@pytest.mark.parametrize("change", [change_an_embedding, change_a_weight, change_the_config])
+def test_a_changed_model_is_refused(tmp_path, change):
     path = tmp_path / "state.safetensors"
     run(path)
-    other, fresh = run(path, change), run(None, change)
-    for mine, theirs in zip(other.report["learning"]["epochs"], fresh.report["learning"]["epochs"], strict=True):
-        assert {**mine, "seconds": 0} == {**theirs, "seconds": 0}
-    assert all(torch.equal(other.indices[name], fresh.indices[name]) for name in fresh.indices)
+    with pytest.raises(OutputError, match="the model is another one") as caught:
+        run(path, change)
+    assert "--restart" in str(caught.value)
+
+
+def test_every_difference_is_named(tmp_path, monkeypatch):
+    path = tmp_path / "state.safetensors"
+    run(path)
+    others = {"torch": "9.9", "python": "3.11.0", "permtriton": "0.1.0", "transformers": "5.0.0"}
+    monkeypatch.setattr("permtriton.stages.versions", lambda: others)
+    with pytest.raises(OutputError, match="calibration sequences are others") as caught:
+        run(path, change_a_weight, ids=IDS.roll(1, 0))
+    words = ["model is another one", f"torch was {torch.__version__} and is 9.9", "transformers was", "python was"]
+    assert [word for word in words if word not in str(caught.value)] == []
+    assert "permtriton was" not in str(caught.value), "it is the same"
+
+
+def test_another_number_of_threads_is_said_and_continues(tmp_path, monkeypatch):
+    """Sums in another order may differ in their last bits: no reason to throw hours away."""
+    path = tmp_path / "state.safetensors"
+    first = run(path)
+    monkeypatch.setattr("permtriton.stages.device_name", lambda device: "cpu, 64 threads, x86_64")
+    progress = Recording()
+    again = run(path, progress=progress)
+    assert again.report["learning"] == first.report["learning"], "to the second: it was not run again"
+    said = [line for line in progress.lines if "interrupted run was on cpu, 1 threads" in line]
+    assert len(said) == 1
+    assert "this is cpu, 64 threads" in said[0]
+
+
+def test_what_is_lowered_where_memory_ran_out_continues_the_run(tmp_path, monkeypatch):
+    path = tmp_path / "state.safetensors"
+    first = run(path)
+    smaller = {**OPTIONS, "micro_batch_size": 2, "activation_checkpointing": True}
+    monkeypatch.setattr(f"{__name__}.OPTIONS", smaller)
+    assert run(path).report["learning"] == first.report["learning"], "to the second: it was not run again"
+
+
+def test_other_weights_before_the_stage_are_refused(tmp_path, monkeypatch):
+    """The state is relative to the base order; another one, found with other threads, makes it meaningless."""
+    path = tmp_path / "state.safetensors"
+    run(path)
+    hashes = iter(["same", "another"])
+    monkeypatch.setattr("permtriton.stages.model_hash", lambda model: next(hashes))
+    kept = tmp_path / "state.learning.safetensors"
+    damage(kept, metadata=lambda m: m.update(inputs=json.dumps({**json.loads(m["inputs"]), "weights": "same"})))
+    with pytest.raises(OutputError, match="stages before it ended with other weights, as they may with another number"):
+        run(path)
 
 
 def test_the_hash_sees_every_parameter_and_buffer():
     model = zoo.build("llama")
-    before = weights_hash(model)
-    assert before == weights_hash(zoo.build("llama"))
+    before = model_hash(model)
+    assert before == model_hash(zoo.build("llama"))
     for tensor in [*model.parameters(), *model.buffers()]:
         with torch.no_grad():
             flat = tensor.view(-1)
             value = flat[-1].clone()
             flat[-1] += 1
-            assert weights_hash(model) != before
+            assert model_hash(model) != before
             flat[-1] = value
-    assert weights_hash(model) == before
-    assert weights_hash(model.bfloat16()) != before
+    assert model_hash(model) == before
+    assert model_hash(model.bfloat16()) != before
 
 
 def damage(path, tensors=lambda t: None, metadata=lambda m: None) -> None:
@@ -81,36 +135,60 @@ def history(change):
 
 
 DAMAGE = {
-    "an index is missing": ({"tensors": lambda t: t.pop("index.stream")}, "index.stream"),
-    "an index is too short": ({"tensors": lambda t: t.update({"index.stream": torch.arange(5)})}, "shape"),
+    "an index is missing": ({"tensors": lambda t: t.pop("index.stream")}, "index.stream is missing"),
+    "an index is too short": ({"tensors": lambda t: t.update({"index.stream": torch.arange(5)})}, "shape .5."),
     "an index is no permutation": (
-        {"tensors": lambda t: t.update({"index.stream": torch.zeros(zoo.HIDDEN, dtype=torch.int64)})},
+        {"tensors": lambda t: t["index.stream"].zero_()},
         "not a permutation",
     ),
-    "a parameter has another shape": ({"tensors": lambda t: t.update({"parameter.0": torch.ones(1)})}, "shape"),
+    "a parameter has another shape": ({"tensors": lambda t: t.update({"parameter.0": torch.ones(1)})}, "shape .1."),
+    "a parameter of another dtype": (
+        {"tensors": lambda t: t.update({"parameter.0": t["parameter.0"].double()})},
+        "parameter.0 is torch.float64",
+    ),
     "a parameter is not finite": (
         {"tensors": lambda t: t["parameter.0"].fill_(float("nan"))},
         "not finite",
     ),
-    "an optimizer state is missing": ({"tensors": lambda t: t.pop("optimizer.0.exp_avg")}, "exp_avg"),
+    "a mean of squares is negative": ({"tensors": lambda t: t["optimizer.0.exp_avg_sq"].sub_(1)}, "negative values"),
+    "a negative step": ({"tensors": lambda t: t["optimizer.0.step"].fill_(-1)}, "negative values"),
+    "an optimizer state is missing": ({"tensors": lambda t: t.pop("optimizer.0.exp_avg")}, "exp_avg is missing"),
     "a tensor too many": ({"tensors": lambda t: t.update({"parameter.99": torch.ones(1)})}, "parameter.99"),
-    "an epoch of 999": ({"metadata": history(lambda epochs: epochs[-1].update(epoch=999))}, "history"),
+    "an epoch of 999": ({"metadata": history(lambda epochs: epochs[-1].update(epoch=999))}, "epoch 999 stands in"),
+    "999 epochs": (
+        {"metadata": history(lambda epochs: epochs.extend({**epochs[0], "epoch": n} for n in range(3, 1000)))},
+        "reaches epoch 999, but this run has only 2",
+    ),
     "an epoch is missing": ({"metadata": history(lambda epochs: epochs.pop(1))}, "history"),
+    "an epoch that is true": ({"metadata": history(lambda epochs: epochs[1].update(epoch=True))}, "has epoch True"),
+    "a loss that is not finite": (
+        {"metadata": history(lambda epochs: epochs[1].update(loss=float("nan")))},
+        "epoch 1 has loss nan",
+    ),
     "no history": ({"metadata": lambda m: m.pop("history")}, "history"),
     "a history that is no list": ({"metadata": lambda m: m.update(history="7")}, "history"),
     "an epoch kept that is not there": ({"metadata": lambda m: m.update(kept="7")}, "keeps epoch 7"),
+    "an epoch kept that is no number": ({"metadata": lambda m: m.update(kept="[]")}, "keeps epoch"),
 }
 
 
+@pytest.fixture(scope="module")
+def stored(problem, tmp_path_factory) -> bytes:
+    """The state of a run of two epochs."""
+    path = tmp_path_factory.mktemp("stored") / "state.safetensors"
+    problem.learn(TWO_EPOCHS, resume=ResumeFile(path, MINE))
+    return path.read_bytes()
+
+
 @pytest.mark.parametrize("name", DAMAGE)
-def test_a_damaged_state_is_refused_by_name(tmp_path, name):
-    path, kept = tmp_path / "state.safetensors", tmp_path / "state.learning.safetensors"
-    run(path)
+def test_a_damaged_state_is_refused_by_name(problem, stored, tmp_path, name):
+    path = tmp_path / "state.safetensors"
+    path.write_bytes(stored)
     change, words = DAMAGE[name]
-    damage(kept, **change)
-    before = kept.read_bytes()
-    with pytest.raises(OutputError, match=words) as caught:
-        run(path)
-    assert str(kept) in str(caught.value)
+    damage(path, **change)
+    before = path.read_bytes()
+    with unchanged(problem.model), pytest.raises(OutputError, match=words) as caught:
+        problem.learn(TWO_EPOCHS, resume=ResumeFile(path, MINE))
+    assert str(path) in str(caught.value)
     assert "delete the file" in str(caught.value)
-    assert kept.read_bytes() == before
+    assert path.read_bytes() == before

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 import permtriton
 from permtriton.checkpoint import save as saving
+from permtriton.checkpoint.output import check_output
 from permtriton.errors import OutputError, VerificationError
 
 from . import folders, zoo
@@ -157,7 +158,7 @@ def test_missing_parent(compiled, place):
 def test_parent_that_cannot_be_written(place, monkeypatch):
     monkeypatch.setattr("os.access", lambda path, mode: False)
     with pytest.raises(OutputError, match="cannot be written"):
-        saving.check_output(place / "out", overwrite=False)
+        check_output(place / "out", overwrite=False)
 
 
 # -- disk full, Ctrl-C ---------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from permtriton.checkpoint.export import export
 from permtriton.checkpoint.loading import device_of
 from permtriton.errors import ModelError
 from permtriton.kernels import autotune, cusparselt
-from permtriton.model.load import check_original
+from permtriton.model.load import REPORT_FILE, Source, check_original, load_empty_model, load_model, load_original
 from permtriton.model.modules import SparseLinear, is_packed
 
 from . import folders
@@ -130,6 +130,23 @@ def test_what_stays_packed(as_on_a_gpu, owner, attribute, dtype, pattern, device
 def test_a_packed_model_is_not_compiled_again(as_on_a_gpu, place):
     with pytest.raises(ModelError, match=r"compiled already \(model\.layers\.0\.\S+ is a SparseLinear"):
         check_original(load(place("llama", "packed")))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_packed_folder_without_our_report_is_refused_before_it_is_loaded(
+    as_on_a_gpu, place, tmp_path, fused, monkeypatch
+):
+    """`save_pretrained` writes no permtriton.json; on a CPU the weights would be unpacked and taken for dense."""
+    load(place("llama", "packed", fused=fused)).save_pretrained(tmp_path / "again")
+    assert not (tmp_path / "again" / REPORT_FILE).exists()
+    monkeypatch.undo()
+    source = Source(str(tmp_path / "again"), device="cpu")
+    for read in (load_original, load_empty_model):
+        with pytest.raises(ModelError, match="compiled already by permtriton: give the original model"):
+            read(source)
+    dense = load(place("llama", "saved", fused=fused))
+    assert torch.equal(load_model(source)(IDS).logits, dense(IDS).logits)  # its quality may be measured
+    assert load_empty_model(source, allow_compiled=True).device.type == "meta"
 
 
 def test_on_a_gpu_damage_is_named_too(as_on_a_gpu, place, tmp_path):

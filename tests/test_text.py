@@ -235,6 +235,27 @@ def test_the_lines_of_wikitext2_are_one_text(monkeypatch, tokenizer):
     assert found == expected[: len(found)]
 
 
+def test_c4_is_evaluated_as_published(monkeypatch, tokenizer):
+    """1,100 documents of the first validation file, joined by spaces, and of these at most 256 windows."""
+    requests = []
+
+    def load_dataset(**arguments):
+        requests.append(arguments)
+        return datasets.Dataset.from_dict({"text": [SENTENCE.strip()] * 100})
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    windows = evaluation_ids("c4", tokenizer, VOCABULARY, 4)
+    assert windows.shape == (256, 4)
+    assert windows.flatten().tolist() == tokenizer(" ".join([SENTENCE.strip()] * 100))["input_ids"][: 256 * 4]
+    assert requests == [
+        {
+            "path": "allenai/c4",
+            "data_files": {"validation": "en/c4-validation.00000-of-00008.json.gz"},
+            "split": "validation[:1100]",
+        }
+    ]
+
+
 def test_wikitext2_is_evaluated_on_its_test_split(monkeypatch, tokenizer):
     splits = []
 

@@ -11,6 +11,8 @@ from permtriton.prune.state_file import StateFile
 
 from .updating import STEPS, Recording, equal, interrupt, same, tiny
 
+MINE, ANOTHER = {"weights": "mine"}, {"weights": "another's"}  # what identifies a run
+
 
 @pytest.fixture
 def path(tmp_path):
@@ -34,10 +36,10 @@ def test_distilling_continues_to_the_same_end(path, rate, dtype):
     expected = pruned.trained_weights()
     at = 1 + 2 * STEPS + 2  # the first call reports what was done before; then in the third epoch
     with pytest.raises(KeyboardInterrupt):
-        pruned.reset().distill(Recording(at, interrupt), StateFile(path, "same"), update_learning_rate=rate)
+        pruned.reset().distill(Recording(at, interrupt), StateFile(path, MINE), update_learning_rate=rate)
     assert [file.name for file in path.parent.iterdir()] == [path.name]
     progress = Recording()
-    continued = pruned.reset().distill(progress, StateFile(path, "same"), update_learning_rate=rate)
+    continued = pruned.reset().distill(progress, StateFile(path, MINE), update_learning_rate=rate)
     assert progress.steps == [2 * STEPS, *[1] * STEPS], "one epoch was left"
     assert "after epoch 2" in progress.lines[0]
     assert same(continued, whole)
@@ -52,9 +54,9 @@ def test_reconstruction_continues_to_the_same_end(path):
     expected = pruned.trained_weights()
     at = 1 + 3 * 2 * STEPS + 2  # after three of six parts: between the attention and the MLP of the second layer
     with pytest.raises(KeyboardInterrupt):
-        pruned.reset().reconstruct(Recording(at, interrupt), StateFile(path, "same"), **options)
+        pruned.reset().reconstruct(Recording(at, interrupt), StateFile(path, MINE), **options)
     progress = Recording()
-    continued = pruned.reset().reconstruct(progress, StateFile(path, "same"), **options)
+    continued = pruned.reset().reconstruct(progress, StateFile(path, MINE), **options)
     assert progress.steps == [3 * 2 * STEPS, *[1] * (3 * 2 * STEPS)]
     assert "after model.layers.1" in progress.lines[0]
     assert entries(continued) == entries(whole)
@@ -64,7 +66,7 @@ def test_reconstruction_continues_to_the_same_end(path):
 
 @pytest.mark.parametrize("stage", ["distill", "reconstruct"])
 def test_a_finished_run_is_not_run_again(path, stage):
-    pruned, state = tiny(), StateFile(path, "same")
+    pruned, state = tiny(), StateFile(path, MINE)
     getattr(pruned, stage)(state=state, update_epochs=1)
     expected = pruned.trained_weights()
     progress = Recording()
@@ -75,12 +77,24 @@ def test_a_finished_run_is_not_run_again(path, stage):
 
 
 @pytest.mark.parametrize("stage", ["distill", "reconstruct"])
-def test_a_state_of_another_run_is_ignored(path, stage):
+def test_a_state_of_another_run_is_refused(path, stage):
     pruned = tiny()
-    getattr(pruned, stage)(state=StateFile(path, "another"), update_epochs=1, seed=9)
-    progress = Recording()
-    getattr(pruned.reset(), stage)(progress, StateFile(path, "mine"), update_epochs=1)
-    assert len(progress.steps) == progress.total + 1
+    getattr(pruned, stage)(state=StateFile(path, ANOTHER), update_epochs=1, seed=9)
+    with pytest.raises(OutputError, match="model is another one"):
+        getattr(pruned.reset(), stage)(state=StateFile(path, MINE), update_epochs=1)
+    assert not pruned.moved()
+
+
+def in_history(change):
+    """Edits the list of epochs: of the whole result, or of the first layer's entry."""
+
+    def edit(tensors: dict, texts: dict[str, str]) -> None:
+        (name,) = {"result", "layers"} & set(texts)
+        values = json.loads(texts[name])
+        change((values if name == "result" else values[0])["epochs"])
+        texts[name] = json.dumps(values)
+
+    return edit
 
 
 DAMAGES = {
@@ -90,6 +104,11 @@ DAMAGES = {
     "further tensor": lambda tensors, texts: tensors.update(other=torch.zeros(3)),
     "no history": lambda tensors, texts: texts.clear(),
     "no JSON": lambda tensors, texts: texts.update(dict.fromkeys(texts, "{")),
+    "more epochs than there are": in_history(lambda epochs: epochs.append({**epochs[-1], "epoch": len(epochs)})),
+    "an epoch of 999": in_history(lambda epochs: epochs[-1].update(epoch=999)),
+    "a loss that is not finite": in_history(lambda epochs: epochs[-1].update(loss=float("nan"))),
+    "a loss that is text": in_history(lambda epochs: epochs[-1].update(loss="0.1")),
+    "another dtype": lambda tensors, texts: tensors.update({min(tensors): tensors[min(tensors)].double()}),
     "other JSON": lambda tensors, texts: texts.update(dict.fromkeys(texts, "[7]")),
 }
 
@@ -98,13 +117,13 @@ DAMAGES = {
 @pytest.mark.parametrize("stage", ["distill", "reconstruct"])
 def test_a_damaged_state_is_refused(path, stage, damage):
     pruned = tiny(layers=1)
-    getattr(pruned, stage)(state=StateFile(path, "same"), update_epochs=1)
-    found = StateFile(path, "same").read()
+    getattr(pruned, stage)(state=StateFile(path, MINE), update_epochs=1)
+    found = StateFile(path, MINE).read()
     assert found is not None
     tensors, texts = load_file(path), dict(found[1])
-    texts.pop("fingerprint")
+    inputs = texts.pop("inputs")
     DAMAGES[damage](tensors, texts)
-    save_file(tensors, path, {**texts, "fingerprint": "same"})
+    save_file(tensors, path, {**texts, "inputs": inputs})
     with pytest.raises(OutputError, match=r"is damaged.*delete the file"):
-        getattr(pruned.reset(), stage)(state=StateFile(path, "same"), update_epochs=1)
+        getattr(pruned.reset(), stage)(state=StateFile(path, MINE), update_epochs=1)
     assert not pruned.moved()

@@ -5,6 +5,7 @@ transformers alone). A model with permuted modules has no plain form; its dense 
 """
 
 import json
+import os
 import shutil
 import time
 from collections.abc import Mapping
@@ -16,26 +17,25 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from permtriton.checkpoint.card import ALONE, WITH_PERMTRITON, write_card
 from permtriton.checkpoint.files import (
-    CONFIG_FILE,
-    FLOATS,
-    INDEX_FILE,
     SHARD_BYTES,
     ShardWriter,
     check_hashes,
     describe_files,
-    read_checkpoint,
-    read_json,
 )
 from permtriton.checkpoint.loading import packed_parts, unpacked
+from permtriton.checkpoint.output import claimed, replacing_folder
+from permtriton.checkpoint.record import CARD_RECORD, read_record
 from permtriton.checkpoint.report import to_json
-from permtriton.checkpoint.save import replacing_folder, share_mode
+from permtriton.checkpoint.save import share_mode
 from permtriton.checkpoint.schema import METHOD, VERSION, PermTritonQuantizationConfig
 from permtriton.errors import ConfigError, ModelError, OutputError, VerificationError
 from permtriton.kernels.packing import pack
 from permtriton.model.checks import check_weight
 from permtriton.model.load import REPORT_FILE
 from permtriton.model.modules import check_index
+from permtriton.model.stored import CONFIG_FILE, FLOATS, INDEX_FILE, read_checkpoint, read_json
 from permtriton.progress import NoProgress, Progress
 from permtriton.sparsity import NMPattern
 
@@ -73,12 +73,13 @@ def export(
     """
     if format not in FORMATS:
         raise ConfigError(f"format {format!r} is unknown: choose one of {', '.join(FORMATS)}")
-    if folder.resolve().is_relative_to(output.resolve()):
-        raise OutputError(f"output {output} is or contains the folder that is exported: choose another folder")
+    inner, outer = folder.resolve(), output.resolve()
+    if inner.is_relative_to(outer) or outer.is_relative_to(inner):
+        raise OutputError(f"output {output} is, contains or is in the folder that is exported: choose another folder")
     started, progress = time.perf_counter(), progress or NoProgress()
-    with ExitStack() as stack:
+    with claimed(output, overwrite=overwrite, say=progress.say), ExitStack() as stack:
         source = _Checkpoint(folder, stack)
-        report = source.read_report()
+        report = read_record(folder, CARD_RECORD)
         source.read_pruned(report)
         if format == "plain" and source.permuted:
             raise ConfigError(
@@ -92,6 +93,7 @@ def export(
             result["seconds"] = round(time.perf_counter() - started, 3)
             section = {key: value for key, value in result.items() if key != "files"}
             new_report = {**report, "files": result["files"], "export": section}
+            new_report["card"] = write_card(partial, new_report, result["loads_with"])
             (partial / REPORT_FILE).write_text(to_json(new_report) + "\n", encoding="utf-8")
     return result
 
@@ -146,15 +148,6 @@ class _Checkpoint:
                     f"{self.folder}: permutation {name} is missing from {where}: the checkpoint is damaged"
                 )
             check_index(self._read(name), channels[name], f"{self.stored[name].file}, {name}")
-
-    def read_report(self) -> dict[str, Any]:
-        """Returns permtriton.json."""
-        if not (self.folder / REPORT_FILE).is_file():
-            raise ModelError(
-                f"{self.folder} was not written by permtriton (it holds no {REPORT_FILE}): give an output of "
-                "permtriton compile"
-            )
-        return read_json(self.folder / REPORT_FILE)
 
     def read_pruned(self, report: Mapping[str, Any]) -> None:
         """Reads the pattern and the pruned parameters from the report, and checks them."""
@@ -318,7 +311,7 @@ def _write(source: _Checkpoint, partial: Path, format: str, shard_bytes: int, pr
         "dense_bytes": dense_bytes,
         "stored_bytes": stored_bytes,
         "ratio": round(stored_bytes / dense_bytes, 6),
-        "loads_with": "transformers after import permtriton" if packed or source.permuted else "transformers alone",
+        "loads_with": WITH_PERMTRITON if packed or source.permuted else ALONE,
         "files": files,
     }
 
@@ -340,14 +333,17 @@ def _config(source: _Checkpoint, packed: dict[str, Any], hashes: dict[str, str])
 
 
 def _copy_others(folder: Path, partial: Path) -> None:
-    """Copies the tokenizer, the generation config and all other files that export does not write itself."""
-    for path in sorted(folder.iterdir()):
-        if path.suffix == ".safetensors" or path.name in (CONFIG_FILE, INDEX_FILE, REPORT_FILE):
-            continue
-        if path.is_dir():
-            shutil.copytree(path, partial / path.name)
-        elif path.is_file():
-            shutil.copy2(path, partial / path.name)
+    """Copies the tokenizer, the generation config and all other files that export does not write itself.
+
+    Links to folders are not followed: they may lead anywhere, and round in a circle.
+    """
+    for place, _, names in os.walk(folder):
+        for path in (Path(place, name) for name in names):
+            ours = path.suffix == ".safetensors" or path.name in (CONFIG_FILE, INDEX_FILE, REPORT_FILE)
+            if path.is_file() and not (ours and path.parent == folder):
+                copy = partial / path.relative_to(folder)
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(path, copy)
 
 
 def _verify(source: _Checkpoint, partial: Path, progress: Progress) -> None:

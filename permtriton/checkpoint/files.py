@@ -1,122 +1,19 @@
-"""Files of a checkpoint: reads and checks safetensors headers before any tensor, writes shards, computes hashes."""
+"""Files of a checkpoint: reads tensors, writes shards, computes hashes."""
 
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from permtriton.errors import ModelError
+from permtriton.model.stored import INDEX_FILE, WEIGHTS_FILE
 
-WEIGHTS_FILE, INDEX_FILE, CONFIG_FILE = "model.safetensors", "model.safetensors.index.json", "config.json"
 SHARD_BYTES = 5 * 10**9
-MAX_JSON_BYTES = 10**8
-FLOATS = ("F64", "F32", "F16", "BF16")
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """A tensor as its file's header describes it.
-
-    Attributes:
-        file: safetensors file that holds it.
-        dtype: safetensors' name of the dtype, such as ``BF16``.
-        shape: size of each dimension.
-    """
-
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Reads a JSON object.
-
-    Raises:
-        ModelError: the file is missing, too large, not JSON, or holds no object.
-    """
-    try:
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise ModelError(
-                f"{path} has {path.stat().st_size} bytes: expected a JSON file of at most {MAX_JSON_BYTES} bytes"
-            )
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelError(f"{path} does not exist") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{path} cannot be read as JSON ({error}): the file is damaged") from error
-    if not isinstance(content, dict):
-        raise ModelError(f"{path} holds a JSON {type(content).__name__}: expected an object")
-    return content
-
-
-def read_checkpoint(folder: Path) -> dict[str, StoredTensor]:
-    """Reads and checks the headers of all safetensors files of a checkpoint.
-
-    Args:
-        folder: folder that holds either one file of weights, or shards and their index.
-
-    Returns:
-        Tensor name -> description.
-
-    Raises:
-        ModelError: no weights, a damaged file, or an index that is damaged or points outside the folder.
-    """
-    index = folder / INDEX_FILE
-    if not index.is_file():
-        if not (folder / WEIGHTS_FILE).is_file():
-            raise ModelError(
-                f"{folder} holds neither {WEIGHTS_FILE} nor {INDEX_FILE}: it is not a safetensors checkpoint"
-            )
-        return read_headers([folder / WEIGHTS_FILE])
-    listed = read_json(index).get("weight_map")
-    if not isinstance(listed, dict) or not listed or not all(isinstance(name, str) for name in listed.values()):
-        raise ModelError(f"{index}: weight_map is not an object of tensor names and file names; the file is damaged")
-    names = sorted(set(listed.values()))
-    for name in names:
-        if Path(name).name != name or not name.endswith(".safetensors"):
-            raise ModelError(f"{index} names the file {name!r}: expected a .safetensors file in the same folder")
-        if not (folder / name).is_file():
-            raise ModelError(f"{folder / name} does not exist, but {index.name} names it: the checkpoint is incomplete")
-    stored = read_headers([folder / name for name in names])
-    actual = {name: tensor.file.name for name, tensor in stored.items()}
-    if differing := sorted(name for name in {**actual, **listed} if actual.get(name) != listed.get(name)):
-        name = differing[0]
-        raise ModelError(
-            f"{index}: tensor {name} is in {actual.get(name, 'no file')}, but the index says "
-            f"{listed.get(name, 'nowhere')}; the checkpoint is damaged"
-        )
-    return stored
-
-
-def read_headers(files: Iterable[Path]) -> dict[str, StoredTensor]:
-    """Reads and checks the headers of safetensors files. No tensor is allocated, whatever size a header claims.
-
-    Returns:
-        Tensor name -> description.
-
-    Raises:
-        ModelError: a damaged or truncated file, or a tensor that two files hold.
-    """
-    stored: dict[str, StoredTensor] = {}
-    for file in files:
-        try:
-            with safe_open(file, framework="pt") as opened:
-                for name in opened.keys():  # noqa: SIM118
-                    part = opened.get_slice(name)
-                    if name in stored:
-                        raise ModelError(f"tensor {name} is both in {stored[name].file} and in {file}")
-                    stored[name] = StoredTensor(file, part.get_dtype(), tuple(part.get_shape()))
-        except (SafetensorError, OSError, ValueError, MemoryError) as error:
-            raise ModelError(
-                f"{file} is not a complete safetensors file ({error}): it is damaged or truncated"
-            ) from error
-    return stored
 
 
 def read_tensors(files: Iterable[Path]) -> Iterator[tuple[str, Tensor]]:

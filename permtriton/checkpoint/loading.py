@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from permtriton.checkpoint.files import FLOATS, StoredTensor
 from permtriton.checkpoint.schema import PermTritonQuantizationConfig
 from permtriton.errors import ModelError
 from permtriton.kernels.launch import has_kernels
@@ -21,6 +20,7 @@ from permtriton.model.modules import (
     index_dtype,
     replace_module,
 )
+from permtriton.model.stored import FLOATS, StoredTensor
 from permtriton.sparsity import NMPattern
 
 _WHERE = "config.json, quantization_config"

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers.quantizers.base import HfQuantizer
 
-from permtriton.checkpoint.files import StoredTensor, check_hashes, read_headers
+from permtriton.checkpoint.files import check_hashes
 from permtriton.checkpoint.loading import (
     cast_packed,
     check_content,
@@ -35,6 +35,7 @@ from permtriton.checkpoint.loading import (
     stays_packed,
     unpacked,
 )
+from permtriton.checkpoint.names import loaded_names
 from permtriton.checkpoint.schema import VERSION, PermTritonQuantizationConfig
 from permtriton.errors import ModelError
 from permtriton.kernels import autotune
@@ -50,8 +51,8 @@ from permtriton.model.modules import (
     is_permuted,
 )
 from permtriton.model.norms import match_norm
-
-MORE_LAYERS = 64  # margin of the limit on the number of layers that config.json may claim
+from permtriton.model.sizes import check_counts
+from permtriton.model.stored import StoredTensor, read_headers
 
 
 def checkpoint_config(model: nn.Module, sparsity: str) -> PermTritonQuantizationConfig | None:
@@ -140,15 +141,7 @@ class PermTritonQuantizer(HfQuantizer):
     def update_attn_implementation(self, config: Any) -> Any:
         """Refuses a config that claims far more layers than the checkpoint names; called before the model is built."""
         names = [*self.quantization_config.packed, *self.quantization_config.permuted]
-        numbers = [int(number) for name in names for number in re.findall(r"\.(\d{1,9})\.", name)]
-        limit = 4 * max(numbers, default=0) + MORE_LAYERS
-        for key, value in config.to_dict().items():
-            for inner, number in value.items() if isinstance(value, dict) else [(key, value)]:
-                if "layer" in str(inner) and type(number) is int and number > limit:
-                    raise ModelError(
-                        f"config.json: {inner} is {number}, but the checkpoint names no layer beyond "
-                        f"{max(numbers, default=0)}: one of the files is damaged"
-                    )
+        check_counts(config.to_dict(), names)
         return config
 
     update_tp_plan = update_attn_implementation  # older versions of transformers call this instead
@@ -164,8 +157,10 @@ class PermTritonQuantizer(HfQuantizer):
         files = [Path(os.path.abspath(file)) for file in checkpoint_files or []]
         folder = Path(os.path.abspath(model.config.name_or_path))
         self._check_files(files, folder)
-        stored = read_headers(files)
-        self._replace(model, stored, device_map)
+        headers = read_headers(files)
+        names = loaded_names(model, [*headers, *self.quantization_config.packed])
+        stored = {names[name]: tensor for name, tensor in headers.items()}
+        self._replace(model, stored, names, device_map)
         autotune.use_beside(folder)
         for name, tensor in model.state_dict().items():
             self._shapes[name], self._dtypes[name] = tensor.shape, self._target_dtype(model, name, tensor)
@@ -218,7 +213,11 @@ class PermTritonQuantizer(HfQuantizer):
             )
 
     def _replace(
-        self, model: Any, stored: Mapping[str, StoredTensor], device_map: Mapping[str, Any] | str | None
+        self,
+        model: Any,
+        stored: Mapping[str, StoredTensor],
+        names: Mapping[str, str],
+        device_map: Mapping[str, Any] | str | None,
     ) -> None:
         """Replaces modules by permuted ones and parameters by packed ones, except in the head of another class."""
         config = self.quantization_config
@@ -230,7 +229,8 @@ class PermTritonQuantizer(HfQuantizer):
             if name := find_name(stored_name, modules, model):
                 replace_by_gathered_linear(model, name, channels)
         parameters = {name for name, _ in model.named_parameters()}
-        for stored_name, entry in config.packed.items():
+        for listed, entry in config.packed.items():
+            stored_name = names[listed]
             if name := find_name(stored_name, parameters, model):
                 owner, attribute = owner_of(model, name)
                 dtype = self._target_dtype(model, name, getattr(owner, attribute))
@@ -238,7 +238,7 @@ class PermTritonQuantizer(HfQuantizer):
                     replace_by_sparse_linear(model, name)
                     self._stays_packed.add(name)
                 replace_by_packed(model, name, stored_name, entry, stored, config)
-                self._packed[name] = stored_name
+                self._packed[name] = listed
 
     def _check_files(self, files: Sequence[Path], folder: Path) -> None:
         for file in files:

@@ -6,11 +6,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
+from permtriton.command import compile_command
 from permtriton.config import CompileConfig
-from permtriton.machine import device_name, peak_memory, versions
+from permtriton.errors import ModelError
+from permtriton.machine import determinism, device_name, peak_memory, versions
+from permtriton.model.edits import moves_of
+from permtriton.model.load import REPORT_FILE
 from permtriton.model.plan import ChannelSpace, Placement, Plan, Site, linear_module, weight_in_out
 from permtriton.passes.pipeline import PassResult
 from permtriton.permutation import inverse, moved
@@ -36,7 +42,7 @@ def compilation_report(
     passes: Sequence[PassResult],
     proof: Mapping[str, Any],
     seconds: Mapping[str, float],
-    needs: Mapping[str, int],
+    needs: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Returns the content of ``permtriton.json``, except for the entries that saving adds.
 
@@ -51,20 +57,21 @@ def compilation_report(
         passes: result of each compiler pass.
         proof: comparisons with the dense model, and their largest differences.
         seconds: time per stage.
-        needs: estimated bytes by use.
+        needs: estimated memory, as `permtriton.memory.Needs.report` returns it.
     """
     weights = {name: weight_in_out(linear_module(model, name)) for _, name in plan.linears()}
-    zeros = {name: float((weight == 0).float().mean()) for name, weight in weights.items()}
     return {
         "model": model.name_or_path,
+        "command": compile_command(model.name_or_path or "", config),
         "versions": versions(),
         "device": device_name(model.device),
+        "determinism": {"seed": config.seed, **determinism()},
         "dtype": str(model.dtype).removeprefix("torch."),
         "config": config.to_dict(),
         "calibration": dict(calibration),
         "parameters": sum(p.numel() for p in model.parameters()),
         "pruned_parameters": sum(weight.numel() for weight in weights.values()),
-        "sparsity_by_layer": zeros,
+        "sparsity_by_layer": {name: float((weight == 0).float().mean()) for name, weight in weights.items()},
         "permutations": [
             {**permutation_report(plan, space), "moved": moved(indices[space.name])} for space in plan.spaces
         ],
@@ -77,12 +84,29 @@ def compilation_report(
         "proof": dict(proof),
         "seconds": {stage: round(value, 3) for stage, value in seconds.items()},
         "memory": {"peak": peak_memory(model.device), "estimate": dict(needs)},
-        "sites": [
-            {**site_report(site), "moved": moved(index), "index": index.tolist()}
-            for site in plan.sites
-            for index in [site.expand(indices[site.space.name])]
-        ],
+        "sites": [_ordered_site_report(site, site.expand(indices[site.space.name])) for site in plan.sites],
+        "rows": rows_report(model, plan, indices),
     }
+
+
+def rows_report(model: PreTrainedModel, plan: Plan, indices: Mapping[str, Tensor]) -> list[dict[str, Any]]:
+    """Returns the order of the output channels of the pruned linears whose rows moved; equal orders are one entry.
+
+    Args:
+        model: compiled model.
+        plan: plan of the model.
+        indices: space name -> unit index from the dense order, int64 ``[units]``.
+
+    Returns:
+        Entries with ``linears`` and ``index``: row ``j`` was row ``index[j]`` of the dense model.
+    """
+    dims = {f"{name}.weight": int(isinstance(linear_module(model, name), Conv1D)) for _, name in plan.linears()}
+    orders: dict[tuple[int, ...], list[str]] = {}
+    for move in moves_of(plan, {space.name: indices[space.name] for space in plan.spaces if not space.frozen}):
+        for fold in move.upstream:
+            if dims.get(fold.parameter) == fold.dim and moved(fold.index):
+                orders.setdefault(tuple(fold.index.tolist()), []).append(fold.parameter.removesuffix(".weight"))
+    return [{"linears": linears, "index": list(index)} for index, linears in orders.items()]
 
 
 def stages_report(learned: Learned | None, searched: Searched | None, updates: Mapping[str, Any]) -> dict[str, Any]:
@@ -126,6 +150,10 @@ def site_report(site: Site) -> dict[str, Any]:
         "permutation": site.space.name,
         "placement": site.space.placement.value,
     }
+
+
+def _ordered_site_report(site: Site, index: Tensor) -> dict[str, Any]:
+    return {**site_report(site), "moved": moved(index), "index": index.tolist()}
 
 
 def permutation_report(plan: Plan, space: ChannelSpace, element: int = 2) -> dict[str, Any]:
@@ -177,3 +205,50 @@ def hidden_states_report(order: Tensor | None) -> dict[str, Any]:
     if order is None or moved(order) == 0:
         return {"permuted": False}
     return {"permuted": True, "index": order.tolist(), "undo": inverse(order).tolist()}
+
+
+def hidden_order_of(report: Mapping[str, Any], channels: int) -> Tensor | None:
+    """Returns the order that `hidden_states_report` wrote into a report.
+
+    Args:
+        report: content of ``permtriton.json``.
+        channels: number of channels of the hidden states.
+
+    Returns:
+        Index from the dense model's channels to the compiled model's, int64 ``[channels]``; None if they kept their
+        order.
+
+    Raises:
+        ModelError: the report does not say, or its index is no permutation of the channels.
+    """
+    stored = report.get("hidden_states")
+    if stored == {"permuted": False}:
+        return None
+    index = stored.get("index") if isinstance(stored, dict) else None
+    if not isinstance(index, list) or sorted(i for i in index if type(i) is int) != list(range(channels)):
+        raise ModelError(
+            f"{REPORT_FILE}: hidden_states must say in which order the {channels} channels are; it is damaged, or an "
+            "older permtriton wrote it: compile the model again"
+        )
+    return torch.tensor(index)
+
+
+def grouped(rows: Sequence[tuple[str, ...]]) -> list[tuple[tuple[str, ...], list[int]]]:
+    """Joins rows that differ only in numbers between dots, such as layers and experts.
+
+    Args:
+        rows: cells of each row.
+
+    Returns:
+        For each group of such rows, one row and the positions of the rows that it stands for. If there are several,
+        its numbers are replaced by ``*`` and its first cell ends with their count.
+    """
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for number, row in enumerate(rows):
+        pattern = tuple(re.sub(r"(?<=\.)\d+(?=\.)", "*", cell) for cell in row)
+        groups.setdefault(pattern, []).append(number)
+    joined = []
+    for pattern, numbers in groups.items():
+        several = (f"{pattern[0]}  ({len(numbers)}x)", *pattern[1:])
+        joined.append((several if len(numbers) > 1 else rows[numbers[0]], numbers))
+    return joined

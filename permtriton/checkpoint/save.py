@@ -1,10 +1,8 @@
-"""Saves checkpoints: writes them to a temporary folder, verifies them tensor by tensor, and renames the folder."""
+"""Saves checkpoints: writes them to a temporary folder and verifies them tensor by tensor before it takes its place."""
 
-import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,17 +12,23 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
-from permtriton.checkpoint.files import CONFIG_FILE, describe_files, read_tensors
+from permtriton.checkpoint.card import ALONE, WITH_PERMTRITON, write_card
+from permtriton.checkpoint.files import describe_files, read_tensors
+from permtriton.checkpoint.names import StoredNames, stored_names
+from permtriton.checkpoint.output import replacing_folder
 from permtriton.checkpoint.quantizer import checkpoint_config
 from permtriton.checkpoint.report import to_json
 from permtriton.config import CompileConfig
-from permtriton.errors import OutputError, VerificationError
-from permtriton.machine import available_memory, peak_memory
+from permtriton.errors import VerificationError, first_line
+from permtriton.machine import available_memory, peak_memory, release_memory
+from permtriton.micro_batch import is_out_of_memory
 from permtriton.model.checks import check_finite_tensor, check_same_outputs, check_weight, model_outputs
 from permtriton.model.experts import stacked_name
 from permtriton.model.load import REPORT_FILE
 from permtriton.model.plan import Plan, linear_module
+from permtriton.model.stored import CONFIG_FILE
 from permtriton.prune.state_file import StateFile
+from permtriton.sparsity import NMPattern
 
 SHARD_SIZE = "5GB"
 
@@ -73,80 +77,34 @@ class CompiledModel:
         return path
 
 
-def check_output(output: Path, *, overwrite: bool) -> None:
-    """Refuses, before any work, an output folder that could not be written at the end.
-
-    Raises:
-        OutputError: the folder exists and ``overwrite`` is off, or permtriton did not write it, or its parent is
-            missing or cannot be written.
-    """
-    parent = output.resolve().parent
-    if output.exists():
-        if not overwrite:
-            raise OutputError(f"output {output} exists: choose another folder, or replace it with --overwrite")
-        ours = output.is_dir() and ((output / REPORT_FILE).is_file() or not any(output.iterdir()))
-        if not ours:
-            raise OutputError(
-                f"output {output} was not written by permtriton (it holds no {REPORT_FILE}), so --overwrite leaves it "
-                "alone: choose another folder"
-            )
-    if not parent.is_dir():
-        raise OutputError(f"output {output}: the folder {parent} does not exist; make it first")
-    if not os.access(parent, os.W_OK):
-        raise OutputError(f"output {output}: the folder {parent} cannot be written")
-
-
-@contextmanager
-def replacing_folder(output: Path, *, overwrite: bool) -> Iterator[Path]:
-    """Yields a temporary folder next to ``output``, and renames it to ``output`` at the end of the ``with`` block.
-
-    After a failure or an interruption the temporary folder is deleted, and an earlier output is unchanged.
-
-    Raises:
-        OutputError: as `check_output`, or the disk reports an error.
-    """
-    check_output(output, overwrite=overwrite)
-    output = output.resolve()
-    partial = output.with_name(f".{output.name}.partial-{os.getpid()}")
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        partial.mkdir()
-        yield partial
-        _rename(partial, output)
-    except OSError as error:
-        raise _not_written(output, error.strerror or str(error)) from error
-    except Exception as error:
-        if "No space left" in str(error):  # safetensors wraps the error of the disk
-            raise _not_written(output, "no space left on the disk") from error
-        raise
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
 def save_checkpoint(compiled: CompiledModel, output: Path, *, overwrite: bool) -> Path:
     """Writes and verifies a checkpoint: a plain one, or one of format "dense" if modules permute at run time.
 
-    Stacked experts are stored as the model holds them, one tensor per stack, whatever the original files look like.
+    Stacked experts are stored as the model holds them, one tensor per stack, whatever the original files look like; see
+    `permtriton.checkpoint.names`.
 
     Raises:
         OutputError: as `replacing_folder`.
         VerificationError: as `verify_checkpoint`.
+        ModelError: as `permtriton.checkpoint.names.stored_names`.
     """
     pruned = pruned_parameters(compiled.model, compiled.plan)
+    permuted = checkpoint_config(compiled.model, str(compiled.config.sparsity)) is not None
+    names = stored_names(compiled.model, pruned, original=not permuted)
     with replacing_folder(output, overwrite=overwrite) as partial:
         started = time.perf_counter()
-        stacked = any(compiled.model.get_parameter(name).ndim > 2 for name in pruned)
-        compiled.model.save_pretrained(partial, max_shard_size=SHARD_SIZE, save_original_format=not stacked)
+        compiled.model.save_pretrained(partial, max_shard_size=SHARD_SIZE, save_original_format=names.original)
         if compiled.tokenizer is not None:
             compiled.tokenizer.save_pretrained(partial)
         share_mode(partial)
         saved = time.perf_counter()
-        compiled.report["verification"] = verify_checkpoint(compiled, partial, pruned)
-        compiled.report["pruned_weights"] = pruned
+        compiled.report["verification"] = verify_checkpoint(compiled, partial, pruned, names)
+        compiled.report["pruned_weights"] = {names.stored[name]: dim for name, dim in pruned.items()}
         compiled.report["files"] = describe_files(sorted(partial.glob("*.safetensors")))
         seconds = {"save": round(saved - started, 3), "verify": round(time.perf_counter() - saved, 3)}
         compiled.report["seconds"].update(seconds)
         compiled.report["memory"]["peak"] = peak_memory(compiled.model.device)
+        compiled.report["card"] = write_card(partial, compiled.report, WITH_PERMTRITON if permuted else ALONE)
         (partial / REPORT_FILE).write_text(to_json(compiled.report) + "\n", encoding="utf-8")
     return output.resolve()
 
@@ -169,11 +127,9 @@ def pruned_parameters(model: nn.Module, plan: Plan) -> dict[str, int]:
     return dims
 
 
-def _not_written(output: Path, why: str) -> OutputError:
-    return OutputError(f"output {output} cannot be written: {why}. Nothing was saved; an earlier output is unchanged")
-
-
-def verify_checkpoint(compiled: CompiledModel, folder: Path, pruned: Mapping[str, int]) -> dict[str, object]:
+def verify_checkpoint(
+    compiled: CompiledModel, folder: Path, pruned: Mapping[str, int], names: StoredNames
+) -> dict[str, object]:
     """Checks a written checkpoint.
 
     Every tensor must be finite and equal to the tensor in memory, every pruned weight must be N:M, and the reloaded
@@ -183,6 +139,7 @@ def verify_checkpoint(compiled: CompiledModel, folder: Path, pruned: Mapping[str
         compiled: compiled model that was written.
         folder: folder of the checkpoint.
         pruned: parameter name -> input dimension, as `pruned_parameters` returns them.
+        names: names of the tensors in the checkpoint.
 
     Returns:
         The numbers of checked tensors and pruned weights, and how the reloaded model was compared.
@@ -193,21 +150,36 @@ def verify_checkpoint(compiled: CompiledModel, folder: Path, pruned: Mapping[str
     model: Any = compiled.model
     config = compiled.config
     permuted = checkpoint_config(model, str(config.sparsity)) is not None
-    in_memory = model.hf_quantizer.get_state_dict_and_metadata(model)[0] if permuted else model.state_dict()
-    seen = set()
-    for name, tensor in read_tensors(sorted(folder.glob("*.safetensors"))):
-        seen.add(name)
-        check_finite_tensor(name, tensor)
-        if name in pruned:
-            weight = tensor.view(model.get_parameter(name).shape)
-            check_weight(name, weight.movedim(pruned[name], -1).flatten(0, -2), config.sparsity)
-        if name in in_memory and not _same(tensor, in_memory[name].detach().cpu()):
-            raise VerificationError(f"{name}: what was written differs from the model in memory")
-    if missing := sorted(set(pruned) - seen):
+    state = model.hf_quantizer.get_state_dict_and_metadata(model)[0] if permuted else model.state_dict()
+    in_memory = names.tensors(model, state)
+    seen = _check_tensors(model, in_memory, folder, pruned, names, config.sparsity)
+    if missing := sorted(set(names.stored.values()) - seen):
         raise VerificationError(f"{missing[0]} and {len(missing) - 1} more pruned weights are not in the checkpoint")
     if permuted and (missing := sorted(name for name in in_memory if name.endswith(".index") and name not in seen)):
         raise VerificationError(f"{missing[0]} and {len(missing) - 1} more permutations are not in the checkpoint")
     return {"tensors": len(seen), "pruned_weights": len(pruned), **_compare_reloaded(compiled, folder)}
+
+
+def _check_tensors(
+    model: nn.Module,
+    in_memory: Mapping[str, Tensor],
+    folder: Path,
+    pruned: Mapping[str, int],
+    names: StoredNames,
+    pattern: NMPattern,
+) -> set[str]:
+    """Checks every tensor of a checkpoint and returns their names; afterwards no tensor keeps its file mapped."""
+    parameters = {stored: name for name, stored in names.stored.items()}
+    seen = set()
+    for name, tensor in read_tensors(sorted(folder.glob("*.safetensors"))):
+        seen.add(name)
+        check_finite_tensor(name, tensor)
+        if parameter := parameters.get(name):
+            weight = tensor.view(model.get_parameter(parameter).shape)
+            check_weight(name, weight.movedim(pruned[parameter], -1).flatten(0, -2), pattern)
+        if name in in_memory and not _same(tensor, in_memory[name].detach().cpu()):
+            raise VerificationError(f"{name}: what was written differs from the model in memory")
+    return seen
 
 
 def _same(first: Tensor, second: Tensor) -> bool:
@@ -216,18 +188,29 @@ def _same(first: Tensor, second: Tensor) -> bool:
 
 def _compare_reloaded(compiled: CompiledModel, folder: Path) -> dict[str, object]:
     """Loads the checkpoint as a user would and compares the outputs, if a second model fits into memory."""
-    model = compiled.model
-    size = sum(p.numel() * p.element_size() for p in model.parameters())
-    free = available_memory(model.device)
+    not_run = "not run: a second copy does not fit into memory; every tensor was compared bit by bit instead"
+    size = sum(p.numel() * p.element_size() for p in compiled.model.parameters())
+    free = available_memory(compiled.model.device)
     if free is not None and size * 1.2 > free:
-        return {
-            "reloaded": "not run: a second copy does not fit into memory; every tensor was compared bit by bit instead"
-        }
+        return {"reloaded": not_run}
+    try:
+        return _reloaded(compiled, folder)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+    release_memory()  # of the failed attempt, which the error's traceback kept alive
+    return {"reloaded": not_run}
+
+
+def _reloaded(compiled: CompiledModel, folder: Path) -> dict[str, object]:
+    model = compiled.model
     try:
         reloaded: PreTrainedModel = type(model).from_pretrained(folder, dtype=model.dtype, use_safetensors=True)
         torch.nn.Module.to(reloaded, model.device)
     except Exception as error:  # transformers raises many kinds
-        raise VerificationError(f"the saved checkpoint cannot be loaded again: {str(error).splitlines()[0]}") from error
+        if is_out_of_memory(error):
+            raise
+        raise VerificationError(f"the saved checkpoint cannot be loaded again: {first_line(error)}") from error
     difference = check_same_outputs(
         model_outputs(model, compiled.reference_ids),
         model_outputs(reloaded.eval(), compiled.reference_ids),
@@ -235,16 +218,3 @@ def _compare_reloaded(compiled: CompiledModel, folder: Path) -> dict[str, object
         "reloading the saved checkpoint",
     )
     return {"reloaded": "same outputs", "reload_difference": difference}
-
-
-def _rename(partial: Path, output: Path) -> None:
-    """Renames ``partial`` to ``output``; after an exception either the old or the new folder is there, complete."""
-    old = output.with_name(f".{output.name}.old-{os.getpid()}")
-    try:
-        if output.exists():
-            output.rename(old)
-        partial.rename(output)
-    finally:
-        if old.exists() and not output.exists():
-            old.rename(output)
-        shutil.rmtree(old, ignore_errors=True)

@@ -27,7 +27,7 @@ from typing import Any
 
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from permtriton.errors import ConfigError, ModelError
+from permtriton.errors import ConfigError, ModelError, shown
 from permtriton.kernels.norm_permute import KINDS
 from permtriton.sparsity import NMPattern
 
@@ -48,11 +48,11 @@ class PermTritonQuantizationConfig(QuantizationConfigMixin):
         version = remaining.pop("version", None)
         if type(version) is not int or version != VERSION:
             raise ModelError(
-                f"{_WHERE}: version is {_short(version)}, but this permtriton reads version {VERSION}: upgrade "
+                f"{_WHERE}: version is {shown(version)}, but this permtriton reads version {VERSION}: upgrade "
                 "permtriton, or export the model again"
             )
         if remaining.pop("quant_method", METHOD) != METHOD:
-            raise ModelError(f"{_WHERE}: quant_method is {_short(entries['quant_method'])}, expected {METHOD!r}")
+            raise ModelError(f"{_WHERE}: quant_method is {shown(entries['quant_method'])}, expected {METHOD!r}")
         self.quant_method = METHOD  # type: ignore[assignment]
         self.version = VERSION
         self.format: str = _take(remaining, "format", _is_format, 'either "packed" or "dense"')
@@ -71,7 +71,7 @@ class PermTritonQuantizationConfig(QuantizationConfigMixin):
         self.sha256: dict[str, str] = _take_table(remaining, "sha256", _is_hash, "64 hexadecimal digits")
         if remaining:
             raise ModelError(
-                f"{_WHERE}: {_short(sorted(map(str, remaining))[0])} is unknown in version {VERSION}: the file is "
+                f"{_WHERE}: {shown(sorted(map(str, remaining))[0])} is unknown in version {VERSION}: the file is "
                 "damaged, or a newer permtriton wrote it; upgrade permtriton"
             )
         if bool(self.packed) != (self.format == "packed") or not (self.packed or self.permuted):
@@ -102,7 +102,7 @@ def _take(remaining: dict[str, Any], key: str, accepts: Callable[[Any], bool], e
     """Removes an entry, checks it and returns it."""
     value = remaining.pop(key, None)
     if not accepts(value):
-        raise ModelError(f"{_WHERE}: {key} is {_short(value)}, expected {expected}: the file is damaged")
+        raise ModelError(f"{_WHERE}: {key} is {shown(value)}, expected {expected}: the file is damaged")
     return value
 
 
@@ -112,7 +112,7 @@ def _take_table(remaining: dict[str, Any], key: str, accepts: Callable[[Any], bo
     for name, entry in entries.items():
         if not isinstance(name, str) or not name or not accepts(entry):
             raise ModelError(
-                f"{_WHERE}: {key} holds {_short(entry)} for {_short(name)}, expected {expected}: the file is damaged"
+                f"{_WHERE}: {key} holds {shown(entry)} for {shown(name)}, expected {expected}: the file is damaged"
             )
     return entries
 
@@ -164,8 +164,3 @@ def _is_norm(entry: Any) -> bool:
         and 0 <= eps < 1
         and _is_size(entry["channels"])
     )
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,6 +1,7 @@
 """The checks that every compilation must pass. A failed check raises an error that names what failed."""
 
 import hashlib
+import json
 from collections.abc import Mapping
 
 import torch
@@ -15,6 +16,9 @@ from permtriton.sparsity import NMPattern
 # Largest allowed difference between two computations of the same function in different orders, relative to the largest
 # output. The one for float64 is loose because norms and rotary angles are computed in float32 in any model.
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+
+# Entries of a config that do not change what the model computes, or that stand elsewhere.
+NOT_IN_HASH = ("_name_or_path", "transformers_version", "dtype", "quantization_config")
 
 
 def model_outputs(model: PreTrainedModel, ids: Tensor) -> Tensor:
@@ -86,6 +90,34 @@ def check_weight(name: str, weight_OC: Tensor, pattern: NMPattern) -> None:
         )
 
 
+def zeros_in_groups(weight_CO: Tensor, pattern: NMPattern) -> Tensor:
+    """Returns the zeros in every group of a weight ``[in_features, out_features]``, int16 ``[groups, out]``."""
+    return (weight_CO == 0).unflatten(0, (-1, pattern.group)).sum(1, dtype=torch.int16)
+
+
+def check_kept(name: str, weight_CO: Tensor, zeros_before: Tensor, pattern: NMPattern, allowed: float = 0.0) -> None:
+    """Checks that a weight keeps as many values in every group as its pattern says, fewer only where it held zeros.
+
+    Args:
+        name: name of the weight, for the error.
+        weight_CO: pruned weight, ``[in_features, out_features]``.
+        zeros_before: what `zeros_in_groups` returned before pruning.
+        pattern: N:M pattern.
+        allowed: share of the groups that may keep fewer; above 0 where an update may cancel a weight exactly.
+
+    Raises:
+        VerificationError: the weight keeps more or fewer.
+    """
+    kept = pattern.group - zeros_in_groups(weight_CO, pattern)
+    short = int((kept + zeros_before < pattern.kept).sum())
+    if int(kept.max()) > pattern.kept or short > allowed * kept.numel():
+        raise VerificationError(
+            f"{name}: {short} of {kept.numel()} groups keep fewer weights than {pattern} allows, and the fullest one "
+            f"keeps {int(kept.max())}: expected {pattern.kept} in every group without zeros of its own. Nothing was "
+            "saved; this is a bug of permtriton, please report it"
+        )
+
+
 def check_finite_tensor(name: str, tensor: Tensor) -> None:
     """Checks that a tensor holds neither NaN nor infinity.
 
@@ -106,9 +138,13 @@ def check_pruned(model: nn.Module, plan: Plan, pattern: NMPattern) -> None:
         check_weight(name, weight_in_out(linear_module(model, name)).t(), pattern)
 
 
-def weights_hash(model: nn.Module) -> str:
-    """Returns the SHA-256 of all parameters and buffers: names, dtypes, shapes and bytes, one tensor at a time."""
-    found = hashlib.sha256()
+def model_hash(model: PreTrainedModel) -> str:
+    """Returns the SHA-256 of what a model computes with: its class, its config, and all parameters and buffers.
+
+    Of parameters and buffers, names, dtypes, shapes and bytes count; they are read one at a time.
+    """
+    config = {name: value for name, value in model.config.to_dict().items() if name not in NOT_IN_HASH}
+    found = hashlib.sha256(f"{type(model).__name__} {json.dumps(config, sort_keys=True, default=str)}".encode())
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)

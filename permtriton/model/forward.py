@@ -9,6 +9,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from permtriton.errors import CalibrationError
+from permtriton.micro_batch import MicroBatch
+
+TOKENS_WITHOUT_LOGITS = 4096  # at once, in forward passes without gradients up to the last hidden state
 
 
 @contextmanager
@@ -63,13 +66,17 @@ def hidden_states(model: PreTrainedModel, ids: Tensor, batch: int) -> Tensor:
         ids: int64 ``[sequences, tokens]``.
         batch: sequences per forward pass.
     """
-    states = torch.empty(0)
-    for start in range(0, ids.shape[0], batch):
-        hidden = last_hidden_state(model, ids[start : start + batch])
-        if not start:
-            states = torch.empty((ids.shape[0], *hidden.shape[1:]), dtype=hidden.dtype)
-        states[start : start + batch] = hidden
-    return states
+
+    def run(size: int) -> Tensor:
+        states = torch.empty(0)
+        for start in range(0, ids.shape[0], size):
+            hidden = last_hidden_state(model, ids[start : start + size])
+            if not start:
+                states = torch.empty((ids.shape[0], *hidden.shape[1:]), dtype=hidden.dtype)
+            states[start : start + size] = hidden
+        return states
+
+    return MicroBatch(batch).run(run)
 
 
 def max_tokens(model: PreTrainedModel) -> int | None:

@@ -1,21 +1,37 @@
 """Loads models and tokenizers from local folders, from the Hugging Face hub, or the demo; safetensors only."""
 
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.errors import LocalEntryNotFoundError
+from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from permtriton import demo
-from permtriton.errors import ConfigError, ModelError
+from permtriton.errors import ConfigError, ModelError, first_line, reading, shown
 from permtriton.kernels import autotune
 from permtriton.model.modules import is_packed, is_permuted
+from permtriton.model.sizes import build_empty, check_counts
+from permtriton.model.stored import (
+    CONFIG_FILE,
+    StoredTensor,
+    checkpoint_files,
+    read_headers,
+    read_json,
+)
 
 DTYPES = {"auto": "auto", "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 REPORT_FILE = "permtriton.json"  # marks a folder that permtriton wrote
 PICKLED = ("*.bin", "*.pt", "*.pth")
+ADAPTER = "adapter_config.json"
+MOST_TOKENS = 2**24
 
 
 @dataclass(frozen=True)
@@ -39,6 +55,15 @@ class Source:
         """The folder or hub name."""
         return str(demo.FOLDER) if self.name == "demo" else self.name
 
+    @property
+    def folder(self) -> Path | None:
+        """The folder; None for a hub name. `os.path.isdir`, unlike `Path.is_dir`, takes names that are too long."""
+        return Path(self.location) if os.path.isdir(self.location) else None
+
+    def holds(self, file: str) -> bool:
+        """Returns whether the source is a folder that holds ``file``."""
+        return os.path.isfile(os.path.join(self.location, file))
+
 
 def resolve_device(device: str) -> torch.device:
     """Returns the device that ``auto``, ``cpu`` or ``cuda`` means on this machine.
@@ -55,41 +80,63 @@ def resolve_device(device: str) -> torch.device:
     return torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
 
 
-def load_original(source: Source) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+def load_original(source: Source, *, saved: bool = False) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     """Loads a model to prune, and its tokenizer.
 
+    Args:
+        source: source of the model.
+        saved: whether the model will be saved, so that what could not be saved is refused now.
+
     Raises:
-        ModelError: permtriton wrote the folder, or as `load_model` and `load_tokenizer`.
+        ModelError: permtriton compiled the model, its tokenizer or a config could not be saved again, or as
+            `load_model` and `load_tokenizer`.
         ConfigError: as `load_model`.
     """
-    if (Path(source.location) / REPORT_FILE).is_file():
-        raise _compiled_already(source)
-    return load_model(source), load_tokenizer(source)
+    model, tokenizer = load_model(source, allow_compiled=False), load_tokenizer(source)
+    if saved:
+        _check_saves(source, model, tokenizer)
+    return model, tokenizer
 
 
-def load_model(source: Source) -> PreTrainedModel:
+def load_model(source: Source, allow_compiled: bool = True) -> PreTrainedModel:
     """Loads a model with the class that its config names, in eval mode, on the device of ``source``.
 
+    Args:
+        source: source of the model.
+        allow_compiled: whether to accept a model that permtriton compiled.
+
     Raises:
-        ModelError: no such folder, no config, no safetensors, an unknown class, missing weights, or weights that are
-            not finite.
+        ModelError: no such folder, no config, no safetensors, an unknown class, sizes that do not fit the weights,
+            missing weights, weights that are not finite, or a compiled model that is not accepted.
         ConfigError: an unknown dtype, or a device that is unknown or missing.
     """
     if source.dtype not in DTYPES:
         raise ConfigError(f"dtype {source.dtype!r} is unknown: choose one of {', '.join(DTYPES)}")
     device = resolve_device(source.device)
-    model_class = _model_class(source)
+    if not allow_compiled and source.holds(REPORT_FILE):
+        raise _compiled_already(source)
     _refuse_pickles(source)
-    try:
+    stored = _stored(source)
+    config = _config(source, stored)
+    if not allow_compiled and _is_compiled(config):
+        raise _compiled_already(source)
+    model_class = _model_class(source, config)
+    if not source.trust_remote_code:  # code of the model's own may not build without memory
+        build_empty(model_class, config, stored, source.name)
+    # On a GPU, packed weights stay packed only where they are loaded onto it.
+    placement = {"device_map": str(device)} if _is_compiled(config) else {}
+    with (
+        reading(f"{source.name} cannot be loaded as {model_class.__name__}", ModelError),
+        unchanged_weights(source, also_replaced=True),
+    ):
         model, info = model_class.from_pretrained(
             source.location,
             dtype=DTYPES[source.dtype],
             use_safetensors=True,
             output_loading_info=True,
+            **placement,
             **_remote_code(source),
         )
-    except Exception as error:  # transformers raises many kinds for damaged files, wrong shapes or missing packages
-        raise ModelError(f"{source.name} cannot be loaded as {model_class.__name__}: {_first_line(error)}") from error
     if missing := sorted(info["missing_keys"]):
         raise ModelError(
             f"{source.name} holds no weights for {missing[0]}"
@@ -101,6 +148,35 @@ def load_model(source: Source) -> PreTrainedModel:
     return model.to(device).eval()
 
 
+@contextmanager
+def unchanged_weights(source: Source, *, also_replaced: bool = False) -> Iterator[None]:
+    """Checks that nothing wrote to a model's files inside the ``with`` block.
+
+    Weights on the CPU are mapped from these files, so that a change to a file changes the model in memory. A file that
+    was replaced by another one stays mapped as it was.
+
+    Args:
+        source: source of the model; only folders are checked.
+        also_replaced: whether files must not be replaced either, because they are being opened.
+
+    Raises:
+        ModelError: a file was changed; the message names it.
+    """
+    files = {path: path.stat() for path in sorted(Path(source.location).glob("*.safetensors"))}
+    yield
+    for path, before in files.items():
+        after = path.stat() if path.is_file() else None
+        if after is None or after.st_ino != before.st_ino:
+            changed = also_replaced
+        else:
+            changed = (after.st_size, after.st_mtime_ns) != (before.st_size, before.st_mtime_ns)
+        if changed:
+            raise ModelError(
+                f"{path} was changed while it was in use, so that the model in memory may be neither the old nor the "
+                "new one: nothing was saved; run the same command again once nothing writes to it"
+            )
+
+
 def load_empty_model(source: Source, allow_compiled: bool = False) -> PreTrainedModel:
     """Builds the model on the meta device from its config alone; no weights are read.
 
@@ -109,34 +185,52 @@ def load_empty_model(source: Source, allow_compiled: bool = False) -> PreTrained
         allow_compiled: whether to accept a model that permtriton compiled, and build its original architecture.
 
     Raises:
-        ModelError: no such folder, no config, an unknown class, or a compiled model that is not accepted.
+        ModelError: no such folder, no config, an unknown class, sizes that no model has or that do not fit the weights
+            where these are there, or a compiled model that is not accepted.
     """
-    model_class = _model_class(source)
-    config = _config(source)
-    stored = getattr(config, "quantization_config", None) or {}
-    if (stored if isinstance(stored, dict) else stored.to_dict()).get("quant_method") == "permtriton":
+    stored = None
+    with suppress(ModelError):  # no weights, or not all of them: the config is enough
+        stored = _stored(source)
+    config = _config(source, stored)
+    model_class = _model_class(source, config)
+    if _is_compiled(config):
         if not allow_compiled:
             raise _compiled_already(source)
         del config.quantization_config
-    try:
-        with torch.device("meta"):
-            return model_class._from_config(config).eval()
-    except Exception as error:  # each model class raises kinds of its own
-        raise ModelError(f"{source.name}: {model_class.__name__} cannot be built: {_first_line(error)}") from error
+    return build_empty(model_class, config, stored, source.name)
 
 
 def load_tokenizer(source: Source) -> PreTrainedTokenizerBase | None:
     """Loads the tokenizer; returns None if there is none.
 
     Raises:
-        ModelError: the folder holds a tokenizer that cannot be loaded.
+        ModelError: the folder holds a tokenizer that cannot be loaded, or the connection to the hub is lost.
     """
     try:
-        return AutoTokenizer.from_pretrained(source.location, **_remote_code(source))
-    except Exception as error:  # a missing tokenizer and a damaged one raise the same kinds
-        if (Path(source.location) / "tokenizer_config.json").is_file():
-            raise ModelError(f"{source.name}: its tokenizer cannot be loaded: {_first_line(error)}") from error
+        with reading(f"{source.name}: its tokenizer cannot be loaded", ModelError):
+            tokenizer = AutoTokenizer.from_pretrained(source.location, **_remote_code(source))
+            _check_vocabulary(source, tokenizer)
+            return tokenizer
+    except ModelError as error:  # a missing tokenizer and a damaged one raise the same kinds
+        if source.holds("tokenizer_config.json"):
+            raise
+        if source.folder is None and _is_connection_lost(error):
+            problem = f"{source.name}: its tokenizer cannot be fetched: {first_line(error.__cause__ or error)}"
+            raise ModelError(f"{problem} Check the network, or give a local folder") from error
         return None
+
+
+def _check_vocabulary(source: Source, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuses an absurd id: saving lists all ids below the largest one, and the process would die of it."""
+    vocabulary: dict[str, int] = {}
+    with suppress(NotImplementedError):  # a tokenizer with code of its own
+        vocabulary = tokenizer.get_vocab()
+    token, largest = max(vocabulary.items(), key=lambda item: item[1], default=("", 0))
+    if largest >= MOST_TOKENS:
+        raise ModelError(
+            f"{source.name}: its tokenizer gives {shown(token)} the id {largest}, expected less than {MOST_TOKENS}: it "
+            "is damaged"
+        )
 
 
 def check_original(model: PreTrainedModel) -> None:
@@ -168,38 +262,84 @@ def check_weights(model: PreTrainedModel) -> None:
             )
 
 
+def _is_compiled(config: Any) -> bool:
+    """Whether permtriton wrote the weights, which may also have no permtriton.json (`save_pretrained` writes none)."""
+    stored = getattr(config, "quantization_config", None)
+    method = stored.get("quant_method") if isinstance(stored, dict) else getattr(stored, "quant_method", None)
+    return bool(method == "permtriton")
+
+
+def _is_connection_lost(error: BaseException | None) -> bool:
+    while error is not None:
+        if isinstance(error, LocalEntryNotFoundError | ConnectionError | TimeoutError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
 def _compiled_already(source: Source) -> ModelError:
     return ModelError(f"{source.name} was compiled already by permtriton: give the original model")
 
 
-def _config(source: Source) -> Any:
-    path = Path(source.location)
-    if not path.is_dir() and (path.exists() or source.name.startswith((".", "/", "~")) or source.name.count("/") > 1):
-        raise ModelError(f"{source.name} is not a folder: give a Hugging Face model folder, a hub name, or demo")
-    if path.is_dir() and not (path / "config.json").is_file():
-        raise ModelError(f"{source.name} holds no config.json: it is not a Hugging Face model folder")
-    try:
-        return AutoConfig.from_pretrained(source.location, **_remote_code(source))
-    except Exception as error:  # the hub client and the config classes raise many kinds
+def _check_saves(source: Source, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    """Refuses now what could not be saved at the end: transformers checks some values of these files only there."""
+    with tempfile.TemporaryDirectory() as folder:
+        with reading(f"{source.name}: its config.json cannot be saved again", ModelError):
+            model.config.save_pretrained(folder)
+        with reading(f"{source.name}: its generation_config.json cannot be saved again", ModelError):
+            if model.can_generate():
+                model.generation_config.save_pretrained(folder)
+        with reading(f"{source.name}: its tokenizer cannot be saved again", ModelError):
+            if tokenizer is not None:
+                tokenizer.save_pretrained(folder)
+
+
+def _stored(source: Source) -> dict[str, StoredTensor] | None:
+    """Returns the tensors of a folder's checkpoint, after checking its headers and index; None for a hub name."""
+    return None if source.folder is None else read_headers(checkpoint_files(source.folder))
+
+
+def _config(source: Source, stored: Mapping[str, StoredTensor] | None) -> Any:
+    _check_folder(source)
+    if source.folder is None:
         missing = "there is no such folder, and no such model can be fetched from the hub"
-        problem = "its config.json cannot be used" if path.is_dir() else missing
-        raise ModelError(f"{source.name}: {problem}: {_first_line(error)}") from error
+        with reading(f"{source.name}: {missing}", ModelError):
+            return AutoConfig.from_pretrained(source.location, **_remote_code(source))
+    path = source.folder / CONFIG_FILE
+    check_counts(read_json(path), stored, str(path))
+    with reading(f"{source.name}: its config.json cannot be used", ModelError):
+        return AutoConfig.from_pretrained(source.location, **_remote_code(source))
 
 
-def _model_class(source: Source) -> Any:
-    config = _config(source)
+def _check_folder(source: Source) -> None:
+    """Refuses a path that is not a folder, and a folder that is not a model's."""
+    if source.folder is None:
+        if os.path.exists(source.name) or source.name.startswith((".", "/", "~")) or source.name.count("/") > 1:
+            raise ModelError(f"{source.name} is not a folder: give a Hugging Face model folder, a hub name, or demo")
+    elif not source.holds(CONFIG_FILE):
+        raise ModelError(f"{source.name} holds no config.json: it is not a Hugging Face model folder")
+    elif source.holds(ADAPTER):
+        raise ModelError(f"{source.name} holds an adapter ({ADAPTER}): merge it into its model and save that first")
+
+
+def _model_class(source: Source, config: Any) -> Any:
     names = config.architectures or []
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
         raise ModelError(
             f'{source.name}: config.json names no class in "architectures": add one, such as LlamaForCausalLM'
         )
-    model_class = getattr(transformers, names[0], None)
-    if model_class is None and source.trust_remote_code:
-        model_class = _remote_class(config, names[0], source.location)
+    with reading(f"{source.name}: its class {shown(names[0])} cannot be imported", ModelError):
+        model_class = getattr(transformers, names[0], None)
+        if model_class is None and source.trust_remote_code:
+            model_class = _remote_class(config, names[0], source.location)
     if not (isinstance(model_class, type) and issubclass(model_class, PreTrainedModel)):
         raise ModelError(
             f"{source.name}: {names[0]} is not a model class of transformers {transformers.__version__}: upgrade "
             "transformers, or, if the model comes with its own code and you trust it, use --trust-remote-code"
+        )
+    if model_class.forward is nn.Module.forward:
+        raise ModelError(
+            f"{source.name}: {names[0]} in config.json is only a base for model classes: name the one that was trained"
         )
     return model_class
 
@@ -215,17 +355,13 @@ def _remote_class(config: Any, name: str, location: str) -> Any:
 
 
 def _refuse_pickles(source: Source) -> None:
-    path = Path(source.location)
-    if not path.is_dir() or any(path.glob("*.safetensors")):
+    _check_folder(source)
+    if source.folder is None or any(source.folder.glob("*.safetensors")):
         return
-    pickles = sorted(file.name for pattern in PICKLED for file in path.glob(pattern))
+    pickles = sorted(file.name for pattern in PICKLED for file in source.folder.glob(pattern))
     content = f"only {pickles[0]}, a pickle, which can run code when it is read" if pickles else "no weights"
     raise ModelError(f"{source.name} holds {content}: permtriton reads .safetensors only; convert the checkpoint first")
 
 
 def _remote_code(source: Source) -> dict[str, bool]:
     return {"trust_remote_code": source.trust_remote_code}
-
-
-def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

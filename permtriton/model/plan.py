@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from permtriton.errors import VerificationError
 from permtriton.kernels.norm_permute import NormVariant
+from permtriton.permutation import is_permutation
 
 LINEAR_MODULES = (nn.Linear, Conv1D)
 
@@ -127,6 +129,22 @@ class ChannelSpace:
     def units(self) -> int:
         """Number of units that the permutation orders."""
         return sum(self.segments)
+
+    def check(self, index: Tensor) -> None:
+        """Refuses a unit index that is no permutation, or that moves units to another segment; call it before any use.
+
+        Raises:
+            VerificationError: naming the space.
+        """
+        segment = torch.repeat_interleave(torch.arange(len(self.segments)), torch.tensor(self.segments))
+        index = index.cpu()
+        permutes = index.shape == segment.shape and is_permutation(index)
+        if not permutes or not torch.equal(segment[index], segment):
+            problem = "moves units from one segment (a head) to another" if permutes else "is no permutation"
+            raise VerificationError(
+                f"{self.name}: the order found for its {self.units} units {problem}. Nothing was saved; this is a bug "
+                "of permtriton, please report it"
+            )
 
     def blocks(self, block_size: int) -> list[tuple[int, int]]:
         """Returns (start, size) of each block of units; the last block of a segment may be smaller."""

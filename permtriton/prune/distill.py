@@ -15,7 +15,6 @@ from permtriton.prune.kept_weights import (
     KeptWeights,
     Trained,
     Trainer,
-    check_tensors,
     steps_per_epoch,
     weights_of,
 )
@@ -47,11 +46,11 @@ def distill(
         config: options.
         progress: progress reporter, one step per optimizer step.
         state: file that keeps the state between epochs, to continue from and to write to; None keeps no state. Its
-            fingerprint must cover the pruned weights, or what they follow from.
+            inputs must cover the pruned weights, or what they follow from.
 
     Raises:
         CalibrationError: a loss or a gradient is not finite; the weights are then those of the last step.
-        OutputError: the state is damaged, or cannot be written.
+        OutputError: the state belongs to another run, is damaged, or cannot be written.
     """
     kept = KeptWeights(weights_of(model, [name for _, name in plan.linears()]))
     ids = ids.to(model.device)
@@ -63,7 +62,7 @@ def distill(
     steps = steps_per_epoch(ids.shape[0], config)
     with kept.trainable(model), checkpointed(layers):
         trainer = Trainer(kept, loss_of, ids.shape[0], ids.shape[1], config, "distill")
-        result = _load(state, kept, trainer) if state else Trained()
+        result = _load(state, kept, trainer, config.update.update_epochs) if state else Trained()
         if result.history:
             progress.say(f"distill: continuing after epoch {len(result.history) - 1} of an interrupted run")
         with progress.stage("distill", config.update.update_epochs * steps) as advance:
@@ -83,25 +82,25 @@ def _save(state: StateFile | None, kept: KeptWeights, trainer: Trainer, result: 
     state.write(tensors, {"result": json.dumps(result.report())})
 
 
-def _load(state: StateFile, kept: KeptWeights, trainer: Trainer) -> Trained:
+def _load(state: StateFile, kept: KeptWeights, trainer: Trainer, epochs: int) -> Trained:
     """Restores weights and optimizer and returns the result so far, or returns an empty one where there is no state.
 
     Raises:
-        OutputError: the state is damaged.
+        OutputError: the state belongs to another run, or is damaged.
     """
     found = state.read()
     if found is None:
         return Trained()
     tensors, texts = found
     try:
-        result = Trained.read(texts["result"])
+        result = Trained.read(json.loads(texts["result"]), epochs)
     except (KeyError, TypeError, ValueError) as error:
         raise state.damaged(f"its history cannot be read ({error})") from error
-    expected: dict[str, tuple[int, ...]] = {}
-    for name, best in trainer.best.items():
-        expected |= {f"{key}.{name}": tuple(best.shape) for key in ("best", "value", *MOMENTS)}
-        expected[f"step.{name}"] = ()
-    check_tensors(state, tensors, expected)
+    like: dict[str, Tensor] = {}
+    for name, values in kept.values.items():
+        like |= {f"best.{name}": trainer.best[name], f"step.{name}": torch.tensor(0.0)}
+        like |= {f"{key}.{name}": values for key in ("value", *MOMENTS)}
+    state.check_tensors(tensors, like)
     with torch.no_grad():
         for name, values in kept.values.items():
             values.copy_(tensors[f"value.{name}"])

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from permtriton.config import CompileConfig, ObjectiveKind
 from permtriton.errors import CalibrationError
+from permtriton.micro_batch import MicroBatch
 from permtriton.model.forward import last_hidden_state, without_cache
 from permtriton.model.plan import Plan, layer_modules, linear_module, weight_in_out
 from permtriton.progress import Progress
@@ -38,6 +39,12 @@ class Fisher:
     row: Tensor
     column: Tensor
     tokens: int = 0
+
+    def clear(self) -> None:
+        """Forgets what was added."""
+        self.row.zero_()
+        self.column.zero_()
+        self.tokens = 0
 
     def curvature(self, tokens: int) -> tuple[Tensor, Tensor]:
         """Returns factors ``(row, column)`` of the second derivative of the mean loss, halved.
@@ -75,13 +82,20 @@ def fisher_information(
     for _, name in plan.linears():
         channels, rows = weight_in_out(linear_module(model, name)).shape
         found[name] = Fisher(torch.zeros(rows, device=model.device), torch.zeros(channels, device=model.device))
-    generator = torch.Generator().manual_seed(config.seed)
     layers = layer_modules(model, plan) if config.activation_checkpointing else []
-    with progress.stage("row weights", ids.shape[0]) as advance, frozen(model), _watched(model, found):
-        for rows_of_ids in ids.split(config.micro_batch_size):
-            with checkpointed(layers):
-                _loss(model, kind, rows_of_ids, generator).backward()
-            advance(rows_of_ids.shape[0])
+
+    def backward(size: int) -> None:
+        for each in found.values():
+            each.clear()
+        generator = torch.Generator().manual_seed(config.seed)
+        with progress.stage("row weights", ids.shape[0]) as advance:
+            for rows_of_ids in ids.split(size):
+                with checkpointed(layers):
+                    _loss(model, kind, rows_of_ids, generator).backward()
+                advance(rows_of_ids.shape[0])
+
+    with frozen(model), _watched(model, found):
+        MicroBatch(config.micro_batch_size).run(backward)
     for name, each in found.items():
         if not bool(each.row.isfinite().all() & each.column.isfinite().all()):
             raise CalibrationError(

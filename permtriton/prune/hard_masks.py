@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from permtriton.errors import CalibrationError
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.nm_mask import nm_mask
 from permtriton.kernels.swap_gains import Curvature, SwapTerms, swap_terms
+from permtriton.micro_batch import MicroBatch
 from permtriton.model.edits import runs_of
 from permtriton.model.forward import last_hidden_state
 from permtriton.model.plan import ChannelSpace, Plan, Site, layer_modules, linear_module
@@ -69,6 +71,7 @@ class HardMasks:
 
     def __init__(self, model: PreTrainedModel, linears: Sequence[_Masked], config: CompileConfig) -> None:
         self._model, self._linears, self._config = model, linears, config
+        self._micro_batch = MicroBatch(config.micro_batch_size)
 
     @torch.no_grad()
     def set(self, indices: Mapping[str, Tensor]) -> None:
@@ -94,7 +97,7 @@ class HardMasks:
         Raises:
             CalibrationError: The loss is not finite.
         """
-        return self._check(objective.mean(self._model, ids, self._config.micro_batch_size))
+        return self._check(self._micro_batch.run(partial(objective.mean, self._model, ids)))
 
     @torch.enable_grad()
     def take_gradients(self, objective: Objective, ids: Tensor, advance: Callable[[int], None] | None = None) -> float:
@@ -108,24 +111,33 @@ class HardMasks:
         Raises:
             CalibrationError: The loss is not finite.
         """
-        self.drop_gradients()
         scale = 2.0 ** round(math.log2(ids.numel()))  # float16 gradients of a mean vanish
-        losses = []
-        for rows in torch.arange(ids.shape[0]).split(self._config.micro_batch_size):
-            loss = objective.loss(last_hidden_state(self._model, ids[rows]), rows) * (rows.numel() / ids.shape[0])
-            (loss * scale).backward()
-            losses.append(loss.detach())
-            if advance is not None:
-                advance(rows.numel())
+        reported = 0
+
+        def backward(size: int) -> float:
+            nonlocal reported
+            self.drop_gradients()
+            losses = []
+            for rows in torch.arange(ids.shape[0]).split(size):
+                loss = objective.loss(last_hidden_state(self._model, ids[rows]), rows) * (rows.numel() / ids.shape[0])
+                (loss * scale).backward()
+                losses.append(loss.detach())
+                more = int(rows[-1]) + 1 - reported
+                if advance is not None and more > 0:  # less where memory was too small and the pass starts again
+                    advance(more)
+                    reported += more
+            return sum(torch.stack(losses).tolist())
+
+        loss = self._check(self._micro_batch.run(backward))
         for linear in self._linears:
             if linear.gradient is not None:
                 linear.gradient /= scale
-        return self._check(sum(torch.stack(losses).tolist()))
+        return loss
 
     def drop_gradients(self) -> None:
         """Frees the gradients."""
         for linear in self._linears:
-            linear.gradient = None
+            linear.gradient = linear.parameter.grad = None
 
     def terms(
         self, space: ChannelSpace, indices: Mapping[str, Tensor], damping: float, tokens: int

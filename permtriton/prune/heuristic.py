@@ -126,7 +126,7 @@ def _two_stages(scores: Tensor, pattern: NMPattern) -> Tensor:
     before = retained(scores, index, pattern)
     for _ in range(MAX_SWEEPS):
         for slot in range(pattern.group):
-            index = _reassign(scores, index, slot, pattern)
+            index = reassigned(scores, index, slot, pattern)
         after = retained(scores, index, pattern)
         if after - before <= MIN_GAIN * before:
             break
@@ -134,7 +134,7 @@ def _two_stages(scores: Tensor, pattern: NMPattern) -> Tensor:
     return index if after > retained(scores, unchanged, pattern) else unchanged
 
 
-def _reassign(scores: Tensor, index: Tensor, slot: int, pattern: NMPattern) -> Tensor:
+def reassigned(scores: Tensor, index: Tensor, slot: int, pattern: NMPattern) -> Tensor:
     """Returns ``index`` with the channels at one slot of every group reassigned to the groups."""
     groups = index.view(-1, pattern.group)
     others = [position for position in range(pattern.group) if position != slot]

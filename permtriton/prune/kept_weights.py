@@ -5,7 +5,6 @@ Only kept weights are trained and only they have optimizer states, so no step ca
 states.
 """
 
-import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,11 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from permtriton.config import CompileConfig
-from permtriton.errors import CalibrationError
+from permtriton.errors import CalibrationError, VerificationError
+from permtriton.micro_batch import MicroBatch
 from permtriton.model.plan import linear_module
 from permtriton.progress import Advance
 from permtriton.prune.masked_model import frozen
-from permtriton.prune.state_file import StateFile
+from permtriton.prune.promises import check_loss
+from permtriton.prune.state_file import read_records
 
 HELD_OUT = 0.1  # share of the calibration sequences that decides which epoch is kept
 WARM_UP = 0.05  # share of the steps in which the learning rate rises to its peak
@@ -64,17 +65,16 @@ class Trained:
         return {"epochs": [asdict(epoch) for epoch in self.history], "kept": self.kept}
 
     @classmethod
-    def read(cls, text: str) -> "Trained":
-        """Returns the result that `report` gave, from JSON.
+    def read(cls, values: Any, epochs: int) -> "Trained":
+        """Returns the result that `report` gave, from JSON values; it has at most ``epochs`` epochs.
 
         Raises:
             KeyError, TypeError, ValueError: it cannot be read.
         """
-        values = json.loads(text)
-        history = [UpdateEpoch(**epoch) for epoch in values["epochs"]]
-        if [epoch.epoch for epoch in history] != list(range(len(history))) or not 0 <= values["kept"] < len(history):
-            raise ValueError(f"it has {len(history)} epochs and keeps epoch {values['kept']}")
-        return cls(history, values["kept"])
+        history, kept = read_records(UpdateEpoch, values["epochs"], epochs), values["kept"]
+        if type(kept) is not int or not 0 <= kept < len(history):
+            raise ValueError(f"it has {len(history)} epochs and keeps epoch {kept}")
+        return cls(history, kept)
 
 
 def weights_of(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Parameter]:
@@ -136,6 +136,14 @@ class KeptWeights:
 
         return collect
 
+    def drop_gradients(self) -> None:
+        """Sets the gradients to 0, also those that a backward pass which failed left in the model."""
+        for name, weight in self._weights.items():
+            weight.grad = None
+            total = self.values[name].grad
+            assert total is not None
+            total.zero_()
+
     @torch.no_grad()
     def snapshot(self, device: str | None = "cpu") -> dict[str, Tensor]:
         """Returns a copy of the model's kept weights in its dtype, each ``[kept weights]``, on ``device``."""
@@ -149,6 +157,24 @@ class KeptWeights:
         """Writes kept weights into the model, rounded to its dtype; the sum turns -0.0 into 0.0."""
         for name, weight in self._weights.items():
             weight.masked_scatter_(self._masks[name], values[name].to(weight) + 0.0)
+
+    def check(self) -> None:
+        """Checks that no weight that was pruned holds a value now.
+
+        Raises:
+            VerificationError: one does; the message names its linear.
+        """
+        for name, weight in self._weights.items():
+            if found := int((weight.detach().masked_fill(self._masks[name], 0) != 0).sum()):
+                raise VerificationError(
+                    f"{name}: training wrote {found} weights that were pruned. Nothing was saved; this is a bug of "
+                    "permtriton, please report it"
+                )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the model's weights."""
+        return next(iter(self._weights.values())).dtype
 
 
 class Trainer:
@@ -167,7 +193,7 @@ class Trainer:
         self, kept: KeptWeights, loss_of: Loss, sequences: int, tokens: int, config: CompileConfig, what: str
     ) -> None:
         self._kept, self._loss_of, self._tokens, self._what = kept, loss_of, tokens, what
-        self._options, self._seed, self._micro_batch = config.update, config.seed, config.micro_batch_size
+        self._options, self._seed, self._micro_batch = config.update, config.seed, MicroBatch(config.micro_batch_size)
         self._rows, self._held_out = split(sequences, config.seed)
         self._total = config.update.update_epochs * steps_per_epoch(sequences, config)
         self.optimizer = torch.optim.Adam(kept.values.values(), config.update.update_learning_rate, foreach=False)
@@ -183,6 +209,7 @@ class Trainer:
 
         Raises:
             CalibrationError: a loss or a gradient is not finite.
+            VerificationError: a pruned weight was written, or the loss of the weights that are kept is another one.
         """
         if not result.history:
             result.history.append(UpdateEpoch(0, None, self._held_out_loss(), 0.0))
@@ -200,6 +227,9 @@ class Trainer:
             note = f", held-out {held_out:.4f} (was {result.history[0].held_out:.4f})"
             save()
         self._kept.write(self.best)
+        self._kept.check()
+        best = result.history[result.kept].held_out
+        check_loss(best, self._held_out_loss(), self._kept.dtype, f"{self._what}, held out, when its weights were kept")
 
     def _epoch(self, number: int) -> Iterator[float]:
         """Trains one epoch and yields each step's loss; the order depends on the seed and the epoch's number alone."""
@@ -212,13 +242,18 @@ class Trainer:
 
     def _step(self, rows: Tensor, step: int) -> float:
         scale = 2.0 ** round(math.log2(rows.numel() * self._tokens))  # float16 gradients of a mean vanish
-        total = 0.0
-        for part in rows.split(self._micro_batch):
-            loss = self._loss_of(part) * (part.numel() / rows.numel())
-            (loss * scale).backward()
-            total += float(loss.detach())
-        self._check(total, "loss")
         grads = [values.grad for values in self._kept.values.values() if values.grad is not None]
+
+        def backward(size: int) -> float:
+            self._kept.drop_gradients()
+            total = 0.0
+            for part in rows.split(size):
+                loss = self._loss_of(part) * (part.numel() / rows.numel())
+                (loss * scale).backward()
+                total += float(loss.detach())
+            return total
+
+        total = self._check(self._micro_batch.run(backward), "loss")
         for grad in grads:
             grad.div_(scale)
         if not bool(torch.stack([grad.isfinite().all() for grad in grads]).all()):
@@ -226,16 +261,16 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = self._options.update_learning_rate * schedule(step, self._total)
         self.optimizer.step()
-        for grad in grads:
-            grad.zero_()
         self._kept.write(self._kept.values)
         return total
 
     @torch.no_grad()
     def _held_out_loss(self) -> float:
-        parts = self._held_out.split(self._micro_batch)
-        losses = torch.stack([self._loss_of(part) * part.numel() for part in parts])
-        return self._check(float(losses.sum()) / self._held_out.numel(), "loss")
+        def total(size: int) -> float:
+            losses = [self._loss_of(part) * part.numel() for part in self._held_out.split(size)]
+            return float(torch.stack(losses).sum())
+
+        return self._check(self._micro_batch.run(total) / self._held_out.numel(), "loss")
 
     def _check(self, value: float, kind: str) -> float:
         if not math.isfinite(value):
@@ -269,17 +304,3 @@ def split(sequences: int, seed: int) -> tuple[Tensor, Tensor]:
 def steps_per_epoch(sequences: int, config: CompileConfig) -> int:
     """Returns the number of optimizer steps in an epoch."""
     return math.ceil(split(sequences, config.seed)[0].numel() / config.update.update_batch_size)
-
-
-def check_tensors(state: StateFile, tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Checks that a state holds the expected tensors, all finite.
-
-    Raises:
-        OutputError: the state is damaged.
-    """
-    for name in sorted({*tensors, *shapes}):
-        shape = tuple(tensors[name].shape) if name in tensors else None
-        if shape != shapes.get(name):
-            raise state.damaged(f"{name} has shape {shape}, expected {shapes.get(name)}")
-        if not bool(tensors[name].isfinite().all()):
-            raise state.damaged(f"{name} holds values that are not finite")

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
+from permtriton.micro_batch import MicroBatch
 from permtriton.model.checks import TOLERANCE, relative_difference
 from permtriton.model.forward import last_hidden_state
 
@@ -80,7 +81,9 @@ class LayerCalls:
             batch: sequences per call.
         """
         rows = torch.arange(hidden.shape[0])
-        return torch.cat([self(hidden[part], part).cpu() for part in rows.split(batch)])
+        return MicroBatch(batch).run(
+            lambda size: torch.cat([self(hidden[part], part).cpu() for part in rows.split(size)])
+        )
 
     @torch.no_grad()
     def try_together(self, hidden: Tensor) -> None:

@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -18,6 +19,7 @@ from transformers import PreTrainedModel
 from permtriton.config import CompileConfig, LearnConfig
 from permtriton.errors import CalibrationError, ConfigError
 from permtriton.kernels.importance import ImportanceFactors
+from permtriton.micro_batch import MicroBatch
 from permtriton.model.forward import last_hidden_state
 from permtriton.model.plan import ChannelSpace, Plan
 from permtriton.permutation import identity, moved
@@ -35,6 +37,8 @@ class Epoch:
         epoch: Number of the epoch, from 1; 0 is the base order before learning.
         loss: Mean loss over the calibration set, under the hard permutations after the epoch.
         moved: Number of units, over all spaces, that are not where the base order has them.
+        agreement: Mean entry of the soft permutations where their hard ones have a 1; the model runs with hard ones
+            only, so this tells how near the soft ones are.
         tau: Temperature after the epoch.
         seconds: Time of training and evaluation.
     """
@@ -42,6 +46,7 @@ class Epoch:
     epoch: int
     loss: float
     moved: int
+    agreement: float
     tau: float
     seconds: float
 
@@ -64,8 +69,8 @@ class Learned:
 class LearningState(Protocol):
     """Storage of the state between epochs; `permtriton.prune.resume.ResumeFile` is one."""
 
-    def load(self, relaxation: Relaxation, optimizer: torch.optim.Optimizer) -> Learned | None:
-        """Restores the stored state and returns the result so far, or returns None where no state fits."""
+    def load(self, relaxation: Relaxation, optimizer: torch.optim.Optimizer, epochs: int) -> Learned | None:
+        """Restores the stored state and returns the result so far, of at most ``epochs``; None where none is stored."""
         ...
 
     def save(self, relaxation: Relaxation, optimizer: torch.optim.Optimizer, result: Learned) -> None:
@@ -112,7 +117,7 @@ def learn(
     Raises:
         CalibrationError: The loss is not finite, or the gradients are zero or not finite.
         ConfigError: No permutation is left to learn.
-        OutputError: The state between epochs cannot be written.
+        OutputError: The state belongs to another run, is damaged, or cannot be written.
     """
     options = config.learn
     spaces = learned_spaces(plan, options)
@@ -122,10 +127,12 @@ def learn(
     optimizer = torch.optim.AdamW(relaxation.parameters(), lr=options.learning_rate, weight_decay=options.weight_decay)
     with masked_model(model, plan, importances, relaxation, config) as masks:
         trainer = Trainer(model, masks, relaxation, optimizer, ids, objective, config)
-        result = resume.load(relaxation, optimizer) if resume else None
+        result = resume.load(relaxation, optimizer, options.epochs) if resume else None
         if result is None:
             base = {space.name: identity(space.units) for space in spaces}
-            result = Learned(base, [Epoch(0, trainer.evaluate(base), 0, options.tau_start, 0.0)])
+            result = Learned(
+                base, [Epoch(0, trainer.evaluate(base), 0, trainer.agreement(base, 0), options.tau_start, 0.0)]
+            )
         else:
             progress.say(f"continuing after epoch {result.history[-1].epoch} of an interrupted run")
         with progress.stage("learn", options.epochs * trainer.steps_per_epoch) as advance:
@@ -151,6 +158,7 @@ def _learn_epoch(
         epoch=number,
         loss=trainer.evaluate(indices),
         moved=sum(moved(index) for index in indices.values()),
+        agreement=trainer.agreement(indices, done),
         tau=trainer.tau(done),
         seconds=time.perf_counter() - started,
     )
@@ -194,7 +202,7 @@ class Trainer:
     ) -> None:
         self._model, self._masks, self._relaxation, self._optimizer = model, masks, relaxation, optimizer
         self._ids, self._objective = ids.to(model.device), objective
-        self._config, self._seed, self._micro_batch = config.learn, config.seed, config.micro_batch_size
+        self._config, self._seed, self._micro_batch = config.learn, config.seed, MicroBatch(config.micro_batch_size)
         self.steps_per_epoch = math.ceil(ids.shape[0] / config.learn.batch_size)
 
     def tau(self, step: int) -> float:
@@ -207,6 +215,16 @@ class Trainer:
         """Returns space name -> unit index, int64 ``[units]``: the hard permutations at the temperature of a step."""
         with torch.no_grad():
             return self._relaxation.harden(self._relaxation.soft(self.tau(step)))
+
+    def agreement(self, indices: Mapping[str, Tensor], step: int) -> float:
+        """Returns how near the soft permutations at the temperature of a step are to hard ones.
+
+        Args:
+            indices: Space name -> unit index, int64 ``[units]``.
+            step: Number of the step.
+        """
+        with torch.no_grad():
+            return self._relaxation.agreement(self._relaxation.soft(self.tau(step)), self._relaxation.join(indices))
 
     def epoch(self, number: int) -> Iterator[float]:
         """Trains one epoch and yields each step's loss.
@@ -228,16 +246,21 @@ class Trainer:
         for group in self._optimizer.param_groups:
             group["lr"] = self._config.learning_rate * 0.5 * (1 + math.cos(math.pi * step / total))
         soft = self._relaxation.soft(self.tau(step))
-        self._masks.set(self._relaxation.assign(soft), soft)
+        index = self._relaxation.assign(soft)
         scale = 2.0 ** round(math.log2(rows.numel() * self._ids.shape[1]))  # float16 gradients of a mean vanish
-        losses = []
-        for micro_batch in rows.split(self._micro_batch):
-            ids = self._ids[micro_batch.to(self._ids.device, non_blocking=True)]
-            loss = self._objective.loss(last_hidden_state(self._model, ids), micro_batch)
-            loss = loss * (micro_batch.numel() / rows.numel())
-            (loss * scale).backward()
-            losses.append(loss.detach())
-        loss_sum = self._check(sum(torch.stack(losses).tolist()))
+
+        def backward(size: int) -> float:
+            self._masks.set(index, soft)  # drops the gradients of an attempt for which memory was too small
+            losses = []
+            for micro_batch in rows.split(size):
+                ids = self._ids[micro_batch.to(self._ids.device, non_blocking=True)]
+                loss = self._objective.loss(last_hidden_state(self._model, ids), micro_batch)
+                loss = loss * (micro_batch.numel() / rows.numel())
+                (loss * scale).backward()
+                losses.append(loss.detach())
+            return sum(torch.stack(losses).tolist())
+
+        loss_sum = self._check(self._micro_batch.run(backward))
         self._masks.backward(scale)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
@@ -254,7 +277,8 @@ class Trainer:
             CalibrationError: The loss is not finite.
         """
         self._masks.set(self._relaxation.join(indices), None)
-        return self._check(self._objective.mean(self._model, self._ids, self._micro_batch))
+        mean = partial(self._objective.mean, self._model, self._ids)
+        return self._check(self._micro_batch.run(mean))
 
     def _check(self, loss: float) -> float:
         if not math.isfinite(loss):

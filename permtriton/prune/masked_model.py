@@ -160,16 +160,23 @@ def masked_model(
 def _parametrized(module: nn.Module, masked: _MaskedWeight, in_out: bool) -> Iterator[None]:
     weight, names = module.get_parameter("weight"), list(module._parameters)
     if not in_out:
-        weight.data = weight.data.t().contiguous().t()
+        weight.data = _turned(weight.data).t()
     parametrize.register_parametrization(module, "weight", masked, unsafe=True)
     try:
         yield
     finally:
         parametrize.remove_parametrizations(module, "weight", leave_parametrized=False)
         weight = module.get_parameter("weight")
-        weight.data = weight.data.contiguous()
+        if not in_out:
+            weight.data = _turned(weight.data.t())
         for name in names:  # restores their order, in which the weight has become the last
             module._parameters[name] = module._parameters.pop(name)
+
+
+def _turned(matrix: Tensor) -> Tensor:
+    """Returns the transpose of a matrix, contiguous and in the same memory, where a second one may not fit."""
+    turned = matrix.t().contiguous()
+    return matrix.contiguous().view(turned.shape).copy_(turned)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ chosen, and again on the model that is in this order: the importance that the ma
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -20,29 +21,49 @@ RETAINED_TOLERANCE = 1e-3  # relative: a few scores may tie, and row sums round 
 LOSS_TOLERANCE = 1e-4  # relative: sums over channels in another order; a hundred times that in 16 bits
 
 
+@dataclass(frozen=True)
+class Retained:
+    """Importance that N:M masks retain in one pruned linear, as sums of scores.
+
+    Attributes:
+        total: sum of all scores.
+        present: what a mask retains in the present channel order.
+        chosen: what it retains in the order that was given.
+    """
+
+    total: float
+    present: float
+    chosen: float
+
+
 def retained_importance(
     model: nn.Module,
     plan: Plan,
     importances: Mapping[str, ImportanceFactors],
     pattern: NMPattern,
     indices: Mapping[str, Tensor],
-) -> dict[str, float]:
-    """Returns the sum of the scores that an N:M mask keeps in each pruned linear, by name.
+    present: Mapping[str, float] | None = None,
+) -> dict[str, Retained]:
+    """Returns the importance that an N:M mask retains in each pruned linear, by name.
 
     Args:
         model: dense, in any channel order.
         plan: of the model.
         importances: of every pruned linear, by name, in the model's present order.
         pattern: what is kept.
-        indices: space name -> unit index, int64 ``[units]``, that the channels are taken in; the present order for
-            spaces without one.
+        indices: space name -> unit index, int64 ``[units]``, of the given order; spaces without one keep the present
+            order.
+        present: linear -> what a mask retains in the present order, where that is known.
     """
-    found = {}
+    found, known = {}, present or {}
     for site, name in plan.linears():
         scores = importances[name].scores(weight_in_out(linear_module(model, name)))
+        before = known.get(name)
+        if before is None:
+            before = retained(scores, torch.arange(site.channels, device=scores.device), pattern)
         index = indices.get(site.space.name)
-        order = torch.arange(site.channels) if index is None else site.expand(index)
-        found[name] = retained(scores, order.to(scores.device), pattern)
+        chosen = before if index is None else retained(scores, site.expand(index).to(scores.device), pattern)
+        found[name] = Retained(float(scores.sum(dtype=torch.float64)), before, chosen)
     return found
 
 
@@ -67,8 +88,29 @@ def check_retained(promised: Mapping[str, float], found: Mapping[str, float]) ->
             )
 
 
-def check_loss(measured: float, found: float, dtype: torch.dtype) -> None:
-    """Compares the loss measured while learning with that of the pruned model.
+def check_no_worse(start: float, found: float, what: str) -> None:
+    """Checks that the order or the weights that were kept are no worse than those that the stage began with.
+
+    Raises:
+        VerificationError: the loss is higher.
+    """
+    if not found <= start:
+        raise VerificationError(
+            f"{what} began with a loss of {start:.6g} and kept one of {found:.6g}, although it must never end worse. "
+            "Nothing was saved; this is a bug of permtriton, please report it"
+        )
+
+
+def check_loss(
+    measured: float, found: float, dtype: torch.dtype, when: str = "calibration, when the order was chosen"
+) -> None:
+    """Compares the last loss that a stage measured with that of the model that it leaves.
+
+    Args:
+        measured: loss that the stage reported.
+        found: loss of the model now.
+        dtype: dtype of the model.
+        when: what was measured and when, for the error.
 
     Raises:
         VerificationError: they differ by more than ``dtype`` explains.
@@ -76,7 +118,6 @@ def check_loss(measured: float, found: float, dtype: torch.dtype) -> None:
     tolerance = LOSS_TOLERANCE * (1 if dtype.itemsize >= 4 else 100)
     if not abs(found - measured) <= tolerance * measured + 4 * torch.finfo(torch.float32).eps:
         raise VerificationError(
-            f"the calibration loss was {measured:.6g} when the learned order was chosen and is {found:.6g} in the "
-            "pruned model. The order was not applied as it was learned. Nothing was saved; this is a bug of "
-            "permtriton, please report it"
+            f"the loss ({when}) was {measured:.6g} and is {found:.6g} in the pruned model: what was found was not "
+            "applied as it was measured. Nothing was saved; this is a bug of permtriton, please report it"
         )

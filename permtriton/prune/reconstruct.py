@@ -21,7 +21,7 @@ from permtriton.config import CompileConfig
 from permtriton.model.forward import cosine_loss
 from permtriton.model.plan import Plan, layer_modules, linear_module
 from permtriton.progress import Advance, Progress
-from permtriton.prune.kept_weights import KeptWeights, Trained, Trainer, check_tensors, steps_per_epoch, weights_of
+from permtriton.prune.kept_weights import KeptWeights, Trained, Trainer, steps_per_epoch, weights_of
 from permtriton.prune.layer_calls import LayerCalls, find_chains, record_chain
 from permtriton.prune.state_file import StateFile
 
@@ -80,11 +80,11 @@ def reconstruct(
         config: options.
         progress: progress reporter, one step per optimizer step.
         state: file that keeps the state between layers, to continue from and to write to; None keeps no state. Its
-            fingerprint must cover the pruned weights, or what they follow from.
+            inputs must cover the pruned weights, or what they follow from.
 
     Raises:
         CalibrationError: a loss or a gradient is not finite.
-        OutputError: the state is damaged, or cannot be written.
+        OutputError: the state belongs to another run, is damaged, or cannot be written.
     """
     layers, left = _layers(model, plan, config)
     dense = partial(_swapped, weights_of(model, [name for _, name in plan.linears()]), dense_weights)
@@ -94,7 +94,7 @@ def reconstruct(
     for name, reason in result.left.items():
         progress.say(f"reconstruct: {name} keeps its weights: {reason}")
     parts = [(name, part) for chain in chains for name in chain for part in layers[name].parts]
-    finished = _load(state, parts, result) if state else {}
+    finished = _load(state, parts, result, config.update.update_epochs) if state else {}
     if finished:
         progress.say(f"reconstruct: continuing after {result.layers[-1]['layer']} of an interrupted run")
     steps = config.update.update_epochs * steps_per_epoch(ids.shape[0], config)
@@ -242,12 +242,12 @@ def _save(state: StateFile | None, finished: Mapping[str, Tensor], result: Recon
 
 
 def _load(
-    state: StateFile, parts: Sequence[tuple[str, dict[str, nn.Parameter]]], result: Reconstructed
+    state: StateFile, parts: Sequence[tuple[str, dict[str, nn.Parameter]]], result: Reconstructed, epochs: int
 ) -> dict[str, Tensor]:
     """Restores the finished layers and returns their kept weights by linear; empty where there is no state.
 
     Raises:
-        OutputError: the state is damaged.
+        OutputError: the state belongs to another run, or is damaged.
     """
     found = state.read()
     if found is None:
@@ -256,13 +256,29 @@ def _load(
     try:
         layers = json.loads(texts["layers"])
         done = [(entry["layer"], entry["linears"]) for entry in layers]
+        for entry in layers:
+            _check_entry(entry, epochs)
     except (KeyError, TypeError, ValueError) as error:
         raise state.damaged(f"its layers cannot be read ({error})") from error
     if done != [(name, list(part)) for name, part in parts[: len(done)]]:
         raise state.damaged("its layers are not the model's")
     weights = {linear: weight for _, part in parts[: len(done)] for linear, weight in part.items()}
     finished = KeptWeights(weights)
-    check_tensors(state, tensors, {name: tuple(kept.shape) for name, kept in finished.values.items()})
+    state.check_tensors(tensors, finished.snapshot())
     finished.write(tensors)
     result.layers = layers
     return tensors
+
+
+def _check_entry(entry: Mapping[str, Any], epochs: int) -> None:
+    """Checks the entry of a part that was trained for all epochs.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is not one.
+    """
+    trained = Trained.read(entry, epochs)
+    ends = {"start": trained.history[0].held_out, "end": trained.history[trained.kept].held_out}
+    if len(trained.history) != epochs + 1 or {key: entry[key] for key in ends} != ends:
+        raise ValueError(f"{entry['layer']} does not say how all its {epochs} epochs went")
+    if not isinstance(entry["seconds"], int | float):
+        raise ValueError(f"{entry['layer']} has seconds {entry['seconds']!r}")

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from permtriton.config import LearnConfig
-from permtriton.errors import CalibrationError, ModelError
+from permtriton.errors import CalibrationError, ModelError, VerificationError
 from permtriton.kernels.assignment import assignment_warm
 from permtriton.kernels.sinkhorn import sinkhorn
 from permtriton.model.plan import ChannelSpace, Site
-from permtriton.permutation import inverse
+from permtriton.permutation import inverse, is_permutation
 
 
 class Relaxation(nn.Module):
@@ -58,7 +58,7 @@ class Relaxation(nn.Module):
         self._starts = [torch.tensor([[first] for _, first in blocks[size]], device=device) for size in self.sizes]
         inside = [torch.arange(size, device=device) for size in self.sizes]
         by_size = [(starts + more).flatten() for starts, more in zip(self._starts, inside, strict=True)]
-        self._order = inverse(torch.cat(by_size))  # unit -> its position in the batches, one after another
+        self._order = inverse(_checked(torch.cat(by_size)))  # unit -> its position in the batches, one after another
         self._prices = [torch.full((len(blocks[size]), size), math.nan, device=device) for size in self.sizes]
         generator = torch.Generator().manual_seed(seed)
         weights = []
@@ -126,8 +126,27 @@ class Relaxation(nn.Module):
             batches.append((starts + inside).flatten())
         return torch.cat(batches)[self._order]
 
+    @torch.no_grad()
+    def agreement(self, soft: Sequence[Tensor], index: Tensor) -> float:
+        """Returns the mean entry of the soft permutations where the hard ones have a 1.
+
+        It is 1 where the soft permutations are hard already, and 1 / size where they are uniform.
+
+        Args:
+            soft: Soft permutations, as `soft` returns them.
+            index: Hard permutations, as `assign` returns them.
+        """
+        batches = index[inverse(self._order)].split([matrices.shape[0] * matrices.shape[1] for matrices in soft])
+        picked = [
+            matrices.gather(1, (part.view(matrices.shape[:2]) - starts)[:, None]).flatten()
+            for matrices, part, starts in zip(soft, batches, self._starts, strict=True)
+        ]
+        return float(torch.cat(picked).mean())
+
     def join(self, indices: Mapping[str, Tensor]) -> Tensor:
         """Converts the unit indices of each space, as from `harden`, to one for all spaces, as from `assign`."""
+        for space in self._spaces:
+            space.check(indices[space.name])
         joined = torch.cat([indices[space.name] + self._first[space.name] for space in self._spaces])
         return joined.to(self._order.device)
 
@@ -142,6 +161,15 @@ class Relaxation(nn.Module):
     def units_of(self, site: Site) -> Tensor:
         """Returns the unit of each channel of a site, int64 ``[channels]``, numbered through all spaces."""
         return (site.units + self._first[site.space.name]).to(self._order.device)
+
+
+def _checked(units: Tensor) -> Tensor:
+    if not is_permutation(units):
+        raise VerificationError(
+            "the blocks of the channel spaces do not hold every unit exactly once. Nothing was saved; this is a bug of "
+            "permtriton, please report it"
+        )
+    return units
 
 
 class _Block(NamedTuple):

@@ -27,12 +27,12 @@ from permtriton.errors import ConfigError
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.swap_gains import swap_gains
 from permtriton.model.plan import ChannelSpace, Plan
-from permtriton.permutation import identity, is_permutation, moved
+from permtriton.permutation import identity, moved
 from permtriton.progress import Progress
 from permtriton.prune.fisher import fisher_information
 from permtriton.prune.hard_masks import HardMasks, hard_masked
 from permtriton.prune.objective import Objective
-from permtriton.prune.state_file import StateFile
+from permtriton.prune.state_file import StateFile, read_records
 
 PARTNERS = 8  # best partners of each channel that the matching chooses from
 GAINS_AT_ONCE = 1 << 24  # gains of a panel of channels with all their partners, in memory at once
@@ -122,29 +122,28 @@ class Swaps:
 class SearchFile(StateFile):
     """The state between rounds."""
 
-    def load(self, spaces: Sequence[ChannelSpace]) -> Searched | None:
-        """Returns the result so far, or None where there is no state of this run.
+    def load(self, spaces: Sequence[ChannelSpace], rounds: int) -> Searched | None:
+        """Returns the result so far, or None where there is no file.
+
+        Args:
+            spaces: Spaces of this run that move.
+            rounds: Most rounds of this run.
 
         Raises:
-            OutputError: The state is damaged.
+            OutputError: The state belongs to another run, or is damaged.
         """
         state = self.read()
         if state is None:
             return None
         tensors, texts = state
-        shapes = {name: tuple(index.shape) for name, index in tensors.items()}
-        if shapes != {space.name: (space.units,) for space in spaces}:
-            raise self.damaged(f"it holds the spaces {sorted(tensors)}")
-        for name, index in tensors.items():
-            if not is_permutation(index):
-                raise self.damaged(f"the index of {name} is not a permutation")
+        self.check_tensors(tensors, {space.name: identity(space.units) for space in spaces})
         try:
-            history = [Round(**each) for each in json.loads(texts["history"])]
-            finished = bool(json.loads(texts["finished"]))
-        except (KeyError, TypeError, ValueError) as error:
+            history = read_records(Round, json.loads(texts["history"]), rounds)
+            finished = json.loads(texts["finished"])
+        except (KeyError, ValueError) as error:
             raise self.damaged(f"its history cannot be read ({error})") from error
-        if not history or [each.round for each in history] != list(range(len(history))):
-            raise self.damaged(f"its history has {len(history)} rounds that are not numbered from 0")
+        if type(finished) is not bool or (len(history) > rounds and not finished):
+            raise self.damaged(f"after {len(history) - 1} of {rounds} rounds, finished is {finished}")
         return Searched(tensors, history, finished)
 
     def save(self, result: Searched) -> None:
@@ -182,7 +181,7 @@ def search(
     Raises:
         CalibrationError: The loss or its gradient is not finite.
         ConfigError: No permutation is left to search.
-        OutputError: The state cannot be written.
+        OutputError: The state belongs to another run, is damaged, or cannot be written.
     """
     spaces = [space for space in plan.spaces if not space.frozen]
     if not spaces:
@@ -193,7 +192,7 @@ def search(
     fisher = fisher_information(model, plan, objective.kind, ids, config, progress)
     with hard_masked(model, plan, importances, fisher, config) as masks:
         searcher = Searcher(masks, spaces, ids, objective, config)
-        result = state.load(spaces) if state else None
+        result = state.load(spaces, config.search.rounds) if state else None
         if result is None:
             base = {space.name: identity(space.units) for space in spaces}
             start = Round(0, searcher.loss(base), 0, 0.0, config.search.damping, 0, 0, 0.0)
@@ -230,7 +229,10 @@ class Searcher:
 
         Raises:
             CalibrationError: The loss is not finite.
+            VerificationError: The order is no permutation.
         """
+        for space in self._spaces:
+            space.check(indices[space.name])
         self._masks.set(indices)
         return self._masks.loss(self._objective, self._ids)
 

@@ -1,13 +1,32 @@
 """Files that store the state of a long stage, so that an interrupted run continues where it was."""
 
+import json
+import math
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
+from typing import Any, TypeVar
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from permtriton.durable import replace_file
 from permtriton.errors import OutputError
+from permtriton.permutation import is_permutation
+
+Record = TypeVar("Record")
+INPUTS = "inputs"  # the text of a state that says which run it belongs to
+NEVER_NEGATIVE = ("step", "exp_avg_sq")  # parts of an optimizer's state
+DIFFERS = {
+    "text": "the calibration sequences are others",
+    "weights": "the model is another one (its weights or its config differ)",
+    "start": (
+        "the stages before it ended with other weights, as they may with another number of threads, micro-batch size "
+        "or processor"
+    ),
+}
 
 
 class StateFile:
@@ -15,32 +34,40 @@ class StateFile:
 
     Args:
         path: Path of the file.
-        fingerprint: Hash of everything that decides the result; a file with another fingerprint is ignored.
+        inputs: Everything that decides the result, as JSON values: the entries of `DIFFERS` (hashes), ``config`` and
+            ``versions`` (objects). The entry ``machine`` is recorded and does not identify the run.
     """
 
-    def __init__(self, path: Path, fingerprint: str) -> None:
-        self._path, self._fingerprint = path, fingerprint
+    def __init__(self, path: Path, inputs: Mapping[str, Any]) -> None:
+        self.path, self._inputs = path, dict(inputs)
 
-    def read(self) -> tuple[dict[str, Tensor], dict[str, str]] | None:
-        """Returns the tensors and the texts of the state.
+    def check(self) -> str | None:
+        """Checks that the file, if there is one, belongs to this run. Only its header is read.
 
-        Returns None where there is no file, or where it is not a state file with this fingerprint.
+        Returns:
+            The machine that it was written on; None if there is no file.
 
         Raises:
-            OutputError: The file cannot be read.
+            OutputError: The file belongs to another run (the message names what differs), or is damaged.
         """
-        if not self._path.is_file():
+        if not self.path.is_file():
             return None
-        try:
-            with safe_open(self._path, framework="pt") as file:
-                metadata = file.metadata() or {}
-                if metadata.get("fingerprint") != self._fingerprint:
-                    return None
-                return {name: file.get_tensor(name) for name in file.keys()}, metadata  # noqa: SIM118
-        except SafetensorError:
-            return None  # not a state file: the stage starts anew and replaces it
-        except OSError as error:
-            raise OutputError(f"state {self._path} cannot be read: {error}; delete it to start anew") from error
+        stored = self._stored_inputs(self._open()[1])
+        differences = [each for key in self._inputs for each in _differences(key, stored[key], self._inputs[key])]
+        if differences:
+            raise OutputError(
+                f"state {self.path} belongs to another run: {'; '.join(differences)}. To continue that run, restore "
+                "this; to start anew, use --restart (from Python: delete the file)"
+            )
+        return str(stored.get("machine"))
+
+    def read(self) -> tuple[dict[str, Tensor], dict[str, str]] | None:
+        """Returns the tensors and the texts of the state, or None where there is no file.
+
+        Raises:
+            OutputError: As `check`, or the file cannot be read.
+        """
+        return None if self.check() is None else self._open(tensors=True)
 
     def write(self, tensors: Mapping[str, Tensor], texts: Mapping[str, str]) -> None:
         """Replaces the file by a new state; if interrupted, the earlier file stays intact.
@@ -48,21 +75,121 @@ class StateFile:
         Raises:
             OutputError: The file cannot be written.
         """
-        temporary = self._path.with_name(self._path.name + ".tmp")
+        contiguous = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+        stored = {**texts, INPUTS: json.dumps(self._inputs)}
         try:
-            contiguous = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
-            save_file(contiguous, temporary, {**texts, "fingerprint": self._fingerprint})
-            temporary.replace(self._path)
+            replace_file(self.path, lambda temporary: save_file(contiguous, temporary, stored))
         except (SafetensorError, OSError) as error:
-            temporary.unlink(missing_ok=True)
             raise OutputError(
-                f"state {self._path} cannot be written: {error}; free disk space and run again"
+                f"state {self.path} cannot be written: {error}; what was stored before is kept: free disk space and "
+                "run the same command again"
             ) from error
 
+    def check_tensors(self, tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> None:
+        """Checks that a state holds the expected tensors: finite, and integers only as permutations.
+
+        Args:
+            tensors: What was read.
+            like: Name -> tensor of the expected dtype and shape.
+
+        Raises:
+            OutputError: The state is damaged; the message names the first tensor that differs.
+        """
+        for name in sorted({*tensors, *like}):
+            if name not in tensors or name not in like:
+                raise self.damaged(f"{name} is missing" if name in like else f"{name} does not belong into it")
+            found, expected = tensors[name], like[name]
+            if (found.dtype, found.shape) != (expected.dtype, expected.shape):
+                raise self.damaged(
+                    f"{name} is {found.dtype} of shape {list(found.shape)}, expected {expected.dtype} of shape "
+                    f"{list(expected.shape)}"
+                )
+            if found.dtype == torch.int64:
+                if not is_permutation(found):
+                    raise self.damaged(f"{name} is not a permutation")
+            elif not bool(found.isfinite().all()):
+                raise self.damaged(f"{name} holds values that are not finite")
+            elif any(part in NEVER_NEGATIVE for part in name.split(".")) and bool((found < 0).any()):
+                raise self.damaged(f"{name} holds negative values")
+
     def damaged(self, problem: str) -> OutputError:
-        """Returns the error for a state of this run that cannot be used."""
-        return OutputError(f"state {self._path} is damaged: {problem}; delete the file to start anew")
+        """Returns the error for a state that cannot be used."""
+        return OutputError(f"state {self.path} is damaged: {problem}; delete the file to start anew, or use --restart")
 
     def delete(self) -> None:
         """Removes the file, once its result is saved elsewhere."""
-        self._path.unlink(missing_ok=True)
+        self.path.unlink(missing_ok=True)
+
+    def _open(self, tensors: bool = False) -> tuple[dict[str, Tensor], dict[str, str]]:
+        try:
+            with safe_open(self.path, framework="pt") as file:
+                names = list(file.keys()) if tensors else []
+                return {name: file.get_tensor(name) for name in names}, file.metadata() or {}
+        except SafetensorError as error:
+            raise self.damaged(f"it is not a whole safetensors file ({error})") from error
+        except OSError as error:
+            raise OutputError(
+                f"state {self.path} cannot be read: {error}; make it readable, or delete it to start anew"
+            ) from error
+
+    def _stored_inputs(self, texts: Mapping[str, str]) -> dict[str, Any]:
+        try:
+            stored = json.loads(texts[INPUTS])
+            if isinstance(stored, dict) and self._inputs.keys() <= {*stored, "machine"}:
+                return stored
+        except (KeyError, ValueError, RecursionError):
+            pass
+        raise self.damaged("it does not say which run it belongs to (did an earlier version of permtriton write it?)")
+
+
+def _differences(key: str, stored: Any, present: Any) -> list[str]:
+    """Returns in words what differs in one entry of the inputs."""
+    if key == "machine" or stored == present:
+        return []
+    if key in DIFFERS:
+        return [DIFFERS[key]]
+    if not isinstance(stored, dict):
+        return [f"its {key} cannot be read"]
+    return [
+        f"{name} was {stored.get(name, 'not there')} and is {present.get(name, 'not there')}"
+        for name in sorted({*stored, *present})
+        if stored.get(name, ...) != present.get(name, ...)
+    ]
+
+
+def read_records(kind: type[Record], values: Any, most: int) -> list[Record]:
+    """Returns the history of a stage from JSON values.
+
+    Args:
+        kind: Dataclass of an entry. Its first field is the entry's number; integers are never negative and numbers are
+            finite.
+        values: What was read: a list of objects, numbered from 0.
+        most: Largest number that this run can have reached.
+
+    Raises:
+        ValueError: They are not such a history.
+    """
+    if not isinstance(values, list) or not values:
+        raise ValueError("expected a list of at least one entry")
+    number = fields(kind)[0].name  # type: ignore[arg-type]
+    if len(values) > most + 1:
+        raise ValueError(f"it reaches {number} {len(values) - 1}, but this run has only {most}")
+    for position, entry in enumerate(values):
+        if not isinstance(entry, dict) or set(entry) != {field.name for field in fields(kind)}:  # type: ignore[arg-type]
+            raise ValueError(f"{number} {position} does not have the expected entries")
+        for field in fields(kind):  # type: ignore[arg-type]
+            if not _fits(entry[field.name], field.type):
+                raise ValueError(f"{number} {position} has {field.name} {entry[field.name]!r}")
+        if entry[number] != position:
+            raise ValueError(
+                f"its entries are not numbered from 0: {number} {entry[number]} stands in place {position}"
+            )
+    return [kind(**entry) for entry in values]
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    if value is None:
+        return kind == float | None
+    if kind is int:
+        return type(value) is int and value >= 0
+    return type(value) in (int, float) and math.isfinite(value)

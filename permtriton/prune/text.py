@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,8 @@ from transformers import PreTrainedTokenizerBase
 
 from permtriton import demo
 from permtriton.config import CalibrationConfig
-from permtriton.errors import CalibrationError
+from permtriton.errors import CalibrationError, first_line, reading, shown
+from permtriton.prune.tokenize import token_ids
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -21,11 +23,21 @@ if TYPE_CHECKING:
 HUB_DATASETS: dict[str, dict[str, Any]] = {
     "c4": {"path": "allenai/c4", "data_files": {"train": "en/c4-train.00000-of-01024.json.gz"}, "split": "train"},
     "wikitext2": {"path": "Salesforce/wikitext", "name": "wikitext-2-raw-v1", "split": "train"},
-    "pile": {"path": "mit-han-lab/pile-val-backup", "split": "validation"},
+    "pile": {"path": "NeelNanda/pile-10k", "split": "train"},  # parquet; larger copies need a zstd decoder
 }
-# The same for held-out text; only wikitext2 has a customary test split.
-HUB_EVALUATION: dict[str, dict[str, Any]] = {"wikitext2": {**HUB_DATASETS["wikitext2"], "split": "test"}}
-LINE_BY_LINE = "wikitext2"  # its rows are lines of one text, customarily joined by blank lines
+# The same for held-out text, as the code of GPTQ, SparseGPT and Wanda takes it.
+HUB_EVALUATION: dict[str, dict[str, Any]] = {
+    "wikitext2": {**HUB_DATASETS["wikitext2"], "split": "test"},
+    "c4": {
+        "path": "allenai/c4",
+        "data_files": {"validation": "en/c4-validation.00000-of-00008.json.gz"},
+        "split": "validation[:1100]",
+    },
+}
+EVALUATION_WINDOWS = {"c4": 256}  # at most
+# Sources whose documents are customarily encoded as one text -> what joins them; wikitext2 has lines for documents.
+JOINED = {"wikitext2": "\n\n"}
+EVALUATION_JOINED = {**JOINED, "c4": " "}
 SURPLUS = 4  # tokens encoded per token drawn, so that the windows are a sample of the documents
 
 
@@ -48,7 +60,8 @@ def calibration_ids(
     """
     generator = torch.Generator().manual_seed(seed)
     wanted = config.samples * config.sequence_length
-    stream = _encode(config.calibration, HUB_DATASETS, "calibration.txt", tokenizer, vocabulary, wanted, generator)
+    documents = _documents(config.calibration, HUB_DATASETS, JOINED, "calibration.txt")
+    stream = _encode(config.calibration, documents, tokenizer, vocabulary, wanted, generator)
     windows = stream.numel() // config.sequence_length
     if windows < config.samples:
         raise CalibrationError(
@@ -67,7 +80,7 @@ def evaluation_ids(
     """Returns held-out text as consecutive windows, int64 ``[windows, sequence_length]``.
 
     Args:
-        source: ``demo``, ``wikitext2`` or a local file.
+        source: ``demo``, ``wikitext2``, ``c4`` or a local file.
         tokenizer: The model's tokenizer; may be None where the source holds ``input_ids``.
         vocabulary: Number of rows of the model's embedding; every id must be below it.
         sequence_length: Tokens per window; a shorter text gives one shorter window.
@@ -75,11 +88,12 @@ def evaluation_ids(
     Raises:
         CalibrationError: As for `calibration_ids`.
     """
-    stream = _encode(source, HUB_EVALUATION, "heldout.txt", tokenizer, vocabulary, None, None)
+    documents = _documents(source, HUB_EVALUATION, EVALUATION_JOINED, "heldout.txt")
+    stream = _encode(source, documents, tokenizer, vocabulary, None, None)
     length = min(sequence_length, stream.numel())
     if length < 2:
         raise CalibrationError(f"{source} holds {stream.numel()} tokens: at least 2 are needed to evaluate")
-    return stream[: stream.numel() // length * length].view(-1, length)
+    return stream[: stream.numel() // length * length].view(-1, length)[: EVALUATION_WINDOWS.get(source)]
 
 
 def check_ids(ids: Tensor, vocabulary: int) -> Tensor:
@@ -102,8 +116,7 @@ def ids_hash(ids: Tensor) -> str:
 
 def _encode(
     source: str,
-    hub: dict[str, dict],
-    demo_file: str,
+    documents: Sequence[Any],
     tokenizer: PreTrainedTokenizerBase | None,
     vocabulary: int,
     wanted: int | None,
@@ -114,15 +127,14 @@ def _encode(
     The documents are in random order where ``generator`` is given. Where ``wanted`` is given, encoding stops once there
     are `SURPLUS` times as many tokens.
     """
-    documents = _documents(source, hub, demo_file)
     if not len(documents):
         raise CalibrationError(f"{source} is empty: no text to use")
     order = torch.randperm(len(documents), generator=generator).tolist() if generator else range(len(documents))
     pieces, total = [], 0
     for position in order:
-        document = documents[position]
-        ids = _tokenize(document, tokenizer, source) if isinstance(document, str) else _integers(document, source)
-        piece = torch.tensor(ids, dtype=torch.int64)
+        with reading(f"{source}: document {position + 1} cannot be read", CalibrationError):
+            document = documents[position]
+        piece = token_ids(document, tokenizer, source) if isinstance(document, str) else _integers(document, source)
         pieces.append(piece)
         total += piece.numel()
         if wanted is not None and total >= SURPLUS * wanted:
@@ -139,45 +151,37 @@ def _encode(
     return stream
 
 
-def _tokenize(text: str, tokenizer: PreTrainedTokenizerBase | None, source: str) -> list[int]:
-    if tokenizer is None:
-        raise CalibrationError(f"{source} holds text, but the model has no tokenizer: give a .jsonl with input_ids")
-    ids = tokenizer(text, verbose=False)["input_ids"]
-    end = tokenizer.eos_token_id
-    return ids if end is None or not ids or ids[-1] == end else [*ids, end]
-
-
-def _integers(document: Any, source: str) -> list[int]:
+def _integers(document: Any, source: str) -> Tensor:
     if isinstance(document, list) and all(isinstance(i, int) and -(2**63) <= i < 2**63 for i in document):
-        return document
+        return torch.tensor(document, dtype=torch.int64)
     raise CalibrationError(
-        f"{source} holds {str(document)[:40]!r}: text must be a string, input_ids a list of integers from the "
-        "vocabulary"
+        f"{source} holds {shown(document)}: text must be a string, input_ids a list of integers from the vocabulary"
     )
 
 
-def _documents(source: str, hub: dict[str, dict], demo_file: str) -> Sequence[Any]:
-    if source == "demo":
-        return [(demo.FOLDER / demo_file).read_text(encoding="utf-8")]
-    if source in hub:
-        dataset = _from_hub(source, hub[source])
-        documents = dataset[_column(dataset.column_names, source)]
-        return ["\n\n".join(documents)] if source == LINE_BY_LINE else documents
-    path = Path(source)
-    if not path.is_file():
+def _documents(source: str, hub: dict[str, dict], joined: dict[str, str], demo_file: str) -> Sequence[Any]:
+    with reading(f"{source} cannot be read", CalibrationError):
+        if source == "demo":
+            return [(demo.FOLDER / demo_file).read_text(encoding="utf-8")]
+        if source in hub:
+            dataset = _from_hub(source, hub[source])
+            documents = dataset[_column(dataset.column_names, source)]
+            return [joined[source].join(documents)] if source in joined else documents
+        path = Path(source)
+        if not os.path.isfile(source):  # which, unlike Path.is_file, takes names that are too long
+            raise CalibrationError(
+                f"{source} is neither a file nor one of {', '.join(['demo', *hub])}: give one of these, "
+                "or a local .txt, .jsonl or .parquet"
+            )
+        if path.suffix == ".txt":
+            return [text] if (text := _read(path)).strip() else []
+        if path.suffix in (".jsonl", ".json"):
+            return _json_lines(path)
+        if path.suffix == ".parquet":
+            return _parquet(path)
         raise CalibrationError(
-            f"{source} is neither a file nor one of {', '.join(['demo', *hub])}: give one of these, "
-            "or a local .txt, .jsonl or .parquet"
+            f"{source}: its suffix is {path.suffix or 'missing'}; expected a .txt, .jsonl or .parquet file"
         )
-    if path.suffix == ".txt":
-        return [text] if (text := _read(path)).strip() else []
-    if path.suffix in (".jsonl", ".json"):
-        return _json_lines(path)
-    if path.suffix == ".parquet":
-        return _parquet(path)
-    raise CalibrationError(
-        f"{source}: its suffix is {path.suffix or 'missing'}; expected a .txt, .jsonl or .parquet file"
-    )
 
 
 def _from_hub(name: str, arguments: dict) -> "Dataset":
@@ -188,7 +192,7 @@ def _from_hub(name: str, arguments: dict) -> "Dataset":
     except Exception as error:  # the hub client raises many kinds of errors, none of them a bug of permtriton
         raise CalibrationError(
             f"dataset {name} ({arguments['path']}) cannot be fetched: {type(error).__name__}: "
-            f"{next(iter(str(error).splitlines()), '')}. Check the network, or give a local file"
+            f"{first_line(error)}. Check the network, or give a local file"
         ) from error
 
 
@@ -200,19 +204,19 @@ def _column(names: Sequence[str], source: str) -> str:
 
 
 def _parquet(path: Path) -> Sequence[Any]:
-    from pyarrow import ArrowException, parquet
+    from pyarrow import parquet
 
-    try:
+    with reading(f"{path} is not a readable parquet file", CalibrationError):
         file = parquet.ParquetFile(path)
         name = _column(file.schema_arrow.names, str(path))
         return file.read([name]).column(name).to_pylist()
-    except (ArrowException, OSError) as error:
-        raise CalibrationError(f"{path} is not a readable parquet file: {str(error).splitlines()[0]}") from error
 
 
 def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise CalibrationError(f"{path} cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         raise CalibrationError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
 
@@ -224,8 +228,8 @@ def _json_lines(path: Path) -> list[str | list[int]]:
             continue
         try:
             row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise CalibrationError(f"{path} line {number} is not JSON: {error.msg}") from error
+        except (ValueError, RecursionError) as error:  # also integers of too many digits
+            raise CalibrationError(f"{path} line {number} is not JSON: {first_line(error)}") from error
         value: Any = row.get("input_ids", row.get("text")) if isinstance(row, dict) else None
         ids = isinstance(value, list) and all(isinstance(i, int) and not isinstance(i, bool) for i in value)
         if not ids and not isinstance(value, str):

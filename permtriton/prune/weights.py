@@ -9,12 +9,15 @@ from transformers import PreTrainedModel
 from permtriton.config import CompileConfig
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.nm_mask import top_n_mask
+from permtriton.model.checks import check_kept, zeros_in_groups
 from permtriton.model.plan import Plan, Site, linear_module, weight_in_out
 from permtriton.progress import Progress
 from permtriton.prune.importance import importance_of
 from permtriton.prune.sparsegpt import sparsegpt
 from permtriton.prune.statistics import hessians
 from permtriton.sparsity import NMPattern
+
+CANCELLED = 1e-3  # share of the groups in which an update may cancel a kept weight exactly
 
 
 @torch.no_grad()
@@ -28,11 +31,16 @@ def mask_weights(
         plan: The model's plan.
         importances: Linear name -> importance, for every pruned linear, in the final order.
         pattern: N:M pattern.
+
+    Raises:
+        VerificationError: A weight keeps more or fewer values than the pattern says.
     """
     for _, name in plan.linears():
         weight = weight_in_out(linear_module(model, name))
         mask = top_n_mask(importances[name].scores(weight), pattern)
+        zeros = zeros_in_groups(weight, pattern)
         weight.masked_fill_(~mask, 0).add_(0.0)  # the sum turns -0.0 into 0.0
+        check_kept(name, weight, zeros, pattern)
 
 
 @torch.no_grad()
@@ -58,6 +66,7 @@ def update_weights(
 
     Raises:
         CalibrationError: An activation is NaN or infinite, or a Hessian cannot be inverted.
+        VerificationError: A weight keeps more or fewer values than the pattern says.
     """
     layers = plan.layers()
     with progress.stage("update", (ids.shape[0] + 1) * len(layers)) as advance:
@@ -68,7 +77,10 @@ def update_weights(
                 for name in site.linears:
                     weight = weight_in_out(linear_module(model, name))
                     mask = masks[name].T if name in masks else None
-                    updated = sparsegpt(weight.T, layer_hessians[site.name], config.sparsity, mask, name)
+                    hessian = layer_hessians[site.name]
+                    zeros = zeros_in_groups(weight * (hessian.diagonal() != 0).unsqueeze(1), config.sparsity)
+                    updated = sparsegpt(weight.T, hessian, config.sparsity, mask, name)
+                    check_kept(name, updated.T, zeros, config.sparsity, CANCELLED)
                     weight.copy_(updated.T).add_(0.0)  # the sum turns -0.0 into 0.0
             advance()
 

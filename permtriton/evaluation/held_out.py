@@ -1,53 +1,16 @@
-"""How good a model is on held-out text: perplexity for causal LMs, agreement with the dense model for encoders."""
+"""What a compilation measures on held-out text: perplexity of causal LMs, encoders' agreement with the dense model."""
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
-from permtriton.errors import CalibrationError
-from permtriton.model.forward import hidden_states, mean_cosine_loss, without_cache
-from permtriton.progress import NoProgress, Progress
+from permtriton.evaluation.perplexity import perplexity, windows_at_once
+from permtriton.model.forward import hidden_states, mean_cosine_loss
+from permtriton.progress import Progress
 
-TOKENS_AT_ONCE = 2048
 MAX_ENCODER_WINDOWS = 64  # the dense model's hidden states on these windows stay in memory
-MAX_LOSS = 700.0  # nats; exp of more overflows a float
-
-
-def windows_at_once(tokens: int) -> int:
-    """Returns how many windows of ``tokens`` tokens are evaluated at once: logits of a large vocabulary are big."""
-    return max(TOKENS_AT_ONCE // tokens, 1)
-
-
-@torch.no_grad()
-def perplexity(model: PreTrainedModel, windows: Tensor, batch: int, progress: Progress | None = None) -> float:
-    """Returns exp of the mean next-token loss.
-
-    Args:
-        model: Causal language model.
-        windows: int64 ``[windows, tokens]``; the first token of each is not predicted.
-        batch: Windows per forward pass.
-        progress: Progress reporter, one step per window.
-
-    Raises:
-        CalibrationError: The loss is not finite.
-    """
-    total, count = 0.0, 0
-    with (progress or NoProgress()).stage("evaluate", windows.shape[0]) as advance, without_cache(model):
-        for rows in windows.split(batch):
-            rows = rows.to(model.device)
-            logits = model(input_ids=rows).logits[:, :-1]
-            total += float(cross_entropy(logits.flatten(0, 1).float(), rows[:, 1:].flatten(), reduction="sum"))
-            count += rows[:, 1:].numel()
-            advance(rows.shape[0])
-    if not math.isfinite(total):
-        raise CalibrationError(
-            f"the held-out loss is {total}: activations overflow in {model.dtype}; try --dtype float32"
-        )
-    return math.exp(min(total / count, MAX_LOSS))
 
 
 class Evaluation:

@@ -1,0 +1,139 @@
+"""The command ``permtriton evaluate``: measures a model, prints the results and writes them."""
+
+import platform
+import shlex
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from transformers.utils import cached_file
+
+from permtriton import evaluate as library
+from permtriton import machine
+from permtriton.checkpoint.record import read_record
+from permtriton.checkpoint.report import hidden_order_of
+from permtriton.cli.console import BarProgress, out, print_json, table
+from permtriton.cli.held_out import held_out_windows
+from permtriton.cli.tables import check_table, write_table
+from permtriton.cli.tasks import TaskRequest
+from permtriton.comparison.report import Cell, cell
+from permtriton.errors import CalibrationError, ModelError
+from permtriton.model import load
+
+HEADERS = ("measure", "value", "standard error", "dense")
+
+
+def run(
+    source: load.Source,
+    against: load.Source | None,
+    perplexity: str | None,
+    tasks: TaskRequest,
+    batch: int | None,
+    output: Path | None,
+    json: bool,
+) -> None:
+    """Measures a model, prints the results and writes them.
+
+    Args:
+        source: model to measure: dense, or as permtriton wrote it.
+        against: dense model to compare with; None for none.
+        perplexity: text, as `permtriton.cli.held_out.held_out_windows` takes it.
+        tasks: tasks to run.
+        batch: windows, or requests of tasks, per forward pass; None for the defaults.
+        output: .json, .csv or .md file to write the results to as well; None for none.
+        json: whether to print JSON.
+
+    Raises:
+        PermTritonError: as `permtriton.evaluate.evaluate` and `permtriton.evaluation.tasks.Tasks`, a model or text that
+            cannot be read, or an output that cannot be written.
+    """
+    if output is not None:
+        check_table(output)
+    progress = BarProgress()
+    chosen = tasks.load(progress)
+    progress.say(f"loading {source.name}")
+    model, tokenizer = load.load_model(source), load.load_tokenizer(source)
+    dense = order = None
+    if against is not None:
+        progress.say(f"loading {against.name}")
+        dense, dense_tokenizer = load.load_original(against)
+        _check_tokenizers(tokenizer, dense_tokenizer)
+        order = _hidden_order(source, model.config.get_text_config().hidden_size)
+    names = (source.name, against.name if against else None)
+    windows, text = held_out_windows(source, perplexity or ("demo" if "demo" in names else None), tokenizer, model)
+    if windows is None and perplexity is None:
+        if chosen is None:
+            raise CalibrationError(text)
+        progress.say(f"no perplexity, tasks only: {text}")
+    measured = library.evaluate(
+        model, tokenizer, windows=windows, dense=dense, hidden_order=order, tasks=chosen, batch=batch, progress=progress
+    )
+    report = {"model": names[0], "against": names[1], **_report(measured, model, text, tasks)}
+    rows = list(_rows(measured))
+    if output is not None:
+        write_table(output, HEADERS, rows, report)
+    if json:
+        print_json(report)
+    else:
+        _print(report, rows)
+
+
+def _report(measured: library.Evaluated, model: Any, text: str, tasks: TaskRequest) -> dict[str, Any]:
+    protocol = (
+        f"{measured.windows} windows of {measured.window} tokens that do not overlap; the first token of each is not "
+        "predicted"
+    )
+    return {
+        "text": text if measured.windows else None,
+        "protocol": protocol if measured.windows else None,
+        **asdict(measured),
+        "tokens": measured.tokens,
+        "limit": tasks.limit,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "command": shlex.join(["permtriton", *sys.argv[1:]]),
+        "versions": tasks.versions(),
+        "device": machine.device_name(model.device),
+        "system": platform.platform(),
+    }
+
+
+def _hidden_order(source: load.Source, channels: int) -> Any:
+    """Returns the order of the hidden states of a model that permtriton wrote; None if it is the dense model's."""
+    path: Any = Path(source.location, load.REPORT_FILE)
+    if not path.parent.is_dir():  # a name on the hub
+        path = cached_file(source.location, load.REPORT_FILE, _raise_exceptions_for_missing_entries=False)
+    return hidden_order_of(read_record(Path(path).parent), channels) if path and Path(path).is_file() else None
+
+
+def _check_tokenizers(tokenizer: Any, dense: Any) -> None:
+    if tokenizer is not None and dense is not None and tokenizer.get_vocab() != dense.get_vocab():
+        raise ModelError(
+            "the tokenizers of both models have different vocabularies, so the same text is not the same for them: "
+            "give the dense model that the model was compiled from"
+        )
+
+
+def _rows(measured: library.Evaluated) -> Iterator[tuple[Cell, ...]]:
+    """Yields the cells under `HEADERS` of each measure."""
+    if measured.perplexity is not None:
+        yield "perplexity", measured.perplexity, None, measured.dense_perplexity
+    if measured.kl is not None:
+        yield "KL to dense, nats per token", measured.kl, None, 0.0
+    if measured.cosine is not None:
+        yield "cosine to dense, hidden states", measured.cosine, None, 1.0
+    for task in measured.tasks:
+        for metric, score in task.scores.items():
+            yield f"{task.name}, {metric} ({task.samples} samples)", score.value, score.stderr, None
+
+
+def _print(report: dict[str, Any], rows: list[tuple[Cell, ...]]) -> None:
+    title = report["model"] + (f", on {report['text']}: {report['protocol']}" if report["text"] else "")
+    shown = [number for number in range(len(HEADERS)) if any(row[number] is not None for row in rows)]
+    printed = table(title, *(HEADERS[number] for number in shown))
+    for row in rows:
+        printed.add_row(*(cell(row[number]) for number in shown))
+    out.print(printed)
+    speed = f"; {report['tokens_per_second']:,.0f} tokens per second" if report["text"] else ""
+    out.print(f"{report['seconds']:.1f} s{speed} on {report['device']}", highlight=False)

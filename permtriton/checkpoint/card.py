@@ -1,0 +1,147 @@
+"""The model card of an output folder: ``README.md``, from which a pushed model explains itself."""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCardData
+from transformers.models.auto import modeling_auto
+
+from permtriton.command import is_hub_name, shown_name
+from permtriton.model.stored import CONFIG_FILE, read_json
+
+CARD_FILE = "README.md"
+ALONE, WITH_PERMTRITON = "transformers alone", "transformers after import permtriton"  # what loads a folder
+# Classes of transformers' models, the class that loads them, and the hub's name of what they do.
+_KINDS = (
+    (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "AutoModelForCausalLM", "text-generation"),
+    (modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES, "AutoModelForMaskedLM", "fill-mask"),
+    (modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, "AutoModelForImageTextToText", "image-text-to-text"),
+)
+
+
+def write_card(folder: Path, report: Mapping[str, Any], loads_with: str) -> str | None:
+    """Writes the model card of a folder, unless the folder has a README.md that somebody else wrote.
+
+    Args:
+        folder: folder with ``config.json``.
+        report: content of its ``permtriton.json``; its entry ``card`` is the hash of a card that may be replaced.
+        loads_with: `ALONE` or `WITH_PERMTRITON`.
+
+    Returns:
+        SHA-256 of the card, in hexadecimal; None if the folder keeps another README.md.
+    """
+    path = folder / CARD_FILE
+    if path.exists() and hashlib.sha256(path.read_bytes()).hexdigest() != report.get("card"):
+        return None
+    architectures = read_json(folder / CONFIG_FILE).get("architectures") or [""]
+    content = model_card(report, str(architectures[0]), loads_with).encode("utf-8", "replace")
+    path.write_bytes(content)
+    return hashlib.sha256(content).hexdigest()
+
+
+def model_card(report: Mapping[str, Any], architecture: str, loads_with: str) -> str:
+    """Returns a model card in Markdown, with front matter for the Hugging Face hub.
+
+    Args:
+        report: content of ``permtriton.json``; what it lacks is left out.
+        architecture: name of the model's class.
+        loads_with: `ALONE` or `WITH_PERMTRITON`.
+    """
+    source, sparsity = str(report.get("model", "")), str(report.get("config", {}).get("sparsity", "N:M"))
+    loader, task = next(((auto, task) for names, auto, task in _KINDS if architecture in names.values()), _NO_HEAD)
+    front = ModelCardData(
+        library_name="transformers",
+        base_model=source if is_hub_name(source) else None,
+        pipeline_tag=task,
+        tags=["permtriton", "sparse", sparsity],
+    )
+    parts = [
+        f"---\n{front.to_yaml()}\n---",
+        f"# {_code(shown_name(source))}, pruned to {sparsity}",
+        f"Of every {sparsity.partition(':')[2]} consecutive weights of a row, {sparsity.partition(':')[0]} are kept in "
+        f"the pruned linears. Made with permtriton, which searches the order of the channels in which pruning hurts "
+        "least.",
+        "## Result",
+        _table(("", ""), _facts(report)),
+        "## Load it",
+        _loading(loader, loads_with),
+        "## What was verified",
+        "\n".join(f"- {line}" for line in _checks(report)) or "Not recorded.",
+        "## Repeat it",
+        f"```\n{report['command']}\n```" if "command" in report else "The command was not recorded.",
+        "All options, every permutation and all checks: see `permtriton.json`, or `permtriton report FOLDER`.",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+_NO_HEAD = "AutoModel", None
+
+
+def _facts(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yields the rows of the result table."""
+    config, evaluation = report.get("config", {}), report.get("evaluation", {})
+    if "dense" in evaluation and "compiled" in evaluation:
+        text = f" on {_code(evaluation['text'])}" if "text" in evaluation else ""
+        name = "perplexity" if evaluation.get("measure") == "perplexity" else "cosine with the dense model"
+        yield f"{name}{text}, dense", f"{evaluation['dense']:.3f}"
+        yield f"{name}{text}, this model", f"{evaluation['compiled']:.3f}"
+    else:
+        yield "held-out evaluation", "not measured"
+    for key in ("importance", "permutation", "weight_update", "layout", "seed"):
+        if key in config:
+            yield key.replace("_", " "), _code(config[key])
+    if "calibration" in config and "shape" in report.get("calibration", {}):
+        shape = " x ".join(str(size) for size in report["calibration"]["shape"])
+        yield "calibration", f"{_code(Path(str(config['calibration'])).name)}, {shape} tokens"
+    if "parameters" in report:
+        yield "parameters pruned", f"{report.get('pruned_parameters', 0):,} of {report['parameters']:,}"
+    if "ratio" in report.get("export", {}):
+        yield "stored size of the pruned weights", f"{report['export']['ratio']:.1%} of dense"
+    if "device" in report:
+        versions = ", ".join(f"{name} {version}" for name, version in report.get("versions", {}).items())
+        yield "made on", f"{report['device']}; {versions}"
+
+
+def _loading(loader: str, loads_with: str) -> str:
+    lines = [f"from transformers import {loader}", "", f'model = {loader}.from_pretrained("FOLDER")']
+    if loads_with == ALONE:
+        text = "`transformers` alone loads it. It stores its zeros and multiplies them, too."
+    else:
+        lines.insert(0, "import permtriton")
+        text = "It loads after `import permtriton`."
+    return "\n".join([text, "", "```python", *lines, "```"])
+
+
+def _checks(report: Mapping[str, Any]) -> Iterator[str]:
+    proof, verification = report.get("proof", {}), report.get("verification", {})
+    if "fold_difference" in proof:
+        yield (
+            "Before pruning, the permuted model gave the dense model's outputs up to rounding (largest relative "
+            f"difference {proof['fold_difference']:.1e})."
+        )
+    if proof.get("verified_inputs"):
+        yield f"Inputs that were compared: {', '.join(proof['verified_inputs'])}."
+    for inputs, why in proof.get("unverified_inputs", {}).items():
+        yield f"Not compared: {inputs} ({why})."
+    if "pruned_weights" in verification:
+        yield (
+            f"{verification['pruned_weights']} pruned weights were read back; each is N:M and equal to the model in "
+            "memory, bit for bit."
+        )
+    if "reloaded" in verification:
+        yield f"Reloaded with transformers: {verification['reloaded']}."
+    if "export" in report:
+        yield "Rewritten by `permtriton export`, and compared with the exported folder bit by bit."
+
+
+def _table(head: tuple[str, str], rows: Iterator[tuple[str, str]]) -> str:
+    lines = [head, ("---", "---"), *rows]
+    return "\n".join(f"| {left} | {right} |" for left, right in lines)
+
+
+def _code(text: object) -> str:
+    """Returns text from a file as Markdown code, in which nothing is markup."""
+    shown = (letter if letter.isprintable() and letter not in "`|" else "?" for letter in str(text))
+    return f"`{''.join(shown)}`"

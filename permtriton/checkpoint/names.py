@@ -1,0 +1,111 @@
+"""Under which names a checkpoint stores a model's tensors: transformers renames some when it saves and loads them.
+
+A model that was published with other names than its class in transformers uses (LLaVA, Qwen2-VL) is saved under the
+published names, so that other programs read it, too. Where transformers does more than rename, such as joining query,
+key and value into one tensor (NomicBERT) or taking stacked experts apart, the pruned weights are not in the file as
+they are: such a model is saved under the names of its modules, which transformers loads as well.
+"""
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from permtriton.errors import ModelError
+
+PACKED_PARTS = ("_values", "_positions")
+
+
+@dataclass(frozen=True)
+class StoredNames:
+    """How a model is saved.
+
+    Attributes:
+        original: whether under the names of the published checkpoint, as ``save_original_format`` of transformers.
+        stored: pruned parameter -> its name in the checkpoint.
+    """
+
+    original: bool
+    stored: dict[str, str]
+
+    def tensors(self, model: Any, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns the tensors of a state dict by the names under which ``save_pretrained`` writes them."""
+        return _published_state(model, state) if self.original else dict(state)
+
+
+def stored_names(model: Any, pruned: Collection[str], *, original: bool = True) -> StoredNames:
+    """Decides under which names a model is saved; needs no values, so that it can be called before any work.
+
+    Args:
+        model: model to save.
+        pruned: names of the pruned parameters.
+        original: whether the names of the published checkpoint may be used.
+
+    Raises:
+        ModelError: transformers would not load a pruned parameter again under any of its names.
+    """
+    if original and (stored := _published(model, pruned)) and _load_again(model, stored):
+        return StoredNames(True, stored)
+    stored = {name: name for name in pruned}
+    loaded = loaded_names(model, pruned, known=pruned)
+    if changed := [name for name in pruned if loaded[name] != name]:
+        raise ModelError(
+            f"{changed[0]}: transformers reads a tensor of this name as {loaded[changed[0]]}, so that a "
+            f"{type(model).__name__} cannot be saved such that it loads again with its pruned weights: it is not "
+            "supported"
+        )
+    return StoredNames(False, stored)
+
+
+def loaded_names(model: Any, stored: Iterable[str], known: Iterable[str] = ()) -> dict[str, str]:
+    """Returns stored name -> the name that transformers loads the tensor under, but for the prefix of a base model.
+
+    A tensor that is loaded by more than renaming keeps its name here.
+
+    Args:
+        model: model that is loaded, possibly without weights.
+        stored: names of tensors or modules in the checkpoint.
+        known: names that the model has beside those in its state dict.
+    """
+    # Imported late, because transformers may import this module while it imports its own.
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    conversions = get_model_conversion_mapping(model)
+    renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
+    own = {*model.state_dict(), *known}
+    own |= {name + part for name in own for part in PACKED_PARTS}
+    loaded = {}
+    for name in stored:
+        renamed, converter = rename_source_key(name, renamings, converters)
+        loaded[name] = name if converter is not None or (name in own and renamed not in own) else renamed
+    return loaded
+
+
+def _published(model: Any, pruned: Collection[str]) -> dict[str, str]:
+    """Returns pruned parameter -> its published name; empty if one of them is not stored as it is."""
+    state = {name: torch.empty_like(tensor, device="meta") for name, tensor in model.state_dict().items()}
+    try:
+        reverted = _published_state(model, state)
+    except Exception:  # an operation of transformers that this model's shapes do not fit
+        return {}
+    found = {id(tensor): name for name, tensor in reverted.items()}
+    stored = {name: found[id(state[name])] for name in pruned if name in state and id(state[name]) in found}
+    return stored if len(stored) == len(pruned) else {}
+
+
+def _published_state(model: Any, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    from transformers.core_model_loading import revert_weight_conversion
+
+    found: dict[str, Tensor] = revert_weight_conversion(model, dict(state))
+    return found
+
+
+def _load_again(model: Any, stored: Mapping[str, str]) -> bool:
+    """Whether pruned parameters, plain and packed, are loaded from their stored names."""
+    parts = ("", *PACKED_PARTS)
+    loaded = loaded_names(model, [name + part for name in stored.values() for part in parts])
+    return all(loaded[stored[name] + part] == name + part for name in stored for part in parts)

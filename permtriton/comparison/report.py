@@ -1,0 +1,113 @@
+"""The report of a comparison, as its JSON file holds it, and its table, which the terminal, files and pages show."""
+
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from statistics import fmean
+from typing import Any
+
+from permtriton import machine
+from permtriton.comparison.methods import DENSE
+from permtriton.comparison.results import RowResult
+from permtriton.comparison.run import Yardstick
+from permtriton.config import CompileConfig
+
+Cell = str | int | float | None
+Rows = Sequence[Sequence[Cell]]
+
+
+def report_of(
+    results: Sequence[RowResult],
+    yardstick: Yardstick,
+    config: CompileConfig,
+    *,
+    model: str,
+    text: str,
+    seeds: Sequence[int],
+    ablation: str | None,
+    versions: Mapping[str, str],
+) -> dict[str, Any]:
+    """Returns what is known of a comparison, as JSON can hold it.
+
+    Args:
+        results: result of each row, the dense model's first.
+        yardstick: what the models were measured by.
+        config: options that the rows did not set.
+        model: name of the dense model.
+        text: name of the held-out text.
+        seeds: seeds.
+        ablation: key of `permtriton.comparison.methods.ABLATIONS`, or None.
+        versions: package -> version.
+    """
+    dense, windows = yardstick.dense, yardstick.windows
+    return {
+        "model": model,
+        "measure": "perplexity" if dense.can_generate() else "cosine",
+        "text": text,
+        "tokens": int(windows.numel()),
+        "window": int(windows.shape[1]),
+        "seeds": list(seeds),
+        "patterns": list(dict.fromkeys(result.pattern for result in results if result.pattern)),
+        "ablation": ablation,
+        "config": config.to_dict(),
+        "versions": dict(versions),
+        "device": machine.device_name(dense.device),
+        "system": platform.platform(),
+        "rows": [_row(result) for result in results],
+    }
+
+
+def _row(result: RowResult) -> dict[str, Any]:
+    peaks = [each.peak_bytes for each in result.measured if each.peak_bytes is not None]
+    return {
+        "method": result.method,
+        "pattern": result.pattern,
+        "setting": result.setting,
+        "values": result.values,
+        "mean": result.mean,
+        "spread": result.spread,
+        "kl": result.average(lambda each: each.kl),
+        "cosine": result.average(lambda each: each.cosine),
+        "tasks": {name: fmean(each.tasks[name] for each in result.measured) for name in result.measured[0].tasks},
+        "seconds": round(result.seconds, 1),
+        "compile_seconds": round(sum(each.compile_seconds for each in result.measured), 1),
+        "peak_bytes": max(peaks) if len(peaks) == len(result.measured) else None,
+        "by_seed": [asdict(each) for each in result.measured],
+    }
+
+
+def columns(report: Mapping[str, Any]) -> tuple[list[str], list[list[Cell]]]:
+    """Returns the headers and the rows of a report's table.
+
+    Args:
+        report: what `report_of` returned, or `permtriton.checkpoint.record.read_comparison`.
+    """
+    rows, measure = report["rows"], report["measure"]
+    dense = next((row["mean"] for row in rows if row["method"] == DENSE), None)
+    found: dict[str, list[Cell]] = {"method": [row["method"] for row in rows]}
+    if len(report["patterns"]) > 1:
+        found["pattern"] = [row["pattern"] for row in rows]
+    if report["ablation"]:
+        found["setting"] = [row["setting"] for row in rows]
+    found[measure] = [row["mean"] for row in rows]
+    if len(report["seeds"]) > 1:
+        found["±"] = [row["spread"] if len(row["values"]) > 1 else None for row in rows]
+    if measure == "perplexity":
+        found["against dense"] = [row["mean"] / dense if dense else None for row in rows]
+        found["KL, nats"] = [row["kl"] for row in rows]
+        found["cosine"] = [row["cosine"] for row in rows]
+    for name in rows[0]["tasks"]:
+        found[name] = [row["tasks"][name] for row in rows]
+    accuracies = [name for name in rows[0]["tasks"] if name.endswith(" acc")]
+    if len(accuracies) > 1:
+        found["mean acc"] = [fmean(row["tasks"][name] for name in accuracies) for row in rows]
+    found["seconds"] = [row["compile_seconds"] / len(row["values"]) if row["pattern"] else None for row in rows]
+    found["peak MiB"] = [row["peak_bytes"] // 2**20 if row["peak_bytes"] else None for row in rows]
+    return list(found), [list(row) for row in zip(*found.values(), strict=True)]
+
+
+def cell(value: Cell) -> str:
+    """Returns a cell as people read it: five significant digits, and nothing for None."""
+    if value is None:
+        return ""
+    return format(value, ".5g") if isinstance(value, float) else str(value)

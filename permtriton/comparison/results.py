@@ -1,0 +1,208 @@
+"""What was measured of each row, and the file that keeps it, so that an interrupted comparison continues."""
+
+import dataclasses
+import json
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar, get_origin, get_type_hints
+
+from permtriton.durable import replace_file
+from permtriton.errors import OutputError
+
+Stored = TypeVar("Stored")
+VERSION = 1  # of the file
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was measured of one row with one seed.
+
+    Attributes:
+        perplexity: held-out perplexity; None for encoders.
+        kl: mean KL divergence from the dense model's predictions, in nats per token; None for encoders.
+        cosine: mean cosine of the last hidden state with the dense model's.
+        tasks: zero-shot score by the task's name and the metric's, such as ``arc_easy acc``.
+        seconds: time of compilation and evaluation together.
+        compile_seconds: time of the compilation alone.
+        peak_bytes: peak memory during the compilation; None where the system cannot start its count anew.
+    """
+
+    perplexity: float | None
+    kl: float | None
+    cosine: float
+    tasks: dict[str, float]
+    seconds: float
+    compile_seconds: float
+    peak_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Key:
+    """What a stored result belongs to: a row, a seed, and the calibration sequences.
+
+    Attributes:
+        method: method of the row, or ``dense``.
+        pattern: sparsity pattern of the row; empty for dense.
+        setting: setting of the ablation; empty without one.
+        seed: seed of the calibration draw and of learning; 0 for dense.
+        calibration: hash of the calibration sequences; empty for dense.
+    """
+
+    method: str
+    pattern: str = ""
+    setting: str = ""
+    seed: int = 0
+    calibration: str = ""
+
+
+@dataclass
+class ResultFile:
+    """The results so far, in memory and in a file.
+
+    Attributes:
+        path: JSON file, written after every result; None keeps them in memory only.
+        identity: everything else that decides a result, by name; values that JSON can hold.
+        results: result of each key.
+    """
+
+    path: Path | None
+    identity: Mapping[str, Any]
+    results: dict[Key, Measured] = field(default_factory=dict)
+
+    def read(self) -> None:
+        """Reads the results of an earlier run, if there is a file.
+
+        Raises:
+            OutputError: the file cannot be used, or its results belong to another comparison.
+        """
+        if self.path is None or not self.path.exists():
+            return
+        try:
+            stored = json.loads(self.path.read_text(encoding="utf-8"))
+            version, identity = stored["version"], stored["identity"]
+            found = {_read(Key, each["key"]): _read(Measured, each["measured"]) for each in stored["results"]}
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            raise OutputError(
+                f"{self.path} holds no results that can be continued ({type(error).__name__}: {error}): "
+                "give --overwrite to start anew"
+            ) from error
+        if version != VERSION:
+            raise OutputError(f"{self.path} has version {version}, expected {VERSION}: give --overwrite to start anew")
+        if difference := _difference(identity, json.loads(json.dumps(self.identity))):
+            raise OutputError(
+                f"{self.path} holds results of another comparison: {difference}; give --overwrite to start anew, "
+                "or choose another --output"
+            )
+        self.results = found
+
+    def get(self, key: Key) -> Measured | None:
+        """Returns the result of ``key``; None if there is none.
+
+        Raises:
+            OutputError: there is one, but of other calibration sequences.
+        """
+        for other in self.results:
+            if dataclasses.replace(other, calibration=key.calibration) == key != other:
+                raise OutputError(
+                    f"{self.path} holds a result of {key.method} with seed {key.seed} on other calibration sequences: "
+                    "the text changed; give --overwrite to start anew, or choose another --output"
+                )
+        return self.results.get(key)
+
+    def put(self, key: Key, measured: Measured) -> Measured:
+        """Adds a result, replaces the file and returns the result; if interrupted, the earlier file stays intact.
+
+        Raises:
+            OutputError: the file cannot be written.
+        """
+        self.results[key] = measured
+        if self.path is None:
+            return measured
+        results = [{"key": dataclasses.asdict(k), "measured": dataclasses.asdict(m)} for k, m in self.results.items()]
+        stored = {"version": VERSION, "identity": self.identity, "results": results}
+        text = json.dumps(stored, indent=1) + "\n"
+        try:
+            replace_file(self.path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+        except OSError as error:
+            raise OutputError(
+                f"results {self.path} cannot be written: {error}; free disk space and run again"
+            ) from error
+        return measured
+
+    def delete(self) -> None:
+        """Removes the file, once its results are of no more use."""
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True)
+class RowResult:
+    """The result of one row over all seeds.
+
+    Attributes:
+        method: key of `permtriton.comparison.methods.METHODS`, or ``dense``.
+        pattern: sparsity pattern; empty for dense.
+        setting: setting of the ablation; empty without one.
+        measured: what was measured with each seed.
+    """
+
+    method: str
+    pattern: str
+    setting: str
+    measured: tuple[Measured, ...]
+
+    @property
+    def name(self) -> str:
+        """What distinguishes the row, in words."""
+        return ", ".join(part for part in (self.method, self.pattern, self.setting) if part)
+
+    @property
+    def values(self) -> list[float]:
+        """Held-out perplexity (cosine for encoders) with each seed."""
+        return [each.cosine if each.perplexity is None else each.perplexity for each in self.measured]
+
+    @property
+    def mean(self) -> float:
+        """Mean of `values`."""
+        return statistics.fmean(self.values)
+
+    @property
+    def spread(self) -> float:
+        """Sample standard deviation of `values`; 0 with one seed."""
+        return statistics.stdev(self.values) if len(self.values) > 1 else 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Time that all seeds took together, with the evaluation."""
+        return sum(each.seconds for each in self.measured)
+
+    def average(self, value: Callable[[Measured], float | None]) -> float | None:
+        """Returns the mean over seeds of a value; None if it was not measured with every seed."""
+        found = [each for each in map(value, self.measured) if each is not None]
+        return statistics.fmean(found) if len(found) == len(self.measured) else None
+
+
+def _read(kind: type[Stored], values: Any) -> Stored:
+    """Returns an instance made of stored values; raises a TypeError where one is missing or has another type."""
+    made = kind(**values)
+    for name, hint in get_type_hints(kind).items():
+        value = getattr(made, name)
+        if get_origin(hint) is dict:
+            fits = isinstance(value, dict) and all(isinstance(each, float) for each in value.values())
+        else:
+            fits = isinstance(value, hint)
+        if not fits:
+            raise TypeError(f"{name} is {value!r}")
+    return made
+
+
+def _difference(stored: Any, present: Any, name: str = "") -> str:
+    """Returns where two values made of dictionaries differ, in words; empty if they do not."""
+    if isinstance(stored, dict) and isinstance(present, dict):
+        for key in [*present, *(key for key in stored if key not in present)]:
+            if found := _difference(stored.get(key), present.get(key), f"{name} {key}".strip()):
+                return found
+        return ""
+    return "" if stored == present else f"{name} was {stored!r}, now {present!r}"

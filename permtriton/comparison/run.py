@@ -1,0 +1,177 @@
+"""Runs a comparison: every row is a copy of the model, compiled and measured; finished results are kept."""
+
+import copy
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from permtriton import machine
+from permtriton.comparison.methods import ABLATIONS, DENSE, PLAIN, Row
+from permtriton.comparison.results import Key, Measured, ResultFile, RowResult
+from permtriton.compiler import compile
+from permtriton.config import CalibrationConfig, CompileConfig
+from permtriton.errors import ConfigError
+from permtriton.evaluate import evaluate
+from permtriton.model.checks import model_hash
+from permtriton.model.forward import check_length
+from permtriton.progress import NoProgress, Progress
+from permtriton.prune.text import calibration_ids, ids_hash
+
+if TYPE_CHECKING:  # it imports lm_eval, which takes seconds
+    from permtriton.evaluation.tasks import Tasks
+
+Draws = Mapping[tuple[CalibrationConfig, int], Tensor]
+
+
+@dataclass(frozen=True)
+class Yardstick:
+    """What every model of a comparison is measured by.
+
+    Attributes:
+        dense: dense model.
+        tokenizer: its tokenizer, which calibration texts and tasks need.
+        windows: held-out sequences, int64 ``[windows, tokens]``.
+        tasks: zero-shot tasks, or None.
+    """
+
+    dense: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None
+    windows: Tensor
+    tasks: "Tasks | None" = None
+
+    def identity(self, config: CompileConfig, ablation: str | None, tasks: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns what decides every result of a comparison, but for what `Key` holds.
+
+        Args:
+            config: options that the rows do not set.
+            ablation: key of `ABLATIONS`, or None.
+            tasks: what decides the scores of the tasks; empty without tasks.
+        """
+        set_by_rows = {*PLAIN, "sparsity", "seed", ABLATIONS[ablation].option if ablation else ""}
+        return {
+            "model weights": model_hash(self.dense),
+            "held-out text": ids_hash(self.windows),
+            "tasks": dict(tasks),
+            "ablation": ablation,
+            "option": {name: value for name, value in config.to_dict().items() if name not in set_by_rows},
+            "version of": machine.versions(),
+            "device": machine.device_name(self.dense.device),
+        }
+
+    def measured(
+        self,
+        model: PreTrainedModel,
+        hidden_order: Tensor | None,
+        progress: Progress,
+        compile_seconds: float = 0.0,
+        peak_bytes: int | None = None,
+    ) -> Measured:
+        """Measures a model.
+
+        Args:
+            model: the dense model, or a compiled copy of it.
+            hidden_order: index ``[C]`` of the last hidden state's channels; None where they did not move.
+            progress: progress reporter.
+            compile_seconds: what the compilation took.
+            peak_bytes: peak memory during the compilation, if known.
+        """
+        found = evaluate(
+            model,
+            self.tokenizer,
+            windows=self.windows,
+            dense=self.dense,
+            hidden_order=hidden_order,
+            tasks=self.tasks,
+            progress=progress,
+        )
+        scores = {f"{task.name} {metric}": score.value for task in found.tasks for metric, score in task.scores.items()}
+        seconds = compile_seconds + found.seconds
+        assert found.cosine is not None, "there is a dense model"
+        return Measured(found.perplexity, found.kl, found.cosine, scores, seconds, compile_seconds, peak_bytes)
+
+
+def compare(
+    yardstick: Yardstick,
+    rows: Sequence[Row],
+    *,
+    ids: Tensor | None = None,
+    seeds: Sequence[int] = (0,),
+    kept: ResultFile | None = None,
+    progress: Progress | None = None,
+    finished: Callable[[RowResult], None] = lambda result: None,
+) -> list[RowResult]:
+    """Prunes a copy of the dense model for each row and seed; the model itself stays dense.
+
+    Args:
+        yardstick: dense model, and what all models are measured by.
+        rows: what to compile, see `permtriton.comparison.methods`.
+        ids: calibration sequences, int64 ``[samples, tokens]``, in place of the calibration text of each row.
+        seeds: seeds of the calibration draw and of learning, at least one. All rows with one calibration text share the
+            sequences that a seed draws.
+        kept: results of an earlier run, which are not measured again; takes each new one as soon as it is known.
+        progress: progress reporter.
+        finished: function called with each row's result as soon as it is known.
+
+    Returns:
+        The dense model's result, then one result per row.
+
+    Raises:
+        ConfigError: there is no seed.
+        PermTritonError: a text cannot be read, a compilation or an evaluation fails, or `kept` cannot be used.
+    """
+    if not seeds:
+        raise ConfigError("no seed: give at least one")
+    kept, progress = kept or ResultFile(None, {}), progress or NoProgress()
+    draws = _draws(yardstick, rows, seeds, ids)
+    keys = {row: [_key(row, seed, draws) for seed in seeds] for row in rows}
+    wanted = [Key(DENSE), *(key for some in keys.values() for key in some)]
+    if kept.results:
+        known = sum(kept.get(key) is not None for key in wanted)
+        progress.say(f"{known} of {len(wanted)} results (a row with one seed each) are kept in {kept.path}")
+    dense = kept.get(Key(DENSE)) or kept.put(Key(DENSE), yardstick.measured(yardstick.dense, None, progress))
+    results = [RowResult(DENSE, "", "", (dense,))]
+    finished(results[0])
+    for row in rows:
+        found = []
+        for seed, key in zip(seeds, keys[row], strict=True):
+            config = dataclasses.replace(row.config, seed=seed)
+            drawn = draws[row.config.calibration, seed]
+            found.append(kept.get(key) or kept.put(key, _compiled(yardstick, config, drawn, progress)))
+        results.append(RowResult(row.method, row.pattern, row.setting, tuple(found)))
+        finished(results[-1])
+    return results
+
+
+def _draws(yardstick: Yardstick, rows: Sequence[Row], seeds: Sequence[int], ids: Tensor | None) -> Draws:
+    """Returns the calibration sequences of each text and seed, int64 ``[samples, tokens]``.
+
+    All are drawn before the first compilation, so that a text that cannot be read costs no work.
+    """
+    model = yardstick.dense
+    vocabulary = model.get_input_embeddings().get_parameter("weight").shape[0]
+    draws: dict[tuple[CalibrationConfig, int], Tensor] = {}
+    for calibration in dict.fromkeys(row.config.calibration for row in rows):
+        check_length(model, calibration.sequence_length if ids is None else ids.shape[-1])
+        for seed in seeds:
+            drawn = calibration_ids(calibration, yardstick.tokenizer, vocabulary, seed) if ids is None else ids
+            draws[calibration, seed] = drawn
+    return draws
+
+
+def _key(row: Row, seed: int, draws: Draws) -> Key:
+    return Key(row.method, row.pattern, row.setting, seed, ids_hash(draws[row.config.calibration, seed]))
+
+
+def _compiled(yardstick: Yardstick, config: CompileConfig, ids: Tensor, progress: Progress) -> Measured:
+    """Compiles a copy of the dense model on calibration sequences and measures it."""
+    device = yardstick.dense.device
+    started, counted = time.perf_counter(), machine.reset_peak_memory(device)
+    compiled = compile(copy.deepcopy(yardstick.dense), None, config, ids=ids, progress=progress)
+    seconds, peak = time.perf_counter() - started, machine.peak_memory(device) if counted else None
+    order = compiled.plan.hidden_order(compiled.indices)
+    return yardstick.measured(compiled.model, order, progress, seconds, peak)

@@ -1,0 +1,131 @@
+"""Measures a model: perplexity, fidelity to the dense model, zero-shot tasks."""
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from permtriton.errors import ConfigError
+from permtriton.evaluation.fidelity import Fidelity, fidelity
+from permtriton.evaluation.perplexity import Stopwatch, perplexity, windows_at_once
+from permtriton.progress import Progress
+
+if TYPE_CHECKING:  # it imports lm_eval, which takes seconds
+    from permtriton.evaluation.tasks import TaskResult, Tasks
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """What is known of a model after an evaluation; None or 0 stands for what was not measured.
+
+    Attributes:
+        perplexity: perplexity on the windows; None for encoders.
+        dense_perplexity: the same of the dense model.
+        kl: ``KL(dense || model)`` in nats, the mean over all tokens; None for encoders.
+        cosine: cosine similarity of the last hidden states with the dense model's, the mean over all tokens.
+        tasks: results of the tasks.
+        windows: number of windows.
+        window: tokens per window.
+        seconds: time of the whole evaluation, the dense model's part included.
+        tokens_per_second: speed of the model's own forward passes over the windows.
+    """
+
+    perplexity: float | None
+    dense_perplexity: float | None
+    kl: float | None
+    cosine: float | None
+    tasks: tuple["TaskResult", ...]
+    windows: int
+    window: int
+    seconds: float
+    tokens_per_second: float
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens in all windows."""
+        return self.windows * self.window
+
+
+def evaluate(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    windows: Tensor | None = None,
+    dense: PreTrainedModel | None = None,
+    hidden_order: Tensor | None = None,
+    tasks: "Tasks | None" = None,
+    batch: int | None = None,
+    progress: Progress | None = None,
+) -> Evaluated:
+    """Measures a model, dense or compiled in any format, as it is in memory.
+
+    Args:
+        model: model to measure.
+        tokenizer: its tokenizer, which the tasks need.
+        windows: held-out sequences, int64 ``[windows, tokens]``; None measures the tasks only.
+        dense: dense model to compare with on ``windows``; None measures the perplexity only.
+        hidden_order: index ``[C]`` from the dense model's channels of the last hidden state to the model's, such as
+            ``compiled.plan.hidden_order(compiled.indices)``; None where they did not move.
+        tasks: tasks to run.
+        batch: windows, or requests of tasks, per forward pass; by default 8 requests, and as many windows as make 2048
+            tokens.
+        progress: progress reporter.
+
+    Raises:
+        ConfigError: there is nothing to measure, or the model is an encoder and there is no dense model, or there are
+            tasks.
+        ModelError: the models cannot be compared.
+        CalibrationError: a measure is not finite.
+        TaskError: a task cannot be run.
+    """
+    _check(model, tokenizer, windows, dense, tasks, batch)
+    started, watch = time.perf_counter(), Stopwatch()
+    measured, count, window = Fidelity(None, None, None, None), 0, 0
+    if windows is not None:
+        count, window = windows.shape
+        at_once = batch or windows_at_once(window)
+        if dense is not None:
+            measured = fidelity(model, dense, windows, at_once, hidden_order, progress, watch)
+        else:
+            measured = Fidelity(perplexity(model, windows, at_once, progress, watch), None, None, None)
+    options = {} if batch is None else {"batch": batch}
+    results = tasks.run(model, tokenizer, **options, progress=progress) if tasks and tokenizer else ()
+    return Evaluated(
+        measured.perplexity,
+        measured.dense_perplexity,
+        measured.kl,
+        measured.cosine,
+        results,
+        count,
+        window,
+        seconds=time.perf_counter() - started,
+        tokens_per_second=count * window / watch.seconds if watch.seconds else 0.0,
+    )
+
+
+def _check(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    windows: Tensor | None,
+    dense: PreTrainedModel | None,
+    tasks: "Tasks | None",
+    batch: int | None,
+) -> None:
+    kind = type(model).__name__
+    if batch is not None and batch < 1:
+        raise ConfigError(f"batch size is {batch}: expected at least 1")
+    if windows is None and tasks is None:
+        raise ConfigError("nothing to evaluate: give --perplexity, --tasks or both")
+    if windows is None and dense is not None:
+        raise ConfigError("--against compares two models on a text: --perplexity none leaves none; name one")
+    if not model.can_generate() and tasks is not None:
+        raise ConfigError(f"{kind} predicts no next token, so it has no tasks: leave --tasks out")
+    if not model.can_generate() and dense is None:
+        raise ConfigError(
+            f"{kind} predicts no next token, so it has no perplexity: give the dense model with --against for the "
+            "cosine of the hidden states"
+        )
+    if tasks is not None and tokenizer is None:
+        raise ConfigError("tasks need the model's tokenizer, and this model has none: add its files to the folder")

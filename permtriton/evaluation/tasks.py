@@ -1,0 +1,253 @@
+"""Zero-shot tasks, run by lm-eval on a model in memory. Importing this module imports lm_eval, which takes seconds."""
+
+import copy
+import difflib
+import io
+import logging
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, chdir, contextmanager, redirect_stdout
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from lm_eval import evaluate
+from lm_eval.defaults import DEFAULT_OTHER_SEED, DEFAULT_RANDOM_SEED
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+from tqdm import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from permtriton.errors import ConfigError, PermTritonError, TaskError, first_line
+from permtriton.model.forward import max_tokens
+from permtriton.progress import Advance, NoProgress, Progress
+
+REQUESTS_AT_ONCE = 8
+BOOTSTRAPS = 1000  # resamples for the standard error of metrics that are no means; lm-eval's 100,000 take minutes
+
+
+@dataclass(frozen=True)
+class Score:
+    """One metric of one task.
+
+    Attributes:
+        value: the metric over all samples.
+        stderr: its standard error; None where lm-eval knows none, as for perplexities.
+    """
+
+    value: float
+    stderr: float | None
+
+
+@dataclass(frozen=True)
+class TaskResult:
+    """The result of one task, or of a group of tasks.
+
+    Attributes:
+        name: lm-eval's name of the task.
+        version: the task's version.
+        shots: examples before each question.
+        samples: documents that were evaluated.
+        scores: metric -> score, such as ``acc``; where the task has a filter, ``exact_match,strict``.
+    """
+
+    name: str
+    version: str
+    shots: int
+    samples: int
+    scores: dict[str, Score]
+
+
+class Tasks:
+    """Tasks with their data, ready to be run on any number of models.
+
+    Args:
+        names: names of tasks, groups or tags, which may have wildcards.
+        limit: documents per task; None for all.
+        folder: folder with more tasks: YAML files as lm-eval takes them, in which paths count from this folder. Where
+            it has all of ``names``, lm-eval's own tasks are not looked at. A task may run code of its own.
+
+    Raises:
+        ConfigError: no name, a limit below 1, or no such folder.
+        TaskError: a task is unknown, or its data cannot be fetched or read.
+    """
+
+    def __init__(self, names: Sequence[str], limit: int | None = None, folder: Path | None = None) -> None:
+        if not names or not all(names):
+            raise ConfigError("no task: give names separated by commas, such as arc_easy,hellaswag")
+        if limit is not None and limit < 1:
+            raise ConfigError(f"limit is {limit}: expected at least one document per task")
+        if folder is not None and not folder.is_dir():
+            raise ConfigError(f"tasks folder {folder} does not exist: give a folder with lm-eval's YAML files")
+        self.names, self.limit = tuple(names), limit
+        with _quiet():
+            manager, found = _find(self.names, folder)
+            _seed()
+            try:
+                with chdir(folder or "."):
+                    self._loaded = manager.load(found)
+            except Exception as error:  # the hub client, datasets and each task raise many kinds
+                hint = "check the files in the folder" if folder else "check the network, or use local tasks"
+                raise TaskError(
+                    f"tasks {', '.join(names)} cannot be loaded: {type(error).__name__}: {first_line(error)}; {hint}"
+                ) from error
+        for task in self._loaded["tasks"].values():
+            if task.get_config("num_fewshot") is None:
+                task.set_config("num_fewshot", 0)
+
+    def run(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        batch: int = REQUESTS_AT_ONCE,
+        progress: Progress | None = None,
+    ) -> tuple[TaskResult, ...]:
+        """Runs the tasks on a model, with lm-eval's seeds, so that equal models get equal scores.
+
+        Args:
+            model: causal language model.
+            tokenizer: its tokenizer.
+            batch: requests per forward pass.
+            progress: progress reporter, one step per request.
+
+        Raises:
+            TaskError: an answer is longer than the model can take, or a task's own template, metric or code fails.
+        """
+        progress = progress or NoProgress()
+        harness = _Harness(model, tokenizer, batch, progress)
+        _seed()
+        for task in self._loaded["tasks"].values():
+            task.set_fewshot_seed(DEFAULT_OTHER_SEED)
+        try:
+            with _quiet():
+                results: Any = evaluate(
+                    harness, self._loaded, limit=self.limit, bootstrap_iters=BOOTSTRAPS, log_samples=False
+                )
+        except (PermTritonError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # templates, metrics and filters come with the tasks
+            raise TaskError(
+                f"tasks {', '.join(self.names)} cannot be run: {type(error).__name__}: {first_line(error)}"
+            ) from error
+        if harness.truncated:
+            progress.say(f"{harness.truncated} requests of tasks lost their beginning: longer than the model can take")
+        return tuple(
+            TaskResult(
+                name,
+                str(results["versions"].get(name, "N/A")),
+                results["n-shot"].get(name, 0),
+                values["sample_len"],
+                _scores(values),
+            )
+            for name, values in results["results"].items()
+        )
+
+
+class _Harness(HFLM):
+    """lm-eval's view of the model, which reports progress in place of lm-eval's own bars."""
+
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch: int, progress: Progress
+    ) -> None:
+        with _quiet():
+            super().__init__(
+                pretrained=model,
+                backend="causal",
+                tokenizer=copy.deepcopy(tokenizer),  # which HFLM may give a padding token
+                batch_size=batch,
+                max_length=max_tokens(model),
+            )
+        self.truncated = 0
+        self._progress = progress
+
+    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        return self._reporting(super().loglikelihood, requests)
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+        return self._reporting(super().loglikelihood_rolling, requests)
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        return self._reporting(super().generate_until, requests)
+
+    def _reporting(self, answer: Callable[[list[Any]], list[Any]], requests: list[Any]) -> list[Any]:
+        """Answers requests. HFLM hands each answer to its cache hook, which counts here."""
+        with self._progress.stage("tasks", len(requests)) as advance:
+            self.set_cache_hook(_Counter(advance))
+            return answer(requests)
+
+    def _loglikelihood_tokens(self, requests: Any, *arguments: Any, **named: Any) -> list[tuple[float, bool]]:
+        for _, context, continuation in requests:
+            if len(continuation) > self.max_length:
+                raise TaskError(
+                    f"an answer of a task has {len(continuation)} tokens, but the model can take {self.max_length}: "
+                    "choose tasks with shorter answers"
+                )
+            self.truncated += len(context) + len(continuation) > self.max_length + 1
+        return super()._loglikelihood_tokens(requests, *arguments, **named)
+
+
+class _Counter:
+    """A cache hook that keeps nothing and counts the answers."""
+
+    def __init__(self, advance: Advance) -> None:
+        self._advance = advance
+
+    def add_partial(self, kind: str, request: Any, answer: Any) -> None:
+        self._advance()
+
+
+def _find(names: Sequence[str], folder: Path | None) -> tuple[TaskManager, list[str]]:
+    """Returns a manager that knows the tasks, and their names without wildcards."""
+    manager = TaskManager(include_path=folder.resolve(), include_defaults=False) if folder else TaskManager()
+    if folder and not all(manager.match_tasks([name]) for name in names):
+        manager = TaskManager(include_path=folder.resolve())
+    for name in names:
+        if not manager.match_tasks([name]):
+            close = difflib.get_close_matches(name, manager.all_tasks, 3) or ["arc_easy", "hellaswag"]
+            where = f"{folder} and lm-eval" if folder else "lm-eval"
+            raise TaskError(
+                f"task {name!r} is unknown: {where} {metadata.version('lm_eval')} has no such task; "
+                f"did you mean {', '.join(close)}?"
+            )
+    return manager, list(dict.fromkeys(found for name in names for found in manager.match_tasks([name])))
+
+
+def _seed() -> None:
+    """Sets the seeds as lm-eval's ``simple_evaluate`` does, which in addition takes seconds to describe the machine."""
+    random.seed(DEFAULT_RANDOM_SEED)
+    np.random.seed(DEFAULT_OTHER_SEED)
+    torch.manual_seed(DEFAULT_OTHER_SEED)
+
+
+def _scores(values: dict[str, Any]) -> dict[str, Score]:
+    """Returns the scores of a task: lm-eval's keys are ``metric,filter`` and ``metric_stderr,filter``."""
+    scores = {}
+    for key, value in values.items():
+        metric, comma, filter_name = key.partition(",")
+        if not comma or metric.endswith("_stderr"):
+            continue
+        error = values.get(f"{metric}_stderr,{filter_name}")
+        name = metric if filter_name == "none" else key
+        scores[name] = Score(float(value), float(error) if isinstance(error, int | float) else None)
+    return scores
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Turns off what lm-eval and datasets print and draw: not all of it can be turned off by their options."""
+    start, level = tqdm.__init__, logging.root.manager.disable
+
+    def hidden(bar: tqdm, *arguments: Any, **named: Any) -> None:
+        start(bar, *arguments, **{**named, "disable": True})
+
+    with ExitStack() as stack:
+        stack.enter_context(redirect_stdout(io.StringIO()))
+        stack.enter_context(mock.patch.object(tqdm, "__init__", hidden))
+        stack.enter_context(mock.patch.dict("os.environ", {"DISABLE_MULTIPROC": "1"}))  # no fork beside torch
+        stack.callback(logging.disable, level)
+        logging.disable(logging.CRITICAL)
+        yield

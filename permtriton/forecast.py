@@ -1,0 +1,286 @@
+"""How long a compilation will take and how much memory and disk it needs, before the work starts.
+
+Memory and disk follow from the sizes of model and text. The time is measured on the model: that of one short forward
+and backward pass, of the masks of one weight and of one step of the heuristic, times how often each stage does them.
+What depends on the text or on chance (when a search ends, a busy machine) makes it a rough range.
+"""
+
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from permtriton import memory
+from permtriton.config import CompileConfig
+from permtriton.errors import OutputError
+from permtriton.kernels.importance import ImportanceFactors
+from permtriton.kernels.nm_mask import top_n_mask
+from permtriton.machine import format_bytes
+from permtriton.model.forward import last_hidden_state
+from permtriton.model.plan import Plan, layer_modules, linear_module, weight_in_out
+from permtriton.prune.heuristic import MAX_ROWS, reassigned
+from permtriton.prune.masked_model import checkpointed, frozen
+from permtriton.stages import state_paths
+
+PROBE_TOKENS = 512  # of the passes that are timed, at most
+PROBES, PROBE_SECONDS = 5, 1.0  # most runs of what is timed, and the time after which no more are made
+PROBE_CHANNELS = 256  # of the step of the heuristic that is timed; its time grows with their square
+SWEEPS = 5  # of the heuristic, typically
+TRIALS = 2  # of a round of the search, typically
+PROOF_MASKS = 10  # times that all masks are computed to prove the passes and check the result
+FASTER, SLOWER = 0.6, 2.0  # ends of the range
+SMALL_FILES = 1 << 24  # bytes of tokenizer, configs and report
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What was measured, in seconds.
+
+    Attributes:
+        forward: per token, without gradients.
+        both: per token, a forward and a backward pass; 0 where no stage needs gradients.
+        masks: the masks of all pruned weights.
+        heuristic: the heuristic orders of all spaces.
+    """
+
+    forward: float
+    both: float
+    masks: float
+    heuristic: float
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a compilation needs.
+
+    Attributes:
+        needs: memory.
+        disk: what is written -> bytes.
+        seconds: stage -> expected time in seconds; empty where it was not measured.
+        refused: why the memory is too small; empty if it is not.
+    """
+
+    needs: memory.Needs
+    disk: Mapping[str, int]
+    seconds: Mapping[str, float]
+    refused: str
+
+    @property
+    def time_range(self) -> tuple[float, float]:
+        """The rough range of the time of all stages, in seconds; 0 where it was not measured."""
+        total = sum(self.seconds.values())
+        return FASTER * total, SLOWER * total
+
+    def describe(self, device: torch.device, folder: Path | None) -> str:
+        """Returns memory, time and disk as one line; ``folder`` is where the output goes, None if that is not known."""
+        free = f", {format_bytes(shutil.disk_usage(folder).free)} free" if folder is not None else ""
+        longest = max(self.seconds, key=lambda stage: self.seconds[stage])
+        return (
+            f"{memory.describe(self.needs, device)}; time: roughly {duration(self.time_range[0])} to "
+            f"{duration(self.time_range[1])}, most of it {longest}; disk: {format_bytes(sum(self.disk.values()))}{free}"
+        )
+
+    def report(self) -> dict[str, Any]:
+        """Returns everything, as JSON can hold it; ``seconds`` is None where it was not measured."""
+        least, most = self.time_range
+        return {
+            "memory": self.needs.report(),
+            "seconds": {"least": least, "most": most, "stages": dict(self.seconds)} if self.seconds else None,
+            "disk": dict(self.disk),
+            "refused": self.refused,
+        }
+
+
+def make_forecast(
+    model: PreTrainedModel,
+    plan: Plan,
+    config: CompileConfig,
+    ids: Tensor,
+    windows: Tensor | None,
+    resume_path: Path | None = None,
+    *,
+    timed: bool,
+) -> Forecast:
+    """Returns what a compilation needs.
+
+    Args:
+        model: dense model; unchanged on return.
+        plan: plan of the model.
+        config: options of the compilation.
+        ids: calibration sequences, int64 ``[samples, tokens]``.
+        windows: held-out sequences, int64 ``[windows, tokens]``, or None.
+        resume_path: as `permtriton.compile` takes it.
+        timed: whether to run the model on a short sequence, where the memory is enough, and to estimate the time.
+    """
+    needs = memory.estimate(model, plan, config, ids, windows)
+    refused, seconds = memory.refusal(needs, model.device), {}
+    if timed and not refused:
+        held_out = 0 if windows is None else windows.numel()
+        seconds = stage_seconds(plan, config, measure(model, plan, config, ids), ids, held_out)
+    return Forecast(needs, disk_needs(model, plan, config, resume_path), seconds, refused)
+
+
+def check_disk(disk: Mapping[str, int], folder: Path) -> None:
+    """Refuses a compilation whose files do not fit on the disk.
+
+    Args:
+        disk: what is written -> bytes.
+        folder: folder on that disk.
+
+    Raises:
+        OutputError: the free space is too small.
+    """
+    needed, free = sum(disk.values()), shutil.disk_usage(folder).free
+    if needed > free:
+        parts = ", ".join(f"{format_bytes(size)} for {name}" for name, size in disk.items())
+        raise OutputError(
+            f"the disk of {folder} has {format_bytes(free)} free, but this compilation writes up to "
+            f"{format_bytes(needed)} ({parts}): free some space, or choose an --output on another disk"
+        )
+
+
+def disk_needs(
+    model: PreTrainedModel, plan: Plan, config: CompileConfig, resume_path: Path | None = None
+) -> dict[str, int]:
+    """Returns what a compilation writes -> bytes, in addition to the states that are on the disk already.
+
+    A state counts twice, because a new one is written beside the old.
+
+    Args:
+        model: model to compile.
+        plan: plan of the model.
+        config: options of the compilation.
+        resume_path: as `permtriton.compile` takes it; None for a compilation that starts anew.
+    """
+    pruned = [linear_module(model, name).get_parameter("weight") for _, name in plan.linears()]
+    kept = sum(weight.numel() for weight in pruned) * config.sparsity.kept // config.sparsity.group
+    element = pruned[0].element_size()
+    found = {"the output": sum(p.numel() * p.element_size() for p in model.parameters()) + SMALL_FILES}
+    spaces = [space for space in plan.spaces if not space.frozen]
+    states = 0
+    if config.permutation == "learned":
+        states += sum(space.units * min(config.learn.block_size, space.units) for space in spaces) * 3 * 4
+    if config.permutation == "searched":
+        states += sum(space.units for space in spaces) * 8
+    if "reconstruct" in config.updates:
+        states += kept * element
+    if "distill" in config.updates:
+        states += kept * (element + 3 * 4)
+    there = sum(path.stat().st_size for path in state_paths(resume_path) if path.exists()) if resume_path else 0
+    return found | ({"states of interrupted runs": max(2 * states - there, 0)} if states else {})
+
+
+def stage_seconds(plan: Plan, config: CompileConfig, speed: Speed, ids: Tensor, held_out: int) -> dict[str, float]:
+    """Returns stage -> expected time.
+
+    Args:
+        plan: plan of the model.
+        config: options.
+        speed: what was measured.
+        ids: calibration sequences, int64 ``[samples, tokens]``.
+        held_out: number of held-out tokens.
+    """
+    layers, updates, options = len(plan.layers()), config.updates, config
+    forward, both = ids.numel() * speed.forward, ids.numel() * speed.both
+    by_layer = layers / 2 + 1  # runs up to each layer in turn
+    calls = -(-ids.shape[0] // options.micro_batch_size)
+    passes = {"magnitude": 0.0, "obs": by_layer}.get(options.importance, 1.0)
+    found = {"calibrate": passes * forward, "prune": PROOF_MASKS * speed.masks}
+    if held_out:
+        found["evaluate"] = 2 * held_out * speed.forward
+    if options.permutation != "none":
+        found["heuristic"] = speed.heuristic + (both if options.row_weights == "fisher" else 0)
+    if options.permutation == "learned":
+        epochs = options.learn.epochs
+        found["learn"] = epochs * (both + 3 * calls * speed.masks) + (epochs + 2) * (forward + calls * speed.masks)
+    if options.permutation == "searched":
+        rounds = options.search.rounds
+        found["search"] = both + (rounds + 1) * (both + TRIALS * (forward + 3 * speed.masks))
+    if "sparsegpt" in updates:
+        width = max(site.channels for site in plan.sites)
+        found["sparsegpt"] = (
+            by_layer * forward + 3 * width * speed.forward
+        )  # the update costs about one token per column
+    for part in {"reconstruct", "distill"} & set(updates):
+        found[part] = options.update.update_epochs * both
+    return found
+
+
+def measure(model: PreTrainedModel, plan: Plan, config: CompileConfig, ids: Tensor) -> Speed:
+    """Measures the model; arguments as in `make_forecast`."""
+    rows = ids[: max(PROBE_TOKENS // ids.shape[1], 1), :PROBE_TOKENS]
+    gradients = config.permutation in ("learned", "searched") or {"reconstruct", "distill"} & set(config.updates)
+    if config.permutation != "none" and config.row_weights == "fisher":
+        gradients = True
+    with torch.no_grad():
+        forward = _seconds(model.device, lambda: last_hidden_state(model, rows))
+        masks, heuristic = _mask_seconds(model, plan, config), _heuristic_seconds(model, plan, config)
+    both = _both_seconds(model, plan, config, rows) if gradients else 0.0
+    return Speed(forward / rows.numel(), both / rows.numel(), masks, heuristic)
+
+
+def _seconds(device: torch.device, work: Callable[[], object]) -> float:
+    """Returns the shortest time of at least two runs; the first one warms up."""
+    times: list[float] = []
+    while len(times) < 2 or (len(times) < PROBES and sum(times) < PROBE_SECONDS):
+        started = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - started)
+    return min(times)
+
+
+@torch.enable_grad()
+def _both_seconds(model: PreTrainedModel, plan: Plan, config: CompileConfig, rows: Tensor) -> float:
+    """Returns the time of a forward and a backward pass with gradients of the pruned weights, which are dropped."""
+    weights = {id(w): w for _, name in plan.linears() for w in [linear_module(model, name).get_parameter("weight")]}
+    layers = layer_modules(model, plan) if config.activation_checkpointing else []
+    with frozen(model), checkpointed(layers):
+        handles = [w.requires_grad_(True).register_post_accumulate_grad_hook(_drop) for w in weights.values()]
+        try:
+            return _seconds(model.device, lambda: last_hidden_state(model, rows).float().sum().backward())
+        finally:
+            for handle in handles:
+                handle.remove()
+            for weight in weights.values():
+                weight.requires_grad_(False)
+                weight.grad = None
+
+
+def _drop(weight: Tensor) -> None:
+    weight.grad = None
+
+
+def _mask_seconds(model: PreTrainedModel, plan: Plan, config: CompileConfig) -> float:
+    weights = [weight_in_out(linear_module(model, name)).detach() for _, name in plan.linears()]
+    weight = weights[0]
+    ones = ImportanceFactors(1, torch.ones(weight.shape[0], device=weight.device))
+    seconds = _seconds(weight.device, lambda: top_n_mask(ones.scores(weight), config.sparsity))
+    return seconds * sum(each.numel() for each in weights) / weight.numel()
+
+
+def _heuristic_seconds(model: PreTrainedModel, plan: Plan, config: CompileConfig) -> float:
+    segments = [size for space in plan.spaces if not space.frozen for size in space.segments]
+    if config.permutation == "none" or not segments:
+        return 0.0
+    group = config.sparsity.group
+    channels = min(PROBE_CHANNELS, max(segments)) // group * group
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.rand(channels, MAX_ROWS, generator=generator).to(model.device)
+    index = torch.arange(channels, device=model.device)
+    seconds = _seconds(model.device, lambda: reassigned(scores, index, 0, config.sparsity))
+    return seconds * SWEEPS * group * sum((size / channels) ** 2 for size in segments)
+
+
+def duration(seconds: float) -> str:
+    """Returns a time in readable form, such as ``40 s``, ``3 min`` or ``2.5 h``."""
+    if seconds < 100:
+        return f"{max(round(seconds), 1)} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"

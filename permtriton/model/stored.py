@@ -1,0 +1,127 @@
+"""What the files of a checkpoint say before any tensor is read: JSON, safetensors headers and their index."""
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+
+from permtriton.errors import ModelError, reading, shown
+
+WEIGHTS_FILE, INDEX_FILE, CONFIG_FILE = "model.safetensors", "model.safetensors.index.json", "config.json"
+MAX_JSON_BYTES = 10**8
+FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor as its file's header describes it.
+
+    Attributes:
+        file: safetensors file that holds it.
+        dtype: safetensors' name of the dtype, such as ``BF16``.
+        shape: size of each dimension.
+    """
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Reads a JSON object.
+
+    Raises:
+        ModelError: the file is missing, too large, not JSON, or holds no object.
+    """
+    if not os.path.isfile(path):  # which, unlike Path.is_file, takes names that are too long; a pipe would never end
+        raise ModelError(f"{path} does not exist")
+    with reading(f"{path} cannot be read as JSON, the file is damaged", ModelError):
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise ModelError(
+                f"{path} has {path.stat().st_size} bytes: expected a JSON file of at most {MAX_JSON_BYTES} bytes"
+            )
+        content = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} holds a JSON {type(content).__name__}: expected an object")
+    return content
+
+
+def checkpoint_files(folder: Path) -> list[Path]:
+    """Returns the files of weights in a folder: the only one, or those that the index names, all in that folder.
+
+    Raises:
+        ModelError: no weights, or an index that is damaged, incomplete or points outside the folder.
+    """
+    if not (folder / INDEX_FILE).is_file():
+        if not (folder / WEIGHTS_FILE).is_file():
+            raise ModelError(
+                f"{folder} holds neither {WEIGHTS_FILE} nor {INDEX_FILE}: it is not a safetensors checkpoint"
+            )
+        return [folder / WEIGHTS_FILE]
+    index = folder / INDEX_FILE
+    names = sorted(set(_weight_map(index).values()))
+    for name in names:
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise ModelError(f"{index} names the file {shown(name)}: expected a .safetensors file in the same folder")
+        if not os.path.isfile(folder / name):
+            raise ModelError(f"{folder / name} does not exist, but {index.name} names it: the checkpoint is incomplete")
+    return [folder / name for name in names]
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    listed = read_json(index).get("weight_map")
+    if not isinstance(listed, dict) or not listed or not all(isinstance(name, str) for name in listed.values()):
+        raise ModelError(f"{index}: weight_map is not an object of tensor names and file names; the file is damaged")
+    return listed
+
+
+def read_checkpoint(folder: Path) -> dict[str, StoredTensor]:
+    """Reads and checks the headers of all safetensors files of a checkpoint that permtriton wrote.
+
+    Args:
+        folder: folder that holds either one file of weights, or shards and their index.
+
+    Returns:
+        Tensor name -> description.
+
+    Raises:
+        ModelError: as `checkpoint_files`, a damaged file, or an index that differs from what the files hold.
+    """
+    stored = read_headers(checkpoint_files(folder))
+    index = folder / INDEX_FILE
+    actual = {name: tensor.file.name for name, tensor in stored.items()}
+    listed = _weight_map(index) if index.is_file() else actual
+    if differing := sorted(name for name in {**actual, **listed} if actual.get(name) != listed.get(name)):
+        name = differing[0]
+        raise ModelError(
+            f"{index}: tensor {name} is in {actual.get(name, 'no file')}, but the index says "
+            f"{listed.get(name, 'nowhere')}; the checkpoint is damaged"
+        )
+    return stored
+
+
+def read_headers(files: Iterable[Path]) -> dict[str, StoredTensor]:
+    """Reads and checks the headers of safetensors files. No tensor is allocated, whatever size a header claims.
+
+    Returns:
+        Tensor name -> description.
+
+    Raises:
+        ModelError: a damaged or truncated file, or a tensor that two files hold.
+    """
+    stored: dict[str, StoredTensor] = {}
+    for file in files:
+        with (
+            reading(f"{file} is not a complete safetensors file, it is damaged or truncated", ModelError),
+            safe_open(file, framework="pt") as opened,
+        ):
+            for name in opened.keys():  # noqa: SIM118
+                part = opened.get_slice(name)
+                if name in stored:
+                    raise ModelError(f"tensor {name} is both in {stored[name].file} and in {file}")
+                stored[name] = StoredTensor(file, part.get_dtype(), tuple(part.get_shape()))
+    return stored

@@ -1,0 +1,74 @@
+"""``permtriton report``: reads compiled folders and writes one HTML page about them."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from permtriton.checkpoint.record import read_comparison
+from permtriton.errors import ConfigError
+from permtriton.reporting import pictures, sections
+from permtriton.reporting.folders import Compiled, read_folders
+from permtriton.reporting.pages import Page, check_file, write
+
+
+def report(folders: Sequence[Path], output: Path, *, comparison: Path | None = None, overwrite: bool = False) -> Path:
+    """Writes a report about one or several compiled folders as one HTML file.
+
+    Args:
+        folders: outputs of ``permtriton compile`` or ``export``, shown side by side.
+        output: HTML file to write.
+        comparison: JSON report of ``permtriton compare``, or None.
+        overwrite: whether an earlier file may be replaced.
+
+    Returns:
+        The absolute path of the file.
+
+    Raises:
+        ConfigError: there is no folder.
+        ModelError: a folder or the comparison is missing or damaged.
+        OutputError: the file exists and may not be replaced, or cannot be written.
+    """
+    if not folders:
+        raise ConfigError("no folder: give at least one output of permtriton compile")
+    check_file(output, overwrite=overwrite)
+    found = read_comparison(comparison) if comparison else None
+    return write(page_of(read_folders(folders), found), output, overwrite=overwrite)
+
+
+def page_of(folders: Sequence[Compiled], comparison: Mapping[str, Any] | None) -> Page:
+    """Returns what a report shows.
+
+    Args:
+        folders: compiled folders, at least one.
+        comparison: content of the JSON report of ``permtriton compare``, or None.
+
+    Raises:
+        ModelError: a weight cannot be read.
+    """
+    models = list(dict.fromkeys(folder.model for folder in folders))
+    patterns = list(dict.fromkeys(str(folder.pattern) for folder in folders))
+    ways = f", {len(folders)} methods side by side" if len(folders) > 1 else ""
+    warnings = []
+    if len(models) > 1:
+        warnings.append(f"The folders come from different models: {', '.join(models)}. Their numbers do not compare.")
+    group = folders[0].pattern
+    return Page(
+        title=f"{', '.join(models)} at {', '.join(patterns)}{ways}",
+        lead=f"Pruned by permtriton: of every {group.group} consecutive weights of a row, {group.kept} are kept, after "
+        "the channels were put into an order in which that hurts less.",
+        cards=[sections.card(folder) for folder in folders],
+        sections=[
+            sections.done(folders),
+            sections.result(folders, comparison),
+            pictures.search(folders),
+            pictures.importance(folders),
+            pictures.mask_pictures(folders),
+            pictures.permutations(folders),
+            sections.cost(folders),
+            sections.dense(folders),
+            sections.sizes(folders),
+            sections.verified(folders),
+            sections.repeat(folders),
+        ],
+        warnings=warnings,
+    )

@@ -1,0 +1,320 @@
+"""Bugs to plant in permtriton, each a small monkeypatch, and what refuses each of them."""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import permtriton
+from permtriton import compiler, updating
+from permtriton.checkpoint import export as exporting
+from permtriton.kernels.nm_mask import top_n_mask
+from permtriton.model import apply
+from permtriton.model.edits import Fold
+from permtriton.model.plan import ChannelSpace, Site, linear_module
+from permtriton.permutation import compose, inverse
+from permtriton.prune import fisher, heuristic, search, sparsegpt, statistics, weights
+from permtriton.prune.kept_weights import KeptWeights
+from permtriton.prune.search import Searcher
+
+from . import folders, zoo
+
+HEURISTIC = {"permutation": "heuristic", "row_weights": "none"}
+FUSED = {**HEURISTIC, "layout": "fused", "o_proj": "free"}
+LEARNED = {
+    "permutation": "learned", "row_weights": "none", "epochs": 2, "batch_size": 4, "learning_rate": 0.1,
+    "block_size": 16, "keep_epoch": "last",
+}  # fmt: skip
+SEARCHED = {"permutation": "searched", "row_weights": "none", "rounds": 2}
+SPARSEGPT = {**HEURISTIC, "weight_update": "sparsegpt"}
+RECONSTRUCT = {**HEURISTIC, "weight_update": "reconstruct", "update_epochs": 1}
+Plant = Callable[[pytest.MonkeyPatch], object]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A bug, and what refuses it.
+
+    Attributes:
+        plant: patches the bug in.
+        refused: pattern of the error of the compilation, if it is refused.
+        caught_by: test that fails under the bug, if it is not.
+        options: options of the compilation.
+        model: name in the zoo; ``llama_eager`` has biases, grouped heads and an untied head.
+        then: what is done with the compiled model: nothing, ``save`` or ``export``.
+    """
+
+    plant: Plant
+    refused: str = ""
+    caught_by: str = ""
+    options: dict[str, Any] = field(default_factory=lambda: HEURISTIC)
+    model: str = "llama_eager"
+    then: str = ""
+
+
+# -- plants ------------------------------------------------------------------------------------------------------------
+
+
+def replaced(owner: object, name: str, wrap: Callable[..., Any]) -> Plant:
+    """Replaces a function of a module or class by ``wrap(original, *arguments)``."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        original = getattr(owner, name)
+        patch.setattr(owner, name, lambda *args, **options: wrap(original, *args, **options))
+
+    return plant
+
+
+def other_indices(change: Callable[[Tensor], Tensor]) -> Plant:
+    """The edits follow another order than the one that was found."""
+    return replaced(
+        compiler,
+        "moves_of",
+        lambda original, plan, found, *more: original(plan, {k: change(v) for k, v in found.items()}, *more),
+    )
+
+
+def other_edits(change: Callable[[list[Any]], list[Any]]) -> Plant:
+    """The model gets other edits than the graph."""
+    return replaced(compiler, "apply_edits", lambda original, model, edits: original(model, change(list(edits))))
+
+
+def without(*endings: str) -> Plant:
+    """Folds of parameters whose names end so are forgotten."""
+    return other_edits(
+        lambda edits: [edit for edit in edits if not (isinstance(edit, Fold) and edit.parameter.endswith(endings))]
+    )
+
+
+def twice(ending: str) -> Callable[[list[Any]], list[Any]]:
+    return lambda edits: [*edits, next(e for e in edits if isinstance(e, Fold) and e.parameter.endswith(ending))]
+
+
+def rotated(values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Every site gets the statistics of the next site of its width."""
+    changed = dict(values)
+    for name, value in values.items():
+        names = [other for other, found in values.items() if found.shape == value.shape]
+        changed[name] = values[names[(names.index(name) + 1) % len(names)]]
+    return changed
+
+
+def mask_of(change: Callable[[Tensor, permtriton.NMPattern], Tensor], owner: object = weights) -> Plant:
+    return lambda patch: patch.setattr(owner, "top_n_mask", change)
+
+
+def smallest(scores: Tensor, pattern: permtriton.NMPattern) -> Tensor:
+    return top_n_mask(-scores, pattern)
+
+
+def one_of_four(scores: Tensor, pattern: permtriton.NMPattern) -> Tensor:
+    return top_n_mask(scores, dataclasses.replace(pattern, kept=1))
+
+
+def off_by_one_slot(scores: Tensor, pattern: permtriton.NMPattern) -> Tensor:
+    return top_n_mask(scores, pattern).unflatten(0, (-1, pattern.group)).roll(1, 1).flatten(0, 1)
+
+
+def untied_copies(original: Callable[..., Tensor], site: Site, index: Tensor) -> Tensor:
+    found = original(site, index)
+    if site.copies > 1:
+        found[:2] = found[:2].flip(0)
+    return found
+
+
+def swapped_after(original: Callable[..., None], searcher: Searcher, result: Any, advance: Any = None) -> None:
+    """A round's order is not the one whose loss it reports."""
+    original(searcher, result, advance)
+    result.indices = {name: index.view(-1, 16).roll(1, 1).flatten() for name, index in result.indices.items()}
+
+
+def rejected_kept(original: Callable[..., None], searcher: Searcher, result: Any, advance: Any = None) -> None:
+    """A round takes swaps that it should reject, and reports what it took."""
+    original(searcher, result, advance)
+    spoilt = {space.name: index for space, index in _shuffled(searcher._spaces)}
+    result.history[-1] = dataclasses.replace(result.history[-1], loss=searcher.loss(spoilt))
+    result.indices = spoilt
+
+
+def _shuffled(spaces: list[ChannelSpace]) -> list[tuple[ChannelSpace, Tensor]]:
+    return [(space, zoo.random_index(space, 3)) for space in spaces]
+
+
+def wrong_epoch(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    learned = original(*args, **options)
+    learned.kept -= 1
+    return learned
+
+
+def minus_zero(original: Callable[..., None], model: Any, plan: Any, *more: Any) -> None:
+    original(model, plan, *more)
+    weight = linear_module(model, next(plan.linears())[1]).weight.data
+    weight[weight == 0] = -0.0
+
+
+def outside(original: Callable[..., None], kept: KeptWeights, values: dict[str, Tensor]) -> None:
+    original(kept, values)
+    for name, weight in kept._weights.items():
+        weight.data.masked_fill_(kept._masks[name], 0).masked_scatter_(kept._masks[name].roll(1, 1), values[name])
+
+
+def full_column(original: Callable[..., Tensor], weight: Tensor, *more: Any) -> Tensor:
+    found = original(weight, *more)
+    found[:, 0:4] = weight[:, 0:4]
+    return found
+
+
+def on_disk(change: Callable[[dict[str, Tensor]], object]) -> Plant:
+    """The files hold something else than the model in memory."""
+
+    def save(original: Callable[..., None], model: Any, folder: Path, **options: Any) -> None:
+        original(model, folder, **options)
+        folders.edit_tensors(Path(folder), change)
+
+    return replaced(PreTrainedModel, "save_pretrained", save)
+
+
+def of_another_layer(tensors: dict[str, Tensor]) -> None:
+    name = "model.layers.{}.mlp.up_proj.weight"
+    tensors[name.format(0)], tensors[name.format(1)] = tensors[name.format(1)], tensors[name.format(0)]
+
+
+def watched(consume_other: Callable[[Callable[..., None], list[Site], Site, Tensor], None]) -> Plant:
+    """Calibration consumes other activations than those of the site."""
+
+    def watch(original: Any, model: Any, sites: list[Site], ids: Tensor, batch: int, consume: Any, *more: Any) -> None:
+        original(model, sites, ids, batch, lambda site, inputs: consume_other(consume, sites, site, inputs), *more)
+
+    return replaced(statistics, "watch_inputs", watch)
+
+
+def into_next_site(consume: Callable[..., None], sites: list[Site], site: Site, inputs: Tensor) -> None:
+    alike = [other for other in sites if other.channels == site.channels]
+    consume(alike[(alike.index(site) + 1) % len(alike)], inputs)
+
+
+def of_another_linear(original: Callable[..., Any], model: Any, name: str) -> Any:
+    pair = {"gate_proj": "up_proj", "up_proj": "gate_proj"}
+    owner, _, last = name.rpartition(".")
+    return original(model, f"{owner}.{pair.get(last, last)}")
+
+
+RETAIN, FOLDING = "should retain an importance", "after folding permutations"
+FAULTS: dict[str, Fault] = {
+    "inverse everywhere": Fault(other_indices(inverse), RETAIN),
+    "inverse everywhere, fused": Fault(other_indices(inverse), RETAIN, options=FUSED),
+    "order applied twice": Fault(other_indices(lambda index: compose(index, index)), RETAIN),
+    "order not applied": Fault(other_indices(lambda index: torch.arange(index.numel())), RETAIN),
+    "fold applied twice": Fault(other_edits(twice("up_proj.weight")), FOLDING),
+    "tied weight folded twice": Fault(other_edits(twice("embed_tokens.weight")), FOLDING, model="llama_tied"),
+    "fold forgotten": Fault(without("layers.1.mlp.down_proj.weight"), FOLDING),
+    "bias not moved": Fault(without("up_proj.bias"), FOLDING),
+    "norm weight not permuted": Fault(without("input_layernorm.weight"), FOLDING),
+    "head columns not permuted": Fault(without("lm_head.weight"), FOLDING),
+    "embedding not permuted": Fault(without("embed_tokens.weight"), FOLDING),
+    "Conv1D not folded": Fault(without("mlp.c_proj.weight"), FOLDING, model="gpt2"),
+    "copies of a value head not tied": Fault(replaced(Site, "expand", untied_copies), r"pass \w+: "),
+    "gather with the inverse": Fault(
+        replaced(apply, "_gather_input", lambda f, model, name, index: f(model, name, inverse(index))),
+        FOLDING, options=FUSED,
+    ),
+    "norm with the inverse": Fault(
+        replaced(apply, "_permute_norm", lambda f, model, e: f(model, dataclasses.replace(e, index=inverse(e.index)))),
+        FOLDING, options=FUSED,
+    ),
+    "statistics not moved": Fault(
+        replaced(compiler, "reorder_statistics", lambda f, found, moves: dict(found)), RETAIN
+    ),
+    "statistics of another site": Fault(
+        replaced(compiler, "reorder_statistics", lambda f, found, moves: rotated(f(found, moves))), RETAIN
+    ),
+    "order is no permutation": Fault(
+        replaced(compiler, "heuristic_indices", lambda f, *args: {k: v + 1 for k, v in f(*args).items()}),
+        "stream: the order found for its 64 units is no permutation",
+    ),
+    "order leaves its head": Fault(
+        replaced(compiler, "heuristic_indices", lambda f, *args: {k: v.roll(1) for k, v in f(*args).items()}),
+        r"from one segment \(a head\) to another",
+    ),
+    "blocks off by one": Fault(
+        replaced(ChannelSpace, "blocks", lambda f, space, size: [(start + 1, n) for start, n in f(space, size)]),
+        "hold every unit exactly once", options=LEARNED,
+    ),
+    "learned order of another epoch": Fault(
+        replaced(compiler, "learn", wrong_epoch), r"loss \(calibration", options=LEARNED
+    ),
+    "rejected swaps applied": Fault(
+        replaced(Searcher, "round", swapped_after), r"loss \(calibration", options=SEARCHED
+    ),
+    "rejected swaps reported": Fault(
+        replaced(Searcher, "round", rejected_kept), "the search began with a loss", options=SEARCHED
+    ),
+    "mask keeps the smallest": Fault(mask_of(smallest), RETAIN),
+    "mask keeps 1 of 4": Fault(mask_of(one_of_four), "groups keep fewer weights than 2:4"),
+    "mask off by one slot": Fault(mask_of(off_by_one_slot), RETAIN),
+    "mask not applied": Fault(replaced(compiler, "mask", lambda f, *args: None), "after pruning"),
+    "-0.0 left": Fault(replaced(updating, "mask_weights", minus_zero), "-0.0"),
+    "SparseGPT keeps 1 of 4": Fault(
+        mask_of(one_of_four, sparsegpt), "groups keep fewer weights than 2:4", options=SPARSEGPT
+    ),
+    "SparseGPT leaves a group dense": Fault(
+        replaced(weights, "sparsegpt", full_column), "the fullest one keeps 4", options=SPARSEGPT
+    ),
+    "reconstruct writes outside the mask": Fault(
+        replaced(KeptWeights, "write", outside), "training wrote .* weights that were pruned", options=RECONSTRUCT
+    ),
+    "reconstruct keeps other weights than it measured": Fault(
+        replaced(KeptWeights, "snapshot", lambda f, *args: {k: v * 1.5 for k, v in f(*args).items()}),
+        "held out, when its weights were kept", options=RECONSTRUCT,
+    ),
+    "saved tensor of another layer": Fault(
+        on_disk(of_another_layer), "what was written differs from the model in memory", then="save"
+    ),
+    "saved weight not pruned": Fault(
+        on_disk(lambda tensors: tensors["model.layers.0.mlp.up_proj.weight"].add_(1)),
+        "allows 2", then="save",
+    ),
+    "packed positions of other rows": Fault(
+        replaced(exporting, "pack", lambda f, *args: (f(*args)[0], f(*args)[1].roll(1, 0))),
+        "differs from what was read|cannot be read again", then="export",
+    ),
+    "packed values rolled": Fault(
+        replaced(exporting, "pack", lambda f, *args: (f(*args)[0].roll(1, 1), f(*args)[1])),
+        "differs from what was read", then="export",
+    ),
+    "norms summed without squares": Fault(
+        watched(lambda consume, sites, site, inputs: consume(site, inputs.abs().sqrt())),
+        caught_by="tests/test_statistics.py::test_norms_are_roots_of_sums_of_squares[gpt2]",
+    ),
+    "calibration of another site": Fault(
+        watched(into_next_site), caught_by="tests/test_statistics.py::test_norms_are_roots_of_sums_of_squares[gpt2]"
+    ),
+    "Hessian rolled by one": Fault(
+        watched(lambda consume, sites, site, inputs: consume(site, inputs.roll(1, -1))),
+        caught_by="tests/test_statistics.py::test_hessians_are_products_of_inputs[gpt2]",
+    ),
+    "dead channels not damped": Fault(
+        lambda patch: patch.setattr(
+            sparsegpt, "damped", lambda h: h + h.diagonal().mean() * sparsegpt.DAMPING * torch.eye(h.shape[0])
+        ),
+        caught_by="tests/test_sparsegpt.py::test_inverse_diagonal_is_that_of_the_dense_inverse",
+    ),
+    "row weights of another linear": Fault(
+        replaced(fisher, "linear_module", of_another_linear),
+        caught_by="tests/test_fisher.py::test_rows_and_columns_are_those_of_plain_autograd",
+    ),
+    "heuristic order inverted": Fault(
+        replaced(heuristic, "_two_stages", lambda f, *args: inverse(f(*args))),
+        caught_by="tests/test_heuristic.py::test_finds_a_planted_order",
+    ),
+    "gains of swaps with the wrong sign": Fault(
+        replaced(search, "swap_gains", lambda f, *args: -f(*args)),
+        caught_by="tests/test_search.py::test_the_loss_falls_to_what_is_reported",
+    ),
+}  # fmt: skip

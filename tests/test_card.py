@@ -1,0 +1,118 @@
+"""The model card: valid front matter, the result, how to load it, and never over somebody else's README.md."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+
+import permtriton
+from permtriton.checkpoint.card import ALONE, WITH_PERMTRITON, model_card
+from permtriton.checkpoint.export import export
+from permtriton.errors import OutputError
+
+from . import zoo
+
+REPORT = {
+    "model": "org/model-7b",
+    "command": "permtriton compile org/model-7b --permutation heuristic",
+    "config": {"sparsity": "2:4", "permutation": "heuristic", "calibration": "/home/me/text.txt"},
+    "calibration": {"sha256": "0", "shape": [8, 256]},
+    "evaluation": {"measure": "perplexity", "dense": 5.472, "compiled": 6.75, "text": "wikitext2"},
+    "proof": {"fold_difference": 1e-6, "verified_inputs": ["input_ids"], "unverified_inputs": {"pixel_values": "none"}},
+    "verification": {"pruned_weights": 224, "reloaded": "same outputs"},
+}
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, permtriton.CompiledModel]:
+    configs = {
+        layout: permtriton.CompileConfig(permutation="heuristic", row_weights="none", layout=layout)
+        for layout in ("portable", "fused")
+    }
+    ids = zoo.tiny_ids(4, 16)
+    return {name: permtriton.compile(zoo.tiny_llama(), None, config, ids=ids) for name, config in configs.items()}
+
+
+@pytest.fixture(scope="module")
+def folders(compiled, tmp_path_factory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("card")
+    return {layout: model.save(root / layout) for layout, model in compiled.items()}
+
+
+def front(text: str) -> dict:
+    return yaml.safe_load(re.match(r"---\n(.*?)\n---\n", text, re.DOTALL)[1])
+
+
+def test_front_matter():
+    found = front(model_card(REPORT, "LlamaForCausalLM", ALONE))
+    assert found == {
+        "library_name": "transformers",
+        "base_model": "org/model-7b",
+        "pipeline_tag": "text-generation",
+        "tags": ["permtriton", "sparse", "2:4"],
+    }
+    assert "base_model" not in front(model_card({**REPORT, "model": "/home/me/model"}, "LlamaForCausalLM", ALONE))
+    assert "pipeline_tag" not in front(model_card(REPORT, "BertModel", ALONE))
+
+
+def test_content():
+    text = model_card(REPORT, "LlamaForCausalLM", ALONE)
+    for line in (
+        "| perplexity on `wikitext2`, dense | 5.472 |",
+        "| perplexity on `wikitext2`, this model | 6.750 |",
+        "| calibration | `text.txt`, 8 x 256 tokens |",
+        'model = AutoModelForCausalLM.from_pretrained("FOLDER")',
+        "- Not compared: pixel_values (none).",
+        REPORT["command"],
+    ):
+        assert line in text
+    assert "/home/me" not in text
+    assert "import permtriton" not in text
+    assert "import permtriton\nfrom transformers import AutoModel\n" in model_card(REPORT, "X", WITH_PERMTRITON)
+
+
+def test_older_records_still_have_a_card():
+    text = model_card({"config": {"sparsity": "2:4"}}, "", ALONE)
+    assert front(text)["tags"][-1] == "2:4"
+    assert "| held-out evaluation | not measured |" in text
+    assert "The command was not recorded." in text
+
+
+def test_names_are_no_markup():
+    text = model_card({**REPORT, "model": "/x/<script>a|b`\n# c"}, "", ALONE)
+    assert "# `<script>a?b??# c`, pruned to 2:4" in text
+
+
+def test_saving_and_exporting_write_cards_that_load_what_they_say(folders, tmp_path):
+    needs = {}
+    for name, folder in folders.items():
+        for format in ("packed", "dense"):
+            export(folder, tmp_path / f"{name}-{format}", format)
+            needs[name, format] = "\nimport permtriton\n" in (tmp_path / f"{name}-{format}" / "README.md").read_text()
+        needs[name] = "\nimport permtriton\n" in (folder / "README.md").read_text()
+    assert needs == {
+        "portable": False, ("portable", "packed"): True, ("portable", "dense"): False,
+        "fused": True, ("fused", "packed"): True, ("fused", "dense"): True,
+    }  # fmt: skip
+    assert "of dense" in (tmp_path / "portable-packed" / "README.md").read_text()
+
+
+def test_export_carries_a_card_that_somebody_edited(folders, tmp_path):
+    source = shutil.copytree(folders["portable"], tmp_path / "source")
+    (source / "README.md").write_text("# My own words\n")
+    export(source, tmp_path / "packed")
+    assert (tmp_path / "packed" / "README.md").read_text() == "# My own words\n"
+    export(tmp_path / "packed", tmp_path / "dense", "dense")
+    assert (tmp_path / "dense" / "README.md").read_text() == "# My own words\n"
+    assert json.loads((tmp_path / "dense" / "permtriton.json").read_text())["card"] is None
+
+
+def test_a_folder_with_a_readme_alone_is_not_replaced(compiled, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "README.md").write_text("mine")
+    with pytest.raises(OutputError, match="not written by permtriton"):
+        compiled["portable"].save(tmp_path / "out", overwrite=True)
+    assert (tmp_path / "out" / "README.md").read_text() == "mine"

@@ -1,0 +1,219 @@
+"""The command compare: its tables in every format, what it keeps, and what it refuses."""
+
+import csv
+import json
+import os
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+from typer.testing import Result
+
+from permtriton.cli.main import app
+from permtriton.comparison import run as comparison
+from permtriton.model import load
+
+from .desk import RUNNER, Desk, check_refusal
+
+TASK = """
+task: short
+dataset_path: json
+dataset_kwargs: {data_files: {test: short.jsonl}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{context}}"
+doc_to_choice: "{{choices}}"
+doc_to_target: "{{answer}}"
+metric_list: [{metric: acc, aggregation: mean}, {metric: acc_norm, aggregation: mean}]
+"""
+
+
+@pytest.fixture(autouse=True)
+def _here(desk, monkeypatch):
+    monkeypatch.chdir(desk.folder)
+
+
+def command(desk: Desk, *more: object) -> list[str]:
+    arguments = [
+        "compare", desk.model, "--calibration", desk.text, "--eval-text", desk.text, "--samples", 4,
+        "--sequence-length", 16, *more,
+    ]  # fmt: skip
+    return [str(argument) for argument in arguments]
+
+
+def compare(desk: Desk, *more: object) -> Result:
+    result = RUNNER.invoke(app, command(desk, *more))
+    assert result.exit_code == 0, result.stderr
+    return result
+
+
+@pytest.fixture
+def tasks(desk) -> Path:
+    """A folder with one task of a few words: the model has few positions."""
+    (desk.folder / "tasks").mkdir()
+    rows = [{"context": "the quick", "choices": [" brown", " lazy"], "answer": answer} for answer in (0, 1, 0)]
+    desk.write("tasks/short.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    return desk.write("tasks/short.yaml", TASK).parent
+
+
+def names(report: dict) -> list[tuple[str, str]]:
+    return [(row["method"], row["pattern"]) for row in report["rows"]]
+
+
+def numbers(report: dict) -> list[dict]:
+    """The rows without times and memory."""
+    found = json.loads(json.dumps(report["rows"]))
+    for row in found:
+        for each in (row, *row["by_seed"]):
+            for name in ("seconds", "compile_seconds", "peak_bytes"):
+                each.pop(name)
+    return found
+
+
+@pytest.fixture
+def interrupted(monkeypatch):
+    """Lets the second compilation be interrupted, the first time."""
+    calls, compile = [], comparison.compile
+
+    def sometimes(*arguments, **options):
+        calls.append(arguments[2])
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return compile(*arguments, **options)
+
+    monkeypatch.setattr(comparison, "compile", sometimes)
+    return calls
+
+
+def test_every_format_has_the_same_numbers(desk, tasks):
+    outputs = [desk.folder / f"table.{suffix}" for suffix in ("json", "csv", "md")]
+    more = [part for output in outputs for part in ("--output", output)]
+    result = compare(
+        desk, "--methods", "wanda", "--seeds", "0,1", "--patterns", "2:4,4:8",
+        "--tasks", "short", "--tasks-dir", tasks, "--limit", 3, "--json", *more,
+    )  # fmt: skip
+    report = json.loads(outputs[0].read_text())
+    assert report == json.loads(result.stdout)
+    assert names(report) == [("dense", ""), ("wanda", "2:4"), ("wanda", "4:8")]
+    assert [len(row["values"]) for row in report["rows"]] == [1, 2, 2]
+    assert len({row["mean"] for row in report["rows"]}) == 3
+    table = list(csv.DictReader(outputs[1].read_text().splitlines()))
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in outputs[2].read_text().splitlines()]
+    for row, found, line in zip(report["rows"], table, lines[2:], strict=True):
+        assert list(found) == lines[0]
+        assert (found["method"], found["pattern"]) == (row["method"], row["pattern"])
+        expected = {
+            "perplexity": row["mean"],
+            "against dense": row["mean"] / report["rows"][0]["mean"],
+            "KL, nats": row["kl"],
+            "cosine": row["cosine"],
+            "short acc": row["tasks"]["short acc"],
+        }
+        assert {name: float(found[name]) for name in expected} == expected
+        shown = dict(zip(lines[0], line, strict=True))
+        assert {name: shown[name] for name in expected} == {n: format(v, ".5g") for n, v in expected.items()}
+        assert row["values"] == [each["perplexity"] for each in row["by_seed"]]
+    assert {"short acc", "short acc_norm"} == set(report["rows"][0]["tasks"])
+    assert report["rows"][0]["kl"] == 0
+    assert "lm_eval" in report["versions"]
+    assert all(row["kl"] > 0 and row["cosine"] < 1 and row["peak_bytes"] > 2**20 for row in report["rows"][1:])
+
+
+def test_an_interrupted_comparison_continues(desk, interrupted):
+    arguments = ("--methods", "magnitude,wanda", "--output", desk.folder / "t.json")
+    result = RUNNER.invoke(app, command(desk, *arguments))
+    assert result.exit_code == 130
+    assert "a comparison runs the rows that are missing" in result.stderr.splitlines()[-1]
+    assert not (desk.folder / "t.json").exists()
+    continued = compare(desk, *arguments)
+    assert "2 of 3 results" in continued.stderr
+    assert [config.importance for config in interrupted] == ["magnitude", "wanda", "wanda"]
+    report = json.loads((desk.folder / "t.json").read_text())
+    again = compare(desk, *arguments, "--json")
+    assert (len(interrupted), json.loads(again.stdout)) == (3, report), "finished: nothing is measured again"
+    compare(desk, *arguments, "--methods", "wanda", "--overwrite")
+    assert len(interrupted) == 4
+    assert numbers(json.loads((desk.folder / "t.json").read_text())) == [numbers(report)[0], numbers(report)[2]]
+
+
+def test_without_an_output_nothing_stays_behind(desk, interrupted):
+    before = desk.files()
+    arguments = ("--methods", "magnitude,wanda")
+    assert RUNNER.invoke(app, command(desk, *arguments)).exit_code == 130
+    assert set(desk.files()) - set(before) == {".compare-tiny.rows.json"}
+    result = compare(desk, *arguments)
+    assert "2 of 3 results" in result.stderr
+    assert len(interrupted) == 3
+    assert desk.files() == before
+    for word in ("magnitude", "wanda", "perplexity", "cosine", "KL", "seconds"):
+        assert word in result.stdout
+
+
+def test_kept_results_of_another_comparison(desk):
+    arguments = ("--methods", "magnitude", "--output", "t.md")
+    compare(desk, *arguments)
+    other = desk.write("other.txt", desk.text.read_text() + " the end")
+    for more, words in (
+        (("--samples", "3"), ["samples was 4, now 3"]),
+        (("--eval-text", other), ["held-out text was"]),
+        (("--calibration", other), ["calibration was", "other.txt"]),
+        (("--ablate", "learn-layers", "--methods", "wanda + learned"), ["ablation was None, now 'learn-layers'"]),
+    ):
+        desk.refuses(command(desk, *arguments, *more), ".t.md.rows.json", "--overwrite", *words)
+    compare(desk, *arguments, "--samples", "3", "--overwrite")
+
+
+def test_an_ablation_from_the_command_line(desk):
+    options = ("--epochs", 1, "--micro-batch-size", 4, "--config", desk.write("c.toml", 'start = "random"\n'))
+    result = compare(desk, "--ablate", "block-size", "--values", "8,16", *options, "--json")
+    rows = json.loads(result.stdout)["rows"]
+    assert [(row["method"], row["setting"]) for row in rows] == [
+        ("dense", ""), ("wanda + learned", "block_size 8"), ("wanda + learned", "block_size 16"),
+    ]  # fmt: skip
+    assert all(row["compile_seconds"] > 0 for row in rows[1:])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--seeds", "a"), ["seeds 'a'", "0,1,2"]),
+        (("--seeds", "-1"), ["seeds '-1'"]),
+        (("--methods", "fancy"), ["'fancy'", "magnitude, wanda"]),
+        (("--eval-text", "none"), ["nothing to compare on"]),
+        (("--output", "no/such/report.json"), ["no/such"]),
+        (("--output", "t.json", "--output", "report.pdf"), [".pdf", ".json, .csv, .md"]),
+        (("--sparsity", "4:2"), ["4:2"]),
+        (("--patterns", "2:4,5"), ["'5'"]),
+        (("--patterns", "2:4", "--sparsity", "4:8"), ["--sparsity has no effect with --patterns"]),
+        (("--ablate", "heat"), ["'heat'", "sinkhorn, calibration"]),
+        (("--values", "1"), ["--values has no effect without --ablate"]),
+        (("--ablate", "sinkhorn"), ["no effect on the method 'magnitude'", "wanda + learned"]),
+        (("--ablate", "calibration"), ["--calibration has no effect with --ablate calibration", "--values"]),
+        (("--calibration", "c5"), ["c5 is neither a file"]),
+        (("--epochs", "3"), ["--epochs has no effect on the methods magnitude"]),
+        (("--limit", "3"), ["--limit", "without --tasks"]),
+    ],
+)
+def test_bad_comparisons(desk, options, words):
+    desk.refuses(command(desk, "--methods", "magnitude", *options), *words)
+
+
+@pytest.mark.parametrize(("output", "lock"), [(("--output", "t.csv"), ".t.csv.lock"), ((), ".compare-tiny.lock")])
+def test_a_second_run_is_refused_before_the_work(desk, monkeypatch, output, lock):
+    monkeypatch.setattr(load, "load_original", lambda source: pytest.fail("the model was loaded"))
+    with FileLock(desk.folder / lock):
+        result = RUNNER.invoke(app, command(desk, "--methods", "magnitude", *output))
+        check_refusal(result.exit_code, result.stderr, (lock, "is being written by another process"))
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_the_work(desk, monkeypatch):
+    monkeypatch.setattr(load, "load_original", lambda source: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
+    desk.refuses(command(desk), str(desk.folder), "finished results are kept", "--output")
+    desk.refuses(command(desk, "--output", "t.csv"), "t.csv", "cannot be written")
+
+
+def test_a_folder_in_place_of_kept_results(desk):
+    (desk.folder / ".t.csv.rows.json").mkdir()
+    result = RUNNER.invoke(app, command(desk, "--methods", "magnitude", "--output", "t.csv"))
+    check_refusal(result.exit_code, result.stderr, (".t.csv.rows.json", "--overwrite"))

@@ -1,0 +1,172 @@
+"""What the command line says when runs overlap or were another one, disks are full and files change under its hands."""
+
+import errno
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from transformers import LlamaForCausalLM
+
+from permtriton import compiler
+from permtriton.checkpoint.output import claimed
+from permtriton.cli.main import app
+
+from .desk import RUNNER, check_refusal
+
+QUICK = ("--permutation", "searched", "--rounds", 1, "--micro-batch-size", 4, "--row-weights", "none")
+
+
+@pytest.fixture
+def interrupted(desk, monkeypatch) -> Path:
+    """The state of a run that was interrupted while saving."""
+
+    def stop(*_args: object, **_options: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LlamaForCausalLM, "save_pretrained", stop)
+        assert RUNNER.invoke(app, desk.compile(*QUICK)).exit_code == 130
+    assert sorted(path.name for path in desk.folder.iterdir()) == [".out.search.safetensors", "out"]
+    return desk.folder / ".out.search.safetensors"
+
+
+def test_another_run_is_refused_until_it_restarts(desk, interrupted):
+    other = (*QUICK, "--rounds", 2, "--seed", 3)
+    desk.refuses(
+        desk.compile(*other), "belongs to another run: rounds was 1 and is 2; seed was 0 and is 3", "--restart"
+    )
+    result = RUNNER.invoke(app, desk.compile(*other, "--restart"))
+    assert result.exit_code == 0, result.stderr
+    assert "continuing" not in result.stderr
+    assert [path.name for path in desk.folder.iterdir()] == ["out"]
+
+
+def test_the_same_run_continues_and_restarts_when_wanted(desk, interrupted):
+    state = interrupted.read_bytes()
+    result = RUNNER.invoke(app, desk.compile(*QUICK))
+    assert "continuing after round 1 of an interrupted run" in result.stderr
+    interrupted.write_bytes(state)
+    result = RUNNER.invoke(app, desk.compile(*QUICK, "--restart"))
+    assert (result.exit_code, "continuing" in result.stderr) == (0, False)
+
+
+def test_two_compilations_of_one_output(desk, monkeypatch):
+    """The second one is refused before it loads anything; the first one is not disturbed."""
+    monkeypatch.setattr("permtriton.model.load.load_model", None)
+
+    def busy(*_args: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, "held elsewhere")
+
+    monkeypatch.setattr("fcntl.flock", busy)
+    lock = desk.write(".out.lock", "process 1234 on node7\n")
+    desk.refuses(desk.compile(), "another process (process 1234 on node7", str(lock), "wait for it to end")
+    desk.refuses(
+        ["export", str(desk.out), "--output", str(desk.folder / "out"), "--overwrite"], "folder that is exported"
+    )
+    desk.write(".packed.lock", "process 1235 on node7\n")
+    desk.refuses(["export", str(desk.out), "--output", str(desk.folder / "packed")], "process 1235 on node7")
+
+
+def test_a_claimed_output_is_left_clean_after_errors(desk):
+    with pytest.raises(RuntimeError), claimed(desk.out, overwrite=True):
+        raise RuntimeError
+    assert [path.name for path in desk.folder.iterdir()] == ["out"]
+
+
+def test_a_full_disk_keeps_what_was_found(desk, interrupted, monkeypatch):
+    """The states of the stages stay, and the same command continues once there is room."""
+    before = desk.files()
+
+    def full(*_args: object, **_options: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LlamaForCausalLM, "save_pretrained", full)
+        result = RUNNER.invoke(app, desk.compile(*QUICK))
+    words = ("cannot be written: No space left on device", "nothing earlier was lost", "run the same command again")
+    check_refusal(result.exit_code, result.stderr, words)
+    assert desk.files().keys() == before.keys()
+    result = RUNNER.invoke(app, desk.compile(*QUICK))
+    assert "continuing after round 1" in result.stderr
+    assert (result.exit_code, [path.name for path in desk.folder.iterdir()]) == (0, ["out"])
+
+
+# -- files that change or cannot be read -----------------------------------------------------------------------------
+
+
+def flip(path: Path) -> None:
+    """Writes into a file in place, as a careless copy over it does."""
+    with path.open("r+b") as file:
+        file.seek(-4, os.SEEK_END)
+        file.write(b"\1\2\3\4")
+
+
+def replace(path: Path) -> None:
+    """Puts another file in its place, as a careful copy does."""
+    shutil.copy(path, path.with_suffix(".new"))
+    path.with_suffix(".new").replace(path)
+
+
+@pytest.fixture
+def model(desk) -> Path:
+    """A copy of the model, which a test may change."""
+    return Path(shutil.copytree(desk.model, desk.folder / "model"))
+
+
+@pytest.mark.parametrize("change", [flip, replace])
+def test_weights_that_change_while_they_are_read(desk, model, monkeypatch, change):
+    load = LlamaForCausalLM.from_pretrained.__func__
+
+    def from_pretrained(kind: type, *arguments: object, **options: object) -> object:
+        found = load(kind, *arguments, **options)
+        change(model / "model.safetensors")
+        return found
+
+    monkeypatch.setattr(LlamaForCausalLM, "from_pretrained", classmethod(from_pretrained))
+    result = RUNNER.invoke(app, desk.compile(model=model))
+    check_refusal(
+        result.exit_code, result.stderr, (str(model / "model.safetensors"), "was changed while it was in use")
+    )
+
+
+@pytest.mark.parametrize("change", [flip, replace])
+def test_weights_that_change_while_they_are_pruned(desk, model, monkeypatch, change):
+    """They are mapped from the file: what writes to it writes to the model. A file that is replaced stays mapped."""
+    original = compiler.compile
+
+    def compile(*arguments: object, **options: object) -> object:
+        found = original(*arguments, **options)
+        change(model / "model.safetensors")
+        return found
+
+    monkeypatch.setattr(compiler, "compile", compile)
+    earlier = (desk.out / "model.safetensors").read_bytes()
+    result = RUNNER.invoke(app, desk.compile(model=model))
+    if change is flip:
+        check_refusal(result.exit_code, result.stderr, ("was changed while it was in use", "nothing was saved"))
+        assert (desk.out / "model.safetensors").read_bytes() == earlier
+    else:
+        assert result.exit_code == 0, result.stderr
+
+
+def test_a_text_that_may_not_be_read(desk, monkeypatch):
+    read = Path.read_text
+
+    def refuse(path: Path, *arguments: object, **options: object) -> str:
+        if path == desk.text:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return read(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    desk.refuses(desk.compile(), str(desk.text), "cannot be read: Permission denied")
+
+
+def test_other_files_that_may_not_be_read(desk, monkeypatch):
+    """An error of the system that nothing else explains names its file, too."""
+
+    def refuse(*_args: object, **_options: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "/somewhere/file")
+
+    monkeypatch.setattr("permtriton.cli.compile.held_out_windows", refuse)
+    desk.refuses(desk.compile(), "/somewhere/file: Permission denied")

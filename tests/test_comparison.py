@@ -1,0 +1,333 @@
+"""Comparisons: rows as data, one calibration set for all, results that are kept, ablations that differ."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+
+from permtriton import machine
+from permtriton.comparison import run as comparison
+from permtriton.comparison.methods import ABLATIONS, METHODS, ablation_rows, check_effect, method_rows
+from permtriton.comparison.results import ResultFile
+from permtriton.comparison.run import Yardstick, compare
+from permtriton.config import CompileConfig
+from permtriton.errors import ConfigError, OutputError
+from permtriton.progress import NoProgress
+from permtriton.sparsity import NMPattern
+
+from . import zoo
+
+PATTERNS = (NMPattern(2, 4), NMPattern(4, 8))
+IDS, WINDOWS = zoo.tiny_ids(4, 16), zoo.tiny_ids(3, 12, seed=1)
+TIMES = ("seconds", "compile_seconds", "peak_bytes")
+SMALL = {"samples": 4, "sequence_length": 16, "epochs": 1, "batch_size": 4}
+# Without a base order, and with the last epoch kept: what learning does then shows, be it good or bad.
+PLAINLY = {"base_order": "identity", "start": "random", "keep_epoch": "last", "learning_rate": 0.1}
+
+
+def config(**options: object) -> CompileConfig:
+    return CompileConfig.from_options({**SMALL, **options})
+
+
+def one_layer():
+    return zoo.tiny_llama(initializer_range=0.4, num_hidden_layers=1)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return one_layer()
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """The calls of `permtriton.compile`: config and calibration sequences of each."""
+    calls = []
+
+    def record(model, tokenizer, config, *, ids, progress):
+        calls.append((config, ids))
+        return original(model, tokenizer, config, ids=ids, progress=progress)
+
+    original = comparison.compile
+    monkeypatch.setattr(comparison, "compile", record)
+    return calls
+
+
+def without_times(results) -> list:
+    return [
+        (each.method, each.pattern, each.setting, [{**asdict(m), **dict.fromkeys(TIMES)} for m in each.measured])
+        for each in results
+    ]
+
+
+# -- rows ----------------------------------------------------------------------------------------------------------
+
+
+def test_there_is_a_row_per_method_and_pattern():
+    rows = method_rows(config(), ("wanda", "ria + learned", "wanda"), PATTERNS)
+    assert [(row.method, row.pattern) for row in rows] == [
+        (method, pattern) for pattern in ("2:4", "4:8") for method in ("wanda", "ria + learned")
+    ]
+    assert [str(row.config.sparsity) for row in rows] == ["2:4", "2:4", "4:8", "4:8"]
+    assert {(row.config.importance, row.config.permutation) for row in rows} == {("wanda", "none"), ("ria", "learned")}
+
+
+def test_all_methods_differ_from_each_other():
+    rows = method_rows(config(), (), ())
+    assert [row.method for row in rows] == list(METHODS)
+    assert len({row.config for row in rows}) == len(METHODS)
+
+
+@pytest.mark.parametrize("name", ABLATIONS)
+def test_the_rows_of_an_ablation_differ_in_its_option_alone(name):
+    rows = ablation_rows(config(), name, (), (), (), layers=6)
+    ablation = ABLATIONS[name]
+    assert len(rows) == len(ablation.values) * len(ablation.methods)
+    for method in ablation.methods:
+        found = [row.config.to_dict() for row in rows if row.method == method]
+        values = [each.pop(ablation.option) for each in found]
+        assert len(set(values)) == len(values)
+        assert all(each == found[0] for each in found)
+    if name == "learn-layers":
+        assert values == ["last:1", "last:3", "all"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("heat", (), ()), "ablation 'heat' is unknown: choose from sinkhorn"),
+        (("sinkhorn", (), ("wanda",)), r"no effect on the method 'wanda'.*choose from wanda \+ learned, ria"),
+        (("sinkhorn", ("five",), ()), "'five': --sinkhorn-rounds takes integers"),
+        (("block-size", ("30",), ()), "block_size 30 is not a multiple"),
+        (("learn-layers", ("first:1",), ()), "learn_layers is 'first:1'"),
+    ],
+)
+def test_ablations_that_make_no_sense(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        ablation_rows(config(), *arguments, (), layers=2)
+
+
+def test_options_that_change_no_row_are_refused():
+    rows = method_rows(config(), ("wanda", "wanda + learned"), ())
+    check_effect(["epochs", "samples"], rows, None)
+    with pytest.raises(ConfigError, match="--epochs has no effect on the methods wanda: "):
+        check_effect(["samples", "epochs"], rows[:1], None)
+    with pytest.raises(ConfigError, match="--block-size has no effect with --ablate block-size"):
+        check_effect(["block_size"], rows, "block-size")
+
+
+# -- runs ----------------------------------------------------------------------------------------------------------
+
+
+def test_all_rows_of_a_seed_share_one_draw(model, compiled, tmp_path, monkeypatch):
+    draws = []
+    draw = comparison.calibration_ids
+
+    def count(*arguments):
+        draws.append(arguments[-1])
+        return draw(*arguments)
+
+    monkeypatch.setattr(comparison, "calibration_ids", count)
+    text = tmp_path / "text.jsonl"
+    text.write_text(json.dumps({"input_ids": torch.arange(40).repeat(12).tolist()}))
+    rows = method_rows(config(calibration=str(text)), ("wanda",), PATTERNS)
+    results = compare(Yardstick(model, None, WINDOWS), rows, seeds=(0, 5))
+    assert draws == [0, 5]
+    assert [(config.seed, str(config.sparsity)) for config, _ in compiled] == [
+        (seed, pattern) for pattern in ("2:4", "4:8") for seed in (0, 5)
+    ]
+    first, second = compiled[0][1], compiled[1][1]
+    assert not torch.equal(first, second)
+    assert all(torch.equal(ids, (first, second)[config.seed == 5]) for config, ids in compiled)
+    assert [(each.method, each.pattern, len(each.measured)) for each in results] == [
+        ("dense", "", 1), ("wanda", "2:4", 2), ("wanda", "4:8", 2),
+    ]  # fmt: skip
+    assert results[1].mean != results[2].mean, "the patterns differ"
+    assert results[1].spread > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [("sinkhorn", ()), ("block-size", ("8", "16")), ("learn-layers", ("last:1", "all")), ("calibration", ("a", "b"))],
+)
+def test_the_rows_of_every_ablation_give_different_models(model, tmp_path, name, values):
+    if name == "calibration":
+        values = [str(tmp_path / f"{value}.jsonl") for value in values]
+        for seed, path in enumerate(values):
+            stream = zoo.tiny_ids(1, 200, seed)[0].tolist()
+            (tmp_path / path).write_text(json.dumps({"input_ids": stream}))
+    if name == "learn-layers":
+        model = zoo.tiny_llama(initializer_range=0.4)
+    rows = ablation_rows(config(**PLAINLY), name, values, ("wanda + learned (fused)",), (), layers=2)
+    results = compare(Yardstick(model, None, WINDOWS), rows, ids=None if name == "calibration" else IDS)
+    means = [each.mean for each in results[1:]]
+    assert len(means) == len(set(means)) == 2
+    assert [each.setting for each in results[1:]] == [row.setting for row in rows]
+
+
+def test_encoders_are_compared_by_the_cosine():
+    model = zoo.build("bert")
+    results = compare(
+        Yardstick(model, None, zoo.token_ids(3, 12)), method_rows(config(), ("wanda",), ()), ids=zoo.token_ids(4, 16)
+    )
+    dense, pruned = (each.measured[0] for each in results)
+    assert (dense.perplexity, dense.kl, pruned.perplexity, pruned.kl) == (None, None, None, None)
+    assert results[0].mean == pytest.approx(1, abs=1e-6)
+    assert results[1].mean == pruned.cosine < 0.999
+    assert results[1].average(lambda each: each.kl) is None
+
+
+def test_the_dense_model_stays_as_it_is(model):
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    compare(Yardstick(model, None, WINDOWS), method_rows(config(), ("wanda",), ()), ids=IDS)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_peak_memory_is_counted_anew():
+    cpu = torch.device("cpu")
+    large = torch.ones(2**27)  # 512 MiB
+    assert machine.reset_peak_memory(cpu)
+    with_it = machine.peak_memory(cpu)
+    del large
+    assert machine.peak_memory(cpu) > with_it - 2**24, "still the peak, up to the precision of the kernel's counters"
+    assert machine.reset_peak_memory(cpu)
+    assert machine.peak_memory(cpu) < with_it - 2**28
+
+
+def test_memory_that_cannot_be_counted_anew_is_not_reported(model, monkeypatch):
+    monkeypatch.setattr(machine, "reset_peak_memory", lambda device: False)
+    results = compare(Yardstick(model, None, WINDOWS), method_rows(config(), ("wanda",), ()), ids=IDS)
+    assert results[1].measured[0].peak_bytes is None
+
+
+# -- kept results --------------------------------------------------------------------------------------------------
+
+METHODS_RUN = ("magnitude", "wanda")
+
+
+@pytest.fixture(scope="module")
+def finished(model, tmp_path_factory) -> bytes:
+    """The file of a finished comparison of magnitude with the dense model."""
+    path = tmp_path_factory.mktemp("kept") / "rows.json"
+    run(path, model, ("magnitude",))
+    return path.read_bytes()
+
+
+@pytest.fixture
+def stored_rows(finished, tmp_path) -> Path:
+    """A copy of it, to be changed."""
+    path = tmp_path / "rows.json"
+    path.write_bytes(finished)
+    return path
+
+
+class Lines(NoProgress):
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.lines.append(text)
+
+
+def kept(path, model, base=None, windows=WINDOWS, **more) -> ResultFile:
+    yardstick = Yardstick(model, None, windows)
+    return ResultFile(path, yardstick.identity(base or config(), more.get("ablation"), more.get("tasks", {})))
+
+
+def run(path, model, methods=METHODS_RUN, progress=None):
+    results = kept(path, model)
+    results.read()
+    return compare(
+        Yardstick(model, None, WINDOWS), method_rows(config(), methods, ()), ids=IDS, kept=results, progress=progress
+    )
+
+
+def test_an_interrupted_comparison_continues_with_what_is_missing(model, compiled, tmp_path, monkeypatch):
+    path, recording = tmp_path / "rows.json", comparison.compile
+    expected = without_times(run(None, model))
+    compiled.clear()
+
+    def interrupt(*arguments, **options):
+        if len(compiled) == 1:
+            raise KeyboardInterrupt
+        return recording(*arguments, **options)
+
+    monkeypatch.setattr(comparison, "compile", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run(path, model)
+    assert len(compiled) == 1
+    monkeypatch.setattr(comparison, "compile", recording)
+    progress = Lines()
+    assert without_times(run(path, model, progress=progress)) == expected
+    assert [config.importance for config, _ in compiled] == ["magnitude", "wanda"]
+    assert f"2 of 3 results (a row with one seed each) are kept in {path}" in progress.lines
+    before = path.read_bytes()
+    assert without_times(run(path, model, ("wanda", "magnitude"))) == [expected[0], expected[2], expected[1]]
+    assert len(compiled) == 2
+    assert path.read_bytes() == before
+    assert [file.name for file in tmp_path.iterdir()] == ["rows.json"]
+
+
+def other_model():
+    other = one_layer()
+    with torch.no_grad():
+        other.model.embed_tokens.weight[7, 0] += 1e-3
+    return other
+
+
+OTHERS = {
+    "model": (lambda model: {"model": other_model()}, "model weights was '"),
+    "text": (lambda model: {"windows": WINDOWS + 1}, "held-out text was '"),
+    "config": (lambda model: {"base": config(samples=8)}, "option samples was 4, now 8"),
+    "ablation": (lambda model: {"ablation": "sinkhorn"}, "ablation was None, now 'sinkhorn'"),
+    "tasks": (lambda model: {"tasks": {"names": ["rte"]}}, r"tasks names was None, now \['rte'\]"),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_results_of_another_comparison_are_refused_by_what_differs(model, stored_rows, case):
+    change, message = OTHERS[case]
+    with pytest.raises(OutputError, match=f"rows.json holds results of another comparison: {message}.*--overwrite"):
+        kept(stored_rows, **{"model": model, **change(model)}).read()
+
+
+def test_results_of_other_versions_are_refused(model, stored_rows, monkeypatch):
+    present = machine.versions()
+    monkeypatch.setattr(machine, "versions", lambda: {**present, "torch": "1.0"})
+    with pytest.raises(OutputError, match=f"version of torch was '{torch.__version__}'.*, now '1.0'".replace("+", ".")):
+        run(stored_rows, model, ("magnitude",))
+
+
+def test_other_calibration_sequences_are_refused(model, stored_rows):
+    results = kept(stored_rows, model)
+    results.read()
+    with pytest.raises(OutputError, match="a result of magnitude with seed 0 on other calibration sequences"):
+        compare(Yardstick(model, None, WINDOWS), method_rows(config(), ("magnitude",), ()), ids=IDS + 1, kept=results)
+
+
+def test_what_the_rows_set_themselves_is_no_difference(model, stored_rows):
+    other = config(sparsity="4:8", seed=3, permutation="heuristic", importance="ria")
+    results = kept(stored_rows, model, other)
+    results.read()
+    assert len(results.results) == 2
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "7", '{"version": 1}', "[" * 10**5, b"\xff\xfe"])
+def test_a_damaged_file_is_refused(model, tmp_path, content):
+    path = tmp_path / "rows.json"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(OutputError, match=r"holds no results that can be continued.*--overwrite"):
+        kept(path, model).read()
+
+
+@pytest.mark.parametrize(
+    ("place", "value"), [("cosine", "low"), ("tasks", []), ("peak_bytes", 1.5), ("method", 3), ("seconds", None)]
+)
+def test_values_of_another_type_are_refused(model, stored_rows, place, value):
+    stored = json.loads(stored_rows.read_text())
+    part = "key" if place == "method" else "measured"
+    stored["results"][1][part][place] = value
+    stored_rows.write_text(json.dumps(stored))
+    with pytest.raises(OutputError, match=r"holds no results that can be continued.*--overwrite"):
+        kept(stored_rows, model).read()

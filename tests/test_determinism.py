@@ -1,0 +1,82 @@
+"""The same seed gives the same bytes in another process on the same machine, on a CPU."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+RECIPES = {
+    "default": ["--rounds", "1"],
+    "learned": [
+        "--permutation",
+        "learned",
+        "--epochs",
+        "1",
+        "--base-order",
+        "identity",
+        "--block-size",
+        "16",
+        "--batch-size",
+        "4",
+    ],
+    "sparsegpt": ["--weight-update", "sparsegpt"],
+}
+PROGRAM = """
+import json, sys
+from typer.testing import CliRunner
+from permtriton.cli.main import app
+for arguments in json.loads(sys.argv[1]):
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+"""
+
+
+@pytest.fixture(scope="module")
+def runs(model_folder, tmp_path_factory) -> list[Path]:
+    """The outputs of every recipe in two processes, in which sets and dicts of strings have other orders."""
+    folders, processes = [tmp_path_factory.mktemp(f"run{number}") for number in range(2)], []
+    for number, folder in enumerate(folders):
+        commands = [
+            ["compile", str(model_folder), "--calibration", str(model_folder.parent / "text.txt"), "--samples", "4",
+             "--sequence-length", "16", "--eval-text", "none", "--seed", "7", "--output", str(folder / name), *options]
+            for name, options in RECIPES.items()
+        ]  # fmt: skip
+        environment = {**os.environ, "PYTHONHASHSEED": str(number + 1), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-c", PROGRAM, json.dumps(commands)]
+        processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
+    for process in processes:
+        output, _ = process.communicate(timeout=300)
+        assert process.returncode == 0, output.decode()
+    return folders
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_weights_are_equal_byte_for_byte(runs, recipe):
+    one, other = [(folder / recipe / "model.safetensors").read_bytes() for folder in runs]
+    assert one == other
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_reports_are_equal_but_for_times_and_memory(runs, recipe):
+    def timeless(value: object) -> object:
+        if isinstance(value, dict):
+            return {name: timeless(each) for name, each in value.items() if name not in ("seconds", "memory")}
+        return [timeless(each) for each in value] if isinstance(value, list) else value
+
+    one, other = [json.loads((folder / recipe / "permtriton.json").read_text()) for folder in runs]
+    assert timeless(one) == timeless(other)
+
+
+def test_the_report_says_what_the_bytes_depend_on(runs):
+    report = json.loads((runs[0] / "default" / "permtriton.json").read_text())
+    assert report["determinism"] == {
+        "seed": 7, "threads": 1, "deterministic_algorithms": False, "tf32": False, "float32_matmul": "highest",
+    }  # fmt: skip
+
+
+def test_every_recipe_gives_other_bytes(runs):
+    """Else the comparison above would show little."""
+    assert len({(runs[0] / name / "model.safetensors").read_bytes() for name in RECIPES}) == len(RECIPES)

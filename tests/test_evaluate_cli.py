@@ -1,0 +1,234 @@
+"""`permtriton evaluate`: folders in every format, the same numbers in every output, and refusals in one line."""
+
+import csv
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import BertConfig, BertModel, LlamaForCausalLM
+
+import permtriton
+from permtriton.cli.main import app
+from permtriton.errors import CalibrationError
+from permtriton.evaluate import evaluate
+from permtriton.evaluation.tasks import Tasks
+from permtriton.model.load import Source, load_model, load_tokenizer
+from permtriton.prune.text import evaluation_ids
+
+from . import zoo
+from .desk import RUNNER
+from .folders import edit_json
+from .lm_tasks import datasets_cache, write_tasks  # noqa: F401 (a fixture)
+
+MEASURES = ("perplexity", "dense_perplexity", "kl", "cosine", "tasks")
+
+
+def run(*arguments: object) -> str:
+    """Runs ``permtriton evaluate`` and returns what it prints on standard output."""
+    result = RUNNER.invoke(app, ["evaluate", *map(str, arguments)], env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.stderr or repr(result.exception)
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def compiled(model_folder, tmp_path_factory) -> dict[str, Path]:
+    """The tiny model, compiled in both layouts and exported from both; and what the compilation has in memory."""
+    root = tmp_path_factory.mktemp("compiled")
+    source = Source(str(model_folder))
+    folders = {}
+    for layout in ("portable", "fused"):
+        options = {"permutation": "heuristic", "layout": layout, "calibration": str(model_folder.parent / "text.txt")}
+        config = permtriton.CompileConfig.from_options({**options, "samples": 4, "sequence_length": 16})
+        made = permtriton.compile(load_model(source), load_tokenizer(source), config)
+        folders[layout] = made.save(root / layout)
+        if layout == "portable":
+            folders["memory"] = made
+        exported = root / f"{layout}-packed"
+        assert RUNNER.invoke(app, ["export", str(folders[layout]), "--output", str(exported)]).exit_code == 0
+        folders[f"{layout}-packed"] = exported
+    return folders
+
+
+@pytest.fixture
+def options(model_folder, tmp_path) -> list[object]:
+    tasks = write_tasks(tmp_path / "tasks")
+    return [
+        "--against", model_folder, "--perplexity", model_folder.parent / "text.txt",
+        "--tasks", "foxes,dogs", "--tasks-dir", tasks, "--json",
+    ]  # fmt: skip
+
+
+# -- formats -------------------------------------------------------------------------------------------------------
+
+
+def test_every_format_gives_the_numbers_of_the_model_in_memory(compiled, model_folder, options, tmp_path):
+    source, made = Source(str(model_folder)), compiled["memory"]
+    tokenizer = load_tokenizer(source)
+    expected = evaluate(
+        made.model,
+        tokenizer,
+        windows=evaluation_ids(str(model_folder.parent / "text.txt"), tokenizer, len(tokenizer), 32),
+        dense=load_model(source),
+        hidden_order=made.plan.hidden_order(made.indices),
+        tasks=Tasks(["foxes", "dogs"], folder=tmp_path / "tasks"),
+    )
+    reports = {name: json.loads(run(compiled[name], *options)) for name in compiled if name != "memory"}
+    portable, packed = reports["portable"], reports["portable-packed"]
+    for name in ("perplexity", "kl", "cosine"):
+        assert portable[name] == pytest.approx(getattr(expected, name), rel=1e-6)
+    scores = {task.name: {metric: score.value for metric, score in task.scores.items()} for task in expected.tasks}
+    found = {task["name"]: {metric: s["value"] for metric, s in task["scores"].items()} for task in portable["tasks"]}
+    assert found == scores
+    assert portable["kl"] > 1e-5, "the model was pruned"
+    assert 0.5 < portable["cosine"] < 1
+    assert {name: portable[name] for name in MEASURES} == {name: packed[name] for name in MEASURES}
+    fused, fused_packed = reports["fused"], reports["fused-packed"]
+    assert {name: fused[name] for name in MEASURES} == {name: fused_packed[name] for name in MEASURES}
+    assert fused["dense_perplexity"] == portable["dense_perplexity"]
+
+
+def test_the_order_of_hidden_states_is_read_from_the_folder(compiled, options, tmp_path):
+    assert json.loads((compiled["portable"] / "permtriton.json").read_text())["hidden_states"]["permuted"]
+    folder = Path(shutil.copytree(compiled["portable"], tmp_path / "model"))
+    right = json.loads(run(folder, *options[:4], "--json"))["cosine"]
+    edit_json(folder / "permtriton.json", lambda report: report.update(hidden_states={"permuted": False}))
+    assert json.loads(run(folder, *options[:4], "--json"))["cosine"] < 0.5 < right
+
+
+def test_compiled_folders_load_straight_onto_the_device(compiled, model_folder, monkeypatch):
+    """On a GPU, packed weights stay packed only where transformers loads them onto it."""
+    places, load = [], LlamaForCausalLM.from_pretrained
+    monkeypatch.setattr(
+        LlamaForCausalLM, "from_pretrained", lambda *a, **k: places.append(k.get("device_map")) or load(*a, **k)
+    )
+    for folder in (model_folder, compiled["portable"], compiled["portable-packed"], compiled["fused"]):
+        load_model(Source(str(folder), device="cpu"))
+    assert places == [None, None, "cpu", "cpu"]
+
+
+@pytest.mark.parametrize(
+    ("stored", "words"),
+    [
+        *[(wrong, "hidden_states is") for wrong in (None, [])],
+        ({"permuted": 1}, "permuted is '1'"),
+        *[
+            ({"permuted": True, **index}, "compile the model again")
+            for index in ({}, {"index": [0] * 16}, {"index": 3})
+        ],
+        ({}, "compile the model again"),
+    ],
+)
+def test_a_damaged_order_is_refused(desk, compiled, stored, words):
+    folder = Path(shutil.copytree(compiled["portable"], desk.folder / "model"))
+    edit_json(folder / "permtriton.json", lambda report: report.update(hidden_states=stored))
+    arguments = ["evaluate", folder, "--against", desk.model, "--perplexity", desk.text]
+    desk.refuses([str(argument) for argument in arguments], "hidden_states", words)
+
+
+# -- outputs -------------------------------------------------------------------------------------------------------
+
+
+def test_every_output_has_the_same_numbers(desk, compiled, options, tmp_path):
+    names = {kind: tmp_path / f"result.{kind}" for kind in ("json", "csv", "md")}
+    printed = json.loads(run(compiled["portable"], *options, "--output", names["json"]))
+    stored = json.loads(names["json"].read_text())
+    assert stored == printed
+    assert {"model", "against", "text", "protocol", "command", "versions", "device", "dtype"} <= set(stored)
+    assert stored["protocol"].endswith(
+        "windows of 32 tokens that do not overlap; the first token of each is not predicted"
+    )
+    assert stored["tokens"] == stored["windows"] * 32
+    assert {"torch", "transformers", "permtriton", "lm_eval"} <= set(stored["versions"])
+    run(compiled["portable"], *options, "--output", names["csv"])
+    rows = {row["measure"]: row for row in csv.DictReader(names["csv"].open(newline=""))}
+    assert float(rows["perplexity"]["value"]) == stored["perplexity"]
+    assert float(rows["perplexity"]["dense"]) == stored["dense_perplexity"]
+    assert float(rows["KL to dense, nats per token"]["value"]) == stored["kl"]
+    acc = stored["tasks"][0]["scores"]["acc"]
+    assert float(rows["foxes, acc (4 samples)"]["standard error"]) == acc["stderr"]
+    table = run(compiled["portable"], *options[:-1], "--output", names["md"])
+    for row in names["md"].read_text().splitlines()[2:]:
+        for part in filter(None, (part.strip() for part in row.split("|"))):
+            assert part in table
+    assert "tokens per second" in table
+    assert sorted(path.name for path in tmp_path.glob("*result*")) == ["result.csv", "result.json", "result.md"]
+
+
+def test_the_demo_has_a_text_of_its_own(monkeypatch):
+    from permtriton.cli import held_out
+
+    monkeypatch.setattr(held_out, "evaluation_ids", lambda *a: evaluation_ids(*a)[:2, :64])
+    report = json.loads(run("demo", "--json"))
+    assert (report["text"], report["window"], report["tokens"]) == ("demo", 64, 128)
+    assert 5 < report["perplexity"] < 30
+    assert (report["against"], report["kl"], report["tasks"]) == (None, None, [])
+
+
+def test_tasks_alone_need_no_text(desk, options):
+    report = json.loads(run(desk.model, "--perplexity", "none", *options[4:], "--limit", 3))
+    assert (report["text"], report["protocol"], report["perplexity"]) == (None, None, None)
+    assert [task["samples"] for task in report["tasks"]] == [3, 2]
+
+
+def test_tasks_do_not_need_the_text_that_nobody_named(desk, options, monkeypatch):
+    from permtriton.cli import held_out
+
+    def no_hub(*_arguments: object) -> None:
+        raise CalibrationError("dataset wikitext2 cannot be fetched: no network")
+
+    monkeypatch.setattr(held_out, "evaluation_ids", no_hub)
+    result = RUNNER.invoke(app, ["evaluate", str(desk.model), *map(str, options[4:])])
+    assert result.exit_code == 0, result.stderr
+    assert "wikitext2 cannot be fetched" in result.stderr
+    report = json.loads(result.stdout)
+    assert (report["text"], report["perplexity"], len(report["tasks"])) == (None, None, 2)
+    desk.refuses(["evaluate", str(desk.model)], "wikitext2 cannot be fetched")
+    desk.refuses(
+        ["evaluate", str(desk.model), "--perplexity", "wikitext2", *map(str, options[4:])], "cannot be fetched"
+    )
+
+
+def test_encoders_get_a_cosine(desk):
+    BertModel(BertConfig(**{**zoo.TINY, "num_key_value_heads": 4, "vocab_size": 300})).save_pretrained(
+        desk.folder / "b"
+    )
+    ids = desk.write("ids.jsonl", json.dumps({"input_ids": list(range(64))}))
+    report = json.loads(run(desk.folder / "b", "--against", desk.folder / "b", "--perplexity", ids, "--json"))
+    assert report["cosine"] == pytest.approx(1, abs=1e-6)
+    assert (report["perplexity"], report["kl"]) == (None, None)
+    desk.refuses(["evaluate", str(desk.folder / "b"), "--perplexity", str(ids)], "no perplexity", "--against")
+
+
+# -- refusals ------------------------------------------------------------------------------------------------------
+
+
+def test_wrong_arguments_are_refused_before_the_work(desk, compiled, options, monkeypatch):
+    from permtriton.model import load
+
+    text = ["--perplexity", str(desk.text)]
+    portable = str(compiled["portable"])
+    desk.refuses(["evaluate", str(desk.model), *text, "--against", portable], "compiled already", "original model")
+    desk.refuses(["evaluate", str(desk.model), *text, "--against", "demo"], "vocabular", "compiled from")
+    desk.refuses(["evaluate", str(desk.model), "--perplexity", "nothing.txt"], "nothing.txt is neither a file")
+    desk.refuses(["evaluate", str(desk.model), "--perplexity", "none"], "nothing to evaluate")
+    desk.refuses(["evaluate", str(desk.model), *text, "--batch-size", "0"], "batch size is 0")
+    monkeypatch.setattr(load, "load_model", lambda source: pytest.fail("the model was loaded"))
+    desk.refuses(["evaluate", str(desk.model), *text, "--limit", "3"], "--limit", "without --tasks")
+    desk.refuses(["evaluate", str(desk.model), *text, "--tasks", ""], "no task")
+    desk.refuses(["evaluate", str(desk.model), *text, "--output", "t.xlsx"], "extension is .xlsx")
+    desk.refuses(["evaluate", str(desk.model), *text, "--tasks", "foxes", "--tasks-dir", "no"], "no does not exist")
+    desk.refuses(
+        ["evaluate", str(desk.model), *text, "--tasks", "foxes", "--limit", "0", "--tasks-dir", str(options[7])],
+        "limit is 0",
+    )
+
+
+def test_lm_eval_is_imported_for_tasks_only(desk, options, monkeypatch):
+    monkeypatch.delitem(sys.modules, "permtriton.evaluation.tasks")
+    monkeypatch.setitem(sys.modules, "lm_eval", None)  # its import is now an error
+    run(*options[:4], desk.model)
+    result = RUNNER.invoke(app, ["evaluate", str(desk.model), *map(str, options)])
+    assert isinstance(result.exception, ImportError)
+    monkeypatch.undo()

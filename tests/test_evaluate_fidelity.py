@@ -1,0 +1,151 @@
+"""Fidelity: KL and cosine against the dense model are what they say, in any chunks and in any channel order."""
+
+import math
+
+import pytest
+import torch
+from transformers import BertConfig, BertForMaskedLM, BertModel
+
+from permtriton.errors import CalibrationError, ConfigError, ModelError
+from permtriton.evaluate import evaluate
+from permtriton.evaluation import fidelity as library
+from permtriton.evaluation.fidelity import fidelity
+from permtriton.evaluation.perplexity import perplexity
+from permtriton.model.forward import last_hidden_state
+
+from . import zoo
+
+CAUSAL = ("llama", "opt", "gpt2", "gemma2", "gpt_neox", "mixtral")
+WINDOWS = zoo.token_ids(5, 12)
+
+
+def changed(name: str):
+    """A zoo model and a copy with noise on its weights, the last linear's included."""
+    dense, model = zoo.build(name), zoo.build(name)
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.05 * torch.randn_like(parameter)
+    return model, dense
+
+
+def encoder(model_class=BertModel, **changes: object):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes["initializer_range"] = 0.4
+    return model_class(BertConfig(**{"vocab_size": zoo.VOCABULARY, **sizes, **changes})).eval()
+
+
+@torch.no_grad()
+def naive(model, dense) -> tuple[float, float]:
+    """KL and cosine from the whole text at once, with plain softmaxes in float64."""
+    p = dense(input_ids=WINDOWS).logits.double().softmax(-1)
+    q = model(input_ids=WINDOWS).logits.double().softmax(-1)
+    states = [each.base_model(input_ids=WINDOWS).last_hidden_state.double() for each in (model, dense)]
+    kl = (p * (p / q).log()).sum(-1).mean()
+    return float(kl), float(torch.cosine_similarity(*states, dim=-1).mean())
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+@pytest.mark.parametrize(("batch", "tokens"), [(2, 5), (16, 1000)])
+def test_kl_and_cosine_are_the_naive_ones(monkeypatch, name, batch, tokens):
+    monkeypatch.setattr(library, "LOGITS_AT_ONCE", tokens * zoo.VOCABULARY)
+    model, dense = changed(name)
+    found = fidelity(model, dense, WINDOWS, batch)
+    kl, cosine = naive(model, dense)
+    assert kl > 0.01, "the models differ"
+    assert found.kl == pytest.approx(kl, rel=1e-4)
+    assert found.cosine == pytest.approx(cosine, rel=1e-5)
+    assert found.perplexity == pytest.approx(perplexity(model, WINDOWS, 3), rel=1e-5)
+    assert found.dense_perplexity == pytest.approx(perplexity(dense, WINDOWS, 3), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_a_model_is_itself(name):
+    model = zoo.build(name)
+    found = fidelity(model, model, WINDOWS, 2)
+    assert found.kl == 0
+    assert found.cosine == pytest.approx(1, abs=1e-6)
+    assert found.perplexity == found.dense_perplexity
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_the_hidden_state_is_the_last_one_and_no_hook_stays(name):
+    model = zoo.build(name)
+    with torch.no_grad():
+        hidden, logits = library._outputs(model, WINDOWS)
+        assert torch.equal(hidden, last_hidden_state(model, WINDOWS))
+        assert torch.equal(logits, model(input_ids=WINDOWS, use_cache=False).logits)
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_a_permuted_stream_is_compared_in_the_dense_order():
+    dense, plan = zoo.planned("llama")
+    model = zoo.build("llama")
+    indices = zoo.random_indices(plan)
+    zoo.fold(model, plan, indices)
+    order = plan.hidden_order(indices)
+    found = fidelity(model, dense, WINDOWS, 2, order)
+    assert found.cosine == pytest.approx(1, abs=1e-5)
+    assert found.kl == pytest.approx(0, abs=1e-5)
+    assert found.perplexity == pytest.approx(found.dense_perplexity, rel=1e-4)
+    assert fidelity(model, dense, WINDOWS, 2).cosine < 0.5, "the channels did move"
+
+
+def test_models_that_cannot_be_compared_are_refused():
+    model = zoo.build("llama")
+    for name, other, words in (
+        ("vocabulary", zoo.build("llama", vocab_size=91), "vocabulary of 90.*vocabulary of 91.*give the dense model"),
+        ("width", zoo.build("llama", hidden_size=32), "hidden size of 64.*hidden size of 32"),
+        ("kind", encoder(hidden_size=64, num_attention_heads=4), "predicts the next token.*does not predict"),
+        ("positions", zoo.build("llama", max_position_embeddings=8), "8 positions, but windows have 12 tokens"),
+    ):
+        with pytest.raises(ModelError, match=words):
+            fidelity(model, other, WINDOWS, 2)
+        assert name
+
+
+def test_measures_that_are_not_finite_are_refused():
+    model, dense = zoo.build("llama"), zoo.build("llama")
+    model.lm_head.weight.data[0] = math.inf
+    with pytest.raises(CalibrationError, match="--dtype float32"):
+        fidelity(model, dense, WINDOWS, 2)
+
+
+# -- the one function ----------------------------------------------------------------------------------------------
+
+
+def test_evaluate_measures_a_causal_model():
+    model, dense = changed("llama")
+    alone, both = evaluate(model, windows=WINDOWS), evaluate(model, windows=WINDOWS, dense=dense, batch=2)
+    assert alone.perplexity == pytest.approx(both.perplexity, rel=1e-5)
+    assert (alone.kl, alone.cosine, alone.dense_perplexity, alone.tasks) == (None, None, None, ())
+    assert (both.kl, both.cosine) == pytest.approx(naive(model, dense), rel=1e-4)
+    assert (both.windows, both.window, both.tokens) == (5, 12, 60)
+    assert 60 / both.tokens_per_second < both.seconds, "the dense model's time is not in the speed"
+
+
+@pytest.mark.parametrize("model_class", [BertModel, BertForMaskedLM])
+def test_encoders_have_a_cosine_only(model_class):
+    model, dense = encoder(model_class), encoder(model_class)
+    with torch.no_grad():
+        model.base_model.encoder.layer[1].output.dense.weight.mul_(0.5)
+        states = [last_hidden_state(each, WINDOWS) for each in (model, dense)]
+    found = evaluate(model, windows=WINDOWS, dense=dense)
+    assert (found.perplexity, found.dense_perplexity, found.kl) == (None, None, None)
+    assert found.cosine == pytest.approx(float(torch.cosine_similarity(*states, dim=-1).mean()), rel=1e-5)
+    assert found.cosine < 0.99
+
+
+def test_what_cannot_be_measured_is_said():
+    model = zoo.build("llama")
+    for words, arguments in {
+        "BertModel predicts no next token, so it has no perplexity.*--against": (encoder(), {"windows": WINDOWS}),
+        "BertModel predicts no next token, so it has no tasks": (encoder(), {"tasks": object()}),
+        "nothing to evaluate": (model, {}),
+        "--perplexity none leaves none": (model, {"dense": model, "tasks": object()}),
+        "need the model's tokenizer": (model, {"tasks": object()}),
+        "batch size is 0": (model, {"windows": WINDOWS, "batch": 0}),
+    }.items():
+        with pytest.raises(ConfigError, match=words):
+            evaluate(arguments[0], **arguments[1])

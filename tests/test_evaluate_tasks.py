@@ -1,0 +1,243 @@
+"""lm-eval runs for real, on local tasks: its scores are the naive ones, and a trained model beats chance."""
+
+import copy
+import json
+import logging
+import math
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from permtriton.errors import ConfigError, TaskError
+from permtriton.evaluate import evaluate
+from permtriton.evaluation import tasks as library
+from permtriton.evaluation.tasks import Tasks
+from permtriton.model.load import Source, load_model, load_tokenizer
+
+from . import zoo
+from .lm_tasks import CHOICE, QUESTIONS, TEXTS, datasets_cache, write_task, write_tasks  # noqa: F401 (a fixture)
+from .sentences import trained_tokenizer
+
+EXAMPLES = Path(__file__).parent.parent / "examples" / "tasks"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return write_tasks(tmp_path_factory.mktemp("lm") / "tasks")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return trained_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer):
+    return zoo.tiny_llama(vocab_size=len(tokenizer), initializer_range=0.4)
+
+
+@torch.no_grad()
+def log_probability(model, context: list[int], continuation: list[int]) -> float:
+    scores = model(input_ids=torch.tensor([context + continuation])).logits[0].double().log_softmax(-1)
+    return sum(float(scores[len(context) - 1 + i, token]) for i, token in enumerate(continuation))
+
+
+class Steps:
+    """A progress reporter that remembers."""
+
+    def __init__(self) -> None:
+        self.stages: list[list] = []
+        self.said: list[str] = []
+
+    @contextmanager
+    def stage(self, name: str, total: int):
+        self.stages.append([name, total, 0])
+        yield lambda steps=1, note="": self.stages[-1].__setitem__(2, self.stages[-1][2] + steps)
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+
+# -- scores --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_multiple_choice_is_the_naive_one(folder, model, tokenizer, batch):
+    (result,) = Tasks(["foxes"], folder=folder).run(model, tokenizer, batch)
+    right = normed = 0
+    for row in QUESTIONS:
+        context = tokenizer(row["context"])["input_ids"]
+        scores = [
+            log_probability(model, context, tokenizer(row["context"] + choice)["input_ids"][len(context) :])
+            for choice in row["choices"]
+        ]
+        lengths = [len(choice) for choice in row["choices"]]
+        right += scores.index(max(scores)) == row["answer"]
+        per_letter = [score / length for score, length in zip(scores, lengths, strict=True)]
+        normed += per_letter.index(max(per_letter)) == row["answer"]
+    assert 0 < right < len(QUESTIONS), "some right, some wrong"
+    assert (result.name, result.version, result.shots, result.samples) == ("foxes", "3.0", 0, 4)
+    assert {name: score.value for name, score in result.scores.items()} == {"acc": right / 4, "acc_norm": normed / 4}
+    share = right / 4
+    assert result.scores["acc"].stderr == pytest.approx(math.sqrt(share * (1 - share) / 3))
+
+
+def test_a_text_is_scored_as_the_naive_sum(folder, model, tokenizer):
+    (result,) = Tasks(["dogs"], folder=folder).run(model, tokenizer)
+    total = size = 0.0
+    for row in TEXTS:
+        total -= log_probability(model, [tokenizer.eos_token_id], tokenizer(row["text"])["input_ids"])
+        size += len(row["text"].encode())
+    score = result.scores["bits_per_byte"]
+    assert score.value == pytest.approx(total / size / math.log(2), rel=1e-5)
+    assert score.stderr is None
+
+
+def test_the_example_tasks_tell_a_trained_model_from_a_random_one():
+    """Chance is 0.25; 16 questions have a standard error of 0.11 there."""
+    source = Source("demo")
+    model, tokenizer = load_model(source), load_tokenizer(source)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 64, "num_attention_heads": 1}
+    config = LlamaConfig(**{**model.config.to_dict(), **sizes, "num_key_value_heads": 1})
+    ignorant = AutoModelForCausalLM.from_config(config).eval()
+    for name, metric, limit in (("demo_continuation", "acc_norm", 16), ("demo_text", "bits_per_byte", 2)):
+        tasks = Tasks([name], limit, EXAMPLES)
+        (trained,), (untrained,) = tasks.run(model, tokenizer), tasks.run(ignorant, tokenizer)
+        assert trained.samples == untrained.samples == limit
+        good, bad = trained.scores[metric].value, untrained.scores[metric].value
+        assert good > 0.55 > 0.45 > bad if metric == "acc_norm" else good < 1.5 < 3 < bad
+
+
+def test_the_example_tasks_are_made_by_their_script():
+    import runpy
+
+    made = runpy.run_path(str(EXAMPLES.parent / "make_tasks.py"))
+    text = (made["demo"].FOLDER / "heldout.txt").read_text(encoding="utf-8")
+    lines = [line for line in text.splitlines(keepends=True) if line.strip()]
+    for name, make in (("demo_continuation", "questions"), ("demo_text", "documents")):
+        stored = [json.loads(line) for line in (EXAMPLES / f"{name}.jsonl").read_text().splitlines()]
+        assert stored == made[make](lines)
+    stored = [json.loads(line) for line in (EXAMPLES / "demo_continuation.jsonl").read_text().splitlines()]
+    assert len(stored) == 100
+    assert [sum(row["answer"] == k for row in stored) for k in range(4)] == [25] * 4
+    assert all(len(set(row["choices"])) == 4 for row in stored)
+
+
+def test_equal_runs_give_equal_results_and_a_limit_limits(folder, model, tokenizer):
+    tasks = Tasks(["foxes", "dogs"], limit=2, folder=folder)
+    first = tasks.run(model, tokenizer)
+    assert tasks.run(model, tokenizer) == first
+    assert evaluate(model, tokenizer, tasks=tasks).tasks == first
+    assert [result.samples for result in first] == [2, 2]
+
+
+def test_groups_and_wildcards(tmp_path, model, tokenizer):
+    write_tasks(tmp_path / "tasks")
+    write_task(tmp_path / "tasks", "foxes_few", CHOICE, QUESTIONS, num_fewshot=1, fewshot_split="test")
+    (tmp_path / "tasks" / "all.yaml").write_text(
+        json.dumps(
+            {
+                "group": "all",
+                "task": ["foxes", "foxes_few"],
+                "aggregate_metric_list": [{"metric": "acc", "weight_by_size": True}],
+            }
+        )
+    )
+    results = {each.name: each for each in Tasks(["all"], folder=tmp_path / "tasks").run(model, tokenizer)}
+    assert set(results) == {"all", "foxes", "foxes_few"}
+    mean = (results["foxes"].scores["acc"].value + results["foxes_few"].scores["acc"].value) / 2
+    assert results["all"].scores["acc"].value == pytest.approx(mean)
+    assert results["foxes_few"].shots == 1
+    found = Tasks(["foxes*"], folder=tmp_path / "tasks").run(model, tokenizer)
+    assert {each.name: each.scores for each in found} == {n: r.scores for n, r in results.items() if n != "all"}
+
+
+def test_metrics_that_need_a_bootstrap_run_in_this_process(tmp_path, model, tokenizer, capfd, monkeypatch):
+    monkeypatch.setattr(library, "BOOTSTRAPS", 20)
+    write_task(tmp_path / "t", "matthews", CHOICE, QUESTIONS, metric_list=[{"metric": "mcc"}])
+    (result,) = Tasks(["matthews"], folder=tmp_path / "t").run(model, tokenizer)
+    assert 0 <= result.scores["mcc"].stderr < 1
+    assert capfd.readouterr().out == ""
+
+
+# -- manners -------------------------------------------------------------------------------------------------------
+
+
+def test_only_our_progress_is_shown(folder, model, tokenizer, capfd):
+    steps = Steps()
+    Tasks(["foxes", "dogs"], folder=folder).run(model, tokenizer, progress=steps)
+    assert capfd.readouterr() == ("", "")
+    assert steps.stages == [["tasks", 10, 10], ["tasks", 2, 2]]
+    assert logging.root.manager.disable == 0
+    assert not tqdm(disable=False, total=1).disable
+
+
+def test_the_model_and_its_tokenizer_stay_as_they_are(folder, model, tokenizer):
+    before, plain = folder_state(model), copy.deepcopy(tokenizer)
+    Tasks(["foxes"], folder=folder).run(model, tokenizer)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert tokenizer.pad_token == plain.pad_token
+    assert len(tokenizer) == len(plain)
+
+
+def folder_state(model) -> dict:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def test_requests_that_do_not_fit_are_counted(tmp_path, model, tokenizer):
+    long = [{"context": "the quick brown fox " * 12, "choices": [" jumps", " sleeps"], "answer": 0}]
+    write_task(tmp_path / "t", "long", CHOICE, long * 2)
+    steps = Steps()
+    Tasks(["long"], folder=tmp_path / "t").run(model, tokenizer, progress=steps)
+    assert steps.said == ["4 requests of tasks lost their beginning: longer than the model can take"]
+    write_task(tmp_path / "t", "longer", CHOICE, [{**long[0], "context": "the", "choices": [long[0]["context"], "x"]}])
+    with pytest.raises(TaskError, match=r"an answer of a task has .* tokens, but the model can take 32"):
+        Tasks(["longer"], folder=tmp_path / "t").run(model, tokenizer)
+
+
+# -- refusals ------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_no_task_is_refused(folder, tmp_path):
+    for words, arguments in {
+        "no task": ([],),
+        "limit is 0": (["foxes"], 0, folder),
+        "nowhere does not exist": (["foxes"], None, tmp_path / "nowhere"),
+    }.items():
+        with pytest.raises(ConfigError, match=words):
+            Tasks(*arguments)
+
+
+def test_an_unknown_task_is_named_with_those_like_it(folder, monkeypatch):
+    manager = library.TaskManager
+    # Indexing lm-eval's own tasks takes many seconds; the folder's are enough to see what is said.
+    monkeypatch.setattr(library, "TaskManager", lambda include_path, **_: manager(None, include_path, False))
+    with pytest.raises(TaskError, match=r"task 'fox' is unknown: .* and lm-eval .* did you mean foxes\?"):
+        Tasks(["foxes", "fox"], folder=folder)
+
+
+def test_missing_data_and_broken_tasks_are_one_line(tmp_path, model, tokenizer):
+    write_task(tmp_path / "t", "lost", CHOICE, QUESTIONS)
+    (tmp_path / "t" / "lost.jsonl").unlink()
+    with pytest.raises(TaskError, match=r"tasks lost cannot be loaded: FileNotFoundError: .*check the files"):
+        Tasks(["lost"], folder=tmp_path / "t")
+    write_task(tmp_path / "t", "broken", CHOICE, QUESTIONS, doc_to_target="{{answer.missing.more}}")
+    with pytest.raises(TaskError, match="tasks broken cannot be") as caught:
+        Tasks(["broken"], folder=tmp_path / "t").run(model, tokenizer)
+    assert "\n" not in str(caught.value)
+
+
+def test_no_hub_is_one_line(tmp_path, monkeypatch):
+    import datasets
+
+    def unreachable(*_arguments: object, **_named: object) -> None:
+        raise ConnectionError("Couldn't reach the Hub\nmore lines")
+
+    write_task(tmp_path / "t", "far", {**CHOICE, "dataset_path": "some/where"}, QUESTIONS)
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    with pytest.raises(TaskError, match=r"tasks far cannot be loaded: ConnectionError: Couldn't reach the Hub; check"):
+        Tasks(["far"], folder=tmp_path / "t")

@@ -1,0 +1,165 @@
+"""What a compilation will need, before it starts: time, disk, and the dry run that only says so."""
+
+import copy
+import json
+import shutil
+from collections import namedtuple
+
+import pytest
+import torch
+
+from permtriton import compiler, forecast, memory
+from permtriton.checkpoint import output
+from permtriton.config import CompileConfig
+from permtriton.errors import OutputError
+from permtriton.forecast import Speed, check_disk, disk_needs, duration, make_forecast, measure, stage_seconds
+from permtriton.planning import find_plan
+from permtriton.sparsity import NMPattern
+
+from . import zoo
+from .desk import RUNNER, app
+
+IDS = torch.arange(64).view(4, 16) % 40
+
+
+@pytest.fixture(scope="module")
+def model():
+    return zoo.tiny_llama()
+
+
+@pytest.fixture(scope="module")
+def plan(model):
+    return find_plan(model, NMPattern(2, 4))
+
+
+def seconds(plan, speed: Speed, held_out: int = 0, **options) -> dict[str, float]:
+    return stage_seconds(plan, CompileConfig.from_options(options), speed, IDS, held_out)
+
+
+def test_time_is_what_was_measured_times_the_passes(plan):
+    """64 calibration tokens, in one micro-batch."""
+    forward, both = Speed(1.0, 0.0, 0.0, 0.0), Speed(0.0, 1.0, 0.0, 0.0)
+    assert seconds(plan, forward, 10, permutation="none") == {"calibrate": 64, "prune": 0, "evaluate": 20}
+    assert seconds(plan, forward, permutation="learned", epochs=3)["learn"] == (3 + 2) * 64
+    assert seconds(plan, both, permutation="learned", epochs=3)["learn"] == 3 * 64
+    assert seconds(plan, both, permutation="heuristic")["heuristic"] == 64
+    assert seconds(plan, both, permutation="heuristic", row_weights="none")["heuristic"] == 0
+    assert seconds(plan, both, permutation="searched", rounds=7)["search"] == (7 + 2) * 64
+    assert seconds(plan, both, permutation="none", weight_update="distill", update_epochs=5)["distill"] == 5 * 64
+
+
+def test_measuring_leaves_the_model_as_it_was(model, plan):
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    speed = measure(model, plan, CompileConfig.from_options({"permutation": "searched"}), IDS)
+    assert speed.both > speed.forward > 0
+    assert speed.masks > 0
+    assert speed.heuristic > 0
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert all(p.grad is None and p.requires_grad and not p._post_accumulate_grad_hooks for p in model.parameters())
+
+
+def test_no_backward_pass_where_nothing_needs_it(model, plan):
+    config = CompileConfig.from_options({"permutation": "heuristic", "row_weights": "none"})
+    assert measure(model, plan, config, IDS).both == 0
+
+
+def test_the_range_holds_the_sum_of_the_stages(model, plan):
+    found = make_forecast(model, plan, CompileConfig(), IDS, None, timed=True)
+    assert found.time_range[0] < sum(found.seconds.values()) < found.time_range[1]
+    assert json.loads(json.dumps(found.report()))["seconds"]["most"] == found.time_range[1]
+
+
+def test_disk_counts_the_output_and_two_copies_of_each_state(model, plan):
+    size = sum(p.numel() * 4 for p in model.parameters())
+    plain = disk_needs(model, plan, CompileConfig.from_options({"permutation": "none"}))
+    assert plain == {"the output": size + forecast.SMALL_FILES}
+    config = CompileConfig.from_options({"permutation": "none", "weight_update": "distill"})
+    kept = sum(model.get_parameter(f"{name}.weight").numel() for _, name in plan.linears()) // 2
+    state = kept * (4 + 12)
+    assert disk_needs(model, plan, config)["states of interrupted runs"] == 2 * state
+
+
+def test_a_state_that_is_on_the_disk_already_needs_no_more_space(model, plan, tmp_path):
+    config = CompileConfig.from_options({"permutation": "none", "weight_update": "distill"})
+    fresh = disk_needs(model, plan, config, tmp_path / "state.safetensors")["states of interrupted runs"]
+    (tmp_path / "state.distill.safetensors").write_bytes(bytes(1000))
+    assert disk_needs(model, plan, config, tmp_path / "state.safetensors")["states of interrupted runs"] == fresh - 1000
+
+
+def test_a_disk_that_is_too_small_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: namedtuple("Usage", "free")(2**20))
+    check_disk({"the output": 2**20}, tmp_path)
+    with pytest.raises(OutputError, match=r"1 MiB free, but .* 3 MiB \(2 MiB for the output, 1 MiB for states\)"):
+        check_disk({"the output": 2**21, "states": 2**20}, tmp_path)
+
+
+def test_a_command_refuses_a_full_disk_before_it_works(desk, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: namedtuple("Usage", "free")(2**20))
+    desk.refuses(desk.compile(), "1 MiB free", "--output on another disk")
+
+
+def test_a_dry_run_writes_nothing(desk):
+    before = desk.files()
+    result = RUNNER.invoke(app, desk.compile("--dry-run"))
+    assert result.exit_code == 0, result.output
+    words = ("stream", "where it would go", "share of parameters to prune", "roughly", "at the peak", "free")
+    assert [word for word in words if word not in result.stdout] == []
+    assert desk.files() == before
+    found = json.loads(RUNNER.invoke(app, desk.compile("--dry-run", "--json")).stdout)
+    assert {"sites", "permutations", "memory", "seconds", "disk"} <= set(found)
+    assert desk.files() == before
+
+
+@pytest.fixture
+def never_run(monkeypatch):
+    """Too little memory, and a model that must not be run."""
+
+    def run(*_args: object) -> None:
+        raise AssertionError("the model was run before its memory was checked")
+
+    monkeypatch.setattr(forecast, "last_hidden_state", run)
+    monkeypatch.setattr(memory, "available_memory", lambda device: 1000)
+
+
+def test_a_model_that_does_not_fit_is_refused_before_it_is_run(desk, never_run):
+    desk.refuses(desk.compile(), "1000 B are free")
+
+
+def test_a_dry_run_of_a_model_that_does_not_fit_measures_no_time(desk, never_run):
+    result = RUNNER.invoke(app, desk.compile("--dry-run"))
+    assert result.exit_code == 0, result.output
+    assert "not measured: this compilation needs about" in " ".join(result.stdout.replace("│", " ").split())
+    found = json.loads(RUNNER.invoke(app, desk.compile("--dry-run", "--json")).stdout)
+    assert found["seconds"] is None
+    assert "are free" in found["refused"]
+
+
+def test_a_dry_run_looks_at_the_disk_of_the_working_files(desk, monkeypatch):
+    """Those of a mount point stand inside it."""
+    monkeypatch.setattr(output, "is_mount", lambda path: path == desk.out.resolve())
+    seen, usage = [], shutil.disk_usage
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: seen.append(folder) or usage(folder))
+    result = RUNNER.invoke(app, desk.compile("--dry-run"))
+    assert result.exit_code == 0, result.output
+    assert set(seen) == {desk.out.resolve()}
+
+
+def test_the_library_measures_only_where_it_is_to_say_so(model, monkeypatch):
+    monkeypatch.setattr(forecast, "measure", lambda *_args: pytest.fail("measured"))
+    config = CompileConfig.from_options({"permutation": "none"})
+    compiler.compile(copy.deepcopy(model), None, config, ids=IDS)
+
+
+def test_a_run_says_what_it_needs_before_it_starts(desk):
+    result = RUNNER.invoke(app, desk.compile())
+    assert result.exit_code == 0, result.output
+    line = next(line for line in result.stderr.splitlines() if line.startswith("memory on cpu: about"))
+    assert "time: roughly" in line
+    assert "disk: 16 MiB" in line
+    report = json.loads((desk.out / "permtriton.json").read_text())
+    assert report["memory"]["estimate"]["peak"] > 2**26
+
+
+@pytest.mark.parametrize(("count", "text"), [(0.1, "1 s"), (40, "40 s"), (130, "2 min"), (9000, "2.5 h")])
+def test_durations_are_readable(count, text):
+    assert duration(count) == text

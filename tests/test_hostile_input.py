@@ -1,0 +1,355 @@
+"""Hostile models, texts and options, one by one: one line, exit code 2, no hang, and no file changed."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+from transformers import BertConfig, BertModel
+
+from permtriton.checkpoint.export import export
+from permtriton.cli.main import app
+from permtriton.errors import CalibrationError, ModelError, OutputError, reading, shown
+from permtriton.model.load import Source, load_empty_model, load_model
+from permtriton.model.sizes import check_counts
+
+from . import folders
+from .desk import RUNNER
+from .folders import configure, edit_json
+from .hostile import judge, limited, set_trap
+
+
+@pytest.fixture(autouse=True)
+def _limits():
+    with limited():
+        yield
+
+
+# -- the boundary --------------------------------------------------------------------------------------------------
+
+
+class Panic(BaseException):
+    """What tokenizers raise when their Rust code panics: no Exception."""
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (ValueError("first\nsecond"), "a.json: first"),
+        (Panic("it gave up"), "a.json: it gave up"),
+        (KeyError("text"), "a.json: KeyError 'text'"),
+        (StopIteration(), "a.json: StopIteration"),
+        (RuntimeError("x" * 999), f"a.json: {'x' * 300}..."),
+    ],
+)
+def test_whatever_a_library_raises_is_one_line(error, line):
+    with pytest.raises(ModelError) as caught, reading("a.json", ModelError):
+        raise error
+    assert (str(caught.value), caught.value.__cause__) == (line, error)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3), CalibrationError("ours")])
+def test_interruptions_and_our_own_errors_pass(error):
+    with pytest.raises(type(error)) as caught, reading("a.json", ModelError):
+        raise error
+    assert caught.value is error
+
+
+def test_values_are_shown_however_long_they_are():
+    assert shown("ab") == "'ab'"
+    assert shown(2**90000) == "an integer of 90001 bits"
+    assert len(shown("x" * 10**6)) < 80
+
+
+# -- configs -------------------------------------------------------------------------------------------------------
+
+DEEP, DIGITS = b'{"a":' * 20_000, b'{"hidden_size": ' + b"9" * 5000 + b"}"
+Damage = Callable[[Path], object]
+
+
+def write(file: str, content: bytes) -> Damage:
+    return lambda folder: (folder / file).write_bytes(content)
+
+
+def sizes(**changes: object) -> Damage:
+    return lambda folder: configure(folder, **changes)
+
+
+CONFIGS: dict[str, tuple[Damage, tuple[str, ...]]] = {
+    "deep": (write("config.json", DEEP), ("config.json", "recursion")),
+    "digits": (write("config.json", DIGITS), ("config.json", "5000 digits")),
+    "base class": (sizes(architectures=["PreTrainedModel"]), ("PreTrainedModel", "only a base")),
+    "another base class": (sizes(architectures=["LlamaPreTrainedModel"]), ("LlamaPreTrainedModel", "only a base")),
+    "no such type": (sizes(model_type="\ud800"), ("config.json", "\\ud800")),
+    "hidden_size 0": (sizes(hidden_size=0), ("embed_tokens", "[280, 0]")),
+    "hidden_size 2^31": (sizes(hidden_size=2**31), ("parameters", "its checkpoint can fill")),
+    "vocab_size 2^40": (sizes(vocab_size=2**40), ("parameters", "its checkpoint can fill")),
+    "intermediate_size 2^40": (sizes(intermediate_size=2**40), ("parameters", "its checkpoint can fill")),
+    "head_dim 2^31": (sizes(head_dim=2**31), ("parameters", "its checkpoint can fill")),
+    "10^6 layers": (sizes(num_hidden_layers=10**6), ("num_hidden_layers is 1000000", "no layer beyond 1")),
+    "10^12 layers": (sizes(num_hidden_layers=10**12), ("num_hidden_layers", "no layer beyond 1")),
+    "10^12 labels": (sizes(num_labels=10**12), ("num_labels", "at most 100000")),
+    "adapter": (write("adapter_config.json", b"{}"), ("adapter_config.json", "merge")),
+}
+
+
+@pytest.mark.parametrize("command", ["compile", "inspect"])
+@pytest.mark.parametrize("case", CONFIGS)
+def test_configs(desk, tmp_path, case, command):
+    damage, words = CONFIGS[case]
+    model = Path(shutil.copytree(desk.model, tmp_path / "model"))
+    damage(model)
+    desk.refuses(desk.compile(model=model) if command == "compile" else ["inspect", str(model)], *words)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_hidden_layers": 2000}, "num_hidden_layers is 2000: expected at most 1000"),
+        ({"hidden_size": 2**31}, r"embed_tokens.weight the shape \[280, 2147483648\], but sizes are at most 16777216"),
+        ({"vocab_size": 2**40}, "at most 16777216"),
+    ],
+)
+def test_sizes_have_limits_where_there_are_no_weights(desk, tmp_path, changes, words):
+    model = Path(shutil.copytree(desk.model, tmp_path / "model"))
+    (model / "model.safetensors").unlink()
+    load_empty_model(Source(str(model)))
+    configure(model, **changes)
+    with pytest.raises(ModelError, match=words):
+        load_empty_model(Source(str(model)))
+
+
+SMALL_BERT = {
+    "vocab_size": 30,
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 24,
+}
+
+
+def test_modules_are_counted_while_they_are_made(tmp_path, monkeypatch):
+    """A class may make layers from an entry with any name."""
+    BertModel(BertConfig(**SMALL_BERT)).save_pretrained(tmp_path / "bert")
+    configure(tmp_path / "bert", num_hidden_layers=60)
+    monkeypatch.setattr("permtriton.model.sizes.MORE_MODULES", 100)
+    monkeypatch.setattr("permtriton.model.sizes.MODULES_PER_TENSOR", 1)
+    for read in (load_model, load_empty_model):
+        with pytest.raises(ModelError, match=r"bert: config\.json describes a model of more than \d+ modules"):
+            read(Source(str(tmp_path / "bert"), device="cpu"))
+
+
+def test_counts_in_real_configs_pass():
+    """A few entries look like counts and are none, and layers that share their weights have no numbers."""
+    albert = {"num_hidden_layers": 24, "num_hidden_groups": 1}
+    check_counts(albert, ["albert.encoder.albert_layer_groups.0.albert_layers.0.ffn.weight"])
+    gemma = {"text_config": {"vocab_size_per_layer_input": 262_144, "hidden_size_per_layer_input": 256}}
+    check_counts({**gemma, "layer_norm_eps": 1e-5, "sliding_window_per_layer": 4096}, ["model.layers.34.x.weight"])
+    with pytest.raises(ModelError, match="num_experts is 1000000000"):
+        check_counts({"text_config": {"num_experts": 10**9}}, ["model.layers.34.x.weight"])
+
+
+# -- tokenizers ----------------------------------------------------------------------------------------------------
+
+
+def tokenizer(file: str = "tokenizer.json", **changes: object) -> Damage:
+    return lambda folder: edit_json(folder / file, lambda found: found.update(changes))
+
+
+def split_by(pattern: str) -> Damage:
+    rule = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    return tokenizer(pre_tokenizer=rule)
+
+
+def far(found: dict) -> None:
+    """Gives a token an id far from the others; saving such a tokenizer ended the process."""
+    found["model"]["vocab"]["a"] = 2**31
+
+
+WORDS = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "[UNK]"}
+PARTS = {**WORDS, "type": "WordPiece", "continuing_subword_prefix": "##", "max_input_chars_per_word": 100}
+TEMPLATES = [{"name": "../../../evil", "template": "x"}, {"name": "default", "template": "y"}]
+TOKENIZERS: dict[str, tuple[Damage, tuple[str, ...]]] = {
+    "deep": (write("tokenizer.json", DEEP), ("tokenizer", "recursion")),
+    "deep config": (write("tokenizer_config.json", DEEP), ("tokenizer", "recursion")),
+    "no unknown word": (tokenizer(model=WORDS), ("text.txt", "[UNK]")),
+    "no unknown part": (tokenizer(model=PARTS), ("text.txt", "[UNK]")),
+    "length is text": (tokenizer("tokenizer_config.json", model_max_length="long"), ("text.txt", "tokenize")),
+    "expression gives up": (split_by("(.*)*(.*)*(.*)*y"), ("text.txt", "retry-limit")),
+    "id 2^31": (lambda folder: edit_json(folder / "tokenizer.json", far), ("2147483648", "tokenizer")),
+    "surrogate": (tokenizer("tokenizer_config.json", eos_token="\ud800"), ("tokenizer", "surrogates")),
+    "template outside": (tokenizer("tokenizer_config.json", chat_template=TEMPLATES), ("tokenizer", "../../../evil")),
+    "generation config": (write("generation_config.json", b'{"max_new_tokens": -5}'), ("max_new_tokens",)),
+}
+
+
+@pytest.mark.parametrize("case", TOKENIZERS)
+def test_tokenizers_and_generation_configs(desk, tmp_path, case):
+    """What could not be saved is refused before the work, too."""
+    damage, words = TOKENIZERS[case]
+    model = Path(shutil.copytree(desk.model, tmp_path / "model"))
+    damage(model)
+    desk.refuses(desk.compile(model=model), *words)
+
+
+# -- texts ---------------------------------------------------------------------------------------------------------
+
+NOT_UTF8 = pyarrow.Array.from_buffers(
+    pyarrow.string(), 1, [None, pyarrow.py_buffer(b"\0\0\0\0\2\0\0\0"), pyarrow.py_buffer(b"\xff\xfe")]
+)
+TABLES = {
+    "two columns of a name": pyarrow.Table.from_arrays([pyarrow.array(["a"])] * 2, ["text", "text"]),
+    "not UTF-8": pyarrow.table({"text": NOT_UTF8}),
+    "date": pyarrow.table({"text": pyarrow.array([2**31 - 1], pyarrow.date32())}),
+    "time": pyarrow.table({"text": pyarrow.array([2**62], pyarrow.timestamp("us"))}),
+    "duration": pyarrow.table({"input_ids": pyarrow.array([2**63 - 1], pyarrow.duration("s"))}),
+}
+
+
+@pytest.mark.parametrize("case", TABLES)
+@pytest.mark.parametrize("option", ["--calibration", "--eval-text"])
+def test_parquet(desk, case, option):
+    path = desk.folder / "a.parquet"
+    pyarrow.parquet.write_table(TABLES[case], path)
+    desk.refuses(desk.compile(option, path), str(path))
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b'{"text":' * 20_000, ("line 1", "recursion")),
+        (b'{"input_ids": [' + b"9" * 5000 + b"]}", ("line 1", "5000 digits")),
+        (b'{"text": "\\ud800 abc"}', ("cannot be tokenized",)),
+    ],
+)
+def test_json_texts(desk, content, words):
+    path = desk.write("a.jsonl", content)
+    desk.refuses(desk.compile("--calibration", path), str(path), *words)
+
+
+# -- names ---------------------------------------------------------------------------------------------------------
+
+LONG = "x" * 5000
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--calibration", f"{LONG}.txt"),
+        ("--eval-text", f"{LONG}.txt"),
+        ("--output", LONG),
+        ("--config", f"{LONG}.toml"),
+        ("--calibration", "a\0b.txt"),
+    ],
+)
+def test_names_that_are_too_long(desk, arguments):
+    desk.refuses(desk.compile(*arguments))
+
+
+@pytest.mark.parametrize("name", [LONG, f"./{LONG}"])
+@pytest.mark.parametrize("command", ["compile", "inspect", "export"])
+def test_models_whose_names_are_too_long(desk, command, name):
+    desk.refuses(desk.compile(model=name) if command == "compile" else [command, name])
+
+
+def test_names_are_printed_as_text(desk, tmp_path):
+    """A name may hold markup, line breaks and the control codes of a terminal."""
+    name = "a[/red]\n\x1b[31m:smile:b"
+    model = Path(shutil.copytree(desk.model, tmp_path / name))
+    out = desk.folder / f"{name}-out"
+    out.parent.mkdir()
+    result = RUNNER.invoke(app, desk.compile("--row-weights", "none", model=model, output=out))
+    assert result.exit_code == 0, result.stderr
+    assert "\x1b" not in result.stdout
+    shown_name = "".join(line.strip("│┃ ") for line in result.stdout.splitlines())
+    assert "[/red]" in shown_name.replace(" ", "")
+    desk.refuses(["inspect", f"{tmp_path / name}-nowhere"], "a[/red]\\n\\x1b[31m:smile:b-nowhere")
+
+
+# -- what leads out of a folder ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("to", ["../outside.safetensors", "/outside.safetensors", "outside.bin", "\0", "x" * 5000])
+def test_an_index_of_a_dense_model_stays_inside(desk, tmp_path, to):
+    model = Path(shutil.copytree(desk.model, tmp_path / "model"))
+    shutil.copy(model / "model.safetensors", tmp_path / "outside.safetensors")
+    (model / "model.safetensors").unlink()
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": to}}))
+    (model / "other.safetensors").write_bytes(b"")
+    desk.refuses(desk.compile(model=model), "index.json")
+
+
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors"])
+def test_a_pipe_is_not_waited_for(desk, tmp_path, file):
+    model = Path(shutil.copytree(desk.model, tmp_path / "model"))
+    (model / file).unlink()
+    os.mkfifo(model / file)
+    assert judge(lambda: load_model(Source(str(model), device="cpu")), file)
+
+
+def test_neither_code_nor_pickles_of_a_model_run(tmp_path, monkeypatch):
+    """The folder of the random cases works as it is, and a pickle that it asks for is not opened."""
+    trap = set_trap(tmp_path / "trap")
+    monkeypatch.setattr(torch, "load", lambda *args, **kwargs: pytest.fail("torch.load was called"))
+    source = Source(str(trap.pristine), device="cpu")
+    assert not trap.judge(lambda: load_model(source), "as it is")
+    pickled = trap.damaged(lambda folder: (folder / "model.safetensors").unlink())
+    assert trap.judge(lambda: load_model(Source(str(pickled), device="cpu")), "only pickles")
+    unknown = trap.damaged(lambda folder: configure(folder, model_type="evil", architectures=["EvilForCausalLM"]))
+    assert trap.judge(lambda: load_model(Source(str(unknown), device="cpu")), "its own class")
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory) -> Path:
+    return folders.save(folders.model_of("llama", dtype=torch.bfloat16), tmp_path_factory.mktemp("export") / "model")
+
+
+def test_export_follows_no_links_to_folders(compiled, tmp_path):
+    model = Path(shutil.copytree(compiled, tmp_path / "model"))
+    (model / "notes").mkdir()
+    (model / "notes" / "a.txt").write_text("kept")
+    (tmp_path / "secret").mkdir()
+    (tmp_path / "secret" / "key").write_text("s")
+    (model / "elsewhere").symlink_to(tmp_path / "secret")
+    (model / "notes" / "circle").symlink_to(model)
+    (model / "notes" / "dangling").symlink_to("nowhere")
+    os.mkfifo(model / "notes" / "pipe")
+    export(model, tmp_path / "out")
+    found = {str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*")}
+    assert found == {*os.listdir(compiled), "README.md", "notes", "notes/a.txt"}
+
+
+def test_export_does_not_write_into_what_it_copies(compiled, tmp_path):
+    model = Path(shutil.copytree(compiled, tmp_path / "model"))
+    with pytest.raises(OutputError, match="is in the folder that is exported"):
+        export(model, model / "packed")
+
+
+# -- options -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("learning_rate = " + "9" * 400, ("learning_rate", "finite number")),
+        ("learning_rate = 0x" + "f" * 5000, ("learning_rate", "bits")),
+        ("epochs = " + "9" * 5000, ("not TOML", "5000 digits")),
+        ("epochs = " + "[" * 5000, ("not TOML", "recursion")),
+        ("recipe = 0x" + "f" * 5000, ("recipe", "bits")),
+        ("sparsity = 0x" + "f" * 5000, ("sparsity",)),
+        (f'sparsity = "{"9" * 5000}:4"', ("sparsity",)),
+        ("#" * 2_000_000, ("more than 1000000 bytes",)),
+    ],
+)
+def test_files_of_options(desk, content, words):
+    path = desk.write("a.toml", content)
+    desk.refuses(desk.compile("--config", path), *words)
+
+
+def test_a_file_without_end_is_no_file_of_options(desk):
+    desk.refuses(desk.compile("--config", "/dev/zero"), "/dev/zero", "more than 1000000 bytes")

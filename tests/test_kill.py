@@ -1,0 +1,157 @@
+"""``permtriton compile`` is killed at random moments (SIGKILL); the same command then ends as if nothing had happened.
+
+The processes are forked from one that has imported everything, because importing torch takes longer than a compilation
+of the tiny model. A moment is the number of a change to files beside the output, and a delay after it.
+"""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from .folders import files
+
+SERVER = """
+import json, os, signal, sys, threading
+import networkx, torch.export, torch._inductor, torch._functorch.aot_autograd
+import permtriton.cli.compile
+from permtriton.cli.main import app
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+CHANGES = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}
+
+def compile(arguments, place, number, delay, log):
+    with open(log, "wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    seen = 0
+
+    def watch(event, details):
+        nonlocal seen
+        if event not in CHANGES or not str(details[0]).startswith(place):
+            return
+        seen += 1
+        if seen == number:
+            threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start() if delay else os.kill(os.getpid(), 9)
+
+    sys.addaudithook(watch)
+    try:
+        app(arguments)
+        code = 0
+    except SystemExit as stop:
+        code = stop.code
+    except BaseException:
+        import traceback
+        traceback.print_exc()
+        code = 1
+    sys.stderr.flush()
+    with open(log + ".changes", "w") as file:
+        file.write(str(seen))
+    os._exit(code)
+
+for line in sys.stdin:
+    job = json.loads(line)
+    child = os.fork()
+    if not child:
+        compile(**job)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+QUICK = (
+    *("--samples", 4, "--sequence-length", 16, "--micro-batch-size", 4, "--eval-text", "none", "--overwrite"),
+    *("--no-activation-checkpointing", "--row-weights", "none"),
+)
+TRAINING = ("--update-epochs", 2, "--update-batch-size", 4)
+LEARNED = ("--permutation", "learned", "--epochs", 2, "--batch-size", 4, "--block-size", 8)
+STAGES = {
+    "searched, reconstruct": ("--rounds", 2, "--weight-update", "reconstruct", *TRAINING),
+    "learned, distill": (*LEARNED, "--weight-update", "distill", *TRAINING),
+    "sparsegpt, reconstruct, distill": ("--weight-update", "sparsegpt+reconstruct+distill", *TRAINING),
+    "searched, fused": ("--rounds", 2, "--layout", "fused"),
+}
+
+
+class Compilations:
+    """Runs compilations of one model, each in a process that may be killed."""
+
+    def __init__(self, model: Path, folder: Path) -> None:
+        self._model, self._log = model, folder / "log"
+        self._server = subprocess.Popen(
+            [sys.executable, "-c", SERVER],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, place: Path, options: tuple[object, ...], number: int = 0, delay: float = 0.0) -> int:
+        """Compiles to ``out`` in ``place`` and returns the exit code: -9 if it was killed."""
+        arguments = ["compile", self._model, "--calibration", self._model.parent / "text.txt", "--output"]
+        job = {
+            "arguments": [str(each) for each in (*arguments, place / "out", *QUICK, *options)],
+            "place": str(place),
+            "number": number,
+            "delay": delay,
+            "log": str(self._log),
+        }
+        assert self._server.stdin is not None
+        assert self._server.stdout is not None
+        self._server.stdin.write(json.dumps(job) + "\n")
+        self._server.stdin.flush()
+        return int(self._server.stdout.readline())
+
+    @property
+    def log(self) -> str:
+        """What the last compilation printed."""
+        return self._log.read_text()
+
+    @property
+    def changes(self) -> int:
+        """How often the last compilation, which must have ended by itself, changed files beside its output."""
+        return int(Path(f"{self._log}.changes").read_text())
+
+    def close(self) -> None:
+        """Ends the server."""
+        self._server.kill()
+        self._server.wait()
+
+
+@pytest.fixture(scope="module")
+def compilations(model_folder, tmp_path_factory) -> Iterator[Compilations]:
+    found = Compilations(model_folder, tmp_path_factory.mktemp("log"))
+    yield found
+    found.close()
+
+
+def weights(place: Path) -> dict[str, bytes]:
+    """The tensors' files of the output, which must be all that stands there."""
+    assert [path.name for path in place.iterdir()] == ["out"], "litter"
+    return {name: content for name, content in files(place / "out").items() if name.endswith(".safetensors")}
+
+
+@pytest.mark.soak
+def test_killed_compilations_end_as_if_uninterrupted(compilations, tmp_path, soak):
+    """5 kills, or 50 with ``--soak``: of every kind of stage with a state, and while saving."""
+    kills, chance = (50, random.Random(0)) if soak else (5, random.Random(1))
+    places = {}
+    for name, options in list(STAGES.items())[: None if soak else 2]:
+        place = tmp_path / name
+        place.mkdir()
+        assert compilations.run(place, options) == 0, compilations.log
+        places[name] = place, weights(place), compilations.changes
+    killed = 0
+    for attempt in range(kills):
+        name = list(places)[attempt % len(places)]
+        place, expected, changes = places[name]
+        # Most changes are those of saving, which takes a moment; the stages pass between few.
+        number = chance.randint(1, changes) if attempt % 2 else chance.randint(1, changes // 2)
+        code = compilations.run(place, STAGES[name], number, chance.choice([0.0, 0.002, 0.05, 0.3]))
+        assert code in (0, -9), compilations.log
+        killed += code == -9
+        assert compilations.run(place, STAGES[name]) == 0, compilations.log
+        assert weights(place) == expected, f"{name}, killed at change {number} of {changes}"
+    assert killed > kills // 2

@@ -1,0 +1,82 @@
+"""Free memory within the limits of containers and batch systems, from the files in which Linux states them."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from permtriton.machine import available_memory, resident_memory
+
+CPU = torch.device("cpu")
+GIB = 2**30
+
+
+@pytest.fixture
+def system(tmp_path):
+    """Writes the files of a machine with 64 GiB available; returns what reads its free memory."""
+
+    def make(cgroup: str, groups: dict[str, dict[str, str]]) -> int | None:
+        proc, cgroups = tmp_path / "proc", tmp_path / "cgroup"
+        (proc / "self").mkdir(parents=True)
+        (proc / "meminfo").write_text("MemTotal: 134217728 kB\nMemAvailable: 67108864 kB\nHugePages_Total: 0\n")
+        (proc / "self" / "cgroup").write_text(cgroup)
+        for folder, files in groups.items():
+            (cgroups / folder).mkdir(parents=True, exist_ok=True)
+            for name, content in files.items():
+                (cgroups / folder / name).write_text(content + "\n")
+        return available_memory(CPU, proc=proc, cgroups=cgroups)
+
+    return make
+
+
+def v2(limit: int | str, used: int, stat: str = "anon 5\nfile 6") -> dict[str, str]:
+    return {"memory.max": str(limit), "memory.current": str(used), "memory.stat": stat}
+
+
+def v1(limit: int, used: int, stat: str = "cache 1") -> dict[str, str]:
+    return {"memory.limit_in_bytes": str(limit), "memory.usage_in_bytes": str(used), "memory.stat": stat}
+
+
+def test_without_groups_it_is_what_the_kernel_says(system):
+    assert system("0::/\n", {}) == 64 * GIB
+
+
+def test_a_limit_of_version_2_counts_without_file_cache(system):
+    stat = f"anon 1\ninactive_file {GIB}\nactive_file {GIB}\n"
+    assert system("0::/job\n", {"job": v2(8 * GIB, 5 * GIB, stat)}) == 5 * GIB
+
+
+def test_the_tightest_ancestor_counts(system):
+    groups = {"a": v2(9 * GIB, 7 * GIB), "a/b": v2("max", 6 * GIB), "a/b/c": v2(6 * GIB, GIB), ".": v2("max", 0)}
+    assert system("0::/a/b/c\n", groups) == 2 * GIB
+
+
+def test_a_container_sees_its_own_group_as_the_root(system):
+    """The path of version 1 is often the host's, which does not exist inside; the mounted root has the limit."""
+    assert system("0::/\n", {".": v2(3 * GIB, GIB)}) == 2 * GIB
+
+
+def test_a_limit_of_version_1_counts_without_file_cache(system):
+    stat = f"cache 9\ninactive_file 0\ntotal_inactive_file {GIB}\ntotal_active_file {GIB}"
+    lines = "12:cpu,cpuacct:/x\n9:memory:/docker/abc\n0::/x\n"
+    assert system(lines, {"memory": v1(8 * GIB, 4 * GIB, stat)}) == 6 * GIB
+
+
+def test_no_limit_in_version_1_is_a_huge_number(system):
+    assert system("9:memory:/\n", {"memory": v1(9223372036854771712, GIB)}) == 64 * GIB
+
+
+def test_version_2_beside_version_1(system):
+    assert system("0::/job\n", {"unified/job": v2(4 * GIB, GIB)}) == 3 * GIB
+
+
+def test_a_full_group_leaves_nothing(system):
+    assert system("0::/job\n", {"job": v2(GIB, 2 * GIB)}) == 0
+
+
+def test_resident_memory_grows_with_what_is_allocated():
+    before, mapped = resident_memory()
+    held = bytearray(b"1") * 2**26
+    assert resident_memory()[0] - before > 2**25
+    assert 0 <= mapped <= before
+    assert Path("/proc").exists() or len(held) == 2**26

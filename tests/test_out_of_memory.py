@@ -1,0 +1,175 @@
+"""Where memory runs out, a stage goes on with fewer sequences at a time and gives the same result up to rounding.
+
+A model that raises above some number of sequences stands for a GPU; in the backward pass the error comes when later
+layers have added their gradients already, which must not count twice.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+import permtriton
+from permtriton.checkpoint import save
+from permtriton.config import CompileConfig
+from permtriton.errors import MemoryTooSmallError, VerificationError
+from permtriton.evaluation.perplexity import perplexity
+from permtriton.micro_batch import MicroBatch, is_out_of_memory
+from permtriton.model.forward import hidden_states
+from permtriton.model.plan import layer_modules
+
+from . import learning, searching, updating, zoo
+
+CPU_ERROR = "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9"
+
+
+@contextmanager
+def small_memory(model, plan, sequences: int, backward: bool = False) -> Iterator[list[int]]:
+    """The first layer raises on more than ``sequences``; yields the numbers on which it did."""
+    refused: list[int] = []
+
+    def refuse(tensor: Tensor) -> None:
+        if tensor.shape[0] > sequences:
+            refused.append(tensor.shape[0])
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nMore.")
+
+    def hook(_module, _inputs, output) -> None:
+        hidden = output if isinstance(output, Tensor) else output[0]
+        if not backward:
+            refuse(hidden)
+        elif hidden.requires_grad:
+            hidden.register_hook(refuse)
+
+    handle = layer_modules(model, plan)[0].register_forward_hook(hook)
+    try:
+        yield refused
+    finally:
+        handle.remove()
+
+
+@pytest.fixture
+def problem():
+    return learning.Problem(learning.plant(learning.tiny()))
+
+
+def test_learning(problem):
+    config = replace(learning.QUICK, epochs=1)
+    expected = problem.learn(config, micro_batch_size=4)
+    for backward in (False, True):
+        with small_memory(problem.model, problem.plan, 1, backward) as refused:
+            found = problem.learn(config, micro_batch_size=4)
+        assert refused == [4, 2], "once each: the smaller size stays"
+        losses = [[epoch.loss for epoch in result.history] for result in (found, expected)]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_search_and_row_weights(backward):
+    problem = searching.planted()
+    expected = problem.search(micro_batch_size=8, rounds=2)
+    with small_memory(problem.model, problem.plan, 2, backward) as refused:
+        found = problem.search(micro_batch_size=8, rounds=2)
+    assert refused == [8, 4, 8, 4], "in the pass for row weights, and in the search"
+    assert [each.loss for each in found.history] == pytest.approx([each.loss for each in expected.history], rel=1e-4)
+    assert learning.same_indices(found, expected)
+
+
+def test_progress_of_a_pass_that_starts_again_counts_each_sequence_once():
+    problem, steps = searching.planted(), []
+    with problem.masked(micro_batch_size=4) as masks, small_memory(problem.model, problem.plan, 2, backward=True):
+        masks.take_gradients(problem.objective, problem.ids, steps.append)
+    assert sum(steps) == problem.ids.shape[0]
+    assert min(steps) > 0
+
+
+@pytest.mark.parametrize("stage", ["distill", "reconstruct"])
+@pytest.mark.parametrize("backward", [False, True])
+def test_training_kept_weights(stage, backward):
+    pruned = updating.tiny()
+    getattr(pruned, stage)(update_epochs=1)
+    expected = pruned.trained_weights()
+    pruned.reset()
+    with small_memory(pruned.model, pruned.plan, 2, backward) as refused:
+        getattr(pruned, stage)(update_epochs=1)
+    assert refused[0] == 4
+    found = pruned.trained_weights()
+    assert all(torch.allclose(found[name], weight, atol=2e-4) for name, weight in expected.items())
+    assert pruned.moved(), "something was trained"
+
+
+def test_a_gradient_that_could_not_be_collected_does_not_count_twice(monkeypatch):
+    """Memory runs out in the hook that collects a gradient, before it has given up the gradient of the parameter."""
+    pruned = updating.tiny()
+    pruned.distill(update_epochs=1)
+    expected = pruned.trained_weights()
+    pruned.reset()
+    select, failed = Tensor.masked_select, []
+
+    def once(tensor: Tensor, mask: Tensor) -> Tensor:
+        if not failed and torch._C._current_graph_task_id() >= 0:  # in a backward pass
+            failed.append(tensor.shape)
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return select(tensor, mask)
+
+    monkeypatch.setattr(Tensor, "masked_select", once)
+    pruned.distill(update_epochs=1)
+    assert failed
+    found = pruned.trained_weights()
+    assert all(torch.allclose(found[name], weight, atol=2e-4) for name, weight in expected.items())
+
+
+def test_evaluation():
+    problem = searching.planted()
+    ids = zoo.tiny_ids(6, 12)
+    expected = perplexity(problem.model, ids, 6), hidden_states(problem.model, ids, 6)
+    with small_memory(problem.model, problem.plan, 2) as refused:
+        assert perplexity(problem.model, ids, 6) == pytest.approx(expected[0], rel=1e-5)
+        assert torch.allclose(hidden_states(problem.model, ids, 6), expected[1], atol=1e-5)
+    assert refused == [6, 3, 6, 3]
+
+
+def test_when_one_sequence_does_not_fit_one_line_says_what_to_lower(problem):
+    before = {name: tensor.clone() for name, tensor in problem.model.state_dict().items()}
+    with (
+        small_memory(problem.model, problem.plan, 0),
+        pytest.raises(MemoryTooSmallError, match=r"one sequence at a time: choose shorter") as caught,
+    ):
+        problem.learn(learning.QUICK, micro_batch_size=4)
+    assert "\n" not in str(caught.value)
+    assert "CUDA out of memory. Tried to allocate 2 GiB." in str(caught.value)
+    assert all(torch.equal(before[name], tensor) for name, tensor in problem.model.state_dict().items())
+
+
+def test_a_second_model_that_does_not_fit_leaves_the_verified_checkpoint(tmp_path, monkeypatch):
+    config = CompileConfig.from_options({"permutation": "none"})
+    compiled = permtriton.compile(zoo.tiny_llama(), None, config, ids=zoo.tiny_ids(2, 8))
+
+    def fails(error: Exception) -> Callable[..., None]:
+        def fail(*_args: object, **_named: object) -> None:
+            raise error
+
+        return fail
+
+    for where, name in ((type(compiled.model), "from_pretrained"), (save, "model_outputs")):
+        for error in (RuntimeError(CPU_ERROR), torch.OutOfMemoryError("CUDA out of memory.")):
+            with monkeypatch.context() as patched:
+                patched.setattr(where, name, fails(error))
+                compiled.save(tmp_path / "out", overwrite=True)
+            assert compiled.report["verification"]["reloaded"].startswith("not run: a second copy does not fit")
+    monkeypatch.setattr(type(compiled.model), "from_pretrained", fails(ValueError()))
+    with pytest.raises(VerificationError, match="cannot be loaded again: ValueError"):
+        compiled.save(tmp_path / "other")
+
+
+def test_other_errors_pass_through():
+    def fail(size: int) -> None:
+        raise RuntimeError("a bug")
+
+    with pytest.raises(RuntimeError, match="a bug"):
+        MicroBatch(4).run(fail)
+    for error in (MemoryError(), RuntimeError(CPU_ERROR), torch.OutOfMemoryError("x")):
+        assert is_out_of_memory(error)
+    assert not is_out_of_memory(ValueError(CPU_ERROR))

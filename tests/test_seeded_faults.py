@@ -1,0 +1,98 @@
+"""Seeded faults: a bug planted in permtriton is refused while it runs, or a named test fails under it.
+
+Bugs that change what a compilation writes are refused by the compilation itself; those that only waste quality, and
+cannot be told from a worse model, name the test that catches them, which runs here under the bug. Without a bug, every
+compilation of this file succeeds.
+"""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import fx
+
+import permtriton
+from permtriton import CompileConfig, compiler
+from permtriton.checkpoint import export as exporting
+from permtriton.errors import PermTritonError, VerificationError
+from permtriton.planning import plan_model
+
+from . import zoo
+from .faults import FAULTS, Fault
+
+ROOT = Path(__file__).parents[1]
+IDS = zoo.token_ids(4, 16)
+REFUSED = [name for name, fault in FAULTS.items() if fault.refused]
+WASTEFUL = [name for name, fault in FAULTS.items() if fault.caught_by]
+
+
+@pytest.fixture
+def traced_once(monkeypatch):
+    """Plans are made once per model and layout; the graph reads the parameters of the model at hand."""
+
+    def plan(model, config):
+        key = (type(model).__name__, model.config.tie_word_embeddings, config.layout)
+        if key not in _PLANS:
+            _PLANS[key] = plan_model(model, config)
+        plan, graph = _PLANS[key]
+        own = dict([*model.named_parameters(), *model.named_buffers()])
+        names = {str(node.target) for node in graph.graph.nodes if node.op == "get_attr"}
+        attributes = {name: own[name] if name in own else _attribute(graph, name) for name in names}
+        return copy.deepcopy(plan), fx.GraphModule(attributes, copy.deepcopy(graph.graph))
+
+    monkeypatch.setattr(compiler, "plan_model", plan)
+
+
+_PLANS: dict[tuple[object, ...], tuple[Any, fx.GraphModule]] = {}
+
+
+def _attribute(graph: fx.GraphModule, name: str) -> Any:
+    owner, _, last = name.rpartition(".")
+    return getattr(graph.get_submodule(owner), last)
+
+
+def run(fault: Fault, folder: Path) -> None:
+    """Does with the tiny model what the fault would spoil."""
+    compiled = permtriton.compile(zoo.build(fault.model), None, CompileConfig.from_options(fault.options), ids=IDS)
+    if fault.then:
+        compiled.save(folder / "out")
+    if fault.then == "export":
+        exporting.export(folder / "out", folder / "packed")
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_fault_is_refused(name, traced_once, monkeypatch, tmp_path):
+    fault = FAULTS[name]
+    fault.plant(monkeypatch)
+    with pytest.raises(PermTritonError, match=fault.refused) as refused:
+        run(fault, tmp_path)
+    assert isinstance(refused.value, VerificationError)
+    assert not (tmp_path / ("packed" if fault.then == "export" else "out")).exists()
+
+
+def settings() -> list[Fault]:
+    """One fault for each compilation of this file."""
+    return list({(fault.model, str(fault.options), fault.then): fault for fault in map(FAULTS.get, REFUSED)}.values())
+
+
+@pytest.mark.parametrize("fault", settings(), ids=lambda fault: f"{fault.model}-{len(fault.options)}-{fault.then}")
+def test_without_the_fault_the_same_succeeds(fault, traced_once, tmp_path):
+    run(fault, tmp_path)
+
+
+@pytest.mark.parametrize("name", WASTEFUL)
+def test_a_fault_that_wastes_quality_fails_a_test(name, monkeypatch, capfd):
+    fault = FAULTS[name]
+    fault.plant(monkeypatch)
+    code = pytest.main(
+        [str(ROOT / fault.caught_by), f"--rootdir={ROOT}", "-x", "-p", "no:xdist", "-p", "no:cacheprovider"]
+    )
+    output = capfd.readouterr().out
+    assert code == pytest.ExitCode.TESTS_FAILED, output
+    assert fault.caught_by.split("::")[1].split("[")[0] in output
+
+
+def test_there_are_enough_faults():
+    assert len(FAULTS) >= 25
+    assert all(bool(fault.refused) != bool(fault.caught_by) for fault in FAULTS.values())

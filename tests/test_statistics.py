@@ -1,0 +1,47 @@
+"""Statistics are those of the activations that each site's linears read, as plain hooks see them."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from permtriton.model.plan import linear_module
+from permtriton.progress import NoProgress
+from permtriton.prune.statistics import hessians, site_statistics
+
+from . import zoo
+
+IDS = zoo.token_ids(5, 12)
+
+
+def seen(model, plan) -> dict[str, Tensor]:
+    """Site name -> what its first linear reads, float64 ``[sequences x tokens, channels]``."""
+    found, handles = {}, []
+    for site in plan.sites:
+
+        def keep(_module, inputs, name=site.name):
+            found[name] = inputs[0].detach().double().flatten(0, -2)
+
+        handles.append(linear_module(model, site.linears[0]).register_forward_pre_hook(keep))
+    with torch.no_grad():
+        model(input_ids=IDS, use_cache=False)
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+@pytest.mark.parametrize("name", ["llama_eager", "gpt2"])
+def test_norms_are_roots_of_sums_of_squares(name):
+    model, plan = zoo.planned(name)
+    found = site_statistics(model, plan, "wanda", IDS, 2, NoProgress())
+    for site, inputs in seen(model, plan).items():
+        expected = (inputs.square().sum(0) / IDS.shape[0]).sqrt()
+        torch.testing.assert_close(found[site].double(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama_eager", "gpt2"])
+def test_hessians_are_products_of_inputs(name):
+    model, plan = zoo.planned(name)
+    found = hessians(model, plan.sites, IDS, 2, lambda *_: None)
+    for site, inputs in seen(model, plan).items():
+        expected = inputs.T @ inputs
+        torch.testing.assert_close(found[site].double(), expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))

@@ -1,0 +1,90 @@
+"""Long texts: pieces that together are the text, and the tokens of ordinary texts as before."""
+
+import time
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import processors
+
+from permtriton.errors import CalibrationError
+from permtriton.prune import tokenize
+from permtriton.prune.tokenize import LONGEST_LINE, pieces, token_ids
+
+from .sentences import SENTENCE, trained_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return trained_tokenizer()
+
+
+@settings(derandomize=True, database=None, deadline=None)
+@given(st.text("ab \n\t", max_size=60), st.integers(1, 9), st.integers(1, 20))
+def test_pieces_are_the_text_and_short(text, longest_line, longest_piece):
+    found = list(pieces(text, longest_line, longest_piece))
+    assert "".join(found) == text
+    assert max(len(line) for piece in found for line in piece.split("\n")) <= longest_line
+    assert max(map(len, found)) <= longest_piece + longest_line + 1
+    assert all(found) or not text
+
+
+@settings(derandomize=True, database=None, deadline=None)
+@given(st.lists(st.text("ab ", max_size=9), max_size=9))
+def test_a_text_of_short_lines_is_one_piece(lines):
+    text = "\n".join(lines)
+    assert list(pieces(text, 10, 10_000)) == [text]
+
+
+def test_long_lines_are_cut_before_white_space_where_there_is_some():
+    found = list(pieces("aaa bbb ccc ddd\nee", 8, 1000))
+    assert found == ["aaa bbb", " ccc ddd", "\nee"]
+    assert list(pieces("a" * 20, 8, 1000)) == ["a" * 8, "a" * 8, "a" * 4]
+
+
+def test_long_texts_are_cut_at_line_breaks():
+    found = list(pieces("aaaa\n" * 10, 8, 12))
+    assert found == ["aaaa\naaaa\n"] * 5
+
+
+def test_the_tokens_of_a_text_in_pieces_are_those_of_the_text(tokenizer, monkeypatch):
+    """For a tokenizer that puts a space at the beginning of the next word."""
+    whole = token_ids(SENTENCE * 20, tokenizer, "a.txt")
+    monkeypatch.setattr(tokenize.pieces, "__defaults__", (100, 2**24))
+    assert len(list(pieces(SENTENCE * 20))) > 10
+    assert torch.equal(token_ids(SENTENCE * 20, tokenizer, "a.txt"), whole)
+
+
+def test_special_tokens_stand_around_the_whole_text(monkeypatch):
+    tokenizer = trained_tokenizer()
+    tokenizer.add_special_tokens({"bos_token": "<s>", "sep_token": "<sep>"})
+    ids = [(token, tokenizer.convert_tokens_to_ids(token)) for token in ("<s>", "<sep>")]
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing("<s> $A <sep>", special_tokens=ids)
+    whole = token_ids(SENTENCE * 20, tokenizer, "a.txt")
+    assert [int(whole[0]), int(whole[-2])] == [number for _, number in ids]
+    monkeypatch.setattr(tokenize.pieces, "__defaults__", (100, 2**24))
+    assert torch.equal(token_ids(SENTENCE * 20, tokenizer, "a.txt"), whole)
+
+
+def test_a_tokenizer_never_sees_a_longer_line(tokenizer):
+    """However many characters follow each other without a line break or white space, time grows with their number."""
+    seen = []
+
+    class Counting:
+        eos_token_id = None
+
+        def __call__(self, text: str, **options: object) -> dict[str, list[int]]:
+            seen.append(len(text))
+            return {"input_ids": [0] * (len(text) // 1000)}
+
+    start = time.perf_counter()
+    ids = token_ids("a" * 30_000_000, Counting(), "a.txt")
+    assert time.perf_counter() - start < 5
+    assert max(seen) == LONGEST_LINE
+    assert ids.numel() > 29_000
+
+
+def test_a_tokenizer_that_fails_names_the_text(tokenizer):
+    with pytest.raises(CalibrationError, match=r"a\.jsonl cannot be tokenized by the model's tokenizer"):
+        token_ids("\ud800", tokenizer, "a.jsonl")
