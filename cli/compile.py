@@ -48,8 +48,9 @@ def run(
     progress = BarProgress()
     with claimed(target, overwrite=overwrite, say=progress.say) as folder:
         if restart:
-            for path in state_paths(folder.resume_path):
-                path.unlink(missing_ok=True)
+            for path in filter(Path.is_file, state_paths(folder.resume_path)):
+                path.unlink()
+                progress.say(f"deleted {path.name}, the state of an interrupted run")
         with load.unchanged_weights(source):
             model, tokenizer, windows, text = loaded(source, eval_text, progress)
             compiled = compiler.compile(

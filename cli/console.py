@@ -106,8 +106,8 @@ def clear_errors(to_lower: Callable[[], str]) -> Iterator[None]:
         fail(f"{out_of_memory(error)}{to_lower()}", 2)
     except KeyboardInterrupt:
         fail(
-            "interrupted: no half-written output is left; started again, a compilation continues learning, and a "
-            "comparison runs the rows that are missing",
+            "interrupted: no half-written output is left; the same command, started again, continues after the last "
+            "round, epoch, layer or row that was finished",
             130,
         )
 

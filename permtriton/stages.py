@@ -87,6 +87,8 @@ class Work:
             machine=device_name(self.model.device),
         )
         machines = {StateFile(path, self.inputs).check() for path in state_paths(self.resume_path)}
+        for path in filter(Path.is_file, state_paths(self.resume_path)):
+            self.progress.say(f"found {path.name}: its stage will continue where the interrupted run stopped")
         for machine in sorted(machines - {None, self.inputs["machine"]}, key=str):
             self.progress.say(
                 f"the interrupted run was on {machine}; this is {self.inputs['machine']}, which rounds sums "

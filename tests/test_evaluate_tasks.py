@@ -216,7 +216,7 @@ def test_an_unknown_task_is_named_with_those_like_it(folder, monkeypatch):
     manager = library.TaskManager
     # Indexing lm-eval's own tasks takes many seconds; the folder's are enough to see what is said.
     monkeypatch.setattr(library, "TaskManager", lambda include_path, **_: manager(None, include_path, False))
-    with pytest.raises(TaskError, match=r"task 'fox' is unknown: .* and lm-eval .* did you mean foxes\?"):
+    with pytest.raises(TaskError, match=r"task 'fox' is unknown to .* and lm-eval .* did you mean foxes\?"):
         Tasks(["foxes", "fox"], folder=folder)
 
 

@@ -210,8 +210,7 @@ def _find(names: Sequence[str], folder: Path | None) -> tuple[TaskManager, list[
             close = difflib.get_close_matches(name, manager.all_tasks, 3) or ["arc_easy", "hellaswag"]
             where = f"{folder} and lm-eval" if folder else "lm-eval"
             raise TaskError(
-                f"task {name!r} is unknown: {where} {metadata.version('lm_eval')} has no such task; "
-                f"did you mean {', '.join(close)}?"
+                f"task {name!r} is unknown to {where} {metadata.version('lm_eval')}; did you mean {', '.join(close)}?"
             )
     return manager, list(dict.fromkeys(found for name in names for found in manager.match_tasks([name])))
 

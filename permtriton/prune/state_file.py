@@ -56,8 +56,8 @@ class StateFile:
         differences = [each for key in self._inputs for each in _differences(key, stored[key], self._inputs[key])]
         if differences:
             raise OutputError(
-                f"state {self.path} belongs to another run: {'; '.join(differences)}. To continue that run, restore "
-                "this; to start anew, use --restart (from Python: delete the file)"
+                f"state {self.path} belongs to another run: {'; '.join(differences)}. To continue that run, give "
+                "it what it had; to start anew, use --restart (from Python: delete the file)"
             )
         return str(stored.get("machine"))
 
