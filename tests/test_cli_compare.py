@@ -123,7 +123,7 @@ def test_an_interrupted_comparison_continues(desk, interrupted):
     arguments = ("--methods", "magnitude,wanda", "--output", desk.folder / "t.json")
     result = RUNNER.invoke(app, command(desk, *arguments))
     assert result.exit_code == 130
-    assert "a comparison runs the rows that are missing" in result.stderr.splitlines()[-1]
+    assert "continues after the last round, epoch, layer or row" in result.stderr.splitlines()[-1]
     assert not (desk.folder / "t.json").exists()
     continued = compare(desk, *arguments)
     assert "2 of 3 results" in continued.stderr
