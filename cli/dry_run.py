@@ -14,6 +14,7 @@ from permtriton.cli.inspect import destination
 from permtriton.config import CompileConfig
 from permtriton.forecast import Forecast, duration
 from permtriton.machine import available_memory, format_bytes
+from permtriton.memory import describe_masks
 from permtriton.model import load
 from permtriton.model.plan import Plan, linear_module
 
@@ -84,6 +85,8 @@ def print_dry_run(
     result.add_row("linears left dense", "; ".join(f"{name}: {why}" for name, why in plan.skipped.items()) or "none")
     free = available_memory(device)
     result.add_row("memory", f"{format_bytes(forecast.needs.peak)} on {device.type} at the peak{_free(free)}")
+    if masks := describe_masks(forecast.needs):
+        result.add_row("masks while learning", masks)
     if forecast.refused:
         result.add_row("time", f"not measured: {forecast.refused}")
     else:

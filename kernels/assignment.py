@@ -10,7 +10,7 @@ On a GPU `permtriton.kernels.assignment_triton` runs, or the reference for block
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -18,10 +18,10 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from permtriton.kernels.assignment_triton import assignment_triton, assignment_warm_triton, refusal, supports
+from permtriton.kernels.assignment_triton import assignment_triton, assignment_warm_triton, launched, refusal, supports
 from permtriton.kernels.launch import on_gpu
 from permtriton.kernels.sinkhorn import sinkhorn_reference
-from permtriton.kernels.tools.cases import BLOCK, Case, Inputs, blocks_of, generator_of, near_identity
+from permtriton.kernels.tools.cases import BLOCK, META, Case, Floor, Inputs, blocks_of, generator_of, near_identity
 
 
 def assignment(score: Tensor) -> Tensor:
@@ -129,3 +129,13 @@ def assignment_case(blocks: int, size: int, device: torch.device) -> Case:
         "assignment", f"{blocks}x{size}x{size}", torch.float32, make, lambda score: (score, assignment(score)),
         lambda score: (score, assignment_reference(score)), error, 1e-4, blocks * size * (size * 4 + 4),
     )  # fmt: skip
+
+
+def floors() -> Iterator[Floor]:
+    """Yields the named shape whose resources are listed; the scores decide how often its loops run."""
+    blocks = 11648
+
+    def call() -> Tensor:
+        return launched(torch.empty(blocks, BLOCK, BLOCK), None)
+
+    yield Floor(assignment_case(blocks, BLOCK, META), call, blocks * BLOCK * BLOCK, "score", None)

@@ -213,14 +213,14 @@ def _solve(score: Tensor, prices: Tensor | None) -> Tensor:
     got = f"{score.dtype} scores in blocks of {score.shape[-1]}"
     expected = f"float16, bfloat16, float32 or float64 in blocks of at most {LARGEST}"
     refuse_unsupported("assignment", supports(score), got, expected)
-    index = _launch(score, prices)
+    index = launched(score, prices)
     capturing = score.is_cuda and torch.cuda.is_current_stream_capturing()
     if index.numel() and not capturing and bool((index[:, 0] < 0).any()):
         raise refusal(score)
     return index
 
 
-def _launch(score: Tensor, prices: Tensor | None) -> Tensor:
+def launched(score: Tensor, prices: Tensor | None) -> Tensor:
     """Returns the index, all -1 in refused blocks; ``prices`` are updated in place."""
     blocks, size, _ = score.shape
     index = torch.empty((blocks, size), dtype=torch.int32, device=score.device)
@@ -254,7 +254,7 @@ def builds() -> Iterator[Build]:
     """Yields the kernel in every configuration, cold and warm, for blocks of 64 and 256 and one that is padded."""
 
     def solve(size: int, dtype: torch.dtype, warm: bool) -> object:
-        return _launch(torch.empty(8, size, size, dtype=dtype), torch.empty(8, size) if warm else None)
+        return launched(torch.empty(8, size, size, dtype=dtype), torch.empty(8, size) if warm else None)
 
     for dtype, size, warm in product((torch.float32, torch.bfloat16), (64, 256, 48), (False, True)):
         about = f"{size}x{size} {name_of(dtype)}{' warm' if warm else ''}"

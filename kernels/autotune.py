@@ -30,12 +30,13 @@ SHIPPED = Path(__file__).parent / "tuned"
 
 @dataclass(frozen=True)
 class Request:
-    """One call of `config_for`: which table, for which shape."""
+    """One call of `config_for`: which table, for which shape, and what was forced then."""
 
     op: str
     configs: tuple[Config, ...]
     shape: tuple[int, ...]
     dtype: torch.dtype
+    forced: Mapping[str, Config] = field(default_factory=dict, compare=False)
 
     @property
     def key(self) -> str:
@@ -62,7 +63,9 @@ class _State:
 _STATE = _State()
 
 
-def config_for(op: str, configs: Sequence[Config], shape: Sequence[int], dtype: torch.dtype) -> Config:
+def config_for(
+    op: str, configs: Sequence[Config], shape: Sequence[int], dtype: torch.dtype, searched: bool = False
+) -> Config:
     """Returns the configuration to launch a kernel in.
 
     Args:
@@ -70,6 +73,7 @@ def config_for(op: str, configs: Sequence[Config], shape: Sequence[int], dtype: 
         configs: The table; the first configuration is the default.
         shape: The numbers that the choice depends on, rows or tokens first.
         dtype: Dtype of the data moved.
+        searched: Whether a library found the other configurations while tuning, so that the table holds none of them.
     """
     if _STATE.requests is not None:
         return _noted(op, configs, shape, dtype)
@@ -81,6 +85,8 @@ def config_for(op: str, configs: Sequence[Config], shape: Sequence[int], dtype: 
     entry = _STATE.measured[key]
     if entry is None:
         return configs[0]
+    if searched:
+        return Config(**entry)
     # A stored configuration is used only if the table still has it and this call can use it.
     return next((config for config in configs if stored(config) == entry), configs[0])
 
@@ -143,6 +149,11 @@ def requests() -> Iterator[list[Request]]:
         _STATE.requests = before
 
 
+def collecting() -> bool:
+    """Whether calls of `config_for` are being collected: by tuning, which tries what they name."""
+    return _STATE.requests is not None
+
+
 def describe(config: Config) -> str:
     """Returns ``BLOCK=128 num_warps=4 num_stages=2``, the key of a trial in a cache file."""
     return " ".join(f"{name}={value}" for name, value in config.arguments().items())
@@ -189,7 +200,7 @@ def write_entries(path: Path, machine: str, entries: Mapping[str, Any]) -> None:
 def _noted(op: str, configs: Sequence[Config], shape: Sequence[int], dtype: torch.dtype) -> Config:
     """Records a request and returns the default, so that later requests do not depend on measurements."""
     assert _STATE.requests is not None
-    request = Request(op, tuple(configs), tuple(map(int, shape)), dtype)
+    request = Request(op, tuple(configs), tuple(map(int, shape)), dtype, dict(_STATE.forced))
     if request.key not in {known.key for known in _STATE.requests}:
         _STATE.requests.append(request)
     return _STATE.forced.get(op, configs[0])

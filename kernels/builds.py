@@ -21,11 +21,13 @@ class Build:
         name: Kernel, input and configuration, for people; unique.
         launch: What is compiled.
         default: Whether it runs without autotuning.
+        aligned: Whether it is launched only where sizes and strides are multiples of 16.
     """
 
     name: str
     launch: Launch
     default: bool
+    aligned: bool = False
 
 
 def builds_of(
@@ -34,6 +36,7 @@ def builds_of(
     table: str = "",
     configs: Sequence[Config] = (),
     default: bool = True,
+    aligned: bool = False,
 ) -> Iterator[Build]:
     """Yields a build for each kernel that ``call()`` launches, in every configuration of a table.
 
@@ -44,6 +47,7 @@ def builds_of(
         table: Name that the launcher gives to `config_for`; none where it has no table.
         configs: The table; the first configuration is the default one.
         default: Whether the first configuration counts as a default.
+        aligned: Whether the launcher chooses these kernels only where sizes and strides are multiples of 16.
     """
     for number, config in enumerate(configs or (None,)):
         with forced(table, config) if config else nullcontext(), torch.device("meta"), recorded() as launches:
@@ -52,15 +56,15 @@ def builds_of(
         for launch in launches:
             options = " ".join(f"{value} {name.removeprefix('num_')}" for name, value in launch.options.items())
             name = launch.kernel.__name__.strip("_").removesuffix("_kernel")
-            yield Build(f"{name} {about}{constants} {options}", launch, default and number == 0)
+            yield Build(f"{name} {about}{constants} {options}", launch, default and number == 0, aligned)
 
 
 def distinct(builds: Iterable[Build]) -> list[Build]:
-    """Returns each launch once, as a default where it is one: some configurations differ in their grid alone."""
+    """Returns each launch once, as the strictest of its builds: some configurations differ in their grid alone."""
     found: dict[Any, Build] = {}
     for build in builds:
         before = found.setdefault(build.launch.key, build)
-        if build.default and not before.default:
+        if (build.default, not build.aligned) > (before.default, not before.aligned):
             found[build.launch.key] = build
     return list(found.values())
 

@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,11 @@ except ImportError:  # macOS has none: the references run everywhere
 def jit(function: Callable[..., Any]) -> Any:
     """Returns the function as Triton compiles it; itself, never called, where there is no Triton."""
     return triton.jit(function) if triton is not None else function
+
+
+def builtin(function: Callable[..., Any]) -> Any:
+    """Returns a function that runs while a kernel that calls it is compiled: its last argument is ``_semantic``."""
+    return tl.core.builtin(function) if triton is not None else function
 
 
 def on_gpu(op: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -87,12 +93,16 @@ class Launch:
         signature: Argument -> Triton's type (``*bf16``, ``*i64``, ``i32``, ``fp32``) or ``constexpr``, in order.
         constants: Value of every ``constexpr`` argument; those that are 1 or None are among them.
         options: ``num_warps``, and ``num_stages`` if the launch sets it.
+        grid: Programs along each axis.
+        numbers: Value of every integer argument that is no constant.
     """
 
     kernel: Any
     signature: Mapping[str, str]
     constants: Mapping[str, Any]
     options: Mapping[str, int]
+    grid: tuple[int, ...]
+    numbers: Mapping[str, int]
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -101,18 +111,67 @@ class Launch:
         return self.kernel, *(tuple(part.items()) for part in parts)
 
 
-_recording: list[Launch] | None = None
+@dataclass(frozen=True)
+class CudaLaunch:
+    """One launch of a kernel written in CUDA.
+
+    Attributes:
+        source: The file, without what needs headers at run time.
+        name: The kernel, with its template arguments if it has any.
+        threads: Threads per program.
+        shared_bytes: Bytes of dynamic shared memory per program.
+        grid: Programs along each axis.
+        numbers: The integer arguments that tell how often its loops run, by name.
+        options: What the compiler is told.
+    """
+
+    source: Path
+    name: str
+    threads: int
+    shared_bytes: int
+    grid: tuple[int, ...]
+    numbers: Mapping[str, int]
+    options: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Recording:
+    launches: list[Any]  # Launch, or CudaLaunch
+    processors: int | None
+
+
+_recording: _Recording | None = None
 
 
 @contextmanager
-def recorded() -> Iterator[list[Launch]]:
-    """Records launches instead of running them: no output is written, and tensors may be on the meta device."""
+def recorded(processors: int | None = None) -> Iterator[list[Any]]:
+    """Records launches instead of running them: no output is written, and tensors may be on the meta device.
+
+    Yields the list that each `Launch`, or `CudaLaunch`, is appended to.
+
+    Args:
+        processors: How many multiprocessors `multiprocessors` says that the meta device has; None for no GPU.
+    """
     global _recording
-    before, _recording = _recording, []
+    before, _recording = _recording, _Recording([], processors)
     try:
-        yield _recording
+        yield _recording.launches
     finally:
         _recording = before
+
+
+def record(launch: CudaLaunch) -> bool:
+    """Records a launch that is not Triton's; returns whether launches are recorded, that is, must not run."""
+    if _recording is not None:
+        _recording.launches.append(launch)
+    return _recording is not None
+
+
+def multiprocessors(device: torch.device) -> int | None:
+    """Returns how many multiprocessors a GPU has, a meta device those given to `recorded`, a CPU None."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).multi_processor_count
+    return _recording.processors if _recording is not None and device.type == "meta" else None
 
 
 class Kernel:
@@ -122,9 +181,9 @@ class Kernel:
         self.jitted = jit(function)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
-        return self.jitted[grid] if _recording is None else self._record
+        return self.jitted[grid] if _recording is None else functools.partial(self._record, grid)
 
-    def _record(self, *arguments: Any, **named: Any) -> None:
+    def _record(self, grid: tuple[int, ...], /, *arguments: Any, **named: Any) -> None:
         """Records the launch as Triton would specialise it: integers that are 1, and None, are constants."""
         from triton.runtime.jit import mangle_type
 
@@ -138,4 +197,5 @@ class Kernel:
         }
         constants = {name: values[name] for name, kind in signature.items() if kind == "constexpr"}
         options = {name: value for name, value in named.items() if name not in parameters}
-        _recording.append(Launch(self.jitted, signature, constants, options))
+        numbers = {name: values[name] for name, kind in signature.items() if kind.startswith(("i", "u"))}
+        _recording.launches.append(Launch(self.jitted, signature, constants, options, grid, numbers))

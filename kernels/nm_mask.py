@@ -28,9 +28,20 @@ from torch import Tensor
 
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.launch import on_gpu
+from permtriton.kernels.nm_mask_backward_triton import loops as backward_loops
 from permtriton.kernels.nm_mask_backward_triton import nm_mask_backward_triton
 from permtriton.kernels.nm_mask_triton import nm_mask_triton, supports
-from permtriton.kernels.tools.cases import BLOCK, PATTERN, Case, Inputs, generator_of, normal, random_order
+from permtriton.kernels.tools.cases import (
+    BLOCK,
+    META,
+    PATTERN,
+    Case,
+    Floor,
+    Inputs,
+    generator_of,
+    normal,
+    random_order,
+)
 from permtriton.kernels.tools.timing import relative_error
 from permtriton.permutation import inverse
 from permtriton.sparsity import NMPattern
@@ -60,6 +71,32 @@ def nm_mask(
     return torch.ops.permtriton.nm_mask(
         weight, importance.scale, importance.row, importance.column, importance.power, index, soft, list(blocks),
         pattern.kept, pattern.group, group_scale,
+    )  # fmt: skip
+
+
+def nm_mask_backward(
+    grad: Tensor,
+    weight: Tensor,
+    importance: ImportanceFactors,
+    index: Tensor,
+    blocks: Sequence[int],
+    group: int,
+    group_scale: bool,
+) -> Tensor:
+    """Returns dP, flat ``[sum of sizes^2]``, without autograd: of a sum of gradients it is the sum of their dP.
+
+    Args:
+        grad: dL/dW_eff, ``[O, C]``.
+        weight: ``[O, C]``; this and all others as `nm_mask` takes them.
+        importance: Factors of the weight's scores.
+        index: int64 ``[C]``.
+        blocks: Sizes of the blocks.
+        group: Number of channels of a group.
+        group_scale: Whether scores are divided by the mean of their group.
+    """
+    return torch.ops.permtriton.nm_mask_backward(
+        grad, weight, importance.scale, importance.row, importance.column, importance.power, index, list(blocks), group,
+        group_scale,
     )  # fmt: skip
 
 
@@ -295,3 +332,24 @@ def _mask_inputs(
         return weight, scale, random_order(in_features, True, generator), sizes, grad
 
     return make
+
+
+def floors() -> Iterator[Floor]:
+    """Yields the named shape whose issue floor is counted, forward and backward."""
+    rows, channels, dtype = 11008, 4096, torch.bfloat16
+    sizes = [BLOCK] * (channels // BLOCK)
+
+    def inputs() -> tuple[Tensor, ImportanceFactors, Tensor]:
+        weight, scale = torch.empty(channels, rows, dtype=dtype).t(), torch.empty(channels)
+        return weight, ImportanceFactors(1, scale), torch.empty(channels, dtype=torch.int64)
+
+    def forward() -> Tensor:
+        return nm_mask_triton(*inputs(), sizes, PATTERN)
+
+    def backward() -> Tensor:
+        weight, factors, index = inputs()
+        return nm_mask_backward_triton(weight, weight, factors, index, sizes, PATTERN.group, True, FLOOR)
+
+    weights = rows * channels
+    yield Floor(nm_mask_case(rows, channels, dtype, META), forward, weights, "weight", lambda launch: ())
+    yield Floor(nm_mask_backward_case(rows, channels, dtype, META), backward, weights, "weight", backward_loops)

@@ -7,11 +7,25 @@ so a block of up to 64 padded channels reads each of them once; larger blocks ar
 again. The rows of the result are brought to base order when they are stored.
 Each split of the rows writes its own partial sums, which are added in a fixed order: the same input gives the same
 bits. Partial sums take ``4 splits block`` bytes per channel; no temporary of W's size is made.
-Products avoid TF32: each float32 operand is split into two bfloat16 halves, and three of the four products of halves
-run on the tensor cores with float32 accumulation. The relative error is at most 2^-16 per product; TF32's is 2^-10.
-Floor: 4 bytes per weight at 16 bits; 4 TILE_C floating-point operations per weight, three times that on the tensor
-cores.
 
+Few instructions per weight:
+
+- The channels of a tile lie slot-major: first slot 0 of every group, then slot 1. Loads are at most so wide that one
+  thread holds all slots of its groups (groups of 4 and less), so that the softmax needs no data of other threads.
+- Both terms of dP are one product, whose inner dimension alternates between them:
+  ``[M_soft dS_hat] [A S]^T``, rounded to bfloat16 once and written to shared memory once.
+- With ``group_scale`` the exponents are between 0 and ``GROUP``: their maximum need not be subtracted.
+- Divisions are the squares of reciprocal square roots, two instructions in place of eight.
+
+Precision: with ``group_scale`` and weights of 16 bits, operands of the product are rounded to bfloat16. That turns dP
+no further than the rounding of W and dL/dW_eff to bfloat16 did, also where most of dP cancels: a test holds that. For
+float32, and without ``group_scale``, where M_soft may be nearly flat, each operand is split into two bfloat16 halves,
+and three of the four products of halves are added: the relative error is at most 2^-16 per product; TF32's is 2^-10.
+Floor: 4 bytes per weight at 16 bits; 4 TILE_C floating-point operations per weight, 12 TILE_C if operands are split.
+Counted for sm_90, bfloat16, blocks of 64, 2:4, row and column statistics: 29.8 instructions per weight, so a weight of
+11008 x 4096 takes at least 40 us to issue, and 42 us to read.
+
+With ``group_scale``, a block whose mean score is subnormal counts as one of zeros.
 A group takes ``PADDED`` places of a tile, the next power of two; those beyond ``group`` hold zeros and are left out of
 the softmax.
 """
@@ -28,8 +42,8 @@ from torch import Tensor
 from permtriton.kernels.autotune import config_for
 from permtriton.kernels.builds import Build, builds_of, name_of
 from permtriton.kernels.importance import ImportanceFactors
-from permtriton.kernels.launch import Config, Kernel, jit, tl, triton
-from permtriton.kernels.nm_mask_triton import contiguous, importance, refuse
+from permtriton.kernels.launch import Config, Kernel, Launch, builtin, jit, tl, triton
+from permtriton.kernels.nm_mask_triton import contiguous, refuse
 
 # Padded channels of a tile; larger blocks are cut: tiles of 128 spill on sm_80 and overflow sm_100's tensor memory.
 TILE = 64
@@ -39,32 +53,72 @@ ALIGN = 16  # the largest tiles need rows, strides and block sizes that are mult
 
 # For tiles of 64 channels; `_launch` adapts rows and warps to other tiles.
 CONFIGS: tuple[Config, ...] = (
-    Config({"TILE_O": 32, "PROGRAMS": 1024}, num_warps=8, num_stages=2),
-    Config({"TILE_O": 32, "PROGRAMS": 512}, num_warps=8, num_stages=2),
-    Config({"TILE_O": 32, "PROGRAMS": 2048}, num_warps=8, num_stages=2),
-    Config({"TILE_O": 32, "PROGRAMS": 1024}, num_warps=8, num_stages=3),
-    Config({"TILE_O": 32, "PROGRAMS": 1024}, num_warps=4, num_stages=2),
-    Config({"TILE_O": 64, "PROGRAMS": 1024}, num_warps=8, num_stages=2),
+    Config({"TILE_O": 32, "PROGRAMS": 792}, num_warps=4, num_stages=3),
+    Config({"TILE_O": 32, "PROGRAMS": 396}, num_warps=4, num_stages=3),
+    Config({"TILE_O": 32, "PROGRAMS": 1584}, num_warps=4, num_stages=3),
+    Config({"TILE_O": 32, "PROGRAMS": 792}, num_warps=4, num_stages=4),
+    Config({"TILE_O": 64, "PROGRAMS": 792}, num_warps=8, num_stages=3),
 )
 
 
 @jit
 def _tile(
-    grad_ptr, weight_ptr, scale_ptr, row_ptr, column_ptr, channel, valid, o, end,
+    grad_ptr, weight_ptr, row_ptr, channel, scale, column, valid, start, end,
     grad_row_stride, grad_channel_stride, row_stride, channel_stride,
-    POWER: tl.constexpr, STATISTICS: tl.constexpr,
+    POWER: tl.constexpr, STATISTICS: tl.constexpr, FULL: tl.constexpr, VECTOR: tl.constexpr, TILE_O: tl.constexpr,
 ):  # fmt: skip
     """(A, S) of a tile of channels and rows, float32 ``[channels, rows]``; zeros outside."""
-    mask = valid[:, None] & (o < end)[None, :]
-    places, lines = channel[:, None], o.to(tl.int64)[None, :]
-    w = tl.load(weight_ptr + places * channel_stride + lines * row_stride, mask=mask, other=0.0).to(tl.float32)
-    g = tl.load(grad_ptr + places * grad_channel_stride + lines * grad_row_stride, mask=mask, other=0.0).to(tl.float32)
-    row_factor, column_factor = 0.0, 0.0
+    line, begin = tl.arange(0, TILE_O), tl.cast(start, tl.int64)
+    mask = None if FULL else valid[:, None] & (start + line < end)[None, :]
+    other = None if FULL else 0.0
+    # The contiguous part is understated: wider loads would spread the slots of a group over threads.
+    places = tl.max_contiguous(channel[:, None] * channel_stride + line[None, :] * row_stride, [1, VECTOR])
+    w = tl.load(weight_ptr + begin * row_stride + places, mask=mask, other=other).to(tl.float32)
+    places = tl.max_contiguous(channel[:, None] * grad_channel_stride + line[None, :] * grad_row_stride, [1, VECTOR])
+    g = tl.load(grad_ptr + begin * grad_row_stride + places, mask=mask, other=other).to(tl.float32)
+    factor = scale[:, None]
     if STATISTICS:
-        row_factor = tl.load(row_ptr + o, mask=o < end, other=0.0)[None, :]
-        column_factor = tl.load(column_ptr + channel, mask=valid, other=0.0)[:, None]
-    factor = tl.load(scale_ptr + channel, mask=valid, other=0.0)[:, None]
-    return g * w, importance(w, factor, row_factor, column_factor, POWER, STATISTICS)
+        row = tl.load(row_ptr + start + line, mask=None if FULL else start + line < end, other=other)[None, :]
+        factor = row * factor + column[:, None]
+    scores = tl.abs(w) * factor
+    if POWER == 2:
+        scores *= tl.abs(w)
+    return g * w, scores
+
+
+@jit
+def _factors(scale_ptr, column_ptr, channel, valid, STATISTICS: tl.constexpr):
+    """(scale, column * scale) of channels: S = |W|^power (row * scale + column * scale)."""
+    scale = tl.load(scale_ptr + channel, mask=valid, other=0.0)
+    if STATISTICS:
+        return scale, scale * tl.load(column_ptr + channel, mask=valid, other=0.0)
+    return scale, scale
+
+
+@jit
+def _sum_of_block(
+    grad_ptr, weight_ptr, scale_ptr, row_ptr, column_ptr, first, size, start, end,
+    grad_row_stride, grad_channel_stride, row_stride, channel_stride,
+    POWER: tl.constexpr, STATISTICS: tl.constexpr, VECTOR: tl.constexpr, TILE_C: tl.constexpr, TILE_O: tl.constexpr,
+):  # fmt: skip
+    """The sum of S over the channels of a block, ``[TILE_O]``."""
+    total = tl.zeros([TILE_O], tl.float32)
+    for tile in range(0, size, TILE_C):
+        place = tile + tl.arange(0, TILE_C)
+        scale, column = _factors(scale_ptr, column_ptr, first + place, place < size, STATISTICS)
+        _, scores = _tile(
+            grad_ptr, weight_ptr, row_ptr, first + place, scale, column, place < size, start, end,
+            grad_row_stride, grad_channel_stride, row_stride, channel_stride, POWER, STATISTICS, False, VECTOR, TILE_O,
+        )  # fmt: skip
+        total += tl.sum(scores, 0)
+    return total
+
+
+@jit
+def _inverse(x):
+    """1 / x of positive numbers that are not subnormal."""
+    root = tl.rsqrt(x)
+    return root * root
 
 
 @jit
@@ -72,47 +126,91 @@ def _softmax_of_groups(
     agreement, scores, block_mean, GROUP: tl.constexpr, PADDED: tl.constexpr, GROUP_SCALE: tl.constexpr,
     FLOOR: tl.constexpr, TILE_C: tl.constexpr, TILE_O: tl.constexpr,
 ):  # fmt: skip
-    """(M_soft, dS_hat) of a tile in permuted order, both ``[TILE_C, TILE_O]``."""
-    grouped = tl.reshape(scores, [TILE_C // PADDED, PADDED, TILE_O])
+    """(M_soft, dS_hat) of a tile in permuted order, slot-major, both ``[TILE_C, TILE_O]``."""
+    LOG2E: tl.constexpr = 1.4426950408889634
+    SMALLEST: tl.constexpr = 1.1754943508222875e-38  # that is not subnormal
+    grouped = tl.reshape(scores, [PADDED, TILE_C // PADDED, TILE_O])
+    grads = tl.reshape(agreement, [PADDED, TILE_C // PADDED, TILE_O])
     if GROUP_SCALE:
-        floor = (block_mean * FLOOR)[None, :]
-        mean = tl.maximum(tl.sum(grouped, 1) / GROUP, floor)
-        sharpness = tl.where(floor > 0, 1.0 / tl.where(floor > 0, mean, 1.0), 0.0)[:, None, :]
-        grouped = grouped * sharpness
+        floor = block_mean * FLOOR
+        alive = tl.minimum(floor, SMALLEST) * (1 / SMALLEST)  # 0 if all scores of the block are, else 1
+        mean = tl.maximum(tl.sum(grouped, 0) * (1.0 / GROUP), tl.maximum(floor, SMALLEST)[None, :])
+        sharpness = _inverse(mean) * alive[None, :]
+        weights = tl.exp2(grouped * (sharpness * LOG2E)[None, :, :])
+    else:
+        weights = tl.exp2((grouped - tl.max(grouped, 0)[None, :, :]) * LOG2E)
     if PADDED != GROUP:
-        real = (tl.arange(0, PADDED) < GROUP)[None, :, None]
-        grouped = tl.where(real, grouped, float("-inf"))
-    weights = tl.exp(grouped - tl.max(grouped, 1)[:, None, :])
-    soft = weights / tl.sum(weights, 1)[:, None, :]
-    grad_scores = tl.reshape(agreement, [TILE_C // PADDED, PADDED, TILE_O]) * soft
-    grad_scores -= soft * tl.sum(grad_scores, 1)[:, None, :]
+        weights = tl.where((tl.arange(0, PADDED) < GROUP)[:, None, None], weights, 0.0)
+    soft = weights * _inverse(tl.sum(weights, 0))[None, :, :]
+    common = tl.sum(grads * soft, 0)
     if GROUP_SCALE:
-        grad_scores *= sharpness
+        grad_scores = soft * (grads * sharpness[None, :, :] - (common * sharpness)[None, :, :])
+    else:
+        grad_scores = soft * (grads - common[None, :, :])
     return tl.reshape(soft, [TILE_C, TILE_O]), tl.reshape(grad_scores, [TILE_C, TILE_O])
 
 
+@builtin
+def _opaque(x, _semantic=None):
+    """x of bfloat16; on NVIDIA GPUs through an empty assembly that counts as a side effect.
+
+    Without it Triton computes the operands of a product again, from the loads on, in the layout of the product: twice
+    the instructions on sm_80 and sm_100. Before Triton 3.9, loops for sm_100 and for AMD GPUs cannot hold such an
+    assembly.
+    """
+    options = _semantic.builder.options
+    version = tuple(map(int, triton.__version__.split(".")[:2]))
+    if options.backend_name != "cuda" or (int(options.arch.strip("sm_af")) >= 100 and version < (3, 9)):
+        return x
+    return tl.inline_asm_elementwise("", "=r,0", [x], tl.bfloat16, False, 2, _semantic=_semantic)
+
+
 @jit
-def _add_product(product, left, right, INTERPRETED: tl.constexpr):
-    """product + left right^T, of float32 tiles."""
-    left_high, right_high = left.to(tl.bfloat16), right.to(tl.bfloat16)
-    left_low = (left - left_high.to(tl.float32)).to(tl.bfloat16)
-    right_low = (right - right_high.to(tl.float32)).to(tl.bfloat16)
+def _rounded(x, INTERPRETED: tl.constexpr):
+    """x in bfloat16, as an operand of a product."""
     if INTERPRETED:  # the interpreter multiplies the bits of bfloat16 as integers
-        left_high, left_low = left_high.to(tl.float32), left_low.to(tl.float32)
-        right_high, right_low = right_high.to(tl.float32), right_low.to(tl.float32)
-    product = tl.dot(left_low, tl.trans(right_high), product)
-    product = tl.dot(left_high, tl.trans(right_low), product)
+        return x.to(tl.bfloat16).to(tl.float32)
+    return _opaque(x.to(tl.bfloat16))
+
+
+@jit
+def _add_product(
+    product, left, right, EXACT: tl.constexpr, INTERPRETED: tl.constexpr, TILE_C: tl.constexpr, INNER: tl.constexpr
+):
+    """product + left right^T, of float32 tiles that are flattened to ``[TILE_C, INNER]``."""
+    left, right = tl.reshape(left, [TILE_C, INNER]), tl.reshape(right, [TILE_C, INNER])
+    left_high, right_high = _rounded(left, INTERPRETED), _rounded(right, INTERPRETED)
+    if EXACT:
+        left_low = _rounded(left - left_high.to(tl.float32), INTERPRETED)
+        right_low = _rounded(right - right_high.to(tl.float32), INTERPRETED)
+        product = tl.dot(left_low, tl.trans(right_high), product)
+        product = tl.dot(left_high, tl.trans(right_low), product)
     return tl.dot(left_high, tl.trans(right_high), product)
+
+
+@jit
+def _store(
+    block_ptr, product, c, c_valid, tile, size,
+    GROUP: tl.constexpr, PADDED: tl.constexpr, FULL: tl.constexpr, TILE_C: tl.constexpr,
+):  # fmt: skip
+    """Writes a tile ``[j, c]`` of dP with slot-major j as ``[c, j]``: c in base order, j in permuted order."""
+    product = tl.permute(tl.reshape(product, [PADDED, TILE_C // PADDED, TILE_C]), (2, 1, 0))
+    place = tile * TILE_C + tl.arange(0, TILE_C)
+    j = place
+    if PADDED != GROUP:
+        j = place // PADDED * GROUP + place % PADDED
+    inside = None if FULL else c_valid[:, None] & ((place % PADDED < GROUP) & (j < size))[None, :]
+    tl.store(block_ptr + (c[:, None] * size + j[None, :]), tl.reshape(product, [TILE_C, TILE_C]), mask=inside)
 
 
 @Kernel
 def _nm_mask_bwd_kernel(
     grad_ptr, weight_ptr, scale_ptr, row_ptr, column_ptr, index_ptr, partial_ptr,
-    first, size, rows, steps, offset, total,
-    grad_row_stride, grad_channel_stride, row_stride, channel_stride,
+    first, size, rows, steps, offset, total, grad_row_stride, grad_channel_stride, row_stride, channel_stride,
     GROUP: tl.constexpr, PADDED: tl.constexpr, POWER: tl.constexpr, STATISTICS: tl.constexpr,
-    GROUP_SCALE: tl.constexpr, FLOOR: tl.constexpr, WHOLE: tl.constexpr, INTERPRETED: tl.constexpr,
-    ALIGN: tl.constexpr, ROWS_STEP: tl.constexpr, TILE_C: tl.constexpr, TILE_O: tl.constexpr,
+    GROUP_SCALE: tl.constexpr, FLOOR: tl.constexpr, EXACT: tl.constexpr, LONG: tl.constexpr, INTERPRETED: tl.constexpr,
+    WHOLE: tl.constexpr, FULL: tl.constexpr, ALIGN: tl.constexpr, ROWS_STEP: tl.constexpr, VECTOR: tl.constexpr,
+    TILE_C: tl.constexpr, TILE_O: tl.constexpr,
 ):  # fmt: skip
     # Known to be multiples of ALIGN, so that loads and stores are wide.
     first, size, rows, offset, total = first * ALIGN, size * ALIGN, rows * ALIGN, offset * ALIGN, total * ALIGN
@@ -120,47 +218,51 @@ def _nm_mask_bwd_kernel(
     block, split = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     tiles = tl.cdiv(size // GROUP * PADDED, TILE_C)
     start = first + block * size
-    place = (tl.program_id(2) % tiles) * TILE_C + tl.arange(0, TILE_C)
-    j = place // PADDED * GROUP + place % PADDED
-    j_valid = (place % PADDED < GROUP) & (j < size)
-    j_channel = tl.load(index_ptr + start + j, mask=j_valid, other=0).to(tl.int64)
-    c, c_channel, c_valid = (j_channel - start).to(tl.int32), j_channel, j_valid
+    # Slot-major: the slots of a group are far apart, so that one thread holds all of them.
+    place = tl.arange(0, TILE_C)
+    slot, g = place // (TILE_C // PADDED), place % (TILE_C // PADDED) + (tl.program_id(2) % tiles) * (TILE_C // PADDED)
+    j = g * GROUP + slot
+    j_valid = (slot < GROUP) & (j < size)
+    j_channel = tl.load(index_ptr + start + j, mask=j_valid, other=0)
+    c = (j_channel - start).to(tl.int32)
+    if not LONG:
+        j_channel = j_channel.to(tl.int32)
+    j_scale, j_column = _factors(scale_ptr, column_ptr, j_channel, j_valid, STATISTICS)
+    c_channel, c_valid = j_channel, j_valid
     if not WHOLE:
         c = (tl.program_id(2) // tiles) * TILE_C + tl.arange(0, TILE_C)
         c_valid = c < size
-        c_channel = start + c
+        c_channel = start.to(j_channel.dtype) + c
+        c_scale, c_column = _factors(scale_ptr, column_ptr, c_channel, c_valid, STATISTICS)
     begin = tl.program_id(1) * steps * ROWS_STEP
     end = tl.minimum(begin + steps * ROWS_STEP, rows)
     product = tl.zeros([TILE_C, TILE_C], tl.float32)
     for o_start in range(begin, end, TILE_O):
-        o = o_start + tl.arange(0, TILE_O)
         agreement, scores = _tile(
-            grad_ptr, weight_ptr, scale_ptr, row_ptr, column_ptr, j_channel, j_valid, o, end,
-            grad_row_stride, grad_channel_stride, row_stride, channel_stride, POWER, STATISTICS,
+            grad_ptr, weight_ptr, row_ptr, j_channel, j_scale, j_column, j_valid, o_start, end,
+            grad_row_stride, grad_channel_stride, row_stride, channel_stride, POWER, STATISTICS, FULL, VECTOR, TILE_O,
         )  # fmt: skip
-        block_mean = tl.sum(scores, 0)
+        block_sum = tl.sum(tl.sum(tl.reshape(scores, [PADDED, TILE_C // PADDED, TILE_O]), 0), 0)
         if GROUP_SCALE and not WHOLE:
-            block_mean = tl.zeros([TILE_O], tl.float32)
-            for other in range(0, size, TILE_C):
-                others = start + other + tl.arange(0, TILE_C)
-                _, more = _tile(
-                    grad_ptr, weight_ptr, scale_ptr, row_ptr, column_ptr, others, others < start + size, o, end,
-                    grad_row_stride, grad_channel_stride, row_stride, channel_stride, POWER, STATISTICS,
-                )  # fmt: skip
-                block_mean += tl.sum(more, 0)
+            block_sum = _sum_of_block(
+                grad_ptr, weight_ptr, scale_ptr, row_ptr, column_ptr, start.to(j_channel.dtype), size, o_start, end,
+                grad_row_stride, grad_channel_stride, row_stride, channel_stride, POWER, STATISTICS, VECTOR, TILE_C,
+                TILE_O,
+            )  # fmt: skip
         soft, grad_scores = _softmax_of_groups(
-            agreement, scores, block_mean / size, GROUP, PADDED, GROUP_SCALE, FLOOR, TILE_C, TILE_O
+            agreement, scores, block_sum * (1.0 / size), GROUP, PADDED, GROUP_SCALE, FLOOR, TILE_C, TILE_O
         )
         if not WHOLE:
             agreement, scores = _tile(
-                grad_ptr, weight_ptr, scale_ptr, row_ptr, column_ptr, c_channel, c_valid, o, end,
-                grad_row_stride, grad_channel_stride, row_stride, channel_stride, POWER, STATISTICS,
+                grad_ptr, weight_ptr, row_ptr, c_channel, c_scale, c_column, c_valid, o_start, end,
+                grad_row_stride, grad_channel_stride, row_stride, channel_stride, POWER, STATISTICS, False, VECTOR,
+                TILE_O,
             )  # fmt: skip
-        product = _add_product(product, agreement, soft, INTERPRETED)
-        product = _add_product(product, scores, grad_scores, INTERPRETED)
+        # One product for both terms: its inner dimension alternates between them.
+        left, right = tl.join(soft, grad_scores), tl.join(agreement, scores)
+        product = _add_product(product, left, right, EXACT, INTERPRETED, TILE_C, 2 * TILE_O)
     block_ptr = partial_ptr + split * total + offset + block * size * size
-    places = c[:, None] * size + j[None, :]
-    tl.store(block_ptr + places, product, mask=c_valid[:, None] & j_valid[None, :])
+    _store(block_ptr, product, c, c_valid, tl.program_id(2) % tiles, size, GROUP, PADDED, FULL, TILE_C)
 
 
 def nm_mask_backward_triton(
@@ -189,7 +291,12 @@ def nm_mask_backward_triton(
     aligned = grad.stride(0) == weight.stride(0) == 1 and not any(
         number % ALIGN for number in (rows, grad.stride(1), weight.stride(1), *blocks)
     )
-    runs = [(size, len(list(run)), *_launch(config, size, group, aligned)) for size, run in groupby(blocks)]
+    runs = [(size, len(list(run)), *_launch(config, size, group, aligned, weight)) for size, run in groupby(blocks)]
+    options = {
+        "POWER": factors.power, "STATISTICS": factors.row is not None, "GROUP_SCALE": group_scale, "FLOOR": floor,
+        "EXACT": weight.dtype == torch.float32 or not group_scale, "LONG": max(map(_extent, (grad, weight))) >= 2**31,
+        "INTERPRETED": triton.knobs.runtime.interpret,
+    }  # fmt: skip
     programs = sum(count * tiles for _, count, _, tiles in runs)
     splits = max(min(config.constants["PROGRAMS"] // programs, triton.cdiv(rows, LEAST_ROWS)), 1)
     steps = triton.cdiv(triton.cdiv(rows, splits), ROWS_STEP)
@@ -201,14 +308,18 @@ def nm_mask_backward_triton(
         _nm_mask_bwd_kernel[(count, splits, tiles)](
             *tensors, first // align, size // align, rows // align, steps, offset // align, total // align,
             grad.stride(0), grad.stride(1) // align, weight.stride(0), weight.stride(1) // align,
-            POWER=factors.power, STATISTICS=factors.row is not None, GROUP_SCALE=group_scale, FLOOR=floor,
-            INTERPRETED=triton.knobs.runtime.interpret, **launch.arguments(),
+            **options, **launch.arguments(),
         )  # fmt: skip
         first, offset = first + size * count, offset + size * size * count
     return partial.sum(0) if splits > 1 else partial[0]
 
 
-def _launch(config: Config, size: int, group: int, aligned: bool) -> tuple[Config, int]:
+def _extent(values: Tensor) -> int:
+    """Returns how far the last element lies from the first, in elements."""
+    return sum((size - 1) * stride for size, stride in zip(values.shape, values.stride(), strict=True))
+
+
+def _launch(config: Config, size: int, group: int, aligned: bool, weight: Tensor) -> tuple[Config, int]:
     """Returns (the configuration for blocks of one size, the number of tiles of one block's dP).
 
     With aligned rows, small tiles get fewer warps, since the products would leave the others idle. Unaligned rows are
@@ -218,14 +329,18 @@ def _launch(config: Config, size: int, group: int, aligned: bool) -> tuple[Confi
     padded = size // group * padded_group
     whole = padded <= TILE
     tile_c = max(triton.next_power_of_2(padded), 16) if whole else TILE
-    rows, warps, stages = config.constants["TILE_O"], config.num_warps, config.num_stages
+    rows, warps, stages, vector = config.constants["TILE_O"], config.num_warps, config.num_stages, 1
     if not aligned:
         rows, stages = rows // 2, 1
-    elif tile_c < TILE:
-        warps //= 2
+    else:
+        warps //= 2 if tile_c < TILE else 1
+        rows //= 2 if not whole and weight.element_size() == 4 else 1
+        # The widest loads that leave all slots of a group to one thread; narrower ones than two rows would spill.
+        vector = max(tile_c // padded_group * rows // (32 * warps), 2)
     constants = {
         "GROUP": group, "PADDED": padded_group, "WHOLE": whole, "ALIGN": ALIGN if aligned else 1,
-        "ROWS_STEP": ROWS_STEP, "TILE_C": tile_c, "TILE_O": rows,
+        "FULL": aligned and size == tile_c and group == padded_group and weight.shape[0] % ROWS_STEP == 0,
+        "ROWS_STEP": ROWS_STEP, "VECTOR": vector, "TILE_C": tile_c, "TILE_O": rows,
     }  # fmt: skip
     return Config(constants, warps, stages), 1 if whole else triton.cdiv(padded, TILE) ** 2
 
@@ -233,17 +348,34 @@ def _launch(config: Config, size: int, group: int, aligned: bool) -> tuple[Confi
 def builds() -> Iterator[Build]:
     """Yields the kernel in every configuration and tile at 2:4; at 8:16 too where registers are short."""
 
-    def backward(dtype: torch.dtype, size: int, group: int, layout: str) -> object:
-        channels, rows = 4 * size, 4097 if layout == "any length" else 4096
+    def backward(dtype: torch.dtype, size: int, group: int, layout: str, wanda: bool, group_scale: bool) -> object:
+        channels, rows = 4 * size, {"any length": 4097, "masked": 4112}.get(layout, 4096)
         weight = torch.empty(channels, rows, dtype=dtype).t()
         if layout == "any strides":
             weight = torch.empty(2 * rows, 3 * channels, dtype=dtype)[::2, ::3]
-        factors = ImportanceFactors(1, torch.empty(channels), torch.empty(rows), torch.empty(channels))
-        index = torch.empty(channels, dtype=torch.int64)
-        return nm_mask_backward_triton(weight, weight, factors, index, [size] * 4, group, True, 0.1)
+        statistics = (None, None) if wanda else (torch.empty(rows), torch.empty(channels))
+        factors, index = (
+            ImportanceFactors(1, torch.empty(channels), *statistics),
+            torch.empty(channels, dtype=torch.int64),
+        )
+        return nm_mask_backward_triton(weight, weight, factors, index, [size] * 4, group, group_scale, 0.1)
 
-    shapes = [(size, 4, "aligned") for size in (16, 32, 64, 128)] + [(size, 16, "aligned") for size in (64, 128)]
-    shapes += [(size, 4, layout) for size in (16, 32, 64, 128) for layout in ("any length", "any strides")]
+    shapes = [(size, 4, "aligned") for size in (64, 16, 32, 128)] + [(size, 16, "aligned") for size in (64, 128)]
+    shapes += [(size, 4, "masked") for size in (16, 32, 64)] + [(size, 4, "any length") for size in (64, 128)]
+    shapes += [(size, 4, "any strides") for size in (16, 32, 64, 128)]
     for dtype, (size, group, layout) in product((torch.bfloat16, torch.float32), shapes):
         about = f"{name_of(dtype)} blocks of {size} in groups of {group}, {layout}"
-        yield from builds_of(about, partial(backward, dtype, size, group, layout), "nm_mask_backward", CONFIGS)
+        call = partial(backward, dtype, size, group, layout, False, True)
+        yield from builds_of(about, call, "nm_mask_backward", CONFIGS)
+    about, call = "bf16 blocks of 64 in groups of 4, aligned", partial(backward, torch.bfloat16, 64, 4, "aligned")
+    yield from builds_of(f"{about}, Wanda", partial(call, True, True), "nm_mask_backward", CONFIGS)
+    yield from builds_of(f"{about}, scores not scaled", partial(call, False, False), "nm_mask_backward", CONFIGS)
+
+
+def loops(launch: Launch) -> tuple[float, ...]:
+    """Returns how often a program runs the loop of the kernel's machine code, on average: once per tile of rows.
+
+    Blocks larger than a tile are not counted: they have a loop more.
+    """
+    rows = launch.numbers["rows"] * launch.constants["ALIGN"]
+    return (triton.cdiv(rows, launch.constants["TILE_O"]) / launch.grid[1],)

@@ -16,7 +16,7 @@ Bytes moved: x read once, y written once, as for the norm alone. On a GPU Triton
 norms, see `permtriton.kernels.norm_permute_triton`; the reference runs the others.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +27,17 @@ from permtriton.errors import ModelError
 from permtriton.kernels import norm_permute_triton as kernels
 from permtriton.kernels.launch import on_gpu
 from permtriton.kernels.permute import check_shapes, permute, permute_reference
-from permtriton.kernels.tools.cases import Case, Inputs, as_stored, generator_of, normal, random_order, rounding
+from permtriton.kernels.tools.cases import (
+    META,
+    Case,
+    Floor,
+    Inputs,
+    as_stored,
+    generator_of,
+    normal,
+    random_order,
+    rounding,
+)
 from permtriton.kernels.tools.timing import relative_error
 from permtriton.permutation import inverse
 
@@ -296,3 +306,15 @@ def norm_permute_backward_case(rows: int, channels: int, dtype: torch.dtype, dev
         "norm_permute forward + backward", f"{rows}x{channels}", dtype, make, run, reference, error, rounding(dtype),
         moved, tables=("norm_permute", "norm_permute_backward"),
     )  # fmt: skip
+
+
+def floors() -> Iterator[Floor]:
+    """Yields the named shape whose issue floor is counted."""
+    rows, channels, dtype = 16384, 4096, torch.bfloat16
+
+    def call() -> Tensor:
+        weight, index = torch.empty(channels, dtype=dtype), torch.empty(channels, dtype=torch.int16)
+        x = torch.empty(rows, channels, dtype=dtype)
+        return kernels.norm_permute_triton(x, weight, None, index, 1e-5, 0.0, "rms")
+
+    yield Floor(norm_permute_case(rows, channels, dtype, META), call, rows * channels, "element", kernels.loops)

@@ -14,7 +14,7 @@ Bytes moved by `unpack`: the packed weight read, the dense one written. On a GPU
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -23,11 +23,12 @@ from torch.nn.functional import pad
 from permtriton.errors import ModelError
 from permtriton.kernels import packing_triton as kernels
 from permtriton.kernels.launch import on_gpu
-from permtriton.kernels.tools.cases import PATTERN, Case, Inputs, generator_of, two_of_four, unequal
+from permtriton.kernels.tools.cases import META, PATTERN, Case, Floor, Inputs, generator_of, two_of_four, unequal
 from permtriton.sparsity import NMPattern
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 CHUNK = 1 << 20  # weights whose positions are unpacked at once: 64-bit temporaries take a few MiB each
+Faults = Iterator[tuple[str, Tensor, int]]  # what is wrong; where, bool, rows first; the channels per column
 
 
 def pack(weight_OC: Tensor, pattern: NMPattern) -> tuple[Tensor, Tensor]:
@@ -115,21 +116,10 @@ def check_packed(values: Tensor, positions: Tensor, out_features: int, in_featur
             that are not 0, a value that is not finite or is -0.0, zeros not at the first free positions.
     """
     check_packed_shapes(values, positions, out_features, in_features, pattern)
-    starts = _starts(in_features, pattern, values.device)
-    for rows in _row_chunks(out_features, in_features):
-        kept_values = values[rows]
-        slots_and_padding = _unpack_all(positions[rows], pattern.group)
-        slots, padding = slots_and_padding.split((values.shape[1], slots_and_padding.shape[1] - values.shape[1]), 1)
-        _refuse(slots >= pattern.group, rows, f"a position outside its group of {pattern.group}")
-        grouped = slots.unflatten(1, (-1, pattern.kept))
-        _refuse(grouped[..., 1:] <= grouped[..., :-1], rows, "positions of a group that do not ascend")
-        _refuse(padding != 0, rows, "padding bits that are not 0")
-        _refuse(~kept_values.isfinite(), rows, "a value that is not finite")
-        _refuse(_negative_zero(kept_values), rows, "a value of -0.0")
-        weight = kept_values.new_zeros(kept_values.shape[0], in_features)
-        weight.scatter_(1, slots.long() + starts, kept_values)
-        chosen = _chosen(weight.unflatten(1, (-1, pattern.group)), pattern.kept).flatten(1)
-        _refuse(~chosen.gather(1, slots.long() + starts), rows, "zeros that are not at the first free positions")
+    _refuse(
+        lambda rows: _faults_of_packed(values[rows], positions[rows], in_features, pattern),
+        list(_row_chunks(out_features, in_features)),
+    )
 
 
 def pack_reference(weight_OC: Tensor, pattern: NMPattern) -> tuple[Tensor, Tensor]:
@@ -143,15 +133,12 @@ def pack_reference(weight_OC: Tensor, pattern: NMPattern) -> tuple[Tensor, Tenso
     values_shape, positions_shape = packed_shapes(out_features, in_features, pattern)
     values = weight_OC.new_empty(values_shape)
     positions = torch.empty(positions_shape, dtype=torch.uint8, device=weight_OC.device)
+    _refuse(lambda rows: _faults_of_weight(weight_OC[rows], pattern), list(_row_chunks(out_features, in_features)))
     for rows in _row_chunks(out_features, in_features):
         weight = weight_OC[rows].contiguous()  # masked weights come transposed, whose groups are slow to sum
-        _refuse(~weight.isfinite(), rows, "a weight that is not finite")
-        _refuse(_negative_zero(weight), rows, "a weight of -0.0: store 0.0")
-        grouped = weight.unflatten(1, (-1, pattern.group))
-        excess = f"more nonzero weights than {pattern} keeps: prune before packing"
-        _refuse((grouped != 0).sum(2, dtype=torch.int8) > pattern.kept, rows, excess, pattern.group)
-        chosen = _chosen(grouped, pattern.kept)
-        places = chosen.flatten().nonzero().view(-1, values_shape[1])
+        chosen = _chosen(weight.unflatten(1, (-1, pattern.group)), pattern.kept)
+        kept = weight.shape[0] * values_shape[1]
+        places = torch.nonzero_static(chosen.flatten(), size=kept).view(-1, values_shape[1])
         values[rows] = weight.reshape(-1)[places]
         positions[rows] = pack_positions(places % pattern.group, pattern.group)
     return values, positions
@@ -191,14 +178,45 @@ def _row_chunks(rows: int, columns: int) -> Iterator[slice]:
         yield slice(start, min(start + step, rows))
 
 
-def _refuse(bad: Tensor, rows: slice, what: str, group: int | None = None) -> None:
-    """Raises ModelError if ``bad`` (rows first) is true anywhere, naming the first row, and its group if given."""
-    if bool(bad.any()):
-        first = bad.nonzero()[0].tolist()
-        where = f"row {rows.start + first[0]}"
-        if group is not None:
-            where += f", group {first[1]} (channels {first[1] * group} to {(first[1] + 1) * group - 1})"
-        raise ModelError(f"{where}: {what}")
+def _faults_of_weight(weight_OC: Tensor, pattern: NMPattern) -> Faults:
+    weight_OC = weight_OC.contiguous()
+    yield "a weight that is not finite", ~weight_OC.isfinite(), 1
+    yield "a weight of -0.0: store 0.0", _negative_zero(weight_OC), 1
+    nonzero = (weight_OC.unflatten(1, (-1, pattern.group)) != 0).sum(2, dtype=torch.int8)
+    yield f"more nonzero weights than {pattern} keeps: prune before packing", nonzero > pattern.kept, pattern.group
+
+
+def _faults_of_packed(values: Tensor, positions: Tensor, in_features: int, pattern: NMPattern) -> Faults:
+    slots_and_padding = _unpack_all(positions, pattern.group)
+    slots, padding = slots_and_padding.split((values.shape[1], slots_and_padding.shape[1] - values.shape[1]), 1)
+    yield f"a position outside its group of {pattern.group}", slots >= pattern.group, 1
+    grouped = slots.unflatten(1, (-1, pattern.kept))
+    yield "positions of a group that do not ascend", grouped[..., 1:] <= grouped[..., :-1], 1
+    yield "padding bits that are not 0", padding != 0, 1
+    yield "a value that is not finite", ~values.isfinite(), 1
+    yield "a value of -0.0", _negative_zero(values), 1
+    # Limited to the group: a position outside of it is refused only later, and must not write outside the weight.
+    channels = slots.clamp(max=pattern.group - 1).long() + _starts(in_features, pattern, values.device)
+    weight = values.new_zeros(values.shape[0], in_features).scatter_(1, channels, values)
+    chosen = _chosen(weight.unflatten(1, (-1, pattern.group)), pattern.kept).flatten(1)
+    yield "zeros that are not at the first free positions", ~chosen.gather(1, channels), 1
+
+
+def _refuse(faults: Callable[[slice], Faults], chunks: Sequence[slice]) -> None:
+    """Raises ModelError about the first fault of the first chunk of rows that has one, naming row, group and fault.
+
+    Waits for a GPU once, unless there is a fault.
+    """
+    flags = [torch.stack([bad.any() for _, bad, _ in faults(rows)]).any() for rows in chunks]
+    if not flags or not bool(torch.stack(flags).any()):
+        return
+    rows = next(rows for rows, flag in zip(chunks, flags, strict=True) if bool(flag))
+    what, bad, group = next(fault for fault in faults(rows) if bool(fault[1].any()))
+    first = bad.nonzero()[0].tolist()
+    where = f"row {rows.start + first[0]}"
+    if group > 1:
+        where += f", group {first[1]} (channels {first[1] * group} to {(first[1] + 1) * group - 1})"
+    raise ModelError(f"{where}: {what}")
 
 
 def check_packed_shapes(
@@ -275,3 +293,15 @@ def unpack_case(out_features: int, in_features: int, dtype: torch.dtype, device:
     weights = out_features * in_features
     moved = weights * dtype.itemsize * 3 // 2 + weights // 8
     return Case("packing", f"{out_features}x{in_features}", dtype, make, run, reference, unequal, 0, moved)
+
+
+def floors() -> Iterator[Floor]:
+    """Yields the named shape whose issue floor is counted."""
+    rows, channels, dtype = 11008, 4096, torch.bfloat16
+
+    def call() -> Tensor:
+        values_shape, positions_shape = packed_shapes(rows, channels, PATTERN)
+        positions = torch.empty(positions_shape, dtype=torch.uint8)
+        return kernels.unpack_triton(torch.empty(values_shape, dtype=dtype), positions, channels)
+
+    yield Floor(unpack_case(rows, channels, dtype, META), call, rows * channels, "weight", lambda launch: ())

@@ -8,15 +8,25 @@ Triton gathers along the last dimension, see `permtriton.kernels.permute_triton`
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from permtriton.errors import ModelError
 from permtriton.kernels.launch import on_gpu
-from permtriton.kernels.permute_triton import WORDS, gather_rows
-from permtriton.kernels.tools.cases import Case, Inputs, as_stored, generator_of, normal, random_order, unequal
+from permtriton.kernels.permute_triton import WORDS, gather_rows, loops
+from permtriton.kernels.tools.cases import (
+    META,
+    Case,
+    Floor,
+    Inputs,
+    as_stored,
+    generator_of,
+    normal,
+    random_order,
+    unequal,
+)
 from permtriton.permutation import inverse
 
 INDEX_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -125,3 +135,13 @@ def permute_case(rows: int, channels: int, dtype: torch.dtype, device: torch.dev
     where = "in blocks" if in_blocks else "global"
     moved = 2 * rows * channels * dtype.itemsize
     return Case("permute", f"{rows}x{channels} {where}", dtype, make, permute, permute_reference, unequal, 0, moved)
+
+
+def floors() -> Iterator[Floor]:
+    """Yields the named shape whose issue floor is counted."""
+    rows, channels, dtype = 16384, 11008, torch.bfloat16
+
+    def call() -> Tensor:
+        return permute_triton(torch.empty(rows, channels, dtype=dtype), torch.empty(channels, dtype=torch.int16))
+
+    yield Floor(permute_case(rows, channels, dtype, META), call, rows * channels, "element", loops)

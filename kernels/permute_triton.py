@@ -4,8 +4,18 @@
 A program moves rows of up to `STAGED` channels through shared memory: 16-byte loads, staging, a gather of one word per
 channel, 16-byte stores. A gather straight from global memory would touch up to 32 lines per warp for 64 bytes of 16-bit
 values, about a fifth of a copy's speed if the index reaches across the row; shared memory serves 32 random words in
-about 3.5 cycles. Rows of 8-bit and 16-bit values are staged four and two per 32-bit word, so that a cycle moves as many
-bytes as for 32-bit values. A program keeps its index in registers and walks over rows.
+about 3.5 cycles, because that many of them meet in one of its 32 banks. Rows of 8-bit and 16-bit values are staged four
+and two per 32-bit word, so that a cycle moves as many bytes as for 32-bit values. At 11008 channels, shared memory is
+busy for 0.48 of a copy's time that way; with one 16-bit row per word it would be busy for 0.74 of it.
+A program keeps its index in registers and walks over tiles of rows. It loads the next tile before it gathers this one,
+into registers: Triton's own pipelining (``num_stages``) issues the next loads only after the gather and the stores, and
+moves each value through shared memory once more. A thread has 8 channels of two rows, or 16 where a row is longer than
+8192: with fewer warps, 40 to 64 registers would not hold both tiles and the index. With 32 warps, or tiles of at most
+4096 channels, LLVM also joins the staging stores to 16 bytes; otherwise up to half of them stay 2 or 4 bytes wide, and
+take four or eight times the cycles.
+Counted for sm_90 at 16384 x 11008 of 16 bits: 64 registers, 32 warps, one program per multiprocessor, 150 instructions
+and 2 barriers per warp for every 2 rows. Issuing them takes at least 39 us, shared memory 81 us, the bytes 168 us at
+4.3 TB/s; 44 KB are in flight per multiprocessor. At 4096 channels: 40 registers, three programs of 16 warps, 48 KB.
 The staged tile is one-dimensional on purpose: Triton turns a gather of more dimensions into shuffles, thousands of them
 here. Longer rows, of any C, are gathered from global memory through the cache. An entry outside 0 to C-1, which no
 permutation has, reads channel 0, never foreign memory.
@@ -21,24 +31,34 @@ from torch import Tensor
 
 from permtriton.kernels.autotune import config_for
 from permtriton.kernels.builds import Build, builds_of
-from permtriton.kernels.launch import Config, Kernel, tl, triton
+from permtriton.kernels.launch import Config, Kernel, Launch, jit, multiprocessors, tl, triton
 
-# TILE: words staged per program, and the row length that num_warps is meant for. PACK_BITS: the size of the words that
-# rows share; at 8 each row has its own.
-CONFIGS = (
-    Config({"TILE": 4096, "PACK_BITS": 32}, num_warps=8),
-    Config({"TILE": 4096, "PACK_BITS": 32}, num_warps=4),
-    Config({"TILE": 2048, "PACK_BITS": 32}, num_warps=4),
-    Config({"TILE": 8192, "PACK_BITS": 32}, num_warps=8),
-    Config({"TILE": 4096, "PACK_BITS": 8}, num_warps=8),
-    Config({"TILE": 4096, "PACK_BITS": 8}, num_warps=4),
-)
-STAGED = 16384  # channels of up to 32 bits that a program can hold; half as many at 64 bits, or if C % 16
+# num_warps: for rows of 4096 channels. TILE: short rows fill a tile of at least so many channels. PACK_BITS: the size
+# of the words that rows share; at 8 each row has its own.
+CONFIGS = (Config({"TILE": 2048, "PACK_BITS": 32}, num_warps=16), Config({"TILE": 2048, "PACK_BITS": 8}, num_warps=16))
+STAGED = 16384  # channels of up to 32 bits that a program can hold; half as many at 64 bits, or if they are not aligned
 DIRECT_TILE = 1024
-MAX_WARPS = 16
-PROGRAMS_PER_SM = 8
+MAX_WARPS = 16 if torch.version.hip else 32  # 1024 threads per program
+RESIDENT_WARPS = 48  # per multiprocessor, at 40 registers per thread
+RESIDENT_WARPS_MORE = 32  # at up to 64 registers: several rows per tile, 64-bit values, rows that are not aligned
+DIRECT_PROGRAMS = 8  # per multiprocessor
 PACKED_ROWS = 1024  # fewer rows do not share words: they are spread over more programs instead
 WORDS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
+
+
+@jit
+def _words(
+    x_ptr, first, rows, inside, row_stride, BITS: tl.constexpr, ROWS: tl.constexpr, PACK: tl.constexpr
+):  # fmt: skip
+    """Returns a tile, ``PACK`` rows per word, from row ``first`` on; zeros outside. ``x_ptr`` points to row 0."""
+    words = tl.load(x_ptr + first * row_stride, mask=inside & (first < rows), other=0)
+    if PACK > 1:
+        words = words.to(tl.uint32)
+        for part in tl.static_range(1, PACK):
+            row = first + part * ROWS
+            value = tl.load(x_ptr + row * row_stride, mask=inside & (row < rows), other=0)
+            words |= value.to(tl.uint32) << (part * BITS)
+    return words
 
 
 @Kernel
@@ -52,18 +72,14 @@ def _permute_fwd_kernel(
     inside = channel < C
     source = tl.load(index_ptr + channel, mask=inside, other=0).to(tl.int32)
     source = tl.where((source >= 0) & (source < C), source, 0) + row_in_tile * BLOCK_C
-    for tile in range(tl.program_id(0).to(tl.int64), tl.cdiv(rows, ROWS * PACK), tl.num_programs(0)):
-        first = tile * (ROWS * PACK) + row_in_tile
-        if PACK == 1:
-            there = inside & (first < rows)
-            words = tl.load(x_ptr + first * row_stride + channel.to(tl.int64) * channel_stride, mask=there, other=0)
-        else:
-            words = tl.zeros([ROWS * BLOCK_C], dtype=tl.uint32)
-            for part in tl.static_range(PACK):
-                row = first + part * ROWS
-                there = inside & (row < rows)
-                value = tl.load(x_ptr + row * row_stride + channel.to(tl.int64) * channel_stride, mask=there, other=0)
-                words |= value.to(tl.uint32) << (part * BITS)
+    x_ptr += channel.to(tl.int64) * channel_stride
+    start = tl.program_id(0).to(tl.int64) * (ROWS * PACK)
+    step = tl.num_programs(0) * (ROWS * PACK)
+    following = _words(x_ptr, start + row_in_tile, rows, inside, row_stride, BITS, ROWS, PACK)
+    for tile in range(start, rows, step):
+        words = following
+        first = tile + row_in_tile
+        following = _words(x_ptr, first + step, rows, inside, row_stride, BITS, ROWS, PACK)
         words = tl.gather(words, source, 0)
         for part in tl.static_range(PACK):
             row = first + part * ROWS
@@ -89,9 +105,8 @@ def warps_for(config: Config, block: int) -> int:
 
 def programs_for(x: Tensor, tiles: int, per_processor: int) -> int:
     """Returns how many programs walk over ``tiles``; two under the interpreter, so that each of them walks."""
-    if x.device.type != "cuda":
-        return min(tiles, 2)
-    return min(tiles, torch.cuda.get_device_properties(x.device).multi_processor_count * per_processor)
+    processors = multiprocessors(x.device)
+    return min(tiles, 2 if processors is None else processors * per_processor)
 
 
 def gather_rows(x: Tensor, index: Tensor, config: Config | None = None) -> Tensor:
@@ -106,29 +121,20 @@ def gather_rows(x: Tensor, index: Tensor, config: Config | None = None) -> Tenso
     y = torch.empty((rows, channels), dtype=x.dtype, device=x.device)
     word, block = WORDS[size], triton.next_power_of_2(channels)
     arguments = (x.view(word), index.contiguous(), y.view(word), rows, channels, *x.stride())
-    if block * max(size, 4) > (STAGED if channels % 16 == 0 else STAGED // 2) * 4:
-        tiles = (programs_for(x, rows, PROGRAMS_PER_SM), triton.cdiv(channels, DIRECT_TILE))
+    aligned = channels % 16 == 0 and x.stride(0) % 16 == 0 and x.stride(1) == 1
+    if block * max(size, 4) > (STAGED if aligned else STAGED // 2) * 4:
+        tiles = (programs_for(x, rows, DIRECT_PROGRAMS), triton.cdiv(channels, DIRECT_TILE))
         _permute_direct_kernel[tiles](*arguments, BLOCK_C=DIRECT_TILE, num_warps=4)
         return y
     config = config or config_for("permute", CONFIGS, (rows, channels), x.dtype)
-    launch = _launch(config, block, size, rows)
-    grid = (programs_for(x, triton.cdiv(rows, launch["ROWS"] * launch["PACK"]), PROGRAMS_PER_SM),)
-    _permute_fwd_kernel[grid](*arguments, BLOCK_C=block, BITS=8 * size, **launch)
+    tile = max(config.constants["TILE"], block)
+    pack_bits = config.constants["PACK_BITS"] if rows >= PACKED_ROWS and aligned else 8
+    shared = {"ROWS": tile // block, "PACK": max(pack_bits // (8 * size), 1)}
+    warps = warps_for(config, tile)
+    resident = (RESIDENT_WARPS if aligned and tile == block and size < 8 else RESIDENT_WARPS_MORE) // warps
+    grid = (programs_for(x, triton.cdiv(rows, shared["ROWS"] * shared["PACK"]), max(resident, 1)),)
+    _permute_fwd_kernel[grid](*arguments, BLOCK_C=block, BITS=8 * size, num_warps=warps, **shared)
     return y
-
-
-def _launch(config: Config, block: int, size: int, rows: int) -> dict[str, int]:
-    """Returns the constants and options of the kernel for padded rows of ``block`` values of ``size`` bytes."""
-    tile, pack_bits = config.constants["TILE"], config.constants["PACK_BITS"] if rows >= PACKED_ROWS else 8
-    warps = warps_for(config, max(block, tile))
-    if size == 8 or (size == 4 and block > 4096):
-        warps = min(2 * warps, MAX_WARPS)
-    return {
-        "ROWS": max(tile // block, 1),
-        "PACK": max(pack_bits // (8 * size), 1),
-        "num_warps": warps,
-        "num_stages": config.num_stages,
-    }
 
 
 def builds() -> Iterator[Build]:
@@ -138,9 +144,15 @@ def builds() -> Iterator[Build]:
         x = torch.empty(PACKED_ROWS, channels, dtype=WORDS[size])
         return gather_rows(x, torch.empty(channels, dtype=index_dtype))
 
-    for size, block in ((1, 4096), (2, 64), (2, 4096), (2, STAGED), (4, 4096), (4, STAGED), (8, STAGED // 2)):
-        # Rows as long as a program can hold are launched only where C and the stride are multiples of 16.
-        default = block * max(size, 4) < STAGED * 4
-        call = partial(gather, size, block, torch.int16)
-        yield from builds_of(f"{8 * size}-bit x {block}", call, "permute", CONFIGS, default)
+    for size, channels in (
+        (1, 4096), (2, 64), (2, 4096), (2, STAGED), (4, STAGED), (8, STAGED // 2), (2, STAGED // 2 - 1), (4, 4095),
+    ):  # fmt: skip
+        call = partial(gather, size, channels, torch.int16)
+        yield from builds_of(f"{8 * size}-bit x {channels}", call, "permute", CONFIGS, aligned=channels % 16 == 0)
     yield from builds_of("16-bit", partial(gather, 2, 2 * STAGED, torch.int32))
+
+
+def loops(launch: Launch) -> tuple[float, ...]:
+    """Returns how often a program runs the loop of a kernel's machine code, on average: once per tile of rows."""
+    constants = launch.constants
+    return (launch.numbers["rows"] / (constants.get("ROWS", 1) * constants.get("PACK", 1)) / launch.grid[0],)

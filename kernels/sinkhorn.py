@@ -10,14 +10,24 @@ Bytes moved: logits read once, soft written once, and the scales.
 On a GPU `permtriton.kernels.sinkhorn_triton` runs, or the reference for float64 logits and blocks larger than 128.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from permtriton.kernels.launch import on_gpu
-from permtriton.kernels.sinkhorn_triton import TINY, sinkhorn_backward_triton, sinkhorn_triton, supports
-from permtriton.kernels.tools.cases import BLOCK, Case, Inputs, blocks_of, generator_of, near_identity, normal
+from permtriton.kernels.sinkhorn_triton import TINY, loops, sinkhorn_backward_triton, sinkhorn_triton, supports
+from permtriton.kernels.tools.cases import (
+    BLOCK,
+    META,
+    Case,
+    Floor,
+    Inputs,
+    blocks_of,
+    generator_of,
+    near_identity,
+    normal,
+)
 from permtriton.kernels.tools.timing import relative_error
 
 
@@ -48,29 +58,31 @@ def sinkhorn_reference(logits: Tensor, tau: float, rounds: int) -> tuple[Tensor,
 
 
 def sinkhorn_backward_reference(grad: Tensor, logits: Tensor, rows: Tensor, columns: Tensor, tau: float) -> Tensor:
-    """Returns the gradient of the logits, in their dtype, by replaying the rounds backwards."""
-    e = _exponentials(logits, tau)
-    grad = grad.to(e.dtype)
+    """Returns the gradient of the logits, in their dtype, by replaying the rounds backwards.
+
+    Works on ``S`` and on the ratios of each round's scales to the last ones: ``E`` times scales that diverge overflows.
+    """
+    soft = _exponentials(logits, tau)
     rounds = rows.shape[0]
-    ones = e.new_ones(e.shape[0], e.shape[1], 1)
-    row = rows[-1].unsqueeze(-1) if rounds else torch.bmm(e, ones).clamp_min(TINY).reciprocal()
-    column = columns[-1].unsqueeze(-1) if rounds else ones
-    grad_e = grad * row * column.mT
-    weighted = grad * e
-    grad_row = torch.bmm(weighted, column)
-    grad_column = torch.bmm(weighted.mT, row)
-    for k in reversed(range(max(rounds, 1))):
-        if rounds:
-            row, column = rows[k].unsqueeze(-1), columns[k].unsqueeze(-1)
-            grad_sum = -grad_column * column * column
-            grad_e = torch.baddbmm(grad_e, row, grad_sum.mT)
-            grad_row = torch.baddbmm(grad_row, e, grad_sum)
-        grad_sum = -grad_row * row * row
-        before = columns[k - 1].unsqueeze(-1) if k else ones
-        grad_e = torch.baddbmm(grad_e, grad_sum, before.mT)
-        grad_column = torch.bmm(e.mT, grad_sum)
+    row = rows[-1].unsqueeze(-1) if rounds else soft.sum(2, keepdim=True).clamp_min(TINY).reciprocal()
+    column = columns[-1].unsqueeze(-1) if rounds else torch.ones_like(row)
+    soft.mul_(row).mul_(column.mT)
+    result = grad.to(soft.dtype)
+    weighted = result * soft
+    grad_row, grad_column = weighted.sum(2, keepdim=True), weighted.sum(1).unsqueeze(-1)
+    if not rounds:
+        result = result - grad_row
+    for k in reversed(range(rounds)):
+        row_ratio, column_ratio = rows[k].unsqueeze(-1) / row, columns[k].unsqueeze(-1) / column
+        grad_sum = -grad_column * column_ratio * column_ratio  # the square alone may overflow
+        result = torch.baddbmm(result, row_ratio, grad_sum.mT)
+        grad_row = torch.baddbmm(grad_row, soft, grad_sum)
+        grad_sum = -grad_row * row_ratio * row_ratio
+        before = columns[k - 1].unsqueeze(-1) / column if k else column.reciprocal()
+        result = torch.baddbmm(result, grad_sum, before.mT)
+        grad_column = torch.bmm(soft.mT, grad_sum)
         grad_row = torch.zeros_like(grad_row)
-    return (grad_e * e / tau).to(logits.dtype)
+    return (result * soft / tau).to(logits.dtype)
 
 
 def _exponentials(logits: Tensor, tau: float) -> Tensor:
@@ -168,3 +180,18 @@ def sinkhorn_backward_case(blocks: int, size: int, device: torch.device, rounds:
     return Case(
         "sinkhorn backward", f"{blocks}x{size}x{size}", torch.float32, make, run, reference, relative_error, 1e-3, moved
     )
+
+
+def floors() -> Iterator[Floor]:
+    """Yields the named shape whose issue floor is counted, forward and backward."""
+    blocks, rounds = 11648, 5
+
+    def forward() -> object:
+        return sinkhorn_triton(torch.empty(blocks, BLOCK, BLOCK), 0.5, rounds)
+
+    def backward() -> object:
+        logits, scales = torch.empty(blocks, BLOCK, BLOCK), torch.empty(rounds, blocks, BLOCK)
+        return sinkhorn_backward_triton(logits, logits, scales, scales, 0.5)
+
+    for make, call in ((sinkhorn_case, forward), (sinkhorn_backward_case, backward)):
+        yield Floor(make(blocks, BLOCK, META, rounds), call, blocks * BLOCK * BLOCK, "entry", loops)

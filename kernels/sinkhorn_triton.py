@@ -1,36 +1,44 @@
-# mypy: allow-untyped-defs
+# mypy: allow-untyped-defs, disable-error-code=assignment
 """The Triton kernels of `permtriton.kernels.sinkhorn`, and their launchers.
 
-A program holds one block, padded to a power of two with zeros, in registers from its one read to its one write, and
-runs every round on it: a row sum stays inside a warp, a column sum crosses warps through shared memory.
+A program holds one block in registers from its one read to its one write, and runs every round on it. The block is a
+tuple of panels, each ``WIDTH`` columns wide, and every panel has the same layout. With panels of 32 columns, eight
+lanes share a row and four a column. One warp then holds a block of 64, so that no sum crosses warps: a round takes 64
+shuffles and no barrier between warps. What is padded counts as zero.
 
 Forward: writes the scales of every round. Floor: 4 bytes per entry read (2 at 16 bits), 4 written, and 8 rounds / B
-for the scales; 4 rounds floating-point operations per entry, far below what an SM does in that time.
+for the scales.
 
-Backward: with ``g`` the gradient of ``S = diag(r) E diag(c)``, from the last round to the first,
+Backward: with ``g`` the gradient of ``S = diag(r) E diag(c)``, and each round's scales divided by the last round's,
+from the last round to the first,
 
-    D = r (g E) c,  dr = (g E) c,  dc = (g E)^T r;
-    per round:  s = -dc c^2,  D += r (E s^T),  dr += E s;    s = -dr r^2,  D += (s E) c_before^T,  dc = E^T s,  dr = 0;
+    D = g,  dr = (g S) 1,  dc = (g S)^T 1;
+    per round:  s = -dc c^2,  D += r s^T,  dr += S s;    s = -dr r^2,  D += s c_before^T,  dc = S^T s,  dr = 0;
 
-and the logits' gradient is ``D / tau``, with ``D = dE E``. ``E`` and ``D`` stay in registers, and the sums of a round
-use the same products as ``D``; the scales of a round are loaded while the round after it runs. Floor: gradient, logits
-and scales read, the logits' gradient written.
+and the logits' gradient is ``D S / tau``. Unlike ``E`` and the scales, which may grow without bound where no doubly
+stochastic matrix is near, ``S`` is at most 1. ``S`` and ``D`` stay in registers, those of two warps for a block of 64;
+column sums cross from one warp to the other through shared memory. Floor: gradient, logits and scales read, the logits'
+gradient written.
+
+Counted for sm_90, Triton 3.9, blocks of 64 in float32, 5 rounds: 3,988 warp instructions forward, 600 of them in each
+round, and 7,184 backward, 1,012 of them in each round. For 11,648 blocks on an H200 they take at least 44 and 80 us,
+while the bytes take 89 us (without the scales) and 140 us.
 
 Deterministic: no atomics, every sum in a fixed order. Inputs that are not contiguous are copied first.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import partial
-from itertools import product
 
 import torch
 from torch import Tensor
 
 from permtriton.kernels.autotune import config_for
 from permtriton.kernels.builds import Build, builds_of, name_of
-from permtriton.kernels.launch import Config, Kernel, jit, refuse_unsupported, tl, triton
+from permtriton.kernels.launch import Config, Kernel, Launch, jit, refuse_unsupported, tl, triton
 
 # Keeps the reciprocal of an underflown sum finite. A column that lies entirely below it (69 tau under its rows' maxima)
 # stays short of a sum of 1.
@@ -38,103 +46,156 @@ TINY = 1e-30
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LARGEST = 128  # a larger block does not fit into the registers of one program
 TUNED_BLOCK = 64
+LARGEST_FLOAT = torch.finfo(torch.float32).max
 
-# Warps for a block of 64. Other sizes scale them, so that a thread holds equally many entries: 32 in the first line.
+# WIDTH columns make a panel. Warps are those for a block of 64; other sizes scale them, so that a thread holds equally
+# many entries.
 CONFIGS: tuple[Config, ...] = (
-    Config(num_warps=4),
-    Config(num_warps=2),
-    Config(num_warps=8),
-    Config(num_warps=1),
+    Config({"WIDTH": 32}, num_warps=1),
+    Config({"WIDTH": 16}, num_warps=1),
+    Config({"WIDTH": 32}, num_warps=2),
 )
 BACKWARD_CONFIGS: tuple[Config, ...] = (
-    Config(num_warps=4),
-    Config(num_warps=2),
-    Config(num_warps=8),
+    Config({"WIDTH": 32}, num_warps=2),
+    Config({"WIDTH": 32}, num_warps=4),
 )
 
 
 @jit
-def _block(SIZE: tl.constexpr, PADDED: tl.constexpr):
-    """(first entry of this program's block, places of its entries, which of them exist)."""
-    i, j = tl.arange(0, PADDED)[:, None], tl.arange(0, PADDED)[None, :]
-    return tl.program_id(0).to(tl.int64) * (SIZE * SIZE), i * SIZE + j, (i < SIZE) & (j < SIZE)
+def _axes(PADDED: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr):
+    """(rows, columns of a panel, first scale of this program's block, places of the first panel's entries)."""
+    i, j = tl.arange(0, PADDED), tl.arange(0, WIDTH)
+    j = j // 4 * 4 + j % 4  # known to be contiguous by fours only: 16-bit logits then get the layout of float32 results
+    first = tl.program_id(0).to(tl.int64) * SIZE
+    return i, j, first, first * SIZE + i[:, None] * SIZE + j[None, :]
 
 
 @jit
-def _exponentials(logits_ptr, start, places, valid, inside, tau):
-    x = tl.load(logits_ptr + start + places, mask=valid, other=-float("inf")).to(tl.float32)
-    top = tl.where(inside, tl.max(x, 1), 0.0)
-    return tl.exp((x - top[:, None]) / tau)
+def _load_panels(ptr, places, i, j, OTHER: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr):
+    """The panels of a block in float32, padded with ``OTHER``."""
+    panels = ()
+    for at in tl.static_range(0, SIZE, WIDTH):
+        valid = (i < SIZE)[:, None] & (at + j < SIZE)[None, :]
+        panels += (tl.load(ptr + places + at, mask=valid, other=OTHER).to(tl.float32),)
+    return panels
+
+
+@jit
+def _load_column(ptr, j, saved, SIZE: tl.constexpr, WIDTH: tl.constexpr):
+    """The scales of each panel's columns; ones where none are saved."""
+    column = ()
+    for at in tl.static_range(0, SIZE, WIDTH):
+        mask = tl.where(saved, at + j < SIZE, False)  # with &, the interpreter would make it integers
+        column += (tl.load(ptr + at + j, mask=mask, other=1.0),)
+    return column
+
+
+@jit
+def _exponentials(logits_ptr, places, i, j, per_logit, SIZE: tl.constexpr, WIDTH: tl.constexpr):
+    x = _load_panels(logits_ptr, places, i, j, -float("inf"), SIZE, WIDTH)
+    largest = x[0]
+    for p in tl.static_range(1, len(x)):
+        largest = tl.maximum(largest, x[p])
+    top = tl.where(i < SIZE, tl.max(largest, 1), 0.0)
+    e = ()
+    for p in tl.static_range(len(x)):
+        e += (tl.exp2((x[p] - top[:, None]) * per_logit),)
+    return e
+
+
+@jit
+def _row_sums(panels, column):
+    total = panels[0] * column[0][None, :]
+    for p in tl.static_range(1, len(panels)):
+        total += panels[p] * column[p][None, :]
+    return tl.sum(total, 1)
 
 
 @jit
 def _inverse(total, FLOOR: tl.constexpr):
-    return 1.0 / tl.maximum(total, FLOOR, propagate_nan=tl.PropagateNan.ALL)
+    # Triton makes nine instructions of a division, three of these two lines. The relative error is at most 3e-7.
+    root = tl.rsqrt(tl.maximum(total, FLOOR, propagate_nan=tl.PropagateNan.ALL))
+    return root * root
 
 
 @Kernel
 def _sinkhorn_fwd_kernel(
-    logits_ptr, soft_ptr, row_scales_ptr, column_scales_ptr, tau, rounds,
-    SIZE: tl.constexpr, PADDED: tl.constexpr, FLOOR: tl.constexpr,
+    logits_ptr, soft_ptr, row_scales_ptr, column_scales_ptr, per_logit, rounds,
+    SOFTMAX: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, WIDTH: tl.constexpr, FLOOR: tl.constexpr,
 ):  # fmt: skip
-    start, places, valid = _block(SIZE, PADDED)
-    inside = tl.arange(0, PADDED) < SIZE
-    e = _exponentials(logits_ptr, start, places, valid, inside, tau)
-    scale = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, PADDED)
-    column = tl.full([PADDED], 1.0, tl.float32)
-    row = _inverse(tl.sum(e, 1), FLOOR)
-    for k in range(rounds):
-        if k > 0:
-            row = _inverse(tl.sum(e * column[None, :], 1), FLOOR)
-        column = _inverse(tl.sum(e * row[:, None], 0), FLOOR)
-        tl.store(row_scales_ptr + scale, row, mask=inside)
-        tl.store(column_scales_ptr + scale, column, mask=inside)
+    i, j, scale, places = _axes(PADDED, WIDTH, SIZE)
+    e = _exponentials(logits_ptr, places, i, j, per_logit, SIZE, WIDTH)
+    column = ()
+    for _ in tl.static_range(len(e)):
+        column += (tl.full([WIDTH], 1.0, tl.float32),)
+    row = _inverse(_row_sums(e, column), FLOOR) if SOFTMAX else tl.zeros([PADDED], tl.float32)
+    for _ in range(rounds):
+        row = _inverse(_row_sums(e, column), FLOOR)
+        tl.store(row_scales_ptr + scale + i, row, mask=i < SIZE)
+        column = ()
+        for p in tl.static_range(len(e)):
+            of_panel = _inverse(tl.sum(e[p] * row[:, None], 0), FLOOR)
+            tl.store(column_scales_ptr + scale + p * WIDTH + j, of_panel, mask=p * WIDTH + j < SIZE)
+            column += (of_panel,)
         scale += tl.num_programs(0).to(tl.int64) * SIZE
-    tl.store(soft_ptr + start + places, e * row[:, None] * column[None, :], mask=valid)
+    for p in tl.static_range(len(e)):
+        valid = (i < SIZE)[:, None] & (p * WIDTH + j < SIZE)[None, :]
+        tl.store(soft_ptr + places + p * WIDTH, e[p] * row[:, None] * column[p][None, :], mask=valid)
 
 
 @Kernel
 def _sinkhorn_bwd_kernel(
-    grad_ptr, logits_ptr, row_scales_ptr, column_scales_ptr, grad_logits_ptr, tau, rounds,
-    SIZE: tl.constexpr, PADDED: tl.constexpr, FLOOR: tl.constexpr,
+    grad_ptr, logits_ptr, row_scales_ptr, column_scales_ptr, grad_logits_ptr, per_logit, rounds,
+    SOFTMAX: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, WIDTH: tl.constexpr, FLOOR: tl.constexpr,
 ):  # fmt: skip
-    start, places, valid = _block(SIZE, PADDED)
-    scale = tl.arange(0, PADDED)
-    inside = scale < SIZE
-    e = _exponentials(logits_ptr, start, places, valid, inside, tau)
+    i, j, scale, places = _axes(PADDED, WIDTH, SIZE)
+    soft = _exponentials(logits_ptr, places, i, j, per_logit, SIZE, WIDTH)
     per_round = tl.num_programs(0) * SIZE
-    last = tl.program_id(0).to(tl.int64) * SIZE + (rounds - 1) * per_round.to(tl.int64)
-    row_scales_ptr += last  # moving the pointers, not the places, saves registers that blocks of 128 are short of
-    column_scales_ptr += last
-    saved = tl.where(rounds > 0, inside, False)  # with &, the interpreter would make it integers
-    column = tl.load(column_scales_ptr + scale, mask=saved, other=1.0)
-    row = tl.load(row_scales_ptr + scale, mask=saved, other=1.0)
-    if rounds == 0:
-        row = _inverse(tl.sum(e, 1), FLOOR)
-    result = tl.load(grad_ptr + start + places, mask=valid, other=0.0).to(tl.float32) * e
-    grad_column = tl.sum(result * row[:, None], 0)
-    result *= column[None, :]
-    grad_row = tl.sum(result, 1)
-    result *= row[:, None]
+    scale += (rounds - 1) * per_round.to(tl.int64)
+    row_scales_ptr += scale  # moving the pointers, not the places, saves registers that blocks of 128 are short of
+    column_scales_ptr += scale
+    column = _load_column(column_scales_ptr, j, not SOFTMAX, SIZE, WIDTH)
+    row = tl.load(row_scales_ptr + i, mask=tl.where(SOFTMAX, False, i < SIZE), other=1.0)
+    if SOFTMAX:
+        row = _inverse(_row_sums(soft, column), FLOOR)
+    per_row, per_column = _inverse(row, 0.0), ()
+    result = _load_panels(grad_ptr, places, i, j, 0.0, SIZE, WIDTH)
+    e, weighted, grad_column, ones = soft, (), (), ()
+    soft = ()
+    for p in tl.static_range(len(e)):
+        soft += (e[p] * row[:, None] * column[p][None, :],)
+        per_column += (_inverse(column[p], 0.0),)
+        weighted += (result[p] * soft[p],)
+        grad_column += (tl.sum(weighted[p], 0),)
+        ones += (tl.full([WIDTH], 1.0, tl.float32),)
+    grad_row = _row_sums(weighted, ones)
+    row, column = tl.full([PADDED], 1.0, tl.float32), ones
     for k in range(rounds):
         row_scales_ptr -= per_round
         column_scales_ptr -= per_round
-        saved = tl.where(k + 1 < rounds, inside, False)
-        before = tl.load(column_scales_ptr + scale, mask=saved, other=1.0)  # the first round began with columns of ones
-        row_before = tl.load(row_scales_ptr + scale, mask=saved, other=1.0)
-        grad_sum = -grad_column * column * column
-        product = e * grad_sum[None, :]
-        result += row[:, None] * product
-        grad_row += tl.sum(product, 1)
+        saved = k + 1 < rounds  # the first round began with columns of ones
+        before = _load_column(column_scales_ptr, j, saved, SIZE, WIDTH)
+        row_before = tl.load(row_scales_ptr + i, mask=tl.where(saved, i < SIZE, False), other=1.0) * per_row
+        grad_sums, ratios = (), ()
+        for p in tl.static_range(len(soft)):
+            grad_sums += (-grad_column[p] * column[p] * column[p],)
+            ratios += (before[p] * per_column[p],)
+        grad_row += _row_sums(soft, grad_sums)
         grad_sum = -grad_row * row * row
-        product = e * grad_sum[:, None]
-        result += product * before[None, :]
-        grad_column = tl.sum(product, 0)
+        updated, grad_column = (), ()
+        for p in tl.static_range(len(soft)):
+            of_panel = result[p] + row[:, None] * grad_sums[p][None, :]
+            updated += (of_panel + grad_sum[:, None] * ratios[p][None, :],)
+            grad_column += (tl.sum(soft[p] * grad_sum[:, None], 0),)
         grad_row = tl.zeros([PADDED], tl.float32)
-        row, column = row_before, before
-    if rounds == 0:
-        result -= e * (grad_row * row * row)[:, None]
-    tl.store(grad_logits_ptr + start + places, (result / tau).to(grad_logits_ptr.dtype.element_ty), mask=valid)
+        result, row, column = updated, row_before, ratios
+    for p in tl.static_range(len(soft)):
+        of_panel = result[p]
+        if SOFTMAX:
+            of_panel -= grad_row[:, None]
+        valid = (i < SIZE)[:, None] & (p * WIDTH + j < SIZE)[None, :]
+        found = of_panel * soft[p] * (per_logit * 0.6931471805599453)  # log(2): divides by tau
+        tl.store(grad_logits_ptr + places + p * WIDTH, found.to(grad_logits_ptr.dtype.element_ty), mask=valid)
 
 
 def sinkhorn_triton(logits: Tensor, tau: float, rounds: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -158,7 +219,7 @@ def sinkhorn_triton(logits: Tensor, tau: float, rounds: int) -> tuple[Tensor, Te
     if soft.numel():
         config = config_for("sinkhorn", CONFIGS, (blocks, size), logits.dtype)
         _sinkhorn_fwd_kernel[(blocks,)](
-            logits.contiguous(), soft, rows, columns, tau, rounds, **_shape(size), **_warps(config, size)
+            logits.contiguous(), soft, rows, columns, _per_logit(tau), rounds, **_constants(config, size, rounds)
         )
     return soft, rows, columns
 
@@ -175,8 +236,8 @@ def sinkhorn_backward_triton(grad: Tensor, logits: Tensor, rows: Tensor, columns
     if grad_logits.numel():
         config = config_for("sinkhorn_backward", BACKWARD_CONFIGS, (blocks, size), logits.dtype)
         _sinkhorn_bwd_kernel[(blocks,)](
-            grad.contiguous(), logits.contiguous(), rows.contiguous(), columns.contiguous(), grad_logits, tau,
-            rows.shape[0], **_shape(size), **_warps(config, size),
+            grad.contiguous(), logits.contiguous(), rows.contiguous(), columns.contiguous(), grad_logits,
+            _per_logit(tau), rows.shape[0], **_constants(config, size, rows.shape[0]),
         )  # fmt: skip
     return grad_logits
 
@@ -192,22 +253,26 @@ def _refuse(logits: Tensor) -> None:
     refuse_unsupported("sinkhorn", supports(logits), got, expected)
 
 
-def _shape(size: int) -> dict[str, int | float]:
-    return {"SIZE": size, "PADDED": _padded(size), "FLOOR": TINY}
+def _per_logit(tau: float) -> float:
+    """Returns the factor of a logit in the exponent of 2, a finite float32 however small tau is."""
+    return min(math.log2(math.e) / tau, LARGEST_FLOAT)
 
 
-def _padded(size: int) -> int:
-    return max(triton.next_power_of_2(size), 16)
-
-
-def _warps(config: Config, size: int) -> dict[str, int]:
-    """Returns warps and stages for a block: as many entries per thread as the configuration gives for blocks of 64."""
-    warps = config.num_warps * _padded(size) ** 2 // TUNED_BLOCK**2
-    return {"num_warps": min(max(warps, 1), 32), "num_stages": config.num_stages}
+def _constants(config: Config, size: int, rounds: int) -> dict[str, int | float | bool]:
+    """Returns the constants of a launch, and its warps: a thread gets as many entries as with blocks of 64."""
+    padded = max(triton.next_power_of_2(size), 16)
+    warps = config.num_warps * padded**2 // TUNED_BLOCK**2
+    return {
+        "SOFTMAX": rounds == 0, "SIZE": size, "PADDED": padded, "WIDTH": min(config.constants["WIDTH"], padded),
+        "FLOOR": TINY, "num_warps": min(max(warps, 1), 32), "num_stages": config.num_stages,
+    }  # fmt: skip
 
 
 def builds() -> Iterator[Build]:
-    """Yields both kernels in every configuration, for blocks of 32, 64, 128 and one that is padded."""
+    """Yields both kernels in every configuration, for blocks of 32, 64, 128 in float32 and a padded size in bfloat16.
+
+    16-bit logits have the layout of float32 ones, so that one size of them is enough.
+    """
 
     def forward(size: int, dtype: torch.dtype) -> object:
         return sinkhorn_triton(torch.empty(64, size, size, dtype=dtype), 0.5, 5)
@@ -216,7 +281,12 @@ def builds() -> Iterator[Build]:
         logits, scales = torch.empty(64, size, size, dtype=dtype), torch.empty(5, 64, size)
         return sinkhorn_backward_triton(logits.float(), logits, scales, scales, 0.5)
 
-    for dtype, size in product((torch.float32, torch.bfloat16), (32, 64, 128, 48)):
+    for size, dtype in ((32, torch.float32), (64, torch.float32), (128, torch.float32), (48, torch.bfloat16)):
         about = f"{size}x{size} {name_of(dtype)}"
         yield from builds_of(about, partial(forward, size, dtype), "sinkhorn", CONFIGS)
         yield from builds_of(about, partial(backward, size, dtype), "sinkhorn_backward", BACKWARD_CONFIGS)
+
+
+def loops(launch: Launch) -> tuple[float, ...]:
+    """Returns how often a program runs the loop of a kernel's machine code: once per round."""
+    return (launch.numbers["rounds"],)

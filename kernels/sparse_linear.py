@@ -1,18 +1,23 @@
 """A linear layer whose N:M weight is stored packed: ``y = x[..., index] W^T + bias``.
 
 The weight is `permtriton.kernels.packing`'s. Shapes: ``x`` ``[..., C]``, ``bias`` ``[O]``, ``index`` ``[C]`` -> ``y``
-``[..., O]``. The reference unpacks the weight and multiplies densely. On a GPU a 2:4 weight takes one of three routes:
+``[..., O]``. The reference unpacks the weight and multiplies densely. On a GPU a 2:4 weight takes one of four routes:
 
+    mma         the CUDA kernel of sparse_linear_mma.py, 2 to 64 tokens, 16 bits: the sparse tensor cores multiply the
+                packed weight as it is
     packed      the Triton kernels of sparse_linear_triton.py, 1 to 64 tokens: only packed bytes are read of W, 9/16 of
                 the dense weight's at 16 bits
     cusparselt  `permtriton.kernels.cusparselt`, if ``compressed`` is given: half of the dense product's operations
     dense       unpacked by a kernel, then cuBLAS: any number of tokens; moves 25/16 of the dense weight's bytes more
 
-The first possible route is taken, unless `permtriton autotune` measured a faster one for the shape, the number of
-tokens and the GPU (`ROUTE_CONFIGS` is the table).
+Unless `permtriton autotune` measured a faster one for the shape, the number of tokens and the GPU (`ROUTE_CONFIGS` is
+the table), one token goes the route packed, the only one that reads 9/16 of the bytes and does no work for padding;
+more tokens go the first possible one of mma, which by count needs the fewest instructions and tests itself, cusparselt,
+which others have measured, packed and dense. No route was measured against another yet.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -21,14 +26,17 @@ from torch.nn.functional import linear
 
 from permtriton.errors import ModelError
 from permtriton.kernels import cusparselt
+from permtriton.kernels import sparse_linear_mma as mma
 from permtriton.kernels import sparse_linear_triton as kernels
 from permtriton.kernels.autotune import config_for
 from permtriton.kernels.launch import Config, on_gpu
-from permtriton.kernels.packing import check_packed_shapes, pack, unpack, unpack_reference
+from permtriton.kernels.packing import check_packed_shapes, pack, packed_shapes, unpack, unpack_reference
 from permtriton.kernels.packing_triton import PATTERN
 from permtriton.kernels.permute import check_shapes, permute, permute_reference
 from permtriton.kernels.tools.cases import (
+    META,
     Case,
+    Floor,
     Inputs,
     as_stored,
     generator_of,
@@ -41,8 +49,8 @@ from permtriton.kernels.tools.timing import relative_error
 from permtriton.permutation import inverse
 from permtriton.sparsity import NMPattern
 
-PACKED, CUSPARSELT, DENSE = 0, 1, 2
-ROUTE_CONFIGS: tuple[Config, ...] = tuple(Config({"ROUTE": route}) for route in (PACKED, CUSPARSELT, DENSE))
+PACKED, CUSPARSELT, DENSE, MMA = 0, 1, 2, 3
+ROUTE_CONFIGS: tuple[Config, ...] = tuple(Config({"ROUTE": route}) for route in (MMA, CUSPARSELT, PACKED, DENSE))
 
 
 def sparse_linear(
@@ -61,7 +69,7 @@ def sparse_linear(
         x: ``[..., in_features]``, in the dtype of ``values``.
         values: ``[O, in_features / group * kept]``.
         positions: uint8, from `pack`. Their content is trusted: see `check_packed`.
-        bias: ``[O]`` or None.
+        bias: ``[O]`` in the dtype of ``values``, or None.
         index: ``[in_features]``, any integer dtype, or None: the order into which ``x`` is brought first.
         in_features: C.
         pattern: What each group keeps.
@@ -99,16 +107,20 @@ def routed(
     pattern: NMPattern,
     compressed: Tensor | None,
 ) -> Tensor:
-    """Computes the product on a GPU by the fastest measured route, or else the first possible one."""
+    """Computes the product on a GPU by the fastest measured route, or else by the default one, see above."""
     tokens, out_features = x.numel() // max(in_features, 1), values.shape[0]
     arguments = (x, values, positions, bias, index, in_features, pattern)
     possible: dict[int, Callable[[], Tensor]] = {}
+    if mma.runs_on(x.device) and mma.supports(x, values, in_features, pattern):
+        possible[MMA] = partial(mma.sparse_linear_mma, *arguments)
     if kernels.supports(x, values, in_features, pattern):
         possible[PACKED] = partial(kernels.sparse_linear_triton, *arguments)
     if compressed is not None and tokens and pattern == PATTERN:
         possible[CUSPARSELT] = partial(_by_cusparselt, x, compressed, bias, index, out_features)
     possible[DENSE] = partial(sparse_linear_reference, *arguments)
     configs = [config for config in ROUTE_CONFIGS if config.constants["ROUTE"] in possible]
+    if tokens == 1:
+        configs.sort(key=lambda config: config.constants["ROUTE"] != PACKED)
     config = configs[0]
     if len(configs) > 1:
         config = config_for("sparse_linear_route", configs, (tokens, out_features, in_features), x.dtype)
@@ -138,8 +150,11 @@ def _check(
             f"{list(values.shape)}: expected [..., {in_features}] and two dimensions of one dtype"
         )
     check_packed_shapes(values, positions, values.shape[0], in_features, pattern)
-    if bias is not None and bias.shape != values.shape[:1]:
-        raise ModelError(f"sparse_linear: a bias of shape {list(bias.shape)}: expected [{values.shape[0]}]")
+    if bias is not None and (bias.shape != values.shape[:1] or bias.dtype != values.dtype):
+        raise ModelError(
+            f"sparse_linear: a {bias.dtype} bias of shape {list(bias.shape)}: expected {values.dtype} "
+            f"[{values.shape[0]}]"
+        )
     if index is not None:
         check_shapes("sparse_linear", x, index)
     if compressed is not None:
@@ -235,11 +250,36 @@ def sparse_linear_case(
     return Case(
         "sparse_linear" + (" with gather" if gather else ""), f"{tokens} tokens {out_features}x{in_features}", dtype,
         make, run, reference, relative_error, rounding(dtype), moved, tokens * weights,  # of the kept half
-        tables=_tables(tokens, in_features, dtype),
+        tables=_tables(tokens, out_features, in_features, dtype),
     )  # fmt: skip
 
 
-def _tables(tokens: int, in_features: int, dtype: torch.dtype) -> tuple[str, ...]:
-    if not kernels.takes(tokens, dtype, in_features, PATTERN):
-        return ("sparse_linear_route",)
-    return ("sparse_linear_vector" if tokens == 1 else "sparse_linear", "sparse_linear_route")
+def _tables(tokens: int, out_features: int, in_features: int, dtype: torch.dtype) -> tuple[str, ...]:
+    packed = "sparse_linear_vector" if tokens == 1 else "sparse_linear"
+    possible = {
+        "sparse_linear_mma": mma.takes(tokens, out_features, in_features, dtype, PATTERN),
+        packed: kernels.takes(tokens, dtype, in_features, PATTERN),
+        "cusparselt": cusparselt.takes(dtype, out_features, in_features),
+        "sparse_linear_route": True,
+    }
+    return tuple(name for name, there in possible.items() if there)
+
+
+def floors() -> Iterator[Floor]:
+    """Yields the named shapes whose issue floor is counted."""
+    rows, channels, dtype = 11008, 4096, torch.bfloat16
+
+    def call(launch: Callable[..., Tensor], tokens: int) -> Tensor:
+        values_shape, positions_shape = packed_shapes(rows, channels, PATTERN)
+        values, positions = torch.empty(values_shape, dtype=dtype), torch.empty(positions_shape, dtype=torch.uint8)
+        x = torch.empty(tokens, channels, dtype=dtype)
+        return launch(x, values, positions, None, None, channels, PATTERN)
+
+    for route, launch, loops, counts in (
+        ("", kernels.sparse_linear_triton, kernels.loops, (1, 16)),
+        (" mma", mma.sparse_linear_mma, mma.loops, (16, 64)),
+    ):
+        for tokens in counts:
+            case = sparse_linear_case(tokens, rows, channels, dtype, META)
+            case = replace(case, op=case.op + route)
+            yield Floor(case, partial(call, launch, tokens), rows * channels // 2, "kept value", loops)

@@ -20,7 +20,7 @@ Bytes moved: 16 per position and row on either side, and 4 per pair. Floor: 2 co
 additions per pair and row, 3.6e13 comparisons for every pair of every linear of LLaMA-2-7B; see swap_gains_triton.py.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from itertools import product
@@ -33,8 +33,8 @@ from permtriton.errors import ModelError
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.launch import on_gpu
 from permtriton.kernels.nm_mask import group_ranks
-from permtriton.kernels.swap_gains_triton import supports, swap_gains_triton
-from permtriton.kernels.tools.cases import PATTERN, Case, Inputs, generator_of, normal, random_order
+from permtriton.kernels.swap_gains_triton import loops, supports, swap_gains_triton
+from permtriton.kernels.tools.cases import META, PATTERN, Case, Floor, Inputs, generator_of, normal, random_order
 from permtriton.kernels.tools.timing import relative_error
 from permtriton.sparsity import NMPattern
 
@@ -345,3 +345,17 @@ def swap_gains_case(out_features: int, in_features: int, device: torch.device) -
         "swap_gains", f"{positions}x{in_features}x{out_features}", torch.float32, make, swap_gains, reference,
         relative_error, 1e-4, moved, flops,
     )  # fmt: skip
+
+
+def floors() -> Iterator[Floor]:
+    """Yields the named shape whose issue floor is counted."""
+    rows, channels = 11008, 4096
+
+    def side(positions: int) -> list[Tensor]:
+        return [*(torch.empty(1, rows, positions).mT for _ in range(4)), torch.empty(1, positions)]
+
+    def call() -> Tensor:
+        return swap_gains_triton(side(CASE_POSITIONS), side(channels))
+
+    units = CASE_POSITIONS * channels * rows
+    yield Floor(swap_gains_case(rows, channels, META), call, units, "pair and row", loops)

@@ -9,6 +9,7 @@ import torch
 
 from permtriton.kernels.builds import Build
 from permtriton.kernels.launch import Kernel, recorded, tl
+from permtriton.kernels.tools.cases import Case, Floor
 
 
 @Kernel
@@ -38,6 +39,17 @@ def copy_build(default: bool = True) -> Build:
     """A build that passes every check."""
     source = torch.empty(8, dtype=torch.bfloat16)
     return _build("copy", default, _copy, source, source, 8, 1 << 40, SIZE=1024, num_warps=4)
+
+
+def copy_floor() -> Floor:
+    """A call of 64 programs, each of which copies 2 KiB."""
+    case = Case("copy", "64x1024", torch.bfloat16, *(None,) * 4, 0, 64 * 2048 * 2)
+
+    def call() -> None:
+        source = torch.empty(64, 1024, dtype=torch.bfloat16)
+        _copy[(64,)](source, source, 64, 1024, SIZE=1024, num_warps=4)
+
+    return Floor(case, call, 64 * 1024, "element", lambda launch: ())
 
 
 def hold_build(size: int, default: bool = True) -> Build:

@@ -82,6 +82,11 @@ class TestChoice:
         keep(gpu, Config({"SIZE": 512}))
         assert chosen() is TABLE[0]
 
+    def test_what_a_library_found_needs_no_table(self, gpu):
+        keep(gpu, TABLE[1])
+        assert config_for("gather", TABLE[:1], (16, 4096), torch.bfloat16, searched=True) == TABLE[1]
+        assert config_for("scatter", TABLE[:1], (16, 4096), torch.bfloat16, searched=True) == TABLE[0]
+
     def test_beside_the_model_comes_first(self, gpu, tmp_path):
         keep(gpu, TABLE[1])
         assert chosen() is TABLE[1]
@@ -328,7 +333,11 @@ class TestCommand:
 
 @needs_triton
 def test_every_table_is_tried_in_some_case():
-    todo = tuning.cases_for([(64, 128)], [1, 16], torch.float32, torch.device("cpu"))
+    todo = [
+        case
+        for dtype in (torch.float32, torch.bfloat16)
+        for case in tuning.cases_for([(64, 128)], [1, 16], dtype, torch.device("cpu"))
+    ]
     assert {name for case in todo for name in tuning.tables_of(case)} == set(tuning.tables())
 
 
@@ -341,7 +350,7 @@ def test_a_choice_between_kernels_is_tuned_after_them():
             config_for(name, configs, (8,), torch.int8)
 
     case = Case("it", "8", torch.int8, lambda seed: (), run, run, lambda *_: 0.0, 0.0, 1)
-    assert [request.op for request in tuning._requests(case)] == ["inner", "outer"]
+    assert [request.op for request in tuning.requests_of(case)] == ["inner", "outer"]
 
 
 def test_a_kernel_is_tuned_though_another_was_chosen_before(gpu, monkeypatch):
@@ -358,6 +367,26 @@ def test_a_kernel_is_tuned_though_another_was_chosen_before(gpu, monkeypatch):
     monkeypatch.setattr(tuning, "measure", lambda runs, *_: {name: Timing((1.0,), "host") for name in runs})
     tuning.tune([case], torch.device("cpu"), gpu, [autotune.cache_file()])
     assert {config.constants["SIZE"] for config in tried} == {128, 256}
+
+
+def test_the_kernels_of_every_route_are_tuned_on_it(gpu, monkeypatch):
+    """Those of a route that is not the default one too; a route that cannot run here costs no other."""
+    routes = tuple(Config({"ROUTE": route}) for route in range(3))
+
+    def run() -> int:
+        route = config_for("route", routes, (8,), torch.int8).constants["ROUTE"]
+        if route == 1:
+            raise RuntimeError("not on this GPU")
+        return 1000 * route + config_for(f"kernel {route}", TABLE[:2], (8,), torch.int8).constants["SIZE"]
+
+    def measure(runs, *_):
+        return {name: Timing((1e6 / calls[0](),), "host") for name, calls in runs.items()}  # a larger size is faster
+
+    monkeypatch.setattr(tuning, "measure", measure)
+    case = Case("it", "8", torch.int8, lambda seed: (), run, lambda: None, lambda *_: 0.0, 0.0, 1)
+    entries = tuning.tune([case], torch.device("cpu"), gpu, [autotune.cache_file()])
+    chosen = {key.rsplit(" ", 2)[0]: entry["config"]["constants"] for key, entry in entries.items()}
+    assert chosen == {"kernel 0": {"SIZE": 128}, "kernel 2": {"SIZE": 128}, "route": {"ROUTE": 2}}
 
 
 def test_an_unknown_kernel_is_refused():

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import json
+import re
 
 import pytest
 import torch
@@ -11,9 +12,10 @@ from typer.testing import CliRunner
 from permtriton.cli.main import app
 from permtriton.errors import ConfigError
 from permtriton.kernels import launch, nm_mask_backward_triton, nm_mask_triton
+from permtriton.kernels.builds import distinct
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.launch import triton
-from permtriton.kernels.tools import compile_check
+from permtriton.kernels.tools import compile_check, issue_floor
 from permtriton.kernels.tools.compile_check import TARGETS, compile_one
 from permtriton.kernels.tools.registry import KERNELS
 from permtriton.sparsity import NMPattern
@@ -61,6 +63,14 @@ class TestCompiling:
         assert "spills" in found.problem
         assert compile_one(self.builds.hold_build(16384, default=False), SM_90).problem is None
 
+    def test_sizes_are_unknown_only_where_a_default_may_get_any(self):
+        build = self.builds.copy_build()
+        for change, expected in (({}, [True, False]), ({"aligned": True}, [True]), ({"default": False}, [True])):
+            found = list(compile_check.compile_all([dataclasses.replace(build, **change)], (SM_90,)))
+            assert [one.multiples for one in found] == expected
+        same = [dataclasses.replace(build, aligned=aligned) for aligned in (True, False, True)]
+        assert distinct(same) == [build]
+
     def test_what_does_not_compile_is_a_problem_and_says_why(self):
         found = compile_one(self.builds.hold_build(33), SM_90)
         assert "power of 2" in found.error
@@ -80,20 +90,43 @@ class TestCompiling:
         assert "tensor memory" in compile_one(self.builds.multiply_build(), SM_100).problem
 
     def test_the_command(self, monkeypatch):
+        copy = self.builds.copy_floor()
         monkeypatch.setattr(compile_check, "all_builds", lambda: [self.builds.copy_build()])
+        monkeypatch.setattr(issue_floor, "floors", lambda: [copy, dataclasses.replace(copy, loops=lambda launch: (5,))])
+        monkeypatch.setattr(issue_floor, "GPUS", (issue_floor.H200,))
         shown = run("--compile-kernels")
         assert shown.exit_code == 0, shown.output
-        report = json.loads(run("--compile-kernels", "--json").stdout)["kernels"]
-        assert [row["target"] for row in report] == ["sm_80", "sm_90", "sm_90", "sm_100", "gfx942"]
+        assert "not counted: _copy for sm_90 has 0 loops" in shown.output
+        report = json.loads(run("--compile-kernels", "--json").stdout)
+        found = [(row["target"], row["resident"] > 0, row["longest_loop"] > 0) for row in report["kernels"]]
+        assert found == [("sm_80", True, True), ("sm_90", True, True), ("sm_90", True, False), ("sm_100", True, True),
+                         ("gfx942", False, False)]  # fmt: skip
+        counted, refused = report["issue_floors"]
+        assert (counted["name"], counted["gpu"]) == (refused["name"], refused["gpu"]) == (copy.case.name, "H200")
+        assert counted["ratio"] == pytest.approx(counted["issue_us"] / counted["memory_us"], rel=0.1)
+        assert "0 loops" in refused["error"]
 
     def test_the_command_fails_on_a_spill(self, monkeypatch):
         builds = [self.builds.copy_build(), self.builds.hold_build(16384)]
         monkeypatch.setattr(compile_check, "all_builds", lambda: builds)
+        monkeypatch.setattr(issue_floor, "floors", lambda: [])
         monkeypatch.setattr(compile_check, "TARGETS", (SM_90,))
         monkeypatch.setattr(compile_check.compile_all, "__defaults__", ((SM_90,),))
         shown = run("--compile-kernels")
         assert shown.exit_code == 2
         assert "hold 16384 for sm_90" in shown.output
+
+    def test_the_command_fails_on_a_spill_of_a_named_shape(self, monkeypatch):
+        """The only place where kernels written in CUDA are compiled."""
+        copy = self.builds.copy_floor()
+        row = issue_floor.row(copy, issue_floor.H200)
+        spilled = dataclasses.replace(row, launches=(dataclasses.replace(row.launches[0], spills=3),))
+        monkeypatch.setattr(compile_check, "all_builds", lambda: [self.builds.copy_build()])
+        monkeypatch.setattr(issue_floor, "floors", lambda: [copy])
+        monkeypatch.setattr(issue_floor, "row", lambda *_: spilled)
+        shown = run("--compile-kernels")
+        assert shown.exit_code == 2
+        assert f"{copy.case.name} on H200 spills registers" in shown.output
 
     def test_interpreting_is_refused(self, monkeypatch):
         monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
@@ -110,17 +143,25 @@ def test_without_triton_it_says_so(monkeypatch):
 
 
 @needs_triton
-def test_every_kernel_compiles_without_spills():
-    """All defaults for sm_90; for other targets the first of each kernel and every one that is short of registers."""
+@pytest.mark.soak
+def test_every_kernel_compiles_without_spills(soak):
+    """The first default of each kernel; with --soak, all that `permtriton doctor --compile-kernels` compiles."""
     builds = [build for build in compile_check.all_builds() if build.default]
     first = {build.launch.kernel: build for build in reversed(builds)}
     assert len(first) >= 10, "forward and backward kernels of every op"
-    found = [compile_one(build, SM_90) for build in builds]
-    for build, one in zip(builds, tuple(found), strict=True):
-        available = min(255, 65536 // (32 * build.launch.options["num_warps"]))
-        if one.registers > 0.75 * available or build in first.values():
-            found += [compile_one(build, target) for target in (SM_80, SM_100)]
+    targets = TARGETS if soak else (SM_80, SM_90, SM_100)
+    found = list(compile_check.compile_all(builds if soak else list(first.values()), targets))
     assert [(one.name, one.target, one.problem, one.error) for one in found if one.problem] == []
+
+
+@needs_triton
+def test_scores_of_nm_mask_are_rounded_before_they_are_compared():
+    """A product fused with the difference of two scores would break ties otherwise than the reference."""
+    of = next(build.launch for build in nm_mask_triton.builds())
+    compiled = compile_check.binary_of(of, SM_90)
+    fused = re.findall(r"fma\.rn\S*f32\s.*", compiled.asm["ptx"])
+    assert fused
+    assert all(line.rstrip(";").endswith(" 0f00000000") for line in fused)
 
 
 @needs_triton
@@ -173,7 +214,8 @@ class TestRecording:
         assert len({build.name for build in builds}) == len({build.launch.key for build in builds}) == len(builds)
 
 
-FREE = {"KEPT", "GROUP", "PADDED", "POWER", "STATISTICS", "GROUP_SCALE", "FLOOR", "INTERPRETED"}  # not of the tile
+FREE = {"KEPT", "GROUP", "PADDED", "POWER", "STATISTICS", "GROUP_SCALE", "FLOOR", "INTERPRETED", "EXACT", "LONG",
+        "VECTOR"}  # not of the tile  # fmt: skip
 
 
 def tile_of(of: launch.Launch) -> dict[str, int]:

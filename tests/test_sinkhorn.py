@@ -119,6 +119,16 @@ def test_extreme_logits_stay_finite(spread, tau, rounds):
     assert gradient(sinkhorn, logits, tau, rounds).isfinite().all()
 
 
+@pytest.mark.parametrize(("tau", "rounds"), [(0.1, 20), (0.03, 10)])
+def test_the_gradient_stays_exact_where_scales_diverge(tau, rounds):
+    """Rows that share their only column drive its scale down and theirs up, by powers of their number."""
+    logits = logits_of(32)
+    logits[:, :24, 0] += 10
+    expected = gradient(sinkhorn, logits.double(), tau, rounds)
+    found = gradient(sinkhorn, logits, tau, rounds)
+    torch.testing.assert_close(found.double(), expected, atol=1e-4 * expected.abs().max().item(), rtol=1e-3)
+
+
 def test_towards_zero_temperature_it_is_the_permutation_of_a_clear_winner():
     index = torch.randperm(16, generator=torch.Generator().manual_seed(0))
     matrix = torch.zeros(16, 16)

@@ -1,5 +1,7 @@
 """The linear layer with a packed weight, and which way it takes on a GPU."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
@@ -8,9 +10,10 @@ from torch.nn.functional import linear
 from permtriton.errors import ModelError
 from permtriton.kernels import autotune, cusparselt, launch
 from permtriton.kernels import sparse_linear as sparse_linear_file
+from permtriton.kernels import sparse_linear_mma as mma
 from permtriton.kernels import sparse_linear_triton as kernels
 from permtriton.kernels.packing import pack
-from permtriton.kernels.sparse_linear import CUSPARSELT, DENSE, PACKED, ROUTE_CONFIGS, routed, sparse_linear
+from permtriton.kernels.sparse_linear import CUSPARSELT, DENSE, MMA, PACKED, ROUTE_CONFIGS, routed, sparse_linear
 from permtriton.sparsity import NMPattern
 
 from .kernel_inputs import DTYPES, PATTERNS, TWO_FOUR, index_of, rng, sparse
@@ -90,7 +93,8 @@ def test_compiles_without_a_break(dynamic):
     [
         ("x", torch.ones(2, 15), r"\[2, 15\].*expected \[\.\.\., 16\]"),
         ("x", torch.ones(2, 16).bfloat16(), "bfloat16 input"),
-        ("bias", torch.ones(5), r"bias of shape \[5\]: expected \[4\]"),
+        ("bias", torch.ones(5), r"float32 bias of shape \[5\]: expected torch.float32 \[4\]"),
+        ("bias", torch.ones(4).bfloat16(), r"bfloat16 bias of shape \[4\]: expected torch.float32 \[4\]"),
         ("index", index_of(15), r"index of shape \[15\]"),
         ("positions", torch.zeros(4, 3, dtype=torch.uint8), "packed values of"),
     ],
@@ -110,6 +114,8 @@ class Routes:
 
     def __init__(self, monkeypatch, weight: Tensor) -> None:
         self.weight, self.taken, self.requested = weight, [], []
+        monkeypatch.setattr(mma, "runs_on", lambda device: True)
+        monkeypatch.setattr(mma, "sparse_linear_mma", partial(self.packed, route=MMA))
         monkeypatch.setattr(kernels, "sparse_linear_triton", self.packed)
         monkeypatch.setattr(cusparselt, "product", self.product)
         monkeypatch.setattr(sparse_linear_file, "unpack", self.unpack)
@@ -120,8 +126,8 @@ class Routes:
         self.requested.append((op, [config.constants["ROUTE"] for config in configs], shape, dtype))
         return next((config for config in configs if config.constants["ROUTE"] == self.prefer), configs[0])
 
-    def packed(self, x, values, positions, bias, index, *_):
-        self.taken.append(PACKED)
+    def packed(self, x, values, positions, bias, index, *_, route=PACKED):
+        self.taken.append(route)
         return linear(x if index is None else x[..., index.long()], self.weight, bias)
 
     def product(self, x_TC, compressed, bias, out_features):
@@ -139,9 +145,9 @@ class Routes:
     ("dtype", "tokens", "compressed", "possible"),
     [
         (torch.bfloat16, 1, True, [PACKED, CUSPARSELT, DENSE]),
-        (torch.bfloat16, 64, True, [PACKED, CUSPARSELT, DENSE]),
+        (torch.bfloat16, 64, True, [MMA, CUSPARSELT, PACKED, DENSE]),
         (torch.bfloat16, 65, True, [CUSPARSELT, DENSE]),
-        (torch.bfloat16, 64, False, [PACKED, DENSE]),
+        (torch.bfloat16, 2, False, [MMA, PACKED, DENSE]),
         (torch.bfloat16, 65, False, [DENSE]),
         (torch.float32, 16, False, [PACKED, DENSE]),
         (torch.float32, 17, False, [DENSE]),
@@ -149,17 +155,17 @@ class Routes:
     ],
 )
 def test_every_possible_route_gives_the_product(dtype, tokens, compressed, possible, monkeypatch):
-    """The first possible one is the default; the table is read only if there is a choice."""
-    weight, index, bias = sparse(48, 8, TWO_FOUR, dtype), index_of(32), torch.randn(48, generator=rng(2)).to(dtype)
+    """The first one here is the default; the table is read only if there is a choice."""
+    weight, index, bias = sparse(64, 8, TWO_FOUR, dtype), index_of(32), torch.randn(64, generator=rng(2)).to(dtype)
     packed, x = pack(weight, TWO_FOUR), torch.randn(tokens, 1, 32, generator=rng(3)).to(dtype)
-    form = weight.new_zeros(48 * 32 * 9 // 16) if compressed else None
+    form = weight.new_zeros(64 * 32 * 9 // 16) if compressed else None
     routes = Routes(monkeypatch, weight)
     for routes.prefer in [None, *possible]:
         routes.taken.clear()
         y = routed(x, *packed, bias, index, 32, TWO_FOUR, form)
         torch.testing.assert_close(y, linear(x[..., index], weight, bias))
         assert routes.taken == [possible[0] if routes.prefer is None else routes.prefer]
-    expected = ("sparse_linear_route", possible, (tokens, 48, 32), dtype)
+    expected = ("sparse_linear_route", possible, (tokens, 64, 32), dtype)
     assert set(map(str, routes.requested)) == ({str(expected)} if len(possible) > 1 else set())
 
 
@@ -180,7 +186,8 @@ def test_the_table_of_routes_is_read_from_what_was_measured():
                 torch.ones(65, 32).bfloat16(), *pack(weight, TWO_FOUR), None, None, 32, TWO_FOUR, weight.new_zeros(288)
             )
     assert [(one.op, one.configs, one.shape) for one in requested] == [
-        ("sparse_linear_route", ROUTE_CONFIGS[1:], (65, 16, 32))
+        ("sparse_linear_route", (ROUTE_CONFIGS[1], ROUTE_CONFIGS[3]), (65, 16, 32)),
+        ("cusparselt", cusparselt.CONFIGS, (65, 16, 32)),
     ]
 
 
@@ -191,8 +198,9 @@ def test_cusparselt_gets_whole_tiles_of_tokens(tokens, padded, row, with_bias, m
     weight = sparse(32, 8, TWO_FOUR, torch.bfloat16)
     bias = torch.randn(32, generator=rng(1)).bfloat16() if with_bias else None
 
-    def multiply(compressed, dense_CT, bias, transpose_result):
+    def multiply(compressed, dense_CT, bias, transpose_result, alg_id, split_k, split_k_mode):
         assert transpose_result
+        assert (alg_id, split_k, split_k_mode) == (0, 1, -1)
         assert (compressed.shape, dense_CT.shape) == ((32, row), (32, padded))
         return linear(dense_CT.t(), weight, bias)
 
@@ -201,6 +209,37 @@ def test_cusparselt_gets_whole_tiles_of_tokens(tokens, padded, row, with_bias, m
     y = cusparselt.product(x, weight.new_zeros(32 * row), bias, 32)
     assert y.is_contiguous()
     assert torch.equal(y, linear(x, weight, bias))
+
+
+@pytest.mark.parametrize("found", [(7, 2, 1), (0, 1, -1)], ids=["another", "the default"])
+def test_what_cusparselt_searches_is_tried_beside_its_default(found, monkeypatch):
+    x, default = torch.randn(5, 32, generator=rng(2)).bfloat16(), cusparselt.CONFIGS[0]
+    used = []
+
+    class Library:
+        @staticmethod
+        def mm_search(compressed, dense_CT, bias, alpha, out_dtype, transpose_result):
+            assert (compressed.shape, dense_CT.shape, transpose_result) == ((32, 18), (32, 8), True)
+            assert bias is alpha is out_dtype is None
+            return *found, 40
+
+    def multiply(compressed, dense_CT, transpose_result, alg_id, split_k, split_k_mode, bias):
+        used.append((alg_id, split_k, split_k_mode))
+        return dense_CT.t()
+
+    def run() -> Tensor:
+        return cusparselt.product(x, x.new_zeros(32 * 18), None, 32)
+
+    monkeypatch.setattr(torch, "_cslt_sparse_mm", multiply)
+    run()  # without a search, which not every torch has
+    monkeypatch.setattr(torch._C, "_cusparselt", Library, raising=False)
+    with autotune.requests() as requested:
+        run()
+    assert requested[0].configs[0] == default
+    for config in requested[0].configs[1:]:
+        with autotune.forced("cusparselt", config):
+            run()
+    assert used == [(0, 1, -1), (0, 1, -1), *([found] if found[0] else [])]
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from torch import Tensor
 from permtriton.sparsity import NMPattern
 
 BLOCK = 64
+META = torch.device("meta")
 PATTERN = NMPattern(2, 4)
 Inputs = tuple[Any, ...]
 
@@ -63,6 +64,26 @@ class Case:
                 out = self.run(*inputs)
             found = self.error(out, self.reference(*inputs))
         return None if found <= self.limit else f"error {found:.3g}, at most {self.limit:.3g} is allowed"
+
+
+@dataclass(frozen=True)
+class Floor:
+    """A call whose issue floor is counted, see issue_floor.py: one named shape of a kernel in its default launch.
+
+    Attributes:
+        case: The same call as a case, for its name and bytes; its inputs are never made.
+        call: Calls the launcher; runs with the meta device as the default one, while launches are recorded.
+        units: How many units of work the call does, in which instructions are stated.
+        unit: Their name: "weight".
+        loops: Launch -> how often a program runs each loop of its machine code, on average: in the order of their
+            addresses, outer loops before their inner ones. None where the data decide: then only resources are listed.
+    """
+
+    case: Case
+    call: Callable[[], object]
+    units: int
+    unit: str
+    loops: Callable[[Any], Sequence[float]] | None
 
 
 def two_of_four(shape: tuple[int, int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:

@@ -1,12 +1,14 @@
 """Compiles the Triton kernels ahead of time, for GPUs that this machine need not have, and reads what they use.
 
 Triton ships the assembler (ptxas) and the disassembler (cuobjdump), so neither a GPU nor a driver is needed. Pointers
-count as aligned to 16 bytes, as torch allocates them. Sizes and strides are compiled as multiples of 16, the usual
-case, in which Triton makes wide loads; the defaults also as unknown integers, for sm_90.
+count as aligned to 16 bytes, as torch allocates them. Sizes and strides that are multiples of 16 are compiled as such,
+the usual case, in which Triton makes wide loads; the defaults also as unknown integers, for sm_90.
 """
 
+import functools
 import importlib
 import io
+import math
 import pkgutil
 import re
 import subprocess
@@ -22,7 +24,13 @@ from permtriton import kernels
 from permtriton.errors import ConfigError
 from permtriton.kernels.builds import Build, distinct
 from permtriton.kernels.launch import Launch, triton
+from permtriton.kernels.tools.sass import loops_of, parse
 
+# What a multiprocessor of compute capability 8.0, 9.0 or 10.0 has.
+REGISTERS = 65536
+WARPS = 64
+PROGRAMS = 32
+RESERVED_SHARED = 1024  # bytes per program that the system takes
 TENSOR_COLUMNS = 512  # of a multiprocessor's tensor memory, if it has any; a kernel that takes more compiles to a trap
 
 
@@ -61,13 +69,16 @@ class Compiled:
     Attributes:
         name: Name of the build.
         target: Name of the target.
-        multiples: Whether sizes and strides counted as multiples of 16.
+        multiples: Whether sizes and strides that are multiples of 16 counted as such.
         default: Whether the build runs without autotuning.
         registers: Registers per thread.
         shared_bytes: Bytes of shared memory per program.
         tensor_columns: Columns of tensor memory per program (sm_100).
         stack_bytes: Bytes of local memory per thread.
         spills: Instructions that store registers to local memory.
+        resident: Programs per multiprocessor, see `resident`; 0 on an AMD GPU.
+        longest_loop: Instructions of the longest loop of a default's machine code, without the loops inside it, or of
+            all code where there is no loop; 0 where it was not read.
         seconds: Compilation time; short if Triton's cache had the kernel.
         error: Why it did not compile, or None.
         problem: Why it fails the resource check, or None.
@@ -82,6 +93,8 @@ class Compiled:
     tensor_columns: int = 0
     stack_bytes: int = 0
     spills: int = 0
+    resident: int = 0
+    longest_loop: int = 0
     seconds: float = 0.0
     error: str | None = None
     problem: str | None = None
@@ -116,36 +129,36 @@ def check_compiles() -> None:
 
 
 def compile_all(builds: Sequence[Build], targets: Sequence[Target] = TARGETS) -> Iterator[Compiled]:
-    """Compiles each build for each target; with sizes as unknown integers only defaults, for one target."""
+    """Compiles each build for each target; with sizes as unknown integers only defaults that may get them, for one."""
     for build in builds:
         for target in targets:
-            for multiples in (True, False) if build.default and target.name == "sm_90" else (True,):
-                yield compile_one(build, target, multiples)
+            both = build.default and not build.aligned and target.name == "sm_90"
+            for multiples in (True, False) if both else (True,):
+                yield compile_one(build, target, multiples, build.default and multiples)
 
 
-def compile_one(build: Build, target: Target, multiples: bool = True) -> Compiled:
-    """Compiles one build; a failure is part of the result."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
+def compile_one(build: Build, target: Target, multiples: bool = True, read_loops: bool = False) -> Compiled:
+    """Compiles one build; a failure is part of the result. ``read_loops`` takes a quarter of a second more."""
     about: dict[str, Any] = {
         "name": build.name, "target": target.name, "multiples": multiples, "default": build.default,
     }  # fmt: skip
     launch = build.launch
-    attributes, options = _attributes(launch, multiples), {**launch.options, "enable_fp_fusion": True}
-    source = ASTSource(launch.kernel, dict(launch.signature), dict(launch.constants), attributes)
     started = time.perf_counter()
     try:
-        with redirect_stdout(io.StringIO()):  # where assembling fails, Triton prints all of the assembly
-            gpu = GPUTarget(target.backend, target.arch, target.warp)
-            binary = triton.compile(source, target=gpu, options=options)
-        used = _cuda_usage(binary.asm["cubin"]) if target.backend == "cuda" else _amd_usage(binary.asm["amdgcn"])
+        binary = binary_of(launch, target, multiples)
+        used = cuda_usage(binary.asm["cubin"]) if target.backend == "cuda" else _amd_usage(binary.asm["amdgcn"])
     except Exception as error:  # Triton and its assemblers raise many kinds
         seconds = time.perf_counter() - started
         problem = "does not compile" if target.required else None
         return Compiled(**about, seconds=seconds, error=_reason(error), problem=problem)
-    used["shared_bytes"] = max(used.get("shared_bytes", 0), int(binary.metadata.shared))
+    shared = int(binary.metadata.shared)
+    used["shared_bytes"] = max(used.get("shared_bytes", 0), shared)
     used["tensor_columns"] = getattr(binary.metadata, "tmem_size", None) or 0
+    if target.backend == "cuda":
+        warps = launch.options.get("num_warps", 4)
+        used["resident"] = resident(target, warps, used["registers"], shared, used["tensor_columns"])
+        if read_loops:
+            used["longest_loop"] = _longest_loop(binary.asm["cubin"])
     return Compiled(
         **about,
         **dict[str, Any](used),
@@ -154,14 +167,29 @@ def compile_one(build: Build, target: Target, multiples: bool = True) -> Compile
     )
 
 
-def _attributes(launch: Launch, multiples: bool) -> dict[tuple[int, ...], list[list[Any]]]:
-    """Returns Triton's attributes of arguments that are multiples of 16: pointers, and integers if ``multiples``."""
-    kinds = ("*", "i", "u") if multiples else ("*",)
-    return {
+def binary_of(launch: Launch, target: Target, multiples: bool = True) -> Any:
+    """Returns what Triton compiles for a launch.
+
+    Args:
+        launch: A recorded launch.
+        target: The architecture.
+        multiples: Whether integers that are multiples of 16 count as such; pointers always do.
+    """
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    attributes = {
         (place,): [["tt.divisibility", 16]]
-        for place, kind in enumerate(launch.signature.values())
-        if kind.startswith(kinds) and kind != "i1"
+        for place, (name, kind) in enumerate(launch.signature.items())
+        if kind.startswith("*") or (multiples and kind != "i1" and launch.numbers.get(name, 1) % 16 == 0)
     }
+    constants = dict(launch.constants)
+    if target.backend == "hip" and "PTX" in constants:
+        constants["PTX"] = False  # as launchers set it there
+    source = ASTSource(launch.kernel, dict(launch.signature), constants, attributes)
+    gpu = GPUTarget(target.backend, target.arch, target.warp)
+    with redirect_stdout(io.StringIO()):  # where assembling fails, Triton prints all of the assembly
+        return triton.compile(source, target=gpu, options={**launch.options, "enable_fp_fusion": True})
 
 
 def _problem(default: bool, target: Target, used: dict[str, int]) -> str | None:
@@ -176,23 +204,47 @@ def _problem(default: bool, target: Target, used: dict[str, int]) -> str | None:
     return None
 
 
-def _cuda_usage(cubin: bytes) -> dict[str, int]:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        report = _cuobjdump("--dump-resource-usage", file.name)
-        found = re.findall(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", report)
-        if not found:
-            raise ConfigError(f"cuobjdump reports no registers: {report[:200]!r}")
-        registers, stack, shared, local = (max(map(int, column)) for column in zip(*found, strict=True))
-        # Spilled registers live in the stack frame: where there is none, there is no spill.
-        spills = len(re.findall(r"\bSTL\b", _cuobjdump("--dump-sass", file.name))) if stack or local else 0
+def cuda_usage(cubin: bytes) -> dict[str, int]:
+    """Returns the registers, shared memory, stack and spills of machine code, each the most of its functions."""
+    report = disassembled(cubin, "cuobjdump", "--dump-resource-usage")
+    found = re.findall(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", report)
+    if not found:
+        raise ConfigError(f"cuobjdump reports no registers: {report[:200]!r}")
+    registers, stack, shared, local = (max(map(int, column)) for column in zip(*found, strict=True))
+    # Spilled registers live in the stack frame: where there is none, there is no spill.
+    spills = len(re.findall(r"\bSTL\b", disassembled(cubin, "nvdisasm", "-c", "-ndf"))) if stack or local else 0
     return {"registers": registers, "shared_bytes": shared, "stack_bytes": stack + local, "spills": spills}
 
 
-def _cuobjdump(option: str, file: str) -> str:
-    program = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    return subprocess.run([program, option, file], capture_output=True, text=True, check=True).stdout
+def resident(target: Target, warps: int, registers: int, shared_bytes: int, tensor_columns: int = 0) -> int:
+    """Returns how many programs fit on a multiprocessor, by registers, shared memory, warps and tensor memory.
+
+    Args:
+        target: The architecture.
+        warps: Warps per program.
+        registers: Registers per thread; they are given to warps in units of 8 per thread, to 4 warps at a time.
+        shared_bytes: Bytes of shared memory per program, without what the system takes.
+        tensor_columns: Columns of tensor memory per program.
+    """
+    by_registers = REGISTERS // (256 * math.ceil(max(registers, 1) / 8)) // 4 * 4 // warps
+    by_shared = (target.shared_limit + RESERVED_SHARED) // (math.ceil(shared_bytes / 128) * 128 + RESERVED_SHARED)
+    by_columns = TENSOR_COLUMNS // tensor_columns if tensor_columns else PROGRAMS
+    return min(by_registers, by_shared, by_columns, WARPS // warps, PROGRAMS)
+
+
+def _longest_loop(cubin: bytes) -> int:
+    codes = [loops_of(function) for function in parse(disassembled(cubin, "nvdisasm", "-c", "-ndf")).values()]
+    return max(max((loop.instructions for loop in code.loops()), default=code.instructions) for code in codes)
+
+
+@functools.lru_cache(maxsize=16)
+def disassembled(cubin: bytes, program: str, *options: str) -> str:
+    """Returns what a program of the triton package, cuobjdump or nvdisasm, prints of machine code."""
+    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / program
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([path, *options, file.name], capture_output=True, text=True, check=True).stdout
 
 
 def _amd_usage(assembly: str) -> dict[str, int]:

@@ -7,7 +7,7 @@ launches included. On a CPU the host's clock is used: a rehearsal, whose times s
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -55,7 +55,7 @@ def measure(
     device: torch.device,
     seconds: float = 2.0,
     repeats: int = REPEATS,
-    graphs: bool = True,
+    streamed: Collection[str] = (),
 ) -> dict[str, Timing]:
     """Times functions against each other.
 
@@ -64,12 +64,12 @@ def measure(
         device: Device that the functions run on.
         seconds: Time to spend in all, without warm-up; at least 3 samples of each are taken whatever they cost.
         repeats: Most samples of each.
-        graphs: Whether to capture CUDA graphs.
+        streamed: Names of functions that are not captured but timed on the stream.
 
     Raises:
         Exception: Whatever a function raises.
     """
-    replays = {name: _replay(list(calls), device, graphs) for name, calls in runs.items()}
+    replays = {name: _replay(list(calls), device, name not in streamed) for name, calls in runs.items()}
     samples: dict[str, list[float]] = {name: [] for name in runs}
     for name, (run, _, _) in replays.items():  # a graph's first replay uploads it
         _timed(run, device)
@@ -105,13 +105,16 @@ def ceilings(device: torch.device, rehearse: bool = False) -> Ceilings:
     dtype = torch.float32 if rehearse else torch.bfloat16
     copy, copied = _copying(count, dtype, device)
     a, b = (torch.randn((side, side), device=device, dtype=dtype) for _ in range(2))
-    matmul = measure({"matmul": [lambda: a @ b]}, device, graphs=False)["matmul"]
+    matmul = measure({"matmul": [lambda: a @ b]}, device, streamed=["matmul"])["matmul"]
     return Ceilings(copied / copy.quantile(0.5) / 1e9, 2 * side**3 / matmul.quantile(0.5) / 1e12, copy, matmul)
 
 
 def _copying(count: int, dtype: torch.dtype, device: torch.device) -> tuple[Timing, int]:
+    """Times a copy as a node of a graph and on the stream; returns the faster one, and the bytes it moves."""
     source, target = torch.randn(count, device=device, dtype=dtype), torch.empty(count, dtype=dtype, device=device)
-    return measure({"copy": [lambda: target.copy_(source)]}, device)["copy"], 2 * count * dtype.itemsize
+    runs: dict[str, list[Callable[[], object]]] = {how: [lambda: target.copy_(source)] for how in ("graph", "stream")}
+    times = measure(runs, device, streamed=["stream"]).values()
+    return min(times, key=lambda timing: timing.quantile(0.5)), 2 * count * dtype.itemsize
 
 
 def relative_error(out: Tensor, expected: Tensor) -> float:
@@ -134,15 +137,8 @@ def _replay(
     calls = calls * math.ceil(CALLS / len(calls))
     torch.cuda.synchronize(device)
     if graphs:
-        pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.current_stream(device)
-        try:
-            return _captured(calls, pool), len(calls), "graph"
-        except Exception:  # calls that wait for the GPU, or allocate outside torch, cannot be captured
-            torch.cuda.set_stream(stream)  # after a failed capture torch leaves its stream current
-            torch.cuda.synchronize(device)
-            # Before 2.12 its allocator also believes that the capture goes on: every later one would fail.
-            with suppress(Exception):
-                torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+        with suppress(Exception):  # calls that wait for the GPU, or allocate outside torch, cannot be captured
+            return captured(calls, device)[0], len(calls), "graph"
     slow = _timed(_all(calls[:2]), device) / 2 > 0.05  # long calls need no batching
     calls = calls[:1] if slow else calls
     return _all(calls), len(calls), "stream"
@@ -156,23 +152,50 @@ def _all(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
     return run
 
 
-def _captured(calls: list[Callable[[], object]], pool: Any) -> Callable[[], object]:
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for call in calls[:3]:
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
-        kept = [call() for call in calls]  # every call writes memory of its own, so that writes leave the L2 too
+def captured(calls: Sequence[Callable[[], object]], device: torch.device) -> tuple[Callable[[], object], list[object]]:
+    """Captures calls as one CUDA graph; returns (a function that replays it, what each call returned).
+
+    Every call writes memory of its own, so that writes leave the L2, too.
+
+    Raises:
+        Exception: Whatever kept a call from being captured. Afterwards others can be captured again.
+    """
+    pool, before = torch.cuda.graph_pool_handle(), torch.cuda.current_stream(device)
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(before)
+    try:
+        with torch.cuda.stream(stream):
+            for call in calls[:3]:
+                call()
+        before.wait_stream(stream)
+        torch.cuda.synchronize(device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            kept = [call() for call in calls]
+    except Exception:
+        torch.cuda.set_stream(before)  # after a failed capture torch leaves its stream current
+        _end_capture(device, pool)
+        raise
 
     def run() -> None:
         graph.replay()
 
     run.kept = kept  # type: ignore[attr-defined]
-    return run
+    return run, kept
+
+
+def _end_capture(device: torch.device, pool: Any) -> None:
+    """Ends what torch believes to go on after a capture that failed.
+
+    Before torch 2.12 its allocator goes on allocating into the graph's pool, and its random generator refuses to draw
+    numbers outside a graph until another capture ends well.
+    """
+    with suppress(Exception):
+        torch.cuda.synchronize(device)
+    with suppress(Exception):
+        torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+    with suppress(Exception), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        torch.zeros(1, device=device)
 
 
 def _timed(run: Callable[[], object], device: torch.device) -> float:

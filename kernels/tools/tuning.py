@@ -6,7 +6,7 @@ how a kernel is launched. Every trial is written to the cache file as it ends: a
 
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -118,12 +118,13 @@ def tune(
     """
     known, entries = autotune.read_entries(files[0], machine), {}
     for case in todo:
-        requests = _requests(case)
+        requests = requests_of(case)
         for number, request in enumerate(requests):
             if request.key in entries:
                 continue
             entry = entries[request.key] = known.get(request.key, {"case": case.name, "trials": {}})
-            with _defaults(requests[number + 1 :]):  # else a route chosen earlier might bypass this kernel
+            later = {other.op: other.configs[0] for other in requests[number + 1 :]}
+            with forcing({**later, **request.forced}):  # else a route chosen earlier might bypass this kernel
                 for trial in _trials(case, request, entry, device):
                     if on_trial is not None:
                         on_trial(trial)
@@ -138,19 +139,30 @@ def tune(
 
 
 @contextmanager
-def _defaults(requests: Sequence[Request]) -> Iterator[None]:
-    """Within the context, makes launches use the default of each of these tables."""
+def forcing(configs: Mapping[str, Config]) -> Iterator[None]:
+    """Within the context, makes launches use these configurations, by table."""
     with ExitStack() as stack:
-        for request in requests:
-            stack.enter_context(autotune.forced(request.op, request.configs[0]))
+        for op, config in configs.items():
+            stack.enter_context(autotune.forced(op, config))
         yield
 
 
-def _requests(case: Case) -> list[Request]:
+def requests_of(case: Case) -> list[Request]:
+    """Returns the choices that a case makes, with those on every route that it can take; runs it once per route."""
+    found = _asked(case)
+    for choice in list(found.values()):
+        if "ROUTE" in choice.configs[0].constants:
+            for config in choice.configs:
+                with suppress(Exception), autotune.forced(choice.op, config):  # the route's own trial says what fails
+                    found = _asked(case) | found
+    # Last request first: a choice between kernels is tuned after each of them.
+    return [request for request in reversed(found.values()) if len(request.configs) > 1]
+
+
+def _asked(case: Case) -> dict[str, Request]:
     with autotune.requests() as requests, torch.no_grad():
         case.run(*case.make(0))
-    # Last request first: a choice between kernels is tuned after each of them.
-    return [request for request in reversed(requests) if len(request.configs) > 1]
+    return {request.key: request for request in requests}
 
 
 def _trials(case: Case, request: Request, entry: dict[str, Any], device: torch.device) -> Iterator[Trial]:

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from permtriton.errors import ModelError
 from permtriton.kernels import autotune
+from permtriton.kernels import sparse_linear_mma as mma
 from permtriton.kernels.assignment import assignment, assignment_case
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.nm_mask import nm_mask, nm_mask_reference
@@ -14,7 +15,7 @@ from permtriton.kernels.packing import pack
 from permtriton.kernels.permute import permute, permute_reference
 from permtriton.kernels.sinkhorn import sinkhorn, sinkhorn_reference
 from permtriton.kernels.sparse_linear import sparse_linear
-from permtriton.kernels.tools import cases, registry, tuning
+from permtriton.kernels.tools import cases, registry, timing, tuning
 from permtriton.kernels.tools.timing import relative_error
 from permtriton.sparsity import NMPattern
 
@@ -47,7 +48,7 @@ def test_every_case_reads_the_tables_that_it_names(device):
     found = {}
     for case in tuning.cases_for([(256, 512)], [1, 16, 77], torch.bfloat16, device):
         several = {name for name, configs in tuning.tables_of(case).items() if len(configs) > 1}
-        read = {request.op for request in tuning._requests(case)}
+        read = {request.op for request in tuning.requests_of(case)} - {"cusparselt"}  # its table is searched
         if (read ^ several) - {"sparse_linear_route"}:  # which is read only if there is a choice
             found[case.name] = read, several
     assert found == {}
@@ -58,9 +59,9 @@ def test_every_configuration_is_right(kernel, device):
     """Every configuration that autotuning may choose runs, unless the device has no room for it."""
     wrong = {}
     for case in tuning.cases_for([(256, 512)], [16], torch.bfloat16, device, kernel):
-        for request in tuning._requests(case):
+        for request in tuning.requests_of(case):
             for config in request.configs:
-                with autotune.forced(request.op, config):
+                with tuning.forcing({**request.forced, request.op: config}):
                     try:
                         problem = case.check()
                     except Exception as error:
@@ -68,6 +69,19 @@ def test_every_configuration_is_right(kernel, device):
                 if problem:
                     wrong[case.name, autotune.describe(config)] = problem
     assert wrong == {}
+
+
+@pytest.mark.skipif(torch.version.hip is not None, reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("shape", [(4096, 11008), (11008, 4096)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_sparse_tensor_cores_compute_a_product_exactly(dtype, shape, device):
+    """Every variant: where one is wrong, sparse_linear would warn and take Triton's kernel."""
+    gpu = mma.gpu_of(device)
+    variants = {
+        mma.variant_of(config, tokens, *shape, dtype, gpu) for config in mma.CONFIGS for tokens in (8, 16, 32, 64)
+    }
+    fitting = [variant for variant in variants if variant.kernel.shared_bytes <= gpu.block_bytes]
+    assert [variant.kernel.name for variant in fitting if not mma.is_right(variant, device)] == []
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.float8_e4m3fn, *DTYPES], ids=str)
@@ -211,6 +225,16 @@ def test_tuning_finds_a_configuration_that_is_used(device, tmp_path, monkeypatch
     for case in todo:
         assert case.check() is None
     assert set(map(str, (key[0] for key in autotune._STATE.measured))) >= {key.split()[0] for key in entries}
+
+
+def test_after_a_failed_capture_numbers_can_be_drawn_and_captured(device):
+    with pytest.raises(RuntimeError):
+        timing.captured([lambda: torch.randn(4, device=device).sum().item()], device)
+    assert torch.randn(4, device=device).isfinite().all()
+    replay, (out,) = timing.captured([lambda: torch.full((4,), 2.0, device=device) * 3], device)
+    out.zero_()
+    replay()
+    assert out.tolist() == [6.0] * 4
 
 
 def test_the_relaxation_of_a_step_fits_beside_a_model(device):

@@ -7,11 +7,16 @@ from torch import Tensor
 from permtriton.errors import ModelError
 from permtriton.kernels import autotune
 from permtriton.kernels.sinkhorn import sinkhorn_backward_reference, sinkhorn_reference
-from permtriton.kernels.sinkhorn_triton import CONFIGS, sinkhorn_backward_triton, sinkhorn_triton
+from permtriton.kernels.sinkhorn_triton import (
+    BACKWARD_CONFIGS,
+    CONFIGS,
+    sinkhorn_backward_triton,
+    sinkhorn_triton,
+)
 
 from ..kernel_inputs import logits_of, poison
 
-SIZES = [1, 2, 7, 16, 32, 33]
+SIZES = [1, 7, 16, 33]
 ROUNDS = [0, 1, 2, 5]
 
 
@@ -30,7 +35,7 @@ def check_forward(logits: Tensor, tau: float, rounds: int, tolerance: float = 1e
     return found
 
 
-def check_backward(logits: Tensor, tau: float, rounds: int, grad: Tensor | None = None) -> None:
+def check_backward(logits: Tensor, tau: float, rounds: int, grad: Tensor | None = None, slack: float = 1.0) -> None:
     if grad is None:
         grad = torch.randn(logits.shape)
     _, rows, columns = sinkhorn_reference(logits.double(), tau, rounds)
@@ -38,7 +43,7 @@ def check_backward(logits: Tensor, tau: float, rounds: int, grad: Tensor | None 
     found = sinkhorn_backward_triton(grad, logits, rows.float(), columns.float(), tau)
     assert found.dtype == logits.dtype
     assert found.is_contiguous()
-    tolerance = {torch.float32: 2e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}[logits.dtype]
+    tolerance = slack * {torch.float32: 2e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}[logits.dtype]
     limit = tolerance * float(expected.abs().max()) if expected.numel() else 0.0
     torch.testing.assert_close(found.double(), expected, atol=limit, rtol=tolerance)
 
@@ -88,8 +93,9 @@ def test_blocks_do_not_mix():
     assert torch.equal(sinkhorn_triton(logits, 0.5, 3)[0], torch.cat(alone))
 
 
-@pytest.mark.parametrize("rounds", [0, 1, 5])
-@pytest.mark.parametrize(("spread", "tau"), [(30.0, 0.1), (1e4, 1.0), (1e30, 1e-3)])
+@pytest.mark.filterwarnings("ignore:overflow")
+@pytest.mark.parametrize("rounds", [0, 5])
+@pytest.mark.parametrize(("spread", "tau"), [(30.0, 0.1), (1e4, 1.0), (1e30, 1e-3), (1.0, 1e-40)])
 def test_extreme_logits_stay_finite(spread, tau, rounds):
     logits = logits_of(8, spread=spread)
     soft, rows, columns = sinkhorn_triton(logits, tau, rounds)
@@ -97,6 +103,13 @@ def test_extreme_logits_stay_finite(spread, tau, rounds):
     assert soft.min() >= 0
     assert soft.max() <= 1 + 1e-5
     assert sinkhorn_backward_triton(torch.randn(soft.shape), logits, rows, columns, tau).isfinite().all()
+
+
+def test_the_gradient_stays_exact_where_scales_diverge():
+    """Rows that share their only column drive its scale down and theirs up, by powers of their number."""
+    logits = logits_of(32, blocks=1)
+    logits[:, :24, 0] += 10
+    check_backward(logits, 0.1, 20, slack=5)
 
 
 def test_nan_is_not_lost():
@@ -107,11 +120,13 @@ def test_nan_is_not_lost():
     assert found[1].isnan().all()
 
 
-@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("config", CONFIGS + BACKWARD_CONFIGS)
 def test_every_configuration(config):
+    """With blocks of several panels, the last one partly padded."""
+    logits = logits_of(36, blocks=1)
     with autotune.forced("sinkhorn", config), autotune.forced("sinkhorn_backward", config):
-        check_forward(logits_of(16), 0.5, 2)
-        check_backward(logits_of(16), 0.5, 2)
+        check_forward(logits, 0.5, 2)
+        check_backward(logits, 0.5, 2)
 
 
 @pytest.mark.parametrize("logits", [torch.zeros(1, 4, 4, dtype=torch.float64), torch.zeros(1, 129, 129)])

@@ -1,3 +1,6 @@
+import inspect
+import re
+
 import pytest
 import torch
 from torch import Tensor
@@ -43,12 +46,11 @@ def test_the_product_in_float64(dtype, tokens, extras, monkeypatch):
 
 
 @pytest.mark.parametrize("splits", [1, 2, 3, 8])
-@pytest.mark.parametrize("tokens", [1, 5])
 @pytest.mark.parametrize("channels", [16, 208, 256])
-def test_splits_along_the_channels(splits, tokens, channels, monkeypatch):
+def test_splits_along_the_channels(splits, channels, monkeypatch):
     """Splits that are empty, ragged or more than there are tiles; the same bits each time."""
     use(monkeypatch, Config({"TILE_O": 16, "TILE_C": 64, "SPLITS": splits}))
-    weight, x, bias = sparse(20, channels // 4), torch.randn(tokens, channels), torch.randn(20)
+    weight, x, bias = sparse(20, channels // 4), torch.randn(5, channels), torch.randn(20)
     arguments = (x, *pack(weight, TWO_FOUR), bias, torch.randperm(channels), channels, TWO_FOUR)
     found = kernels.sparse_linear_triton(*arguments)
     assert_close(found, in_float64(x, weight, bias, arguments[4]))
@@ -60,9 +62,10 @@ def test_splits_along_the_channels(splits, tokens, channels, monkeypatch):
 )
 def test_every_configuration(tokens, config, monkeypatch):
     use(monkeypatch, config)
-    weight, x = sparse(9, 516, dtype=torch.bfloat16), torch.randn(tokens, 2064).bfloat16()
-    found = kernels.sparse_linear_triton(x, *pack(weight, TWO_FOUR), None, None, 2064, TWO_FOUR)
-    assert_close(found, in_float64(x, weight, None, None))
+    for dtype in KERNEL_DTYPES if tokens == 1 else [torch.bfloat16]:
+        weight, x = sparse(9, 516, dtype=dtype), torch.randn(tokens, 2064).to(dtype)
+        found = kernels.sparse_linear_triton(x, *pack(weight, TWO_FOUR), None, None, 2064, TWO_FOUR)
+        assert_close(found, in_float64(x, weight, None, None))
 
 
 def test_every_pair_of_positions():
@@ -77,6 +80,43 @@ def test_every_pair_of_positions():
     for tokens in (1, 2):
         found = kernels.sparse_linear_triton(x.expand(tokens, 16), *packed, None, None, 16, TWO_FOUR)
         assert torch.equal(found, (weight @ x).expand(tokens, 24))
+
+
+def test_the_byte_permutations_take_what_the_positions_say():
+    """The inline PTX, which is not interpreted, run by hand: every word of position pairs, on bytes that all differ."""
+    pairs = torch.tensor([i + 4 * j for i in range(4) for j in range(i + 1, 4)])
+    word = torch.cartesian_prod(pairs, pairs, pairs, pairs) @ torch.tensor([1, 16, 256, 4096])
+    halves = torch.arange(32).view(16, 2) @ torch.tensor([1, 256])
+    inputs = (halves.view(8, 2) @ torch.tensor([1, 1 << 16])).expand(word.shape[0], 8).unbind(1)
+    registers = {f"${place}": value for place, value in enumerate((word, *inputs), 4)}
+
+    def value(name: str) -> Tensor:
+        return registers[name] if name in registers else torch.tensor(int(name, 0))
+
+    def prmt(low: Tensor, high: Tensor, selector: Tensor) -> Tensor:
+        both = low | high << 32
+        return sum(((both >> 8 * ((selector >> 4 * place) & 7)) & 255) << 8 * place for place in range(4))
+
+    operations = {"and.b32": torch.bitwise_and, "shr.u32": torch.bitwise_right_shift, "prmt.b32": prmt}
+    lines = re.findall(r"(and\.b32|shr\.u32|prmt\.b32) ([^;]+);", inspect.getsource(kernels._partners.fn))
+    for operation, operands in lines:
+        result, *arguments = operands.split(", ")
+        registers[result] = operations[operation](*map(value, arguments))
+    for group in range(4):
+        first, second = (4 * group + ((word >> (4 * group + bit)) & 3) for bit in (0, 2))
+        assert torch.equal(registers[f"${group}"], halves[first] | halves[second] << 16)
+    assert len(lines) == 13
+
+
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES)
+def test_one_token_from_odd_addresses(dtype):
+    """Views that begin between two words of 32 bits."""
+    weight, x = sparse(5, 24, dtype=dtype), torch.randn(97).to(dtype)[1:]
+    values, positions = (
+        torch.cat([part.flatten()[:1], part.flatten()])[1:].view(part.shape) for part in pack(weight, TWO_FOUR)
+    )
+    found = kernels.sparse_linear_triton(x, values, positions, None, None, 96, TWO_FOUR)
+    assert_close(found, in_float64(x, weight, None, None))
 
 
 @pytest.mark.parametrize("index_dtype", [torch.uint8, torch.int16, torch.int32, torch.int64])

@@ -53,13 +53,20 @@ def test_sizes(left, right, rows, monkeypatch):
     check(terms.of_positions(slice(0, left)), terms.of_positions(slice(68 - right, 68)))
 
 
-@pytest.mark.parametrize("layout", ["rows", "positions", "mixed"])
-def test_blocks(layout, monkeypatch):
+@pytest.mark.parametrize(
+    ("layout", "sizes", "align"),
+    [("rows", (33, 70), 1), ("positions", (33, 70), 1), ("mixed", (33, 70), 1), ("positions", (48, 80), 16)],
+)
+def test_blocks(layout, sizes, align, monkeypatch):
     poison(monkeypatch)
+    launch = file._launch
+    monkeypatch.setattr(file, "_launch", lambda *of: launched.setdefault("options", launch(*of)))
+    launched: dict[str, dict[str, int]] = {}
     terms = terms_of(96, 9)
     left, right = (terms.of_positions(torch.stack([index_of(96, seed + k)[:size] for k in range(3)]))
-                   for seed, size in ((0, 33), (5, 70)))  # fmt: skip
+                   for seed, size in zip((0, 5), sizes, strict=True))  # fmt: skip
     check(left, right, layout)
+    assert launched["options"]["ALIGN"] == align
 
 
 def test_no_rows_and_no_positions():

@@ -1,0 +1,44 @@
+"""Counts the issue floor of every kernel's named shape for each GPU, and rewrites the table of kernels/README.md.
+
+python benchmarks/issue_floor.py        needs triton; nvcc too, if a kernel in CUDA has a named shape; no GPU
+
+The figures go to results/issue-floor.json, under "now". Those under "before" are of the kernels as they were before
+they were redesigned from such counts; they stay.
+"""
+
+import json
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # python benchmarks/issue_floor.py has only its own folder there
+
+from permtriton.errors import PermTritonError  # noqa: E402
+from permtriton.kernels.launch import triton  # noqa: E402
+from permtriton.kernels.tools import issue_floor  # noqa: E402
+
+RESULT = ROOT / "benchmarks" / "results" / "issue-floor.json"
+
+
+def main() -> None:
+    rows, refused = [], []
+    for floor, gpu in product(issue_floor.floors(), issue_floor.GPUS):
+        try:
+            row = issue_floor.row(floor, gpu)
+        except PermTritonError as error:
+            refused.append(str(error))
+            continue
+        rows.append(row.figures())
+        print(f"{row.name}, {row.gpu}: ratio {row.ratio:.2f}", flush=True)
+    if refused:
+        sys.exit("\n".join(["nothing was written:", *refused]))
+    report = json.loads(RESULT.read_text(encoding="utf-8"))
+    report["now"] = {"triton": triton.__version__, "rows": rows}
+    RESULT.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    subprocess.run([sys.executable, str(ROOT / "benchmarks" / "readme_tables.py")], check=True)
+
+
+if __name__ == "__main__":
+    main()

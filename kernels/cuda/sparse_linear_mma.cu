@@ -1,0 +1,278 @@
+// y = x W^T + bias for a packed 2:4 weight W of 16-bit values and 1 to 64 tokens, on the sparse tensor cores.
+//
+// A packed row is what mma.sp multiplies: its values in order are the rows of fragment A, its position words the
+// metadata, x is B with a token per column. Nothing is decompressed; see sparse_linear_mma.py for the layouts.
+//
+// A block computes ROWS output features of all tokens. ROW_WARPS warps are a team: each of them has its share of the
+// rows, all read the same part of x. The teams of a block, and the SPLITS blocks of a cluster, take the chunks of CHUNK
+// channels in turn. A team copies its chunks into a ring of STAGES stages in shared memory, ahead of the products; its
+// warps meet once per chunk. In the end the sums are added in a fixed order, over the teams and, through distributed
+// shared memory, over the blocks of the cluster.
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+
+#ifndef SPARSE_LINEAR_MMA_MODEL  // a test models what follows on a CPU
+extern __shared__ uint4 dynamic_shared[];
+
+__device__ __forceinline__ u32 shared_start() { return u32(__cvta_generic_to_shared(dynamic_shared)); }
+__device__ __forceinline__ void copy_16(u32 to, const u8* from, bool there) {  // zeros if it is not there
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
+}
+__device__ __forceinline__ void copy_4(u32 to, const u8* from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+}
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int GROUPS>
+__device__ __forceinline__ void wait_for_copies() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(GROUPS) : "memory");
+}
+__device__ __forceinline__ void load_matrices(u32 (&to)[4], u32 row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(row) : "memory");
+}
+__device__ __forceinline__ u32 load_word(u32 from) {
+    u32 word;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(from) : "memory");
+    return word;
+}
+__device__ __forceinline__ void store_float(u32 to, float value) {
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(value) : "memory");
+}
+template <bool CLUSTER>
+__device__ __forceinline__ void load_floats(float (&to)[4], u32 from, int block) {  // of a block of the cluster
+#if __CUDA_ARCH__ >= 900
+    if (CLUSTER) {
+        u32 there;
+        asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(from), "r"(block));
+        asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+                     : "=f"(to[0]), "=f"(to[1]), "=f"(to[2]), "=f"(to[3]) : "r"(there) : "memory");
+        return;
+    }
+#endif
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(to[0]), "=f"(to[1]), "=f"(to[2]), "=f"(to[3]) : "r"(from) : "memory");
+}
+template <bool CLUSTER>
+__device__ __forceinline__ void meet() {  // all threads of the cluster, or of the block
+#if __CUDA_ARCH__ >= 900
+    if (CLUSTER) {
+        asm volatile("barrier.cluster.arrive.release; barrier.cluster.wait.acquire;" ::: "memory");
+        return;
+    }
+#endif
+    __syncthreads();
+}
+template <int WARPS>
+__device__ __forceinline__ void meet_team(int team) {  // all threads of some neighbouring warps
+    if (WARPS == 1) __syncwarp();
+    else asm volatile("bar.sync %0, %1;" ::"r"(team + 1), "n"(32 * WARPS) : "memory");
+}
+#define MULTIPLY(TYPE, SELECTOR)                                                                               \
+    asm("mma.sp::ordered_metadata.sync.aligned.m16n8k32.row.col.f32." TYPE "." TYPE ".f32 {%0, %1, %2, %3}, "  \
+        "{%4, %5, %6, %7}, {%8, %9, %10, %11}, {%0, %1, %2, %3}, %12, " SELECTOR ";"                           \
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                                       \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(b[2]), "r"(b[3]), "r"(metadata))
+template <int BF16, int SELECTOR>
+__device__ __forceinline__ void multiply(float (&d)[4], const u32 (&a)[4], const u32 (&b)[4], u32 metadata) {
+    if (BF16 && SELECTOR) MULTIPLY("bf16", "0x1");
+    if (BF16 && !SELECTOR) MULTIPLY("bf16", "0x0");
+    if (!BF16 && SELECTOR) MULTIPLY("f16", "0x1");
+    if (!BF16 && !SELECTOR) MULTIPLY("f16", "0x0");
+}
+template <int BF16>
+__device__ __forceinline__ float widen(u16 value) {
+    float wide;
+    if (BF16) return __uint_as_float(u32(value) << 16);
+    asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(value));
+    return wide;
+}
+template <int BF16>
+__device__ __forceinline__ u16 narrow(float value) {
+    u16 narrowed;
+    if (BF16) asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(narrowed) : "f"(value));
+    else asm("cvt.rn.f16.f32 %0, %1;" : "=h"(narrowed) : "f"(value));
+    return narrowed;
+}
+#endif
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#define CLUSTER_OF(SPLITS) __cluster_dims__(1, SPLITS, 1)
+#else
+#define CLUSTER_OF(SPLITS)
+#endif
+
+// What a team copies and multiplies at once: CHUNK channels of ROWS rows of W and of TOKENS rows of x. In shared memory
+// the 16-byte units of a row change places, so that ldmatrix, which reads a unit of eight rows at once, finds them in
+// different banks.
+template <int ROWS, int ROW_WARPS, int TOKENS, int CHUNK>
+struct Stage {
+    static constexpr int VALUES_ROW = CHUNK, POSITIONS_ROW = CHUNK / 8, X_ROW = 2 * CHUNK;  // bytes
+    static constexpr int POSITIONS = ROWS * VALUES_ROW, X = POSITIONS + ROWS * POSITIONS_ROW;
+    static constexpr int BYTES = X + TOKENS * X_ROW;
+    static constexpr int SHARE = ROWS / ROW_WARPS, TILES = SHARE / 16, COLUMNS = TOKENS / 8;
+
+    template <int ROW_BYTES>
+    static __device__ __forceinline__ int place_of(int row, int unit) {
+        constexpr int LINE = ROW_BYTES < 128 ? ROW_BYTES : 128;
+        return row * ROW_BYTES + (unit ^ row / (128 / LINE) % (LINE / 16)) * 16;
+    }
+
+    // Channels from in_features on count as zeros, with the positions of the row's first groups.
+    static __device__ __forceinline__ void fill(u32 stage, const u8* x, const u8* values, const u8* positions, int c,
+                                                int tokens, int in_features, int thread) {
+        constexpr int UNITS = VALUES_ROW / 16, WORDS = POSITIONS_ROW / 4, X_UNITS = X_ROW / 16;
+        constexpr int THREADS = 32 * ROW_WARPS;
+        int row = thread / UNITS, unit = thread % UNITS;
+        const bool there = c + 16 * unit < in_features;
+        const u8* from = values + (long long)row * in_features + (there ? c + 16 * unit : 0);
+#pragma unroll
+        for (int i = 0; i < ROWS * UNITS / THREADS; ++i) {
+            copy_16(stage + place_of<VALUES_ROW>(row + i * (THREADS / UNITS), unit), from, there);
+            from += THREADS / UNITS * (long long)in_features;
+        }
+        row = thread / WORDS, unit = thread % WORDS;
+        from = positions + (long long)row * (in_features / 8) + (c + 32 * unit < in_features ? c / 8 + 4 * unit : 0);
+#pragma unroll
+        for (int i = 0; i < (ROWS * WORDS + THREADS - 1) / THREADS; ++i) {
+            if (ROWS * WORDS % THREADS == 0 || row < ROWS)
+                copy_4(stage + POSITIONS + (row + i * (THREADS / WORDS)) * POSITIONS_ROW + 4 * unit, from);
+            from += THREADS / WORDS * (long long)(in_features / 8);
+        }
+        row = thread / X_UNITS, unit = thread % X_UNITS;
+        const bool in_x = c + 8 * unit < in_features;
+        from = x + (long long)row * in_features * 2 + (in_x ? 2 * c + 16 * unit : 0);
+#pragma unroll
+        for (int i = 0; i < (TOKENS * X_UNITS + THREADS - 1) / THREADS; ++i) {
+            const int token = row + i * (THREADS / X_UNITS);
+            if (token < tokens) copy_16(stage + X + place_of<X_ROW>(token, unit), from, in_x);
+            from += THREADS / X_UNITS * (long long)in_features * 2;
+        }
+    }
+
+    // Adds 32 channels. Of a chunk of 64 or 128, product number STEP takes the words (16 channels each) STEP % 2 and
+    // STEP % 2 + 2 of every four: their positions are the low or the high halves of the 32 bits that a thread loads. Of
+    // a chunk of 32 it takes both words: the first of a pair of threads gives the low halves, the second the high ones.
+    template <int BF16, int STEP>
+    static __device__ __forceinline__ void step(float (&sums)[TILES][COLUMNS][4], const u32 (&pairs)[TILES][2],
+                                                u32 stage, int first_row, int lane) {
+        const int word = CHUNK == 32 ? lane / 16 : 4 * (STEP / 2) + STEP % 2 + lane / 16 * 2;
+        const u32 halves = (CHUNK == 32 ? lane : STEP) % 2 ? 0x7632 : 0x5410;
+        const u32 x = stage + X + place_of<X_ROW>(lane % 8, 2 * word + lane / 8 % 2);
+        u32 b[COLUMNS][4];
+#pragma unroll
+        for (int column = 0; column < COLUMNS; ++column) load_matrices(b[column], x + column * 8 * X_ROW);
+#pragma unroll
+        for (int tile = 0; tile < TILES; ++tile) {
+            u32 a[4];
+            load_matrices(a, stage + (first_row + tile * 16) * VALUES_ROW + place_of<VALUES_ROW>(lane % 16, word));
+            const u32 metadata = __byte_perm(pairs[tile][0], pairs[tile][1], halves);
+#pragma unroll
+            for (int column = 0; column < COLUMNS; ++column)
+                multiply<BF16, STEP / 2>(sums[tile][column], a, b[column], metadata);
+        }
+    }
+
+    template <int BF16>
+    static __device__ __forceinline__ void add(float (&sums)[TILES][COLUMNS][4], u32 stage, int first_row, int lane) {
+        u32 pairs[TILES][2];
+#pragma unroll
+        for (int tile = 0; tile < TILES; ++tile)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int row = first_row + tile * 16 + half * 8 + lane / 4;
+                pairs[tile][half] = load_word(stage + POSITIONS + row * POSITIONS_ROW + lane % (POSITIONS_ROW / 4) * 4);
+            }
+        step<BF16, 0>(sums, pairs, stage, first_row, lane);
+        if constexpr (CHUNK >= 64) step<BF16, 1>(sums, pairs, stage, first_row, lane);
+        if constexpr (CHUNK == 128) {
+            step<BF16, 2>(sums, pairs, stage, first_row, lane);
+            step<BF16, 3>(sums, pairs, stage, first_row, lane);
+        }
+    }
+};
+
+// x [tokens, in_features], values [out_features, in_features / 2], positions [out_features, in_features / 8 bytes] and
+// y [tokens, out_features] are contiguous, the first three aligned to 16 bytes; bias [out_features] if has_bias.
+// in_features is a multiple of 32, out_features at least ROWS; the last blocks overlap, and write the same bits twice.
+// Grid: (ceil(out_features / ROWS), SPLITS, 1), blocks of 32 WARPS threads; ROWS / ROW_WARPS is a multiple of 16.
+template <int BF16, int ROWS, int TOKENS, int CHUNK, int STAGES, int WARPS, int ROW_WARPS, int SPLITS>
+__global__ void CLUSTER_OF(SPLITS) __launch_bounds__(32 * WARPS)
+    sparse_linear_mma(const u8* x, const u8* values, const u8* positions, const u16* bias, u16* y, int tokens,
+                      int out_features, int in_features, int has_bias) {
+    using Chunk = Stage<ROWS, ROW_WARPS, TOKENS, CHUNK>;
+    constexpr int TEAMS = WARPS / ROW_WARPS, STRIDE = CHUNK * TEAMS * SPLITS;
+    constexpr int SUMS_ROW = ROWS + 4;  // padded: the threads of a warp store to different banks
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, team = warp / ROW_WARPS;
+    const int member = threadIdx.x % (32 * ROW_WARPS), first_row = warp % ROW_WARPS * Chunk::SHARE;
+    const int block_row = min(int(blockIdx.x) * ROWS, out_features - ROWS);
+    values += (long long)block_row * in_features;
+    positions += (long long)block_row * (in_features / 8);
+    const u32 shared = shared_start(), ring = shared + team * STAGES * Chunk::BYTES;
+    const int begin = (int(blockIdx.y) * TEAMS + team) * CHUNK;
+    float sums[Chunk::TILES][Chunk::COLUMNS][4] = {};
+
+#pragma unroll
+    for (int stage = 0; stage < STAGES - 1; ++stage) {
+        const int c = begin + stage * STRIDE;
+        if (c < in_features)
+            Chunk::fill(ring + stage * Chunk::BYTES, x, values, positions, c, tokens, in_features, member);
+        commit_copies();
+    }
+    u32 current = 0, next = (STAGES - 1) * Chunk::BYTES;
+#pragma unroll 1
+    for (int c = begin; c < in_features; c += STRIDE) {
+        wait_for_copies<STAGES - 2>();
+        meet_team<ROW_WARPS>(team);  // all copies are there, and all threads have read the stage that is filled next
+        const int ahead = c + (STAGES - 1) * STRIDE;
+        if (ahead < in_features) Chunk::fill(ring + next, x, values, positions, ahead, tokens, in_features, member);
+        commit_copies();
+        Chunk::template add<BF16>(sums, ring + current, first_row, lane);
+        next = current;
+        current = current == (STAGES - 1) * Chunk::BYTES ? 0 : current + Chunk::BYTES;
+    }
+
+    wait_for_copies<0>();
+    __syncthreads();  // the sums go where the stages were
+#pragma unroll
+    for (int tile = 0; tile < Chunk::TILES; ++tile)
+#pragma unroll
+        for (int column = 0; column < Chunk::COLUMNS; ++column)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int row = first_row + tile * 16 + i / 2 * 8 + lane / 4, token = column * 8 + lane % 4 * 2 + i % 2;
+                store_float(shared + 4 * ((team * TOKENS + token) * SUMS_ROW + row), sums[tile][column][i]);
+            }
+    meet<(SPLITS > 1)>();
+    // Four rows of a token at once; BATCH such fours are read before the first is written: other blocks are far away.
+    constexpr int FOURS = ROWS / 4, THREADS = 32 * WARPS * SPLITS, EACH = (TOKENS * FOURS + THREADS - 1) / THREADS;
+    constexpr int BATCH = EACH < 4 ? EACH : 4;
+    const int end = tokens * FOURS;
+#pragma unroll 1
+    for (int i = blockIdx.y * 32 * WARPS + threadIdx.x; i < end; i += BATCH * THREADS) {
+        float totals[BATCH][4] = {};
+#pragma unroll
+        for (int k = 0; k < BATCH; ++k) {
+            const int at = min(i + k * THREADS, end - 1);
+#pragma unroll
+            for (int part = 0; part < SPLITS * TEAMS; ++part) {
+                const int line = part % TEAMS * TOKENS + at / FOURS;
+                float some[4];
+                load_floats<(SPLITS > 1)>(some, shared + 4 * (line * SUMS_ROW + at % FOURS * 4), part / TEAMS);
+#pragma unroll
+                for (int j = 0; j < 4; ++j) totals[k][j] += some[j];
+            }
+        }
+#pragma unroll
+        for (int k = 0; k < BATCH; ++k) {
+            const int at = i + k * THREADS, row = block_row + at % FOURS * 4;
+            if (at >= end) break;
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                const float total = has_bias ? totals[k][j] + widen<BF16>(bias[row + j]) : totals[k][j];
+                y[(long long)(at / FOURS) * out_features + row + j] = narrow<BF16>(total);
+            }
+        }
+    }
+    if (SPLITS > 1) meet<(SPLITS > 1)>();  // no block ends while others read its sums
+}

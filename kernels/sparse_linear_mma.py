@@ -1,0 +1,306 @@
+"""The CUDA kernel of `permtriton.kernels.sparse_linear` on the sparse tensor cores, and its launcher: 2 to 64 tokens.
+
+``mma.sp.m16n8k32`` multiplies 16 rows of W by 8 tokens and adds up 32 channels. Its operand A is what a packed 2:4
+weight of 16-bit values is made of, so that nothing is decompressed (PTX ISA, version 9, section 9.7.14.6):
+
+    values      an 8 x 8 matrix of `ldmatrix` is 16 channels of 8 rows; four of them are the fragment A
+    positions   a 16-bit word of a row's positions is the metadata of 16 channels: groups from the lowest four bits on,
+                in a group the first position in the lower two bits. The first thread of a pair holds the channels 0 to
+                15, the second 16 to 31; the lower half of its register the row g, the upper half the row g + 8. The
+                sparsity selector says which pair of every four threads it is
+    x           operand B, a token per column: `ldmatrix` reads it as it lies in memory
+
+The sum does not depend on the order of the channels, so a product takes two words that are not neighbours: then the
+positions that a thread loads as one 32-bit word serve two products as they are. See cuda/sparse_linear_mma.cu.
+
+Bytes moved: 9/16 of the dense weight's, x once per ROWS rows (from the L2 cache), y. On 11008 x 4096 an H200 needs
+11.8 us for the weight at 4.3 TB/s. Counted for sm_90 in the default configuration, per warp and chunk of 64 rows x 64
+channels: 138 instructions with 16 tokens (16 products, 12 ldmatrix, 13 copies, one barrier), 215 with 64. The issue
+floor is 1.9 and 3.3 us. In flight are 60 to 78 KB per block, three of four stages, with 172 blocks at once.
+
+No GPU has run this yet. The layouts are those that the PTX manual and CUTLASS's atoms state, an emulation written from
+the manual agrees (tests/test_sparse_linear_mma.py), and the kernel assembles for sm_80, sm_90 and sm_100; whether the
+hardware does what the manual says, and all speeds, only a GPU can show. Therefore each compiled kernel first computes a
+product whose exact result is known (`is_right`). If it is wrong, or the kernel cannot be compiled, a warning says so
+and the Triton kernel takes its place for the rest of the process.
+
+An infinite input or NaN reaches the rows that keep its channel; the reference also makes the others NaN.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from permtriton.errors import PermTritonError
+from permtriton.kernels.autotune import config_for
+from permtriton.kernels.cuda.runtime import CudaKernel
+from permtriton.kernels.launch import Config, CudaLaunch, has_kernels, multiprocessors, refuse_unsupported
+from permtriton.kernels.packing import pack
+from permtriton.kernels.packing_triton import PATTERN
+from permtriton.kernels.permute import permute
+from permtriton.kernels.sparse_linear_triton import MAX_TOKENS, sparse_linear_triton
+from permtriton.sparsity import NMPattern
+
+DTYPES = (torch.bfloat16, torch.float16)
+CHANNELS = 32  # in_features must be a multiple of it: then a row's positions are whole 32-bit words
+MIN_ROWS = 64  # 16, the rows of one product, for each of up to 4 warps
+MAX_SUMS = 64 * 64  # rows x tokens that the registers of a warp hold
+MAX_CLUSTER = 8  # blocks, on every GPU that has clusters
+RESERVED = 1024  # bytes of shared memory per block that CUDA takes
+
+# ROWS per block, shared by ROW_WARPS warps; CHUNK channels at once (32 to 128); BLOCKS per multiprocessor to aim at.
+CONFIGS: tuple[Config, ...] = (
+    Config({"ROWS": 256, "ROW_WARPS": 4, "CHUNK": 64, "BLOCKS": 2}, num_warps=4, num_stages=4),
+    Config({"ROWS": 256, "ROW_WARPS": 4, "CHUNK": 64, "BLOCKS": 1}, num_warps=8, num_stages=4),
+    Config({"ROWS": 128, "ROW_WARPS": 4, "CHUNK": 64, "BLOCKS": 3}, num_warps=4, num_stages=6),
+    Config({"ROWS": 128, "ROW_WARPS": 4, "CHUNK": 128, "BLOCKS": 2}, num_warps=4, num_stages=4),
+    Config({"ROWS": 64, "ROW_WARPS": 1, "CHUNK": 64, "BLOCKS": 2}, num_warps=4, num_stages=4),
+    Config({"ROWS": 32, "ROW_WARPS": 1, "CHUNK": 128, "BLOCKS": 2}, num_warps=4, num_stages=3),
+)
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What a launch depends on.
+
+    Attributes:
+        multiprocessors: Their number.
+        shared_bytes: Shared memory of one multiprocessor.
+        block_bytes: Shared memory that one block may have.
+        has_clusters: Whether blocks of a cluster read each other's shared memory (sm_90 and newer).
+    """
+
+    multiprocessors: int
+    shared_bytes: int
+    block_bytes: int
+    has_clusters: bool
+
+
+def gpu_of(device: torch.device) -> Gpu:
+    """Returns what a launch on a GPU depends on; a meta device has clusters and the shared memory of an H200."""
+    if device.type == "meta":
+        return Gpu(multiprocessors(device) or 132, 228 << 10, 227 << 10, True)
+    found: Any = torch.cuda.get_device_properties(device)
+    return Gpu(
+        found.multi_processor_count, found.shared_memory_per_multiprocessor, found.shared_memory_per_block_optin,
+        found.major >= 9,
+    )  # fmt: skip
+
+
+def supports(x: Tensor, values: Tensor, in_features: int, pattern: NMPattern) -> bool:
+    """Whether the kernel supports the product: see `takes`."""
+    return takes(x.numel() // max(in_features, 1), values.shape[0], in_features, values.dtype, pattern)
+
+
+def takes(tokens: int, out_features: int, in_features: int, dtype: torch.dtype, pattern: NMPattern) -> bool:
+    """Whether the kernel supports a shape: 2:4, 16 bits, 2 to 64 tokens, a multiple of 32 channels, 64 or more rows."""
+    fits = in_features > 0 and in_features % CHANNELS == 0 and out_features >= MIN_ROWS
+    return 1 < tokens <= MAX_TOKENS and fits and dtype in DTYPES and pattern == PATTERN
+
+
+def runs_on(device: torch.device) -> bool:
+    """Whether a GPU has sparse tensor cores: NVIDIA's, compute capability 8.0 or newer."""
+    return has_kernels(device) and torch.version.hip is None
+
+
+@dataclass(frozen=True)
+class Variant:
+    """The kernel's template arguments.
+
+    Attributes:
+        dtype: bfloat16 or float16.
+        rows: Output features per block.
+        tokens: Tokens that it has room for: 8, 16, 32 or 64.
+        chunk: Channels that are copied and multiplied at once.
+        stages: Chunks of a team in shared memory.
+        warps: Warps per block.
+        row_warps: Warps per team: they split the rows; the teams split the channels.
+        splits: Blocks per cluster; they split the channels too.
+    """
+
+    dtype: torch.dtype
+    rows: int
+    tokens: int
+    chunk: int
+    stages: int
+    warps: int
+    row_warps: int
+    splits: int
+
+    @property
+    def teams(self) -> int:
+        """Teams per block."""
+        return self.warps // self.row_warps
+
+    @property
+    def stage_bytes(self) -> int:
+        """Shared memory of one stage of all teams."""
+        return self.teams * (self.rows * self.chunk * 9 // 8 + self.tokens * self.chunk * 2)
+
+    @functools.cached_property
+    def kernel(self) -> CudaKernel:
+        """The kernel; shared memory holds the stages, at the end the sums of all teams."""
+        shared_bytes = max(self.stages * self.stage_bytes, 4 * self.teams * self.tokens * (self.rows + 4))
+        constants = (
+            ("BF16", int(self.dtype == torch.bfloat16)), ("ROWS", self.rows), ("TOKENS", self.tokens),
+            ("CHUNK", self.chunk), ("STAGES", self.stages), ("WARPS", self.warps), ("ROW_WARPS", self.row_warps),
+            ("SPLITS", self.splits),
+        )  # fmt: skip
+        return CudaKernel("sparse_linear_mma.cu", "sparse_linear_mma", 32 * self.warps, shared_bytes, constants)
+
+    def launch(self, x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | None, y: Tensor) -> None:
+        """Writes the product into ``y``, contiguous; ``x`` is in the order of the weight's channels."""
+        out_features, in_features = y.shape[-1], x.shape[-1]
+        self.kernel(
+            (-(-out_features // self.rows), self.splits, 1),
+            _aligned(x), _aligned(values), _aligned(positions), values if bias is None else bias.contiguous(), y,
+            tokens=x.numel() // in_features, out_features=out_features, in_features=in_features,
+            has_bias=int(bias is not None),
+        )  # fmt: skip
+
+
+def variant_of(
+    config: Config, tokens: int, out_features: int, in_features: int, dtype: torch.dtype, gpu: Gpu
+) -> Variant:
+    """Returns the variant that a configuration means for a shape and a GPU.
+
+    ROWS is halved until the sums fit into registers, two stages into shared memory, and the blocks fill the GPU; CHUNK
+    is halved until at least three stages fit where BLOCKS blocks share a multiprocessor; and the channels are split
+    over a cluster as far as all blocks still run at once and every team has a chunk.
+    """
+    return _variant_of(tuple(config.arguments().items()), tokens, out_features, in_features, dtype, gpu)
+
+
+@functools.cache
+def _variant_of(
+    options: tuple[tuple[str, int], ...], tokens: int, out_features: int, in_features: int, dtype: torch.dtype, gpu: Gpu
+) -> Variant:
+    given = dict(options)
+    room, blocks, row_warps = max(1 << (tokens - 1).bit_length(), 8), given["BLOCKS"], given["ROW_WARPS"]
+    variant = Variant(dtype, given["ROWS"], room, given["CHUNK"], 2, given["num_warps"], row_warps, 1)
+    most = MAX_CLUSTER if gpu.has_clusters else 1
+
+    def too_large(variant: Variant) -> bool:
+        sums = variant.rows // row_warps * room
+        fits = sums <= MAX_SUMS and variant.kernel.shared_bytes <= gpu.block_bytes and variant.rows <= out_features
+        return not fits or -(-out_features // variant.rows) * most < gpu.multiprocessors
+
+    def stages(variant: Variant) -> int:
+        return (gpu.shared_bytes // blocks - RESERVED) // variant.stage_bytes
+
+    while variant.rows > 16 * row_warps and too_large(variant):
+        variant = replace(variant, rows=variant.rows // 2)
+    while variant.chunk > 32 and stages(variant) < 3:
+        variant = replace(variant, chunk=variant.chunk // 2)
+    at_once = blocks * gpu.multiprocessors // -(-out_features // variant.rows)
+    most, splits = min(at_once, in_features // (variant.chunk * variant.teams), most), 1
+    while splits * 2 <= most:
+        splits *= 2
+    return replace(variant, stages=max(min(stages(variant), given["num_stages"]), 2), splits=splits)
+
+
+def sparse_linear_mma(
+    x: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    bias: Tensor | None,
+    index: Tensor | None,
+    in_features: int,
+    pattern: NMPattern,
+) -> Tensor:
+    """Computes `sparse_linear_reference` on the sparse tensor cores, or by Triton where the kernel is not right.
+
+    Brings ``x`` into the order of ``index`` first; copies what is not contiguous or not aligned to 16 bytes.
+
+    Raises:
+        ModelError: an input that `supports` refuses.
+    """
+    got = f"an input of shape {list(x.shape)} for {values.dtype} values of shape {list(values.shape)} at {pattern}"
+    expected = (
+        f"2 to {MAX_TOKENS} tokens, a multiple of {CHANNELS} channels, at least {MIN_ROWS} output features, and values "
+        f"of bfloat16 or float16 at {PATTERN}"
+    )
+    refuse_unsupported("sparse_linear", supports(x, values, in_features, pattern), got, expected)
+    tokens, out_features = x.numel() // in_features, values.shape[0]
+    shape = (tokens, out_features, in_features)
+    config = config_for("sparse_linear_mma", CONFIGS, shape, x.dtype)
+    variant = variant_of(config, *shape, x.dtype, gpu_of(x.device))
+    if not is_trusted(variant, x.device):
+        return sparse_linear_triton(x, values, positions, bias, index, in_features, pattern)
+    y = torch.empty((*x.shape[:-1], out_features), dtype=x.dtype, device=x.device)
+    variant.launch(x if index is None else permute(x, index), values, positions, bias, y)
+    return y
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    tensor = tensor.contiguous()
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
+
+
+_TRUSTED: dict[tuple[Variant, torch.device], bool] = {}
+
+
+def is_trusted(variant: Variant, device: torch.device) -> bool:
+    """Whether the kernel gave a known product on this GPU; it is tried at its first use, and a failure is warned of.
+
+    While a CUDA graph is captured nothing can be tried: a kernel that was not used before is not trusted.
+    """
+    key = (variant, device)
+    if device.type == "meta":
+        return True  # nothing runs
+    if key not in _TRUSTED:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return False
+        problem = "its results are wrong on this GPU"
+        try:
+            _TRUSTED[key] = is_right(variant, device)
+        except PermTritonError as error:
+            _TRUSTED[key], problem = False, str(error)
+        if not _TRUSTED[key]:
+            warnings.warn(
+                f"sparse_linear: {variant.kernel.name} is replaced by the Triton kernel: {problem}",
+                UserWarning,
+                stacklevel=3,
+            )
+    return _TRUSTED[key]
+
+
+def is_right(variant: Variant, device: torch.device) -> bool:
+    """Whether the kernel computes one product of small integers exactly; nothing in it is rounded but the result.
+
+    Every pair of positions occurs in every place of a word, every stage is filled again, the last chunk is ragged, the
+    last blocks overlap, and there is one token less than there is room for.
+
+    Raises:
+        PermTritonError: the kernel could not be compiled or launched.
+    """
+    out_features = 2 * variant.rows + 5
+    in_features = variant.chunk * variant.teams * variant.splits * (variant.stages + 1) + CHANNELS
+    generator = torch.Generator().manual_seed(0)
+
+    def integers(*shape: int) -> Tensor:
+        return torch.randint(-2, 3, shape, generator=generator, device="cpu")
+
+    order = torch.rand(out_features, in_features // 4, 4, generator=generator, device="cpu").argsort(-1)
+    weight = (integers(out_features, in_features // 4, 4) * (order < 2)).flatten(1)
+    x, bias = integers(variant.tokens - 1, in_features), integers(out_features)
+    expected = (x.double() @ weight.double().t() + bias).to(variant.dtype)
+    packed = pack(weight.to(variant.dtype), PATTERN)
+    y = torch.full(expected.shape, torch.nan, dtype=variant.dtype, device=device)
+    x, bias, values, positions = (tensor.to(device) for tensor in (x.to(y.dtype), bias.to(y.dtype), *packed))
+    variant.launch(x, values, positions, bias, y)
+    return torch.equal(y.cpu(), expected)
+
+
+def loops(launch: CudaLaunch) -> tuple[float, ...]:
+    """Returns how often a block runs the loops of the kernel's machine code: over its chunks, over its results."""
+    numbers = launch.numbers
+    chunk = numbers["CHUNK"] * numbers["WARPS"] // numbers["ROW_WARPS"] * numbers["SPLITS"]
+    each = -(-numbers["TOKENS"] * numbers["ROWS"] // (4 * launch.threads * numbers["SPLITS"]))
+    return numbers["in_features"] / chunk, -(-each // min(each, 4))

@@ -1,0 +1,225 @@
+// What sparse_linear_mma.cu takes from a GPU, on a CPU: written from the PTX manual (sections of version 9),
+// not from the kernel, so that a fragment or metadata in a wrong place shows in the result.
+//
+// Every thread of a cluster is a fiber. A fiber runs until it waits for others, so that a missing barrier shows too:
+// the others have then written nothing. Shared memory starts as NaN, and is NaN again where a block has ended.
+// Asynchronous copies land when they are waited for, or, if `eager`, at once: both are allowed, and a kernel that is
+// right gives the same result.
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#define __global__
+#define __device__
+#define __forceinline__ inline
+#define __launch_bounds__(x)
+#define SPARSE_LINEAR_MMA_MODEL
+using std::min;
+struct dim3 { int x, y; };
+
+struct Copy { uint32_t to; const uint8_t* from; int bytes; bool there; };
+struct Meeting { int arrived = 0, round = 0; };
+struct Warp { Meeting meeting; uint32_t posted[32][9]; };
+struct Block {
+    std::vector<uint8_t> shared;
+    Meeting meeting, teams[16];
+    std::vector<Warp> warps;
+    int running;
+};
+struct Fiber {
+    ucontext_t context;
+    std::unique_ptr<char[]> stack;
+    dim3 thread, block_index;
+    Block* block;
+    Warp* warp;
+    std::vector<std::vector<Copy>> groups{1};
+    bool done = false;
+};
+struct Range { const uint8_t* from; int64_t bytes; };
+
+static ucontext_t scheduler;
+static Fiber* me;
+static std::vector<Block> cluster;
+static Meeting cluster_meeting;
+static std::vector<Range> readable;
+static bool eager;
+static int error;  // 1: read outside of a tensor, 2: outside of shared memory, 3: not aligned, 4: undefined metadata
+#define threadIdx (me->thread)
+#define blockIdx (me->block_index)
+
+static void wait_until(const std::function<bool()>& ready) {
+    while (!ready()) swapcontext(&me->context, &scheduler);
+}
+static void meet_at(Meeting& meeting, int count) {
+    const int round = meeting.round;
+    if (++meeting.arrived == count) meeting.arrived = 0, ++meeting.round;
+    wait_until([&] { return meeting.round != round; });
+}
+static void __syncwarp() { meet_at(me->warp->meeting, 32); }
+static void __syncthreads() { meet_at(me->block->meeting, 32 * int(me->block->warps.size())); }
+template <int WARPS>
+static void meet_team(int team) { meet_at(me->block->teams[team], 32 * WARPS); }
+template <bool CLUSTER>
+static void meet() {
+    if (!CLUSTER) return __syncthreads();
+    meet_at(cluster_meeting, 32 * int(me->block->warps.size() * cluster.size()));
+}
+
+static uint8_t* shared_at(uint32_t address, int bytes, Block& block) {
+    static uint8_t nowhere[16];
+    if (address % bytes) error = 3;
+    if (address < 256 || address - 256 + bytes > block.shared.size()) return error = 2, nowhere;
+    return &block.shared[address - 256];
+}
+static uint32_t shared_start() { return 256; }
+static void land(const Copy& copy) {
+    uint8_t* to = shared_at(copy.to, copy.bytes, *me->block);
+    if (copy.there) std::memcpy(to, copy.from, copy.bytes);
+    else std::memset(to, 0, copy.bytes);
+}
+static void copy(uint32_t to, const uint8_t* from, int bytes, bool there) {
+    if (reinterpret_cast<uintptr_t>(from) % bytes) error = 3;
+    const auto holds = [&](const Range& one) { return from >= one.from && from + bytes <= one.from + one.bytes; };
+    if (std::none_of(readable.begin(), readable.end(), holds)) error = 1, there = false;
+    me->groups.back().push_back({to, from, bytes, there});
+    if (eager) land(me->groups.back().back());
+}
+static void copy_16(uint32_t to, const uint8_t* from, bool there) { copy(to, from, 16, there); }
+static void copy_4(uint32_t to, const uint8_t* from) { copy(to, from, 4, true); }
+static void commit_copies() { me->groups.emplace_back(); }
+template <int GROUPS>
+static void wait_for_copies() {  // all but the latest GROUPS committed groups
+    while (int(me->groups.size()) - 1 > GROUPS) {
+        if (!eager) for (const Copy& one : me->groups.front()) land(one);
+        me->groups.erase(me->groups.begin());
+    }
+}
+
+// Shows all threads of the warp what each of them gives.
+static uint32_t (*posted(std::initializer_list<uint32_t> words))[9] {
+    std::copy(words.begin(), words.end(), me->warp->posted[me->thread.x % 32]);
+    __syncwarp();
+    return me->warp->posted;
+}
+// Section 9.7.14.5.15, ldmatrix: threads 8 i to 8 i + 7 give the addresses of matrix i's rows of 16 bytes; each thread
+// gets the pair (lane % 4) of row (lane / 4) of each matrix.
+static void load_matrices(uint32_t (&to)[4], uint32_t row) {
+    const int lane = me->thread.x % 32;
+    auto rows = posted({row});
+    for (int matrix = 0; matrix < 4; ++matrix)
+        std::memcpy(&to[matrix], shared_at(rows[8 * matrix + lane / 4][0], 16, *me->block) + lane % 4 * 4, 4);
+    __syncwarp();
+}
+static uint32_t load_word(uint32_t from) {
+    uint32_t word;
+    std::memcpy(&word, shared_at(from, 4, *me->block), 4);
+    return word;
+}
+static void store_float(uint32_t to, float value) { std::memcpy(shared_at(to, 4, *me->block), &value, 4); }
+template <bool CLUSTER>
+static void load_floats(float (&to)[4], uint32_t from, int block) {
+    std::memcpy(to, shared_at(from, 16, CLUSTER ? cluster[block] : *me->block), 16);
+}
+// The instruction prmt without a mode: nibble i of the selector names the byte of the pair (low, high) for byte i.
+static uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t selector) {
+    const uint64_t both = uint64_t(high) << 32 | low;
+    uint32_t result = 0;
+    for (int i = 0; i < 4; ++i) result |= uint32_t(both >> (8 * (selector >> (4 * i) & 7)) & 255) << (8 * i);
+    return result;
+}
+
+template <int BF16>
+static float widen(uint16_t value) {
+    float wide;
+    if (BF16) {
+        const uint32_t bits = uint32_t(value) << 16;
+        std::memcpy(&wide, &bits, 4);
+        return wide;
+    }
+    _Float16 half;
+    std::memcpy(&half, &value, 2);
+    return float(half);
+}
+template <int BF16>
+static uint16_t narrow(float value) {
+    uint16_t narrowed;
+    if (BF16) {  // to the nearest, ties to even; NaN stays NaN
+        uint32_t bits;
+        std::memcpy(&bits, &value, 4);
+        return std::isnan(value) ? 0x7FFF : uint16_t((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
+    }
+    const _Float16 half = _Float16(value);
+    std::memcpy(&narrowed, &half, 2);
+    return narrowed;
+}
+
+// Section 9.7.14.6.2.2, sparse mma.m16n8k32 with .f16 and .bf16. A row of A has eight chunks of four columns, each with
+// two values. Registers 0 and 1 of thread t of group g (lane 4 g + t) hold chunk t of rows g and g + 8, registers 2 and
+// 3 chunk t + 4 of them. Register i of B holds rows 8 i + 2 t and 8 i + 2 t + 1 of column g. Sums: row g (i < 2) or
+// g + 8, column 2 t + i % 2. Metadata (figure 122; section 9.7.14.6.1 for the order of bits and the selector): the
+// threads 0 and 1, or 2 and 3, of each group, by the selector, hold the chunks 0 to 3 and 4 to 7; bits 0 to 15 are of
+// row g, 16 to 31 of row g + 8.
+template <int BF16, int SELECTOR>
+static void multiply(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[4], uint32_t metadata) {
+    const int lane = me->thread.x % 32;
+    auto all = posted({a[0], a[1], a[2], a[3], b[0], b[1], b[2], b[3], metadata});
+    for (int i = 0; i < 4; ++i) {
+        const int group = lane / 4, half = i / 2, column = lane % 4 * 2 + i % 2;
+        for (int chunk = 0; chunk < 8; ++chunk) {
+            const uint32_t pair = all[4 * group + chunk % 4][chunk / 4 * 2 + half];
+            const uint32_t word = all[4 * group + 2 * SELECTOR + chunk / 4][8];
+            const int bits = word >> (16 * half + 4 * (chunk % 4)) & 15, places[2] = {bits & 3, bits >> 2};
+            if (places[0] >= places[1]) error = 4;
+            for (int j = 0; j < 2; ++j) {
+                const int k = 4 * chunk + places[j];
+                const uint32_t inputs = all[4 * column + k % 8 / 2][4 + k / 8];
+                d[i] += widen<BF16>(uint16_t(pair >> (16 * j))) * widen<BF16>(uint16_t(inputs >> (16 * (k % 2))));
+            }
+        }
+    }
+    __syncwarp();
+}
+
+static std::function<void()> body;
+static void run_fiber() {
+    body();
+    me->done = true;
+    if (--me->block->running == 0) me->block->shared.assign(me->block->shared.size(), 0xFF);
+    swapcontext(&me->context, &scheduler);
+}
+static void run_cluster(int column, int blocks, int threads, int shared_bytes) {
+    cluster.assign(blocks, Block{});
+    std::vector<std::unique_ptr<Fiber>> fibers;
+    for (int y = 0; y < blocks; ++y) {
+        Block& block = cluster[y];
+        block.shared.assign(shared_bytes, 0xFF);
+        block.warps.assign(threads / 32, Warp{});
+        block.running = threads;
+        for (int x = 0; x < threads; ++x) {
+            auto fiber = std::make_unique<Fiber>();
+            fiber->thread = {x, 0}, fiber->block_index = {column, y};
+            fiber->block = &block, fiber->warp = &block.warps[x / 32];
+            fiber->stack = std::make_unique<char[]>(1 << 16);
+            getcontext(&fiber->context);
+            fiber->context.uc_stack.ss_sp = fiber->stack.get();
+            fiber->context.uc_stack.ss_size = 1 << 16;
+            makecontext(&fiber->context, run_fiber, 0);
+            fibers.push_back(std::move(fiber));
+        }
+    }
+    for (size_t left = fibers.size(); left;) {
+        left = 0;
+        for (auto& fiber : fibers) {
+            if (fiber->done) continue;
+            me = fiber.get();
+            swapcontext(&scheduler, &me->context);
+            left += !fiber->done;
+        }
+    }
+}

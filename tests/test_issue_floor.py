@@ -1,0 +1,176 @@
+"""The issue floor: loops found in machine code, what is counted of a launch, and that no default's floor rises."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from permtriton.errors import ConfigError
+from permtriton.kernels.launch import CudaLaunch, multiprocessors, record, recorded, triton
+from permtriton.kernels.tools import issue_floor, sass
+from permtriton.kernels.tools.cases import Floor
+from permtriton.kernels.tools.compile_check import TARGETS, resident
+
+from .kernel_builds import copy_floor
+
+COMMITTED = Path(__file__).parent.parent / "benchmarks" / "results" / "issue-floor.json"
+SM_80, SM_90, SM_100, _ = TARGETS
+needs_triton = pytest.mark.skipif(triton is None, reason="triton is not installed")
+
+
+def code_of(*lines: str) -> sass.Code:
+    """The code of a function; a line that ends in a colon is a label."""
+    text, address = [".text.kernel:"], 0
+    for line in lines:
+        if line.endswith(":"):
+            text.append(line)
+            continue
+        text.append(f"        /*{address:04x}*/                   {line} ;")
+        address += 16
+    ((name, function),) = sass.parse("\n".join(text)).items()
+    assert name == "kernel"
+    return sass.loops_of(function)
+
+
+class TestMachineCode:
+    def test_loops_inside_loops(self):
+        code = code_of(
+            "MOV R1, R2", ".L_x_0:", "LDG.E.128 R4, [R2.64]", ".L_x_1:", "FADD R1, R1, R2", "BAR.SYNC 0x0",
+            "@!P0 BRA `(.L_x_1)", "SHFL.BFLY PT, R1, R1, 0x1, 0x1f", "@P1 BRA `(.L_x_0)", ".L_x_2:", "FMUL R1, R1, R1",
+            "BRA.U !UP0, `(.L_x_2)", "STG.E desc[UR4][R2.64], R1", "EXIT", ".L_x_3:", "BRA `(.L_x_3)", "NOP",
+        )  # fmt: skip
+        assert [(loop.head, loop.instructions, len(loop.inner)) for loop in code.loops()] == [
+            (0x10, 3, 1), (0x20, 3, 0), (0x70, 2, 0),
+        ]  # fmt: skip
+        assert [loop.global_bytes for loop in code.loops()] == [512, 0, 0]
+        assert (code.instructions, code.global_bytes) == (3, 128)  # what follows EXIT is padding
+
+    def test_code_that_was_moved_behind_the_end_counts_in_its_loop(self):
+        code = code_of(
+            ".L_x_0:", "FADD R1, R1, R2", "@P0 BRA `(.L_x_1)", ".L_x_2:", "FADD R1, R1, R3", "@P1 BRA `(.L_x_0)",
+            "EXIT", ".L_x_1:", "FMUL R1, R1, R1", "BRA `(.L_x_2)",
+        )  # fmt: skip
+        assert [(loop.head, loop.instructions) for loop in code.loops()] == [(0, 6)]
+        assert code.instructions == 1
+
+    def test_calls_waits_and_diverged_warps(self):
+        code = code_of(
+            "BRA.DIV ~URZ, `(.L_x_2)", ".L_x_0:", "SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR4], R1", "@!P0 BRA `(.L_x_0)",
+            "CALL.REL.NOINC `(.L_x_1)", "EXIT", ".L_x_1:", "MUFU.RCP R1, R1", "RET.REL.NODEC R2 0x0", ".L_x_2:",
+            "WARPSYNC R1", "BRA `(.L_x_0)",
+        )  # fmt: skip
+        assert list(code.loops()) == []
+        assert code.counts == {"BRA": 2, "SYNCS": 1, "CALL": 1, "EXIT": 1}
+
+    def test_a_computed_jump_is_refused(self):
+        with pytest.raises(ConfigError, match="computed jump"):
+            code_of("BRX R2 -0x20", "EXIT")
+
+    @pytest.mark.parametrize(
+        ("opcode", "asked"),
+        [("LDG.E", 128), ("LDG.E.U8", 32), ("STG.E.U16", 64), ("LDG.E.LTC128B.64", 256), ("LDGSTS.E.BYPASS.128", 512),
+         ("LDS.128", 0)],
+    )  # fmt: skip
+    def test_bytes_of_an_instruction(self, opcode, asked):
+        assert code_of(f"{opcode} R4, [R2]").global_bytes == asked
+
+
+@pytest.mark.parametrize(
+    ("target", "warps", "registers", "shared", "columns", "expected"),
+    [
+        (SM_90, 8, 32, 0, 0, 8),  # warps
+        (SM_90, 1, 16, 0, 0, 32),  # programs
+        (SM_90, 16, 64, 0, 0, 2),
+        (SM_90, 16, 65, 0, 0, 1),
+        (SM_90, 2, 178, 0, 0, 4),  # 11 warps have room, but only 2 on each of the 4 parts
+        (SM_90, 4, 32, 64 << 10, 0, 3),
+        (SM_80, 4, 32, 64 << 10, 0, 2),
+        (SM_100, 4, 32, 0, 256, 2),
+    ],
+)
+def test_programs_per_multiprocessor(target, warps, registers, shared, columns, expected):
+    assert resident(target, warps, registers, shared, columns) == expected
+
+
+def test_recorded_launches_know_the_processors_of_the_named_gpu():
+    meta = torch.device("meta")
+    with recorded(132):
+        assert multiprocessors(meta) == 132
+        assert multiprocessors(torch.device("cpu")) is None
+    assert multiprocessors(meta) is None
+
+
+@needs_triton
+class TestCounting:
+    def test_a_launch(self):
+        row = issue_floor.row(copy_floor(), issue_floor.H200)
+        (launch,) = row.launches
+        assert (launch.kernel, launch.programs, launch.warps, launch.loops) == ("_copy", 64, 4, ())
+        assert launch.instructions == 64 * 4 * launch.straight
+        assert row.per_unit == pytest.approx(32 * launch.instructions / (64 * 1024))
+        assert row.issue_us == pytest.approx(1e6 * launch.instructions / (132 * 4 * 1.98e9))
+        assert row.memory_us == pytest.approx(1e6 * 64 * 4096 / 4.3e12)
+        assert launch.asked_bytes == 64 * 4096
+
+    def test_loops_that_do_not_fit_the_machine_code_are_refused(self):
+        floor = copy_floor()
+        more = dataclasses.replace(floor, loops=lambda launch: (7,))
+        with pytest.raises(ConfigError, match=r"_copy for sm_90 has 0 loops.*how often 1 run"):
+            issue_floor.row(more, issue_floor.H200)
+        heavier = dataclasses.replace(floor, case=dataclasses.replace(floor.case, bytes=2 * floor.case.bytes))
+        with pytest.raises(ConfigError, match=r"fewer than the 524,288 that must move"):
+            issue_floor.row(heavier, issue_floor.H200)
+        with pytest.raises(ConfigError, match="launches nothing"):
+            issue_floor.row(dataclasses.replace(floor, call=lambda: None), issue_floor.H200)
+
+    def test_loops_that_the_data_decide(self):
+        row = issue_floor.row(dataclasses.replace(copy_floor(), loops=None), issue_floor.H200)
+        assert row.figures()["ratio"] is None
+        assert row.figures()["registers"] > 0
+
+    @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
+    def test_a_launch_of_a_cuda_kernel(self, tmp_path):
+        source = tmp_path / "twice.cu"
+        source.write_text(
+            "template <int step> __global__ void twice(float* x, int tiles) {\n"
+            "  __shared__ float all[2048];\n"
+            "  #pragma unroll 1\n"
+            "  for (int tile = blockIdx.x; tile < tiles; tile += step) {\n"
+            "    all[threadIdx.x] = x[tile * blockDim.x + threadIdx.x];\n"
+            "    __syncthreads();\n"
+            "    x[tile * blockDim.x + threadIdx.x] = all[blockDim.x - 1 - threadIdx.x];\n"
+            "  }\n"
+            "}\n"
+        )
+        launch = CudaLaunch(source, "twice<8>", threads=64, shared_bytes=0, grid=(8,), numbers={"tiles": 40})
+        case = dataclasses.replace(copy_floor().case, bytes=40 * 64 * 8)
+        floor = Floor(case, lambda: record(launch), 40 * 64, "element", lambda launch: (launch.numbers["tiles"] / 8,))
+        assert not record(launch)
+        (found,) = issue_floor.row(floor, issue_floor.H200).launches
+        (loop,) = found.loops
+        assert (found.warps, found.programs, found.barriers, found.spills) == (2, 8, 5, 0)
+        assert found.resident == 233472 // (8192 + 1024)
+        assert found.instructions == 8 * 2 * (found.straight + 5 * loop)
+        assert found.asked_bytes == floor.case.bytes
+
+
+@needs_triton
+@pytest.mark.parametrize("floor", issue_floor.floors(), ids=lambda floor: floor.case.name)
+def test_no_default_needs_more_instructions_than_committed(floor):
+    committed = json.loads(COMMITTED.read_text(encoding="utf-8"))["now"]
+    if committed["triton"] != triton.__version__:
+        pytest.skip(f"counted with triton {committed['triton']}; {triton.__version__} is installed")
+    expected = next((row for row in committed["rows"] if (row["name"], row["gpu"]) == (floor.case.name, "H200")), None)
+    assert expected, f"{floor.case.name} is not in {COMMITTED.name}: run python benchmarks/issue_floor.py"
+    with recorded(1) as launches, torch.device("meta"):
+        floor.call()
+    if any(isinstance(launch, CudaLaunch) for launch in launches) and shutil.which("nvcc") is None:
+        pytest.skip("nvcc, which compiles this kernel, is not installed")
+    found = issue_floor.row(floor, issue_floor.H200).figures()
+    assert found["spills"] == 0
+    assert found["resident"] >= expected["resident"], "programs per multiprocessor"
+    if expected["ratio"] is not None:
+        assert found["ratio"] <= 1.1 * expected["ratio"], "issue floor over memory time"

@@ -1,0 +1,232 @@
+"""The CUDA kernel on the sparse tensor cores: emulated thread by thread, compiled where nvcc is, and its launcher."""
+
+import ctypes
+import shutil
+import subprocess
+from itertools import product as product_of
+from pathlib import Path
+
+import pytest
+import torch
+
+from permtriton.errors import ModelError
+from permtriton.kernels import sparse_linear_mma as mma
+from permtriton.kernels.cuda.runtime import FOLDER, CudaKernel
+from permtriton.kernels.packing import pack
+from permtriton.kernels.sparse_linear_mma import (
+    CONFIGS,
+    Gpu,
+    Variant,
+    is_right,
+    is_trusted,
+    sparse_linear_mma,
+    variant_of,
+)
+
+from .kernel_inputs import TWO_FOUR, poison, sparse
+
+BF16, FP16 = torch.bfloat16, torch.float16
+SOURCE = FOLDER / "sparse_linear_mma.cu"
+H200, A100 = Gpu(132, 228 << 10, 227 << 10, True), Gpu(108, 164 << 10, 163 << 10, False)
+CPU = torch.device("cpu")
+EMULATED = (
+    Variant(BF16, 16, 8, 64, 2, 1, 1, 1),
+    Variant(FP16, 64, 16, 64, 3, 4, 2, 2),
+    Variant(BF16, 32, 32, 128, 2, 2, 2, 1),
+    Variant(BF16, 64, 8, 32, 3, 4, 4, 4),
+)
+HARNESS = """
+#include "{model}"
+#include "{source}"
+extern "C" int run(const char* name, const void* x, const void* values, const void* positions, const void* bias,
+                   void* y, int tokens, int rows, int channels, int has_bias, int columns, int blocks, int threads,
+                   int bytes, int at_once) {{
+    error = 0, eager = at_once;
+    auto byte = [](const void* p) {{ return static_cast<const uint8_t*>(p); }};
+    readable = {{{{byte(x), 2LL * tokens * channels}}, {{byte(values), 1LL * rows * channels}},
+                 {{byte(positions), 1LL * rows * channels / 8}}}};
+    auto kernel = [&](auto* function) {{
+        body = [=] {{
+            function(byte(x), byte(values), byte(positions), static_cast<const u16*>(bias), static_cast<u16*>(y),
+                     tokens, rows, channels, has_bias);
+        }};
+    }};
+    {choices} return -1;
+    for (int column = 0; column < columns; ++column) run_cluster(column, blocks, threads, bytes);
+    return error;
+}}
+"""
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    if shutil.which("g++") is None:
+        pytest.skip("no g++ here")
+    there = tmp_path_factory.mktemp("mma")
+    choices = " else ".join(f'if (!strcmp(name, "{one.kernel.name}")) kernel({one.kernel.name});' for one in EMULATED)
+    model = Path(__file__).with_name("mma_model.h")
+    (there / "h.cpp").write_text(HARNESS.format(model=model, source=SOURCE, choices=f"{choices} else"))
+    command = ["g++", "-std=c++17", "-O1", "-w", "-shared", "-fPIC", "h.cpp", "-o", "h.so"]
+    result = subprocess.run(command, cwd=there, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stderr
+    return ctypes.CDLL(str(there / "h.so"))
+
+
+@pytest.fixture(params=[False, True], ids=["late", "eager"])
+def emulated(library, request, monkeypatch):
+    """Makes kernels run in the emulation; asynchronous copies land late or at once."""
+
+    def call(kernel: CudaKernel, grid, *tensors, **numbers) -> None:
+        pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors]
+        launch = (grid[0], grid[1], kernel.threads, kernel.shared_bytes, request.param)
+        assert library.run(kernel.name.encode(), *pointers, *numbers.values(), *launch) == 0
+
+    monkeypatch.setattr(CudaKernel, "__call__", call)
+
+
+@pytest.mark.parametrize("variant", EMULATED, ids=lambda variant: variant.kernel.name)
+def test_the_kernel_computes_a_product_exactly(emulated, variant):
+    """What a GPU checks too, before it uses the kernel; the known product is made on the CPU."""
+    with torch.device("meta"):  # whatever the default device is
+        assert is_right(variant, CPU)
+
+
+def product(x, weight, bias, index):
+    x = x if index is None else x[..., index.long()]
+    return x.double() @ weight.double().t() + (0 if bias is None else bias.double())
+
+
+@pytest.mark.parametrize("variant", EMULATED, ids=lambda variant: variant.kernel.name)
+@pytest.mark.parametrize("channels", [32, 416])
+def test_the_product_in_float64(emulated, variant, channels, monkeypatch):
+    """Ragged rows and channels, strided inputs that are not aligned, in outputs poisoned with NaN."""
+    monkeypatch.setattr(mma, "gpu_of", lambda device: H200)
+    monkeypatch.setattr(mma, "variant_of", lambda *_: variant)
+    monkeypatch.setattr(mma, "is_trusted", lambda *_: True)
+    poison(monkeypatch)
+    rows, tokens = max(variant.rows, 64) + 3, variant.tokens // 2 + 1
+    weight = sparse(rows, channels // 4, dtype=variant.dtype)
+    values, positions = pack(weight, TWO_FOUR)
+    x = torch.randn(tokens + 1, 1, channels).to(variant.dtype)[1:]
+    bias, index = torch.randn(2 * rows).to(variant.dtype)[::2], torch.randperm(channels).short()
+    unaligned = torch.empty(values.numel() + 1, dtype=values.dtype)[1:].view(values.shape).copy_(values)
+    for kept, b, i in ((values, None, None), (unaligned, bias, index), (values.t().contiguous().t(), bias, None)):
+        found = sparse_linear_mma(x, kept, positions, b, i, channels, TWO_FOUR)
+        expected, eps = product(x, weight, b, i), torch.finfo(variant.dtype).eps
+        assert (found.dtype, found.shape) == (variant.dtype, (tokens, 1, rows))
+        torch.testing.assert_close(found.double(), expected, rtol=4 * eps, atol=4 * eps * expected.abs().max().item())
+
+
+@pytest.mark.parametrize("variant", EMULATED, ids=lambda variant: variant.kernel.name)
+def test_an_infinite_input_reaches_the_rows_that_keep_its_channel(emulated, variant):
+    """Not what is added for the channels that the last chunk lacks, nor another token."""
+    weight = torch.ones(64, 96).bfloat16().view(64, 24, 4)
+    weight[..., 2:] = 0
+    weight[0, 0] = torch.tensor([0.0, 0.0, 1.0, 1.0])
+    x = torch.ones(3, 96)
+    x[1, 0] = torch.inf
+    y = torch.zeros(3, 64, dtype=variant.dtype)
+    packed = pack(weight.view(64, 96).to(variant.dtype), TWO_FOUR)
+    variant.launch(x.to(variant.dtype), *packed, None, y)
+    expected = torch.full((3, 64), 48.0)
+    expected[1, 1:] = torch.inf
+    assert torch.equal(y.float(), expected)
+
+
+def test_a_wrong_kernel_is_replaced(monkeypatch):
+    """By the Triton kernel, with one warning: for wrong results, and for what does not compile."""
+    variant, taken = EMULATED[0], []
+    monkeypatch.setattr(mma, "_TRUSTED", {})
+    monkeypatch.setattr(mma, "gpu_of", lambda device: H200)
+    monkeypatch.setattr(mma, "variant_of", lambda *_: variant)
+    monkeypatch.setattr(mma, "sparse_linear_triton", lambda *arguments: taken.append(arguments))
+    arguments = (torch.ones(2, 32).bfloat16(), *pack(sparse(64, 8, dtype=BF16), TWO_FOUR), None, None, 32, TWO_FOUR)
+    for call, message in (
+        (lambda *_, **__: None, "its results are wrong on this GPU"),  # writes nothing
+        (CudaKernel.__call__, "runs on an NVIDIA GPU"),
+    ):
+        monkeypatch.setattr(CudaKernel, "__call__", call)
+        mma._TRUSTED.clear()
+        with pytest.warns(UserWarning, match=rf"{variant.kernel.name} is replaced by the Triton kernel: .*{message}"):
+            sparse_linear_mma(*arguments)
+        sparse_linear_mma(*arguments)
+    assert taken == [arguments] * 4
+
+
+def test_an_untried_kernel_is_not_captured_in_a_graph(monkeypatch):
+    monkeypatch.setattr(mma, "_TRUSTED", {(EMULATED[1], torch.device("cuda")): True})
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert not is_trusted(EMULATED[0], torch.device("cuda"))
+    assert is_trusted(EMULATED[1], torch.device("cuda"))
+    assert len(mma._TRUSTED) == 1
+
+
+@pytest.mark.parametrize(
+    ("gpu", "config"),
+    [*product_of((H200, A100), CONFIGS), (Gpu(128, 100 << 10, 99 << 10, False), CONFIGS[0])],
+)
+def test_a_variant_fits_its_gpu(gpu, config):
+    for tokens in (2, 8, 9, 16, 33, 64):
+        for rows, channels in ((64, 32), (100, 96), (1024, 4096), (4096, 11008), (11008, 4096), (128256, 8192)):
+            variant = variant_of(config, tokens, rows, channels, BF16, gpu)
+            assert variant.rows <= rows
+            assert variant.rows % (16 * variant.row_warps) == 0
+            assert variant.rows // variant.row_warps * variant.tokens <= mma.MAX_SUMS
+            assert tokens <= variant.tokens < max(2 * tokens, 9)
+            assert variant.kernel.shared_bytes <= gpu.block_bytes
+            assert variant.stages >= 2
+            tiles = -(-rows // variant.rows)
+            assert variant.splits == 1 or tiles * variant.splits <= config.constants["BLOCKS"] * gpu.multiprocessors
+
+
+@pytest.mark.parametrize(
+    ("gpu", "shape", "expected"),
+    [
+        (H200, (16, 11008, 4096), (256, 64, 4, 4)),
+        (H200, (64, 11008, 4096), (256, 64, 4, 4)),
+        (H200, (16, 4096, 11008), (128, 64, 4, 8)),
+        (H200, (64, 1024, 4096), (64, 64, 4, 8)),
+        (H200, (16, 28672, 8192), (256, 64, 4, 2)),
+        (A100, (16, 11008, 4096), (64, 64, 4, 1)),
+        (A100, (64, 4096, 4096), (64, 64, 4, 1)),
+    ],
+)
+def test_the_default_variant(gpu, shape, expected):
+    """Its rows, chunk, stages and splits: one wave of two blocks per multiprocessor, if there is enough work."""
+    variant = variant_of(CONFIGS[0], *shape, BF16, gpu)
+    assert (variant.rows, variant.chunk, variant.stages, variant.splits) == expected
+    assert 2 * (variant.kernel.shared_bytes + mma.RESERVED) <= gpu.shared_bytes
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rows", "channels", "dtype", "fits"),
+    [
+        (2, 64, 32, BF16, True),
+        (64, 65, 96, FP16, True),
+        (1, 64, 32, BF16, False),
+        (65, 64, 32, BF16, False),
+        (2, 63, 32, BF16, False),
+        (2, 64, 48, BF16, False),
+        (2, 64, 32, torch.float32, False),
+    ],
+)
+def test_what_the_kernel_takes(tokens, rows, channels, dtype, fits):
+    packed = pack(torch.zeros(rows, channels, dtype=dtype), TWO_FOUR)
+    x = torch.zeros(tokens, channels, dtype=dtype)
+    assert mma.supports(x, packed[0], channels, TWO_FOUR) is fits
+    if not fits:
+        with pytest.raises(ModelError, match="2 to 64 tokens"):
+            sparse_linear_mma(x, *packed, None, None, channels, TWO_FOUR)
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc here")
+def test_the_defaults_compile_without_a_spill(tmp_path):
+    variants = [variant_of(CONFIGS[0], tokens, 4096, 4096, BF16, H200) for tokens in (16, 64)]
+    uses = "\n".join(f"void* use_{i} = (void*)&{one.kernel.name};" for i, one in enumerate(variants))
+    (tmp_path / "k.cu").write_text(f'#include "{SOURCE}"\n{uses}\n')
+    command = ["nvcc", "-std=c++17", "-cubin", "-arch=sm_90", "-Xptxas", "-v", "k.cu", "-o", "k.cubin"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
+    assert result.returncode == 0, result.stderr
+    used = [line for line in result.stderr.splitlines() if "spill stores" in line]
+    assert len(used) == len(variants)
+    assert all("0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in line for line in used)
