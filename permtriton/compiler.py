@@ -232,7 +232,8 @@ def _learned(work: Work, prepared: Prepared, permuted: Permuted) -> Permuted:
         objective = dense_objective(model, order_objective(config, model), prepared.ids, prepared.batch)
         importances = work.importances(prepared.plan, permuted.statistics)
         learned = learn(
-            model, prepared.plan, importances, prepared.ids, objective, config, work.progress, resume
+            model, prepared.plan, importances, prepared.ids, objective, config, work.progress, resume,
+            prepared.needs.keep_masked,
         )  # fmt: skip
     if config.learn.keep_epoch == "best":
         check_no_worse(learned.history[0].loss, learned.history[learned.kept].loss, "learning")

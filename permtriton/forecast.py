@@ -122,7 +122,8 @@ def make_forecast(
     refused, seconds = memory.refusal(needs, model.device), {}
     if timed and not refused:
         held_out = 0 if windows is None else windows.numel()
-        seconds = stage_seconds(plan, config, measure(model, plan, config, ids), ids, held_out)
+        speed = measure(model, plan, config, ids)
+        seconds = stage_seconds(plan, config, speed, ids, held_out, keep_masked=needs.keep_masked)
     return Forecast(needs, disk_needs(model, plan, config, resume_path), seconds, refused)
 
 
@@ -176,7 +177,9 @@ def disk_needs(
     return found | ({"states of interrupted runs": max(2 * states - there, 0)} if states else {})
 
 
-def stage_seconds(plan: Plan, config: CompileConfig, speed: Speed, ids: Tensor, held_out: int) -> dict[str, float]:
+def stage_seconds(
+    plan: Plan, config: CompileConfig, speed: Speed, ids: Tensor, held_out: int, *, keep_masked: bool = False
+) -> dict[str, float]:
     """Returns stage -> expected time.
 
     Args:
@@ -185,28 +188,29 @@ def stage_seconds(plan: Plan, config: CompileConfig, speed: Speed, ids: Tensor, 
         speed: what was measured.
         ids: calibration sequences, int64 ``[samples, tokens]``.
         held_out: number of held-out tokens.
+        keep_masked: whether learning computes masks once per step, not for each micro-batch.
     """
-    layers, updates, options = len(plan.layers()), config.updates, config
+    updates, options = config.updates, config
     forward, both = ids.numel() * speed.forward, ids.numel() * speed.both
-    by_layer = layers / 2 + 1  # runs up to each layer in turn
     calls = -(-ids.shape[0] // options.micro_batch_size)
-    passes = {"magnitude": 0.0, "obs": by_layer}.get(options.importance, 1.0)
+    passes = {"magnitude": 0.0, "obs": 2.0}.get(options.importance, 1.0)  # obs: to record the layers' calls
     found = {"calibrate": passes * forward, "prune": PROOF_MASKS * speed.masks}
     if held_out:
         found["evaluate"] = 2 * held_out * speed.forward
     if options.permutation != "none":
         found["heuristic"] = speed.heuristic + (both if options.row_weights == "fisher" else 0)
     if options.permutation == "learned":
-        epochs = options.learn.epochs
-        found["learn"] = epochs * (both + 3 * calls * speed.masks) + (epochs + 2) * (forward + calls * speed.masks)
+        epochs, steps = options.learn.epochs, -(-ids.shape[0] // options.learn.batch_size)
+        masks, masks_once = (steps, 1) if keep_masked else (calls, calls)
+        found["learn"] = epochs * (both + 3 * masks * speed.masks)
+        found["learn"] += (epochs + 2) * (forward + masks_once * speed.masks)
     if options.permutation == "searched":
         rounds = options.search.rounds
         found["search"] = both + (rounds + 1) * (both + TRIALS * (forward + 3 * speed.masks))
     if "sparsegpt" in updates:
         width = max(site.channels for site in plan.sites)
-        found["sparsegpt"] = (
-            by_layer * forward + 3 * width * speed.forward
-        )  # the update costs about one token per column
+        # Recorded calls, inputs, outputs of the new weights; the update costs about one token per column.
+        found["sparsegpt"] = 3 * forward + 3 * width * speed.forward
     for part in {"reconstruct", "distill"} & set(updates):
         found[part] = options.update.update_epochs * both
     return found
@@ -275,7 +279,8 @@ def _heuristic_seconds(model: PreTrainedModel, plan: Plan, config: CompileConfig
     generator = torch.Generator().manual_seed(0)
     scores = torch.rand(channels, MAX_ROWS, generator=generator).to(model.device)
     index = torch.arange(channels, device=model.device)
-    seconds = _seconds(model.device, lambda: reassigned(scores, index, 0, config.sparsity))
+    seconds = _seconds(model.device, lambda: reassigned(scores, index, 0, config.sparsity, generator))
+    # In parts, sweeps are shorter by the factor by which there are more of them.
     return seconds * SWEEPS * group * sum((size / channels) ** 2 for size in segments)
 
 

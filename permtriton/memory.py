@@ -23,6 +23,7 @@ from permtriton.prune.search import GAINS_AT_ONCE
 
 FLOAT32 = 4
 MASK_TEMPORARIES = 6  # float32 copies of a weight that are alive at once in the mask's forward and backward passes
+LEARNING = "learning"
 RELOADING = "reloading"  # the stage that is left out where a second model does not fit
 
 
@@ -35,12 +36,14 @@ class Needs:
         model: parameters.
         held: what is in memory already and is not given up: the program, and a model that is not mapped from its files.
         stages: stage -> use -> bytes beside program and model.
+        keep_masked: whether learning keeps masked weights and their gradients through a step, because both fit.
     """
 
     program: int
     model: int
     held: int
     stages: Mapping[str, Mapping[str, int]]
+    keep_masked: bool = False
 
     @property
     def largest(self) -> str:
@@ -50,6 +53,10 @@ class Needs:
     def extra(self, stage: str) -> int:
         """Returns what a stage needs beside program and model."""
         return sum(self.stages[stage].values())
+
+    def added(self, stage: str) -> int:
+        """Returns what a stage needs beyond what is held."""
+        return self.program + self.model + self.extra(stage) - self.held
 
     @property
     def peak(self) -> int:
@@ -63,11 +70,12 @@ class Needs:
             "program": self.program,
             "model": self.model,
             "stages": {stage: dict(uses) for stage, uses in self.stages.items()},
+            "keep_masked": self.keep_masked,
         }
 
 
 def estimate(model: PreTrainedModel, plan: Plan, config: CompileConfig, ids: Tensor, windows: Tensor | None) -> Needs:
-    """Estimates the memory of a compilation.
+    """Estimates the memory of a compilation, and decides whether learning keeps masked weights.
 
     Args:
         model: loaded model.
@@ -81,15 +89,26 @@ def estimate(model: PreTrainedModel, plan: Plan, config: CompileConfig, ids: Ten
     if model.device.type == "cpu":
         resident, mapped = resident_memory()
         program, held = max(resident - size, 0), resident - min(mapped, size)
-    return Needs(program, size, held, _Estimate(model, plan, config, ids).stages(windows))
+
+    def needs(keep_masked: bool) -> Needs:
+        stages = _Estimate(model, plan, config, ids, keep_masked).stages(windows)
+        return Needs(program, size, held, stages, keep_masked)
+
+    if config.permutation == "learned":
+        keeping, free = needs(True), available_memory(model.device)
+        if free is None or keeping.added(LEARNING) <= free:
+            return keeping
+    return needs(False)
 
 
 class _Estimate:
     """The sizes that the needs of all stages follow from."""
 
-    def __init__(self, model: PreTrainedModel, plan: Plan, config: CompileConfig, ids: Tensor) -> None:
+    def __init__(
+        self, model: PreTrainedModel, plan: Plan, config: CompileConfig, ids: Tensor, keep_masked: bool
+    ) -> None:
         text = model.config.get_text_config()
-        self._plan, self._config, self._ids = plan, config, ids
+        self._plan, self._config, self._ids, self._keep_masked = plan, config, ids, keep_masked
         self._element = next(model.parameters()).element_size()
         self._size = sum(p.numel() * p.element_size() for p in model.parameters())
         self._largest_parameter = max(p.numel() for p in model.parameters())
@@ -107,7 +126,11 @@ class _Estimate:
         proof = 2 * self._largest_parameter * (self._element + FLOAT32)  # of a permuted weight, widened
         stages = {"calibration": self._activations(1), "masks": {"one layer": mask + proof}}
         if config.importance == "obs" or "sparsegpt" in updates:
-            stages["hessians"] = {**self._activations(1), "hessians": self._hessians(), "one layer": mask}
+            # Of one layer, and the next one's, which are joined from parts.
+            between = 3 * self._ids.numel() * self._hidden * self._element
+            stages["hessians"] = {
+                **self._activations(1), "hessians": self._hessians(), "one layer": mask, "inputs of layers": between,
+            }  # fmt: skip
         if windows is not None:
             at_once = windows_at_once(windows.shape[1]) * windows.shape[1]
             logits = at_once * self._vocabulary * 3 * FLOAT32  # logits, their float32 copy, the softmax
@@ -119,7 +142,7 @@ class _Estimate:
             if config.row_weights == "fisher" or config.permutation == "searched":
                 stages["row weights"] = self._gradients()
         if config.permutation == "learned":
-            stages["learning"] = self._learning() | {"one layer": mask}
+            stages[LEARNING] = self._learning() | {"one layer": mask}
         if config.permutation == "searched":
             stages["search"] = self._search()
         stages |= self._updates(mask)
@@ -145,7 +168,8 @@ class _Estimate:
 
     def _learning(self) -> dict[str, int]:
         block = self._config.learn.block_size
-        alive = self._layer if self._config.activation_checkpointing else self._pruned
+        one_layer = self._config.activation_checkpointing and not self._keep_masked
+        alive = self._layer if one_layer else self._pruned
         return {
             **self._gradients(),
             **self._targets(),
@@ -193,7 +217,7 @@ def refusal(needs: Needs, device: torch.device) -> str:
     """
     free = available_memory(device)
     stage = max((stage for stage in needs.stages if stage != RELOADING), key=needs.extra)
-    needed = needs.program + needs.model + needs.extra(stage) - needs.held
+    needed = needs.added(stage)
     if free is None or needed <= free:
         return ""
     uses = needs.stages[stage]
@@ -205,12 +229,23 @@ def refusal(needs: Needs, device: torch.device) -> str:
     )
 
 
+def describe_masks(needs: Needs) -> str:
+    """Returns how often learning computes masks; empty without learning."""
+    if LEARNING not in needs.stages:
+        return ""
+    if needs.keep_masked:
+        return "computed once per step"
+    return "computed for each micro-batch, which takes longer: masked weights and their gradients do not fit in memory"
+
+
 def describe(needs: Needs, device: torch.device) -> str:
     """Returns the estimate as one line."""
+    masks = describe_masks(needs)
     free = available_memory(device)
     left = "" if free is None else f"; {format_bytes(free)} free"
     program = f", program {format_bytes(needs.program)}" if needs.program else ""
     return (
         f"memory on {device.type}: about {format_bytes(needs.peak)} at the peak (model {format_bytes(needs.model)}"
         f"{program}, {needs.largest} {format_bytes(needs.extra(needs.largest))}){left}"
+        + (f"; masks: {masks}" if masks else "")
     )

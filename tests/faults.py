@@ -21,6 +21,7 @@ from permtriton.model.plan import ChannelSpace, Site, linear_module
 from permtriton.permutation import compose, inverse
 from permtriton.prune import fisher, heuristic, search, sparsegpt, statistics, weights
 from permtriton.prune.kept_weights import KeptWeights
+from permtriton.prune.layer_inputs import LayerInputs
 from permtriton.prune.search import Searcher
 
 from . import folders, zoo
@@ -188,8 +189,8 @@ def of_another_layer(tensors: dict[str, Tensor]) -> None:
 def watched(consume_other: Callable[[Callable[..., None], list[Site], Site, Tensor], None]) -> Plant:
     """Calibration consumes other activations than those of the site."""
 
-    def watch(original: Any, model: Any, sites: list[Site], ids: Tensor, batch: int, consume: Any, *more: Any) -> None:
-        original(model, sites, ids, batch, lambda site, inputs: consume_other(consume, sites, site, inputs), *more)
+    def watch(original: Any, model: Any, layer: LayerInputs, consume: Any, *more: Any) -> None:
+        original(model, layer, lambda site, inputs: consume_other(consume, layer.sites, site, inputs), *more)
 
     return replaced(statistics, "watch_inputs", watch)
 

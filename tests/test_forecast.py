@@ -17,7 +17,7 @@ from permtriton.planning import find_plan
 from permtriton.sparsity import NMPattern
 
 from . import zoo
-from .desk import RUNNER, app
+from .desk import LEARN, RUNNER, app
 
 IDS = torch.arange(64).view(4, 16) % 40
 
@@ -32,8 +32,8 @@ def plan(model):
     return find_plan(model, NMPattern(2, 4))
 
 
-def seconds(plan, speed: Speed, held_out: int = 0, **options) -> dict[str, float]:
-    return stage_seconds(plan, CompileConfig.from_options(options), speed, IDS, held_out)
+def seconds(plan, speed: Speed, held_out: int = 0, keep: bool = False, **options) -> dict[str, float]:
+    return stage_seconds(plan, CompileConfig.from_options(options), speed, IDS, held_out, keep_masked=keep)
 
 
 def test_time_is_what_was_measured_times_the_passes(plan):
@@ -46,6 +46,13 @@ def test_time_is_what_was_measured_times_the_passes(plan):
     assert seconds(plan, both, permutation="heuristic", row_weights="none")["heuristic"] == 0
     assert seconds(plan, both, permutation="searched", rounds=7)["search"] == (7 + 2) * 64
     assert seconds(plan, both, permutation="none", weight_update="distill", update_epochs=5)["distill"] == 5 * 64
+
+
+def test_kept_masks_take_time_once_per_step(plan):
+    """Four sequences in two steps of two micro-batches; masks forward, again in the backward pass, and backward."""
+    options = {"permutation": "learned", "epochs": 3, "batch_size": 2, "micro_batch_size": 1}
+    for keep, count in ((False, 3 * 3 * 4 + (3 + 2) * 4), (True, 3 * 3 * 2 + (3 + 2))):
+        assert seconds(plan, Speed(0.0, 0.0, 1.0, 0.0), keep=keep, **options)["learn"] == count
 
 
 def test_measuring_leaves_the_model_as_it_was(model, plan):
@@ -126,9 +133,11 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_run(desk, never_run):
 
 
 def test_a_dry_run_of_a_model_that_does_not_fit_measures_no_time(desk, never_run):
-    result = RUNNER.invoke(app, desk.compile("--dry-run"))
+    result = RUNNER.invoke(app, desk.compile("--dry-run", *LEARN))
     assert result.exit_code == 0, result.output
-    assert "not measured: this compilation needs about" in " ".join(result.stdout.replace("│", " ").split())
+    words = " ".join(result.stdout.replace("│", " ").split())
+    assert "not measured: this compilation needs about" in words
+    assert "masks while learning computed for each micro-batch" in words
     found = json.loads(RUNNER.invoke(app, desk.compile("--dry-run", "--json")).stdout)
     assert found["seconds"] is None
     assert "are free" in found["refused"]

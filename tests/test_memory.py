@@ -1,5 +1,6 @@
 """The estimate of a compilation's memory, and the refusal of one that cannot fit."""
 
+import copy
 import json
 from dataclasses import replace
 
@@ -8,7 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import permtriton
-from permtriton import memory
+from permtriton import compiler, memory
 from permtriton.config import CompileConfig
 from permtriton.errors import ConfigError
 from permtriton.machine import available_memory, format_bytes, peak_memory
@@ -89,6 +90,25 @@ def test_estimate_knows_what_costs_more(model, plan, less, more):
     assert beside(large, large_plan, **options, **less) < beside(large, large_plan, **options, **more)
 
 
+def test_masked_weights_are_kept_where_they_fit(model, plan, monkeypatch):
+    """They and their gradients take two copies of the pruned weights, in place of those of one layer of two."""
+    learned = {"permutation": "learned", "samples": 2, "sequence_length": 8}
+    monkeypatch.setattr(memory, "available_memory", lambda device: None)
+    found = needs(model, plan, **learned)
+    assert found.keep_masked
+    assert found.report()["keep_masked"]
+    assert "once per step" in memory.describe(found, CPU)
+    pruned = sum(model.get_parameter(f"{name}.weight").numel() * 4 for _, name in plan.linears())
+    most = found.added(memory.LEARNING)
+    for free, keep in ((most, True), (most - 2**20, False), (0, False)):
+        monkeypatch.setattr(memory, "available_memory", lambda device, free=free: free)
+        other = needs(model, plan, **learned)
+        assert other.keep_masked == keep
+    assert found.extra(memory.LEARNING) - other.extra(memory.LEARNING) == 2 * pruned - pruned
+    assert "for each micro-batch" in memory.describe(other, CPU)
+    assert not needs(model, plan, permutation="searched").keep_masked
+
+
 def test_available_memory_is_in_bytes():
     free = available_memory(CPU)
     assert free is None or free > 2**20
@@ -133,6 +153,23 @@ def test_compile_refuses_before_it_changes_the_model(model, monkeypatch):
     with pytest.raises(ConfigError, match="are free"):
         permtriton.compile(model, None, CompileConfig(), ids=ids)
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_compile_keeps_masked_weights_as_estimated(model, monkeypatch, keep):
+    class Stopped(Exception):
+        pass
+
+    def learn(*arguments: object) -> None:
+        assert arguments[-1] == keep
+        raise Stopped
+
+    estimate = memory.estimate
+    monkeypatch.setattr(memory, "estimate", lambda *arguments: replace(estimate(*arguments), keep_masked=keep))
+    monkeypatch.setattr(compiler, "learn", learn)
+    config = CompileConfig.from_options({"permutation": "learned", "base_order": "identity", "row_weights": "none"})
+    with pytest.raises(Stopped):
+        permtriton.compile(copy.deepcopy(model), None, config, ids=zoo.tiny_ids(2, 8))
 
 
 def test_peak_memory_of_this_process_is_plausible():

@@ -147,9 +147,7 @@ def test_a_weight_of_two_layers_is_left_and_the_rest_is_trained():
 
 
 def chains(pruned: Pruned, layers: dict[str, nn.Module]) -> list[list[str]]:
-    found, problems = find_chains(
-        pruned.model, layers, pruned.ids[:1], lambda: module._swapped(pruned.weights, pruned.dense)
-    )
+    found, problems = find_chains(pruned.model, layers, pruned.ids[:1], pruned.weights.values())
     assert problems == {}
     return found
 

@@ -14,6 +14,7 @@ from permtriton.errors import CalibrationError
 from permtriton.model.plan import linear_module
 from permtriton.planning import find_plan
 from permtriton.progress import NoProgress
+from permtriton.prune.layer_inputs import from_model
 from permtriton.prune.statistics import channel_norms, hessians
 from permtriton.prune.text import HUB_DATASETS, calibration_ids, evaluation_ids, ids_hash
 from permtriton.sparsity import NMPattern
@@ -320,7 +321,7 @@ def test_channel_norms_are_root_sums_of_squares_averaged_over_sequences(model, p
 def test_hessians_are_input_products(model, plan, ids, batch):
     inputs = inputs_of(model, plan, ids)
     layer = plan.layers()[-1]
-    found = hessians(model, layer, ids, batch, lambda steps=1, note="": None)
+    found = hessians(model, from_model(model, layer, ids, batch), lambda steps=1, note="": None)
     assert set(found) == {site.name for site in layer}
     for name, hessian in found.items():
         torch.testing.assert_close(hessian.double(), inputs[name].T @ inputs[name], rtol=1e-4, atol=1e-5)
@@ -331,7 +332,7 @@ def test_nothing_stays_hooked_to_the_model(model, plan, ids):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        hessians(model, plan.sites, ids, 1, stop)
+        hessians(model, from_model(model, plan.sites, ids, 1), stop)
     assert all(not module._forward_pre_hooks for module in model.modules())
 
 
@@ -343,7 +344,7 @@ def test_activations_that_are_not_finite_name_the_site(model, plan, ids, value):
         weight.data[3] = value
         for statistics in (
             lambda: channel_norms(model, plan.sites, ids, 4, NoProgress()),
-            lambda: hessians(model, plan.sites, ids, 4, lambda steps=1, note="": None),
+            lambda: hessians(model, from_model(model, plan.sites, ids, 4), lambda steps=1, note="": None),
         ):
             with pytest.raises(CalibrationError, match=r"layers\.0\.mlp\.down_proj: 1 of 48 input channels .*float32"):
                 statistics()

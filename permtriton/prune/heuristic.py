@@ -3,6 +3,8 @@
 1. Channel allocation: channels sorted by total importance are dealt out, so that every group gets one of each rank.
 2. Refinement: one channel is taken out of each group, and all of them are put back by the linear assignment that
    retains the most importance. A sweep does this for every slot of the group; sweeps end when one gains little.
+   The time of an assignment grows with the cube of its groups. Where there are more than `MOST_GROUPS`, random parts
+   of them exchange channels, all parts in one batched assignment, and every slot of every sweep draws other parts.
 
 The importance that group g retains when channel c joins it is ``sum_o relu(s_oc - t_og)`` plus a constant, where
 ``t_og`` is the N-th largest score in row o of the channels that stayed. Since ``relu(a) = (|a| + a) / 2`` and the
@@ -22,8 +24,10 @@ from permtriton.permutation import identity
 from permtriton.progress import Advance, Progress
 from permtriton.sparsity import NMPattern
 
+# In parts a sweep tries fewer exchanges: the first is multiplied by the number of parts, the second divided by it.
 MAX_SWEEPS = 10
 MIN_GAIN = 1e-4  # fraction of the retained importance; a sweep that gains no more is the last
+MOST_GROUPS = 256  # in one assignment; the assignment kernel takes no more
 MAX_ROWS = 4096  # rows of scores that decide the order of one space; more are sampled evenly
 
 
@@ -123,24 +127,41 @@ def _two_stages(scores: Tensor, pattern: NMPattern) -> Tensor:
         return unchanged
     by_importance = scores.sum(1).argsort(descending=True, stable=True)
     index = by_importance.view(pattern.group, -1).T.reshape(-1)
-    before = retained(scores, index, pattern)
-    for _ in range(MAX_SWEEPS):
+    before, parts = retained(scores, index, pattern), _parts(channels // pattern.group)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(MAX_SWEEPS * parts):
         for slot in range(pattern.group):
-            index = reassigned(scores, index, slot, pattern)
+            index = reassigned(scores, index, slot, pattern, generator)
         after = retained(scores, index, pattern)
-        if after - before <= MIN_GAIN * before:
+        if after - before <= MIN_GAIN / parts * before:
             break
         before = after
     return index if after > retained(scores, unchanged, pattern) else unchanged
 
 
-def reassigned(scores: Tensor, index: Tensor, slot: int, pattern: NMPattern) -> Tensor:
-    """Returns ``index`` with the channels at one slot of every group reassigned to the groups."""
-    groups = index.view(-1, pattern.group)
+def _parts(groups: int) -> int:
+    return -(-groups // MOST_GROUPS)
+
+
+def reassigned(scores: Tensor, index: Tensor, slot: int, pattern: NMPattern, generator: torch.Generator) -> Tensor:
+    """Returns ``index`` with the channels at one slot of the groups reassigned, inside random parts if there are many.
+
+    Args:
+        scores: ``[channels, rows]``.
+        index: int64 ``[channels]``.
+        slot: Place in the groups, 0 to ``group - 1``.
+        pattern: N:M pattern of the masks.
+        generator: Draws the parts, on the CPU. Groups that fill no part stay as they are this time.
+    """
+    groups = index.view(-1, pattern.group).clone()
+    parts = _parts(len(groups))
+    chosen: Tensor | slice = slice(None)
+    if parts > 1:
+        chosen = torch.randperm(len(groups), generator=generator)[: len(groups) // parts * parts].to(groups.device)
+    members = groups[chosen]
     others = [position for position in range(pattern.group) if position != slot]
-    threshold = scores[groups[:, others]].topk(pattern.kept, dim=1).values[:, -1]
-    gain = torch.cdist(scores[groups[:, slot]].unsqueeze(0), threshold.unsqueeze(0), p=1)
-    chosen = assignment(gain)[0].long()
-    groups = groups.clone()
-    groups[:, slot] = groups[chosen, slot]
-    return groups.reshape(-1)
+    threshold = scores[members[:, others]].topk(pattern.kept, dim=1).values[:, -1]
+    taken = members[:, slot].view(parts, -1)
+    gain = torch.cdist(scores[taken], threshold.view(*taken.shape, -1), p=1)
+    groups[chosen, slot] = taken.gather(1, assignment(gain).long()).flatten()
+    return groups.flatten()

@@ -4,8 +4,8 @@ A chain is a run of layers of which each takes the output of the one before, and
 masks) do not depend on weights. Inside a chain, layers run without the model; where one starts, the model runs once.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,13 +37,16 @@ class LayerCalls:
 
     Args:
         layer: the layer.
+
+    Attributes:
+        together: whether several sequences run in one call.
     """
 
     def __init__(self, layer: nn.Module) -> None:
         self._layer = layer
         self._leaves: list[list[Any]] = []  # per sequence; what is equal for all sequences is stored once
         self._structure: pytree.TreeSpec | None = None
-        self._together = False
+        self.together = False
 
     def _add(self, call: _Call) -> None:
         first = self._leaves[0] if self._leaves else call.leaves
@@ -61,7 +64,7 @@ class LayerCalls:
         """
         leaves = [self._leaves[row] for row in rows.tolist()]
         hidden = hidden.to(next(self._layer.parameters()).device)
-        if self._together:
+        if self.together:
             return self._run(hidden, [_joined(values) for values in zip(*leaves, strict=True)])
         return torch.cat([self._run(one, own) for one, own in zip(hidden.split(1), leaves, strict=True)])
 
@@ -92,15 +95,15 @@ class LayerCalls:
         Args:
             hidden: the hidden states of all sequences, of which the first two are tried, both ways.
         """
-        self._together = self._fits_together(hidden[:2], torch.arange(hidden[:2].shape[0]))
+        self.together = self._fits_together(hidden[:2], torch.arange(hidden[:2].shape[0]))
 
     def _fits_together(self, hidden: Tensor, rows: Tensor) -> bool:
         for values in zip(*self._leaves, strict=True):
             if any(value is not values[0] for value in values) and not _joinable(values):
                 return False
-        self._together = False
+        self.together = False
         expected = self(hidden, rows)
-        self._together = True
+        self.together = True
         try:
             found = self(hidden, rows)
         except (RuntimeError, ValueError, IndexError):  # shapes that hold for one sequence only
@@ -139,18 +142,18 @@ def find_chains(
     model: PreTrainedModel,
     layers: Mapping[str, nn.Module],
     ids: Tensor,
-    dense: Callable[[], AbstractContextManager[None]],
+    weights: Iterable[Tensor],
 ) -> tuple[list[list[str]], dict[str, str]]:
     """Returns the chains, as names of layers, and name -> why a layer cannot run without the model.
 
     Args:
-        model: pruned model.
+        model: the model.
         layers: name -> layer, in execution order.
         ids: a sequence to try, int64 ``[1, tokens]``.
-        dense: makes a context in which the model has other weights: an argument that changes depends on weights.
+        weights: the weights that will change, or have two values: an argument that depends on them ends a chain.
     """
     found = _recorded(model, layers, ids)
-    with dense():
+    with _half_negated(weights):
         others = _recorded(model, layers, ids)
     chains: list[list[str]] = []
     problems: dict[str, str] = {}
@@ -164,6 +167,23 @@ def find_chains(
             chains.append([name])
         previous = "" if name in problems else name
     return chains, problems
+
+
+@contextmanager
+def _half_negated(weights: Iterable[Tensor]) -> Iterator[None]:
+    """Inside the context, every other weight has the other sign, which is undone exactly and needs no copy.
+
+    Not all of them: what is even in the weights, such as products of queries and keys, would not change.
+    """
+    negated = []
+    try:
+        for weight in list({id(weight): weight for weight in weights}.values())[::2]:
+            weight.neg_()
+            negated.append(weight)
+        yield
+    finally:
+        for weight in negated:
+            weight.neg_()
 
 
 def _follows(previous: _Call, call: _Call) -> bool:

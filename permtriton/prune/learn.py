@@ -9,7 +9,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Protocol
 
 import torch
@@ -17,9 +16,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from permtriton.config import CompileConfig, LearnConfig
-from permtriton.errors import CalibrationError, ConfigError
+from permtriton.errors import CalibrationError, ConfigError, MemoryTooSmallError
 from permtriton.kernels.importance import ImportanceFactors
-from permtriton.micro_batch import MicroBatch
+from permtriton.micro_batch import MicroBatch, Result
 from permtriton.model.forward import last_hidden_state
 from permtriton.model.plan import ChannelSpace, Plan
 from permtriton.permutation import identity, moved
@@ -101,6 +100,7 @@ def learn(
     config: CompileConfig,
     progress: Progress,
     resume: LearningState | None = None,
+    keep_masked: bool = True,
 ) -> Learned:
     """Learns a unit index for every space that may move.
 
@@ -113,6 +113,7 @@ def learn(
         config: Options; the seed is that of the initial logits and of the order of sequences.
         progress: Progress reporter.
         resume: Storage of the state between epochs, to continue from and to write to; None keeps no state.
+        keep_masked: Whether memory allows to compute masks once per step, see `permtriton.prune.masked_model`.
 
     Raises:
         CalibrationError: The loss is not finite, or the gradients are zero or not finite.
@@ -125,7 +126,7 @@ def learn(
         raise ConfigError(_nothing_learns(options))
     relaxation = Relaxation(spaces, options, config.seed, model.device)
     optimizer = torch.optim.AdamW(relaxation.parameters(), lr=options.learning_rate, weight_decay=options.weight_decay)
-    with masked_model(model, plan, importances, relaxation, config) as masks:
+    with masked_model(model, plan, importances, relaxation, config, keep_masked) as masks:
         trainer = Trainer(model, masks, relaxation, optimizer, ids, objective, config)
         result = resume.load(relaxation, optimizer, options.epochs) if resume else None
         if result is None:
@@ -202,7 +203,8 @@ class Trainer:
     ) -> None:
         self._model, self._masks, self._relaxation, self._optimizer = model, masks, relaxation, optimizer
         self._ids, self._objective = ids.to(model.device), objective
-        self._config, self._seed, self._micro_batch = config.learn, config.seed, MicroBatch(config.micro_batch_size)
+        self._config, self._seed, self._micro_batch_size = config.learn, config.seed, config.micro_batch_size
+        self._micro_batch = MicroBatch(config.micro_batch_size)
         self.steps_per_epoch = math.ceil(ids.shape[0] / config.learn.batch_size)
 
     def tau(self, step: int) -> float:
@@ -249,7 +251,7 @@ class Trainer:
         index = self._relaxation.assign(soft)
         scale = 2.0 ** round(math.log2(rows.numel() * self._ids.shape[1]))  # float16 gradients of a mean vanish
 
-        def backward(size: int) -> float:
+        def backward(size: int) -> list[Tensor]:
             self._masks.set(index, soft)  # drops the gradients of an attempt for which memory was too small
             losses = []
             for micro_batch in rows.split(size):
@@ -258,10 +260,17 @@ class Trainer:
                 loss = loss * (micro_batch.numel() / rows.numel())
                 (loss * scale).backward()
                 losses.append(loss.detach())
-            return sum(torch.stack(losses).tolist())
+            return losses
 
-        loss_sum = self._check(self._micro_batch.run(backward))
-        self._masks.backward(scale)
+        losses = self._run(backward)
+        losses.append(self._masks.backward(scale))
+        *parts, largest = torch.stack(losses).tolist()  # the host waits only here, where all work is queued
+        loss_sum = self._check(sum(parts))
+        if not 0 < largest < math.inf:
+            raise CalibrationError(
+                f"the largest gradient of the permutations is {largest}: nothing can be learned in this dtype; try "
+                "--dtype float32 or bfloat16"
+            )
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         return loss_sum
@@ -276,9 +285,24 @@ class Trainer:
         Raises:
             CalibrationError: The loss is not finite.
         """
-        self._masks.set(self._relaxation.join(indices), None)
-        mean = partial(self._objective.mean, self._model, self._ids)
-        return self._check(self._micro_batch.run(mean))
+        index = self._relaxation.join(indices)
+
+        def mean(size: int) -> float:
+            self._masks.set(index, None)
+            return self._objective.mean(self._model, self._ids, size)
+
+        return self._check(self._run(mean))
+
+    def _run(self, work: Callable[[int], Result]) -> Result:
+        """Returns ``work(size)`` for a size that fits in memory, in the last resort without keeping masked weights."""
+        try:
+            return self._micro_batch.run(work)
+        except MemoryTooSmallError:
+            if not self._masks.keep:
+                raise
+        self._masks.stop_keeping()
+        self._micro_batch = MicroBatch(self._micro_batch_size)
+        return self._micro_batch.run(work)
 
     def _check(self, loss: float) -> float:
         if not math.isfinite(loss):

@@ -1,9 +1,13 @@
 """The model with N:M masks on its pruned linears, computed in the order that is being learned (eq. 8-9).
 
 The stored weights do not change: each pruned linear sees its weight through a mask that follows the permutations.
+
+Where memory allows, a masked weight is kept as long as its order, through all micro-batches of a step. It is a leaf, so
+autograd adds up its gradients as it does those of a dense model's weights, and the gradient of the mask, which is
+linear in them, is taken once, of their sum. A step then costs a dense one and one pass over all masks. Otherwise masks
+and their gradients are computed whenever a linear runs.
 """
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -16,67 +20,114 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from permtriton.config import CompileConfig
-from permtriton.errors import CalibrationError
 from permtriton.kernels.importance import ImportanceFactors
-from permtriton.kernels.nm_mask import nm_mask
+from permtriton.kernels.nm_mask import nm_mask, nm_mask_backward
 from permtriton.model.forward import replaced_forwards
 from permtriton.model.plan import Plan, layer_modules, linear_module
 from permtriton.permutation import identity
 from permtriton.prune.relaxation import Relaxation, SiteBlocks
-from permtriton.sparsity import NMPattern
 
 
 class _MaskedWeight(nn.Module):
-    """The parametrization of a pruned linear's weight.
+    """The parametrization of a pruned linear's weight; it needs `set` before the first call.
 
     Args:
+        weight: Weight as stored.
         importance: Importance of the weight.
         sizes: Sizes of the site's blocks, in channel order.
-        pattern: N:M pattern.
-        group_scale: Whether the backward softmax divides scores by the mean of their group.
+        config: Options.
         in_out: Whether the weight is stored ``[in_features, out_features]``, as by Conv1D.
 
     Attributes:
-        index: int64 ``[in_features]``, the hard permutation; initially the identity.
-        soft: The flat soft blocks that ``index`` was assigned from; empty where there is no backward pass.
+        channels: Number of input channels.
+        index, soft: As given to `set`.
     """
 
     def __init__(
-        self, importance: ImportanceFactors, sizes: Sequence[int], pattern: NMPattern, group_scale: bool, in_out: bool
+        self, weight: Tensor, importance: ImportanceFactors, sizes: Sequence[int], config: CompileConfig, in_out: bool
     ) -> None:
         super().__init__()
-        self._importance, self._sizes, self._pattern = importance, list(sizes), pattern
-        self._group_scale, self._in_out = group_scale, in_out
-        self.index = identity(importance.scale.numel()).to(importance.scale.device)
-        self.soft = importance.scale.new_empty(0)
+        self._weight = (weight,)  # in a tuple, so that it does not become a parameter
+        self._importance, self._sizes, self._in_out = importance, list(sizes), in_out
+        self._pattern, self._group_scale, self.channels = config.sparsity, config.learn.group_scale, sum(sizes)
+
+    @torch.no_grad()
+    def set(self, index: Tensor, soft: Tensor, keep: bool) -> None:
+        """Makes the mask follow a hard permutation.
+
+        Args:
+            index: int64 ``[channels]``.
+            soft: The flat soft blocks that ``index`` was assigned from, a leaf; empty where there is no backward pass.
+            keep: Whether to compute the masked weight now, and to keep it until the next call.
+        """
+        self.index, self.soft = index, soft
+        self._kept: Tensor | None = None  # frees the last one before the next one is computed
+        if keep:
+            self._kept = self(*self._weight).requires_grad_(soft.requires_grad)
 
     def forward(self, weight: Tensor) -> Tensor:
-        oriented = weight.t() if self._in_out else weight
+        if self._kept is not None:
+            return self._kept
         masked = nm_mask(
-            oriented, self._importance, self.index, self.soft, self._sizes, self._pattern, self._group_scale
+            self._oriented(weight), self._importance, self.index, self.soft, self._sizes, self._pattern,
+            self._group_scale,
+        )  # fmt: skip
+        return self._oriented(masked)
+
+    def take_gradient(self) -> Tensor | None:
+        """Returns the gradient of the flat soft blocks that follows from that of the kept weight, which is freed.
+
+        None if the weight is not kept, so that autograd computes the former itself, or if no token visited the expert.
+        """
+        if self._kept is None or self._kept.grad is None:
+            return None
+        grad, self._kept.grad = self._oriented(self._kept.grad), None
+        weight = self._oriented(*self._weight)
+        grad_soft = nm_mask_backward(
+            grad, weight, self._importance, self.index, self._sizes, self._pattern.group, self._group_scale
         )
-        return masked.t() if self._in_out else masked
+        return grad_soft.to(self.soft.dtype)
+
+    def _oriented(self, weight: Tensor) -> Tensor:
+        return weight.t() if self._in_out else weight
 
 
 class Masks:
-    """The masks of all pruned linears whose order learns, set together at every step.
+    """The masks of all pruned linears.
 
     Args:
-        entries: Per site, its blocks and the masked weights of its linears.
+        entries: Per site whose order learns, its blocks and the masked weights of its linears.
+        fixed: The masked weights of all other linears, which keep the base order.
+        keep: Whether masked weights are kept as long as their order.
+
+    Attributes:
+        keep: The same.
     """
 
-    def __init__(self, entries: Sequence[tuple[SiteBlocks, Sequence[_MaskedWeight]]]) -> None:
-        self._entries = list(entries)
+    def __init__(
+        self,
+        entries: Sequence[tuple[SiteBlocks, Sequence[_MaskedWeight]]],
+        fixed: Sequence[_MaskedWeight] = (),
+        keep: bool = True,
+    ) -> None:
+        self.keep = keep
+        self._entries, self._fixed = list(entries), list(fixed)
         self._soft: Sequence[Tensor] = ()
-        self._leaves: list[tuple[SiteBlocks, Tensor]] = []  # per site, its soft blocks detached from the logits
+        self._leaves: list[Tensor] = []  # per site, its soft blocks detached from the logits
         self._channels = [blocks.units.numel() for blocks, _ in entries]
         self._units = torch.cat([blocks.units for blocks, _ in entries])
         channels = [torch.arange(count, device=self._units.device) for count in self._channels]
         self._shifts = torch.cat(channels) - self._units  # constant per block, so its channels move as its units do
+        self._set_fixed()
+
+    def stop_keeping(self) -> None:
+        """From now on computes masked weights whenever a linear runs: less memory, more time."""
+        self.keep = False
+        self._set_fixed()
 
     @torch.no_grad()
     def set(self, index: Tensor, soft: Sequence[Tensor] | None) -> None:
-        """Makes the masks of every site follow a hard permutation.
+        """Makes the masks of every site that learns follow a hard permutation, and drops all gradients.
 
         Args:
             index: int64 ``[units of all spaces]``, as `Relaxation.assign` returns it.
@@ -89,30 +140,33 @@ class Masks:
         for (blocks, weights), order in zip(self._entries, orders, strict=True):
             if soft is not None:
                 leaf = blocks.flat(soft).detach().requires_grad_()
-                self._leaves.append((blocks, leaf))
+                self._leaves.append(leaf)
             for weight in weights:
-                weight.index, weight.soft = order, leaf
+                weight.set(order, leaf, self.keep)
 
-    def backward(self, scale: float) -> None:
-        """Propagates the gradients that the soft blocks have accumulated since `set` to the logits.
+    def _set_fixed(self) -> None:
+        none = torch.empty(0, device=self._units.device)
+        for weight in self._fixed:
+            weight.set(identity(weight.channels).to(none.device), none, self.keep)
+
+    @torch.no_grad()
+    def backward(self, scale: float) -> Tensor:
+        """Propagates the gradients that have accumulated since `set` to the logits, and frees those of weights.
 
         Args:
             scale: Factor by which the loss was multiplied; the gradients are divided by it.
 
-        Raises:
-            CalibrationError: The gradients are all zero, or not finite: nothing would be learned.
+        Returns:
+            The largest gradient of the soft permutations, ``[]``; 0, infinity or NaN mean that nothing can be learned.
         """
         grads = [torch.zeros_like(matrices) for matrices in self._soft]
-        for blocks, leaf in reversed(self._leaves):
-            if leaf.grad is not None:
-                blocks.add_gradient(leaf.grad, grads)
-        largest = float(torch.stack([grad.div_(scale).abs().amax() for grad in grads]).amax())
-        if not 0 < largest < math.inf:
-            raise CalibrationError(
-                f"the largest gradient of the permutations is {largest}: nothing can be learned in this dtype; try "
-                "--dtype float32 or bfloat16"
-            )
+        for (blocks, weights), leaf in zip(self._entries, self._leaves, strict=True):
+            for flat in (leaf.grad, *(weight.take_gradient() for weight in weights)):
+                if flat is not None:
+                    blocks.add_gradient(flat, grads)
+        largest = torch.stack([grad.div_(scale).abs().amax() for grad in grads]).amax()
         torch.autograd.backward(self._soft, grads)
+        return largest
 
 
 @contextmanager
@@ -122,6 +176,7 @@ def masked_model(
     importances: Mapping[str, ImportanceFactors],
     relaxation: Relaxation,
     config: CompileConfig,
+    keep: bool = True,
 ) -> Iterator[Masks]:
     """Inside the context, masks every pruned linear, freezes the model and recomputes activations layer by layer.
 
@@ -133,11 +188,13 @@ def masked_model(
         importances: Linear name -> importance, for every pruned linear.
         relaxation: Logits of the spaces that learn; the masks of all other sites keep the base order.
         config: Options.
+        keep: Whether masked weights are kept as long as their order: they and their gradients take twice the memory of
+            the pruned weights.
 
     Yields:
-        The masks of the sites that learn.
+        The masks; `Masks.set` comes before the first run of the model.
     """
-    entries, pattern, group_scale = [], config.sparsity, config.learn.group_scale
+    entries, fixed, pattern = [], [], config.sparsity
     with ExitStack() as stack:
         stack.enter_context(frozen(model))
         if config.activation_checkpointing:
@@ -149,11 +206,14 @@ def masked_model(
             for name in site.linears:
                 module = linear_module(model, name)
                 in_out = isinstance(module, Conv1D)
-                weights.append(_MaskedWeight(importances[name], sizes, pattern, group_scale, in_out))
+                weight = module.get_parameter("weight")
+                weights.append(_MaskedWeight(weight, importances[name], sizes, config, in_out))
                 stack.enter_context(_parametrized(module, weights[-1], in_out))
             if blocks:
                 entries.append((blocks, weights))
-        yield Masks(entries)
+            else:
+                fixed += weights
+        yield Masks(entries, fixed, keep)
 
 
 @contextmanager

@@ -87,9 +87,10 @@ def reconstruct(
         OutputError: the state belongs to another run, is damaged, or cannot be written.
     """
     layers, left = _layers(model, plan, config)
-    dense = partial(_swapped, weights_of(model, [name for _, name in plan.linears()]), dense_weights)
+    weights = weights_of(model, [name for _, name in plan.linears()])
+    dense = partial(_swapped, weights, dense_weights)
     modules = {name: layer.module for name, layer in layers.items()}
-    chains, problems = find_chains(model, modules, ids[:1], dense)
+    chains, problems = find_chains(model, modules, ids[:1], weights.values())
     result = Reconstructed(left={**left, **problems})
     for name, reason in result.left.items():
         progress.say(f"reconstruct: {name} keeps its weights: {reason}")

@@ -11,10 +11,10 @@ from permtriton.config import ImportanceMethod
 from permtriton.errors import CalibrationError
 from permtriton.model.edits import Move
 from permtriton.model.experts import expert_of
-from permtriton.model.forward import last_hidden_state
 from permtriton.model.modules import GatheredLinear
 from permtriton.model.plan import Plan, Site, linear_module
 from permtriton.progress import Advance, Progress
+from permtriton.prune.layer_inputs import LayerInputs, from_model, layer_by_layer
 from permtriton.prune.sparsegpt import inverse_diagonal
 
 
@@ -41,10 +41,9 @@ def site_statistics(
     if method != "obs":
         return channel_norms(model, plan.sites, ids, batch, progress)
     diagonals: dict[str, Tensor] = {}
-    layers = plan.layers()
-    with progress.stage("calibrate", ids.shape[0] * len(layers)) as advance:
-        for layer in layers:
-            layer_hessians = hessians(model, layer, ids, batch, advance)
+    with progress.stage("calibrate", ids.shape[0] * len(plan.layers())) as advance:
+        for layer in layer_by_layer(model, plan, ids, batch, changing=False):
+            layer_hessians = hessians(model, layer, advance)
             diagonals.update({name: inverse_diagonal(hessian, name) for name, hessian in layer_hessians.items()})
     for name, diagonal in diagonals.items():
         check_finite(name, diagonal)
@@ -66,23 +65,16 @@ class _EverySiteSeen(Exception):
 
 @torch.no_grad()
 def watch_inputs(
-    model: PreTrainedModel,
-    sites: Sequence[Site],
-    ids: Tensor,
-    batch: int,
-    consume: Callable[[Site, Tensor], None],
-    advance: Advance,
+    model: PreTrainedModel, layer: LayerInputs, consume: Callable[[Site, Tensor], None], advance: Advance
 ) -> None:
-    """Runs the model and passes each site's input ``[tokens, channels]`` to ``consume`` when it appears; stores none.
+    """Runs a layer and passes each site's input ``[tokens, channels]`` to ``consume`` when it appears; stores none.
 
     Since no expert sees every token, the input that all experts of a layer read is taken where it enters the experts'
     module. An expert's intermediate channels are taken at the expert, which may see no token at all.
 
     Args:
-        model: Model to run.
-        sites: Sites to watch.
-        ids: Calibration sequences, int64 ``[samples, tokens]``.
-        batch: Sequences per forward pass.
+        model: Model that the layer is part of.
+        layer: Sites to watch, and how their inputs are computed.
         consume: Called with a site and its input whenever the site's linears run.
         advance: Progress of the stage, advanced by the sequences of each forward pass.
     """
@@ -96,13 +88,13 @@ def watch_inputs(
     def count(site: Site) -> Callable[..., None]:
         def hook(*_: object) -> None:
             pending[site.name] -= 1
-            if all(calls <= 0 for calls in pending.values()):
+            if layer.may_end and all(calls <= 0 for calls in pending.values()):
                 raise _EverySiteSeen
 
         return hook
 
     handles = []
-    for site in sites:
+    for site in layer.sites:
         reader = linear_module(model, site.linears[0])
         expert = expert_of(model, site.linears[0])
         if expert is None:
@@ -113,10 +105,10 @@ def watch_inputs(
             handles.append((experts if reads_every_token else reader).register_forward_pre_hook(record(site)))
             handles.append(experts.register_forward_hook(count(site)))
     try:
-        for rows in ids.split(batch):
-            pending |= {site.name: site.calls for site in sites}
+        for rows in layer.parts:
+            pending |= {site.name: site.calls for site in layer.sites}
             with suppress(_EverySiteSeen):
-                last_hidden_state(model, rows)
+                layer.run(rows)
             advance(rows.shape[0])
     finally:
         for handle in handles:
@@ -140,7 +132,7 @@ def channel_norms(
         sums[site.name] += inputs.float().square().sum(0)
 
     with progress.stage("calibrate", ids.shape[0]) as advance:
-        watch_inputs(model, sites, ids, batch, consume, advance)
+        watch_inputs(model, from_model(model, list(sites), ids, batch), consume, advance)
     for name, total in sums.items():
         check_finite(name, total)
         if not bool(total.any()):
@@ -149,9 +141,7 @@ def channel_norms(
     return {name: (total / ids.shape[0]).sqrt().float() for name, total in sums.items()}
 
 
-def hessians(
-    model: PreTrainedModel, sites: Sequence[Site], ids: Tensor, batch: int, advance: Advance
-) -> dict[str, Tensor]:
+def hessians(model: PreTrainedModel, layer: LayerInputs, advance: Advance) -> dict[str, Tensor]:
     """Returns site name -> ``X^T X`` over the tokens, float32 ``[channels, channels]``.
 
     A site whose input is all zeros or empty (an expert that no token is sent to) gets the identity: its weights are
@@ -160,13 +150,13 @@ def hessians(
     Raises:
         CalibrationError: An activation is NaN or infinite.
     """
-    sums = {s.name: torch.zeros(s.channels, s.channels, device=model.device) for s in sites}
+    sums = {s.name: torch.zeros(s.channels, s.channels, device=model.device) for s in layer.sites}
 
     def consume(site: Site, inputs: Tensor) -> None:
         inputs = inputs.float()
         sums[site.name].addmm_(inputs.T, inputs)
 
-    watch_inputs(model, sites, ids, batch, consume, advance)
+    watch_inputs(model, layer, consume, advance)
     for name, hessian in sums.items():
         check_finite(name, hessian.diagonal())
         if not bool(hessian.diagonal().any()):

@@ -13,6 +13,7 @@ from permtriton.model.checks import check_kept, zeros_in_groups
 from permtriton.model.plan import Plan, Site, linear_module, weight_in_out
 from permtriton.progress import Progress
 from permtriton.prune.importance import importance_of
+from permtriton.prune.layer_inputs import layer_by_layer
 from permtriton.prune.sparsegpt import sparsegpt
 from permtriton.prune.statistics import hessians
 from permtriton.sparsity import NMPattern
@@ -68,11 +69,10 @@ def update_weights(
         CalibrationError: An activation is NaN or infinite, or a Hessian cannot be inverted.
         VerificationError: A weight keeps more or fewer values than the pattern says.
     """
-    layers = plan.layers()
-    with progress.stage("update", (ids.shape[0] + 1) * len(layers)) as advance:
-        for layer in layers:
-            layer_hessians = hessians(model, layer, ids, batch, advance)
-            for site in layer:
+    with progress.stage("update", (ids.shape[0] + 1) * len(plan.layers())) as advance:
+        for layer in layer_by_layer(model, plan, ids, batch, changing=True):
+            layer_hessians = hessians(model, layer, advance)
+            for site in layer.sites:
                 masks = _masks(model, site, statistics[site.name], config) if config.update_mask == "keep" else {}
                 for name in site.linears:
                     weight = weight_in_out(linear_module(model, name))

@@ -1,0 +1,196 @@
+"""Masked weights that learning keeps through a step: the gradient stays the same, and masks are computed once."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from permtriton.config import CompileConfig, LearnConfig
+from permtriton.errors import MemoryTooSmallError
+from permtriton.model.experts import unstacked_experts
+from permtriton.model.forward import hidden_states
+from permtriton.model.plan import layer_modules
+from permtriton.planning import find_plan
+from permtriton.prune.learn import Trainer, learned_spaces
+from permtriton.prune.masked_model import masked_model
+from permtriton.prune.objective import Objective
+from permtriton.prune.relaxation import Relaxation
+
+from . import zoo
+from .graphs import random_importances
+from .learning import CPU, PATTERN
+
+LEARN = LearnConfig(block_size=16, batch_size=6, epochs=2, start="random")
+MASK, MASK_BACKWARD = "permtriton.nm_mask.default", "permtriton.nm_mask_backward.default"
+
+
+class Recorder:
+    """An optimizer that only records gradients."""
+
+    def __init__(self, relaxation: Relaxation) -> None:
+        self.param_groups: list[dict[str, float]] = [{}]
+        self._relaxation = relaxation
+
+    def step(self) -> None:
+        self.found = torch.cat([parameter.grad.flatten() for parameter in self._relaxation.parameters()])
+
+    def zero_grad(self, **_options: object) -> None:
+        self._relaxation.zero_grad()
+
+
+class Step:
+    """A learning step of a model, with its plan and random importances."""
+
+    def __init__(self, model: nn.Module, layout: str = "fused", sequences: int = 6, **options: object) -> None:
+        self.model, self.plan = model, find_plan(model, PATTERN, layout=layout)
+        self.ids = zoo.token_ids(sequences, 8)
+        self.target = hidden_states(model, self.ids, 6) + torch.randn(1, generator=torch.Generator().manual_seed(0))
+        self.config = CompileConfig(
+            sparsity=PATTERN, learn=replace(LEARN, batch_size=sequences, **options), micro_batch_size=sequences
+        )
+
+    def run(self, keep: bool, steps: int = 1, wide: bool = False, **options: object) -> Tensor:
+        """Returns the gradient of all logits and scales."""
+        config = replace(self.config, **options)
+        relaxation = Relaxation(learned_spaces(self.plan, config.learn), config.learn, 0, CPU)
+        optimizer = Recorder(relaxation.double() if wide else relaxation)
+        importances = random_importances(self.plan, self.model)
+        if wide:
+            importances = {name: replace(f, scale=f.scale.double()) for name, f in importances.items()}
+        with masked_model(self.model, self.plan, importances, relaxation, config, keep) as self.masks:
+            self.trainer = Trainer(
+                self.model, self.masks, relaxation, optimizer, self.ids, Objective("cosine", self.target), config
+            )
+            for _ in range(steps):
+                self.loss = self.trainer.step(torch.arange(self.ids.shape[0]), 0)
+            self.evaluated = self.trainer.evaluate(self.trainer.indices(0))
+        return optimizer.found
+
+
+@pytest.fixture(scope="module")
+def step() -> Step:
+    return Step(zoo.tiny_llama(vocab_size=zoo.VOCABULARY))
+
+
+def difference(found: Tensor, expected: Tensor) -> float:
+    assert float(expected.abs().max()) > 0
+    return float((found - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "options"),
+    [
+        ("llama", "portable", {}),  # tied channels of o; one space that all sites of the residual stream read
+        ("llama", "fused", {"learn_layers": "last:1"}),  # linears whose order is fixed
+        ("gpt2", "fused", {}),  # weights stored [in, out]
+        ("mixtral", "fused", {}),
+    ],
+)
+def test_the_gradient_is_the_same_in_exact_arithmetic(name, layout, options):
+    """A mask's gradient is linear in that of the weight: of the sum over micro-batches, it is the sum of theirs."""
+    with unstacked_experts(model := zoo.build(name)), zoo.float32_means_float64():
+        step = Step(model.double(), layout, **options)
+        expected = step.run(keep=False, wide=True, micro_batch_size=4)
+        losses = step.loss, step.evaluated
+        for checkpointing in (True, False):
+            found = step.run(keep=True, wide=True, micro_batch_size=4, activation_checkpointing=checkpointing)
+            assert difference(found, expected) < 1e-12
+            assert (step.loss, step.evaluated) == pytest.approx(losses, rel=1e-12)
+
+
+def test_experts_that_no_token_visits():
+    """Eight tokens with an expert each, of twelve."""
+    with unstacked_experts(model := zoo.build("mixtral", num_local_experts=12, num_experts_per_tok=1)):
+        step = Step(model, sequences=1)
+        assert difference(step.run(keep=True), step.run(keep=False)) < 1e-5
+
+
+def test_gradients_of_a_step_do_not_enter_the_next(step):
+    assert torch.equal(step.run(keep=True, steps=2), step.run(keep=True, steps=1))
+
+
+def test_adding_up_in_bfloat16_costs_little():
+    """The sum is rounded to the weight's dtype at each of 16 micro-batches, unlike that of the masks' gradients."""
+    step = Step(zoo.tiny_llama(vocab_size=zoo.VOCABULARY).bfloat16(), sequences=16)
+    added, separate = (step.run(keep, micro_batch_size=1) for keep in (True, False))
+    assert 0 < difference(added, separate) < 0.01
+
+
+class Operators(TorchDispatchMode):
+    """Counts operators by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.counts[str(function)] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_step_computes_every_mask_and_its_gradient_once(step):
+    """And another evaluates: without keeping, it is three times per micro-batch, and once where it evaluates."""
+    linears = len(list(step.plan.linears()))
+    for keep, forwards, backwards in ((True, 2, 1), (False, 2 * 3 + 3, 3)):
+        with Operators() as operators:
+            step.run(keep, micro_batch_size=2)
+        assert operators.counts[MASK] == forwards * linears
+        assert operators.counts[MASK_BACKWARD] == backwards * linears
+
+
+def test_fixed_masks_are_computed_once_for_all_steps(step):
+    counts = []
+    for steps in (1, 3):
+        with Operators() as operators:
+            step.run(keep=True, steps=steps, learn=replace(step.config.learn, learn_layers="last:1"))
+        counts.append(operators.counts[MASK])
+    assert counts[1] - counts[0] == 2 * 7, "the seven linears of the layer that learns"
+
+
+def test_kept_weights_and_gradients_lie_in_memory_as_the_weights_do(step, monkeypatch):
+    """So autograd keeps the first gradient as it is and adds the others in place, and kernels read whole rows."""
+    strides, backward = set(), torch.ops.permtriton.nm_mask_backward
+
+    def look(grad: Tensor, weight: Tensor, *arguments: object) -> Tensor:
+        strides.add((grad.stride() == weight.stride(), grad.stride(0)))
+        return backward(grad, weight, *arguments)
+
+    monkeypatch.setattr(torch.ops.permtriton, "nm_mask_backward", look)
+    step.run(keep=True, micro_batch_size=2)
+    assert strides == {(True, 1)}
+
+
+def test_where_one_sequence_does_not_fit_masked_weights_are_no_longer_kept(step):
+    """The error comes in the backward pass; evaluation then goes on without them."""
+    expected, sizes = step.run(keep=True), []
+
+    def refuse(grad: Tensor) -> None:
+        sizes.append(grad.shape[0])
+        if step.masks.keep:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    def hook(_module: nn.Module, _inputs: object, output: object) -> None:
+        hidden = output if isinstance(output, Tensor) else output[0]
+        if hidden.requires_grad:
+            hidden.register_hook(refuse)
+
+    handle = layer_modules(step.model, step.plan)[0].register_forward_hook(hook)
+    found = step.run(keep=True)
+    handle.remove()
+    assert sizes[:4] == [6, 3, 1, 6], "the last resort, from which the first size starts again"
+    assert not step.masks.keep
+    assert difference(found, expected) < 1e-5
+
+
+def test_what_does_not_fit_without_kept_weights_either_is_refused(step):
+    def hook(*_arguments: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    handle = layer_modules(step.model, step.plan)[0].register_forward_hook(hook)
+    for keep in (True, False):
+        with pytest.raises(MemoryTooSmallError):
+            step.run(keep, micro_batch_size=1)
+    handle.remove()
