@@ -1,7 +1,7 @@
 """What one step of learning costs, compared with its floor: a dense forward and backward pass with weight gradients.
 
-Both run the same LLaMA-shaped layers on the same tokens, with the same activation checkpointing, in turn; the medians
-are compared. One JSON line is printed.
+Both run the same LLaMA-shaped layers on the same tokens, with the same activation checkpointing and micro-batches, in
+turn; the medians are compared. Before each learning step that is timed, one warms up. One JSON line is printed.
 
     python benchmarks/learning_step.py --hidden 2048 --intermediate 5632 --layers 1 --tokens 1024
 """
@@ -10,25 +10,14 @@ import argparse
 import json
 import platform
 import statistics
-import time
-from collections.abc import Callable
+from itertools import islice
 
 import torch
-from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from shared import PATTERN, llama, step_seconds
 
-from permtriton import NMPattern, find_plan
-from permtriton.config import CompileConfig, LearnConfig
+from permtriton import find_plan
 from permtriton.machine import device_name, peak_memory, versions
-from permtriton.model.forward import hidden_states, last_hidden_state
-from permtriton.model.plan import Plan, layer_modules, linear_module, weight_in_out
-from permtriton.prune.importance import importance_of
-from permtriton.prune.learn import Trainer, learned_spaces
-from permtriton.prune.masked_model import checkpointed, masked_model
-from permtriton.prune.objective import Objective
-from permtriton.prune.relaxation import Relaxation
-
-PATTERN = NMPattern(2, 4)
+from permtriton.model.forward import hidden_states
 
 
 def main() -> None:
@@ -37,7 +26,10 @@ def main() -> None:
     parser.add_argument("--intermediate", type=int, default=5632)
     parser.add_argument("--layers", type=int, default=1)
     parser.add_argument("--heads", type=int, default=16)
-    parser.add_argument("--tokens", type=int, default=1024, help="tokens in the one sequence of a step")
+    parser.add_argument("--tokens", type=int, default=1024, help="tokens of a sequence")
+    parser.add_argument("--sequences", type=int, default=1, help="sequences of a step")
+    parser.add_argument("--micro-batch", type=int, default=1, help="sequences per forward and backward pass")
+    parser.add_argument("--discard-masks", action="store_true", help="compute masks for each micro-batch")
     parser.add_argument("--vocabulary", type=int, default=1024)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
@@ -45,18 +37,12 @@ def main() -> None:
     args = parser.parse_args()
 
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=args.vocabulary,
-        hidden_size=args.hidden,
-        intermediate_size=args.intermediate,
-        num_hidden_layers=args.layers,
-        num_attention_heads=args.heads,
-        num_key_value_heads=args.heads,
-        max_position_embeddings=args.tokens,
-    )
-    model = LlamaForCausalLM(config).to(args.device, getattr(torch, args.dtype)).eval()
+    model = llama(args)
     plan = find_plan(model, PATTERN)
-    dense, learn = measure(model, plan, torch.randint(0, args.vocabulary, (1, args.tokens)), args.repeats)
+    ids = torch.randint(0, args.vocabulary, (args.sequences, args.tokens))
+    target = hidden_states(model, ids, 1)
+    pairs = step_seconds(model, plan, ids, target, args.micro_batch, not args.discard_masks)
+    dense, learn = zip(*islice(pairs, 1, args.repeats + 1), strict=True)  # the first pair warms up
     dense_s, learn_s = statistics.median(dense), statistics.median(learn)
     result = {
         "dense_s": round(dense_s, 4),
@@ -71,46 +57,6 @@ def main() -> None:
         "versions": versions(),
     }
     print(json.dumps(result))
-
-
-def measure(model: LlamaForCausalLM, plan: Plan, ids: Tensor, repeats: int) -> tuple[list[float], list[float]]:
-    """Returns the seconds of each dense pass and of each learning step; the first of both warms up and is left out."""
-    target = hidden_states(model, ids, 1)
-    layers = layer_modules(model, plan)
-
-    def dense() -> None:
-        model.requires_grad_(False)
-        for _, name in plan.linears():
-            linear_module(model, name).weight.requires_grad_(True)
-        with checkpointed(layers):
-            last_hidden_state(model, ids).float().square().mean().backward()
-        model.zero_grad(set_to_none=True)
-        model.requires_grad_(False)
-
-    importances = {}
-    for site, name in plan.linears():
-        statistic = (torch.rand(site.channels) + 0.5).to(model.device)
-        importances[name] = importance_of("wanda", weight_in_out(linear_module(model, name)), statistic)
-    config = CompileConfig(sparsity=PATTERN, micro_batch_size=1, learn=LearnConfig(batch_size=1, epochs=1000))
-    relaxation = Relaxation(learned_spaces(plan, config.learn), config.learn, 0, model.device)
-    optimizer = torch.optim.AdamW(relaxation.parameters(), lr=config.learn.learning_rate)
-    dense_s, learn_s = [], []
-    for number in range(repeats + 1):
-        dense_s.append(_timed(dense, model.device))
-        with masked_model(model, plan, importances, relaxation, config) as masks:
-            trainer = Trainer(model, masks, relaxation, optimizer, ids, Objective("cosine", target), config)
-            learn_s.append(_timed(lambda: trainer.step(torch.tensor([0]), number), model.device))  # noqa: B023
-    return dense_s[1:], learn_s[1:]
-
-
-def _timed(run: Callable[[], object], device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    started = time.perf_counter()
-    run()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - started
 
 
 if __name__ == "__main__":

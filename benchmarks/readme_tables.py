@@ -9,7 +9,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,15 @@ from typer.main import get_command
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # python benchmarks/readme_tables.py has only its own folder there
 
+from benchmarks.gpu import merge as gpu_merge  # noqa: E402
+from benchmarks.gpu import plan as gpu_plan  # noqa: E402
 from benchmarks.gpu import table as gpu  # noqa: E402
 from permtriton.cli.main import app  # noqa: E402
 from permtriton.config import OPTIONS, PANELS, defaults  # noqa: E402
+from permtriton.kernels.tools.issue_floor import GPUS  # noqa: E402
 
-PAGES = (ROOT / "README.md", ROOT / "benchmarks" / "NOTES.md", *sorted((ROOT / "docs").glob("*.md")))
+NAMED_PAGES = (ROOT / "README.md", ROOT / "benchmarks" / "NOTES.md", ROOT / "kernels" / "README.md")
+PAGES = (*NAMED_PAGES, *sorted((ROOT / "docs").glob("*.md")))
 RESULTS = ROOT / "benchmarks" / "results"
 
 
@@ -67,53 +71,56 @@ def _cells(rows: Mapping[str, Any], method: str, layout: str, dense: float, seed
 
 
 def learning_step_table(name: str) -> str:
-    """Returns the rows of ``benchmarks/learning_step.py``, one JSON line each."""
-    lines = [
-        "| hidden, intermediate, layers, tokens | dense forward + backward | learning step | ratio | peak memory |",
-        "|---|---|---|---|---|",
-    ]
+    """Returns the rows of ``benchmarks/learning_step.py``."""
+
+    def cells(row: Any) -> list[str]:
+        sizes = f"{_sizes(row)}, {row['shape']['tokens']} {row['shape']['dtype']}"
+        memory = f"{row['peak_memory_bytes'] / 2**30:.1f} GiB"
+        return [sizes, f"{row['dense_s']:.2f} s", f"{row['learn_s']:.2f} s", f"{row['ratio']:.2f}", memory]
+
+    heading = "hidden, intermediate, layers, tokens | dense forward + backward | learning step | ratio | peak memory"
     rows = _load_lines(name)
-    for row in rows:
-        shape = row["shape"]
-        sizes = f"{shape['hidden']}, {shape['intermediate']}, {shape['layers']}, {shape['tokens']}"
-        memory = row["peak_memory_bytes"] / 2**30
-        lines.append(
-            f"| {sizes} {shape['dtype']} | {row['dense_s']:.2f} s | {row['learn_s']:.2f} s | {row['ratio']:.2f} "
-            f"| {memory:.1f} GiB |"
-        )
-    versions = rows[-1]["versions"]
-    lines += ["", f"{rows[-1]['device']}; torch {versions['torch']}; medians of {len(rows[-1]['learn_samples_s'])}."]
-    return "\n".join(lines)
+    return _table(heading, map(cells, rows), f"{_machine(rows)}; medians of {len(rows[-1]['learn_samples_s'])}.")
 
 
 def search_round_table(name: str) -> str:
-    """Returns the rows of ``benchmarks/search_round.py``, one JSON line each."""
-    lines = [
-        "| hidden, intermediate, layers, samples x tokens | pairs | forward + backward | gains | ratio |",
-        "|---|---|---|---|---|",
-    ]
-    rows = _load_lines(name)
-    for row in rows:
+    """Returns the rows of ``benchmarks/search_round.py``."""
+
+    def cells(row: Any) -> list[str]:
         shape = row["shape"]
-        sizes = f"{shape['hidden']}, {shape['intermediate']}, {shape['layers']}, {shape['samples']} x {shape['tokens']}"
+        sizes = f"{_sizes(row)}, {shape['samples']} x {shape['tokens']} {shape['dtype']}"
         pairs = f"in blocks of {shape['search_block']}" if shape["search_block"] else "all"
-        times = f"{row['forward_backward_s']:.0f} s | {row['gains_s']:.1f} s | {row['ratio']:.2f}"
-        lines.append(f"| {sizes} {shape['dtype']} | {pairs} | {times} |")
-    return "\n".join([*lines, "", f"{rows[-1]['device']}; torch {rows[-1]['versions']['torch']}."])
+        return [sizes, pairs, f"{row['forward_backward_s']:.0f} s", f"{row['gains_s']:.1f} s", f"{row['ratio']:.2f}"]
+
+    heading = "hidden, intermediate, layers, samples x tokens | pairs | forward + backward | gains | ratio"
+    rows = _load_lines(name)
+    return _table(heading, map(cells, rows), f"{_machine(rows)}.")
 
 
 def swap_prediction_table(name: str) -> str:
-    """Returns the rows of ``benchmarks/swap_prediction.py``, one JSON line each."""
-    lines = ["| layout | gains | rank correlation | true over predicted, median |", "|---|---|---|---|"]
-    rows = _load_lines(name)
+    """Returns the rows of ``benchmarks/swap_prediction.py``."""
+    rows, lines = _load_lines(name), []
     for row in rows:
         for damping, gains in (("damping 0", "first order"), ("damping 1", "less the curvature")):
             found = row[damping]
             correlation, ratio = found["rank_correlation"], found["median_true_over_predicted"]
-            lines.append(f"| {row['layout']} | {gains} | {correlation:.2f} | {ratio:.2f} |")
-    swaps = rows[-1]["damping 0"]["swaps"]
-    caption = f"{swaps} single swaps each; {rows[-1]['device']}; torch {rows[-1]['versions']['torch']}."
-    return "\n".join([*lines, "", caption])
+            lines.append([row["layout"], gains, f"{correlation:.2f}", f"{ratio:.2f}"])
+    caption = f"{rows[-1]['damping 0']['swaps']} single swaps each; {_machine(rows)}."
+    return _table("layout | gains | rank correlation | true over predicted, median", lines, caption)
+
+
+def _table(heading: str, rows: Iterable[Sequence[str]], caption: str) -> str:
+    lines = [heading, *(" | ".join(cells) for cells in rows)]
+    lines = [f"| {line} |" for line in lines]
+    return "\n".join([lines[0], "|---" * (heading.count("|") + 1) + "|", *lines[1:], "", caption])
+
+
+def _sizes(row: Any) -> str:
+    return ", ".join(str(row["shape"][name]) for name in ("hidden", "intermediate", "layers"))
+
+
+def _machine(rows: Sequence[Any]) -> str:
+    return f"{rows[-1]['device']}; torch {rows[-1]['versions']['torch']}"
 
 
 def compile_time_table(name: str) -> str:
@@ -129,25 +136,60 @@ def compile_time_table(name: str) -> str:
 
 
 def runtime_overhead_table(name: str) -> str:
-    """Returns the rows of ``benchmarks/runtime_overhead.py``, one JSON line each."""
-    lines = ["| dtype | unpermuted | norms permuted | norms permuted, gather before o |", "|---|---|---|---|"]
+    """Returns the rows of ``benchmarks/runtime_overhead.py``."""
+
+    def cells(row: Any) -> list[str]:
+        ratios = [f"{row['ratio'][m]:.3f}x ({row['paired_ratio'][m]:.3f}x)" for m in ("norms", "norms and o_proj")]
+        return [row["shape"]["dtype"], f"{row['seconds']['dense']:.3f} s", *ratios]
+
     rows = _load_lines(name)
-    for row in rows:
-        cells = [f"{row['ratio'][m]:.3f}x ({row['paired_ratio'][m]:.3f}x)" for m in ("norms", "norms and o_proj")]
-        lines.append(f"| {row['shape']['dtype']} | {row['seconds']['dense']:.3f} s | {' | '.join(cells)} |")
-    count = len(rows[-1]["samples_s"]["dense"])
     caption = (
-        f"{rows[-1]['device']}; torch {rows[-1]['versions']['torch']}; {count} rounds: ratio of the medians (and "
-        "the median of the ratios in a round)."
+        f"{_machine(rows)}; {len(rows[-1]['samples_s']['dense'])} rounds: ratio of the medians (and the median of the "
+        "ratios in a round)."
     )
-    return "\n".join([*lines, "", caption])
+    return _table("dtype | unpermuted | norms permuted | norms permuted, gather before o", map(cells, rows), caption)
+
+
+def issue_floor_table(name: str) -> str:
+    """Returns the rows of ``benchmarks/issue_floor.py``, before and after the kernels were redesigned."""
+    report = _load(name)
+    before, now = ({(row["name"], row["gpu"]): row for row in report[when]["rows"]} for when in ("before", "now"))
+    about = [gpu.name for gpu in GPUS]
+    lines = [
+        "| kernel and shape | registers | programs per SM | main loop | instructions | barriers | shuffles | "
+        f"issue floor, us | memory time, us | ratio, {about[0]} | {' | '.join(about[1:])} |",
+        "|---" * (9 + len(about)) + "|",
+    ]
+    for case in dict.fromkeys(name for name, _ in (*before, *now)):
+        of = [[when.get((case, gpu)) for when in (before, now)] for gpu in about]
+        cells = [_arrow(of[0], *cell) for cell in _FLOOR_CELLS] + [_arrow(pair, "ratio", 2) for pair in of]
+        lines.append(f"| {case} | {' | '.join(cells)} |")
+    gpus = "; ".join(
+        f"{gpu.name}: {gpu.processors} SMs x 4 x {gpu.clock / 1e9:.2f} GHz, {gpu.bandwidth / 1e12:.2f} TB/s "
+        f"({gpu.source})" for gpu in GPUS
+    )  # fmt: skip
+    versions = f"before: commit {report['before']['commit']}, triton {report['before']['triton']}; now: triton "
+    return "\n".join([*lines, "", f"{gpus}. Counted, {versions}{report['now']['triton']}; all but the last columns for "
+                      f"{about[0]}."])  # fmt: skip
+
+
+_FLOOR_CELLS = (
+    ("registers", 0), ("resident", 0), ("main_loop", 0), ("per_unit", 2, "unit"), ("barriers", 0), ("shuffles", 0),
+    ("issue_us", 1), ("memory_us", 1),
+)  # fmt: skip
+
+
+def _arrow(rows: list[Any], key: str, digits: int, unit: str = "") -> str:
+    """Returns "before → now" of a figure, once if both are the same; a minus where there is none."""
+    shown = ["-" if row is None or row[key] is None else f"{row[key]:,.{digits}f}" for row in rows]
+    text = shown[0] if shown[0] == shown[1] else " → ".join(shown)
+    return f"{text} per {(rows[1] or rows[0])[unit]}" if unit and text != "-" else text
 
 
 def gpu_table() -> str:
-    """Returns the newest result of ``python -m benchmarks.gpu``, or its goals where there is none."""
-    results = [_load(path.name) for path in RESULTS.glob("gpu-*.json")]
-    newest = max(results, key=lambda result: result["started"], default=None)
-    return gpu.unmeasured() if newest is None else gpu.markdown(newest)
+    """Returns the merged results of ``python -m benchmarks.gpu``, or its goals where there are none."""
+    there = (RESULTS / gpu_merge.MERGED[False]).is_file()
+    return gpu.markdown(_load(gpu_merge.MERGED[False])) if there else gpu.unmeasured()
 
 
 def config_options_table() -> str:
@@ -170,11 +212,14 @@ def other_options_table() -> str:
 
 
 TABLES = {
+    "gpu-commands": gpu_plan.commands,
+    "gpu-plan": gpu_plan.markdown,
     "config-options": config_options_table,
     "other-options": other_options_table,
     "compile-time": lambda: compile_time_table("compile-time-cpu.json"),
     "runtime-overhead": lambda: runtime_overhead_table("runtime-overhead-cpu.jsonl"),
     "gpu": gpu_table,
+    "issue-floor": lambda: issue_floor_table("issue-floor.json"),
     "demo-recipe": lambda: comparison_table("compare-demo-recipe.json"),
     "learning-step": lambda: learning_step_table("learning-step-cpu.jsonl"),
     "search-round": lambda: search_round_table("search-round-cpu.jsonl"),
@@ -191,6 +236,7 @@ def rewritten(page: str) -> str:
 
 
 def _load_lines(name: str) -> list[Any]:
+    """Returns the results of a benchmark that prints one JSON line each."""
     text = (RESULTS / name).read_text(encoding="utf-8")
     return [json.loads(line) for line in text.splitlines() if line.strip()]
 

@@ -14,11 +14,11 @@ import json
 import platform
 import statistics
 import sys
-import time
+from functools import partial
 
 import torch
+from shared import llama, timed
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from permtriton.machine import device_name, versions
 from permtriton.model.modules import GatheredLinear, from_norm, replace_module
@@ -78,16 +78,7 @@ def main() -> None:
 
 def variants(args: argparse.Namespace) -> dict[str, nn.Module]:
     """Returns the dense model, the one with permuted norms, and the one with gathers before o_proj as well."""
-    config = LlamaConfig(
-        vocab_size=args.vocabulary,
-        hidden_size=args.hidden,
-        intermediate_size=args.intermediate,
-        num_hidden_layers=args.layers,
-        num_attention_heads=args.heads,
-        num_key_value_heads=args.heads,
-        max_position_embeddings=args.tokens,
-    )
-    dense = LlamaForCausalLM(config).to(args.device, getattr(torch, args.dtype)).eval()
+    dense = llama(args)
     norms = copy.deepcopy(dense)
     for layer in norms.model.layers:
         for norm_name, linears in NORMS.items():
@@ -129,18 +120,10 @@ def measure(models: dict[str, nn.Module], ids: Tensor, repeats: int) -> dict[str
     for repeat in range(repeats + 1):
         first = repeat % len(names)
         for name in names[first:] + names[:first]:
-            _synchronize(ids.device)
-            started = time.perf_counter()
-            models[name](input_ids=ids, use_cache=False)
-            _synchronize(ids.device)
+            seconds = timed(partial(models[name], input_ids=ids, use_cache=False), ids.device)
             if repeat:
-                samples[name].append(time.perf_counter() - started)
+                samples[name].append(seconds)
     return samples
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 if __name__ == "__main__":

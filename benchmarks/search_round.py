@@ -10,21 +10,17 @@ import argparse
 import json
 import platform
 import statistics
-import time
-from collections.abc import Callable
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from shared import PATTERN, llama, random_importances, timed
 
-from permtriton import NMPattern, find_plan
+from permtriton import find_plan
 from permtriton.config import CompileConfig
 from permtriton.machine import device_name, peak_memory, versions
-from permtriton.model.plan import linear_module, weight_in_out
 from permtriton.permutation import identity
 from permtriton.progress import NoProgress
 from permtriton.prune.fisher import fisher_information
 from permtriton.prune.hard_masks import hard_masked
-from permtriton.prune.importance import importance_of
 from permtriton.prune.objective import dense_objective
 from permtriton.prune.search import Searcher
 
@@ -64,47 +60,24 @@ def main() -> None:
 def measure(args: argparse.Namespace) -> tuple[list[float], list[float], int]:
     """Returns the seconds of each pass over one sequence, those of all gains, and the number of swaps found."""
     torch.manual_seed(0)
-    shape = LlamaConfig(
-        vocab_size=args.vocabulary,
-        hidden_size=args.hidden,
-        intermediate_size=args.intermediate,
-        num_hidden_layers=args.layers,
-        num_attention_heads=args.heads,
-        num_key_value_heads=args.heads,
-        max_position_embeddings=args.tokens,
-    )
-    model = LlamaForCausalLM(shape).to(args.device, getattr(torch, args.dtype)).eval()
-    plan = find_plan(model, NMPattern(2, 4), layout="fused")
+    model = llama(args)
+    plan = find_plan(model, PATTERN, layout="fused")
     ids = torch.randint(0, args.vocabulary, (1, args.tokens))
     config = CompileConfig.from_options({"search_block": args.search_block, "micro_batch_size": 1, "layout": "fused"})
-    importances = {}
-    for site, name in plan.linears():
-        statistic = (torch.rand(site.channels) + 0.5).to(model.device)
-        importances[name] = importance_of("wanda", weight_in_out(linear_module(model, name)), statistic)
     objective = dense_objective(model, "kl", ids, 1)
     fisher = fisher_information(model, plan, "kl", ids, config, NoProgress())
     spaces = [space for space in plan.spaces if not space.frozen]
     indices = {space.name: identity(space.units) for space in spaces}
-    with hard_masked(model, plan, importances, fisher, config) as masks:
+    with hard_masked(model, plan, random_importances(model, plan), fisher, config) as masks:
         searcher = Searcher(masks, spaces, ids, objective, config)
         masks.set(indices)
         passes, gains, count = [], [], 0
         for number in range(args.repeats + 1):
-            passes.append(_timed(lambda: masks.take_gradients(objective, ids), model.device))
+            passes.append(timed(lambda: masks.take_gradients(objective, ids), model.device))
             found = []
-            gains.append(_timed(lambda: found.append(searcher.swaps(indices, 1.0, number)), model.device))  # noqa: B023
+            gains.append(timed(lambda: found.append(searcher.swaps(indices, 1.0, number)), model.device))  # noqa: B023
             count = found[0].count
     return passes[1:], gains[1:], count
-
-
-def _timed(run: Callable[[], object], device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    started = time.perf_counter()
-    run()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - started
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ HEAVY = ("datasets", "pyarrow", "lm_eval", "pandas", "matplotlib")
 def gpu(monkeypatch):
     """The modules of the command, by name; the repository's root is on the path, as with ``python -m``."""
     monkeypatch.syspath_prepend(str(ROOT))
-    names = ("__main__", "bench", "goals", "kernels", "table", "worker")
+    names = ("__main__", "bench", "goals", "kernels", "merge", "plan", "table", "worker")
     return types.SimpleNamespace(**{name: importlib.import_module(f"benchmarks.gpu.{name}") for name in names})
 
 
@@ -33,18 +33,18 @@ def rehearsal(tmp_path_factory) -> tuple[dict, str]:
     folder = tmp_path_factory.mktemp("rehearsal")
     (folder / "sitecustomize.py").write_text(f"import sys\nfor name in {HEAVY}:\n    sys.modules[name] = None\n")
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu", "--out", str(folder), "--rehearse"], cwd=ROOT,
+        [sys.executable, "-m", "benchmarks.gpu", "--out", str(folder), "--rehearse", "--tune"], cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(folder)},
         capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    text = (folder / "rehearsal.json").read_text()
+    text = (folder / "rehearsal-all.json").read_text()
     assert str(ROOT) not in text
     assert str(folder) not in text
     return json.loads(text, parse_constant=pytest.fail), done.stdout
 
 
-def test_every_row_runs(rehearsal):
+def test_every_row_runs(rehearsal, gpu):
     result, _ = rehearsal
     assert result["left_out"] == []
     assert result["finished"]
@@ -52,16 +52,37 @@ def test_every_row_runs(rehearsal):
     assert rows >= {
         "permute", "RMSNorm + permute", "sinkhorn forward", "sinkhorn backward", "sinkhorn forward + backward",
         "assignment", "nm_mask forward", "nm_mask backward", "swap_gains", "sparse_linear, 1 tokens",
-        "sparse_linear, 16 tokens", "2:4 prefill", "learning step", "inference, a layer", "inference, a model",
+        "sparse_linear, 4 tokens", "sparse_linear, 16 tokens", "sparse_linear, 64 tokens", "2:4 prefill",
+        "learning step", "inference, a layer", "inference, a model",
     }  # fmt: skip
+    assert [row["case"].split(", ")[-1] for row in result["rows"] if row["row"] == "learning step"] == [
+        "1 at once", "2 at once",
+    ]  # fmt: skip
+    assert result["row_seconds"].keys() == gpu.plan.ROWS.keys() == result["gpu_state"].keys()
     assert all(seconds >= 0 for seconds in result["row_seconds"].values())
+
+
+def test_what_is_no_time_is_reported(rehearsal):
+    found = {report["what"]: (report["group"], report["found"], report["good"]) for report in rehearsal[0]["reports"]}
+    assert found.keys() == {"GPU tests", "memcheck", "racecheck", "cuSPARSELt"}
+    assert found["cuSPARSELt"] == ("cusparselt", "not there, or not for such a weight", None)
+    if not torch.cuda.is_available():
+        assert "skipped" in found["GPU tests"][1]
+        assert found["GPU tests"][2]
+
+
+def test_both_copies_are_timed(rehearsal, gpu):
+    rows = [row for row in rehearsal[0]["rows"] if any("copy bandwidth" in goal["name"] for goal in row["goals"])]
+    assert len(rows) == 7
+    assert all(set(gpu.table.COPIES) <= row["times"].keys() for row in rows)
+    assert all(copy not in line[3] for line in gpu.table.lines(gpu.merge.merge([rehearsal[0]])) for copy in ("copy_",))
 
 
 def test_every_sample_and_what_it_was_measured_on_is_kept(rehearsal):
     result, _ = rehearsal
-    assert set(result["versions"]) >= {"permtriton", "torch", "triton", "transformers", "python"}
+    assert set(result["versions"]) >= {"permtriton", "torch", "triton", "cusparselt", "transformers", "python"}
     assert set(result["hardware"]) >= {"device", "system", "cores"}
-    assert result["command"] == "python -m benchmarks.gpu --out DIR --minutes 9 --rehearse"
+    assert result["command"] == "python -m benchmarks.gpu --out DIR --tune --rehearse"
     assert result["ceilings"]["copy_gb_s"] > 0
     for row in result["rows"]:
         for times in row["times"].values():
@@ -85,21 +106,19 @@ def test_the_most_important_goals_are_in_it(rehearsal):
     assert bounds["assignment", "milliseconds"] == (None, 5.0)
     assert bounds["assignment", "times faster than serial scipy"] == (200.0, None)
     assert bounds["sparse_linear, 1 tokens", "times faster than cuBLAS dense"] == (1.65, None)
-    assert bounds["learning step", "times a dense forward + backward"] == (None, 1.10)
+    assert bounds["learning step", "times a dense forward + backward"] == (None, 1.05)
     assert bounds["RMSNorm + permute", "times the norm alone"] == (None, 1.03)
 
 
-def test_every_goal_is_one_of_the_table(rehearsal, gpu):
+def test_every_goal_of_the_table_is_measured(rehearsal, gpu):
     reported = {
-        (row["row"].split()[0], goal["name"], goal["least"], goal["most"])
+        (goal["of"], goal["name"], goal["least"], goal["most"])
         for row in rehearsal[0]["rows"]
         for goal in row["goals"]
-        if (goal["least"], goal["most"]) != (None, None)
+        if goal["of"]
     }
-    table = {
-        (row.split()[0], name, *bounds) for row, figures in gpu.goals.GOALS.items() for name, bounds in figures.items()
-    }
-    of_a_large_shape = {("permute", "of copy bandwidth", 0.95, None)}
+    table = {(row, name, *bounds) for row, figures in gpu.goals.GOALS.items() for name, bounds in figures.items()}
+    of_a_large_shape = {("permute 16384x11008", "of copy bandwidth", 0.95, None)}
     assert reported | of_a_large_shape == table
 
 
@@ -114,11 +133,11 @@ def test_without_a_gpu_it_says_so(gpu, tmp_path, capsys):
 
 @pytest.mark.parametrize("minutes", ["-1", "0", "nan"])
 def test_senseless_minutes_are_refused_and_nothing_is_written(gpu, tmp_path, capsys, minutes):
-    (tmp_path / "rehearsal.json").write_text("earlier")
+    (tmp_path / "rehearsal-all.json").write_text("earlier")
     with pytest.raises(SystemExit, match="2"):
         gpu.__main__.main(["--out", str(tmp_path), "--rehearse", "--minutes", minutes])
     assert "above 0" in capsys.readouterr().err
-    assert (tmp_path / "rehearsal.json").read_text() == "earlier"
+    assert (tmp_path / "rehearsal-all.json").read_text() == "earlier"
 
 
 def test_a_folder_that_cannot_be_written_is_named(gpu, tmp_path, capsys):
@@ -129,13 +148,13 @@ def test_a_folder_that_cannot_be_written_is_named(gpu, tmp_path, capsys):
 
 
 def begin(gpu, folder: Path, minutes: float = 9.0):
-    return gpu.bench.Bench.begin(folder, minutes, True, "", None)
+    return gpu.bench.Bench.begin(folder, gpu.plan.selected(None, None, minutes), True)
 
 
 def work(gpu, folder: Path, *rows: str) -> dict:
     """Runs a worker in this process and returns what it writes."""
     bench = begin(gpu, folder)
-    assert gpu.worker.main([str(bench.file), repr(bench.deadline), *rows]) == 0
+    assert gpu.worker.main([str(bench.file), repr(bench.deadline), "no-tune", *rows]) == 0
     return json.loads(bench.file.read_text())
 
 
@@ -168,6 +187,17 @@ def test_a_wrong_peer_gets_no_time(gpu, tmp_path, monkeypatch):
     for row in work(gpu, tmp_path, "permute")["rows"]:
         assert "index_select" not in row["times"]
         assert "wrong" in row["absent"]["index_select"]
+
+
+def test_a_case_that_cannot_be_tuned_is_measured_as_it_is(gpu, tmp_path, monkeypatch):
+    bench = begin(gpu, tmp_path)
+    bench.result["ceilings"] = {"copy_gb_s": 1.0, "matmul_tflop_s": 1.0}
+    bench.start("permute", True)
+    monkeypatch.setattr(gpu.bench.tuning, "tune", None)
+    bench.compare("permute", gpu.kernels.permute_case(4, 64, torch.float32, bench.device), {}, lambda times: [])
+    (row,) = bench.result["rows"]
+    assert row["tuning_error"].startswith("TypeError")
+    assert row["times"]
 
 
 def test_peers_are_compiled_once(gpu, tmp_path):
@@ -208,21 +238,21 @@ def test_no_row_is_started_that_may_not_end_in_time(gpu, tmp_path, monkeypatch):
 
 
 HANGING = """
-import sys, time
+import dataclasses, sys, time
 from benchmarks.gpu import worker
-worker.ROWS = tuple((name, 0.5, lambda bench: time.sleep(20)) if name == "nm_mask" else (name, s, row)
-                    for name, s, row in worker.ROWS)
+worker.ROWS["nm_mask"] = dataclasses.replace(worker.ROWS["nm_mask"], limit=0.5)
+worker.FUNCTIONS["nm_mask"] = lambda bench: time.sleep(20)
 sys.exit(worker.main(sys.argv[1:]))
 """
 
 
 def test_a_row_that_hangs_costs_only_itself(gpu, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(gpu.__main__, "WORKER", (sys.executable, "-c", HANGING))
-    rows = [word for row in ("assignment", "nm_mask", "norm") for word in ("--only", row)]
+    rows = [word for row in ("nm_mask", "norm") for word in ("--only", row)]
     assert gpu.__main__.main(["--out", str(tmp_path), "--rehearse", *rows]) == 1
-    result = json.loads((tmp_path / "rehearsal.json").read_text())
+    result = json.loads((tmp_path / "rehearsal-only.json").read_text())
     assert [(left["row"], left["why"].split(":")[0]) for left in result["left_out"]] == [("nm_mask", "cut off")]
-    assert {row["row"] for row in result["rows"]} == {"assignment", "RMSNorm + permute"}
+    assert {row["row"] for row in result["rows"]} == {"RMSNorm + permute"}
     printed = capfd.readouterr()
     assert "time.sleep" in printed.err or "Timeout" in printed.err
     assert "left out: cut off" in printed.out
@@ -230,7 +260,7 @@ def test_a_row_that_hangs_costs_only_itself(gpu, tmp_path, monkeypatch, capfd):
 
 DYING = """
 import json, os, sys
-file, deadline, *names = sys.argv[1:]
+file, deadline, tune, *names = sys.argv[1:]
 result = json.load(open(file))
 for name in names:
     result["row_seconds"][name] = None if name == "nm_mask" else 1.0
@@ -259,26 +289,18 @@ def test_a_worker_that_never_begins_ends_the_run(gpu, tmp_path, monkeypatch, sec
     gpu.__main__._rows(bench, ["permute", "norm"])
     assert time.monotonic() - started < 20
     assert [(left["row"], left["why"]) for left in bench.result["left_out"]] == [("permute", why), ("norm", why)]
-    gpu.table.print_table(bench.result)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_the_gpu_tests_run_first_and_are_cut_off_in_time(gpu, tmp_path):
-    bench = begin(gpu, tmp_path)
-    gpu.__main__._tests(bench, 120)
-    assert bench.result["tests"]["code"] == 0
-    assert "skipped" in bench.result["tests"]["summary"]
-    gpu.__main__._tests(bench, 0.5)
-    assert bench.result["tests"]["code"] != 0
-    assert bench.result["tests"]["summary"] == "cut off after 0 s"
+    gpu.table.print_table(gpu.merge.merge([bench.result]))
 
 
 def test_the_table_in_markdown(gpu, rehearsal):
-    left = {"row": "norm", "why": "a | b\nand more"}
-    lines = gpu.table.markdown({**rehearsal[0], "left_out": [left], "ceilings": None}).splitlines()
+    left = {"row": "norm", "group": "norm", "why": "a | b\nand more"}
+    (row, *_) = rehearsal[0]["rows"]
+    part = {**rehearsal[0], "left_out": [left], "rows": [{**row, "group": "permute"}], "ceilings": None}
+    lines = gpu.table.markdown(gpu.merge.merge([part])).splitlines()
     assert lines[0].startswith("| row | case | ours, us |")
-    assert all(line.replace("\\|", "").count("|") == lines[0].count("|") for line in lines[:-2])
-    assert "left out: a \\| b and more" in lines[-3]
+    rows = [line for line in lines if line.startswith("|")]
+    assert {line.replace("\\|", "").count("|") for line in rows} == {9}
+    assert any("left out: a \\| b and more" in line for line in rows)
 
 
 @pytest.fixture
@@ -295,11 +317,14 @@ def test_readme_lists_the_goals_until_there_is_a_result(readme, gpu):
     assert "No GPU has run this version" in readme.gpu_table()
 
 
-def test_readme_shows_the_newest_result(readme, rehearsal, tmp_path, monkeypatch):
+def test_readme_shows_the_merged_results(readme, gpu, rehearsal, tmp_path, monkeypatch):
     for name, started in (("gpu-b", "2026-01-02T00:00:00+00:00"), ("gpu-a", "2026-02-01T00:00:00+00:00")):
         result = {**rehearsal[0], "started": started, "command": f"{name} \\1"}
         (tmp_path / f"{name}.json").write_text(json.dumps(result))
+    assert "No GPU has run this version" in readme.gpu_table()  # not merged yet
+    gpu.merge.merge_folder(tmp_path, False)
     assert "`gpu-a \\1`" in readme.gpu_table()
+    assert "`gpu-b \\1`" not in readme.gpu_table()
     section = "<!-- table gpu -->\nold\n<!-- end -->"
     monkeypatch.setattr(readme, "TABLES", {"gpu": readme.gpu_table})
     assert readme.rewritten(section) == f"<!-- table gpu -->\n{readme.gpu_table()}\n<!-- end -->"

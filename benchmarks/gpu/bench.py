@@ -3,34 +3,32 @@
 import json
 import math
 import os
-import platform
-import subprocess
-import sys
 import time
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import transformers
+from torch import Tensor
 
+from benchmarks.gpu import machine
 from benchmarks.gpu.goals import Goal
-from benchmarks.gpu.table import OURS
-from permtriton.kernels.launch import triton
+from benchmarks.gpu.machine import without_folders
+from benchmarks.gpu.plan import ROWS, Call
+from benchmarks.gpu.table import COPIES, COPY_BY_STREAM, OURS
+from permtriton.kernels import autotune
+from permtriton.kernels.tools import tuning
 from permtriton.kernels.tools.cases import Case, Inputs
 from permtriton.kernels.tools.timing import Timing, measure, sets_of_inputs
-from permtriton.machine import device_name, versions
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 T = TypeVar("T")
 Prepare = Callable[[Inputs], Callable[[], object]]  # a set of inputs -> the call that is timed
 
 
 class Bench:
-    """One run of the benchmark, shared by its processes.
+    """One call of the benchmark, shared by its processes.
 
     Attributes:
         file: the result file.
@@ -38,6 +36,8 @@ class Bench:
         result: what the file holds.
         rehearse: whether sizes are tiny and times mean nothing.
         device: the GPU, or the CPU in a rehearsal.
+        group: the row of the plan that runs now.
+        tuning_left: seconds that this row may still spend on tuning.
     """
 
     def __init__(self, file: Path, deadline: float, result: dict[str, Any] | None = None) -> None:
@@ -50,29 +50,48 @@ class Bench:
             self.write()
         self.rehearse: bool = self.result["rehearsal"]
         self.device = torch.device("cpu" if self.rehearse else "cuda")
+        self.group, self.tuning_left = "", 0.0
 
     @classmethod
-    def begin(cls, folder: Path, minutes: float, rehearse: bool, command: str, commit: str | None) -> "Bench":
-        """Returns a run that starts now, with a new result file in ``folder``."""
-        deadline, started = time.monotonic() + 60 * minutes, datetime.now(UTC)
-        name = "rehearsal" if rehearse else f"gpu-{started:%Y%m%dT%H%M%SZ}"
+    def begin(
+        cls, folder: Path, call: Call, rehearse: bool = False, command: str = "", commit: str | None = None
+    ) -> "Bench":
+        """Returns a call that starts now, with a new result file in ``folder``."""
+        deadline, started = time.monotonic() + 60 * call.minutes, datetime.now(UTC)
+        name = f"rehearsal-{call.name}" if rehearse else f"gpu-{call.name}-{started:%Y%m%dT%H%M%SZ}"
+        versions = machine.all_versions()
         result = {
             "rehearsal": rehearse,
             "started": started.isoformat(timespec="seconds"),
+            "call": call.name,
             "command": command,
-            "minutes": minutes,
-            "commit": commit or _commit(),
-            "hardware": _hardware(torch.device("cpu" if rehearse else "cuda")),
-            "versions": {**_versions(), "triton": getattr(triton, "__version__", None),
-                         "cuda": torch.version.cuda},
-            "tests": None,
+            "minutes": call.minutes,
+            "commit": commit or machine.commit(),
+            "hardware": machine.hardware(torch.device("cpu" if rehearse else "cuda")),
+            "versions": versions,
+            "warnings": machine.warnings(versions),
             "ceilings": None,
             "row_seconds": {},
+            "gpu_state": {},
+            "reports": [],
             "rows": [],
             "left_out": [],
             "finished": False,
         }  # fmt: skip
         return cls(folder / f"{name}.json", deadline, result)
+
+    def start(self, group: str, tune: bool) -> None:
+        """Makes what follows results of this row of the plan."""
+        self.group, self.tuning_left = group, self.pick(ROWS[group].tuning, 1.0) if tune else 0.0
+        self.result["row_seconds"][group] = None  # stays None if the row ends the process
+        self.result["gpu_state"][group] = {"before": machine.state(self.device)}
+        self.write()
+
+    def end(self, seconds: float) -> None:
+        """Records the seconds of the row and the state of the GPU after it."""
+        self.result["gpu_state"][self.group]["after"] = machine.state(self.device)
+        self.result["row_seconds"][self.group] = round(seconds, 1)
+        self.write()
 
     def pick(self, full: T, tiny: T) -> T:
         """Returns the size to run: the real one, or the rehearsal's."""
@@ -95,13 +114,27 @@ class Bench:
 
     def leave_out(self, row: str, why: str | Exception) -> str:
         """Records that a row, or one case of it, has no result; returns the reason."""
-        entry: dict[str, Any] = {"row": row, "why": why}
+        entry: dict[str, Any] = {"row": row, "group": self.group or row, "why": why}
         if isinstance(why, Exception):
             trace = "".join(traceback.format_exception(why))
             entry |= {"why": without_folders(f"{type(why).__name__}: {why}"), "traceback": without_folders(trace)}
         self.result["left_out"].append(entry)
         self.write()
         return str(entry["why"])
+
+    def report(self, what: str, found: str, good: bool | None = None, **more: Any) -> None:
+        """Records something found out that is no time.
+
+        Args:
+            what: was looked at.
+            found: for people, one line.
+            good: whether that is as it must be; None where there is no "must", or where it could not be looked at.
+            more: for the file.
+        """
+        entry = {"group": self.group, "what": what, "found": found, "good": good, **more}
+        self.result["reports"].append(entry)
+        self.write()
+        print(f"{what}: {found}", flush=True)
 
     def add(
         self,
@@ -124,6 +157,7 @@ class Bench:
         """
         self.result["rows"].append({
             "row": row,
+            "group": self.group,
             "case": case,
             "times": {name: timing.report() for name, timing in times.items()},
             "goals": [goal.report(self.rehearse) for goal in goals],
@@ -173,6 +207,7 @@ class Bench:
         alike: Collection[str],
         more: Mapping[str, Any],
     ) -> dict[str, Timing]:
+        tuned = self.tuned(case)
         wrong = case.check()
         if wrong is not None:
             raise AssertionError(f"{case.name} is wrong: {wrong}")
@@ -188,11 +223,11 @@ class Bench:
                 runs[name] = calls
             except Exception as error:  # a peer that is missing on this machine or in this version
                 absent[name] = brief(error)
-        times = measure(runs, self.device, min(seconds, max(self.seconds_left / 4, 0.5)))
+        times = measure(runs, self.device, min(seconds, max(self.seconds_left / 4, 0.5)), streamed=[COPY_BY_STREAM])
         half = times[OURS].quantile(0.5)
         floor = {"bytes": case.bytes, "flops": case.flops, "floor_us": self.floor(case) * 1e6}
         rates = {"gb_s": case.bytes / half / 1e9, "tflop_s": case.flops / half / 1e12}
-        self.add(row, case.name, times, goals(times), absent, **floor, **rates, sets=len(inputs), **more)
+        self.add(row, case.name, times, goals(times), absent, **floor, **rates, sets=len(inputs), **tuned, **more)
         return times
 
     def floor(self, case: Case) -> float:
@@ -200,14 +235,48 @@ class Bench:
         ceilings = self.result["ceilings"]
         return max(case.bytes / ceilings["copy_gb_s"] / 1e9, case.flops / ceilings["matmul_tflop_s"] / 1e12)
 
-    def copy_peer(self, case: Case) -> Prepare:
-        """Returns the peer that copies as many bytes as the case must move."""
+    def tuned(self, case: Case) -> dict[str, Any]:
+        """Tries the configurations of a case, if the row has time for that; returns the winners for the file.
 
-        def prepare(_: Inputs) -> Callable[[], object]:
-            source = torch.randint(0, 255, (case.bytes // 2,), dtype=torch.uint8, device=self.device)
-            return lambda: torch.empty_like(source).copy_(source)
+        They are kept beside the results, in the file `permtriton.kernels.autotune.BESIDE_MODEL`: later calls use them,
+        and trials that it holds are not repeated.
+        """
+        folder, until = self.file.parent, time.monotonic() + self.tuning_left
+        if self.tuning_left <= 0:
+            return {}
 
-        return prepare
+        def on_trial(_: tuning.Trial) -> None:
+            if time.monotonic() > until:
+                raise TimeoutError
+
+        key = "rehearsal" if self.rehearse else autotune.machine_key()
+        before, finished = time.monotonic(), True
+        try:
+            tuning.tune([case], self.device, key, [folder / autotune.BESIDE_MODEL], on_trial)
+        except TimeoutError:
+            finished = False
+        except Exception as error:  # the case is measured as it is
+            print(f"tuning {case.name}: {brief(error)}", flush=True)
+            return {"tuning_error": brief(error)}
+        self.tuning_left -= time.monotonic() - before
+        autotune.use_beside(folder)
+        entries = autotune.read_entries(folder / autotune.BESIDE_MODEL, key).items()
+        found = {name: {"config": entry["config"], "gain": entry.get("gain")} for name, entry in entries
+                 if entry.get("case") == case.name}  # fmt: skip
+        return {"tuned": found, "tuning_finished": finished}
+
+    def copies(self, case: Case) -> dict[str, Prepare]:
+        """Returns the peers that copy as many bytes as the case must move; `of_copy` compares with the faster one."""
+        made: dict[int, tuple[Tensor, Tensor]] = {}
+
+        def prepare(inputs: Inputs) -> Callable[[], object]:
+            if id(inputs) not in made:
+                source = torch.randint(0, 255, (case.bytes // 2,), dtype=torch.uint8, device=self.device)
+                made[id(inputs)] = source, torch.empty_like(source)
+            source, target = made[id(inputs)]
+            return lambda: target.copy_(source)
+
+        return dict.fromkeys(COPIES, prepare)
 
 
 def ratio(times: Mapping[str, Timing], peer: str) -> float:
@@ -215,55 +284,15 @@ def ratio(times: Mapping[str, Timing], peer: str) -> float:
     return times[peer].quantile(0.5) / times[OURS].quantile(0.5) if {peer, OURS} <= times.keys() else math.nan
 
 
+def of_copy(times: Mapping[str, Timing]) -> float:
+    """Returns how many times faster ours is than the faster of both copies; NaN if none was measured."""
+    return min((ratio(times, name) for name in COPIES if name in times), default=math.nan)
+
+
 def brief(error: Exception) -> str:
     """Returns a peer's failure as text for the result file."""
     return f"{type(error).__name__}: {' '.join(without_folders(str(error)).split())}"[:200]
 
 
-def without_folders(text: str) -> str:
-    """Returns text without folders of this machine: result files are published."""
-    for folder in (ROOT, sys.prefix, sys.base_prefix, Path.home()):
-        text = text.replace(f"{folder}/", "")
-    return text
-
-
 def _bound(run: Callable[..., Any], inputs: Inputs) -> Callable[[], object]:
     return lambda: run(*inputs)
-
-
-def _versions() -> dict[str, str]:
-    try:
-        return versions()
-    except metadata.PackageNotFoundError:  # run from the checkout alone
-        return {"permtriton": "not installed", "python": platform.python_version(), "torch": torch.__version__,
-                "transformers": transformers.__version__}  # fmt: skip
-
-
-def _hardware(device: torch.device) -> dict[str, Any]:
-    found: dict[str, Any] = {"system": f"{platform.system()} {platform.machine()}", "cores": os.cpu_count()}
-    if device.type != "cuda":
-        return {**found, "device": device_name(device)}
-    about = torch.cuda.get_device_properties(device)
-    return {
-        **found,
-        "device": about.name,
-        "capability": f"{about.major}.{about.minor}",
-        "multiprocessors": about.multi_processor_count,
-        "memory_bytes": about.total_memory,
-        "l2_bytes": about.L2_cache_size,
-        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
-    }
-
-
-def _commit() -> str | None:
-    commit = _output("git", "rev-parse", "HEAD")
-    changed = _output("git", "status", "--porcelain", "--untracked-files=no")
-    return commit and commit + (" with changes" if changed else "")
-
-
-def _output(*command: str) -> str | None:
-    try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=20, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None

@@ -13,10 +13,10 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 from torch.nn.functional import rms_norm
 
-from benchmarks.gpu.bench import Bench, Prepare, brief, ratio
+from benchmarks.gpu.bench import Bench, Prepare, brief, of_copy, ratio
 from benchmarks.gpu.goals import Goal, goal
 from benchmarks.gpu.norm_alone import rms_norm_alone
-from benchmarks.gpu.table import COPY, OURS
+from benchmarks.gpu.table import OURS
 from permtriton.kernels.assignment import assignment_case, assignment_reference
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.nm_mask import (
@@ -49,7 +49,7 @@ def permute(bench: Bench) -> None:
         for in_blocks in (True, False):
             case = permute_case(rows, channels, bench.pick(torch.bfloat16, torch.float32), bench.device, in_blocks)
             peers = {
-                COPY: bench.copy_peer(case),
+                **bench.copies(case),
                 "index_select": _index_select,
                 "CUDA kernel": partial(_cuda_permute, block_size=cases.BLOCK if in_blocks else None),
             }
@@ -57,7 +57,7 @@ def permute(bench: Bench) -> None:
 
             def goals(times: Mapping[str, Timing], copied: Callable[[str, float], Goal] = copied) -> list[Goal]:
                 return [
-                    copied("of copy bandwidth", ratio(times, COPY)),
+                    copied("of copy bandwidth", of_copy(times)),
                     Goal("times faster than index_select", ratio(times, "index_select")),
                     goal("permute", "times faster than the CUDA kernel", ratio(times, "CUDA kernel")),
                 ]
@@ -73,12 +73,12 @@ def norm(bench: Bench) -> None:
             "our RMSNorm alone": _norm_alone,
             "torch RMSNorm": lambda inputs: lambda: rms_norm(inputs[0], inputs[1].shape, inputs[1], 1e-5),
             "torch RMSNorm, index_select": _torch_norm_and_select,
-            COPY: bench.copy_peer(case),
+            **bench.copies(case),
         }
         bench.compare("RMSNorm + permute", case, peers, lambda times: [
             goal("RMSNorm + permute", "times the norm alone", 1 / ratio(times, "our RMSNorm alone")),
             Goal("times torch's RMSNorm alone", 1 / ratio(times, "torch RMSNorm")),
-            Goal("of copy bandwidth", ratio(times, COPY)),
+            Goal("of copy bandwidth", of_copy(times)),
         ], alike=["torch RMSNorm, index_select"])  # fmt: skip
 
 
@@ -87,17 +87,17 @@ def sinkhorn(bench: Bench) -> None:
     blocks, size = bench.pick((BLOCKS_7B, 64), (4, 16))
     forward = sinkhorn_case(blocks, size, bench.device)
     bench.compare("sinkhorn forward", forward, {
-        COPY: bench.copy_peer(forward),
+        **bench.copies(forward),
         "eager": lambda inputs: lambda: forward_eager(*inputs),
         "torch.compile": _compiled(bench, forward_eager),
     }, lambda times: [
-        goal("sinkhorn forward", "of copy bandwidth", ratio(times, COPY)),
+        goal("sinkhorn forward", "of copy bandwidth", of_copy(times)),
         Goal("times faster than eager", ratio(times, "eager")),
         Goal("times faster than torch.compile", ratio(times, "torch.compile")),
     ], alike=("eager", "torch.compile"))  # fmt: skip
     backward = sinkhorn_backward_case(blocks, size, bench.device)
-    bench.compare("sinkhorn backward", backward, {COPY: bench.copy_peer(backward)}, lambda times: [
-        Goal("of copy bandwidth", ratio(times, COPY)),
+    bench.compare("sinkhorn backward", backward, bench.copies(backward), lambda times: [
+        Goal("of copy bandwidth", of_copy(times)),
     ])  # fmt: skip
     both = _forward_and_backward(forward, backward)
     bench.compare("sinkhorn forward + backward", both, {
@@ -125,6 +125,7 @@ def assignment(bench: Bench) -> None:
     """One step's hard permutations against scipy on the host (without the copies to it) and torch-linear-assignment."""
     blocks, size = bench.pick((BLOCKS_7B, 64), (4, 16))
     case = assignment_case(blocks, size, bench.device)
+    tuned = bench.tuned(case)
     wrong = case.check()
     if wrong is not None:
         raise AssertionError(f"a block's total is not scipy's: {wrong}")
@@ -144,7 +145,7 @@ def assignment(bench: Bench) -> None:
     ]
     note = f"totals equal on every block; {LINEAR_ASSIGNMENT} waits for the GPU, so that no graph holds it"
     floor = bench.floor(case) * 1e6
-    bench.add("assignment", case.name, times, goals, absent, note=note, bytes=case.bytes, floor_us=floor)
+    bench.add("assignment", case.name, times, goals, absent, note=note, bytes=case.bytes, floor_us=floor, **tuned)
 
 
 def _linear_assignment(bench: Bench, case: Case, inputs: Sequence[Inputs]) -> Timing:
@@ -158,7 +159,7 @@ def _linear_assignment(bench: Bench, case: Case, inputs: Sequence[Inputs]) -> Ti
     if not wrong <= case.limit:
         raise AssertionError(f"wrong: a block's total is {wrong:.3g} from scipy's")
     runs = {LINEAR_ASSIGNMENT: [partial(batch_linear_assignment, cost) for cost in costs]}
-    return measure(runs, bench.device, 2.0, graphs=False)[LINEAR_ASSIGNMENT]
+    return measure(runs, bench.device, 2.0, streamed=runs)[LINEAR_ASSIGNMENT]
 
 
 def _scipy(scores: np.ndarray[Any, np.dtype[np.float64]], repeats: int) -> dict[str, Timing]:
@@ -182,14 +183,14 @@ def masks(bench: Bench) -> None:
     dtype = bench.pick(torch.bfloat16, torch.float32)
     forward = nm_mask_case(rows, channels, dtype, bench.device)
     bench.compare("nm_mask forward", forward, {
-        COPY: bench.copy_peer(forward),
+        **bench.copies(forward),
         "eager": lambda inputs: lambda: nm_mask_reference(
             inputs[0], ImportanceFactors(1, inputs[1]), inputs[2], inputs[3], NMPattern(2, 4)
         ),
     }, lambda times: _mask_goals("nm_mask forward", times), alike=["eager"])  # fmt: skip
     backward = nm_mask_backward_case(rows, channels, dtype, bench.device)
     bench.compare("nm_mask backward", backward, {
-        COPY: bench.copy_peer(backward),
+        **bench.copies(backward),
         "eager": lambda inputs: lambda: nm_mask_backward_reference(
             inputs[4], inputs[0], ImportanceFactors(1, inputs[1]), inputs[2], inputs[3], 4, True
         ),
@@ -198,7 +199,7 @@ def masks(bench: Bench) -> None:
 
 def _mask_goals(row: str, times: Mapping[str, Timing]) -> list[Goal]:
     return [
-        goal(row, "of copy bandwidth", ratio(times, COPY)),
+        goal(row, "of copy bandwidth", of_copy(times)),
         Goal("times faster than eager", ratio(times, "eager")),
     ]
 

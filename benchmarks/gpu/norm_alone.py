@@ -12,7 +12,7 @@ def _rms_norm_kernel(x_ptr, weight_ptr, y_ptr, rows, C, eps, BLOCK_C: tl.constex
     channel = tl.arange(0, BLOCK_C)
     inside = channel < C
     scale = tl.load(weight_ptr + channel, mask=inside, other=0.0)
-    for row in range(tl.program_id(0).to(tl.int64), rows, tl.num_programs(0)):
+    for row in tl.range(tl.program_id(0).to(tl.int64), rows, tl.num_programs(0), num_stages=3):
         here = row * C + channel
         values = tl.load(x_ptr + here, mask=inside, other=0.0).to(tl.float32)
         root = tl.rsqrt(tl.sum(values * values, 0) / C + eps)

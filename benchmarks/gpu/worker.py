@@ -16,20 +16,23 @@ import transformers
 
 from benchmarks.gpu import kernels, models
 from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.plan import CEILINGS, ROWS, Row
+from permtriton.kernels import autotune
 from permtriton.kernels.tools import timing
 
-ROWS: tuple[tuple[str, float, Callable[[Bench], None]], ...] = (  # name, most seconds that it may need, function
-    ("sparse_linear", 30, models.decode),
-    ("assignment", 25, kernels.assignment),
-    ("sinkhorn", 60, kernels.sinkhorn),
-    ("nm_mask", 15, kernels.masks),
-    ("swap_gains", 15, kernels.swaps),
-    ("permute", 60, kernels.permute),
-    ("norm", 15, kernels.norm),
-    ("learning_step", 100, models.learning_step),
-    ("prefill", 30, models.prefill),
-    ("inference", 50, models.inference),
-)
+FUNCTIONS: dict[str, Callable[[Bench], None]] = {  # row of the plan -> what measures it
+    "cusparselt": models.semi_structured,
+    "sparse_linear": models.decode,
+    "nm_mask": kernels.masks,
+    "permute": kernels.permute,
+    "norm": kernels.norm,
+    "sinkhorn": kernels.sinkhorn,
+    "assignment": kernels.assignment,
+    "swap_gains": kernels.swaps,
+    "learning_step": models.learning_step,
+    "prefill": models.prefill,
+    "inference": models.inference,
+}
 OVERRUN = 2  # a row is cut off after this many times the seconds set for it
 AGAIN = 3  # exit code: this process cannot measure any more, the next rows need another
 
@@ -38,21 +41,22 @@ def main(arguments: Sequence[str]) -> int:
     """Runs rows.
 
     Args:
-        arguments: the result file, the deadline, the rows' names.
+        arguments: the result file, the deadline, "tune" or "no-tune", the rows' names.
 
     Returns:
         The exit code: 0 where every row had its turn.
     """
-    file, deadline, *names = arguments
+    file, deadline, tune, *names = arguments
     bench = Bench(Path(file), float(deadline))
+    autotune.use_beside(bench.file.parent)
     torch.manual_seed(0)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    if bench.result["ceilings"] is None:
-        _watch(bench, 30)
+    if bench.result["ceilings"] is None and set(names) - {"cusparselt"}:
+        _watch(bench, CEILINGS.limit)
         _ceilings(bench)
-    for name, seconds, row in ROWS:
-        if name in names and not _run(bench, name, seconds, row):
+    for name in names:
+        if not _run(bench, ROWS[name], tune == "tune"):
             return AGAIN
     faulthandler.cancel_dump_traceback_later()
     return 0
@@ -67,23 +71,24 @@ def _ceilings(bench: Bench) -> None:
     bench.write()
 
 
-def _run(bench: Bench, name: str, seconds: float, row: Callable[[Bench], None]) -> bool:
-    """Runs a row if the time allows; returns whether this process can run another one."""
-    if bench.seconds_left < bench.pick(seconds, 0.0):
-        bench.leave_out(name, f"{max(bench.seconds_left, 0):.0f} s were left, it may need {seconds:.0f}")
+def _run(bench: Bench, row: Row, tune: bool) -> bool:
+    """Measures a row if the time allows; returns whether this process can measure another one."""
+    needed = row.limit + (row.tuning if tune else 0)
+    if bench.seconds_left < bench.pick(needed, 0.0):
+        bench.group = row.name
+        bench.leave_out(row.name, f"{max(bench.seconds_left, 0):.0f} s were left, it may need {needed:.0f}")
         return True
-    bench.result["row_seconds"][name] = None  # stays None if the row ends the process
-    bench.write()
-    _watch(bench, OVERRUN * seconds)
+    _watch(bench, OVERRUN * needed)
+    bench.start(row.name, tune)
     started, outcome = time.perf_counter(), "done"
     try:
-        row(bench)
+        FUNCTIONS[row.name](bench)
     except Exception as error:  # a failing row must not cost the others
-        outcome = bench.leave_out(name, error)
+        outcome = bench.leave_out(row.name, error)
+    took = time.perf_counter() - started
+    bench.end(took)
     usable = _cleared(bench)
-    bench.result["row_seconds"][name] = took = round(time.perf_counter() - started, 1)
-    bench.write()
-    print(f"{name}: {outcome}, {took:.0f} s, {bench.seconds_left:.0f} s left", flush=True)
+    print(f"{row.name}: {outcome}, {took:.0f} s, {bench.seconds_left:.0f} s left", flush=True)
     return usable
 
 
@@ -96,7 +101,7 @@ def _watch(bench: Bench, seconds: float) -> None:
 def _cleared(bench: Bench) -> bool:
     """Frees what a row held; returns whether the GPU still works: not after an illegal access.
 
-    Neither does torch's allocator after a graph capture that failed, before torch 2.12: nothing is captured after it.
+    Before torch 2.12 its random generator may not work either, after a graph capture that failed.
     """
     gc.collect()
     if bench.device.type != "cuda":
@@ -104,6 +109,7 @@ def _cleared(bench: Bench) -> bool:
     try:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
+        torch.rand(1, device=bench.device)
     except RuntimeError as error:
         print(f"this process can measure no more: {error}", flush=True)
         return False

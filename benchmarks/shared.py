@@ -1,0 +1,99 @@
+"""What several benchmarks of whole models need. Scripts of this folder import it as ``shared``."""
+
+import argparse
+import time
+from collections.abc import Callable, Iterator
+from itertools import count
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from permtriton import NMPattern
+from permtriton.config import CompileConfig, LearnConfig
+from permtriton.kernels.importance import ImportanceFactors
+from permtriton.model.forward import last_hidden_state
+from permtriton.model.plan import Plan, layer_modules, linear_module, weight_in_out
+from permtriton.prune.importance import importance_of
+from permtriton.prune.learn import Trainer, learned_spaces
+from permtriton.prune.masked_model import checkpointed, masked_model
+from permtriton.prune.objective import Objective
+from permtriton.prune.relaxation import Relaxation
+
+PATTERN = NMPattern(2, 4)
+
+
+def llama(args: argparse.Namespace) -> LlamaForCausalLM:
+    """Returns a LLaMA with random weights, of the sizes, dtype and device that a script's arguments name."""
+    config = LlamaConfig(
+        vocab_size=args.vocabulary,
+        hidden_size=args.hidden,
+        intermediate_size=args.intermediate,
+        num_hidden_layers=args.layers,
+        num_attention_heads=args.heads,
+        num_key_value_heads=args.heads,
+        max_position_embeddings=args.tokens,
+    )
+    return LlamaForCausalLM(config).to(args.device, getattr(torch, args.dtype)).eval()
+
+
+def random_importances(model: PreTrainedModel, plan: Plan) -> dict[str, ImportanceFactors]:
+    """Returns Wanda's importance of each pruned linear, for random channel norms."""
+    found = {}
+    for site, name in plan.linears():
+        statistic = (torch.rand(site.channels) + 0.5).to(model.device)
+        found[name] = importance_of("wanda", weight_in_out(linear_module(model, name)), statistic)
+    return found
+
+
+def timed(run: Callable[[], object], device: torch.device) -> float:
+    """Returns the seconds of a call, with all that it launches on the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    started = time.perf_counter()
+    run()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+def step_seconds(
+    model: PreTrainedModel, plan: Plan, ids: Tensor, target: Tensor, micro_batch: int, keep: bool = True
+) -> Iterator[tuple[float, float]]:
+    """Yields the seconds of a dense step and of a learning step on the same sequences, in turn, without end.
+
+    The dense step is a forward and backward pass with gradients of all pruned weights. Both have activation
+    checkpointing. The first pair warms up.
+
+    Args:
+        model: of which all permutations learn.
+        plan: the model's plan for 2:4.
+        ids: the sequences of a step, int64 ``[sequences, tokens]``.
+        target: the dense model's last hidden states on them.
+        micro_batch: sequences per forward and backward pass.
+        keep: whether masks are computed once per step, not for each micro-batch.
+    """
+    rows, layers, importances = torch.arange(ids.shape[0]), layer_modules(model, plan), random_importances(model, plan)
+    learn = LearnConfig(batch_size=ids.shape[0], epochs=1000)
+    config = CompileConfig(sparsity=PATTERN, micro_batch_size=micro_batch, learn=learn)
+    relaxation = Relaxation(learned_spaces(plan, learn), learn, 0, model.device)
+    optimizer = torch.optim.AdamW(relaxation.parameters(), lr=learn.learning_rate)
+
+    def dense() -> None:
+        model.requires_grad_(False)
+        for _, name in plan.linears():
+            linear_module(model, name).weight.requires_grad_(True)
+        with checkpointed(layers):
+            for part in rows.split(micro_batch):
+                last_hidden_state(model, ids[part]).float().square().mean().backward()
+        model.zero_grad(set_to_none=True)
+        model.requires_grad_(False)
+
+    def learning(number: int) -> float:
+        with masked_model(model, plan, importances, relaxation, config, keep) as masks:
+            trainer = Trainer(model, masks, relaxation, optimizer, ids, Objective("cosine", target), config)
+            trainer.step(rows, number)  # the allocator settles after the weights were transposed
+            return timed(lambda: trainer.step(rows, number), model.device)
+
+    for number in count():
+        yield timed(dense, model.device), learning(number)
