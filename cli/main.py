@@ -311,7 +311,8 @@ def doctor(
 ) -> None:
     """Show what this machine is, and test what runs on it; the thing to paste into a bug report.
 
-    Exit code 2 if the self-test fails. --compile-kernels checks the GPU kernels without a GPU.
+    Exit code 2 if the self-test fails. --compile-kernels checks the GPU kernels without a GPU: exit code 2 if a default
+    configuration does not compile, spills, uses stack, or needs more shared or tensor memory than the GPU has.
     """
     from permtriton.cli.doctor import run
 

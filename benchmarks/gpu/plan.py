@@ -6,7 +6,7 @@ A call is one command. Each fits a limit of ten minutes, and all three fit half 
 from dataclasses import dataclass, replace
 
 OUT = "benchmarks/results"
-LIMIT = 10  # minutes that a call may take where somebody else ends it
+LIMIT = 10  # minutes that a call may take
 START = 15  # seconds until a call's processes run
 MODULE = "python -m benchmarks.gpu"
 
@@ -57,7 +57,7 @@ class Call:
         return f"{MODULE} --out {out} --call {self.name}{tune}"
 
 
-CEILINGS = Row("ceilings", 3, 30, "a copy and a product, in each call of its own")
+CEILINGS = Row("ceilings", 3, 30, "a copy and a product, measured anew in each call")
 
 CALLS = (
     Call("checks", 8, "are the results right", (
@@ -109,7 +109,7 @@ def printed(out: str = OUT) -> str:
     """Returns the plan for a terminal: commands to copy, each with its expected duration."""
     lines = [
         f"{len(CALLS)} calls of less than {LIMIT} minutes each, {sum(call.seconds for call in CALLS) / 60:.0f} minutes "
-        f"expected in all, {sum(call.minutes for call in CALLS):g} at most.",
+        f"expected in all, {sum(call.minutes for call in CALLS):g} at most. Predicted for an H200 and 16 cores.",
         "The machine with the GPU needs this checkout, installed: pip install -e '.[dev]' (--help says what is enough",
         "where packages cannot be fetched). It uses nvcc and compute-sanitizer if they are there.",
         "Run them in the repository's root, in this order, on one GPU. A call that is cut off keeps what it has;",
@@ -145,7 +145,7 @@ def markdown() -> str:
             most = row.limit + row.tuning
             lines.append(f"| | {row.name} | {row.seconds:.0f} | {tuning} | {most:.0f} | {row.mostly} |")
         most = sum(row.limit + row.tuning for row in call.rows)
-        lines.append(f"| | sum | {call.seconds:.0f} | with it | {most:.0f} of {60 * call.minutes:.0f} | |")
+        lines.append(f"| | sum | {call.seconds:.0f} | included | {most:.0f} of {60 * call.minutes:.0f} | |")
     return "\n".join(lines)
 
 

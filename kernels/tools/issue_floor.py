@@ -80,7 +80,7 @@ class Gpu:
 
 
 _TARGETS = {target.name: target for target in TARGETS}
-H200 = Gpu("H200", _TARGETS["sm_90"], 132, 1.98e9, 4.3e12, "copies are known to reach it; 4.8 TB/s nominal")
+H200 = Gpu("H200", _TARGETS["sm_90"], 132, 1.98e9, 4.3e12, "assumed: 0.9 of the nominal 4.8 TB/s")
 GPUS = (
     H200,
     Gpu("A100 80 GB", _TARGETS["sm_80"], 108, 1.41e9, 0.9 * 2.04e12, "0.9 of the nominal 2.04 TB/s"),

@@ -19,10 +19,14 @@ TOKENS = 16  # that are generated for each prompt
 
 @contextmanager
 def engine(folder: Path, **options: Any) -> Iterator[LLM]:
-    """Starts vLLM with a folder, and stops it."""
+    """Starts vLLM with a folder, and stops it, even where a failed test keeps it."""
     small = {"max_model_len": 64, "max_num_seqs": 32, "dtype": "float32", "seed": 0, "disable_log_stats": True}
     try:
-        yield LLM(str(folder), **{"enforce_eager": True, **small, **options})
+        llm = LLM(str(folder), **{"enforce_eager": True, **small, **options})
+        try:
+            yield llm
+        finally:
+            llm.llm_engine.engine_core.shutdown()
     finally:
         gc.collect()
         cleanup_dist_env_and_memory()
