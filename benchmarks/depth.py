@@ -3,7 +3,7 @@
 Each is run twice: with layers on the outputs of the layer before, and with every layer on a run of the model from its
 start, which is quadratic in the depth. One JSON line per depth is printed.
 
-    python benchmarks/depth.py --layers 8,16,32 > benchmarks/results/depth-cpu.jsonl
+    python benchmarks/depth.py --layers 8,16,32 --sequences 16 > benchmarks/results/depth-cpu.jsonl
 """
 
 import argparse

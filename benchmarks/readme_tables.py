@@ -135,6 +135,14 @@ def compile_time_table(name: str) -> str:
     return "\n".join([*lines, "", f"{report['device']}; torch {report['versions']['torch']}; medians of {runs}."])
 
 
+def depth_table(name: str) -> str:
+    """Returns the rows of ``benchmarks/depth.py``, one JSON line each."""
+    runs = [f"{work}, {how}" for work in ("statistics", "SparseGPT") for how in ("one by one", "from the start")]
+    rows = _load_lines(name)
+    lines = [[str(row["shape"]["layers"]), *(f"{row['seconds'][run]:.1f} s" for run in runs)] for row in rows]
+    return _table(f"layers | {' | '.join(runs)}", lines, f"{_machine(rows)}; one run each.")
+
+
 def runtime_overhead_table(name: str) -> str:
     """Returns the rows of ``benchmarks/runtime_overhead.py``."""
 
@@ -217,6 +225,7 @@ TABLES = {
     "config-options": config_options_table,
     "other-options": other_options_table,
     "compile-time": lambda: compile_time_table("compile-time-cpu.json"),
+    "depth": lambda: depth_table("depth-cpu.jsonl"),
     "runtime-overhead": lambda: runtime_overhead_table("runtime-overhead-cpu.jsonl"),
     "gpu": gpu_table,
     "issue-floor": lambda: issue_floor_table("issue-floor.json"),
