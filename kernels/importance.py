@@ -35,3 +35,9 @@ class ImportanceFactors:
         """Returns the factors of some of the input channels: a slice, or their numbers."""
         column = None if self.column is None else self.column[channels]
         return ImportanceFactors(self.power, self.scale[channels], self.row, column)
+
+    def of_rows(self, rows: slice, device: torch.device) -> "ImportanceFactors":
+        """Returns the factors of some of the output rows, on a device."""
+        row = None if self.row is None else self.row[rows].to(device)
+        column = None if self.column is None else self.column.to(device)
+        return ImportanceFactors(self.power, self.scale.to(device), row, column)

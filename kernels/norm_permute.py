@@ -1,6 +1,7 @@
 """A norm that writes its output in another channel order: ``y[..., j] = norm(x)[..., index[j]]``.
 
-With ``h = x / sqrt(mean(x^2) + eps)`` computed in float32, and ``cast`` rounding to the dtype of ``x``:
+With ``h = x / sqrt(mean(x^2) + eps)`` computed in float32, and ``cast`` rounding to the dtype of ``x`` (of "rms", to
+that of the weight where it is narrower: T5 in float16 has a float32 stream):
 
     "rms"        norm(x) = (offset + weight) * cast(h)             LLaMA, Mistral, Qwen, T5
     "rms_float"  norm(x) = cast((offset + weight) * h)             OLMo 2, gpt-oss; Gemma with offset 1
@@ -83,7 +84,7 @@ def norm_permute(
         kind: "rms", "rms_float" or "layer".
 
     Returns:
-        ``[..., C]``, contiguous, in the dtype of ``x``; "rms" promotes it to the weight's dtype, as the modules do.
+        ``[..., C]``, contiguous, in the dtype of ``x``, or of the weight for "rms", as the modules do.
 
     Raises:
         ModelError: shapes that do not fit, an unknown kind, or a bias with an RMS kind.
@@ -117,7 +118,8 @@ def norm_reference(
     if index is not None:  # before rounding: on a CPU 32-bit values gather twice as fast as 16-bit ones
         hidden, weight = permute_reference(hidden, index), weight[index]
     if kind == "rms":
-        return _shifted(weight, offset) * hidden.to(x.dtype)
+        narrow = min(x.dtype, weight.dtype, key=lambda dtype: dtype.itemsize)
+        return (_shifted(weight, offset) * hidden.to(narrow)).to(weight.dtype)
     return (_shifted(weight.to(precision), offset) * hidden).to(x.dtype)
 
 
@@ -185,8 +187,7 @@ def _norm_permute(
 @_norm_permute.register_fake
 def _(x, weight, bias, index, eps, offset, kind):  # type: ignore[no-untyped-def]
     _check(x, weight, bias, index, kind)
-    dtype = torch.promote_types(x.dtype, weight.dtype) if kind == "rms" else x.dtype
-    return x.new_empty(x.shape, dtype=dtype)
+    return x.new_empty(x.shape, dtype=weight.dtype if kind == "rms" else x.dtype)
 
 
 @torch.library.custom_op("permtriton::norm_permute_backward", mutates_args=())

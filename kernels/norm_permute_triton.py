@@ -243,7 +243,7 @@ def norm_permute_triton(
     config: Config | None = None,
 ) -> Tensor:
     """Computes `norm_permute_reference` of inputs that `takes` accepts; ``config`` replaces the tuned one."""
-    hidden, dtype = _rows(x), torch.promote_types(x.dtype, weight.dtype) if kind == "rms" else x.dtype
+    hidden, dtype = _rows(x), weight.dtype if kind == "rms" else x.dtype
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
     weight, index, bias = weight.contiguous(), index.contiguous(), None if bias is None else bias.contiguous()
     rows, channels = hidden.shape

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from permtriton.passes.graph import INSERTED
-from permtriton.passes.values import IndexValue, LinearCall, ParameterValue, leaves
+from permtriton.passes.ids import both_unexpanded, differs, mix, unexpanded
+from permtriton.passes.values import Crossed, IndexValue, LinearCall, ParameterValue, leaves
 
 AxisKey = tuple[str, int]  # a parameter and one of its dimensions
 
@@ -109,28 +110,47 @@ class Channels:
 
     # -- ids -------------------------------------------------------------------------------------------------------
 
-    def ids_of(self, value: Any) -> Any:
-        """Returns an argument of an operator, with ids in the place of a parameter or an index.
+    def ids_of(self, value: Any, dim: int | None = None) -> Any:
+        """Returns an argument of an operator as one tensor of ids, if it is a parameter, an index or `Crossed`.
 
-        A parameter that is used as data carries the channels of its last dimension; its other dimensions must then keep
-        their order.
+        A parameter that is used as data carries the channels of one dimension; its other dimensions must then keep
+        their order. Of `Crossed` ids, those that differ along the last dimension stay; the others keep their order.
+
+        Args:
+            value: Any argument; others are returned as they are.
+            dim: The parameter's dimension; None for its last one.
         """
         if isinstance(value, IndexValue):
             return self.opaque_like(value.index)
+        if isinstance(value, Crossed):
+            first = next((part for part in value.parts if differs(part)[-1]), value.parts[0])
+            for part in value.parts:
+                if part is not first:
+                    self.separate(part, f"{self.node.target} has a rule for the other factor of a product only")
+            return first
         if not isinstance(value, ParameterValue):
             return value
         if np.prod(value.shape) == 1:
             return torch.full(value.shape, self._scalars.setdefault(value.name, int(self.opaque(()))))
-        for dim in range(len(value.shape) - 1):
-            self.separate(self.axis(value, dim), "their parameter is also used as data")
-        return self.axis(value, -1).expand(value.shape)
+        stored = [d for d, own in enumerate(value.dims) if own is not None]
+        dim = max((d for d in stored if value.shape[d] > 1), default=stored[-1]) if dim is None else dim
+        for other in stored:
+            if other != dim:
+                self.separate(self.axis(value, other), "their parameter is also used as data")
+        return self.axis(value, dim).view([-1 if d == dim else 1 for d in range(len(value.shape))]).expand(value.shape)
 
     def axis(self, value: ParameterValue, dim: int) -> Tensor:
-        """Returns the channels of one dimension of a parameter, in the parameter's current shape."""
-        key, order = (value.name, value.dims[dim]), value.orders[dim]
+        """Returns the channels of one stored dimension of a parameter, in the parameter's current shape."""
+        own, order = value.dims[dim], value.orders[dim]
+        assert own is not None, f"{value.name} has no dimension at position {dim}"
+        key = (value.name, own)
         self.used[key] = None
         ids = self._ids[self.starts[key] : self.starts[key] + self.sizes[key]]
         return ids if order is None else ids[order]
+
+    def axes(self, value: ParameterValue) -> list[Tensor]:
+        """Returns the channels of every stored dimension of a parameter."""
+        return [self.axis(value, dim) for dim, own in enumerate(value.dims) if own is not None]
 
     def opaque(self, shape: tuple[int, ...]) -> Tensor:
         """Returns new ids of something that is no channel, each of them different."""
@@ -142,30 +162,34 @@ class Channels:
         """Returns new ids of something that is no channel, in the shape of ``value``."""
         return self.opaque(tuple(value.shape))
 
+    def renewed(self, ids: Tensor) -> Tensor:
+        """Returns ids of a function that is another one at each position: what is no channel becomes new."""
+        return ids if self.all_channels(ids) else torch.where(ids > 0, ids, self.opaque_like(ids))
+
     def any_channel(self, ids: Tensor) -> bool:
         """Whether any element is a channel."""
-        return self._in_range(ids) or bool((_unexpanded(ids) > 0).any())
+        return self._in_range(ids) or bool((unexpanded(ids) > 0).any())
 
     def all_channels(self, ids: Tensor) -> bool:
         """Whether every element is a channel."""
-        return self._in_range(ids) or bool((_unexpanded(ids) > 0).all())
+        return self._in_range(ids) or bool((unexpanded(ids) > 0).all())
 
     def channels_of(self, x: Tensor) -> tuple[Tensor, str]:
         """Returns the channels of the last dimension, and the reason if they are not known; else an empty reason."""
-        flat = _unexpanded(x, keep=x.ndim - 1).reshape(-1, x.shape[-1])
+        flat = unexpanded(x, keep=x.ndim - 1).reshape(-1, x.shape[-1])
         if not self.all_channels(flat):
             return flat[0], "its input comes from an operator without a channel rule, or from outside the model"
         return flat[0], "" if bool((flat == flat[:1]).all()) else "its input mixes tokens into channels"
 
     def gather(self, ids: Tensor, index: Tensor, dim: int) -> Tensor:
         """Returns the ids with one dimension in the order of ``index``."""
-        return _unexpanded(ids, keep=dim % ids.ndim).index_select(dim, index).expand(ids.shape)
+        return unexpanded(ids, keep=dim % ids.ndim).index_select(dim, index).expand(ids.shape)
 
     def compacted(self, ids: Tensor) -> Tensor:
         """Returns the same ids, as an expanded view where they repeat along a whole dimension."""
         if self._in_range(ids) or not ids.numel():
             return ids
-        compact = _unexpanded(ids)
+        compact = unexpanded(ids)
         for dim, size in enumerate(compact.shape):
             first = compact.narrow(dim, 0, 1)
             if size > 1 and torch.equal(first, compact.narrow(dim, size - 1, 1)) and bool((compact == first).all()):
@@ -178,7 +202,7 @@ class Channels:
         Returns None where an operator that takes some positions along ``dim`` takes the same from every channel: where
         no channel occurs more than once, or each fills the dimension.
         """
-        compact = _unexpanded(ids)
+        compact = unexpanded(ids)
         if compact.shape[dim] == 1 or self._distinct(compact) or not self.any_channel(compact):
             return None
         ordered, order = compact.sort(stable=True, dim=dim)
@@ -227,10 +251,19 @@ class Channels:
         if (a_all and b_none) or (b_all and a_none):
             return a if a_all else b
         shape = a.shape
-        a, b = _both_unexpanded(a, b)
+        a, b = both_unexpanded(a, b)
         both = (a > 0) & (b > 0)
         self.unite(a[both], b[both], attached)
         return self.compacted(torch.where((a > 0) | (b < 0), a, b)).expand(shape)
+
+    def cross(self, a: Tensor, b: Tensor) -> None:
+        """Adds to the context of each channel of two tensors the channels that it meets in the other one, as values."""
+        for ids, other in ((a, b), (b, a)):
+            reason = f"{self.node.target} combines each with other channels"
+            if self.all_channels(ids):
+                self._add_context(ids, other, reason)
+            else:
+                self._add_context(ids[ids > 0], other[ids > 0], reason)
 
     def reduce(self, ids: Tensor, dims: Sequence[int], *, keep: bool) -> Tensor:
         """Returns the ids of a reduction over ``dims``, in which the order does not matter.
@@ -247,7 +280,7 @@ class Channels:
                 rows = rows.narrow(d, 0, 1)
         fresh = self.opaque(tuple(shape))
         reason = f"{self.node.target} reduces them in separate groups"
-        if self._in_range(ids) and self._distinct(_unexpanded(ids)):
+        if self._in_range(ids) and self._distinct(unexpanded(ids)):
             first = rows
             for _ in dims:
                 first = first.select(-1, 0)
@@ -283,7 +316,7 @@ class Channels:
 
     def unite(self, a: Tensor, b: Tensor, attached: bool = False) -> None:
         """Records that the channels of two tensors move together, element by element; see `Joint` for ``attached``."""
-        a, b = _both_unexpanded(a, b)
+        a, b = both_unexpanded(a, b)
         distinct = self._distinct(a) or self._distinct(b)
         first, second = a.reshape(-1).numpy(), b.reshape(-1).numpy()
         if not distinct:
@@ -299,8 +332,8 @@ class Channels:
         # Along the dimensions in which ids are expanded, every channel meets the same values: they are hashed once.
         repeated = [d for d in range(ids.ndim) if ids.stride(d) == 0]
         rest = [d for d in range(ids.ndim) if d not in repeated]
-        compact = _unexpanded(ids).permute(*rest, *repeated).flatten(len(rest)).squeeze(-1) if repeated else ids
-        values = _unexpanded(values).permute(*repeated, *rest)
+        compact = unexpanded(ids).permute(rest + repeated).flatten(len(rest)).squeeze(-1) if repeated else ids
+        values = unexpanded(values).permute(repeated + rest)
         table = values.reshape(-1, *values.shape[len(repeated) :]).numpy()
         rank = np.arange(len(table), dtype=np.uint64).reshape(-1, *[1] * len(rest))
         met = mix(table.view(np.uint64) ^ mix(rank)).sum(0, dtype=np.uint64)
@@ -321,7 +354,7 @@ class Channels:
         """Gives every channel a context of its own, so that none may change places with another."""
         if not self._contexts or not ids.numel():
             return
-        compact = _unexpanded(ids)
+        compact = unexpanded(ids)
         unique = compact.reshape(-1).numpy()
         if not self._distinct(compact):
             unique = np.unique(unique)
@@ -335,40 +368,24 @@ class Channels:
             operator: Description of the operator, for the reason.
             arguments: The operator's arguments, nested as they are.
         """
-        entering = [v for v in leaves(arguments) if isinstance(v, (Tensor, ParameterValue))]
-        ids = [self.ids_of(v) for v in entering]
-        for value in entering:
+        ids: list[Tensor] = []
+        for value in leaves(arguments):
             if isinstance(value, ParameterValue):
-                ids += [self.axis(value, dim) for dim in range(len(value.shape))]
+                ids += self.axes(value)
+            elif isinstance(value, Crossed):
+                ids += value.parts
+            elif isinstance(value, Tensor):
+                ids.append(value)
         if any(self.any_channel(i) for i in ids):
             reason = f"{operator} has no channel rule"
             self.barriers[f"{reason} (node {self.node.name})"] = None
             self.separate(torch.cat([i.reshape(-1) for i in ids]), reason)
-        result = self.node.meta.get("val")
-        if isinstance(result, (tuple, list)):
-            return [self.opaque_like(v) if isinstance(v, Tensor) else v for v in result]
-        return self.opaque_like(result) if isinstance(result, Tensor) else result
+        return self.unknown(self.node.meta.get("val"))
 
-
-def _unexpanded(ids: Tensor, keep: int = -1) -> Tensor:
-    """Returns a view that has size 1 along the dimensions in which a tensor is expanded, except for ``keep``."""
-    for dim in range(ids.ndim):
-        if dim != keep and ids.shape[dim] > 1 and ids.stride(dim) == 0:
-            ids = ids.narrow(dim, 0, 1)
-    return ids
-
-
-def _both_unexpanded(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns views that have size 1 along the dimensions in which both tensors are expanded."""
-    for dim in range(a.ndim):
-        if a.shape[dim] > 1 and a.stride(dim) == 0 == b.stride(dim):
-            a, b = a.narrow(dim, 0, 1), b.narrow(dim, 0, 1)
-    return a, b
-
-
-def mix(values: np.ndarray) -> np.ndarray:
-    """Returns a 64-bit hash of each integer (the finalizer of splitmix64), uint64."""
-    z = values.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
+    def unknown(self, value: Any) -> Any:
+        """Returns new ids in place of every tensor; a size that depends on data counts as 1."""
+        if isinstance(value, (tuple, list)):
+            return [self.unknown(item) for item in value]
+        if not isinstance(value, Tensor):
+            return value
+        return self.opaque(tuple(size if isinstance(size, int) else 1 for size in value.shape))

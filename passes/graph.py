@@ -30,10 +30,13 @@ PRODUCTS: dict[Any, int] = {
     aten.matmul.default: 0,
     SPARSE_LINEAR: 0,
 }
-TRANSPOSED = {aten.t.default, aten.numpy_T.default, aten.transpose.int}
+TRANSPOSED = {aten.t.default, aten.mT.default, aten.numpy_T.default, aten.transpose.int}
 CASTS = {aten.to, aten._to_copy, aten.clone, aten.contiguous, aten.alias, aten.detach, aten.type_as}
 # Operators after which the last dimension has the same channels, unless its size changes.
-RESHAPING = {aten.view, aten.reshape, aten.contiguous, aten.clone, aten.alias, aten.to, aten.dropout, aten.flatten}
+RESHAPING = {
+    aten.view, aten._unsafe_view, aten.reshape, aten.contiguous, aten.clone, aten.alias, aten.to, aten._to_copy,
+    aten.dropout, aten.flatten,
+}  # fmt: skip
 
 
 def copied(graph_module: fx.GraphModule) -> fx.GraphModule:
@@ -65,9 +68,14 @@ def products(weight: fx.Node) -> Iterator[tuple[fx.Node, int]]:
         if user.target in PRODUCTS and user.args[PRODUCTS[user.target]] is not weight:
             yield user, PRODUCTS[user.target]
         elif user.args[0] is weight and (
-            OURS in user.meta or user.target in TRANSPOSED or getattr(user.target, "overloadpacket", None) in CASTS
+            OURS in user.meta or transposes(user) or getattr(user.target, "overloadpacket", None) in CASTS
         ):
             yield from products(user)
+
+
+def transposes(node: fx.Node) -> bool:
+    """Whether a node transposes a matrix."""
+    return node.target in TRANSPOSED or (node.target is aten.permute.default and list(node.args[1]) == [1, 0])  # type: ignore[arg-type]
 
 
 def argument(node: fx.Node, position: int) -> fx.Node:
@@ -84,7 +92,7 @@ def input_dim(weight: fx.Node) -> int:
         user = next(iter(node.users))
         if user.target in PRODUCTS:
             return 1 - dim if user.target is aten.linear.default else dim
-        if user.target in TRANSPOSED:
+        if transposes(user):
             dim = 1 - dim
         node = user
 

@@ -65,8 +65,8 @@ def _give_own_space(finder: "_NormFinder", site: Site) -> str:
     fixed = [name for name in site.linears if not finder.may_gather(name)]
     if norm is None and fixed:
         return (
-            f"no norm before it can gather, and neither can {fixed[0]} itself (a Conv1D, one of stacked experts, or a "
-            "linear with hooks or a shared weight)"
+            f"no norm before it can gather, and neither can {fixed[0]} itself (a Conv1D, one of stacked experts, part "
+            "of a layer of torch.nn, or a linear with hooks or a shared weight)"
         )
     site.units = identity(site.channels)
     parameters = [*(f"{name}.weight" for name in site.linears), *readers]
@@ -97,7 +97,7 @@ class _NormFinder:
         self._model = model
         self._modules = dict(model.named_modules(remove_duplicate=False))
         self._names = Counter(id(module) for module in self._modules.values())  # a shared module has several
-        self._owners = Counter(id(p) for module in model.modules() for p in module._parameters.values())
+        self._owners = Counter(id(p) for module in self._modules.values() for p in module._parameters.values())
         self._calls: dict[str, set[str]] = defaultdict(set)  # module name -> its calls in the trace
         for node in graph_module.graph.nodes:
             if stack := list(node.meta.get("nn_module_stack") or {}):
@@ -106,10 +106,16 @@ class _NormFinder:
     def may_gather(self, name: str) -> bool:
         """Whether a linear can be replaced by one that gathers: a plain ``nn.Linear`` with a weight of its own."""
         module = self._modules[name]
-        if type(module) is not nn.Linear or stacked_name(self._model, name) is not None:
+        if type(module) is not nn.Linear or stacked_name(self._model, name) is not None or self._may_be_bypassed(name):
             return False
         hooked = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
         return not hooked and self._owners[id(module.weight)] == 1
+
+    def _may_be_bypassed(self, name: str) -> bool:
+        """Whether a module belongs to a layer of ``torch.nn``, which may read its weights instead of calling it."""
+        parent = self._modules[name.rpartition(".")[0]]
+        container = isinstance(parent, (nn.Sequential, nn.ModuleList, nn.ModuleDict))
+        return type(parent).__module__.startswith("torch.nn.") and not container
 
     def norm_before(self, site: Site) -> tuple[Norm | None, list[str]]:
         """Finds the norm before a site, if its output is read by linears only.
@@ -127,11 +133,17 @@ class _NormFinder:
         norm, readers = self._modules.get(path), _weights_that_read(source)
         if not path or norm is None or readers is None or source.meta["val"].shape[-1] != site.channels:
             return None, []
-        if len(self._calls[path]) > 1 or self._names[id(norm)] > 1 or norm_input(source, path) is None:
+        read = norm_input(source, path)
+        if len(self._calls[path]) > 1 or self._names[id(norm)] > 1 or read is None:
             return None, []  # it runs more than once, or on more than one activation
+        if self._may_be_bypassed(path):
+            return None, []
         variant = match_norm(norm, site.channels)
         if variant is None:
             return None, []
+        decides = norm.get_parameter("weight") if variant.kind == "rms" else read.meta["val"]
+        if source.meta["val"].dtype != decides.dtype:
+            return None, []  # where dtypes are mixed, it rounds otherwise than the norm that would replace it
         own = {f"{name}.weight" for name in site.linears}
         if self._unseen.reach([f"{path}.weight", *readers, *own], [site]):
             return None, []  # what the trace did not run may read the norm's output, too

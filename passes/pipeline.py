@@ -10,6 +10,7 @@ from torch import Tensor, fx
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.model.edits import Move, moves_of
 from permtriton.model.plan import ChannelSpace, Plan
+from permtriton.model.samples import Inputs
 from permtriton.passes.cancel_permutations import cancel_permutations
 from permtriton.passes.channels import one_thread
 from permtriton.passes.fuse_permutations import fuse_permutations
@@ -142,7 +143,7 @@ def _random_index(space: ChannelSpace, generator: torch.Generator) -> Tensor:
 def run_passes(
     graph_module: fx.GraphModule,
     passes: Sequence[Pass],
-    batches: Sequence[Tensor] = (),
+    batches: Sequence[Inputs] = (),
     observe: Callable[[PassResult], None] = lambda result: None,
 ) -> fx.GraphModule:
     """Runs passes on a copy of a graph. After each, removes dead nodes, lints, recompiles and verifies the graph.
@@ -150,7 +151,7 @@ def run_passes(
     Args:
         graph_module: The graph to start from; unchanged on return.
         passes: Passes, such as those from `permutation_passes`.
-        batches: Token ids ``[1, tokens]`` of the traced length, on which exact passes must give the same outputs. If
+        batches: Samples of the traced shapes, on which exact passes must give the same outputs. If
             there are none (on the meta device), only the structure is verified.
         observe: Called after each pass.
 

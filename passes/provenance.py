@@ -26,10 +26,11 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 from torch import Tensor, fx, nn
 
-from permtriton.passes.channel_rules import rule_of
-from permtriton.passes.channels import AxisKey, Channels, Event, Joint, mix, one_thread
+from permtriton.passes.channel_rules import CONSTANT, rule_of
+from permtriton.passes.channels import AxisKey, Channels, Event, Joint, one_thread
 from permtriton.passes.graph import INDEX, INSERTED
-from permtriton.passes.values import IndexValue, LinearCall, ParameterValue
+from permtriton.passes.ids import mix
+from permtriton.passes.values import Crossed, IndexValue, LinearCall, ParameterValue
 
 
 @dataclass
@@ -128,9 +129,11 @@ def propagate(graph_module: fx.GraphModule, outputs: Sequence[int], hidden: int)
     channels = Channels(graph_module)
     results = _Interpreter(graph_module, channels).results()
     for position in outputs:
-        if isinstance(results[position], Tensor):
-            channels.separate(results[position], "it is an output of the model, whose order must stay")
-    hidden_ids, problem = channels.channels_of(results[hidden])
+        value = results[position]
+        for ids in value.parts if isinstance(value, Crossed) else [channels.ids_of(value)]:
+            if isinstance(ids, Tensor):
+                channels.separate(ids, "it is an output of the model, whose order must stay")
+    hidden_ids, problem = channels.channels_of(channels.ids_of(results[hidden]))
     return _finish(channels, np.zeros(0, np.int64) if problem else hidden_ids.numpy())
 
 
@@ -148,6 +151,7 @@ class _Interpreter(fx.Interpreter):
     def __init__(self, graph_module: fx.GraphModule, channels: Channels) -> None:
         super().__init__(graph_module)
         self._channels = channels
+        self._emptied: set[fx.Node] = set()
 
     def results(self) -> Sequence[Any]:
         """Runs the graph and returns the ids of its outputs."""
@@ -173,13 +177,34 @@ class _Interpreter(fx.Interpreter):
         return self._channels.opaque_like(value) if isinstance(value, Tensor) else value
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if self._lacks_a_part(self._channels.node):
+            return self._channels.barrier(
+                f"{target} of a part that is empty where the model was traced", (args, kwargs)
+            )
         rule = rule_of(self._channels.node)
         if rule is None:
             return self._channels.barrier(str(target), (args, kwargs))
         return rule(self._channels, target, args, kwargs)
 
+    def _lacks_a_part(self, node: fx.Node) -> bool:
+        """Whether an operator reads what earlier ones left nothing of: no ids tell what it reads of more tokens."""
+        value = node.meta.get("val")
+        if not isinstance(value, Tensor):
+            return False
+        inputs = [each for each in node.all_input_nodes if isinstance(each.meta.get("val"), Tensor)]
+        if not _is_empty(value):
+            return not self._emptied.isdisjoint(inputs)
+        constant = getattr(node.target, "overloadpacket", None) in CONSTANT
+        if not constant and any(not _is_empty(each.meta["val"]) or each in self._emptied for each in inputs):
+            self._emptied.add(node)
+        return False
+
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
         return self._channels.barrier(f"module {target}", (args, kwargs))
+
+
+def _is_empty(value: Tensor) -> bool:
+    return any(isinstance(size, int) and not size for size in value.shape)  # other sizes depend on data
 
 
 def _finish(channels: Channels, hidden: np.ndarray) -> Provenance:

@@ -1,5 +1,6 @@
 """From channel provenance to the plan: the sites, their channel spaces, and which linears stay dense and why."""
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable
 
@@ -7,9 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
-from permtriton.errors import ModelError
+from permtriton.errors import ModelError, reasons_of
 from permtriton.model.plan import LINEAR_MODULES, Axis, ChannelSpace, Plan, Site
 from permtriton.passes.channels import one_thread
+from permtriton.passes.graph import module_path
 from permtriton.passes.provenance import Provenance
 from permtriton.passes.unseen import Unseen, layer_of
 from permtriton.passes.values import LinearCall
@@ -41,22 +43,29 @@ def find_sites(
         ModelError: A linear's input channels are not a multiple of the group, or nothing can be pruned.
     """
     skipped: dict[str, str] = {}
-    by_source: dict[fx.Node, list[LinearCall]] = defaultdict(list)
+    sources: dict[str, dict[fx.Node, None]] = defaultdict(dict)  # of a linear that runs more than once: each of them
+    for call in provenance.linears:
+        sources[call.parameter][call.source] = None
+    by_sources: dict[tuple[fx.Node, ...], list[LinearCall]] = defaultdict(list)
     for call in _prunable(provenance, model, _ancestors(hidden), pattern, skip_indivisible, skipped):
-        by_source[call.source].append(call)
+        by_sources[tuple(sources[call.parameter])].append(call)
     _skip_the_rest(model, provenance, skipped)
-    if not by_source:
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in list(skipped.items())[:3])
+    if not by_sources:
+        reasons = "; ".join(reasons_of(skipped))
         raise ModelError(f"no linear layer of this model can be pruned ({reasons or 'it has none'})")
     builder = _SpaceBuilder(provenance, pattern)
-    sites = [builder.site(model, calls) for calls in by_source.values()]
+    sites = [builder.site(model, calls) for calls in by_sources.values()]
     spaces = builder.finish(sites)
     hidden_space, hidden_units = builder.locate(provenance.hidden)
+    unsaved = set(getattr(model, "_keys_to_ignore_on_save", None) or ())  # such as tables of sines
     unseen = Unseen(model, {parameter for parameter, _ in provenance.axes})
     for space in spaces:
         readers = [site for site in sites if site.space is space]
         if not space.frozen and (reason := unseen.reach([axis.parameter for axis in space.axes], readers)):
             space.freeze(reason)
+        fixed = unsaved & {axis.parameter for axis in space.axes}
+        if not space.frozen and fixed:
+            space.freeze(f"{min(fixed)} is not saved with the model, so that its order cannot change")
     return Plan(sites, spaces, skipped, provenance.barriers, hidden_space, hidden_units, tuple(unseen.shapes))
 
 
@@ -70,6 +79,12 @@ def _prunable(
 ) -> Iterable[LinearCall]:
     """Yields the first call of every linear to prune; adds every other linear to ``skipped``, with the reason."""
     seen: set[str] = set()
+    indivisible: dict[str, str] = {}
+    elsewhere = {
+        call.parameter
+        for call in provenance.linears
+        if not _holds(_module_at(model, module_path(call.node)), model.get_parameter(call.parameter))
+    }
     for call in provenance.linears:
         owner, _, attribute = call.parameter.rpartition(".")
         module = model.get_submodule(owner)
@@ -78,20 +93,45 @@ def _prunable(
             skipped.setdefault(call.parameter, "output head, tied to the embedding")
         elif not isinstance(module, LINEAR_MODULES) or attribute != "weight":
             skipped.setdefault(call.parameter, f"weight of a {type(module).__name__}, not of a linear layer")
+        elif call.parameter in elsewhere:
+            skipped.setdefault(owner, "its weight is read by another module than itself, which need not call it")
         elif call.node not in feeding:
             skipped.setdefault(owner, "does not feed the last hidden state (output head or pooler)")
         elif channels % pattern.group:
             reason = f"its {channels} input channels are not a multiple of {pattern.group} ({pattern} sparsity)"
-            if not skip_indivisible:
-                raise ModelError(
-                    f"{owner}: {reason}; choose another pattern, or leave it dense with --skip-indivisible"
-                )
-            skipped.setdefault(owner, reason)
+            indivisible.setdefault(owner, skipped.setdefault(owner, reason))
         elif provenance.axes[call.parameter, 1 - call.in_dim].size == 1:
             skipped.setdefault(owner, "a single output: a gate, not a layer")
         elif owner not in seen:
             seen.add(owner)
             yield call
+    if indivisible and not skip_indivisible:
+        problems = "; ".join(reasons_of(indivisible))
+        raise ModelError(f"{problems}; choose another pattern, or leave such linears dense with --skip-indivisible")
+
+
+def _holds(module: nn.Module | None, parameter: nn.Parameter) -> bool:
+    """Whether a module that calls a linear has the parameter as its own; modules of several layers may share it."""
+    return module is not None and any(own is parameter for own in module.parameters(recurse=False))
+
+
+def _module_at(model: nn.Module, path: str) -> nn.Module | None:
+    """Returns the module that a graph calls ``path``; None if there is none.
+
+    Where a layer is in a model twice, the path tells which part of the list of layers was run:
+    ``layers.slice(None, 4, None).3``.
+    """
+    module = model
+    for name in re.sub(r"@\d+", "", path).split(".") if path else ():  # a further call of the module has a number
+        try:
+            part = re.fullmatch(r"slice\((.+), (.+), (.+)\)", name)
+            if part and isinstance(module, nn.ModuleList):
+                module = module[slice(*(None if each == "None" else int(each) for each in part.groups()))]
+            else:
+                module = module.get_submodule(name)
+        except (AttributeError, ValueError):
+            return None
+    return module
 
 
 def _skip_the_rest(model: nn.Module, provenance: Provenance, skipped: dict[str, str]) -> None:
@@ -229,11 +269,20 @@ def _arrangement_problem(site: Site, group: int) -> str:
 
 
 def _common_name(names: list[str]) -> str:
-    """Returns the common path of modules, then their own names: ``layers.0.mlp.gate_proj+up_proj``."""
+    """Returns the common path of modules, then their own names: ``layers.0.mlp.gate_proj+up_proj``.
+
+    Modules of the same names in several layers are named once: ``decoder.layers.0+1.cross_attn.k_proj+v_proj``.
+    """
     if len(names) == 1:
         return names[0]
     split = [name.split(".") for name in names]
     shared = 0
     while len({tuple(parts[: shared + 1]) for parts in split}) == 1:
         shared += 1
-    return ".".join([*split[0][:shared], "+".join(".".join(parts[shared:]) for parts in split)])
+    prefix, inner = split[0][:shared], defaultdict(list)
+    for parts in split:
+        inner[parts[shared]].append(".".join(parts[shared + 1 :]))
+    heads, (first, *others) = "+".join(inner), inner.values()
+    if all(other == first for other in others) and all(first):
+        return ".".join([*prefix, heads, _common_name(first)])
+    return ".".join([*prefix, "+".join(".".join(parts[shared:]) for parts in split)])

@@ -1,27 +1,36 @@
 """What channel rules see instead of parameters and indices, and the products with weights that they record."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 
 @dataclass(frozen=True)
 class ParameterValue:
-    """A parameter as an operator reads it: possibly transposed, and permuted by a pass.
+    """A parameter as an operator reads it: possibly with other dimensions, computed from, or permuted by a pass.
 
     Attributes:
         name: Name in ``model.named_parameters()``.
         shape: Current shape.
-        dims: For each current dimension, the dimension of the stored parameter.
+        dims: For each current dimension, the dimension of the stored parameter; None for one of size 1 that was added.
         orders: For each current dimension, an int64 index of its positions in the stored parameter; None where they are
             in order.
+        computed: Whether it is a function of the parameter, element by element, rather than the parameter itself.
     """
 
     name: str
     shape: tuple[int, ...]
-    dims: tuple[int, ...]
+    dims: tuple[int | None, ...]
     orders: tuple[Tensor | None, ...]
+    computed: bool = False
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether it is a stored parameter of two dimensions, possibly transposed."""
+        return len(self.shape) == 2 and None not in self.dims and not self.computed
 
     def permuted(self, index: Tensor, dim: int) -> "ParameterValue":
         """Returns the parameter with one dimension in the order of ``index``."""
@@ -30,9 +39,53 @@ class ParameterValue:
         orders[dim] = index if before is None else before[index]
         return replace(self, orders=tuple(orders))
 
+    def with_dims(self, dims: Sequence[int | None]) -> "ParameterValue":
+        """Returns the parameter with its present dimensions in another order; None adds one of size 1."""
+        return replace(
+            self,
+            shape=tuple(1 if dim is None else self.shape[dim] for dim in dims),
+            dims=tuple(None if dim is None else self.dims[dim] for dim in dims),
+            orders=tuple(None if dim is None else self.orders[dim] for dim in dims),
+        )
+
     def transposed(self) -> "ParameterValue":
         """Returns the parameter with its dimensions reversed."""
-        return replace(self, shape=self.shape[::-1], dims=self.dims[::-1], orders=self.orders[::-1])
+        return self.with_dims(range(len(self.shape) - 1, -1, -1))
+
+    def moved(self, operator: Callable[..., Any], *args: Any, **kwargs: Any) -> "ParameterValue | None":
+        """Returns the result of ``operator(parameter, *args)``; None unless it only reorders or adds dimensions."""
+        strides = [1]
+        for size in reversed(self.shape[1:]):
+            strides.insert(0, strides[0] * (size + 1))  # different even where a dimension has size 1
+        sample = torch.empty_strided(self.shape, strides[: len(self.shape)], device="meta")
+        try:
+            result = operator(sample, *args, **kwargs)
+        except RuntimeError:  # a view that merges dimensions
+            return None
+        if not isinstance(result, Tensor) or result.numel() != sample.numel():
+            return None
+        left = {stride: dim for dim, stride in enumerate(sample.stride())}
+        dims: list[int | None] = []
+        for size, stride in zip(result.shape, result.stride(), strict=True):
+            dim = left.get(stride)
+            if dim is not None and self.shape[dim] == size:
+                dims.append(left.pop(stride))
+            elif size == 1:
+                dims.append(None)
+            else:
+                return None
+        return self.with_dims(dims)
+
+
+@dataclass(frozen=True)
+class Crossed:
+    """Ids of a tensor whose elements belong to several channels at once, such as those of an outer product.
+
+    Attributes:
+        parts: Tensors of ids, all of one shape: the channels of each factor.
+    """
+
+    parts: tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,16 @@
 The CLI prints the message on one line and exits with code 2.
 """
 
+import math
+import re
 import reprlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 LONGEST = 300  # characters of another library's message that are kept
 _SHORT = reprlib.Repr()
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 60
 
 
@@ -78,3 +81,37 @@ def shown(value: Any) -> str:
         return _SHORT.repr(value)
     except ValueError:
         return f"an integer of {value.bit_length()} bits" if isinstance(value, int) else f"a {type(value).__name__}"
+
+
+def listed(names: Iterable[str]) -> str:
+    """Returns names of modules or parameters for a message, every one of them, but repeated layers as a range.
+
+    ``layers.0.mlp.up_proj`` to ``layers.9.mlp.up_proj`` become ``layers.0-9.mlp.up_proj``.
+    """
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(_NUMBER.sub("*", name), []).append(name)
+    found = []
+    for alike in groups.values():
+        columns = zip(*(map(int, _NUMBER.findall(name)) for name in alike), strict=True)
+        ranges = [sorted(set(column)) for column in columns]
+        if math.prod(map(len, ranges)) == len(alike):
+            texts = map(_ranges, ranges)
+            alike = [_NUMBER.sub(lambda _, texts=texts: next(texts), alike[0])]  # type: ignore[misc]
+        found += alike  # all of them where not every combination of numbers is there
+    return ", ".join(found)
+
+
+def reasons_of(problems: Mapping[str, str]) -> list[str]:
+    """Returns ``NAMES: reason`` for every reason in a mapping of names to reasons, names as `listed`."""
+    names: dict[str, list[str]] = {}
+    for name, reason in problems.items():
+        names.setdefault(reason, []).append(name)
+    return [f"{listed(alike)}: {reason}" for reason, alike in names.items()]
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Returns ascending numbers as ``0-3+7``."""
+    ends = [n for n in numbers if n + 1 not in numbers]
+    starts = [n for n in numbers if n - 1 not in numbers]
+    return "+".join(f"{first}-{last}" if first < last else str(first) for first, last in zip(starts, ends, strict=True))

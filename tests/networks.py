@@ -8,7 +8,7 @@ from torch import Tensor, fx, nn
 
 from permtriton import NMPattern
 from permtriton.model.plan import ChannelSpace, Plan
-from permtriton.model.trace import unlifted
+from permtriton.model.trace import export, unlifted
 from permtriton.passes.provenance import propagate
 from permtriton.passes.sites import find_sites
 
@@ -67,7 +67,7 @@ def check(forward: Forward, pattern: str = "2:4") -> Plan:
 
 def plan_of(net: nn.Module, inputs: Tensor, pattern: NMPattern) -> Plan:
     with torch.no_grad():
-        graph_module = unlifted(torch.export.export(net, (inputs,), strict=False), net)
+        graph_module = unlifted(export(net, inputs), net)
     results = results_of(graph_module)
     provenance = propagate(graph_module, range(len(results)), hidden=0)
     drop_unused(net, {parameter for parameter, _ in provenance.axes})

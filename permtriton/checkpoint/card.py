@@ -18,6 +18,17 @@ _KINDS = (
     (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "AutoModelForCausalLM", "text-generation"),
     (modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES, "AutoModelForMaskedLM", "fill-mask"),
     (modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, "AutoModelForImageTextToText", "image-text-to-text"),
+    (
+        modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+        "AutoModelForImageClassification",
+        "image-classification",
+    ),
+    (
+        modeling_auto.MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES,
+        "AutoModelForAudioClassification",
+        "audio-classification",
+    ),
+    (modeling_auto.MODEL_FOR_CTC_MAPPING_NAMES, "AutoModelForCTC", "automatic-speech-recognition"),
 )
 
 

@@ -1,4 +1,4 @@
-"""Rewrites a permtriton checkpoint in another format, tensor by tensor, without building the model.
+"""Rewrites a permtriton checkpoint in another format, tensor by tensor, and checks that it loads.
 
 Formats: "packed" (kept values and their positions), "dense" (zeros are stored, too) and "plain" (dense, and loads with
 transformers alone). A model with permuted modules has no plain form; its dense form needs permtriton.
@@ -27,6 +27,7 @@ from permtriton.checkpoint.files import (
 from permtriton.checkpoint.loading import packed_parts, unpacked
 from permtriton.checkpoint.output import claimed, replacing_folder
 from permtriton.checkpoint.record import CARD_RECORD, read_record
+from permtriton.checkpoint.reload import check_reloads
 from permtriton.checkpoint.report import to_json
 from permtriton.checkpoint.save import share_mode
 from permtriton.checkpoint.schema import METHOD, VERSION, PermTritonQuantizationConfig
@@ -62,14 +63,16 @@ def export(
         progress: progress reporter.
 
     Returns:
-        format, sparsity, weights, dense_bytes, stored_bytes, ratio, loads_with and seconds, which are also the entry
-        ``export`` of ``permtriton.json``; and files: bytes and SHA-256 per file, as in its entry ``files``.
+        format, sparsity, weights, dense_bytes, stored_bytes, ratio, loads_with, reloaded (as `check_reloads`) and
+        seconds, which are also the entry ``export`` of ``permtriton.json``; and files: bytes and SHA-256 per file, as
+        in its entry ``files``.
 
     Raises:
         ConfigError: an unknown format, or "plain" for a model that permutes at run time.
         ModelError: ``folder`` was not written by permtriton or is damaged.
         OutputError: ``output`` exists and may not be replaced, or cannot be written.
-        VerificationError: a pruned weight is not N:M, or the written tensors differ from the ones that were read.
+        VerificationError: a pruned weight is not N:M, the written tensors differ from the ones that were read, or the
+            written folder does not load as the model that it was made from.
     """
     if format not in FORMATS:
         raise ConfigError(f"format {format!r} is unknown: choose one of {', '.join(FORMATS)}")
@@ -90,6 +93,8 @@ def export(
         with replacing_folder(output, overwrite=overwrite) as partial:
             result = _write(source, partial, format, shard_bytes, progress)
             _verify(source, partial, progress)
+            stored = sum(entry["bytes"] for entry in result["files"].values())
+            result["reloaded"] = check_reloads(folder, partial, stored + result["dense_bytes"] - result["stored_bytes"])
             result["seconds"] = round(time.perf_counter() - started, 3)
             section = {key: value for key, value in result.items() if key != "files"}
             new_report = {**report, "files": result["files"], "export": section}

@@ -1,6 +1,6 @@
 """Prepares a model without weights for the tensors of a permtriton checkpoint, and unpacks loaded weights."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -76,12 +76,23 @@ def stays_packed(
         device: device that it will be on.
 
     Returns:
-        True for a linear's 2:4 weight in 16 bits on a GPU with kernels.
+        True for the weight of a linear for which `runs_packed` is true.
     """
-    if type(owner) not in (nn.Linear, GatheredLinear, SparseLinear) or attribute != "weight" or dtype.itemsize != 2:
+    if type(owner) not in (nn.Linear, GatheredLinear, SparseLinear) or attribute != "weight":
         return False
-    in_features = owner.get_parameter("weight").shape[1]
-    return supports(dtype, in_features, pattern) and has_kernels(device)
+    return runs_packed(owner.get_parameter("weight").shape[1], dtype, pattern, device)
+
+
+def runs_packed(in_features: int, dtype: torch.dtype, pattern: NMPattern, device: torch.device) -> bool:
+    """Whether a kernel multiplies the packed weight of a linear: 2:4, in 16 bits, on a GPU with kernels.
+
+    Args:
+        in_features: number of input channels, on this rank if several ranks divide them.
+        dtype: dtype that the weight will have.
+        pattern: its N:M pattern.
+        device: device that it will be on.
+    """
+    return dtype.itemsize == 2 and supports(dtype, in_features, pattern) and has_kernels(device)
 
 
 def cast_packed(
@@ -151,6 +162,13 @@ def owner_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     """Returns the module that holds a parameter, and the name of the parameter in that module."""
     path, _, attribute = name.rpartition(".")
     return model.get_submodule(path), attribute
+
+
+def set_parameter(model: nn.Module, names: Iterable[str], parameter: nn.Parameter) -> None:
+    """Makes a parameter what the model holds under each of ``names``."""
+    for name in names:
+        owner, attribute = owner_of(model, name)
+        setattr(owner, attribute, parameter)
 
 
 def replace_by_permuted_norm(model: nn.Module, name: str, entry: Mapping[str, Any]) -> nn.Module:

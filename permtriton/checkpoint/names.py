@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from permtriton.errors import ModelError
+from permtriton.errors import ModelError, listed
 
 PACKED_PARTS = ("_values", "_positions")
 
@@ -52,7 +52,7 @@ def stored_names(model: Any, pruned: Collection[str], *, original: bool = True) 
     loaded = loaded_names(model, pruned, known=pruned)
     if changed := [name for name in pruned if loaded[name] != name]:
         raise ModelError(
-            f"{changed[0]}: transformers reads a tensor of this name as {loaded[changed[0]]}, so that a "
+            f"transformers reads {listed(changed)} as {listed(loaded[name] for name in changed)}, so that a "
             f"{type(model).__name__} cannot be saved such that it loads again with its pruned weights: it is not "
             "supported"
         )

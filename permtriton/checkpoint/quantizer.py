@@ -13,6 +13,7 @@ linear has an additional dimension.
 import os
 import re
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from permtriton.checkpoint.loading import (
     replace_by_permuted_norm,
     replace_by_sparse_linear,
     resolve_name,
+    set_parameter,
     stays_packed,
     unpacked,
 )
@@ -113,6 +115,7 @@ class PermTritonQuantizer(HfQuantizer):
                 "permtriton does not prune a model while loading it: use `permtriton compile`, then load its output"
             )
         self._packed: dict[str, str] = {}  # packed parameter of the model -> its name in the config
+        self._copies: dict[str, list[str]] = {}  # packed parameter -> its other names, where layers share it
         self._stays_packed: set[str] = set()  # packed parameters that are not unpacked
         self._norms: dict[str, nn.Module] = {}  # permuted norm -> the module that it replaced
         self._shapes: dict[str, torch.Size] = {}
@@ -230,15 +233,20 @@ class PermTritonQuantizer(HfQuantizer):
                 replace_by_gathered_linear(model, name, channels)
         parameters = {name for name, _ in model.named_parameters()}
         for listed, entry in config.packed.items():
-            stored_name = names[listed]
-            if name := find_name(stored_name, parameters, model):
+            if name := find_name(names[listed], parameters, model):
+                self._packed[name], self._copies[name] = listed, _other_names(model, name)
                 owner, attribute = owner_of(model, name)
                 dtype = self._target_dtype(model, name, getattr(owner, attribute))
-                if stays_packed(owner, attribute, dtype, config.pattern, device_of(name, device_map)):
+                device, shared = device_of(name, device_map), bool(self._copies[name])
+                if not shared and stays_packed(owner, attribute, dtype, config.pattern, device):
                     replace_by_sparse_linear(model, name)
                     self._stays_packed.add(name)
-                replace_by_packed(model, name, stored_name, entry, stored, config)
-                self._packed[name] = listed
+                replace_by_packed(model, name, names[listed], entry, stored, config)
+                set_parameter(model, self._copies[name], model.get_parameter(name))
+        changed = [owner_of(model, name)[0] for name in chain(self._packed, *self._copies.values())]
+        for module in [*changed, *filter(is_permuted, model.modules())]:
+            # transformers then does not initialize it: some classes ask for its weight's shape, which differs here.
+            setattr(module, "_is_hf_initialized", True)  # noqa: B010
 
     def _check_files(self, files: Sequence[Path], folder: Path) -> None:
         for file in files:
@@ -337,7 +345,7 @@ class PermTritonQuantizer(HfQuantizer):
         weight = unpacked(*arguments)
         delattr(owner, f"{attribute}_values")
         delattr(owner, f"{attribute}_positions")
-        setattr(owner, attribute, nn.Parameter(weight.to(self._dtypes[name])))
+        set_parameter(model, [name, *self._copies[name]], nn.Parameter(weight.to(self._dtypes[name])))
 
     def _check_norms(self, model: Any) -> None:
         """Checks that each permuted norm computes the same norm as the module that it replaced."""
@@ -366,3 +374,10 @@ class PermTritonQuantizer(HfQuantizer):
         if config is not None:
             self.quantization_config = model.config.quantization_config = config
             model.hf_quantizer = self
+
+
+def _other_names(model: Any, name: str) -> list[str]:
+    """Returns the other names of a parameter that layers share, which transformers ties after it loaded the first."""
+    tied = dict(getattr(model, "all_tied_weights_keys", {}))
+    source = tied.get(name, name)
+    return [other for other in (source, *tied) if tied.get(other, other) == source and other != name]

@@ -4,12 +4,13 @@ import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from permtriton.checkpoint.card import ALONE, WITH_PERMTRITON, write_card
@@ -23,10 +24,13 @@ from permtriton.errors import VerificationError, first_line
 from permtriton.machine import available_memory, peak_memory, release_memory
 from permtriton.micro_batch import is_out_of_memory
 from permtriton.model.checks import check_finite_tensor, check_same_outputs, check_weight, model_outputs
-from permtriton.model.experts import stacked_name
+from permtriton.model.experts import stacked_input_dim, stacked_name
 from permtriton.model.load import REPORT_FILE
 from permtriton.model.plan import Plan, linear_module
+from permtriton.model.samples import Samples
 from permtriton.model.stored import CONFIG_FILE
+from permtriton.offload import Offload
+from permtriton.prune.media import Processor
 from permtriton.prune.state_file import StateFile
 from permtriton.sparsity import NMPattern
 
@@ -39,23 +43,25 @@ class CompiledModel:
 
     Attributes:
         model: transformers model with N:M weights; in layout ``fused`` some of its norms and linears permute channels.
-        tokenizer: tokenizer of the model, saved with it; None if there is none.
+        tokenizer: tokenizer or processor of the model, saved with it; None if there is none.
         config: every option.
         plan: sites and channel spaces.
         indices: space name -> unit index from the dense order to the present one, int64 ``[units]``.
         report: content of ``permtriton.json``, as `permtriton.checkpoint.report.compilation_report` builds it.
-        reference_ids: int64 ``[sequences, tokens]``, on which a reloaded checkpoint must give the outputs of ``model``.
+        reference: samples on which a reloaded checkpoint must give the outputs of ``model``.
         states: files that hold the state of long stages, deleted once the model is saved.
+        offload: where the model's large parameters are; None for memory.
     """
 
     model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase | None
+    tokenizer: Processor | None
     config: CompileConfig
     plan: Plan
     indices: dict[str, Tensor]
     report: dict[str, Any]
-    reference_ids: Tensor
+    reference: Samples
     states: Sequence[StateFile] = ()
+    offload: Offload | None = None
 
     def save(self, output: str | Path, *, overwrite: bool = False) -> Path:
         """Writes a Hugging Face checkpoint with ``permtriton.json``, and verifies it before it is renamed into place.
@@ -121,7 +127,7 @@ def pruned_parameters(model: nn.Module, plan: Plan) -> dict[str, int]:
     for _, name in plan.linears():
         stacked = stacked_name(model, name)
         if stacked is not None:
-            dims[stacked[0]] = 2
+            dims[stacked[0]] = stacked_input_dim(model, stacked[0])
         else:
             dims[f"{name}.weight"] = 0 if isinstance(linear_module(model, name), Conv1D) else 1
     return dims
@@ -187,7 +193,10 @@ def _same(first: Tensor, second: Tensor) -> bool:
 
 
 def _compare_reloaded(compiled: CompiledModel, folder: Path) -> dict[str, object]:
-    """Loads the checkpoint as a user would and compares the outputs, if a second model fits into memory."""
+    """Loads the checkpoint as a user would and compares the outputs, if a second model fits into memory or files."""
+    if compiled.offload is not None:
+        with compiled.offload.loading(), compiled.offload.working(compiled.model):
+            return _reloaded(compiled, folder)
     not_run = "not run: a second copy does not fit into memory; every tensor was compared bit by bit instead"
     size = sum(p.numel() * p.element_size() for p in compiled.model.parameters())
     free = available_memory(compiled.model.device)
@@ -212,9 +221,9 @@ def _reloaded(compiled: CompiledModel, folder: Path) -> dict[str, object]:
             raise
         raise VerificationError(f"the saved checkpoint cannot be loaded again: {first_line(error)}") from error
     difference = check_same_outputs(
-        model_outputs(model, compiled.reference_ids),
-        model_outputs(reloaded.eval(), compiled.reference_ids),
-        model.dtype,
+        model_outputs(model, compiled.reference),
+        partial(model_outputs, reloaded.eval(), compiled.reference),
+        reloaded,
         "reloading the saved checkpoint",
     )
     return {"reloaded": "same outputs", "reload_difference": difference}

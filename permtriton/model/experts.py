@@ -1,6 +1,7 @@
 """Mixture-of-experts as linears.
 
-transformers keeps all experts of a layer in two parameters, ``gate_up_proj [E, 2I, H]`` and ``down_proj [E, H, I]``.
+transformers keeps all experts of a layer in two parameters, ``gate_up_proj [E, 2I, H]`` (``up_proj [E, I, H]`` without
+a gate) and ``down_proj [E, H, I]``, in some classes transposed, and their biases in two more.
 `unstack_experts` replaces their module by one that holds the same storage as two ``nn.Linear`` per expert, so that
 tracing, hooks, masks and folding treat experts as any other linears. `restack_experts` puts the original module back,
 with the present weights of the linears. Stacked experts are recognised by their structure, and the replacement is
@@ -8,7 +9,7 @@ checked by its outputs.
 """
 
 import inspect
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,20 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from permtriton.errors import VerificationError
 from permtriton.model.checks import TOLERANCE
 
-FIRST, SECOND = "gate_up_proj", "down_proj"
-ARGUMENTS = ["hidden_states", "top_k_index", "top_k_weights"]
+FIRST, SECOND = ("gate_up_proj", "up_proj"), "down_proj"  # the first is one of two
+ARGUMENTS = (["hidden_states", "top_k_index", "top_k_weights"], ["hidden_states", "router_indices", "routing_weights"])
 # Attributes that transformers' decorator gives to classes of experts: the only supported value, and the meaning of any
 # other. A class without the decorator is taken to have the supported values.
-SUPPORTED = {
-    "is_transposed": (False, "its weights are stored transposed"),
-    "has_bias": (False, "its experts have biases"),
-    "has_gate": (True, "its experts have no gate"),
-    "is_concatenated": (True, "it stores gate and up rows interleaved"),
-    "has_post_expert_norm": (False, "it has a norm after each expert"),
-}
+MARKS = ("has_gate", "has_bias", "is_transposed")  # what transformers' decorator sets on a class of experts
+SUPPORTED = {"has_post_expert_norm": (False, "it has a norm after each expert")}
 PROBE_TOKENS, PROBE_TOP_K, PROBE_LARGEST = 8, 2, 30.0  # inputs so large that a clamped activation shows
 
 
@@ -47,7 +42,7 @@ class Unstacked:
 
 
 class UnstackedExperts(nn.ModuleList):
-    """Experts as ``nn.Linear``s named ``<expert>.gate_up_proj`` and ``<expert>.down_proj``.
+    """Experts as ``nn.Linear``s named ``<expert>.gate_up_proj`` (or ``up_proj``) and ``<expert>.down_proj``.
 
     Takes the same arguments as the original module.
 
@@ -56,10 +51,11 @@ class UnstackedExperts(nn.ModuleList):
     """
 
     def __init__(self, stacked: nn.Module) -> None:
-        first, second = stacked.get_parameter(FIRST), stacked.get_parameter(SECOND)
+        self.projections = _projections(stacked)
+        self.transposed = bool(getattr(stacked, "is_transposed", False))
         super().__init__(
-            nn.ModuleDict({FIRST: _linear(first, number), SECOND: _linear(second, number)})
-            for number in range(first.shape[0])
+            nn.ModuleDict({name: _linear(stacked, name, number, self.transposed) for name in self.projections})
+            for number in range(stacked.get_parameter(SECOND).shape[0])
         )
         self._stacked: tuple[Any] = (stacked,)  # in a tuple, so that it does not become a submodule
         self.train(stacked.training)
@@ -90,8 +86,9 @@ class UnstackedExperts(nn.ModuleList):
         return sum(parts[1:], parts[0]).to(hidden_states.dtype)
 
     def _expert(self, number: int, hidden_states: Tensor) -> Tensor:
-        gated = _apply_gate(self._stacked[0], self.linear(number, FIRST)(hidden_states))
-        return self.linear(number, SECOND)(gated)
+        first, second = self.projections
+        gated = _apply_gate(self._stacked[0], self.linear(number, first)(hidden_states))
+        return self.linear(number, second)(gated)
 
     def linear(self, number: int, projection: str) -> nn.Linear:
         """Returns the linear ``projection`` of expert ``number``."""
@@ -101,19 +98,27 @@ class UnstackedExperts(nn.ModuleList):
     def restacked(self) -> nn.Module:
         """Returns the original module with the present weights of the linears, which keep them, too."""
         (stacked,) = self._stacked
-        weights = {name: _stack([weight.detach() for weight in self._weights(name)]) for name in (FIRST, SECOND)}
-        for name, weight in weights.items():
-            stacked.get_parameter(name).data = weight
+        for name, parameters in self._parts().items():
+            transposed = self.transposed and parameters[0].ndim == 2
+            parts = [parameter.detach().t() if transposed else parameter.detach() for parameter in parameters]
+            stacked.get_parameter(name).data = _stack(parts)
         return stacked.train(self.training)
 
     def release(self) -> None:
         """Frees the linears' storage."""
-        for name in (FIRST, SECOND):
-            for weight in self._weights(name):
-                weight.data = weight.data.new_empty(0)
+        for parameters in self._parts().values():
+            for parameter in parameters:
+                parameter.data = parameter.data.new_empty(0)
 
-    def _weights(self, projection: str) -> list[Tensor]:
-        return [self.linear(number, projection).weight for number in range(len(self))]
+    def _parts(self) -> dict[str, list[Tensor]]:
+        """Returns the name of each stacked parameter -> the parameters of the linears that are its parts."""
+        parts: dict[str, list[Tensor]] = {}
+        for name in self.projections:
+            linears = [self.linear(number, name) for number in range(len(self))]
+            parts[name] = [linear.get_parameter("weight") for linear in linears]
+            if linears[0].bias is not None:
+                parts[_bias(name)] = [linear.get_parameter("bias") for linear in linears]
+        return parts
 
 
 def unstack_experts(model: nn.Module) -> Unstacked:
@@ -127,8 +132,8 @@ def unstack_experts(model: nn.Module) -> Unstacked:
     refused: dict[str, str] = {}
     replacements: dict[nn.Module, UnstackedExperts] = {}
     for name, module in model.named_modules():
-        stacks = _stacks(module)
-        if not stacks or module is model:  # the model itself has no parent in which it could be replaced
+        stacked_names = stacks(module)
+        if not stacked_names or module is model:  # the model itself has no parent in which it could be replaced
             continue
         problem = _unsupported(module)
         if not problem:
@@ -136,7 +141,7 @@ def unstack_experts(model: nn.Module) -> Unstacked:
             problem = _mismatch(module, unstacked)
         if problem:
             refused.update(
-                {f"{name}.{key}": f"stacked experts of a {type(module).__name__}: {problem}" for key in stacks}
+                {f"{name}.{key}": f"stacked experts of a {type(module).__name__}: {problem}" for key in stacked_names}
             )
             continue
         replacements[module] = unstacked
@@ -187,7 +192,7 @@ def stacked_name(model: nn.Module, linear: str) -> tuple[str, int] | None:
     """
     path, _, projection = linear.rpartition(".")
     owner, _, number = path.rpartition(".")
-    if projection not in (FIRST, SECOND) or not number.isdecimal():
+    if projection not in (*FIRST, SECOND) or not number.isdecimal():
         return None
     try:
         experts = model.get_submodule(owner)
@@ -197,6 +202,13 @@ def stacked_name(model: nn.Module, linear: str) -> tuple[str, int] | None:
     if isinstance(experts, UnstackedExperts) or (isinstance(parameter, nn.Parameter) and parameter.ndim == 3):
         return f"{owner}.{projection}", int(number)
     return None
+
+
+def stacked_input_dim(model: nn.Module, parameter: str) -> int:
+    """Returns the input dimension of a stacked parameter: 2, or 1 where it is stored transposed."""
+    experts = model.get_submodule(parameter.rpartition(".")[0])
+    name = "transposed" if isinstance(experts, UnstackedExperts) else "is_transposed"
+    return 1 if getattr(experts, name, False) else 2
 
 
 def expert_of(model: nn.Module, linear: str) -> tuple[UnstackedExperts, bool] | None:
@@ -210,104 +222,46 @@ def expert_of(model: nn.Module, linear: str) -> tuple[UnstackedExperts, bool] | 
         return None
     owner, _, projection = name[0].rpartition(".")
     experts = model.get_submodule(owner)
-    return (experts, projection == FIRST) if isinstance(experts, UnstackedExperts) else None
+    return (experts, projection != SECOND) if isinstance(experts, UnstackedExperts) else None
 
 
-class Routing:
-    """Sends each token to the same experts as in an earlier call of the model.
+def stacks(module: nn.Module) -> list[str]:
+    """Returns the names of a module's stacks of experts.
 
-    The choice of experts is a step function: in float16 and bfloat16, adding up in another order is enough to swap
-    experts with similar scores, and the token's output then jumps. To compare two models that compute the same
-    function, call the first inside `recorded` and the second inside `replayed`. Only the choice is replayed, not the
-    weights of the chosen experts.
-
-    Args:
-        model: model whose experts may be stacked or unstacked, and may change between the two calls.
+    They are its 3-D parameters, if transformers' decorator marks its class as experts or two of them have the usual
+    names. Other modules have 3-D parameters, too: recurrent gates, convolutions.
     """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._chosen: list[Tensor] = []
-
-    @contextmanager
-    def recorded(self) -> Iterator[None]:
-        """Records the experts that the model chooses inside the ``with`` block."""
-        self._chosen = []
-
-        def record(_module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            if _chooses(inputs):
-                self._chosen.append(inputs[1].clone())
-
-        with self._hooked(record):
-            yield
-
-    @contextmanager
-    def replayed(self) -> Iterator[None]:
-        """Replays the recorded choices inside the ``with`` block; the model must be called with the same token ids.
-
-        Raises:
-            VerificationError: the model's own choices differ so much that it cannot compute the same function.
-        """
-        remaining = list(self._chosen)
-
-        def replay(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-            if not _chooses(inputs):
-                return None
-            before, now = remaining.pop(0).to(inputs[1].device), inputs[1]
-            changed = float((now.unsqueeze(-1) != before.unsqueeze(-2)).all(-1).float().mean())
-            at_random = 1 - now.shape[-1] / _expert_count(module)  # share of the choices that random routing changes
-            if changed > 0.5 * at_random:
-                raise VerificationError(
-                    f"{changed:.0%} of the choices of experts in a {type(module).__name__} changed, expected none: the "
-                    "router no longer computes the same scores"
-                )
-            return (inputs[0], before, *inputs[2:])
-
-        with self._hooked(replay):
-            yield
-
-    @contextmanager
-    def _hooked(self, hook: Callable[..., tuple[Tensor, ...] | None]) -> Iterator[None]:
-        modules = [
-            module for module in self._model.modules() if isinstance(module, UnstackedExperts) or _stacks(module)
-        ]
-        handles = [module.register_forward_pre_hook(hook) for module in modules]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-
-def _stacks(module: nn.Module) -> list[str]:
-    """Returns the names of a module's 3-D parameters, which may be stacked experts."""
     names = [key for key, parameter in module.named_parameters(recurse=False) if parameter.ndim == 3]
-    return names if len(names) > 1 else []  # a single one is rather the weight of a convolution
-
-
-def _expert_count(experts: nn.Module) -> int:
-    if isinstance(experts, UnstackedExperts):
-        return len(experts)
-    return experts.get_parameter(_stacks(experts)[0]).shape[0]
-
-
-def _chooses(inputs: tuple[Any, ...]) -> bool:
-    """Whether the inputs of a module are those of experts: hidden states, then the numbers of the chosen experts."""
-    return len(inputs) > 1 and isinstance(inputs[1], Tensor) and not inputs[1].is_floating_point()
+    usual = SECOND in names and not {*FIRST}.isdisjoint(names)
+    return names if usual or any(hasattr(module, mark) for mark in MARKS) else []
 
 
 def _apply_gate(stacked: Any, gate_up: Tensor) -> Tensor:
     """Joins gate and up as the original module does, which may clamp or scale them."""
+    if _projections(stacked)[0] != "gate_up_proj":
+        return stacked.act_fn(gate_up)
     if hasattr(stacked, "_apply_gate"):
         return stacked._apply_gate(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return stacked.act_fn(gate) * up
 
 
-def _linear(stacked: nn.Parameter, number: int) -> nn.Linear:
-    _, rows, columns = stacked.shape
-    linear = nn.Linear(columns, rows, bias=False, device="meta")
-    linear.weight = nn.Parameter(stacked.data[number], requires_grad=stacked.requires_grad)
+def _projections(stacked: nn.Module) -> tuple[str, str]:
+    return next((name for name in FIRST if hasattr(stacked, name)), FIRST[0]), SECOND
+
+
+def _bias(projection: str) -> str:
+    return f"{projection}_bias"
+
+
+def _linear(stacked: nn.Module, name: str, number: int, transposed: bool) -> nn.Linear:
+    weights = stacked.get_parameter(name)
+    biases = getattr(stacked, _bias(name), None)
+    weight = weights.data[number].t() if transposed else weights.data[number]
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=biases is not None, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=weights.requires_grad)
+    if biases is not None:
+        linear.bias = nn.Parameter(biases.data[number], requires_grad=biases.requires_grad)
     return linear
 
 
@@ -341,8 +295,7 @@ def _assign(slots: list[tuple[nn.Module, str]], module: nn.Module) -> None:
 
 def _release(stacked: nn.Module) -> None:
     """Drops the original module's hold on the storage, which is freed once the linears get other weights."""
-    for key in (FIRST, SECOND):
-        parameter = stacked.get_parameter(key)
+    for parameter in stacked.parameters(recurse=False):
         parameter.data = parameter.data.new_empty(0)
 
 
@@ -352,30 +305,32 @@ def _unsupported(module: nn.Module) -> str:
     if unusual:
         return f"{', '.join(unusual)}, which is not supported"
     tensors = dict(module.named_parameters()) | dict(module.named_buffers())
-    if set(tensors) != {FIRST, SECOND}:
-        return f"it holds {', '.join(sorted(tensors))}; supported are {FIRST} and {SECOND} alone"
-    first, second = tensors[FIRST], tensors[SECOND]
-    if first.shape[1] % 2 or tuple(second.shape) != (first.shape[0], first.shape[2], first.shape[1] // 2):
+    names = _projections(module)
+    if set(tensors) not in ({*names}, {*names, *map(_bias, names)}):
+        return f"it holds {', '.join(sorted(tensors))}; supported are {' and '.join(names)} with or without biases"
+    first, second = (tensors[name].mT if getattr(module, "is_transposed", False) else tensors[name] for name in names)
+    halves = 2 if names[0] == "gate_up_proj" else 1
+    if first.shape[1] % halves or tuple(second.shape) != (first.shape[0], first.shape[2], first.shape[1] // halves):
         return (
-            f"{FIRST} {list(first.shape)} and {SECOND} {list(second.shape)} do not fit together as [experts, "
-            f"2 x intermediate, hidden] and [experts, hidden, intermediate]"
+            f"{names[0]} {list(tensors[names[0]].shape)} and {SECOND} {list(tensors[SECOND].shape)} do not fit "
+            "together as [experts, 2 x intermediate, hidden] and [experts, hidden, intermediate]"
         )
-    if first.dtype not in TOLERANCE or second.dtype != first.dtype:
+    if first.dtype not in TOLERANCE or {tensor.dtype for tensor in tensors.values()} != {first.dtype}:
         return f"its weights are {first.dtype} and {second.dtype}"
-    if not callable(getattr(module, "act_fn", None)):
+    if not callable(getattr(module, "act_fn", None)) and not callable(getattr(module, "_apply_gate", None)):
         return "it has no act_fn"
-    if list(inspect.signature(module.forward).parameters) != ARGUMENTS:
-        return f"its arguments are not {', '.join(ARGUMENTS)}"
+    if list(inspect.signature(module.forward).parameters) not in ARGUMENTS:
+        return f"its arguments are not {', '.join(ARGUMENTS[0])}"
     return ""
 
 
 @torch.no_grad()
 def _mismatch(stacked: nn.Module, unstacked: UnstackedExperts) -> str:
     """Returns how both differ on random tokens with random routing; empty if they agree, or on the meta device."""
-    weight = stacked.get_parameter(FIRST)
+    weight = unstacked.linear(0, unstacked.projections[0]).weight
     if weight.device.type == "meta":
         return ""
-    experts, _, hidden = weight.shape
+    experts, hidden = len(unstacked), weight.shape[1]
     generator = torch.Generator().manual_seed(0)
     sizes = torch.linspace(PROBE_LARGEST / PROBE_TOKENS, PROBE_LARGEST, PROBE_TOKENS).unsqueeze(1)
     tokens = (torch.randn(PROBE_TOKENS, hidden, generator=generator) * sizes).to(weight)

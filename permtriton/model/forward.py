@@ -1,15 +1,19 @@
 """Running a model up to its last hidden state."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from permtriton.errors import CalibrationError
-from permtriton.micro_batch import MicroBatch
+from permtriton import ranks
+from permtriton.errors import CalibrationError, first_line
+from permtriton.micro_batch import MicroBatch, is_out_of_memory
+from permtriton.model.core import core_of, takes_decoder_ids
+from permtriton.model.samples import Samples
 
 TOKENS_WITHOUT_LOGITS = 4096  # at once, in forward passes without gradients up to the last hidden state
 
@@ -17,15 +21,18 @@ TOKENS_WITHOUT_LOGITS = 4096  # at once, in forward passes without gradients up 
 @contextmanager
 def without_cache(model: PreTrainedModel) -> Iterator[None]:
     """Turns the key/value cache off inside the ``with`` block."""
-    before = getattr(model.config, "use_cache", None)
-    model.config.use_cache = False
+    configs = {id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}
+    before = {key: vars(config).get("use_cache") for key, config in configs.items()}
+    for config in configs.values():
+        config.use_cache = False
     try:
         yield
     finally:
-        if before is None:
-            del model.config.use_cache
-        else:
-            model.config.use_cache = before
+        for key, config in configs.items():
+            if before[key] is None:
+                del config.use_cache
+            else:
+                config.use_cache = before[key]
 
 
 @contextmanager
@@ -46,44 +53,93 @@ def replaced_forwards(
                 module.forward = forward
 
 
-def last_hidden_state(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """Returns the last hidden state ``[sequences, tokens, hidden]``: after the final norm, before any head.
+def last_hidden_state(model: PreTrainedModel, samples: Samples) -> Tensor:
+    """Returns the last hidden state ``[samples, tokens, hidden]``: after the final norm, before any head.
 
     Args:
         model: model to run.
-        ids: int64 ``[sequences, tokens]``.
+        samples: its inputs.
     """
+    core = core_of(model)
+    arguments = samples.to(model.device, model.dtype).inputs
     with without_cache(model):
-        return model.base_model(input_ids=ids.to(model.device))[0]
+        if core is model.base_model:
+            return core(**arguments)[0]
+        handle = core.register_forward_hook(_end)
+        try:
+            model(**arguments)
+        except _Reached as reached:
+            return reached.hidden
+        finally:
+            handle.remove()
+    raise AssertionError(f"{type(model).__name__} does not run its decoder")
+
+
+class _Reached(Exception):
+    """Ends a forward pass at the last hidden state, so that no logits are computed."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__()
+        self.hidden = hidden
+
+
+def _end(_module: nn.Module, _inputs: object, output: Any) -> None:
+    raise _Reached(output[0])
 
 
 @torch.no_grad()
-def hidden_states(model: PreTrainedModel, ids: Tensor, batch: int) -> Tensor:
-    """Returns the last hidden state of every sequence, ``[sequences, tokens, hidden]`` on the CPU.
+def with_tokens(model: PreTrainedModel, samples: Samples) -> Samples:
+    """Returns samples whose ``tokens`` are known; the model runs on the first one if it must be asked.
+
+    Raises:
+        CalibrationError: the model does not run on it.
+    """
+    if samples.tokens:
+        return samples
+    try:
+        return replace(samples, tokens=last_hidden_state(model, samples[:1]).shape[1])
+    except Exception as error:  # the model's code may raise any kind
+        if is_out_of_memory(error):
+            raise
+        shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in samples.inputs.items())
+        raise CalibrationError(
+            f"{type(model).__name__} does not run on samples of {shapes}: {first_line(error)}"
+        ) from error
+
+
+@torch.no_grad()
+def hidden_states(model: PreTrainedModel, samples: Samples, batch: int) -> Tensor:
+    """Returns the last hidden state of every sample, ``[samples, tokens, hidden]`` on the CPU.
 
     Args:
         model: model to run.
-        ids: int64 ``[sequences, tokens]``.
-        batch: sequences per forward pass.
+        samples: its inputs.
+        batch: samples per forward pass.
     """
+    own = ranks.own_rows(len(samples))
 
     def run(size: int) -> Tensor:
         states = torch.empty(0)
-        for start in range(0, ids.shape[0], size):
-            hidden = last_hidden_state(model, ids[start : start + size])
-            if not start:
-                states = torch.empty((ids.shape[0], *hidden.shape[1:]), dtype=hidden.dtype)
-            states[start : start + size] = hidden
+        for rows in ranks.parts(torch.arange(len(samples)), size):
+            hidden = last_hidden_state(model, samples[rows])
+            if not states.numel():
+                states = torch.empty((own.numel(), *hidden.shape[1:]), dtype=hidden.dtype)
+            states[rows - own[0]] = hidden.cpu()
         return states
 
-    return MicroBatch(batch).run(run)
+    return ranks.join(MicroBatch(batch).run(run), len(samples))
 
 
 def max_tokens(model: PreTrainedModel) -> int | None:
-    """Returns the number of tokens in the longest sequence that the model can take; None if there is no limit."""
+    """Returns the number of tokens in the longest sequence that the model can take; None if there is no limit.
+
+    An encoder-decoder takes half of a sequence in its encoder and half in its decoder.
+    """
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if not limit or limit < 0:
         return None
+    if takes_decoder_ids(model):
+        return 2 * limit
     for module in model.modules():  # in RoBERTa the first token has position padding_idx + 1
         if isinstance(module, nn.Embedding) and module.num_embeddings == limit and module.padding_idx is not None:
             return limit - module.padding_idx - 1
@@ -115,19 +171,25 @@ def cosine_loss(hidden: Tensor, target: Tensor) -> Tensor:
 
 @torch.no_grad()
 def mean_cosine_loss(
-    model: PreTrainedModel, ids: Tensor, target: Tensor, batch: int, order: Tensor | None = None
+    model: PreTrainedModel, samples: Samples, target: Tensor, batch: int, order: Tensor | None = None
 ) -> float:
-    """Returns the mean of `cosine_loss` over sequences.
+    """Returns the mean of `cosine_loss` over samples.
 
     Args:
         model: model whose last hidden states are compared.
-        ids: int64 ``[sequences, tokens]``.
-        target: dense model's last hidden states, ``[sequences, tokens, hidden]``.
-        batch: sequences per forward pass.
+        samples: its inputs.
+        target: dense model's last hidden states, ``[samples, tokens, hidden]``.
+        batch: samples per forward pass.
         order: int64 ``[hidden]``, from the target's channel order to the model's; None where they are equal.
     """
-    losses = []
-    for rows, dense in zip(ids.split(batch), target.split(batch), strict=True):
-        losses.append(cosine_loss(last_hidden_state(model, rows), dense if order is None else dense[..., order]))
-    sizes = [rows.shape[0] for rows in ids.split(batch)]
-    return sum(loss * size for loss, size in zip(torch.stack(losses).tolist(), sizes, strict=True)) / ids.shape[0]
+    losses, parts = [], ranks.parts(torch.arange(len(samples)), batch)
+    for rows in parts:
+        dense = target[rows] if order is None else target[rows][..., order]
+        losses.append(cosine_loss(last_hidden_state(model, samples[rows]), dense))
+    sums = [loss * rows.numel() for loss, rows in zip(to_numbers(losses), parts, strict=True)]
+    return ranks.total(sum(sums)) / len(samples)
+
+
+def to_numbers(scalars: Sequence[Tensor]) -> list[float]:
+    """Returns the values of tensors ``[]``, and waits only once for the device that they are on."""
+    return torch.stack(list(scalars)).tolist() if scalars else []

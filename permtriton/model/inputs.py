@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from permtriton.model.forward import without_cache
+from permtriton.model.samples import Samples
 
 STATES = ("encoder_hidden_states", "cross_attention_states")
 STATE_TOKENS = 5
@@ -27,30 +28,31 @@ Arguments = dict[str, Tensor]
 
 
 @torch.no_grad()
-def other_inputs(model: PreTrainedModel, ids: Tensor) -> tuple[dict[str, Arguments], dict[str, str]]:
+def other_inputs(model: PreTrainedModel, samples: Samples) -> tuple[dict[str, Arguments], dict[str, str]]:
     """Returns one call per further argument of ``forward``, and the arguments for which no call can be made.
 
     Args:
         model: dense model.
-        ids: int64 ``[sequences, tokens]``; the calls use the first sequence.
+        samples: its inputs in calibration; the calls use the first one.
 
     Returns:
         Argument -> keyword arguments of a call that runs; argument -> why no call with it can be made.
     """
-    makers: dict[str, Callable[[PreTrainedModel, Tensor], list[Arguments]]] = {
-        **{name: lambda model, ids, name=name: [_with_states(model, ids, name)] for name in STATES},  # type: ignore[misc]
+    first = dict(samples[:1].to(model.device, model.dtype).inputs)
+    makers: dict[str, Callable[[PreTrainedModel, Arguments], list[Arguments]]] = {
+        **{name: lambda model, call, name=name: [_with_states(model, call, name)] for name in STATES},  # type: ignore[misc]
         "pixel_values": _with_images,
     }
     calls: dict[str, Arguments] = {}
     missing: dict[str, str] = {}
     for name, parameter in inspect.signature(model.forward).parameters.items():
-        if name in CONTROLS or parameter.kind is inspect.Parameter.VAR_KEYWORD:
+        if name in CONTROLS or name in first or parameter.kind is inspect.Parameter.VAR_KEYWORD:
             continue
         if name not in makers:
             missing[name] = "permtriton cannot make up values for it"
             continue
         try:
-            calls[name] = _first_that_runs(model, makers[name](model, ids[:1].to(model.device)))
+            calls[name] = _first_that_runs(model, makers[name](model, first))
         except Exception as error:  # model code may raise anything on random inputs
             missing[name] = f"random values were refused: {next(iter(str(error).splitlines()), type(error).__name__)}"
     return calls, missing
@@ -75,19 +77,20 @@ def _random(model: PreTrainedModel, *shape: int) -> Tensor:
     return values.to(model.device, model.dtype)
 
 
-def _with_states(model: PreTrainedModel, ids: Tensor, name: str) -> Arguments:
+def _with_states(model: PreTrainedModel, call: Arguments, name: str) -> Arguments:
     text = model.config.get_text_config()
     width = getattr(text, "cross_attention_hidden_size", None) or text.hidden_size
-    return {"input_ids": ids, name: _random(model, 1, STATE_TOKENS, width)}
+    return {**call, name: _random(model, 1, STATE_TOKENS, width)}
 
 
-def _with_images(model: PreTrainedModel, ids: Tensor) -> list[Arguments]:
+def _with_images(model: PreTrainedModel, call: Arguments) -> list[Arguments]:
     """Returns calls with one image, with and without a dimension for images, and with one token per image feature."""
     vision: Any = getattr(model.config, "vision_config", None)
     token = getattr(model.config, "image_token_id", None) or getattr(model.config, "image_token_index", None)
     size = getattr(vision, "image_size", None)
     image_features: Any = getattr(model, "get_image_features", None)
-    if token is None or size is None or image_features is None:
+    ids = call.get("input_ids")
+    if token is None or size is None or image_features is None or ids is None:
         return []
     height, width = (size, size) if isinstance(size, int) else size
     calls = []

@@ -3,7 +3,7 @@
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,18 +19,14 @@ from permtriton.errors import ConfigError, ModelError, first_line, reading, show
 from permtriton.kernels import autotune
 from permtriton.model.modules import is_packed, is_permuted
 from permtriton.model.sizes import build_empty, check_counts
-from permtriton.model.stored import (
-    CONFIG_FILE,
-    StoredTensor,
-    checkpoint_files,
-    read_headers,
-    read_json,
-)
+from permtriton.model.stored import CONFIG_FILE, StoredTensor, checkpoint_files, read_headers, read_json
+from permtriton.offload import NO_GPU, Offload
 
 DTYPES = {"auto": "auto", "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 REPORT_FILE = "permtriton.json"  # marks a folder that permtriton wrote
 PICKLED = ("*.bin", "*.pt", "*.pth")
 ADAPTER = "adapter_config.json"
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 MOST_TOKENS = 2**24
 
 
@@ -80,39 +76,47 @@ def resolve_device(device: str) -> torch.device:
     return torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
 
 
-def load_original(source: Source, *, saved: bool = False) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
-    """Loads a model to prune, and its tokenizer.
+def load_original(
+    source: Source, *, saved: bool = False, offload: Offload | None = None
+) -> tuple[PreTrainedModel, Any]:
+    """Loads a model to prune, and its tokenizer or processor, as `load_processor` returns it.
 
     Args:
         source: source of the model.
         saved: whether the model will be saved, so that what could not be saved is refused now.
+        offload: as `load_model` takes it.
 
     Raises:
         ModelError: permtriton compiled the model, its tokenizer or a config could not be saved again, or as
-            `load_model` and `load_tokenizer`.
+            `load_model` and `load_processor`.
         ConfigError: as `load_model`.
     """
-    model, tokenizer = load_model(source, allow_compiled=False), load_tokenizer(source)
+    model = load_model(source, allow_compiled=False, offload=offload)
+    tokenizer = load_processor(source, model)
     if saved:
         _check_saves(source, model, tokenizer)
     return model, tokenizer
 
 
-def load_model(source: Source, allow_compiled: bool = True) -> PreTrainedModel:
+def load_model(source: Source, allow_compiled: bool = True, offload: Offload | None = None) -> PreTrainedModel:
     """Loads a model with the class that its config names, in eval mode, on the device of ``source``.
 
     Args:
         source: source of the model.
         allow_compiled: whether to accept a model that permtriton compiled.
+        offload: where large parameters go while they are loaded; None keeps them in memory.
 
     Raises:
         ModelError: no such folder, no config, no safetensors, an unknown class, sizes that do not fit the weights,
             missing weights, weights that are not finite, or a compiled model that is not accepted.
-        ConfigError: an unknown dtype, or a device that is unknown or missing.
+        ConfigError: an unknown dtype, a device that is unknown or missing, or a GPU with ``offload``.
+        OutputError: the disk of ``offload`` is full.
     """
     if source.dtype not in DTYPES:
         raise ConfigError(f"dtype {source.dtype!r} is unknown: choose one of {', '.join(DTYPES)}")
     device = resolve_device(source.device)
+    if offload is not None and device.type != "cpu":
+        raise ConfigError(NO_GPU.format(device=device))
     if not allow_compiled and source.holds(REPORT_FILE):
         raise _compiled_already(source)
     _refuse_pickles(source)
@@ -128,6 +132,7 @@ def load_model(source: Source, allow_compiled: bool = True) -> PreTrainedModel:
     with (
         reading(f"{source.name} cannot be loaded as {model_class.__name__}", ModelError),
         unchanged_weights(source, also_replaced=True),
+        nullcontext() if offload is None else offload.loading(),
     ):
         model, info = model_class.from_pretrained(
             source.location,
@@ -198,6 +203,32 @@ def load_empty_model(source: Source, allow_compiled: bool = False) -> PreTrained
             raise _compiled_already(source)
         del config.quantization_config
     return build_empty(model_class, config, stored, source.name)
+
+
+def load_processor(source: Source, model: PreTrainedModel) -> Any:
+    """Loads what makes a model's inputs: its tokenizer, or the processor of images or sound; None if there is none.
+
+    Raises:
+        ModelError: the folder holds one that cannot be loaded, or the connection to the hub is lost.
+    """
+    if model.main_input_name == "input_ids":
+        return load_tokenizer(source)
+    problems: list[Exception] = []
+    loaders: list[Any] = [
+        transformers.AutoProcessor,
+        transformers.AutoImageProcessor,
+        transformers.AutoFeatureExtractor,
+    ]
+    if source.folder is not None and not source.holds("tokenizer_config.json"):
+        loaders.append(loaders.pop(0))  # it would make an empty tokenizer up, which would then be saved
+    for loader in loaders:
+        try:
+            return loader.from_pretrained(source.location, **_remote_code(source))
+        except Exception as error:  # they raise many kinds, also where a folder holds a processor of another kind
+            problems.append(error)
+    if any(map(source.holds, PROCESSOR_FILES)) or _is_connection_lost(problems[0]):
+        raise ModelError(f"{source.name}: its processor cannot be loaded: {first_line(problems[0])}") from problems[0]
+    return None
 
 
 def load_tokenizer(source: Source) -> PreTrainedTokenizerBase | None:
@@ -281,7 +312,7 @@ def _compiled_already(source: Source) -> ModelError:
     return ModelError(f"{source.name} was compiled already by permtriton: give the original model")
 
 
-def _check_saves(source: Source, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
+def _check_saves(source: Source, model: PreTrainedModel, tokenizer: Any) -> None:
     """Refuses now what could not be saved at the end: transformers checks some values of these files only there."""
     with tempfile.TemporaryDirectory() as folder:
         with reading(f"{source.name}: its config.json cannot be saved again", ModelError):

@@ -207,8 +207,9 @@ class SparseLinear(GatheredLinear):
         """Returns ``[..., out_features]``."""
         if self.pattern is None:
             return super().forward(x)
-        if torch.is_autocast_enabled(x.device.type):
-            x = x.to(self.weight_values.dtype)  # as autocast does before a dense product
+        dtype = self.weight_values.dtype
+        if torch.is_autocast_enabled(x.device.type) or x.dtype.itemsize < dtype.itemsize:
+            x = x.to(dtype)  # as autocast does before a dense product, and T5 in float16 before its float32 `wo`
         index = None if self.gather is None else self.gather.index
         packed = (self.weight_values, self.weight_positions)
         return sparse_linear(x, *packed, self.bias, index, self.in_features, self.pattern, self.weight_compressed)

@@ -176,7 +176,7 @@ class Norm:
 
 @dataclass
 class Site:
-    """One activation read by one or more pruned linears.
+    """One activation read by one or more pruned linears; several, if each of the linears runs on all of them.
 
     Attributes:
         name: path that the linears share and their own names: ``layers.0.mlp.gate_proj+up_proj``.
@@ -199,6 +199,13 @@ class Site:
     def expand(self, index: Tensor) -> Tensor:
         """Returns the index over this site's input channels, int64 ``[channels]``, for a unit index of its space."""
         return Axis("", 0, self.units, torch.zeros_like(self.units), reads=True).expand(index)
+
+    @property
+    def layer_paths(self) -> set[str]:
+        """Names of the layers that hold the linears, such as ``decoder.layers.0``; empty outside of layers."""
+        parts = [name.split(".") for name in self.linears]
+        depth = parts[0].index(str(self.layer)) + 1 if self.layer >= 0 else 0
+        return {".".join(each[:depth]) for each in parts if depth}
 
     @property
     def copies(self) -> int:
@@ -253,13 +260,23 @@ class Plan:
         return Axis("", 0, units, torch.zeros_like(units), reads=False).expand(indices[space.name])
 
     def layers(self) -> list[list[Site]]:
-        """Returns the sites in execution order, grouped by layer; a site outside every layer is a group of its own."""
+        """Returns the sites in execution order, grouped by layer.
+
+        A site outside every layer is a group of its own. So is one that several layers read, such as the output of an
+        encoder; it stands before the first of these layers.
+        """
         groups: list[list[Site]] = []
+        last: set[str] = set()  # path of the layer of the last group
         for site in self.sites:
-            if groups and groups[-1][0].layer == site.layer and site.layer >= 0:
+            paths = site.layer_paths
+            if len(paths) > 1:
+                groups.insert(len(groups) - bool(last & paths), [site])
+                last = last & paths
+            elif paths and paths == last:
                 groups[-1].append(site)
             else:
                 groups.append([site])
+                last = paths
         return groups
 
 
@@ -287,3 +304,14 @@ def layer_modules(model: nn.Module, plan: Plan) -> list[nn.Module]:
                 layers[layer] = model.get_submodule(layer)
                 break
     return list(layers.values())
+
+
+def named_layers(model: nn.Module, plan: Plan) -> dict[str, nn.Module]:
+    """Returns the name of each of `layer_modules` -> that layer, in execution order."""
+    names = {module: name for name, module in model.named_modules()}
+    return {names[layer]: layer for layer in layer_modules(model, plan)}
+
+
+def layer_names(model: nn.Module, plan: Plan) -> dict[nn.Module, str]:
+    """Returns each module inside one of `layer_modules` -> the name of that layer; of the last one that shares it."""
+    return {part: name for name, layer in named_layers(model, plan).items() for part in layer.modules()}

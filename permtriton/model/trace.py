@@ -1,9 +1,12 @@
 """Traces a model to a `torch.fx` graph over the model's own parameters, with the last hidden state as an output."""
 
+import io
+import logging
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -13,9 +16,11 @@ from torch.export.graph_signature import InputKind, OutputKind
 from transformers import PreTrainedModel
 
 from permtriton.errors import ModelError
+from permtriton.model.core import ENCODER_STATE, has_head, recorded_states
+from permtriton.model.examples import examples
 from permtriton.model.forward import without_cache
+from permtriton.model.samples import Samples
 
-TRACE_TOKENS = 4  # few, so that following channels is cheap; more than one, so that mixing of tokens shows
 GUARDS = {torch.ops.aten._assert_tensor_metadata.default}  # checks that the graph does not need
 
 
@@ -24,10 +29,11 @@ class Traced:
     """A model as a graph.
 
     Attributes:
-        graph_module: ``graph_module(input_ids)`` returns the model's outputs and its last hidden state as a flat tuple.
-            ``input_ids`` (int64 ``[1, TRACE_TOKENS]``) is the only placeholder. Every parameter is one ``get_attr``
-            node whose target is its first name in ``model.named_parameters()`` and whose value is the model's own
-            ``nn.Parameter``; buffers and constants are ``get_attr`` nodes, too.
+        graph_module: ``graph_module(*inputs)`` returns the model's outputs and its last hidden state as a flat tuple.
+            The placeholders have the names and shapes of the sample that was traced, such as ``input_ids`` (int64
+            ``[1, TRACE_TOKENS]``). Every parameter is one ``get_attr`` node whose target is its first name in
+            ``model.named_parameters()`` and whose value is the model's own ``nn.Parameter``; buffers and constants are
+            ``get_attr`` nodes, too.
         outputs: positions of the model's own outputs in that tuple.
         hidden: position of the last hidden state in that tuple.
     """
@@ -47,54 +53,85 @@ class Traced:
 class _Probed(nn.Module):
     """Returns every tensor that the model returns, and the last hidden state after them."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, masked: bool) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.masked = model, masked
 
-    def forward(self, input_ids: Tensor) -> tuple[Tensor, ...]:
-        hidden_states: list[Tensor] = []
-        # Some heads call the decoder of their backbone directly, so all are hooked; the outermost one returns last.
-        backbones = [m for m in self.model.modules() if isinstance(m, PreTrainedModel) and m is not self.model]
-        handles = [
-            module.register_forward_hook(lambda _m, _a, output: hidden_states.append(output[0]))
-            for module in backbones or [self.model]
-        ]
-        try:
-            output = self.model(input_ids=input_ids)
-        finally:
-            for handle in handles:
-                handle.remove()
-        return (*(value for value in output.to_tuple() if isinstance(value, Tensor)), hidden_states[-1])
+    def forward(self, **arguments: Tensor) -> tuple[Tensor, ...]:
+        if self.masked:
+            arguments["attention_mask"] = torch.ones_like(arguments["input_ids"])
+        with recorded_states(self.model) as states:
+            output = self.model(**arguments)
+        inner = ENCODER_STATE if has_head(self.model) else ""
+        return (*(v for name, v in output.items() if isinstance(v, Tensor) and name != inner), states[-1])
 
 
-def trace(model: PreTrainedModel) -> Traced:
-    """Traces ``model`` on one short sequence. No weight is copied, and the model may be on the meta device.
+def trace(model: PreTrainedModel, sample: Samples | None = None) -> Traced:
+    """Traces ``model`` on one sample. No weight is copied, and the model may be on the meta device.
+
+    Args:
+        model: model to trace.
+        sample: sample whose shapes are traced; None for `permtriton.model.examples.examples`, of which the first that
+            the model takes is traced.
+
+    The encoder's last hidden state, which an encoder-decoder with a head returns beside its logits, is not among the
+    outputs of the graph: as the states between layers, it is the model's own, and its channels may move.
 
     Raises:
-        ModelError: the model is an encoder-decoder, does not run on token ids alone, or cannot be exported by
-            ``torch.export``.
+        ModelError: the model does not run on such a sample, or cannot be exported by ``torch.export``.
     """
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise ModelError(
-            f"{type(model).__name__} cannot be traced: it is an encoder-decoder, and its decoder_input_ids and "
-            "cross-attention are not traced. permtriton takes models that run on input_ids alone: an encoder "
-            "(as BERT) or a decoder (as LLaMA)"
-        )
-    ids = torch.zeros((1, TRACE_TOKENS), dtype=torch.int64, device=model.device)
-    probed = _Probed(model)
+    samples = [sample] if sample is not None else examples(model)
+    problems: list[Exception] = []
+    for inputs, masked in product(samples, (False, True)):
+        if masked and "input_ids" not in inputs.inputs:
+            continue
+        try:
+            exported = _exported(model, dict(inputs.to(model.device, model.dtype).inputs), masked=masked)
+        except Exception as error:  # torch.export raises many kinds
+            problems.append(error)
+            continue
+        graph_module = unlifted(exported, model, prefix="model.")
+        count = len(exported.graph_signature.user_outputs)
+        return Traced(graph_module, tuple(range(count - 1)), count - 1)
+    first_line = next(iter(str(problems[0]).strip().splitlines()), "no message")
+    raise ModelError(
+        f"{type(model).__name__} cannot be traced: {type(problems[0]).__name__}: {first_line}. permtriton needs a "
+        f"model that runs on {model.main_input_name} alone and that torch.export can follow; of a model with towers "
+        "for text and images, save one tower as a model of its own"
+    ) from problems[0]
+
+
+def _exported(model: PreTrainedModel, arguments: dict[str, Tensor], *, masked: bool) -> ExportedProgram:
+    """Exports a model, ``masked`` with an attention mask of ones, which some (LongT5) make only if not exported."""
+    with torch.no_grad(), without_cache(model), _attributes_kept(model), _quiet():
+        return export(_Probed(model, masked), **arguments)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Drops what is logged and printed: of a model that it cannot follow, torch.export prints the graph so far.
+
+    What the error says is one line. Attributes that torch.export warns of are restored.
+    """
+    disabled = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
     try:
-        with torch.no_grad(), without_cache(model), _attributes_kept(model), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="The tensor attribute", category=UserWarning)  # restored below
-            exported = torch.export.export(probed, (ids,), strict=False)
-    except Exception as error:  # torch.export raises many kinds
-        first_line = next(iter(str(error).strip().splitlines()), "no message")
-        raise ModelError(
-            f"{type(model).__name__} cannot be traced: {type(error).__name__}: {first_line}. permtriton needs a model "
-            "that runs on input_ids alone (no decoder inputs, images or sound) and that torch.export can follow"
-        ) from error
-    graph_module = unlifted(exported, model, prefix="model.")
-    count = len(exported.graph_signature.user_outputs)
-    return Traced(graph_module, tuple(range(count - 1)), count - 1)
+        with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
+
+
+def export(module: nn.Module, *inputs: Tensor, **named: Tensor) -> ExportedProgram:
+    """Returns a module as an exported program in which no operator writes into memory that another one reads.
+
+    Writing into a slice, say, becomes an operator that returns the whole tensor with that slice replaced.
+    """
+    exported = torch.export.export(module, inputs, named, strict=False)
+    schemas = [getattr(node.target, "_schema", None) for node in exported.graph.nodes]
+    writes = any(schema is not None and schema.is_mutable for schema in schemas)
+    return exported.run_decompositions({}) if writes else exported
 
 
 @contextmanager
@@ -159,6 +196,10 @@ def unlifted(exported: ExportedProgram, model: nn.Module, prefix: str = "") -> f
             if node.op == "get_attr":
                 attributes[str(node.target)] = getattr(exported.graph_module, str(node.target))
             copies[node] = graph.node_copy(node, copies.__getitem__)
+    for node in reversed(graph.nodes):  # remove what is computed for its shape only, as one channel in BART
+        weighs = any(before.op == "get_attr" for before in node.all_input_nodes)
+        if node.op == "call_function" and not node.users and not weighs and not node.is_impure():
+            graph.erase_node(node)
     return fx.GraphModule(attributes, graph, f"{type(model).__name__}Graph")
 
 

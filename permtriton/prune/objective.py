@@ -6,7 +6,7 @@ The dense model's logits are not stored: they follow from its last hidden states
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,10 +16,20 @@ from torch import Tensor
 from torch.nn.functional import kl_div, log_softmax
 from transformers import PreTrainedModel
 
+from permtriton import ranks
 from permtriton.config import CompileConfig, ObjectiveKind
 from permtriton.errors import ConfigError
 from permtriton.model.checks import TOLERANCE, relative_difference
-from permtriton.model.forward import cosine_loss, hidden_states, last_hidden_state, replaced_forwards, without_cache
+from permtriton.model.core import core_of, has_head
+from permtriton.model.forward import (
+    cosine_loss,
+    hidden_states,
+    last_hidden_state,
+    replaced_forwards,
+    to_numbers,
+    without_cache,
+)
+from permtriton.model.samples import Samples
 
 LOGITS_AT_ONCE = 1 << 24  # logits of one chunk of tokens; a few float32 copies of them are alive at once
 PROBE_TOKENS = 8
@@ -31,40 +41,68 @@ class Head:
 
     Args:
         model: model with a language-model head.
-        ids: token ids to try it on, int64 ``[sequences, tokens]``.
+        samples: inputs to try it on.
 
     Raises:
         ConfigError: the model has no such head, or its logits do not follow from its last hidden state.
     """
 
-    def __init__(self, model: PreTrainedModel, ids: Tensor) -> None:
+    def __init__(self, model: PreTrainedModel, samples: Samples) -> None:
         if not has_head(model):
             raise ConfigError(f"objective kl needs a language-model head; {type(model).__name__} has none: {CHOOSE}")
         self._model = model
-        rows = ids[:1, :PROBE_TOKENS].to(model.device)
+        probe = samples.start(1, PROBE_TOKENS).to(model.device, model.dtype).inputs
+        self._arguments = tuple(probe)
+        core = core_of(model)
+        watched = [core] if core is model.base_model else [core, model.get_encoder()]
         with torch.no_grad(), without_cache(model):
-            self._output = model.base_model(input_ids=rows)
-            expected, found = model(input_ids=rows).logits, self(self._output[0])
+            with _recorded(watched) as self._outputs:
+                expected = model(**probe).logits
+            if core not in self._outputs:  # a head may call only what is inside its backbone
+                self._outputs[core] = core(**probe)
+            found = self(self._outputs[core][0])
         self.vocabulary = expected.shape[-1]
         if found.shape != expected.shape or relative_difference(expected, found) > TOLERANCE[model.dtype]:
             raise ConfigError(
                 f"objective kl: the logits of {type(model).__name__} do not follow from its last hidden state: {CHOOSE}"
             )
 
+    def on(self, model: PreTrainedModel) -> "Head":
+        """Returns the head of another model of the same class."""
+        other = copy.copy(self)
+        names = {module: name for name, module in self._model.named_modules()}
+        other._outputs = {model.get_submodule(names[module]): output for module, output in self._outputs.items()}
+        other._model = model
+        return other
+
     def __call__(self, hidden: Tensor) -> Tensor:
         """Returns the logits ``[sequences, tokens, vocabulary]`` of hidden states ``[sequences, tokens, hidden]``."""
-        output = copy.copy(self._output)
+        core = core_of(self._model)
+        output = copy.copy(self._outputs[core])
         output["last_hidden_state"] = hidden
-        with _returning(self._model.base_model, output):
+        with _returning({**self._outputs, core: output}):
             ids = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
-            return self._model(input_ids=ids).logits
+            return self._model(**dict.fromkeys(self._arguments, ids)).logits
 
 
 @contextmanager
-def _returning(module: Any, output: Any) -> Iterator[None]:
-    """Inside the context, ``module`` and its decoder, which OPT's head calls, return ``output`` and compute nothing."""
-    modules = {id(each): each for each in (module, module.get_decoder()) if each is not None}.values()
-    with replaced_forwards(modules, lambda _: lambda *arguments, **named: output):
+def _recorded(modules: Sequence[Any]) -> Iterator[dict[Any, Any]]:
+    """Yields a dict that a run inside the context fills with the output of each module."""
+    outputs: dict[Any, Any] = {}
+    handles = [m.register_forward_hook(lambda module, _, output: outputs.update({module: output})) for m in modules]
+    try:
+        yield outputs
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _returning(outputs: Mapping[Any, Any]) -> Iterator[None]:
+    """Inside the context, modules and their decoders, which OPT's head calls, return outputs and compute nothing."""
+    inner = {module.get_decoder(): output for module, output in outputs.items() if module.get_decoder() is not None}
+    given = {**inner, **outputs}
+    with replaced_forwards(given, lambda module: lambda *arguments, **named: given[module]):
         yield
 
 
@@ -124,19 +162,24 @@ class Objective:
         return total / hidden.shape[:-1].numel()
 
     @torch.no_grad()
-    def mean(self, model: PreTrainedModel, ids: Tensor, batch: int, rows: Tensor | None = None) -> float:
-        """Returns the mean loss over sequences.
+    def mean(self, model: PreTrainedModel, samples: Samples, batch: int, rows: Tensor | None = None) -> float:
+        """Returns the mean loss over samples, of which each rank runs its share.
 
         Args:
             model: model to measure.
-            ids: int64 ``[sequences, tokens]``.
-            batch: sequences per forward pass.
-            rows: numbers of the sequences to measure, int64 ``[...]``; all by default.
+            samples: its inputs.
+            batch: samples per forward pass.
+            rows: numbers of the samples to measure, int64 ``[...]``; all by default.
         """
-        rows = torch.arange(ids.shape[0]) if rows is None else rows
-        parts = rows.split(batch)
-        losses = torch.stack([self.loss(last_hidden_state(model, ids[part.to(ids.device)]), part) for part in parts])
-        return sum(loss * part.numel() for loss, part in zip(losses.tolist(), parts, strict=True)) / rows.numel()
+        rows = torch.arange(len(samples)) if rows is None else rows
+        parts = ranks.parts(rows, batch)
+        losses = [self.loss(last_hidden_state(model, samples[part]), part) for part in parts]
+        sums = [loss * part.numel() for loss, part in zip(to_numbers(losses), parts, strict=True)]
+        return ranks.total(sum(sums)) / rows.numel()
+
+    def on(self, model: PreTrainedModel) -> "Objective":
+        """Returns the objective with the head of ``model``, a twin of the one that it was made with."""
+        return replace(self, head=self.head and self.head.on(model))
 
     def reordered(self, order: Tensor | None) -> "Objective":
         """Returns the objective of a model whose last hidden state has its channels in another order.
@@ -147,20 +190,20 @@ class Objective:
         return self if order is None else replace(self, target=self.target[..., order.to(self.target.device)])
 
 
-def dense_objective(model: PreTrainedModel, kind: ObjectiveKind, ids: Tensor, batch: int) -> Objective:
+def dense_objective(model: PreTrainedModel, kind: ObjectiveKind, samples: Samples, batch: int) -> Objective:
     """Returns the objective with the present, dense outputs of ``model`` as its target.
 
     Args:
         model: dense model; its head must not change while the objective is used.
         kind: ``kl`` or ``cosine``.
-        ids: calibration sequences, int64 ``[sequences, tokens]``.
-        batch: sequences per forward pass.
+        samples: calibration samples.
+        batch: samples per forward pass.
 
     Raises:
         ConfigError: ``kl`` of a model without a language-model head.
     """
-    head = Head(model, ids) if kind == "kl" else None
-    return Objective(kind, hidden_states(model, ids, batch), head)
+    head = Head(model, samples) if kind == "kl" else None
+    return Objective(kind, hidden_states(model, samples, batch), head)
 
 
 def order_objective(config: CompileConfig, model: PreTrainedModel) -> ObjectiveKind:
@@ -180,8 +223,3 @@ def update_objective(config: CompileConfig, model: PreTrainedModel) -> Objective
 def default_objective(model: PreTrainedModel) -> ObjectiveKind:
     """Returns ``kl`` where the model has a language-model head, else ``cosine``."""
     return "kl" if has_head(model) else "cosine"
-
-
-def has_head(model: PreTrainedModel) -> bool:
-    """Whether the model has a language-model head, so that the objective may be ``kl``."""
-    return model.base_model is not model and model.get_output_embeddings() is not None

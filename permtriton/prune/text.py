@@ -1,19 +1,26 @@
 """Calibration and held-out text as token ids."""
 
-import hashlib
+import inspect
 import json
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from permtriton import demo
-from permtriton.config import CalibrationConfig
+from permtriton.config import CalibrationConfig, CompileConfig
 from permtriton.errors import CalibrationError, first_line, reading, shown
+from permtriton.model.core import DECODER_IDS, takes_decoder_ids
+from permtriton.model.forward import check_length
+from permtriton.model.samples import Inputs, Samples
+from permtriton.model.seq2seq import arguments_of, samples_of
+from permtriton.prune.media import Processor, is_media, media_samples
+from permtriton.prune.pairs import Pair, are_pairs, paired_windows
 from permtriton.prune.tokenize import token_ids
 
 if TYPE_CHECKING:
@@ -61,6 +68,10 @@ def calibration_ids(
     generator = torch.Generator().manual_seed(seed)
     wanted = config.samples * config.sequence_length
     documents = _documents(config.calibration, HUB_DATASETS, JOINED, "calibration.txt")
+    if are_pairs(documents):
+        encode = partial(_encode_pair, tokenizer=tokenizer, vocabulary=vocabulary, source=config.calibration)
+        length, name = config.sequence_length, config.calibration
+        return paired_windows(documents, encode, length, config.samples, generator, name)
     stream = _encode(config.calibration, documents, tokenizer, vocabulary, wanted, generator)
     windows = stream.numel() // config.sequence_length
     if windows < config.samples:
@@ -89,6 +100,9 @@ def evaluation_ids(
         CalibrationError: As for `calibration_ids`.
     """
     documents = _documents(source, HUB_EVALUATION, EVALUATION_JOINED, "heldout.txt")
+    if are_pairs(documents):
+        encode = partial(_encode_pair, tokenizer=tokenizer, vocabulary=vocabulary, source=source)
+        return paired_windows(documents, encode, sequence_length, None, None, source)
     stream = _encode(source, documents, tokenizer, vocabulary, None, None)
     length = min(sequence_length, stream.numel())
     if length < 2:
@@ -96,22 +110,73 @@ def evaluation_ids(
     return stream[: stream.numel() // length * length].view(-1, length)[: EVALUATION_WINDOWS.get(source)]
 
 
-def check_ids(ids: Tensor, vocabulary: int) -> Tensor:
-    """Returns ``ids`` after checking that they are token ids ``[samples, tokens]`` of a vocabulary.
+def calibration_samples(config: CompileConfig, tokenizer: Processor | None, model: PreTrainedModel) -> Samples:
+    """Draws the calibration samples of a compilation.
+
+    Args:
+        config: Source, number and length of the samples, and the seed of the draw.
+        tokenizer: The model's tokenizer; may be None where the source holds ``input_ids``. Of a model that reads images
+            or sound, its processor.
+        model: The model to calibrate.
 
     Raises:
-        CalibrationError: The shape or a value is wrong.
+        CalibrationError: As for `calibration_ids` or `permtriton.prune.media.media_samples`, or the sequences are
+            longer than the model can take.
     """
-    if ids.ndim != 2 or not ids.numel() or int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
+    source, count = config.calibration.calibration, config.calibration.samples
+    if is_media(model, source):
+        generator = torch.Generator().manual_seed(config.seed)
+        return check_samples(model, media_samples(source, model, tokenizer, count, generator))
+    check_length(model, config.calibration.sequence_length)
+    return samples_of(model, calibration_ids(config.calibration, tokenizer, vocabulary_of(model), config.seed))
+
+
+def check_samples(model: PreTrainedModel, inputs: Inputs) -> Samples:
+    """Returns samples that a caller made, after checking that the model can take them.
+
+    Args:
+        model: The model that will run on them.
+        inputs: Token ids, int64 ``[samples, tokens]``, or what `Samples` holds.
+
+    Raises:
+        CalibrationError: A shape or a token id is wrong, a sequence is too long, or the model has no such argument.
+    """
+    samples = Samples.of(inputs)
+    parameters = inspect.signature(model.base_model.forward).parameters.values()
+    taken = [each.name for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+    made = {"labels", DECODER_IDS} if takes_decoder_ids(model) else set()
+    unknown = [name for name in samples.inputs if name not in (*taken, *made)]
+    if taken and unknown:  # a wrapper may hand on all arguments
         raise CalibrationError(
-            f"ids have shape {tuple(ids.shape)}: expected [samples, tokens] with values from 0 to {vocabulary - 1}"
+            f"{unknown[0]} is no argument of {type(model.base_model).__name__}: it takes {', '.join(taken)}"
         )
-    return ids
+    _check_values(model, samples)
+    return Samples(arguments_of(model, samples.inputs), samples.tokens)
 
 
-def ids_hash(ids: Tensor) -> str:
-    """Returns the SHA-256 of token ids, which shows whether two compilations used the same text."""
-    return hashlib.sha256(str(tuple(ids.shape)).encode() + ids.to(torch.int64).numpy().tobytes()).hexdigest()
+def _check_values(model: PreTrainedModel, samples: Samples) -> None:
+    for name, values in samples.inputs.items():
+        if name in ("input_ids", DECODER_IDS, "labels"):
+            _check_ids(model, name, values)
+        elif not bool(values.isfinite().all()):
+            bad = int((~values.isfinite()).sum())
+            raise CalibrationError(f"{name}: {bad} of {values.numel()} values are NaN or infinite")
+
+
+def _check_ids(model: PreTrainedModel, name: str, ids: Tensor) -> None:
+    vocabulary = vocabulary_of(model)
+    integers = not ids.is_floating_point() and not ids.is_complex()
+    if not integers or ids.ndim != 2 or int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
+        raise CalibrationError(
+            f"{name} have shape {tuple(ids.shape)} and dtype {ids.dtype}: expected integers [samples, tokens] with "
+            f"values from 0 to {vocabulary - 1}"
+        )
+    check_length(model, ids.shape[1])
+
+
+def vocabulary_of(model: PreTrainedModel) -> int:
+    """Returns the number of rows of the model's token embedding."""
+    return model.get_input_embeddings().get_parameter("weight").shape[0]
 
 
 def _encode(
@@ -134,7 +199,7 @@ def _encode(
     for position in order:
         with reading(f"{source}: document {position + 1} cannot be read", CalibrationError):
             document = documents[position]
-        piece = token_ids(document, tokenizer, source) if isinstance(document, str) else _integers(document, source)
+        piece = _encode_one(document, tokenizer, source)
         pieces.append(piece)
         total += piece.numel()
         if wanted is not None and total >= SURPLUS * wanted:
@@ -142,13 +207,31 @@ def _encode(
     stream = torch.cat(pieces)
     if not stream.numel():
         raise CalibrationError(f"{source} is empty: no text to use")
-    low, high = int(stream.min()), int(stream.max())
+    return _in_vocabulary(stream, vocabulary, source)
+
+
+def _encode_one(document: Any, tokenizer: PreTrainedTokenizerBase | None, source: str, target: bool = False) -> Tensor:
+    if isinstance(document, str):
+        return token_ids(document, tokenizer, source, target)
+    return _integers(document, source)
+
+
+def _encode_pair(
+    pair: Pair, tokenizer: PreTrainedTokenizerBase | None, vocabulary: int, source: str
+) -> tuple[Tensor, Tensor]:
+    ids, labels = _encode_one(pair.source, tokenizer, source), _encode_one(pair.labels, tokenizer, source, target=True)
+    _in_vocabulary(torch.cat([ids, labels]), vocabulary, source)
+    return ids, labels
+
+
+def _in_vocabulary(ids: Tensor, vocabulary: int, source: str) -> Tensor:
+    low, high = (int(ids.min()), int(ids.max())) if ids.numel() else (0, 0)
     if low < 0 or high >= vocabulary:
         raise CalibrationError(
             f"{source}: token ids run from {low} to {high}, but the model's vocabulary is 0 to {vocabulary - 1}: "
             "the tokenizer or the ids belong to another model"
         )
-    return stream
+    return ids
 
 
 def _integers(document: Any, source: str) -> Tensor:
@@ -221,8 +304,8 @@ def _read(path: Path) -> str:
         raise CalibrationError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
 
 
-def _json_lines(path: Path) -> list[str | list[int]]:
-    documents: list[str | list[int]] = []
+def _json_lines(path: Path) -> list[str | list[int] | Pair]:
+    documents: list[str | list[int] | Pair] = []
     for number, line in enumerate(_read(path).split("\n"), start=1):
         if not line.strip():
             continue
@@ -231,8 +314,18 @@ def _json_lines(path: Path) -> list[str | list[int]]:
         except (ValueError, RecursionError) as error:  # also integers of too many digits
             raise CalibrationError(f"{path} line {number} is not JSON: {first_line(error)}") from error
         value: Any = row.get("input_ids", row.get("text")) if isinstance(row, dict) else None
-        ids = isinstance(value, list) and all(isinstance(i, int) and not isinstance(i, bool) for i in value)
-        if not ids and not isinstance(value, str):
+        if not _is_document(value):
             raise CalibrationError(f'{path} line {number} needs "text" (a string) or "input_ids" (integers)')
+        if "labels" in row:
+            if not _is_document(row["labels"]):
+                raise CalibrationError(f'{path} line {number}: "labels" must be a string or integers')
+            value = Pair(value, row["labels"])
+        if documents and isinstance(value, Pair) != isinstance(documents[0], Pair):
+            raise CalibrationError(f'{path} line {number}: expected "labels" in every line or in none')
         documents.append(value)
     return documents
+
+
+def _is_document(value: Any) -> bool:
+    ids = isinstance(value, list) and all(isinstance(i, int) and not isinstance(i, bool) for i in value)
+    return ids or isinstance(value, str)

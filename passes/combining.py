@@ -1,0 +1,164 @@
+"""How channels meet in an operator on several tensors: they move together, or each is a value that the other meets.
+
+Where a gate row meets an up row at one position, both must move together. In an outer product every row of one factor
+meets every row of the other; the rows of either factor may then move for themselves if all of them meet the same. The
+result belongs to channels of both factors (`Crossed`).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from permtriton.passes.channels import Channels
+from permtriton.passes.ids import differs, unexpanded
+from permtriton.passes.values import Crossed, ParameterValue
+
+Rule = Callable[[Channels, Any, Sequence[Any], dict[str, Any]], Any]
+
+
+def parts_of(c: Channels, value: Any) -> list[Tensor]:
+    """Returns the tensors of ids of an operand."""
+    return list(value.parts) if isinstance(value, Crossed) else [c.ids_of(value)]
+
+
+def joined(parts: Sequence[Tensor]) -> Any:
+    """Returns one tensor of ids as it is, several as `Crossed`."""
+    return parts[0] if len(parts) == 1 else Crossed(tuple(parts))
+
+
+def mapped(c: Channels, value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Returns what a function on tensors of ids makes of an operand, part by part."""
+    return joined([function(part) for part in parts_of(c, value)])
+
+
+def combine(c: Channels, operands: Sequence[Any]) -> Any:
+    """Returns the ids of a function of several operands, element by element, after broadcasting them.
+
+    Args:
+        c: Channels of the graph.
+        operands: Tensors of ids, `Crossed`, parameters and indices.
+    """
+    known = [part for operand in operands if not isinstance(operand, ParameterValue) for part in parts_of(c, operand)]
+    given = [
+        [c.ids_of(operand, _carrying(c, operand, known))]
+        if isinstance(operand, ParameterValue)
+        else parts_of(c, operand)
+        for operand in operands
+    ]
+    parameters = [isinstance(operand, ParameterValue) for operand in operands]
+    shape = torch.broadcast_shapes(*(parts[0].shape for parts in given))
+    if not any(c.any_channel(part) for parts in given for part in parts):
+        return _opaque(c, shape, known)
+    result = [part.expand(shape) for part in given[0]]
+    varies = _varies(given[0], shape)
+    for part in result:
+        c.touch(part)
+    for number in range(1, len(given)):
+        others, others_vary = [part.expand(shape) for part in given[number]], _varies(given[number], shape)
+        _keep_order(c, result, others, others_vary)
+        _keep_order(c, others, result, varies)
+        varies = [any(both) for both in zip(varies, others_vary, strict=True)]
+        for part in given[number]:
+            c.touch(part)
+            result = _met(c, result, part.expand(shape), parameters[0] or parameters[number])
+    result = [part for part in result if c.any_channel(part)]
+    return joined([c.renewed(part) for part in result])
+
+
+def contracted(c: Channels, value: Any, dims: Sequence[int], *, keep: bool) -> Any:
+    """Returns the ids of a reduction over ``dims``, in which the order does not matter."""
+    if not isinstance(value, Crossed):
+        return c.reduce(value, dims, keep=keep)
+    parts = [c.reduce(part, dims, keep=keep) for part in value.parts]
+    return joined([part for part in parts if c.any_channel(part)] or parts[:1])
+
+
+def _opaque(c: Channels, shape: Sequence[int], operands: Sequence[Tensor]) -> Tensor:
+    """Returns ids of what is no channel; equal along the dimensions in which no operand differs."""
+    different = [any(part.ndim + dim >= 0 and differs(part)[dim] for part in operands) for dim in range(-len(shape), 0)]
+    return c.opaque(tuple(size if differ else 1 for size, differ in zip(shape, different, strict=True))).expand(shape)
+
+
+def _varies(parts: Sequence[Tensor], shape: Sequence[int]) -> list[bool]:
+    """Returns for each dimension of a result whether an operand's values may vary along it, whatever their channels."""
+    return [False] * (len(shape) - parts[0].ndim) + [size > 1 for size in parts[0].shape]
+
+
+def _keep_order(c: Channels, parts: Sequence[Tensor], others: Sequence[Tensor], others_vary: Sequence[bool]) -> None:
+    """Keeps the order of channels that meet values of another operand which vary with them and do not move with them.
+
+    Such values repeat the ids of channels of another dimension: those of ``x[:, None] * table`` are the ids of ``x``,
+    and vary by the columns of the table.
+    """
+    if not any(c.any_channel(other) for other in others):
+        return  # each then meets the other's values one by one
+    move = [any(each) for each in zip(*(_channels_differ(c, other) for other in others), strict=True)]
+    for part in parts:
+        meets = zip(_channels_differ(c, part), others_vary, move, strict=True)
+        if c.any_channel(part) and any(differ and vary and not moves for differ, vary, moves in meets):
+            c.separate(part, f"{c.node.target} combines each with values that do not move with it")
+
+
+def _channels_differ(c: Channels, ids: Tensor) -> list[bool]:
+    """Returns for each dimension whether channels differ along it, beside what is no channel."""
+    if c.all_channels(ids):
+        return differs(ids)
+    channels = unexpanded(ids).clamp_min(0)
+    return [bool((channels != channels.narrow(dim, 0, 1)).any()) for dim in range(ids.ndim)]
+
+
+def _met(c: Channels, result: list[Tensor], other: Tensor, attached: bool) -> list[Tensor]:
+    """Returns the parts of the result after one more operand: joined with one of them, or crossed with all."""
+    if not c.any_channel(other):
+        return [c.join(part, other) for part in result]
+    found: list[Tensor] = []
+    for part in result:
+        if not c.any_channel(part):
+            other = c.join(other, part)
+            continue
+        first, second = differs(part), differs(other)
+        finer, coarser = _each_a_run(part, second), _each_a_run(other, first)
+        if _outer(first, second) or (finer and coarser):
+            c.cross(part, other)
+            found.append(part)
+        elif finer or coarser:
+            c.cross(part, other)
+            few, other = (other, part) if finer else (part, other)
+            c.separate(few, f"{c.node.target} gives each a run of channels of its own")
+        else:
+            other = c.join(part, other, attached)
+    return [*found, other]
+
+
+def _outer(first: Sequence[bool], second: Sequence[bool]) -> bool:
+    """Whether two tensors differ along dimensions of their own only, as the factors of an outer product."""
+    return any(first) and any(second) and not any(x and y for x, y in zip(first, second, strict=True))
+
+
+def _each_a_run(ids: Tensor, others: Sequence[bool]) -> bool:
+    """Whether neighbouring channels of ``ids`` meet the same channel, as the channels of a head meet a value for it."""
+    return any(others) and any(_is_run(ids, dim) for dim, differ in enumerate(others) if not differ)
+
+
+def _is_run(ids: Tensor, dim: int) -> bool:
+    """Whether a dimension holds neighbouring channels, in any order: a permutation must not change the answer."""
+    if not differs(ids)[dim]:
+        return False
+    others = [0] * (ids.ndim - 1)
+    line = ids.movedim(dim, -1)[*others]
+    return bool(line.min() > 0) and int(line.sort().values.diff().min()) == 1
+
+
+def _carrying(c: Channels, parameter: ParameterValue, others: Sequence[Tensor]) -> int | None:
+    """Returns the only dimension of a parameter along which the channels of the other operands differ, or None."""
+    ndim = len(parameter.shape)
+    dims = [
+        dim
+        for dim, own in enumerate(parameter.dims)
+        if own is not None
+        and parameter.shape[dim] > 1
+        and any(ids.ndim >= ndim - dim and differs(ids)[dim - ndim] and c.any_channel(ids) for ids in others)
+    ]
+    return dims[0] if len(dims) == 1 else None

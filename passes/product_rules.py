@@ -1,0 +1,254 @@
+"""What products with a weight do to channels: linears, convolutions, embeddings, attention; and norms.
+
+The rows of the weight are the channels of the result, and its columns move together with the channels of the input.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from permtriton.passes.channels import Channels
+from permtriton.passes.combining import Rule, combine, contracted, mapped
+from permtriton.passes.graph import source_of
+from permtriton.passes.values import IndexValue, LinearCall, ParameterValue
+
+aten = torch.ops.aten
+
+# -- a weight ----------------------------------------------------------------------------------------------------------
+
+
+def _linear(c: Channels, x: Any, weight: Any, bias: Any = None) -> Any:
+    x = c.ids_of(x)
+    if not isinstance(weight, ParameterValue) or not weight.is_matrix:
+        return c.barrier("a product with a computed weight", (x, weight, bias))
+    rows = c.axis(weight, 0)
+    _contract(c, x, weight)
+    _add_bias(c, rows, bias)
+    if rows.numel() == 1:  # a gate: one value for all channels that it is multiplied with
+        return c.opaque((*x.shape[:-1], 1))
+    return rows.expand(*x.shape[:-1], -1)
+
+
+def _contract(c: Channels, x: Tensor, weight: ParameterValue) -> None:
+    """Joins dimension 1 of a weight with the last dimension of what it is multiplied with, and records the product."""
+    columns, own = c.axis(weight, 1), weight.dims[1]
+    channels, problem = c.channels_of(x)
+    if problem:
+        c.separate(x, problem)
+        c.separate(columns, problem)
+    else:
+        c.unite(columns, channels, attached=True)
+    assert own is not None
+    c.linears.append(LinearCall(weight.name, own, c.node, _source(c.node, weight.name), problem))
+
+
+def _add_bias(c: Channels, rows: Tensor, bias: Any) -> None:
+    if bias is None:
+        return
+    bias = c.ids_of(bias)
+    if bias.shape == rows.shape and c.all_channels(bias):
+        c.unite(bias, rows, attached=True)
+    elif rows.numel() > 1:
+        c.separate(torch.cat([rows, bias.reshape(-1)]), "their bias is not a parameter with one value per channel")
+
+
+def _addmm(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    if isinstance(args[2], ParameterValue):
+        return _linear(c, args[1], args[2].transposed(), args[0])
+    return combine(c, [args[0], _matmul(c, target, args[1:3], {})])
+
+
+def _matmul(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    a, b = args
+    if isinstance(b, ParameterValue) and b.is_matrix:
+        return _linear(c, a, b.transposed())
+    if isinstance(b, ParameterValue) and len(b.shape) == 3 and not b.computed and None not in b.dims:
+        c.separate(c.axis(b, 0), "each has weights of its own")  # a stack of weights that share one order
+        x = c.ids_of(a)
+        _contract(c, x, b)
+        return c.axis(b, 2).expand(c.node.meta["val"].shape)
+    if isinstance(a, ParameterValue) and a.is_matrix and c.node.meta["val"].ndim > 1:
+        return c.compacted(_linear(c, c.ids_of(mapped(c, b, lambda part: part.mT)), a).mT)
+    if c.node.meta["val"].ndim < 2 or min(_rank(a), _rank(b)) < 2:
+        return c.barrier("a product with a vector", (a, b))
+    a, b = mapped(c, a, lambda part: part.unsqueeze(-1)), mapped(c, b, lambda part: part.unsqueeze(-3))
+    return contracted(c, combine(c, [a, b]), [-2], keep=False)
+
+
+def _rank(value: Any) -> int:
+    return len(value.shape) if isinstance(value, (Tensor, ParameterValue)) else value.parts[0].ndim
+
+
+def _einsum(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """A product of tensors, each with a letter per dimension, summed over the letters that the result lacks."""
+    equation, operands = args[0].replace(" ", ""), args[1]
+    inputs, arrow, kept = equation.partition("->")
+    terms = inputs.split(",")
+    if not arrow or "." in equation or any(len(set(term)) != len(term) for term in [*terms, kept]):
+        return c.barrier(f"{target} {equation}", (args, kwargs))
+    letters = kept + "".join(dict.fromkeys(letter for letter in inputs if letter not in kept + ","))
+
+    def spread(term: str) -> Callable[[Tensor], Tensor]:
+        def view(ids: Tensor) -> Tensor:
+            ids = ids.permute([term.index(letter) for letter in letters if letter in term])
+            return ids[tuple(slice(None) if letter in term else None for letter in letters)]
+
+        return view
+
+    aligned = [
+        operand.with_dims([term.index(letter) if letter in term else None for letter in letters])
+        if isinstance(operand, ParameterValue)
+        else mapped(c, operand, spread(term))
+        for term, operand in zip(terms, operands, strict=True)
+    ]
+    summed = list(range(len(kept), len(letters)))
+    result = combine(c, aligned)
+    return contracted(c, result, summed, keep=False) if summed else result
+
+
+def _conv(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """A convolution: a product at every position of its kernel, for all channels, for each group or for each one."""
+    given = dict(zip((argument.name for argument in target._schema.arguments), args, strict=False)) | kwargs
+    weight, groups, bias = given["weight"], given.get("groups", 1), given.get("bias")
+    known = isinstance(weight, ParameterValue) and not weight.computed and weight.dims[0] is not None
+    if not known or (groups == 1 and weight.dims[1] is None) or given.get("transposed"):
+        return c.barrier(f"{target} with a computed or transposed weight", (args, kwargs))
+    x = c.ids_of(given["input"])
+    kernel = len(weight.shape) - 2
+    x = x.movedim(x.ndim - 1 - kernel, -1)
+    rows = c.axis(weight, 0)
+    for positions in c.axes(weight)[1 if weight.dims[1] is None else 2 :]:
+        c.separate(positions, "they are positions of a convolution's kernel")
+    c.touch(x)
+    if groups == 1:
+        _contract(c, x, weight)
+    else:
+        channels, problem = c.channels_of(x)
+        if groups != x.shape[-1] or rows.numel() != groups:
+            problem = problem or f"{target} reads them in groups"
+        if problem:
+            c.separate(x, problem)
+            c.separate(torch.cat(c.axes(weight)), problem)
+        else:
+            c.unite(rows, channels, attached=True)
+    _add_bias(c, rows, bias)
+    return rows.view(-1, *[1] * kernel).expand(c.node.meta["val"].shape)
+
+
+def _sparse_linear(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    x, weight, _, bias, index, in_features = args[:6]
+    packed = isinstance(weight, ParameterValue) and weight.shape[-1] == in_features
+    if not packed or not isinstance(index, IndexValue | None):
+        return c.barrier(f"{target} on a weight that no node of the graph packs", (args, kwargs))
+    x = c.ids_of(x)
+    return _linear(c, x if index is None else c.gather(x, index.index, -1), weight, bias)
+
+
+def _embedding(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    weight, indices = args[:2]
+    columns = weight.dims[1] if isinstance(weight, ParameterValue) and weight.is_matrix else None
+    if columns is None:
+        return c.barrier("an embedding of a computed table", (weight, indices))
+    c.tables.add((weight.name, columns))
+    c.separate(c.axis(weight, 0), f"{c.node.target} looks them up by their numbers")
+    return c.axis(weight, 1).expand(*c.ids_of(indices).shape, -1)
+
+
+def _of_a_weight(result: Callable[[ParameterValue], Any]) -> Rule:
+    """Returns the rule of an operator on a weight, whose result is a function of the weight's value."""
+
+    def rule(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        weight = args[0]
+        return result(weight) if isinstance(weight, ParameterValue) else c.barrier(str(target), (args, kwargs))
+
+    return rule
+
+
+def _source(call: fx.Node, weight: str) -> fx.Node:
+    """Returns the node whose channels a product reads: before any reshaping, so that siblings share a source."""
+    first, second = (call.args[1], call.args[2]) if call.target in _ADDING else call.args[:2]
+    assert isinstance(first, fx.Node)
+    assert isinstance(second, fx.Node)
+    return source_of(second if _reads(first, weight) else first)
+
+
+def _reads(node: fx.Node, parameter: str) -> bool:
+    """Whether a node is a parameter, moved or cast."""
+    while node.op == "call_function" and node.args and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node.op == "get_attr" and node.target == parameter
+
+
+_ADDING = {aten.addmm.default}
+
+# -- norms, attention --------------------------------------------------------------------------------------------------
+
+
+def _norm(c: Channels, x: Any, dims: int, vectors: Sequence[Any]) -> Any:
+    x = c.renewed(c.ids_of(x))
+    c.touch(x)
+    c.reduce(x, list(range(-dims, 0)), keep=True)
+    for vector in vectors:
+        if vector is not None:
+            x = c.join(x, c.ids_of(vector), isinstance(vector, ParameterValue))
+    return x
+
+
+def _group_norm(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    x, groups, weight, bias = (*args, None, None)[:4]
+    x = c.renewed(c.ids_of(x))
+    c.touch(x)
+    split = x.unflatten(1, (groups, -1))
+    c.reduce(split, list(range(2, split.ndim)), keep=True)
+    for vector in (weight, bias):
+        if vector is not None:
+            ids = c.ids_of(vector).view(-1, *[1] * (x.ndim - 2))
+            x = c.join(x, ids, isinstance(vector, ParameterValue))
+    return x
+
+
+def _norm_permute(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    x, weight, bias, index = args[:4]
+    if not isinstance(index, IndexValue):
+        return c.barrier(f"{target} by a computed index", (args, kwargs))
+    return c.gather(_norm(c, x, 1, (weight, bias)), index.index, -1)
+
+
+def _attention(c: Channels, q: Any, k: Any, v: Any, mask: Any = None, *_: Any, **kwargs: Any) -> Any:
+    mask = c.ids_of(kwargs.get("attn_mask", mask))
+    if mask is not None and c.any_channel(mask):
+        c.separate(mask, "they are an attention mask")
+    q, k, v = c.ids_of(q), c.ids_of(k), c.ids_of(v)
+    if q.ndim > 2 and k.shape[-3] != q.shape[-3]:
+        repeats = q.shape[-3] // k.shape[-3]
+        k, v = (c.compacted(t.repeat_interleave(repeats, -3)) for t in (k, v))
+    scores = c.reduce(c.join(q.unsqueeze(-2), k.unsqueeze(-3)), [-1], keep=False)
+    return c.reduce(c.join(scores.unsqueeze(-1), v.unsqueeze(-3)), [-2], keep=False)
+
+
+PRODUCTS: dict[Any, Rule] = {
+    aten.linear: lambda c, _, args, kw: _linear(c, *args, **kw),
+    aten.addmm: _addmm,
+    aten.matmul: _matmul,
+    aten.mm: _matmul,
+    aten.bmm: _matmul,
+    aten.baddbmm: lambda c, target, args, kw: combine(c, [args[0], _matmul(c, target, args[1:3], {})]),
+    aten.einsum: _einsum,
+    aten.conv1d: _conv,
+    aten.conv2d: _conv,
+    aten.conv3d: _conv,
+    aten.convolution: _conv,
+    aten.embedding: _embedding,
+    aten.scaled_dot_product_attention: lambda c, _, args, kw: _attention(c, *args, **kw),
+    "permtriton::nm_mask": _of_a_weight(lambda weight: weight),
+    "permtriton::pack": _of_a_weight(lambda weight: (weight, weight)),
+    "permtriton::sparse_linear": _sparse_linear,
+}
+NORMS: dict[Any, Rule] = {
+    aten.layer_norm: lambda c, _, args, kw: _norm(c, args[0], len(args[1]), args[2:4]),
+    aten.rms_norm: lambda c, _, args, kw: _norm(c, args[0], len(args[1]), args[2:3]),
+    aten.group_norm: _group_norm,
+    "permtriton::norm_permute": _norm_permute,
+}

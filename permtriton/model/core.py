@@ -1,0 +1,74 @@
+"""Where a model computes its last hidden state, and whether it has an encoder and a decoder of its own.
+
+The last hidden state is what a head reads: of an encoder-decoder, it is the decoder's.
+"""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
+
+DECODER_IDS = "decoder_input_ids"
+ENCODER_STATE = "encoder_last_hidden_state"  # transformers' name for it among the outputs of an encoder-decoder
+
+
+def takes_decoder_ids(model: PreTrainedModel) -> bool:
+    """Whether a model is an encoder-decoder whose decoder reads token ids. An encoder taken from one is not."""
+    return DECODER_IDS in inspect.signature(model.forward).parameters
+
+
+def core_of(model: PreTrainedModel) -> nn.Module:
+    """Returns the module whose first output is the last hidden state: the model without its head.
+
+    It is the decoder where the class with the head holds encoder and decoder side by side, as T5's does.
+    """
+    if model.base_model is not model or not takes_decoder_ids(model) or model.get_output_embeddings() is None:
+        return _backbone(model) or model.base_model
+    decoder = model.get_decoder()
+    return getattr(decoder, "base_model", decoder)
+
+
+def _backbone(model: PreTrainedModel) -> nn.Module | None:
+    """Returns the only model inside one with a head that transformers does not know as its base model, as Whisper's."""
+    inner = [module for module in model.children() if isinstance(module, PreTrainedModel)]
+    if model.base_model is not model or is_headless(model) or takes_decoder_ids(model) or len(inner) != 1:
+        return None
+    return inner[0] if inner[0].main_input_name == model.main_input_name else None
+
+
+def is_headless(model: PreTrainedModel) -> bool:
+    """Whether transformers knows the model's class as a base model, which returns hidden states."""
+    known = (names if isinstance(names, tuple) else (names,) for names in MODEL_MAPPING_NAMES.values())
+    return any(type(model).__name__ in names for names in known)
+
+
+def has_head(model: PreTrainedModel) -> bool:
+    """Whether the model has a language-model head, so that the objective may be ``kl``."""
+    return core_of(model) is not model and model.get_output_embeddings() is not None
+
+
+@contextmanager
+def recorded_states(model: PreTrainedModel) -> Iterator[list[Tensor]]:
+    """Yields a list to which a run of the model inside the ``with`` block adds hidden states, the last one last.
+
+    Some heads call the decoder of their backbone directly, so every backbone is watched: the outermost returns last.
+    """
+    states: list[Tensor] = []
+    inner = [m for m in model.modules() if isinstance(m, PreTrainedModel) and m is not model]
+    backbones = [module for module in inner if module.base_model is module]  # a decoder with a head returns logits
+    if core_of(model) is model and is_headless(model):
+        backbones = [model]  # what is inside it may lack the final norm, as DINOv2's encoder does
+    handles = [module.register_forward_hook(_appending(states)) for module in backbones or [model]]
+    try:
+        yield states
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _appending(states: list[Tensor]) -> Any:
+    return lambda _module, _inputs, output: states.append(output[0])

@@ -1,0 +1,85 @@
+"""Sends each token to the same experts as in an earlier call, so that two mixtures of experts can be compared."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from permtriton.errors import VerificationError
+from permtriton.model.experts import UnstackedExperts, stacks
+
+
+class Routing:
+    """Sends each token to the same experts as in an earlier call of the model.
+
+    The choice of experts is a step function: in float16 and bfloat16, adding up in another order is enough to swap
+    experts with similar scores, and the token's output then jumps. To compare two models that compute the same
+    function, call the first inside `recorded` and the second inside `replayed`. Only the choice is replayed, not the
+    weights of the chosen experts.
+
+    Args:
+        model: model whose experts may be stacked or unstacked, and may change between the two calls.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._chosen: list[Tensor] = []
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Records the experts that the model chooses inside the ``with`` block."""
+        self._chosen = []
+
+        def record(_module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            if _chooses(inputs):
+                self._chosen.append(inputs[1].clone())
+
+        with self._hooked(record):
+            yield
+
+    @contextmanager
+    def replayed(self) -> Iterator[None]:
+        """Replays the recorded choices inside the ``with`` block; the model must be called with the same token ids.
+
+        Raises:
+            VerificationError: the model's own choices differ so much that it cannot compute the same function.
+        """
+        remaining = list(self._chosen)
+
+        def replay(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+            if not _chooses(inputs):
+                return None
+            before, now = remaining.pop(0).to(inputs[1].device), inputs[1]
+            changed = float((now.unsqueeze(-1) != before.unsqueeze(-2)).all(-1).float().mean())
+            at_random = 1 - now.shape[-1] / _expert_count(module)  # share of the choices that random routing changes
+            if changed > 0.5 * at_random:
+                raise VerificationError(
+                    f"{changed:.0%} of the choices of experts in a {type(module).__name__} changed, expected none: the "
+                    "router no longer computes the same scores"
+                )
+            return (inputs[0], before, *inputs[2:])
+
+        with self._hooked(replay):
+            yield
+
+    @contextmanager
+    def _hooked(self, hook: Callable[..., tuple[Tensor, ...] | None]) -> Iterator[None]:
+        modules = [module for module in self._model.modules() if isinstance(module, UnstackedExperts) or stacks(module)]
+        handles = [module.register_forward_pre_hook(hook) for module in modules]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _expert_count(experts: nn.Module) -> int:
+    if isinstance(experts, UnstackedExperts):
+        return len(experts)
+    return experts.get_parameter(stacks(experts)[0]).shape[0]
+
+
+def _chooses(inputs: tuple[Any, ...]) -> bool:
+    """Whether the inputs of a module are those of experts: hidden states, then the numbers of the chosen experts."""
+    return len(inputs) > 1 and isinstance(inputs[1], Tensor) and not inputs[1].is_floating_point()

@@ -1,0 +1,113 @@
+"""What a model is called with, whatever its kind: token ids, images, sound, or several tensors together."""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from permtriton.errors import CalibrationError
+
+
+@dataclass(frozen=True, eq=False)
+class Samples:
+    """Calibration or evaluation samples: one row of every tensor each.
+
+    Attributes:
+        inputs: argument of the model's ``forward`` -> tensor; all have the same first dimension. Token ids are
+            ``{"input_ids": int64 [samples, tokens]}``.
+        tokens: positions of the last hidden state per sample. It is known of token ids; of other inputs, the model
+            decides it (`permtriton.model.forward.with_tokens`), and 0 means that it was not asked yet.
+
+    Raises:
+        CalibrationError: there is no tensor or no sample, or the tensors hold different numbers of samples.
+    """
+
+    inputs: Mapping[str, Tensor]
+    tokens: int = 0
+
+    def __post_init__(self) -> None:
+        shapes = {name: tuple(tensor.shape) for name, tensor in self.inputs.items()}
+        counts = {shape[:1] for shape in shapes.values()}
+        if len(counts) != 1 or () in counts or not all(tensor.numel() for tensor in self.inputs.values()):
+            raise CalibrationError(
+                f"the inputs have the shapes {shapes}: expected tensors with one row per sample each"
+            )
+        if self.is_text:
+            decoded = [shape[1] for name, shape in shapes.items() if name.startswith("decoder_")]
+            object.__setattr__(self, "tokens", max(decoded or [shape[1] for shape in shapes.values()]))
+
+    @classmethod
+    def of(cls, inputs: "Inputs") -> "Samples":
+        """Returns samples from token ids (int64 ``[samples, tokens]``), or from a mapping as `inputs`."""
+        if isinstance(inputs, Samples):
+            return inputs
+        return cls({"input_ids": inputs} if isinstance(inputs, Tensor) else dict(inputs))
+
+    @property
+    def is_text(self) -> bool:
+        """Whether every tensor holds integers ``[samples, tokens]``, so that samples may be cut short."""
+        return all(tensor.ndim == 2 and not tensor.is_floating_point() for tensor in self.inputs.values())
+
+    @property
+    def ids(self) -> Tensor | None:
+        """The token ids, int64 ``[samples, tokens]``; None where there is anything else."""
+        return self.inputs["input_ids"] if list(self.inputs) == ["input_ids"] else None
+
+    @property
+    def name(self) -> str:
+        """The arguments' names, such as ``input_ids``."""
+        return "+".join(self.inputs)
+
+    @property
+    def positions(self) -> int:
+        """Positions of the last hidden state in all samples."""
+        return len(self) * self.tokens
+
+    def __len__(self) -> int:
+        return next(iter(self.inputs.values())).shape[0]
+
+    def __getitem__(self, rows: Tensor | slice) -> "Samples":
+        """Returns the samples with these numbers, int64 ``[...]`` on any device, or those of a slice."""
+
+        def taken(tensor: Tensor) -> Tensor:
+            return tensor[rows.to(tensor.device, non_blocking=True) if isinstance(rows, Tensor) else rows]
+
+        return replace(self, inputs={name: taken(tensor) for name, tensor in self.inputs.items()})
+
+    def split(self, size: int) -> Iterator["Samples"]:
+        """Yields consecutive samples, ``size`` at a time."""
+        for start in range(0, len(self), size):
+            yield self[start : start + size]
+
+    def start(self, samples: int, tokens: int) -> "Samples":
+        """Returns the first samples; of text, at most the first ``tokens`` tokens of each."""
+        first = self[:samples]
+        if not self.is_text:
+            return first
+        return Samples({name: tensor[:, :tokens] for name, tensor in first.inputs.items()})
+
+    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> "Samples":
+        """Returns the samples on a device; floating-point tensors in ``dtype``, unless that is None."""
+        moved = {
+            name: tensor.to(device, dtype if tensor.is_floating_point() else None)
+            for name, tensor in self.inputs.items()
+        }
+        return replace(self, inputs=moved)
+
+    @property
+    def sha256(self) -> str:
+        """SHA-256 of all tensors, which shows whether two compilations used the same samples."""
+        found = hashlib.sha256()
+        for name, tensor in sorted(self.inputs.items()):
+            tensor = tensor.detach().cpu()
+            if name == "input_ids":
+                found.update(str(tuple(tensor.shape)).encode() + tensor.to(torch.int64).numpy().tobytes())
+            else:
+                found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+                found.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+        return found.hexdigest()
+
+
+Inputs = Tensor | Mapping[str, Tensor] | Samples  # what `Samples.of` takes

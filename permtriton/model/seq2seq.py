@@ -1,0 +1,109 @@
+"""What an encoder-decoder reads: how token ids are divided between its encoder and its decoder.
+
+A text without a pairing is cut in the middle: the encoder reads the first half and the decoder continues it. Both then
+read natural text of equal length, and the decoder cannot copy what the encoder read, as it could if both had the same
+ids. Of pairs (source and labels), a row holds the source in its first half and the labels in the second.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from permtriton.errors import CalibrationError
+from permtriton.model.core import DECODER_IDS, takes_decoder_ids
+from permtriton.model.samples import Samples
+
+WRITTEN_TOKENS = 64  # that a decoder writes to sound or images that come without text
+
+
+def samples_of(model: PreTrainedModel, ids: Tensor) -> Samples:
+    """Returns rows of token ids (int64 ``[rows, tokens]``) as the model reads them."""
+    return Samples(arguments_of(model, {"input_ids": ids}))
+
+
+def arguments_of(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the arguments of ``forward``: of an encoder-decoder, those of the decoder are added where they miss.
+
+    Args:
+        model: model to run.
+        inputs: token ids as ``input_ids`` (int64 ``[rows, tokens]``), which are cut in the middle; or the encoder's
+            inputs and the decoder's ``labels`` or ``decoder_input_ids``; or the encoder's inputs alone (sound,
+            images), to which the model itself writes the text.
+
+    Raises:
+        CalibrationError: a row holds one token only, or the model has no head to write a text with.
+    """
+    inputs = dict(inputs)
+    if not takes_decoder_ids(model) or any(name.startswith("decoder_input") for name in inputs):
+        return inputs
+    labels = inputs.pop("labels", None)
+    if labels is None and list(inputs) == ["input_ids"]:
+        inputs["input_ids"], labels = divided(inputs["input_ids"])
+    if labels is None:
+        return {**inputs, DECODER_IDS: _written(model, inputs)}
+    return {**inputs, DECODER_IDS: shifted(model, labels)}
+
+
+def divided(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the halves of rows of token ids: what the encoder reads, and the decoder's labels.
+
+    Args:
+        ids: int64 ``[rows, tokens]``; of an odd number of tokens, the decoder gets one more.
+
+    Raises:
+        CalibrationError: a row holds one token only.
+    """
+    half = ids.shape[1] // 2
+    if not half:
+        raise CalibrationError("a sequence holds 1 token: an encoder-decoder needs at least 2, one for each half")
+    return ids[:, :half], ids[:, half:]
+
+
+def shifted(model: PreTrainedModel, labels: Tensor) -> Tensor:
+    """Returns the decoder's inputs for labels ``[rows, tokens]``, as transformers makes them in training."""
+    prepare = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    if prepare is not None:
+        ids: Tensor = prepare(labels=labels)
+        return ids
+    return torch.cat([labels.new_full((labels.shape[0], 1), _start_token(model)), labels[:, :-1]], 1)
+
+
+def _start_token(model: PreTrainedModel) -> int:
+    for config in (getattr(model, "generation_config", None), model.config, model.config.get_text_config()):
+        for name in ("decoder_start_token_id", "bos_token_id", "pad_token_id"):
+            token = getattr(config, name, None)
+            if isinstance(token, int):
+                return token
+    return 0
+
+
+@torch.no_grad()
+def _written(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Tensor:
+    """Returns what the model writes to each input, greedily and without an end, int64 ``[rows, WRITTEN_TOKENS]``."""
+    if model.get_output_embeddings() is None:
+        raise CalibrationError(
+            f"{type(model).__name__} writes no text of its own: give {DECODER_IDS} or labels beside {', '.join(inputs)}"
+        )
+    end = getattr(getattr(model, "generation_config", model.config), "eos_token_id", None)
+    ends = end if isinstance(end, list) else [] if end is None else [end]
+    rows: list[Tensor] = []
+    for number in range(next(iter(inputs.values())).shape[0]):
+        row = {name: tensor[number : number + 1].to(model.device) for name, tensor in inputs.items()}
+        row = {name: tensor.to(model.dtype) if tensor.is_floating_point() else tensor for name, tensor in row.items()}
+        ids = torch.full((1, 1), _start_token(model), device=model.device)
+        encoded: Any = {}
+        while ids.shape[1] < _written_tokens(model):
+            output = model(**(encoded or row), decoder_input_ids=ids, use_cache=False)
+            encoded = {"encoder_outputs": (output.encoder_last_hidden_state,)}
+            logits = output.logits[:, -1]
+            logits[:, ends] = -torch.inf
+            ids = torch.cat([ids, logits.argmax(-1, keepdim=True)], 1)
+        rows.append(ids.cpu())
+    return torch.cat(rows)
+
+
+def _written_tokens(model: PreTrainedModel) -> int:
+    return min(WRITTEN_TOKENS, getattr(model.config, "max_target_positions", None) or WRITTEN_TOKENS)

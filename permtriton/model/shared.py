@@ -1,0 +1,36 @@
+"""Which linears are one and the same, because layers share their weights?"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+from permtriton.model.plan import LINEAR_MODULES
+
+
+@contextmanager
+def shared_linears(model: nn.Module) -> Iterator[None]:
+    """Makes linears that hold the same parameters one module inside the ``with`` block.
+
+    transformers ties the parameters of layers that share them, but leaves each layer its own modules. As one module
+    they are calibrated, masked and trained wherever the model uses them.
+
+    Args:
+        model: model whose linears are exchanged in place, and put back at the end.
+    """
+    first: dict[tuple[object, ...], nn.Module] = {}
+    exchanged: list[tuple[nn.Module, str, nn.Module]] = []
+    for parent in list(model.modules()):
+        for key, linear in parent._modules.items():
+            if linear is None or type(linear) not in LINEAR_MODULES:
+                continue
+            if not (linear._forward_hooks or linear._forward_pre_hooks):
+                same = first.setdefault((type(linear), *map(id, linear._parameters.values())), linear)
+                if same is not linear:
+                    exchanged.append((parent, key, linear))
+                    parent._modules[key] = same
+    try:
+        yield
+    finally:
+        for parent, key, linear in exchanged:
+            parent._modules[key] = linear

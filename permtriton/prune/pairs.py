@@ -1,0 +1,65 @@
+"""Pairs of a source and its labels, such as a sentence and its translation, as rows of token ids."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from permtriton.errors import CalibrationError
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A source and its labels; each is a text or a list of token ids."""
+
+    source: str | list[int]
+    labels: str | list[int]
+
+
+def are_pairs(documents: Sequence[object]) -> bool:
+    """Whether a source's documents are pairs; either all are, or none is."""
+    return len(documents) > 0 and isinstance(documents[0], Pair)
+
+
+def paired_windows(
+    pairs: Sequence[Pair],
+    encode: Callable[[Pair], tuple[Tensor, Tensor]],
+    tokens: int,
+    wanted: int | None,
+    generator: torch.Generator | None,
+    name: str,
+) -> Tensor:
+    """Returns pairs as rows of token ids, int64 ``[rows, tokens]``: the sources, then the labels, in a half each.
+
+    Rows need no padding: as many pairs are joined as fill both halves, and what is left over in the last of them is
+    cut off. Both halves of a row are therefore of the same pairs.
+
+    Args:
+        pairs: the pairs.
+        encode: returns the token ids of a pair's source and labels, int64 ``[...]`` each.
+        tokens: tokens per row.
+        wanted: number of rows; None for as many as there are.
+        generator: draws the order of the pairs; None keeps it.
+        name: where the pairs come from, for errors.
+
+    Raises:
+        CalibrationError: there are too few pairs for the wanted rows, or for one.
+    """
+    sizes = (tokens // 2, tokens - tokens // 2)
+    order = torch.randperm(len(pairs), generator=generator).tolist() if generator else range(len(pairs))
+    rows: list[Tensor] = []
+    halves = [torch.empty(0, dtype=torch.int64)] * 2
+    for position in order:
+        if len(rows) == wanted:
+            break
+        halves = [torch.cat(both) for both in zip(halves, encode(pairs[position]), strict=True)]
+        if all(half.numel() >= size for half, size in zip(halves, sizes, strict=True)):
+            rows.append(torch.cat([half[:size] for half, size in zip(halves, sizes, strict=True)]))
+            halves = [half[:0] for half in halves]
+    if len(rows) < (wanted or 1):
+        raise CalibrationError(
+            f"{name} holds {len(pairs):,} pairs, which fill {len(rows)} sequences of {tokens} tokens, but "
+            f"{wanted or 1} are needed. Lower --samples or --sequence-length, or give more pairs"
+        )
+    return torch.stack(rows)

@@ -1,0 +1,244 @@
+"""Encoder-decoders: what each half reads, and the whole pipeline on T5, BART and Whisper."""
+
+import json
+
+import pytest
+import torch
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    MarianConfig,
+    MarianMTModel,
+    PreTrainedModel,
+    T5Config,
+    T5EncoderModel,
+    T5ForConditionalGeneration,
+    T5Model,
+    UMT5Config,
+    UMT5EncoderModel,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
+)
+
+import permtriton
+from permtriton import CompileConfig, NMPattern, find_plan
+from permtriton.config import CalibrationConfig
+from permtriton.errors import CalibrationError
+from permtriton.evaluation.perplexity import perplexity
+from permtriton.model.forward import last_hidden_state, max_tokens
+from permtriton.model.plan import Placement
+from permtriton.model.seq2seq import arguments_of, samples_of
+from permtriton.prune.layer_calls import find_chains
+from permtriton.prune.objective import Head, has_head
+from permtriton.prune.text import calibration_ids, check_samples, evaluation_ids
+
+from .zoo import VOCABULARY, randomize, token_ids
+
+T5 = {
+    "vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4,
+    "decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip
+BART = {
+    "vocab_size": VOCABULARY, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 40, "max_position_embeddings": 16,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2,
+}  # fmt: skip
+WHISPER = {
+    **BART, "num_mel_bins": 4, "max_source_positions": 6, "max_target_positions": 16, "decoder_start_token_id": 3,
+    "begin_suppress_tokens": None,
+}  # fmt: skip
+MODELS = {
+    "t5": lambda: T5ForConditionalGeneration._from_config(T5Config(**T5)),
+    "bart": lambda: BartForConditionalGeneration._from_config(BartConfig(**BART)),
+    "whisper": lambda: WhisperForConditionalGeneration._from_config(WhisperConfig(**WHISPER)),
+}
+IDS = token_ids(6, 16)
+
+
+def build(name: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    randomize(model)
+    return model.eval()
+
+
+def inputs_of(name: str):
+    if name != "whisper":
+        return IDS
+    return {"input_features": torch.randn(6, 4, 12, generator=torch.Generator().manual_seed(0)), "labels": IDS[:, :8]}
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "update"),
+    [("t5", "portable", "sparsegpt"), ("bart", "fused", "none"), ("whisper", "portable", "none")],
+)
+def test_compiled_saved_and_generating(name, layout, update, tmp_path):
+    model = build(name)
+    compiled = permtriton.compile(
+        model,
+        None,
+        CompileConfig.from_options({"permutation": "heuristic", "weight_update": update, "layout": layout}),
+        ids=inputs_of(name),
+        evaluation_windows=None if name == "whisper" else IDS,
+    )
+    assert not any(space.frozen for space in compiled.plan.spaces)
+    assert len(list(compiled.plan.linears())) == 2 * 6 + 2 * 10
+    assert compiled.report["proof"]["lowered_graph"] == "same outputs"
+    reloaded = type(model).from_pretrained(compiled.save(tmp_path / "out")).eval()
+    inputs = compiled.reference.inputs
+    with torch.no_grad():
+        torch.testing.assert_close(reloaded(**inputs)[0], model(**inputs)[0], rtol=0, atol=0)
+    encoded = {key: tensor for key, tensor in inputs.items() if not key.startswith("decoder")}
+    written = [
+        each.generate(**encoded, max_new_tokens=4, do_sample=False, use_cache=cache).tolist()
+        for each, cache in ((model, True), (model, False), (reloaded, True))
+    ]
+    assert written[0] == written[1] == written[2]
+
+
+@pytest.mark.parametrize(("name", "layout"), [("bart", "portable"), ("t5", "fused")])
+def test_the_encoders_state_is_read_by_one_site_of_all_decoder_layers(name, layout):
+    plan = find_plan(build(name), NMPattern(2, 4), layout=layout)
+    (cross,) = [site for site in plan.sites if len(site.layer_paths) > 1]
+    assert len(cross.linears) == 4
+    assert cross.space.placement is (Placement.FOLDED if layout == "portable" else Placement.IN_NORM)
+    layers = plan.layers()
+    assert [len({path for site in layer for path in site.layer_paths}) for layer in layers] == [1, 1, 2, 1, 1]
+    assert layers[2] == [cross]
+
+
+def test_a_headless_model_keeps_the_order_of_both_states():
+    model = T5Model._from_config(T5Config(**T5))
+    randomize(model.eval())
+    plan = find_plan(model, NMPattern(2, 4))
+    assert [space.name for space in plan.spaces if space.frozen] == ["stream"]
+    assert last_hidden_state(model, samples_of(model, IDS)).shape == (6, 8, 32)
+
+
+def test_tables_that_are_not_saved_keep_their_order():
+    """Marian makes its tables of sines when it is loaded, so that no permutation can be folded into them."""
+    model = MarianMTModel._from_config(MarianConfig(**BART))
+    plans = {layout: find_plan(model, NMPattern(2, 4), layout=layout) for layout in ("portable", "fused")}
+    frozen = {layout: [space.reason for space in plan.spaces if space.frozen] for layout, plan in plans.items()}
+    assert frozen["fused"] == []
+    assert frozen["portable"] == [
+        "model.decoder.embed_positions.weight is not saved with the model, so that its order cannot change"
+    ]
+
+
+def test_an_encoder_alone_is_no_encoder_decoder():
+    model = UMT5EncoderModel._from_config(UMT5Config(**T5))
+    assert arguments_of(model, {"input_ids": IDS}).keys() == {"input_ids"}
+    assert len(list(find_plan(model, NMPattern(2, 4)).linears())) == 2 * 7
+
+
+def test_t5_in_float16_keeps_its_float32_weights(tmp_path):
+    """The output of ``wo`` makes the stream float32; the norms go back to float16."""
+    torch.manual_seed(0)
+    T5EncoderModel._from_config(T5Config(**T5)).save_pretrained(tmp_path / "dense")
+    model = T5EncoderModel.from_pretrained(tmp_path / "dense", dtype=torch.float16).eval()
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float16, torch.float32}
+    config = CompileConfig.from_options({"permutation": "heuristic", "weight_update": "none", "layout": "fused"})
+    compiled = permtriton.compile(model, None, config, ids=IDS)
+    assert Placement.IN_NORM in {space.placement for space in compiled.plan.spaces}
+
+
+# -- what each half reads ----------------------------------------------------------------------------------------------
+
+
+def test_a_text_is_cut_in_the_middle_and_labels_are_shifted():
+    model = build("t5")
+    arguments = arguments_of(model, {"input_ids": IDS[:, :7]})
+    assert torch.equal(arguments["input_ids"], IDS[:, :3])
+    assert torch.equal(
+        arguments["decoder_input_ids"], torch.cat([torch.zeros(6, 1, dtype=torch.int64), IDS[:, 3:6]], 1)
+    )
+    labels = IDS[:, 3:7]
+    assert torch.equal(arguments_of(model, {"input_ids": IDS, "labels": labels})["input_ids"], IDS)
+    given = {"input_ids": IDS, "decoder_input_ids": labels}
+    assert arguments_of(model, given) == given
+    with pytest.raises(CalibrationError, match="at least 2"):
+        arguments_of(model, {"input_ids": IDS[:, :1]})
+
+
+def test_the_model_writes_the_text_to_sound_without_one():
+    model = build("whisper")
+    features = {"input_features": inputs_of("whisper")["input_features"][:2]}
+    ids = arguments_of(model, features)["decoder_input_ids"]
+    assert ids.shape == (2, 16)
+    assert (ids[:, 0] == 3).all()
+    with torch.no_grad():
+        logits = model(**features, decoder_input_ids=ids).logits
+    logits[..., 2] = -torch.inf  # the end
+    assert torch.equal(logits.argmax(-1)[:, :-1], ids[:, 1:])
+
+
+@pytest.mark.parametrize("name", ["t5", "bart"])
+def test_perplexity_is_that_of_the_decoders_half(name):
+    model = build(name)
+    with torch.no_grad():
+        expected = model(input_ids=IDS[:, :8], labels=IDS[:, 8:].contiguous()).loss
+    assert perplexity(model, IDS, 4) == pytest.approx(float(expected.exp()), rel=1e-4)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_head_follows_from_the_last_hidden_state(name):
+    model = build(name)
+    assert has_head(model)
+    samples = check_samples(model, inputs_of(name))
+    with torch.no_grad():
+        hidden = last_hidden_state(model, samples)
+        torch.testing.assert_close(Head(model, samples)(hidden), model(**samples.inputs).logits)
+
+
+def test_sequences_may_fill_both_halves():
+    assert max_tokens(build("bart")) == 32
+    with pytest.raises(CalibrationError, match="32 positions"):
+        check_samples(build("bart"), token_ids(2, 33))
+
+
+def test_both_halves_are_chains_of_layers():
+    """The decoder's layers read the encoder's output, which does not depend on the decoder's weights."""
+    model = build("t5")
+    plan = find_plan(model, NMPattern(2, 4))
+    layers = {path: model.get_submodule(path) for site in plan.sites for path in sorted(site.layer_paths)}
+    weights = [model.get_submodule(linear).weight for _, linear in plan.linears()]
+    before = [weight.clone() for weight in weights]
+    chains, problems = find_chains(model, layers, samples_of(model, IDS[:1]), weights)
+    assert [len(chain) for chain in chains] == [2, 2]
+    assert not problems
+    assert all(torch.equal(*pair) for pair in zip(weights, before, strict=True))
+
+
+# -- pairs -------------------------------------------------------------------------------------------------------------
+
+
+def _written(path, rows):
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    return str(path)
+
+
+def test_pairs_fill_both_halves(tmp_path):
+    rows = [{"input_ids": [10 + n] * 3, "labels": [50 + n] * 2} for n in range(20)]
+    source = _written(tmp_path / "pairs.jsonl", rows)
+    windows = evaluation_ids(source, None, VOCABULARY, 9)
+    assert windows[0].tolist() == [10, 10, 10, 11, 50, 50, 51, 51, 52]  # the third pair fills the labels
+    assert windows.shape == (6, 9)
+    drawn = calibration_ids(CalibrationConfig(calibration=source, samples=4, sequence_length=9), None, VOCABULARY, 0)
+    assert drawn.shape == (4, 9)
+    assert (drawn[:, 0] + 40 == drawn[:, 4]).all()
+    with pytest.raises(CalibrationError, match="20 pairs, which fill 6 sequences"):
+        calibration_ids(CalibrationConfig(calibration=source, samples=7, sequence_length=9), None, VOCABULARY, 0)
+
+
+@pytest.mark.parametrize(
+    ("rows", "problem"),
+    [
+        ([{"input_ids": [1], "labels": [1]}, {"input_ids": [1]}], "line 2: expected"),
+        ([{"input_ids": [1], "labels": 3}], "line 1: .labels. must be"),
+        ([{"input_ids": [1], "labels": [VOCABULARY]}], "vocabulary"),
+    ],
+)
+def test_damaged_pairs_are_refused(tmp_path, rows, problem):
+    with pytest.raises(CalibrationError, match=problem):
+        evaluation_ids(_written(tmp_path / "pairs.jsonl", rows), None, VOCABULARY, 2)
