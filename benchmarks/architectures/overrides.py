@@ -1,0 +1,55 @@
+"""What the rules of `tiny.py` cannot make small or consistent: model type or class -> changes of its config."""
+
+from typing import Any
+
+_MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 32}
+_ATTENTION = ["linear_attention", "full_attention"]
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
+
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "bailing_hybrid": {"n_group": 2},
+    "bamba": {**_MAMBA, "attn_layer_indices": [1]},
+    "deepseek_v2": _EXPERTS,
+    "dots1": {**_EXPERTS, "n_routed_experts": 4, "n_shared_experts": 1},
+    "dbrx": {"attn_config": {"rope_theta": 1e4, "clip_qkv": 8.0}},
+    "gemma3n_text": {"num_kv_shared_layers": 0},
+    "gemma4_text": {"num_kv_shared_layers": 0},
+    "granitemoehybrid": {**_MAMBA, "layer_types": _ATTENTION},
+    "hunyuan_v1_dense": {"head_dim": 16},
+    "hunyuan_v1_moe": {"head_dim": 16},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "kimi_linear": {"n_group": 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "mamba2": {"num_heads": 4, "head_dim": 32},
+    "ministral": {"head_dim": 16},
+    "mobilebert": {"true_hidden_size": 32, "intra_bottleneck_size": 32, "embedding_size": 32},
+    "nemotron": {"num_key_value_heads": 2},
+    "nemotron_h": {"hybrid_override_pattern": "M*-"},
+    "recurrent_gemma": {"num_hidden_layers": 3, "lru_width": 64},
+    "reformer": {"axial_pos_embds": False, "is_decoder": False},
+    "ReformerModelWithLMHead": {"axial_pos_embds": False, "is_decoder": True},
+    "xlstm": {"qk_dim_factor": 1.0, "chunk_size": 16},
+    "xmod": {"default_language": "en_XX", "languages": ["en_XX"]},
+    "zamba": {"num_hidden_layers": 5, "tie_word_embeddings": True,
+              "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid", "linear_attention"]},
+    "zamba2": {"num_hidden_layers": 4, "n_mamba_heads": 4,
+               "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
+               "hybrid_layer_ids": [1, 3]},
+    "blt": {"encoder_hash_byte_group_vocab": 50, "encoder_hash_byte_group_size": [3], "use_cache": False},
+    "falcon_h1": {"mamba_d_ssm": 128, **_MAMBA},
+    "moshi": {"audio_encoder_config": {"codebook_size": 128}},
+    "musicgen_melody_decoder": {"num_codebooks": 1},
+    "musicgen_decoder": {"num_codebooks": 1},
+    "wav2vec2-bert": {"vocab_size": 32},
+    "wav2vec2-conformer": {"vocab_size": 32},
+    "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0,
+                                         "num_kv_shared_layers": 2, "num_hidden_layers": 2}},
+    "gemma4": {"text_config": {"num_kv_shared_layers": 0}},
+    "gemma4_unified": {"text_config": {"num_kv_shared_layers": 0}},
+    "gemma3n": {"text_config": {"num_kv_shared_layers": 0}},
+    "glm5_next": {"text_config": {"index_kpool": 4}},
+    "molmo2": {"adapter_config": {"vision_feature_layer": [1, 0]}},
+    "swin": {"window_size": 2},
+    "swin2sr": {"window_size": 2},
+    "esm": {"vocab_size": 40, "pad_token_id": 1, "mask_token_id": 32},
+}  # fmt: skip

@@ -1,0 +1,135 @@
+"""The tables of docs/architectures.md, from the results of ``python -m benchmarks.architectures``."""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).resolve().parent.parent / "results" / "architectures.jsonl"
+LAYOUTS = ("portable", "fused")
+# Largest difference from the dense model's outputs, relative to the largest output. Rounding made up to 1.2e-4, a wrong
+# plan 0.2 and more.
+TOLERANCE = 1e-3
+SHARE = 0.95
+TEXT = ("causal language model", "masked language model", "text encoder", "encoder-decoder", "image and text")
+GROUPS = {
+    "decoders": ("causal language model",),
+    "encoders": ("masked language model", "text encoder"),
+    "encoder-decoders": ("encoder-decoder", "speech to text"),
+    "media": ("image", "audio", "image and text"),
+    "other": ("other",),
+}
+# Reasons of linears that do not count: no pruning could touch them, or the text does not run through them.
+OUTSIDE = ("does not feed the last hidden state", "output head, tied", "not used when the model runs")
+
+Record = Mapping[str, Any]
+
+
+def load(path: Path = RESULTS) -> tuple[Record, list[Record]]:
+    """Returns the versions and command of a run, and its records, one per class."""
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return lines[0], lines[1:]
+
+
+def share(entry: Record) -> float:
+    """Returns the pruned share of the linear weights that the inputs run through, before the output head."""
+    dense = sum(size for reason, size in entry["dense_weights"].items() if not reason.startswith(OUTSIDE))
+    return entry["pruned_weights"] / (entry["pruned_weights"] + dense)
+
+
+def whole_share(entry: Record) -> float:
+    """Returns the pruned share of all linear weights, but for embeddings."""
+    return entry["pruned_weights"] / (entry["pruned_weights"] + sum(entry["dense_weights"].values()))
+
+
+def problem(record: Record) -> str:
+    """Returns what went wrong with a class: a traceback, a wrong output, or a refusal; empty if nothing did."""
+    if "crashed" in record:
+        return f"crash: {record['crashed']}"
+    entries = [record[layout] for layout in LAYOUTS]
+    for kind in ("traceback", "permuted"):
+        if found := next((entry[kind] for entry in entries if kind in entry), ""):
+            return f"traceback: {found}"
+    for entry in entries:
+        if not max(entry.get("difference", 0), entry.get("packed_difference", 0)) <= TOLERANCE:
+            return f"wrong output: differs by {entry['difference']:.0e}"
+    return next((f"refused: {entry['refused']}" for entry in entries if "refused" in entry), "")
+
+
+def is_complete(record: Record) -> bool:
+    """Whether nothing went wrong, at least `SHARE` is pruned, and every space is free but for the stream."""
+    if problem(record):
+        return False
+    entry = record["portable"]
+    frozen = [name for names in entry["frozen"].values() for name in names]
+    return share(entry) >= SHARE and all(name.startswith("stream") for name in frozen)
+
+
+def summary() -> str:
+    """Returns a row per kind of model, and one for all that run on text."""
+    about, records = load()
+    lines = [
+        "| kind | classes tried | built | tracebacks | wrong outputs | refused | complete | of those built |",
+        "|---" * 8 + "|",
+    ]
+    for kind in dict.fromkeys(record["kind"] for record in records):
+        of_kind = [record for record in records if record["kind"] == kind]
+        lines.append(f"| {kind} | {len(of_kind)} | {' | '.join(_counts(of_kind))} |")
+    text = [record for record in records if record["kind"] in TEXT]
+    lines.append(f"| **runs on text** | {len(text)} | {' | '.join(_counts(text))} |")
+    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
+    return "\n".join([*lines, "", f"{versions}; {about['command']}."])
+
+
+def _counts(records: Sequence[Record]) -> list[str]:
+    built = [record for record in records if "unbuilt" not in record]
+    words = Counter(problem(record).partition(":")[0] for record in built)
+    complete = sum(is_complete(record) for record in built)
+    figures = [len(built), words["traceback"] + words["crash"], words["wrong output"], words["refused"], complete]
+    return [*map(str, figures), f"{complete / max(len(built), 1):.0%}"]
+
+
+def classes(kinds: Iterable[str]) -> str:
+    """Returns a row per class of some kinds that was built."""
+    heading = "class | pruned | of all | free, portable | free, fused | keeps its order, or went wrong"
+    chosen = [record for record in load()[1] if record["kind"] in kinds and "unbuilt" not in record]
+    rows = [f"| {' | '.join([record['class'], *_cells(record)])} |" for record in chosen]
+    return "\n".join([f"| {heading} |", "|---" * 6 + "|", *rows])
+
+
+def _cells(record: Record) -> list[str]:
+    wrong = _short(problem(record))
+    entries = [record.get(layout, {}) for layout in LAYOUTS]
+    if "pruned_weights" not in entries[0]:
+        return ["", "", "", "", wrong]
+    free = [_free(entry) for entry in entries]
+    shares = [f"{figure(entries[0]):.0%}" for figure in (share, whole_share)]
+    return [*shares, *free, "; ".join(filter(None, [wrong, _frozen(entries)]))]
+
+
+def _free(entry: Record) -> str:
+    if "pruned_weights" not in entry:
+        return ""
+    return f"{entry['free']} of {entry['free'] + entry['kept']}"
+
+
+def _frozen(entries: Sequence[Record]) -> str:
+    """Returns the names of spaces that keep their order, by reason; those of both layouts once."""
+    found: dict[str, set[str]] = {}
+    for entry in entries:
+        for reason, names in entry.get("frozen", {}).items():
+            found.setdefault(reason, set()).update(re.sub(r".*[.](?=[^.]+$)", "", name) for name in names)
+    return "; ".join(f"{', '.join(sorted(names))}: {_short(reason)}" for reason, names in found.items())
+
+
+def _short(reason: str) -> str:
+    text = reason if len(reason) <= 160 else f"{reason[:160]}..."
+    return text.replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")
+
+
+def unbuilt() -> str:
+    """Returns the classes of which no tiny model could be built, with the reason."""
+    rows = [f"| {r['class']} | {_short(r['unbuilt'])} |" for r in load()[1] if "unbuilt" in r]
+    return "\n".join(["| class | reason |", "|---|---|", *rows])
