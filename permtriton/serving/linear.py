@@ -12,11 +12,9 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.parameter import ModelWeightParameter
 
-from permtriton.checkpoint.loading import cast_packed, check_content, unpacked
+from permtriton.checkpoint.loading import cast_packed, check_content, runs_packed, unpacked
 from permtriton.errors import ModelError
-from permtriton.kernels.launch import has_kernels
 from permtriton.kernels.packing import packed_shapes, position_bits
-from permtriton.kernels.packing_triton import supports
 from permtriton.kernels.permute import permute
 from permtriton.kernels.sparse_linear import sparse_linear
 from permtriton.model.modules import SparseLinear
@@ -102,7 +100,7 @@ class PermTritonLinearMethod(LinearMethodBase):
         if self.stored_dtype is not None:
             values, positions = layer.weight_values.data, layer.weight_positions.data
             del layer.weight, layer.weight_values, layer.weight_positions
-            if self._stays_packed(values.device):
+            if runs_packed(self.columns, self.dtype, self.pattern, values.device):
                 layer.packed = self._packed(values, positions)
                 return
             weight = unpacked(self.name, values, positions, (self.rows, self.columns), 1, self.pattern)
@@ -161,9 +159,6 @@ class PermTritonLinearMethod(LinearMethodBase):
                     f"{self.name}.{parameter}: {len(parts)} of {self.parts} parts were loaded: the checkpoint is "
                     "incomplete, or vLLM's model expects other names"
                 )
-
-    def _stays_packed(self, device: torch.device) -> bool:
-        return self.dtype.itemsize == 2 and supports(self.dtype, self.columns, self.pattern) and has_kernels(device)
 
     def _packed(self, values: Tensor, positions: Tensor) -> SparseLinear:
         check_content(self.name, values, positions, (self.rows, self.columns), 1, self.pattern)

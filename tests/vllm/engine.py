@@ -41,7 +41,7 @@ def prompts(folder: Path) -> list[list[int]]:
 
 def greedy(llm: LLM, inputs: list[list[int]]) -> list[list[int]]:
     """Returns the tokens that vLLM generates."""
-    sampling = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
+    sampling = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in inputs], sampling, use_tqdm=False)
     return [list(output.outputs[0].token_ids) for output in outputs]
 

@@ -29,6 +29,8 @@ MODELS = {
     "PhiForCausalLM": ("phi", WIDE),
     "Phi3ForCausalLM": ("phi3", WIDE),
 }
+LARGE = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 24, "num_attention_heads": 16,
+         "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 16384}  # fmt: skip
 FUSED = [name for name, fused in SERVED.items() if fused]
 GATHERED = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.down_proj")
 
@@ -46,26 +48,28 @@ def test_generates_the_same_tokens_with_packed_weights(demo_folders, eager, monk
     used = []
     packed = PermTritonLinearMethod._packed
     monkeypatch.setattr(PermTritonLinearMethod, "_packed", lambda *given: used.append(1) or packed(*given))
-    monkeypatch.setattr(PermTritonLinearMethod, "_stays_packed", lambda *_: True)
+    monkeypatch.setattr("permtriton.serving.linear.runs_packed", lambda *_: True)
     inputs = prompts(demo_folders["fused-packed"])
     with engine(demo_folders["fused-packed"], enforce_eager=eager) as llm:
         assert greedy(llm, inputs) == expected_greedy(demo_folders["fused-packed"], inputs)
     assert len(used) == 4 * 4  # q/k/v, o, gate/up and down of four layers
 
 
-def pruned_model(name: str) -> nn.Module:
+def pruned_model(name: str, **changes: int) -> nn.Module:
     zoo_name, sizes = MODELS[name]
-    model = zoo.build(zoo_name, **sizes)
+    model = zoo.build(zoo_name, **{**sizes, **changes})
     assert type(model).__name__ == name
     folders.prune(model)
     return model
 
 
-def fused_model(name: str) -> nn.Module:
+def fused_model(name: str, **changes: int) -> nn.Module:
     """A model whose norms all permute, and whose linears but gate and up gather: q, k and v in the same order."""
-    model = pruned_model(name)
-    folders.fuse(model, [f"model.layers.{i}.{n}layernorm" for i in (0, 1) for n in ("input_", "post_attention_")], [])
-    for layer in (0, 1):
+    model = pruned_model(name, **changes)
+    layers = range(model.config.num_hidden_layers)
+    norms = ("input_layernorm", "post_attention_layernorm")
+    folders.fuse(model, [f"model.layers.{layer}.{norm}" for layer in layers for norm in norms], [])
+    for layer in layers:
         for part in GATHERED:
             linear = model.get_submodule(path := f"model.layers.{layer}.{part}")
             seed = torch.Generator().manual_seed(layer + linear.in_features)
@@ -95,3 +99,16 @@ def test_the_same_probabilities_with_packed_weights(name, tmp_path):
 @pytest.mark.parametrize(("name", "packed"), [("LlamaForCausalLM", False), *((name, True) for name in FUSED)])
 def test_the_same_probabilities_with_norms_and_gathers(name, packed, tmp_path):
     check_log_probabilities(fused_model(name), tmp_path, packed)
+
+
+@pytest.mark.soak
+def test_a_model_of_300_million_parameters_generates_the_same_tokens(soak, tmp_path):
+    if not soak:
+        pytest.skip("takes minutes: --soak runs it")
+    model = fused_model("LlamaForCausalLM", **LARGE)
+    assert sum(parameter.numel() for parameter in model.parameters()) > 300e6
+    folders.save(model, tmp_path / "saved")
+    export(tmp_path / "saved", tmp_path / "packed", "packed")
+    inputs = torch.randint(3, LARGE["vocab_size"], (8, 20)).tolist()
+    with engine(tmp_path / "packed", skip_tokenizer_init=True) as llm:
+        assert greedy(llm, inputs) == expected_greedy(tmp_path / "packed", inputs)
