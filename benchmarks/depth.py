@@ -22,6 +22,7 @@ from permtriton import find_plan
 from permtriton.config import CompileConfig
 from permtriton.machine import device_name, versions
 from permtriton.model.plan import Plan
+from permtriton.model.samples import Samples
 from permtriton.progress import NoProgress
 from permtriton.prune import statistics, weights
 from permtriton.prune.layer_inputs import LayerInputs, from_model, layer_by_layer
@@ -57,7 +58,7 @@ def main() -> None:
 def _from_start(
     model: PreTrainedModel, plan: Plan, ids: Tensor, batch: int, *, changing: bool
 ) -> Iterator[LayerInputs]:
-    return (from_model(model, sites, ids, batch) for sites in plan.layers())
+    return (from_model(model, sites, Samples.of(ids), batch) for sites in plan.layers())
 
 
 def measure(model: PreTrainedModel, plan: Plan, ids: Tensor, inputs: Callable[..., Any]) -> dict[str, float]:
@@ -66,10 +67,10 @@ def measure(model: PreTrainedModel, plan: Plan, ids: Tensor, inputs: Callable[..
     config = CompileConfig(sparsity=PATTERN, importance="obs", weight_update="sparsegpt")
 
     def measured() -> None:
-        found.update(statistics.site_statistics(model, plan, "obs", ids, BATCH, NoProgress()))
+        found.update(statistics.site_statistics(model, plan, "obs", Samples.of(ids), BATCH, NoProgress()))
 
     def updated() -> None:
-        weights.update_weights(model, plan, found, ids, BATCH, config, NoProgress())
+        weights.update_weights(model, plan, found, Samples.of(ids), BATCH, config, NoProgress())
 
     with mock.patch.object(statistics, "layer_by_layer", inputs), mock.patch.object(weights, "layer_by_layer", inputs):
         return {"statistics": timed(measured, model.device), "SparseGPT": timed(updated, model.device)}

@@ -18,6 +18,7 @@ from shared import PATTERN, llama, step_seconds
 from permtriton import find_plan
 from permtriton.machine import device_name, peak_memory, versions
 from permtriton.model.forward import hidden_states
+from permtriton.model.samples import Samples
 
 
 def main() -> None:
@@ -40,7 +41,7 @@ def main() -> None:
     model = llama(args)
     plan = find_plan(model, PATTERN)
     ids = torch.randint(0, args.vocabulary, (args.sequences, args.tokens))
-    target = hidden_states(model, ids, 1)
+    target = hidden_states(model, Samples.of(ids), 1)
     pairs = step_seconds(model, plan, ids, target, args.micro_batch, not args.discard_masks)
     dense, learn = zip(*islice(pairs, 1, args.repeats + 1), strict=True)  # the first pair warms up
     dense_s, learn_s = statistics.median(dense), statistics.median(learn)

@@ -17,6 +17,7 @@ from shared import PATTERN, llama, random_importances, timed
 from permtriton import find_plan
 from permtriton.config import CompileConfig
 from permtriton.machine import device_name, peak_memory, versions
+from permtriton.model.samples import Samples
 from permtriton.permutation import identity
 from permtriton.progress import NoProgress
 from permtriton.prune.fisher import fisher_information
@@ -64,16 +65,16 @@ def measure(args: argparse.Namespace) -> tuple[list[float], list[float], int]:
     plan = find_plan(model, PATTERN, layout="fused")
     ids = torch.randint(0, args.vocabulary, (1, args.tokens))
     config = CompileConfig.from_options({"search_block": args.search_block, "micro_batch_size": 1, "layout": "fused"})
-    objective = dense_objective(model, "kl", ids, 1)
-    fisher = fisher_information(model, plan, "kl", ids, config, NoProgress())
+    objective = dense_objective(model, "kl", Samples.of(ids), 1)
+    fisher = fisher_information(model, plan, "kl", Samples.of(ids), config, NoProgress())
     spaces = [space for space in plan.spaces if not space.frozen]
     indices = {space.name: identity(space.units) for space in spaces}
     with hard_masked(model, plan, random_importances(model, plan), fisher, config) as masks:
-        searcher = Searcher(masks, spaces, ids, objective, config)
+        searcher = Searcher(masks, spaces, Samples.of(ids), objective, config)
         masks.set(indices)
         passes, gains, count = [], [], 0
         for number in range(args.repeats + 1):
-            passes.append(timed(lambda: masks.take_gradients(objective, ids), model.device))
+            passes.append(timed(lambda: masks.take_gradients(objective, Samples.of(ids)), model.device))
             found = []
             gains.append(timed(lambda: found.append(searcher.swaps(indices, 1.0, number)), model.device))  # noqa: B023
             count = found[0].count

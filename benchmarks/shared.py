@@ -14,6 +14,7 @@ from permtriton.config import CompileConfig, LearnConfig
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.model.forward import last_hidden_state
 from permtriton.model.plan import Plan, layer_modules, linear_module, weight_in_out
+from permtriton.model.samples import Samples
 from permtriton.prune.importance import importance_of
 from permtriton.prune.learn import Trainer, learned_spaces
 from permtriton.prune.masked_model import checkpointed, masked_model
@@ -85,13 +86,13 @@ def step_seconds(
             linear_module(model, name).weight.requires_grad_(True)
         with checkpointed(layers):
             for part in rows.split(micro_batch):
-                last_hidden_state(model, ids[part]).float().square().mean().backward()
+                last_hidden_state(model, Samples.of(ids[part])).float().square().mean().backward()
         model.zero_grad(set_to_none=True)
         model.requires_grad_(False)
 
     def learning(number: int) -> float:
         with masked_model(model, plan, importances, relaxation, config, keep) as masks:
-            trainer = Trainer(model, masks, relaxation, optimizer, ids, Objective("cosine", target), config)
+            trainer = Trainer(model, masks, relaxation, optimizer, Samples.of(ids), Objective("cosine", target), config)
             trainer.step(rows, number)  # the allocator settles after the weights were transposed
             return timed(lambda: trainer.step(rows, number), model.device)
 

@@ -23,6 +23,7 @@ from permtriton.kernels.swap_gains import swap_gains
 from permtriton.machine import device_name, versions
 from permtriton.model.load import Source, load_original
 from permtriton.model.plan import ChannelSpace
+from permtriton.model.samples import Samples
 from permtriton.permutation import identity
 from permtriton.planning import find_plan
 from permtriton.progress import NoProgress
@@ -46,16 +47,16 @@ def main() -> None:
     vocabulary = model.get_input_embeddings().get_parameter("weight").shape[0]
     ids = calibration_ids(config.calibration, tokenizer, vocabulary, args.seed)
     plan = find_plan(model, config.sparsity, layout=args.layout)
-    statistics_of = site_statistics(model, plan, config.importance, ids, 16, NoProgress())
+    statistics_of = site_statistics(model, plan, config.importance, Samples.of(ids), 16, NoProgress())
     importances = importances_of(model, plan, config.importance, statistics_of)
-    objective = dense_objective(model, "kl", ids, 16)
-    fisher = fisher_information(model, plan, "kl", ids, config, NoProgress())
+    objective = dense_objective(model, "kl", Samples.of(ids), 16)
+    fisher = fisher_information(model, plan, "kl", Samples.of(ids), config, NoProgress())
     spaces = [space for space in plan.spaces if not space.frozen]
     with hard_masked(model, plan, importances, fisher, config) as masks:
-        searcher = Searcher(masks, spaces, ids, objective, config)
+        searcher = Searcher(masks, spaces, Samples.of(ids), objective, config)
         base = {space.name: identity(space.units) for space in spaces}
         masks.set(base)
-        start = masks.take_gradients(objective, ids)
+        start = masks.take_gradients(objective, Samples.of(ids))
         report = {}
         for damping in (0.0, 1.0):
             pairs = _draw(searcher, spaces, base, damping, args.swaps, args.seed, config.sparsity.group)

@@ -1,15 +1,18 @@
 """The command ``permtriton compile``: compiles a model, saves it and prints the report."""
 
 from collections.abc import Collection, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
-from torch import Tensor
 
 from permtriton import compiler
-from permtriton.checkpoint.output import claimed
+from permtriton.checkpoint.output import OutputFolder, claimed
 from permtriton.checkpoint.report import grouped
+from permtriton.checkpoint.save import CompiledModel
+from permtriton.cli import torchrun
 from permtriton.cli.console import BarProgress, out, print_json, table
 from permtriton.cli.held_out import held_out_windows
 from permtriton.cli.inspect import destination
@@ -17,22 +20,16 @@ from permtriton.command import compile_command
 from permtriton.config import CompileConfig
 from permtriton.machine import format_bytes
 from permtriton.model import load
+from permtriton.offload import Offload, check_offload
+from permtriton.progress import NoProgress, Progress
 from permtriton.stages import state_paths
 
 
-def run(
-    source: load.Source,
-    config: CompileConfig,
-    eval_text: str | None,
-    output: Path | None,
-    *,
-    overwrite: bool,
-    restart: bool,
-    json: bool,
-) -> None:
-    """Compiles a model, saves it and prints the report.
+@dataclass(frozen=True)
+class Job:
+    """What the user asked for.
 
-    Args:
+    Attributes:
         source: model to prune.
         config: every option of the compilation.
         eval_text: held-out text, as `permtriton.cli.held_out.held_out_windows` takes it.
@@ -40,62 +37,116 @@ def run(
         overwrite: whether an earlier output may be replaced.
         restart: whether to delete the states of an interrupted run first, instead of continuing it.
         json: whether to print JSON.
+        shard: whether several GPUs hold a part of each layer; None where memory decides.
+        offload: folder whose disk takes the place of memory, or None.
+    """
+
+    source: load.Source
+    config: CompileConfig
+    eval_text: str | None
+    output: Path | None
+    overwrite: bool
+    restart: bool
+    json: bool
+    shard: bool | None
+    offload: Path | None = None
+
+    @property
+    def target(self) -> Path:
+        """Folder to write."""
+        pattern = self.config.sparsity
+        return self.output or Path(f"{Path(self.source.name).resolve().name}-{pattern.kept}of{pattern.group}")
+
+    def files(self) -> Offload | None:
+        """Returns the offload folder, if there is one.
+
+        Raises:
+            ConfigError: it cannot be used, or the config asks for a method that needs all weights in memory.
+        """
+        if self.offload is None:
+            return None
+        check_offload(self.config)
+        return Offload(self.offload)
+
+
+def run(job: Job) -> None:
+    """Compiles a model, saves it and prints the report. Under ``torchrun``, only the first rank prints and saves.
 
     Raises:
         PermTritonError: as `permtriton.compile` and `permtriton.CompiledModel.save`.
     """
-    target = output or default_output(source, config)
-    progress = BarProgress()
-    with claimed(target, overwrite=overwrite, say=progress.say) as folder:
-        if restart:
-            for path in filter(Path.is_file, state_paths(folder.resume_path)):
-                path.unlink()
-                progress.say(f"deleted {path.name}, the state of an interrupted run")
-        with load.unchanged_weights(source):
-            model, tokenizer, windows, text = loaded(source, eval_text, progress)
-            compiled = compiler.compile(
-                model,
-                tokenizer,
-                config,
-                evaluation_windows=windows,
-                progress=progress,
-                resume_path=folder.resume_path,
-                say_needs=True,
-            )
-        compiled.report["evaluation"]["text"] = text
-        compiled.report["command"] = compile_command(
-            source.name,
-            config,
-            eval_text=eval_text and Path(eval_text).name,
-            dtype=None if source.dtype == "auto" else source.dtype,
-            trust_remote_code=source.trust_remote_code,
-        )
+    first, source, target = torchrun.is_first(), job.source, job.target
+    progress = BarProgress() if first else NoProgress()
+    with ExitStack() as stack:
+        with torchrun.joined(source.device):
+            folder = OutputFolder.at(target)
+            if first:
+                stack.enter_context(claimed(target, overwrite=job.overwrite, say=progress.say))
+                if job.restart:
+                    _delete_states(folder, progress)
+            compiled = _compiled(job, folder, progress)
+        if not first:
+            return
         progress.say(f"saving and verifying {target}")
-        compiled.save(target, overwrite=overwrite)
-    if json:
+        compiled.save(target, overwrite=job.overwrite)
+    if job.json:
         print_json(compiled.report)
     else:
         print_report(compiled.report, target)
 
 
-def default_output(source: load.Source, config: CompileConfig) -> Path:
-    """Returns ``MODEL-NofM`` in the present folder."""
-    return Path(f"{Path(source.name).resolve().name}-{config.sparsity.kept}of{config.sparsity.group}")
+def _compiled(job: Job, folder: OutputFolder, progress: Progress) -> CompiledModel:
+    source, device = job.source, None
+    if torchrun.launched():  # only then is it known whether one GPU can hold the model
+        device, source = load.resolve_device(source.device), replace(source, device="cpu")
+    files = job.files()
+    with load.unchanged_weights(source):
+        model, tokenizer, windows, text = loaded(source, job.eval_text, progress, files)
+        compiled = compiler.compile(
+            model,
+            tokenizer,
+            job.config,
+            evaluation_windows=windows,
+            progress=progress,
+            resume_path=folder.resume_path,
+            say_needs=True,
+            device=device,
+            spread=job.shard,
+            offload=files,
+        )
+    compiled.report["evaluation"]["text"] = text
+    compiled.report["command"] = compile_command(
+        source.name,
+        job.config,
+        eval_text=job.eval_text and Path(job.eval_text).name,
+        dtype=None if source.dtype == "auto" else source.dtype,
+        trust_remote_code=source.trust_remote_code,
+    )
+    return compiled
 
 
-def loaded(source: load.Source, eval_text: str | None, progress: BarProgress) -> tuple[Any, Any, Tensor | None, str]:
+def _delete_states(folder: OutputFolder, progress: Progress) -> None:
+    for path in filter(Path.is_file, state_paths(folder.resume_path)):
+        path.unlink()
+        progress.say(f"deleted {path.name}, the state of an interrupted run")
+
+
+def loaded(
+    source: load.Source, eval_text: str | None, progress: Progress, offload: Offload | None = None
+) -> tuple[Any, Any, Any, str]:
     """Returns the model, its tokenizer, and the held-out windows with the name of their text, or why there are none.
 
     Args:
         source: model to prune.
         eval_text: held-out text, as `permtriton.cli.held_out.held_out_windows` takes it.
         progress: progress reporter.
+        offload: where large parameters go; None keeps them in memory.
 
     Raises:
         PermTritonError: as `permtriton.model.load.load_original` and `held_out_windows`.
     """
     progress.say(f"loading {source.name}")
-    model, tokenizer = load.load_original(source, saved=True)
+    model, tokenizer = load.load_original(source, offload=offload, saved=True)
     windows, text = held_out_windows(source, eval_text, tokenizer, model)
     if windows is None:
         progress.say(f"no held-out evaluation: {text}")

@@ -1,6 +1,8 @@
 """The command ``permtriton compile --dry-run``: shows what a compilation would do and need."""
 
+import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 from transformers import PreTrainedModel
@@ -8,50 +10,52 @@ from transformers import PreTrainedModel
 from permtriton import compiler
 from permtriton.checkpoint.output import OutputFolder, check_output
 from permtriton.checkpoint.report import grouped, plan_report
-from permtriton.cli.compile import default_output, loaded
+from permtriton.cli.compile import Job, loaded
 from permtriton.cli.console import BarProgress, out, print_json, table
 from permtriton.cli.inspect import destination
 from permtriton.config import CompileConfig
+from permtriton.errors import ConfigError
 from permtriton.forecast import Forecast, duration
-from permtriton.machine import available_memory, format_bytes
-from permtriton.memory import describe_masks
-from permtriton.model import load
+from permtriton.machine import format_bytes
+from permtriton.memory import Devices, describe_masks, describe_weights
 from permtriton.model.plan import Plan, linear_module
 
+GIB = 1 << 30
 
-def run(
-    source: load.Source,
-    config: CompileConfig,
-    eval_text: str | None,
-    output: Path | None,
-    *,
-    overwrite: bool,
-    restart: bool,
-    json: bool,
-) -> None:
+
+def run(job: Job, devices: str | None) -> None:
     """Loads a model and prints the plan and the estimate; writes nothing.
 
     Args:
-        source: model to prune.
-        config: every option of the compilation.
-        eval_text: held-out text, as `permtriton.cli.held_out.held_out_windows` takes it.
-        output: folder that would be written; None for ``MODEL-NofM`` in the present folder.
-        overwrite: whether an earlier output might be replaced.
-        restart: whether the states of an interrupted run would be deleted first.
-        json: whether to print JSON.
+        job: the compilation.
+        devices: the GPUs to plan for, as ``8x80``: their number and the GiB of each; None for this machine.
 
     Raises:
         PermTritonError: as `permtriton.compile` up to its plan, or the output could not be written.
     """
-    target = output or default_output(source, config)
-    check_output(target, overwrite=overwrite)
-    model, tokenizer, windows, _ = loaded(source, eval_text, BarProgress())
-    folder = OutputFolder.at(target)
-    resume_path = None if restart else folder.resume_path
+    wanted = None if devices is None else _devices(devices, job.shard)
+    check_output(job.target, overwrite=job.overwrite)
+    source = job.source if wanted is None else replace(job.source, device="cpu")
+    files = job.files()
+    model, tokenizer, windows, _ = loaded(source, job.eval_text, BarProgress(), files)
+    folder = OutputFolder.at(job.target)
     plan, forecast = compiler.dry_run(
-        model, tokenizer, config, evaluation_windows=windows, resume_path=resume_path
-    )  # fmt: skip
-    print_dry_run(model, plan, forecast, folder.home, config, json=json)
+        model,
+        tokenizer,
+        job.config,
+        evaluation_windows=windows,
+        resume_path=None if job.restart else folder.resume_path,
+        devices=wanted,
+        offload=files,
+    )
+    print_dry_run(model, plan, forecast, folder.home, job.config, json=job.json)
+
+
+def _devices(text: str, spread: bool | None) -> Devices:
+    found = re.fullmatch(r"([1-9]\d{0,3})x([1-9]\d{0,3})", text)
+    if not found:
+        raise ConfigError(f"--devices {text}: expected the number of GPUs and the GiB of memory of each, such as 8x80")
+    return Devices("cuda", int(found[1]), int(found[2]) * GIB, spread)
 
 
 def print_dry_run(
@@ -67,7 +71,6 @@ def print_dry_run(
         config: every option.
         json: whether to print JSON.
     """
-    device = model.device
     report = plan_report(plan, config.learn.block_size)
     if json:
         print_json({**report, **forecast.report()})
@@ -83,17 +86,24 @@ def print_dry_run(
     result = table("Estimate", "", "", show_header=False)
     result.add_row("share of parameters to prune", f"{pruned / total:.1%} ({pruned:,} of {total:,})")
     result.add_row("linears left dense", "; ".join(f"{name}: {why}" for name, why in plan.skipped.items()) or "none")
-    free = available_memory(device)
-    result.add_row("memory", f"{format_bytes(forecast.needs.peak)} on {device.type} at the peak{_free(free)}")
+    devices = forecast.devices
+    each = f"each of {devices.count} x {devices.kind}" if devices.count > 1 else devices.kind
+    result.add_row("memory", f"{format_bytes(forecast.needs.peak)} on {each} at the peak{_free(devices.free)}")
+    if devices.count > 1:
+        result.add_row("weights", describe_weights(forecast.needs))
+        result.add_row("started by", f"torchrun --nproc-per-node {devices.count} -m permtriton compile ...")
     if masks := describe_masks(forecast.needs):
         result.add_row("masks while learning", masks)
-    if forecast.refused:
-        result.add_row("time", f"not measured: {forecast.refused}")
+    if not forecast.seconds:
+        result.add_row("time", f"not measured: {forecast.refused or 'this machine does not have these devices'}")
     else:
         stages = ", ".join(f"{stage} {duration(seconds)}" for stage, seconds in forecast.seconds.items())
         result.add_row("time", f"roughly {duration(least)} to {duration(most)} ({stages})")
     disk = shutil.disk_usage(folder).free
     result.add_row("disk", f"{format_bytes(sum(forecast.disk.values()))} in {folder}{_free(disk)}")
+    if forecast.needs.offloaded:
+        parts = ", ".join(f"{format_bytes(size)} for {name}" for name, size in forecast.needs.offloaded.items())
+        result.add_row("offload folder", parts)
     out.print(result)
     out.print("dry run: nothing was written")
 

@@ -54,13 +54,14 @@ def run(
     progress = BarProgress()
     chosen = tasks.load(progress)
     progress.say(f"loading {source.name}")
-    model, tokenizer = load.load_model(source), load.load_tokenizer(source)
+    model = load.load_model(source)
+    tokenizer = load.load_processor(source, model)
     dense = order = None
     if against is not None:
         progress.say(f"loading {against.name}")
         dense, dense_tokenizer = load.load_original(against)
         _check_tokenizers(tokenizer, dense_tokenizer)
-        order = _hidden_order(source, model.config.get_text_config().hidden_size)
+        order = _hidden_order(source, getattr(model.config.get_text_config(), "hidden_size", 0))
     names = (source.name, against.name if against else None)
     windows, text = held_out_windows(source, perplexity or ("demo" if "demo" in names else None), tokenizer, model)
     if windows is None and perplexity is None:
@@ -81,10 +82,12 @@ def run(
 
 
 def _report(measured: library.Evaluated, model: Any, text: str, tasks: TaskRequest) -> dict[str, Any]:
-    protocol = (
-        f"{measured.windows} windows of {measured.window} tokens that do not overlap; the first token of each is not "
-        "predicted"
-    )
+    protocol = f"{measured.windows} samples of {measured.window} positions"
+    if model.main_input_name == "input_ids":
+        protocol = (
+            f"{measured.windows} windows of {measured.window} tokens that do not overlap; the first token of each is "
+            "not predicted"
+        )
     return {
         "text": text if measured.windows else None,
         "protocol": protocol if measured.windows else None,
@@ -108,7 +111,8 @@ def _hidden_order(source: load.Source, channels: int) -> Any:
 
 
 def _check_tokenizers(tokenizer: Any, dense: Any) -> None:
-    if tokenizer is not None and dense is not None and tokenizer.get_vocab() != dense.get_vocab():
+    vocabularies = [each.get_vocab() for each in (tokenizer, dense) if hasattr(each, "get_vocab")]
+    if len(vocabularies) == 2 and vocabularies[0] != vocabularies[1]:
         raise ModelError(
             "the tokenizers of both models have different vocabularies, so the same text is not the same for them: "
             "give the dense model that the model was compiled from"

@@ -38,6 +38,7 @@ def _print(report: dict[str, Any], target: Path) -> None:
     for name, file in report["files"].items():
         result.add_row(name, format_bytes(file["bytes"]))
     result.add_row("seconds", f"{report['seconds']:.1f}")
+    result.add_row("reloaded", report["reloaded"])
     result.add_row("loads with", report["loads_with"])
     result.add_row("written to", str(target))
     out.print(result)

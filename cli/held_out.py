@@ -5,28 +5,34 @@ from typing import Any
 from permtriton.errors import CalibrationError
 from permtriton.model.forward import max_tokens
 from permtriton.model.load import Source
-from permtriton.prune.text import evaluation_ids
+from permtriton.prune.media import is_media, media_samples
+from permtriton.prune.text import check_samples, evaluation_ids
 
 EVALUATION_TOKENS = 2048  # per window, or the model's limit if that is lower
 
 
 def held_out_windows(source: Source, eval_text: str | None, tokenizer: Any, model: Any) -> tuple[Any, str]:
-    """Returns the held-out windows and the name of their text, or None and the reason why there are none.
+    """Returns held-out samples and the name of their source, or None and the reason why there are none.
 
     Args:
         source: source of the model; the demo model is evaluated on the demo text by default.
-        eval_text: demo, wikitext2, c4, a file, or none; None for the default, which may be missing.
-        tokenizer: tokenizer of the text, or None.
+        eval_text: demo, wikitext2, c4, a file, or none; of a model that reads images or sound, a folder. None for the
+            default, which may be missing.
+        tokenizer: tokenizer or processor, or None.
         model: model to evaluate.
 
     Returns:
-        int64 ``[windows, tokens]``, or None; and the name of the text, or the reason.
+        Token ids, int64 ``[windows, tokens]``, or `Samples`, or None; and the name of the source, or the reason.
 
     Raises:
         CalibrationError: the text that the user named cannot be read.
     """
     if eval_text == "none":
         return None, "turned off by --eval-text none"
+    if model.main_input_name != "input_ids" and eval_text is None:
+        return None, "give --eval-data a folder to compare the hidden states on"
+    if eval_text is not None and is_media(model, eval_text):
+        return check_samples(model, media_samples(eval_text, model, tokenizer, None)), eval_text
     name = eval_text or ("demo" if source.name == "demo" else "wikitext2")
     limit = max_tokens(model) or EVALUATION_TOKENS
     vocabulary = model.get_input_embeddings().weight.shape[0]

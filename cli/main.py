@@ -9,19 +9,24 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from permtriton.cli import torchrun
 from permtriton.cli.console import clear_errors
 from permtriton.cli.options import (
     Ablate,
     AblateValues,
     ConfigFile,
     Device,
+    DryRun,
     Dtype,
     EvalText,
     Flags,
+    Gpus,
     Json,
     Model,
+    OffloadFolder,
     Patterns,
     Recipe,
+    Shard,
     TaskLimit,
     TaskNames,
     TasksDir,
@@ -30,6 +35,7 @@ from permtriton.cli.options import (
     takes,
 )
 from permtriton.config import METHOD, OPTIONS, RUNNING, CompileConfig, check_explicit_options
+from permtriton.errors import ConfigError
 
 SAVE_MEMORY = ("--sequence-length", "--samples", "--micro-batch-size", "--activation-checkpointing", "--dtype")
 
@@ -67,11 +73,14 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def _permtriton(
+    ctx: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Show the version and exit.")
     ] = False,
 ) -> None:
     """N:M sparsity for language models, with searched channel permutations. Start with: permtriton compile demo"""
+    if torchrun.launched() and ctx.invoked_subcommand != "compile":
+        raise ConfigError(f"permtriton {ctx.invoked_subcommand} is one process: start it without torchrun")
 
 
 @app.command()
@@ -93,30 +102,31 @@ def compile(
         bool,
         typer.Option("--restart", help="Start anew instead of continuing an interrupted run.", rich_help_panel=RUNNING),
     ] = False,
-    dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run",
-            help="Show the plan and an estimate of time, memory and disk, then stop; nothing is written.",
-            rich_help_panel=RUNNING,
-        ),
-    ] = False,
+    dry_run: DryRun = False,
+    devices: Gpus = None,
+    shard: Shard = None,
+    offload: OffloadFolder = None,
     config: ConfigFile = None,
     json: Json = False,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Prune MODEL to N:M sparsity in the best channel order and write a Hugging Face checkpoint (see --layout)."""
     chosen = build_config(model, recipe, config, flags)
-    from permtriton.cli.compile import run
+    if devices is not None and not dry_run:
+        raise ConfigError("--devices needs --dry-run: add it, or leave --devices out to run on the devices at hand")
+    if shard and devices is None and not torchrun.launched():
+        raise ConfigError("--shard spreads weights over several processes: start permtriton with torchrun")
+    from permtriton.cli.compile import Job, run
     from permtriton.model.load import Source
 
     source = Source(model, dtype, device, trust_remote_code)
+    job = Job(source, chosen, eval_text, output, overwrite, restart, json, shard, offload)
     if dry_run:
         from permtriton.cli.dry_run import run as show
 
-        show(source, chosen, eval_text, output, overwrite=overwrite, restart=restart, json=json)
+        show(job, devices)
     else:
-        run(source, chosen, eval_text, output, overwrite=overwrite, restart=restart, json=json)
+        run(job)
 
 
 @app.command()
@@ -224,7 +234,12 @@ def evaluate(
     ] = None,
     perplexity: Annotated[
         str | None,
-        typer.Option(help="Text: wikitext2, c4, demo, a file, or none. By default demo for the demo, else wikitext2."),
+        typer.Option(
+            "--perplexity",
+            "--eval-data",
+            help="Text: wikitext2, c4, demo, a file, or none. By default demo for the demo, else wikitext2. For a "
+            "model of images or sound: a folder of files or a .safetensors file; needs --against.",
+        ),
     ] = None,
     tasks: TaskNames = None,
     limit: TaskLimit = None,

@@ -37,7 +37,11 @@ Recipe = Annotated[
 EvalText = Annotated[
     str | None,
     typer.Option(
-        help="Held-out text: demo, wikitext2, c4, a file, or none. By default demo for the demo model, else wikitext2.",
+        "--eval-text",
+        "--eval-data",
+        help="Held-out text: demo, wikitext2, c4, a file, or none. By default demo for the demo model, else "
+        "wikitext2. For a model of images or sound: a folder of files or a .safetensors file, on which hidden states "
+        "are compared.",
         rich_help_panel=CALIBRATION,
     ),
 ]
@@ -96,6 +100,38 @@ ConfigFile = Annotated[
 ]
 Json = Annotated[
     bool, typer.Option("--json", help="Print the report as JSON on standard output.", rich_help_panel=RUNNING)
+]
+DryRun = Annotated[
+    bool,
+    typer.Option(
+        "--dry-run",
+        help="Show the plan and an estimate of time, memory and disk, then stop; nothing is written.",
+        rich_help_panel=RUNNING,
+    ),
+]
+Gpus = Annotated[
+    str | None,
+    typer.Option(
+        "--devices",
+        help="With --dry-run: plan for this many GPUs of torchrun with this many GiB each, such as 8x80.",
+        rich_help_panel=RUNNING,
+    ),
+]
+Shard = Annotated[
+    bool | None,
+    typer.Option(
+        "--shard/--no-shard",
+        help="Under torchrun, spread the weights of layers over the GPUs by FSDP2; by default if one cannot hold them.",
+        rich_help_panel=RUNNING,
+    ),
+]
+OffloadFolder = Annotated[
+    Path | None,
+    typer.Option(
+        help="For a model larger than memory, on a CPU: a folder on a fast disk, where weights and layers' inputs are "
+        "kept while it runs. The result is the same. Not for learned, searched and distill.",
+        rich_help_panel=RUNNING,
+    ),
 ]
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.", rich_help_panel=RUNNING)

@@ -52,10 +52,11 @@ class CalibrationConfig:
 
     calibration: str = _calibration(
         "c4",
-        "Calibration text; the demo model takes demo.",
-        values="demo, c4, wikitext2, pile, or a .txt, .jsonl (text or input_ids) or .parquet file",
+        "Calibration data: text (the demo model takes demo), or what else the model reads.",
+        values="demo, c4, wikitext2, pile, or a .txt, .jsonl (text or input_ids) or .parquet file; for a model of "
+        "images or sound a folder of images or .wav files; for any model a .safetensors file with its inputs",
     )
-    samples: int = _calibration(128, "Number of calibration sequences.", minimum=1)
+    samples: int = _calibration(128, "Number of calibration sequences, images or sounds.", minimum=1)
     sequence_length: int = _calibration(1024, "Tokens per calibration sequence.", minimum=2)
 
     def __post_init__(self) -> None:

@@ -10,6 +10,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from permtriton.errors import ConfigError
 from permtriton.evaluation.fidelity import Fidelity, fidelity
 from permtriton.evaluation.perplexity import Stopwatch, perplexity, windows_at_once
+from permtriton.model.forward import with_tokens
+from permtriton.model.samples import Inputs, Samples
 from permtriton.progress import Progress
 
 if TYPE_CHECKING:  # it imports lm_eval, which takes seconds
@@ -52,7 +54,7 @@ def evaluate(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None = None,
     *,
-    windows: Tensor | None = None,
+    windows: Inputs | None = None,
     dense: PreTrainedModel | None = None,
     hidden_order: Tensor | None = None,
     tasks: "Tasks | None" = None,
@@ -64,7 +66,8 @@ def evaluate(
     Args:
         model: model to measure.
         tokenizer: its tokenizer, which the tasks need.
-        windows: held-out sequences, int64 ``[windows, tokens]``; None measures the tasks only.
+        windows: held-out token ids, int64 ``[windows, tokens]``, or other samples as `permtriton.compile` takes them;
+            None measures the tasks only.
         dense: dense model to compare with on ``windows``; None measures the perplexity only.
         hidden_order: index ``[C]`` from the dense model's channels of the last hidden state to the model's, such as
             ``compiled.plan.hidden_order(compiled.indices)``; None where they did not move.
@@ -84,12 +87,14 @@ def evaluate(
     started, watch = time.perf_counter(), Stopwatch()
     measured, count, window = Fidelity(None, None, None, None), 0, 0
     if windows is not None:
-        count, window = windows.shape
+        samples = with_tokens(model, Samples.of(windows))
+        count, window = len(samples), samples.tokens
         at_once = batch or windows_at_once(window)
         if dense is not None:
-            measured = fidelity(model, dense, windows, at_once, hidden_order, progress, watch)
+            measured = fidelity(model, dense, samples, at_once, hidden_order, progress, watch)
         else:
-            measured = Fidelity(perplexity(model, windows, at_once, progress, watch), None, None, None)
+            assert samples.ids is not None, "checked"
+            measured = Fidelity(perplexity(model, samples.ids, at_once, progress, watch), None, None, None)
     options = {} if batch is None else {"batch": batch}
     results = tasks.run(model, tokenizer, **options, progress=progress) if tasks and tokenizer else ()
     return Evaluated(
@@ -108,7 +113,7 @@ def evaluate(
 def _check(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None,
-    windows: Tensor | None,
+    windows: Inputs | None,
     dense: PreTrainedModel | None,
     tasks: "Tasks | None",
     batch: int | None,
@@ -122,7 +127,8 @@ def _check(
         raise ConfigError("--against compares two models on a text: --perplexity none leaves none; name one")
     if not model.can_generate() and tasks is not None:
         raise ConfigError(f"{kind} predicts no next token, so it has no tasks: leave --tasks out")
-    if not model.can_generate() and dense is None:
+    text = windows is None or Samples.of(windows).ids is not None
+    if not (text and model.can_generate()) and dense is None:
         raise ConfigError(
             f"{kind} predicts no next token, so it has no perplexity: give the dense model with --against for the "
             "cosine of the hidden states"

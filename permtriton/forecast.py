@@ -5,6 +5,7 @@ and backward pass, of the masks of one weight and of one step of the heuristic, 
 What depends on the text or on chance (when a search ends, a busy machine) makes it a rough range.
 """
 
+import math
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from permtriton import memory
+from permtriton import memory, ranks
 from permtriton.config import CompileConfig
 from permtriton.errors import OutputError
 from permtriton.kernels.importance import ImportanceFactors
@@ -24,6 +25,7 @@ from permtriton.kernels.nm_mask import top_n_mask
 from permtriton.machine import format_bytes
 from permtriton.model.forward import last_hidden_state
 from permtriton.model.plan import Plan, layer_modules, linear_module, weight_in_out
+from permtriton.model.samples import Inputs, Samples
 from permtriton.prune.heuristic import MAX_ROWS, reassigned
 from permtriton.prune.masked_model import checkpointed, frozen
 from permtriton.stages import state_paths
@@ -64,12 +66,14 @@ class Forecast:
         disk: what is written -> bytes.
         seconds: stage -> expected time in seconds; empty where it was not measured.
         refused: why the memory is too small; empty if it is not.
+        devices: what the compilation runs on.
     """
 
     needs: memory.Needs
     disk: Mapping[str, int]
     seconds: Mapping[str, float]
     refused: str
+    devices: memory.Devices
 
     @property
     def time_range(self) -> tuple[float, float]:
@@ -77,13 +81,17 @@ class Forecast:
         total = sum(self.seconds.values())
         return FASTER * total, SLOWER * total
 
-    def describe(self, device: torch.device, folder: Path | None) -> str:
+    def describe(self, folder: Path | None) -> str:
         """Returns memory, time and disk as one line; ``folder`` is where the output goes, None if that is not known."""
         free = f", {format_bytes(shutil.disk_usage(folder).free)} free" if folder is not None else ""
-        longest = max(self.seconds, key=lambda stage: self.seconds[stage])
-        return (
-            f"{memory.describe(self.needs, device)}; time: roughly {duration(self.time_range[0])} to "
-            f"{duration(self.time_range[1])}, most of it {longest}; disk: {format_bytes(sum(self.disk.values()))}{free}"
+        time = "not measured"
+        if self.seconds:
+            longest = max(self.seconds, key=lambda stage: self.seconds[stage])
+            least, most = map(duration, self.time_range)
+            time = f"roughly {least} to {most}, most of it {longest}"
+        disk = f"{format_bytes(sum(self.disk.values()))}{free}"
+        return f"{memory.describe(self.needs, self.devices)}; time: {time}; disk: {disk}" + (
+            f"; offload folder: {format_bytes(sum(self.needs.offloaded.values()))}" if self.needs.offloaded else ""
         )
 
     def report(self) -> dict[str, Any]:
@@ -94,6 +102,7 @@ class Forecast:
             "seconds": {"least": least, "most": most, "stages": dict(self.seconds)} if self.seconds else None,
             "disk": dict(self.disk),
             "refused": self.refused,
+            "offloaded": dict(self.needs.offloaded),
         }
 
 
@@ -101,11 +110,12 @@ def make_forecast(
     model: PreTrainedModel,
     plan: Plan,
     config: CompileConfig,
-    ids: Tensor,
-    windows: Tensor | None,
+    samples: Samples,
+    windows: Inputs | None,
     resume_path: Path | None = None,
     *,
     timed: bool,
+    devices: memory.Devices,
 ) -> Forecast:
     """Returns what a compilation needs.
 
@@ -113,18 +123,20 @@ def make_forecast(
         model: dense model; unchanged on return.
         plan: plan of the model.
         config: options of the compilation.
-        ids: calibration sequences, int64 ``[samples, tokens]``.
-        windows: held-out sequences, int64 ``[windows, tokens]``, or None.
+        samples: calibration samples.
+        windows: held-out samples, or None.
         resume_path: as `permtriton.compile` takes it.
-        timed: whether to run the model on a short sequence, where the memory is enough, and to estimate the time.
+        timed: whether to run the model on a short sequence and to estimate the time, where the memory is enough and the
+            model is whole on such a device.
+        devices: what the compilation runs on.
     """
-    needs = memory.estimate(model, plan, config, ids, windows)
-    refused, seconds = memory.refusal(needs, model.device), {}
-    if timed and not refused:
-        held_out = 0 if windows is None else windows.numel()
-        speed = measure(model, plan, config, ids)
-        seconds = stage_seconds(plan, config, speed, ids, held_out, keep_masked=needs.keep_masked)
-    return Forecast(needs, disk_needs(model, plan, config, resume_path), seconds, refused)
+    needs = memory.estimate(model, plan, config, samples, windows, devices)
+    refused, seconds = memory.refusal(needs, devices), {}
+    if timed and not refused and not needs.spread and model.device.type == devices.kind:
+        held_out = 0 if windows is None else Samples.of(windows).positions
+        speed = measure(model, plan, config, samples)
+        seconds = stage_seconds(plan, config, speed, samples, held_out, keep_masked=needs.keep_masked)
+    return Forecast(needs, disk_needs(model, plan, config, resume_path), seconds, refused, devices)
 
 
 def check_disk(disk: Mapping[str, int], folder: Path) -> None:
@@ -178,29 +190,30 @@ def disk_needs(
 
 
 def stage_seconds(
-    plan: Plan, config: CompileConfig, speed: Speed, ids: Tensor, held_out: int, *, keep_masked: bool = False
+    plan: Plan, config: CompileConfig, speed: Speed, samples: Samples, held_out: int, *, keep_masked: bool = False
 ) -> dict[str, float]:
-    """Returns stage -> expected time.
+    """Returns stage -> expected time, where the ranks share sequences, channel spaces and linears evenly.
 
     Args:
         plan: plan of the model.
         config: options.
         speed: what was measured.
-        ids: calibration sequences, int64 ``[samples, tokens]``.
+        samples: calibration samples.
         held_out: number of held-out tokens.
         keep_masked: whether learning computes masks once per step, not for each micro-batch.
     """
     updates, options = config.updates, config
-    forward, both = ids.numel() * speed.forward, ids.numel() * speed.both
-    calls = -(-ids.shape[0] // options.micro_batch_size)
-    passes = {"magnitude": 0.0, "obs": 2.0}.get(options.importance, 1.0)  # obs: to record the layers' calls
+    positions, sequences = samples.positions / ranks.count(), len(samples) / ranks.count()
+    forward, both = positions * speed.forward, positions * speed.both
+    calls = math.ceil(sequences / options.micro_batch_size)
+    passes = 0 if options.importance == "magnitude" else 1
     found = {"calibrate": passes * forward, "prune": PROOF_MASKS * speed.masks}
     if held_out:
-        found["evaluate"] = 2 * held_out * speed.forward
+        found["evaluate"] = 2 * held_out * speed.forward / ranks.count()
     if options.permutation != "none":
-        found["heuristic"] = speed.heuristic + (both if options.row_weights == "fisher" else 0)
+        found["heuristic"] = speed.heuristic / ranks.count() + (both if options.row_weights == "fisher" else 0)
     if options.permutation == "learned":
-        epochs, steps = options.learn.epochs, -(-ids.shape[0] // options.learn.batch_size)
+        epochs, steps = options.learn.epochs, -(-len(samples) // options.learn.batch_size)
         masks, masks_once = (steps, 1) if keep_masked else (calls, calls)
         found["learn"] = epochs * (both + 3 * masks * speed.masks)
         found["learn"] += (epochs + 2) * (forward + masks_once * speed.masks)
@@ -209,16 +222,16 @@ def stage_seconds(
         found["search"] = both + (rounds + 1) * (both + TRIALS * (forward + 3 * speed.masks))
     if "sparsegpt" in updates:
         width = max(site.channels for site in plan.sites)
-        # Recorded calls, inputs, outputs of the new weights; the update costs about one token per column.
-        found["sparsegpt"] = 3 * forward + 3 * width * speed.forward
+        # Inputs, and outputs of the new weights; the update costs about one token per column.
+        found["sparsegpt"] = 2 * forward + 3 * width * speed.forward / ranks.count()
     for part in {"reconstruct", "distill"} & set(updates):
         found[part] = options.update.update_epochs * both
     return found
 
 
-def measure(model: PreTrainedModel, plan: Plan, config: CompileConfig, ids: Tensor) -> Speed:
+def measure(model: PreTrainedModel, plan: Plan, config: CompileConfig, samples: Samples) -> Speed:
     """Measures the model; arguments as in `make_forecast`."""
-    rows = ids[: max(PROBE_TOKENS // ids.shape[1], 1), :PROBE_TOKENS]
+    rows = samples.start(max(PROBE_TOKENS // samples.tokens, 1), PROBE_TOKENS)
     gradients = config.permutation in ("learned", "searched") or {"reconstruct", "distill"} & set(config.updates)
     if config.permutation != "none" and config.row_weights == "fisher":
         gradients = True
@@ -226,7 +239,7 @@ def measure(model: PreTrainedModel, plan: Plan, config: CompileConfig, ids: Tens
         forward = _seconds(model.device, lambda: last_hidden_state(model, rows))
         masks, heuristic = _mask_seconds(model, plan, config), _heuristic_seconds(model, plan, config)
     both = _both_seconds(model, plan, config, rows) if gradients else 0.0
-    return Speed(forward / rows.numel(), both / rows.numel(), masks, heuristic)
+    return Speed(forward / rows.positions, both / rows.positions, masks, heuristic)
 
 
 def _seconds(device: torch.device, work: Callable[[], object]) -> float:
@@ -242,7 +255,7 @@ def _seconds(device: torch.device, work: Callable[[], object]) -> float:
 
 
 @torch.enable_grad()
-def _both_seconds(model: PreTrainedModel, plan: Plan, config: CompileConfig, rows: Tensor) -> float:
+def _both_seconds(model: PreTrainedModel, plan: Plan, config: CompileConfig, rows: Samples) -> float:
     """Returns the time of a forward and a backward pass with gradients of the pruned weights, which are dropped."""
     weights = {id(w): w for _, name in plan.linears() for w in [linear_module(model, name).get_parameter("weight")]}
     layers = layer_modules(model, plan) if config.activation_checkpointing else []

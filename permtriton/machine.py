@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from permtriton import ranks
+
 PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 
@@ -36,11 +38,12 @@ def device_name(device: torch.device) -> str:
 def determinism() -> dict[str, Any]:
     """Returns the settings, apart from the seed, on which the last bits of sums depend.
 
-    On a CPU, the same seed, versions, machine and number of threads give the same bytes. On a GPU they need not: atomic
-    sums have no fixed order.
+    On a CPU, the same seed, versions, machine and numbers of threads and ranks give the same bytes. On a GPU they need
+    not: atomic sums have no fixed order.
     """
     return {
         "threads": torch.get_num_threads(),
+        "ranks": ranks.count(),
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
         "tf32": torch.backends.cuda.matmul.allow_tf32,
         "float32_matmul": torch.get_float32_matmul_precision(),

@@ -1,7 +1,9 @@
 """How many sequences go through the model at once, and fewer of them where memory runs out."""
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TypeVar
 
 import torch
@@ -9,6 +11,7 @@ import torch
 from permtriton.errors import MemoryTooSmallError, first_line
 
 Result = TypeVar("Result")
+_RETRIES = ContextVar("_RETRIES", default=True)
 
 # What torch's CPU allocator says: DefaultCPUAllocator on Linux, and the message of other systems.
 NO_MEMORY = ("can't allocate memory", "not enough memory")
@@ -19,6 +22,16 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in NO_MEMORY)
+
+
+@contextmanager
+def no_retries() -> Iterator[None]:
+    """Inside the ``with`` block, no work starts again where memory runs out: several ranks run it in step."""
+    token = _RETRIES.set(False)
+    try:
+        yield
+    finally:
+        _RETRIES.reset(token)
 
 
 class MicroBatch:
@@ -50,12 +63,15 @@ class MicroBatch:
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
-                if self.size == 1:
-                    raise MemoryTooSmallError(out_of_memory(error, " even with one sequence at a time")) from error
+                if self.size == 1 or not _RETRIES.get():
+                    raise MemoryTooSmallError(out_of_memory(error, self._at_a_time())) from error
             # Not before the handler ends: the error's traceback keeps the tensors of the failed attempt alive.
             self.size = self.size // 2
             gc.collect()
             torch.cuda.empty_cache()
+
+    def _at_a_time(self) -> str:
+        return " even with one sequence at a time" if self.size == 1 else f" with {self.size} sequences at a time"
 
 
 def out_of_memory(error: BaseException, when: str = "") -> str:

@@ -6,6 +6,7 @@ from transformers import PreTrainedModel
 from permtriton.config import CompileConfig, Layout, OProj
 from permtriton.model.experts import unstacked_experts
 from permtriton.model.plan import Plan
+from permtriton.model.samples import Samples
 from permtriton.model.trace import trace
 from permtriton.passes.layout import fused_plan
 from permtriton.passes.provenance import propagate
@@ -39,14 +40,21 @@ def find_plan(
     return plan_model(model, config)[0]
 
 
-def plan_model(model: PreTrainedModel, config: CompileConfig) -> tuple[Plan, fx.GraphModule]:
+def plan_model(
+    model: PreTrainedModel, config: CompileConfig, samples: Samples | None = None
+) -> tuple[Plan, fx.GraphModule]:
     """Returns the plan that `find_plan` makes, and the graph that it was made from.
+
+    Args:
+        model: model to plan for.
+        config: options.
+        samples: inputs that the graph will be run on; it has the shapes of one. Text is traced on a few tokens.
 
     Raises:
         ModelError: as `find_plan`.
     """
     with unstacked_experts(model) as experts:
-        traced = trace(model)
+        traced = trace(model, None if samples is None or samples.is_text else samples[:1])
         provenance = propagate(traced.graph_module, traced.outputs, traced.hidden)
         skip = config.skip_indivisible
         plan = find_sites(provenance, model, traced.hidden_node, config.sparsity, skip_indivisible=skip)

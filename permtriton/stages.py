@@ -3,14 +3,16 @@
 import json
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, fx
 from transformers import PreTrainedModel
 
+from permtriton import ranks
 from permtriton.config import CompileConfig
 from permtriton.evaluation.held_out import Evaluation
 from permtriton.kernels.importance import ImportanceFactors
@@ -19,15 +21,18 @@ from permtriton.memory import Needs
 from permtriton.model.checks import model_hash
 from permtriton.model.plan import Plan
 from permtriton.model.reference import Reference
+from permtriton.model.samples import Samples
+from permtriton.offload import Offload
 from permtriton.passes.pipeline import PassResult
 from permtriton.progress import Progress
 from permtriton.prune.importance import importances_of
+from permtriton.prune.layer_calls import Empty
 from permtriton.prune.learn import Learned
 from permtriton.prune.objective import Objective
 from permtriton.prune.promises import Retained
 from permtriton.prune.search import Searched
+from permtriton.prune.sharding import running
 from permtriton.prune.state_file import StateFile
-from permtriton.prune.text import ids_hash
 
 State = TypeVar("State", bound=StateFile)
 # What is lowered where memory ran out, and then continues the same run.
@@ -57,6 +62,7 @@ class Work:
         seconds: time per stage, filled by `timed`.
         inputs: what decides the result of the run, filled by `identify`; it is stored with every state.
         states: the files that keep a state, filled by `state`.
+        offload: where weights are that do not fit in memory, and large tensors beside them; None for memory.
     """
 
     model: PreTrainedModel
@@ -66,12 +72,19 @@ class Work:
     seconds: dict[str, float] = field(default_factory=dict)
     inputs: dict[str, Any] = field(default_factory=dict)
     states: list[StateFile] = field(default_factory=list)
+    offload: Offload | None = None
 
-    def identify(self, ids: Tensor) -> None:
+    @property
+    def empty(self) -> Empty:
+        """Makes a large tensor on the CPU, as ``torch.empty`` does."""
+        return torch.empty if self.offload is None else self.offload.empty
+
+    def identify(self, samples: Samples, device: torch.device) -> None:
         """Fills ``inputs``, and refuses states of another run before any work is done.
 
         Args:
-            ids: calibration sequences, int64 ``[samples, tokens]``.
+            samples: calibration samples.
+            device: device that the model will run on.
 
         Raises:
             OutputError: a state beside the output belongs to another run, or is damaged.
@@ -81,13 +94,16 @@ class Work:
         options = json.loads(json.dumps(self.config.to_dict()))
         self.inputs.update(
             config={name: value for name, value in options.items() if name not in ROUNDING_ONLY},
-            text=ids_hash(ids),
+            text=samples.sha256,
             weights=model_hash(self.model),
             versions=versions(),
-            machine=device_name(self.model.device),
+            machine=device_name(device),
         )
-        machines = {StateFile(path, self.inputs).check() for path in state_paths(self.resume_path)}
-        for path in filter(Path.is_file, state_paths(self.resume_path)):
+        if ranks.count() > 1:  # sums over ranks are rounded in another order, too
+            self.inputs["machine"] = f"{ranks.count()} ranks, each on {self.inputs['machine']}"
+        paths = state_paths(self.resume_path)
+        machines = ranks.on_first(lambda: {StateFile(path, self.inputs).check() for path in paths})
+        for path in ranks.on_first(lambda: list(filter(Path.is_file, paths))):
             self.progress.say(f"found {path.name}: its stage will continue where the interrupted run stopped")
         for machine in sorted(machines - {None, self.inputs["machine"]}, key=str):
             self.progress.say(
@@ -124,6 +140,8 @@ class Work:
         started = time.perf_counter()
         yield
         release_memory()
+        if self.offload is not None:
+            self.offload.release()
         self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - started
 
 
@@ -132,7 +150,7 @@ class Prepared:
     """The plan of the dense model, and what was measured on it.
 
     Attributes:
-        ids: calibration sequences, int64 ``[samples, tokens]`` on the CPU.
+        samples: calibration samples on the CPU.
         batch: sequences per forward pass without gradients.
         plan: sites and channel spaces.
         graph: graph of the model, over the model's own parameters.
@@ -140,9 +158,10 @@ class Prepared:
         needs: estimated memory.
         statistics: site name -> statistic of its input channels, float32 ``[channels]``.
         evaluation: held-out evaluation; None without windows.
+        spread_on: device on which the model runs with its layers spread over the ranks; None where it runs as it is.
     """
 
-    ids: Tensor
+    samples: Samples
     batch: int
     plan: Plan
     graph: fx.GraphModule
@@ -150,6 +169,11 @@ class Prepared:
     needs: Needs
     statistics: dict[str, Tensor]
     evaluation: Evaluation | None
+    spread_on: torch.device | None = None
+
+    def running(self, model: PreTrainedModel) -> AbstractContextManager[PreTrainedModel]:
+        """Returns a context that yields what runs in place of the model, see `permtriton.prune.sharding.running`."""
+        return running(model, self.plan, self.spread_on)
 
 
 @dataclass(frozen=True)

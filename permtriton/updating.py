@@ -3,6 +3,8 @@
 from functools import partial
 from typing import Any
 
+from torch import Tensor
+
 from permtriton.micro_batch import MicroBatch
 from permtriton.model.plan import linear_module
 from permtriton.prune.distill import distill
@@ -30,8 +32,9 @@ def mask(work: Work, prepared: Prepared, permuted: Permuted) -> None:
     mask_weights(model, plan, importances, pattern)
     check_retained(permuted.retained, total_importance(model, plan, importances))
     if permuted.objective is not None and permuted.promised_loss is not None:
-        mean = partial(permuted.objective.mean, model, prepared.ids)
-        found = MicroBatch(work.config.micro_batch_size).run(mean)
+        with prepared.running(model) as running:
+            mean = partial(permuted.objective.on(running).mean, running, prepared.samples)
+            found = MicroBatch(work.config.micro_batch_size).run(mean)
         check_loss(permuted.promised_loss, found, model.dtype)
 
 
@@ -51,27 +54,32 @@ def updated(work: Work, prepared: Prepared, permuted: Permuted) -> dict[str, Any
     """
     model, config, plan, parts = work.model, work.config, prepared.plan, work.config.updates
     weights = {name: linear_module(model, name).get_parameter("weight").detach() for _, name in plan.linears()}
-    dense = {name: weight.to("cpu", copy=True) for name, weight in weights.items()} if "reconstruct" in parts else {}
+    dense: dict[str, Tensor] = {}
+    if "reconstruct" in parts:
+        for name, weight in weights.items():
+            dense[name] = work.empty(weight.shape, dtype=weight.dtype).copy_(weight)
     kind = update_objective(config, model)
     objective = permuted.objective if permuted.objective and permuted.objective.kind == kind else None
     if "distill" in parts and objective is None:
-        objective = dense_objective(model, kind, prepared.ids, prepared.batch)
+        objective = dense_objective(model, kind, prepared.samples, prepared.batch)
     reports: dict[str, Any] = {}
     if "sparsegpt" in parts:
         with work.timed("sparsegpt"):
-            update_weights(model, plan, permuted.statistics, prepared.ids, prepared.batch, config, work.progress)
+            update_weights(
+                model, plan, permuted.statistics, prepared.samples, prepared.batch, config, work.progress, work.empty
+            )
             reports["sparsegpt"] = {"mask": config.update_mask}
     elif parts:
         mask(work, prepared, permuted)
     if "reconstruct" in parts:
         state = work.state(StateFile, "reconstruct")
         with work.timed("reconstruct"):
-            found = reconstruct(model, plan, dense, prepared.ids, config, work.progress, state)
+            found = reconstruct(model, plan, dense, prepared.samples, config, work.progress, state, work.offload)
             reports["reconstruct"] = found.report()
     if "distill" in parts:
         state = work.state(StateFile, "distill")
         with work.timed("distill"):
             assert objective is not None
-            trained = distill(model, plan, prepared.ids, objective, config, work.progress, state)
+            trained = distill(model, plan, prepared.samples, objective, config, work.progress, state)
             reports["distill"] = trained.report()
     return reports

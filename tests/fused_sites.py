@@ -23,9 +23,10 @@ BERT = {
     "output.dense": "nothing",
 }
 EXPERT_NUMBERS = range(5)
+ALL_EXPERTS = "+".join(map(str, EXPERT_NUMBERS))
 EXPERTS = {
     **LLAMA_ATTENTION,
-    "mlp.experts." + "+".join(f"{n}.gate_up_proj" for n in EXPERT_NUMBERS): "post_attention_layernorm",
+    f"mlp.experts.{ALL_EXPERTS}.gate_up_proj": "post_attention_layernorm",
     **{f"mlp.experts.{n}.down_proj": "nothing" for n in EXPERT_NUMBERS},
 }
 EXPECTED: dict[str, tuple[str, dict[str, str | int]]] = {
@@ -102,5 +103,5 @@ EXPECTED: dict[str, tuple[str, dict[str, str | int]]] = {
             **{f"mlp.experts.{n}.down_proj": "nothing" for n in EXPERT_NUMBERS},
         },
     ),
-    "gpt_oss": ("model.layers", LLAMA_ATTENTION),  # its experts are not understood
+    "gpt_oss": ("model.layers", EXPERTS),
 }

@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from permtriton.config import CompileConfig, LearnConfig
 from permtriton.model.forward import cosine_loss, hidden_states
 from permtriton.model.plan import linear_module, weight_in_out
+from permtriton.model.samples import Samples
 from permtriton.permutation import identity
 from permtriton.planning import find_plan
 from permtriton.progress import NoProgress
@@ -58,7 +59,7 @@ class Problem:
     ) -> None:
         self.model, self.pattern = model, pattern
         self.plan = find_plan(model, pattern, layout=layout)
-        self.ids = zoo.tiny_ids(8, 12)
+        self.ids = Samples.of(zoo.tiny_ids(8, 12))
         norms = channel_norms(model, self.plan.sites, self.ids, 4, NoProgress())
         self.importances = {}
         for site, name in self.plan.linears():
@@ -76,7 +77,7 @@ class Problem:
     def loss(self, weights: dict[str, Tensor]) -> Tensor:
         """The loss with other weights, by module name, in place of the model's own."""
         named = {f"{name.removeprefix('model.')}.weight": weight for name, weight in weights.items()}
-        arguments = {"input_ids": self.ids, "use_cache": False}
+        arguments = {**self.ids.inputs, "use_cache": False}
         return cosine_loss(torch.func.functional_call(self.model.base_model, named, (), arguments)[0], self.target)
 
     @torch.no_grad()

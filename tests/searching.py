@@ -7,6 +7,7 @@ from transformers import PreTrainedModel
 
 from permtriton import CompileConfig, NMPattern, find_plan
 from permtriton.model.plan import Plan
+from permtriton.model.samples import Samples
 from permtriton.progress import NoProgress
 from permtriton.prune.fisher import fisher_information
 from permtriton.prune.hard_masks import hard_masked
@@ -26,10 +27,10 @@ class Problem:
     """A model with every argument that `search` takes; its experts, if any, must be unstacked."""
 
     def __init__(self, model: PreTrainedModel, plan: Plan, ids: torch.Tensor, pattern: NMPattern = PATTERN) -> None:
-        self.model, self.plan, self.ids, self.pattern = model, plan, ids, pattern
-        norms = channel_norms(model, plan.sites, ids, 4, NoProgress())
+        self.model, self.plan, self.ids, self.pattern = model, plan, Samples.of(ids), pattern
+        norms = channel_norms(model, plan.sites, self.ids, 4, NoProgress())
         self.importances = importances_of(model, plan, "wanda", norms)
-        self.objective = dense_objective(model, "kl" if has_head(model) else "cosine", ids, 4)
+        self.objective = dense_objective(model, "kl" if has_head(model) else "cosine", self.ids, 4)
 
     def config(self, **options: object) -> CompileConfig:
         return CompileConfig.from_options({"sparsity": str(self.pattern), **OPTIONS, **options})

@@ -1,4 +1,4 @@
-"""The whole pipeline on every architecture: compiled, saved, and loaded again by transformers alone."""
+"""The whole pipeline on each way to wire layers: compiled, saved, and loaded again by transformers alone."""
 
 import copy
 import json
@@ -33,6 +33,8 @@ LEARN = {
     "keep_epoch": "last",
 }
 HEURISTIC = {"permutation": "heuristic"}
+# Each ties, joins, transposes or biases weights as none of the others does. Other classes: `tests/test_zoo.py`.
+COMPILED = ("llama_tied", "llama_eager", "phi3", "gemma2", "opt", "falcon", "gpt2", "bert_mlm")
 HEADS = ("lm_head", "pooler", "cls.")  # parts of names that no plan may prune
 
 
@@ -58,7 +60,7 @@ def compiled_with(name: str, **options: object) -> CompiledModel:
     return compiled_model(zoo.build(name), **options)
 
 
-@pytest.fixture(scope="module", params=list(zoo.ARCHITECTURES))
+@pytest.fixture(scope="module", params=COMPILED)
 def case(request, tmp_path_factory) -> Case:
     compiled = compiled_with(request.param, **LEARN)
     path = compiled.save(tmp_path_factory.mktemp("models") / request.param)
@@ -88,7 +90,7 @@ def folded(case_name: str, compiled: CompiledModel, **changes: object) -> PreTra
     return dense
 
 
-# -- every architecture, with the learned permutation ------------------------------------------------------------------
+# -- each architecture, with the learned permutation -------------------------------------------------------------------
 
 
 def test_reloaded_model_is_the_compiled_one(case):
@@ -343,7 +345,9 @@ def test_other_dtypes(name, dtype, tmp_path):
         assert torch.equal(weight, torch.where(weight != 0, expected[linear], 0)), linear
 
 
-def test_an_indivisible_layer_stays_dense(tmp_path):
+def test_an_indivisible_layer_stays_dense_and_is_named_first(tmp_path, monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr("permtriton.progress.NoProgress.say", lambda _, text: said.append(text))
     compiled = compiled_model(zoo.build("llama", intermediate_size=110), skip_indivisible=True, **LEARN)
     reloaded = type(compiled.model).from_pretrained(compiled.save(tmp_path / "model"))
     expected = dict(folded("llama", compiled, intermediate_size=110).named_parameters())
@@ -351,6 +355,7 @@ def test_an_indivisible_layer_stays_dense(tmp_path):
         name = f"model.layers.{layer}.mlp.down_proj.weight"
         assert torch.equal(reloaded.get_parameter(name), expected[name])
         assert kept_in_groups(reloaded.get_parameter(name.replace("down", "gate")), 4) == {2}
+    assert said[0].startswith("left dense: model.layers.0-1.mlp.down_proj: its 110 input channels are not")
 
 
 def test_a_model_without_a_limit_on_positions():

@@ -30,7 +30,7 @@ def test_help_shows_every_option_with_its_defaults():
         assert f"default: {defaults(name)}]" in text, name
     for flag in (
         "recipe",
-        "eval-text",
+        "eval-data",
         "device",
         "dtype",
         "output",

@@ -15,7 +15,7 @@ BAD_OPTIONS = {
     "none kept": (("--sparsity", "0:4"), ["0:4", "0 < N < M"]),
     "three numbers": (("--sparsity", "2:3:4"), ["'2:3:4'", "N:M"]),
     "letters": (("--sparsity", "a:b"), ["'a:b'", "N:M"]),
-    "pattern that does not fit": (("--sparsity", "3:5"), ["layers.0", "16 input channels", "--skip-indivisible"]),
+    "pattern that does not fit": (("--sparsity", "3:5"), ["layers.0-1.", "16 input channels", "--skip-indivisible"]),
     "zero samples": (("--samples", "0"), ["samples is 0", "at least 1"]),
     "one token": (("--sequence-length", "1"), ["sequence_length is 1", "at least 2"]),
     "beyond the positions": (("--sequence-length", "33"), ["33", "32 positions", "--sequence-length 32"]),

@@ -46,7 +46,7 @@ def test_the_command_line_reads_it_back(model, changes, recipe, monkeypatch):
     except ConfigError:
         pytest.skip("the recipe refuses this option")
     found = []
-    monkeypatch.setattr(compile_command, "run", lambda source, chosen, *_, **__: found.append((source.name, chosen)))
+    monkeypatch.setattr(compile_command, "run", lambda job: found.append((job.source.name, job.config)))
     program, *arguments = shlex.split(command_of(model, config))
     result = RUNNER.invoke(app, arguments)
     assert (program, result.exit_code) == ("permtriton", 0), result.output

@@ -42,7 +42,7 @@ def model():
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """The calls of `permtriton.compile`: config and calibration sequences of each."""
+    """The calls of `permtriton.compile`: config and calibration samples of each."""
     calls = []
 
     def record(model, tokenizer, config, *, ids, progress):
@@ -122,13 +122,13 @@ def test_options_that_change_no_row_are_refused():
 
 def test_all_rows_of_a_seed_share_one_draw(model, compiled, tmp_path, monkeypatch):
     draws = []
-    draw = comparison.calibration_ids
+    draw = comparison.calibration_samples
 
     def count(*arguments):
-        draws.append(arguments[-1])
+        draws.append(arguments[0].seed)
         return draw(*arguments)
 
-    monkeypatch.setattr(comparison, "calibration_ids", count)
+    monkeypatch.setattr(comparison, "calibration_samples", count)
     text = tmp_path / "text.jsonl"
     text.write_text(json.dumps({"input_ids": torch.arange(40).repeat(12).tolist()}))
     rows = method_rows(config(calibration=str(text)), ("wanda",), PATTERNS)
@@ -137,9 +137,9 @@ def test_all_rows_of_a_seed_share_one_draw(model, compiled, tmp_path, monkeypatc
     assert [(config.seed, str(config.sparsity)) for config, _ in compiled] == [
         (seed, pattern) for pattern in ("2:4", "4:8") for seed in (0, 5)
     ]
-    first, second = compiled[0][1], compiled[1][1]
-    assert not torch.equal(first, second)
-    assert all(torch.equal(ids, (first, second)[config.seed == 5]) for config, ids in compiled)
+    first, second = compiled[0][1].sha256, compiled[1][1].sha256
+    assert first != second
+    assert all(samples.sha256 == (first, second)[config.seed == 5] for config, samples in compiled)
     assert [(each.method, each.pattern, len(each.measured)) for each in results] == [
         ("dense", "", 1), ("wanda", "2:4", 2), ("wanda", "4:8", 2),
     ]  # fmt: skip
@@ -302,8 +302,9 @@ def test_results_of_other_versions_are_refused(model, stored_rows, monkeypatch):
 def test_other_calibration_sequences_are_refused(model, stored_rows):
     results = kept(stored_rows, model)
     results.read()
+    rows = method_rows(config(), ("magnitude",), ())
     with pytest.raises(OutputError, match="a result of magnitude with seed 0 on other calibration sequences"):
-        compare(Yardstick(model, None, WINDOWS), method_rows(config(), ("magnitude",), ()), ids=IDS + 1, kept=results)
+        compare(Yardstick(model, None, WINDOWS), rows, ids=IDS.flip(0), kept=results)
 
 
 def test_what_the_rows_set_themselves_is_no_difference(model, stored_rows):

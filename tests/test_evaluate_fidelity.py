@@ -12,6 +12,7 @@ from permtriton.evaluation import fidelity as library
 from permtriton.evaluation.fidelity import fidelity
 from permtriton.evaluation.perplexity import perplexity
 from permtriton.model.forward import last_hidden_state
+from permtriton.model.samples import Samples
 
 from . import zoo
 
@@ -73,8 +74,8 @@ def test_a_model_is_itself(name):
 def test_the_hidden_state_is_the_last_one_and_no_hook_stays(name):
     model = zoo.build(name)
     with torch.no_grad():
-        hidden, logits = library._outputs(model, WINDOWS)
-        assert torch.equal(hidden, last_hidden_state(model, WINDOWS))
+        hidden, logits = library._outputs(model, Samples.of(WINDOWS))
+        assert torch.equal(hidden, last_hidden_state(model, Samples.of(WINDOWS)))
         assert torch.equal(logits, model(input_ids=WINDOWS, use_cache=False).logits)
     assert not any(module._forward_hooks for module in model.modules())
 
@@ -130,7 +131,7 @@ def test_encoders_have_a_cosine_only(model_class):
     model, dense = encoder(model_class), encoder(model_class)
     with torch.no_grad():
         model.base_model.encoder.layer[1].output.dense.weight.mul_(0.5)
-        states = [last_hidden_state(each, WINDOWS) for each in (model, dense)]
+        states = [last_hidden_state(each, Samples.of(WINDOWS)) for each in (model, dense)]
     found = evaluate(model, windows=WINDOWS, dense=dense)
     assert (found.perplexity, found.dense_perplexity, found.kl) == (None, None, None)
     assert found.cosine == pytest.approx(float(torch.cosine_similarity(*states, dim=-1).mean()), rel=1e-5)

@@ -8,6 +8,7 @@ from permtriton import CompileConfig
 from permtriton.kernels.nm_mask import top_n_mask
 from permtriton.model.forward import last_hidden_state
 from permtriton.model.plan import linear_module
+from permtriton.model.samples import Samples
 from permtriton.progress import NoProgress
 from permtriton.prune.layer_inputs import from_model
 from permtriton.prune.statistics import channel_norms, hessians
@@ -39,10 +40,10 @@ def test_statistics_are_of_what_each_expert_reads():
     experts = model.get_submodule(NAMES[0])
     experts.register_forward_pre_hook(lambda _m, inputs: seen.update(all=inputs[0], index=inputs[1]))
     experts[0]["down_proj"].register_forward_pre_hook(lambda _m, inputs: seen.update(first=inputs[0]))
-    norms = channel_norms(model, plan.sites, ids, 4, NoProgress())
+    norms = channel_norms(model, plan.sites, Samples.of(ids), 4, NoProgress())
     layer = plan.layers()[0]
-    found = hessians(model, from_model(model, layer, ids, 4), lambda *_: None)
-    last_hidden_state(model, ids)
+    found = hessians(model, from_model(model, layer, Samples.of(ids), 4), lambda *_: None)
+    last_hidden_state(model, Samples.of(ids))
     assert 0 < seen["first"].shape[0] < seen["all"].shape[0] == ids.numel()
     for site in layer:
         inputs = {f"{NAMES[0]}.0.gate_up_proj": "all", f"{NAMES[0]}.0.down_proj": "first"}.get(site.linears[0])
@@ -57,7 +58,7 @@ def test_a_pass_ends_where_every_site_was_seen():
     starve(model, 2)
     reached = []
     model.get_submodule("model.layers.1").register_forward_pre_hook(lambda *_: reached.append(1))
-    hessians(model, from_model(model, plan.layers()[0], zoo.token_ids(2), 2), lambda *_: None)
+    hessians(model, from_model(model, plan.layers()[0], Samples.of(zoo.token_ids(2)), 2), lambda *_: None)
     assert reached == []
 
 
@@ -66,8 +67,8 @@ def test_an_expert_that_no_token_reaches_is_scored_by_size(number):
     model, plan = unstacked("mixtral")
     starve(model, number)
     ids, progress = zoo.token_ids(4), _Messages()
-    norms = channel_norms(model, plan.sites, ids, 4, progress)
-    found = hessians(model, from_model(model, plan.layers()[0], ids, 4), lambda *_: None)
+    norms = channel_norms(model, plan.sites, Samples.of(ids), 4, progress)
+    found = hessians(model, from_model(model, plan.layers()[0], Samples.of(ids), 4), lambda *_: None)
     name = f"{NAMES[0]}.{number}.down_proj"
     assert bool((norms[name] == 1).all())
     assert torch.equal(found[name], torch.eye(zoo.INTERMEDIATE))

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+import transformers
 from torch import nn
+from transformers.models.recurrent_gemma.modeling_recurrent_gemma import RecurrentGemmaRglru
 
 import permtriton
 from permtriton import CompileConfig, find_plan
@@ -10,13 +12,14 @@ from permtriton.config import LearnConfig
 from permtriton.errors import VerificationError
 from permtriton.model.checks import check_weight
 from permtriton.model.experts import (
-    Routing,
     UnstackedExperts,
     restack_experts,
+    stacked_input_dim,
     stacked_name,
     unstack_experts,
     unstacked_experts,
 )
+from permtriton.model.routing import Routing
 
 from . import zoo
 from .expert_stacks import EXPERTS, NAMES, PATTERN, Holder, Stack, plain, unstacked
@@ -77,6 +80,39 @@ def test_weights_are_shared_and_nothing_is_copied():
             assert parameter.untyped_storage().data_ptr() == at
     restack_experts(model)
     assert stacked == {name: p.untyped_storage().data_ptr() for name, p in model.named_parameters() if p.ndim == 3}
+
+
+class _Plain(Stack):
+    """Experts without a gate, stored transposed, with biases."""
+
+    is_transposed, has_gate, has_bias = True, False, True
+
+    def __init__(self, experts=3, hidden=8, intermediate=12):
+        super().__init__()
+        del self.gate_up_proj
+        self.up_proj = nn.Parameter(torch.randn(experts, hidden, intermediate))
+        self.up_proj_bias = nn.Parameter(torch.randn(experts, intermediate))
+        self.down_proj = nn.Parameter(torch.randn(experts, intermediate, hidden))
+        self.down_proj_bias = nn.Parameter(torch.randn(experts, hidden))
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        up = torch.einsum("th,tkhi->tki", hidden_states, self.up_proj[top_k_index]) + self.up_proj_bias[top_k_index]
+        down = torch.einsum("tki,tkih->tkh", self.act_fn(up), self.down_proj[top_k_index])
+        return (top_k_weights[..., None] * (down + self.down_proj_bias[top_k_index])).sum(1)
+
+
+def test_experts_come_back_transposed_with_their_biases():
+    holder = Holder(_Plain())
+    before = {name: parameter.clone() for name, parameter in holder.named_parameters()}
+    assert unstack_experts(holder).names == ("experts",)
+    assert tuple(holder.experts.linear(0, "up_proj").weight.shape) == (12, 8)
+    holder.experts.linear(1, "up_proj").weight.data = holder.experts.linear(1, "up_proj").weight.data.clone() * 2
+    holder.experts.linear(2, "down_proj").bias.data += 1
+    restack_experts(holder)
+    before["experts.up_proj"][1] *= 2
+    before["experts.down_proj_bias"][2] += 1
+    assert all(torch.equal(before[name], parameter) for name, parameter in holder.named_parameters())
+    assert stacked_input_dim(holder, "experts.up_proj") == 1
 
 
 # -- the plan ----------------------------------------------------------------------------------------------------------
@@ -158,17 +194,17 @@ def test_names():
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
-def test_transposed_experts_with_biases_stay_and_are_reported():
+def test_experts_that_norm_their_output_stay_and_are_reported():
     model = zoo.build("gpt_oss")
+    for name in NAMES:
+        model.get_submodule(name).has_post_expert_norm = True
     modules = list(model.modules())
     found = unstack_experts(model)
     assert found.names == ()
     assert list(model.modules()) == modules
     reason = found.refused[f"{NAMES[0]}.gate_up_proj"]
     assert "GptOssExperts" in reason
-    assert "transposed" in reason
-    assert "biases" in reason
-    assert "interleaved" in reason
+    assert "norm after each expert" in reason
     assert len(found.refused) == 4
 
 
@@ -192,8 +228,7 @@ class _OtherCall(Stack):
         (lambda: _with(down_proj=nn.Parameter(torch.randn(4, 8, 12))), "do not fit together"),
         (lambda: _with(down_proj_bias=nn.Parameter(torch.randn(3, 8))), "it holds"),
         (lambda: _with(act_fn=None), "act_fn"),
-        (lambda: _with(has_gate=False), "no gate"),
-        (lambda: _with(is_transposed=True), "transposed"),
+        (lambda: _with(is_transposed=True), "do not fit together"),
         (lambda: _OtherCall(), "its arguments are not"),
         (lambda: _with(gate_up_proj=nn.Parameter(torch.zeros(3, 24, 8, dtype=torch.int8), False)), "torch.int8"),
     ],
@@ -209,9 +244,17 @@ def test_what_does_not_match_is_refused(make, reason):
 
 
 def test_other_3d_weights_are_no_experts():
-    found = unstack_experts(nn.Sequential(nn.Conv1d(4, 4, 3), nn.MultiheadAttention(8, 2)))
+    """Not even the gates of a recurrent layer, which are called with positions: integers, as chosen experts are."""
+    config = transformers.RecurrentGemmaConfig(lru_width=8, num_attention_heads=2)
+    gates, positions = RecurrentGemmaRglru(config), torch.arange(3)[None]
+    model = nn.ModuleList([nn.Conv1d(4, 4, 3), nn.MultiheadAttention(8, 2), gates])
+    found, routing = unstack_experts(model), Routing(model)
     assert found.names == ()
     assert found.refused == {}
+    with routing.recorded():
+        gates(torch.randn(1, 3, 8), positions)
+    with routing.replayed():
+        gates(torch.randn(1, 3, 8), positions.flip(1))
 
 
 # -- routing -----------------------------------------------------------------------------------------------------------

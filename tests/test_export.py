@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from permtriton.checkpoint import export as exporting
+from permtriton.checkpoint import reload
 from permtriton.checkpoint.export import export
 from permtriton.checkpoint.files import ShardWriter
 from permtriton.cli.main import app
@@ -56,6 +57,16 @@ def test_there_and_back_is_bit_equal(sources, tmp_path, name, shards):
     assert folders.differing(weights(sources[name]), weights(tmp_path / "dense")) == []
     export(tmp_path / "packed", tmp_path / "repacked", "packed")
     assert folders.differing(weights(tmp_path / "packed"), weights(tmp_path / "repacked")) == []
+
+
+def test_a_model_that_cannot_be_loaded_to_compare_is_exported_all_the_same(source, tmp_path, monkeypatch):
+    monkeypatch.setattr(reload, "model_hash", lambda model: model.config.name_or_path)
+    with pytest.raises(VerificationError, match="loads as another model"):
+        export(source, tmp_path / "packed")
+    folders.configure(source, architectures=["OfAnotherCode"])
+    assert "not run: the folder that was exported cannot" in export(source, tmp_path / "packed")["reloaded"]
+    monkeypatch.setattr(reload, "available_memory", lambda _: 1000)
+    assert "not fit into memory" in export(source, tmp_path / "again")["reloaded"]
 
 
 @pytest.mark.parametrize(

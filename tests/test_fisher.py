@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, kl_div, normalize
-from transformers import AlbertConfig, AlbertForMaskedLM
+from transformers import AlbertConfig, AlbertForMaskedLM, OlmoConfig, OlmoForCausalLM
 
 from permtriton import CompileConfig, find_plan
 from permtriton.errors import CalibrationError
 from permtriton.model.plan import ChannelSpace, Plan, Site, linear_module, weight_in_out
+from permtriton.model.samples import Samples
 from permtriton.progress import NoProgress
 from permtriton.prune.fisher import Fisher, fisher_information
 
@@ -25,7 +26,7 @@ SEED = 3
 
 def found(model, plan, kind="kl", ids=IDS, progress=None, **options: object) -> dict[str, Fisher]:
     config = CompileConfig.from_options({"seed": SEED, **options})
-    return fisher_information(model, plan, kind, ids, config, progress or NoProgress())
+    return fisher_information(model, plan, kind, Samples.of(ids), config, progress or NoProgress())
 
 
 def plain(model, plan, kind: str, ids: Tensor = IDS) -> dict[str, Fisher]:
@@ -136,6 +137,17 @@ def test_micro_batches_and_checkpointing_change_nothing(name, kind):
                 assert_same(found(model, plan, kind, **options), expected)
 
 
+def test_a_model_may_change_what_its_first_linears_return_in_place():
+    """OLMo clamps its queries, keys and values."""
+    model = OlmoForCausalLM(OlmoConfig(**zoo.SIZES, clip_qkv=0.02)).eval()
+    plan = find_plan(model, TWO_FOUR)
+    information = found(model, plan)
+    model.config.clip_qkv = None
+    assert not torch.equal(
+        information["model.layers.0.self_attn.q_proj"].row, found(model, plan)["model.layers.0.self_attn.q_proj"].row
+    )
+
+
 def test_draws_follow_the_seed():
     model, plan = planned("llama")
     first, again, other = (found(model, plan, seed=seed) for seed in (1, 1, 2))
@@ -169,7 +181,8 @@ class Toy(nn.Module):
         self.embedding, self.linear = nn.Embedding(3, 4), nn.Linear(4, 5)
         for parameter in self.parameters():
             parameter.data = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel()))
-        self.config, self.device, self.base_model = SimpleNamespace(), torch.device("cpu"), self._states
+        self.config, self.device, self.dtype = SimpleNamespace(), torch.device("cpu"), torch.float32
+        self.base_model = self._states
 
     def _states(self, input_ids: Tensor) -> tuple[Tensor]:
         return (self.linear(self.embedding(input_ids)),)

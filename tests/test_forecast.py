@@ -13,12 +13,14 @@ from permtriton.checkpoint import output
 from permtriton.config import CompileConfig
 from permtriton.errors import OutputError
 from permtriton.forecast import Speed, check_disk, disk_needs, duration, make_forecast, measure, stage_seconds
+from permtriton.model.samples import Samples
 from permtriton.planning import find_plan
 from permtriton.sparsity import NMPattern
 
 from . import zoo
 from .desk import LEARN, RUNNER, app
 
+HERE = memory.Devices.of(torch.device("cpu"))
 IDS = torch.arange(64).view(4, 16) % 40
 
 
@@ -33,7 +35,7 @@ def plan(model):
 
 
 def seconds(plan, speed: Speed, held_out: int = 0, keep: bool = False, **options) -> dict[str, float]:
-    return stage_seconds(plan, CompileConfig.from_options(options), speed, IDS, held_out, keep_masked=keep)
+    return stage_seconds(plan, CompileConfig.from_options(options), speed, Samples.of(IDS), held_out, keep_masked=keep)
 
 
 def test_time_is_what_was_measured_times_the_passes(plan):
@@ -57,7 +59,7 @@ def test_kept_masks_take_time_once_per_step(plan):
 
 def test_measuring_leaves_the_model_as_it_was(model, plan):
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    speed = measure(model, plan, CompileConfig.from_options({"permutation": "searched"}), IDS)
+    speed = measure(model, plan, CompileConfig.from_options({"permutation": "searched"}), Samples.of(IDS))
     assert speed.both > speed.forward > 0
     assert speed.masks > 0
     assert speed.heuristic > 0
@@ -67,11 +69,11 @@ def test_measuring_leaves_the_model_as_it_was(model, plan):
 
 def test_no_backward_pass_where_nothing_needs_it(model, plan):
     config = CompileConfig.from_options({"permutation": "heuristic", "row_weights": "none"})
-    assert measure(model, plan, config, IDS).both == 0
+    assert measure(model, plan, config, Samples.of(IDS)).both == 0
 
 
 def test_the_range_holds_the_sum_of_the_stages(model, plan):
-    found = make_forecast(model, plan, CompileConfig(), IDS, None, timed=True)
+    found = make_forecast(model, plan, CompileConfig(), Samples.of(IDS), None, timed=True, devices=HERE)
     assert found.time_range[0] < sum(found.seconds.values()) < found.time_range[1]
     assert json.loads(json.dumps(found.report()))["seconds"]["most"] == found.time_range[1]
 

@@ -1,9 +1,14 @@
 """Which sites keep their order, which linears are skipped, and which models are refused."""
 
 import pytest
+import transformers
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
 
 from permtriton import NMPattern, find_plan
 from permtriton.errors import ModelError
+from permtriton.model.experts import unstacked_experts
 
 from . import zoo
 from .kernel_inputs import TWO_FOUR
@@ -41,7 +46,7 @@ def test_indivisible_channels_are_refused_or_skipped(name, changes, layer, chann
     reason = f"its {channels} input channels are not a multiple of 4 (2:4 sparsity)"
     with pytest.raises(ModelError) as refused:
         find_plan(model, TWO_FOUR)
-    assert str(refused.value).startswith(f"{layer}: {reason}; ")
+    assert str(refused.value).startswith(f"{layer.replace('.0.', '.0-1.')}: {reason}; ")
     assert "--skip-indivisible" in str(refused.value)
 
     plan = find_plan(model, TWO_FOUR, skip_indivisible=True)
@@ -53,14 +58,6 @@ def test_indivisible_channels_are_refused_or_skipped(name, changes, layer, chann
 def test_a_model_that_the_pattern_fits_nowhere_is_refused():
     with pytest.raises(ModelError, match="no linear layer"):
         find_plan(zoo.build("llama"), NMPattern(3, 24), skip_indivisible=True)
-
-
-def test_a_model_that_needs_more_than_token_ids_is_refused():
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    config = T5Config(vocab_size=zoo.VOCABULARY, d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2)
-    with pytest.raises(ModelError, match="T5ForConditionalGeneration cannot be traced"):
-        find_plan(T5ForConditionalGeneration(config).eval(), TWO_FOUR)
 
 
 def test_a_linear_that_writes_its_product_as_a_matmul_is_found():
@@ -79,3 +76,71 @@ def test_a_linear_that_runs_is_not_called_unused():
     config = MambaConfig(vocab_size=zoo.VOCABULARY, hidden_size=16, num_hidden_layers=1, state_size=4)
     plan = find_plan(MambaForCausalLM(config).eval(), TWO_FOUR)
     assert "not used" not in plan.skipped["backbone.layers.0.mixer.dt_proj"]
+
+
+class _TorchConfig(PretrainedConfig):
+    model_type = "layers_of_torch"
+
+
+class _OfTorch(PreTrainedModel):
+    """An encoder of ``nn.TransformerEncoderLayer``s, which read the weights of their parts where they run fast."""
+
+    config_class = _TorchConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.embed = nn.Embedding(zoo.VOCABULARY, zoo.HIDDEN)
+        layer = nn.TransformerEncoderLayer(zoo.HIDDEN, zoo.HEADS, zoo.INTERMEDIATE, batch_first=True, norm_first=True)
+        self.encoder = nn.TransformerEncoder(layer, zoo.LAYERS, enable_nested_tensor=False)
+        self.post_init()
+
+    def forward(self, input_ids, use_cache=None):
+        return BaseModelOutput(last_hidden_state=self.encoder(self.embed(input_ids)))
+
+
+def test_layers_of_torch_get_no_gather_and_the_plan_says_so():
+    plan = find_plan(_OfTorch(_TorchConfig()).eval(), TWO_FOUR, layout="fused")
+    placements = {site.name: site.space.placement.value for site in plan.sites}
+    assert placements == {
+        f"encoder.layers.{layer}.{name}": placement
+        for layer in range(zoo.LAYERS)
+        for name, placement in (("linear1", "none"), ("linear2", "folded"))
+    }
+    assert "read by another module" in plan.skipped["encoder.layers.0.self_attn.out_proj"]
+
+
+def test_linears_that_run_on_more_than_their_siblings_are_a_site_of_their_own():
+    """DeBERTa-v2 gives relative positions to the query and key projections, not to the value projection."""
+    from transformers import DebertaV2Config, DebertaV2Model
+
+    relative = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 8}
+    config = DebertaV2Config(**zoo.SIZES, **relative, share_att_key=True)
+    plan = find_plan(DebertaV2Model(config).eval(), TWO_FOUR)
+    attention = "encoder.layer.0.attention.self"
+    sites = {linear: (site.name, site.space.name, site.calls) for site, linear in plan.linears()}
+    pair = f"{attention}.query_proj+key_proj"
+    assert sites[f"{attention}.query_proj"] == sites[f"{attention}.key_proj"] == (pair, "stream", 2)
+    assert sites[f"{attention}.value_proj"] == (f"{attention}.value_proj", "stream", 1)
+
+
+MLA = {"kv_lora_rank": 32, "q_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+HYBRIDS = {
+    "DeepseekV3": {**MLA, "n_routed_experts": 8, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2,
+                   "moe_intermediate_size": 48, "first_k_dense_replace": 1},
+    "Mamba": {"state_size": 8, "time_step_rank": 4},
+    "Mamba2": {"state_size": 8, "head_dim": 16, "num_heads": 8, "n_groups": 2, "chunk_size": 8},
+    "Lfm2": {"layer_types": ["conv", "full_attention"], "num_key_value_heads": 2, "block_auto_adjust_ff_dim": False},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_latent_attention_and_state_space_layers_are_free(family):
+    config = getattr(transformers, f"{family}Config")(**{**zoo.SIZES, **HYBRIDS[family]})
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    zoo.randomize(model)
+    before = zoo.outputs(model, zoo.token_ids(2, 12))
+    with unstacked_experts(model):
+        plan = find_plan(model, TWO_FOUR)
+        zoo.fold(model, plan, zoo.random_indices(plan))
+    assert [space.name for space in plan.spaces if space.frozen] == []
+    assert zoo.difference(before, zoo.outputs(model, zoo.token_ids(2, 12))) < 1e-5

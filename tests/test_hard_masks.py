@@ -11,6 +11,7 @@ from permtriton.kernels import nm_mask as kernel
 from permtriton.kernels.nm_mask import top_n_mask
 from permtriton.model.forward import last_hidden_state
 from permtriton.model.plan import Plan, linear_module, weight_in_out
+from permtriton.model.samples import Samples
 from permtriton.permutation import identity
 from permtriton.prune.fisher import Fisher
 from permtriton.prune.hard_masks import hard_masked
@@ -96,7 +97,7 @@ def mean_gradients(given: Given, objective, indices: dict[str, Tensor]) -> tuple
     model = copy.deepcopy(given.model)
     for linear, weight in given.expected(indices).items():
         weight_in_out(linear_module(model, linear)).copy_(weight)
-    loss = objective.loss(last_hidden_state(model, IDS), torch.arange(IDS.shape[0]))
+    loss = objective.loss(last_hidden_state(model, Samples.of(IDS)), torch.arange(IDS.shape[0]))
     weights = {linear: linear_module(model, linear).weight for linear in given.fisher}
     grads = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
     return loss.item(), dict(zip(weights, grads, strict=True))
@@ -106,14 +107,14 @@ def mean_gradients(given: Given, objective, indices: dict[str, Tensor]) -> tuple
 @pytest.mark.parametrize("micro", [1, 3, 5])
 def test_gradients_are_those_of_the_mean_loss(name, micro):
     given = Given(name)
-    objective = dense_objective(given.model, "kl" if has_head(given.model) else "cosine", IDS, 2)
+    objective = dense_objective(given.model, "kl" if has_head(given.model) else "cosine", Samples.of(IDS), 2)
     indices = zoo.random_indices(given.plan)
     mean, expected = mean_gradients(given, objective, indices)
     with given.masked(micro_batch_size=micro, activation_checkpointing=micro == 3) as masks:
         masks.set(indices)
         for _ in range(2):  # the second does not add to the first
-            assert masks.take_gradients(objective, IDS) == pytest.approx(mean, rel=1e-4)
-        assert masks.loss(objective, IDS) == pytest.approx(mean, rel=1e-4)
+            assert masks.take_gradients(objective, Samples.of(IDS)) == pytest.approx(mean, rel=1e-4)
+        assert masks.loss(objective, Samples.of(IDS)) == pytest.approx(mean, rel=1e-4)
         for (linear, grad), held in zip(expected.items(), masks._linears, strict=True):
             assert held.parameter.grad is None
             if held.gradient is None:
@@ -127,10 +128,10 @@ def test_gradients_are_those_of_the_mean_loss(name, micro):
 
 def test_an_expert_that_no_token_visits_has_no_gradient():
     given = Given("mixtral")
-    objective = dense_objective(given.model, "kl", IDS[:1, :1], 1)
+    objective = dense_objective(given.model, "kl", Samples.of(IDS[:1, :1]), 1)
     with given.masked() as masks:
         masks.set({})
-        masks.take_gradients(objective, IDS[:1, :1])
+        masks.take_gradients(objective, Samples.of(IDS[:1, :1]))
         idle = {space.name for space in given.plan.spaces if not list(masks.terms(space, {}, 1.0, 1))}
     assert len(idle) == zoo.LAYERS * (5 - 2)
 
@@ -140,7 +141,7 @@ def test_an_expert_that_no_token_visits_has_no_gradient():
 def test_the_model_comes_back(name, error):
     """To the bit, in the same storage, also after an error between masking and gradients."""
     given = Given(name)
-    objective = dense_objective(given.model, "kl", IDS, 2)
+    objective = dense_objective(given.model, "kl", Samples.of(IDS), 2)
     next(given.model.parameters()).requires_grad_(False)
     first = next(iter(given.fisher))
     linear_module(given.model, first).weight.requires_grad_(False)
@@ -148,7 +149,7 @@ def test_the_model_comes_back(name, error):
     try:
         with given.masked() as masks:
             masks.set(zoo.random_indices(given.plan))
-            masks.take_gradients(objective, IDS)
+            masks.take_gradients(objective, Samples.of(IDS))
             assert not torch.equal(tensors[f"{first}.weight"], linear_module(given.model, first).weight)
             if error:
                 raise error

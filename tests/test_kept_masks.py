@@ -13,6 +13,7 @@ from permtriton.errors import MemoryTooSmallError
 from permtriton.model.experts import unstacked_experts
 from permtriton.model.forward import hidden_states
 from permtriton.model.plan import layer_modules
+from permtriton.model.samples import Samples
 from permtriton.planning import find_plan
 from permtriton.prune.learn import Trainer, learned_spaces
 from permtriton.prune.masked_model import masked_model
@@ -46,7 +47,7 @@ class Step:
 
     def __init__(self, model: nn.Module, layout: str = "fused", sequences: int = 6, **options: object) -> None:
         self.model, self.plan = model, find_plan(model, PATTERN, layout=layout)
-        self.ids = zoo.token_ids(sequences, 8)
+        self.ids = Samples.of(zoo.token_ids(sequences, 8))
         self.target = hidden_states(model, self.ids, 6) + torch.randn(1, generator=torch.Generator().manual_seed(0))
         self.config = CompileConfig(
             sparsity=PATTERN, learn=replace(LEARN, batch_size=sequences, **options), micro_batch_size=sequences
@@ -65,7 +66,7 @@ class Step:
                 self.model, self.masks, relaxation, optimizer, self.ids, Objective("cosine", self.target), config
             )
             for _ in range(steps):
-                self.loss = self.trainer.step(torch.arange(self.ids.shape[0]), 0)
+                self.loss = self.trainer.step(torch.arange(len(self.ids)), 0)
             self.evaluated = self.trainer.evaluate(self.trainer.indices(0))
         return optimizer.found
 

@@ -1,11 +1,15 @@
 from collections import Counter
+from contextlib import suppress
 
 import pytest
 import torch
-from transformers import AlbertConfig, AlbertModel
+from transformers import AlbertConfig, AlbertModel, OPTConfig, OPTForCausalLM
 
+from permtriton import ranks
 from permtriton.model.plan import layer_modules, linear_module
+from permtriton.model.samples import Samples
 from permtriton.planning import find_plan
+from permtriton.prune.layer_calls import _half_negated, find_chains
 from permtriton.prune.layer_inputs import from_model, layer_by_layer
 from permtriton.prune.statistics import hessians
 from permtriton.sparsity import NMPattern
@@ -49,11 +53,11 @@ def test_layers_one_by_one_read_what_they_read_in_the_model(name, changing):
     weights = {key: value.clone() for key, value in model.state_dict().items()}
     expected = []
     for sites in plan.layers():
-        expected.append(hessians(model, from_model(model, sites, IDS, 2), ignore))
+        expected.append(hessians(model, from_model(model, sites, Samples.of(IDS), 2), ignore))
         if changing:
             prune(model, sites)
     model.load_state_dict(weights)
-    for layer, before in zip(layer_by_layer(model, plan, IDS, 2, changing=changing), expected, strict=True):
+    for layer, before in zip(layer_by_layer(model, plan, Samples.of(IDS), 2, changing=changing), expected, strict=True):
         found = hessians(model, layer, ignore)
         assert found.keys() == before.keys()
         for site, hessian in found.items():
@@ -64,54 +68,75 @@ def test_layers_one_by_one_read_what_they_read_in_the_model(name, changing):
     assert changed == changing, "weights that were negated for a trial are as they were"
 
 
-@pytest.mark.parametrize(("changing", "runs"), [(False, 1), (True, 2)])
-def test_time_is_linear_in_the_depth(changing, runs):
-    """Beside the recording of the chain, each layer runs once per part, and once more if its weights change."""
+@pytest.mark.parametrize("changing", [False, True])
+def test_time_is_linear_in_the_depth(changing):
+    """Each layer runs once per part, and if its weights change once more for the next one, beside the recording."""
     model = zoo.tiny_llama(num_hidden_layers=6)
     plan = find_plan(model, NMPattern(2, 4))
     ids, calls = zoo.tiny_ids(5, 12), Counter()
     for number, layer in enumerate(layer_modules(model, plan)):
-        layer.register_forward_pre_hook(lambda *_, number=number: calls.update([number]))
+        layer.mlp.register_forward_pre_hook(lambda *_, number=number: calls.update([number]))
     seen = 0
-    for layer in layer_by_layer(model, plan, ids, 5, changing=changing):
+    for layer in layer_by_layer(model, plan, Samples.of(ids), 5, changing=changing):
         before = calls.total()
         hessians(model, layer, ignore)
         assert calls.total() - before == 1
         seen += 1
     assert seen == 6
-    recorded = 2 + len(ids)  # two trials of one sequence, then every sequence
+    recorded = 2  # the trial of one sequence, and the first one of all
     together = 1 + 2  # both ways to run the first two sequences
-    assert set(calls.values()) == {recorded + together + runs}
+    assert calls == {number: recorded + together + 1 + (changing and number < 5) for number in range(6)}
 
 
 @pytest.mark.parametrize("changing", [False, True])
 def test_a_layer_that_takes_one_sequence_at_a_time(changing):
     """Where sequences run one by one, each of them is seen, and each once."""
     model, plan = zoo.planned("llama_eager")
-    expected = [hessians(model, from_model(model, sites, IDS, 5), ignore) for sites in plan.layers()]
+    expected = [hessians(model, from_model(model, sites, Samples.of(IDS), 5), ignore) for sites in plan.layers()]
 
     def refuse(_layer: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
         if inputs[0].shape[0] > 1:
             raise RuntimeError("one sequence only")
 
     layer_modules(model, plan)[1].register_forward_pre_hook(refuse)
-    for layer, before in zip(layer_by_layer(model, plan, IDS, 5, changing=changing), expected, strict=True):
+    for layer, before in zip(layer_by_layer(model, plan, Samples.of(IDS), 5, changing=changing), expected, strict=True):
         for site, hessian in hessians(model, layer, ignore).items():
             torch.testing.assert_close(hessian, before[site], rtol=1e-4, atol=1e-4 * float(before[site].abs().max()))
 
 
+def test_ranks_agree_on_whether_sequences_run_together(monkeypatch):
+    """Where layers are spread over the ranks, one that ran them more often would wait for the others forever."""
+    model, plan = model_of("llama_eager")
+    together = [layer.parts for layer in layer_by_layer(model, plan, Samples.of(IDS), 2, changing=True)]
+    monkeypatch.setattr(ranks, "gather", lambda value: [value, False])
+    apart = [layer.parts for layer in layer_by_layer(model, plan, Samples.of(IDS), 2, changing=True)]
+    assert [len(parts) for parts in together] != [len(parts) for parts in apart] == [5, 5]
+
+
+def test_arguments_may_depend_on_a_linear_before_the_layers():
+    """Its weight is final when the chain starts. The layers themselves need not run to find out."""
+    torch.manual_seed(0)
+    sizes = {"ffn_dim": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": zoo.VOCABULARY}
+    model = OPTForCausalLM(OPTConfig(hidden_size=64, word_embed_proj_dim=32, **sizes)).eval()
+    plan = find_plan(model, NMPattern(2, 4))
+    layers = dict(zip("ab", layer_modules(model, plan), strict=True))
+    weights = [linear_module(model, name).weight for _, name in plan.linears()]
+    decoder = model.model.decoder
+    projections: list[torch.Tensor] = []
+    decoder.project_in.register_forward_hook(lambda _module, _inputs, output: projections.append(output))
+
+    class Leaning(torch.nn.Module):
+        def forward(self, hidden_states, **named):
+            return layers["b"](hidden_states, **{**named, "position_ids": projections[-1]})
+
+    decoder.layers[1] = Leaning()
+    assert find_chains(model, layers, Samples.of(IDS[:1]), weights) == ([["a", "b"]], {})
+
+
 def test_an_interrupt_while_weights_are_negated_leaves_them_as_they_were():
-    model, plan = zoo.planned("llama_eager")
-    weights = {key: value.clone() for key, value in model.state_dict().items()}
-    negated = []
-
-    def interrupt(*_: object) -> None:
-        negated.append(any(not torch.equal(value, weights[key]) for key, value in model.state_dict().items()))
-        if negated[-1]:
-            raise KeyboardInterrupt
-
-    layer_modules(model, plan)[-1].register_forward_hook(interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        next(layer_by_layer(model, plan, IDS, 2, changing=True))
-    assert negated == [False, True]
-    assert all(torch.equal(value, weights[key]) for key, value in model.state_dict().items())
+    weights = [torch.randn(3) for _ in range(4)]
+    before = [weight.clone() for weight in weights]
+    with suppress(KeyboardInterrupt), _half_negated(weights):
+        assert [torch.equal(*pair) for pair in zip(weights, before, strict=True)] == [False, True, False, True]
+        raise KeyboardInterrupt
+    assert all(torch.equal(*pair) for pair in zip(weights, before, strict=True))

@@ -85,8 +85,9 @@ def test_other_readers_of_a_norm_are_in_its_space(name):
         if site.space.norm is not None:
             own = {f"{linear}.weight" for linear in site.linears}
             others = {axis.parameter for axis in site.space.axes} - own
-            routed = name in zoo.MIXTURES and name != "gpt_oss" and ".mlp." in site.name
-            gates = {f"model.layers.{site.layer}.mlp.gate.weight"} if routed else set()
+            routed = name in zoo.MIXTURES and ".mlp." in site.name
+            router = "router" if name == "gpt_oss" else "gate"
+            gates = {f"model.layers.{site.layer}.mlp.{router}.weight"} if routed else set()
             if name == "qwen2_moe" and gates:
                 gates.add(f"model.layers.{site.layer}.mlp.shared_expert_gate.weight")
             assert others == gates
@@ -114,7 +115,7 @@ def test_a_conv1d_that_cannot_gather_keeps_its_order():
         assert site.space.placement is Placement.NONE
         assert site.space.reason == (
             f"no norm before it can gather, and neither can transformer.h.{layer}.attn.c_attn itself "
-            "(a Conv1D, one of stacked experts, or a linear with hooks or a shared weight)"
+            "(a Conv1D, one of stacked experts, part of a layer of torch.nn, or a linear with hooks or a shared weight)"
         )
         assert by_name[f"transformer.h.{layer}.mlp.c_fc"].space.placement is Placement.IN_NORM
 

@@ -37,7 +37,7 @@ def gradients(problem: Problem, config: LearnConfig, monkeypatch, seed: int = 0,
     """The gradients of every logit and scale in the first step of `learn`, all sequences in one batch."""
     keepers = []
     monkeypatch.setattr(torch.optim, "AdamW", lambda *a, **k: keepers.append(GradientKeeper(*a, **k)) or keepers[-1])
-    problem.learn(replace(config, epochs=1, batch_size=problem.ids.shape[0]), seed, **options)
+    problem.learn(replace(config, epochs=1, batch_size=len(problem.ids)), seed, **options)
     return keepers[0].gradients
 
 

@@ -7,6 +7,7 @@ from torch import fx
 from permtriton.config import CompileConfig, LearnConfig
 from permtriton.model.edits import moves_of
 from permtriton.model.forward import cosine_loss, last_hidden_state
+from permtriton.model.samples import Samples
 from permtriton.passes.graph import (
     NM_MASK,
     absorb_folds,
@@ -64,13 +65,13 @@ class Gradients:
 def test_the_learning_graph_learns_as_the_trainer_does(name, layout):
     model, plan, graph_module = private(name, layout)
     with torch.no_grad():
-        target = last_hidden_state(model, BATCH)
+        target = last_hidden_state(model, Samples.of(BATCH))
     base = zoo.random_indices(plan)
     graph_module = run_passes(graph_module, permutation_passes(moves_of(plan, base)), [BATCH])
     fold(model, plan, base)
     if layout == "portable":
         with torch.no_grad():
-            target = last_hidden_state(model, BATCH)
+            target = last_hidden_state(model, Samples.of(BATCH))
     importances = random_importances(plan, model)
     spaces = learned_spaces(plan, CONFIG)
     relaxation = Relaxation(spaces, CONFIG, 0, torch.device("cpu"))
@@ -98,7 +99,7 @@ def test_the_learning_graph_learns_as_the_trainer_does(name, layout):
     relaxation.zero_grad()
     optimizer = Gradients(relaxation)
     with masked_model(model, plan, importances, relaxation, WHOLE) as entries:
-        trainer = Trainer(model, entries, relaxation, optimizer, BATCH, Objective("cosine", target), WHOLE)
+        trainer = Trainer(model, entries, relaxation, optimizer, Samples.of(BATCH), Objective("cosine", target), WHOLE)
         indices = trainer.indices(0)
         expected = trainer.step(torch.tensor([0]), 0)
     assert any(not torch.equal(index, identity(index.numel())) for index in indices.values()), "something moves"

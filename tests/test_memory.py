@@ -13,6 +13,7 @@ from permtriton import compiler, memory
 from permtriton.config import CompileConfig
 from permtriton.errors import ConfigError
 from permtriton.machine import available_memory, format_bytes, peak_memory
+from permtriton.model.samples import Samples
 from permtriton.planning import find_plan
 from permtriton.sparsity import NMPattern
 
@@ -35,7 +36,9 @@ def needs(model, plan, **options) -> memory.Needs:
     config = CompileConfig.from_options(options)
     shape = (config.calibration.samples, config.calibration.sequence_length)
     windows = torch.zeros((3, config.calibration.sequence_length), dtype=torch.int64)
-    return memory.estimate(model, plan, config, torch.zeros(shape, dtype=torch.int64), windows)
+    return memory.estimate(
+        model, plan, config, Samples.of(torch.zeros(shape, dtype=torch.int64)), windows, memory.Devices.of(CPU)
+    )
 
 
 def beside(model, plan, **options) -> int:
@@ -97,7 +100,7 @@ def test_masked_weights_are_kept_where_they_fit(model, plan, monkeypatch):
     found = needs(model, plan, **learned)
     assert found.keep_masked
     assert found.report()["keep_masked"]
-    assert "once per step" in memory.describe(found, CPU)
+    assert "once per step" in memory.describe(found, memory.Devices.of(CPU))
     pruned = sum(model.get_parameter(f"{name}.weight").numel() * 4 for _, name in plan.linears())
     most = found.added(memory.LEARNING)
     for free, keep in ((most, True), (most - 2**20, False), (0, False)):
@@ -105,7 +108,7 @@ def test_masked_weights_are_kept_where_they_fit(model, plan, monkeypatch):
         other = needs(model, plan, **learned)
         assert other.keep_masked == keep
     assert found.extra(memory.LEARNING) - other.extra(memory.LEARNING) == 2 * pruned - pruned
-    assert "for each micro-batch" in memory.describe(other, CPU)
+    assert "for each micro-batch" in memory.describe(other, memory.Devices.of(CPU))
     assert not needs(model, plan, permutation="searched").keep_masked
 
 
@@ -117,28 +120,28 @@ def test_available_memory_is_in_bytes():
 def test_what_fits_is_let_through(monkeypatch):
     wanted = memory.Needs(50, 10**15, 50 + 10**15, {"masks": {"statistics": 600, "activations": 400}})
     monkeypatch.setattr(memory, "available_memory", lambda device: 1000)
-    assert memory.refusal(wanted, CPU) == ""
+    assert memory.refusal(wanted, memory.Devices.of(CPU)) == ""
     monkeypatch.setattr(memory, "available_memory", lambda device: None)
-    assert memory.refusal(replace(wanted, stages={"masks": {"activations": 10**15}}), CPU) == ""
+    assert memory.refusal(replace(wanted, stages={"masks": {"activations": 10**15}}), memory.Devices.of(CPU)) == ""
 
 
 def test_a_second_model_need_not_fit(monkeypatch):
     """Saving then compares tensor by tensor only."""
     monkeypatch.setattr(memory, "available_memory", lambda device: 1000)
     stages = {"masks": {"activations": 1000}, memory.RELOADING: {"a second model": 10**15}}
-    assert memory.refusal(memory.Needs(0, 10**15, 10**15, stages), CPU) == ""
+    assert memory.refusal(memory.Needs(0, 10**15, 10**15, stages), memory.Devices.of(CPU)) == ""
 
 
 def test_a_model_that_is_mapped_from_its_files_becomes_memory_when_it_changes(monkeypatch):
     monkeypatch.setattr(memory, "available_memory", lambda device: 1999)
     needs = memory.Needs(500, 1900, 500, {"masks": {"activations": 100}})
-    assert "needs about 2 KiB more" in memory.refusal(needs, CPU)
+    assert "needs about 2 KiB more" in memory.refusal(needs, memory.Devices.of(CPU))
 
 
 def test_what_does_not_fit_is_refused_with_advice(monkeypatch):
     monkeypatch.setattr(memory, "available_memory", lambda device: 999)
     stages = {"masks": {"statistics": 400, "activations": 600}, "calibration": {"statistics": 700}}
-    message = memory.refusal(memory.Needs(0, 10**15, 10**15, stages), CPU)
+    message = memory.refusal(memory.Needs(0, 10**15, 10**15, stages), memory.Devices.of(CPU))
     assert "\n" not in message
     options = ("--sequence-length", "--samples", "--micro-batch-size")
     assert [
@@ -161,7 +164,7 @@ def test_compile_keeps_masked_weights_as_estimated(model, monkeypatch, keep):
         pass
 
     def learn(*arguments: object) -> None:
-        assert arguments[-1] == keep
+        assert arguments[-2] == keep
         raise Stopped
 
     estimate = memory.estimate
@@ -189,3 +192,28 @@ def test_peak_memory_of_this_process_is_plausible():
 )
 def test_format_bytes(count, text):
     assert format_bytes(count) == text
+
+
+def test_weights_that_do_not_fit_one_gpu_are_spread_over_several():
+    model = zoo.build("llama")
+    plan = find_plan(model, NMPattern(2, 4))
+    config = CompileConfig.from_options({"permutation": "searched"})
+    samples = Samples.of(torch.zeros((8, 16), dtype=torch.int64))
+
+    def needs(count: int, free: int, spread: bool | None = None) -> memory.Needs:
+        return memory.estimate(model, plan, config, samples, None, memory.Devices("cuda", count, free, spread))
+
+    whole, spread = needs(4, 10**12), needs(4, 0)
+    assert not whole.spread
+    assert spread.spread
+    assert "spread" in memory.describe(spread, memory.Devices("cuda", 4, 0))
+    assert not needs(1, 0).spread, "there is no other GPU"
+    assert not needs(4, 0, spread=False).spread
+    assert memory.refusal(needs(4, 0, spread=False), memory.Devices("cuda", 4, 0))
+    assert needs(4, 10**12, spread=True).spread
+    for use in ("gradients", "dense weights"):
+        assert spread.stages["search"][use] == -(-whole.stages["search"][use] // 4)
+    layers = sum(p.numel() * 4 for p in model.model.layers.parameters())
+    assert spread.model == whole.model - layers + layers // 4 + layers, "two layers are whole at a time"
+    config = CompileConfig.from_options({"importance": "obs"})
+    assert needs(4, 0).stages["hessians"] == needs(4, 10**12).stages["hessians"], "each device holds them whole"

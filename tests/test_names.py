@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, conversion_mapping
 from transformers.core_model_loading import WeightRenaming
 
 import permtriton
-from permtriton import CompileConfig, NMPattern, compiler
+from permtriton import CompileConfig, NMPattern, preparing
 from permtriton.checkpoint import loading, quantizer
 from permtriton.checkpoint.export import export
 from permtriton.errors import ModelError
@@ -45,6 +45,7 @@ RENAMED: dict[str, Callable[[], PreTrainedModel]] = {
     "nemotron_h": lambda: _of(
         "NemotronH", "ForCausalLM", **GROUPED, **STATE_SPACE, head_dim=zoo.WIDE_HEAD_DIM, hybrid_override_pattern="M*-",
     ),
+    "lfm3": lambda: _of("Lfm3", "ForCausalLM", **{**GROUPED, "num_hidden_layers": 1}),
     "nomic_bert": lambda: _of("NomicBert", "ForMaskedLM", **zoo.SIZES),
     "gte": lambda: _of("Gte", "ForMaskedLM", **zoo.SIZES),
     "jina_v3": lambda: _of("JinaEmbeddingsV3", "ForMaskedLM", **zoo.SIZES),
@@ -55,6 +56,7 @@ STORED = {
     "gemma3": "language_model.model.layers.0.",
     "qwen2_vl": "model.layers.0.",
     "nemotron_h": "backbone.layers.0.",
+    "lfm3": "model.layers.0.",
     "nomic_bert": "nomic_bert.layers.0.",
     "gte": "gte.layers.0.",
     "jina_v3": "roberta.layers.0.",
@@ -109,10 +111,10 @@ def test_a_model_that_was_loaded_under_published_names_is_saved_under_them(tmp_p
 
 
 def test_what_stays_packed_on_a_gpu_is_saved_under_published_names_and_loads(tmp_path, monkeypatch):
-    monkeypatch.setattr(quantizer, "device_of", lambda *_: torch.device("cuda"))
-    monkeypatch.setattr(loading, "has_kernels", lambda device: device.type == "cuda")
     compiled(build("llava").bfloat16()).save(tmp_path / "out")
     export(tmp_path / "out", tmp_path / "packed")
+    monkeypatch.setattr(quantizer, "device_of", lambda *_: torch.device("cuda"))
+    monkeypatch.setattr(loading, "has_kernels", lambda device: device.type == "cuda")
     loaded = transformers.LlavaForConditionalGeneration.from_pretrained(tmp_path / "packed").eval()
     assert any(is_packed(module) for module in loaded.modules())
     loaded.save_pretrained(tmp_path / "again")
@@ -125,8 +127,9 @@ def test_names_that_would_be_loaded_into_other_weights_are_refused_before_any_wo
         return [WeightRenaming("q_proj", "k_proj")]
 
     monkeypatch.setattr(conversion_mapping, "get_model_conversion_mapping", mapping)
-    monkeypatch.setattr(compiler, "site_statistics", lambda *_: pytest.fail("work began"))
+    monkeypatch.setattr(preparing, "site_statistics", lambda *_: pytest.fail("work began"))
     with pytest.raises(
-        ModelError, match=r"q_proj.*transformers reads .* as .*k_proj.*LlamaForCausalLM cannot be saved"
+        ModelError,
+        match=r"reads .*layers\.0-1\..*q_proj.* as .*layers\.0-1\..*k_proj.*LlamaForCausalLM cannot be saved",
     ):
         compiled(zoo.build("llama"))

@@ -121,6 +121,15 @@ def test_a_float32_weight_promotes_as_in_the_module():
     assert torch.equal(norm_permute(x, norm.weight, None, index, EPS, 1.0, "rms_float"), norm(x)[:, index])
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_float32_stream_takes_the_dtype_of_the_weight_as_in_t5(dtype):
+    norm, x, index = norm_of(T5LayerNorm, 16, dtype), random(3, 16, dtype=torch.float32), index_of(16)
+    y = norm_permute(x, norm.weight, None, index, EPS, 0.0, "rms")
+    assert y.dtype == dtype
+    assert torch.equal(y, norm(x)[:, index])
+    assert norm_permute(x.to("meta"), norm.weight.to("meta"), None, index.to("meta"), EPS, 0.0, "rms").dtype == dtype
+
+
 @pytest.mark.parametrize(("kind", "offset"), VARIANTS)
 def test_backward_equals_autograd_in_float64(kind, offset):
     """The formula of the backward pass, with nothing rounded to float32."""

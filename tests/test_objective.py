@@ -9,6 +9,7 @@ from transformers import CohereConfig, CohereForCausalLM, PreTrainedModel
 from permtriton import CompileConfig
 from permtriton.errors import ConfigError
 from permtriton.model.forward import hidden_states, last_hidden_state
+from permtriton.model.samples import Samples
 from permtriton.prune import objective as file
 from permtriton.prune.objective import Head, Objective, dense_objective, has_head, order_objective, update_objective
 
@@ -65,12 +66,12 @@ def test_kl_and_its_gradient_are_those_of_all_logits(name, tokens_at_once, monke
     """Value, and gradient at the last hidden state and at the weights."""
     monkeypatch.setattr(file, "LOGITS_AT_ONCE", tokens_at_once * zoo.VOCABULARY + 5)
     model = MODELS[name]()
-    objective = dense_objective(model, "kl", IDS, 2)
+    objective = dense_objective(model, "kl", Samples.of(IDS), 2)
     rows = IDS[ROWS]
     with torch.no_grad():
         dense = model(input_ids=rows).logits
     damaged(model)
-    hidden = last_hidden_state(model, rows)
+    hidden = last_hidden_state(model, Samples.of(rows))
     loss = objective.loss(hidden, ROWS)
     expected = plain_kl(model(input_ids=rows).logits, dense)
     assert loss.dtype == torch.float32
@@ -87,7 +88,7 @@ def test_kl_and_its_gradient_are_those_of_all_logits(name, tokens_at_once, monke
 def test_chunks_leave_no_token_out(monkeypatch):
     """As many chunks as tokens need, and none of them larger than asked for."""
     model = zoo.build("llama")
-    objective = dense_objective(model, "kl", IDS, 2)
+    objective = dense_objective(model, "kl", Samples.of(IDS), 2)
     sizes = []
 
     class Watched(Head):
@@ -97,40 +98,40 @@ def test_chunks_leave_no_token_out(monkeypatch):
 
     objective.head.__class__ = Watched
     monkeypatch.setattr(file, "LOGITS_AT_ONCE", 4 * zoo.VOCABULARY)
-    objective.loss(last_hidden_state(model, IDS[:2]).detach(), torch.arange(2))
+    objective.loss(last_hidden_state(model, Samples.of(IDS[:2])).detach(), torch.arange(2))
     assert sizes == [4, 4, 4, 4, 4, 4, 2, 2]
 
 
 def test_the_dense_model_has_no_loss():
     for name, kind in (("llama", "kl"), ("bert", "cosine")):
         model = zoo.build(name)
-        assert abs(dense_objective(model, kind, IDS, 2).mean(model, IDS, 3)) < 1e-6
+        assert abs(dense_objective(model, kind, Samples.of(IDS), 2).mean(model, Samples.of(IDS), 3)) < 1e-6
 
 
 @pytest.mark.parametrize("kind", ["kl", "cosine"])
 def test_the_mean_is_over_the_chosen_sequences(kind):
     model = zoo.build("llama")
-    objective = dense_objective(model, kind, IDS, 2)
+    objective = dense_objective(model, kind, Samples.of(IDS), 2)
     damaged(model)
-    each = [objective.mean(model, IDS, 1, torch.tensor([row])) for row in range(5)]
+    each = [objective.mean(model, Samples.of(IDS), 1, torch.tensor([row])) for row in range(5)]
     assert len(set(each)) == 5
     for batch in (1, 2, 5):
-        assert objective.mean(model, IDS, batch) == pytest.approx(sum(each) / 5, rel=1e-5)
-        chosen = objective.mean(model, IDS, batch, ROWS)
+        assert objective.mean(model, Samples.of(IDS), batch) == pytest.approx(sum(each) / 5, rel=1e-5)
+        chosen = objective.mean(model, Samples.of(IDS), batch, ROWS)
         assert chosen == pytest.approx((each[3] + each[0] + each[4]) / 3, rel=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["kl", "cosine"])
 def test_reordered_is_the_objective_of_the_folded_model(kind):
     model, plan = zoo.planned("llama")
-    objective = dense_objective(model, kind, IDS, 2)
+    objective = dense_objective(model, kind, Samples.of(IDS), 2)
     damaged(model)
-    expected = objective.mean(model, IDS, 2)
+    expected = objective.mean(model, Samples.of(IDS), 2)
     indices = zoo.random_indices(plan)
     zoo.fold(model, plan, indices)
     order = plan.hidden_order(indices)
-    assert objective.reordered(order).mean(model, IDS, 2) == pytest.approx(expected, rel=1e-4)
-    assert objective.mean(model, IDS, 2) != pytest.approx(expected, rel=1e-2)
+    assert objective.reordered(order).mean(model, Samples.of(IDS), 2) == pytest.approx(expected, rel=1e-4)
+    assert objective.mean(model, Samples.of(IDS), 2) != pytest.approx(expected, rel=1e-2)
     assert objective.reordered(None) is objective
     assert torch.equal(objective.target, Objective(kind, objective.target).reordered(torch.arange(zoo.HIDDEN)).target)
 
@@ -139,14 +140,14 @@ def test_reordered_is_the_objective_of_the_folded_model(kind):
 def test_the_head_leaves_the_model_as_it_was(name):
     model = zoo.build(name)
     with unchanged(model):
-        head = Head(model, IDS)
-        head(hidden_states(model, IDS, 2))
+        head = Head(model, Samples.of(IDS))
+        head(hidden_states(model, Samples.of(IDS), 2))
 
 
 @pytest.mark.parametrize("name", ["llama", "opt"])
 def test_an_error_in_the_head_leaves_the_model_as_it_was(name):
     model = zoo.build(name)
-    head = Head(model, IDS)
+    head = Head(model, Samples.of(IDS))
     given = model.base_model.forward
     with unchanged(model), pytest.raises(RuntimeError, match="shapes"):
         head(torch.ones(1, 2, zoo.HIDDEN + 1))
@@ -158,13 +159,13 @@ def test_a_forward_that_someone_else_replaced_comes_back():
     mine = model.model.forward
     model.model.forward = lambda *arguments, **named: mine(*arguments, **named)
     replaced = model.model.forward
-    Head(model, IDS)(hidden_states(model, IDS, 2))
+    Head(model, Samples.of(IDS))(hidden_states(model, Samples.of(IDS), 2))
     assert vars(model.model)["forward"] is replaced
 
 
 def test_a_model_without_a_head_is_refused():
     with pytest.raises(ConfigError, match=r"BertModel has none: choose --objective cosine"):
-        dense_objective(zoo.build("bert"), "kl", IDS, 2)
+        dense_objective(zoo.build("bert"), "kl", Samples.of(IDS), 2)
 
 
 def test_logits_that_do_not_follow_from_the_last_hidden_state_are_refused():
@@ -179,7 +180,7 @@ def test_logits_that_do_not_follow_from_the_last_hidden_state_are_refused():
 
     model.forward = from_ids
     with pytest.raises(ConfigError, match="do not follow from its last hidden state"):
-        Head(model, IDS)
+        Head(model, Samples.of(IDS))
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from permtriton.evaluation.perplexity import perplexity
 from permtriton.micro_batch import MicroBatch, is_out_of_memory
 from permtriton.model.forward import hidden_states
 from permtriton.model.plan import layer_modules
+from permtriton.model.samples import Samples
 
 from . import learning, searching, updating, zoo
 
@@ -81,7 +82,7 @@ def test_progress_of_a_pass_that_starts_again_counts_each_sequence_once():
     problem, steps = searching.planted(), []
     with problem.masked(micro_batch_size=4) as masks, small_memory(problem.model, problem.plan, 2, backward=True):
         masks.take_gradients(problem.objective, problem.ids, steps.append)
-    assert sum(steps) == problem.ids.shape[0]
+    assert sum(steps) == len(problem.ids)
     assert min(steps) > 0
 
 
@@ -124,10 +125,10 @@ def test_a_gradient_that_could_not_be_collected_does_not_count_twice(monkeypatch
 def test_evaluation():
     problem = searching.planted()
     ids = zoo.tiny_ids(6, 12)
-    expected = perplexity(problem.model, ids, 6), hidden_states(problem.model, ids, 6)
+    expected = perplexity(problem.model, ids, 6), hidden_states(problem.model, Samples.of(ids), 6)
     with small_memory(problem.model, problem.plan, 2) as refused:
         assert perplexity(problem.model, ids, 6) == pytest.approx(expected[0], rel=1e-5)
-        assert torch.allclose(hidden_states(problem.model, ids, 6), expected[1], atol=1e-5)
+        assert torch.allclose(hidden_states(problem.model, Samples.of(ids), 6), expected[1], atol=1e-5)
     assert refused == [6, 3, 6, 3]
 
 

@@ -115,7 +115,7 @@ EXPECTED: dict[str, tuple[int, Counts, Counts, Counts]] = {
     "qwen3_moe": (14, *EXPERTS.values()),
     "olmoe": (14, *EXPERTS.values()),
     "qwen2_moe": (17, Counts(37, outside=3), Counts(28, norms=2), Counts(26, norms=2, gathers=1)),
-    "gpt_oss": (4, Counts(3), Counts(6, norms=1), Counts(4, norms=1, gathers=1)),
+    "gpt_oss": (14, Counts(41, outside=3), Counts(27, norms=2), Counts(25, norms=2, gathers=1)),  # with biases
 }
 
 

@@ -11,6 +11,7 @@ from permtriton import NMPattern, find_plan
 from permtriton.errors import CalibrationError
 from permtriton.model.experts import unstacked_experts
 from permtriton.model.plan import layer_modules
+from permtriton.model.samples import Samples
 from permtriton.prune import reconstruct as module
 from permtriton.prune.kept_weights import split
 from permtriton.prune.layer_calls import find_chains, record_chain
@@ -52,7 +53,7 @@ def outputs(model: nn.Module, layers: list[nn.Module], ids: torch.Tensor) -> lis
 def test_inputs_come_from_the_pruned_layers_and_targets_from_the_dense_ones():
     """The reported losses are those of the layers when the model runs as a whole."""
     pruned = tiny()
-    layers, held_out = list(pruned.model.model.layers), pruned.ids[split(10, 0)[1]]
+    layers, held_out = list(pruned.model.model.layers), pruned.ids[split(10, 0)[1]].inputs["input_ids"]
     with module._swapped(pruned.weights, pruned.dense):
         targets = outputs(pruned.model, layers, held_out)
     start = float(squared_loss(outputs(pruned.model, layers, held_out)[0], targets[0]))
@@ -183,7 +184,7 @@ def test_recorded_layers_compute_what_the_model_does(name):
     model, plan = zoo.planned(name)
     ids = zoo.token_ids(5, 12)
     layers = dict(enumerate(layer_modules(model, plan)))
-    calls, hidden = record_chain(model, layers, ids)
+    calls, hidden = record_chain(model, layers, Samples.of(ids))
     for number, expected in enumerate(outputs(model, list(layers.values()), ids)):
         calls[number].try_together(hidden)
         hidden = calls[number].run(hidden, 2)

@@ -19,6 +19,7 @@ from permtriton.cli.main import app
 from permtriton.errors import ModelError
 from permtriton.kernels.nm_mask import top_n_mask
 from permtriton.model.plan import linear_module, weight_in_out
+from permtriton.model.samples import Samples
 from permtriton.progress import NoProgress
 from permtriton.prune.statistics import site_statistics
 from permtriton.reporting import sections
@@ -83,7 +84,7 @@ def masked(scores: Tensor, index: Tensor) -> Tensor:
 
 def test_without_a_permutation_the_corner_is_the_mask_of_the_dense_weights(folders):
     model, plan = zoo.planned("llama")
-    statistics = site_statistics(model, plan, "wanda", zoo.token_ids(), 4, NoProgress())
+    statistics = site_statistics(model, plan, "wanda", Samples.of(zoo.token_ids()), 4, NoProgress())
     (folder,) = read_folders([folders["wanda"]])
     for site, name in plan.linears():
         scores = weight_in_out(linear_module(model, name)).abs() * statistics[site.name][:, None]

@@ -13,7 +13,7 @@ import pytest
 from torch import fx
 
 import permtriton
-from permtriton import CompileConfig, compiler
+from permtriton import CompileConfig, preparing
 from permtriton.checkpoint import export as exporting
 from permtriton.errors import PermTritonError, VerificationError
 from permtriton.planning import plan_model
@@ -31,17 +31,17 @@ WASTEFUL = [name for name, fault in FAULTS.items() if fault.caught_by]
 def traced_once(monkeypatch):
     """Plans are made once per model and layout; the graph reads the parameters of the model at hand."""
 
-    def plan(model, config):
+    def plan(model, config, samples):
         key = (type(model).__name__, model.config.tie_word_embeddings, config.layout)
         if key not in _PLANS:
-            _PLANS[key] = plan_model(model, config)
+            _PLANS[key] = plan_model(model, config, samples)
         plan, graph = _PLANS[key]
         own = dict([*model.named_parameters(), *model.named_buffers()])
         names = {str(node.target) for node in graph.graph.nodes if node.op == "get_attr"}
         attributes = {name: own[name] if name in own else _attribute(graph, name) for name in names}
         return copy.deepcopy(plan), fx.GraphModule(attributes, copy.deepcopy(graph.graph))
 
-    monkeypatch.setattr(compiler, "plan_model", plan)
+    monkeypatch.setattr(preparing, "plan_model", plan)
 
 
 _PLANS: dict[tuple[object, ...], tuple[Any, fx.GraphModule]] = {}

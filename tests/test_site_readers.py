@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from permtriton import NMPattern
-from permtriton.model.trace import unlifted
+from permtriton.model.trace import export, unlifted
 from permtriton.passes.provenance import propagate
 from permtriton.passes.sites import find_sites
 
@@ -69,7 +69,7 @@ def test_overlapping_readers_are_all_frozen():
             return self.a(h[..., :16]) + self.b(h[..., 8:24]) + self.c(h[..., 16:24])
 
     model = Parts()
-    graph_module = unlifted(torch.export.export(model, (torch.randn(3, 16),), strict=False), model)
+    graph_module = unlifted(export(model, torch.randn(3, 16)), model)
     plan = find_sites(propagate(graph_module, [], 0), model, results_of(graph_module)[0], NMPattern(2, 4))
     readers = [site for site in plan.sites if site.linears[0] in "abc"]
     assert len(readers) == 3

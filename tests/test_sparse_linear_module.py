@@ -142,6 +142,11 @@ def test_under_autocast_it_takes_what_a_linear_takes():
         layer(x)
 
 
+def test_a_float32_weight_takes_float16_as_the_dense_one_does_in_t5():
+    layer, x = compressed_of(0).float(), torch.randn(3, 32).half()
+    assert torch.equal(layer(x), layer(x.float()))
+
+
 def test_nothing_is_compressed_where_it_cannot_be_multiplied():
     layer = compressed_of(0)  # there is no cuSPARSELt on a CPU
     assert layer.weight_compressed is None

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from permtriton.model.plan import linear_module
+from permtriton.model.samples import Samples
 from permtriton.progress import NoProgress
 from permtriton.prune.layer_inputs import from_model
 from permtriton.prune.statistics import hessians, site_statistics
@@ -33,7 +34,7 @@ def seen(model, plan) -> dict[str, Tensor]:
 @pytest.mark.parametrize("name", ["llama_eager", "gpt2"])
 def test_norms_are_roots_of_sums_of_squares(name):
     model, plan = zoo.planned(name)
-    found = site_statistics(model, plan, "wanda", IDS, 2, NoProgress())
+    found = site_statistics(model, plan, "wanda", Samples.of(IDS), 2, NoProgress())
     for site, inputs in seen(model, plan).items():
         expected = (inputs.square().sum(0) / IDS.shape[0]).sqrt()
         torch.testing.assert_close(found[site].double(), expected, rtol=1e-4, atol=1e-5)
@@ -42,7 +43,7 @@ def test_norms_are_roots_of_sums_of_squares(name):
 @pytest.mark.parametrize("name", ["llama_eager", "gpt2"])
 def test_hessians_are_products_of_inputs(name):
     model, plan = zoo.planned(name)
-    found = hessians(model, from_model(model, plan.sites, IDS, 2), lambda *_: None)
+    found = hessians(model, from_model(model, plan.sites, Samples.of(IDS), 2), lambda *_: None)
     for site, inputs in seen(model, plan).items():
         expected = inputs.T @ inputs
         torch.testing.assert_close(found[site].double(), expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))

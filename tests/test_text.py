@@ -12,11 +12,12 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from permtriton.config import CalibrationConfig
 from permtriton.errors import CalibrationError
 from permtriton.model.plan import linear_module
+from permtriton.model.samples import Samples
 from permtriton.planning import find_plan
 from permtriton.progress import NoProgress
 from permtriton.prune.layer_inputs import from_model
 from permtriton.prune.statistics import channel_norms, hessians
-from permtriton.prune.text import HUB_DATASETS, calibration_ids, evaluation_ids, ids_hash
+from permtriton.prune.text import HUB_DATASETS, calibration_ids, evaluation_ids
 from permtriton.sparsity import NMPattern
 
 from . import zoo
@@ -130,8 +131,8 @@ def test_json_lines_end_at_newlines_only(tmp_path, tokenizer, separator):
 
 def test_hash_distinguishes_ids_and_shapes():
     ids = torch.arange(12).view(3, 4)
-    assert ids_hash(ids) == ids_hash(ids.to(torch.int32))
-    assert len({ids_hash(ids), ids_hash(ids.view(4, 3)), ids_hash(ids + 1)}) == 3
+    assert Samples.of(ids).sha256 == Samples.of(ids.to(torch.int32)).sha256
+    assert len({Samples.of(each).sha256 for each in (ids, ids.view(4, 3), ids + 1, {"decoder_input_ids": ids})}) == 4
 
 
 # -- sources that cannot be used -----------------------------------------------------------------------------------
@@ -310,7 +311,7 @@ def ids() -> torch.Tensor:
 @pytest.mark.parametrize("batch", [1, 2, 5, 64])
 def test_channel_norms_are_root_sums_of_squares_averaged_over_sequences(model, plan, ids, batch):
     inputs = inputs_of(model, plan, ids)
-    norms = channel_norms(model, plan.sites, ids, batch, NoProgress())
+    norms = channel_norms(model, plan.sites, Samples.of(ids), batch, NoProgress())
     assert set(norms) == {site.name for site in plan.sites}
     for name, norm in norms.items():
         assert norm.dtype == torch.float32
@@ -321,7 +322,7 @@ def test_channel_norms_are_root_sums_of_squares_averaged_over_sequences(model, p
 def test_hessians_are_input_products(model, plan, ids, batch):
     inputs = inputs_of(model, plan, ids)
     layer = plan.layers()[-1]
-    found = hessians(model, from_model(model, layer, ids, batch), lambda steps=1, note="": None)
+    found = hessians(model, from_model(model, layer, Samples.of(ids), batch), lambda steps=1, note="": None)
     assert set(found) == {site.name for site in layer}
     for name, hessian in found.items():
         torch.testing.assert_close(hessian.double(), inputs[name].T @ inputs[name], rtol=1e-4, atol=1e-5)
@@ -332,7 +333,7 @@ def test_nothing_stays_hooked_to_the_model(model, plan, ids):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        hessians(model, from_model(model, plan.sites, ids, 1), stop)
+        hessians(model, from_model(model, plan.sites, Samples.of(ids), 1), stop)
     assert all(not module._forward_pre_hooks for module in model.modules())
 
 
@@ -343,8 +344,8 @@ def test_activations_that_are_not_finite_name_the_site(model, plan, ids, value):
     try:
         weight.data[3] = value
         for statistics in (
-            lambda: channel_norms(model, plan.sites, ids, 4, NoProgress()),
-            lambda: hessians(model, from_model(model, plan.sites, ids, 4), lambda steps=1, note="": None),
+            lambda: channel_norms(model, plan.sites, Samples.of(ids), 4, NoProgress()),
+            lambda: hessians(model, from_model(model, plan.sites, Samples.of(ids), 4), lambda steps=1, note="": None),
         ):
             with pytest.raises(CalibrationError, match=r"layers\.0\.mlp\.down_proj: 1 of 48 input channels .*float32"):
                 statistics()

@@ -12,6 +12,7 @@ from permtriton import CompileConfig, NMPattern, find_plan
 from permtriton.errors import VerificationError
 from permtriton.model.inputs import other_inputs
 from permtriton.model.plan import Plan
+from permtriton.model.samples import Samples
 from permtriton.passes.unseen import Unseen
 
 from . import off_path, zoo
@@ -157,7 +158,7 @@ def test_a_call_that_changes_is_refused(monkeypatch):
 def test_calls_that_cannot_be_made_are_listed_with_the_reason():
     model = off_path.build("llava")
     del model.config.vision_config.image_size
-    calls, missing = other_inputs(model, zoo.token_ids(1, 8))
+    calls, missing = other_inputs(model, Samples.of(zoo.token_ids(1, 8)))
     assert calls == {}
     assert set(missing) >= {"pixel_values"}
     assert all(missing.values())

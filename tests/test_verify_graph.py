@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from permtriton.errors import VerificationError
+from permtriton.model.checks import TOLERANCE
 from permtriton.model.edits import moves_of
 from permtriton.passes.cancel_permutations import cancel_permutations
 from permtriton.passes.fuse_permutations import fuse_permutations
@@ -30,6 +31,7 @@ from permtriton.passes.insert_permutations import insert_permutations
 from permtriton.passes.lower import lower
 from permtriton.passes.pipeline import (
     Pass,
+    PassResult,
     permutation_passes,
     pruning_passes,
     run_passes,
@@ -222,6 +224,18 @@ def test_numbers_that_are_wrong(function, factor):
     assert re.search(r"outputs differ by [\d.e+nan-]+ of their size, more than 1e-05", message)
     (reader,) = product_of(planned("llama", "fused")[2], linear).users
     assert message.split("first node whose values differ is ")[1].startswith(f"{reader.name}, or one before it. ")
+
+
+def test_a_graph_may_round_as_much_as_it_does_by_itself(monkeypatch):
+    """As where it amplifies rounding: without any tolerance, only the graph's own noise is allowed."""
+    monkeypatch.setitem(TOLERANCE, torch.float64, 0.0)
+    _, plan, graph_module = private("llama", "fused")
+    results: list[PassResult] = []
+    passes = permutation_passes(moves_of(plan, compiled("llama", "fused").indices))
+    run_passes(graph_module, passes, [BATCH], results.append)
+    assert 0 < max(result.difference or 0 for result in results) < 1e-6
+    slightly = partial(scale_output, linear="model.layers.1.mlp.up_proj", factor=1 + 1e-3)
+    assert "outputs differ" in broken_run("llama", "fused", fuse_permutations, slightly)
 
 
 def test_wrong_numbers_are_not_seen_without_weights():

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from permtriton import CompileConfig, NMPattern, find_plan
 from permtriton.model.checks import check_pruned
 from permtriton.model.plan import Plan, linear_module, weight_in_out
+from permtriton.model.samples import Samples
 from permtriton.progress import NoProgress
 from permtriton.prune.distill import distill
 from permtriton.prune.importance import importances_of
@@ -41,7 +42,7 @@ class Pruned:
 
     def __init__(self, model: PreTrainedModel, plan: Plan | None = None, ids: Tensor | None = None) -> None:
         self.model, self.plan = model, plan or find_plan(model, PATTERN)
-        self.ids = zoo.tiny_ids(10, 12) if ids is None else ids
+        self.ids = Samples.of(zoo.tiny_ids(10, 12) if ids is None else ids)
         self.objective: Objective = dense_objective(model, "kl" if has_head(model) else "cosine", self.ids, 4)
         self.weights = {name: linear_module(model, name).get_parameter("weight") for _, name in self.plan.linears()}
         self.dense = {name: weight.detach().clone() for name, weight in self.weights.items()}

@@ -33,6 +33,7 @@ from permtriton.machine import peak_memory
 from permtriton.model.forward import hidden_states
 from permtriton.model.modules import SparseLinear, replace_module
 from permtriton.model.plan import Plan
+from permtriton.model.samples import Samples
 
 SHAPES_7B = [(11008, 4096), (4096, 11008), (4096, 4096)]
 SAME_MODEL = 5e-2  # bfloat16 through 32 layers, sums in another order
@@ -192,7 +193,7 @@ def learning_step(bench: Bench) -> None:
     tokens = bench.pick(1024, 32)
     plan = find_plan(model, PATTERN)
     ids = torch.randint(0, model.config.vocab_size, (bench.pick(16, 2), tokens))
-    target = hidden_states(model, ids, bench.pick(2, 2))
+    target = hidden_states(model, Samples.of(ids), bench.pick(2, 2))
     for micro_batch in bench.pick((CompileConfig().micro_batch_size, 16), (1, 2)):
         size = f"{model.config.num_hidden_layers} layers, {ids.shape[0]} x {tokens} tokens, {micro_batch} at once"
         if bench.device.type == "cuda":

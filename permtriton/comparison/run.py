@@ -18,14 +18,14 @@ from permtriton.config import CalibrationConfig, CompileConfig
 from permtriton.errors import ConfigError
 from permtriton.evaluate import evaluate
 from permtriton.model.checks import model_hash
-from permtriton.model.forward import check_length
+from permtriton.model.samples import Inputs, Samples
 from permtriton.progress import NoProgress, Progress
-from permtriton.prune.text import calibration_ids, ids_hash
+from permtriton.prune.text import calibration_samples, check_samples
 
 if TYPE_CHECKING:  # it imports lm_eval, which takes seconds
     from permtriton.evaluation.tasks import Tasks
 
-Draws = Mapping[tuple[CalibrationConfig, int], Tensor]
+Draws = Mapping[tuple[CalibrationConfig, int], Samples]
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Yardstick:
         set_by_rows = {*PLAIN, "sparsity", "seed", ABLATIONS[ablation].option if ablation else ""}
         return {
             "model weights": model_hash(self.dense),
-            "held-out text": ids_hash(self.windows),
+            "held-out text": Samples.of(self.windows).sha256,
             "tasks": dict(tasks),
             "ablation": ablation,
             "option": {name: value for name, value in config.to_dict().items() if name not in set_by_rows},
@@ -99,7 +99,7 @@ def compare(
     yardstick: Yardstick,
     rows: Sequence[Row],
     *,
-    ids: Tensor | None = None,
+    ids: Inputs | None = None,
     seeds: Sequence[int] = (0,),
     kept: ResultFile | None = None,
     progress: Progress | None = None,
@@ -110,7 +110,7 @@ def compare(
     Args:
         yardstick: dense model, and what all models are measured by.
         rows: what to compile, see `permtriton.comparison.methods`.
-        ids: calibration sequences, int64 ``[samples, tokens]``, in place of the calibration text of each row.
+        ids: calibration samples as `permtriton.compile` takes them, in place of the calibration text of each row.
         seeds: seeds of the calibration draw and of learning, at least one. All rows with one calibration text share the
             sequences that a seed draws.
         kept: results of an earlier run, which are not measured again; takes each new one as soon as it is known.
@@ -147,31 +147,32 @@ def compare(
     return results
 
 
-def _draws(yardstick: Yardstick, rows: Sequence[Row], seeds: Sequence[int], ids: Tensor | None) -> Draws:
-    """Returns the calibration sequences of each text and seed, int64 ``[samples, tokens]``.
+def _draws(yardstick: Yardstick, rows: Sequence[Row], seeds: Sequence[int], ids: Inputs | None) -> Draws:
+    """Returns the calibration samples of each text and seed.
 
     All are drawn before the first compilation, so that a text that cannot be read costs no work.
     """
     model = yardstick.dense
-    vocabulary = model.get_input_embeddings().get_parameter("weight").shape[0]
-    draws: dict[tuple[CalibrationConfig, int], Tensor] = {}
-    for calibration in dict.fromkeys(row.config.calibration for row in rows):
-        check_length(model, calibration.sequence_length if ids is None else ids.shape[-1])
+    given = None if ids is None else check_samples(model, ids)
+    draws: dict[tuple[CalibrationConfig, int], Samples] = {}
+    for row in rows:
         for seed in seeds:
-            drawn = calibration_ids(calibration, yardstick.tokenizer, vocabulary, seed) if ids is None else ids
-            draws[calibration, seed] = drawn
+            key = row.config.calibration, seed
+            if key not in draws:
+                config = dataclasses.replace(row.config, seed=seed)
+                draws[key] = given or calibration_samples(config, yardstick.tokenizer, model)
     return draws
 
 
 def _key(row: Row, seed: int, draws: Draws) -> Key:
-    return Key(row.method, row.pattern, row.setting, seed, ids_hash(draws[row.config.calibration, seed]))
+    return Key(row.method, row.pattern, row.setting, seed, draws[row.config.calibration, seed].sha256)
 
 
-def _compiled(yardstick: Yardstick, config: CompileConfig, ids: Tensor, progress: Progress) -> Measured:
-    """Compiles a copy of the dense model on calibration sequences and measures it."""
+def _compiled(yardstick: Yardstick, config: CompileConfig, samples: Samples, progress: Progress) -> Measured:
+    """Compiles a copy of the dense model on calibration samples and measures it."""
     device = yardstick.dense.device
     started, counted = time.perf_counter(), machine.reset_peak_memory(device)
-    compiled = compile(copy.deepcopy(yardstick.dense), None, config, ids=ids, progress=progress)
+    compiled = compile(copy.deepcopy(yardstick.dense), None, config, ids=samples, progress=progress)
     seconds, peak = time.perf_counter() - started, machine.peak_memory(device) if counted else None
     order = compiled.plan.hidden_order(compiled.indices)
     return yardstick.measured(compiled.model, order, progress, seconds, peak)

@@ -6,7 +6,6 @@ own logits, since the head of the model may differ from the dense one's, and not
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +15,10 @@ from transformers import PreTrainedModel
 from permtriton.errors import CalibrationError, ModelError
 from permtriton.evaluation.perplexity import Stopwatch, next_token_loss, perplexity_of
 from permtriton.micro_batch import MicroBatch
-from permtriton.model.forward import last_hidden_state, max_tokens, without_cache
+from permtriton.model.core import recorded_states, takes_decoder_ids
+from permtriton.model.forward import last_hidden_state, max_tokens, with_tokens, without_cache
+from permtriton.model.samples import Inputs, Samples
+from permtriton.model.seq2seq import arguments_of, divided
 from permtriton.progress import NoProgress, Progress
 from permtriton.prune.objective import LOGITS_AT_ONCE
 
@@ -42,7 +44,7 @@ class Fidelity:
 def fidelity(
     model: PreTrainedModel,
     dense: PreTrainedModel,
-    windows: Tensor,
+    windows: Inputs,
     batch: int,
     hidden_order: Tensor | None = None,
     progress: Progress | None = None,
@@ -53,7 +55,7 @@ def fidelity(
     Args:
         model: model to measure.
         dense: dense model.
-        windows: int64 ``[windows, tokens]``.
+        windows: token ids, int64 ``[windows, tokens]``, or other samples, of which only the cosine is measured.
         batch: windows per forward pass; fewer where memory runs out.
         hidden_order: index ``[C]`` from the dense model's channels of the last hidden state to the model's; None where
             the channels did not move.
@@ -64,31 +66,33 @@ def fidelity(
         ModelError: the models cannot be compared, see `check_comparable`.
         CalibrationError: the loss or the KL is not finite.
     """
-    check_comparable(model, dense, windows.shape[1])
+    samples = with_tokens(model, Samples.of(windows))
+    check_comparable(model, dense, samples.tokens)
     watch = watch or Stopwatch()
 
     def totals(size: int) -> tuple[float, float, float, float]:
         loss = dense_loss = kl = cosine = watch.seconds = 0.0
-        with (progress or NoProgress()).stage("evaluate", windows.shape[0]) as advance:
-            for rows in windows.split(size):
+        with (progress or NoProgress()).stage("evaluate", len(samples)) as advance:
+            for rows in samples.split(size):
                 expected, dense_logits = _outputs(dense, rows)
                 with watch.running(model.device):
                     hidden, logits = _outputs(model, rows)
                 cosine += _cosines(hidden, expected if hidden_order is None else expected[..., hidden_order])
-                if logits is not None and dense_logits is not None:
-                    loss += next_token_loss(logits, rows.to(logits.device))
-                    dense_loss += next_token_loss(dense_logits, rows.to(dense_logits.device))
+                if logits is not None and dense_logits is not None and rows.ids is not None:
+                    loss += next_token_loss(logits, rows.ids.to(logits.device))
+                    dense_loss += next_token_loss(dense_logits, rows.ids.to(dense_logits.device))
                     kl += _divergence(logits, dense_logits.to(logits.device))
-                advance(rows.shape[0])
+                advance(len(rows))
         return loss, dense_loss, kl, cosine
 
     loss, dense_loss, kl, cosine = MicroBatch(batch).run(totals)
-    tokens = windows.numel()
-    if not model.can_generate():
+    ids = samples.ids
+    tokens = samples.positions if ids is None or not takes_decoder_ids(model) else divided(ids)[1].numel()
+    if ids is None or not model.can_generate():
         return Fidelity(None, None, None, _finite("cosine", cosine / tokens, model))
     return Fidelity(
-        perplexity_of(loss, windows, model.dtype),
-        perplexity_of(dense_loss, windows, dense.dtype),
+        perplexity_of(model, loss, ids),
+        perplexity_of(dense, dense_loss, ids),
         _finite("KL", kl / tokens, model),
         _finite("cosine", cosine / tokens, model),
     )
@@ -125,35 +129,25 @@ def check_comparable(model: PreTrainedModel, dense: PreTrainedModel, tokens: int
         )
 
 
-def _vocabulary(model: PreTrainedModel) -> int:
-    embedding: Any = model.get_input_embeddings()
-    return embedding.weight.shape[0]
+def _vocabulary(model: PreTrainedModel) -> int | None:
+    return getattr(model.config.get_text_config(), "vocab_size", None)
 
 
-def _width(model: PreTrainedModel) -> int:
-    return model.config.get_text_config().hidden_size
+def _width(model: PreTrainedModel) -> int | None:
+    return getattr(model.config.get_text_config(), "hidden_size", None)
 
 
 def _kind(model: PreTrainedModel) -> str:
     return "predicts the next token" if model.can_generate() else "does not predict the next token"
 
 
-def _outputs(model: PreTrainedModel, rows: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Returns the last hidden state ``[windows, tokens, hidden]`` and the logits; None for those of an encoder.
-
-    OPT's head calls the decoder inside the base model, so both are watched; the base model ends last.
-    """
-    if not model.can_generate():
-        return last_hidden_state(model, rows), None
-    states: list[Tensor] = []
-    modules = {id(each): each for each in (model.base_model, model.get_decoder()) if each is not None}.values()
-    hooks = [each.register_forward_hook(lambda _, __, output: states.append(output[0])) for each in modules]
-    try:
-        with without_cache(model):
-            logits = model(input_ids=rows.to(model.device)).logits
-    finally:
-        for hook in hooks:
-            hook.remove()
+def _outputs(model: PreTrainedModel, rows: Samples) -> tuple[Tensor, Tensor | None]:
+    """Returns the last hidden state ``[windows, tokens, hidden]`` and the logits; None for those of an encoder."""
+    samples = Samples(arguments_of(model, rows.inputs), rows.tokens)
+    if rows.ids is None or not model.can_generate():
+        return last_hidden_state(model, samples), None
+    with without_cache(model), recorded_states(model) as states:
+        logits = model(**samples.to(model.device, model.dtype).inputs).logits
     return states[-1], logits
 
 

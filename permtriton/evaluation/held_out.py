@@ -1,16 +1,21 @@
-"""What a compilation measures on held-out text: perplexity of causal LMs, encoders' agreement with the dense model."""
+"""What a compilation measures on held-out samples: perplexity, or the agreement of an encoder with the dense model."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from permtriton.evaluation.perplexity import perplexity, windows_at_once
-from permtriton.model.forward import hidden_states, mean_cosine_loss
+from permtriton.evaluation.perplexity import perplexity, perplexity_by_layers, windows_at_once
+from permtriton.model.forward import hidden_states, mean_cosine_loss, with_tokens
+from permtriton.model.samples import Inputs, Samples
+from permtriton.model.seq2seq import arguments_of, samples_of
+from permtriton.offload import Offload
 from permtriton.progress import Progress
+from permtriton.prune.layer_stream import LayerStream
 
-MAX_ENCODER_WINDOWS = 64  # the dense model's hidden states on these windows stay in memory
+MAX_ENCODER_WINDOWS = 64  # the dense model's hidden states on these samples stay in memory
 
 
 class Evaluation:
@@ -18,25 +23,37 @@ class Evaluation:
 
     Args:
         model: Model, still dense.
-        windows: int64 ``[windows, tokens]``.
-        progress: Progress reporter, one step per window.
+        windows: Held-out samples: token ids, int64 ``[windows, tokens]``, or what else the model reads.
+        progress: Progress reporter, one step per sample.
+        layers: Name -> layer, in execution order.
+        offload: Where weights and the layers' inputs are, so that the layers run one after another; None for memory.
 
     Attributes:
-        measure: ``perplexity`` for a causal language model, else ``cosine``: the mean cosine similarity of the last
-            hidden state with the dense model's.
+        measure: ``perplexity`` for a language model on token ids, else ``cosine``: the mean cosine similarity of the
+            last hidden state with the dense model's.
         dense: The measure of the dense model.
     """
 
-    def __init__(self, model: PreTrainedModel, windows: Tensor, progress: Progress) -> None:
-        self._windows, self._batch, self._progress = windows, windows_at_once(windows.shape[1]), progress
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        windows: Inputs,
+        progress: Progress,
+        layers: Mapping[str, nn.Module] | None = None,
+        offload: Offload | None = None,
+    ) -> None:
+        self._layers, self._offload = layers or {}, offload
+        windows = with_tokens(model, Samples.of(windows))
+        self._windows, self._batch, self._progress = windows, windows_at_once(windows.tokens), progress
         self._hidden = torch.empty(0)
-        if model.can_generate():
+        if model.can_generate() and windows.ids is not None:
             self.measure = "perplexity"
-            self.dense = perplexity(model, windows, self._batch, progress)
+            self.dense = self._perplexity(model)
         else:
             self.measure = "cosine"
             self.dense = 1.0
-            self._windows = windows[:MAX_ENCODER_WINDOWS]
+            first = windows[:MAX_ENCODER_WINDOWS]
+            self._windows = Samples(arguments_of(model, first.inputs), first.tokens)
             self._hidden = hidden_states(model, self._windows, self._batch)
 
     def measured(self, model: PreTrainedModel, hidden_order: Tensor | None) -> dict[str, Any]:
@@ -52,5 +69,16 @@ class Evaluation:
             hidden_order: Index ``[C]`` of the last hidden state's channels; None where compiling did not move them.
         """
         if self.measure == "perplexity":
-            return perplexity(model, self._windows, self._batch, self._progress)
+            return self._perplexity(model)
         return 1 - mean_cosine_loss(model, self._windows, self._hidden, self._batch, hidden_order)
+
+    def _perplexity(self, model: PreTrainedModel) -> float:
+        ids = self._windows.ids
+        assert ids is not None
+        if self._offload is not None:
+            batches = ids.split(self._batch)
+            arguments = [samples_of(model, rows) for rows in batches]
+            stream = LayerStream(model, self._layers, arguments, self._offload.empty)
+            if stream.layers:
+                return perplexity_by_layers(model, stream, batches, self._progress)
+        return perplexity(model, ids, self._batch, self._progress)

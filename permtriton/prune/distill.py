@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from permtriton.config import CompileConfig
 from permtriton.model.forward import last_hidden_state
 from permtriton.model.plan import Plan, layer_modules
+from permtriton.model.samples import Samples
 from permtriton.progress import Progress
 from permtriton.prune.kept_weights import (
     MOMENTS,
@@ -27,7 +28,7 @@ from permtriton.prune.state_file import StateFile
 def distill(
     model: PreTrainedModel,
     plan: Plan,
-    ids: Tensor,
+    samples: Samples,
     objective: Objective,
     config: CompileConfig,
     progress: Progress,
@@ -41,8 +42,8 @@ def distill(
     Args:
         model: pruned model; its weights change in place.
         plan: the model's plan.
-        ids: calibration sequences, int64 ``[sequences, tokens]``.
-        objective: the loss, with the dense model's outputs on ``ids``, their channels in the order of ``model``.
+        samples: calibration samples.
+        objective: the loss, with the dense model's outputs on ``samples``, their channels in the order of ``model``.
         config: options.
         progress: progress reporter, one step per optimizer step.
         state: file that keeps the state between epochs, to continue from and to write to; None keeps no state. Its
@@ -53,15 +54,15 @@ def distill(
         OutputError: the state belongs to another run, is damaged, or cannot be written.
     """
     kept = KeptWeights(weights_of(model, [name for _, name in plan.linears()]))
-    ids = ids.to(model.device)
+    samples = samples.to(model.device, model.dtype)
 
     def loss_of(rows: Tensor) -> Tensor:
-        return objective.loss(last_hidden_state(model, ids[rows.to(ids.device)]), rows)
+        return objective.loss(last_hidden_state(model, samples[rows]), rows)
 
     layers = layer_modules(model, plan) if config.activation_checkpointing else []
-    steps = steps_per_epoch(ids.shape[0], config)
+    steps = steps_per_epoch(len(samples), config)
     with kept.trainable(model), checkpointed(layers):
-        trainer = Trainer(kept, loss_of, ids.shape[0], ids.shape[1], config, "distill")
+        trainer = Trainer(kept, loss_of, len(samples), samples.tokens, config, "distill")
         result = _load(state, kept, trainer, config.update.update_epochs) if state else Trained()
         if result.history:
             progress.say(f"distill: continuing after epoch {len(result.history) - 1} of an interrupted run")

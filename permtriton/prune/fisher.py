@@ -8,7 +8,8 @@ The rows alone are weights for the heuristic order (``--row-weights fisher``): a
 row, so a factor per row changes no mask, but the order sums scores over rows, and rows matter unequally.
 """
 
-from collections.abc import Iterator, Mapping
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -17,12 +18,16 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 from transformers import PreTrainedModel
 
+from permtriton import ranks
 from permtriton.config import CompileConfig, ObjectiveKind
 from permtriton.errors import CalibrationError
 from permtriton.micro_batch import MicroBatch
 from permtriton.model.forward import last_hidden_state, without_cache
-from permtriton.model.plan import Plan, layer_modules, linear_module, weight_in_out
-from permtriton.progress import Progress
+from permtriton.model.plan import Plan, layer_modules, linear_module, named_layers, weight_in_out
+from permtriton.model.samples import Samples
+from permtriton.offload import Offload
+from permtriton.progress import Advance, Progress
+from permtriton.prune.layer_stream import LayerStream
 from permtriton.prune.masked_model import checkpointed, frozen
 
 
@@ -39,6 +44,15 @@ class Fisher:
     row: Tensor
     column: Tensor
     tokens: int = 0
+
+    def of_rows(self, rows: slice) -> "Fisher":
+        """Returns the information of some of the output rows."""
+        return Fisher(self.row[rows], self.column, self.tokens)
+
+    def add_up(self) -> None:
+        """Adds up what the ranks have added."""
+        ranks.add_up([self.row, self.column])
+        self.tokens = round(ranks.total(self.tokens))
 
     def clear(self) -> None:
         """Forgets what was added."""
@@ -59,7 +73,13 @@ class Fisher:
 
 @torch.enable_grad()
 def fisher_information(
-    model: PreTrainedModel, plan: Plan, kind: ObjectiveKind, ids: Tensor, config: CompileConfig, progress: Progress
+    model: PreTrainedModel,
+    plan: Plan,
+    kind: ObjectiveKind,
+    samples: Samples,
+    config: CompileConfig,
+    progress: Progress,
+    offload: Offload | None = None,
 ) -> dict[str, Fisher]:
     """Returns linear name -> Fisher information of its weights, from one backward pass over all sequences.
 
@@ -71,9 +91,10 @@ def fisher_information(
         model: Dense model; unchanged on return.
         plan: The model's plan.
         kind: Objective whose second derivative is wanted.
-        ids: Calibration sequences, int64 ``[sequences, tokens]``.
+        samples: Calibration samples.
         config: Options: the seed, ``micro_batch_size`` and ``activation_checkpointing``.
         progress: Progress reporter, one step per sequence.
+        offload: Where weights and the layers' inputs are, so that the layers run one after another; None for memory.
 
     Raises:
         CalibrationError: A gradient is NaN or infinite.
@@ -83,20 +104,27 @@ def fisher_information(
         channels, rows = weight_in_out(linear_module(model, name)).shape
         found[name] = Fisher(torch.zeros(rows, device=model.device), torch.zeros(channels, device=model.device))
     layers = layer_modules(model, plan) if config.activation_checkpointing else []
+    own = ranks.own_rows(len(samples))
 
     def backward(size: int) -> None:
         for each in found.values():
             each.clear()
-        generator = torch.Generator().manual_seed(config.seed)
-        with progress.stage("row weights", ids.shape[0]) as advance:
-            for rows_of_ids in ids.split(size):
-                with checkpointed(layers):
-                    _loss(model, kind, rows_of_ids, generator).backward()
-                advance(rows_of_ids.shape[0])
+        draw = _Draws(config.seed, skip=int(own[0]) if own.numel() else 0)
+        with progress.stage("row weights", own.numel()) as advance:
+            parts = [samples[rows] for rows in ranks.parts(torch.arange(len(samples)), size)]
+            for batches, stream in _together(model, plan, parts, offload):
+                if stream is not None and stream.differentiable:
+                    _backward(stream, lambda batch: _loss(model, kind, batch, draw), batches, advance)
+                    continue
+                for batch in batches:
+                    with checkpointed(layers):
+                        _loss(model, kind, batch, draw).backward()
+                    advance(len(batch))
 
     with frozen(model), _watched(model, found):
         MicroBatch(config.micro_batch_size).run(backward)
     for name, each in found.items():
+        each.add_up()
         if not bool(each.row.isfinite().all() & each.column.isfinite().all()):
             raise CalibrationError(
                 f"{name}: its inputs or the gradients of its outputs are not finite on the calibration text: try "
@@ -105,12 +133,49 @@ def fisher_information(
     return found
 
 
+def _together(
+    model: PreTrainedModel, plan: Plan, batches: Sequence[Samples], offload: Offload | None
+) -> Iterator[tuple[Sequence[Samples], LayerStream | None]]:
+    """Yields as many batches at a time as half the free disk holds the inputs of all layers for, and their stream."""
+    if offload is None:
+        yield batches, None
+        return
+    hidden = batches[0].positions * int(model.config.get_text_config().hidden_size) * model.dtype.itemsize
+    count = max(shutil.disk_usage(offload.folder).free // 2 // (hidden * len(named_layers(model, plan))), 1)
+    for start in range(0, len(batches), count):
+        part = batches[start : start + count]
+        yield part, LayerStream(model, named_layers(model, plan), part, offload.empty)
+
+
+def _backward(
+    stream: LayerStream, loss: Callable[[Samples], Tensor], batches: Sequence[Samples], advance: Advance
+) -> None:
+    """Runs the backward pass of ``loss`` on each batch, layer by layer; the sums are those of whole passes."""
+    inputs = stream.forward(inputs=True)
+    gradients = []
+    for batch, hidden in zip(batches, stream.hidden, strict=True):
+        last = hidden.detach().requires_grad_()
+        with stream.returning(last):
+            loss(batch).backward()
+        assert last.grad is not None
+        gradients.append(hidden.copy_(last.grad))  # the hidden states are not needed any more
+    for layer in reversed(range(len(stream.layers))):
+        for number, gradient in enumerate(gradients):
+            read = inputs[layer][number].detach().requires_grad_()
+            stream.call(layer, number, read).backward(gradient)
+            assert read.grad is not None
+            gradient.copy_(read.grad)
+    for number, batch in enumerate(batches):
+        start = stream.start(number)
+        if start.requires_grad:  # there are linears before the layers
+            start.backward(gradients[number])
+        advance(len(batch))
+
+
 @contextmanager
 def _watched(model: PreTrainedModel, found: Mapping[str, Fisher]) -> Iterator[None]:
     """Inside the context, every forward and backward pass adds to the information of each linear."""
     handles = [linear_module(model, name).register_forward_hook(_adding(each)) for name, each in found.items()]
-    embedding = model.get_input_embeddings()
-    handles.append(embedding.register_forward_hook(lambda _module, _inputs, output: output.requires_grad_()))
     try:
         yield
     finally:
@@ -119,9 +184,13 @@ def _watched(model: PreTrainedModel, found: Mapping[str, Fisher]) -> Iterator[No
 
 
 def _adding(fisher: Fisher):  # type: ignore[no-untyped-def]
-    def hook(_module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    def hook(_module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return output
         if not output.requires_grad:
-            return
+            # No weight of the model requires a gradient: the first linears start the graph. Their outputs are no
+            # leaves of it, which a model could not change in place (OLMo clamps its queries, keys and values).
+            output = output.requires_grad_().clone()
         flat = inputs[0].detach().reshape(-1, inputs[0].shape[-1])
         squares, tokens = flat.float().square().sum(0), flat.shape[0]  # of an input that need not stay in memory
 
@@ -131,18 +200,41 @@ def _adding(fisher: Fisher):  # type: ignore[no-untyped-def]
             fisher.tokens += tokens
 
         output.register_hook(add)  # a layer that is recomputed runs twice, but only one output has a gradient
+        return output
 
     return hook
 
 
-def _loss(model: PreTrainedModel, kind: ObjectiveKind, ids: Tensor, generator: torch.Generator) -> Tensor:
+class _Draws:
+    """Draws random numbers for one sample after another, the same whatever the micro-batches and the ranks.
+
+    Args:
+        seed: seed of the first sample.
+        skip: number of samples before the first one: the numbers of those are drawn and forgotten.
+    """
+
+    def __init__(self, seed: int, skip: int) -> None:
+        self._generator, self._skip = torch.Generator().manual_seed(seed), skip
+
+    def __call__(self, draw: Callable[..., Tensor], like: Tensor) -> Tensor:
+        """Returns what ``draw`` (`torch.rand` or `torch.randn`) gives for each sample.
+
+        Args:
+            draw: called with the shape for one sample: `torch.randn` fills whole tensors.
+            like: ``[samples, ...]``, of the shape and on the device that the numbers shall have.
+        """
+        for _ in range(self._skip):
+            draw(like.shape[1:], generator=self._generator)
+        self._skip = 0
+        return torch.stack([draw(like.shape[1:], generator=self._generator) for _ in like]).to(like.device)
+
+
+def _loss(model: PreTrainedModel, kind: ObjectiveKind, samples: Samples, draw: _Draws) -> Tensor:
     if kind == "cosine":
-        hidden = normalize(last_hidden_state(model, ids).float(), dim=-1)
-        drawn = [torch.randn(hidden.shape[1:], generator=generator) for _ in ids]  # randn fills whole tensors
-        direction = torch.stack(drawn)
-        return (hidden * direction.to(hidden.device)).sum()
+        hidden = normalize(last_hidden_state(model, samples).float(), dim=-1)
+        return (hidden * draw(torch.randn, hidden)).sum()
     with without_cache(model):
-        logits = model(input_ids=ids.to(model.device)).logits.float()
-    noise = torch.rand(logits.shape, generator=generator).to(logits.device)
+        logits = model(**samples.to(model.device, model.dtype).inputs).logits.float()
+    noise = draw(torch.rand, logits)
     labels = (logits.detach() - (-noise.log()).log()).argmax(-1)  # the Gumbel-max draw from softmax(logits)
     return cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")

@@ -11,23 +11,29 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from permtriton import ranks
 from permtriton.config import CompileConfig
-from permtriton.errors import CalibrationError
+from permtriton.errors import CalibrationError, ConfigError
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.nm_mask import nm_mask
 from permtriton.kernels.swap_gains import Curvature, SwapTerms, swap_terms
 from permtriton.micro_batch import MicroBatch
 from permtriton.model.edits import runs_of
-from permtriton.model.forward import last_hidden_state
+from permtriton.model.experts import expert_of
+from permtriton.model.forward import last_hidden_state, to_numbers
 from permtriton.model.plan import ChannelSpace, Plan, Site, layer_modules, linear_module
+from permtriton.model.samples import Samples
 from permtriton.prune.fisher import Fisher
 from permtriton.prune.masked_model import checkpointed, frozen
 from permtriton.prune.objective import Objective
+from permtriton.prune.sharding import is_spread, rows_of_share, share
 
 
 @dataclass
 class _Masked:
     """A pruned linear: its parameter holds the masked weight meanwhile.
+
+    Where weights are spread over the ranks (`permtriton.prune.sharding`), all but the parameter is of this rank's rows.
 
     Attributes:
         site: Site that it reads.
@@ -54,10 +60,15 @@ class _Masked:
     def add(self, parameter: Tensor) -> None:
         """Adds the parameter's gradient to ``gradient`` and frees it."""
         assert parameter.grad is not None
+        self.total.add_(share(parameter.grad))
+        parameter.grad = None
+
+    @property
+    def total(self) -> Tensor:
+        """``gradient``, zeros if it was not taken."""
         if self.gradient is None:
             self.gradient = torch.zeros_like(self.dense, dtype=torch.promote_types(self.dense.dtype, torch.float32))
-        self.gradient += parameter.grad
-        parameter.grad = None
+        return self.gradient
 
 
 class HardMasks:
@@ -67,9 +78,13 @@ class HardMasks:
         model: Model whose weights are masked.
         linears: Its pruned linears.
         config: Options.
+
+    Attributes:
+        spread: Whether each rank holds some rows of the weights only.
     """
 
     def __init__(self, model: PreTrainedModel, linears: Sequence[_Masked], config: CompileConfig) -> None:
+        self.spread = any(is_spread(linear.parameter) for linear in linears)
         self._model, self._linears, self._config = model, linears, config
         self._micro_batch = MicroBatch(config.micro_batch_size)
 
@@ -84,55 +99,73 @@ class HardMasks:
             masked = nm_mask(
                 weight, linear.importance, self._order(site, indices), soft, runs, self._config.sparsity, False
             )
-            linear.parameter.data.copy_(linear.oriented(masked))
+            share(linear.parameter).copy_(linear.oriented(masked))
 
     def _order(self, site: Site, indices: Mapping[str, Tensor]) -> Tensor:
         index = indices.get(site.space.name)
         order = torch.arange(site.channels) if index is None else site.expand(index)
         return order.to(self._model.device)
 
-    def loss(self, objective: Objective, ids: Tensor) -> float:
+    def loss(self, objective: Objective, samples: Samples) -> float:
         """Returns the mean loss over all sequences.
 
         Raises:
             CalibrationError: The loss is not finite.
         """
-        return self._check(self._micro_batch.run(partial(objective.mean, self._model, ids)))
+        return self._check(self._micro_batch.run(partial(objective.mean, self._model, samples)))
 
     @torch.enable_grad()
-    def take_gradients(self, objective: Objective, ids: Tensor, advance: Callable[[int], None] | None = None) -> float:
+    def take_gradients(
+        self, objective: Objective, samples: Samples, advance: Callable[[int], None] | None = None
+    ) -> float:
         """Sums the gradient of the mean loss by each masked weight, and returns the mean loss.
 
         Args:
             objective: The loss.
-            ids: Calibration sequences, int64 ``[sequences, tokens]``.
+            samples: Calibration samples.
             advance: Called with the number of sequences after each backward pass.
 
         Raises:
             CalibrationError: The loss is not finite.
         """
-        scale = 2.0 ** round(math.log2(ids.numel()))  # float16 gradients of a mean vanish
+        scale = 2.0 ** round(math.log2(samples.positions))  # float16 gradients of a mean vanish
         reported = 0
 
         def backward(size: int) -> float:
             nonlocal reported
             self.drop_gradients()
-            losses = []
-            for rows in torch.arange(ids.shape[0]).split(size):
-                loss = objective.loss(last_hidden_state(self._model, ids[rows]), rows) * (rows.numel() / ids.shape[0])
+            losses, done = [], 0
+            for rows in ranks.parts(torch.arange(len(samples)), size):
+                loss = objective.loss(last_hidden_state(self._model, samples[rows]), rows) * (
+                    rows.numel() / len(samples)
+                )
                 (loss * scale).backward()
                 losses.append(loss.detach())
-                more = int(rows[-1]) + 1 - reported
+                done += rows.numel()
+                more = done - reported
                 if advance is not None and more > 0:  # less where memory was too small and the pass starts again
                     advance(more)
                     reported += more
-            return sum(torch.stack(losses).tolist())
+            return sum(to_numbers(losses))
 
-        loss = self._check(self._micro_batch.run(backward))
+        loss = self._check(ranks.total(self._micro_batch.run(backward)))
+        self._add_up_gradients()
         for linear in self._linears:
             if linear.gradient is not None:
                 linear.gradient /= scale
         return loss
+
+    def _add_up_gradients(self) -> None:
+        """Adds the gradients up over all ranks: an expert that no token of this rank visits may have some elsewhere.
+
+        FSDP2 has done so for weights that are spread.
+        """
+        if self.spread:
+            return
+        reached = torch.tensor([linear.gradient is not None for linear in self._linears], dtype=torch.int64)
+        ranks.add_up([reached])
+        linears = [linear for linear, found in zip(self._linears, reached.tolist(), strict=True) if found]
+        ranks.add_up(linear.total for linear in linears)
 
     def drop_gradients(self) -> None:
         """Frees the gradients."""
@@ -189,6 +222,12 @@ def hard_masked(
         config: Options.
     """
     linears, handles = [], []
+    experts = next((name for _, name in plan.linears() if expert_of(model, name) is not None), None)
+    if experts is not None and any(is_spread(parameter) for parameter in model.parameters()):
+        raise ConfigError(
+            f"{experts}: the gradients of experts cannot be spread over GPUs, because not every GPU sends tokens to "
+            "each: choose --permutation learned or heuristic, or GPUs that hold the whole model"
+        )
     with ExitStack() as stack:
         stack.enter_context(frozen(model))
         if config.activation_checkpointing:
@@ -198,7 +237,9 @@ def hard_masked(
             parameter = module.get_parameter("weight")
             assert isinstance(parameter, nn.Parameter)
             in_out = isinstance(module, Conv1D)
-            masked = _Masked(site, parameter, parameter.data.clone(), importances[name], fisher[name], in_out)
+            rows = rows_of_share(parameter, in_out)
+            importance, information = importances[name].of_rows(rows, model.device), fisher[name].of_rows(rows)
+            masked = _Masked(site, parameter, share(parameter).clone(), importance, information, in_out)
             linears.append(masked)
             handles.append(parameter.requires_grad_(True).register_post_accumulate_grad_hook(masked.add))
         try:
@@ -207,6 +248,6 @@ def hard_masked(
             for handle in handles:
                 handle.remove()
             for linear in linears:
-                linear.parameter.data.copy_(linear.dense)
+                share(linear.parameter).copy_(linear.dense)
                 linear.parameter.requires_grad_(False)
                 linear.parameter.grad = None

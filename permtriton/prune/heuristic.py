@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from permtriton import ranks
 from permtriton.kernels.assignment import assignment
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.model.plan import ChannelSpace, Plan, Site, linear_module, weight_in_out
@@ -55,12 +56,14 @@ def heuristic_indices(
     Returns:
         Space name -> unit index, int64 ``[units]``.
     """
-    indices = {}
-    with progress.stage("heuristic", sum(len(space.segments) for space in spaces)) as advance:
-        for space in spaces:
+    steps = sum(len(space.segments) for space in ranks.dealt(spaces))
+    with progress.stage("heuristic", steps) as advance:
+
+        def order(space: ChannelSpace) -> Tensor:
             scores = space_scores(model, plan.sites_of(space), importances, row_weights)
-            indices[space.name] = heuristic_index(space, scores, pattern, advance)
-    return indices
+            return heuristic_index(space, scores, pattern, advance)
+
+        return {space.name: index for space, index in zip(spaces, ranks.deal(spaces, order), strict=True)}
 
 
 def space_scores(

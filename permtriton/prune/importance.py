@@ -14,6 +14,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from permtriton.config import ImportanceMethod
 from permtriton.kernels.importance import ImportanceFactors
@@ -62,3 +63,9 @@ def importances_of(
         name: importance_of(method, weight_in_out(linear_module(model, name)), statistics[site.name])
         for site, name in plan.linears()
     }
+
+
+def magnitudes(model: PreTrainedModel, plan: Plan) -> dict[str, ImportanceFactors]:
+    """Returns linear name -> importance by magnitude, which needs no statistics; arguments as of `importances_of`."""
+    ones = {site.name: torch.ones(site.channels, device=model.device) for site in plan.sites}
+    return importances_of(model, plan, "magnitude", ones)

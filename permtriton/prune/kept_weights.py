@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from permtriton import ranks
 from permtriton.config import CompileConfig
 from permtriton.errors import CalibrationError, VerificationError
 from permtriton.micro_batch import MicroBatch
@@ -247,13 +248,14 @@ class Trainer:
         def backward(size: int) -> float:
             self._kept.drop_gradients()
             total = 0.0
-            for part in rows.split(size):
+            for part in ranks.parts(rows, size):
                 loss = self._loss_of(part) * (part.numel() / rows.numel())
                 (loss * scale).backward()
                 total += float(loss.detach())
             return total
 
-        total = self._check(self._micro_batch.run(backward), "loss")
+        total = self._check(ranks.total(self._micro_batch.run(backward)), "loss")
+        ranks.add_up(grads)
         for grad in grads:
             grad.div_(scale)
         if not bool(torch.stack([grad.isfinite().all() for grad in grads]).all()):
@@ -267,10 +269,10 @@ class Trainer:
     @torch.no_grad()
     def _held_out_loss(self) -> float:
         def total(size: int) -> float:
-            losses = [self._loss_of(part) * part.numel() for part in self._held_out.split(size)]
-            return float(torch.stack(losses).sum())
+            losses = [self._loss_of(part) * part.numel() for part in ranks.parts(self._held_out, size)]
+            return float(torch.stack(losses).sum()) if losses else 0.0
 
-        return self._check(self._micro_batch.run(total) / self._held_out.numel(), "loss")
+        return self._check(ranks.total(self._micro_batch.run(total)) / self._held_out.numel(), "loss")
 
     def _check(self, value: float, kind: str) -> float:
         if not math.isfinite(value):

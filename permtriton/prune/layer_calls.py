@@ -5,8 +5,8 @@ masks) do not depend on weights. Inside a chain, layers run without the model; w
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,20 +16,53 @@ from transformers import PreTrainedModel
 
 from permtriton.micro_batch import MicroBatch
 from permtriton.model.checks import TOLERANCE, relative_difference
-from permtriton.model.forward import last_hidden_state
+from permtriton.model.forward import last_hidden_state, replaced_forwards
+from permtriton.model.samples import Samples
 
+Empty = Callable[..., Tensor]  # makes a tensor of a shape and a dtype on the CPU, as torch.empty does
 PLAIN = (Tensor, bool, int, float, str, torch.dtype, torch.device, type(None))
 
 
 @dataclass(frozen=True)
 class _Call:
-    """One call of a layer: its hidden states, its other arguments, and the hidden states that it returned."""
+    """One call of a layer.
+
+    Attributes:
+        hidden: its hidden states, where the layer before did not return the same; else None.
+        leaves: its other arguments, flat.
+        structure: their structure.
+        problem: why the call cannot be repeated; empty if it can.
+        follows: name of the layer that ran before, if it returned these hidden states; else empty.
+        form: form of its output; None if there is more in it than hidden states.
+    """
 
     hidden: Tensor | None
     leaves: list[Any]
     structure: pytree.TreeSpec
     problem: str
-    output: Tensor
+    follows: str
+    form: "Form | None" = None
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a layer returns hidden states: alone, or among values that are no tensors.
+
+    Attributes:
+        leaves: the flat output, with None in place of the hidden states.
+        at: their position in it.
+        structure: its structure.
+        shape: shape of the hidden states of one sequence, ``[tokens, hidden]``.
+    """
+
+    leaves: list[Any]
+    at: int
+    structure: pytree.TreeSpec
+    shape: torch.Size
+
+    def of(self, hidden: Tensor) -> Any:
+        """Returns hidden states as the layer would."""
+        return pytree.tree_unflatten([*self.leaves[: self.at], hidden, *self.leaves[self.at + 1 :]], self.structure)
 
 
 class LayerCalls:
@@ -51,9 +84,7 @@ class LayerCalls:
     def _add(self, call: _Call) -> None:
         first = self._leaves[0] if self._leaves else call.leaves
         self._structure = call.structure
-        self._leaves.append(
-            [one if _same(one, other) else other for one, other in zip(first, call.leaves, strict=True)]
-        )
+        self._leaves.append([one if same(one, other) else other for one, other in zip(first, call.leaves, strict=True)])
 
     def __call__(self, hidden: Tensor, rows: Tensor) -> Tensor:
         """Returns the layer's output ``[len(rows), tokens, hidden]``.
@@ -70,23 +101,31 @@ class LayerCalls:
 
     def _run(self, hidden: Tensor, leaves: list[Any]) -> Tensor:
         assert self._structure is not None
-        positional, named = pytree.tree_unflatten(leaves, self._structure)
-        if "hidden_states" in named:
-            return _hidden_of(self._layer(*positional, **{**named, "hidden_states": hidden}))
-        return _hidden_of(self._layer(hidden, *positional[1:], **named))
+        return run_layer(self._layer, hidden, leaves, self._structure)
 
     @torch.no_grad()
-    def run(self, hidden: Tensor, batch: int) -> Tensor:
-        """Returns the output for all sequences, on the CPU.
+    def run(self, hidden: Tensor, batch: int, rows: Tensor | None = None, empty: Empty = torch.empty) -> Tensor:
+        """Returns the output for some sequences, on the CPU.
 
         Args:
             hidden: the hidden states of all sequences, ``[sequences, tokens, hidden]``.
             batch: sequences per call.
+            rows: numbers of the sequences to run, int64 ``[at least one]``; all by default.
+            empty: makes the tensor that is returned.
         """
-        rows = torch.arange(hidden.shape[0])
-        return MicroBatch(batch).run(
-            lambda size: torch.cat([self(hidden[part], part).cpu() for part in rows.split(size)])
-        )
+        numbers = torch.arange(hidden.shape[0]) if rows is None else rows
+
+        def outputs(size: int) -> Tensor:
+            result = torch.empty(0)
+            for start in range(0, numbers.numel(), size):
+                part = numbers[start : start + size]
+                found = self(hidden[part], part)
+                if not start:
+                    result = empty((numbers.numel(), *found.shape[1:]), dtype=found.dtype)
+                result[start : start + size] = found.cpu()
+            return result
+
+        return MicroBatch(batch).run(outputs)
 
     @torch.no_grad()
     def try_together(self, hidden: Tensor) -> None:
@@ -111,37 +150,55 @@ class LayerCalls:
         return found.shape == expected.shape and relative_difference(expected, found) <= TOLERANCE[hidden.dtype]
 
 
+def run_layer(layer: nn.Module, hidden: Tensor, leaves: list[Any], structure: pytree.TreeSpec) -> Tensor:
+    """Calls a layer as `recorded` has seen it, on other hidden states, and returns those of its output."""
+    positional, named = pytree.tree_unflatten(leaves, structure)
+    if "hidden_states" in named:
+        return _hidden_of(layer(*positional, **{**named, "hidden_states": hidden}))
+    return _hidden_of(layer(hidden, *positional[1:], **named))
+
+
 @torch.no_grad()
 def record_chain(
-    model: PreTrainedModel, layers: Mapping[str, nn.Module], ids: Tensor
+    model: PreTrainedModel, layers: Mapping[str, nn.Module], samples: Samples, empty: Empty = torch.empty
 ) -> tuple[dict[str, LayerCalls], Tensor]:
-    """Runs the model on every sequence and returns the calls of a chain's layers, and what its first layer reads.
+    """Returns the calls of a chain's layers for every sequence, and what its first layer reads.
+
+    The arguments of a chain's layers do not depend on their hidden states. So the layers run for the first sequence
+    only: for the others, the model runs without them.
 
     Args:
         model: model to run.
         layers: name -> layer, for the layers of a chain, in execution order.
-        ids: int64 ``[sequences, tokens]``.
+        samples: its inputs.
+        empty: makes the tensor of hidden states.
 
     Returns:
         Name -> calls, and hidden states ``[sequences, tokens, hidden]`` on the CPU.
     """
     calls = {name: LayerCalls(layer) for name, layer in layers.items()}
-    hidden = []
-    for row in ids.split(1):
-        found = _recorded(model, layers, row)
+    start, hidden = next(iter(layers)), torch.empty(0)
+    found = recorded(model, layers, samples[:1])
+    forms = {layers[name]: call.form for name, (call,) in found.items() if call.form is not None}
+    for number, row in enumerate(samples.split(1)):
+        if number:
+            with left_out(forms):
+                found = recorded(model, layers, row)
+        first = found[start][0].hidden
+        assert first is not None
+        if not number:
+            hidden = empty((len(samples), *first.shape[1:]), dtype=first.dtype)
+        hidden[number] = first[0]
         for name, (call,) in found.items():
             calls[name]._add(call)
-        first = found[next(iter(layers))][0].hidden
-        assert first is not None
-        hidden.append(first.cpu())
-    return calls, torch.cat(hidden)
+    return calls, hidden
 
 
 @torch.no_grad()
 def find_chains(
     model: PreTrainedModel,
     layers: Mapping[str, nn.Module],
-    ids: Tensor,
+    sample: Samples,
     weights: Iterable[Tensor],
 ) -> tuple[list[list[str]], dict[str, str]]:
     """Returns the chains, as names of layers, and name -> why a layer cannot run without the model.
@@ -149,24 +206,50 @@ def find_chains(
     Args:
         model: the model.
         layers: name -> layer, in execution order.
-        ids: a sequence to try, int64 ``[1, tokens]``.
-        weights: the weights that will change, or have two values: an argument that depends on them ends a chain.
+        sample: one sample, to try.
+        weights: the weights that will change, or have two values: an argument that depends on those of a chain's own
+            layers ends the chain. It may depend on other weights, which are final when the chain starts: a decoder's
+            layers read what the encoder made.
     """
-    found = _recorded(model, layers, ids)
-    with _half_negated(weights):
-        others = _recorded(model, layers, ids)
+    found = recorded(model, layers, sample)
     chains: list[list[str]] = []
     problems: dict[str, str] = {}
     previous = ""
     for name, calls in found.items():
         if len(calls) != 1 or calls[0].problem:
             problems[name] = calls[0].problem if len(calls) == 1 else f"runs {len(calls)} times in a forward pass"
-        elif previous and _follows(found[previous][0], calls[0]) and _independent(calls[0], others[name][0]):
+        elif previous and calls[0].follows == previous:
             chains[-1].append(name)
         else:
             chains.append([name])
         previous = "" if name in problems else name
-    return chains, problems
+    changing = {id(weight) for weight in weights}
+    return [part for chain in chains for part in _parted(model, layers, sample, chain, changing, found)], problems
+
+
+def _parted(
+    model: PreTrainedModel,
+    layers: Mapping[str, nn.Module],
+    sample: Samples,
+    chain: list[str],
+    changing: set[int],
+    found: Mapping[str, list[_Call]],
+) -> list[list[str]]:
+    """Returns the parts of a chain inside which no layer's arguments depend on what the layers before it compute."""
+    if len(chain) == 1:
+        return [chain]
+    forms = {layers[name]: form for name in chain if (form := found[name][0].form) is not None}
+    running = [layers[name] for name in chain if layers[name] not in forms]
+    own = [weight for layer in running for weight in layer.parameters() if id(weight) in changing]
+    with _half_negated(own), left_out(forms):
+        others = recorded(model, layers, sample)
+    parts = [chain[:1]]
+    for name in chain[1:]:
+        if _independent(found[name][0], others[name]):
+            parts[-1].append(name)
+        else:
+            parts.append([name])
+    return parts
 
 
 @contextmanager
@@ -186,36 +269,52 @@ def _half_negated(weights: Iterable[Tensor]) -> Iterator[None]:
             weight.neg_()
 
 
-def _follows(previous: _Call, call: _Call) -> bool:
+def left_out(forms: Mapping[nn.Module, Form]) -> AbstractContextManager[None]:
+    """Inside the context, layers compute nothing and return zeros in the form of their outputs."""
+
+    def replacement(layer: nn.Module) -> Callable[..., Any]:
+        def forward(*positional: Any, **named: Any) -> Any:
+            hidden = hidden_argument(positional, named)
+            return forms[layer].of(hidden.new_zeros((hidden.shape[0], *forms[layer].shape)))
+
+        return forward
+
+    return replaced_forwards(forms, replacement)
+
+
+def _independent(call: _Call, others: list[_Call]) -> bool:
     return (
-        call.hidden is not None and call.hidden.shape == previous.output.shape and _same(call.hidden, previous.output)
+        len(others) == 1 and len(call.leaves) == len(others[0].leaves) and all(map(same, call.leaves, others[0].leaves))
     )
 
 
-def _independent(call: _Call, other: _Call) -> bool:
-    return len(call.leaves) == len(other.leaves) and all(map(_same, call.leaves, other.leaves))
-
-
-def _recorded(model: PreTrainedModel, layers: Mapping[str, nn.Module], ids: Tensor) -> dict[str, list[_Call]]:
+def recorded(model: PreTrainedModel, layers: Mapping[str, nn.Module], samples: Samples) -> dict[str, list[_Call]]:
+    """Runs the model on samples together, and returns the calls of each layer by its name."""
     calls: dict[str, list[_Call]] = {name: [] for name in layers}
-    with _hooked(layers, calls):
-        last_hidden_state(model, ids)
+    with _hooked(layers, calls, len(samples)):
+        last_hidden_state(model, samples)
     return calls
 
 
 @contextmanager
-def _hooked(layers: Mapping[str, nn.Module], calls: dict[str, list[_Call]]) -> Iterator[None]:
-    inputs: dict[str, tuple[Tensor | None, list[Any], pytree.TreeSpec, str]] = {}
+def _hooked(layers: Mapping[str, nn.Module], calls: dict[str, list[_Call]], sequences: int) -> Iterator[None]:
+    """Inside the context, records calls. Of the hidden states between layers, only the last ones stay in memory."""
+    started: dict[str, _Call] = {}
+    last: tuple[str, Tensor | None] = ("", None)
 
     def before(name: str) -> Callable[..., None]:
         def hook(_layer: nn.Module, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
-            inputs[name] = _taken_apart(positional, named)
+            hidden, leaves, structure, problem = _taken_apart(positional, named, sequences)
+            follows = last[0] if hidden is not None and same(hidden, last[1]) else ""
+            started[name] = _Call(None if follows else hidden, leaves, structure, problem, follows)
 
         return hook
 
     def after(name: str) -> Callable[..., None]:
         def hook(_layer: nn.Module, _inputs: object, output: Any) -> None:
-            calls[name].append(_Call(*inputs.pop(name), _hidden_of(output).detach().clone()))
+            nonlocal last
+            last = (name, _hidden_of(output).detach().clone())
+            calls[name].append(replace(started.pop(name), form=_form(output)))
 
         return hook
 
@@ -230,16 +329,31 @@ def _hooked(layers: Mapping[str, nn.Module], calls: dict[str, list[_Call]]) -> I
             handle.remove()
 
 
+def _form(output: Any) -> Form | None:
+    """Returns the form of an output; what else a layer computes, such as a bias, may be an argument of the next one."""
+    leaves, structure = pytree.tree_flatten(output)
+    hidden = _hidden_of(output)
+    if not all(isinstance(leaf, PLAIN) for leaf in leaves) or sum(isinstance(leaf, Tensor) for leaf in leaves) > 1:
+        return None
+    rest = [None if leaf is hidden else leaf for leaf in leaves]
+    return Form(rest, [leaf is hidden for leaf in leaves].index(True), structure, hidden.shape[1:])
+
+
+def hidden_argument(positional: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    """Returns the hidden states among the arguments of a layer, by name or the first one."""
+    return named.get("hidden_states", positional[0] if positional else None)
+
+
 def _taken_apart(
-    positional: tuple[Any, ...], named: dict[str, Any]
+    positional: tuple[Any, ...], named: dict[str, Any], sequences: int
 ) -> tuple[Tensor | None, list[Any], pytree.TreeSpec, str]:
     """Returns a call's hidden states, its other arguments, their structure, and why it cannot be repeated, if so."""
-    hidden = named.get("hidden_states", positional[0] if positional else None)
+    hidden = hidden_argument(positional, named)
     rest_named = {**named, "hidden_states": None} if "hidden_states" in named else named
     rest = positional if "hidden_states" in named else (None, *positional[1:])
     leaves, structure = pytree.tree_flatten((rest, rest_named))
     problem = ""
-    if not isinstance(hidden, Tensor) or hidden.ndim != 3 or hidden.shape[0] != 1:
+    if not isinstance(hidden, Tensor) or hidden.ndim != 3 or hidden.shape[0] != sequences:
         problem, hidden = "does not take hidden states [sequences, tokens, hidden]", None
     for value in (*rest, *rest_named.values()):
         if isinstance(value, list | dict):  # layers could hand on values in it
@@ -254,7 +368,8 @@ def _hidden_of(output: Any) -> Tensor:
     return output if isinstance(output, Tensor) else output[0]
 
 
-def _same(one: Any, other: Any) -> bool:
+def same(one: Any, other: Any) -> bool:
+    """Returns whether two arguments are equal."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one is other or (one.dtype == other.dtype and torch.equal(one, other))
     return type(one) is type(other) and bool(one == other)

@@ -13,14 +13,17 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from permtriton import ranks
 from permtriton.model.forward import last_hidden_state
-from permtriton.model.plan import Plan, Site, layer_modules, linear_module
-from permtriton.prune.layer_calls import LayerCalls, find_chains, record_chain
+from permtriton.model.plan import Plan, Site, layer_names, linear_module
+from permtriton.model.samples import Samples
+from permtriton.prune.layer_calls import Empty, LayerCalls, find_chains, record_chain
+from permtriton.prune.sharding import is_spread
 
 
 @dataclass(frozen=True)
 class LayerInputs:
-    """The sites of a layer, and how to run what they read.
+    """The sites of a layer, and how to run what they read, on this rank's share of the sequences.
 
     Attributes:
         sites: the sites.
@@ -35,57 +38,75 @@ class LayerInputs:
     may_end: bool = True
 
 
-def from_model(model: PreTrainedModel, sites: list[Site], ids: Tensor, batch: int) -> LayerInputs:
+def from_model(model: PreTrainedModel, sites: list[Site], samples: Samples, batch: int) -> LayerInputs:
     """Returns the inputs of sites as the model gives them, run from its start.
 
     Args:
         model: model to run.
         sites: sites to watch.
-        ids: int64 ``[sequences, tokens]``.
-        batch: sequences per forward pass.
+        samples: its inputs.
+        batch: samples per forward pass.
     """
-    parts = torch.arange(ids.shape[0]).split(batch)
-    return LayerInputs(sites, parts, lambda rows: last_hidden_state(model, ids[rows]))
+    parts = ranks.parts(torch.arange(len(samples)), batch)
+    may_end = not any(is_spread(parameter) for parameter in model.parameters())  # FSDP2 cannot end a pass early
+    return LayerInputs(sites, parts, lambda rows: last_hidden_state(model, samples[rows]), may_end)
 
 
 def layer_by_layer(
-    model: PreTrainedModel, plan: Plan, ids: Tensor, batch: int, *, changing: bool
+    model: PreTrainedModel, plan: Plan, samples: Samples, batch: int, *, changing: bool, empty: Empty = torch.empty
 ) -> Iterator[LayerInputs]:
     """Yields the inputs of each layer's sites, in order. All its parts must be run before the next one is asked for.
 
     Args:
         model: model to run.
         plan: the model's plan.
-        ids: int64 ``[sequences, tokens]``.
-        batch: sequences per forward pass.
+        samples: its inputs.
+        batch: samples per forward pass.
         changing: whether the weights of a layer change before the next one is asked for: its inputs then follow from
             the new weights, which takes a second run of each layer.
+        empty: makes the tensors that hold the hidden states of all sequences.
     """
     groups = plan.layers()
     names = _names(model, plan, groups)
     layers = {name: model.get_submodule(name) for name in names if name}
     weights = [linear_module(model, name).get_parameter("weight") for _, name in plan.linears()] if changing else []
-    chains = find_chains(model, layers, ids[:1], weights)[0] if len(layers) > 1 else []
+    chains = find_chains(model, layers, samples[:1], weights)[0] if len(layers) > 1 else []
     chain_of = {name: chain for chain in chains if len(chain) > 1 for name in chain}
     calls: dict[str, LayerCalls] = {}
-    hidden = torch.empty(0)
+    hidden, own = torch.empty(0), samples[ranks.own_rows(len(samples))]
     for name, sites in zip(names, groups, strict=True):
         if name not in chain_of:
-            yield from_model(model, sites, ids, batch)
+            yield from_model(model, sites, samples, batch)
             continue
         if name not in calls:
-            calls, hidden = record_chain(model, {each: layers[each] for each in chain_of[name]}, ids)
+            calls, hidden = record_chain(model, {each: layers[each] for each in chain_of[name]}, own, empty)
         layer = calls[name]
         layer.try_together(hidden)
+        layer.together = all(ranks.gather(layer.together))  # each rank has tried samples of its own
         # Sequences that run one by one are parts of their own: a run may end when every site has been seen once.
-        parts = torch.arange(len(ids)).split(batch if layer.together else 1)
+        parts = torch.arange(len(own)).split(batch if layer.together else 1)
         if changing:
             yield LayerInputs(sites, parts, partial(_run, layer, hidden, None))
-            hidden = layer.run(hidden, batch)
+            if name != chain_of[name][-1]:  # what follows runs in the model
+                hidden = layer.run(hidden, batch, empty=empty)
         else:
-            outputs = torch.empty_like(hidden)
+            outputs = empty(hidden.shape, dtype=hidden.dtype)
             yield LayerInputs(sites, parts, partial(_run, layer, hidden, outputs), may_end=False)
             hidden = outputs
+
+
+def once_each(
+    model: PreTrainedModel, plan: Plan, samples: Samples, batch: int, empty: Empty = torch.empty
+) -> Iterator[LayerInputs]:
+    """Yields what `layer_by_layer` does where weights do not change, and all that the model must give at once, last."""
+    rest: list[Site] = []
+    for layer in layer_by_layer(model, plan, samples, batch, changing=False, empty=empty):
+        if layer.may_end:
+            rest += layer.sites
+        else:
+            yield layer
+    if rest:
+        yield from_model(model, rest, samples, batch)
 
 
 def _run(layer: LayerCalls, hidden: Tensor, outputs: Tensor | None, rows: Tensor) -> None:
@@ -99,8 +120,7 @@ def _names(model: nn.Module, plan: Plan, groups: Sequence[Sequence[Site]]) -> li
 
     Also "" where other layers run the same linears: their inputs count, too.
     """
-    modules = {module: name for name, module in model.named_modules()}
-    layer_of = {part: modules[layer] for layer in layer_modules(model, plan) for part in layer.modules()}
+    layer_of = layer_names(model, plan)
     found = []
     for sites in groups:
         names = {layer_of.get(linear_module(model, linear), "") for site in sites for linear in site.linears}

@@ -15,12 +15,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from permtriton import ranks
 from permtriton.config import CompileConfig, LearnConfig
 from permtriton.errors import CalibrationError, ConfigError, MemoryTooSmallError
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.micro_batch import MicroBatch, Result
 from permtriton.model.forward import last_hidden_state
 from permtriton.model.plan import ChannelSpace, Plan
+from permtriton.model.samples import Samples
 from permtriton.permutation import identity, moved
 from permtriton.progress import Progress
 from permtriton.prune.masked_model import Masks, masked_model
@@ -95,12 +97,13 @@ def learn(
     model: PreTrainedModel,
     plan: Plan,
     importances: Mapping[str, ImportanceFactors],
-    ids: Tensor,
+    samples: Samples,
     objective: Objective,
     config: CompileConfig,
     progress: Progress,
     resume: LearningState | None = None,
     keep_masked: bool = True,
+    spread_on: torch.device | None = None,
 ) -> Learned:
     """Learns a unit index for every space that may move.
 
@@ -108,12 +111,13 @@ def learn(
         model: Dense model, its channels already in base order; unchanged on return.
         plan: The model's plan.
         importances: Linear name -> importance, for every pruned linear.
-        ids: Calibration sequences, int64 ``[sequences, tokens]``.
-        objective: The loss, with the dense model's outputs on ``ids``.
+        samples: Calibration samples.
+        objective: The loss, with the dense model's outputs on ``samples``.
         config: Options; the seed is that of the initial logits and of the order of sequences.
         progress: Progress reporter.
         resume: Storage of the state between epochs, to continue from and to write to; None keeps no state.
         keep_masked: Whether memory allows to compute masks once per step, see `permtriton.prune.masked_model`.
+        spread_on: Device on which the weights of ``model``, a twin, are spread over the ranks; None where they are not.
 
     Raises:
         CalibrationError: The loss is not finite, or the gradients are zero or not finite.
@@ -124,10 +128,10 @@ def learn(
     spaces = learned_spaces(plan, options)
     if not spaces:
         raise ConfigError(_nothing_learns(options))
-    relaxation = Relaxation(spaces, options, config.seed, model.device)
+    relaxation = Relaxation(spaces, options, config.seed, spread_on or model.device)
     optimizer = torch.optim.AdamW(relaxation.parameters(), lr=options.learning_rate, weight_decay=options.weight_decay)
-    with masked_model(model, plan, importances, relaxation, config, keep_masked) as masks:
-        trainer = Trainer(model, masks, relaxation, optimizer, ids, objective, config)
+    with masked_model(model, plan, importances, relaxation, config, keep_masked, spread_on) as masks:
+        trainer = Trainer(model, masks, relaxation, optimizer, samples, objective, config)
         result = resume.load(relaxation, optimizer, options.epochs) if resume else None
         if result is None:
             base = {space.name: identity(space.units) for space in spaces}
@@ -186,8 +190,8 @@ class Trainer:
         masks: The model's masks.
         relaxation: Logits that learn.
         optimizer: Optimizer of the logits.
-        ids: Calibration sequences, int64 ``[sequences, tokens]``.
-        objective: The loss, with the dense model's outputs on ``ids``.
+        samples: Calibration samples.
+        objective: The loss, with the dense model's outputs on ``samples``.
         config: Options; the seed is that of the order of sequences.
     """
 
@@ -197,15 +201,15 @@ class Trainer:
         masks: Masks,
         relaxation: Relaxation,
         optimizer: torch.optim.Optimizer,
-        ids: Tensor,
+        samples: Samples,
         objective: Objective,
         config: CompileConfig,
     ) -> None:
         self._model, self._masks, self._relaxation, self._optimizer = model, masks, relaxation, optimizer
-        self._ids, self._objective = ids.to(model.device), objective
+        self._samples, self._objective = samples.to(model.device, model.dtype), objective
         self._config, self._seed, self._micro_batch_size = config.learn, config.seed, config.micro_batch_size
         self._micro_batch = MicroBatch(config.micro_batch_size)
-        self.steps_per_epoch = math.ceil(ids.shape[0] / config.learn.batch_size)
+        self.steps_per_epoch = math.ceil(len(samples) / config.learn.batch_size)
 
     def tau(self, step: int) -> float:
         """Returns the temperature at a step, linear from ``tau_start`` at the first to ``tau_end`` at the last."""
@@ -216,7 +220,7 @@ class Trainer:
     def indices(self, step: int) -> dict[str, Tensor]:
         """Returns space name -> unit index, int64 ``[units]``: the hard permutations at the temperature of a step."""
         with torch.no_grad():
-            return self._relaxation.harden(self._relaxation.soft(self.tau(step)))
+            return ranks.on_first(lambda: self._relaxation.harden(self._relaxation.soft(self.tau(step))))
 
     def agreement(self, indices: Mapping[str, Tensor], step: int) -> float:
         """Returns how near the soft permutations at the temperature of a step are to hard ones.
@@ -234,7 +238,7 @@ class Trainer:
         The order of sequences depends on the seed and the epoch's number alone, so that a resumed run repeats it.
         """
         generator = torch.Generator().manual_seed(self._seed * 1_000_003 + number)
-        order = torch.randperm(self._ids.shape[0], generator=generator)
+        order = torch.randperm(len(self._samples), generator=generator)
         for offset, rows in enumerate(order.split(self._config.batch_size)):
             yield self.step(rows, (number - 1) * self.steps_per_epoch + offset)
 
@@ -249,14 +253,15 @@ class Trainer:
             group["lr"] = self._config.learning_rate * 0.5 * (1 + math.cos(math.pi * step / total))
         soft = self._relaxation.soft(self.tau(step))
         index = self._relaxation.assign(soft)
-        scale = 2.0 ** round(math.log2(rows.numel() * self._ids.shape[1]))  # float16 gradients of a mean vanish
+        ranks.send_from_first([index])
+        scale = 2.0 ** round(math.log2(rows.numel() * self._samples.tokens))  # float16 gradients of a mean vanish
 
         def backward(size: int) -> list[Tensor]:
             self._masks.set(index, soft)  # drops the gradients of an attempt for which memory was too small
             losses = []
-            for micro_batch in rows.split(size):
-                ids = self._ids[micro_batch.to(self._ids.device, non_blocking=True)]
-                loss = self._objective.loss(last_hidden_state(self._model, ids), micro_batch)
+            for micro_batch in ranks.parts(rows, size):
+                hidden = last_hidden_state(self._model, self._samples[micro_batch])
+                loss = self._objective.loss(hidden, micro_batch)
                 loss = loss * (micro_batch.numel() / rows.numel())
                 (loss * scale).backward()
                 losses.append(loss.detach())
@@ -265,7 +270,7 @@ class Trainer:
         losses = self._run(backward)
         losses.append(self._masks.backward(scale))
         *parts, largest = torch.stack(losses).tolist()  # the host waits only here, where all work is queued
-        loss_sum = self._check(sum(parts))
+        loss_sum = self._check(ranks.total(sum(parts)))
         if not 0 < largest < math.inf:
             raise CalibrationError(
                 f"the largest gradient of the permutations is {largest}: nothing can be learned in this dtype; try "
@@ -289,7 +294,7 @@ class Trainer:
 
         def mean(size: int) -> float:
             self._masks.set(index, None)
-            return self._objective.mean(self._model, self._ids, size)
+            return self._objective.mean(self._model, self._samples, size)
 
         return self._check(self._run(mean))
 

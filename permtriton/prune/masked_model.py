@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from permtriton import ranks
 from permtriton.config import CompileConfig
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.nm_mask import nm_mask, nm_mask_backward
@@ -26,6 +27,7 @@ from permtriton.model.forward import replaced_forwards
 from permtriton.model.plan import Plan, layer_modules, linear_module
 from permtriton.permutation import identity
 from permtriton.prune.relaxation import Relaxation, SiteBlocks
+from permtriton.prune.sharding import spread
 
 
 class _MaskedWeight(nn.Module):
@@ -153,6 +155,8 @@ class Masks:
     def backward(self, scale: float) -> Tensor:
         """Propagates the gradients that have accumulated since `set` to the logits, and frees those of weights.
 
+        The gradients of all ranks are added up.
+
         Args:
             scale: Factor by which the loss was multiplied; the gradients are divided by it.
 
@@ -164,6 +168,7 @@ class Masks:
             for flat in (leaf.grad, *(weight.take_gradient() for weight in weights)):
                 if flat is not None:
                     blocks.add_gradient(flat, grads)
+        ranks.add_up(grads)
         largest = torch.stack([grad.div_(scale).abs().amax() for grad in grads]).amax()
         torch.autograd.backward(self._soft, grads)
         return largest
@@ -177,6 +182,7 @@ def masked_model(
     relaxation: Relaxation,
     config: CompileConfig,
     keep: bool = True,
+    spread_on: torch.device | None = None,
 ) -> Iterator[Masks]:
     """Inside the context, masks every pruned linear, freezes the model and recomputes activations layer by layer.
 
@@ -190,6 +196,8 @@ def masked_model(
         config: Options.
         keep: Whether masked weights are kept as long as their order: they and their gradients take twice the memory of
             the pruned weights.
+        spread_on: Device on which the weights of a `twin_of` the model are spread over the ranks; None where they are
+            not. Nothing is kept then, and weights keep their layout.
 
     Yields:
         The masks; `Masks.set` comes before the first run of the model.
@@ -207,19 +215,22 @@ def masked_model(
                 module = linear_module(model, name)
                 in_out = isinstance(module, Conv1D)
                 weight = module.get_parameter("weight")
-                weights.append(_MaskedWeight(weight, importances[name], sizes, config, in_out))
-                stack.enter_context(_parametrized(module, weights[-1], in_out))
+                importance = importances[name].of_rows(slice(None), spread_on or weight.device)
+                weights.append(_MaskedWeight(weight, importance, sizes, config, in_out))
+                stack.enter_context(_parametrized(module, weights[-1], in_out or spread_on is not None))
             if blocks:
                 entries.append((blocks, weights))
             else:
                 fixed += weights
-        yield Masks(entries, fixed, keep)
+        if spread_on is not None:  # FSDP2 must see the parametrizations
+            stack.enter_context(spread(model, plan, spread_on))
+        yield Masks(entries, fixed, keep and spread_on is None)
 
 
 @contextmanager
-def _parametrized(module: nn.Module, masked: _MaskedWeight, in_out: bool) -> Iterator[None]:
+def _parametrized(module: nn.Module, masked: _MaskedWeight, as_stored: bool) -> Iterator[None]:
     weight, names = module.get_parameter("weight"), list(module._parameters)
-    if not in_out:
+    if not as_stored:
         weight.data = _turned(weight.data).t()
     parametrize.register_parametrization(module, "weight", masked, unsafe=True)
     try:
@@ -227,7 +238,7 @@ def _parametrized(module: nn.Module, masked: _MaskedWeight, in_out: bool) -> Ite
     finally:
         parametrize.remove_parametrizations(module, "weight", leave_parametrized=False)
         weight = module.get_parameter("weight")
-        if not in_out:
+        if not as_stored:
             weight.data = _turned(weight.data.t())
         for name in names:  # restores their order, in which the weight has become the last
             module._parameters[name] = module._parameters.pop(name)

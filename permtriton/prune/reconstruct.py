@@ -7,22 +7,24 @@ targets on the CPU.
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from permtriton import ranks
 from permtriton.config import CompileConfig
 from permtriton.model.forward import cosine_loss
-from permtriton.model.plan import Plan, layer_modules, linear_module
+from permtriton.model.plan import Plan, layer_names, linear_module
+from permtriton.model.samples import Samples
+from permtriton.offload import Offload
 from permtriton.progress import Advance, Progress
 from permtriton.prune.kept_weights import KeptWeights, Trained, Trainer, steps_per_epoch, weights_of
-from permtriton.prune.layer_calls import LayerCalls, find_chains, record_chain
+from permtriton.prune.layer_calls import Empty, LayerCalls, find_chains, record_chain
 from permtriton.prune.state_file import StateFile
 
 
@@ -58,10 +60,11 @@ def reconstruct(
     model: PreTrainedModel,
     plan: Plan,
     dense_weights: Mapping[str, Tensor],
-    ids: Tensor,
+    samples: Samples,
     config: CompileConfig,
     progress: Progress,
     state: StateFile | None = None,
+    offload: Offload | None = None,
 ) -> Reconstructed:
     """Trains the kept weights of the pruned linears layer by layer; nothing else of the model changes.
 
@@ -76,11 +79,12 @@ def reconstruct(
         model: pruned model; its weights change in place.
         plan: the model's plan.
         dense_weights: name of each pruned linear -> its weight before pruning, in the present order of channels.
-        ids: calibration sequences, int64 ``[sequences, tokens]``.
+        samples: calibration samples.
         config: options.
         progress: progress reporter, one step per optimizer step.
         state: file that keeps the state between layers, to continue from and to write to; None keeps no state. Its
             inputs must cover the pruned weights, or what they follow from.
+        offload: where the layers' inputs and targets, and the weights that are finished, are kept; None for memory.
 
     Raises:
         CalibrationError: a loss or a gradient is not finite.
@@ -88,9 +92,9 @@ def reconstruct(
     """
     layers, left = _layers(model, plan, config)
     weights = weights_of(model, [name for _, name in plan.linears()])
-    dense = partial(_swapped, weights, dense_weights)
+    empty = torch.empty if offload is None else offload.empty
     modules = {name: layer.module for name, layer in layers.items()}
-    chains, problems = find_chains(model, modules, ids[:1], weights.values())
+    chains, problems = ranks.on_first(lambda: find_chains(model, modules, samples[:1], weights.values()))
     result = Reconstructed(left={**left, **problems})
     for name, reason in result.left.items():
         progress.say(f"reconstruct: {name} keeps its weights: {reason}")
@@ -98,14 +102,15 @@ def reconstruct(
     finished = _load(state, parts, result, config.update.update_epochs) if state else {}
     if finished:
         progress.say(f"reconstruct: continuing after {result.layers[-1]['layer']} of an interrupted run")
-    steps = config.update.update_epochs * steps_per_epoch(ids.shape[0], config)
+    steps = config.update.update_epochs * steps_per_epoch(len(samples), config)
     with progress.stage("reconstruct", len(parts) * steps) as advance:
         advance(len(result.layers) * steps)
-        for name, problem in _problems(model, layers, chains, ids, dense, dense_weights, config):
+        for name, problem in _problems(model, layers, chains, samples, weights, dense_weights, config, empty):
             for part in layers[name].parts:
                 if not part.keys() <= finished.keys():
                     result.layers.append({"layer": name, **problem.train(model, part, name, advance)})
-                    finished |= KeptWeights(part).snapshot()
+                    kept = KeptWeights(part).snapshot()
+                    finished |= kept if offload is None else {key: offload.moved(value) for key, value in kept.items()}
                     _save(state, finished, result)
     return result
 
@@ -114,24 +119,33 @@ def _problems(
     model: PreTrainedModel,
     layers: Mapping[str, _Layer],
     chains: Sequence[Sequence[str]],
-    ids: Tensor,
-    dense: Callable[[], AbstractContextManager[None]],
+    samples: Samples,
+    weights: Mapping[str, nn.Parameter],
     dense_weights: Mapping[str, Tensor],
     config: CompileConfig,
+    empty: Empty,
 ) -> Iterator[tuple[str, "_Problem"]]:
     """Yields each layer's name and problem, in order; the next one's inputs follow from the weights at that time."""
     for chain in chains:
         modules = {name: layers[name].module for name in chain}
-        with dense():
-            dense_calls, target = record_chain(model, modules, ids)
-        calls, hidden = record_chain(model, modules, ids)
+        inside = {linear for name in chain for linear in layers[name].weights}  # whose values no argument depends on
+        with _swapped({name: each for name, each in weights.items() if name not in inside}, dense_weights):
+            dense_calls, target = record_chain(model, modules, samples, empty)
+        calls, hidden = record_chain(model, modules, samples, empty)
         for name in chain:
             with _swapped(layers[name].weights, dense_weights):
                 dense_calls[name].try_together(target)
-                target = dense_calls[name].run(target, config.micro_batch_size)
+                target = _outputs(dense_calls[name], target, config, empty)
             calls[name].try_together(hidden)
             yield name, _Problem(calls[name], hidden, target, config)
-            hidden = calls[name].run(hidden, config.micro_batch_size)
+            if name != chain[-1]:
+                hidden = _outputs(calls[name], hidden, config, empty)
+
+
+def _outputs(layer: LayerCalls, hidden: Tensor, config: CompileConfig, empty: Empty) -> Tensor:
+    """Returns a layer's output for all sequences, of which each rank runs its share."""
+    share = ranks.own_rows(hidden.shape[0])
+    return ranks.join(layer.run(hidden, config.micro_batch_size, share, empty), hidden.shape[0])
 
 
 @dataclass(frozen=True)
@@ -200,11 +214,8 @@ def _copy(weights: Mapping[str, nn.Parameter], values: Mapping[str, Tensor]) -> 
 
 def _layers(model: nn.Module, plan: Plan, config: CompileConfig) -> tuple[dict[str, _Layer], dict[str, str]]:
     """Returns name -> layer in execution order, and name -> reason of the linears that no layer can train."""
-    names = {module: name for name, module in model.named_modules()}
+    layer_of = layer_names(model, plan)
     owners: dict[int, set[str]] = {}  # id of a parameter -> the layers that use it; "" for what is outside of layers
-    layer_of: dict[nn.Module, str] = {}
-    for layer in layer_modules(model, plan):
-        layer_of |= dict.fromkeys(layer.modules(), names[layer])
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             owners.setdefault(id(parameter), set()).add(layer_of.get(module, ""))

@@ -22,11 +22,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from permtriton import ranks
 from permtriton.config import CompileConfig
 from permtriton.errors import ConfigError
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.swap_gains import swap_gains
 from permtriton.model.plan import ChannelSpace, Plan
+from permtriton.model.samples import Samples
 from permtriton.permutation import identity, moved
 from permtriton.progress import Progress
 from permtriton.prune.fisher import fisher_information
@@ -160,7 +162,7 @@ def search(
     model: PreTrainedModel,
     plan: Plan,
     importances: Mapping[str, ImportanceFactors],
-    ids: Tensor,
+    samples: Samples,
     objective: Objective,
     config: CompileConfig,
     progress: Progress,
@@ -172,8 +174,8 @@ def search(
         model: Dense model, its channels in base order; unchanged on return.
         plan: The model's plan.
         importances: Linear name -> importance, for every pruned linear.
-        ids: Calibration sequences, int64 ``[sequences, tokens]``.
-        objective: The loss, with the dense model's outputs on ``ids``.
+        samples: Calibration samples.
+        objective: The loss, with the dense model's outputs on ``samples``.
         config: Options.
         progress: Progress reporter, one step per sequence and pass.
         state: Storage of the state between rounds, to continue from and to write to; None keeps no state.
@@ -189,18 +191,18 @@ def search(
             "no permutation is left to search: none of this model's channels may move (see permtriton inspect); use "
             "--permutation none"
         )
-    fisher = fisher_information(model, plan, objective.kind, ids, config, progress)
+    fisher = fisher_information(model, plan, objective.kind, samples, config, progress)
     with hard_masked(model, plan, importances, fisher, config) as masks:
-        searcher = Searcher(masks, spaces, ids, objective, config)
+        searcher = Searcher(masks, spaces, samples, objective, config)
         result = state.load(spaces, config.search.rounds) if state else None
         if result is None:
             base = {space.name: identity(space.units) for space in spaces}
-            start = Round(0, searcher.loss(base), 0, 0.0, config.search.damping, 0, 0, 0.0)
-            result = Searched(base, [start])
+            result = Searched(base, [Round(0, searcher.loss(base), 0, 0.0, config.search.damping, 0, 0, 0.0)])
         else:
             progress.say(f"continuing after round {result.history[-1].round} of an interrupted run")
-        with progress.stage("search", config.search.rounds * ids.shape[0]) as advance:
-            advance((len(result.history) - 1) * ids.shape[0])
+        share = ranks.own_rows(len(samples)).numel()
+        with progress.stage("search", config.search.rounds * share) as advance:
+            advance((len(result.history) - 1) * share)
             while not result.finished:
                 last, first = result.history[-1], result.history[0]
                 note = f"round {last.round + 1}, loss {last.loss:.4f}, base {first.loss:.4f}, {last.swaps} swaps"
@@ -217,11 +219,11 @@ class Searcher:
         self,
         masks: HardMasks,
         spaces: Sequence[ChannelSpace],
-        ids: Tensor,
+        samples: Samples,
         objective: Objective,
         config: CompileConfig,
     ) -> None:
-        self._masks, self._spaces, self._ids = masks, spaces, ids
+        self._masks, self._spaces, self._samples = masks, spaces, samples
         self._objective, self._config = objective, config
 
     def loss(self, indices: Mapping[str, Tensor]) -> float:
@@ -234,7 +236,7 @@ class Searcher:
         for space in self._spaces:
             space.check(indices[space.name])
         self._masks.set(indices)
-        return self._masks.loss(self._objective, self._ids)
+        return self._masks.loss(self._objective, self._samples)
 
     def round(self, result: Searched, advance: Callable[[int], None] | None = None) -> None:
         """Runs one round and records it in ``result``.
@@ -250,7 +252,7 @@ class Searcher:
         least = min(LEAST_DAMPING, self._config.search.damping)
         damping = max(before.damping * (LOWER if before.trials == 1 else 1), least)
         self._masks.set(result.indices)
-        self._masks.take_gradients(self._objective, self._ids, advance)
+        self._masks.take_gradients(self._objective, self._samples, advance)
         swaps, loss, trials = None, before.loss, 0
         while trials < TRIALS and damping >= least:
             proposed = self.swaps(result.indices, damping, before.round + 1)
@@ -288,15 +290,18 @@ class Searcher:
             damping: Factor of the curvature in the gains.
             number: Number of the round, which decides random blocks.
         """
-        found = []
-        for place, space in enumerate(self._spaces):
-            panels = _panels(space, self._config, number)
-            parts = [self._partners(space, indices, damping, batch) for batch in panels]
+
+        def of_space(place: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+            panels = _panels(self._spaces[place], self._config, number)
+            parts = [self._partners(self._spaces[place], indices, damping, batch) for batch in panels]
             left, right, gain = (torch.cat(each) for each in zip(*parts, strict=True))
             chosen = disjoint(left, right, gain, self._config.sparsity.group)
-            found.append((torch.full_like(chosen, place), left[chosen], right[chosen], gain[chosen]))
-        places, left, right, gain = (torch.cat(parts) for parts in zip(*found, strict=True))
-        return Swaps(places, left, right, gain)
+            return torch.full_like(chosen, place), left[chosen], right[chosen], gain[chosen]
+
+        places = range(len(self._spaces))
+        # Where each rank holds some rows of the weights, all ranks add up the gains of every space.
+        found = [of_space(place) for place in places] if self._masks.spread else ranks.deal(places, of_space)
+        return Swaps(*(torch.cat(parts) for parts in zip(*ranks.on_first(lambda: found), strict=True)))
 
     def _partners(
         self, space: ChannelSpace, indices: Mapping[str, Tensor], damping: float, panels: "Sequence[_Panel]"
@@ -304,9 +309,11 @@ class Searcher:
         """Returns (left position, right position, gain) of the best partners of the left positions of some panels."""
         group = self._config.sparsity.group
         totals: list[Tensor] = []
-        for terms in self._masks.terms(space, indices, damping, self._ids.numel()):
+        for terms in self._masks.terms(space, indices, damping, self._samples.positions):
             gains = [swap_gains(terms.of_positions(each.left), terms.of_positions(each.right)) for each in panels]
             totals = [total.add_(more) for total, more in zip(totals, gains, strict=True)] if totals else gains
+        if self._masks.spread:
+            ranks.add_up(totals)
         none = torch.empty(0, dtype=torch.int64)
         found = [(none, none, torch.empty(0))]
         for (left, right), total in zip(panels, totals, strict=False):  # no totals for experts that no token visits

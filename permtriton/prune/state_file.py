@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from permtriton import ranks
 from permtriton.durable import replace_file
 from permtriton.errors import OutputError
 from permtriton.permutation import is_permutation
@@ -62,19 +63,32 @@ class StateFile:
         return str(stored.get("machine"))
 
     def read(self) -> tuple[dict[str, Tensor], dict[str, str]] | None:
-        """Returns the tensors and the texts of the state, or None where there is no file.
+        """Returns the tensors and the texts of the state, or None where there is no file. The first rank reads it.
 
         Raises:
             OutputError: As `check`, or the file cannot be read.
         """
-        return None if self.check() is None else self._open(tensors=True)
+        tensors: dict[str, Tensor] = {}
+
+        def read() -> dict[str, str] | None:
+            if self.check() is None:
+                return None
+            found, texts = self._open(tensors=True)
+            tensors.update(found)
+            return texts
+
+        texts = ranks.on_first(read)
+        return None if texts is None else (ranks.named_from_first(tensors), texts)
 
     def write(self, tensors: Mapping[str, Tensor], texts: Mapping[str, str]) -> None:
-        """Replaces the file by a new state; if interrupted, the earlier file stays intact.
+        """Replaces the file by a new state; if interrupted, the earlier file stays intact. The first rank writes it.
 
         Raises:
             OutputError: The file cannot be written.
         """
+        ranks.on_first(lambda: self._replace(tensors, texts))
+
+    def _replace(self, tensors: Mapping[str, Tensor], texts: Mapping[str, str]) -> None:
         contiguous = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
         stored = {**texts, INPUTS: json.dumps(self._inputs)}
         try:

@@ -1,25 +1,34 @@
 """Statistics of the input channels of every site, measured on the calibration text."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from permtriton import ranks
 from permtriton.config import ImportanceMethod
 from permtriton.errors import CalibrationError
 from permtriton.model.edits import Move
 from permtriton.model.experts import expert_of
 from permtriton.model.modules import GatheredLinear
 from permtriton.model.plan import Plan, Site, linear_module
+from permtriton.model.samples import Samples
+from permtriton.offload import Offload
 from permtriton.progress import Advance, Progress
-from permtriton.prune.layer_inputs import LayerInputs, from_model, layer_by_layer
+from permtriton.prune.layer_inputs import LayerInputs, from_model, layer_by_layer, once_each
 from permtriton.prune.sparsegpt import inverse_diagonal
 
 
 def site_statistics(
-    model: PreTrainedModel, plan: Plan, method: ImportanceMethod, ids: Tensor, batch: int, progress: Progress
+    model: PreTrainedModel,
+    plan: Plan,
+    method: ImportanceMethod,
+    samples: Samples,
+    batch: int,
+    progress: Progress,
+    offload: Offload | None = None,
 ) -> dict[str, Tensor]:
     """Returns site name -> the statistic that an importance needs of the site's input, float32 ``[channels]``.
 
@@ -29,22 +38,27 @@ def site_statistics(
         model: Dense model.
         plan: The model's plan.
         method: Kind of importance.
-        ids: Calibration sequences, int64 ``[samples, tokens]``.
-        batch: Sequences per forward pass.
+        samples: Calibration samples.
+        batch: Samples per forward pass.
         progress: Progress reporter.
+        offload: Where weights and the layers' inputs are, so that the layers run one after another; None for memory.
 
     Raises:
         CalibrationError: An activation is NaN or infinite, or a Hessian cannot be inverted.
     """
+    empty = torch.empty if offload is None else offload.empty
     if method == "magnitude":
         return {site.name: torch.ones(site.channels, device=model.device) for site in plan.sites}
     if method != "obs":
-        return channel_norms(model, plan.sites, ids, batch, progress)
+        layers = None if offload is None else once_each(model, plan, samples, batch, empty)
+        return channel_norms(model, plan.sites, samples, batch, progress, layers)
     diagonals: dict[str, Tensor] = {}
-    with progress.stage("calibrate", ids.shape[0] * len(plan.layers())) as advance:
-        for layer in layer_by_layer(model, plan, ids, batch, changing=False):
+    share = ranks.own_rows(len(samples)).numel()
+    with progress.stage("calibrate", share * len(plan.layers())) as advance:
+        for layer in layer_by_layer(model, plan, samples, batch, changing=False, empty=empty):
             layer_hessians = hessians(model, layer, advance)
-            diagonals.update({name: inverse_diagonal(hessian, name) for name, hessian in layer_hessians.items()})
+            found = ranks.deal(list(layer_hessians.items()), lambda each: inverse_diagonal(each[1], each[0]).cpu())
+            diagonals.update({name: each.to(model.device) for name, each in zip(layer_hessians, found, strict=True)})
     for name, diagonal in diagonals.items():
         check_finite(name, diagonal)
     return diagonals
@@ -116,12 +130,18 @@ def watch_inputs(
 
 
 def channel_norms(
-    model: PreTrainedModel, sites: Sequence[Site], ids: Tensor, batch: int, progress: Progress
+    model: PreTrainedModel,
+    sites: Sequence[Site],
+    samples: Samples,
+    batch: int,
+    progress: Progress,
+    layers: Iterable[LayerInputs] | None = None,
 ) -> dict[str, Tensor]:
     """Returns site name -> ``||X_j||``, float32 ``[channels]``: root of the sum of squares, averaged over sequences.
 
     A site whose input is all zeros or empty (an expert that no token is sent to) gets ones, so that its weights are
-    scored by their size alone; ``progress`` reports it. Arguments are those of `site_statistics`.
+    scored by their size alone; ``progress`` reports it. Arguments are those of `site_statistics`, and ``layers``, which
+    gives the sites their inputs in place of one run of the model.
 
     Raises:
         CalibrationError: An activation is NaN or infinite.
@@ -131,18 +151,20 @@ def channel_norms(
     def consume(site: Site, inputs: Tensor) -> None:
         sums[site.name] += inputs.float().square().sum(0)
 
-    with progress.stage("calibrate", ids.shape[0]) as advance:
-        watch_inputs(model, from_model(model, list(sites), ids, batch), consume, advance)
+    with progress.stage("calibrate", ranks.own_rows(len(samples)).numel()) as advance:
+        for layer in layers or [from_model(model, list(sites), samples, batch)]:
+            watch_inputs(model, layer, consume, advance)
+    ranks.add_up(sums.values())
     for name, total in sums.items():
         check_finite(name, total)
         if not bool(total.any()):
-            total.fill_(ids.shape[0])
+            total.fill_(len(samples))
             progress.say(f"{name}: its input is all zeros or empty; its weights are scored by their size alone")
-    return {name: (total / ids.shape[0]).sqrt().float() for name, total in sums.items()}
+    return {name: (total / len(samples)).sqrt().float() for name, total in sums.items()}
 
 
 def hessians(model: PreTrainedModel, layer: LayerInputs, advance: Advance) -> dict[str, Tensor]:
-    """Returns site name -> ``X^T X`` over the tokens, float32 ``[channels, channels]``.
+    """Returns site name -> ``X^T X`` over the tokens of all ranks, float32 ``[channels, channels]``.
 
     A site whose input is all zeros or empty (an expert that no token is sent to) gets the identity: its weights are
     then scored by their size alone, and no update changes them. Arguments are those of `watch_inputs`.
@@ -157,6 +179,7 @@ def hessians(model: PreTrainedModel, layer: LayerInputs, advance: Advance) -> di
         sums[site.name].addmm_(inputs.T, inputs)
 
     watch_inputs(model, layer, consume, advance)
+    ranks.add_up(sums.values())
     for name, hessian in sums.items():
         check_finite(name, hessian.diagonal())
         if not bool(hessian.diagonal().any()):

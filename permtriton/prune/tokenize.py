@@ -11,7 +11,7 @@ from permtriton.errors import CalibrationError, reading
 LONGEST_LINE, LONGEST_PIECE = 2**20, 2**24  # characters
 
 
-def token_ids(text: str, tokenizer: PreTrainedTokenizerBase | None, source: str) -> Tensor:
+def token_ids(text: str, tokenizer: PreTrainedTokenizerBase | None, source: str, target: bool = False) -> Tensor:
     """Returns the ids of a text and the end token, int64 ``[tokens]``.
 
     A text is tokenized as a whole unless `pieces` cuts it. The pieces are then joined, and the special tokens that the
@@ -21,6 +21,7 @@ def token_ids(text: str, tokenizer: PreTrainedTokenizerBase | None, source: str)
         text: text of one document.
         tokenizer: tokenizer of the model, or None.
         source: where the text comes from, for errors.
+        target: whether the text is what a decoder writes; translation models tokenize it as the target language.
 
     Raises:
         CalibrationError: there is no tokenizer, or it fails.
@@ -34,7 +35,8 @@ def token_ids(text: str, tokenizer: PreTrainedTokenizerBase | None, source: str)
             inner = [tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"] for part in parts]
             ids = torch.cat([torch.tensor(each, dtype=torch.int64) for each in [before, *inner, after]])
         else:
-            ids = torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.int64)
+            given = {"text_target" if target else "text": text}
+            ids = torch.tensor(tokenizer(**given, verbose=False)["input_ids"], dtype=torch.int64)
         end = tokenizer.eos_token_id
         if end is None or not ids.numel() or int(ids[-1]) == end:
             return ids

@@ -6,13 +6,16 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from permtriton import ranks
 from permtriton.config import CompileConfig
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.nm_mask import top_n_mask
 from permtriton.model.checks import check_kept, zeros_in_groups
-from permtriton.model.plan import Plan, Site, linear_module, weight_in_out
+from permtriton.model.plan import Plan, linear_module, weight_in_out
+from permtriton.model.samples import Samples
 from permtriton.progress import Progress
 from permtriton.prune.importance import importance_of
+from permtriton.prune.layer_calls import Empty
 from permtriton.prune.layer_inputs import layer_by_layer
 from permtriton.prune.sparsegpt import sparsegpt
 from permtriton.prune.statistics import hessians
@@ -42,6 +45,7 @@ def mask_weights(
         zeros = zeros_in_groups(weight, pattern)
         weight.masked_fill_(~mask, 0).add_(0.0)  # the sum turns -0.0 into 0.0
         check_kept(name, weight, zeros, pattern)
+    ranks.send_from_first(linear_module(model, name).get_parameter("weight") for _, name in plan.linears())
 
 
 @torch.no_grad()
@@ -49,10 +53,11 @@ def update_weights(
     model: PreTrainedModel,
     plan: Plan,
     statistics: Mapping[str, Tensor],
-    ids: Tensor,
+    samples: Samples,
     batch: int,
     config: CompileConfig,
     progress: Progress,
+    empty: Empty = torch.empty,
 ) -> None:
     """Prunes and updates the weights layer by layer with SparseGPT; Hessians come from the model as pruned so far.
 
@@ -60,34 +65,33 @@ def update_weights(
         model: Dense model, its channels in their final order; changed in place.
         plan: The model's plan.
         statistics: Site name -> statistic, from which the masks follow where ``update_mask`` is ``keep``.
-        ids: Calibration sequences, int64 ``[samples, tokens]``.
-        batch: Sequences per forward pass.
+        samples: Calibration samples.
+        batch: Samples per forward pass.
         config: Options: the pattern, the importance and ``update_mask``.
         progress: Progress reporter.
+        empty: Makes the tensors that hold the layers' inputs.
 
     Raises:
         CalibrationError: An activation is NaN or infinite, or a Hessian cannot be inverted.
         VerificationError: A weight keeps more or fewer values than the pattern says.
     """
-    with progress.stage("update", (ids.shape[0] + 1) * len(plan.layers())) as advance:
-        for layer in layer_by_layer(model, plan, ids, batch, changing=True):
+    share = ranks.own_rows(len(samples)).numel()
+    with progress.stage("update", (share + 1) * len(plan.layers())) as advance:
+        for layer in layer_by_layer(model, plan, samples, batch, changing=True, empty=empty):
             layer_hessians = hessians(model, layer, advance)
-            for site in layer.sites:
-                masks = _masks(model, site, statistics[site.name], config) if config.update_mask == "keep" else {}
-                for name in site.linears:
-                    weight = weight_in_out(linear_module(model, name))
-                    mask = masks[name].T if name in masks else None
-                    hessian = layer_hessians[site.name]
-                    zeros = zeros_in_groups(weight * (hessian.diagonal() != 0).unsqueeze(1), config.sparsity)
-                    updated = sparsegpt(weight.T, hessian, config.sparsity, mask, name)
-                    check_kept(name, updated.T, zeros, config.sparsity, CANCELLED)
-                    weight.copy_(updated.T).add_(0.0)  # the sum turns -0.0 into 0.0
+            sites = [(name, site.name) for site in layer.sites for name in site.linears]
+            linears = [(name, layer_hessians[site], statistics[site]) for name, site in sites]
+            ranks.deal(linears, lambda linear: _update(model, *linear, config))
+            ranks.send_dealt([linear_module(model, name).get_parameter("weight") for name, _, _ in linears])
             advance()
 
 
-def _masks(model: nn.Module, site: Site, statistic: Tensor, config: CompileConfig) -> dict[str, Tensor]:
-    masks = {}
-    for name in site.linears:
-        weight = weight_in_out(linear_module(model, name))
-        masks[name] = top_n_mask(importance_of(config.importance, weight, statistic).scores(weight), config.sparsity)
-    return masks
+def _update(model: nn.Module, name: str, hessian: Tensor, statistic: Tensor, config: CompileConfig) -> None:
+    """Prunes and updates the weight of one linear; arguments and errors as of `update_weights`."""
+    weight, pattern, mask = weight_in_out(linear_module(model, name)), config.sparsity, None
+    if config.update_mask == "keep":
+        mask = top_n_mask(importance_of(config.importance, weight, statistic).scores(weight), pattern).T
+    zeros = zeros_in_groups(weight * (hessian.diagonal() != 0).unsqueeze(1), pattern)
+    updated = sparsegpt(weight.T, hessian, pattern, mask, name)
+    check_kept(name, updated.T, zeros, pattern, CANCELLED)
+    weight.copy_(updated.T).add_(0.0)  # the sum turns -0.0 into 0.0

@@ -39,7 +39,7 @@ def check_forward(x, weight, bias, index, offset, kind, config=None):
     y = norm_permute_triton(x, weight, bias, index, EPS, offset, kind, config)
     reference = norm_permute_reference(x, weight, bias, index, EPS, offset, kind)
     assert (y.dtype, y.shape, y.is_contiguous()) == (reference.dtype, x.shape, True)
-    limit = ROUNDING[x.dtype]
+    limit = max(ROUNDING[x.dtype], ROUNDING[y.dtype])
     torch.testing.assert_close(y.double(), wide(x, weight, bias, index, offset, kind), rtol=limit, atol=limit)
 
 
@@ -120,6 +120,9 @@ def test_mixed_types():
     assert norm_permute_triton(x, weight, None, index, EPS, 0.0, "rms").dtype == torch.float32
     grad_x, grad_weight, _ = norm_permute_backward_triton(torch.randn(4, 24), x, weight, None, index, EPS, 0.0, "rms")
     assert (grad_x.dtype, grad_weight.dtype) == (torch.bfloat16, torch.float32)
+    stream, narrow = torch.randn(4, 24), torch.rand(24).half()  # T5 in float16
+    check_forward(stream, narrow, None, index, 0.0, "rms")
+    assert norm_permute_triton(stream, narrow, None, index, EPS, 0.0, "rms").dtype == torch.float16
 
 
 def test_roundings_are_the_modules_own():

@@ -1,0 +1,126 @@
+"""The first stage of a compilation: what is read and measured before anything changes."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import fx, nn
+from transformers import PreTrainedModel
+
+from permtriton import ranks
+from permtriton.checkpoint.names import stored_names
+from permtriton.checkpoint.save import pruned_parameters
+from permtriton.errors import ConfigError, reasons_of
+from permtriton.evaluation.held_out import Evaluation
+from permtriton.forecast import Forecast, check_disk, make_forecast
+from permtriton.memory import IN_PLACE, Devices, estimate, fits
+from permtriton.model.forward import TOKENS_WITHOUT_LOGITS, with_tokens
+from permtriton.model.load import check_original
+from permtriton.model.plan import Plan, named_layers
+from permtriton.model.reference import Reference
+from permtriton.model.samples import Inputs, Samples
+from permtriton.planning import plan_model
+from permtriton.prune.media import Processor
+from permtriton.prune.sharding import check_spread, running
+from permtriton.prune.statistics import site_statistics
+from permtriton.prune.text import calibration_samples, check_samples
+from permtriton.stages import Prepared, Work
+
+
+def prepare(
+    work: Work,
+    tokenizer: Processor | None,
+    ids: Inputs | None,
+    windows: Inputs | None,
+    say_needs: bool = False,
+    device: torch.device | None = None,
+    spread: bool | None = None,
+) -> Prepared:
+    """Reads the calibration text, traces the model, and measures the dense model.
+
+    Args:
+        work: model, config and progress reporter.
+        tokenizer: tokenizer of the calibration text, or processor.
+        ids: calibration samples in place of the config's: token ids, int64 ``[samples, tokens]``, or a mapping of the
+            arguments of the model's ``forward`` to tensors with one row per sample, such as ``{"pixel_values": ...}``.
+        windows: held-out samples, or None.
+        say_needs: whether to report how much memory, time and disk the work will take.
+        device: as `compile` takes it.
+        spread: as `compile` takes it.
+
+    Raises:
+        PermTritonError: bad input, the state of another run, a model that cannot be traced, or too little memory or
+            disk.
+    """
+    model, config = work.model, work.config
+    samples, plan, graph = planned(work, tokenizer, ids, device)
+    for left in reasons_of(plan.skipped) if config.skip_indivisible else ():
+        work.progress.say(f"left dense: {left}")
+    held_out = held_out_samples(model, windows)
+    device = device or model.device
+    devices = Devices.of(device, ranks.count(), spread, offloaded=work.offload is not None)
+    needs = estimate(model, plan, config, samples, held_out, devices)
+    spread_on = device if any(ranks.gather(needs.spread)) else None
+    if spread_on is not None:
+        devices = replace(devices, spread=True)
+        check_spread(config, len(samples))
+    elif device != model.device and fits(needs, devices):
+        nn.Module.to(model, device)
+        plan, graph = plan_model(model, config, samples)  # a graph is of one device
+    with work.timed("estimate"):
+        forecast = make_forecast(
+            model, plan, config, samples, held_out, work.resume_path, timed=say_needs, devices=devices
+        )
+    if refused := next(filter(None, ranks.gather(forecast.refused)), ""):
+        raise ConfigError(refused)
+    folder = _check_disks(work, forecast)
+    if say_needs:
+        work.progress.say(forecast.describe(folder))
+    batch = max(TOKENS_WITHOUT_LOGITS // samples.tokens, 1)
+    reference = Reference(model, samples, plan.unseen)
+    with running(model, plan, spread_on) as runs:
+        with work.timed("evaluate"):
+            evaluation = None
+            if held_out is not None:
+                evaluation = Evaluation(runs, held_out, work.progress, named_layers(model, plan), work.offload)
+        with work.timed("calibrate"):
+            statistics = site_statistics(runs, plan, config.importance, samples, batch, work.progress, work.offload)
+    statistics = {name: statistic.to(model.device) for name, statistic in statistics.items()}
+    return Prepared(samples, batch, plan, graph, reference, forecast.needs, statistics, evaluation, spread_on)
+
+
+def _check_disks(work: Work, forecast: Forecast) -> Path | None:
+    """Refuses disks that are too small, and returns the folder that the states are written to, if there is one."""
+    folder = work.resume_path and work.resume_path.resolve().parent
+    if folder is not None:
+        ranks.on_first(lambda: check_disk(forecast.disk, folder))
+    if work.offload is not None:
+        needed = {name: size for name, size in forecast.needs.offloaded.items() if name != IN_PLACE}
+        check_disk(needed, work.offload.folder)
+    return folder
+
+
+def held_out_samples(model: PreTrainedModel, windows: Inputs | None) -> Samples | None:
+    """Returns held-out samples with the number of tokens that the model makes of each; None without any."""
+    return None if windows is None else with_tokens(model, Samples.of(windows))
+
+
+def planned(
+    work: Work, tokenizer: Processor | None, ids: Inputs | None, device: torch.device | None = None
+) -> tuple[Samples, Plan, fx.GraphModule]:
+    """Reads the calibration samples and traces the model; arguments and errors are those of `prepare`."""
+    model, config = work.model, work.config
+    check_original(model)
+    with work.timed("calibration text"):
+        if ids is None:
+            samples = ranks.on_first(lambda: calibration_samples(config, tokenizer, model))
+        else:
+            samples = check_samples(model, ids)
+        ranks.check_shares(len(samples))
+        samples = with_tokens(model, samples.to("cpu"))
+    with work.timed("identify"):
+        work.identify(samples, device or model.device)
+    with work.timed("trace"):
+        plan, graph = plan_model(model, config, samples)
+    stored_names(model, pruned_parameters(model, plan), original=config.layout == "portable")  # refused now, not later
+    return samples, plan, graph

@@ -1,0 +1,122 @@
+"""Running a model on many batches layer by layer: each layer on all of them, before the next one is needed.
+
+The model itself calls what is before and after the layers, so that its outputs are what they always are, bit for bit.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from transformers import PreTrainedModel
+
+from permtriton.model.forward import last_hidden_state, replaced_forwards
+from permtriton.model.samples import Samples
+from permtriton.prune.layer_calls import (
+    Empty,
+    Form,
+    find_chains,
+    hidden_argument,
+    left_out,
+    recorded,
+    run_layer,
+    same,
+)
+
+
+class LayerStream:
+    """A model's longest chain of layers, with their arguments for every batch.
+
+    Args:
+        model: model to run.
+        layers: name -> layer, in execution order.
+        batches: its inputs.
+        empty: makes the tensors between the layers.
+
+    Attributes:
+        layers: layers of the chain; none where the model has no chain, so that it can only run as a whole.
+        differentiable: whether gradients reach what is before the layers by their hidden states only.
+        hidden: hidden states of each batch, ``[sequences, tokens, hidden]``: what the first layer reads, and after
+            `forward` what the last one returns.
+    """
+
+    @torch.no_grad()
+    def __init__(
+        self, model: PreTrainedModel, layers: Mapping[str, nn.Module], batches: Sequence[Samples], empty: Empty
+    ) -> None:
+        self._model, self._batches, self._empty = model, batches, empty
+        self._arguments: list[list[tuple[list[Any], pytree.TreeSpec]]] = []  # by batch and layer
+        self.layers: list[nn.Module] = []
+        self.hidden: list[Tensor] = []
+        self.differentiable = False
+        first = batches[0][:1]
+        chain = {name: layers[name] for name in max(find_chains(model, layers, first, ())[0], key=len, default=[])}
+        found = [calls[0].form for calls in recorded(model, chain, first).values()] if len(chain) > 1 else []
+        self._forms: dict[nn.Module, Form] = {
+            layer: form for layer, form in zip(chain.values(), found, strict=False) if form is not None
+        }
+        if not found or len(self._forms) < len(chain):
+            return
+        self.layers = list(chain.values())
+        with torch.enable_grad(), left_out(self._forms):
+            leaves = [leaf for (call,) in recorded(model, chain, first).values() for leaf in call.leaves]
+        self.differentiable = not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
+        for batch in batches:
+            with left_out(self._forms):
+                calls = [call for (call,) in recorded(model, chain, batch).values()]
+            assert calls[0].hidden is not None
+            self.hidden.append(self._kept(calls[0].hidden))
+            self._arguments.append([(call.leaves, call.structure) for call in calls])
+            for (leaves, _), (before, _) in zip(self._arguments[-1], self._arguments[0], strict=True):
+                if len(leaves) == len(before):  # what is equal for all batches is stored once
+                    leaves[:] = [one if same(one, own) else own for one, own in zip(before, leaves, strict=True)]
+
+    def _kept(self, hidden: Tensor) -> Tensor:
+        return self._empty(hidden.shape, dtype=hidden.dtype).copy_(hidden)
+
+    def call(self, layer: int, batch: int, hidden: Tensor) -> Tensor:
+        """Returns the output of a layer on other hidden states of a batch; both are numbers from 0."""
+        return run_layer(self.layers[layer], hidden, *self._arguments[batch][layer])
+
+    @torch.no_grad()
+    def forward(self, *, inputs: bool = False) -> list[list[Tensor]]:
+        """Runs all layers, and returns what each has read of every batch if ``inputs`` is true, else nothing."""
+        read = []
+        for layer in range(len(self.layers)):
+            if inputs:
+                read.append(list(self.hidden))
+            for batch, hidden in enumerate(self.hidden):
+                found = self.call(layer, batch, hidden)
+                if inputs or found.shape != hidden.shape or found.dtype != hidden.dtype:
+                    self.hidden[batch] = self._kept(found)
+                else:
+                    hidden.copy_(found)
+        return read
+
+    @contextmanager
+    def returning(self, hidden: Tensor) -> Iterator[None]:
+        """Inside the context, the model computes none of the layers and takes ``hidden`` for the last one's output."""
+        last = self.layers[-1]
+
+        def forward(*positional: Any, **named: Any) -> Any:
+            return self._forms[last].of(hidden)
+
+        with left_out(self._forms), replaced_forwards([last], lambda _: forward):
+            yield
+
+    def start(self, batch: int) -> Tensor:
+        """Returns what the first layer reads of a batch, with the graph of its gradient."""
+        read: list[Tensor] = []
+
+        def hook(_layer: nn.Module, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
+            read.append(hidden_argument(positional, named))
+
+        handle = self.layers[0].register_forward_pre_hook(hook, with_kwargs=True)
+        try:
+            with left_out(self._forms):
+                last_hidden_state(self._model, self._batches[batch])
+        finally:
+            handle.remove()
+        return read[0]

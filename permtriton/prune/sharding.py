@@ -1,0 +1,174 @@
+"""Models that do not fit one GPU: while they run, FSDP2 spreads the weights of their layers over the ranks.
+
+The model itself stays whole in host memory, where it is permuted, masked and saved. What runs is a twin of it: its
+modules are its own, each rank holds a share of the rows of every weight of a layer, and a layer is whole only while it
+runs. Embeddings and head are whole on every rank. Gradients of weights are added up over the ranks, and each rank keeps
+those of its share. All ranks must run the twin equally often.
+"""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import takewhile
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.utils.parametrize import is_parametrized
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from permtriton import ranks
+from permtriton.config import CompileConfig
+from permtriton.errors import ConfigError, ModelError
+from permtriton.micro_batch import no_retries
+from permtriton.model.core import core_of
+from permtriton.model.plan import Plan, layer_modules
+
+
+def twin_of(model: PreTrainedModel) -> PreTrainedModel:
+    """Returns a model with modules of its own over the same weights, which are frozen."""
+    shared = {id(each): nn.Parameter(each.data, requires_grad=False) for each in model.parameters()}
+    return copy.deepcopy(model, shared)
+
+
+@contextmanager
+def spread(twin: PreTrainedModel, plan: Plan, device: torch.device) -> Iterator[None]:
+    """Inside the ``with`` block, the weights of the twin's layers are spread over the ranks; then it is of no use.
+
+    Args:
+        twin: as `twin_of` returns it; its modules may have got parametrizations since.
+        plan: plan of the model.
+        device: where the twin runs.
+
+    Raises:
+        ModelError: layers share weights, a weight that is stored transposed cannot be divided evenly, or the model is
+            an encoder-decoder that ends inside what calls its layers.
+    """
+    mesh = init_device_mesh(device.type, (ranks.count(),))
+    layers = layer_modules(twin, plan)
+    _check(twin, layers)
+    in_out = {id(weight) for layer in layers for weight in _transposed(layer)}
+    element = next(twin.parameters()).element_size()
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if element < 4 else None)
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy, shard_placement_fn=lambda weight: Shard(id(weight) in in_out))
+    whole = {parameter for parameter in twin.parameters() if not isinstance(parameter, DTensor)}
+    fully_shard(_around(twin, layers), mesh=mesh, ignored_params=whole)
+    for module in twin.modules():
+        if isinstance(module, FSDPModule):  # else gradients are averaged
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_gradient_divide_factor(1.0)
+    nn.Module.to(twin, device)
+    with no_retries(), ranks.in_step():
+        yield
+    for layer in layers:  # now: hooks and modules refer to each other, and are freed only later
+        layer.to_empty(device="meta")
+
+
+@contextmanager
+def running(model: PreTrainedModel, plan: Plan, spread_on: torch.device | None) -> Iterator[PreTrainedModel]:
+    """Yields what runs in place of a model: a twin whose layers are spread, or the model itself.
+
+    Args:
+        model: model as it is now.
+        plan: plan of the model.
+        spread_on: device on which the twin runs; None for the model itself.
+    """
+    if spread_on is None:
+        yield model
+        return
+    twin = twin_of(model)
+    with spread(twin, plan, spread_on):
+        yield twin
+
+
+def check_spread(config: CompileConfig, samples: int) -> None:
+    """Checks, before any work, that a compilation can run a model whose layers are spread.
+
+    Args:
+        config: every option.
+        samples: number of calibration samples.
+
+    Raises:
+        ConfigError: there is one rank only, not all ranks would run it equally often, or the config changes weights
+            while it runs.
+    """
+    if ranks.count() == 1:
+        raise ConfigError("--shard spreads weights over several processes: start permtriton with torchrun")
+    if config.updates:
+        raise ConfigError(
+            f"weight update {config.weight_update} changes weights while the model runs, which is not done with layers "
+            "that are spread over GPUs: choose --weight-update none, or GPUs that hold the whole model (--no-shard)"
+        )
+    # The layers that give obs its Hessians run on one sample at a time where they cannot take several.
+    ranks.check_in_step(samples, 1 if config.importance == "obs" else config.micro_batch_size)
+    if config.permutation == "learned":
+        batch = min(config.learn.batch_size, samples)
+        for rows in {batch, samples % batch or batch}:
+            ranks.check_in_step(rows, config.micro_batch_size)
+
+
+def is_spread(weight: Tensor) -> bool:
+    """Whether each rank holds a part of a weight only."""
+    return isinstance(weight, DTensor)
+
+
+def share(weight: Tensor) -> Tensor:
+    """Returns what this rank holds of a weight, as stored: the part with its output rows, or all of it."""
+    weight = weight.detach()
+    return weight.to_local() if isinstance(weight, DTensor) else weight
+
+
+def rows_of_share(weight: Tensor, in_out: bool) -> slice:
+    """Returns which output rows of a weight this rank holds.
+
+    Args:
+        weight: as stored, with the shape of the whole weight.
+        in_out: whether it is stored ``[in_features, out_features]``.
+    """
+    rows = weight.shape[1 if in_out else 0]
+    if not is_spread(weight):
+        return slice(0, rows)
+    size = -(-rows // ranks.count())  # as torch.chunk divides: the last ranks may hold fewer rows, or none
+    return slice(min(ranks.number() * size, rows), min((ranks.number() + 1) * size, rows))
+
+
+def _around(twin: PreTrainedModel, layers: list[nn.Module]) -> nn.Module:
+    """Returns the innermost module that calls all layers: FSDP2 wants it to run whenever one of them does.
+
+    The base model need not run: OPT's head calls the decoder inside it.
+    """
+    names = {module: name for name, module in twin.named_modules()}
+    steps = zip(*(names[layer].split(".")[:-1] for layer in layers), strict=False)
+    path = [step[0] for step in takewhile(lambda step: len(set(step)) == 1, steps)]
+    while isinstance(twin.get_submodule(".".join(path)), nn.ModuleList | nn.ModuleDict):
+        path = path[:-1]
+    return twin.get_submodule(".".join(path))
+
+
+def _transposed(layer: nn.Module) -> Iterator[Tensor]:
+    """Yields the weights that are stored ``[in_features, out_features]``: they are divided along the second axis."""
+    for module in layer.modules():
+        if isinstance(module, Conv1D):
+            yield module.get_parameter("parametrizations.weight.original" if is_parametrized(module) else "weight")
+
+
+def _check(twin: PreTrainedModel, layers: list[nn.Module]) -> None:
+    around = _around(twin, layers)
+    if core_of(twin) in set(around.modules()) - {around}:
+        raise ModelError(
+            f"a run up to the last hidden state of this {type(twin).__name__} ends inside the module that calls its "
+            "layers, which FSDP2 does not allow, so they cannot be spread over GPUs: use a GPU that holds it, or "
+            "--device cpu"
+        )
+    owners: dict[int, nn.Module] = {}
+    for layer in layers:
+        for name, parameter in layer.named_parameters():
+            if owners.setdefault(id(parameter), layer) is not layer:
+                raise ModelError(
+                    f"{name} is shared by several layers, so the layers of this {type(twin).__name__} cannot be spread "
+                    "over GPUs: use one GPU that holds it, or --device cpu"
+                )

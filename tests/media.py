@@ -1,0 +1,77 @@
+"""Tiny models of images and sound, and files for them."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from scipy.io import wavfile
+from torch import Tensor
+from transformers import (
+    CLIPVisionConfig,
+    CLIPVisionModel,
+    Dinov2Config,
+    Dinov2Model,
+    PreTrainedModel,
+    SiglipVisionConfig,
+    SiglipVisionModel,
+    ViTConfig,
+    ViTForImageClassification,
+    Wav2Vec2Config,
+    Wav2Vec2ForCTC,
+    WhisperConfig,
+    WhisperForAudioClassification,
+)
+
+from . import zoo
+
+HEADS = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+SIZES = {**HEADS, "intermediate_size": 32}
+PIXELS = {"image_size": 16, "patch_size": 8}
+CONVOLUTIONS = {"conv_dim": (8, 8), "conv_kernel": (10, 4), "conv_stride": (5, 2), "num_conv_pos_embeddings": 4,
+                "num_conv_pos_embedding_groups": 2, "vocab_size": 12}  # fmt: skip
+WHISPER = {"d_model": 16, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 32, "decoder_layers": 1,
+           "decoder_attention_heads": 2, "decoder_ffn_dim": 32, "max_source_positions": 50, "num_mel_bins": 8,
+           "vocab_size": 20, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1,
+           "classifier_proj_size": 8}  # fmt: skip
+MODELS = {
+    "vit": lambda: ViTForImageClassification(ViTConfig(**SIZES, **PIXELS, num_labels=4)),
+    "dinov2": lambda: Dinov2Model(Dinov2Config(**HEADS, **PIXELS)),
+    "clip": lambda: CLIPVisionModel(CLIPVisionConfig(**SIZES, **PIXELS)),
+    "siglip": lambda: SiglipVisionModel(SiglipVisionConfig(**SIZES, **PIXELS)),
+    "wav2vec2": lambda: Wav2Vec2ForCTC(Wav2Vec2Config(**SIZES, **CONVOLUTIONS)),
+    "whisper": lambda: WhisperForAudioClassification(WhisperConfig(**WHISPER)),
+}
+SHAPES = {"wav2vec2": (6, 200), "whisper": (6, 8, 100)}
+
+
+def build(name: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    zoo.randomize(model)
+    return model.eval()
+
+
+def inputs(name: str) -> dict[str, Tensor]:
+    """Random samples of a model, by the name of its main input."""
+    values = torch.randn(SHAPES.get(name, (6, 3, 16, 16)), generator=torch.Generator().manual_seed(0))
+    return {build(name).main_input_name: values}
+
+
+def image_folder(folder: Path, count: int = 6) -> Path:
+    """Writes noise images of different sizes and kinds, and a file that is none."""
+    folder.mkdir()
+    generator = np.random.default_rng(0)
+    for number in range(count):
+        pixels = generator.integers(0, 255, (18 + number, 24, 3), dtype=np.uint8)
+        image = Image.fromarray(pixels if number else pixels[:, :, 0])  # the first one is grey
+        image.save(folder / f"{number}.{'jpg' if number % 2 else 'PNG'}")
+    (folder / "labels.txt").write_text("noise")
+    return folder
+
+
+def write_sound(path: Path, rate: int, kind: str = "int16", seconds: float = 0.5) -> None:
+    """Writes a sine of 440 Hz, half as loud as possible, in two channels."""
+    wave = 0.5 * np.sin(2 * np.pi * 440 * np.arange(int(rate * seconds)) / rate)
+    scaled = {"int16": wave * 32768, "int32": wave * 2**31, "uint8": wave * 128 + 128, "float32": wave}[kind]
+    wavfile.write(path, rate, np.stack([scaled, scaled], 1).astype(kind))

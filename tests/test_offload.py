@@ -1,0 +1,167 @@
+"""Compiling with an offload folder gives the bits of a compilation in memory, and leaves nothing behind."""
+
+import json
+import os
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from permtriton import CompileConfig, compiler
+from permtriton import offload as module
+from permtriton.config import CalibrationConfig, UpdateConfig
+from permtriton.errors import ConfigError, OutputError
+from permtriton.evaluation.held_out import Evaluation
+from permtriton.forecast import check_disk
+from permtriton.model.load import Source, load_original
+from permtriton.model.plan import named_layers
+from permtriton.model.samples import Samples
+from permtriton.offload import Offload
+from permtriton.progress import NoProgress
+from permtriton.prune.fisher import fisher_information
+from permtriton.prune.layer_stream import LayerStream
+from permtriton.prune.statistics import site_statistics
+
+from . import zoo
+from .expert_stacks import unstacked
+
+IDS = zoo.token_ids(6, 12)
+SAMPLES = Samples.of(IDS)
+
+
+@pytest.fixture(autouse=True)
+def everything_in_files(monkeypatch):
+    """Tensors of tiny models are large enough."""
+    monkeypatch.setattr(module, "SMALLEST", 64)
+
+
+@pytest.fixture
+def offload(tmp_path):
+    folder = tmp_path / "files"
+    folder.mkdir()
+    return Offload(folder)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "opt", "bert", "mixtral"])
+def test_measures_of_layers_one_after_another_have_the_same_bits(name, offload):
+    """Also where some sequences are left over, and for linears outside of layers."""
+    model, plan = unstacked(name) if name == "mixtral" else zoo.planned(name)
+    config = CompileConfig(permutation="heuristic", micro_batch_size=4)
+    kind = "kl" if model.can_generate() else "cosine"
+    stream = LayerStream(model, named_layers(model, plan), list(SAMPLES.split(4)), offload.empty)
+    assert len(stream.layers) > 1, "otherwise the model runs as a whole, and nothing is tested"
+    for method in ("wanda", "obs"):
+        expected = site_statistics(model, plan, method, SAMPLES, 4, NoProgress())
+        found = site_statistics(model, plan, method, SAMPLES, 4, NoProgress(), offload)
+        assert all(torch.equal(found[site], expected[site]) for site in expected), method
+    expected = fisher_information(model, plan, kind, SAMPLES, config, NoProgress())
+    found = fisher_information(model, plan, kind, SAMPLES, config, NoProgress(), offload)
+    for linear, information in expected.items():
+        assert torch.equal(found[linear].row, information.row), linear
+        assert torch.equal(found[linear].column, information.column), linear
+        assert found[linear].tokens == information.tokens
+    dense = Evaluation(model, SAMPLES, NoProgress()).dense
+    assert Evaluation(model, SAMPLES, NoProgress(), named_layers(model, plan), offload).dense == dense
+
+
+CONFIG = CompileConfig(
+    permutation="heuristic",
+    importance="obs",
+    weight_update="sparsegpt+reconstruct",
+    calibration=CalibrationConfig(samples=6, sequence_length=12),
+    update=UpdateConfig(update_epochs=2, update_batch_size=2),
+)
+
+
+def compiled(source, folder, output, layout):
+    """Compiles a stored model in bfloat16, which is not its dtype, and saves it."""
+    files = folder and Offload(folder)
+    model, tokenizer = load_original(Source(str(source), "bfloat16", "cpu"), offload=files)
+    config = replace(CONFIG, layout=layout)
+    result = compiler.compile(
+        model,
+        tokenizer,
+        config,
+        ids=IDS,
+        evaluation_windows=IDS,
+        offload=files,
+        resume_path=output / "state.safetensors",
+    )
+    return result, result.save(output / "model"), files
+
+
+@pytest.mark.parametrize("layout", ["portable", pytest.param("fused", marks=pytest.mark.soak)])
+def test_the_result_is_that_in_memory_and_no_file_is_left(layout, tmp_path):
+    zoo.planned("llama_eager")[0].save_pretrained(tmp_path / "dense")
+    outputs = []
+    for name in ("memory", "disk"):
+        (tmp_path / name).mkdir()
+        folder = tmp_path / "files" if name == "disk" else None
+        if folder:
+            folder.mkdir()
+        result, path, files = compiled(tmp_path / "dense", folder, tmp_path / name, layout)
+        assert result.report["verification"]["reloaded"] == "same outputs"
+        outputs.append((load_file(path / "model.safetensors"), json.loads((path / "permtriton.json").read_text())))
+        if files:
+            large = [each for each in result.model.parameters() if each.numel() * 2 >= module.SMALLEST]
+            assert large
+            assert all(files.holds(each) for each in large)
+            assert os.listdir(folder) == []
+    (memory, one), (disk, other) = outputs
+    assert memory.keys() == disk.keys()
+    assert all(torch.equal(memory[tensor], disk[tensor]) for tensor in memory)
+    assert one["evaluation"] == other["evaluation"]
+    assert one["command"] == other["command"]
+
+
+@pytest.mark.parametrize(
+    ("options", "choose"),
+    [
+        ({"permutation": "learned"}, "--permutation heuristic"),
+        ({"permutation": "searched"}, "--recipe best or fast"),
+        ({"permutation": "heuristic", "weight_update": "distill"}, "--weight-update sparsegpt\\+reconstruct"),
+    ],
+)
+def test_methods_that_need_all_gradients_are_refused(options, choose, offload):
+    with pytest.raises(ConfigError, match=choose):
+        compiler.compile(zoo.planned("llama_eager")[0], config=CompileConfig(**options), ids=IDS, offload=offload)
+
+
+def test_folders_that_cannot_be_used_are_refused(tmp_path, monkeypatch):
+    with pytest.raises(ConfigError, match="make it on a disk first"):
+        Offload(tmp_path / "nowhere")
+    monkeypatch.setattr(module, "_file_system", lambda folder: "tmpfs")
+    with pytest.raises(ConfigError, match="lies in memory"):
+        Offload(tmp_path)
+
+
+def test_a_gpu_is_refused(offload):
+    parameter = SimpleNamespace(device=torch.device("cuda"))
+    with pytest.raises(ConfigError, match="choose --device cpu"):
+        offload.move(SimpleNamespace(parameters=lambda: [parameter]))
+
+
+def test_a_full_disk_is_one_line_and_no_killed_process(offload, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OutputError, match="cannot hold 1 MiB more: No space left"):
+        offload.empty((512, 512), dtype=torch.float32)
+    with pytest.raises(OutputError, match="this compilation writes"):
+        check_disk({"the model": 1 << 60}, offload.folder)
+
+
+def test_released_pages_come_back_as_they_were(offload):
+    tensor = offload.empty((1024, 1024), dtype=torch.bfloat16)
+    assert not tensor.any()
+    tensor.fill_(2)
+    offload.release()
+    assert bool((tensor == 2).all())
+    weight = torch.randn(1024, 256).t()
+    moved = offload.moved(weight)
+    assert torch.equal(moved, weight)
+    assert moved.is_contiguous()
+    assert offload.moved(moved) is moved

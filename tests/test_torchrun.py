@@ -1,0 +1,198 @@
+"""``permtriton compile`` under ``torchrun``: the ranks end together, in seconds, with one clear line each.
+
+The ranks are forked from a process that has imported everything, because importing torch takes longer than a
+compilation of the tiny model. The process does what ``torchrun`` does: it sets the environment, and ends the ranks that
+are left when one ends with an error.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from .desk import RUNNER, app
+
+AGENT = """
+import json, os, signal, sys, threading, time
+import networkx, torch.export, torch.distributed.fsdp, torch._inductor, torch._functorch.aot_autograd
+import permtriton.cli.compile
+from permtriton.cli import torchrun
+from permtriton.cli.main import app
+from torch.distributed import TCPStore
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+torchrun.BEAT, torchrun.SILENCE, torchrun.AGREEMENT = 0.2, 5.0, 5.0
+
+def work(rank, arguments, environment, log):
+    with open(f"{log}.{rank}", "wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
+    code = 1
+    try:
+        app(arguments[rank])
+        code = 0
+    except SystemExit as ended:
+        code = ended.code or 0
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+def reached(log, text):
+    return any(text in open(f"{log}.{rank}").read() for rank in range(2) if os.path.exists(f"{log}.{rank}"))
+
+for line in sys.stdin:
+    job = json.loads(line)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    job["environment"]["MASTER_PORT"] = str(store.port)
+    ranks, children, codes = len(job["arguments"]), {}, {}
+    for rank in range(ranks):
+        child = os.fork()
+        if not child:
+            work(rank, job["arguments"], job["environment"], job["log"])
+        children[child] = rank
+    killed = job["kill"] is None
+    while len(codes) < ranks:
+        child, status = os.waitpid(-1, os.WNOHANG)
+        if child:
+            code = os.waitstatus_to_exitcode(status)
+            codes[children.pop(child)] = code
+            for other in children if code and job["agent"] else ():
+                os.kill(other, signal.SIGTERM)
+        elif not killed and reached(job["log"], job["after"]):
+            number, rank = job["kill"]
+            os.kill(next(child for child, each in children.items() if each == rank), number)
+            killed = True
+        elif job["kill"] and job["kill"][0] == signal.SIGSTOP and len(codes) == ranks - 1:
+            os.kill(next(iter(children)), signal.SIGKILL)
+        else:
+            time.sleep(0.02)
+    print(json.dumps([codes[rank] for rank in range(ranks)]), flush=True)
+"""
+QUICK = ("--samples", 5, "--sequence-length", 16, "--eval-text", "none", "--overwrite", "--micro-batch-size", 2)
+SEARCH = ("--permutation", "searched", "--rounds", 3)
+
+
+class Torchrun:
+    """Runs compilations of one model on two ranks."""
+
+    def __init__(self, model: Path, folder: Path) -> None:
+        self._model, self._folder, self._log = model, folder, folder / "log"
+        self._agent = subprocess.Popen(
+            [sys.executable, "-c", AGENT],
+            env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def command(self, output: Path, *options: object) -> list[str]:
+        words = ["compile", self._model, "--calibration", self._model.parent / "text.txt", "--output", output]
+        return [str(word) for word in (*words, *QUICK, *options)]
+
+    def run(self, *commands: list[str], kill=None, after: str = "", agent: bool = True) -> list[int]:
+        """Runs one command per rank, and returns their exit codes; ``kill`` is a signal and the rank that gets it."""
+        for old in self._folder.glob("log.*"):
+            old.unlink()
+        environment = {
+            **{"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "True"},
+            **{"WORLD_SIZE": str(len(commands)), "LOCAL_WORLD_SIZE": str(len(commands))},
+        }
+        job = {"arguments": commands, "environment": environment, "log": str(self._log), "kill": kill, "after": after}
+        assert self._agent.stdin is not None
+        assert self._agent.stdout is not None
+        self._agent.stdin.write(json.dumps({**job, "agent": agent}) + "\n")
+        self._agent.stdin.flush()
+        return json.loads(self._agent.stdout.readline())
+
+    def said(self, rank: int) -> str:
+        return Path(f"{self._log}.{rank}").read_text()
+
+    def close(self) -> None:
+        self._agent.kill()
+        self._agent.wait()
+
+
+@pytest.fixture(scope="module")
+def torchrun(model_folder, tmp_path_factory) -> Iterator[Torchrun]:
+    found = Torchrun(model_folder, tmp_path_factory.mktemp("ranks"))
+    yield found
+    found.close()
+
+
+def errors(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith("error:")]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def test_two_ranks_write_one_output(torchrun, tmp_path):
+    command = torchrun.command(tmp_path / "out", *SEARCH)
+    assert torchrun.run(command, command) == [0, 0], torchrun.said(0)
+    assert "written to" in torchrun.said(0)
+    assert torchrun.said(1) == ""
+    assert [path.name for path in tmp_path.iterdir()] == ["out"], "litter"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_ends_the_run_and_the_same_command_continues(torchrun, tmp_path, rank):
+    command = torchrun.command(tmp_path / "out", *SEARCH)
+    assert torchrun.run(command, command) == [0, 0], torchrun.said(0)
+    expected = weights(tmp_path / "out")
+    codes = torchrun.run(command, command, kill=(9, rank), after="round 2")
+    assert codes[rank] == -9
+    assert codes[1 - rank] == 2
+    (line,) = errors(torchrun.said(1 - rank))
+    assert f"rank {1 - rank} stops: rank {rank} has ended" in line
+    assert "the same command, started again, continues" in line
+    assert "Traceback" not in torchrun.said(1 - rank)
+    assert torchrun.run(command, command) == [0, 0], torchrun.said(0)
+    assert "continuing after round 1" in torchrun.said(0)
+    found = weights(tmp_path / "out")
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_rank_that_hangs_is_noticed_without_torchrun(torchrun, tmp_path):
+    command = torchrun.command(tmp_path / "out", *SEARCH)
+    codes = torchrun.run(command, command, kill=(19, 1), after="round 1", agent=False)
+    assert codes == [2, -9]
+    (line,) = errors(torchrun.said(0))
+    assert "rank 1 has given no sign of life" in line
+
+
+def test_an_error_that_all_ranks_meet_is_said_once(torchrun, tmp_path):
+    command = ["compile", "./missing", *torchrun.command(tmp_path / "out")[2:]]
+    codes = torchrun.run(command, command)
+    assert codes == [2, 2]
+    assert len(errors(torchrun.said(0))) == 1
+    assert errors(torchrun.said(1)) == []
+
+
+def test_an_error_of_one_rank_is_said_with_its_number(torchrun, tmp_path):
+    command = torchrun.command(tmp_path / "out")
+    assert torchrun.run(command, ["compile", "./missing", *command[2:]]) == [2, 2]
+    (first,), (second,) = errors(torchrun.said(0)), errors(torchrun.said(1))
+    assert "rank 0 stops: rank 1 ended with an error: ./missing" in first
+    assert "rank 1: ./missing" in second
+
+
+def test_other_commands_refuse_several_ranks(torchrun, model_folder):
+    command = ["evaluate", str(model_folder)]
+    assert torchrun.run(command, command, agent=False) == [2, 2]
+    assert "start it without torchrun" in errors(torchrun.said(0))[0]
+
+
+def test_shard_needs_several_processes(model_folder):
+    for more in ((), ("--dry-run",)):
+        result = RUNNER.invoke(app, ["compile", str(model_folder), "--shard", *more])
+        assert result.exit_code == 2
+        assert "start permtriton with torchrun" in result.stderr

@@ -1,0 +1,92 @@
+"""Models whose layers share weights or initialize them by their shape: exported, loaded and calibrated as others."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+import permtriton
+from permtriton import CompileConfig, preparing
+from permtriton.checkpoint import quantizer
+from permtriton.checkpoint.export import export
+from permtriton.errors import VerificationError
+from permtriton.prune.statistics import site_statistics
+
+from . import folders, zoo
+
+SIZES = {"vocab_size": zoo.VOCABULARY, "hidden_size": 32, "intermediate_size": 48}
+ZAMBA = {
+    "num_hidden_layers": 5, "num_attention_heads": 4, "num_key_value_heads": 4, "attn_layer_period": 2,
+    "attn_layer_offset": 1, "use_mamba_kernels": False, "mamba_dt_rank": 8, "mamba_d_state": 4,
+}  # fmt: skip
+XLSTM = {"vocab_size": zoo.VOCABULARY, "hidden_size": 32, "num_blocks": 1, "num_heads": 4, "chunk_size": 8}
+FUNNEL = {"vocab_size": zoo.VOCABULARY, "block_sizes": [1, 1], "d_model": 32, "n_head": 2, "d_head": 16, "d_inner": 48}
+MODELS: dict[str, tuple[type[PreTrainedModel], Callable[[], object]]] = {
+    "zamba": (transformers.ZambaForCausalLM, lambda: transformers.ZambaConfig(**SIZES, **ZAMBA)),
+    "rwkv": (transformers.RwkvForCausalLM, lambda: transformers.RwkvConfig(**SIZES, num_hidden_layers=2)),
+    "xlstm": (transformers.xLSTMForCausalLM, lambda: transformers.xLSTMConfig(**XLSTM)),
+    "funnel": (transformers.FunnelBaseModel, lambda: transformers.FunnelConfig(**FUNNEL)),
+}
+
+
+def build(name: str) -> PreTrainedModel:
+    model_class, config = MODELS[name]
+    torch.manual_seed(0)
+    model = model_class._from_config(config())
+    zoo.randomize(model)
+    return model.eval()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_packed_folders_load(name, tmp_path):
+    """Zamba's layers share their attention; the others initialize a weight by its shape, which packed ones lack."""
+    model = build(name)
+    folders.prune(model)
+    if name == "funnel":
+        folders.fuse(model, [], ["encoder.blocks.0.0.ffn.linear_2"])
+    folders.save(model, tmp_path / "dense")
+    assert export(tmp_path / "dense", tmp_path / "packed")["reloaded"] == "same model"
+    loaded = folders.load(tmp_path / "packed", type(model)).eval()
+    assert folders.differing(folders.state(model), folders.state(loaded)) == []
+    ids = zoo.token_ids(2, 8)
+    assert zoo.difference(zoo.outputs(model, ids), zoo.outputs(loaded, ids)) == 0
+
+
+def test_an_export_that_does_not_load_is_not_kept(tmp_path, monkeypatch):
+    model = build("zamba")
+    folders.prune(model)
+    folders.save(model, tmp_path / "dense")
+    monkeypatch.setattr(quantizer, "_other_names", lambda *_: [])
+    with pytest.raises(VerificationError, match=r"cannot be loaded again.*shared_transf.*shape \[0\]"):
+        export(tmp_path / "dense", tmp_path / "packed")
+    assert [path.name for path in tmp_path.iterdir()] == ["dense"]
+
+
+def test_what_layers_share_is_calibrated_on_every_use(monkeypatch):
+    model, seen = build("zamba"), []
+    ids = zoo.token_ids(4, 8)
+    handles = [
+        layer.shared_transf.self_attn.q_proj.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+        for layer in model.model.layers
+        if hasattr(layer, "shared_transf")
+    ]
+    assert len(handles) == 2
+    zoo.outputs(model, ids)
+    for handle in handles:
+        handle.remove()
+    modules = list(model.modules())
+    measured = {}
+
+    def keep(*arguments):
+        measured.update(site_statistics(*arguments))
+        return measured
+
+    monkeypatch.setattr(preparing, "site_statistics", keep)
+    config = CompileConfig.from_options({"importance": "wanda", "permutation": "none", "row_weights": "none"})
+    permtriton.compile(model, None, config, ids=ids)
+    name = next(name for name in measured if "q_proj" in name)
+    expected = (sum(part.double().square().sum((0, 1)) for part in seen) / len(ids)).sqrt()
+    assert torch.allclose(measured[name].double(), expected, rtol=1e-4)
+    assert list(model.modules()) == modules, "each layer has its own modules again"

@@ -1,0 +1,219 @@
+"""Compilations by one process and by two that share the sequences, started as ``python -m tests.two_ranks``.
+
+One process imports everything and is forked twice before it starts any thread: importing takes most of the time.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import transformers
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import permtriton
+from permtriton import CompileConfig, PermTritonError, ranks
+from permtriton.model.experts import unstacked_experts
+from permtriton.model.forward import last_hidden_state
+from permtriton.model.samples import Samples
+from permtriton.planning import find_plan
+from permtriton.progress import NoProgress
+from permtriton.prune.fisher import fisher_information
+from tests import updating, zoo
+
+RANKS = 2
+SMALL = {"micro_batch_size": 2, "update_epochs": 2, "update_batch_size": 3, "update_learning_rate": 0.01,
+         "activation_checkpointing": False}  # fmt: skip
+
+
+class Interrupting(NoProgress):
+    """Interrupts a stage at a call of its function, as a user could."""
+
+    def __init__(self, stage: str, call: int) -> None:
+        self._recording, self._stage = updating.Recording(call, updating.interrupt), stage
+
+    def stage(self, name: str, total: int):
+        return self._recording.stage(name, total) if name == self._stage else super().stage(name, total)
+
+
+def compiled(
+    model: PreTrainedModel, ids: Tensor, path: Path | None = None, progress=None, spread=None, **options
+) -> dict:
+    """Returns the tensors and numbers that a compilation ends with."""
+    windows = zoo.tiny_ids(4, 10, seed=5)
+    config = CompileConfig.from_options({**SMALL, **options})
+    found = permtriton.compile(
+        model,
+        None,
+        config,
+        ids=ids,
+        evaluation_windows=windows,
+        resume_path=path,
+        progress=progress,
+        spread=spread,
+    )
+    return {
+        "tensors": {**model.state_dict(), **{f"index.{name}": index for name, index in found.indices.items()}},
+        "losses": list(_losses(found.report)),
+        "evaluation": [found.report["evaluation"][which] for which in ("dense", "compiled")],
+    }
+
+
+def _losses(report: object) -> Iterator[float]:
+    if isinstance(report, dict):
+        for name, value in report.items():
+            if name in ("loss", "held_out", "start", "end") and isinstance(value, float):
+                yield value
+            else:
+                yield from _losses(value)
+    elif isinstance(report, list | tuple):
+        for value in report:
+            yield from _losses(value)
+
+
+def every_update(_folder: Path) -> dict:
+    model = updating.tiny_model().double()
+    options = {"importance": "obs", "weight_update": "sparsegpt+reconstruct+distill"}
+    return compiled(model, zoo.tiny_ids(5, 12), permutation="heuristic", **options)
+
+
+def searched_mixture(_folder: Path) -> dict:
+    """All tokens of the first rank are equal, so that it visits only two experts; the other rank visits more."""
+    model, ids = zoo.build("mixtral", num_hidden_layers=1), zoo.token_ids(5, 12)
+    ids[:3] = 7
+    with unstacked_experts(model):
+        linears = [name for name, module in model.named_modules() if name.endswith("gate_up_proj")]
+        visited: set[str] = set()
+        hooks = [
+            model.get_submodule(name).register_forward_hook(lambda *_, name=name: visited.add(name)) for name in linears
+        ]
+        last_hidden_state(model, Samples.of(ranks.own(ids)))
+        for hook in hooks:
+            hook.remove()
+    result = compiled(model, ids, importance="wanda", permutation="searched", rounds=2)
+    return {**result, "unvisited": sorted(set(linears) - visited)}
+
+
+def spread_search(_folder: Path) -> dict:
+    return _spread(5, permutation="searched", rounds=3)
+
+
+def spread_learning(_folder: Path) -> dict:
+    options = {"permutation": "learned", "epochs": 2, "batch_size": 2, "block_size": 8, "learning_rate": 0.5}
+    return _spread(4, objective="kl", importance="obs", **options)
+
+
+def _spread(sequences: int, **options: object) -> dict:
+    """With two ranks, FSDP2 spreads the layers."""
+    spread = ranks.count() > 1 or None
+    model, ids = updating.tiny_model().double(), zoo.tiny_ids(sequences, 12)
+    return compiled(model, ids, spread=spread, **{"importance": "ria", **options})
+
+
+def learned(folder: Path) -> dict:
+    """Two ranks are interrupted in the second epoch, and continue from the state of the first rank."""
+    path = folder / "states.safetensors"
+    if ranks.count() == 1:
+        return _learned(path)
+    try:
+        _learned(path, Interrupting("learn", 5))
+        raise AssertionError("it was not interrupted")
+    except KeyboardInterrupt:
+        return _learned(path)
+
+
+def _learned(path: Path, progress: NoProgress | None = None) -> dict:
+    options = {"permutation": "learned", "epochs": 2, "batch_size": 2, "block_size": 8, "learning_rate": 0.5}
+    return compiled(updating.tiny_model(1).double(), zoo.tiny_ids(5, 12), path, progress, importance="ria", **options)
+
+
+def encoder(_folder: Path) -> dict:
+    model = zoo.build("bert", vocab_size=zoo.TINY["vocab_size"], num_hidden_layers=1).double()
+    ids, config = zoo.tiny_ids(5, 12), CompileConfig.from_options(SMALL)
+    plan = find_plan(model, config.sparsity)
+    found = fisher_information(model, plan, "cosine", Samples.of(ids), config, NoProgress())
+    result = compiled(model, ids, permutation="none", weight_update="distill")
+    result["tensors"] |= {f"fisher.{name}": torch.outer(each.row, each.column) for name, each in found.items()}
+    return {**result, "tokens": [each.tokens for each in found.values()]}
+
+
+def refused(_folder: Path) -> dict:
+    """One sequence is too few for two ranks, and what one rank refuses, all refuse."""
+    if ranks.count() == 1:
+        return {}
+    errors = []
+    tasks: list[Callable[[], object]] = [
+        lambda: compiled(updating.tiny_model(), zoo.tiny_ids(1, 12)),
+        lambda: ranks.on_first(_refuse),
+        lambda: ranks.deal([0, 1], lambda item: _refuse() if item else None),
+    ]
+    for task in tasks:
+        try:
+            task()
+            errors.append("")
+        except PermTritonError as error:
+            errors.append(f"{type(error).__name__}: {error}")
+    return {"errors": errors}
+
+
+def _refuse() -> None:
+    raise permtriton.errors.OutputError("refused")
+
+
+def strided(_folder: Path) -> dict:
+    """Collective operations on a part of a tensor whose rows are not neighbours in memory."""
+    found = []
+    for work in (lambda part: ranks.add_up([part]), lambda part: ranks.send_from_first([part])):
+        whole = torch.zeros(3, 4)
+        part = whole[:, :2]
+        part += ranks.number() + 1
+        work(part)
+        found.append(whole.tolist())
+    return {"found": found}
+
+
+CASES = (spread_search, spread_learning, every_update, searched_mixture, learned, encoder, refused, strided)
+
+
+def run(folder: Path, name: str) -> None:
+    """Runs all cases and writes what they return into ``folder``, each file named after case and process."""
+    own = folder / name
+    own.mkdir()
+    for case in CASES:
+        result = case(own)
+        tensors = {key: tensor.contiguous() for key, tensor in result.pop("tensors", {}).items()}
+        save_file({key: tensor.clone() for key, tensor in tensors.items()}, folder / f"{case.__name__}.{name}.st")
+        (folder / f"{case.__name__}.{name}.json").write_text(json.dumps(result))
+
+
+def main(folder: Path) -> None:
+    """Runs the cases in one process, and in two."""
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    children = []
+    for rank in (*range(RANKS), None):
+        if (child := os.fork()) == 0:
+            code = 1
+            try:
+                if rank is not None:
+                    store = dist.FileStore(str(folder / "store"), RANKS)
+                    dist.init_process_group("gloo", None, timedelta(minutes=5), RANKS, rank, store)
+                run(folder, "alone" if rank is None else f"rank{rank}")
+                code = 0
+            except BaseException:
+                sys.excepthook(*sys.exc_info())
+            finally:
+                sys.stderr.flush()
+                os._exit(code)
+        children.append(child)
+    sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
