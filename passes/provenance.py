@@ -204,7 +204,8 @@ class _Interpreter(fx.Interpreter):
 
 
 def _is_empty(value: Tensor) -> bool:
-    return any(isinstance(size, int) and not size for size in value.shape)  # other sizes depend on data
+    """Whether a tensor has no tokens. None of the last dimension is what the config says, whatever the tokens."""
+    return any(isinstance(size, int) and not size for size in value.shape[:-1])  # other sizes depend on data
 
 
 def _finish(channels: Channels, hidden: np.ndarray) -> Provenance:
