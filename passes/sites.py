@@ -91,7 +91,7 @@ def _prunable(
         channels = provenance.axes[call.parameter, call.in_dim].size
         if isinstance(module, nn.Embedding):
             skipped.setdefault(call.parameter, "output head, tied to the embedding")
-        elif not isinstance(module, LINEAR_MODULES) or attribute != "weight":
+        elif not isinstance(module, LINEAR_MODULES) or attribute != "weight" or not _returns_one_tensor(module):
             skipped.setdefault(call.parameter, f"weight of a {type(module).__name__}, not of a linear layer")
         elif call.parameter in elsewhere:
             skipped.setdefault(owner, "its weight is read by another module than itself, which need not call it")
@@ -108,6 +108,18 @@ def _prunable(
     if indivisible and not skip_indivisible:
         problems = "; ".join(reasons_of(indivisible))
         raise ModelError(f"{problems}; choose another pattern, or leave such linears dense with --skip-indivisible")
+
+
+def _returns_one_tensor(module: nn.Module) -> bool:
+    """Whether a linear returns its product, unlike a router of a class derived from ``nn.Linear``."""
+    if type(module).forward in [each.forward for each in LINEAR_MODULES]:
+        return True
+    tensors = {name: parameter.detach().to("meta") for name, parameter in module.named_parameters()}
+    try:
+        result = torch.func.functional_call(module, tensors, torch.empty(1, module.in_features, device="meta"))
+    except Exception:  # the model's code may raise any kind
+        return False
+    return isinstance(result, Tensor)
 
 
 def _holds(module: nn.Module | None, parameter: nn.Parameter) -> bool:
