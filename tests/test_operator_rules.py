@@ -28,6 +28,16 @@ def heads(x):
     return x.unflatten(-1, (HEADS, 4))
 
 
+def chosen(x):
+    """Positions of tokens that depend on data, int64 ``[TOKENS, 2]``."""
+    return x[0].topk(2, dim=-1).indices % TOKENS
+
+
+def positions(x):
+    """Positions of tokens that are read off channels, int64 ``[channels]``."""
+    return (8 * x[0, 0]).clamp(0, TOKENS - 1).to(torch.int64)
+
+
 def scan(net, x):
     """A state-space layer by hand: one state per channel and per row of ``narrow``."""
     hidden, state = net.up(x), torch.zeros(2, WIDE, HALF, dtype=x.dtype)
@@ -64,6 +74,13 @@ FREE = {
     "functions": lambda net, x: net.down(functional.logsigmoid(net.up(x)) + torch.expm1(net.gate(x)).log1p()),
     "baddbmm": lambda net, x: net.down(torch.baddbmm(net.up(x), x[..., :TOKENS], net.gate(x))),
     "group_norm": lambda net, x: net.down(functional.group_norm(net.up(x).mT, 1, net.vector).mT),
+    "tokens by data": lambda net, x: net.down(net.up(x)[:, chosen(x)].relu().sum(2)),
+    "tokens added by data": lambda net, x: net.down(
+        torch.zeros(2, TOKENS, WIDE, dtype=x.dtype).index_add(1, chosen(x)[:, 0], net.up(x)) + net.gate(x)
+    ),
+    "results of linears added up": lambda net, x: net.down(
+        torch.cat([net.up(x).relu(), net.gate(x)]).unflatten(0, (2, -1)).sum(0)
+    ),
 }
 
 
@@ -130,6 +147,13 @@ FROZEN = {
         functional.conv1d(net.up(x).mT, net.grouped, groups=HEADS, padding=1).mT
     ),
     "reflected": lambda net, x: net.down(functional.pad(net.up(x), (2, 2), mode="reflect")[..., 2:-2].cumsum(-1)),
+    "heads by data": lambda net, x: net.down(heads(net.up(x))[:, :, chosen(x)[:HEADS, 0] % HEADS].flatten(-2)),
+    "rows by channels": lambda net, x: net.down(net.up(x)[:, positions(net.up(x))]),
+    "added to heads by data": lambda net, x: net.down(
+        heads(net.up(x)).index_add(2, chosen(x)[:HEADS, 0] % HEADS, heads(net.gate(x))).flatten(-2)
+    ),
+    "added by channels": lambda net, x: net.down(net.up(x).index_add(1, positions(net.up(x)), net.gate(x)[:, :WIDE])),
+    "halves added up": lambda net, x: net.down(net.up(x) * net.up(x).unflatten(-1, (2, -1)).sum(-2).repeat(1, 1, 2)),
     "a computed kernel": lambda net, x: net.down(
         functional.conv1d(net.up(x).mT, net.depthwise * net.alpha, groups=WIDE, padding=2)[..., :TOKENS].mT
     ),
