@@ -149,8 +149,10 @@ FROZEN = {
     "reflected": lambda net, x: net.down(functional.pad(net.up(x), (2, 2), mode="reflect")[..., 2:-2].cumsum(-1)),
     "heads by data": lambda net, x: net.down(heads(net.up(x))[:, :, chosen(x)[:HEADS, 0] % HEADS].flatten(-2)),
     "rows by channels": lambda net, x: net.down(net.up(x)[:, positions(net.up(x))]),
-    "added to heads by data": lambda net, x: net.down(
-        heads(net.up(x)).index_add(2, chosen(x)[:HEADS, 0] % HEADS, heads(net.gate(x))).flatten(-2)
+    "heads added by data": lambda net, x: net.down(
+        heads(torch.zeros(2, TOKENS, WIDE, dtype=x.dtype))
+        .index_add(2, chosen(x)[:HEADS, 0] % HEADS, heads(net.up(x)))
+        .flatten(-2)
     ),
     "added by channels": lambda net, x: net.down(net.up(x).index_add(1, positions(net.up(x)), net.gate(x)[:, :WIDE])),
     "halves added up": lambda net, x: net.down(net.up(x) * net.up(x).unflatten(-1, (2, -1)).sum(-2).repeat(1, 1, 2)),
