@@ -19,7 +19,7 @@ from permtriton.passes.channels import Channels
 from permtriton.passes.combining import Rule, combine, contracted, joined, mapped, parts_of
 from permtriton.passes.ids import differs
 from permtriton.passes.product_rules import NORMS, PRODUCTS
-from permtriton.passes.row_rules import index_add, summed_parts, taken_rows
+from permtriton.passes.row_rules import index_add, joined_weights, summed_parts, taken_rows
 from permtriton.passes.values import Crossed, IndexValue, ParameterValue, leaves
 
 aten = torch.ops.aten
@@ -113,6 +113,10 @@ def _layout(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any
 def _cat(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Concatenation. A constant beside the same channels all along the dimension is one more value of each of them."""
     dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+    if len(args[0]) > 1 and all(
+        isinstance(x, ParameterValue) and len(x.shape) > 1 and None not in x.dims for x in args[0]
+    ):
+        return joined_weights(c, args[0], dim)
     several = {len(parts_of(c, x)) for x in args[0] if isinstance(x, Crossed)}
     operands = args[0] if len(several) == 1 else [c.ids_of(x) for x in args[0]]
     count = several.pop() if len(several) == 1 else 1

@@ -10,6 +10,7 @@ from torch import Tensor
 from permtriton.passes.channels import Channels
 from permtriton.passes.combining import combine, mapped
 from permtriton.passes.ids import differs
+from permtriton.passes.values import Crossed, ParameterValue
 
 
 def taken_rows(c: Channels, x: Tensor, dim: int, index: Any) -> Tensor | None:
@@ -32,6 +33,26 @@ def taken_rows(c: Channels, x: Tensor, dim: int, index: Any) -> Tensor | None:
     for _ in range(index.ndim):
         row = row.unsqueeze(dim)
     return row.expand(c.node.meta["val"].shape)
+
+
+def joined_weights(c: Channels, weights: Sequence[ParameterValue], dim: int) -> Crossed:
+    """Returns the ids of weights that are concatenated along one dimension; in the others, their channels are joined.
+
+    Each element belongs to a channel of every dimension: MobileBERT's head is a product with such a matrix.
+    """
+    first, dim = weights[0], dim % len(weights[0].shape)
+    shape = list(first.shape)
+    shape[dim] = sum(weight.shape[dim] for weight in weights)
+    parts = []
+    for each in range(len(shape)):
+        axes = [c.axis(weight, each) for weight in weights]
+        if each != dim:
+            for axis in axes[1:]:
+                c.unite(axes[0], axis)
+        ids = torch.cat(axes) if each == dim else axes[0]
+        c.touch(ids)
+        parts.append(ids.view([-1 if position == each else 1 for position in range(len(shape))]).expand(shape))
+    return Crossed(tuple(parts))
 
 
 def index_add(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -50,6 +50,11 @@ def scan(net, x):
     return net.down(torch.stack(found, 1))
 
 
+def blocks(net, x):
+    """A product with a weight for every head, as the gates of RecurrentGemma."""
+    return (heads(x).flatten(0, 1).transpose(0, 1) @ net.blocks).transpose(0, 1).reshape(x.shape)
+
+
 def rows_of_time(x):
     """Every value of a token and all before it, weighted by how far back each is."""
     return torch.cumsum(x, 1) / functional.pad(x, (0, 0, 2, -2)).abs().amax(-1, keepdim=True).add(1)
@@ -78,6 +83,11 @@ FREE = {
     "tokens added by data": lambda net, x: net.down(
         torch.zeros(2, TOKENS, WIDE, dtype=x.dtype).index_add(1, chosen(x)[:, 0], net.up(x)) + net.gate(x)
     ),
+    "a weight for every head": lambda net, x: net.down(net.up(x) * blocks(net, net.up(x)).sigmoid()),
+    "joined weights": lambda net, x: net.down(
+        net.up(x) @ torch.cat([net.inner.weight, net.down.weight], 0).mT[:, :WIDE]
+    ),
+    "one position for two": lambda net, x: net.down(torch.cat([net.up(x)[:, :4], net.gate(x)[:, 4:]], 1) + net.vector),
     "results of linears added up": lambda net, x: net.down(
         torch.cat([net.up(x).relu(), net.gate(x)]).unflatten(0, (2, -1)).sum(0)
     ),
@@ -94,6 +104,7 @@ def _more_parameters(monkeypatch):
     def more(self, forward):
         before(self, forward)
         self.depthwise = nn.Parameter(torch.empty(WIDE, 1, 4))
+        self.blocks = nn.Parameter(torch.empty(HEADS, 4, 4))
         self.grouped = nn.Parameter(torch.empty(WIDE, 4, 3))
         self.conv = nn.Parameter(torch.empty(WIDE, WIDE, 3))
         self.decay = nn.Parameter(torch.empty(WIDE, HALF))
