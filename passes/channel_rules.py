@@ -8,7 +8,7 @@ are `ParameterValue` and indices are `IndexValue`.
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -62,6 +62,9 @@ CONSTANT = {
     aten.empty, aten.empty_like, aten.full, aten.full_like, aten.new_empty, aten.new_full, aten.new_ones,
     aten.new_zeros, aten.ones, aten.ones_like, aten.scalar_tensor, aten.zeros, aten.zeros_like,
 }  # fmt: skip
+# Of these, the ones whose value is zero; and products, which are zero where one factor is.
+ZERO = {aten.new_zeros, aten.zeros, aten.zeros_like}
+PRODUCT = {aten.bmm, aten.einsum, aten.matmul, aten.mm, aten.mul, aten.multiply}
 
 
 def rule_of(node: fx.Node) -> Rule | None:
@@ -70,6 +73,22 @@ def rule_of(node: fx.Node) -> Rule | None:
     if node.target in WITHOUT_RULE or not has_known_shape(node):
         return None
     return RULES.get(packet) or RULES.get(getattr(packet, "_qualified_op_name", None))
+
+
+def is_zero(node: fx.Node, zeros: Set[fx.Node]) -> bool:
+    """Whether every element that a node returns is zero, such as of a state before the first token, times a decay.
+
+    Args:
+        node: Node with a rule.
+        zeros: The nodes before it that return nothing but zeros.
+    """
+    packet = getattr(node.target, "overloadpacket", None)
+    if packet in ZERO:
+        return True
+    if packet in PRODUCT:
+        return not zeros.isdisjoint(node.all_input_nodes)
+    moves = packet in LAYOUT or packet in SAME or packet in ALONG
+    return moves and isinstance(node.meta.get("val"), Tensor) and zeros.issuperset(node.all_input_nodes)
 
 
 def has_known_shape(node: fx.Node) -> bool:
@@ -92,7 +111,8 @@ def _same(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any])
     return args[0]
 
 
-def _constant(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def constant(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The rule of an operator whose result has the same value at every element."""
     return c.opaque(()).expand(c.node.meta["val"].shape)
 
 
@@ -379,6 +399,6 @@ RULES: dict[Any, Rule] = {
     **dict.fromkeys(ELEMENTWISE, _elementwise),
     **dict.fromkeys(REDUCTION, _reduction),
     **dict.fromkeys(CUMULATIVE, _cumulative),
-    **dict.fromkeys(CONSTANT, _constant),
+    **dict.fromkeys(CONSTANT, constant),
     **SPECIAL,
 }

@@ -26,7 +26,7 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 from torch import Tensor, fx, nn
 
-from permtriton.passes.channel_rules import CONSTANT, rule_of
+from permtriton.passes.channel_rules import CONSTANT, constant, is_zero, rule_of
 from permtriton.passes.channels import AxisKey, Channels, Event, Joint, one_thread
 from permtriton.passes.graph import INDEX, INSERTED
 from permtriton.passes.ids import mix
@@ -152,6 +152,7 @@ class _Interpreter(fx.Interpreter):
         super().__init__(graph_module)
         self._channels = channels
         self._emptied: set[fx.Node] = set()
+        self._zeros: set[fx.Node] = set()
 
     def results(self) -> Sequence[Any]:
         """Runs the graph and returns the ids of its outputs."""
@@ -182,6 +183,9 @@ class _Interpreter(fx.Interpreter):
                 f"{target} of a part that is empty where the model was traced", (args, kwargs)
             )
         rule = rule_of(self._channels.node)
+        if rule is not None and is_zero(self._channels.node, self._zeros):
+            self._zeros.add(self._channels.node)
+            rule = constant
         if rule is None:
             return self._channels.barrier(str(target), (args, kwargs))
         return rule(self._channels, target, args, kwargs)
