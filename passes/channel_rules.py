@@ -62,9 +62,9 @@ CONSTANT = {
     aten.empty, aten.empty_like, aten.full, aten.full_like, aten.new_empty, aten.new_full, aten.new_ones,
     aten.new_zeros, aten.ones, aten.ones_like, aten.scalar_tensor, aten.zeros, aten.zeros_like,
 }  # fmt: skip
-# Of these, the ones whose value is zero; and products, which are zero where one factor is.
+# Of these, the ones whose value is zero; and sums of products, which are zero where one factor is.
 ZERO = {aten.new_zeros, aten.zeros, aten.zeros_like}
-PRODUCT = {aten.bmm, aten.einsum, aten.matmul, aten.mm, aten.mul, aten.multiply}
+PRODUCT = {aten.bmm, aten.einsum, aten.matmul, aten.mm}
 
 
 def rule_of(node: fx.Node) -> Rule | None:
