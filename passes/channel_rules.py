@@ -8,7 +8,7 @@ are `ParameterValue` and indices are `IndexValue`.
 
 import math
 import operator
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -62,9 +62,6 @@ CONSTANT = {
     aten.empty, aten.empty_like, aten.full, aten.full_like, aten.new_empty, aten.new_full, aten.new_ones,
     aten.new_zeros, aten.ones, aten.ones_like, aten.scalar_tensor, aten.zeros, aten.zeros_like,
 }  # fmt: skip
-# Of these, the ones whose value is zero; and sums of products, which are zero where one factor is.
-ZERO = {aten.new_zeros, aten.zeros, aten.zeros_like}
-PRODUCT = {aten.bmm, aten.einsum, aten.matmul, aten.mm}
 
 
 def rule_of(node: fx.Node) -> Rule | None:
@@ -73,22 +70,6 @@ def rule_of(node: fx.Node) -> Rule | None:
     if node.target in WITHOUT_RULE or not has_known_shape(node):
         return None
     return RULES.get(packet) or RULES.get(getattr(packet, "_qualified_op_name", None))
-
-
-def is_zero(node: fx.Node, zeros: Set[fx.Node]) -> bool:
-    """Whether every element that a node returns is zero, such as of a state before the first token, times a decay.
-
-    Args:
-        node: Node with a rule.
-        zeros: The nodes before it that return nothing but zeros.
-    """
-    packet = getattr(node.target, "overloadpacket", None)
-    if packet in ZERO:
-        return True
-    if packet in PRODUCT:
-        return not zeros.isdisjoint(node.all_input_nodes)
-    moves = packet in LAYOUT or packet in SAME or packet in ALONG
-    return moves and isinstance(node.meta.get("val"), Tensor) and zeros.issuperset(node.all_input_nodes)
 
 
 def has_known_shape(node: fx.Node) -> bool:
@@ -256,6 +237,16 @@ def _index(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]
     return _along(c, aten.index_select.default, (x, dims[0], index % x.shape[dims[0]]), {})
 
 
+def _index_put(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The same row in place of all that a mask takes."""
+    mask, *others = c.node.args[1]  # type: ignore[misc]
+    x, rank = c.ids_of(args[0]), mask.meta["val"].ndim if isinstance(mask, fx.Node) else 0
+    one_row = c.node.args[2].meta["val"].ndim <= x.ndim - rank  # type: ignore[union-attr]
+    if others or not rank or mask.meta["val"].dtype != torch.bool or not one_row:
+        return c.barrier(f"{target} by an index without known values", (args, kwargs))
+    return combine(c, [args[0], args[2], args[1][0].view(*mask.meta["val"].shape, *[1] * (x.ndim - rank))])
+
+
 def _constant_value(node: fx.Node) -> Tensor | None:
     """Returns the value of a constant in the model's code that nothing else reads, else None; also None on meta."""
     while len(node.users) == 1 and getattr(node.target, "overloadpacket", None) in _COPIES:
@@ -388,6 +379,7 @@ SPECIAL: dict[Any, Rule] = {
     aten.topk: _choice,
     aten.gather: _choice,
     aten.index: _index,
+    aten.index_put: _index_put,
     "permtriton::permute": _permute,
 }
 
