@@ -93,7 +93,8 @@ def _same(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any])
     return args[0]
 
 
-def _constant(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def constant(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The rule of an operator whose result has the same value at every element."""
     return c.opaque(()).expand(c.node.meta["val"].shape)
 
 
@@ -245,6 +246,16 @@ def _index(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]
     return _along(c, aten.index_select.default, (x, dims[0], index % x.shape[dims[0]]), {})
 
 
+def _index_put(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The same row in place of all that a mask takes."""
+    mask, *others = c.node.args[1]  # type: ignore[misc]
+    x, rank = c.ids_of(args[0]), mask.meta["val"].ndim if isinstance(mask, fx.Node) else 0
+    one_row = c.node.args[2].meta["val"].ndim <= x.ndim - rank  # type: ignore[union-attr]
+    if others or not rank or mask.meta["val"].dtype != torch.bool or not one_row:
+        return c.barrier(f"{target} by an index without known values", (args, kwargs))
+    return combine(c, [args[0], args[2], args[1][0].view(*mask.meta["val"].shape, *[1] * (x.ndim - rank))])
+
+
 def _constant_value(node: fx.Node) -> Tensor | None:
     """Returns the value of a constant in the model's code that nothing else reads, else None; also None on meta."""
     while len(node.users) == 1 and getattr(node.target, "overloadpacket", None) in _COPIES:
@@ -378,6 +389,7 @@ SPECIAL: dict[Any, Rule] = {
     aten.gather: _choice,
     aten.index: _index,
     aten.index_add: index_add,
+    aten.index_put: _index_put,
     "permtriton::permute": _permute,
 }
 
@@ -389,6 +401,6 @@ RULES: dict[Any, Rule] = {
     **dict.fromkeys(ELEMENTWISE, _elementwise),
     **dict.fromkeys(REDUCTION, _reduction),
     **dict.fromkeys(CUMULATIVE, _cumulative),
-    **dict.fromkeys(CONSTANT, _constant),
+    **dict.fromkeys(CONSTANT, constant),
     **SPECIAL,
 }
