@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from permtriton.evaluation.perplexity import perplexity, perplexity_by_layers, windows_at_once
 from permtriton.model.forward import hidden_states, mean_cosine_loss, with_tokens
 from permtriton.model.samples import Inputs, Samples
-from permtriton.model.seq2seq import arguments_of, samples_of
+from permtriton.model.seq2seq import arguments_of, predicted
 from permtriton.offload import Offload
 from permtriton.progress import Progress
 from permtriton.prune.layer_stream import LayerStream
@@ -29,8 +29,8 @@ class Evaluation:
         offload: Where weights and the layers' inputs are, so that the layers run one after another; None for memory.
 
     Attributes:
-        measure: ``perplexity`` for a language model on token ids, else ``cosine``: the mean cosine similarity of the
-            last hidden state with the dense model's.
+        measure: ``perplexity`` for a language model whose tokens are known (`predicted`), else ``cosine``: the mean
+            cosine similarity of the last hidden state with the dense model's.
         dense: The measure of the dense model.
     """
 
@@ -46,7 +46,7 @@ class Evaluation:
         windows = with_tokens(model, Samples.of(windows))
         self._windows, self._batch, self._progress = windows, windows_at_once(windows.tokens), progress
         self._hidden = torch.empty(0)
-        if model.can_generate() and windows.ids is not None:
+        if predicted(model, windows) is not None:
             self.measure = "perplexity"
             self.dense = self._perplexity(model)
         else:
@@ -73,12 +73,10 @@ class Evaluation:
         return 1 - mean_cosine_loss(model, self._windows, self._hidden, self._batch, hidden_order)
 
     def _perplexity(self, model: PreTrainedModel) -> float:
-        ids = self._windows.ids
-        assert ids is not None
         if self._offload is not None:
-            batches = ids.split(self._batch)
-            arguments = [samples_of(model, rows) for rows in batches]
+            batches = list(self._windows.split(self._batch))
+            arguments = [Samples(arguments_of(model, rows.inputs)) for rows in batches]
             stream = LayerStream(model, self._layers, arguments, self._offload.empty)
             if stream.layers:
                 return perplexity_by_layers(model, stream, batches, self._progress)
-        return perplexity(model, ids, self._batch, self._progress)
+        return perplexity(model, self._windows, self._batch, self._progress)

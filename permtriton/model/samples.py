@@ -35,7 +35,7 @@ class Samples:
                 f"the inputs have the shapes {shapes}: expected tensors with one row per sample each"
             )
         if self.is_text:
-            decoded = [shape[1] for name, shape in shapes.items() if name.startswith("decoder_")]
+            decoded = [shape[1] for name, shape in shapes.items() if name.startswith("decoder_") or name == "labels"]
             object.__setattr__(self, "tokens", max(decoded or [shape[1] for shape in shapes.values()]))
 
     @classmethod
