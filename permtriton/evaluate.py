@@ -91,7 +91,7 @@ def evaluate(
     if windows is not None:
         samples = with_tokens(model, with_decoder_ids(dense or model, check_inputs(model, windows)))
         count, window = len(samples), samples.tokens
-        at_once = batch or windows_at_once(window)
+        at_once = batch or windows_at_once(samples.longest)
         if dense is not None:
             measured = fidelity(model, dense, samples, at_once, hidden_order, progress, watch)
         else:

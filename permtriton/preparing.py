@@ -76,7 +76,7 @@ def prepare(
     folder = _check_disks(work, forecast)
     if say_needs:
         work.progress.say(forecast.describe(folder))
-    batch = max(TOKENS_WITHOUT_LOGITS // samples.tokens, 1)
+    batch = max(TOKENS_WITHOUT_LOGITS // samples.longest, 1)
     reference = Reference(model, samples, plan.unseen)
     with running(model, plan, spread_on) as runs:
         with work.timed("evaluate"):

@@ -79,6 +79,14 @@ def test_both_models_read_the_text_that_the_dense_one_writes():
     assert (found.perplexity, found.window) == (None, 16)
 
 
+def test_memory_is_that_of_the_longer_half():
+    windows = {"input_features": SOUND, "labels": LABELS[:, :4]}
+    held_out = held_out_samples(build("whisper"), windows)
+    assert (held_out.tokens, held_out.longest) == (4, 6)
+    text = Samples.of(WINDOWS["t5"])
+    assert (text.tokens, text.longest) == (7, 11)
+
+
 def test_sound_without_labels_has_no_perplexity():
     with pytest.raises(ConfigError, match=r"WhisperForConditionalGeneration is given no labels.*--against"):
         evaluate(build("whisper"), windows={"input_features": SOUND})

@@ -5,7 +5,7 @@ own logits, since the head of the model may differ from the dense one's, and not
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -145,7 +145,7 @@ def _kind(model: PreTrainedModel) -> str:
 
 def _outputs(model: PreTrainedModel, rows: Samples) -> tuple[Tensor, Tensor | None]:
     """Returns the last hidden state ``[windows, tokens, hidden]`` and the logits; None for those of an encoder."""
-    samples = Samples(arguments_of(model, rows.inputs), rows.tokens)
+    samples = replace(rows, inputs=arguments_of(model, rows.inputs))
     if not model.can_generate():
         return last_hidden_state(model, samples), None
     with without_cache(model), recorded_states(model) as states:

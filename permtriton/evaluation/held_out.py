@@ -1,6 +1,7 @@
 """What a compilation measures on held-out samples: perplexity, or the agreement of an encoder with the dense model."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ class Evaluation:
     ) -> None:
         self._layers, self._offload = layers or {}, offload
         windows = with_tokens(model, Samples.of(windows))
-        self._windows, self._batch, self._progress = windows, windows_at_once(windows.tokens), progress
+        self._windows, self._batch, self._progress = windows, windows_at_once(windows.longest), progress
         self._hidden = torch.empty(0)
         if predicted(model, windows) is not None:
             self.measure = "perplexity"
@@ -53,7 +54,7 @@ class Evaluation:
             self.measure = "cosine"
             self.dense = 1.0
             first = windows[:MAX_ENCODER_WINDOWS]
-            self._windows = Samples(arguments_of(model, first.inputs), first.tokens)
+            self._windows = replace(first, inputs=arguments_of(model, first.inputs))
             self._hidden = hidden_states(model, self._windows, self._batch)
 
     def measured(self, model: PreTrainedModel, hidden_order: Tensor | None) -> dict[str, Any]:

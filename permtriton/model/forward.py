@@ -90,7 +90,7 @@ def _end(_module: nn.Module, _inputs: object, output: Any) -> None:
 
 @torch.no_grad()
 def with_tokens(model: PreTrainedModel, samples: Samples) -> Samples:
-    """Returns samples whose ``tokens`` are known; the model runs on the first one if it must be asked.
+    """Returns samples whose ``tokens`` and ``longest`` are known; the model runs on the first one if it must be asked.
 
     Raises:
         CalibrationError: the model does not run on it.
@@ -99,7 +99,14 @@ def with_tokens(model: PreTrainedModel, samples: Samples) -> Samples:
         return samples
     try:
         first = Samples(arguments_of(model, samples[:1].inputs))
-        return replace(samples, tokens=last_hidden_state(model, first).shape[1])
+        lengths = [0]
+        encoder = model.get_encoder() if takes_decoder_ids(model) else nn.Identity()
+        handle = encoder.register_forward_hook(lambda _module, _inputs, output: lengths.append(output[0].shape[1]))
+        try:
+            tokens = last_hidden_state(model, first).shape[1]
+        finally:
+            handle.remove()
+        return replace(samples, tokens=tokens, longest=max(tokens, *lengths))
     except Exception as error:  # the model's code may raise any kind
         if is_out_of_memory(error):
             raise

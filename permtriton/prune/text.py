@@ -4,6 +4,7 @@ import inspect
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -137,7 +138,7 @@ def check_samples(model: PreTrainedModel, inputs: Inputs) -> Samples:
     Arguments and errors are those of `check_inputs`.
     """
     samples = check_inputs(model, inputs)
-    return Samples(arguments_of(model, samples.inputs), samples.tokens)
+    return replace(samples, inputs=arguments_of(model, samples.inputs))
 
 
 def check_inputs(model: PreTrainedModel, inputs: Inputs) -> Samples:
