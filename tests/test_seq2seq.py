@@ -30,6 +30,7 @@ from permtriton.model.plan import Placement
 from permtriton.model.seq2seq import arguments_of, samples_of
 from permtriton.prune.layer_calls import find_chains
 from permtriton.prune.objective import Head, has_head
+from permtriton.prune.reconstruct import _layers
 from permtriton.prune.text import calibration_ids, check_samples, evaluation_ids
 
 from .zoo import VOCABULARY, randomize, token_ids
@@ -141,6 +142,17 @@ def test_t5_in_float16_keeps_its_float32_weights(tmp_path):
     config = CompileConfig.from_options({"permutation": "heuristic", "weight_update": "none", "layout": "fused"})
     compiled = permtriton.compile(model, None, config, ids=IDS)
     assert Placement.IN_NORM in {space.placement for space in compiled.plan.spaces}
+
+
+@pytest.mark.parametrize("name", ["t5", "bart"])
+def test_a_window_of_mlp_divides_every_layer(name):
+    """T5 holds its attentions and its MLP in a list inside of each layer, BART beside each other."""
+    model = build(name)
+    config = CompileConfig.from_options({"weight_update": "reconstruct", "window": "mlp"})
+    layers, left = _layers(model, find_plan(model, NMPattern(2, 4)), config)
+    sizes = [[len(part) for part in layer.parts] for layer in layers.values()]
+    assert not left
+    assert sizes == 2 * [[4, 2]] + 2 * [[4, 6]]  # the attention over the encoder is trained with the MLP
 
 
 # -- what each half reads ----------------------------------------------------------------------------------------------

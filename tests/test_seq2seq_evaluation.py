@@ -12,6 +12,7 @@ from permtriton.model.samples import Samples
 from permtriton.model.seq2seq import arguments_of
 from permtriton.preparing import held_out_samples
 from permtriton.progress import NoProgress
+from permtriton.prune.layer_calls import record_chain, recorded
 from permtriton.prune.text import check_samples
 
 from .sentences import trained_tokenizer
@@ -120,3 +121,20 @@ def test_tasks_give_the_context_to_the_encoder():
         logits = model(input_ids=torch.tensor([context]), labels=torch.tensor([answer])).logits
         expected = logits[0].log_softmax(-1)[torch.arange(len(answer)), answer].sum()
         assert score == pytest.approx(float(expected), rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["t5", "whisper"])
+def test_layers_of_the_decoder_read_the_encoder_of_their_own_sample(name):
+    """Layers run without the model, on samples in any order, give what the model does on these samples."""
+    model = build(name)
+    samples, layers = check_samples(model, WINDOWS[name]), list(model.get_decoder().children())
+    (blocks,) = [layer for layer in layers if isinstance(layer, torch.nn.ModuleList)]
+    chain = dict(enumerate(blocks))
+    calls, hidden = record_chain(model, chain, samples)
+    rows = torch.tensor([4, 1, 5])
+    for number, layer in calls.items():
+        expected = recorded(model, {number: blocks[number]}, samples[rows])[number][0].hidden
+        torch.testing.assert_close(hidden[rows], expected, rtol=1e-4, atol=1e-5)
+        layer.try_together(hidden)
+        hidden = layer.run(hidden, 2)
+    assert layer.together
