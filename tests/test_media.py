@@ -53,7 +53,7 @@ def test_channels_move_and_outputs_stay(name):
     plan = find_plan(model, NMPattern(2, 4))
     free = [site for site in plan.sites if not site.space.frozen]
     moving = {len(site.linears) for site in free} - {1}
-    assert moving == ({3} if name == "whisper" else set()), "the streams of the others keep their order"
+    assert moving == ({3} if name in ("vit", "whisper") else set()), "the streams of the others keep their order"
     assert sum(site.layer == 0 for site in free) >= 2, "attention output and down projection"
     before = [value for value in model(**given).to_tuple() if isinstance(value, torch.Tensor)]
     zoo.fold(model, plan, zoo.random_indices(plan))
