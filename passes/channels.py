@@ -5,8 +5,7 @@ work is done once on what it expands. And most tensors are views of one tensor w
 whether their ids are channels, and all different, is known without a search.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -55,17 +54,6 @@ class Joint:
     b: np.ndarray
     attached: bool
     places: np.ndarray
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Inside the context, torch uses one thread: waiting for others on a busy machine takes longer than small work."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 class Channels:
@@ -237,13 +225,15 @@ class Channels:
     def join(self, a: Tensor, b: Tensor, attached: bool = False) -> Tensor:
         """Joins two tensors of ids element by element and returns the ids of the result.
 
-        Two channels that meet are joined; what is no channel is added to the context of the channel that it meets.
+        Two channels that meet are joined; what is no channel is added to the context of the channel that it meets. Of
+        joined ids, the result has those that stand for more tokens: a class token and the patches behind it, which come
+        from two parameters, are the same channels once one position embedding is added to both.
         """
         a, b = torch.broadcast_tensors(a, b)
         a_all, b_all = self.all_channels(a), self.all_channels(b)
         if a_all and b_all:
             self.unite(a, b, attached)
-            return a
+            return b if _repeats_more(b, a) else a
         a_none, b_none = not self.any_channel(a), not self.any_channel(b)
         if a_none and b_none:
             return a
@@ -396,3 +386,9 @@ class Channels:
         if not isinstance(value, Tensor):
             return value
         return self.opaque(tuple(size if isinstance(size, int) else 1 for size in value.shape))
+
+
+def _repeats_more(ids: Tensor, others: Tensor) -> bool:
+    """Whether ids repeat along more dimensions than others of the same shape, but not along the last one."""
+    fewer, more = differs(ids), differs(others)
+    return fewer != more and fewer[-1:] == more[-1:] and all(b or not a for a, b in zip(fewer, more, strict=True))

@@ -45,6 +45,15 @@ def _contract(c: Channels, x: Tensor, weight: ParameterValue) -> None:
     c.linears.append(LinearCall(weight.name, own, c.node, _source(c.node, weight.name), problem))
 
 
+def _one_order(c: Channels, x: Tensor) -> Tensor:
+    """Joins the inputs ``[stack, tokens, channels]`` of a stack of weights, and returns the ids of the first."""
+    if x.ndim == 3 and c.all_channels(x) and differs(x)[0] and not differs(x)[1]:
+        first = x[:1].expand(x.shape)
+        c.unite(first, x)
+        return first
+    return x
+
+
 def _add_bias(c: Channels, rows: Tensor, bias: Any) -> None:
     if bias is None:
         return
@@ -67,8 +76,7 @@ def _matmul(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any
         return _linear(c, a, b.transposed())
     if isinstance(b, ParameterValue) and len(b.shape) == 3 and not b.computed and None not in b.dims:
         c.separate(c.axis(b, 0), "each has weights of its own")  # a stack of weights that share one order
-        x = c.ids_of(a)
-        _contract(c, x, b)
+        _contract(c, _one_order(c, c.ids_of(a)), b)
         return c.axis(b, 2).expand(c.node.meta["val"].shape)
     if isinstance(a, ParameterValue) and a.is_matrix and c.node.meta["val"].ndim > 1:
         return c.compacted(_linear(c, c.ids_of(mapped(c, b, lambda part: part.mT)), a).mT)

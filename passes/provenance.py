@@ -28,8 +28,8 @@ from scipy.sparse.csgraph import connected_components
 from torch import Tensor, fx, nn
 
 from permtriton.passes.channel_rules import ALONG, CONSTANT, LAYOUT, SAME, constant, rule_of
-from permtriton.passes.channels import AxisKey, Channels, Event, Joint, one_thread
-from permtriton.passes.graph import INDEX, INSERTED
+from permtriton.passes.channels import AxisKey, Channels, Event, Joint
+from permtriton.passes.graph import INDEX, INSERTED, one_thread
 from permtriton.passes.ids import mix, numbered
 from permtriton.passes.values import Crossed, IndexValue, LinearCall, ParameterValue
 
