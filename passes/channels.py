@@ -5,8 +5,7 @@ work is done once on what it expands. And most tensors are views of one tensor w
 whether their ids are channels, and all different, is known without a search.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from permtriton.passes.graph import INSERTED
-from permtriton.passes.ids import both_unexpanded, differs, mix, unexpanded
+from permtriton.passes.ids import both_unexpanded, differs, mix, numbered, unexpanded
 from permtriton.passes.values import Crossed, IndexValue, LinearCall, ParameterValue, leaves
 
 AxisKey = tuple[str, int]  # a parameter and one of its dimensions
@@ -27,7 +26,7 @@ class Event:
     """What one operator adds to the contexts of some channels.
 
     Attributes:
-        ids: int64, unique channel ids.
+        ids: int64, channel ids.
         context: uint64 of the same shape, or one for all channels.
         reason: Why channels with different contexts may not change places.
     """
@@ -47,23 +46,14 @@ class Joint:
         b: int64 of the same shape: channel ``b[i]`` moves together with ``a[i]``.
         attached: Whether one of each pair belongs to a parameter that acts on the other (a bias, a norm vector, a
             column), so that both have the same role.
+        places: uint64 of the same shape, or one for all: at which of its places in the tensors each pair is joined.
     """
 
     node: str
     a: np.ndarray
     b: np.ndarray
     attached: bool
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Inside the context, torch uses one thread: waiting for others on a busy machine takes longer than small work."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+    places: np.ndarray
 
 
 class Channels:
@@ -319,13 +309,19 @@ class Channels:
     def unite(self, a: Tensor, b: Tensor, attached: bool = False) -> None:
         """Records that the channels of two tensors move together, element by element; see `Joint` for ``attached``."""
         a, b = both_unexpanded(a, b)
-        distinct = self._distinct(a) or self._distinct(b)
+        distinct = self._distinct(a), self._distinct(b)
         first, second = a.reshape(-1).numpy(), b.reshape(-1).numpy()
-        if not distinct:
-            pairs = np.unique(first * self.total + second)
+        places = np.zeros(1, np.uint64)
+        if self._contexts and not all(distinct):
+            places = mix(numbered(first).view(np.uint64) ^ mix(numbered(second)))
+        if not any(distinct):
+            pairs, which = np.unique(first * self.total + second, return_inverse=True)
             first, second = pairs // self.total, pairs % self.total
+            added = np.zeros(pairs.size, np.uint64)
+            np.add.at(added, which, places)
+            places = added
         if first.size:
-            self.joints.append(Joint(self.node.name, first, second, attached))
+            self.joints.append(Joint(self.node.name, first, second, attached, places))
 
     def _add_context(self, ids: Tensor, values: Tensor, reason: str) -> None:
         """Adds a hash of the values at each channel's positions, in their order, to the channel's context."""
@@ -346,11 +342,10 @@ class Channels:
             self.events.append(Event(flat, context, reason))
             return
         # The same channel is at several positions: their hashes are hashed again, in their order.
-        met = np.broadcast_to(met, compact.shape).reshape(-1)
+        met = mix(np.broadcast_to(met, compact.shape).reshape(-1) ^ mix(numbered(flat)))
         order = np.argsort(flat, kind="stable")
-        unique, starts, counts = np.unique(flat[order], return_index=True, return_counts=True)
-        rank = (np.arange(order.size) - np.repeat(starts, counts)).view(np.uint64)
-        self.events.append(Event(unique, np.add.reduceat(mix(met[order] ^ mix(rank)), starts), reason))
+        unique, starts = np.unique(flat[order], return_index=True)
+        self.events.append(Event(unique, np.add.reduceat(met[order], starts), reason))
 
     def separate(self, ids: Tensor, reason: str) -> None:
         """Gives every channel a context of its own, so that none may change places with another."""

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -251,3 +252,14 @@ def norm_input(source: fx.Node, module: str) -> fx.Node | None:
                 else:
                     inputs.add(before)
     return inputs.pop() if len(inputs) == 1 else None
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Inside the context, torch uses one thread: waiting for others on a busy machine takes longer than small work."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

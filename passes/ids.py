@@ -31,3 +31,13 @@ def mix(values: np.ndarray) -> np.ndarray:
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))
+
+
+def numbered(values: np.ndarray) -> np.ndarray:
+    """Returns for each element how many equal ones stand before it, int64."""
+    order = np.argsort(values, kind="stable")
+    new = np.diff(values[order], prepend=values[order][:1] - 1) != 0
+    positions = np.arange(values.size)
+    result = np.empty(values.size, np.int64)
+    result[order] = positions - np.maximum.accumulate(np.where(new, positions, 0))
+    return result

@@ -12,9 +12,8 @@ from permtriton.model.edits import Move, moves_of
 from permtriton.model.plan import ChannelSpace, Plan
 from permtriton.model.samples import Inputs
 from permtriton.passes.cancel_permutations import cancel_permutations
-from permtriton.passes.channels import one_thread
 from permtriton.passes.fuse_permutations import fuse_permutations
-from permtriton.passes.graph import absorb_folds, copied
+from permtriton.passes.graph import absorb_folds, copied, one_thread
 from permtriton.passes.insert_masks import insert_masks
 from permtriton.passes.insert_permutations import insert_permutations
 from permtriton.passes.lower import lower

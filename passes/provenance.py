@@ -28,9 +28,9 @@ from scipy.sparse.csgraph import connected_components
 from torch import Tensor, fx, nn
 
 from permtriton.passes.channel_rules import ALONG, CONSTANT, LAYOUT, SAME, constant, rule_of
-from permtriton.passes.channels import AxisKey, Channels, Event, Joint, one_thread
-from permtriton.passes.graph import INDEX, INSERTED
-from permtriton.passes.ids import mix
+from permtriton.passes.channels import AxisKey, Channels, Event, Joint
+from permtriton.passes.graph import INDEX, INSERTED, one_thread
+from permtriton.passes.ids import mix, numbered
 from permtriton.passes.values import Crossed, IndexValue, LinearCall, ParameterValue
 
 aten = torch.ops.aten
@@ -245,6 +245,7 @@ def _finish(channels: Channels, hidden: np.ndarray) -> Provenance:
         Event(np.arange(span.start, span.stop), context, "they belong to different parameters")
         for context, span in zip(own_contexts, spans.values(), strict=True)
     ]
+    events += _arrangement(channels, labels, count)
     return Provenance(
         linears=channels.linears,
         axes={axis: labels[span].astype(np.int64) for axis, span in spans.items()},
@@ -256,6 +257,24 @@ def _finish(channels: Channels, hidden: np.ndarray) -> Provenance:
         _events=events,
         _labels=labels,
     )
+
+
+def _arrangement(channels: Channels, labels: np.ndarray, count: int) -> list[Event]:
+    """Tells units apart whose channels are joined in another order, where a unit has several channels of an axis.
+
+    The first of them takes the place of the other unit's first one, the second of its second one, and so on. Each must
+    then be joined with the same ones at the same places.
+    """
+    axes = np.searchsorted([*channels.starts.values()], np.arange(channels.total), side="right")
+    number = numbered(axes * count + labels)
+    which = mix(number.view(np.uint64) ^ mix(axes))
+    joints = mix(np.arange(len(channels.joints)))
+    reason = "the channels that move with each are joined in another order"
+    return [
+        Event(joint.a, mix(which[joint.a] ^ mix(which[joint.b]) ^ mix(joint.places + own)), reason)
+        for joint, own in zip(channels.joints, joints, strict=True)
+        if number[joint.a].any() or number[joint.b].any()
+    ]
 
 
 def _sums(count: int, labels: np.ndarray, events: Sequence[Event]) -> np.ndarray:

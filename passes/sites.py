@@ -10,8 +10,7 @@ from torch import Tensor, fx, nn
 
 from permtriton.errors import ModelError, reasons_of
 from permtriton.model.plan import LINEAR_MODULES, Axis, ChannelSpace, Plan, Site
-from permtriton.passes.channels import one_thread
-from permtriton.passes.graph import module_path
+from permtriton.passes.graph import module_path, one_thread
 from permtriton.passes.provenance import Provenance
 from permtriton.passes.unseen import Unseen, layer_of
 from permtriton.passes.values import LinearCall

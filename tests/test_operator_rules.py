@@ -50,6 +50,29 @@ def scan(net, x):
     return net.down(torch.stack(found, 1))
 
 
+def delta_rule(net, x):
+    """Linear attention in chunks that corrects its state, which starts as zeros."""
+    state, found = torch.zeros(2, HALF, WIDE, dtype=x.dtype), []
+    for q, k, v in zip(*(part.split(HALF, 1) for part in (net.narrow(x), net.values(x), net.up(x))), strict=True):
+        new = v - k @ state
+        found.append(q @ state + (q @ k.mT).tril() @ new)
+        state = state * net.alpha + k.mT @ new
+    return net.down(torch.cat(found, 1))
+
+
+def gated_heads(net, x, order=None):
+    """Heads that share the weight of their norm, each with channels of the gate of its own, in some order."""
+    normed = heads(net.up(x)) / heads(net.up(x)).norm(dim=-1, keepdim=True) * net.slope
+    gate = net.gate(x) if order is None else net.gate(x)[..., torch.tensor(order)]
+    return net.down((normed * heads(gate)).flatten(-2))
+
+
+def written(hidden, mask, row):
+    hidden = hidden.clone()
+    hidden[mask] = row
+    return hidden
+
+
 def blocks(net, x):
     """A product with a weight for every head, as the gates of RecurrentGemma."""
     return (heads(x).flatten(0, 1).transpose(0, 1) @ net.blocks).transpose(0, 1).reshape(x.shape)
@@ -72,6 +95,8 @@ FREE = {
     "linear attention": lambda net, x: net.down(net.narrow(x) @ (net.values(x).mT @ net.up(x))),
     "einsum": lambda net, x: net.down(torch.einsum("bti,bsi,bso->bto", net.gate(x), net.inner(net.up(x)), net.up(x))),
     "scan": scan,
+    "delta rule": delta_rule,
+    "a row by a mask": lambda net, x: net.down(written(net.up(x), x[..., 0] > 0, net.vector)),
     "glu": lambda net, x: net.half_down(functional.glu(net.up(x), -1)),
     "prelu": lambda net, x: net.down(functional.prelu(net.up(x).mT, net.vector).mT),
     "norm": lambda net, x: net.down(net.up(x) / torch.linalg.vector_norm(net.up(x), dim=-1, keepdim=True)),
@@ -108,6 +133,9 @@ def _more_parameters(monkeypatch):
         self.grouped = nn.Parameter(torch.empty(WIDE, 4, 3))
         self.conv = nn.Parameter(torch.empty(WIDE, WIDE, 3))
         self.decay = nn.Parameter(torch.empty(WIDE, HALF))
+        self.slope = nn.Parameter(torch.empty(4))
+        self.by_head = nn.Parameter(torch.empty(HEADS, 1, 3, 1))
+        self.register_buffer("halves", torch.tensor([1.0, 2.0]).repeat_interleave(HALF))
 
     monkeypatch.setattr(networks.Net, "__init__", more)
 
@@ -131,8 +159,13 @@ def test_a_depthwise_kernel_moves_by_rows():
         lambda net, x: net.down((heads(net.up(x)) * net.gate(x)[..., :HEADS, None].exp()).flatten(-2)),
         lambda net, x: net.down((heads(net.up(x)) * net.vector[:HEADS, None]).flatten(-2)),
         lambda net, x: net.down(functional.group_norm(net.up(x).mT, HEADS, net.vector).mT),
+        lambda net, x: net.down(
+            functional.conv2d(heads(net.up(x)).transpose(1, 2), net.by_head, padding=(1, 0), groups=HEADS)
+            .transpose(1, 2)
+            .flatten(-2)
+        ),
     ],
-    ids=["a value per head", "a parameter per head", "group_norm"],
+    ids=["a value per head", "a parameter per head", "group_norm", "a kernel per head"],
 )
 def test_what_differs_between_heads_keeps_channels_in_their_head(forward):
     plan = check(forward)
@@ -143,7 +176,36 @@ def test_what_differs_between_heads_keeps_channels_in_their_head(forward):
     run_passes(graph_module, permutation_passes(moves), [])  # the same channels move together in any order
 
 
+def test_heads_that_share_a_norm_move_alike_in_the_gate():
+    assert (space_of(plan := check(gated_heads), "down").segments, plan.barriers) == ((4,), [])
+
+
+def test_a_gate_whose_order_is_another_one_in_one_place_stays_there():
+    """The first channels of two heads trade places in the gate: a permutation that moves heads alike would undo it."""
+    space = space_of(check(lambda net, x: gated_heads(net, x, [4, 1, 2, 3, 0, *range(5, WIDE)]), "1:2"), "down")
+    assert space.segments == (1, 3)
+    assert space.reason
+
+
+def test_equal_numbers_of_a_constant_vector_are_one_value():
+    assert space_of(check(lambda net, x: net.down(net.up(x) * net.halves)), "down").segments == (HALF, HALF)
+
+
 FROZEN = {
+    "no longer zeros": lambda net, x: net.down(
+        net.up(x) + net.gate(x) @ (torch.zeros(WIDE, WIDE, dtype=x.dtype) + net.constant)
+    ),
+    "a mask of channels": lambda net, x: net.down(
+        written(net.up(x), net.gate(x).flip(-1) > 0, net.alpha) * net.gate(x)
+    ),
+    "another row for each token": lambda net, x: net.down(
+        written(net.up(x)[0], torch.ones(TOKENS, dtype=torch.bool), net.tokens.weight[:, :WIDE])
+    ),
+    "a kernel across the channels of a head": lambda net, x: net.down(
+        functional.conv2d(heads(net.up(x)).transpose(1, 2), net.by_head.mT, padding=(0, 1), groups=HEADS)
+        .transpose(1, 2)
+        .flatten(-2)
+    ),
     "a part that is empty": lambda net, x: net.down(torch.cat([net.up(x)[:, :1], net.gate(x)[:, TOKENS:]], 1)),
     "sums over channels": lambda net, x: net.down(torch.ones_like(net.up(x)).cumsum(-1) * net.up(x)),
     "padded values": lambda net, x: net.down(functional.pad(net.alpha.expand(1), (0, WIDE - 1)) * net.up(x)),
@@ -218,6 +280,9 @@ VARYING = {
         net.down(net.up(x)[:, 0]) + net.side((net.up(x)[:, 0, :, None] * net.gate(x)[:, :WIDE]).sum(1))
     ),
     "rolled over all": lambda net, x: net.down(net.up(x).roll(1)),
+    "a table in place of zeros": lambda net, x: net.down(
+        (net.up(x)[..., None] * torch.zeros_like(net.decay).add(net.decay.sigmoid())).sum(-1)
+    ),
     "looked up": lambda net, x: net.down(net.inner(net.up(x))) + net.side(functional.embedding(ROWS, net.inner.weight)),
     "looked up by data": lambda net, x: (
         net.down(net.inner(net.up(x))) + net.side(net.inner.weight[(x[..., 0] > 0).long()])
