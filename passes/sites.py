@@ -92,7 +92,9 @@ def _prunable(
         if isinstance(module, nn.Embedding):
             skipped.setdefault(call.parameter, "output head, tied to the embedding")
         elif not isinstance(module, LINEAR_MODULES) or attribute != "weight":
-            skipped.setdefault(call.parameter, f"weight of a {type(module).__name__}, not of a linear layer")
+            skipped.setdefault(
+                call.parameter, _other(module) or f"weight of a {type(module).__name__}, not of a linear layer"
+            )
         elif call.parameter in elsewhere:
             skipped.setdefault(owner, "its weight is read by another module than itself, which need not call it")
         elif call.node not in feeding:
@@ -147,7 +149,15 @@ def _skip_the_rest(model: nn.Module, provenance: Provenance, skipped: dict[str, 
                 skipped.setdefault(name, barrier if f"{name}.weight" in used else unused)
         for parameter_name, parameter in module.named_parameters(prefix=name, recurse=False):
             if parameter.ndim > 2:
-                skipped.setdefault(parameter_name, f"{parameter.ndim}-dimensional weight of a {type(module).__name__}")
+                plain = f"{parameter.ndim}-dimensional weight of a {type(module).__name__}"
+                skipped.setdefault(parameter_name, _other(module) or plain)
+
+
+def _other(module: nn.Module) -> str:
+    """Returns why a module that computes a linear layer in another form stays dense; empty for other modules."""
+    if isinstance(module, nn.Conv1d) and module.kernel_size == (1,):
+        return "a Conv1d of kernel size 1, a linear layer in a form that is not supported"
+    return ""
 
 
 def _ancestors(node: fx.Node) -> set[fx.Node]:
