@@ -19,6 +19,7 @@ from permtriton.passes.channels import Channels
 from permtriton.passes.combining import Rule, combine, contracted, joined, mapped, parts_of
 from permtriton.passes.ids import differs
 from permtriton.passes.product_rules import NORMS, PRODUCTS
+from permtriton.passes.row_rules import index_add, joined_weights, summed_parts, taken_rows
 from permtriton.passes.values import Crossed, IndexValue, ParameterValue, leaves
 
 aten = torch.ops.aten
@@ -92,7 +93,8 @@ def _same(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any])
     return args[0]
 
 
-def _constant(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def constant(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The rule of an operator whose result has the same value at every element."""
     return c.opaque(()).expand(c.node.meta["val"].shape)
 
 
@@ -112,6 +114,10 @@ def _layout(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any
 def _cat(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Concatenation. A constant beside the same channels all along the dimension is one more value of each of them."""
     dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+    if len(args[0]) > 1 and all(
+        isinstance(x, ParameterValue) and len(x.shape) > 1 and None not in x.dims for x in args[0]
+    ):
+        return joined_weights(c, args[0], dim)
     several = {len(parts_of(c, x)) for x in args[0] if isinstance(x, Crossed)}
     operands = args[0] if len(several) == 1 else [c.ids_of(x) for x in args[0]]
     count = several.pop() if len(several) == 1 else 1
@@ -231,9 +237,23 @@ def _index(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]
     x = c.ids_of(args[0])
     dims = [dim for dim, index in enumerate(indices) if index is not None]
     index = _constant_value(indices[dims[0]]) if len(dims) == 1 else None
+    if index is None and len(dims) == 1 and indices[dims[0]].meta["val"].dtype in (torch.int32, torch.int64):
+        rows = taken_rows(c, x, dims[0], args[1][dims[0]])
+        if rows is not None:
+            return rows
     if index is None or index.ndim != 1 or index.dtype != torch.int64:
         return c.barrier(f"{target} by an index without known values", (args, kwargs))
     return _along(c, aten.index_select.default, (x, dims[0], index % x.shape[dims[0]]), {})
+
+
+def _index_put(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The same row in place of all that a mask takes."""
+    mask, *others = c.node.args[1]  # type: ignore[misc]
+    x, rank = c.ids_of(args[0]), mask.meta["val"].ndim if isinstance(mask, fx.Node) else 0
+    one_row = c.node.args[2].meta["val"].ndim <= x.ndim - rank  # type: ignore[union-attr]
+    if others or not rank or mask.meta["val"].dtype != torch.bool or not one_row:
+        return c.barrier(f"{target} by an index without known values", (args, kwargs))
+    return combine(c, [args[0], args[2], args[1][0].view(*mask.meta["val"].shape, *[1] * (x.ndim - rank))])
 
 
 def _constant_value(node: fx.Node) -> Tensor | None:
@@ -298,7 +318,7 @@ def _reduction(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, 
         dims = list(range(ndim))
     elif isinstance(dims, int):
         dims = [dims]
-    return contracted(c, ids, dims, keep=c.node.meta["val"].ndim == ndim)
+    return contracted(c, summed_parts(c, ids, dims), dims, keep=c.node.meta["val"].ndim == ndim)
 
 
 def _cumulative(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -368,6 +388,8 @@ SPECIAL: dict[Any, Rule] = {
     aten.topk: _choice,
     aten.gather: _choice,
     aten.index: _index,
+    aten.index_add: index_add,
+    aten.index_put: _index_put,
     "permtriton::permute": _permute,
 }
 
@@ -379,6 +401,6 @@ RULES: dict[Any, Rule] = {
     **dict.fromkeys(ELEMENTWISE, _elementwise),
     **dict.fromkeys(REDUCTION, _reduction),
     **dict.fromkeys(CUMULATIVE, _cumulative),
-    **dict.fromkeys(CONSTANT, _constant),
+    **dict.fromkeys(CONSTANT, constant),
     **SPECIAL,
 }

@@ -235,13 +235,15 @@ class Channels:
     def join(self, a: Tensor, b: Tensor, attached: bool = False) -> Tensor:
         """Joins two tensors of ids element by element and returns the ids of the result.
 
-        Two channels that meet are joined; what is no channel is added to the context of the channel that it meets.
+        Two channels that meet are joined; what is no channel is added to the context of the channel that it meets. Of
+        joined ids, the result has those that stand for more tokens: a class token and the patches behind it, which come
+        from two parameters, are the same channels once one position embedding is added to both.
         """
         a, b = torch.broadcast_tensors(a, b)
         a_all, b_all = self.all_channels(a), self.all_channels(b)
         if a_all and b_all:
             self.unite(a, b, attached)
-            return a
+            return b if _repeats_more(b, a) else a
         a_none, b_none = not self.any_channel(a), not self.any_channel(b)
         if a_none and b_none:
             return a
@@ -389,3 +391,9 @@ class Channels:
         if not isinstance(value, Tensor):
             return value
         return self.opaque(tuple(size if isinstance(size, int) else 1 for size in value.shape))
+
+
+def _repeats_more(ids: Tensor, others: Tensor) -> bool:
+    """Whether ids repeat along more dimensions than others of the same shape, but not along the last one."""
+    fewer, more = differs(ids), differs(others)
+    return fewer != more and fewer[-1:] == more[-1:] and all(b or not a for a, b in zip(fewer, more, strict=True))

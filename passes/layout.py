@@ -30,7 +30,8 @@ def fused_plan(plan: Plan, graph_module: fx.GraphModule, model: nn.Module, *, o_
 
     A site that is the only reader of a space that may move (``down``; ``o``, within its heads) keeps this space, whose
     permutation is folded. Every other site gets a space of its own, gathered in the norm before it if only linears read
-    that norm's output, else before each of the site's linears.
+    that norm's output, else before each of the site's linears. Where neither can gather, it keeps its order; if none of
+    a space's sites can, they keep the space.
 
     Args:
         plan: Plan of layout ``portable``; its sites are changed.
@@ -39,28 +40,33 @@ def fused_plan(plan: Plan, graph_module: fx.GraphModule, model: nn.Module, *, o_
         o_proj: With ``free``, a site whose channels are tied or may move only within heads gets its own space, too.
     """
     shared = {id(space) for space in plan.spaces if len(plan.sites_of(space)) > 1}
-    spaces: dict[int, ChannelSpace] = {}  # id -> space, in order of first use
     barriers = list(plan.barriers)
     finder = _NormFinder(graph_module, model, plan.unseen)
+    needed = {site.name for site in plan.sites if site.space.frozen or id(site.space) in shared}
+    within_heads = {site.name for site in plan.sites if len(site.space.segments) > 1 or site.copies > 1}
+    own = {
+        site.name: _own_space(finder, site)
+        for site in plan.sites
+        if site.name in needed or (site.name in within_heads and o_proj == "free")
+    }
+    gathered = {id(site.space) for site in plan.sites if isinstance(own.get(site.name), ChannelSpace)}
     for site in plan.sites:
-        within_heads = len(site.space.segments) > 1 or site.copies > 1
-        needed = site.space.frozen or id(site.space) in shared
-        if needed or (within_heads and o_proj == "free"):
-            reason = _give_own_space(finder, site)
-            if reason and needed:
-                reason = site.space.reason or reason
-                site.space = ChannelSpace.kept(site.name, (site.channels,), reason)
-                site.units = identity(site.channels)
-            elif reason:
-                barriers.append(f"{site.name} stays within its heads: {reason}")
-        spaces[id(site.space)] = site.space
+        found = own.get(site.name)
+        if isinstance(found, ChannelSpace):
+            site.space, site.units = found, identity(site.channels)
+        elif found and site.name in needed and (site.space.frozen or id(site.space) in gathered):
+            site.space = ChannelSpace.kept(site.name, (site.channels,), site.space.reason or found)
+            site.units = identity(site.channels)
+        elif found and site.name not in needed:
+            barriers.append(f"{site.name} stays within its heads: {found}")
+    spaces = {id(site.space): site.space for site in plan.sites}  # in order of first use
     in_use = id(plan.hidden_space) in spaces
     hidden = (plan.hidden_space, plan.hidden_units) if in_use else (None, torch.empty(0, dtype=torch.int64))
     return Plan(plan.sites, list(spaces.values()), plan.skipped, barriers, *hidden, unseen=plan.unseen)
 
 
-def _give_own_space(finder: "_NormFinder", site: Site) -> str:
-    """Gives a site a space of its own and returns "", or returns the reason why it cannot have one."""
+def _own_space(finder: "_NormFinder", site: Site) -> ChannelSpace | str:
+    """Returns a space for a site alone, or the reason why it cannot have one."""
     norm, readers = finder.norm_before(site)
     fixed = [name for name in site.linears if not finder.may_gather(name)]
     if norm is None and fixed:
@@ -68,15 +74,14 @@ def _give_own_space(finder: "_NormFinder", site: Site) -> str:
             f"no norm before it can gather, and neither can {fixed[0]} itself (a Conv1D, one of stacked experts, part "
             "of a layer of torch.nn, or a linear with hooks or a shared weight)"
         )
-    site.units = identity(site.channels)
+    units = identity(site.channels)
     parameters = [*(f"{name}.weight" for name in site.linears), *readers]
     axes = [
-        Axis(name, input_dim(finder.parameters[name]), site.units, torch.zeros_like(site.units), reads=True)
+        Axis(name, input_dim(finder.parameters[name]), units, torch.zeros_like(units), reads=True)
         for name in parameters
     ]
     placement = Placement.IN_NORM if norm else Placement.GATHER
-    site.space = ChannelSpace(site.name, (site.channels,), tuple(axes), placement, norm=norm)
-    return ""
+    return ChannelSpace(site.name, (site.channels,), tuple(axes), placement, norm=norm)
 
 
 class _NormFinder:

@@ -12,6 +12,7 @@ from torch import Tensor, fx
 from permtriton.passes.channels import Channels
 from permtriton.passes.combining import Rule, combine, contracted, mapped
 from permtriton.passes.graph import source_of
+from permtriton.passes.ids import differs
 from permtriton.passes.values import IndexValue, LinearCall, ParameterValue
 
 aten = torch.ops.aten
@@ -44,6 +45,15 @@ def _contract(c: Channels, x: Tensor, weight: ParameterValue) -> None:
     c.linears.append(LinearCall(weight.name, own, c.node, _source(c.node, weight.name), problem))
 
 
+def _one_order(c: Channels, x: Tensor) -> Tensor:
+    """Joins the inputs ``[stack, tokens, channels]`` of a stack of weights, and returns the ids of the first."""
+    if x.ndim == 3 and c.all_channels(x) and differs(x)[0] and not differs(x)[1]:
+        first = x[:1].expand(x.shape)
+        c.unite(first, x)
+        return first
+    return x
+
+
 def _add_bias(c: Channels, rows: Tensor, bias: Any) -> None:
     if bias is None:
         return
@@ -66,8 +76,7 @@ def _matmul(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any
         return _linear(c, a, b.transposed())
     if isinstance(b, ParameterValue) and len(b.shape) == 3 and not b.computed and None not in b.dims:
         c.separate(c.axis(b, 0), "each has weights of its own")  # a stack of weights that share one order
-        x = c.ids_of(a)
-        _contract(c, x, b)
+        _contract(c, _one_order(c, c.ids_of(a)), b)
         return c.axis(b, 2).expand(c.node.meta["val"].shape)
     if isinstance(a, ParameterValue) and a.is_matrix and c.node.meta["val"].ndim > 1:
         return c.compacted(_linear(c, c.ids_of(mapped(c, b, lambda part: part.mT)), a).mT)
@@ -115,26 +124,33 @@ def _conv(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any])
     known = isinstance(weight, ParameterValue) and not weight.computed and weight.dims[0] is not None
     if not known or (groups == 1 and weight.dims[1] is None) or given.get("transposed"):
         return c.barrier(f"{target} with a computed or transposed weight", (args, kwargs))
-    x = c.ids_of(given["input"])
+    x, rows = c.ids_of(given["input"]), c.axis(weight, 0)
     kernel = len(weight.shape) - 2
-    x = x.movedim(x.ndim - 1 - kernel, -1)
-    rows = c.axis(weight, 0)
     for positions in c.axes(weight)[1 if weight.dims[1] is None else 2 :]:
         c.separate(positions, "they are positions of a convolution's kernel")
     c.touch(x)
-    if groups == 1:
-        _contract(c, x, weight)
-    else:
-        channels, problem = c.channels_of(x)
-        if groups != x.shape[-1] or rows.numel() != groups:
-            problem = problem or f"{target} reads them in groups"
-        if problem:
-            c.separate(x, problem)
-            c.separate(torch.cat(c.axes(weight)), problem)
-        else:
-            c.unite(rows, channels, attached=True)
     _add_bias(c, rows, bias)
+    if groups != 1:
+        return _by_groups(c, x, weight, groups, given.get("stride", [1]))
+    _contract(c, x.movedim(x.ndim - 1 - kernel, -1), weight)
     return rows.view(-1, *[1] * kernel).expand(c.node.meta["val"].shape)
+
+
+def _by_groups(c: Channels, x: Tensor, weight: ParameterValue, groups: int, stride: Sequence[int]) -> Any:
+    """A convolution whose kernel is each channel's own; where it is one position wide, other channels may stand."""
+    rows, shape, kernel = c.axis(weight, 0), c.node.meta["val"].shape, len(weight.shape) - 2
+    problem = "" if groups == x.shape[-1 - kernel] == rows.numel() else f"{c.node.target} reads them in groups"
+    for dim in range(-kernel, 0):
+        alone = weight.shape[dim] == 1 and shape[dim] == x.shape[dim] and set(stride) == {1}
+        if not alone and differs(x)[dim]:
+            problem = problem or "its input mixes tokens into channels"
+        elif not alone:
+            x = x.narrow(dim, 0, 1)
+    if not problem:
+        return combine(c, [x.expand(*shape), weight.with_dims([0, *[None] * kernel])])
+    c.separate(x, problem)
+    c.separate(torch.cat(c.axes(weight)), problem)
+    return rows.view(-1, *[1] * kernel).expand(shape)
 
 
 def _sparse_linear(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

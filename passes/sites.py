@@ -47,9 +47,10 @@ def find_sites(
     for call in provenance.linears:
         sources[call.parameter][call.source] = None
     by_sources: dict[tuple[fx.Node, ...], list[LinearCall]] = defaultdict(list)
-    for call in _prunable(provenance, model, _ancestors(hidden), pattern, skip_indivisible, skipped):
+    feeding = _ancestors(hidden)
+    for call in _prunable(provenance, model, feeding, pattern, skip_indivisible, skipped):
         by_sources[tuple(sources[call.parameter])].append(call)
-    _skip_the_rest(model, provenance, skipped)
+    _skip_the_rest(model, provenance, feeding, skipped)
     if not by_sources:
         reasons = "; ".join(reasons_of(skipped))
         raise ModelError(f"no linear layer of this model can be pruned ({reasons or 'it has none'})")
@@ -91,10 +92,9 @@ def _prunable(
         channels = provenance.axes[call.parameter, call.in_dim].size
         if isinstance(module, nn.Embedding):
             skipped.setdefault(call.parameter, "output head, tied to the embedding")
-        elif not isinstance(module, LINEAR_MODULES) or attribute != "weight":
-            skipped.setdefault(
-                call.parameter, _other(module) or f"weight of a {type(module).__name__}, not of a linear layer"
-            )
+        elif not isinstance(module, LINEAR_MODULES) or attribute != "weight" or not _returns_one_tensor(module):
+            kind = _other(module) or f"weight of a {type(module).__name__}, not of a linear layer"
+            skipped.setdefault(call.parameter, kind)
         elif call.parameter in elsewhere:
             skipped.setdefault(owner, "its weight is read by another module than itself, which need not call it")
         elif call.node not in feeding:
@@ -110,6 +110,18 @@ def _prunable(
     if indivisible and not skip_indivisible:
         problems = "; ".join(reasons_of(indivisible))
         raise ModelError(f"{problems}; choose another pattern, or leave such linears dense with --skip-indivisible")
+
+
+def _returns_one_tensor(module: nn.Module) -> bool:
+    """Whether a linear returns its product, unlike a router of a class derived from ``nn.Linear``."""
+    if type(module).forward in [each.forward for each in LINEAR_MODULES]:
+        return True
+    tensors = {name: parameter.detach().to("meta") for name, parameter in module.named_parameters()}
+    try:
+        result = torch.func.functional_call(module, tensors, torch.empty(1, module.in_features, device="meta"))
+    except Exception:  # the model's code may raise any kind
+        return False
+    return isinstance(result, Tensor)
 
 
 def _holds(module: nn.Module | None, parameter: nn.Parameter) -> bool:
@@ -136,21 +148,27 @@ def _module_at(model: nn.Module, path: str) -> nn.Module | None:
     return module
 
 
-def _skip_the_rest(model: nn.Module, provenance: Provenance, skipped: dict[str, str]) -> None:
+def _skip_the_rest(model: nn.Module, provenance: Provenance, feeding: set[fx.Node], skipped: dict[str, str]) -> None:
     """Adds to ``skipped`` the linears that the graph does not call, and weights with more than two dimensions."""
     called = {call.parameter for call in provenance.linears}
     used = {parameter for parameter, _ in provenance.axes}
+    read = {str(node.target) for node in feeding if node.op == "get_attr"}
+
+    def outside(name: str) -> str:
+        if name not in used:
+            return "not used when the model runs on token ids"
+        return "" if name in read else "does not feed the last hidden state (output head or pooler)"
+
     for name, module in model.named_modules():
         if isinstance(module, LINEAR_MODULES) and f"{name}.weight" not in called:
             tied = any(module.weight is p for n, p in model.named_parameters() if n in called)
             if not tied:
                 barrier = "its weight is read by an operator without a channel rule"
-                unused = "not used when the model runs on token ids"
-                skipped.setdefault(name, barrier if f"{name}.weight" in used else unused)
+                skipped.setdefault(name, outside(f"{name}.weight") or barrier)
         for parameter_name, parameter in module.named_parameters(prefix=name, recurse=False):
             if parameter.ndim > 2:
-                plain = f"{parameter.ndim}-dimensional weight of a {type(module).__name__}"
-                skipped.setdefault(parameter_name, _other(module) or plain)
+                kind = _other(module) or f"{parameter.ndim}-dimensional weight of a {type(module).__name__}"
+                skipped.setdefault(parameter_name, outside(parameter_name) or kind)
 
 
 def _other(module: nn.Module) -> str:

@@ -1,17 +1,15 @@
 """How many sequences go through the model at once, and fewer of them where memory runs out."""
 
 import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from typing import TypeVar
 
 import torch
 
+from permtriton import ranks
 from permtriton.errors import MemoryTooSmallError, first_line
 
 Result = TypeVar("Result")
-_RETRIES = ContextVar("_RETRIES", default=True)
 
 # What torch's CPU allocator says: DefaultCPUAllocator on Linux, and the message of other systems.
 NO_MEMORY = ("can't allocate memory", "not enough memory")
@@ -24,18 +22,10 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error) for words in NO_MEMORY)
 
 
-@contextmanager
-def no_retries() -> Iterator[None]:
-    """Inside the ``with`` block, no work starts again where memory runs out: several ranks run it in step."""
-    token = _RETRIES.set(False)
-    try:
-        yield
-    finally:
-        _RETRIES.reset(token)
-
-
 class MicroBatch:
     """The sequences per forward and backward pass of one stage.
+
+    Where ranks run in step (`permtriton.ranks.in_step`), no work starts again: the others would wait for its end.
 
     Args:
         size: number to start with.
@@ -63,7 +53,7 @@ class MicroBatch:
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
-                if self.size == 1 or not _RETRIES.get():
+                if self.size == 1 or ranks.are_in_step():
                     raise MemoryTooSmallError(out_of_memory(error, self._at_a_time())) from error
             # Not before the handler ends: the error's traceback keeps the tensors of the failed attempt alive.
             self.size = self.size // 2

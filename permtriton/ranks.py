@@ -76,7 +76,7 @@ def parts(rows: Tensor, size: int) -> Sequence[Tensor]:
     Raises:
         ConfigError: inside `in_step`, a rank would have fewer parts than another.
     """
-    if _IN_STEP.get():
+    if are_in_step():
         check_in_step(rows.numel(), size)
     share, wanted = own(rows), -(-_most(rows.numel()) // size)
     if share.numel() < wanted or -(-share.numel() // size) == wanted:
@@ -115,6 +115,11 @@ def in_step() -> Iterator[None]:
         yield
     finally:
         _IN_STEP.reset(token)
+
+
+def are_in_step() -> bool:
+    """Whether this is inside the ``with`` block of `in_step`."""
+    return _IN_STEP.get()
 
 
 def add_up(tensors: Iterable[Tensor]) -> None:

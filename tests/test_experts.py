@@ -13,8 +13,8 @@ from permtriton.errors import VerificationError
 from permtriton.model.checks import check_weight
 from permtriton.model.experts import (
     UnstackedExperts,
+    input_dim,
     restack_experts,
-    stacked_input_dim,
     stacked_name,
     unstack_experts,
     unstacked_experts,
@@ -112,7 +112,7 @@ def test_experts_come_back_transposed_with_their_biases():
     before["experts.up_proj"][1] *= 2
     before["experts.down_proj_bias"][2] += 1
     assert all(torch.equal(before[name], parameter) for name, parameter in holder.named_parameters())
-    assert stacked_input_dim(holder, "experts.up_proj") == 1
+    assert input_dim(holder, "experts.up_proj") == 1
 
 
 # -- the plan ----------------------------------------------------------------------------------------------------------

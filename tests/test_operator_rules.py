@@ -28,6 +28,16 @@ def heads(x):
     return x.unflatten(-1, (HEADS, 4))
 
 
+def chosen(x):
+    """Positions of tokens that depend on data, int64 ``[TOKENS, 2]``."""
+    return x[0].topk(2, dim=-1).indices % TOKENS
+
+
+def positions(x):
+    """Positions of tokens that are read off channels, int64 ``[channels]``."""
+    return (8 * x[0, 0]).clamp(0, TOKENS - 1).to(torch.int64)
+
+
 def scan(net, x):
     """A state-space layer by hand: one state per channel and per row of ``narrow``."""
     hidden, state = net.up(x), torch.zeros(2, WIDE, HALF, dtype=x.dtype)
@@ -38,6 +48,11 @@ def scan(net, x):
         state = decay[:, token].exp() * state + inputs[:, token]
         found.append((state @ read[:, token, :, None])[..., 0])
     return net.down(torch.stack(found, 1))
+
+
+def blocks(net, x):
+    """A product with a weight for every head, as the gates of RecurrentGemma."""
+    return (heads(x).flatten(0, 1).transpose(0, 1) @ net.blocks).transpose(0, 1).reshape(x.shape)
 
 
 def rows_of_time(x):
@@ -67,6 +82,18 @@ FREE = {
     "functions": lambda net, x: net.down(functional.logsigmoid(net.up(x)) + torch.expm1(net.gate(x)).log1p()),
     "baddbmm": lambda net, x: net.down(torch.baddbmm(net.up(x), x[..., :TOKENS], net.gate(x))),
     "group_norm": lambda net, x: net.down(functional.group_norm(net.up(x).mT, 1, net.vector).mT),
+    "tokens by data": lambda net, x: net.down(net.up(x)[:, chosen(x)].relu().sum(2)),
+    "tokens added by data": lambda net, x: net.down(
+        torch.zeros(2, TOKENS, WIDE, dtype=x.dtype).index_add(1, chosen(x)[:, 0], net.up(x)) + net.gate(x)
+    ),
+    "a weight for every head": lambda net, x: net.down(net.up(x) * blocks(net, net.up(x)).sigmoid()),
+    "joined weights": lambda net, x: net.down(
+        net.up(x) @ torch.cat([net.inner.weight, net.down.weight], 0).mT[:, :WIDE]
+    ),
+    "one position for two": lambda net, x: net.down(torch.cat([net.up(x)[:, :4], net.gate(x)[:, 4:]], 1) + net.vector),
+    "results of linears added up": lambda net, x: net.down(
+        torch.cat([net.up(x).relu(), net.gate(x)]).unflatten(0, (2, -1)).sum(0)
+    ),
 }
 
 
@@ -80,6 +107,7 @@ def _more_parameters(monkeypatch):
     def more(self, forward):
         before(self, forward)
         self.depthwise = nn.Parameter(torch.empty(WIDE, 1, 4))
+        self.blocks = nn.Parameter(torch.empty(HEADS, 4, 4))
         self.grouped = nn.Parameter(torch.empty(WIDE, 4, 3))
         self.conv = nn.Parameter(torch.empty(WIDE, WIDE, 3))
         self.decay = nn.Parameter(torch.empty(WIDE, HALF))
@@ -133,6 +161,15 @@ FROZEN = {
         functional.conv1d(net.up(x).mT, net.grouped, groups=HEADS, padding=1).mT
     ),
     "reflected": lambda net, x: net.down(functional.pad(net.up(x), (2, 2), mode="reflect")[..., 2:-2].cumsum(-1)),
+    "heads by data": lambda net, x: net.down(heads(net.up(x))[:, :, chosen(x)[:HEADS, 0] % HEADS].flatten(-2)),
+    "rows by channels": lambda net, x: net.down(net.up(x)[:, positions(net.up(x))]),
+    "heads added by data": lambda net, x: net.down(
+        heads(torch.zeros(2, TOKENS, WIDE, dtype=x.dtype))
+        .index_add(2, chosen(x)[:HEADS, 0] % HEADS, heads(net.up(x)))
+        .flatten(-2)
+    ),
+    "added by channels": lambda net, x: net.down(net.up(x).index_add(1, positions(net.up(x)), net.gate(x)[:, :WIDE])),
+    "halves added up": lambda net, x: net.down(net.up(x) * net.up(x).unflatten(-1, (2, -1)).sum(-2).repeat(1, 1, 2)),
     "a computed kernel": lambda net, x: net.down(
         functional.conv1d(net.up(x).mT, net.depthwise * net.alpha, groups=WIDE, padding=2)[..., :TOKENS].mT
     ),

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
 from permtriton.checkpoint.schema import PermTritonQuantizationConfig
 from permtriton.errors import ModelError
@@ -227,6 +226,7 @@ def replace_by_packed(
     model: nn.Module,
     name: str,
     stored_name: str,
+    dim: int,
     entry: Mapping[str, Any],
     stored: Mapping[str, StoredTensor],
     config: PermTritonQuantizationConfig,
@@ -237,6 +237,7 @@ def replace_by_packed(
         model: model on the meta device.
         name: name of the parameter in the model.
         stored_name: name of the parameter in the checkpoint.
+        dim: input dimension of the parameter in the model.
         entry: its entry in the config.
         stored: tensor name -> description of the stored tensor.
         config: entries of the config; gives the pattern.
@@ -245,9 +246,9 @@ def replace_by_packed(
         ModelError: model, config and files do not fit together.
     """
     owner, attribute = owner_of(model, name)
-    shape, dim, pattern = entry["shape"], entry["dim"], config.pattern
-    if dim != (0 if isinstance(owner, Conv1D) else len(shape) - 1):
-        raise ModelError(f"{_WHERE}: {dim} is not the input dimension of {stored_name}: the file is damaged")
+    shape, pattern = entry["shape"], config.pattern
+    if dim != entry["dim"]:
+        raise ModelError(f"{_WHERE}: {entry['dim']} is not the input dimension of {stored_name}: the file is damaged")
     if list(getattr(owner, attribute).shape) != shape:
         raise ModelError(
             f"{_WHERE}: {stored_name} has shape {shape}, but the model of config.json needs "

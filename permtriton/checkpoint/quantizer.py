@@ -42,6 +42,7 @@ from permtriton.checkpoint.schema import VERSION, PermTritonQuantizationConfig
 from permtriton.errors import ModelError
 from permtriton.kernels import autotune
 from permtriton.kernels.norm_permute import NormVariant
+from permtriton.model.experts import input_dim
 from permtriton.model.modules import (
     ChannelGather,
     GatheredLinear,
@@ -232,8 +233,10 @@ class PermTritonQuantizer(HfQuantizer):
             if name := find_name(stored_name, modules, model):
                 replace_by_gathered_linear(model, name, channels)
         parameters = {name for name, _ in model.named_parameters()}
+        found = {listed: find_name(names[listed], parameters, model) for listed in config.packed}
+        dims = {name: input_dim(model, name) for name in found.values() if name}  # while all shapes are there
         for listed, entry in config.packed.items():
-            if name := find_name(names[listed], parameters, model):
+            if name := found[listed]:
                 self._packed[name], self._copies[name] = listed, _other_names(model, name)
                 owner, attribute = owner_of(model, name)
                 dtype = self._target_dtype(model, name, getattr(owner, attribute))
@@ -241,7 +244,7 @@ class PermTritonQuantizer(HfQuantizer):
                 if not shared and stays_packed(owner, attribute, dtype, config.pattern, device):
                     replace_by_sparse_linear(model, name)
                     self._stays_packed.add(name)
-                replace_by_packed(model, name, names[listed], entry, stored, config)
+                replace_by_packed(model, name, names[listed], dims[name], entry, stored, config)
                 set_parameter(model, self._copies[name], model.get_parameter(name))
         changed = [owner_of(model, name)[0] for name in chain(self._packed, *self._copies.values())]
         for module in [*changed, *filter(is_permuted, model.modules())]:

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from permtriton.checkpoint.card import ALONE, WITH_PERMTRITON, write_card
 from permtriton.checkpoint.files import describe_files, read_tensors
@@ -24,9 +23,9 @@ from permtriton.errors import VerificationError, first_line
 from permtriton.machine import available_memory, peak_memory, release_memory
 from permtriton.micro_batch import is_out_of_memory
 from permtriton.model.checks import check_finite_tensor, check_same_outputs, check_weight, model_outputs
-from permtriton.model.experts import stacked_input_dim, stacked_name
+from permtriton.model.experts import input_dim, stacked_name
 from permtriton.model.load import REPORT_FILE
-from permtriton.model.plan import Plan, linear_module
+from permtriton.model.plan import Plan
 from permtriton.model.samples import Samples
 from permtriton.model.stored import CONFIG_FILE
 from permtriton.offload import Offload
@@ -123,14 +122,9 @@ def share_mode(folder: Path) -> None:
 
 def pruned_parameters(model: nn.Module, plan: Plan) -> dict[str, int]:
     """Returns each pruned parameter with its input dimension; a stack of experts is one parameter."""
-    dims = {}
-    for _, name in plan.linears():
-        stacked = stacked_name(model, name)
-        if stacked is not None:
-            dims[stacked[0]] = stacked_input_dim(model, stacked[0])
-        else:
-            dims[f"{name}.weight"] = 0 if isinstance(linear_module(model, name), Conv1D) else 1
-    return dims
+    stacked = [stacked_name(model, name) for _, name in plan.linears()]
+    names = [each[0] if each else f"{name}.weight" for each, (_, name) in zip(stacked, plan.linears(), strict=True)]
+    return {name: input_dim(model, name) for name in dict.fromkeys(names)}
 
 
 def verify_checkpoint(

@@ -1,8 +1,9 @@
 """Mixture-of-experts as linears.
 
 transformers keeps all experts of a layer in two parameters, ``gate_up_proj [E, 2I, H]`` (``up_proj [E, I, H]`` without
-a gate) and ``down_proj [E, H, I]``, in some classes transposed, and their biases in two more.
-`unstack_experts` replaces their module by one that holds the same storage as two ``nn.Linear`` per expert, so that
+a gate) and ``down_proj [E, H, I]``, in some classes transposed, and their biases in two more; or in two modules with a
+``weight [E, out, in]`` each. `unstack_experts` replaces such a module by one that holds the same storage as
+``nn.Linear``s, one or two per expert (see `permtriton.model.expert_linears`), so that
 tracing, hooks, masks and folding treat experts as any other linears. `restack_experts` puts the original module back,
 with the present weights of the linears. Stacked experts are recognised by their structure, and the replacement is
 checked by its outputs.
@@ -12,20 +13,30 @@ import inspect
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from permtriton.model.checks import TOLERANCE
+from permtriton.model.expert_linears import (
+    FIRST,
+    FORMS,
+    SECOND,
+    SINGLE,
+    RoutedExperts,
+    SortedLinears,
+    UnstackedExperts,
+    bias_of,
+    fits,
+    is_transposed,
+    projections,
+)
 
-FIRST, SECOND = ("gate_up_proj", "up_proj"), "down_proj"  # the first is one of two
-ARGUMENTS = (["hidden_states", "top_k_index", "top_k_weights"], ["hidden_states", "router_indices", "routing_weights"])
-# Attributes that transformers' decorator gives to classes of experts: the only supported value, and the meaning of any
-# other. A class without the decorator is taken to have the supported values.
 MARKS = ("has_gate", "has_bias", "is_transposed")  # what transformers' decorator sets on a class of experts
+# Attributes that the decorator gives to classes of experts: the only supported value, and the meaning of any other. A
+# class without the decorator is taken to have the supported values.
 SUPPORTED = {"has_post_expert_norm": (False, "it has a norm after each expert")}
-PROBE_TOKENS, PROBE_TOP_K, PROBE_LARGEST = 8, 2, 30.0  # inputs so large that a clamped activation shows
 
 
 @dataclass(frozen=True)
@@ -39,86 +50,6 @@ class Unstacked:
 
     names: tuple[str, ...]
     refused: dict[str, str]
-
-
-class UnstackedExperts(nn.ModuleList):
-    """Experts as ``nn.Linear``s named ``<expert>.gate_up_proj`` (or ``up_proj``) and ``<expert>.down_proj``.
-
-    Takes the same arguments as the original module.
-
-    Args:
-        stacked: original module. The storage of its parameters is shared, not copied.
-    """
-
-    def __init__(self, stacked: nn.Module) -> None:
-        self.projections = _projections(stacked)
-        self.transposed = bool(getattr(stacked, "is_transposed", False))
-        super().__init__(
-            nn.ModuleDict({name: _linear(stacked, name, number, self.transposed) for name in self.projections})
-            for number in range(stacked.get_parameter(SECOND).shape[0])
-        )
-        self._stacked: tuple[Any] = (stacked,)  # in a tuple, so that it does not become a submodule
-        self.train(stacked.training)
-
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Returns the weighted sum of each token's experts, ``[tokens, hidden]``.
-
-        Args:
-            hidden_states: ``[tokens, hidden]``.
-            top_k_index: experts of each token, int64 ``[tokens, k]``; numbers that are not this module's are ignored.
-            top_k_weights: weights of these experts, ``[tokens, k]``.
-        """
-        if torch.compiler.is_compiling():
-            return self._dense(hidden_states, top_k_index, top_k_weights)
-        result = torch.zeros_like(hidden_states)
-        for number in torch.unique(top_k_index).tolist():
-            if 0 <= number < len(self):
-                tokens, positions = torch.where(top_k_index == number)
-                weighted = self._expert(number, hidden_states[tokens]) * top_k_weights[tokens, positions, None]
-                result.index_add_(0, tokens, weighted.to(result.dtype))
-        return result
-
-    def _dense(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Runs every expert on every token, so that no shape depends on the routing and all linears read one tensor."""
-        chosen = top_k_index.unsqueeze(-1) == torch.arange(len(self), device=top_k_index.device)
-        weights = (chosen * top_k_weights.unsqueeze(-1)).sum(1).t().unsqueeze(-1).unbind(0)
-        parts = [self._expert(number, hidden_states) * weight for number, weight in enumerate(weights)]
-        return sum(parts[1:], parts[0]).to(hidden_states.dtype)
-
-    def _expert(self, number: int, hidden_states: Tensor) -> Tensor:
-        first, second = self.projections
-        gated = _apply_gate(self._stacked[0], self.linear(number, first)(hidden_states))
-        return self.linear(number, second)(gated)
-
-    def linear(self, number: int, projection: str) -> nn.Linear:
-        """Returns the linear ``projection`` of expert ``number``."""
-        linear: nn.Linear = self.get_submodule(f"{number}.{projection}")  # type: ignore[assignment]
-        return linear
-
-    def restacked(self) -> nn.Module:
-        """Returns the original module with the present weights of the linears, which keep them, too."""
-        (stacked,) = self._stacked
-        for name, parameters in self._parts().items():
-            transposed = self.transposed and parameters[0].ndim == 2
-            parts = [parameter.detach().t() if transposed else parameter.detach() for parameter in parameters]
-            stacked.get_parameter(name).data = _stack(parts)
-        return stacked.train(self.training)
-
-    def release(self) -> None:
-        """Frees the linears' storage."""
-        for parameters in self._parts().values():
-            for parameter in parameters:
-                parameter.data = parameter.data.new_empty(0)
-
-    def _parts(self) -> dict[str, list[Tensor]]:
-        """Returns the name of each stacked parameter -> the parameters of the linears that are its parts."""
-        parts: dict[str, list[Tensor]] = {}
-        for name in self.projections:
-            linears = [self.linear(number, name) for number in range(len(self))]
-            parts[name] = [linear.get_parameter("weight") for linear in linears]
-            if linears[0].bias is not None:
-                parts[_bias(name)] = [linear.get_parameter("bias") for linear in linears]
-        return parts
 
 
 def unstack_experts(model: nn.Module) -> Unstacked:
@@ -137,7 +68,7 @@ def unstack_experts(model: nn.Module) -> Unstacked:
             continue
         problem = _unsupported(module)
         if not problem:
-            unstacked = UnstackedExperts(module)
+            unstacked = FORMS[_arguments(module)](module)
             problem = _mismatch(module, unstacked)
         if problem:
             refused.update(
@@ -192,7 +123,7 @@ def stacked_name(model: nn.Module, linear: str) -> tuple[str, int] | None:
     """
     path, _, projection = linear.rpartition(".")
     owner, _, number = path.rpartition(".")
-    if projection not in (*FIRST, SECOND) or not number.isdecimal():
+    if projection not in (*FIRST, SECOND, SINGLE) or not number.isdecimal():
         return None
     try:
         experts = model.get_submodule(owner)
@@ -204,78 +135,50 @@ def stacked_name(model: nn.Module, linear: str) -> tuple[str, int] | None:
     return None
 
 
-def stacked_input_dim(model: nn.Module, parameter: str) -> int:
-    """Returns the input dimension of a stacked parameter: 2, or 1 where it is stored transposed."""
-    experts = model.get_submodule(parameter.rpartition(".")[0])
-    name = "transposed" if isinstance(experts, UnstackedExperts) else "is_transposed"
-    return 1 if getattr(experts, name, False) else 2
+def input_dim(model: nn.Module, parameter: str) -> int:
+    """Returns the dimension of a pruned weight that is its input: the last one unless it is stored transposed.
+
+    Args:
+        model: model, whose experts may be stacked or unstacked.
+        parameter: name of the weight of a linear, or of stacked weights.
+    """
+    owner = model.get_submodule(parameter.rpartition(".")[0])
+    if isinstance(owner, UnstackedExperts):
+        return 1 if owner.transposed else 2
+    if stacks(owner):
+        return 1 if is_transposed(owner) else 2
+    return 0 if isinstance(owner, Conv1D) else model.get_parameter(parameter).ndim - 1
 
 
-def expert_of(model: nn.Module, linear: str) -> tuple[UnstackedExperts, bool] | None:
+def expert_of(model: nn.Module, linear: str) -> tuple[RoutedExperts, bool] | None:
     """Returns the experts that a linear belongs to, and whether it reads their input; None for other linears.
 
     A linear of an expert sees only the tokens that are sent to this expert, possibly none. All tokens pass through the
-    module of the experts.
+    module of the experts. Experts whose input is divided among them already are called each time, as other linears.
     """
     name = stacked_name(model, linear)
     if name is None:
         return None
     owner, _, projection = name[0].rpartition(".")
     experts = model.get_submodule(owner)
-    return (experts, projection != SECOND) if isinstance(experts, UnstackedExperts) else None
+    return (experts, projection != SECOND) if isinstance(experts, RoutedExperts) else None
 
 
 def stacks(module: nn.Module) -> list[str]:
     """Returns the names of a module's stacks of experts.
 
-    They are its 3-D parameters, if transformers' decorator marks its class as experts or two of them have the usual
-    names. Other modules have 3-D parameters, too: recurrent gates, convolutions.
+    They are its 3-D parameters, if transformers' decorator marks its class as experts, if two of them have the usual
+    names, or if the only one is called with rows that are sorted by expert. Other modules have 3-D parameters, too:
+    recurrent gates, convolutions.
     """
     names = [key for key, parameter in module.named_parameters(recurse=False) if parameter.ndim == 3]
     usual = SECOND in names and not {*FIRST}.isdisjoint(names)
-    return names if usual or any(hasattr(module, mark) for mark in MARKS) else []
+    single = names == [SINGLE] and FORMS.get(_arguments(module)) is SortedLinears
+    return names if usual or single or any(hasattr(module, mark) for mark in MARKS) else []
 
 
-def _apply_gate(stacked: Any, gate_up: Tensor) -> Tensor:
-    """Joins gate and up as the original module does, which may clamp or scale them."""
-    if _projections(stacked)[0] != "gate_up_proj":
-        return stacked.act_fn(gate_up)
-    if hasattr(stacked, "_apply_gate"):
-        return stacked._apply_gate(gate_up)
-    gate, up = gate_up.chunk(2, dim=-1)
-    return stacked.act_fn(gate) * up
-
-
-def _projections(stacked: nn.Module) -> tuple[str, str]:
-    return next((name for name in FIRST if hasattr(stacked, name)), FIRST[0]), SECOND
-
-
-def _bias(projection: str) -> str:
-    return f"{projection}_bias"
-
-
-def _linear(stacked: nn.Module, name: str, number: int, transposed: bool) -> nn.Linear:
-    weights = stacked.get_parameter(name)
-    biases = getattr(stacked, _bias(name), None)
-    weight = weights.data[number].t() if transposed else weights.data[number]
-    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=biases is not None, device="meta")
-    linear.weight = nn.Parameter(weight, requires_grad=weights.requires_grad)
-    if biases is not None:
-        linear.bias = nn.Parameter(biases.data[number], requires_grad=biases.requires_grad)
-    return linear
-
-
-def _stack(weights: list[Tensor]) -> Tensor:
-    first, size = weights[0], weights[0].numel()
-    in_place = all(
-        weight.is_contiguous()
-        and weight.untyped_storage()._cdata == first.untyped_storage()._cdata
-        and weight.storage_offset() == first.storage_offset() + number * size
-        for number, weight in enumerate(weights)
-    )
-    if in_place:
-        return first.as_strided((len(weights), *first.shape), (size, *first.stride()), first.storage_offset())
-    return torch.stack(weights)
+def _arguments(module: nn.Module) -> tuple[str, ...]:
+    return tuple(inspect.signature(module.forward).parameters)
 
 
 def _slots(model: nn.Module) -> dict[nn.Module, list[tuple[nn.Module, str]]]:
@@ -305,22 +208,24 @@ def _unsupported(module: nn.Module) -> str:
     if unusual:
         return f"{', '.join(unusual)}, which is not supported"
     tensors = dict(module.named_parameters()) | dict(module.named_buffers())
-    names = _projections(module)
-    if set(tensors) not in ({*names}, {*names, *map(_bias, names)}):
+    names = projections(module)
+    if set(tensors) not in ({*names}, {*names, *map(bias_of, names)}):
         return f"it holds {', '.join(sorted(tensors))}; supported are {' and '.join(names)} with or without biases"
-    first, second = (tensors[name].mT if getattr(module, "is_transposed", False) else tensors[name] for name in names)
-    halves = 2 if names[0] == "gate_up_proj" else 1
-    if first.shape[1] % halves or tuple(second.shape) != (first.shape[0], first.shape[2], first.shape[1] // halves):
-        return (
-            f"{names[0]} {list(tensors[names[0]].shape)} and {SECOND} {list(tensors[SECOND].shape)} do not fit "
-            "together as [experts, 2 x intermediate, hidden] and [experts, hidden, intermediate]"
-        )
-    if first.dtype not in TOLERANCE or {tensor.dtype for tensor in tensors.values()} != {first.dtype}:
-        return f"its weights are {first.dtype} and {second.dtype}"
-    if not callable(getattr(module, "act_fn", None)) and not callable(getattr(module, "_apply_gate", None)):
-        return "it has no act_fn"
-    if list(inspect.signature(module.forward).parameters) not in ARGUMENTS:
-        return f"its arguments are not {', '.join(ARGUMENTS[0])}"
+    weights = [tensors[name] for name in names]
+    if len(names) == 2:
+        first, second = (weight.mT for weight in weights) if is_transposed(module) else weights
+        if not fits(module, first, second):
+            return (
+                f"{names[0]} {list(weights[0].shape)} and {SECOND} {list(weights[1].shape)} do not fit together as "
+                "[experts, 2 x intermediate, hidden] and [experts, hidden, intermediate]"
+            )
+        if not callable(getattr(module, "act_fn", None)) and not callable(getattr(module, "_apply_gate", None)):
+            return "it has no act_fn"
+    if weights[0].dtype not in TOLERANCE or {tensor.dtype for tensor in tensors.values()} != {weights[0].dtype}:
+        return f"its weights are {' and '.join(str(weight.dtype) for weight in weights)}"
+    form = FORMS.get(_arguments(module))
+    if form is None or (form is SortedLinears) != (len(names) == 1):
+        return f"its arguments are not {', '.join(next(iter(FORMS)))}"
     return ""
 
 
@@ -330,15 +235,9 @@ def _mismatch(stacked: nn.Module, unstacked: UnstackedExperts) -> str:
     weight = unstacked.linear(0, unstacked.projections[0]).weight
     if weight.device.type == "meta":
         return ""
-    experts, hidden = len(unstacked), weight.shape[1]
-    generator = torch.Generator().manual_seed(0)
-    sizes = torch.linspace(PROBE_LARGEST / PROBE_TOKENS, PROBE_LARGEST, PROBE_TOKENS).unsqueeze(1)
-    tokens = (torch.randn(PROBE_TOKENS, hidden, generator=generator) * sizes).to(weight)
-    scores = torch.rand(PROBE_TOKENS, experts, generator=generator)
-    weights, index = (part.to(weight.device) for part in scores.topk(min(PROBE_TOP_K, experts)))
+    arguments = unstacked.probe(torch.Generator().manual_seed(0))
     try:
-        expected = stacked(tokens, index, weights.to(weight.dtype)).double()
-        output = unstacked(tokens, index, weights.to(weight.dtype)).double()
+        expected, output = stacked(*arguments).double(), unstacked(*arguments).double()
     except Exception as error:  # the model's code may raise any kind
         return f"running it on its own failed: {type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
     finite = expected.isfinite().all(1)

@@ -23,7 +23,6 @@ from transformers.pytorch_utils import Conv1D
 from permtriton import ranks
 from permtriton.config import CompileConfig
 from permtriton.errors import ConfigError, ModelError
-from permtriton.micro_batch import no_retries
 from permtriton.model.core import core_of
 from permtriton.model.plan import Plan, layer_modules
 
@@ -62,10 +61,12 @@ def spread(twin: PreTrainedModel, plan: Plan, device: torch.device) -> Iterator[
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
     nn.Module.to(twin, device)
-    with no_retries(), ranks.in_step():
-        yield
-    for layer in layers:  # now: hooks and modules refer to each other, and are freed only later
-        layer.to_empty(device="meta")
+    try:
+        with ranks.in_step():
+            yield
+    finally:
+        for layer in layers:  # now: hooks and modules refer to each other, and are freed only later
+            layer.to_empty(device="meta")
 
 
 @contextmanager

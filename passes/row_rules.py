@@ -1,0 +1,87 @@
+"""What operators do to channels that take, add or sum whole rows, such as those of a token or of an expert."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from permtriton.passes.channels import Channels
+from permtriton.passes.combining import combine, mapped
+from permtriton.passes.ids import differs
+from permtriton.passes.values import Crossed, ParameterValue
+
+
+def taken_rows(c: Channels, x: Tensor, dim: int, index: Any) -> Tensor | None:
+    """Returns the ids of ``x`` at positions of one dimension that depend on data.
+
+    Args:
+        c: Channels of the graph.
+        x: Ids.
+        dim: Dimension along which positions are taken; those of ``index`` take its place.
+        index: Ids of the positions, of any shape.
+
+    Returns:
+        None unless all rows hold the same channels, and no channel decides which are taken.
+    """
+    index = c.ids_of(index)
+    if differs(x)[dim] or not c.all_channels(x) or c.any_channel(index):
+        return None
+    c.touch(x)
+    row = x.narrow(dim, 0, 1).squeeze(dim)
+    for _ in range(index.ndim):
+        row = row.unsqueeze(dim)
+    return row.expand(c.node.meta["val"].shape)
+
+
+def joined_weights(c: Channels, weights: Sequence[ParameterValue], dim: int) -> Crossed:
+    """Returns the ids of weights that are concatenated along one dimension; in the others, their channels are joined.
+
+    Each element belongs to a channel of every dimension: MobileBERT's head is a product with such a matrix.
+    """
+    first, dim = weights[0], dim % len(weights[0].shape)
+    shape = list(first.shape)
+    shape[dim] = sum(weight.shape[dim] for weight in weights)
+    parts = []
+    for each in range(len(shape)):
+        axes = [c.axis(weight, each) for weight in weights]
+        if each != dim:
+            for axis in axes[1:]:
+                c.unite(axes[0], axis)
+        ids = torch.cat(axes) if each == dim else axes[0]
+        c.touch(ids)
+        parts.append(ids.view([-1 if position == each else 1 for position in range(len(shape))]).expand(shape))
+    return Crossed(tuple(parts))
+
+
+def index_add(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Rows added to those at other positions: each position may get any of them."""
+    x, dim, index, source = c.ids_of(args[0]), args[1], c.ids_of(args[2]), c.ids_of(args[3])
+    if differs(x)[dim] or differs(source)[dim] or c.any_channel(index):
+        return c.barrier(f"{target} of rows that hold different channels", (args, kwargs))
+    return combine(c, [x, source.narrow(dim, 0, 1).expand(x.shape)])
+
+
+def summed_parts(c: Channels, ids: Any, dims: Sequence[int]) -> Any:
+    """Joins the parts along reduced dimensions that are results of different parameters, as if each were an operand.
+
+    The results of several linears, stacked and added up, move together. The parts that belong to one parameter, such as
+    the channels of a head, are left to `Channels.reduce`.
+
+    Returns:
+        The ids; along those dimensions all are those of the first part.
+    """
+    if not isinstance(ids, Tensor) or not ids.ndim or not c.all_channels(ids):
+        return ids
+    dims = [dim % ids.ndim for dim in dims]
+    for dim in dims:
+        if not differs(ids)[dim] or not any(differs(ids)[other] for other in range(ids.ndim) if other not in dims):
+            continue
+        owners = torch.from_numpy(np.searchsorted([*c.starts.values()], ids.numpy(), side="right"))
+        lines = owners.movedim(dim, 0).flatten(1)
+        if bool((lines == lines[:, :1]).all()) and lines[:, 0].unique().numel() == ids.shape[dim]:
+            first = combine(c, list(ids.unbind(dim)))
+            ids = mapped(c, first, lambda part: part.unsqueeze(dim).expand(ids.shape))  # noqa: B023
+            break
+    return ids

@@ -1,0 +1,229 @@
+"""Modules that hold each expert's weights as ``nn.Linear``s, in place of modules that hold them stacked.
+
+transformers stacks experts in three ways: a module that sends tokens to its experts, one whose input has a part for
+each expert already, and a single linear per expert on rows that are sorted by expert. `FORMS` tells them apart by the
+arguments of ``forward``.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+FIRST, SECOND = ("gate_up_proj", "up_proj"), "down_proj"  # the first is one of two
+SINGLE = "weight"  # of a module that holds one linear per expert
+PROBE_TOKENS, PROBE_TOP_K, PROBE_LARGEST = 8, 2, 30.0  # inputs so large that a clamped activation shows
+
+
+class UnstackedExperts(nn.ModuleList):
+    """Experts as ``nn.Linear``s named ``<expert>.<projection>``. Takes the same arguments as the original module.
+
+    Args:
+        stacked: original module. The storage of its parameters is shared, not copied.
+    """
+
+    def __init__(self, stacked: nn.Module) -> None:
+        self.projections = projections(stacked)
+        self.transposed = is_transposed(stacked)
+        super().__init__(
+            nn.ModuleDict({name: _linear(stacked, name, number, self.transposed) for name in self.projections})
+            for number in range(stacked.get_parameter(self.projections[0]).shape[0])
+        )
+        self._stacked: tuple[Any] = (stacked,)  # in a tuple, so that it does not become a submodule
+        self.train(stacked.training)
+
+    def linear(self, number: int, projection: str) -> nn.Linear:
+        """Returns the linear ``projection`` of expert ``number``."""
+        linear: nn.Linear = self.get_submodule(f"{number}.{projection}")  # type: ignore[assignment]
+        return linear
+
+    def probe(self, generator: torch.Generator) -> tuple[Any, ...]:
+        """Returns small random arguments of ``forward``, to compare it with the original's."""
+        raise NotImplementedError
+
+    def restacked(self) -> nn.Module:
+        """Returns the original module with the present weights of the linears, which keep them, too."""
+        (stacked,) = self._stacked
+        for name, parameters in self._parts().items():
+            transposed = self.transposed and parameters[0].ndim == 2
+            parts = [parameter.detach().t() if transposed else parameter.detach() for parameter in parameters]
+            stacked.get_parameter(name).data = _stack(parts)
+        return stacked.train(self.training)
+
+    def release(self) -> None:
+        """Frees the linears' storage."""
+        for parameters in self._parts().values():
+            for parameter in parameters:
+                parameter.data = parameter.data.new_empty(0)
+
+    def _parts(self) -> dict[str, list[Tensor]]:
+        """Returns the name of each stacked parameter -> the parameters of the linears that are its parts."""
+        parts: dict[str, list[Tensor]] = {}
+        for name in self.projections:
+            linears = [self.linear(number, name) for number in range(len(self))]
+            parts[name] = [linear.get_parameter("weight") for linear in linears]
+            if linears[0].bias is not None:
+                parts[bias_of(name)] = [linear.get_parameter("bias") for linear in linears]
+        return parts
+
+    def _expert(self, number: int, hidden_states: Tensor) -> Tensor:
+        first, second = self.projections
+        gated = _apply_gate(self._stacked[0], self.linear(number, first)(hidden_states))
+        return self.linear(number, second)(gated)
+
+    def _random_tokens(self, count: int, generator: torch.Generator) -> Tensor:
+        weight = self.linear(0, self.projections[0]).weight
+        sizes = torch.linspace(PROBE_LARGEST / count, PROBE_LARGEST, count).unsqueeze(1)
+        return (torch.randn(count, weight.shape[1], generator=generator) * sizes).to(weight)
+
+
+class RoutedExperts(UnstackedExperts):
+    """Experts that each token is sent to by numbers and weights: ``gate_up_proj`` (or ``up_proj``), ``down_proj``."""
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Returns the weighted sum of each token's experts, ``[tokens, hidden]``.
+
+        Args:
+            hidden_states: ``[tokens, hidden]``.
+            top_k_index: experts of each token, int64 ``[tokens, k]``; numbers that are not this module's are ignored.
+            top_k_weights: weights of these experts, ``[tokens, k]``.
+        """
+        if torch.compiler.is_compiling():
+            return self._dense(hidden_states, top_k_index, top_k_weights)
+        result = torch.zeros_like(hidden_states)
+        for number in torch.unique(top_k_index).tolist():
+            if 0 <= number < len(self):
+                tokens, positions = torch.where(top_k_index == number)
+                weighted = self._expert(number, hidden_states[tokens]) * top_k_weights[tokens, positions, None]
+                result.index_add_(0, tokens, weighted.to(result.dtype))
+        return result
+
+    def _dense(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Runs every expert on every token, so that no shape depends on the routing and all linears read one tensor."""
+        chosen = top_k_index.unsqueeze(-1) == torch.arange(len(self), device=top_k_index.device)
+        weights = (chosen * top_k_weights.unsqueeze(-1)).sum(1).t().unsqueeze(-1).unbind(0)
+        parts = [self._expert(number, hidden_states) * weight for number, weight in enumerate(weights)]
+        return sum(parts[1:], parts[0]).to(hidden_states.dtype)
+
+    def probe(self, generator: torch.Generator) -> tuple[Any, ...]:
+        """Returns random tokens, sent to random experts."""
+        tokens = self._random_tokens(PROBE_TOKENS, generator)
+        scores = torch.rand(PROBE_TOKENS, len(self), generator=generator)
+        weights, index = scores.topk(min(PROBE_TOP_K, len(self)))
+        return tokens, index.to(tokens.device), weights.to(tokens)
+
+
+class BatchedExperts(UnstackedExperts):
+    """Experts of which each reads its own part of the input: all tokens, times how much of each is for the expert."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Returns what each expert makes of its part, in the shape of the input, ``[experts * tokens, hidden]``."""
+        parts = hidden_states.view(len(self), -1, hidden_states.shape[-1]).unbind(0)
+        return torch.cat([self._expert(number, part) for number, part in enumerate(parts)])
+
+    def probe(self, generator: torch.Generator) -> tuple[Any, ...]:
+        """Returns random tokens for every expert."""
+        return (self._random_tokens(PROBE_TOKENS * len(self), generator),)
+
+
+class SortedLinears(UnstackedExperts):
+    """One linear per expert, named ``weight``, on rows that are sorted by expert."""
+
+    def forward(self, inputs: Tensor, expert_size: Sequence[int]) -> Tensor:
+        """Returns each row times the weight of its expert, ``[rows, out]``.
+
+        Args:
+            inputs: ``[rows, in]``: those of expert 0, then those of expert 1, and so on.
+            expert_size: number of rows of each expert.
+        """
+        if torch.compiler.is_compiling():
+            return self._dense(inputs, expert_size)
+        parts = inputs.split(list(expert_size))
+        return torch.cat([self.linear(number, SINGLE)(part) for number, part in enumerate(parts)])
+
+    def _dense(self, inputs: Tensor, expert_size: Sequence[int]) -> Tensor:
+        """Runs every expert on all rows, those of others as zeros, so that no shape depends on the routing."""
+        positions = torch.arange(inputs.shape[0], device=inputs.device).unsqueeze(-1)
+        results, start = [], 0
+        for number, size in enumerate(expert_size):
+            own = (positions >= start) & (positions < start + size)
+            results.append(self.linear(number, SINGLE)(inputs * own))
+            start = start + size
+        return sum(results[1:], results[0])
+
+    def probe(self, generator: torch.Generator) -> tuple[Any, ...]:
+        """Returns random rows, more of them for later experts."""
+        sizes = list(range(1, len(self) + 1))
+        return self._random_tokens(sum(sizes), generator), sizes
+
+
+FORMS: dict[tuple[str, ...], type[UnstackedExperts]] = {
+    ("hidden_states", "top_k_index", "top_k_weights"): RoutedExperts,
+    ("hidden_states", "router_indices", "routing_weights"): RoutedExperts,
+    ("hidden_states",): BatchedExperts,
+    ("inputs", "expert_size"): SortedLinears,
+}
+
+
+def projections(stacked: nn.Module) -> tuple[str, ...]:
+    """Returns the names of the stacked weights in a module of experts, in the order in which they are multiplied."""
+    if hasattr(stacked, SECOND):
+        return next((name for name in FIRST if hasattr(stacked, name)), FIRST[0]), SECOND
+    return (SINGLE,)
+
+
+def bias_of(projection: str) -> str:
+    """Returns the name of the stacked biases that belong to stacked weights."""
+    return f"{projection}_bias"
+
+
+def is_transposed(stacked: nn.Module) -> bool:
+    """Whether a module stores its weights as ``[experts, in, out]``: by its own mark, else if only that fits."""
+    marked = getattr(stacked, "is_transposed", None)
+    names = projections(stacked)
+    if marked is not None or len(names) == 1:
+        return bool(marked)
+    first, second = (stacked.get_parameter(name) for name in names)
+    return not fits(stacked, first, second) and fits(stacked, first.mT, second.mT)
+
+
+def fits(stacked: nn.Module, first: Tensor, second: Tensor) -> bool:
+    """Whether the shapes are ``[experts, 2 x intermediate, hidden]`` (1 x without a gate) and the way back."""
+    halves = 2 if projections(stacked)[0] == "gate_up_proj" else 1
+    shape = (first.shape[0], first.shape[2], first.shape[1] // halves)
+    return first.shape[1] % halves == 0 and tuple(second.shape) == shape
+
+
+def _apply_gate(stacked: Any, gate_up: Tensor) -> Tensor:
+    """Joins gate and up as the original module does, which may clamp or scale them."""
+    if projections(stacked)[0] != "gate_up_proj":
+        return stacked.act_fn(gate_up)
+    if hasattr(stacked, "_apply_gate"):
+        return stacked._apply_gate(gate_up)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return stacked.act_fn(gate) * up
+
+
+def _linear(stacked: nn.Module, name: str, number: int, transposed: bool) -> nn.Linear:
+    weights = stacked.get_parameter(name)
+    biases = getattr(stacked, bias_of(name), None)
+    weight = weights.data[number].t() if transposed else weights.data[number]
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=biases is not None, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=weights.requires_grad)
+    if biases is not None:
+        linear.bias = nn.Parameter(biases.data[number], requires_grad=biases.requires_grad)
+    return linear
+
+
+def _stack(weights: list[Tensor]) -> Tensor:
+    first, size = weights[0], weights[0].numel()
+    in_place = all(
+        weight.is_contiguous()
+        and weight.untyped_storage()._cdata == first.untyped_storage()._cdata
+        and weight.storage_offset() == first.storage_offset() + number * size
+        for number, weight in enumerate(weights)
+    )
+    if in_place:
+        return first.as_strided((len(weights), *first.shape), (size, *first.stride()), first.storage_offset())
+    return torch.stack(weights)
