@@ -269,8 +269,7 @@ def check_original(model: PreTrainedModel) -> None:
     """Refuses a model that is compiled already, that only compares others' outputs, or whose weights are damaged.
 
     Raises:
-        ModelError: a module permutes channels at run time or holds packed weights, the model has no last hidden state
-            of its own, or a weight is not finite.
+        ModelError: a module permutes channels or is packed, there is no last hidden state, or a weight is not finite.
     """
     for name, module in model.named_modules():
         if is_permuted(module) or is_packed(module):
