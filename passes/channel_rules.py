@@ -125,12 +125,12 @@ def _cat(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
     split = [parts if len(parts) == count else _repeated(c, parts[0], count) for parts in split]
     results = []
     for parts in zip(*split, strict=True):
-        known = [part for part in parts if c.all_channels(part)]
+        known = [part for part in parts if part.numel() and c.all_channels(part)]
         if len(known) < len(parts) and known and not any(differs(part)[dim] for part in known):
             first = known[0].narrow(dim, 0, 1)
             parts = tuple(
                 first.expand(part.shape)
-                if part.shape[dim] and not any(differs(part)) and not c.any_channel(part)
+                if part.numel() and not any(differs(part)) and not c.any_channel(part)
                 else part
                 for part in parts
             )

@@ -92,7 +92,8 @@ def _prunable(
         if isinstance(module, nn.Embedding):
             skipped.setdefault(call.parameter, "output head, tied to the embedding")
         elif not isinstance(module, LINEAR_MODULES) or attribute != "weight" or not _returns_one_tensor(module):
-            skipped.setdefault(call.parameter, f"weight of a {type(module).__name__}, not of a linear layer")
+            kind = _other(module) or f"weight of a {type(module).__name__}, not of a linear layer"
+            skipped.setdefault(call.parameter, kind)
         elif call.parameter in elsewhere:
             skipped.setdefault(owner, "its weight is read by another module than itself, which need not call it")
         elif call.node not in feeding:
@@ -165,8 +166,15 @@ def _skip_the_rest(model: nn.Module, provenance: Provenance, feeding: set[fx.Nod
                 skipped.setdefault(name, outside(f"{name}.weight") or barrier)
         for parameter_name, parameter in module.named_parameters(prefix=name, recurse=False):
             if parameter.ndim > 2:
-                kind = f"{parameter.ndim}-dimensional weight of a {type(module).__name__}"
+                kind = _other(module) or f"{parameter.ndim}-dimensional weight of a {type(module).__name__}"
                 skipped.setdefault(parameter_name, outside(parameter_name) or kind)
+
+
+def _other(module: nn.Module) -> str:
+    """Returns why a module that computes a linear layer in another form stays dense; empty for other modules."""
+    if isinstance(module, nn.Conv1d) and module.kernel_size == (1,):
+        return "a Conv1d of kernel size 1, a linear layer in a form that is not supported"
+    return ""
 
 
 def _ancestors(node: fx.Node) -> set[fx.Node]:

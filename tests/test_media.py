@@ -179,7 +179,7 @@ def sounds(folder):
 
 SOURCES = {
     "empty": (lambda folder: None, {}, ["holds no images", ".png"]),
-    "only sound": (sounds, {}, ["holds no images"]),
+    "only sound": (sounds, {}, ["holds no images", "end in .wav", "Convert"]),
     "not readable": (broken, {}, ["b.png", "cannot be read"]),
     "too few": (lambda folder: media.image_folder(folder / "more", 3), {"count": 4}, ["holds 3 samples", "--samples"]),
     "no processor": (lambda folder: media.image_folder(folder / "more", 3), {"processor": None}, ["no processor"]),
@@ -237,5 +237,14 @@ def test_a_model_with_two_towers_is_refused():
     from transformers import CLIPConfig, CLIPModel
 
     vision, text = {**media.SIZES, **media.PIXELS}, {**media.SIZES, "vocab_size": 20}
-    with pytest.raises(ModelError, match="save one tower"):
-        find_plan(CLIPModel(CLIPConfig(text_config=text, vision_config=vision)), NMPattern(2, 4))
+    model = CLIPModel(CLIPConfig(text_config=text, vision_config=vision))
+    inputs = {"input_ids": zoo.token_ids(4, 4) % 20, "pixel_values": torch.zeros(4, 3, 8, 8)}
+    config = CompileConfig.from_options({"permutation": "none"})
+    for refused in (
+        lambda: find_plan(model, NMPattern(2, 4)),
+        lambda: permtriton.compile(model, None, config, ids=inputs),
+    ):
+        with pytest.raises(
+            ModelError, match=r"save one as a model of its own, as by model\.text_model\.save_pretrained"
+        ):
+            refused()

@@ -89,6 +89,9 @@ FREE = {
     "padded tokens": lambda net, x: net.down(functional.pad(net.up(x), (0, 0, 1, -1))),
     "sums over tokens": lambda net, x: net.down(rows_of_time(net.up(x))),
     "a constant token": lambda net, x: net.down(torch.cat([torch.zeros_like(net.up(x)[:, :1]), net.up(x)], 1)),
+    "no token, and a constant one": lambda net, x: net.down(
+        torch.cat([x.new_zeros(0), x.new_zeros(2, 0, WIDE), torch.zeros_like(net.up(x)[:, :1]), net.up(x)], 1)
+    ),
     "a constant": lambda net, x: net.down(net.up(x) * torch.full_like(net.up(x), 2.0)),
     "outer product": lambda net, x: net.down((net.up(x)[..., None] * net.narrow(x)[:, :, None]).sum(-1)),
     "a table by rows": lambda net, x: net.down((net.decay * net.up(x)[..., None]).sum(-1)),

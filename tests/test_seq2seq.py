@@ -171,6 +171,10 @@ def test_a_text_is_cut_in_the_middle_and_labels_are_shifted():
     assert arguments_of(model, given) == given
     with pytest.raises(CalibrationError, match="at least 2"):
         arguments_of(model, {"input_ids": IDS[:, :1]})
+    with pytest.raises(CalibrationError, match=r"labels alone.*add input_ids"):
+        arguments_of(model, {"labels": labels})
+    model.config.decoder_start_token_id = None  # T5's own shift needs one
+    assert "decoder_input_ids" in arguments_of(model, {"input_ids": IDS, "labels": labels})
 
 
 def test_the_model_writes_the_text_to_sound_without_one():

@@ -5,6 +5,10 @@ from typing import Any
 _MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 32}
 _ATTENTION = ["linear_attention", "full_attention"]
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
+_QSA = {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 16,
+        "indexer_compress_ratio": 4}  # fmt: skip
+_ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+_ROPE_PER_LAYER = {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}}
 
 OVERRIDES: dict[str, dict[str, Any]] = {
     "bailing_hybrid": {"n_group": 2},
@@ -51,6 +55,24 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "gemma3n": {"text_config": {"num_kv_shared_layers": 0}},
     "glm5_next": {"text_config": {"index_kpool": 4}},
     "molmo2": {"adapter_config": {"vision_feature_layer": [1, 0]}},
+    "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]], "window_size": 8},
+    "cohere_compass": {"text_config": _ROPE_PER_LAYER},
+    "cohere_compass_text": _ROPE_PER_LAYER,
+    "qwen4_exp": {"text_config": _QSA},
+    "qwen4_exp_text": _QSA,
+    "voxtral": {"text_config": {"num_key_value_heads": 2, "head_dim": 16}},
+    "step3p7": {"text_config": {"sliding_window": 8}},
+    "paddleocr_vl": {"text_config": {"rope_parameters": _ROPE}},
+    "ernie4_5_vl_moe": {"text_config": {"rope_parameters": {"mrope_section": [3, 3, 2]}}},
+    "chameleon": {"vocabulary_map": {"<image>": 5}},
+    "emu3": {"vq_config": {"channel_multiplier": [1]}, "vocabulary_map": {"<|extra_200|>": 5, "<image>": 6}},
+    "deepseek_vl_hybrid": {"high_res_vision_config": {"global_attn_indexes": [1]}},
+    "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense", "sparse"], "num_experts_per_tok": 2}},
+    "NemotronH_Omni_Reasoning_V3": {"vision_config": {"video_temporal_patch_size": 2}},
+    "diffusion_gemma": {"text_config": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 48}},
+    "granite4_vision": {"deepstack_layer_map": [[0, 0]], "spatial_target_layers": [0], "downsample_rate": "1/2"},
+    "hunyuan_vl": {"text_config": {"head_dim": 16}},
+    "fun_asr_nano": {"adaptor_config": {"intermediate_size": 16}},
     "swin": {"window_size": 2},
     "swin2sr": {"window_size": 2},
     "esm": {"vocab_size": 40, "pad_token_id": 1, "mask_token_id": 32},

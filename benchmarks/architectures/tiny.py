@@ -150,9 +150,10 @@ def shrunk(config: PreTrainedConfig) -> dict[str, Any]:
 
 def _rope(config: PreTrainedConfig) -> dict[str, Any]:
     """Returns the rotary parameters of a model whose rotations are divided into sections for text and images."""
-    if "mrope_section" not in getattr(config, "ignore_keys_at_rope_validation", ()):
+    rope = getattr(config, "rope_parameters", None)
+    if "mrope_section" not in getattr(config, "ignore_keys_at_rope_validation", ()) or rope == {}:
         return {}
-    rope = getattr(config, "rope_parameters", None) or {}
+    rope = rope or {}
     half = int(HEAD_DIM * rope.get("partial_rotary_factor", 1)) // 2
     sections = [half // 4, half * 3 // 8, half - half // 4 - half * 3 // 8]
     return {"rope_parameters": {**rope, "rope_type": "default", "rope_theta": 1e4, "mrope_section": sections}}

@@ -3,14 +3,17 @@
 The last hidden state is what a head reads: of an encoder-decoder, it is the decoder's.
 """
 
+import dataclasses
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, get_args
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
+
+from permtriton.errors import ModelError
 
 DECODER_IDS = "decoder_input_ids"
 ENCODER_STATE = "encoder_last_hidden_state"  # transformers' name for it among the outputs of an encoder-decoder
@@ -49,6 +52,25 @@ def is_headless(model: PreTrainedModel) -> bool:
 def has_head(model: PreTrainedModel) -> bool:
     """Whether the model has a language-model head, so that the objective may be ``kl``."""
     return core_of(model) is not model and model.get_output_embeddings() is not None
+
+
+def check_towers(model: PreTrainedModel) -> None:
+    """Refuses a model that only compares the outputs of several others, as CLIP does: it has no last hidden state.
+
+    Raises:
+        ModelError: the model is of this kind; the message says how one of them is saved on its own.
+    """
+    inner = {name: child for name, child in model.named_children() if isinstance(child, PreTrainedModel)}
+    returned = inspect.signature(model.forward).return_annotation
+    outputs = [each for each in get_args(returned) or (returned,) if dataclasses.is_dataclass(each)]
+    embeddings = [field.name for each in outputs for field in dataclasses.fields(each) if "_embeds" in field.name]
+    if len(inner) > 1 and len(embeddings) > 1:
+        first = next(iter(inner))
+        towers = " and ".join(f"{name} ({type(child).__name__})" for name, child in inner.items())
+        raise ModelError(
+            f"{type(model).__name__} compares the outputs of {towers}, which are compiled one by one: save one as a "
+            f'model of its own, as by model.{first}.save_pretrained("{first}"), and compile that'
+        )
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedT
 from permtriton import demo
 from permtriton.errors import ConfigError, ModelError, first_line, reading, shown
 from permtriton.kernels import autotune
+from permtriton.model.core import check_towers
 from permtriton.model.modules import is_packed, is_permuted
 from permtriton.model.sizes import build_empty, check_counts
 from permtriton.model.stored import CONFIG_FILE, StoredTensor, checkpoint_files, read_headers, read_json
@@ -265,10 +266,10 @@ def _check_vocabulary(source: Source, tokenizer: PreTrainedTokenizerBase) -> Non
 
 
 def check_original(model: PreTrainedModel) -> None:
-    """Refuses a model that is compiled already, or whose weights are damaged.
+    """Refuses a model that is compiled already, that only compares others' outputs, or whose weights are damaged.
 
     Raises:
-        ModelError: a module permutes channels at run time or holds packed weights, or a weight is not finite.
+        ModelError: a module permutes channels or is packed, there is no last hidden state, or a weight is not finite.
     """
     for name, module in model.named_modules():
         if is_permuted(module) or is_packed(module):
@@ -276,6 +277,7 @@ def check_original(model: PreTrainedModel) -> None:
                 f"this model is compiled already ({name} is a {type(module).__name__}): compile the original model "
                 "instead"
             )
+    check_towers(model)
     check_weights(model)
 
 

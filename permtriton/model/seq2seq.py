@@ -34,9 +34,15 @@ def arguments_of(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> dict[s
             images), to which the model itself writes the text.
 
     Raises:
-        CalibrationError: a row holds one token only, or the model has no head to write a text with.
+        CalibrationError: a row holds one token only, the encoder has no inputs, or the model has no head to write a
+            text with.
     """
     inputs = dict(inputs)
+    if takes_decoder_ids(model) and all(name == "labels" or name.startswith("decoder_") for name in inputs):
+        raise CalibrationError(
+            f"the inputs are {', '.join(inputs)} alone, which {type(model).__name__}'s decoder reads: add "
+            f"{model.main_input_name} for its encoder, or give {model.main_input_name} alone, which is then divided"
+        )
     if not takes_decoder_ids(model):
         return inputs
     labels = inputs.pop("labels", None)
@@ -100,7 +106,7 @@ def divided(ids: Tensor) -> tuple[Tensor, Tensor]:
 def shifted(model: PreTrainedModel, labels: Tensor) -> Tensor:
     """Returns the decoder's inputs for labels ``[rows, tokens]``, as transformers makes them in training."""
     prepare = getattr(model, "prepare_decoder_input_ids_from_labels", None)
-    if prepare is not None:
+    if prepare is not None and getattr(model.config, "decoder_start_token_id", None) is not None:
         ids: Tensor = prepare(labels=labels)
         return ids
     return torch.cat([labels.new_full((labels.shape[0], 1), _start_token(model)), labels[:, :-1]], 1)

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from permtriton.errors import ModelError
 from permtriton.model.branches import Answers, converted, samples_like
-from permtriton.model.core import ENCODER_STATE, has_head, recorded_states
+from permtriton.model.core import ENCODER_STATE, check_towers, has_head, recorded_states
 from permtriton.model.examples import examples
 from permtriton.model.forward import without_cache
 from permtriton.model.samples import Samples
@@ -82,8 +82,10 @@ def trace(model: PreTrainedModel, sample: Samples | None = None) -> Traced:
     outputs of the graph: as the states between layers, it is the model's own, and its channels may move.
 
     Raises:
-        ModelError: the model does not run on such a sample, or cannot be exported by ``torch.export``.
+        ModelError: the model does not run on such a sample, cannot be exported by ``torch.export``, or only compares
+            the outputs of others.
     """
+    check_towers(model)
     samples = [sample] if sample is not None else examples(model)
     problems: list[Exception] = []
     for inputs, masked in product(samples, (False, True)):

@@ -81,7 +81,12 @@ def media_samples(
         )
     files = sorted(path for path in Path(source).rglob("*") if path.suffix.lower() in suffixes and path.is_file())
     if not files:
-        raise CalibrationError(f"{source} holds no {kind}: no file in it ends in {', '.join(suffixes)}")
+        others = sorted({path.suffix.lower() for path in Path(source).rglob("*") if path.suffix and path.is_file()})
+        held = f"; it has files that end in {', '.join(others[:5])}" if others else ""
+        raise CalibrationError(
+            f"{source} holds no {kind}: no file in it ends in {', '.join(suffixes)}{held}. Convert other formats "
+            f"({'ffmpeg -i a.flac a.wav' if kind == 'sound' else 'magick a.heic a.png'})"
+        )
     files = [files[number] for number in _drawn(len(files), count, generator, source).tolist()]
     read = _images if kind == "images" else _sounds
     return _stacked(files, read(files, getattr(processor, part, processor)), model.main_input_name)
