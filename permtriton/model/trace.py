@@ -82,8 +82,8 @@ def trace(model: PreTrainedModel, sample: Samples | None = None) -> Traced:
     outputs of the graph: as the states between layers, it is the model's own, and its channels may move.
 
     Raises:
-        ModelError: the model does not run on such a sample, cannot be exported by ``torch.export``, or only compares
-            the outputs of others.
+        ModelError: the model does not run on such a sample, cannot be exported by ``torch.export``, draws random
+            numbers, or only compares the outputs of others.
     """
     check_towers(model)
     samples = [sample] if sample is not None else examples(model)
@@ -97,6 +97,7 @@ def trace(model: PreTrainedModel, sample: Samples | None = None) -> Traced:
             problems.append(error)
             continue
         graph_module = unlifted(exported, model, prefix="model.")
+        _check_not_random(model, graph_module)
         count = len(exported.graph_signature.user_outputs)
         return Traced(graph_module, tuple(range(count - 1)), count - 1)
     raise ModelError(
@@ -104,6 +105,23 @@ def trace(model: PreTrainedModel, sample: Samples | None = None) -> Traced:
         f"{model.main_input_name} alone, and whose branches do not depend on the values of its inputs; of a model with "
         "towers for text and images, save one tower as a model of its own"
     ) from problems[0]
+
+
+def _check_not_random(model: PreTrainedModel, graph_module: fx.GraphModule) -> None:
+    """Refuses a model whose outputs differ from run to run."""
+    random = torch.Tag.nondeterministic_seeded
+    for node in graph_module.graph.nodes:
+        operator = node.target
+        # Attention and dropout have the tag, too; both are told how often to drop, and in a model that runs it is never.
+        if (
+            isinstance(operator, torch._ops.OpOverload)
+            and random in operator.tags
+            and "drop" not in str(operator._schema)
+        ):
+            raise ModelError(
+                f"{type(model).__name__} draws random numbers when it runs ({operator}), so that its outputs cannot be "
+                "compared with the dense model's: permtriton needs a model that returns the same for the same inputs"
+            )
 
 
 def _described(error: Exception) -> str:
