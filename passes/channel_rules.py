@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from permtriton.passes.channels import Channels
-from permtriton.passes.combining import Rule, combine, contracted, joined, mapped, parts_of
+from permtriton.passes.combining import Rule, combine, contracted, index_put, joined, mapped, parts_of
 from permtriton.passes.ids import differs
 from permtriton.passes.product_rules import NORMS, PRODUCTS
 from permtriton.passes.row_rules import index_add, joined_weights, summed_parts, taken_rows
@@ -246,16 +246,6 @@ def _index(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]
     return _along(c, aten.index_select.default, (x, dims[0], index % x.shape[dims[0]]), {})
 
 
-def _index_put(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """The same row in place of all that a mask takes."""
-    mask, *others = c.node.args[1]  # type: ignore[misc]
-    x, rank = c.ids_of(args[0]), mask.meta["val"].ndim if isinstance(mask, fx.Node) else 0
-    one_row = c.node.args[2].meta["val"].ndim <= x.ndim - rank  # type: ignore[union-attr]
-    if others or not rank or mask.meta["val"].dtype != torch.bool or not one_row:
-        return c.barrier(f"{target} by an index without known values", (args, kwargs))
-    return combine(c, [args[0], args[2], args[1][0].view(*mask.meta["val"].shape, *[1] * (x.ndim - rank))])
-
-
 def _constant_value(node: fx.Node) -> Tensor | None:
     """Returns the value of a constant in the model's code that nothing else reads, else None; also None on meta."""
     while len(node.users) == 1 and getattr(node.target, "overloadpacket", None) in _COPIES:
@@ -389,7 +379,7 @@ SPECIAL: dict[Any, Rule] = {
     aten.gather: _choice,
     aten.index: _index,
     aten.index_add: index_add,
-    aten.index_put: _index_put,
+    aten.index_put: index_put,
     "permtriton::permute": _permute,
 }
 
