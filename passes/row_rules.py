@@ -3,13 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, fx
 
 from permtriton.passes.channels import Channels
 from permtriton.passes.combining import combine, mapped
-from permtriton.passes.ids import differs
+from permtriton.passes.ids import differs, of_several_axes
 from permtriton.passes.values import Crossed, ParameterValue, leaves
 
 aten = torch.ops.aten
@@ -121,9 +120,7 @@ def summed_parts(c: Channels, ids: Any, dims: Sequence[int]) -> Any:
     for dim in dims:
         if not differs(ids)[dim] or not any(differs(ids)[other] for other in range(ids.ndim) if other not in dims):
             continue
-        owners = torch.from_numpy(np.searchsorted([*c.starts.values()], ids.numpy(), side="right"))
-        lines = owners.movedim(dim, 0).flatten(1)
-        if bool((lines == lines[:, :1]).all()) and lines[:, 0].unique().numel() == ids.shape[dim]:
+        if of_several_axes(ids, dim, c.starts.values()):
             first = combine(c, list(ids.unbind(dim)))
             ids = mapped(c, first, lambda part: part.unsqueeze(dim).expand(ids.shape))  # noqa: B023
             break

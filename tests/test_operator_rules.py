@@ -97,6 +97,9 @@ FREE = {
     "one position for two": lambda net, x: net.down(torch.cat([net.up(x)[:, :4], net.gate(x)[:, 4:]], 1) + net.vector),
     "rows under a mask": lambda net, x: net.down(under_a_mask(net.up(x))),
     "rows put by data": lambda net, x: net.down(net.gate(x)[0].index_put((chosen(x)[:, 0],), net.up(x)[0])),
+    "a vector for all heads": lambda net, x: net.down(
+        (heads(net.up(x)) * net.blocks[0, 0] + heads(net.gate(x))).flatten(-2)
+    ),
     "results of linears added up": lambda net, x: net.down(
         torch.cat([net.up(x).relu(), net.gate(x)]).unflatten(0, (2, -1)).sum(0)
     ),
