@@ -53,7 +53,9 @@ def taken_rows(c: Channels, x: Tensor, dim: int, index: Any, shape: Sequence[Any
     if any(differs(x)[each] for each in dims) or not c.all_channels(x):
         return None
     c.touch(x)
-    rest = x[(*[slice(None)] * dim, *[0] * len(dims))]
+    rest = x
+    for _ in dims:
+        rest = rest.select(dim, 0)
     for _ in range(len(shape) - rest.ndim):
         rest = rest.unsqueeze(dim)
     return rest.expand([size if isinstance(size, int) else 1 for size in shape])

@@ -32,6 +32,7 @@ def test_compiled_saved_and_packed(soak, tmp_path):
 
 
 def _compile_and_reload(name, layout, folder):
+    folder.mkdir()
     model = tiny.build(name)
     config = CompileConfig.from_options({"permutation": "heuristic", "row_weights": "none", "layout": layout})
     compiled = permtriton.compile(model, None, config, ids=tiny.inputs(model))
