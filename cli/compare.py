@@ -20,6 +20,8 @@ from permtriton.comparison.run import Yardstick, compare
 from permtriton.config import CompileConfig
 from permtriton.errors import ConfigError, OutputError
 from permtriton.model import load
+from permtriton.model.samples import Samples
+from permtriton.model.seq2seq import with_decoder_ids
 from permtriton.progress import Progress
 from permtriton.sparsity import NMPattern
 
@@ -121,7 +123,7 @@ def run(
         windows, text = held_out_windows(source, eval_text, tokenizer, model)
         if windows is None:
             fail(f"nothing to compare on: {text}", 2)
-        yardstick = Yardstick(model, tokenizer, windows, loaded)
+        yardstick = Yardstick(model, tokenizer, with_decoder_ids(model, Samples.of(windows)), loaded)
         kept = ResultFile(place, yardstick.identity(request.config, request.ablate, tasks.identity()))
         if not overwrite:
             kept.read()

@@ -21,6 +21,8 @@ from permtriton.cli.tasks import TaskRequest
 from permtriton.comparison.report import Cell, cell
 from permtriton.errors import CalibrationError, ModelError
 from permtriton.model import load
+from permtriton.model.core import takes_decoder_ids
+from permtriton.prune.media import is_media
 
 HEADERS = ("measure", "value", "standard error", "dense")
 
@@ -82,15 +84,9 @@ def run(
 
 
 def _report(measured: library.Evaluated, model: Any, text: str, tasks: TaskRequest) -> dict[str, Any]:
-    protocol = f"{measured.windows} samples of {measured.window} positions"
-    if model.main_input_name == "input_ids":
-        protocol = (
-            f"{measured.windows} windows of {measured.window} tokens that do not overlap; the first token of each is "
-            "not predicted"
-        )
     return {
         "text": text if measured.windows else None,
-        "protocol": protocol if measured.windows else None,
+        "protocol": _protocol(measured, model, text) if measured.windows else None,
         **asdict(measured),
         "tokens": measured.tokens,
         "limit": tasks.limit,
@@ -100,6 +96,18 @@ def _report(measured: library.Evaluated, model: Any, text: str, tasks: TaskReque
         "device": machine.device_name(model.device),
         "system": platform.platform(),
     }
+
+
+def _protocol(measured: library.Evaluated, model: Any, text: str) -> str:
+    """Returns in words what was measured on which samples."""
+    if is_media(model, text):
+        return f"{measured.windows} samples of {measured.window} positions"
+    windows = f"{measured.windows} windows of {measured.window} tokens that do not overlap"
+    if measured.perplexity is None:
+        return windows
+    if takes_decoder_ids(model):
+        return f"{windows}; the encoder reads the first half of each, and the decoder predicts the second"
+    return f"{windows}; the first token of each is not predicted"
 
 
 def _hidden_order(source: load.Source, channels: int) -> Any:

@@ -6,7 +6,7 @@ from permtriton.errors import CalibrationError
 from permtriton.model.forward import max_tokens
 from permtriton.model.load import Source
 from permtriton.prune.media import is_media, media_samples
-from permtriton.prune.text import check_samples, evaluation_ids
+from permtriton.prune.text import check_inputs, evaluation_ids
 
 EVALUATION_TOKENS = 2048  # per window, or the model's limit if that is lower
 
@@ -32,7 +32,7 @@ def held_out_windows(source: Source, eval_text: str | None, tokenizer: Any, mode
     if model.main_input_name != "input_ids" and eval_text is None:
         return None, "give --eval-data a folder to compare the hidden states on"
     if eval_text is not None and is_media(model, eval_text):
-        return check_samples(model, media_samples(eval_text, model, tokenizer, None)), eval_text
+        return check_inputs(model, media_samples(eval_text, model, tokenizer, None)), eval_text
     name = eval_text or ("demo" if source.name == "demo" else "wikitext2")
     limit = max_tokens(model) or EVALUATION_TOKENS
     vocabulary = model.get_input_embeddings().weight.shape[0]

@@ -89,7 +89,8 @@ def _size(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any])
     return c.node.meta["val"]
 
 
-def _constant(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def constant(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The rule of an operator whose result has the same value at every element."""
     return c.opaque(()).expand(c.node.meta["val"].shape)
 
 
@@ -386,6 +387,6 @@ RULES: dict[Any, Rule] = {
     **dict.fromkeys(ELEMENTWISE, _elementwise),
     **dict.fromkeys(REDUCTION, _reduction),
     **dict.fromkeys(CUMULATIVE, _cumulative),
-    **dict.fromkeys(CONSTANT, _constant),
+    **dict.fromkeys(CONSTANT, constant),
     **SPECIAL,
 }

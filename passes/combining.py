@@ -87,18 +87,22 @@ def _varies(parts: Sequence[Tensor], shape: Sequence[int]) -> list[bool]:
 
 
 def _keep_order(c: Channels, parts: Sequence[Tensor], others: Sequence[Tensor], others_vary: Sequence[bool]) -> None:
-    """Keeps the order of channels that meet values of another operand which vary with them and do not move with them.
+    """Keeps channels at their positions along dimensions in which they meet values that do not move with them.
 
     Such values repeat the ids of channels of another dimension: those of ``x[:, None] * table`` are the ids of ``x``,
-    and vary by the columns of the table.
+    and vary by the columns of the table. A channel that meets them at one column may take the place of another there.
     """
     if not any(c.any_channel(other) for other in others):
         return  # each then meets the other's values one by one
     move = [any(each) for each in zip(*(_channels_differ(c, other) for other in others), strict=True)]
     for part in parts:
+        if not c.any_channel(part):
+            continue
         meets = zip(_channels_differ(c, part), others_vary, move, strict=True)
-        if c.any_channel(part) and any(differ and vary and not moves for differ, vary, moves in meets):
-            c.separate(part, f"{c.node.target} combines each with values that do not move with it")
+        fixed = [differ and vary and not moves for differ, vary, moves in meets]
+        if any(fixed):
+            places = c.opaque(tuple(size if fix else 1 for size, fix in zip(part.shape, fixed, strict=True)))
+            c.meet(part, places, f"{c.node.target} combines each with values that do not move with it")
 
 
 def _channels_differ(c: Channels, ids: Tensor) -> list[bool]:

@@ -124,26 +124,33 @@ def _conv(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any])
     known = isinstance(weight, ParameterValue) and not weight.computed and weight.dims[0] is not None
     if not known or (groups == 1 and weight.dims[1] is None) or given.get("transposed"):
         return c.barrier(f"{target} with a computed or transposed weight", (args, kwargs))
-    x = c.ids_of(given["input"])
+    x, rows = c.ids_of(given["input"]), c.axis(weight, 0)
     kernel = len(weight.shape) - 2
-    x = x.movedim(x.ndim - 1 - kernel, -1)
-    rows = c.axis(weight, 0)
     for positions in c.axes(weight)[1 if weight.dims[1] is None else 2 :]:
         c.separate(positions, "they are positions of a convolution's kernel")
     c.touch(x)
-    if groups == 1:
-        _contract(c, x, weight)
-    else:
-        channels, problem = c.channels_of(x)
-        if groups != x.shape[-1] or rows.numel() != groups:
-            problem = problem or f"{target} reads them in groups"
-        if problem:
-            c.separate(x, problem)
-            c.separate(torch.cat(c.axes(weight)), problem)
-        else:
-            c.unite(rows, channels, attached=True)
     _add_bias(c, rows, bias)
+    if groups != 1:
+        return _by_groups(c, x, weight, groups, given.get("stride", [1]))
+    _contract(c, x.movedim(x.ndim - 1 - kernel, -1), weight)
     return rows.view(-1, *[1] * kernel).expand(c.node.meta["val"].shape)
+
+
+def _by_groups(c: Channels, x: Tensor, weight: ParameterValue, groups: int, stride: Sequence[int]) -> Any:
+    """A convolution whose kernel is each channel's own; where it is one position wide, other channels may stand."""
+    rows, shape, kernel = c.axis(weight, 0), c.node.meta["val"].shape, len(weight.shape) - 2
+    problem = "" if groups == x.shape[-1 - kernel] == rows.numel() else f"{c.node.target} reads them in groups"
+    for dim in range(-kernel, 0):
+        alone = weight.shape[dim] == 1 and shape[dim] == x.shape[dim] and set(stride) == {1}
+        if not alone and differs(x)[dim]:
+            problem = problem or "its input mixes tokens into channels"
+        elif not alone:
+            x = x.narrow(dim, 0, 1)
+    if not problem:
+        return combine(c, [x.expand(*shape), weight.with_dims([0, *[None] * kernel])])
+    c.separate(x, problem)
+    c.separate(torch.cat(c.axes(weight)), problem)
+    return rows.view(-1, *[1] * kernel).expand(shape)
 
 
 def _sparse_linear(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

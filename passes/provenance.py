@@ -22,15 +22,20 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+import torch
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 from torch import Tensor, fx, nn
 
-from permtriton.passes.channel_rules import CONSTANT, rule_of
+from permtriton.passes.channel_rules import ALONG, CONSTANT, LAYOUT, SAME, constant, rule_of
 from permtriton.passes.channels import AxisKey, Channels, Event, Joint, one_thread
 from permtriton.passes.graph import INDEX, INSERTED
 from permtriton.passes.ids import mix
 from permtriton.passes.values import Crossed, IndexValue, LinearCall, ParameterValue
+
+aten = torch.ops.aten
+ZERO = {aten.new_zeros, aten.zeros, aten.zeros_like}
+SUMS_OF_PRODUCTS = {aten.bmm, aten.einsum, aten.matmul, aten.mm}
 
 
 @dataclass
@@ -122,7 +127,7 @@ def propagate(graph_module: fx.GraphModule, outputs: Sequence[int], hidden: int)
 
     Args:
         graph_module: Graph whose parameters are ``get_attr`` nodes and whose other nodes have ``meta["val"]``. The only
-            values that are read are those of index buffers.
+            values that are read are those of index buffers and of constant vectors.
         outputs: Positions in the graph's output tuple that a caller sees: their channels must keep their order.
         hidden: Position of the last hidden state in the output tuple.
     """
@@ -152,6 +157,7 @@ class _Interpreter(fx.Interpreter):
         super().__init__(graph_module)
         self._channels = channels
         self._emptied: set[fx.Node] = set()
+        self._zeros: set[fx.Node] = set()
 
     def results(self) -> Sequence[Any]:
         """Runs the graph and returns the ids of its outputs."""
@@ -174,7 +180,15 @@ class _Interpreter(fx.Interpreter):
             return ParameterValue(target, shape, tuple(range(len(shape))), (None,) * len(shape))
         if isinstance(value, Tensor) and target.startswith(INDEX):
             return IndexValue(value.long().cpu())
-        return self._channels.opaque_like(value) if isinstance(value, Tensor) else value
+        return self._constant_ids(value) if isinstance(value, Tensor) else value
+
+    def _constant_ids(self, value: Tensor) -> Tensor:
+        """Returns ids of a constant. Where a vector has the same number twice, it is the same for what meets it."""
+        if value.is_meta or not value.is_floating_point() or max(value.shape, default=1) != value.numel():
+            return self._channels.opaque_like(value)
+        bits = value.detach().double().cpu().numpy().view(np.int64)
+        numbers, which = np.unique(bits, return_inverse=True)
+        return self._channels.opaque(numbers.shape)[torch.from_numpy(which).view(value.shape)]
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if self._lacks_a_part(self._channels.node):
@@ -184,6 +198,9 @@ class _Interpreter(fx.Interpreter):
         rule = rule_of(self._channels.node)
         if rule is None:
             return self._channels.barrier(str(target), (args, kwargs))
+        if self._is_zero(self._channels.node):
+            self._zeros.add(self._channels.node)
+            rule = constant
         return rule(self._channels, target, args, kwargs)
 
     def _lacks_a_part(self, node: fx.Node) -> bool:
@@ -198,6 +215,15 @@ class _Interpreter(fx.Interpreter):
         if not constant and any(not _is_empty(each.meta["val"]) or each in self._emptied for each in inputs):
             self._emptied.add(node)
         return False
+
+    def _is_zero(self, node: fx.Node) -> bool:
+        """Whether every element of a result is zero, such as of a product with a state before the first token."""
+        packet = getattr(node.target, "overloadpacket", None)
+        if packet in SUMS_OF_PRODUCTS:
+            return not self._zeros.isdisjoint(node.all_input_nodes)
+        moves = packet in SAME or packet in LAYOUT or packet in ALONG
+        one = isinstance(node.meta.get("val"), Tensor)
+        return packet in ZERO or (moves and one and self._zeros.issuperset(node.all_input_nodes))
 
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
         return self._channels.barrier(f"module {target}", (args, kwargs))

@@ -62,15 +62,17 @@ def taken_rows(c: Channels, x: Tensor, dim: int, index: Any, shape: Sequence[Any
 
 
 def index_put(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Rows written at positions from data, or under a mask: each position may get any of them."""
-    x, source = c.ids_of(args[0]), c.ids_of(args[2])
-    node: Any = c.node.args[1]
-    if len(node) == 1 and not c.any_channel(c.ids_of(args[1][0])):
-        dims = _indexed(0, node[0])
-        fits = source.ndim == x.ndim - len(dims) + 1 and not differs(source)[0]
+    """The same row in place of all that a mask takes, or rows under a mask or at positions, any of them at each."""
+    x, source, node = c.ids_of(args[0]), c.ids_of(args[2]), c.node.args[1]
+    if len(node) == 1 and isinstance(node[0], fx.Node):  # type: ignore[arg-type, index]
+        index, dims = c.ids_of(args[1][0]), _indexed(0, node[0])  # type: ignore[index]
+        rest = x.ndim - len(dims)
+        if node[0].meta["val"].dtype == torch.bool and source.ndim <= rest:  # type: ignore[index]
+            return combine(c, [args[0], args[2], index.view(*index.shape, *[1] * rest)])
+        fits = source.ndim == rest + 1 and not differs(source)[0] and not c.any_channel(index)
         if fits and not any(differs(x)[each] for each in dims):
             return combine(c, [x, source[0].expand(x.shape)])
-    return c.barrier(f"{target} of rows that hold different channels", (args, kwargs))
+    return c.barrier(f"{target} by an index without known values", (args, kwargs))
 
 
 def _indexed(dim: int, index: fx.Node) -> range:

@@ -12,7 +12,9 @@ from permtriton.evaluation.fidelity import Fidelity, fidelity
 from permtriton.evaluation.perplexity import Stopwatch, perplexity, windows_at_once
 from permtriton.model.forward import with_tokens
 from permtriton.model.samples import Inputs, Samples
+from permtriton.model.seq2seq import predicted, with_decoder_ids
 from permtriton.progress import Progress
+from permtriton.prune.text import check_inputs
 
 if TYPE_CHECKING:  # it imports lm_eval, which takes seconds
     from permtriton.evaluation.tasks import TaskResult, Tasks
@@ -23,7 +25,7 @@ class Evaluated:
     """What is known of a model after an evaluation; None or 0 stands for what was not measured.
 
     Attributes:
-        perplexity: perplexity on the windows; None for encoders.
+        perplexity: perplexity on the windows; None for encoders, and where the tokens to predict are unknown.
         dense_perplexity: the same of the dense model.
         kl: ``KL(dense || model)`` in nats, the mean over all tokens; None for encoders.
         cosine: cosine similarity of the last hidden states with the dense model's, the mean over all tokens.
@@ -87,14 +89,13 @@ def evaluate(
     started, watch = time.perf_counter(), Stopwatch()
     measured, count, window = Fidelity(None, None, None, None), 0, 0
     if windows is not None:
-        samples = with_tokens(model, Samples.of(windows))
+        samples = with_tokens(model, with_decoder_ids(dense or model, check_inputs(model, windows)))
         count, window = len(samples), samples.tokens
-        at_once = batch or windows_at_once(window)
+        at_once = batch or windows_at_once(samples.longest)
         if dense is not None:
             measured = fidelity(model, dense, samples, at_once, hidden_order, progress, watch)
         else:
-            assert samples.ids is not None, "checked"
-            measured = Fidelity(perplexity(model, samples.ids, at_once, progress, watch), None, None, None)
+            measured = Fidelity(perplexity(model, samples, at_once, progress, watch), None, None, None)
     options = {} if batch is None else {"batch": batch}
     results = tasks.run(model, tokenizer, **options, progress=progress) if tasks and tokenizer else ()
     return Evaluated(
@@ -125,13 +126,14 @@ def _check(
         raise ConfigError("nothing to evaluate: give --perplexity, --tasks or both")
     if windows is None and dense is not None:
         raise ConfigError("--against compares two models on a text: --perplexity none leaves none; name one")
-    if not model.can_generate() and tasks is not None:
-        raise ConfigError(f"{kind} predicts no next token, so it has no tasks: leave --tasks out")
-    text = windows is None or Samples.of(windows).ids is not None
-    if not (text and model.can_generate()) and dense is None:
+    if not (model.can_generate() and model.main_input_name == "input_ids") and tasks is not None:
+        why = f"reads {model.main_input_name}, not text" if model.can_generate() else "predicts no next token"
+        raise ConfigError(f"{kind} {why}, so it has no tasks: leave --tasks out")
+    if windows is not None and dense is None and predicted(model, Samples.of(windows)) is None:
+        why = "is given no labels to predict" if model.can_generate() else "predicts no next token"
         raise ConfigError(
-            f"{kind} predicts no next token, so it has no perplexity: give the dense model with --against for the "
-            "cosine of the hidden states"
+            f"{kind} {why}, so it has no perplexity: give the dense model with --against for the cosine of the hidden "
+            "states"
         )
     if tasks is not None and tokenizer is None:
         raise ConfigError("tasks need the model's tokenizer, and this model has none: add its files to the folder")

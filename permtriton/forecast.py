@@ -231,7 +231,7 @@ def stage_seconds(
 
 def measure(model: PreTrainedModel, plan: Plan, config: CompileConfig, samples: Samples) -> Speed:
     """Measures the model; arguments as in `make_forecast`."""
-    rows = samples.start(max(PROBE_TOKENS // samples.tokens, 1), PROBE_TOKENS)
+    rows = samples.start(max(PROBE_TOKENS // samples.longest, 1), PROBE_TOKENS)
     gradients = config.permutation in ("learned", "searched") or {"reconstruct", "distill"} & set(config.updates)
     if config.permutation != "none" and config.row_weights == "fisher":
         gradients = True

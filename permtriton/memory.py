@@ -215,13 +215,13 @@ class _Estimate:
         stages = {"calibration": self._activations(1), "masks": {"one layer": mask + proof}}
         if config.importance == "obs" or "sparsegpt" in updates:
             # Of one layer, and the next one's, which are joined from parts.
-            between = 3 * self._samples.positions * self._hidden * self._element
+            between = 3 * self._positions * self._hidden * self._element
             stages["hessians"] = {
                 **self._activations(1), "hessians": self._hessians(), "one layer": mask, "inputs of layers": between,
             }  # fmt: skip
         if windows is not None:
-            tokens = Samples.of(windows).tokens
-            at_once = windows_at_once(tokens) * tokens
+            held_out = Samples.of(windows)
+            at_once = windows_at_once(held_out.longest) * held_out.tokens
             logits = at_once * self._vocabulary * 3 * FLOAT32  # logits, their float32 copy, the softmax
             stages["evaluation"] = {"logits": logits, **self._activations(1)}
         if config.permutation != "none":
@@ -243,12 +243,17 @@ class _Estimate:
         return self._size
 
     @property
+    def _positions(self) -> int:
+        """Positions that a layer reads of all samples, in the longer half of an encoder-decoder."""
+        return len(self._samples) * self._samples.longest
+
+    @property
     def one_layer(self) -> int:
         """Size of the parameters of the largest layer, and of what stands outside of layers."""
         return self._size - (self._pruned - self._layer) * self._element
 
     def _activations(self, sequences: int, layers: int = 1) -> dict[str, int]:
-        tokens = max(sequences * self._samples.tokens, min(TOKENS_WITHOUT_LOGITS, self._samples.positions))
+        tokens = max(sequences * self._samples.longest, min(TOKENS_WITHOUT_LOGITS, self._positions))
         return {"activations": tokens * (layers * self._hidden + 8 * self._width) * FLOAT32}
 
     def gradients(self, layers: int | None = None) -> dict[str, int]:
@@ -257,7 +262,7 @@ class _Estimate:
         layers = layers or len(self._plan.layers())
         kept = layers if self._config.activation_checkpointing else 12 * layers
         return {
-            "activations": sequences * tokens * (kept * self._hidden + 16 * self._width) * FLOAT32,
+            "activations": sequences * self._samples.longest * (kept * self._hidden + 16 * self._width) * FLOAT32,
             "logits": sequences * tokens * self._vocabulary * 4 * FLOAT32,
         }
 
@@ -295,7 +300,7 @@ class _Estimate:
         if "reconstruct" in config.updates:
             stages["reconstruct"] = {
                 **self.gradients(),
-                "targets": 2 * self._samples.positions * self._hidden * self._element,
+                "targets": 2 * self._positions * self._hidden * self._element,
                 "dense weights": self._pruned * self._element,
                 "finished weights": int(self._pruned * kept) * self._element,
                 "optimizer": int(self._layer * kept) * 6 * FLOAT32,

@@ -23,7 +23,7 @@ from permtriton.planning import plan_model
 from permtriton.prune.media import Processor
 from permtriton.prune.sharding import check_spread, running
 from permtriton.prune.statistics import site_statistics
-from permtriton.prune.text import calibration_samples, check_samples
+from permtriton.prune.text import calibration_samples, check_inputs, check_samples
 from permtriton.stages import Prepared, Work
 
 
@@ -76,7 +76,7 @@ def prepare(
     folder = _check_disks(work, forecast)
     if say_needs:
         work.progress.say(forecast.describe(folder))
-    batch = max(TOKENS_WITHOUT_LOGITS // samples.tokens, 1)
+    batch = max(TOKENS_WITHOUT_LOGITS // samples.longest, 1)
     reference = Reference(model, samples, plan.unseen)
     with running(model, plan, spread_on) as runs:
         with work.timed("evaluate"):
@@ -102,7 +102,7 @@ def _check_disks(work: Work, forecast: Forecast) -> Path | None:
 
 def held_out_samples(model: PreTrainedModel, windows: Inputs | None) -> Samples | None:
     """Returns held-out samples with the number of tokens that the model makes of each; None without any."""
-    return None if windows is None else with_tokens(model, Samples.of(windows))
+    return None if windows is None else with_tokens(model, check_inputs(model, windows))
 
 
 def planned(

@@ -10,6 +10,7 @@ import torch
 from permtriton import machine
 from permtriton.comparison import run as comparison
 from permtriton.comparison.methods import ABLATIONS, METHODS, ablation_rows, check_effect, method_rows
+from permtriton.comparison.report import columns, report_of
 from permtriton.comparison.results import ResultFile
 from permtriton.comparison.run import Yardstick, compare
 from permtriton.config import CompileConfig
@@ -17,7 +18,7 @@ from permtriton.errors import ConfigError, OutputError
 from permtriton.progress import NoProgress
 from permtriton.sparsity import NMPattern
 
-from . import zoo
+from . import media, zoo
 
 PATTERNS = (NMPattern(2, 4), NMPattern(4, 8))
 IDS, WINDOWS = zoo.tiny_ids(4, 16), zoo.tiny_ids(3, 12, seed=1)
@@ -166,11 +167,17 @@ def test_the_rows_of_every_ablation_give_different_models(model, tmp_path, name,
     assert [each.setting for each in results[1:]] == [row.setting for row in rows]
 
 
-def test_encoders_are_compared_by_the_cosine():
-    model = zoo.build("bert")
-    results = compare(
-        Yardstick(model, None, zoo.token_ids(3, 12)), method_rows(config(), ("wanda",), ()), ids=zoo.token_ids(4, 16)
-    )
+@pytest.mark.parametrize("name", ["bert", "vit"])
+def test_encoders_are_compared_by_the_cosine(name):
+    if name == "vit":
+        model, windows, ids = media.build(name), media.inputs(name), media.inputs(name)
+    else:
+        model, windows, ids = zoo.build(name), zoo.token_ids(3, 12), zoo.token_ids(4, 16)
+    yardstick = Yardstick(model, None, windows)
+    results = compare(yardstick, method_rows(config(), ("wanda",), ()), ids=ids)
+    report = report_of(results, yardstick, config(), model=name, text="", seeds=[0], ablation=None, versions={})
+    assert (report["tokens"], report["window"]) == ((36, 12) if name == "bert" else (6 * 5, 5))
+    assert columns(report)[0] == ["method", "cosine", "seconds", "peak MiB"]
     dense, pruned = (each.measured[0] for each in results)
     assert (dense.perplexity, dense.kl, pruned.perplexity, pruned.kl) == (None, None, None, None)
     assert results[0].mean == pytest.approx(1, abs=1e-6)

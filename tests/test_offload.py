@@ -1,13 +1,20 @@
 """Compiling with an offload folder gives the bits of a compilation in memory, and leaves nothing behind."""
 
+import hashlib
 import json
 import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from permtriton import CompileConfig, compiler
 from permtriton import offload as module
@@ -165,3 +172,59 @@ def test_released_pages_come_back_as_they_were(offload):
     assert torch.equal(moved, weight)
     assert moved.is_contiguous()
     assert offload.moved(moved) is moved
+
+
+@contextmanager
+def control_group(name: str, limit: int | None) -> Iterator[Path]:
+    """Yields the folder of a control group with a limit of memory, in bytes; skips where none can be made."""
+    groups = Path("/sys/fs/cgroup")
+    first = (groups / "memory").is_dir()  # version 1 of control groups
+    folder = (groups / "memory" if first else groups) / f"{name}-{os.getpid()}"
+    try:
+        folder.mkdir()
+        if limit is not None:
+            (folder / ("memory.limit_in_bytes" if first else "memory.max")).write_text(str(limit))
+    except OSError as error:
+        pytest.skip(f"no control group can be made here: {error}")
+    try:
+        yield folder
+    finally:
+        folder.rmdir()
+
+
+def compiled_within(limit: int | None, model: Path, ids: Path, *options: str) -> tuple[str, int]:
+    """Compiles a stored model in a process of its own; returns the result's SHA-256, and the most memory in bytes."""
+    output = ids.parent / f"{model.name}-{'memory' if limit is None else limit}{len(options)}"
+    command = f"""{sys.executable} -m permtriton compile {model} --output {output} --calibration {ids} --samples 4
+        --sequence-length 64 --eval-text none --permutation none --weight-update sparsegpt"""
+    with control_group("permtriton-test", limit) as group:
+        enter = f"echo $$ > {group}/cgroup.procs && exec "
+        run = ["sh", "-c", enter + " ".join([*command.split(), *options])]
+        done = subprocess.run(run, capture_output=True, text=True, check=False)
+        peak = next(group / each for each in ("memory.peak", "memory.max_usage_in_bytes") if (group / each).exists())
+        most = int(peak.read_text())
+    assert done.returncode == 0, done.stdout + done.stderr
+    return hashlib.sha256((output / "model.safetensors").read_bytes()).hexdigest(), most
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(sys.platform != "linux", reason="control groups are Linux's")
+def test_a_model_four_times_the_memory_limit_gives_the_bytes_of_one_in_memory(soak, tmp_path):
+    """The limit is what the same command takes for a small model, and a quarter of the large model's bytes."""
+    if not soak:
+        pytest.skip("`make soak` compiles a model of 0.7 GB")
+    for name, layers in (("small", 2), ("large", 36)):
+        sizes = {"hidden_size": 640, "intermediate_size": 1728, "num_attention_heads": 10, "vocab_size": 1000}
+        config = LlamaConfig(**sizes, num_hidden_layers=layers, max_position_embeddings=256)
+        LlamaForCausalLM(config).save_pretrained(tmp_path / name, max_shard_size="10GB")
+    ids, files = tmp_path / "ids.jsonl", tmp_path / "files"
+    ids.write_text("\n".join(json.dumps({"input_ids": row.tolist()}) for row in zoo.token_ids(4, 64)))
+    files.mkdir()
+    size = (tmp_path / "large" / "model.safetensors").stat().st_size
+    offload = ("--offload", str(files))
+    compiled_within(None, tmp_path / "small", ids)  # the libraries come into memory that is not counted below
+    expected, in_memory = compiled_within(None, tmp_path / "large", ids)
+    _, program = compiled_within(None, tmp_path / "small", ids, *offload)
+    found, used = compiled_within(program + size // 4, tmp_path / "large", ids, *offload)
+    assert found == expected
+    assert used <= program + size // 4 < in_memory

@@ -134,3 +134,35 @@ def test_what_export_cannot_follow_is_refused_in_one_line(capfd):
     assert "\n" not in str(refused.value)
     assert capfd.readouterr() == ("", "")
     assert not logging.root.manager.disable
+
+
+class Branching(nn.Module):
+    def forward(self, x):
+        return x * 2 if x.isfinite().all() else x
+
+
+def test_a_branch_that_all_samples_take_is_traced():
+    model = zoo.build("llama")
+    model.model.norm = Branching()
+    graph_module = trace(model).graph_module
+    with torch.no_grad():
+        assert torch.equal(graph_module(ids())[0], zoo.outputs(model, ids())[0])
+    on_meta = trace(model.to("meta")).graph_module
+    assert str(on_meta.graph) == str(graph_module.graph)
+    assert {parameter.device.type for parameter in on_meta.parameters()} == {"meta"}
+
+
+def test_all_rows_are_taken_where_a_mask_selects_some():
+    model = zoo.build("llama")
+    mlp = model.model.layers[0].mlp
+    dense = mlp.forward
+
+    def selected(x):
+        mlp.down_proj.to(torch.float32)  # an exported module cannot be converted
+        for (row,) in (x[0].sum(-1) > 0).nonzero():
+            x = x.index_add(1, row[None], dense(x[:, row][:, None]))
+        return x
+
+    mlp.forward = selected
+    weight = next(n for n in trace(model).graph_module.graph.nodes if n.target == "model.layers.0.mlp.down_proj.weight")
+    assert len(weight.users) == TRACE_TOKENS

@@ -11,6 +11,9 @@ from permtriton.comparison.methods import DENSE
 from permtriton.comparison.results import RowResult
 from permtriton.comparison.run import Yardstick
 from permtriton.config import CompileConfig
+from permtriton.model.forward import with_tokens
+from permtriton.model.samples import Samples
+from permtriton.model.seq2seq import with_decoder_ids
 
 Cell = str | int | float | None
 Rows = Sequence[Sequence[Cell]]
@@ -39,13 +42,14 @@ def report_of(
         ablation: key of `permtriton.comparison.methods.ABLATIONS`, or None.
         versions: package -> version.
     """
-    dense, windows = yardstick.dense, yardstick.windows
+    dense = yardstick.dense
+    windows = with_tokens(dense, with_decoder_ids(dense, Samples.of(yardstick.windows)))
     return {
         "model": model,
-        "measure": "perplexity" if dense.can_generate() else "cosine",
+        "measure": "cosine" if results[0].measured[0].perplexity is None else "perplexity",
         "text": text,
-        "tokens": int(windows.numel()),
-        "window": int(windows.shape[1]),
+        "tokens": windows.positions,
+        "window": windows.tokens,
         "seeds": list(seeds),
         "patterns": list(dict.fromkeys(result.pattern for result in results if result.pattern)),
         "ablation": ablation,
@@ -94,8 +98,9 @@ def columns(report: Mapping[str, Any]) -> tuple[list[str], list[list[Cell]]]:
         found["±"] = [row["spread"] if len(row["values"]) > 1 else None for row in rows]
     if measure == "perplexity":
         found["against dense"] = [row["mean"] / dense if dense else None for row in rows]
+    if any(row["kl"] is not None for row in rows):
         found["KL, nats"] = [row["kl"] for row in rows]
-        found["cosine"] = [row["cosine"] for row in rows]
+    found["cosine"] = [row["cosine"] for row in rows]  # in its place, where it is the measure
     for name in rows[0]["tasks"]:
         found[name] = [row["tasks"][name] for row in rows]
     accuracies = [name for name in rows[0]["tasks"] if name.endswith(" acc")]

@@ -35,13 +35,13 @@ class Yardstick:
     Attributes:
         dense: dense model.
         tokenizer: its tokenizer, which calibration texts and tasks need.
-        windows: held-out sequences, int64 ``[windows, tokens]``.
+        windows: held-out samples: token ids, int64 ``[windows, tokens]``, or what else the model reads.
         tasks: zero-shot tasks, or None.
     """
 
     dense: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase | None
-    windows: Tensor
+    windows: Inputs
     tasks: "Tasks | None" = None
 
     def identity(self, config: CompileConfig, ablation: str | None, tasks: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ own logits, since the head of the model may differ from the dense one's, and not
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,10 +15,10 @@ from transformers import PreTrainedModel
 from permtriton.errors import CalibrationError, ModelError
 from permtriton.evaluation.perplexity import Stopwatch, next_token_loss, perplexity_of
 from permtriton.micro_batch import MicroBatch
-from permtriton.model.core import recorded_states, takes_decoder_ids
+from permtriton.model.core import recorded_states
 from permtriton.model.forward import last_hidden_state, max_tokens, with_tokens, without_cache
 from permtriton.model.samples import Inputs, Samples
-from permtriton.model.seq2seq import arguments_of, divided
+from permtriton.model.seq2seq import arguments_of, predicted, with_decoder_ids
 from permtriton.progress import NoProgress, Progress
 from permtriton.prune.objective import LOGITS_AT_ONCE
 
@@ -28,7 +28,8 @@ class Fidelity:
     """What was measured of a model on held-out text, averaged over all tokens.
 
     Attributes:
-        perplexity: perplexity of the model; None where it predicts no next token (encoders).
+        perplexity: perplexity of the model; None where it predicts no next token (encoders), or the tokens that it
+            should predict are unknown (sound without labels).
         dense_perplexity: the same of the dense model.
         kl: ``KL(dense || model)`` of the next token's distribution, in nats; None for encoders.
         cosine: cosine similarity of the last hidden states; None without a dense model.
@@ -55,7 +56,8 @@ def fidelity(
     Args:
         model: model to measure.
         dense: dense model.
-        windows: token ids, int64 ``[windows, tokens]``, or other samples, of which only the cosine is measured.
+        windows: token ids, int64 ``[windows, tokens]``, or other samples. What a decoder reads of sound or images
+            without a text, the dense model writes.
         batch: windows per forward pass; fewer where memory runs out.
         hidden_order: index ``[C]`` from the dense model's channels of the last hidden state to the model's; None where
             the channels did not move.
@@ -66,35 +68,35 @@ def fidelity(
         ModelError: the models cannot be compared, see `check_comparable`.
         CalibrationError: the loss or the KL is not finite.
     """
-    samples = with_tokens(model, Samples.of(windows))
+    samples = with_tokens(model, with_decoder_ids(dense, Samples.of(windows)))
     check_comparable(model, dense, samples.tokens)
     watch = watch or Stopwatch()
 
-    def totals(size: int) -> tuple[float, float, float, float]:
+    def totals(size: int) -> tuple[float, float, float, float, int]:
         loss = dense_loss = kl = cosine = watch.seconds = 0.0
+        positions = 0
         with (progress or NoProgress()).stage("evaluate", len(samples)) as advance:
             for rows in samples.split(size):
                 expected, dense_logits = _outputs(dense, rows)
                 with watch.running(model.device):
                     hidden, logits = _outputs(model, rows)
                 cosine += _cosines(hidden, expected if hidden_order is None else expected[..., hidden_order])
-                if logits is not None and dense_logits is not None and rows.ids is not None:
-                    loss += next_token_loss(logits, rows.ids.to(logits.device))
-                    dense_loss += next_token_loss(dense_logits, rows.ids.to(dense_logits.device))
+                positions += hidden.shape[:-1].numel()
+                if logits is not None and dense_logits is not None:
                     kl += _divergence(logits, dense_logits.to(logits.device))
+                    if (tokens := predicted(model, rows)) is not None:
+                        loss += next_token_loss(logits, tokens)
+                        dense_loss += next_token_loss(dense_logits, tokens)
                 advance(len(rows))
-        return loss, dense_loss, kl, cosine
+        return loss, dense_loss, kl, cosine, positions
 
-    loss, dense_loss, kl, cosine = MicroBatch(batch).run(totals)
-    ids = samples.ids
-    tokens = samples.positions if ids is None or not takes_decoder_ids(model) else divided(ids)[1].numel()
-    if ids is None or not model.can_generate():
-        return Fidelity(None, None, None, _finite("cosine", cosine / tokens, model))
+    loss, dense_loss, kl, cosine, positions = MicroBatch(batch).run(totals)
+    tokens = predicted(model, samples)
     return Fidelity(
-        perplexity_of(model, loss, ids),
-        perplexity_of(dense, dense_loss, ids),
-        _finite("KL", kl / tokens, model),
-        _finite("cosine", cosine / tokens, model),
+        None if tokens is None else perplexity_of(model, loss, tokens.numel()),
+        None if tokens is None else perplexity_of(dense, dense_loss, tokens.numel()),
+        _finite("KL", kl / positions, model) if model.can_generate() else None,
+        _finite("cosine", cosine / positions, model),
     )
 
 
@@ -143,8 +145,8 @@ def _kind(model: PreTrainedModel) -> str:
 
 def _outputs(model: PreTrainedModel, rows: Samples) -> tuple[Tensor, Tensor | None]:
     """Returns the last hidden state ``[windows, tokens, hidden]`` and the logits; None for those of an encoder."""
-    samples = Samples(arguments_of(model, rows.inputs), rows.tokens)
-    if rows.ids is None or not model.can_generate():
+    samples = replace(rows, inputs=arguments_of(model, rows.inputs))
+    if not model.can_generate():
         return last_hidden_state(model, samples), None
     with without_cache(model), recorded_states(model) as states:
         logits = model(**samples.to(model.device, model.dtype).inputs).logits

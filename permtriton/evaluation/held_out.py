@@ -1,6 +1,7 @@
 """What a compilation measures on held-out samples: perplexity, or the agreement of an encoder with the dense model."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from transformers import PreTrainedModel
 from permtriton.evaluation.perplexity import perplexity, perplexity_by_layers, windows_at_once
 from permtriton.model.forward import hidden_states, mean_cosine_loss, with_tokens
 from permtriton.model.samples import Inputs, Samples
-from permtriton.model.seq2seq import arguments_of, samples_of
+from permtriton.model.seq2seq import arguments_of, predicted
 from permtriton.offload import Offload
 from permtriton.progress import Progress
 from permtriton.prune.layer_stream import LayerStream
@@ -29,8 +30,8 @@ class Evaluation:
         offload: Where weights and the layers' inputs are, so that the layers run one after another; None for memory.
 
     Attributes:
-        measure: ``perplexity`` for a language model on token ids, else ``cosine``: the mean cosine similarity of the
-            last hidden state with the dense model's.
+        measure: ``perplexity`` for a language model whose tokens are known (`predicted`), else ``cosine``: the mean
+            cosine similarity of the last hidden state with the dense model's.
         dense: The measure of the dense model.
     """
 
@@ -44,16 +45,16 @@ class Evaluation:
     ) -> None:
         self._layers, self._offload = layers or {}, offload
         windows = with_tokens(model, Samples.of(windows))
-        self._windows, self._batch, self._progress = windows, windows_at_once(windows.tokens), progress
+        self._windows, self._batch, self._progress = windows, windows_at_once(windows.longest), progress
         self._hidden = torch.empty(0)
-        if model.can_generate() and windows.ids is not None:
+        if predicted(model, windows) is not None:
             self.measure = "perplexity"
             self.dense = self._perplexity(model)
         else:
             self.measure = "cosine"
             self.dense = 1.0
             first = windows[:MAX_ENCODER_WINDOWS]
-            self._windows = Samples(arguments_of(model, first.inputs), first.tokens)
+            self._windows = replace(first, inputs=arguments_of(model, first.inputs))
             self._hidden = hidden_states(model, self._windows, self._batch)
 
     def measured(self, model: PreTrainedModel, hidden_order: Tensor | None) -> dict[str, Any]:
@@ -73,12 +74,10 @@ class Evaluation:
         return 1 - mean_cosine_loss(model, self._windows, self._hidden, self._batch, hidden_order)
 
     def _perplexity(self, model: PreTrainedModel) -> float:
-        ids = self._windows.ids
-        assert ids is not None
         if self._offload is not None:
-            batches = ids.split(self._batch)
-            arguments = [samples_of(model, rows) for rows in batches]
+            batches = list(self._windows.split(self._batch))
+            arguments = [Samples(arguments_of(model, rows.inputs)) for rows in batches]
             stream = LayerStream(model, self._layers, arguments, self._offload.empty)
             if stream.layers:
                 return perplexity_by_layers(model, stream, batches, self._progress)
-        return perplexity(model, ids, self._batch, self._progress)
+        return perplexity(model, self._windows, self._batch, self._progress)

@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 from permtriton import ranks
 from permtriton.errors import CalibrationError
 from permtriton.micro_batch import MicroBatch
-from permtriton.model.core import takes_decoder_ids
 from permtriton.model.forward import without_cache
-from permtriton.model.seq2seq import divided, samples_of
+from permtriton.model.samples import Inputs, Samples
+from permtriton.model.seq2seq import arguments_of, predicted
 from permtriton.progress import NoProgress, Progress
 from permtriton.prune.layer_stream import LayerStream
 
@@ -50,26 +50,24 @@ def windows_at_once(tokens: int) -> int:
     return max(TOKENS_WITH_LOGITS // tokens, 1)
 
 
-def next_token_loss(logits: Tensor, rows: Tensor) -> float:
+def next_token_loss(logits: Tensor, tokens: Tensor) -> float:
     """Returns the sum over tokens of ``-log p(token | the tokens before it in its window)``, in nats.
 
     Args:
-        logits: ``[windows, tokens, vocabulary]``; of an encoder-decoder, of the decoder's half of the tokens.
-        rows: token ids on the same device, int64 ``[windows, tokens]``.
+        logits: ``[windows, at least tokens, vocabulary]``: those at a position predict the token of the same number.
+        tokens: predicted tokens, int64 ``[windows, tokens]``, on any device.
     """
-    decoded = logits.shape[1]
-    if decoded == rows.shape[1]:  # the logits at a token predict the next one
-        logits, decoded = logits[:, :-1], decoded - 1
-    return float(cross_entropy(logits.flatten(0, 1).float(), rows[:, -decoded:].flatten(), reduction="sum"))
+    logits = logits[:, : tokens.shape[1]].flatten(0, 1).float()
+    return float(cross_entropy(logits, tokens.flatten().to(logits.device), reduction="sum"))
 
 
-def perplexity_of(model: PreTrainedModel, loss: float, windows: Tensor) -> float:
+def perplexity_of(model: PreTrainedModel, loss: float, tokens: int) -> float:
     """Returns exp of the mean next-token loss.
 
     Args:
         model: model that was measured.
         loss: sum of `next_token_loss` over all windows.
-        windows: int64 ``[windows, tokens]``.
+        tokens: number of predicted tokens.
 
     Raises:
         CalibrationError: The loss is not finite.
@@ -78,14 +76,13 @@ def perplexity_of(model: PreTrainedModel, loss: float, windows: Tensor) -> float
         raise CalibrationError(
             f"the held-out loss is {loss}: activations overflow in {model.dtype}; try --dtype float32"
         )
-    predicted = divided(windows)[1] if takes_decoder_ids(model) else windows[:, 1:]
-    return math.exp(min(loss / predicted.numel(), MAX_LOSS))
+    return math.exp(min(loss / tokens, MAX_LOSS))
 
 
 @torch.no_grad()
 def perplexity(
     model: PreTrainedModel,
-    windows: Tensor,
+    windows: Inputs,
     batch: int,
     progress: Progress | None = None,
     watch: Stopwatch | None = None,
@@ -94,7 +91,7 @@ def perplexity(
 
     Args:
         model: Causal language model, or an encoder-decoder.
-        windows: int64 ``[windows, tokens]``; the first token of each is not predicted, nor are the encoder's.
+        windows: token ids, int64 ``[windows, tokens]``, or the inputs of an encoder and labels; see `predicted`.
         batch: Windows per forward pass; fewer where memory runs out.
         progress: Progress reporter, one step per window.
         watch: Stopwatch of the forward passes.
@@ -102,47 +99,54 @@ def perplexity(
     Raises:
         CalibrationError: The loss is not finite.
     """
-    watch, count = watch or Stopwatch(), windows.shape[0]
+    samples = Samples.of(windows)
+    watch, count, tokens = watch or Stopwatch(), len(samples), _predicted(model, samples)
     turns = torch.arange(-(-count // ranks.count()) * ranks.count())  # the same for all ranks, which may run in step
 
     def total_loss(size: int) -> float:
         total, watch.seconds = 0.0, 0.0
         with (progress or NoProgress()).stage("evaluate", ranks.own(turns).numel()) as advance, without_cache(model):
             for part in ranks.parts(turns, size):
-                rows = windows[part % count].to(model.device)
-                arguments = samples_of(model, rows).inputs
+                rows = Samples(arguments_of(model, samples[part % count].inputs)).to(model.device, model.dtype)
                 with watch.running(model.device):
-                    logits = model(**arguments).logits
+                    logits = model(**rows.inputs).logits
                 if new := int((part < count).sum()):  # the last turns may repeat windows
-                    total += next_token_loss(logits[:new], rows[:new])
-                advance(rows.shape[0])
+                    total += next_token_loss(logits[:new], tokens[part[:new]])
+                advance(len(rows))
         return total
 
-    return perplexity_of(model, ranks.total(MicroBatch(batch).run(total_loss)), windows)
+    return perplexity_of(model, ranks.total(MicroBatch(batch).run(total_loss)), tokens.numel())
 
 
 @torch.no_grad()
 def perplexity_by_layers(
-    model: PreTrainedModel, stream: LayerStream, batches: Sequence[Tensor], progress: Progress
+    model: PreTrainedModel, stream: LayerStream, batches: Sequence[Samples], progress: Progress
 ) -> float:
     """Returns what `perplexity` does, but runs each layer on all windows before the next one.
 
     Args:
         model: Causal language model, or an encoder-decoder.
         stream: Its layers, before they have run on these windows.
-        batches: Windows, int64 ``[windows, tokens]`` each.
+        batches: The windows.
         progress: Progress reporter, one step per window.
 
     Raises:
         CalibrationError: The loss is not finite.
     """
     stream.forward()
-    total = 0.0
-    with progress.stage("evaluate", sum(rows.shape[0] for rows in batches)) as advance, without_cache(model):
+    total, count = 0.0, 0
+    with progress.stage("evaluate", sum(map(len, batches))) as advance, without_cache(model):
         for rows, hidden in zip(batches, stream.hidden, strict=True):
-            rows = rows.to(model.device)
+            arguments, tokens = Samples(arguments_of(model, rows.inputs)), _predicted(model, rows)
             with stream.returning(hidden):
-                logits = model(**samples_of(model, rows).inputs).logits
-            total += next_token_loss(logits, rows)
-            advance(rows.shape[0])
-    return perplexity_of(model, total, torch.cat(list(batches)))
+                logits = model(**arguments.to(model.device, model.dtype).inputs).logits
+            total += next_token_loss(logits, tokens)
+            count += tokens.numel()
+            advance(len(rows))
+    return perplexity_of(model, total, count)
+
+
+def _predicted(model: PreTrainedModel, samples: Samples) -> Tensor:
+    tokens = predicted(model, samples)
+    assert tokens is not None, "the caller has asked"
+    return tokens

@@ -23,6 +23,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from permtriton.errors import ConfigError, PermTritonError, TaskError, first_line
+from permtriton.model.core import takes_decoder_ids
 from permtriton.model.forward import max_tokens
 from permtriton.progress import Advance, NoProgress, Progress
 
@@ -109,7 +110,7 @@ class Tasks:
         """Runs the tasks on a model, with lm-eval's seeds, so that equal models get equal scores.
 
         Args:
-            model: causal language model.
+            model: causal language model, or an encoder-decoder, whose encoder reads what stands before an answer.
             tokenizer: its tokenizer.
             batch: requests per forward pass.
             progress: progress reporter, one step per request.
@@ -153,13 +154,14 @@ class _Harness(HFLM):
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch: int, progress: Progress
     ) -> None:
+        self._halves, limit = takes_decoder_ids(model), max_tokens(model)
         with _quiet():
             super().__init__(
                 pretrained=model,
-                backend="causal",
+                backend="seq2seq" if self._halves else "causal",
                 tokenizer=copy.deepcopy(tokenizer),  # which HFLM may give a padding token
                 batch_size=batch,
-                max_length=max_tokens(model),
+                max_length=limit // 2 if limit and self._halves else limit,
             )
         self.truncated = 0
         self._progress = progress
@@ -186,7 +188,7 @@ class _Harness(HFLM):
                     f"an answer of a task has {len(continuation)} tokens, but the model can take {self.max_length}: "
                     "choose tasks with shorter answers"
                 )
-            self.truncated += len(context) + len(continuation) > self.max_length + 1
+            self.truncated += len(context) + (0 if self._halves else len(continuation) - 1) > self.max_length
         return super()._loglikelihood_tokens(requests, *arguments, **named)
 
 

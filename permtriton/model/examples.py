@@ -10,6 +10,7 @@ from permtriton.model.core import DECODER_IDS, takes_decoder_ids
 from permtriton.model.samples import Samples
 
 TRACE_TOKENS = 4  # few, so that following channels is cheap; more than one, so that mixing of tokens shows
+MORE_TOKENS = 16  # for models that halve a text several times
 LENGTHS = (400, 1600, 6400, 25600)  # of sound: which is long enough depends on the model's convolutions
 FRAMES = (16, 64, 128, 1024)  # of spectrograms
 TRACE_DECODER_TOKENS = 3  # of an encoder-decoder; another number, so that the two streams cannot be mixed up
@@ -18,9 +19,9 @@ IMAGE_SIZES = (32, 64, 224)  # pixels, where the config has no image size
 
 def examples(model: PreTrainedModel) -> list[Samples]:
     """Returns one sample for each shape that the model's main input may have, the likeliest first."""
-    name, ids = model.main_input_name, torch.zeros((1, TRACE_TOKENS), dtype=torch.int64)
+    name, ids = model.main_input_name, torch.zeros((1, MORE_TOKENS), dtype=torch.int64)
     shapes = {"pixel_values": _images, "input_values": _sounds, "input_features": _spectrograms}.get(name)
-    found = [torch.zeros(shape) for shape in shapes(model.config)] if shapes else [ids]
+    found = [torch.zeros(shape) for shape in shapes(model.config)] if shapes else [ids[:, :TRACE_TOKENS], ids]
     decoder = {DECODER_IDS: ids[:, :TRACE_DECODER_TOKENS]} if takes_decoder_ids(model) else {}
     return [Samples({name: tensor, **decoder}) for tensor in found]
 

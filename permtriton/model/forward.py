@@ -14,6 +14,7 @@ from permtriton.errors import CalibrationError, first_line
 from permtriton.micro_batch import MicroBatch, is_out_of_memory
 from permtriton.model.core import core_of, takes_decoder_ids
 from permtriton.model.samples import Samples
+from permtriton.model.seq2seq import arguments_of
 
 TOKENS_WITHOUT_LOGITS = 4096  # at once, in forward passes without gradients up to the last hidden state
 
@@ -89,7 +90,7 @@ def _end(_module: nn.Module, _inputs: object, output: Any) -> None:
 
 @torch.no_grad()
 def with_tokens(model: PreTrainedModel, samples: Samples) -> Samples:
-    """Returns samples whose ``tokens`` are known; the model runs on the first one if it must be asked.
+    """Returns samples whose ``tokens`` and ``longest`` are known; the model runs on the first one if it must be asked.
 
     Raises:
         CalibrationError: the model does not run on it.
@@ -97,7 +98,15 @@ def with_tokens(model: PreTrainedModel, samples: Samples) -> Samples:
     if samples.tokens:
         return samples
     try:
-        return replace(samples, tokens=last_hidden_state(model, samples[:1]).shape[1])
+        first = Samples(arguments_of(model, samples[:1].inputs))
+        lengths = [0]
+        encoder = model.get_encoder() if takes_decoder_ids(model) else nn.Identity()
+        handle = encoder.register_forward_hook(lambda _module, _inputs, output: lengths.append(output[0].shape[1]))
+        try:
+            tokens = last_hidden_state(model, first).shape[1]
+        finally:
+            handle.remove()
+        return replace(samples, tokens=tokens, longest=max(tokens, *lengths))
     except Exception as error:  # the model's code may raise any kind
         if is_out_of_memory(error):
             raise
@@ -146,13 +155,20 @@ def max_tokens(model: PreTrainedModel) -> int | None:
     return limit
 
 
-def check_length(model: PreTrainedModel, tokens: int) -> None:
+def check_length(model: PreTrainedModel, tokens: int, *, of_a_half: bool = False) -> None:
     """Refuses sequences that are longer than the model can take.
+
+    Args:
+        model: model to run.
+        tokens: tokens per sequence.
+        of_a_half: whether the encoder or the decoder of an encoder-decoder alone reads them.
 
     Raises:
         CalibrationError: ``tokens`` is above the limit, which the message names.
     """
     limit = max_tokens(model)
+    if limit is not None and of_a_half:
+        limit //= 2
     if limit is not None and limit < tokens:
         raise CalibrationError(
             f"sequence_length is {tokens}, but the model has {limit} positions: use --sequence-length {limit} or less"

@@ -19,6 +19,8 @@ class Samples:
             ``{"input_ids": int64 [samples, tokens]}``.
         tokens: positions of the last hidden state per sample. It is known of token ids; of other inputs, the model
             decides it (`permtriton.model.forward.with_tokens`), and 0 means that it was not asked yet.
+        longest: positions per sample of what is longer, the encoder's states or the last hidden state; known as
+            ``tokens`` is.
 
     Raises:
         CalibrationError: there is no tensor or no sample, or the tensors hold different numbers of samples.
@@ -26,6 +28,7 @@ class Samples:
 
     inputs: Mapping[str, Tensor]
     tokens: int = 0
+    longest: int = 0
 
     def __post_init__(self) -> None:
         shapes = {name: tuple(tensor.shape) for name, tensor in self.inputs.items()}
@@ -35,8 +38,11 @@ class Samples:
                 f"the inputs have the shapes {shapes}: expected tensors with one row per sample each"
             )
         if self.is_text:
-            decoded = [shape[1] for name, shape in shapes.items() if name.startswith("decoder_")]
-            object.__setattr__(self, "tokens", max(decoded or [shape[1] for shape in shapes.values()]))
+            decoded = [shape[1] for name, shape in shapes.items() if name.startswith("decoder_") or name == "labels"]
+            object.__setattr__(self, "longest", max(shape[1] for shape in shapes.values()))
+            object.__setattr__(self, "tokens", max(decoded) if decoded else self.longest)
+        elif not self.longest:
+            object.__setattr__(self, "longest", self.tokens)
 
     @classmethod
     def of(cls, inputs: "Inputs") -> "Samples":

@@ -37,14 +37,49 @@ def arguments_of(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> dict[s
         CalibrationError: a row holds one token only, or the model has no head to write a text with.
     """
     inputs = dict(inputs)
-    if not takes_decoder_ids(model) or any(name.startswith("decoder_input") for name in inputs):
+    if not takes_decoder_ids(model):
         return inputs
     labels = inputs.pop("labels", None)
+    if any(name.startswith("decoder_input") for name in inputs):
+        return inputs
     if labels is None and list(inputs) == ["input_ids"]:
         inputs["input_ids"], labels = divided(inputs["input_ids"])
     if labels is None:
         return {**inputs, DECODER_IDS: _written(model, inputs)}
     return {**inputs, DECODER_IDS: shifted(model, labels)}
+
+
+def with_decoder_ids(model: PreTrainedModel, samples: Samples) -> Samples:
+    """Returns samples to measure models on: with what the decoder reads, so that it is the same for all of them.
+
+    Token ids alone stay as they are, since `arguments_of` divides them in one way only, and so do labels.
+
+    Args:
+        model: model that writes the text, where there is none.
+        samples: its inputs, as `arguments_of` takes them.
+    """
+    if samples.ids is not None or not takes_decoder_ids(model):
+        return samples
+    labels = {name: tensor for name, tensor in samples.inputs.items() if name == "labels"}
+    return Samples({**arguments_of(model, samples.inputs), **labels})
+
+
+def predicted(model: PreTrainedModel, samples: Samples) -> Tensor | None:
+    """Returns the tokens that a language model predicts of samples, so that they have a perplexity.
+
+    Args:
+        model: model to run on `arguments_of` the samples.
+        samples: token ids, or the inputs of an encoder and ``labels``.
+
+    Returns:
+        int64 ``[samples, predicted tokens]``: of a causal model all but the first of each sample, of an encoder-decoder
+        the labels; None where a model predicts no next token, or its labels are unknown.
+    """
+    if not model.can_generate():
+        return None
+    if not takes_decoder_ids(model):
+        return None if samples.ids is None else samples.ids[:, 1:]
+    return samples.inputs.get("labels") if samples.ids is None else divided(samples.ids)[1]
 
 
 def divided(ids: Tensor) -> tuple[Tensor, Tensor]:

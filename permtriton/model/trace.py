@@ -1,12 +1,15 @@
 """Traces a model to a `torch.fx` graph over the model's own parameters, with the last hidden state as an output."""
 
+import copy
 import io
 import logging
+import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +19,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 from transformers import PreTrainedModel
 
 from permtriton.errors import ModelError
+from permtriton.model.branches import Answers, converted, samples_like
 from permtriton.model.core import ENCODER_STATE, has_head, recorded_states
 from permtriton.model.examples import examples
 from permtriton.model.forward import without_cache
@@ -83,7 +87,7 @@ def trace(model: PreTrainedModel, sample: Samples | None = None) -> Traced:
     samples = [sample] if sample is not None else examples(model)
     problems: list[Exception] = []
     for inputs, masked in product(samples, (False, True)):
-        if masked and "input_ids" not in inputs.inputs:
+        if masked and ("input_ids" not in inputs.inputs or inputs is not samples[0]):
             continue
         try:
             exported = _exported(model, dict(inputs.to(model.device, model.dtype).inputs), masked=masked)
@@ -93,18 +97,55 @@ def trace(model: PreTrainedModel, sample: Samples | None = None) -> Traced:
         graph_module = unlifted(exported, model, prefix="model.")
         count = len(exported.graph_signature.user_outputs)
         return Traced(graph_module, tuple(range(count - 1)), count - 1)
-    first_line = next(iter(str(problems[0]).strip().splitlines()), "no message")
     raise ModelError(
-        f"{type(model).__name__} cannot be traced: {type(problems[0]).__name__}: {first_line}. permtriton needs a "
-        f"model that runs on {model.main_input_name} alone and that torch.export can follow; of a model with towers "
-        "for text and images, save one tower as a model of its own"
+        f"{type(model).__name__} cannot be traced: {_described(problems[0])}. permtriton needs a model that runs on "
+        f"{model.main_input_name} alone, and whose branches do not depend on the values of its inputs; of a model with "
+        "towers for text and images, save one tower as a model of its own"
     ) from problems[0]
+
+
+def _described(error: Exception) -> str:
+    """Returns an error in one line, with the last line of the model's code that ran before it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    code = [f"{Path(frame.filename).name}:{frame.lineno}" for frame in frames if "/torch/" not in frame.filename]
+    return f"{type(error).__name__} at {code[-1]}: {next(iter(str(error).strip().splitlines()), 'no message')}"
 
 
 def _exported(model: PreTrainedModel, arguments: dict[str, Tensor], *, masked: bool) -> ExportedProgram:
     """Exports a model, ``masked`` with an attention mask of ones, which some (LongT5) make only if not exported."""
+    probed = _Probed(model, masked)
     with torch.no_grad(), without_cache(model), _attributes_kept(model), _quiet():
-        return export(_Probed(model, masked), **arguments)
+        try:
+            return export(probed, **arguments)
+        except Exception as error:  # torch.export raises many kinds
+            exported = _exported_with_answers(_on_cpu(probed), arguments)
+            if exported is None:
+                raise error from None
+            return exported
+
+
+def _exported_with_answers(probed: _Probed, arguments: dict[str, Tensor]) -> ExportedProgram | None:
+    """Exports a model that has branches which depend on values but are the same for all samples; None if it cannot."""
+    found = []
+    try:
+        arguments = {name: torch.zeros_like(value, device=probed.model.device) for name, value in arguments.items()}
+        for sample in samples_like(arguments):
+            with Answers() as answers:
+                probed(**sample)
+            found.append(answers)
+        if not all(answers.same(found[0]) for answers in found):
+            return None
+        with Answers(found[0]), converted():
+            return export(probed, **arguments)
+    except Exception:  # torch.export's and the model's, of any kind
+        return None
+
+
+def _on_cpu(probed: _Probed) -> _Probed:
+    """Returns a model that can run: of one on the meta device, a copy of zeros, which take no memory until written."""
+    if probed.model.device.type != "meta":
+        return probed
+    return copy.deepcopy(probed)._apply(lambda tensor: torch.zeros_like(tensor, device="cpu"))
 
 
 @contextmanager

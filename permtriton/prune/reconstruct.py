@@ -234,17 +234,22 @@ def _layers(model: nn.Module, plan: Plan, config: CompileConfig) -> tuple[dict[s
     for name, own in linears.items():
         weights = weights_of(model, own)
         trained = {linear: weight for linear, weight in weights.items() if linear not in left}
-        layers[name] = _Layer(model.get_submodule(name), weights, _parts(name, trained, config))
+        module = model.get_submodule(name)
+        layers[name] = _Layer(module, weights, _parts(name, module, trained, config))
     return layers, left
 
 
-def _parts(layer: str, weights: dict[str, nn.Parameter], config: CompileConfig) -> tuple[dict[str, nn.Parameter], ...]:
+def _parts(
+    name: str, layer: nn.Module, weights: dict[str, nn.Parameter], config: CompileConfig
+) -> tuple[dict[str, nn.Parameter], ...]:
     parts: dict[bool, dict[str, nn.Parameter]] = {}
     first = ""
-    for name, weight in weights.items():
-        child = name.removeprefix(f"{layer}.").partition(".")[0]
+    for linear, weight in weights.items():
+        path = linear.removeprefix(f"{name}.").split(".")
+        listed = isinstance(layer.get_submodule(path[0]), nn.ModuleList)  # T5's attention and MLP are in a list
+        child = ".".join(path[: 1 + listed])
         first = first or child
-        parts.setdefault(config.update.window == "mlp" and child != first, {})[name] = weight
+        parts.setdefault(config.update.window == "mlp" and child != first, {})[linear] = weight
     return tuple(parts.values())
 
 

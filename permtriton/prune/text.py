@@ -4,6 +4,7 @@ import inspect
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -132,14 +133,24 @@ def calibration_samples(config: CompileConfig, tokenizer: Processor | None, mode
 
 
 def check_samples(model: PreTrainedModel, inputs: Inputs) -> Samples:
-    """Returns samples that a caller made, after checking that the model can take them.
+    """Returns samples that a caller made, after checking that the model can take them, as it reads them.
+
+    Arguments and errors are those of `check_inputs`.
+    """
+    samples = check_inputs(model, inputs)
+    return replace(samples, inputs=arguments_of(model, samples.inputs))
+
+
+def check_inputs(model: PreTrainedModel, inputs: Inputs) -> Samples:
+    """Returns samples that a caller made, labels included, after checking that the model can take them.
 
     Args:
         model: The model that will run on them.
         inputs: Token ids, int64 ``[samples, tokens]``, or what `Samples` holds.
 
     Raises:
-        CalibrationError: A shape or a token id is wrong, a sequence is too long, or the model has no such argument.
+        CalibrationError: A shape or a token id is wrong, a sequence is too long, a position is padding, or the model
+            has no such argument.
     """
     samples = Samples.of(inputs)
     parameters = inspect.signature(model.base_model.forward).parameters.values()
@@ -151,16 +162,23 @@ def check_samples(model: PreTrainedModel, inputs: Inputs) -> Samples:
             f"{unknown[0]} is no argument of {type(model.base_model).__name__}: it takes {', '.join(taken)}"
         )
     _check_values(model, samples)
-    return Samples(arguments_of(model, samples.inputs), samples.tokens)
+    return samples
 
 
 def _check_values(model: PreTrainedModel, samples: Samples) -> None:
+    halves = takes_decoder_ids(model) and samples.ids is None
     for name, values in samples.inputs.items():
         if name in ("input_ids", DECODER_IDS, "labels"):
             _check_ids(model, name, values)
+            check_length(model, values.shape[1], of_a_half=halves)
         elif not bool(values.isfinite().all()):
             bad = int((~values.isfinite()).sum())
             raise CalibrationError(f"{name}: {bad} of {values.numel()} values are NaN or infinite")
+        elif name.endswith("attention_mask") and not bool(values.all()):
+            raise CalibrationError(
+                f"{name}: {int((values == 0).sum())} of {values.numel()} positions are padding, which would count like "
+                "all others in what is measured: give samples of one length without padding"
+            )
 
 
 def _check_ids(model: PreTrainedModel, name: str, ids: Tensor) -> None:
@@ -171,7 +189,6 @@ def _check_ids(model: PreTrainedModel, name: str, ids: Tensor) -> None:
             f"{name} have shape {tuple(ids.shape)} and dtype {ids.dtype}: expected integers [samples, tokens] with "
             f"values from 0 to {vocabulary - 1}"
         )
-    check_length(model, ids.shape[1])
 
 
 def vocabulary_of(model: PreTrainedModel) -> int:

@@ -1,0 +1,108 @@
+"""What a model's code decides by values, which an export does not know: branches, and which rows it selects.
+
+The model first runs on a few samples, and what its code asks of tensors in Python is written down (`Answers`). Where
+all samples give the same answers, such as that nothing is padded, the export gets them at the same lines.
+"""
+
+import os
+import traceback
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import product, takewhile
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+# What makes a value in Python of a tensor.
+ASKED = {
+    Tensor.item, Tensor.tolist, Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.__format__,
+}  # fmt: skip
+ROW_NUMBERS = {torch.int64, torch.int32}
+TORCH = f"{Path(torch.__file__).parent}{os.sep}"
+CALLER = str(Path(__file__).with_name("trace.py"))
+
+SAMPLES = 3
+TOKEN_IDS = (8, 40)  # small, for any vocabulary, but above those of padding, beginning and end
+
+Place = tuple[str, ...]  # lines of code, the innermost first
+
+
+class Answers(TorchFunctionMode):
+    """Inside the ``with`` block, writes down what a model's code asks of tensors, or gives answers written down before.
+
+    Which positions of a mask are true, such as the tokens of each expert, is answered in another way: all of them, so
+    that no expert is left out and no shape depends on values. The graph then computes other values than the model, but
+    what becomes of the channels does not depend on how many rows are taken.
+
+    Args:
+        given: answers to give; None to write them down.
+    """
+
+    def __init__(self, given: "Answers | None" = None) -> None:
+        super().__init__()
+        self._given = given
+        self._answers: defaultdict[Place, deque[Any]] = defaultdict(deque)
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function in ASKED:
+            return self._answer(function, *args, **kwargs)
+        if function in (torch.nonzero, Tensor.nonzero) or (function is torch.where and len(args) == 1):
+            mask = args[0]
+            rows = torch.tensor(list(product(*map(range, mask.shape))), device=mask.device).view(-1, mask.ndim)
+            return rows.unbind(1) if function is torch.where or kwargs.get("as_tuple", False) else rows
+        if function is Tensor.__getitem__ and isinstance(args[1], Tensor) and args[1].dtype in ROW_NUMBERS:
+            args = args[0], args[1] if args[1].ndim else self._answer(Tensor.item, args[1])
+        return function(*args, **kwargs)
+
+    def _answer(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        place = _place()
+        if self._given is None:
+            answer = function(*args, **kwargs)
+            self._answers[place].append(answer)
+            return answer
+        left = self._given._answers[place]
+        return left.popleft() if left else function(*args, **kwargs)
+
+    def same(self, other: "Answers") -> bool:
+        """Whether both have written down the same answers."""
+        return self._answers == other._answers
+
+
+def samples_like(arguments: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+    """Returns `SAMPLES` samples with the shapes of ``arguments``: random ids of ordinary tokens, or noise."""
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(like: Tensor) -> Tensor:
+        if like.is_floating_point():
+            return torch.randn(like.shape, generator=generator).to(like)
+        return torch.randint(*TOKEN_IDS, like.shape, generator=generator).to(like)
+
+    return [{name: drawn(tensor) for name, tensor in arguments.items()} for _ in range(SAMPLES)]
+
+
+def _place() -> Place:
+    """Returns the lines of code that are running, from the call of the model inwards, but for torch's."""
+    frames = ((frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(None))
+    inside = takewhile(lambda place: place[0] != CALLER, frames)
+    return tuple(f"{file}:{line}" for file, line in inside if not file.startswith(TORCH) and file != __file__)
+
+
+@contextmanager
+def converted() -> Iterator[None]:
+    """Inside the ``with`` block, a module is not converted to a dtype that it has: an exported one cannot be."""
+    original = nn.Module.to
+
+    def to(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        dtypes = {parameter.dtype for parameter in module.parameters()}
+        return module if not kwargs and {*args} == dtypes else original(module, *args, **kwargs)
+
+    with mock.patch.object(nn.Module, "to", to):
+        yield
