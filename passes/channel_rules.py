@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, fx
 
 from permtriton.passes.channels import Channels
-from permtriton.passes.combining import Rule, combine, contracted, index_put, joined, mapped, parts_of
+from permtriton.passes.combining import Rule, combine, contracted, joined, mapped, parts_of
 from permtriton.passes.ids import differs
 from permtriton.passes.product_rules import NORMS, PRODUCTS
-from permtriton.passes.row_rules import index_add, joined_weights, summed_parts, taken_rows
+from permtriton.passes.row_rules import index_add, index_put, joined_weights, known_size, summed_parts, taken_rows
 from permtriton.passes.values import Crossed, IndexValue, ParameterValue, leaves
 
 aten = torch.ops.aten
@@ -68,19 +68,11 @@ CONSTANT = {
 def rule_of(node: fx.Node) -> Rule | None:
     """Returns the rule of the operator that a node calls, or None for a barrier."""
     packet = getattr(node.target, "overloadpacket", node.target)
-    if node.target in WITHOUT_RULE or not has_known_shape(node):
+    if packet is aten.sym_size:
+        return _size
+    if node.target in WITHOUT_RULE or not known_size(node, packet):
         return None
     return RULES.get(packet) or RULES.get(getattr(packet, "_qualified_op_name", None))
-
-
-def has_known_shape(node: fx.Node) -> bool:
-    """Whether all that a node reads and returns has shapes of plain numbers, which do not depend on data."""
-    values = [node.meta.get("val"), *(before.meta.get("val") for before in node.all_input_nodes)]
-    return not any(
-        isinstance(size, torch.SymInt)
-        for value in leaves(values)
-        for size in (value.shape if isinstance(value, Tensor) else [value])
-    )
 
 
 # -- movement ----------------------------------------------------------------------------------------------------------
@@ -91,6 +83,10 @@ WITHOUT_RULE = {aten.view.dtype, aten.repeat_interleave.Tensor, aten.repeat_inte
 
 def _same(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return args[0]
+
+
+def _size(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    return c.node.meta["val"]
 
 
 def constant(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -237,8 +233,8 @@ def _index(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]
     x = c.ids_of(args[0])
     dims = [dim for dim, index in enumerate(indices) if index is not None]
     index = _constant_value(indices[dims[0]]) if len(dims) == 1 else None
-    if index is None and len(dims) == 1 and indices[dims[0]].meta["val"].dtype in (torch.int32, torch.int64):
-        rows = taken_rows(c, x, dims[0], args[1][dims[0]])
+    if index is None and len(dims) == 1 and not c.any_channel(c.ids_of(args[1][dims[0]])):
+        rows = taken_rows(c, x, dims[0], indices[dims[0]], c.node.meta["val"].shape)
         if rows is not None:
             return rows
     if index is None or index.ndim != 1 or index.dtype != torch.int64:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from permtriton.passes.graph import INSERTED
-from permtriton.passes.ids import both_unexpanded, differs, mix, numbered, unexpanded
+from permtriton.passes.ids import both_unexpanded, differs, mix, numbered, of_several_axes, unexpanded
 from permtriton.passes.values import Crossed, IndexValue, LinearCall, ParameterValue, leaves
 
 AxisKey = tuple[str, int]  # a parameter and one of its dimensions
@@ -233,7 +233,7 @@ class Channels:
         a_all, b_all = self.all_channels(a), self.all_channels(b)
         if a_all and b_all:
             self.unite(a, b, attached)
-            return b if _repeats_more(b, a) else a
+            return b if self._stands_for_more(b, a) else a
         a_none, b_none = not self.any_channel(a), not self.any_channel(b)
         if a_none and b_none:
             return a
@@ -256,6 +256,12 @@ class Channels:
                 self._add_context(ids, other, reason)
             else:
                 self._add_context(ids[ids > 0], other[ids > 0], reason)
+
+    def _stands_for_more(self, ids: Tensor, others: Tensor) -> bool:
+        """Whether ids repeat, but for the last dimension, where others of the same shape are of several parameters."""
+        dims = [dim for dim, (a, b) in enumerate(zip(differs(ids), differs(others), strict=True)) if a != b]
+        tokens = all(dim < ids.ndim - 1 and differs(others)[dim] for dim in dims)
+        return bool(dims) and tokens and all(of_several_axes(others, dim, self.starts.values()) for dim in dims)
 
     def reduce(self, ids: Tensor, dims: Sequence[int], *, keep: bool) -> Tensor:
         """Returns the ids of a reduction over ``dims``, in which the order does not matter.
@@ -386,9 +392,3 @@ class Channels:
         if not isinstance(value, Tensor):
             return value
         return self.opaque(tuple(size if isinstance(size, int) else 1 for size in value.shape))
-
-
-def _repeats_more(ids: Tensor, others: Tensor) -> bool:
-    """Whether ids repeat along more dimensions than others of the same shape, but not along the last one."""
-    fewer, more = differs(ids), differs(others)
-    return fewer != more and fewer[-1:] == more[-1:] and all(b or not a for a, b in zip(fewer, more, strict=True))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from permtriton.passes.channels import Channels
 from permtriton.passes.ids import differs, unexpanded
@@ -73,16 +73,6 @@ def contracted(c: Channels, value: Any, dims: Sequence[int], *, keep: bool) -> A
         return c.reduce(value, dims, keep=keep)
     parts = [c.reduce(part, dims, keep=keep) for part in value.parts]
     return joined([part for part in parts if c.any_channel(part)] or parts[:1])
-
-
-def index_put(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """The rule of writing the same row in place of all that a mask takes."""
-    mask, *others = c.node.args[1]  # type: ignore[misc]
-    x, rank = c.ids_of(args[0]), mask.meta["val"].ndim if isinstance(mask, fx.Node) else 0
-    one_row = c.node.args[2].meta["val"].ndim <= x.ndim - rank  # type: ignore[union-attr]
-    if others or not rank or mask.meta["val"].dtype != torch.bool or not one_row:
-        return c.barrier(f"{target} by an index without known values", (args, kwargs))
-    return combine(c, [args[0], args[2], args[1][0].view(*mask.meta["val"].shape, *[1] * (x.ndim - rank))])
 
 
 def _opaque(c: Channels, shape: Sequence[int], operands: Sequence[Tensor]) -> Tensor:

@@ -1,6 +1,9 @@
 """Tensors of channel ids: where they repeat, and hashes of what channels meet."""
 
+from collections.abc import Iterable
+
 import numpy as np
+import torch
 from torch import Tensor
 
 
@@ -23,6 +26,21 @@ def both_unexpanded(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 def differs(ids: Tensor) -> list[bool]:
     """Returns for each dimension whether ids may differ along it; they do not where it is expanded."""
     return [size > 1 and stride != 0 for size, stride in zip(ids.shape, ids.stride(), strict=True)]
+
+
+def of_several_axes(ids: Tensor, dim: int, starts: Iterable[int]) -> bool:
+    """Whether positions along a dimension differ because each holds the channels of another parameter.
+
+    Args:
+        ids: Ids that are all channels.
+        dim: The dimension, such as that of tokens: a class token, and the patches of an image.
+        starts: First id of every axis, in order.
+    """
+    rows = unexpanded(ids, keep=dim % ids.ndim).movedim(dim, 0).flatten(1)
+    owners = torch.from_numpy(np.searchsorted(list(starts), rows.numpy(), side="right"))
+    if not bool((owners == owners[:, :1]).all()):
+        return False
+    return rows.unique(dim=0).shape[0] == owners[:, 0].unique().numel()
 
 
 def mix(values: np.ndarray) -> np.ndarray:

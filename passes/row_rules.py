@@ -3,36 +3,82 @@
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from permtriton.passes.channels import Channels
 from permtriton.passes.combining import combine, mapped
-from permtriton.passes.ids import differs
-from permtriton.passes.values import Crossed, ParameterValue
+from permtriton.passes.ids import differs, of_several_axes
+from permtriton.passes.values import Crossed, ParameterValue, leaves
+
+aten = torch.ops.aten
+# Operators whose rule takes ids of one row in place of rows whose number depends on data.
+BY_ROWS = {
+    aten.clone,
+    aten.dropout,
+    aten.gelu,
+    aten.index,
+    aten.index_put,
+    aten.linear,
+    aten.relu,
+    aten.silu,
+    aten.tanh,
+}
 
 
-def taken_rows(c: Channels, x: Tensor, dim: int, index: Any) -> Tensor | None:
-    """Returns the ids of ``x`` at positions of one dimension that depend on data.
+def known_size(node: fx.Node, packet: Any) -> bool:
+    """Whether all that an operator reads and returns has shapes of plain numbers, but for a first dimension of rows.
+
+    How many rows a mask leaves depends on data. Ids have one row in place of them, which a few operators can take.
+    """
+    values = leaves([node.meta.get("val"), *(before.meta.get("val") for before in node.all_input_nodes)])
+    sizes = [value.shape[int(packet in BY_ROWS) :] if isinstance(value, Tensor) else [value] for value in values]
+    return not any(isinstance(size, torch.SymInt) for each in sizes for size in each)
+
+
+def taken_rows(c: Channels, x: Tensor, dim: int, index: Any, shape: Sequence[Any]) -> Tensor | None:
+    """Returns the ids of ``x`` at positions of one dimension, or under a mask of several, that depend on data.
 
     Args:
         c: Channels of the graph.
         x: Ids.
-        dim: Dimension along which positions are taken; those of ``index`` take its place.
-        index: Ids of the positions, of any shape.
+        dim: First dimension along which rows are taken; those of the positions, or one for a mask, take its place.
+        index: The node of the positions or of the mask.
+        shape: Shape of the result; a size that is not known counts as 1.
 
     Returns:
         None unless all rows hold the same channels, and no channel decides which are taken.
     """
-    index = c.ids_of(index)
-    if differs(x)[dim] or not c.all_channels(x) or c.any_channel(index):
+    dims = _indexed(dim, index)
+    if any(differs(x)[each] for each in dims) or not c.all_channels(x):
         return None
     c.touch(x)
-    row = x.narrow(dim, 0, 1).squeeze(dim)
-    for _ in range(index.ndim):
-        row = row.unsqueeze(dim)
-    return row.expand(c.node.meta["val"].shape)
+    rest = x
+    for _ in dims:
+        rest = rest.select(dim, 0)
+    for _ in range(len(shape) - rest.ndim):
+        rest = rest.unsqueeze(dim)
+    return rest.expand([size if isinstance(size, int) else 1 for size in shape])
+
+
+def index_put(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The same row in place of all that a mask takes, or rows under a mask or at positions, any of them at each."""
+    x, source, node = c.ids_of(args[0]), c.ids_of(args[2]), c.node.args[1]
+    if len(node) == 1 and isinstance(node[0], fx.Node):  # type: ignore[arg-type, index]
+        index, dims = c.ids_of(args[1][0]), _indexed(0, node[0])  # type: ignore[index]
+        rest = x.ndim - len(dims)
+        if node[0].meta["val"].dtype == torch.bool and source.ndim <= rest:  # type: ignore[index]
+            return combine(c, [args[0], args[2], index.view(*index.shape, *[1] * rest)])
+        fits = source.ndim == rest + 1 and not differs(source)[0] and not c.any_channel(index)
+        if fits and not any(differs(x)[each] for each in dims):
+            return combine(c, [x, source[0].expand(x.shape)])
+    return c.barrier(f"{target} by an index without known values", (args, kwargs))
+
+
+def _indexed(dim: int, index: fx.Node) -> range:
+    """Returns the dimensions that positions, or a mask, of a tensor stand for."""
+    value = index.meta["val"]
+    return range(dim, dim + (value.ndim if value.dtype == torch.bool else 1))
 
 
 def joined_weights(c: Channels, weights: Sequence[ParameterValue], dim: int) -> Crossed:
@@ -78,9 +124,7 @@ def summed_parts(c: Channels, ids: Any, dims: Sequence[int]) -> Any:
     for dim in dims:
         if not differs(ids)[dim] or not any(differs(ids)[other] for other in range(ids.ndim) if other not in dims):
             continue
-        owners = torch.from_numpy(np.searchsorted([*c.starts.values()], ids.numpy(), side="right"))
-        lines = owners.movedim(dim, 0).flatten(1)
-        if bool((lines == lines[:, :1]).all()) and lines[:, 0].unique().numel() == ids.shape[dim]:
+        if of_several_axes(ids, dim, c.starts.values()):
             first = combine(c, list(ids.unbind(dim)))
             ids = mapped(c, first, lambda part: part.unsqueeze(dim).expand(ids.shape))  # noqa: B023
             break

@@ -117,7 +117,8 @@ def _returns_one_tensor(module: nn.Module) -> bool:
         return True
     tensors = {name: parameter.detach().to("meta") for name, parameter in module.named_parameters()}
     try:
-        result = torch.func.functional_call(module, tensors, torch.empty(1, module.in_features, device="meta"))
+        inputs = torch.empty(1, tensors["weight"].shape[1], device="meta")
+        result = torch.func.functional_call(module, tensors, inputs)
     except Exception:  # the model's code may raise any kind
         return False
     return isinstance(result, Tensor)

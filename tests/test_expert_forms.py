@@ -1,16 +1,22 @@
 """Experts that are stored, or called, in other ways than most: transposed, divided among them, sorted by expert."""
 
 import pytest
+import torch
+from torch import nn
 
 import permtriton
 from benchmarks.architectures import tiny
 from benchmarks.architectures.trial import difference, outputs
-from permtriton import CompileConfig
+from permtriton import CompileConfig, find_plan
 from permtriton.checkpoint.export import export
 from permtriton.model.checks import check_weight
-from permtriton.model.experts import input_dim
+from permtriton.model.experts import input_dim, restack_experts, unstack_experts, unstacked_experts
+from permtriton.model.plan import Placement
+from permtriton.model.samples import Samples
+from permtriton.progress import NoProgress
+from permtriton.prune.statistics import channel_norms
 
-from .expert_stacks import PATTERN
+from .expert_stacks import PATTERN, Holder
 
 STACKS = {
     "GptOssForCausalLM": ("experts.gate_up_proj", "experts.down_proj"),
@@ -19,10 +25,16 @@ STACKS = {
 }
 
 
-@pytest.mark.parametrize(("name", "layout"), zip(STACKS, ("portable", "fused", "portable"), strict=True))
-def test_compiled_saved_and_packed(name, layout, tmp_path):
+@pytest.mark.soak
+def test_compiled_saved_and_packed(soak, tmp_path):
+    for name in STACKS if soak else ["Llama4ForCausalLM"]:
+        _compile_and_reload(name, "fused" if name == "Llama4ForCausalLM" else "portable", tmp_path / name)
+
+
+def _compile_and_reload(name, layout, folder):
+    folder.mkdir()
     model = tiny.build(name)
-    config = CompileConfig.from_options({"permutation": "heuristic", "layout": layout})
+    config = CompileConfig.from_options({"permutation": "heuristic", "row_weights": "none", "layout": layout})
     compiled = permtriton.compile(model, None, config, ids=tiny.inputs(model))
     stacks = [key for key, parameter in model.named_parameters() if key.endswith(STACKS[name])]
     assert len(stacks) >= 4
@@ -30,8 +42,76 @@ def test_compiled_saved_and_packed(name, layout, tmp_path):
         weight = model.get_parameter(key).detach().movedim(input_dim(model, key), -1)
         check_weight(key, weight.flatten(0, 1), PATTERN)
         assert bool((weight != 0).any(-1).all())
-    compiled.save(tmp_path / "saved")
-    export(tmp_path / "saved", tmp_path / "packed", "packed")
-    reloaded = type(model).from_pretrained(tmp_path / "packed").eval()
+    frozen = [space.name for space in compiled.plan.spaces if space.frozen]
+    assert all(name.endswith("gate_up_proj") for name in frozen), "in fused, no norm gathers for experts that share one"
+    assert bool(frozen) == (layout == "fused")
+    compiled.save(folder / "saved")
+    export(folder / "saved", folder / "packed", "packed")
+    reloaded = type(model).from_pretrained(folder / "packed").eval()
     inputs = tiny.inputs(model, samples=2, seed=2)
     assert difference(outputs(model, inputs), outputs(reloaded, inputs)) == 0
+
+
+def test_each_expert_of_its_own_part_has_its_own_statistics():
+    model, seen = tiny.build("Llama4ForCausalLM"), []
+    model.model.layers = model.model.layers[:1]
+    with unstacked_experts(model) as found:
+        plan = find_plan(model, PATTERN)
+        experts = model.get_submodule(found.names[0])
+        experts.register_forward_pre_hook(lambda _module, inputs: seen.append(inputs[0]))
+        samples = Samples.of(tiny.inputs(model))
+        norms = channel_norms(model, plan.sites, samples, len(samples), NoProgress())
+    parts = seen[0].unflatten(0, (len(experts), -1))
+    assert bool((parts == 0).all(-1).any()), "some tokens are not for some expert"
+    for number, part in enumerate(parts):
+        expected = (part.double().square().sum(0) / len(samples)).sqrt().float()
+        assert torch.allclose(norms[f"{found.names[0]}.{number}.gate_up_proj"], expected, rtol=1e-5)
+    router = "model.layers.0.feed_forward.router.weight"
+    assert plan.skipped[router] == "weight of a Llama4Router, not of a linear layer"
+
+
+def test_experts_that_are_added_up_share_an_order():
+    """Each expert's sorted rows enter one tensor, so that the linears behind it have one order, and own statistics."""
+    plan = find_plan(tiny.build("JetMoeForCausalLM"), PATTERN, layout="fused")
+    sites = [site for site in plan.sites if site.name.startswith("model.layers.1.mlp.output_linear.")]
+    assert len(sites) == 4
+    assert len({id(site.space) for site in sites}) == 1
+    assert sites[0].space.placement is Placement.FOLDED
+
+
+class _Batched(nn.Module):
+    """Experts of which each reads its own part, transposed."""
+
+    def __init__(self, scale=1.0):
+        super().__init__()
+        self.gate_up_proj, self.down_proj = (nn.Parameter(torch.randn(3, *size)) for size in ((8, 24), (12, 8)))
+        self.act_fn, self.scale = nn.SiLU(), scale
+
+    def forward(self, hidden_states):
+        gate, up = (hidden_states.view(3, -1, 8) @ self.gate_up_proj).chunk(2, -1)
+        return self.scale * ((self.act_fn(gate) * up) @ self.down_proj).view(-1, 8)
+
+
+class _Sorted(nn.Module):
+    def __init__(self, scale=1.0):
+        super().__init__()
+        self.weight, self.scale = nn.Parameter(torch.randn(3, 12, 8)), scale
+
+    def forward(self, inputs, expert_size):
+        parts = inputs.split(expert_size)
+        return self.scale * torch.cat([part @ weight.t() for part, weight in zip(parts, self.weight, strict=True)])
+
+
+@pytest.mark.parametrize("stack", [_Batched, _Sorted])
+def test_only_what_computes_the_same_is_unstacked(stack):
+    holder, other = Holder(stack()), Holder(stack(scale=2.0))
+    name = "weight" if stack is _Sorted else "down_proj"
+    assert input_dim(holder, f"experts.{name}") == (2 if stack is _Sorted else 1)
+    before = holder.experts.get_parameter(name).clone()
+    assert unstack_experts(holder).names == ("experts",)
+    linear = holder.experts.linear(2, name)
+    linear.weight.data = linear.weight.data * 2
+    restack_experts(holder)
+    assert torch.equal(holder.experts.get_parameter(name)[2], before[2] * 2)
+    assert torch.equal(holder.experts.get_parameter(name)[:2], before[:2])
+    assert "other outputs" in unstack_experts(other).refused[f"experts.{name}"]

@@ -78,6 +78,13 @@ def blocks(net, x):
     return (heads(x).flatten(0, 1).transpose(0, 1) @ net.blocks).transpose(0, 1).reshape(x.shape)
 
 
+def under_a_mask(x):
+    """Rows whose number depends on data, and zeros for the others."""
+    mask, result = x[:, 0].sum(-1) > 0, torch.zeros_like(x)
+    result[mask] = x[mask].relu()
+    return result
+
+
 def rows_of_time(x):
     """Every value of a token and all before it, weighted by how far back each is."""
     return torch.cumsum(x, 1) / functional.pad(x, (0, 0, 2, -2)).abs().amax(-1, keepdim=True).add(1)
@@ -112,10 +119,15 @@ FREE = {
         torch.zeros(2, TOKENS, WIDE, dtype=x.dtype).index_add(1, chosen(x)[:, 0], net.up(x)) + net.gate(x)
     ),
     "a weight for every head": lambda net, x: net.down(net.up(x) * blocks(net, net.up(x)).sigmoid()),
-    "joined weights": lambda net, x: net.down(
-        net.up(x) @ torch.cat([net.inner.weight, net.down.weight], 0).mT[:, :WIDE]
+    "joined weights": lambda net, x: (
+        net.down(net.up(x)) + (net.up(x) @ torch.cat([net.inner.weight, net.side.weight]).mT)[..., WIDE:]
     ),
     "one position for two": lambda net, x: net.down(torch.cat([net.up(x)[:, :4], net.gate(x)[:, 4:]], 1) + net.vector),
+    "rows under a mask": lambda net, x: net.down(under_a_mask(net.up(x))),
+    "rows put by data": lambda net, x: net.down(net.gate(x)[0].index_put((chosen(x)[:, 0],), net.up(x)[0])),
+    "a vector for all heads": lambda net, x: net.down(
+        (heads(net.up(x)) * net.blocks[0, 0] + heads(net.gate(x))).flatten(-2)
+    ),
     "results of linears added up": lambda net, x: net.down(
         torch.cat([net.up(x).relu(), net.gate(x)]).unflatten(0, (2, -1)).sum(0)
     ),
@@ -231,6 +243,16 @@ FROZEN = {
         .flatten(-2)
     ),
     "added by channels": lambda net, x: net.down(net.up(x).index_add(1, positions(net.up(x)), net.gate(x)[:, :WIDE])),
+    "heads put by data": lambda net, x: net.down(
+        heads(torch.zeros(2, TOKENS, WIDE, dtype=x.dtype))
+        .movedim(2, 0)
+        .index_put((chosen(x)[:HEADS, 0] % HEADS,), heads(net.up(x)).movedim(2, 0))
+        .movedim(0, 2)
+        .flatten(-2)
+    ),
+    "put by channels": lambda net, x: net.down(
+        net.up(x)[0].index_put((positions(net.up(x)),), net.gate(x)[0, :WIDE])[None]
+    ),
     "halves added up": lambda net, x: net.down(net.up(x) * net.up(x).unflatten(-1, (2, -1)).sum(-2).repeat(1, 1, 2)),
     "a computed kernel": lambda net, x: net.down(
         functional.conv1d(net.up(x).mT, net.depthwise * net.alpha, groups=WIDE, padding=2)[..., :TOKENS].mT

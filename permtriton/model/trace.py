@@ -112,7 +112,7 @@ def _check_not_random(model: PreTrainedModel, graph_module: fx.GraphModule) -> N
     random = torch.Tag.nondeterministic_seeded
     for node in graph_module.graph.nodes:
         operator = node.target
-        # Attention and dropout have the tag, too; both are told how often to drop, and in a model that runs it is never.
+        # Attention and dropout have the tag, too; both take a rate of dropout, which is 0 outside of training.
         if (
             isinstance(operator, torch._ops.OpOverload)
             and random in operator.tags
