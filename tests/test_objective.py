@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.nn.functional import kl_div
 from transformers import CohereConfig, CohereForCausalLM, PreTrainedModel
 
+from benchmarks.architectures import tiny
 from permtriton import CompileConfig
 from permtriton.errors import ConfigError
 from permtriton.model.forward import hidden_states, last_hidden_state
@@ -152,6 +153,15 @@ def test_an_error_in_the_head_leaves_the_model_as_it_was(name):
     with unchanged(model), pytest.raises(RuntimeError, match="shapes"):
         head(torch.ones(1, 2, zoo.HIDDEN + 1))
     assert model.base_model.forward == given
+
+
+def test_the_head_of_a_class_whose_base_model_has_another_name():
+    """transformers takes the whole of a Llama 4 with a head for its base model and for its encoder."""
+    model = tiny.build("Llama4ForCausalLM")
+    hidden = torch.randn(2, 3, model.config.hidden_size, requires_grad=True)
+    logits = Head(model, Samples.of(IDS))(hidden)
+    assert logits.requires_grad
+    torch.testing.assert_close(logits, model.lm_head(hidden))
 
 
 def test_a_forward_that_someone_else_replaced_comes_back():

@@ -20,7 +20,7 @@ from permtriton import ranks
 from permtriton.config import CompileConfig, ObjectiveKind
 from permtriton.errors import ConfigError
 from permtriton.model.checks import TOLERANCE, relative_difference
-from permtriton.model.core import core_of, has_head
+from permtriton.model.core import core_of, has_head, takes_decoder_ids
 from permtriton.model.forward import (
     cosine_loss,
     hidden_states,
@@ -54,7 +54,8 @@ class Head:
         probe = samples.start(1, PROBE_TOKENS).to(model.device, model.dtype).inputs
         self._arguments = tuple(probe)
         core = core_of(model)
-        watched = [core] if core is model.base_model else [core, model.get_encoder()]
+        beside = takes_decoder_ids(model) and core is not model.base_model  # otherwise get_encoder may give the model
+        watched = [core, model.get_encoder()] if beside else [core]
         with torch.no_grad(), without_cache(model):
             with _recorded(watched) as self._outputs:
                 expected = model(**probe).logits
