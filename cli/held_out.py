@@ -3,10 +3,11 @@
 from typing import Any
 
 from permtriton.errors import CalibrationError
+from permtriton.model.core import check_towers
 from permtriton.model.forward import max_tokens
 from permtriton.model.load import Source
 from permtriton.prune.media import is_media, media_samples
-from permtriton.prune.text import check_inputs, evaluation_ids
+from permtriton.prune.text import check_inputs, evaluation_ids, vocabulary_of
 
 EVALUATION_TOKENS = 2048  # per window, or the model's limit if that is lower
 
@@ -26,16 +27,18 @@ def held_out_windows(source: Source, eval_text: str | None, tokenizer: Any, mode
 
     Raises:
         CalibrationError: the text that the user named cannot be read.
+        ModelError: the model only compares the outputs of others, as CLIP does.
     """
     if eval_text == "none":
         return None, "turned off by --eval-text none"
+    check_towers(model)
     if model.main_input_name != "input_ids" and eval_text is None:
         return None, "give --eval-data a folder to compare the hidden states on"
     if eval_text is not None and is_media(model, eval_text):
         return check_inputs(model, media_samples(eval_text, model, tokenizer, None)), eval_text
     name = eval_text or ("demo" if source.name == "demo" else "wikitext2")
     limit = max_tokens(model) or EVALUATION_TOKENS
-    vocabulary = model.get_input_embeddings().weight.shape[0]
+    vocabulary = vocabulary_of(model)
     try:
         return evaluation_ids(name, tokenizer, vocabulary, min(limit, EVALUATION_TOKENS)), name
     except CalibrationError as error:

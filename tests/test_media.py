@@ -16,8 +16,10 @@ from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 import permtriton
 from permtriton import CompileConfig, NMPattern, find_plan
+from permtriton.cli.held_out import held_out_windows
 from permtriton.errors import CalibrationError, ModelError
 from permtriton.evaluate import evaluate
+from permtriton.model import load
 from permtriton.model.forward import last_hidden_state
 from permtriton.model.samples import Samples
 from permtriton.model.trace import trace
@@ -241,6 +243,7 @@ def test_a_model_with_two_towers_is_refused():
     inputs = {"input_ids": zoo.token_ids(4, 4) % 20, "pixel_values": torch.zeros(4, 3, 8, 8)}
     config = CompileConfig.from_options({"permutation": "none"})
     for refused in (
+        lambda: held_out_windows(load.Source("clip"), "images", None, model),
         lambda: find_plan(model, NMPattern(2, 4)),
         lambda: permtriton.compile(model, None, config, ids=inputs),
     ):
