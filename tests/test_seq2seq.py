@@ -253,6 +253,7 @@ def test_pairs_fill_both_halves(tmp_path):
         ([{"input_ids": [1], "labels": [1]}, {"input_ids": [1]}], "line 2: expected"),
         ([{"input_ids": [1], "labels": 3}], "line 1: .labels. must be"),
         ([{"input_ids": [1], "labels": [VOCABULARY]}], "vocabulary"),
+        ([{"input_ids": [1], "labels": [2, -100]}], "labels are -100, .* leave these labels out"),
     ],
 )
 def test_damaged_pairs_are_refused(tmp_path, rows, problem):

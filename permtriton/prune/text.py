@@ -47,6 +47,7 @@ EVALUATION_WINDOWS = {"c4": 256}  # at most
 JOINED = {"wikitext2": "\n\n"}
 EVALUATION_JOINED = {**JOINED, "c4": " "}
 SURPLUS = 4  # tokens encoded per token drawn, so that the windows are a sample of the documents
+IGNORED = -100  # the label of transformers for a token that does not count
 
 
 def calibration_ids(
@@ -237,6 +238,11 @@ def _encode_pair(
     pair: Pair, tokenizer: PreTrainedTokenizerBase | None, vocabulary: int, source: str
 ) -> tuple[Tensor, Tensor]:
     ids, labels = _encode_one(pair.source, tokenizer, source), _encode_one(pair.labels, tokenizer, source, target=True)
+    if labels.numel() and int(labels.min()) == IGNORED:
+        raise CalibrationError(
+            f"{source}: some labels are {IGNORED}, which marks tokens that must not count, but all are counted: leave "
+            "these labels out"
+        )
     _in_vocabulary(torch.cat([ids, labels]), vocabulary, source)
     return ids, labels
 
