@@ -23,6 +23,7 @@ from permtriton.model import load
 from permtriton.model.samples import Samples
 from permtriton.model.seq2seq import with_decoder_ids
 from permtriton.progress import Progress
+from permtriton.prune.media import is_media
 from permtriton.sparsity import NMPattern
 
 
@@ -136,7 +137,7 @@ def run(
     if json:
         print_json(report)
     else:
-        _print(report, headers, rows)
+        _print(report, headers, rows, media=is_media(model, text))
 
 
 @contextmanager
@@ -191,11 +192,14 @@ def _say(result: RowResult) -> None:
     err.print(f"{result.name}: {result.mean:.3f} ({result.seconds:.0f} s)", highlight=False)
 
 
-def _print(report: dict[str, Any], headers: Sequence[str], rows: Rows) -> None:
+def _print(report: dict[str, Any], headers: Sequence[str], rows: Rows, *, media: bool) -> None:
     seeds = f"{len(report['seeds'])} seeds" if len(report["seeds"]) > 1 else "one seed"
+    tokens, window = report["tokens"], report["window"]
+    measured = (
+        f"{tokens // window} samples of {window} positions" if media else f"{tokens:,} tokens in windows of {window}"
+    )
     shown = table(
-        f"{report['model']} at {', '.join(report['patterns'])}, on {report['text']} ({report['tokens']:,} tokens in "
-        f"windows of {report['window']}), {seeds}",
+        f"{report['model']} at {', '.join(report['patterns'])}, on {report['text']} ({measured}), {seeds}",
         *headers,
     )
     cells = [[cell(value) for value in row] for row in rows]

@@ -9,6 +9,7 @@ import pytest
 from filelock import FileLock
 from typer.testing import Result
 
+from permtriton.cli import compare as module
 from permtriton.cli.main import app
 from permtriton.comparison import run as comparison
 from permtriton.model import load
@@ -217,3 +218,11 @@ def test_a_folder_in_place_of_kept_results(desk):
     (desk.folder / ".t.csv.rows.json").mkdir()
     result = RUNNER.invoke(app, command(desk, "--methods", "magnitude", "--output", "t.csv"))
     check_refusal(result.exit_code, result.stderr, (".t.csv.rows.json", "--overwrite"))
+
+
+@pytest.mark.parametrize(("media", "measured"), [(True, "8 samples of 17 positions"), (False, "136 tokens in windows")])
+def test_what_was_measured_stands_above_the_table(media, measured, capsys):
+    """A model of images has no windows of tokens."""
+    report = {"model": "m", "patterns": ["2:4"], "text": "t", "tokens": 136, "window": 17, "seeds": [0], "rows": [{}]}
+    module._print(report, ["method", "what is measured"], [["dense", 1.0]], media=media)
+    assert measured in " ".join(capsys.readouterr().out.split())
