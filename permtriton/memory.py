@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from permtriton.config import CompileConfig
 from permtriton.evaluation.perplexity import windows_at_once
 from permtriton.machine import available_memory, format_bytes, resident_memory
+from permtriton.model.core import has_head
 from permtriton.model.forward import TOKENS_WITHOUT_LOGITS
 from permtriton.model.plan import Plan, layer_modules, linear_module
 from permtriton.model.samples import Inputs, Samples
@@ -205,7 +206,7 @@ class _Estimate:
         )
         widest = max(site.channels for site in plan.sites)
         self._hidden = int(getattr(text, "hidden_size", None) or widest)
-        self._vocabulary = int(getattr(text, "vocab_size", 0))  # none where the model reads no text
+        self._vocabulary = int(getattr(text, "vocab_size", 0)) if has_head(model) else 0  # of the logits
         self._width = max(widest, self._hidden)
 
     def stages(self, windows: Inputs | None) -> dict[str, dict[str, int]]:

@@ -47,6 +47,13 @@ def beside(model, plan, **options) -> int:
     return found.extra(found.largest)
 
 
+def test_a_model_without_a_language_model_head_makes_no_logits():
+    """Its config may name a vocabulary all the same, as that of BERT and of Whisper for audio classification does."""
+    encoder = zoo.build("bert")
+    found = needs(encoder, find_plan(encoder, NMPattern(2, 4)))
+    assert found.stages["evaluation"]["logits"] == 0
+
+
 def test_estimate_is_positive_and_holds_the_model(model, plan):
     estimate = needs(model, plan)
     counts = [count for uses in estimate.stages.values() for count in uses.values()]
