@@ -10,7 +10,8 @@ from benchmarks.architectures.trial import difference, outputs
 from permtriton import CompileConfig, find_plan
 from permtriton.checkpoint.export import export
 from permtriton.model.checks import check_weight
-from permtriton.model.experts import input_dim, restack_experts, unstack_experts, unstacked_experts
+from permtriton.model.expert_linears import input_dim
+from permtriton.model.experts import restack_experts, unstack_experts, unstacked_experts
 from permtriton.model.plan import Placement
 from permtriton.model.samples import Samples
 from permtriton.progress import NoProgress

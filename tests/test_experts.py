@@ -11,9 +11,9 @@ from permtriton import CompileConfig, find_plan
 from permtriton.config import LearnConfig
 from permtriton.errors import VerificationError
 from permtriton.model.checks import check_weight
+from permtriton.model.expert_linears import input_dim
 from permtriton.model.experts import (
     UnstackedExperts,
-    input_dim,
     restack_experts,
     stacked_name,
     unstack_experts,

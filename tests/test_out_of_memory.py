@@ -70,9 +70,9 @@ def test_learning(problem):
 @pytest.mark.parametrize("backward", [False, True])
 def test_search_and_row_weights(backward):
     problem = searching.planted()
-    expected = problem.search(micro_batch_size=8, rounds=2)
+    expected = problem.search(micro_batch_size=8, rounds=1)
     with small_memory(problem.model, problem.plan, 2, backward) as refused:
-        found = problem.search(micro_batch_size=8, rounds=2)
+        found = problem.search(micro_batch_size=8, rounds=1)
     assert refused == [8, 4, 8, 4], "in the pass for row weights, and in the search"
     assert [each.loss for each in found.history] == pytest.approx([each.loss for each in expected.history], rel=1e-4)
     assert learning.same_indices(found, expected)

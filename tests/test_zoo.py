@@ -3,6 +3,7 @@
 import os
 
 import pytest
+import transformers
 
 from benchmarks.architectures import table, tiny, trial
 from benchmarks.architectures.__main__ import Worker
@@ -88,4 +89,6 @@ def test_a_crash_costs_one_class(monkeypatch):
 
 
 def test_the_results_are_of_these_classes():
-    assert set(KNOWN) <= set(tiny.classes())
+    if table.load()[0]["versions"]["transformers"] != transformers.__version__:
+        pytest.skip("the results are of another version of transformers, which may have other classes")
+    assert set(KNOWN) == set(tiny.classes())

@@ -42,7 +42,7 @@ from permtriton.checkpoint.schema import VERSION, PermTritonQuantizationConfig
 from permtriton.errors import ModelError
 from permtriton.kernels import autotune
 from permtriton.kernels.norm_permute import NormVariant
-from permtriton.model.experts import input_dim
+from permtriton.model.expert_linears import input_dim
 from permtriton.model.modules import (
     ChannelGather,
     GatheredLinear,

@@ -23,7 +23,8 @@ from permtriton.errors import VerificationError, first_line
 from permtriton.machine import available_memory, peak_memory, release_memory
 from permtriton.micro_batch import is_out_of_memory
 from permtriton.model.checks import check_finite_tensor, check_same_outputs, check_weight, model_outputs
-from permtriton.model.experts import input_dim, stacked_name
+from permtriton.model.expert_linears import input_dim
+from permtriton.model.experts import stacked_name
 from permtriton.model.load import REPORT_FILE
 from permtriton.model.plan import Plan
 from permtriton.model.samples import Samples

@@ -5,14 +5,17 @@ each expert already, and a single linear per expert on rows that are sorted by e
 arguments of ``forward``.
 """
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 FIRST, SECOND = ("gate_up_proj", "up_proj"), "down_proj"  # the first is one of two
 SINGLE = "weight"  # of a module that holds one linear per expert
+MARKS = ("has_gate", "has_bias", "is_transposed")  # what transformers' decorator sets on a class of experts
 PROBE_TOKENS, PROBE_TOP_K, PROBE_LARGEST = 8, 2, 30.0  # inputs so large that a clamped activation shows
 
 
@@ -164,6 +167,39 @@ FORMS: dict[tuple[str, ...], type[UnstackedExperts]] = {
     ("hidden_states",): BatchedExperts,
     ("inputs", "expert_size"): SortedLinears,
 }
+
+
+def stacks(module: nn.Module) -> list[str]:
+    """Returns the names of a module's stacks of experts.
+
+    They are its 3-D parameters, if transformers' decorator marks its class as experts, if two of them have the usual
+    names, or if the only one is called with rows that are sorted by expert. Other modules have 3-D parameters, too:
+    recurrent gates, convolutions.
+    """
+    names = [key for key, parameter in module.named_parameters(recurse=False) if parameter.ndim == 3]
+    usual = SECOND in names and not {*FIRST}.isdisjoint(names)
+    single = names == [SINGLE] and FORMS.get(arguments_of(module)) is SortedLinears
+    return names if usual or single or any(hasattr(module, mark) for mark in MARKS) else []
+
+
+def arguments_of(module: nn.Module) -> tuple[str, ...]:
+    """Returns the names of the arguments that a module's ``forward`` takes."""
+    return tuple(inspect.signature(module.forward).parameters)
+
+
+def input_dim(model: nn.Module, parameter: str) -> int:
+    """Returns the dimension of a pruned weight that is its input: the last one unless it is stored transposed.
+
+    Args:
+        model: model, whose experts may be stacked or unstacked.
+        parameter: name of the weight of a linear, or of stacked weights.
+    """
+    owner = model.get_submodule(parameter.rpartition(".")[0])
+    if isinstance(owner, UnstackedExperts):
+        return 1 if owner.transposed else 2
+    if stacks(owner):
+        return 1 if is_transposed(owner) else 2
+    return 0 if isinstance(owner, Conv1D) else model.get_parameter(parameter).ndim - 1
 
 
 def projections(stacked: nn.Module) -> tuple[str, ...]:

@@ -9,14 +9,12 @@ with the present weights of the linears. Stacked experts are recognised by their
 checked by its outputs.
 """
 
-import inspect
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import nn
-from transformers.pytorch_utils import Conv1D
 
 from permtriton.model.checks import TOLERANCE
 from permtriton.model.expert_linears import (
@@ -27,13 +25,14 @@ from permtriton.model.expert_linears import (
     RoutedExperts,
     SortedLinears,
     UnstackedExperts,
+    arguments_of,
     bias_of,
     fits,
     is_transposed,
     projections,
+    stacks,
 )
 
-MARKS = ("has_gate", "has_bias", "is_transposed")  # what transformers' decorator sets on a class of experts
 # Attributes that the decorator gives to classes of experts: the only supported value, and the meaning of any other. A
 # class without the decorator is taken to have the supported values.
 SUPPORTED = {"has_post_expert_norm": (False, "it has a norm after each expert")}
@@ -68,7 +67,7 @@ def unstack_experts(model: nn.Module) -> Unstacked:
             continue
         problem = _unsupported(module)
         if not problem:
-            unstacked = FORMS[_arguments(module)](module)
+            unstacked = FORMS[arguments_of(module)](module)
             problem = _mismatch(module, unstacked)
         if problem:
             refused.update(
@@ -135,21 +134,6 @@ def stacked_name(model: nn.Module, linear: str) -> tuple[str, int] | None:
     return None
 
 
-def input_dim(model: nn.Module, parameter: str) -> int:
-    """Returns the dimension of a pruned weight that is its input: the last one unless it is stored transposed.
-
-    Args:
-        model: model, whose experts may be stacked or unstacked.
-        parameter: name of the weight of a linear, or of stacked weights.
-    """
-    owner = model.get_submodule(parameter.rpartition(".")[0])
-    if isinstance(owner, UnstackedExperts):
-        return 1 if owner.transposed else 2
-    if stacks(owner):
-        return 1 if is_transposed(owner) else 2
-    return 0 if isinstance(owner, Conv1D) else model.get_parameter(parameter).ndim - 1
-
-
 def expert_of(model: nn.Module, linear: str) -> tuple[RoutedExperts, bool] | None:
     """Returns the experts that a linear belongs to, and whether it reads their input; None for other linears.
 
@@ -162,23 +146,6 @@ def expert_of(model: nn.Module, linear: str) -> tuple[RoutedExperts, bool] | Non
     owner, _, projection = name[0].rpartition(".")
     experts = model.get_submodule(owner)
     return (experts, projection != SECOND) if isinstance(experts, RoutedExperts) else None
-
-
-def stacks(module: nn.Module) -> list[str]:
-    """Returns the names of a module's stacks of experts.
-
-    They are its 3-D parameters, if transformers' decorator marks its class as experts, if two of them have the usual
-    names, or if the only one is called with rows that are sorted by expert. Other modules have 3-D parameters, too:
-    recurrent gates, convolutions.
-    """
-    names = [key for key, parameter in module.named_parameters(recurse=False) if parameter.ndim == 3]
-    usual = SECOND in names and not {*FIRST}.isdisjoint(names)
-    single = names == [SINGLE] and FORMS.get(_arguments(module)) is SortedLinears
-    return names if usual or single or any(hasattr(module, mark) for mark in MARKS) else []
-
-
-def _arguments(module: nn.Module) -> tuple[str, ...]:
-    return tuple(inspect.signature(module.forward).parameters)
 
 
 def _slots(model: nn.Module) -> dict[nn.Module, list[tuple[nn.Module, str]]]:
@@ -223,7 +190,7 @@ def _unsupported(module: nn.Module) -> str:
             return "it has no act_fn"
     if weights[0].dtype not in TOLERANCE or {tensor.dtype for tensor in tensors.values()} != {weights[0].dtype}:
         return f"its weights are {' and '.join(str(weight.dtype) for weight in weights)}"
-    form = FORMS.get(_arguments(module))
+    form = FORMS.get(arguments_of(module))
     if form is None or (form is SortedLinears) != (len(names) == 1):
         return f"its arguments are not {', '.join(next(iter(FORMS)))}"
     return ""
