@@ -30,7 +30,7 @@ def held_out_windows(source: Source, eval_text: str | None, tokenizer: Any, mode
         ModelError: the model only compares the outputs of others, as CLIP does.
     """
     if eval_text == "none":
-        return None, "turned off by --eval-text none"
+        return None, "turned off by --eval-text (or --eval-data) none"
     check_towers(model)
     if model.main_input_name != "input_ids" and eval_text is None:
         return None, "give --eval-data a folder to compare the hidden states on"
