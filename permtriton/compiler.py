@@ -23,6 +23,7 @@ from permtriton.model.experts import unstacked_experts
 from permtriton.model.plan import ChannelSpace, Plan
 from permtriton.model.samples import Inputs, Samples
 from permtriton.model.shared import shared_linears
+from permtriton.model.trace import OTHER_VALUES
 from permtriton.offload import Offload, working
 from permtriton.passes.graph import absorb_folds
 from permtriton.passes.pipeline import Pass, PassResult, permutation_passes, pruning_passes, run_passes
@@ -279,7 +280,7 @@ def prune(work: Work, prepared: Prepared, permuted: Permuted) -> Pruned:
         expected = run(graph, batches[0], wide=False)
         if not updates:
             mask(work, prepared, permuted)
-        comparison = _compare_lowered(model, graph, expected, batches[0])
+        comparison = _compare_lowered(work, prepared, graph, expected)
     check_pruned(model, plan, config.sparsity)
     evaluation = {}
     if prepared.evaluation is not None:
@@ -290,8 +291,11 @@ def prune(work: Work, prepared: Prepared, permuted: Permuted) -> Pruned:
     return Pruned(results, updates, comparison, evaluation)
 
 
-def _compare_lowered(model: PreTrainedModel, graph: fx.GraphModule, expected: Tensor, batch: Samples) -> str:
+def _compare_lowered(work: Work, prepared: Prepared, graph: fx.GraphModule, expected: Tensor) -> str:
     """Compares the pruned model with the output of the lowered graph; returns `Pruned.comparison`."""
+    model, batch = work.model, _batches(work, prepared)[0]
+    if OTHER_VALUES in prepared.graph.meta:
+        return "not compared: the graph takes all rows where the model selects some by their values"
     if model.dtype.itemsize < 4 and any("topk" in operator for operator in count_operators(graph)):
         return f"not compared: in {model.dtype} rounding sends tokens to other experts"
     check_same_outputs(expected.float().cpu(), lambda: model_outputs(model, batch), model, "after pruning")

@@ -9,7 +9,7 @@ from transformers import AutoModelForSeq2SeqLM, BartConfig, T5Config
 
 from permtriton.errors import ModelError
 from permtriton.model.examples import TRACE_TOKENS
-from permtriton.model.trace import Traced, export, trace, unlifted
+from permtriton.model.trace import OTHER_VALUES, Traced, export, trace, unlifted
 
 from . import zoo
 
@@ -147,6 +147,7 @@ def test_a_branch_that_all_samples_take_is_traced():
     graph_module = trace(model).graph_module
     with torch.no_grad():
         assert torch.equal(graph_module(ids())[0], zoo.outputs(model, ids())[0])
+    assert OTHER_VALUES not in graph_module.meta
     on_meta = trace(model.to("meta")).graph_module
     assert str(on_meta.graph) == str(graph_module.graph)
     assert {parameter.device.type for parameter in on_meta.parameters()} == {"meta"}
@@ -164,5 +165,14 @@ def test_all_rows_are_taken_where_a_mask_selects_some():
         return x
 
     mlp.forward = selected
-    weight = next(n for n in trace(model).graph_module.graph.nodes if n.target == "model.layers.0.mlp.down_proj.weight")
+    graph_module = trace(model).graph_module
+    weight = next(node for node in graph_module.graph.nodes if node.target == "model.layers.0.mlp.down_proj.weight")
     assert len(weight.users) == TRACE_TOKENS
+    assert OTHER_VALUES in graph_module.meta
+
+
+def test_a_model_that_draws_random_numbers_is_refused():
+    model = zoo.build("llama")
+    model.model.norm.forward = lambda x: x + torch.rand_like(x)
+    with pytest.raises(ModelError, match=r"draws random numbers when it runs \(aten.rand_like"):
+        trace(model)

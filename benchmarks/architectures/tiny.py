@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from benchmarks.architectures.overrides import OVERRIDES
+from permtriton.model.core import takes_decoder_ids
 
 WIDTH, INNER, HEADS, KEY_VALUE_HEADS, HEAD_DIM, VOCABULARY, POSITIONS, IMAGE, PATCH = 64, 96, 4, 2, 16, 160, 64, 64, 16
 SOUND, FRAMES = 4000, 40  # length of a sample of sound, of a spectrogram
@@ -251,7 +252,7 @@ def inputs(model: PreTrainedModel, samples: int = 8, tokens: int = 24, seed: int
         values = {name: _ids(config, samples, tokens, generator)}
     else:
         values = {name: torch.randn(samples, *_shape(config, name), generator=generator)}
-    if config.is_encoder_decoder:
+    if takes_decoder_ids(model):
         values["decoder_input_ids"] = _ids(config, samples, tokens // 2, generator)
     return values
 

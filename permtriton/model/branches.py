@@ -41,10 +41,14 @@ class Answers(TorchFunctionMode):
 
     Args:
         given: answers to give; None to write them down.
+
+    Attributes:
+        takes_all: whether it was asked which positions of a mask are true.
     """
 
     def __init__(self, given: "Answers | None" = None) -> None:
         super().__init__()
+        self.takes_all = False
         self._given = given
         self._answers: defaultdict[Place, deque[Any]] = defaultdict(deque)
 
@@ -55,7 +59,7 @@ class Answers(TorchFunctionMode):
         if function in ASKED:
             return self._answer(function, *args, **kwargs)
         if function in (torch.nonzero, Tensor.nonzero) or (function is torch.where and len(args) == 1):
-            mask = args[0]
+            self.takes_all, mask = True, args[0]
             rows = torch.tensor(list(product(*map(range, mask.shape))), device=mask.device).view(-1, mask.ndim)
             return rows.unbind(1) if function is torch.where or kwargs.get("as_tuple", False) else rows
         if function is Tensor.__getitem__ and isinstance(args[1], Tensor) and args[1].dtype in ROW_NUMBERS:

@@ -25,6 +25,7 @@ from permtriton.model.examples import examples
 from permtriton.model.forward import without_cache
 from permtriton.model.samples import Samples
 
+OTHER_VALUES = "other_values"  # in the meta of a graph that has the model's channels but computes other values
 GUARDS = {torch.ops.aten._assert_tensor_metadata.default}  # checks that the graph does not need
 
 
@@ -37,7 +38,8 @@ class Traced:
             The placeholders have the names and shapes of the sample that was traced, such as ``input_ids`` (int64
             ``[1, TRACE_TOKENS]``). Every parameter is one ``get_attr`` node whose target is its first name in
             ``model.named_parameters()`` and whose value is the model's own ``nn.Parameter``; buffers and constants are
-            ``get_attr`` nodes, too.
+            ``get_attr`` nodes, too. Its ``meta`` has `OTHER_VALUES` where the model selects rows by values: the graph
+            takes all of them (`permtriton.model.branches`).
         outputs: positions of the model's own outputs in that tuple.
         hidden: position of the last hidden state in that tuple.
     """
@@ -92,12 +94,14 @@ def trace(model: PreTrainedModel, sample: Samples | None = None) -> Traced:
         if masked and ("input_ids" not in inputs.inputs or inputs is not samples[0]):
             continue
         try:
-            exported = _exported(model, dict(inputs.to(model.device, model.dtype).inputs), masked=masked)
+            exported, alike = _exported(model, dict(inputs.to(model.device, model.dtype).inputs), masked=masked)
         except Exception as error:  # torch.export raises many kinds
             problems.append(error)
             continue
         graph_module = unlifted(exported, model, prefix="model.")
         _check_not_random(model, graph_module)
+        if not alike:
+            graph_module.meta[OTHER_VALUES] = True
         count = len(exported.graph_signature.user_outputs)
         return Traced(graph_module, tuple(range(count - 1)), count - 1)
     raise ModelError(
@@ -131,12 +135,16 @@ def _described(error: Exception) -> str:
     return f"{type(error).__name__} at {code[-1]}: {next(iter(str(error).strip().splitlines()), 'no message')}"
 
 
-def _exported(model: PreTrainedModel, arguments: dict[str, Tensor], *, masked: bool) -> ExportedProgram:
-    """Exports a model, ``masked`` with an attention mask of ones, which some (LongT5) make only if not exported."""
+def _exported(model: PreTrainedModel, arguments: dict[str, Tensor], *, masked: bool) -> tuple[ExportedProgram, bool]:
+    """Exports a model, ``masked`` with an attention mask of ones, which some (LongT5) make only if not exported.
+
+    Returns:
+        The program, and whether it computes the model's values.
+    """
     probed = _Probed(model, masked)
     with torch.no_grad(), without_cache(model), _attributes_kept(model), _quiet():
         try:
-            return export(probed, **arguments)
+            return export(probed, **arguments), True
         except Exception as error:  # torch.export raises many kinds
             exported = _exported_with_answers(_on_cpu(probed), arguments)
             if exported is None:
@@ -144,8 +152,12 @@ def _exported(model: PreTrainedModel, arguments: dict[str, Tensor], *, masked: b
             return exported
 
 
-def _exported_with_answers(probed: _Probed, arguments: dict[str, Tensor]) -> ExportedProgram | None:
-    """Exports a model that has branches which depend on values but are the same for all samples; None if it cannot."""
+def _exported_with_answers(probed: _Probed, arguments: dict[str, Tensor]) -> tuple[ExportedProgram, bool] | None:
+    """Exports a model that has branches which depend on values but are the same for all samples; None if it cannot.
+
+    Returns:
+        The program, and whether it computes the model's values.
+    """
     found = []
     try:
         arguments = {name: torch.zeros_like(value, device=probed.model.device) for name, value in arguments.items()}
@@ -155,8 +167,8 @@ def _exported_with_answers(probed: _Probed, arguments: dict[str, Tensor]) -> Exp
             found.append(answers)
         if not all(answers.same(found[0]) for answers in found):
             return None
-        with Answers(found[0]), converted():
-            return export(probed, **arguments)
+        with Answers(found[0]) as given, converted():
+            return export(probed, **arguments), not given.takes_all
     except Exception:  # torch.export's and the model's, of any kind
         return None
 
