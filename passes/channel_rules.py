@@ -226,10 +226,9 @@ _COPIES = {aten.clone, aten.lift_fresh_copy, aten.to, aten._to_copy}
 def _index(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Rows of a table, as an embedding; or positions along one dimension that are a constant in the model's code."""
     indices: Any = c.node.args[1]  # one per dimension; None takes all of it
-    if isinstance(args[0], ParameterValue) and len(args[0].shape) == 2 and len(indices) == 1:
-        rows = indices[0].meta["val"]
-        if rows.dtype == torch.int64:  # Whisper's positions
-            return PRODUCTS[aten.embedding](c, target, (args[0], c.opaque_like(rows)), {})
+    table = isinstance(args[0], ParameterValue) and len(args[0].shape) == 2 and len(indices) == 1
+    if table and indices[0].meta["val"].dtype == torch.int64:  # Whisper's positions
+        return PRODUCTS[aten.embedding](c, target, (args[0], args[1][0]), {})
     x = c.ids_of(args[0])
     dims = [dim for dim, index in enumerate(indices) if index is not None]
     index = _constant_value(indices[dims[0]]) if len(dims) == 1 else None

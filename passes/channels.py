@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from permtriton.passes.graph import INSERTED
-from permtriton.passes.ids import both_unexpanded, differs, mix, numbered, of_several_axes, unexpanded
+from permtriton.passes.ids import both_unexpanded, differs, mix, numbered, of_several_axes, unexpanded, values_of
 from permtriton.passes.values import Crossed, IndexValue, LinearCall, ParameterValue, leaves
 
 AxisKey = tuple[str, int]  # a parameter and one of its dimensions
@@ -250,8 +250,8 @@ class Channels:
 
     def cross(self, a: Tensor, b: Tensor) -> None:
         """Adds to the context of each channel of two tensors the channels that it meets in the other one, as values."""
-        for ids, other in ((a, b), (b, a)):
-            reason = f"{self.node.target} combines each with other channels"
+        reason = f"{self.node.target} combines each with other channels"
+        for ids, other in ((a, values_of(b)), (b, values_of(a))):
             if self.all_channels(ids):
                 self._add_context(ids, other, reason)
             else:

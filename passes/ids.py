@@ -59,3 +59,11 @@ def numbered(values: np.ndarray) -> np.ndarray:
     result = np.empty(values.size, np.int64)
     result[order] = positions - np.maximum.accumulate(np.where(new, positions, 0))
     return result
+
+
+def values_of(ids: Tensor) -> Tensor:
+    """Returns a number for the value of each element: a channel may have several values, each at a place of its own."""
+    compact = unexpanded(ids)
+    number = numbered(compact.reshape(-1).numpy()).reshape(compact.shape)
+    values = torch.from_numpy(compact.numpy() ^ mix(number).view(np.int64))
+    return torch.where(compact > 0, values, compact).expand(ids.shape)

@@ -168,8 +168,11 @@ def _embedding(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, 
     if columns is None:
         return c.barrier("an embedding of a computed table", (weight, indices))
     c.tables.add((weight.name, columns))
+    indices = c.ids_of(indices)
+    if c.any_channel(indices):
+        c.separate(indices, f"{c.node.target} makes numbers of them, each of which it looks up")
     c.separate(c.axis(weight, 0), f"{c.node.target} looks them up by their numbers")
-    return c.axis(weight, 1).expand(*c.ids_of(indices).shape, -1)
+    return c.axis(weight, 1).expand(*indices.shape, -1)
 
 
 def _of_a_weight(result: Callable[[ParameterValue], Any]) -> Rule:

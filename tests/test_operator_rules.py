@@ -124,6 +124,12 @@ FREE = {
     ),
     "one position for two": lambda net, x: net.down(torch.cat([net.up(x)[:, :4], net.gate(x)[:, 4:]], 1) + net.vector),
     "rows under a mask": lambda net, x: net.down(under_a_mask(net.up(x))),
+    "another row for each token": lambda net, x: net.down(
+        written(net.up(x)[0], torch.ones(TOKENS, dtype=torch.bool), net.tokens.weight[:, :WIDE])
+    ),
+    "looked up by rows": lambda net, x: net.down(
+        net.up(x).index_put((x[..., 0] > 0,), net.positions[(x[..., 0] > 0).nonzero()[:, 1]])
+    ),
     "rows put by data": lambda net, x: net.down(net.gate(x)[0].index_put((chosen(x)[:, 0],), net.up(x)[0])),
     "a vector for all heads": lambda net, x: net.down(
         (heads(net.up(x)) * net.blocks[0, 0] + heads(net.gate(x))).flatten(-2)
@@ -213,9 +219,6 @@ FROZEN = {
     "a mask of channels": lambda net, x: net.down(
         written(net.up(x), net.gate(x).flip(-1) > 0, net.alpha) * net.gate(x)
     ),
-    "another row for each token": lambda net, x: net.down(
-        written(net.up(x)[0], torch.ones(TOKENS, dtype=torch.bool), net.tokens.weight[:, :WIDE])
-    ),
     "a kernel across the channels of a head": lambda net, x: net.down(
         functional.conv2d(heads(net.up(x)).transpose(1, 2), net.by_head.mT, padding=(0, 1), groups=HEADS)
         .transpose(1, 2)
@@ -249,6 +252,9 @@ FROZEN = {
         .index_put((chosen(x)[:HEADS, 0] % HEADS,), heads(net.up(x)).movedim(2, 0))
         .movedim(0, 2)
         .flatten(-2)
+    ),
+    "looked up by channels": lambda net, x: net.down(
+        net.up(x) + (net.decay[(net.up(x) > 0).to(torch.int64)] * net.vector[:, None]).sum()
     ),
     "put by channels": lambda net, x: net.down(
         net.up(x)[0].index_put((positions(net.up(x)),), net.gate(x)[0, :WIDE])[None]

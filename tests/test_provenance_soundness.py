@@ -93,6 +93,13 @@ def sorted_channels(net, x):
     return net.down(net.up(x).sort(-1).values * net.vector)
 
 
+def two_values_of_a_channel_scale_two_heads(net, x):
+    """The heads at 0 and 1 are multiplied with the same channel, but not with the same value of it."""
+    scale = net.narrow(x)[..., :2]
+    scales = torch.stack([scale, 3 * scale], -1).flatten(-2)
+    return net.down((net.up(x).unflatten(-1, (4, -1)) * scales[..., None]).flatten(-2))
+
+
 def the_largest_channel_gates(net, x):
     hidden = net.up(x)
     return net.down(hidden * hidden.argmax(-1, keepdim=True))
@@ -205,6 +212,7 @@ TRICKY = [
     activated_in_place,
     gathered,
     sorted_channels,
+    two_values_of_a_channel_scale_two_heads,
     the_largest_channel_gates,
     pairs_are_compared,
     a_channel_twice_in_a_product,
