@@ -7,6 +7,7 @@ import torch
 from torch import fx, nn
 from transformers import AutoModelForSeq2SeqLM, BartConfig, T5Config
 
+from permtriton import NMPattern, find_plan
 from permtriton.errors import ModelError
 from permtriton.model.examples import TRACE_TOKENS
 from permtriton.model.trace import OTHER_VALUES, Traced, export, trace, unlifted
@@ -169,6 +170,22 @@ def test_all_rows_are_taken_where_a_mask_selects_some():
     weight = next(node for node in graph_module.graph.nodes if node.target == "model.layers.0.mlp.down_proj.weight")
     assert len(weight.users) == TRACE_TOKENS
     assert OTHER_VALUES in graph_module.meta
+
+
+def test_a_channel_that_selects_rows_keeps_its_place():
+    model = zoo.tiny_llama(num_hidden_layers=1)
+    mlp = model.model.layers[0].mlp
+
+    def selected(x):
+        hidden = (mlp.gate_proj(x) * mlp.up_proj(x)).flatten(0, 1)
+        if hidden.isfinite().all():  # so that torch.export needs answers
+            rows = (hidden[:, 0] > 0).nonzero()[:, 0]
+            hidden = hidden.index_add(0, rows, hidden[rows].relu())
+        return mlp.down_proj(hidden).view_as(x)
+
+    mlp.forward = selected
+    spaces = {space.name: space for space in find_plan(model, NMPattern(2, 4)).spaces}
+    assert spaces["model.layers.0.mlp.down_proj"].segments[0] == 1
 
 
 def test_a_model_that_draws_random_numbers_is_refused():
