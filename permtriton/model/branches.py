@@ -9,7 +9,7 @@ import traceback
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from itertools import takewhile
+from itertools import product, takewhile
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -35,10 +35,9 @@ Place = tuple[str, ...]  # lines of code, the innermost first
 class Answers(TorchFunctionMode):
     """Inside the ``with`` block, writes down what a model's code asks of tensors, or gives answers written down before.
 
-    Which positions of a mask are true, such as the tokens of each expert, is answered in another way: as many as it
-    has, the first one in place of those that are false, so that no expert is left out and no shape depends on values.
-    The graph then computes other values than the model, but what becomes of the channels does not depend on how many
-    rows are taken.
+    Which positions of a mask are true, such as the tokens of each expert, is answered in another way: all of them, so
+    that no expert is left out and no shape depends on values. The graph then computes other values than the model, but
+    what becomes of the channels does not depend on how many rows are taken.
 
     Args:
         given: answers to give; None to write them down.
@@ -61,7 +60,8 @@ class Answers(TorchFunctionMode):
             return self._answer(function, *args, **kwargs)
         if function in (torch.nonzero, Tensor.nonzero) or (function is torch.where and len(args) == 1):
             self.takes_all, mask = True, args[0]
-            rows = torch.nonzero_static(mask, size=mask.numel(), fill_value=0)  # which channels decided stays known
+            rows = torch.tensor(list(product(*map(range, mask.shape))), device=mask.device).view(-1, mask.ndim)
+            rows = rows + 0 * torch.nonzero_static(mask, size=len(rows))  # so that the graph shows what decides
             return rows.unbind(1) if function is torch.where or kwargs.get("as_tuple", False) else rows
         if function is Tensor.__getitem__ and isinstance(args[1], Tensor) and args[1].dtype in ROW_NUMBERS:
             args = args[0], args[1] if args[1].ndim else self._answer(Tensor.item, args[1])
