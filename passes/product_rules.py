@@ -240,7 +240,7 @@ def _attention(c: Channels, q: Any, k: Any, v: Any, mask: Any = None, *_: Any, *
     if mask is not None and c.any_channel(mask):
         c.separate(mask, "they are an attention mask")
     q, k, v = c.ids_of(q), c.ids_of(k), c.ids_of(v)
-    if q.ndim > 2 and k.shape[-3] != q.shape[-3]:
+    if kwargs.get("enable_gqa"):  # otherwise heads broadcast
         repeats = q.shape[-3] // k.shape[-3]
         k, v = (c.compacted(t.repeat_interleave(repeats, -3)) for t in (k, v))
     scores = c.reduce(c.join(q.unsqueeze(-2), k.unsqueeze(-3)), [-1], keep=False)

@@ -92,7 +92,11 @@ def main() -> None:
     known = tiny.classes()
     of_kinds = [name for name, kind in known.items() if kind in (arguments.kinds or (kind,))]
     names = arguments.classes or of_kinds
-    kept = {record["class"]: record for record in load(arguments.output)[1]} if arguments.resume else {}
+    kept = (
+        {record["class"]: record for record in load(arguments.output)[1]}
+        if arguments.resume and arguments.output.exists()
+        else {}
+    )
     worker = Worker()
     for number, name in enumerate(names):
         if not worker.usable:
