@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from permtriton.model import checks, experts
+from permtriton.model import checks, expert_linears, experts
 from permtriton.model.checks import check_weight
 from permtriton.model.experts import (
     UnstackedExperts,
@@ -69,11 +69,12 @@ def test_pruned_linears_make_a_pruned_stack():
 
 
 class _Interrupted:
-    """Calls a function of `experts`, but raises in place of, or just after, one of the calls."""
+    """Calls a function of `experts` or `expert_linears`, but raises in place of, or just after, one of the calls."""
 
     def __init__(self, monkeypatch, name, number, after=False):
-        self._function, self._left, self._after = getattr(experts, name), number, after
-        monkeypatch.setattr(experts, name, self)
+        module = next(each for each in (experts, expert_linears) if hasattr(each, name))
+        self._function, self._left, self._after = getattr(module, name), number, after
+        monkeypatch.setattr(module, name, self)
 
     def __call__(self, *args):
         self._left -= 1
