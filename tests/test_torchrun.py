@@ -143,22 +143,23 @@ def test_two_ranks_write_one_output(torchrun, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["out"], "litter"
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_killed_rank_ends_the_run_and_the_same_command_continues(torchrun, tmp_path, rank):
+def test_a_killed_rank_ends_the_run_and_the_same_command_continues(torchrun, tmp_path):
     command = torchrun.command(tmp_path / "out", *SEARCH)
     assert torchrun.run(command, command) == [0, 0], torchrun.said(0)
     expected = weights(tmp_path / "out")
-    codes = torchrun.run(command, command, kill=(9, rank), after="round 2")
-    assert codes[rank] == -9
-    assert codes[1 - rank] == 2
-    (line,) = errors(torchrun.said(1 - rank))
-    assert f"rank {1 - rank} stops: rank {rank} has ended" in line
-    assert "the same command, started again, continues" in line
-    assert "Traceback" not in torchrun.said(1 - rank)
-    assert torchrun.run(command, command) == [0, 0], torchrun.said(0)
-    assert "continuing after round 1" in torchrun.said(0)
-    found = weights(tmp_path / "out")
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    for rank in (0, 1):
+        command = torchrun.command(tmp_path / f"killed-{rank}", *SEARCH)
+        codes = torchrun.run(command, command, kill=(9, rank), after="round 2")
+        assert codes[rank] == -9
+        assert codes[1 - rank] == 2
+        (line,) = errors(torchrun.said(1 - rank))
+        assert f"rank {1 - rank} stops: rank {rank} has ended" in line
+        assert "the same command, started again, continues" in line
+        assert "Traceback" not in torchrun.said(1 - rank)
+        assert torchrun.run(command, command) == [0, 0], torchrun.said(0)
+        assert "continuing after round 1" in torchrun.said(0)
+        found = weights(tmp_path / f"killed-{rank}")
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def test_a_rank_that_hangs_is_noticed_without_torchrun(torchrun, tmp_path):

@@ -15,13 +15,13 @@ SAMPLE = (
     "LlamaForCausalLM", "Gemma4ForCausalLM", "BartForCausalLM", "DbrxForCausalLM", "GptOssForCausalLM",
     "GraniteMoeForCausalLM", "JetMoeForCausalLM", "MiniMaxForCausalLM",
     # latent attention
-    "DeepseekV3ForCausalLM", "DeepseekV4ForCausalLM", "MiniCPM3ForCausalLM",
+    "DeepseekV3ForCausalLM", "HYV4ForCausalLM", "MiniCPM3ForCausalLM",
     # state space and hybrids
     "MambaForCausalLM", "JambaForCausalLM", "Lfm2ForCausalLM", "Lfm3ForCausalLM", "NemotronHForCausalLM",
     "Qwen3NextForCausalLM", "RecurrentGemmaForCausalLM", "RwkvForCausalLM", "ZambaForCausalLM", "Zamba2ForCausalLM",
     "xLSTMForCausalLM",
     # encoders
-    "DebertaV2ForMaskedLM", "FunnelForMaskedLM", "GteForMaskedLM", "JinaEmbeddingsV3ForMaskedLM",
+    "DebertaV2ForMaskedLM", "GteForMaskedLM", "JinaEmbeddingsV3ForMaskedLM",
     "LongformerForMaskedLM", "MobileBertForMaskedLM", "NomicBertForMaskedLM", "UMT5EncoderModel",
     # encoder-decoders
     "BartForConditionalGeneration", "LongT5ForConditionalGeneration", "MarianMTModel",
