@@ -56,9 +56,10 @@ def main() -> None:
 
 
 def _from_start(
-    model: PreTrainedModel, plan: Plan, ids: Tensor, batch: int, *, changing: bool
+    model: PreTrainedModel, plan: Plan, samples: Samples, batch: int, **options: Any
 ) -> Iterator[LayerInputs]:
-    return (from_model(model, sites, Samples.of(ids), batch) for sites in plan.layers())
+    """Takes the place of `layer_by_layer`, whose options it does not need."""
+    return (from_model(model, sites, samples, batch) for sites in plan.layers())
 
 
 def measure(model: PreTrainedModel, plan: Plan, ids: Tensor, inputs: Callable[..., Any]) -> dict[str, float]:
