@@ -280,7 +280,7 @@ def prune(work: Work, prepared: Prepared, permuted: Permuted) -> Pruned:
         expected = run(graph, batches[0], wide=False)
         if not updates:
             mask(work, prepared, permuted)
-        comparison = _compare_lowered(work, prepared, graph, expected)
+        comparison = _compare_lowered(model, prepared, graph, expected, batches[0])
     check_pruned(model, plan, config.sparsity)
     evaluation = {}
     if prepared.evaluation is not None:
@@ -291,9 +291,10 @@ def prune(work: Work, prepared: Prepared, permuted: Permuted) -> Pruned:
     return Pruned(results, updates, comparison, evaluation)
 
 
-def _compare_lowered(work: Work, prepared: Prepared, graph: fx.GraphModule, expected: Tensor) -> str:
+def _compare_lowered(
+    model: PreTrainedModel, prepared: Prepared, graph: fx.GraphModule, expected: Tensor, batch: Samples
+) -> str:
     """Compares the pruned model with the output of the lowered graph; returns `Pruned.comparison`."""
-    model, batch = work.model, _batches(work, prepared)[0]
     if OTHER_VALUES in prepared.graph.meta:
         return "not compared: the graph takes all rows where the model selects some by their values"
     if model.dtype.itemsize < 4 and any("topk" in operator for operator in count_operators(graph)):
