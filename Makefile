@@ -28,12 +28,8 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/python benchmarks/readme_tables.py --check
 
-# mypy cannot follow package-dir in place, so it checks an installed copy.
 types: $(INSTALLED)
-	rm -rf $(VENV)/typed && mkdir $(VENV)/typed
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target $(VENV)/typed .
-	rm -rf build
-	cd $(VENV)/typed && ../bin/mypy --config-file ../../pyproject.toml -p permtriton
+	$(BIN)/mypy -p permtriton
 
 # Two processes with a thread each, a file at a time, so that what a file's tests share is made once.
 # Triton reads TRITON_INTERPRET when a kernel is made: its interpreter has processes of its own.

@@ -20,12 +20,12 @@ from transformers import PreTrainedModel
 
 from permtriton import find_plan
 from permtriton.config import CompileConfig
+from permtriton.data.samples import Samples
 from permtriton.machine import device_name, versions
+from permtriton.methods import statistics, weights
 from permtriton.model.plan import Plan
-from permtriton.model.samples import Samples
 from permtriton.progress import NoProgress
-from permtriton.prune import statistics, weights
-from permtriton.prune.layer_inputs import LayerInputs, from_model, layer_by_layer
+from permtriton.running.layer_inputs import LayerInputs, from_model, layer_by_layer
 
 BATCH = 8
 

@@ -16,9 +16,9 @@ import torch
 from shared import PATTERN, llama, step_seconds
 
 from permtriton import find_plan
+from permtriton.data.samples import Samples
 from permtriton.machine import device_name, peak_memory, versions
 from permtriton.model.forward import hidden_states
-from permtriton.model.samples import Samples
 
 
 def main() -> None:

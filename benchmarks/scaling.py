@@ -23,11 +23,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from permtriton import find_plan
 from permtriton.config import CompileConfig
+from permtriton.data.samples import Samples
 from permtriton.machine import versions
 from permtriton.memory import Devices, estimate
 from permtriton.model.forward import TOKENS_WITHOUT_LOGITS
 from permtriton.model.plan import Plan
-from permtriton.model.samples import Samples
 
 # name -> hidden size, intermediate size, layers, heads, key/value heads
 MODELS = {

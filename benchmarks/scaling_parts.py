@@ -23,24 +23,24 @@ from transformers import PreTrainedModel
 
 from permtriton import find_plan
 from permtriton.config import CompileConfig
+from permtriton.data.samples import Samples
 from permtriton.kernels.assignment import assignment
 from permtriton.kernels.swap_gains import SwapTerms, swap_gains
 from permtriton.machine import device_name, versions
+from permtriton.methods.fisher import fisher_information
+from permtriton.methods.hard_masks import hard_masked
+from permtriton.methods.heuristic_order import heuristic_indices
+from permtriton.methods.learning import Trainer, learned_spaces
+from permtriton.methods.masked_model import masked_model
+from permtriton.methods.objective import dense_objective
+from permtriton.methods.reconstruction import reconstruct
+from permtriton.methods.relaxation import Relaxation
+from permtriton.methods.statistics import site_statistics
+from permtriton.methods.swap_search import TRIALS, Round, Searched, Searcher
+from permtriton.methods.weights import mask_weights, update_weights
 from permtriton.model.plan import Plan, linear_module
-from permtriton.model.samples import Samples
 from permtriton.permutation import identity
 from permtriton.progress import NoProgress
-from permtriton.prune.fisher import fisher_information
-from permtriton.prune.hard_masks import hard_masked
-from permtriton.prune.heuristic import heuristic_indices
-from permtriton.prune.learn import Trainer, learned_spaces
-from permtriton.prune.masked_model import masked_model
-from permtriton.prune.objective import dense_objective
-from permtriton.prune.reconstruct import reconstruct
-from permtriton.prune.relaxation import Relaxation
-from permtriton.prune.search import TRIALS, Round, Searched, Searcher
-from permtriton.prune.statistics import site_statistics
-from permtriton.prune.weights import mask_weights, update_weights
 
 BATCH, REPEATS = 8, 3
 WIDTHS = (256, 512)

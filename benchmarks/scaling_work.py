@@ -17,10 +17,10 @@ from transformers import PreTrainedModel
 from permtriton import NMPattern
 from permtriton.config import CompileConfig
 from permtriton.forecast import SWEEPS, TRIALS
+from permtriton.methods import obs as solver
+from permtriton.methods.heuristic_order import MAX_ROWS, MOST_GROUPS
+from permtriton.methods.swap_search import GAINS_AT_ONCE
 from permtriton.model.plan import Plan, linear_module, weight_in_out
-from permtriton.prune import sparsegpt as solver
-from permtriton.prune.heuristic import MAX_ROWS, MOST_GROUPS
-from permtriton.prune.search import GAINS_AT_ONCE
 
 KINDS = {
     "products": "operations of matrix products in the model's dtype",

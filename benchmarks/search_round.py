@@ -16,14 +16,14 @@ from shared import PATTERN, llama, random_importances, timed
 
 from permtriton import find_plan
 from permtriton.config import CompileConfig
+from permtriton.data.samples import Samples
 from permtriton.machine import device_name, peak_memory, versions
-from permtriton.model.samples import Samples
+from permtriton.methods.fisher import fisher_information
+from permtriton.methods.hard_masks import hard_masked
+from permtriton.methods.objective import dense_objective
+from permtriton.methods.swap_search import Searcher
 from permtriton.permutation import identity
 from permtriton.progress import NoProgress
-from permtriton.prune.fisher import fisher_information
-from permtriton.prune.hard_masks import hard_masked
-from permtriton.prune.objective import dense_objective
-from permtriton.prune.search import Searcher
 
 
 def main() -> None:

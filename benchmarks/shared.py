@@ -11,15 +11,15 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from permtriton import NMPattern
 from permtriton.config import CompileConfig, LearnConfig
+from permtriton.data.samples import Samples
 from permtriton.kernels.importance import ImportanceFactors
+from permtriton.methods.importance import importance_of
+from permtriton.methods.learning import Trainer, learned_spaces
+from permtriton.methods.masked_model import checkpointed, masked_model
+from permtriton.methods.objective import Objective
+from permtriton.methods.relaxation import Relaxation
 from permtriton.model.forward import last_hidden_state
 from permtriton.model.plan import Plan, layer_modules, linear_module, weight_in_out
-from permtriton.model.samples import Samples
-from permtriton.prune.importance import importance_of
-from permtriton.prune.learn import Trainer, learned_spaces
-from permtriton.prune.masked_model import checkpointed, masked_model
-from permtriton.prune.objective import Objective
-from permtriton.prune.relaxation import Relaxation
 
 PATTERN = NMPattern(2, 4)
 

@@ -18,22 +18,22 @@ from scipy.stats import spearmanr
 from torch import Tensor
 
 from permtriton.config import CompileConfig
+from permtriton.data.samples import Samples
+from permtriton.data.text import calibration_ids
 from permtriton.demo import FOLDER
 from permtriton.kernels.swap_gains import swap_gains
 from permtriton.machine import device_name, versions
+from permtriton.methods.fisher import fisher_information
+from permtriton.methods.hard_masks import HardMasks, hard_masked
+from permtriton.methods.importance import importances_of
+from permtriton.methods.objective import dense_objective
+from permtriton.methods.statistics import site_statistics
+from permtriton.methods.swap_search import Searcher, Swaps
 from permtriton.model.load import Source, load_original
 from permtriton.model.plan import ChannelSpace
-from permtriton.model.samples import Samples
 from permtriton.permutation import identity
 from permtriton.planning import find_plan
 from permtriton.progress import NoProgress
-from permtriton.prune.fisher import fisher_information
-from permtriton.prune.hard_masks import HardMasks, hard_masked
-from permtriton.prune.importance import importances_of
-from permtriton.prune.objective import dense_objective
-from permtriton.prune.search import Searcher, Swaps
-from permtriton.prune.statistics import site_statistics
-from permtriton.prune.text import calibration_ids
 
 
 def main() -> None:

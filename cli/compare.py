@@ -18,12 +18,12 @@ from permtriton.comparison.report import Rows, cell, columns, report_of
 from permtriton.comparison.results import ResultFile, RowResult
 from permtriton.comparison.run import Yardstick, compare
 from permtriton.config import CompileConfig
+from permtriton.data.media import is_media
+from permtriton.data.samples import Samples
 from permtriton.errors import ConfigError, OutputError
 from permtriton.model import load
-from permtriton.model.samples import Samples
 from permtriton.model.seq2seq import with_decoder_ids
 from permtriton.progress import Progress
-from permtriton.prune.media import is_media
 from permtriton.sparsity import NMPattern
 
 

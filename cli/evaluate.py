@@ -19,10 +19,10 @@ from permtriton.cli.held_out import held_out_windows
 from permtriton.cli.tables import check_table, write_table
 from permtriton.cli.tasks import TaskRequest
 from permtriton.comparison.report import Cell, cell
+from permtriton.data.media import is_media
 from permtriton.errors import CalibrationError, ModelError
 from permtriton.model import load
 from permtriton.model.core import takes_decoder_ids
-from permtriton.prune.media import is_media
 
 HEADERS = ("measure", "value", "standard error", "dense")
 

@@ -2,12 +2,12 @@
 
 from typing import Any
 
+from permtriton.data.media import is_media, media_samples
+from permtriton.data.text import check_inputs, evaluation_ids, vocabulary_of
 from permtriton.errors import CalibrationError
 from permtriton.model.core import check_towers
 from permtriton.model.forward import max_tokens
 from permtriton.model.load import Source
-from permtriton.prune.media import is_media, media_samples
-from permtriton.prune.text import check_inputs, evaluation_ids, vocabulary_of
 
 EVALUATION_TOKENS = 2048  # per window, or the model's limit if that is lower
 

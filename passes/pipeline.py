@@ -7,10 +7,10 @@ from functools import partial
 import torch
 from torch import Tensor, fx
 
+from permtriton.data.samples import Inputs
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.model.edits import Move, moves_of
 from permtriton.model.plan import ChannelSpace, Plan
-from permtriton.model.samples import Inputs
 from permtriton.passes.cancel_permutations import cancel_permutations
 from permtriton.passes.fuse_permutations import fuse_permutations
 from permtriton.passes.graph import absorb_folds, copied, one_thread

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from permtriton.data.samples import Inputs, Samples
 from permtriton.errors import VerificationError
 from permtriton.model.checks import TOLERANCE, allowed_difference, relative_difference, with_rounding
-from permtriton.model.samples import Inputs, Samples
 from permtriton.passes.graph import NM_MASK, NORM_PERMUTE, PERMUTE, PRODUCTS, RUNS, index_value, is_index
 from permtriton.passes.provenance import Unions, channel_unions
 from permtriton.permutation import is_permutation

@@ -9,7 +9,6 @@ checkpoint format with transformers, whose ``from_pretrained`` then loads packed
 """
 
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from permtriton.checkpoint.registration import register_with_transformers
@@ -32,11 +31,6 @@ _MODULES = {
     "compile": "compiler",
     "find_plan": "planning",
 }
-
-
-# In a checkout that shadows an installed copy, kernels/, passes/ and cli/ are beside this folder, not in it.
-if not (Path(__file__).parent / "kernels").is_dir():
-    __path__.append(str(Path(__file__).parent.parent))
 
 
 register_with_transformers()

@@ -14,14 +14,24 @@ from permtriton.checkpoint.quantizer import attach
 from permtriton.checkpoint.report import compilation_report, stages_report
 from permtriton.checkpoint.save import CompiledModel
 from permtriton.config import CompileConfig
+from permtriton.data.media import Processor
+from permtriton.data.samples import Inputs, Samples
 from permtriton.forecast import Forecast, make_forecast
 from permtriton.memory import Devices
+from permtriton.methods.fisher import fisher_information
+from permtriton.methods.heuristic_order import heuristic_indices
+from permtriton.methods.importance import magnitudes
+from permtriton.methods.learning import learn, learned_spaces
+from permtriton.methods.learning_state import ResumeFile
+from permtriton.methods.objective import Objective, default_objective, dense_objective, order_objective
+from permtriton.methods.promises import Retained, check_no_worse, check_retained, retained_importance
+from permtriton.methods.statistics import reorder_statistics
+from permtriton.methods.swap_search import SearchFile, search
 from permtriton.model.apply import apply_edits
 from permtriton.model.checks import check_pruned, check_same_outputs, model_outputs
 from permtriton.model.edits import edits_of, moves_of
 from permtriton.model.experts import unstacked_experts
 from permtriton.model.plan import ChannelSpace, Plan
-from permtriton.model.samples import Inputs, Samples
 from permtriton.model.shared import shared_linears
 from permtriton.model.trace import OTHER_VALUES
 from permtriton.offload import Offload, working
@@ -31,17 +41,7 @@ from permtriton.passes.verify_graph import count_operators, run
 from permtriton.permutation import compose, identity
 from permtriton.preparing import held_out_samples, planned, prepare
 from permtriton.progress import NoProgress, Progress
-from permtriton.prune.fisher import fisher_information
-from permtriton.prune.heuristic import heuristic_indices
-from permtriton.prune.importance import magnitudes
-from permtriton.prune.learn import learn, learned_spaces
-from permtriton.prune.media import Processor
-from permtriton.prune.objective import Objective, default_objective, dense_objective, order_objective
-from permtriton.prune.promises import Retained, check_no_worse, check_retained, retained_importance
-from permtriton.prune.resume import ResumeFile
-from permtriton.prune.search import SearchFile, search
-from permtriton.prune.sharding import twin_of
-from permtriton.prune.statistics import reorder_statistics
+from permtriton.running.sharding import twin_of
 from permtriton.stages import Permuted, Prepared, Pruned, Work
 from permtriton.updating import mask, updated
 
@@ -78,7 +78,7 @@ def compile(
         say_needs: whether to measure the model first and report how much memory, time and disk the work will take.
         device: device that the model, which is on the CPU, shall run on; None where it is.
         spread: whether the weights of its layers are spread over the ranks of ``torch.distributed`` while it runs, see
-            `permtriton.prune.sharding`; None spreads what does not fit ``device``.
+            `permtriton.running.sharding`; None spreads what does not fit ``device``.
         offload: folder whose disk takes the place of memory, for a model on the CPU that does not fit there; its
             parameters stay in files of that folder as long as they are used.
 

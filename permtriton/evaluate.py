@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from permtriton.data.samples import Inputs, Samples
+from permtriton.data.text import check_inputs
 from permtriton.errors import ConfigError
 from permtriton.evaluation.fidelity import Fidelity, fidelity
 from permtriton.evaluation.perplexity import Stopwatch, perplexity, windows_at_once
 from permtriton.model.forward import with_tokens
-from permtriton.model.samples import Inputs, Samples
 from permtriton.model.seq2seq import predicted, with_decoder_ids
 from permtriton.progress import Progress
-from permtriton.prune.text import check_inputs
 
 if TYPE_CHECKING:  # it imports lm_eval, which takes seconds
     from permtriton.evaluation.tasks import TaskResult, Tasks

@@ -19,15 +19,15 @@ from transformers import PreTrainedModel
 
 from permtriton import memory, ranks
 from permtriton.config import CompileConfig
+from permtriton.data.samples import Inputs, Samples
 from permtriton.errors import OutputError
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.nm_mask import top_n_mask
 from permtriton.machine import format_bytes
+from permtriton.methods.heuristic_order import MAX_ROWS, reassigned
+from permtriton.methods.masked_model import checkpointed, frozen
 from permtriton.model.forward import last_hidden_state
 from permtriton.model.plan import Plan, layer_modules, linear_module, weight_in_out
-from permtriton.model.samples import Inputs, Samples
-from permtriton.prune.heuristic import MAX_ROWS, reassigned
-from permtriton.prune.masked_model import checkpointed, frozen
 from permtriton.stages import state_paths
 
 PROBE_TOKENS = 512  # of the passes that are timed, at most

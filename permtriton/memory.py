@@ -13,14 +13,14 @@ import torch
 from transformers import PreTrainedModel
 
 from permtriton.config import CompileConfig
+from permtriton.data.samples import Inputs, Samples
 from permtriton.evaluation.perplexity import windows_at_once
 from permtriton.machine import available_memory, format_bytes, resident_memory
+from permtriton.methods.heuristic_order import MAX_ROWS
+from permtriton.methods.swap_search import GAINS_AT_ONCE
 from permtriton.model.core import has_head
 from permtriton.model.forward import TOKENS_WITHOUT_LOGITS
 from permtriton.model.plan import Plan, layer_modules, linear_module
-from permtriton.model.samples import Inputs, Samples
-from permtriton.prune.heuristic import MAX_ROWS
-from permtriton.prune.search import GAINS_AT_ONCE
 
 FLOAT32 = 4
 MASK_TEMPORARIES = 6  # float32 copies of a weight that are alive at once in the mask's forward and backward passes
@@ -42,7 +42,7 @@ class Devices:
         count: number of processes, each with a device of its own; on one CPU they share its memory.
         free: bytes that are free for each; None if the system does not report it.
         spread: whether the weights of layers are spread over the devices while the model runs, see
-            `permtriton.prune.sharding`; None where memory decides.
+            `permtriton.running.sharding`; None where memory decides.
         offloaded: whether the model and the largest tensors beside it are in files, of which few pages are in memory.
     """
 

@@ -4,9 +4,9 @@ from torch import fx
 from transformers import PreTrainedModel
 
 from permtriton.config import CompileConfig, Layout, OProj
+from permtriton.data.samples import Samples
 from permtriton.model.experts import unstacked_experts
 from permtriton.model.plan import Plan
-from permtriton.model.samples import Samples
 from permtriton.model.trace import trace
 from permtriton.passes.layout import fused_plan
 from permtriton.passes.provenance import propagate

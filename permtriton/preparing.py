@@ -10,20 +10,20 @@ from transformers import PreTrainedModel
 from permtriton import ranks
 from permtriton.checkpoint.names import stored_names
 from permtriton.checkpoint.save import pruned_parameters
+from permtriton.data.media import Processor
+from permtriton.data.samples import Inputs, Samples
+from permtriton.data.text import calibration_samples, check_inputs, check_samples
 from permtriton.errors import ConfigError, reasons_of
 from permtriton.evaluation.held_out import Evaluation
 from permtriton.forecast import Forecast, check_disk, make_forecast
 from permtriton.memory import IN_PLACE, Devices, estimate, fits
+from permtriton.methods.statistics import site_statistics
 from permtriton.model.forward import TOKENS_WITHOUT_LOGITS, with_tokens
 from permtriton.model.load import check_original
 from permtriton.model.plan import Plan, named_layers
 from permtriton.model.reference import Reference
-from permtriton.model.samples import Inputs, Samples
 from permtriton.planning import plan_model
-from permtriton.prune.media import Processor
-from permtriton.prune.sharding import check_spread, running
-from permtriton.prune.statistics import site_statistics
-from permtriton.prune.text import calibration_samples, check_inputs, check_samples
+from permtriton.running.sharding import check_spread, running
 from permtriton.stages import Prepared, Work
 
 

@@ -14,25 +14,25 @@ from transformers import PreTrainedModel
 
 from permtriton import ranks
 from permtriton.config import CompileConfig
+from permtriton.data.samples import Samples
 from permtriton.evaluation.held_out import Evaluation
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.machine import device_name, release_memory, versions
 from permtriton.memory import Needs
+from permtriton.methods.importance import importances_of
+from permtriton.methods.learning import Learned
+from permtriton.methods.objective import Objective
+from permtriton.methods.promises import Retained
+from permtriton.methods.swap_search import Searched
 from permtriton.model.checks import model_hash
 from permtriton.model.plan import Plan
 from permtriton.model.reference import Reference
-from permtriton.model.samples import Samples
 from permtriton.offload import Offload
 from permtriton.passes.pipeline import PassResult
 from permtriton.progress import Progress
-from permtriton.prune.importance import importances_of
-from permtriton.prune.layer_calls import Empty
-from permtriton.prune.learn import Learned
-from permtriton.prune.objective import Objective
-from permtriton.prune.promises import Retained
-from permtriton.prune.search import Searched
-from permtriton.prune.sharding import running
-from permtriton.prune.state_file import StateFile
+from permtriton.running.layer_calls import Empty
+from permtriton.running.sharding import running
+from permtriton.running.state import StateFile
 
 State = TypeVar("State", bound=StateFile)
 # What is lowered where memory ran out, and then continues the same run.
@@ -172,7 +172,7 @@ class Prepared:
     spread_on: torch.device | None = None
 
     def running(self, model: PreTrainedModel) -> AbstractContextManager[PreTrainedModel]:
-        """Returns a context that yields what runs in place of the model, see `permtriton.prune.sharding.running`."""
+        """Returns a context that yields what runs in place of the model, see `permtriton.running.sharding.running`."""
         return running(model, self.plan, self.spread_on)
 
 

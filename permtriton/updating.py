@@ -5,14 +5,14 @@ from typing import Any
 
 from torch import Tensor
 
+from permtriton.methods.distillation import distill
+from permtriton.methods.objective import dense_objective, update_objective
+from permtriton.methods.promises import check_loss, check_retained, total_importance
+from permtriton.methods.reconstruction import reconstruct
+from permtriton.methods.weights import mask_weights, update_weights
 from permtriton.micro_batch import MicroBatch
 from permtriton.model.plan import linear_module
-from permtriton.prune.distill import distill
-from permtriton.prune.objective import dense_objective, update_objective
-from permtriton.prune.promises import check_loss, check_retained, total_importance
-from permtriton.prune.reconstruct import reconstruct
-from permtriton.prune.state_file import StateFile
-from permtriton.prune.weights import mask_weights, update_weights
+from permtriton.running.state import StateFile
 from permtriton.stages import Permuted, Prepared, Work
 
 

@@ -15,14 +15,14 @@ import permtriton
 from permtriton import compiler, updating
 from permtriton.checkpoint import export as exporting
 from permtriton.kernels.nm_mask import top_n_mask
+from permtriton.methods import fisher, heuristic_order, obs, statistics, swap_search, weights
+from permtriton.methods.kept_weights import KeptWeights
+from permtriton.methods.swap_search import Searcher
 from permtriton.model import apply
 from permtriton.model.edits import Fold
 from permtriton.model.plan import ChannelSpace, Site, linear_module
 from permtriton.permutation import compose, inverse
-from permtriton.prune import fisher, heuristic, search, sparsegpt, statistics, weights
-from permtriton.prune.kept_weights import KeptWeights
-from permtriton.prune.layer_inputs import LayerInputs
-from permtriton.prune.search import Searcher
+from permtriton.running.layer_inputs import LayerInputs
 
 from . import folders, zoo
 
@@ -262,7 +262,7 @@ FAULTS: dict[str, Fault] = {
     "mask not applied": Fault(replaced(compiler, "mask", lambda f, *args: None), "after pruning"),
     "-0.0 left": Fault(replaced(updating, "mask_weights", minus_zero), "-0.0"),
     "SparseGPT keeps 1 of 4": Fault(
-        mask_of(one_of_four, sparsegpt), "groups keep fewer weights than 2:4", options=SPARSEGPT
+        mask_of(one_of_four, obs), "groups keep fewer weights than 2:4", options=SPARSEGPT
     ),
     "SparseGPT leaves a group dense": Fault(
         replaced(weights, "sparsegpt", full_column), "the fullest one keeps 4", options=SPARSEGPT
@@ -302,7 +302,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "dead channels not damped": Fault(
         lambda patch: patch.setattr(
-            sparsegpt, "damped", lambda h: h + h.diagonal().mean() * sparsegpt.DAMPING * torch.eye(h.shape[0])
+            obs, "damped", lambda h: h + h.diagonal().mean() * obs.DAMPING * torch.eye(h.shape[0])
         ),
         caught_by="tests/test_sparsegpt.py::test_inverse_diagonal_is_that_of_the_dense_inverse",
     ),
@@ -311,11 +311,11 @@ FAULTS: dict[str, Fault] = {
         caught_by="tests/test_fisher.py::test_rows_and_columns_are_those_of_plain_autograd",
     ),
     "heuristic order inverted": Fault(
-        replaced(heuristic, "_two_stages", lambda f, *args: inverse(f(*args))),
+        replaced(heuristic_order, "_two_stages", lambda f, *args: inverse(f(*args))),
         caught_by="tests/test_heuristic.py::test_finds_a_planted_order",
     ),
     "gains of swaps with the wrong sign": Fault(
-        replaced(search, "swap_gains", lambda f, *args: -f(*args)),
+        replaced(swap_search, "swap_gains", lambda f, *args: -f(*args)),
         caught_by="tests/test_search.py::test_the_loss_falls_to_what_is_reported",
     ),
 }  # fmt: skip

@@ -10,6 +10,7 @@ from torch import Tensor, fx, nn
 from transformers import PreTrainedModel
 
 from permtriton.kernels.importance import ImportanceFactors
+from permtriton.methods.weights import mask_weights
 from permtriton.model.edits import moves_of
 from permtriton.model.experts import unstack_experts
 from permtriton.model.plan import Plan, linear_module, weight_in_out
@@ -32,7 +33,6 @@ from permtriton.passes.provenance import propagate
 from permtriton.passes.sites import find_sites
 from permtriton.passes.verify_graph import run
 from permtriton.permutation import compose, identity
-from permtriton.prune.weights import mask_weights
 from permtriton.sparsity import NMPattern
 
 from . import zoo

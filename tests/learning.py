@@ -11,16 +11,16 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from permtriton.config import CompileConfig, LearnConfig
+from permtriton.data.samples import Samples
+from permtriton.methods.importance import importance_of
+from permtriton.methods.learning import Learned, learn
+from permtriton.methods.objective import Objective
+from permtriton.methods.statistics import channel_norms
 from permtriton.model.forward import cosine_loss, hidden_states
 from permtriton.model.plan import linear_module, weight_in_out
-from permtriton.model.samples import Samples
 from permtriton.permutation import identity
 from permtriton.planning import find_plan
 from permtriton.progress import NoProgress
-from permtriton.prune.importance import importance_of
-from permtriton.prune.learn import Learned, learn
-from permtriton.prune.objective import Objective
-from permtriton.prune.statistics import channel_norms
 from permtriton.sparsity import NMPattern
 
 from . import zoo

@@ -6,15 +6,15 @@ import torch
 from transformers import PreTrainedModel
 
 from permtriton import CompileConfig, NMPattern, find_plan
+from permtriton.data.samples import Samples
+from permtriton.methods.fisher import fisher_information
+from permtriton.methods.hard_masks import hard_masked
+from permtriton.methods.importance import importances_of
+from permtriton.methods.objective import dense_objective, has_head
+from permtriton.methods.statistics import channel_norms
+from permtriton.methods.swap_search import Searched, search
 from permtriton.model.plan import Plan
-from permtriton.model.samples import Samples
 from permtriton.progress import NoProgress
-from permtriton.prune.fisher import fisher_information
-from permtriton.prune.hard_masks import hard_masked
-from permtriton.prune.importance import importances_of
-from permtriton.prune.objective import dense_objective, has_head
-from permtriton.prune.search import Searched, search
-from permtriton.prune.statistics import channel_norms
 
 from . import zoo
 from .learning import plant, same_indices, tiny

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from permtriton.data.samples import Samples
 from permtriton.model.forward import last_hidden_state
 from permtriton.model.plan import Placement
-from permtriton.model.samples import Samples
 from permtriton.permutation import compose, inverse
 
 from . import zoo

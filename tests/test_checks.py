@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from permtriton.data.samples import Samples
 from permtriton.errors import VerificationError
 from permtriton.model import checks
 from permtriton.model.checks import (
@@ -13,7 +14,6 @@ from permtriton.model.checks import (
     relative_difference,
     rounding_noise,
 )
-from permtriton.model.samples import Samples
 from permtriton.sparsity import NMPattern
 
 from . import zoo

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from permtriton.errors import CalibrationError
+from permtriton.methods.kept_weights import schedule, split
 from permtriton.model.experts import unstacked_experts
 from permtriton.model.forward import last_hidden_state
-from permtriton.prune.kept_weights import schedule, split
 
 from . import zoo
 from .updating import STEPS, Pruned, Recording, equal, facts, interrupt, only_kept_weights_change, same, tiny

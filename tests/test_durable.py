@@ -9,8 +9,8 @@ import torch
 from permtriton.cli.tables import write_table
 from permtriton.comparison.results import Key, Measured, ResultFile
 from permtriton.durable import replace_file
-from permtriton.prune.state_file import StateFile
 from permtriton.reporting.pages import Page, write
+from permtriton.running.state import StateFile
 
 WRITERS = {
     "results": lambda path: ResultFile(path, {}).put(Key("dense"), Measured(1.0, 0.0, 1.0, {}, 1.0, 1.0, None)),

@@ -11,11 +11,11 @@ from transformers import BertConfig, BertModel, LlamaForCausalLM
 
 import permtriton
 from permtriton.cli.main import app
+from permtriton.data.text import evaluation_ids
 from permtriton.errors import CalibrationError
 from permtriton.evaluate import evaluate
 from permtriton.evaluation.tasks import Tasks
 from permtriton.model.load import Source, load_model, load_tokenizer
-from permtriton.prune.text import evaluation_ids
 
 from . import zoo
 from .desk import RUNNER

@@ -6,13 +6,13 @@ import pytest
 import torch
 from transformers import BertConfig, BertForMaskedLM, BertModel
 
+from permtriton.data.samples import Samples
 from permtriton.errors import CalibrationError, ConfigError, ModelError
 from permtriton.evaluate import evaluate
 from permtriton.evaluation import fidelity as library
 from permtriton.evaluation.fidelity import fidelity
 from permtriton.evaluation.perplexity import perplexity
 from permtriton.model.forward import last_hidden_state
-from permtriton.model.samples import Samples
 
 from . import zoo
 

@@ -9,13 +9,13 @@ from benchmarks.architectures import tiny
 from benchmarks.architectures.trial import difference, outputs
 from permtriton import CompileConfig, find_plan
 from permtriton.checkpoint.export import export
+from permtriton.data.samples import Samples
+from permtriton.methods.statistics import channel_norms
 from permtriton.model.checks import check_weight
 from permtriton.model.expert_linears import input_dim
 from permtriton.model.experts import restack_experts, unstack_experts, unstacked_experts
 from permtriton.model.plan import Placement
-from permtriton.model.samples import Samples
 from permtriton.progress import NoProgress
-from permtriton.prune.statistics import channel_norms
 
 from .expert_stacks import PATTERN, Holder
 

@@ -5,13 +5,13 @@ import torch
 
 import permtriton
 from permtriton import CompileConfig
+from permtriton.data.samples import Samples
 from permtriton.kernels.nm_mask import top_n_mask
+from permtriton.methods.statistics import channel_norms, hessians
 from permtriton.model.forward import last_hidden_state
 from permtriton.model.plan import linear_module
-from permtriton.model.samples import Samples
 from permtriton.progress import NoProgress
-from permtriton.prune.layer_inputs import from_model
-from permtriton.prune.statistics import channel_norms, hessians
+from permtriton.running.layer_inputs import from_model
 
 from . import zoo
 from .expert_stacks import EXPERTS, NAMES, PATTERN, unstacked

@@ -9,11 +9,11 @@ from torch.nn.functional import cross_entropy, kl_div, normalize
 from transformers import AlbertConfig, AlbertForMaskedLM, OlmoConfig, OlmoForCausalLM
 
 from permtriton import CompileConfig, find_plan
+from permtriton.data.samples import Samples
 from permtriton.errors import CalibrationError
+from permtriton.methods.fisher import Fisher, fisher_information
 from permtriton.model.plan import ChannelSpace, Plan, Site, linear_module, weight_in_out
-from permtriton.model.samples import Samples
 from permtriton.progress import NoProgress
-from permtriton.prune.fisher import Fisher, fisher_information
 
 from . import zoo
 from .expert_stacks import unstacked

@@ -11,9 +11,9 @@ import torch
 from permtriton import compiler, forecast, memory
 from permtriton.checkpoint import output
 from permtriton.config import CompileConfig
+from permtriton.data.samples import Samples
 from permtriton.errors import OutputError
 from permtriton.forecast import Speed, check_disk, disk_needs, duration, make_forecast, measure, stage_seconds
-from permtriton.model.samples import Samples
 from permtriton.planning import find_plan
 from permtriton.sparsity import NMPattern
 

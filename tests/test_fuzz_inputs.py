@@ -15,9 +15,9 @@ from transformers import PreTrainedModel
 
 from permtriton.checkpoint.export import export
 from permtriton.config import OPTIONS, RECIPES, CalibrationConfig, CompileConfig, read_config_file
+from permtriton.data.text import calibration_ids
 from permtriton.model.load import Source, load_empty_model, load_model, load_original
 from permtriton.planning import plan_model
-from permtriton.prune.text import calibration_ids
 from permtriton.sparsity import NMPattern
 
 from . import folders

@@ -7,16 +7,16 @@ import torch
 from torch import Tensor
 
 from permtriton import CompileConfig, NMPattern, find_plan
+from permtriton.data.samples import Samples
 from permtriton.kernels import nm_mask as kernel
 from permtriton.kernels.nm_mask import top_n_mask
+from permtriton.methods.fisher import Fisher
+from permtriton.methods.hard_masks import hard_masked
+from permtriton.methods.importance import importances_of
+from permtriton.methods.objective import dense_objective, has_head
 from permtriton.model.forward import last_hidden_state
 from permtriton.model.plan import Plan, linear_module, weight_in_out
-from permtriton.model.samples import Samples
 from permtriton.permutation import identity
-from permtriton.prune.fisher import Fisher
-from permtriton.prune.hard_masks import hard_masked
-from permtriton.prune.importance import importances_of
-from permtriton.prune.objective import dense_objective, has_head
 
 from . import zoo
 from .expert_stacks import unstacked

@@ -6,10 +6,10 @@ from torch import Tensor, nn
 
 from permtriton.kernels.assignment import assignment
 from permtriton.kernels.importance import ImportanceFactors
+from permtriton.methods import heuristic_order as heuristic
+from permtriton.methods.heuristic_order import heuristic_index, retained, space_scores
 from permtriton.model.plan import ChannelSpace, Site
 from permtriton.permutation import is_permutation
-from permtriton.prune import heuristic
-from permtriton.prune.heuristic import heuristic_index, retained, space_scores
 from permtriton.sparsity import NMPattern
 
 TWO_FOUR = NMPattern(2, 4)

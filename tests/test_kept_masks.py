@@ -9,16 +9,16 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from permtriton.config import CompileConfig, LearnConfig
+from permtriton.data.samples import Samples
 from permtriton.errors import MemoryTooSmallError
+from permtriton.methods.learning import Trainer, learned_spaces
+from permtriton.methods.masked_model import masked_model
+from permtriton.methods.objective import Objective
+from permtriton.methods.relaxation import Relaxation
 from permtriton.model.experts import unstacked_experts
 from permtriton.model.forward import hidden_states
 from permtriton.model.plan import layer_modules
-from permtriton.model.samples import Samples
 from permtriton.planning import find_plan
-from permtriton.prune.learn import Trainer, learned_spaces
-from permtriton.prune.masked_model import masked_model
-from permtriton.prune.objective import Objective
-from permtriton.prune.relaxation import Relaxation
 
 from . import zoo
 from .graphs import random_importances

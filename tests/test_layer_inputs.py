@@ -6,12 +6,12 @@ import torch
 from transformers import AlbertConfig, AlbertModel, OPTConfig, OPTForCausalLM
 
 from permtriton import ranks
+from permtriton.data.samples import Samples
+from permtriton.methods.statistics import hessians
 from permtriton.model.plan import layer_modules, linear_module
-from permtriton.model.samples import Samples
 from permtriton.planning import find_plan
-from permtriton.prune.layer_calls import _half_negated, find_chains
-from permtriton.prune.layer_inputs import from_model, layer_by_layer
-from permtriton.prune.statistics import hessians
+from permtriton.running.layer_calls import _half_negated, find_chains
+from permtriton.running.layer_inputs import from_model, layer_by_layer
 from permtriton.sparsity import NMPattern
 
 from . import zoo

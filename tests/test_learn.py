@@ -8,9 +8,9 @@ from transformers import LlamaModel
 
 import permtriton
 from permtriton.errors import PermTritonError
+from permtriton.methods.learning import learned_spaces
 from permtriton.permutation import identity, is_permutation, moved
 from permtriton.planning import find_plan
-from permtriton.prune.learn import learned_spaces
 from permtriton.sparsity import NMPattern
 
 from . import zoo

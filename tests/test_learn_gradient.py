@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from permtriton.config import LearnConfig
+from permtriton.methods.learning import learned_spaces
+from permtriton.methods.relaxation import Relaxation
 from permtriton.model.plan import linear_module
 from permtriton.permutation import moved
-from permtriton.prune.learn import learned_spaces
-from permtriton.prune.relaxation import Relaxation
 
 from .learning import PATTERN, QUICK, Problem, tiny
 

@@ -5,9 +5,13 @@ import torch
 from torch import fx
 
 from permtriton.config import CompileConfig, LearnConfig
+from permtriton.data.samples import Samples
+from permtriton.methods.learning import Trainer, learned_spaces
+from permtriton.methods.masked_model import masked_model
+from permtriton.methods.objective import Objective
+from permtriton.methods.relaxation import Relaxation
 from permtriton.model.edits import moves_of
 from permtriton.model.forward import cosine_loss, last_hidden_state
-from permtriton.model.samples import Samples
 from permtriton.passes.graph import (
     NM_MASK,
     absorb_folds,
@@ -22,10 +26,6 @@ from permtriton.passes.pipeline import (
 )
 from permtriton.passes.verify_graph import relative_difference, run
 from permtriton.permutation import identity
-from permtriton.prune.learn import Trainer, learned_spaces
-from permtriton.prune.masked_model import masked_model
-from permtriton.prune.objective import Objective
-from permtriton.prune.relaxation import Relaxation
 
 from . import zoo
 from .graphs import BATCH, PATTERN, counted, planned, private, random_importances, traced

@@ -11,12 +11,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from permtriton.config import CompileConfig
 from permtriton.errors import CalibrationError
 from permtriton.kernels.assignment import assignment
+from permtriton.methods.learning import Trainer, learned_spaces
+from permtriton.methods.masked_model import Masks, masked_model
+from permtriton.methods.objective import Objective
+from permtriton.methods.relaxation import Relaxation
 from permtriton.model.plan import ChannelSpace, Site, linear_module
 from permtriton.permutation import identity
-from permtriton.prune.learn import Trainer, learned_spaces
-from permtriton.prune.masked_model import Masks, masked_model
-from permtriton.prune.objective import Objective
-from permtriton.prune.relaxation import Relaxation
 
 from .learning import CPU, PATTERN, QUICK, STEPS, Problem, tiny
 
@@ -134,7 +134,7 @@ def test_every_hardening_starts_from_the_prices_of_the_last(problem, monkeypatch
         given.append((score.shape, prices))
         return assignment(score), torch.full_like(prices, len(given))
 
-    monkeypatch.setattr("permtriton.prune.relaxation.assignment_warm", solve)
+    monkeypatch.setattr("permtriton.methods.relaxation.assignment_warm", solve)
     problem.learn()
     sizes = len({shape for shape, _ in given})
     assert sizes == 2

@@ -17,13 +17,13 @@ from transformers.models.auto.image_processing_auto import AutoImageProcessor
 import permtriton
 from permtriton import CompileConfig, NMPattern, find_plan
 from permtriton.cli.held_out import held_out_windows
+from permtriton.data.media import media_samples
+from permtriton.data.samples import Samples
 from permtriton.errors import CalibrationError, ModelError
 from permtriton.evaluate import evaluate
 from permtriton.model import load
 from permtriton.model.forward import last_hidden_state
-from permtriton.model.samples import Samples
 from permtriton.model.trace import trace
-from permtriton.prune.media import media_samples
 
 from . import media, zoo
 

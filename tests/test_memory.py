@@ -11,9 +11,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import permtriton
 from permtriton import compiler, memory
 from permtriton.config import CompileConfig
+from permtriton.data.samples import Samples
 from permtriton.errors import ConfigError
 from permtriton.machine import available_memory, format_bytes, peak_memory
-from permtriton.model.samples import Samples
 from permtriton.planning import find_plan
 from permtriton.sparsity import NMPattern
 

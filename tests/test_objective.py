@@ -8,11 +8,11 @@ from transformers import CohereConfig, CohereForCausalLM, PreTrainedModel
 
 from benchmarks.architectures import tiny
 from permtriton import CompileConfig
+from permtriton.data.samples import Samples
 from permtriton.errors import ConfigError
+from permtriton.methods import objective as file
+from permtriton.methods.objective import Head, Objective, dense_objective, has_head, order_objective, update_objective
 from permtriton.model.forward import hidden_states, last_hidden_state
-from permtriton.model.samples import Samples
-from permtriton.prune import objective as file
-from permtriton.prune.objective import Head, Objective, dense_objective, has_head, order_objective, update_objective
 
 from . import zoo
 from .learning import unchanged

@@ -19,17 +19,17 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from permtriton import CompileConfig, compiler
 from permtriton import offload as module
 from permtriton.config import CalibrationConfig, UpdateConfig
+from permtriton.data.samples import Samples
 from permtriton.errors import ConfigError, OutputError
 from permtriton.evaluation.held_out import Evaluation
 from permtriton.forecast import check_disk
+from permtriton.methods.fisher import fisher_information
+from permtriton.methods.statistics import site_statistics
 from permtriton.model.load import Source, load_original
 from permtriton.model.plan import named_layers
-from permtriton.model.samples import Samples
 from permtriton.offload import Offload
 from permtriton.progress import NoProgress
-from permtriton.prune.fisher import fisher_information
-from permtriton.prune.layer_stream import LayerStream
-from permtriton.prune.statistics import site_statistics
+from permtriton.running.layer_stream import LayerStream
 
 from . import zoo
 from .expert_stacks import unstacked

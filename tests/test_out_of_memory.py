@@ -15,12 +15,12 @@ from torch import Tensor
 import permtriton
 from permtriton.checkpoint import save
 from permtriton.config import CompileConfig
+from permtriton.data.samples import Samples
 from permtriton.errors import MemoryTooSmallError, VerificationError
 from permtriton.evaluation.perplexity import perplexity
 from permtriton.micro_batch import MicroBatch, is_out_of_memory
 from permtriton.model.forward import hidden_states
 from permtriton.model.plan import layer_modules
-from permtriton.model.samples import Samples
 
 from . import learning, searching, updating, zoo
 

@@ -16,7 +16,7 @@ from filelock import Timeout
 
 from permtriton.checkpoint.output import claimed, replacing_folder
 from permtriton.errors import OutputError
-from permtriton.prune.state_file import StateFile
+from permtriton.running.state import StateFile
 
 from .folders import files
 
@@ -308,7 +308,7 @@ from pathlib import Path
 import torch
 from permtriton.checkpoint.output import is_mount, replacing_folder
 from permtriton.errors import OutputError
-from permtriton.prune.state_file import StateFile
+from permtriton.running.state import StateFile
 
 def full(act):
     try:

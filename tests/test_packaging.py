@@ -20,8 +20,7 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = {"permtriton": "permtriton", "kernels": "permtriton.kernels", "passes": "permtriton.passes",
-           "cli": "permtriton.cli"}  # fmt: skip
+LINKED = ("kernels", "passes", "cli")  # folders of the root that the package links to
 
 BASE = ("errors", "sparsity", "option", "config", "command", "permutation", "durable", "progress", "ranks", "machine",
         "micro_batch", "offload", "demo")  # fmt: skip
@@ -29,9 +28,10 @@ BASE = ("errors", "sparsity", "option", "config", "command", "permutation", "dur
 LEVELS: tuple[tuple[str, ...], ...] = (
     tuple(f"permtriton.{name}" for name in BASE),
     ("permtriton.kernels",),
-    ("permtriton.model",),
+    ("permtriton.model", "permtriton.data"),
     ("permtriton.passes",),
-    ("permtriton.prune",),
+    ("permtriton.running",),
+    ("permtriton.methods",),
     ("permtriton.evaluation",),
     ("permtriton.checkpoint",),
     ("permtriton.serving",),
@@ -44,15 +44,14 @@ LEVELS: tuple[tuple[str, ...], ...] = (
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
 
 
-def sources(*folders: str) -> dict[str, Path]:
+def sources() -> dict[str, Path]:
     """Maps each module's name to its file."""
     found = {}
-    for folder in folders or FOLDERS:
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            parts = path.relative_to(ROOT / folder).with_suffix("").parts
-            name = ".".join((FOLDERS[folder], *parts)).removesuffix(".__init__")
-            found[name] = path
-    return found
+    for folder, _, files in os.walk(ROOT / "permtriton", followlinks=True):
+        for path in (Path(folder, file) for file in files if file.endswith(".py")):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            found[".".join(parts).removesuffix(".__init__")] = path
+    return dict(sorted(found.items()))
 
 
 MODULES = sources()
@@ -144,14 +143,18 @@ def test_every_module_is_in_a_listed_package():
     setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     packages = {n if p.name == "__init__.py" else n.rpartition(".")[0] for n, p in MODULES.items()}
     assert packages == set(setuptools["packages"])
-    assert setuptools["package-dir"] == {name: folder for folder, name in FOLDERS.items()}
+
+
+@pytest.mark.parametrize("name", LINKED)
+def test_the_package_links_to_the_folders_of_the_root(name):
+    assert Path("..", name) == (ROOT / "permtriton" / name).readlink()
 
 
 def test_kernels_init_imports_nothing():
     assert imported(ROOT / "kernels" / "__init__.py") == set()
 
 
-@pytest.mark.parametrize("module", sources("permtriton", "kernels", "passes"))
+@pytest.mark.parametrize("module", [name for name in MODULES if not name.startswith("permtriton.cli")])
 def test_the_library_does_not_print(module):
     calls = [node for node in syntax(MODULES[module]) if isinstance(node, ast.Call)]
     assert [call.lineno for call in calls if isinstance(call.func, ast.Name) and call.func.id == "print"] == []
@@ -203,7 +206,8 @@ def test_import_is_light_and_leaves_the_gpu_alone():
     modules, started, kernels, package = printed
     assert {"datasets", "lm_eval", "matplotlib", "pandas", "rich", "typer"} & set(modules) == set()
     assert not started
-    assert (Path(kernels), Path(package)) == (ROOT / "kernels" / "__init__.py", ROOT / "permtriton" / "__init__.py")
+    assert Path(package) == ROOT / "permtriton" / "__init__.py"
+    assert Path(kernels) == ROOT / "permtriton" / "kernels" / "__init__.py"
 
 
 def new_setuptools() -> bool:
@@ -219,9 +223,12 @@ def wheel(tmp_path_factory) -> zipfile.ZipFile:
     """The wheel of a copy of the sources, so that building leaves nothing in them."""
     there = tmp_path_factory.mktemp("wheel")
     skip = shutil.ignore_patterns("__pycache__", "*.egg-info")
-    for name in (*FOLDERS, "pyproject.toml", "README.md", "LICENSE"):
-        source = ROOT / name
-        (shutil.copytree(source, there / name, ignore=skip) if source.is_dir() else shutil.copy(source, there / name))
+    for name in ("permtriton", *LINKED, "pyproject.toml", "README.md", "LICENSE"):
+        source, target = ROOT / name, there / name
+        if source.is_dir():
+            shutil.copytree(source, target, ignore=skip, symlinks=True)
+        else:
+            shutil.copy(source, target)
     isolation = ["--no-build-isolation"] if new_setuptools() else []
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--quiet", *isolation, "--wheel-dir", "built", "."]
     result = subprocess.run(command, cwd=there, capture_output=True, text=True, timeout=240, check=False)

@@ -10,10 +10,10 @@ import permtriton
 from permtriton import CompileConfig, compiler
 from permtriton.errors import VerificationError
 from permtriton.kernels.nm_mask import top_n_mask
+from permtriton.methods import weights
+from permtriton.methods.learning import learn
 from permtriton.model.edits import moves_of
 from permtriton.permutation import compose, inverse
-from permtriton.prune import weights
-from permtriton.prune.learn import learn
 
 from . import zoo
 

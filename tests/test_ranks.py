@@ -19,7 +19,7 @@ from permtriton.errors import ConfigError, ModelError
 from permtriton.offload import check_offload
 from permtriton.preparing import planned
 from permtriton.progress import NoProgress
-from permtriton.prune.sharding import _around, _check, check_spread
+from permtriton.running.sharding import _around, _check, check_spread
 from permtriton.stages import Work
 
 from . import zoo

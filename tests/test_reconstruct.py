@@ -8,14 +8,14 @@ from torch import nn
 from transformers import AlbertConfig, AlbertModel
 
 from permtriton import NMPattern, find_plan
+from permtriton.data.samples import Samples
 from permtriton.errors import CalibrationError
+from permtriton.methods import reconstruction as module
+from permtriton.methods.kept_weights import split
+from permtriton.methods.reconstruction import squared_loss
 from permtriton.model.experts import unstacked_experts
 from permtriton.model.plan import layer_modules
-from permtriton.model.samples import Samples
-from permtriton.prune import reconstruct as module
-from permtriton.prune.kept_weights import split
-from permtriton.prune.layer_calls import find_chains, record_chain
-from permtriton.prune.reconstruct import squared_loss
+from permtriton.running.layer_calls import find_chains, record_chain
 
 from . import zoo
 from .updating import STEPS, Pruned, Recording, equal, facts, interrupt, only_kept_weights_change, tiny

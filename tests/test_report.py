@@ -16,12 +16,12 @@ import permtriton
 from permtriton.checkpoint.export import export
 from permtriton.checkpoint.record import RECORD, check_form, read_comparison
 from permtriton.cli.main import app
+from permtriton.data.samples import Samples
 from permtriton.errors import ModelError
 from permtriton.kernels.nm_mask import top_n_mask
+from permtriton.methods.statistics import site_statistics
 from permtriton.model.plan import linear_module, weight_in_out
-from permtriton.model.samples import Samples
 from permtriton.progress import NoProgress
-from permtriton.prune.statistics import site_statistics
 from permtriton.reporting import sections
 from permtriton.reporting.folders import layer_of, method_of, read_folders
 from permtriton.reporting.masks import corner, pictured_linears

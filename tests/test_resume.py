@@ -6,7 +6,7 @@ import pytest
 
 import permtriton
 from permtriton.errors import OutputError, PermTritonError
-from permtriton.prune.resume import ResumeFile
+from permtriton.methods.learning_state import ResumeFile
 
 from . import zoo
 from .learning import QUICK, STEPS, Counting, plant, same_history, stop, tiny, unchanged
@@ -62,7 +62,7 @@ def test_a_state_that_cannot_be_written_is_a_clear_error(problem, tmp_path, monk
     def full(*_args: object, **_kwargs: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("permtriton.prune.state_file.save_file", full)
+    monkeypatch.setattr("permtriton.running.state.save_file", full)
     with unchanged(problem.model), pytest.raises(PermTritonError, match="No space left"):
         problem.learn(resume=ResumeFile(tmp_path / "state.safetensors", MINE))
     assert list(tmp_path.iterdir()) == []

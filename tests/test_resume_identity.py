@@ -12,8 +12,8 @@ from torch import nn
 import permtriton
 from permtriton import CompileConfig
 from permtriton.errors import OutputError
+from permtriton.methods.learning_state import ResumeFile
 from permtriton.model.checks import model_hash
-from permtriton.prune.resume import ResumeFile
 
 from . import zoo
 from .learning import QUICK, unchanged

@@ -10,9 +10,9 @@ import permtriton
 from permtriton import CompileConfig
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.nm_mask import top_n_mask
+from permtriton.methods.heuristic_order import heuristic_indices, retained, space_scores
 from permtriton.model.plan import ChannelSpace, Plan, Site
 from permtriton.progress import NoProgress
-from permtriton.prune.heuristic import heuristic_indices, retained, space_scores
 
 from . import zoo
 from .kernel_inputs import TWO_FOUR, rng

@@ -5,8 +5,8 @@ import torch
 
 import permtriton
 from permtriton import CompileConfig
+from permtriton.data.samples import Samples
 from permtriton.errors import CalibrationError
-from permtriton.model.samples import Samples
 
 from . import media, zoo
 

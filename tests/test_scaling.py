@@ -9,9 +9,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from permtriton import NMPattern, find_plan
 from permtriton.config import CompileConfig
-from permtriton.model.samples import Samples
+from permtriton.data.samples import Samples
+from permtriton.methods.fisher import fisher_information
 from permtriton.progress import NoProgress
-from permtriton.prune.fisher import fisher_information
 
 from . import zoo
 

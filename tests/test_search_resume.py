@@ -10,8 +10,8 @@ from safetensors.torch import save_file
 import permtriton
 from permtriton import CompileConfig, compiler
 from permtriton.errors import OutputError, VerificationError
+from permtriton.methods.swap_search import Searched, SearchFile, search
 from permtriton.permutation import inverse
-from permtriton.prune.search import Searched, SearchFile, search
 
 from . import zoo
 from .learning import Counting, plant, stop, tiny, unchanged

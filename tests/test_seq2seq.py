@@ -23,15 +23,15 @@ from transformers import (
 import permtriton
 from permtriton import CompileConfig, NMPattern, find_plan
 from permtriton.config import CalibrationConfig
+from permtriton.data.text import calibration_ids, check_samples, evaluation_ids
 from permtriton.errors import CalibrationError
 from permtriton.evaluation.perplexity import perplexity
+from permtriton.methods.objective import Head, has_head
+from permtriton.methods.reconstruction import _layers
 from permtriton.model.forward import last_hidden_state, max_tokens
 from permtriton.model.plan import Placement
 from permtriton.model.seq2seq import arguments_of, samples_of
-from permtriton.prune.layer_calls import find_chains
-from permtriton.prune.objective import Head, has_head
-from permtriton.prune.reconstruct import _layers
-from permtriton.prune.text import calibration_ids, check_samples, evaluation_ids
+from permtriton.running.layer_calls import find_chains
 
 from .zoo import VOCABULARY, randomize, token_ids
 

@@ -3,8 +3,8 @@ import torch
 from torch import Tensor
 
 from permtriton.kernels.nm_mask import top_n_mask
-from permtriton.prune import sparsegpt as update
-from permtriton.prune.sparsegpt import damped, inverse_diagonal, sparsegpt
+from permtriton.methods import obs as update
+from permtriton.methods.obs import damped, inverse_diagonal, sparsegpt
 from permtriton.sparsity import NMPattern
 
 TWO_FOUR = NMPattern(2, 4)

@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from permtriton.data.samples import Samples
+from permtriton.methods.statistics import hessians, site_statistics
 from permtriton.model.plan import linear_module
-from permtriton.model.samples import Samples
 from permtriton.progress import NoProgress
-from permtriton.prune.layer_inputs import from_model
-from permtriton.prune.statistics import hessians, site_statistics
+from permtriton.running.layer_inputs import from_model
 
 from . import zoo
 

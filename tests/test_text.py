@@ -10,14 +10,14 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from permtriton.config import CalibrationConfig
+from permtriton.data.samples import Samples
+from permtriton.data.text import HUB_DATASETS, calibration_ids, evaluation_ids
 from permtriton.errors import CalibrationError
+from permtriton.methods.statistics import channel_norms, hessians
 from permtriton.model.plan import linear_module
-from permtriton.model.samples import Samples
 from permtriton.planning import find_plan
 from permtriton.progress import NoProgress
-from permtriton.prune.layer_inputs import from_model
-from permtriton.prune.statistics import channel_norms, hessians
-from permtriton.prune.text import HUB_DATASETS, calibration_ids, evaluation_ids
+from permtriton.running.layer_inputs import from_model
 from permtriton.sparsity import NMPattern
 
 from . import zoo

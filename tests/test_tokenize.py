@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import processors
 
+from permtriton.data import tokenize
+from permtriton.data.tokenize import LONGEST_LINE, pieces, token_ids
 from permtriton.errors import CalibrationError
-from permtriton.prune import tokenize
-from permtriton.prune.tokenize import LONGEST_LINE, pieces, token_ids
 
 from .sentences import SENTENCE, trained_tokenizer
 

@@ -9,10 +9,10 @@ from transformers import PreTrainedModel
 
 import permtriton.model.plan
 from permtriton import CompileConfig, NMPattern, find_plan
+from permtriton.data.samples import Samples
 from permtriton.errors import VerificationError
 from permtriton.model.inputs import other_inputs
 from permtriton.model.plan import Plan
-from permtriton.model.samples import Samples
 from permtriton.passes.unseen import Unseen
 
 from . import off_path, zoo

@@ -12,7 +12,7 @@ from permtriton import CompileConfig, preparing
 from permtriton.checkpoint import quantizer
 from permtriton.checkpoint.export import export
 from permtriton.errors import VerificationError
-from permtriton.prune.statistics import site_statistics
+from permtriton.methods.statistics import site_statistics
 
 from . import folders, zoo
 

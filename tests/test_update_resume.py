@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from permtriton.errors import OutputError
-from permtriton.prune.state_file import StateFile
+from permtriton.running.state import StateFile
 
 from .updating import STEPS, Recording, equal, interrupt, same, tiny
 

@@ -19,12 +19,12 @@ from transformers import PreTrainedModel
 
 import permtriton
 from permtriton import CompileConfig, PermTritonError, ranks
+from permtriton.data.samples import Samples
+from permtriton.methods.fisher import fisher_information
 from permtriton.model.experts import unstacked_experts
 from permtriton.model.forward import last_hidden_state
-from permtriton.model.samples import Samples
 from permtriton.planning import find_plan
 from permtriton.progress import NoProgress
-from permtriton.prune.fisher import fisher_information
 from tests import updating, zoo
 
 RANKS = 2

@@ -11,16 +11,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from permtriton import CompileConfig, NMPattern, find_plan
+from permtriton.data.samples import Samples
+from permtriton.methods.distillation import distill
+from permtriton.methods.importance import importances_of
+from permtriton.methods.kept_weights import Trained
+from permtriton.methods.objective import Objective, dense_objective, has_head
+from permtriton.methods.reconstruction import Reconstructed, reconstruct
+from permtriton.methods.weights import mask_weights
 from permtriton.model.checks import check_pruned
 from permtriton.model.plan import Plan, linear_module, weight_in_out
-from permtriton.model.samples import Samples
 from permtriton.progress import NoProgress
-from permtriton.prune.distill import distill
-from permtriton.prune.importance import importances_of
-from permtriton.prune.kept_weights import Trained
-from permtriton.prune.objective import Objective, dense_objective, has_head
-from permtriton.prune.reconstruct import Reconstructed, reconstruct
-from permtriton.prune.weights import mask_weights
 
 from . import zoo
 

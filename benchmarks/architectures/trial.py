@@ -23,13 +23,13 @@ from benchmarks.architectures import tiny
 from benchmarks.architectures.table import LAYOUTS, TOLERANCE
 from permtriton import CompileConfig, compiler, planning
 from permtriton.checkpoint.export import export
+from permtriton.data.samples import Samples
 from permtriton.errors import PermTritonError
 from permtriton.model.apply import apply_edits
 from permtriton.model.core import ENCODER_STATE, has_head
 from permtriton.model.edits import edits_of, moves_of
 from permtriton.model.experts import unstacked_experts
 from permtriton.model.plan import ChannelSpace, Plan
-from permtriton.model.samples import Samples
 
 OPTIONS = {"permutation": "heuristic", "importance": "magnitude", "row_weights": "none", "skip_indivisible": True}
 SEEDS = (2, 3, 4)  # of inputs

@@ -21,6 +21,7 @@ from benchmarks.gpu.table import OURS
 from benchmarks.shared import PATTERN, step_seconds
 from permtriton import find_plan
 from permtriton.config import CompileConfig
+from permtriton.data.samples import Samples
 from permtriton.kernels import cusparselt
 from permtriton.kernels.nm_mask import nm_mask_backward_case, nm_mask_case
 from permtriton.kernels.norm_permute import norm_permute_case
@@ -33,7 +34,6 @@ from permtriton.machine import peak_memory
 from permtriton.model.forward import hidden_states
 from permtriton.model.modules import SparseLinear, replace_module
 from permtriton.model.plan import Plan
-from permtriton.model.samples import Samples
 
 SHAPES_7B = [(11008, 4096), (4096, 11008), (4096, 4096)]
 SAME_MODEL = 5e-2  # bfloat16 through 32 layers, sums in another order

@@ -15,13 +15,13 @@ from permtriton.command import compile_command
 from permtriton.config import CompileConfig
 from permtriton.errors import ModelError
 from permtriton.machine import determinism, device_name, peak_memory, versions
+from permtriton.methods.learning import Learned
+from permtriton.methods.swap_search import Searched
 from permtriton.model.edits import moves_of
 from permtriton.model.load import REPORT_FILE
 from permtriton.model.plan import ChannelSpace, Placement, Plan, Site, linear_module, weight_in_out
 from permtriton.passes.pipeline import PassResult
 from permtriton.permutation import inverse, moved
-from permtriton.prune.learn import Learned
-from permtriton.prune.search import Searched
 
 
 def to_json(report: Any) -> str:

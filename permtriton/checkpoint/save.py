@@ -19,6 +19,8 @@ from permtriton.checkpoint.output import replacing_folder
 from permtriton.checkpoint.quantizer import checkpoint_config
 from permtriton.checkpoint.report import to_json
 from permtriton.config import CompileConfig
+from permtriton.data.media import Processor
+from permtriton.data.samples import Samples
 from permtriton.errors import VerificationError, first_line
 from permtriton.machine import available_memory, peak_memory, release_memory
 from permtriton.micro_batch import is_out_of_memory
@@ -27,11 +29,9 @@ from permtriton.model.expert_linears import input_dim
 from permtriton.model.experts import stacked_name
 from permtriton.model.load import REPORT_FILE
 from permtriton.model.plan import Plan
-from permtriton.model.samples import Samples
 from permtriton.model.stored import CONFIG_FILE
 from permtriton.offload import Offload
-from permtriton.prune.media import Processor
-from permtriton.prune.state_file import StateFile
+from permtriton.running.state import StateFile
 from permtriton.sparsity import NMPattern
 
 SHARD_SIZE = "5GB"

@@ -11,8 +11,8 @@ from permtriton.comparison.methods import DENSE
 from permtriton.comparison.results import RowResult
 from permtriton.comparison.run import Yardstick
 from permtriton.config import CompileConfig
+from permtriton.data.samples import Samples
 from permtriton.model.forward import with_tokens
-from permtriton.model.samples import Samples
 from permtriton.model.seq2seq import with_decoder_ids
 
 Cell = str | int | float | None

@@ -15,12 +15,12 @@ from permtriton.comparison.methods import ABLATIONS, DENSE, PLAIN, Row
 from permtriton.comparison.results import Key, Measured, ResultFile, RowResult
 from permtriton.compiler import compile
 from permtriton.config import CalibrationConfig, CompileConfig
+from permtriton.data.samples import Inputs, Samples
+from permtriton.data.text import calibration_samples, check_samples
 from permtriton.errors import ConfigError
 from permtriton.evaluate import evaluate
 from permtriton.model.checks import model_hash
-from permtriton.model.samples import Inputs, Samples
 from permtriton.progress import NoProgress, Progress
-from permtriton.prune.text import calibration_samples, check_samples
 
 if TYPE_CHECKING:  # it imports lm_eval, which takes seconds
     from permtriton.evaluation.tasks import Tasks

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from permtriton.data.samples import Inputs, Samples
 from permtriton.evaluation.perplexity import perplexity, perplexity_by_layers, windows_at_once
 from permtriton.model.forward import hidden_states, mean_cosine_loss, with_tokens
-from permtriton.model.samples import Inputs, Samples
 from permtriton.model.seq2seq import arguments_of, predicted
 from permtriton.offload import Offload
 from permtriton.progress import Progress
-from permtriton.prune.layer_stream import LayerStream
+from permtriton.running.layer_stream import LayerStream
 
 MAX_ENCODER_WINDOWS = 64  # the dense model's hidden states on these samples stay in memory
 

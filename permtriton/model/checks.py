@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from permtriton.data.samples import Samples
 from permtriton.errors import VerificationError
 from permtriton.model.forward import without_cache
 from permtriton.model.plan import Plan, linear_module, weight_in_out
-from permtriton.model.samples import Samples
 from permtriton.sparsity import NMPattern
 
 # Largest allowed difference between two computations of the same function in different orders, relative to the largest

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from permtriton import ranks
+from permtriton.data.samples import Samples
 from permtriton.errors import CalibrationError, first_line
 from permtriton.micro_batch import MicroBatch, is_out_of_memory
 from permtriton.model.core import core_of, takes_decoder_ids
-from permtriton.model.samples import Samples
 from permtriton.model.seq2seq import arguments_of
 
 TOKENS_WITHOUT_LOGITS = 4096  # at once, in forward passes without gradients up to the last hidden state

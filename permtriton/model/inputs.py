@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from permtriton.data.samples import Samples
 from permtriton.model.forward import without_cache
-from permtriton.model.samples import Samples
 
 STATES = ("encoder_hidden_states", "cross_attention_states")
 STATE_TOKENS = 5

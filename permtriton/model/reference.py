@@ -5,11 +5,11 @@ from functools import partial
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from permtriton.data.samples import Samples
 from permtriton.errors import CalibrationError
 from permtriton.model.checks import check_same_outputs, first_output
 from permtriton.model.inputs import other_inputs
 from permtriton.model.routing import Routing
-from permtriton.model.samples import Samples
 
 SEQUENCES, TOKENS = 2, 64
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from permtriton.data.samples import Samples
 from permtriton.errors import CalibrationError
 from permtriton.model.core import DECODER_IDS, takes_decoder_ids
-from permtriton.model.samples import Samples
 
 WRITTEN_TOKENS = 64  # that a decoder writes to sound or images that come without text
 

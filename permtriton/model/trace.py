@@ -18,12 +18,12 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from transformers import PreTrainedModel
 
+from permtriton.data.samples import Samples
 from permtriton.errors import ModelError
 from permtriton.model.branches import Answers, converted, samples_like
 from permtriton.model.core import ENCODER_STATE, check_towers, has_head, recorded_states
-from permtriton.model.examples import examples
 from permtriton.model.forward import without_cache
-from permtriton.model.samples import Samples
+from permtriton.model.trace_inputs import examples
 
 OTHER_VALUES = "other_values"  # in the meta of a graph that has the model's channels but computes other values
 GUARDS = {torch.ops.aten._assert_tensor_metadata.default}  # checks that the graph does not need
@@ -77,8 +77,8 @@ def trace(model: PreTrainedModel, sample: Samples | None = None) -> Traced:
 
     Args:
         model: model to trace.
-        sample: sample whose shapes are traced; None for `permtriton.model.examples.examples`, of which the first that
-            the model takes is traced.
+        sample: sample whose shapes are traced; None for the first of
+            `permtriton.model.trace_inputs.examples` that the model takes.
 
     The encoder's last hidden state, which an encoder-decoder with a head returns beside its logits, is not among the
     outputs of the graph: as the states between layers, it is the model's own, and its channels may move.

@@ -13,15 +13,15 @@ from permtriton.config import CompileConfig, LearnConfig
 from permtriton.kernels import autotune, cusparselt
 from permtriton.kernels.sparse_linear import CUSPARSELT, MMA, PACKED, ROUTE_CONFIGS, routed
 from permtriton.kernels.tools.timing import relative_error
+from permtriton.methods.importance import importance_of
+from permtriton.methods.learning import learn
+from permtriton.methods.objective import Objective
+from permtriton.methods.statistics import channel_norms
 from permtriton.model.forward import hidden_states
 from permtriton.model.modules import SparseLinear
 from permtriton.model.plan import linear_module, weight_in_out
 from permtriton.planning import find_plan
 from permtriton.progress import NoProgress
-from permtriton.prune.importance import importance_of
-from permtriton.prune.learn import learn
-from permtriton.prune.objective import Objective
-from permtriton.prune.statistics import channel_norms
 
 from .. import folders
 

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from permtriton.data.samples import Samples
 from permtriton.model.core import DECODER_IDS, takes_decoder_ids
-from permtriton.model.samples import Samples
 
 TRACE_TOKENS = 4  # few, so that following channels is cheap; more than one, so that mixing of tokens shows
 MORE_TOKENS = 16  # for models that halve a text several times

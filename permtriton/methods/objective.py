@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from permtriton import ranks
 from permtriton.config import CompileConfig, ObjectiveKind
+from permtriton.data.samples import Samples
 from permtriton.errors import ConfigError
 from permtriton.model.checks import TOLERANCE, relative_difference
 from permtriton.model.core import core_of, has_head, takes_decoder_ids
@@ -29,7 +30,6 @@ from permtriton.model.forward import (
     to_numbers,
     without_cache,
 )
-from permtriton.model.samples import Samples
 
 LOGITS_AT_ONCE = 1 << 24  # logits of one chunk of tokens; a few float32 copies of them are alive at once
 PROBE_TOKENS = 8

@@ -8,17 +8,17 @@ from transformers import PreTrainedModel
 
 from permtriton import ranks
 from permtriton.config import CompileConfig
+from permtriton.data.samples import Samples
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.nm_mask import top_n_mask
+from permtriton.methods.importance import importance_of
+from permtriton.methods.obs import sparsegpt
+from permtriton.methods.statistics import hessians
 from permtriton.model.checks import check_kept, zeros_in_groups
 from permtriton.model.plan import Plan, linear_module, weight_in_out
-from permtriton.model.samples import Samples
 from permtriton.progress import Progress
-from permtriton.prune.importance import importance_of
-from permtriton.prune.layer_calls import Empty
-from permtriton.prune.layer_inputs import layer_by_layer
-from permtriton.prune.sparsegpt import sparsegpt
-from permtriton.prune.statistics import hessians
+from permtriton.running.layer_calls import Empty
+from permtriton.running.layer_inputs import layer_by_layer
 from permtriton.sparsity import NMPattern
 
 CANCELLED = 1e-3  # share of the groups in which an update may cancel a kept weight exactly

@@ -15,14 +15,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from permtriton import demo
 from permtriton.config import CalibrationConfig, CompileConfig
+from permtriton.data.media import Processor, is_media, media_samples
+from permtriton.data.pairs import Pair, are_pairs, paired_windows
+from permtriton.data.samples import Inputs, Samples
+from permtriton.data.tokenize import token_ids
 from permtriton.errors import CalibrationError, first_line, reading, shown
 from permtriton.model.core import DECODER_IDS, takes_decoder_ids
 from permtriton.model.forward import check_length
-from permtriton.model.samples import Inputs, Samples
 from permtriton.model.seq2seq import arguments_of, samples_of
-from permtriton.prune.media import Processor, is_media, media_samples
-from permtriton.prune.pairs import Pair, are_pairs, paired_windows
-from permtriton.prune.tokenize import token_ids
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -122,7 +122,7 @@ def calibration_samples(config: CompileConfig, tokenizer: Processor | None, mode
         model: The model to calibrate.
 
     Raises:
-        CalibrationError: As for `calibration_ids` or `permtriton.prune.media.media_samples`, or the sequences are
+        CalibrationError: As for `calibration_ids` or `permtriton.data.media.media_samples`, or the sequences are
             longer than the model can take.
     """
     source, count = config.calibration.calibration, config.calibration.samples

@@ -24,17 +24,17 @@ from transformers import PreTrainedModel
 
 from permtriton import ranks
 from permtriton.config import CompileConfig
+from permtriton.data.samples import Samples
 from permtriton.errors import ConfigError
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.swap_gains import swap_gains
+from permtriton.methods.fisher import fisher_information
+from permtriton.methods.hard_masks import HardMasks, hard_masked
+from permtriton.methods.objective import Objective
 from permtriton.model.plan import ChannelSpace, Plan
-from permtriton.model.samples import Samples
 from permtriton.permutation import identity, moved
 from permtriton.progress import Progress
-from permtriton.prune.fisher import fisher_information
-from permtriton.prune.hard_masks import HardMasks, hard_masked
-from permtriton.prune.objective import Objective
-from permtriton.prune.state_file import StateFile, read_records
+from permtriton.running.state import StateFile, read_records
 
 PARTNERS = 8  # best partners of each channel that the matching chooses from
 GAINS_AT_ONCE = 1 << 24  # gains of a panel of channels with all their partners, in memory at once

@@ -23,11 +23,11 @@ from permtriton import ranks
 from permtriton.config import CompileConfig
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.nm_mask import nm_mask, nm_mask_backward
+from permtriton.methods.relaxation import Relaxation, SiteBlocks
 from permtriton.model.forward import replaced_forwards
 from permtriton.model.plan import Plan, layer_modules, linear_module
 from permtriton.permutation import identity
-from permtriton.prune.relaxation import Relaxation, SiteBlocks
-from permtriton.prune.sharding import spread
+from permtriton.running.sharding import spread
 
 
 class _MaskedWeight(nn.Module):

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from permtriton import ranks
+from permtriton.data.samples import Samples
 from permtriton.model.forward import last_hidden_state
 from permtriton.model.plan import Plan, Site, layer_names, linear_module
-from permtriton.model.samples import Samples
-from permtriton.prune.layer_calls import Empty, LayerCalls, find_chains, record_chain
-from permtriton.prune.sharding import is_spread
+from permtriton.running.layer_calls import Empty, LayerCalls, find_chains, record_chain
+from permtriton.running.sharding import is_spread
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from permtriton import ranks
 from permtriton.config import CompileConfig
 from permtriton.errors import CalibrationError, VerificationError
+from permtriton.methods.masked_model import frozen
+from permtriton.methods.promises import check_loss
 from permtriton.micro_batch import MicroBatch
 from permtriton.model.plan import linear_module
 from permtriton.progress import Advance
-from permtriton.prune.masked_model import frozen
-from permtriton.prune.promises import check_loss
-from permtriton.prune.state_file import read_records
+from permtriton.running.state import read_records
 
 HELD_OUT = 0.1  # share of the calibration sequences that decides which epoch is kept
 WARM_UP = 0.05  # share of the steps in which the learning rate rises to its peak

@@ -6,10 +6,10 @@ from dataclasses import asdict
 
 import torch
 
+from permtriton.methods.learning import Epoch, Learned
+from permtriton.methods.relaxation import Relaxation
 from permtriton.permutation import identity
-from permtriton.prune.learn import Epoch, Learned
-from permtriton.prune.relaxation import Relaxation
-from permtriton.prune.state_file import StateFile, read_records
+from permtriton.running.state import StateFile, read_records
 
 OPTIMIZER_KEYS = ("step", "exp_avg", "exp_avg_sq")
 

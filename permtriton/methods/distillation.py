@@ -7,11 +7,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from permtriton.config import CompileConfig
-from permtriton.model.forward import last_hidden_state
-from permtriton.model.plan import Plan, layer_modules
-from permtriton.model.samples import Samples
-from permtriton.progress import Progress
-from permtriton.prune.kept_weights import (
+from permtriton.data.samples import Samples
+from permtriton.methods.kept_weights import (
     MOMENTS,
     KeptWeights,
     Trained,
@@ -19,9 +16,12 @@ from permtriton.prune.kept_weights import (
     steps_per_epoch,
     weights_of,
 )
-from permtriton.prune.masked_model import checkpointed
-from permtriton.prune.objective import Objective
-from permtriton.prune.state_file import StateFile
+from permtriton.methods.masked_model import checkpointed
+from permtriton.methods.objective import Objective
+from permtriton.model.forward import last_hidden_state
+from permtriton.model.plan import Plan, layer_modules
+from permtriton.progress import Progress
+from permtriton.running.state import StateFile
 
 
 @torch.enable_grad()

@@ -9,16 +9,16 @@ from transformers import PreTrainedModel
 
 from permtriton import ranks
 from permtriton.config import ImportanceMethod
+from permtriton.data.samples import Samples
 from permtriton.errors import CalibrationError
+from permtriton.methods.obs import inverse_diagonal
 from permtriton.model.edits import Move
 from permtriton.model.experts import expert_of
 from permtriton.model.modules import GatheredLinear
 from permtriton.model.plan import Plan, Site, linear_module
-from permtriton.model.samples import Samples
 from permtriton.offload import Offload
 from permtriton.progress import Advance, Progress
-from permtriton.prune.layer_inputs import LayerInputs, from_model, layer_by_layer, once_each
-from permtriton.prune.sparsegpt import inverse_diagonal
+from permtriton.running.layer_inputs import LayerInputs, from_model, layer_by_layer, once_each
 
 
 def site_statistics(

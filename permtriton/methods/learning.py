@@ -17,17 +17,17 @@ from transformers import PreTrainedModel
 
 from permtriton import ranks
 from permtriton.config import CompileConfig, LearnConfig
+from permtriton.data.samples import Samples
 from permtriton.errors import CalibrationError, ConfigError, MemoryTooSmallError
 from permtriton.kernels.importance import ImportanceFactors
+from permtriton.methods.masked_model import Masks, masked_model
+from permtriton.methods.objective import Objective
+from permtriton.methods.relaxation import Relaxation
 from permtriton.micro_batch import MicroBatch, Result
 from permtriton.model.forward import last_hidden_state
 from permtriton.model.plan import ChannelSpace, Plan
-from permtriton.model.samples import Samples
 from permtriton.permutation import identity, moved
 from permtriton.progress import Progress
-from permtriton.prune.masked_model import Masks, masked_model
-from permtriton.prune.objective import Objective
-from permtriton.prune.relaxation import Relaxation
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Learned:
 
 
 class LearningState(Protocol):
-    """Storage of the state between epochs; `permtriton.prune.resume.ResumeFile` is one."""
+    """Storage of the state between epochs; `permtriton.methods.learning_state.ResumeFile` is one."""
 
     def load(self, relaxation: Relaxation, optimizer: torch.optim.Optimizer, epochs: int) -> Learned | None:
         """Restores the stored state and returns the result so far, of at most ``epochs``; None where none is stored."""
@@ -116,7 +116,7 @@ def learn(
         config: Options; the seed is that of the initial logits and of the order of sequences.
         progress: Progress reporter.
         resume: Storage of the state between epochs, to continue from and to write to; None keeps no state.
-        keep_masked: Whether memory allows to compute masks once per step, see `permtriton.prune.masked_model`.
+        keep_masked: Whether memory allows to compute masks once per step, see `permtriton.methods.masked_model`.
         spread_on: Device on which the weights of ``model``, a twin, are spread over the ranks; None where they are not.
 
     Raises:

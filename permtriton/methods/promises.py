@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from permtriton.errors import VerificationError
 from permtriton.kernels.importance import ImportanceFactors
+from permtriton.methods.heuristic_order import retained
 from permtriton.model.plan import Plan, linear_module, weight_in_out
-from permtriton.prune.heuristic import retained
 from permtriton.sparsity import NMPattern
 
 RETAINED_TOLERANCE = 1e-3  # relative: a few scores may tie, and row sums round differently in another order

@@ -19,8 +19,8 @@ from scipy.signal import resample_poly
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from permtriton.data.samples import Samples
 from permtriton.errors import CalibrationError, first_line, reading
-from permtriton.model.samples import Samples
 
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp")
 SOUNDS = (".wav",)

@@ -13,27 +13,28 @@ from transformers.pytorch_utils import Conv1D
 
 from permtriton import ranks
 from permtriton.config import CompileConfig
+from permtriton.data.samples import Samples
 from permtriton.errors import CalibrationError, ConfigError
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.nm_mask import nm_mask
 from permtriton.kernels.swap_gains import Curvature, SwapTerms, swap_terms
+from permtriton.methods.fisher import Fisher
+from permtriton.methods.masked_model import checkpointed, frozen
+from permtriton.methods.objective import Objective
 from permtriton.micro_batch import MicroBatch
 from permtriton.model.edits import runs_of
 from permtriton.model.experts import expert_of
 from permtriton.model.forward import last_hidden_state, to_numbers
 from permtriton.model.plan import ChannelSpace, Plan, Site, layer_modules, linear_module
-from permtriton.model.samples import Samples
-from permtriton.prune.fisher import Fisher
-from permtriton.prune.masked_model import checkpointed, frozen
-from permtriton.prune.objective import Objective
-from permtriton.prune.sharding import is_spread, rows_of_share, share
+from permtriton.running.sharding import is_spread, rows_of_share, share
 
 
 @dataclass
 class _Masked:
     """A pruned linear: its parameter holds the masked weight meanwhile.
 
-    Where weights are spread over the ranks (`permtriton.prune.sharding`), all but the parameter is of this rank's rows.
+    Where weights are spread over the ranks (`permtriton.running.sharding`), all but the parameter is of this rank's
+    rows.
 
     Attributes:
         site: Site that it reads.

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
+from permtriton.data.samples import Samples
 from permtriton.model.forward import last_hidden_state, replaced_forwards
-from permtriton.model.samples import Samples
-from permtriton.prune.layer_calls import (
+from permtriton.running.layer_calls import (
     Empty,
     Form,
     find_chains,

@@ -18,14 +18,14 @@ from transformers import PreTrainedModel
 
 from permtriton import ranks
 from permtriton.config import CompileConfig
+from permtriton.data.samples import Samples
+from permtriton.methods.kept_weights import KeptWeights, Trained, Trainer, steps_per_epoch, weights_of
 from permtriton.model.forward import cosine_loss
 from permtriton.model.plan import Plan, layer_names, linear_module
-from permtriton.model.samples import Samples
 from permtriton.offload import Offload
 from permtriton.progress import Advance, Progress
-from permtriton.prune.kept_weights import KeptWeights, Trained, Trainer, steps_per_epoch, weights_of
-from permtriton.prune.layer_calls import Empty, LayerCalls, find_chains, record_chain
-from permtriton.prune.state_file import StateFile
+from permtriton.running.layer_calls import Empty, LayerCalls, find_chains, record_chain
+from permtriton.running.state import StateFile
 
 
 @dataclass
