@@ -15,6 +15,7 @@ from permtriton.config import CompileConfig
 from permtriton.errors import ConfigError, OutputError
 from permtriton.model import load
 from permtriton.model.plan import Placement, Plan
+from permtriton.output_files import check_file, write_file
 from permtriton.passes import drawing
 from permtriton.passes.pipeline import PASS_NAMES, PassResult, run_with_stand_ins
 from permtriton.sparsity import NMPattern
@@ -27,6 +28,8 @@ def run(
     only: str | None,
     layer: int | None,
     dot: Path | None,
+    *,
+    overwrite: bool,
     json: bool,
 ) -> None:
     """Prints the plan of a model, or its graph after each compiler pass.
@@ -38,6 +41,7 @@ def run(
         only: the only pass to print the graph after; None for all.
         layer: the only layer to print; None for the whole model.
         dot: file to draw the graph to, or None.
+        overwrite: whether an earlier file may be replaced that is no drawing of this command.
         json: whether to print JSON.
 
     Raises:
@@ -52,7 +56,7 @@ def run(
     if json and graphs:
         raise ConfigError("--json prints sites, not graphs: drop it, or --graph, --pass and --dot")
     if dot is not None:
-        check_drawing(dot)
+        check_drawing(dot, overwrite=overwrite)
     empty = load.load_empty_model(source)
     plan, traced = planning.plan_model(empty, config)
     block_size = config.learn.block_size
@@ -105,16 +109,24 @@ def layer_name(plan: Plan, layer: int) -> str:
     raise ConfigError(f"layer is {layer}: this model's pruned layers are {known[0]} to {known[-1]}")
 
 
-def check_drawing(file: Path) -> None:
+def check_drawing(file: Path, *, overwrite: bool) -> None:
     """Refuses, before any work, a file that `write_drawing` cannot write.
 
     Raises:
         ConfigError: another suffix than .dot and .svg, or an SVG without Graphviz.
+        OutputError: as `permtriton.output_files.check_file`.
     """
     if file.suffix not in (".dot", ".svg"):
         raise ConfigError(f"--dot {file}: write a file that ends in .dot or .svg")
     if file.suffix == ".svg" and shutil.which("dot") is None:
         raise ConfigError(f"--dot {file}: an SVG needs the program dot of Graphviz; install it, or write a .dot file")
+    check_file(file, overwrite=overwrite, ours=_is_drawing)
+
+
+def _is_drawing(file: Path) -> bool:
+    with file.open("rb") as opened:
+        start = opened.read(1000)
+    return start.startswith(b"digraph permtriton {") or b"<!-- Title: permtriton " in start  # as Graphviz has it
 
 
 def write_drawing(text: str, file: Path) -> None:
@@ -127,16 +139,14 @@ def write_drawing(text: str, file: Path) -> None:
     Raises:
         OutputError: the file cannot be written, or Graphviz fails.
     """
+    drawing = text.encode()
     try:
-        if file.suffix == ".dot":
-            file.write_text(text, encoding="utf-8")
-        else:
-            subprocess.run(["dot", "-Tsvg", "-o", str(file)], input=text.encode(), check=True, capture_output=True)
-    except OSError as error:
-        raise OutputError(f"--dot {file} cannot be written: {error.strerror}") from error
+        if file.suffix == ".svg":
+            drawing = subprocess.run(["dot", "-Tsvg"], input=drawing, check=True, capture_output=True).stdout
     except subprocess.CalledProcessError as error:
         said = " ".join(error.stderr.decode(errors="replace").split())
         raise OutputError(f"--dot {file} cannot be written: the program dot of Graphviz says {said!r}") from error
+    write_file(file, drawing)
 
 
 def _print(plan: Plan, block_size: int) -> None:

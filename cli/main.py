@@ -24,6 +24,7 @@ from permtriton.cli.options import (
     Json,
     Model,
     OffloadFolder,
+    Overwrite,
     Patterns,
     Recipe,
     Shard,
@@ -144,6 +145,7 @@ def inspect(
     dot: Annotated[
         Path | None, typer.Option(help="Draw a layer's graph after --pass (or the last): .dot, or .svg with Graphviz.")
     ] = None,
+    overwrite: Overwrite = False,
     json: Json = False,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
@@ -153,7 +155,16 @@ def inspect(
     from permtriton.cli.inspect import run
     from permtriton.model.load import Source
 
-    run(Source(model, trust_remote_code=trust_remote_code), config, graph, only, layer, dot, json)
+    run(
+        Source(model, trust_remote_code=trust_remote_code),
+        config,
+        graph,
+        only,
+        layer,
+        dot,
+        overwrite=overwrite,
+        json=json,
+    )
 
 
 @app.command()
@@ -207,7 +218,11 @@ def compare(
     ] = None,
     overwrite: Annotated[
         bool,
-        typer.Option("--overwrite", help="Measure everything anew, whatever is kept.", rich_help_panel=RUNNING),
+        typer.Option(
+            "--overwrite",
+            help="Measure everything anew, whatever is kept, and replace any earlier file.",
+            rich_help_panel=RUNNING,
+        ),
     ] = False,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
@@ -254,6 +269,7 @@ def evaluate(
     output: Annotated[
         Path | None, typer.Option(help="File to write the results to as well: .json, .csv or .md.")
     ] = None,
+    overwrite: Overwrite = False,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Measure MODEL: perplexity, zero-shot tasks of lm-eval, KL and cosine to the dense model."""
@@ -263,7 +279,8 @@ def evaluate(
 
     dense = Source(against, dtype, device, trust_remote_code) if against else None
     source = Source(model, dtype, device, trust_remote_code)
-    run(source, dense, perplexity, TaskRequest(tasks, limit, tasks_dir), batch_size, output, json)
+    wanted = TaskRequest(tasks, limit, tasks_dir)
+    run(source, dense, perplexity, wanted, batch_size, output, overwrite=overwrite, json=json)
 
 
 @app.command()
@@ -297,7 +314,7 @@ def report(
         Path | None, typer.Option(help="JSON report of permtriton compare, whose table is shown, too.")
     ] = None,
     output: Annotated[Path | None, typer.Option(help="HTML file to write; FOLDER-report.html here by default.")] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier file.")] = False,
+    overwrite: Overwrite = False,
 ) -> None:
     """Write one HTML page about compiled folders: results, masks, permutations, costs. It needs no network."""
     from permtriton.cli.report import run

@@ -138,6 +138,9 @@ TrustRemoteCode = Annotated[
 ]
 
 
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an earlier file, whoever wrote it.")]
+
+
 def takes(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Returns a decorator that gives a command a flag for each of these options of the config.
 
