@@ -33,6 +33,7 @@ from permtriton.cli.options import (
     TasksDir,
     TrustRemoteCode,
     build_config,
+    output_option,
     takes,
 )
 from permtriton.config import METHOD, OPTIONS, RUNNING, CompileConfig, check_explicit_options
@@ -94,7 +95,7 @@ def compile(
     device: Device = "auto",
     dtype: Dtype = "auto",
     output: Annotated[
-        Path | None, typer.Option(help="Folder to write; MODEL-NofM here by default.", rich_help_panel=RUNNING)
+        Path | None, output_option(help="Folder to write; MODEL-NofM here by default.", rich_help_panel=RUNNING)
     ] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace an earlier output.", rich_help_panel=RUNNING)
@@ -143,7 +144,7 @@ def inspect(
     ] = None,
     layer: Annotated[int | None, typer.Option(help="The graph of this layer only; --dot draws layer 0.")] = None,
     dot: Annotated[
-        Path | None, typer.Option(help="Draw a layer's graph after --pass (or the last): .dot, or .svg with Graphviz.")
+        Path | None, output_option(help="Draw a layer's graph after --pass (or the last): .dot, or .svg with Graphviz.")
     ] = None,
     overwrite: Overwrite = False,
     json: Json = False,
@@ -210,7 +211,7 @@ def compare(
     json: Json = False,
     output: Annotated[
         list[Path] | None,
-        typer.Option(
+        output_option(
             help="File to write the report to, by its suffix: .json, .csv or .md; repeat for several. Finished results "
             "are kept beside the first: the same command, also with more methods, continues from them.",
             rich_help_panel=RUNNING,
@@ -267,7 +268,7 @@ def evaluate(
     dtype: Dtype = "auto",
     json: Json = False,
     output: Annotated[
-        Path | None, typer.Option(help="File to write the results to as well: .json, .csv or .md.")
+        Path | None, output_option(help="File to write the results to as well: .json, .csv or .md.")
     ] = None,
     overwrite: Overwrite = False,
     trust_remote_code: TrustRemoteCode = False,
@@ -294,7 +295,7 @@ def export(
             "(layout fused)."
         ),
     ] = "packed",
-    output: Annotated[Path | None, typer.Option(help="Folder to write; FOLDER-FORMAT here by default.")] = None,
+    output: Annotated[Path | None, output_option(help="Folder to write; FOLDER-FORMAT here by default.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier output.")] = False,
     json: Json = False,
 ) -> None:
@@ -313,7 +314,9 @@ def report(
     comparison: Annotated[
         Path | None, typer.Option(help="JSON report of permtriton compare, whose table is shown, too.")
     ] = None,
-    output: Annotated[Path | None, typer.Option(help="HTML file to write; FOLDER-report.html here by default.")] = None,
+    output: Annotated[
+        Path | None, output_option(help="HTML file to write; FOLDER-report.html here by default.")
+    ] = None,
     overwrite: Overwrite = False,
 ) -> None:
     """Write one HTML page about compiled folders: results, masks, permutations, costs. It needs no network."""

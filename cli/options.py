@@ -21,9 +21,24 @@ from permtriton.config import (
     defaults,
     read_config_file,
 )
+from permtriton.errors import OutputError
 from permtriton.option import Option
 
 Flags = dict[str, Any]
+
+
+def output_path(name: str) -> Path:
+    """Returns the path of an output; as a path, an empty name would be the present folder.
+
+    Raises:
+        OutputError: the name is empty, as that of a variable that is not set.
+    """
+    if not name:
+        raise OutputError("the name of an output is empty: name a file or a folder, or leave the option out")
+    return Path(name)
+
+
+output_option = functools.partial(typer.Option, parser=output_path, metavar="PATH")
 
 Model = Annotated[str, typer.Argument(help="A model folder, a hub name, or demo (a small model inside permtriton).")]
 Recipe = Annotated[

@@ -7,6 +7,24 @@ from pathlib import Path
 from permtriton.durable import replace_file
 from permtriton.errors import OutputError
 
+LONGEST = 200  # bytes of a name; file systems take 255, and working files add up to 50
+
+
+def check_name(output: Path) -> None:
+    """Refuses a file or folder whose name other libraries, or the working files beside it, cannot have.
+
+    Raises:
+        OutputError: its path is not UTF-8, or its name is too long.
+    """
+    try:
+        str(output).encode()
+    except UnicodeEncodeError:
+        raise OutputError(f"the path of output {output} is not UTF-8: choose another one") from None
+    if (size := len(output.name.encode())) > LONGEST:
+        raise OutputError(
+            f"output {output.name[:40]}... has {size} bytes, but at most {LONGEST} fit: choose a shorter name"
+        )
+
 
 def check_file(output: Path, *, overwrite: bool, ours: Callable[[Path], bool] = lambda path: False) -> None:
     """Refuses, before any work, an output file that could not be written at the end, or that is someone else's.
@@ -17,8 +35,10 @@ def check_file(output: Path, *, overwrite: bool, ours: Callable[[Path], bool] = 
         ours: returns whether an earlier file is a result that may be replaced in any case.
 
     Raises:
-        OutputError: it may not be replaced, or is no plain file, or its folder does not exist or cannot be written.
+        OutputError: as `check_name`, or it may not be replaced, or is no plain file, or its folder does not exist or
+            cannot be written.
     """
+    check_name(output)
     if output.is_dir():
         raise OutputError(f"output {output} is a folder: give the name of a file")
     if output.exists():

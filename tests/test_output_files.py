@@ -106,3 +106,42 @@ def test_what_is_no_file_is_never_replaced(tmp_path):
     for path, words in ((Path("/dev/null"), "is no plain file"), (tmp_path / "folder", "is a folder")):
         with pytest.raises(OutputError, match=words):
             check_file(path, overwrite=True)
+
+
+# -- names ---------------------------------------------------------------------------------------------------------
+
+
+def every_output(desk: Desk, output: str) -> dict[str, list[str]]:
+    """Every command that has an output, with this one."""
+    folders = {
+        "compile": desk.compile("--output", output),
+        "dry run": desk.compile("--output", output, "--dry-run"),
+        "export": ["export", str(desk.out), "--output", output],
+    }
+    return {**commands(desk, output), **folders}
+
+
+COMMANDS = ("evaluate", "compare", "report", "inspect", "compile", "dry run", "export")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_no_name_is_not_the_default(desk, no_work, command):
+    desk.refuses(every_output(desk, "")[command], "the name of an output is empty")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("o\udcff\udcfe", "is not UTF-8"), ("x" * 201, "bytes, but at most 200 fit")],
+)
+def test_names_that_cannot_be_written(desk, no_work, monkeypatch, command, name, words):
+    monkeypatch.setattr(shutil, "which", lambda program: program)
+    suffix = {"report": ".html", "inspect": ".dot", "evaluate": ".md", "compare": ".csv"}.get(command, "")
+    desk.refuses(every_output(desk, str(desk.folder / (name + suffix)))[command], words)
+
+
+def test_a_folder_above_the_output_counts_too(desk, no_work, monkeypatch):
+    """The tokenizer is saved under the absolute path."""
+    (desk.folder / "o\udcff").mkdir()
+    monkeypatch.chdir(desk.folder / "o\udcff")
+    desk.refuses(desk.compile("--output", "new"), "o\\udcff/new is not UTF-8")

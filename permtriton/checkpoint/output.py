@@ -23,6 +23,7 @@ from filelock import FileLock, Timeout
 from permtriton.durable import RANDOM_END, sync, sync_names
 from permtriton.errors import OutputError
 from permtriton.model.load import REPORT_FILE
+from permtriton.output_files import check_name
 
 Say = Callable[[str], None]
 
@@ -79,10 +80,11 @@ def check_output(output: Path, *, overwrite: bool) -> None:
     """Refuses, before any work, an output folder that could not be written at the end.
 
     Raises:
-        OutputError: the folder exists, is not empty, and ``overwrite`` is off, or permtriton did not write it, or its
-            parent is missing or cannot be written.
+        OutputError: as `check_name`; or the folder exists, is not empty, and ``overwrite`` is off, or permtriton did
+            not write it, or its parent is missing or cannot be written.
     """
     folder = OutputFolder.at(output)
+    check_name(folder.path)
     if folder.path.exists() and not (folder.path.is_dir() and not _entries(folder.path)):
         if not overwrite:
             raise OutputError(f"output {output} exists: choose another folder, or replace it with --overwrite")
@@ -112,6 +114,7 @@ def claimed(output: Path, *, overwrite: bool, say: Say = lambda text: None) -> I
         OutputError: as `check_output`; or another process has claimed the output, or the disk reports an error.
     """
     folder = OutputFolder.at(output)
+    check_name(folder.path)
     if not folder.home.is_dir() or not os.access(folder.home, os.W_OK):
         check_output(output, overwrite=overwrite)
     with locked(folder, say) as alone:
