@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from permtriton.checkpoint.output import OutputFolder, locked
-from permtriton.cli.console import BarProgress, err, fail, out, print_json, table
+from permtriton.cli.console import BarProgress, err, fail, out, print_json, saved, table
 from permtriton.cli.held_out import held_out_windows
 from permtriton.cli.options import Flags
 from permtriton.cli.tables import Result, check_table, write_table
@@ -134,12 +134,13 @@ def run(
         headers, rows = columns(report)
         for output in outputs:
             write_table(output, headers, rows, report)
+        with saved(*(outputs or [place])):
+            if json:
+                print_json(report)
+            else:
+                _print(report, headers, rows, media=is_media(model, text))
         if not outputs:
             kept.delete()
-    if json:
-        print_json(report)
-    else:
-        _print(report, headers, rows, media=is_media(model, text))
 
 
 @contextmanager

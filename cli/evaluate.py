@@ -14,7 +14,7 @@ from permtriton import evaluate as library
 from permtriton import machine
 from permtriton.checkpoint.record import read_record
 from permtriton.checkpoint.report import hidden_order_of
-from permtriton.cli.console import BarProgress, out, print_json, table
+from permtriton.cli.console import BarProgress, out, print_json, saved, table
 from permtriton.cli.held_out import held_out_windows
 from permtriton.cli.tables import Result, check_table, write_table
 from permtriton.cli.tasks import TaskRequest
@@ -81,10 +81,11 @@ def run(
     rows = list(_rows(measured))
     if output is not None:
         write_table(output, HEADERS, rows, report)
-    if json:
-        print_json(report)
-    else:
-        _print(report, rows)
+    with saved(*filter(None, [output])):
+        if json:
+            print_json(report)
+        else:
+            _print(report, rows)
 
 
 def _report(measured: library.Evaluated, model: Any, text: str, tasks: TaskRequest) -> dict[str, Any]:

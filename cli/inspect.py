@@ -5,12 +5,11 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import typer
 from torch import fx
 
 from permtriton import planning
 from permtriton.checkpoint.report import grouped, permutation_report, plan_report
-from permtriton.cli.console import err, out, print_json, table
+from permtriton.cli.console import echo, err, out, print_json, table
 from permtriton.config import CompileConfig
 from permtriton.errors import ConfigError, OutputError
 from permtriton.model import load
@@ -83,11 +82,11 @@ def _graphs(
             drawn = drawing.dot(result.graph_module, part)
             return
         changes = ", ".join(f"{name} {count:+d}" for name, count in result.changes.items()) or "no node"
-        typer.echo(f"# {result.name}: {changes}")
+        echo(f"# {result.name}: {changes}")
         if result.name == "fuse_permutations":
             for space in plan.spaces:
-                typer.echo(f"# {space.name}: {destination(permutation_report(plan, space))}")
-        typer.echo("\n".join(drawing.listing(result.graph_module, part)) + "\n")
+                echo(f"# {space.name}: {destination(permutation_report(plan, space))}")
+        echo("\n".join(drawing.listing(result.graph_module, part)) + "\n")
 
     run_with_stand_ins(plan, traced, pattern, show)
     if file is not None:
