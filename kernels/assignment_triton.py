@@ -26,16 +26,11 @@ measured for random blocks of 64 with 2% noise: 258 without, 110 with).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
-from itertools import product
-
 import torch
 from torch import Tensor
 
 from permtriton.errors import ModelError
 from permtriton.kernels.autotune import config_for
-from permtriton.kernels.builds import Build, builds_of, name_of
 from permtriton.kernels.launch import Config, Kernel, jit, refuse_unsupported, tl, triton
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -248,14 +243,3 @@ def supports(score: Tensor) -> bool:
 
 def _shape(size: int, warm: bool) -> dict[str, int]:
     return {"SIZE": size, "PADDED": max(triton.next_power_of_2(size), 32), "WARM": warm}
-
-
-def builds() -> Iterator[Build]:
-    """Yields the kernel in every configuration, cold and warm, for blocks of 64 and 256 and one that is padded."""
-
-    def solve(size: int, dtype: torch.dtype, warm: bool) -> object:
-        return launched(torch.empty(8, size, size, dtype=dtype), torch.empty(8, size) if warm else None)
-
-    for dtype, size, warm in product((torch.float32, torch.bfloat16), (64, 256, 48), (False, True)):
-        about = f"{size}x{size} {name_of(dtype)}{' warm' if warm else ''}"
-        yield from builds_of(about, partial(solve, size, dtype, warm), "assignment", CONFIGS)

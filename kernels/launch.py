@@ -28,26 +28,6 @@ def builtin(function: Callable[..., Any]) -> Any:
     return tl.core.builtin(function) if triton is not None else function
 
 
-def on_gpu(op: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Returns a decorator that registers a function as what a custom operator runs on a GPU, where there is Triton.
-
-    Triton launches on the current GPU, whichever device the arguments are on. Makes the first argument's device current
-    before launching.
-    """
-
-    def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def run(*arguments: Any) -> Any:
-            with torch.cuda.device(arguments[0].device):
-                return function(*arguments)
-
-        if triton is not None:
-            op.register_kernel("cuda")(run)
-        return run
-
-    return register
-
-
 def has_kernels(device: torch.device) -> bool:
     """Whether Triton kernels run on a device: NVIDIA GPUs of compute capability 8.0 or newer, and AMD GPUs."""
     if triton is None or device.type != "cuda":

@@ -32,17 +32,15 @@ the softmax.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import partial
-from itertools import groupby, product
+from collections.abc import Sequence
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
 from permtriton.kernels.autotune import config_for
-from permtriton.kernels.builds import Build, builds_of, name_of
 from permtriton.kernels.importance import ImportanceFactors
-from permtriton.kernels.launch import Config, Kernel, Launch, builtin, jit, tl, triton
+from permtriton.kernels.launch import Config, Kernel, builtin, jit, tl, triton
 from permtriton.kernels.nm_mask_triton import contiguous, refuse
 
 # Padded channels of a tile; larger blocks are cut: tiles of 128 spill on sm_80 and overflow sm_100's tensor memory.
@@ -343,39 +341,3 @@ def _launch(config: Config, size: int, group: int, aligned: bool, weight: Tensor
         "ROWS_STEP": ROWS_STEP, "VECTOR": vector, "TILE_C": tile_c, "TILE_O": rows,
     }  # fmt: skip
     return Config(constants, warps, stages), 1 if whole else triton.cdiv(padded, TILE) ** 2
-
-
-def builds() -> Iterator[Build]:
-    """Yields the kernel in every configuration and tile at 2:4; at 8:16 too where registers are short."""
-
-    def backward(dtype: torch.dtype, size: int, group: int, layout: str, wanda: bool, group_scale: bool) -> object:
-        channels, rows = 4 * size, {"any length": 4097, "masked": 4112}.get(layout, 4096)
-        weight = torch.empty(channels, rows, dtype=dtype).t()
-        if layout == "any strides":
-            weight = torch.empty(2 * rows, 3 * channels, dtype=dtype)[::2, ::3]
-        statistics = (None, None) if wanda else (torch.empty(rows), torch.empty(channels))
-        factors, index = (
-            ImportanceFactors(1, torch.empty(channels), *statistics),
-            torch.empty(channels, dtype=torch.int64),
-        )
-        return nm_mask_backward_triton(weight, weight, factors, index, [size] * 4, group, group_scale, 0.1)
-
-    shapes = [(size, 4, "aligned") for size in (64, 16, 32, 128)] + [(size, 16, "aligned") for size in (64, 128)]
-    shapes += [(size, 4, "masked") for size in (16, 32, 64)] + [(size, 4, "any length") for size in (64, 128)]
-    shapes += [(size, 4, "any strides") for size in (16, 32, 64, 128)]
-    for dtype, (size, group, layout) in product((torch.bfloat16, torch.float32), shapes):
-        about = f"{name_of(dtype)} blocks of {size} in groups of {group}, {layout}"
-        call = partial(backward, dtype, size, group, layout, False, True)
-        yield from builds_of(about, call, "nm_mask_backward", CONFIGS)
-    about, call = "bf16 blocks of 64 in groups of 4, aligned", partial(backward, torch.bfloat16, 64, 4, "aligned")
-    yield from builds_of(f"{about}, Wanda", partial(call, True, True), "nm_mask_backward", CONFIGS)
-    yield from builds_of(f"{about}, scores not scaled", partial(call, False, False), "nm_mask_backward", CONFIGS)
-
-
-def loops(launch: Launch) -> tuple[float, ...]:
-    """Returns how often a program runs the loop of the kernel's machine code, on average: once per tile of rows.
-
-    Blocks larger than a tile are not counted: they have a loop more.
-    """
-    rows = launch.numbers["rows"] * launch.constants["ALIGN"]
-    return (triton.cdiv(rows, launch.constants["TILE_O"]) / launch.grid[1],)

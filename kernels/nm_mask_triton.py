@@ -15,15 +15,12 @@ again, from the cache.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import partial
-from itertools import product
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from permtriton.kernels.autotune import config_for
-from permtriton.kernels.builds import Build, builds_of, name_of
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.launch import Config, Kernel, jit, refuse_unsupported, tl, triton
 from permtriton.sparsity import NMPattern
@@ -201,23 +198,3 @@ def contiguous(factors: ImportanceFactors) -> tuple[Tensor, Tensor, Tensor]:
 def _wide_config(group: int) -> Config:
     padded = triton.next_power_of_2(group)
     return Config({"PADDED": padded, "TILE_O": WIDE_TILE // padded}, num_warps=4, num_stages=1)
-
-
-def builds() -> Iterator[Build]:
-    """Yields the kernels in every configuration, at 2:4, 4:8, 8:16 and 16:32."""
-
-    def masked(dtype: torch.dtype, pattern: NMPattern, row_major: bool) -> object:
-        rows, channels = 4096, 1024
-        weight = torch.empty(rows, channels, dtype=dtype) if row_major else torch.empty(channels, rows, dtype=dtype).t()
-        factors = ImportanceFactors(1, torch.empty(channels), torch.empty(rows), torch.empty(channels))
-        return nm_mask_triton(weight, factors, torch.empty(channels, dtype=torch.int64), [channels], pattern)
-
-    for dtype in (torch.bfloat16, torch.float32):
-        two_of_four = NMPattern(2, 4)
-        call = partial(masked, dtype, two_of_four, False)
-        yield from builds_of(f"{two_of_four} {name_of(dtype)}", call, "nm_mask", CONFIGS)
-        yield from builds_of(f"{two_of_four} {name_of(dtype)} row-major", partial(masked, dtype, two_of_four, True))
-        for group, row_major in product((8, 16, 32), (False, True)):
-            pattern = NMPattern(group // 2, group)
-            about = f"{pattern} {name_of(dtype)}{' row-major' if row_major else ''}"
-            yield from builds_of(about, partial(masked, dtype, pattern, row_major))

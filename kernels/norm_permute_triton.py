@@ -24,17 +24,11 @@ then read in tiles, again from the cache; their sums are kept in memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
-from itertools import product
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from permtriton.kernels.autotune import config_for
-from permtriton.kernels.builds import Build, builds_of, name_of
-from permtriton.kernels.launch import Config, Kernel, Launch, jit, tl, triton
+from permtriton.kernels.launch import Config, Kernel, jit, tl, triton
 from permtriton.kernels.permute_triton import gather_rows, programs_for, warps_for
 from permtriton.permutation import inverse
 
@@ -305,42 +299,3 @@ def _rows(x: Tensor) -> Tensor:
     """Returns ``[rows, C]`` with adjacent channels; copies if they are not, which no model's activations need."""
     x = x.reshape(-1, x.shape[-1])
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
-
-
-def builds() -> Iterator[Build]:
-    """Yields the kernels in every configuration, for bfloat16 and float32, each kind, short and long rows."""
-
-    def arguments(kind: str, dtype: torch.dtype, channels: int) -> tuple[Any, ...]:
-        vector = torch.empty(channels, dtype=dtype)
-        index = torch.empty(channels, dtype=torch.int16 if channels <= LONGEST else torch.int32)
-        return (
-            torch.empty(1024, channels, dtype=dtype),
-            vector,
-            vector if kind == "layer" else None,
-            index,
-            0.0,
-            0.0,
-            kind,
-        )
-
-    def forward(*of: Any) -> object:
-        return norm_permute_triton(*arguments(*of))
-
-    def backward(*of: Any) -> object:
-        x, *others = arguments(*of)
-        return norm_permute_backward_triton(x, x, *others)
-
-    short, long = (128, 4096, HELD), (4096, LONGEST)
-    for kind, dtype in (*product(CODES, (torch.bfloat16,)), ("rms", torch.float32), ("layer", torch.float32)):
-        for block in short if dtype == torch.bfloat16 else long:
-            about, of = f"{kind} {name_of(dtype)} x {block}", (kind, dtype, block)
-            yield from builds_of(about, partial(forward, *of), "norm_permute", CONFIGS, aligned=block == LONGEST)
-            if block <= LONGEST_BACKWARD:
-                yield from builds_of(about, partial(backward, *of), "norm_permute_backward", BACKWARD_CONFIGS)
-        for run in (forward, backward):
-            yield from builds_of(f"{kind} {name_of(dtype)}", partial(run, kind, dtype, 4 * LONGEST))
-
-
-def loops(launch: Launch) -> tuple[float, ...]:
-    """Returns how often a program runs the loop of a kernel's machine code, on average: once per row."""
-    return (launch.numbers["rows"] / launch.grid[0],)

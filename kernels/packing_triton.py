@@ -8,14 +8,10 @@ Floor of unpacking: 9/16 of the dense weight's bytes read at 16 bits, all of the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
-
 import torch
 from torch import Tensor
 
 from permtriton.kernels.autotune import config_for
-from permtriton.kernels.builds import Build, builds_of, name_of
 from permtriton.kernels.launch import Config, Kernel, jit, refuse_unsupported, tl, triton
 from permtriton.sparsity import NMPattern
 
@@ -102,13 +98,3 @@ def unpack_triton(values: Tensor, positions: Tensor, in_features: int) -> Tensor
         **options,
     )  # fmt: skip
     return weight
-
-
-def builds() -> Iterator[Build]:
-    """Yields the kernel in every configuration."""
-
-    def unpacked(dtype: torch.dtype) -> object:
-        return unpack_triton(torch.empty(4096, 2048, dtype=dtype), torch.empty(4096, 512, dtype=torch.uint8), 4096)
-
-    for dtype in (torch.bfloat16, torch.float32):
-        yield from builds_of(name_of(dtype), partial(unpacked, dtype), "packing", CONFIGS)

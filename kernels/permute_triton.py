@@ -23,15 +23,11 @@ permutation has, reads channel 0, never foreign memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
-
 import torch
 from torch import Tensor
 
 from permtriton.kernels.autotune import config_for
-from permtriton.kernels.builds import Build, builds_of
-from permtriton.kernels.launch import Config, Kernel, Launch, jit, multiprocessors, tl, triton
+from permtriton.kernels.launch import Config, Kernel, jit, multiprocessors, tl, triton
 
 # num_warps: for rows of 4096 channels. TILE: short rows fill a tile of at least so many channels. PACK_BITS: the size
 # of the words that rows share; at 8 each row has its own.
@@ -135,24 +131,3 @@ def gather_rows(x: Tensor, index: Tensor, config: Config | None = None) -> Tenso
     grid = (programs_for(x, triton.cdiv(rows, shared["ROWS"] * shared["PACK"]), max(resident, 1)),)
     _permute_fwd_kernel[grid](*arguments, BLOCK_C=block, BITS=8 * size, num_warps=warps, **shared)
     return y
-
-
-def builds() -> Iterator[Build]:
-    """Yields the kernels in every configuration, for values of each size and rows of each kind."""
-
-    def gather(size: int, channels: int, index_dtype: torch.dtype) -> object:
-        x = torch.empty(PACKED_ROWS, channels, dtype=WORDS[size])
-        return gather_rows(x, torch.empty(channels, dtype=index_dtype))
-
-    for size, channels in (
-        (1, 4096), (2, 64), (2, 4096), (2, STAGED), (4, STAGED), (8, STAGED // 2), (2, STAGED // 2 - 1), (4, 4095),
-    ):  # fmt: skip
-        call = partial(gather, size, channels, torch.int16)
-        yield from builds_of(f"{8 * size}-bit x {channels}", call, "permute", CONFIGS, aligned=channels % 16 == 0)
-    yield from builds_of("16-bit", partial(gather, 2, 2 * STAGED, torch.int32))
-
-
-def loops(launch: Launch) -> tuple[float, ...]:
-    """Returns how often a program runs the loop of a kernel's machine code, on average: once per tile of rows."""
-    constants = launch.constants
-    return (launch.numbers["rows"] / (constants.get("ROWS", 1) * constants.get("PACK", 1)) / launch.grid[0],)

@@ -30,15 +30,12 @@ Deterministic: no atomics, every sum in a fixed order. Inputs that are not conti
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from permtriton.kernels.autotune import config_for
-from permtriton.kernels.builds import Build, builds_of, name_of
-from permtriton.kernels.launch import Config, Kernel, Launch, jit, refuse_unsupported, tl, triton
+from permtriton.kernels.launch import Config, Kernel, jit, refuse_unsupported, tl, triton
 
 # Keeps the reciprocal of an underflown sum finite. A column that lies entirely below it (69 tau under its rows' maxima)
 # stays short of a sum of 1.
@@ -266,27 +263,3 @@ def _constants(config: Config, size: int, rounds: int) -> dict[str, int | float 
         "SOFTMAX": rounds == 0, "SIZE": size, "PADDED": padded, "WIDTH": min(config.constants["WIDTH"], padded),
         "FLOOR": TINY, "num_warps": min(max(warps, 1), 32), "num_stages": config.num_stages,
     }  # fmt: skip
-
-
-def builds() -> Iterator[Build]:
-    """Yields both kernels in every configuration, for blocks of 32, 64, 128 in float32 and a padded size in bfloat16.
-
-    16-bit logits have the layout of float32 ones, so that one size of them is enough.
-    """
-
-    def forward(size: int, dtype: torch.dtype) -> object:
-        return sinkhorn_triton(torch.empty(64, size, size, dtype=dtype), 0.5, 5)
-
-    def backward(size: int, dtype: torch.dtype) -> object:
-        logits, scales = torch.empty(64, size, size, dtype=dtype), torch.empty(5, 64, size)
-        return sinkhorn_backward_triton(logits.float(), logits, scales, scales, 0.5)
-
-    for size, dtype in ((32, torch.float32), (64, torch.float32), (128, torch.float32), (48, torch.bfloat16)):
-        about = f"{size}x{size} {name_of(dtype)}"
-        yield from builds_of(about, partial(forward, size, dtype), "sinkhorn", CONFIGS)
-        yield from builds_of(about, partial(backward, size, dtype), "sinkhorn_backward", BACKWARD_CONFIGS)
-
-
-def loops(launch: Launch) -> tuple[float, ...]:
-    """Returns how often a program runs the loop of a kernel's machine code: once per round."""
-    return (launch.numbers["rounds"],)

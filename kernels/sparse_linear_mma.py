@@ -40,7 +40,7 @@ from torch import Tensor
 from permtriton.errors import PermTritonError
 from permtriton.kernels.autotune import config_for
 from permtriton.kernels.cuda.runtime import CudaKernel
-from permtriton.kernels.launch import Config, CudaLaunch, has_kernels, multiprocessors, refuse_unsupported
+from permtriton.kernels.launch import Config, has_kernels, multiprocessors, refuse_unsupported
 from permtriton.kernels.packing import pack
 from permtriton.kernels.packing_triton import PATTERN
 from permtriton.kernels.permute import permute
@@ -296,11 +296,3 @@ def is_right(variant: Variant, device: torch.device) -> bool:
     x, bias, values, positions = (tensor.to(device) for tensor in (x.to(y.dtype), bias.to(y.dtype), *packed))
     variant.launch(x, values, positions, bias, y)
     return torch.equal(y.cpu(), expected)
-
-
-def loops(launch: CudaLaunch) -> tuple[float, ...]:
-    """Returns how often a block runs the loops of the kernel's machine code: over its chunks, over its results."""
-    numbers = launch.numbers
-    chunk = numbers["CHUNK"] * numbers["WARPS"] // numbers["ROW_WARPS"] * numbers["SPLITS"]
-    each = -(-numbers["TOKENS"] * numbers["ROWS"] // (4 * launch.threads * numbers["SPLITS"]))
-    return numbers["in_features"] / chunk, -(-each // min(each, 4))

@@ -23,15 +23,11 @@ rest moves tiles.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
-
 import torch
 from torch import Tensor
 
 from permtriton.kernels.autotune import config_for
-from permtriton.kernels.builds import Build, builds_of, name_of
-from permtriton.kernels.launch import Config, Kernel, Launch, jit, refuse_unsupported, tl, triton
+from permtriton.kernels.launch import Config, Kernel, jit, refuse_unsupported, tl, triton
 from permtriton.kernels.packing_triton import PATTERN, WORD, dense_tile, load_pairs
 from permtriton.kernels.packing_triton import supports as supports_weight
 from permtriton.kernels.permute import permute
@@ -304,29 +300,3 @@ def _in_words(tensor: Tensor) -> Tensor:
     """Returns the tensor as the kernels read it: contiguous, and beginning at a 32-bit word."""
     tensor = tensor.contiguous()
     return tensor.clone() if tensor.data_ptr() % 4 else tensor
-
-
-def builds() -> Iterator[Build]:
-    """Yields every kernel in every configuration, with bias and index."""
-    rows, channels = 4096, 16384
-
-    def product_of(tokens: int, dtype: torch.dtype) -> object:
-        values = torch.empty(rows, channels // 2, dtype=dtype)
-        positions = torch.empty(rows, channels // 8, dtype=torch.uint8)
-        bias, index = torch.empty(rows, dtype=dtype), torch.empty(channels, dtype=torch.int16)
-        x = torch.empty(tokens, channels, dtype=dtype)
-        return sparse_linear_triton(x, values, positions, bias, index, channels, PATTERN)
-
-    for dtype in (torch.bfloat16, torch.float32):
-        for tokens in (1, 16) if dtype == torch.float32 else (1, 16, 64):
-            name, configs = ("sparse_linear_vector", VECTOR_CONFIGS) if tokens == 1 else ("sparse_linear", CONFIGS)
-            about = f"{name_of(dtype)} {tokens} tokens"
-            yield from builds_of(about, partial(product_of, tokens, dtype), name, configs)
-
-
-def loops(launch: Launch) -> tuple[float, ...]:
-    """Returns how often a program runs the loop of a kernel's machine code; the one that adds partial sums has none."""
-    if "STAGES" in launch.constants:
-        bits = 16 if launch.signature["x_ptr"] in ("*bf16", "*fp16") else 32
-        return (triton.cdiv(256 * launch.numbers["words"], bits * launch.constants["TILE_C"]),)
-    return (launch.numbers["tiles_per_split"],) if "tiles_per_split" in launch.numbers else ()

@@ -21,15 +21,13 @@ one number at a time, tiles are half as wide, or sums would be spilled.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from permtriton.kernels.autotune import config_for
-from permtriton.kernels.builds import Build, builds_of
-from permtriton.kernels.launch import Config, Kernel, Launch, jit, refuse_unsupported, tl, triton
+from permtriton.kernels.launch import Config, Kernel, jit, refuse_unsupported, tl, triton
 
 ALIGN = 16  # positions and strides that are multiples of it are copied four numbers at a time
 CONFIGS: tuple[Config, ...] = (
@@ -130,21 +128,3 @@ def _row_major(parts: Sequence[Tensor]) -> list[Tensor]:
     if len({part.stride() for part in turned}) == 1 and turned[0].stride(2) == 1:
         return turned
     return [part.clone(memory_format=torch.contiguous_format) for part in turned]
-
-
-def builds() -> Iterator[Build]:
-    """Yields the kernel in every configuration, for several blocks, of sizes that are multiples of `ALIGN` or not."""
-
-    def searched(odd: int) -> object:
-        def side(positions: int) -> list[Tensor]:
-            return [*(torch.empty(8, 4096, positions).mT for _ in range(4)), torch.empty(8, positions)]
-
-        return swap_gains_triton(side(256 + odd), side(512))
-
-    for odd, sizes in ((0, "aligned"), (8, "any sizes")):
-        yield from builds_of(f"fp32 {sizes}", partial(searched, odd), "swap_gains", CONFIGS)
-
-
-def loops(launch: Launch) -> tuple[float, ...]:
-    """Returns how often a program runs the loop of the kernel's machine code: once per row."""
-    return (launch.numbers["rows"],)
