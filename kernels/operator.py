@@ -50,22 +50,14 @@ def operator(
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         parameters = _Parameters(function)
 
-        def of_flat(run: Callable[..., Any]) -> Callable[..., Any]:
-            def of_operator(*flat: Any) -> Any:
-                arguments = parameters.structured(flat).values()
-                if check is not None:
-                    check(*arguments)
-                return run(*arguments)
-
-            return of_operator
-
-        reference = of_flat(function)
-        reference.__signature__ = parameters.signature()  # type: ignore[attr-defined]
+        reference = parameters.flattened(function, check)
         made: Any = torch.library.custom_op(f"permtriton::{name}", reference, mutates_args=())
-        made.register_fake(of_flat(fake))
+        made.register_fake(parameters.flattened(fake, check))
         if launcher is not None and triton is not None:
             plain: Callable[..., Any] = function
-            there = of_flat(lambda *given: (launcher if supports is None or supports(*given) else plain)(*given))
+            there = parameters.flattened(
+                lambda *given: (launcher if supports is None or supports(*given) else plain)(*given), check
+            )
 
             def on_gpu(*flat: Any) -> Any:
                 with torch.cuda.device(flat[0].device):
@@ -99,14 +91,22 @@ class _Parameters:
             inner = get_type_hints(kind) if self.parts[name] else {}
             self.flat_types |= {f"{name}_{part}": inner[part] for part in self.parts[name]} or {name: kind}
 
-    def signature(self) -> inspect.Signature:
-        """Returns the signature of the operator."""
+    def flattened(self, run: Callable[..., Any], check: Callable[..., None] | None) -> Callable[..., Any]:
+        """Returns a function of the operator's arguments, with the signature that torch reads, from one of ours."""
+
+        def of_flat(*flat: Any) -> Any:
+            arguments = self.structured(flat).values()
+            if check is not None:
+                check(*arguments)
+            return run(*arguments)
+
         made = [
             inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=kind,
                               default=self.defaults.get(name, inspect.Parameter.empty))
             for name, kind in self.flat_types.items()
         ]  # fmt: skip
-        return inspect.Signature(made, return_annotation=self.result)
+        of_flat.__signature__ = inspect.Signature(made, return_annotation=self.result)  # type: ignore[attr-defined]
+        return of_flat
 
     def flat(self, arguments: Sequence[Any], named: Mapping[str, Any]) -> list[Any]:
         """Returns the operator's arguments for a call of the function."""
