@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-from permtriton.errors import ModelError
-
 try:
     import triton
     import triton.language as tl
@@ -33,16 +31,6 @@ def has_kernels(device: torch.device) -> bool:
     if triton is None or device.type != "cuda":
         return False
     return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
-
-
-def refuse_unsupported(op: str, supported: bool, got: str, expected: str) -> None:
-    """Refuses, in a Triton launcher, what only the reference computes.
-
-    Raises:
-        ModelError: what was got, what the kernels of ``op`` expect, and that the reference takes the rest.
-    """
-    if not supported:
-        raise ModelError(f"{op}: {got}: the Triton kernels expect {expected}; the reference takes the rest")
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ from torch import Tensor
 from permtriton.kernels.autotune import config_for
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.launch import Config, Kernel, builtin, jit, tl, triton
-from permtriton.kernels.nm_mask_triton import contiguous, refuse
+from permtriton.kernels.nm_mask_triton import contiguous
 
 # Padded channels of a tile; larger blocks are cut: tiles of 128 spill on sm_80 and overflow sm_100's tensor memory.
 TILE = 64
@@ -273,15 +273,11 @@ def nm_mask_backward_triton(
     group_scale: bool,
     floor: float,
 ) -> Tensor:
-    """Computes `nm_mask_backward_reference` with a Triton kernel: float32 ``[sum of sizes^2]``.
+    """Computes `nm_mask_backward_reference` of what `supports` accepts: float32 ``[sum of sizes^2]``.
 
     Args:
         floor: Lower bound of a group's mean, as a fraction of its block's mean: FLOOR of the reference.
-
-    Raises:
-        ModelError: a dtype that `supports` refuses.
     """
-    refuse(weight, factors.scale)
     total, rows = sum(size * size for size in blocks), weight.shape[0]
     if not total or not rows:
         return torch.zeros(total, device=weight.device)

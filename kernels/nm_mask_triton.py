@@ -22,7 +22,7 @@ from torch import Tensor
 
 from permtriton.kernels.autotune import config_for
 from permtriton.kernels.importance import ImportanceFactors
-from permtriton.kernels.launch import Config, Kernel, jit, refuse_unsupported, tl, triton
+from permtriton.kernels.launch import Config, Kernel, jit, tl, triton
 from permtriton.sparsity import NMPattern
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -144,12 +144,7 @@ def _nm_mask_fwd_wide_kernel(
 def nm_mask_triton(
     weight: Tensor, factors: ImportanceFactors, index: Tensor, blocks: Sequence[int], pattern: NMPattern
 ) -> Tensor:
-    """Computes `nm_mask_reference` with a Triton kernel: the same bits, for finite scores.
-
-    Raises:
-        ModelError: a dtype that `supports` refuses.
-    """
-    refuse(weight, factors.scale)
+    """Computes `nm_mask_reference` of what `supports` accepts: the same bits, for finite scores."""
     rows, channels = weight.shape
     masked = torch.empty((channels, rows), dtype=weight.dtype, device=weight.device)
     if not masked.numel():
@@ -174,17 +169,6 @@ def nm_mask_triton(
 def supports(weight: Tensor, scale: Tensor) -> bool:
     """Whether the kernels support the dtypes: bfloat16, float16 or float32 weights with float32 statistics."""
     return weight.dtype in DTYPES and scale.dtype == torch.float32
-
-
-def refuse(weight: Tensor, scale: Tensor) -> None:
-    """Refuses unsupported dtypes, in the forward and the backward pass.
-
-    Raises:
-        ModelError: naming both dtypes.
-    """
-    got = f"a {weight.dtype} weight with {scale.dtype} statistics"
-    expected = "a weight of bfloat16, float16 or float32 with statistics of float32"
-    refuse_unsupported("nm_mask", supports(weight, scale), got, expected)
 
 
 def contiguous(factors: ImportanceFactors) -> tuple[Tensor, Tensor, Tensor]:

@@ -57,6 +57,26 @@ def _normalized(row, inside, C, eps, KIND: tl.constexpr):
 
 
 @jit
+def _statistics(row_ptr, C, eps, TILE: tl.constexpr, KIND: tl.constexpr):
+    """Returns (mean, 1 / deviation) of a row that does not fit into registers; the mean of the RMS kinds is 0."""
+    mean = 0.0
+    if KIND == 2:
+        total = tl.zeros([TILE], tl.float32)
+        for start in range(0, C, TILE):
+            channel = start + tl.arange(0, TILE)
+            total += tl.load(row_ptr + channel, mask=channel < C, other=0.0).to(tl.float32)
+        mean = tl.sum(total, 0) / C
+    square = tl.zeros([TILE], tl.float32)
+    for start in range(0, C, TILE):
+        channel = start + tl.arange(0, TILE)
+        hidden = tl.load(row_ptr + channel, mask=channel < C, other=0.0).to(tl.float32)
+        hidden = tl.where(channel < C, hidden - mean, 0.0)
+        square += hidden * hidden
+    root = tl.rsqrt(tl.sum(square, 0) / C + eps)
+    return mean, root
+
+
+@jit
 def _source(index_ptr, channel, inside, C):
     source = tl.load(index_ptr + channel, mask=inside, other=0).to(tl.int32)
     return tl.where((source >= 0) & (source < C), source, 0)
@@ -103,20 +123,7 @@ def _norm_long_fwd_kernel(
 ):  # fmt: skip
     """Rows that do not fit into registers, read again from the cache in the order of the index."""
     for row in range(tl.program_id(0).to(tl.int64), rows, tl.num_programs(0)):
-        mean = 0.0
-        if KIND == 2:
-            total = tl.zeros([TILE], tl.float32)
-            for start in range(0, C, TILE):
-                channel = start + tl.arange(0, TILE)
-                total += tl.load(x_ptr + row * row_stride + channel, mask=channel < C, other=0.0).to(tl.float32)
-            mean = tl.sum(total, 0) / C
-        square = tl.zeros([TILE], tl.float32)
-        for start in range(0, C, TILE):
-            channel = start + tl.arange(0, TILE)
-            hidden = tl.load(x_ptr + row * row_stride + channel, mask=channel < C, other=0.0).to(tl.float32)
-            hidden = tl.where(channel < C, hidden - mean, 0.0)
-            square += hidden * hidden
-        root = tl.rsqrt(tl.sum(square, 0) / C + eps)
+        mean, root = _statistics(x_ptr + row * row_stride, C, eps, TILE, KIND)
         for start in range(0, C, TILE):
             channel = start + tl.arange(0, TILE)
             inside = channel < C
@@ -175,20 +182,7 @@ def _norm_long_bwd_kernel(
     """Rows that do not fit into registers; ``grad`` is in the order of x, the sums ``[programs, C]`` start as zeros."""
     program = tl.program_id(0).to(tl.int64)
     for row in range(program, rows, tl.num_programs(0)):
-        mean = 0.0
-        if KIND == 2:
-            total = tl.zeros([TILE], tl.float32)
-            for start in range(0, C, TILE):
-                channel = start + tl.arange(0, TILE)
-                total += tl.load(x_ptr + row * row_stride + channel, mask=channel < C, other=0.0).to(tl.float32)
-            mean = tl.sum(total, 0) / C
-        square = tl.zeros([TILE], tl.float32)
-        for start in range(0, C, TILE):
-            channel = start + tl.arange(0, TILE)
-            hidden = tl.load(x_ptr + row * row_stride + channel, mask=channel < C, other=0.0).to(tl.float32)
-            hidden = tl.where(channel < C, hidden - mean, 0.0)
-            square += hidden * hidden
-        root = tl.rsqrt(tl.sum(square, 0) / C + eps)
+        mean, root = _statistics(x_ptr + row * row_stride, C, eps, TILE, KIND)
         product = tl.zeros([TILE], tl.float32)
         total = tl.zeros([TILE], tl.float32)
         for start in range(0, C, TILE):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from permtriton.kernels.autotune import config_for
-from permtriton.kernels.launch import Config, Kernel, jit, refuse_unsupported, tl, triton
+from permtriton.kernels.launch import Config, Kernel, jit, tl, triton
 from permtriton.sparsity import NMPattern
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -79,14 +79,7 @@ def supports(dtype: torch.dtype, in_features: int, pattern: NMPattern) -> bool:
 
 
 def unpack_triton(values: Tensor, positions: Tensor, in_features: int) -> Tensor:
-    """Computes `unpack_reference` of a 2:4 weight with a Triton kernel: the same bits.
-
-    Raises:
-        ModelError: a weight that `supports` refuses.
-    """
-    got = f"{values.dtype} values of {in_features} channels"
-    expected = f"bfloat16, float16 or float32 with a multiple of {WORD} channels"
-    refuse_unsupported("unpack", supports(values.dtype, in_features, PATTERN), got, expected)
+    """Computes `unpack_reference` of a weight that `supports` accepts: the same bits."""
     out_features = values.shape[0]
     weight = torch.empty((out_features, in_features), dtype=values.dtype, device=values.device)
     if not weight.numel():

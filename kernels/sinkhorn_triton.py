@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from permtriton.kernels.autotune import config_for
-from permtriton.kernels.launch import Config, Kernel, jit, refuse_unsupported, tl, triton
+from permtriton.kernels.launch import Config, Kernel, jit, tl, triton
 
 # Keeps the reciprocal of an underflown sum finite. A column that lies entirely below it (69 tau under its rows' maxima)
 # stays short of a sum of 1.
@@ -196,20 +196,11 @@ def _sinkhorn_bwd_kernel(
 
 
 def sinkhorn_triton(logits: Tensor, tau: float, rounds: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes `sinkhorn_reference` with a Triton kernel.
-
-    Args:
-        logits: float32, bfloat16 or float16 ``[n, B, B]``, B at most 128.
-        tau: Temperature.
-        rounds: Number of normalisations; 0 for a row softmax.
+    """Computes `sinkhorn_reference` of logits that `supports` accepts.
 
     Returns:
         (soft ``[n, B, B]``, row scales, column scales ``[rounds, n, B]``), all float32.
-
-    Raises:
-        ModelError: logits that `supports` refuses.
     """
-    _refuse(logits)
     blocks, size, _ = logits.shape
     soft = torch.empty((blocks, size, size), device=logits.device)
     rows, columns = (torch.empty((rounds, blocks, size), device=logits.device) for _ in range(2))
@@ -222,12 +213,7 @@ def sinkhorn_triton(logits: Tensor, tau: float, rounds: int) -> tuple[Tensor, Te
 
 
 def sinkhorn_backward_triton(grad: Tensor, logits: Tensor, rows: Tensor, columns: Tensor, tau: float) -> Tensor:
-    """Computes `sinkhorn_backward_reference` with a Triton kernel: the gradient of the logits, in their dtype.
-
-    Raises:
-        ModelError: logits that `supports` refuses.
-    """
-    _refuse(logits)
+    """Computes `sinkhorn_backward_reference` with a Triton kernel: the gradient of the logits, in their dtype."""
     blocks, size, _ = logits.shape
     grad_logits = torch.empty((blocks, size, size), dtype=logits.dtype, device=logits.device)
     if grad_logits.numel():
@@ -242,12 +228,6 @@ def sinkhorn_backward_triton(grad: Tensor, logits: Tensor, rows: Tensor, columns
 def supports(logits: Tensor) -> bool:
     """Whether the kernels support the logits: blocks of up to 128, in float32 or 16 bits."""
     return logits.dtype in DTYPES and logits.shape[-1] <= LARGEST
-
-
-def _refuse(logits: Tensor) -> None:
-    got = f"{logits.dtype} logits in blocks of {logits.shape[-1]}"
-    expected = f"float32, bfloat16 or float16 in blocks of at most {LARGEST}"
-    refuse_unsupported("sinkhorn", supports(logits), got, expected)
 
 
 def _per_logit(tau: float) -> float:

@@ -40,7 +40,7 @@ from torch import Tensor
 from permtriton.errors import PermTritonError
 from permtriton.kernels.autotune import config_for
 from permtriton.kernels.cuda.runtime import CudaKernel
-from permtriton.kernels.launch import Config, has_kernels, multiprocessors, refuse_unsupported
+from permtriton.kernels.launch import Config, has_kernels, multiprocessors
 from permtriton.kernels.packing import pack
 from permtriton.kernels.packing_triton import PATTERN
 from permtriton.kernels.permute import permute
@@ -214,19 +214,10 @@ def sparse_linear_mma(
     in_features: int,
     pattern: NMPattern,
 ) -> Tensor:
-    """Computes `sparse_linear_reference` on the sparse tensor cores, or by Triton where the kernel is not right.
+    """Computes `sparse_linear_reference` of inputs that `supports` accepts, or by Triton where the kernel is not right.
 
     Brings ``x`` into the order of ``index`` first; copies what is not contiguous or not aligned to 16 bytes.
-
-    Raises:
-        ModelError: an input that `supports` refuses.
     """
-    got = f"an input of shape {list(x.shape)} for {values.dtype} values of shape {list(values.shape)} at {pattern}"
-    expected = (
-        f"2 to {MAX_TOKENS} tokens, a multiple of {CHANNELS} channels, at least {MIN_ROWS} output features, and values "
-        f"of bfloat16 or float16 at {PATTERN}"
-    )
-    refuse_unsupported("sparse_linear", supports(x, values, in_features, pattern), got, expected)
     tokens, out_features = x.numel() // in_features, values.shape[0]
     shape = (tokens, out_features, in_features)
     config = config_for("sparse_linear_mma", CONFIGS, shape, x.dtype)

@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from permtriton.kernels.autotune import config_for
-from permtriton.kernels.launch import Config, Kernel, jit, refuse_unsupported, tl, triton
-from permtriton.kernels.packing_triton import PATTERN, WORD, dense_tile, load_pairs
+from permtriton.kernels.launch import Config, Kernel, jit, tl, triton
+from permtriton.kernels.packing_triton import WORD, dense_tile, load_pairs
 from permtriton.kernels.packing_triton import supports as supports_weight
 from permtriton.kernels.permute import permute
 from permtriton.sparsity import NMPattern
@@ -238,19 +238,10 @@ def sparse_linear_triton(
     in_features: int,
     pattern: NMPattern,
 ) -> Tensor:
-    """Computes `sparse_linear_reference` with Triton kernels, summing in another order.
+    """Computes `sparse_linear_reference` of inputs that `supports` accepts, summing in another order.
 
     Copies ``x``, ``values`` and ``positions`` first if they are not contiguous.
-
-    Raises:
-        ModelError: an input that `supports` refuses.
     """
-    got = f"an input of shape {list(x.shape)} for {values.dtype} values at {pattern}"
-    expected = (
-        f"1 to {MAX_TOKENS} tokens ({MAX_FLOAT32_TOKENS} in float32), a multiple of {WORD} channels, and values of "
-        f"bfloat16, float16 or float32 at {PATTERN}"
-    )
-    refuse_unsupported("sparse_linear", supports(x, values, in_features, pattern), got, expected)
     values, positions = _in_words(values), _in_words(positions)
     if x.numel() == in_features:
         return _one_token(x if index is None else permute(x, index), values, positions, bias)

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from permtriton.kernels.autotune import config_for
-from permtriton.kernels.launch import Config, Kernel, jit, refuse_unsupported, tl, triton
+from permtriton.kernels.launch import Config, Kernel, jit, tl, triton
 
 ALIGN = 16  # positions and strides that are multiples of it are copied four numbers at a time
 CONFIGS: tuple[Config, ...] = (
@@ -89,16 +89,12 @@ def supports(dtype: torch.dtype) -> bool:
 
 
 def swap_gains_triton(left: Sequence[Tensor], right: Sequence[Tensor]) -> Tensor:
-    """Computes `swap_gains_reference` with a Triton kernel.
+    """Computes `swap_gains_reference` of terms that `supports` accepts.
 
     Args:
         left: The five tensors of terms ``[n, I, O]``.
         right: Those of terms ``[n, J, O]``.
-
-    Raises:
-        ModelError: terms that `supports` refuses.
     """
-    refuse_unsupported("swap_gains", supports(left[0].dtype), f"{left[0].dtype} terms", "float32")
     (blocks, lines, rows), columns = left[0].shape, right[0].shape[1]
     if not blocks * lines * columns * rows:
         return left[4].unsqueeze(2) + right[4].unsqueeze(1)
