@@ -22,8 +22,6 @@ no further than the rounding of W and dL/dW_eff to bfloat16 did, also where most
 float32, and without ``group_scale``, where M_soft may be nearly flat, each operand is split into two bfloat16 halves,
 and three of the four products of halves are added: the relative error is at most 2^-16 per product; TF32's is 2^-10.
 Floor: 4 bytes per weight at 16 bits; 4 TILE_C floating-point operations per weight, 12 TILE_C if operands are split.
-Counted for sm_90, bfloat16, blocks of 64, 2:4, row and column statistics: 29.8 instructions per weight, so a weight of
-11008 x 4096 takes at least 40 us to issue, and 42 us to read.
 
 With ``group_scale``, a block whose mean score is subnormal counts as one of zeros.
 A group takes ``PADDED`` places of a tile, the next power of two; those beyond ``group`` hold zeros and are left out of

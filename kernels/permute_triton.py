@@ -13,9 +13,6 @@ moves each value through shared memory once more. A thread has 8 channels of two
 8192: with fewer warps, 40 to 64 registers would not hold both tiles and the index. With 32 warps, or tiles of at most
 4096 channels, LLVM also joins the staging stores to 16 bytes; otherwise up to half of them stay 2 or 4 bytes wide, and
 take four or eight times the cycles.
-Counted for sm_90 at 16384 x 11008 of 16 bits: 64 registers, 32 warps, one program per multiprocessor, 150 instructions
-and 2 barriers per warp for every 2 rows. Issuing them takes at least 39 us, shared memory 81 us, the bytes 168 us at
-4.3 TB/s; 44 KB are in flight per multiprocessor. At 4096 channels: 40 registers, three programs of 16 warps, 48 KB.
 The staged tile is one-dimensional on purpose: Triton turns a gather of more dimensions into shuffles, thousands of them
 here. Longer rows, of any C, are gathered from global memory through the cache. An entry outside 0 to C-1, which no
 permutation has, reads channel 0, never foreign memory.

@@ -20,10 +20,6 @@ stochastic matrix is near, ``S`` is at most 1. ``S`` and ``D`` stay in registers
 column sums cross from one warp to the other through shared memory. Floor: gradient, logits and scales read, the logits'
 gradient written.
 
-Counted for sm_90, Triton 3.9, blocks of 64 in float32, 5 rounds: 3,988 warp instructions forward, 600 of them in each
-round, and 7,184 backward, 1,012 of them in each round. For 11,648 blocks on an H200 they take at least 44 and 80 us,
-while the bytes take 89 us (without the scales) and 140 us.
-
 Deterministic: no atomics, every sum in a fixed order. Inputs that are not contiguous are copied first.
 """
 

@@ -13,10 +13,7 @@ weight of 16-bit values is made of, so that nothing is decompressed (PTX ISA, ve
 The sum does not depend on the order of the channels, so a product takes two words that are not neighbours: then the
 positions that a thread loads as one 32-bit word serve two products as they are. See cuda/sparse_linear_mma.cu.
 
-Bytes moved: 9/16 of the dense weight's, x once per ROWS rows (from the L2 cache), y. On 11008 x 4096 an H200 needs
-11.8 us for the weight at 4.3 TB/s. Counted for sm_90 in the default configuration, per warp and chunk of 64 rows x 64
-channels: 138 instructions with 16 tokens (16 products, 12 ldmatrix, 13 copies, one barrier), 215 with 64. The issue
-floor is 1.9 and 3.3 us. In flight are 60 to 78 KB per block, three of four stages, with 172 blocks at once.
+Bytes moved: 9/16 of the dense weight's, x once per ROWS rows (from the L2 cache), y.
 
 No GPU has run this yet. The layouts are those that the PTX manual and CUTLASS's atoms state, an emulation written from
 the manual agrees (tests/test_sparse_linear_mma.py), and the kernel assembles for sm_80, sm_90 and sm_100; whether the

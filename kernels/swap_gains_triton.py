@@ -8,12 +8,8 @@ terms once, and those of the lines as broadcasts, four at a time; a ``[rows, I, 
 
 Floor: per pair and row 2 comparisons, which write 1.0 or 0.0, 2 subtractions, and 2 multiply-adds of what is selected.
 A multiply-add by the comparison is one instruction, and as exact as adding. A predicated addition is one too, but
-keeping the predicates of a row costs more than it saves. At 132 multiprocessors, 128 lanes and 1.98 GHz, six
-instructions are 5.6e12 pairs and rows a second: 3.3 s for every pair of every linear of LLaMA-2-7B (3.6e13
-comparisons). The tile of 32 by 128 takes 6.9 instructions on sm_90, 6.1 on sm_100: a row is 878 for the 128 pairs of a
-thread, 768 of them the six, 71 copies and reads of shared memory. 8 programs fit on a multiprocessor, 1056 on an H200:
-a call should have 4 million pairs or more. It reads 2.5 KiB per row and tile, 0.6 bytes per pair and row, mostly from
-the L2 cache. None of this was measured.
+keeping the predicates of a row costs more than it saves. 8 programs fit on a multiprocessor, 1056 on an H200: a call
+should have 4 million pairs or more.
 
 128 sums per thread fill the registers: where sizes are not known to be multiples of `ALIGN`, whose vectors are copied
 one number at a time, tiles are half as wide, or sums would be spilled.

@@ -72,11 +72,6 @@ class Gpu:
     bandwidth: float
     source: str
 
-    @property
-    def issue_rate(self) -> float:
-        """Returns the warp instructions per second."""
-        return self.processors * ISSUE_SLOTS * self.clock
-
 
 _TARGETS = {target.name: target for target in TARGETS}
 H200 = Gpu("H200", _TARGETS["sm_90"], 132, 1.98e9, 4.3e12, "assumed: 0.9 of the nominal 4.8 TB/s")
@@ -201,7 +196,7 @@ def row(floor: Floor, gpu: Gpu) -> Row:
         )
     return Row(
         floor.case.name, gpu.name, floor.unit, tuple(found), 32 * instructions / floor.units,
-        1e6 * instructions / gpu.issue_rate, 1e6 * floor.case.bytes / gpu.bandwidth,
+        1e6 * instructions / (gpu.processors * ISSUE_SLOTS * gpu.clock), 1e6 * floor.case.bytes / gpu.bandwidth,
     )  # fmt: skip
 
 
