@@ -1,4 +1,4 @@
-"""What several benchmarks of whole models need. Scripts of this folder import it as ``shared``."""
+"""What several benchmarks of whole models need."""
 
 import argparse
 import time
