@@ -70,30 +70,14 @@ def main() -> None:
                 ),
                 "swaps": len(pairs),
             }
-    print(
-        json.dumps(
-            {
-                **report,
-                "loss": round(start, 4),
-                "layout": args.layout,
-                "seed": args.seed,
-                "device": device_name(model.device),
-                "system": platform.platform(),
-                "versions": versions(),
-            }
-        )
-    )
+    print(json.dumps({
+        **report, "loss": round(start, 4), "layout": args.layout, "seed": args.seed,
+        "device": device_name(model.device), "system": platform.platform(), "versions": versions(),
+    }))  # fmt: skip
 
 
-def _draw(
-    searcher: Searcher,
-    spaces: list[ChannelSpace],
-    base: dict[str, Tensor],
-    damping: float,
-    count: int,
-    seed: int,
-    group: int,
-) -> list[tuple[int, int, int]]:
+def _draw(searcher: Searcher, spaces: list[ChannelSpace], base: dict[str, Tensor], damping: float, count: int,
+          seed: int, group: int) -> list[tuple[int, int, int]]:  # fmt: skip
     """Returns (number of the space, position, position) of half random swaps and half of the best ones."""
     generator = torch.Generator().manual_seed(seed)
     best: Swaps = searcher.swaps(base, damping, 0)
@@ -109,15 +93,8 @@ def _draw(
     return pairs
 
 
-def _gain(
-    masks: HardMasks,
-    space: ChannelSpace,
-    base: dict[str, Tensor],
-    left: int,
-    right: int,
-    damping: float,
-    ids: Tensor,
-) -> float:
+def _gain(masks: HardMasks, space: ChannelSpace, base: dict[str, Tensor], left: int, right: int, damping: float,
+          ids: Tensor) -> float:  # fmt: skip
     terms = masks.terms(space, base, damping, ids.numel())
     one, other = torch.tensor([left]), torch.tensor([right])
     return math.fsum(float(swap_gains(t.of_positions(one), t.of_positions(other))) for t in terms)

@@ -21,11 +21,9 @@ from pathlib import Path
 
 import torch
 import transformers
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks.gpu import checks, kernels, models, table
-from benchmarks.gpu.bench import ROOT, Bench, save
+from benchmarks.gpu.bench import Bench, save
 from benchmarks.gpu.table import CALLS, ROWS, read
 from permtriton.kernels.launch import triton
 
@@ -66,8 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _apart(args.out, name, args.commit)
     rows = read(args.out)
     if not args.here:
-        _print(rows)
-        print(f"results: {args.out}")
+        print(table.markdown(rows))
     return int(any(rows[name]["failures"] or any(found["good"] is False for found in rows[name]["findings"])
                    for name in names))  # fmt: skip
 
@@ -103,16 +100,5 @@ def _apart(file: Path, name: str, commit: str | None) -> None:
         save(file, rows)
 
 
-def _print(rows: dict) -> None:
-    shown = Table(*table.HEADINGS, title="tiny sizes mean nothing" if any(r["tiny"] for r in rows.values()) else None)
-    for line in table.lines(rows):
-        shown.add_row(*line)
-    console = Console(width=200, markup=False)
-    console.print(shown)
-    for caption in table.captions(rows):
-        console.print(caption)
-
-
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
     sys.exit(main())
