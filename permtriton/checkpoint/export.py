@@ -26,9 +26,9 @@ from permtriton.checkpoint.files import (
 )
 from permtriton.checkpoint.loading import packed_parts, unpacked
 from permtriton.checkpoint.output import claimed, replacing_folder
+from permtriton.checkpoint.plan_entries import to_json
 from permtriton.checkpoint.record import CARD_RECORD, read_record
 from permtriton.checkpoint.reload import check_reloads
-from permtriton.checkpoint.report import to_json
 from permtriton.checkpoint.save import share_mode
 from permtriton.checkpoint.schema import METHOD, VERSION, PermTritonQuantizationConfig
 from permtriton.errors import ConfigError, ModelError, OutputError, VerificationError

@@ -21,7 +21,6 @@ A key of a record may be missing, because older versions did not write it; a key
 
 NUMBER, OPTIONAL_NUMBER, OPTIONAL_TEXT = (int, float), (int, float, type(None)), (str, type(None))
 _TEXTS, _NUMBERS = {...: str}, {...: NUMBER}
-_UPDATE_EPOCH = {"epoch": int, "loss": OPTIONAL_NUMBER, "held_out": NUMBER, "seconds": NUMBER}
 _PLACED = {"channels": int, "placement": str, "moved": int}
 RECORD: Form = {
     "model": str,
@@ -46,18 +45,12 @@ RECORD: Form = {
     "skipped": _TEXTS,
     "barriers": [str],
     "hidden_states": {"permuted": bool},
-    "learning": {
-        "epochs": [{"epoch": int, "loss": NUMBER, "moved": int, "tau": NUMBER, "seconds": NUMBER}],
-        "kept_epoch": (int, type(None)),
-    },
-    "search": {"rounds": [{"round": int, "loss": NUMBER, "swaps": int, "moved": int, "seconds": NUMBER}]},
-    "weight_update": {
-        "distill": {"epochs": [_UPDATE_EPOCH], "kept": int},
-        "reconstruct": {
-            "layers": [{"layer": str, "linears": [str], "start": NUMBER, "end": NUMBER, "seconds": NUMBER}],
-            "left": _TEXTS,
-        },
-    },
+    "steps": [
+        {
+            "name": str, "unit": str, "history": [{...: OPTIONAL_NUMBER}], "kept": (int, type(None)), "left": _TEXTS,
+            "parts": [{"name": str, "start": NUMBER, "end": NUMBER}],
+        }
+    ],
     "evaluation": {"measure": str, "dense": NUMBER, "compiled": NUMBER, "text": str},
     "proof": {
         "fold_difference": NUMBER, "lowered_graph": str, "verified_inputs": [str], "unverified_inputs": _TEXTS,

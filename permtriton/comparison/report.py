@@ -10,7 +10,6 @@ from permtriton import machine
 from permtriton.comparison.methods import DENSE
 from permtriton.comparison.results import RowResult
 from permtriton.comparison.run import Yardstick
-from permtriton.config import CompileConfig
 from permtriton.data.samples import Samples
 from permtriton.model.forward import with_tokens
 from permtriton.model.seq2seq import with_decoder_ids
@@ -22,7 +21,7 @@ Rows = Sequence[Sequence[Cell]]
 def report_of(
     results: Sequence[RowResult],
     yardstick: Yardstick,
-    config: CompileConfig,
+    options: Mapping[str, Any],
     *,
     model: str,
     text: str,
@@ -35,7 +34,7 @@ def report_of(
     Args:
         results: result of each row, the dense model's first.
         yardstick: what the models were measured by.
-        config: options that the rows did not set.
+        options: value of every option, as `permtriton.recipes.resolved` returns them.
         model: name of the dense model.
         text: name of the held-out text.
         seeds: seeds.
@@ -53,7 +52,7 @@ def report_of(
         "seeds": list(seeds),
         "patterns": list(dict.fromkeys(result.pattern for result in results if result.pattern)),
         "ablation": ablation,
-        "config": config.to_dict(),
+        "config": dict(options),
         "versions": dict(versions),
         "device": machine.device_name(dense.device),
         "system": platform.platform(),

@@ -10,19 +10,13 @@ import torch
 
 from permtriton.checkpoint.record import read_record
 from permtriton.checkpoint.schema import METHOD, PermTritonQuantizationConfig
-from permtriton.command import shown_name
 from permtriton.errors import ConfigError, ModelError
 from permtriton.kernels.packing import position_bits
 from permtriton.model.stored import CONFIG_FILE, StoredTensor, read_checkpoint, read_json
+from permtriton.model_name import shown_name
 from permtriton.sparsity import NMPattern
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-_ORDERS = {
-    "none": "order kept",
-    "heuristic": "heuristic order",
-    "learned": "learned order",
-    "searched": "searched order",
-}
 
 
 @dataclass(frozen=True)
@@ -90,14 +84,10 @@ def read_folders(folders: Sequence[Path]) -> list[Compiled]:
 
 
 def method_of(config: Mapping[str, Any]) -> str:
-    """Returns the name of a method, such as ``wanda, searched order``, from the options of a compilation."""
-    words = [str(config.get("importance", "importance not recorded"))]
-    if "permutation" in config:
-        order = str(config["permutation"])
-        words.append("no permutation" if order == "none" else f"{order} order")
-    if config.get("weight_update", "none") != "none":
-        words.append(str(config["weight_update"]))
-    return ", ".join(words + ["fused"] * (config.get("layout") == "fused"))
+    """Returns the name of a method, such as ``wanda: heuristic, mask``, from the options of a compilation."""
+    steps = str(config.get("recipe", "recipe not recorded")).replace(",", ", ")
+    words = f"{config.get('importance', 'importance not recorded')}: {steps}"
+    return f"{words}, fused" if config.get("layout") == "fused" else words
 
 
 def layer_of(name: str) -> int | None:
