@@ -33,6 +33,7 @@ from permtriton.machine import device_name, peak_memory, versions
 from permtriton.methods.fisher import fisher_information
 from permtriton.methods.hard_masks import hard_masked
 from permtriton.methods.objective import dense_objective
+from permtriton.methods.searched import Searched
 from permtriton.methods.swap_search import Searcher
 from permtriton.model.forward import hidden_states
 from permtriton.model.modules import GatheredLinear, from_norm, replace_module
@@ -87,14 +88,14 @@ def search_round(args: argparse.Namespace) -> dict[str, Any]:
     """Returns the seconds of the passes over all sequences, and those of all gains."""
     model = llama(args)
     plan, ids = find_plan(model, PATTERN, layout="fused"), torch.randint(0, args.vocabulary, (1, args.tokens))
-    config = CompileConfig.from_options({"search_block": args.search_block, "micro_batch_size": 1, "layout": "fused"})
+    config, options = CompileConfig(layout="fused", micro_batch_size=1), Searched(block=args.search_block)
     objective = dense_objective(model, "kl", Samples.of(ids), 1)
     fisher = fisher_information(model, plan, "kl", Samples.of(ids), config, NoProgress())
     spaces = [space for space in plan.spaces if not space.frozen]
     indices = {space.name: identity(space.units) for space in spaces}
     passes, gains, found = [], [], []
     with hard_masked(model, plan, random_importances(model, plan), fisher, config) as masks:
-        searcher = Searcher(masks, spaces, Samples.of(ids), objective, config)
+        searcher = Searcher(masks, spaces, Samples.of(ids), objective, options, config)
         masks.set(indices)
         for number in range(args.repeats + 1):
             passes.append(timed(lambda: masks.take_gradients(objective, Samples.of(ids)), model.device))

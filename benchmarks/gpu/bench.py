@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.gpu.table import COPIES, COPY, OURS, ROWS, SPEED, read
 from permtriton.kernels.launch import triton
-from permtriton.kernels.tools.cases import Case, Inputs
+from permtriton.kernels.tools.case import Case, Inputs
 from permtriton.kernels.tools.timing import Timing, ceilings, measure, sets_of_inputs
 from permtriton.machine import device_name, versions
 

@@ -13,25 +13,16 @@ from torch import Tensor
 from torch.nn.functional import rms_norm
 
 from benchmarks.gpu.bench import Bench, Prepare
-from permtriton.kernels.assignment import assignment_case
-from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.launch import jit, tl, triton
-from permtriton.kernels.nm_mask import (
-    nm_mask_backward_case,
-    nm_mask_backward_reference,
-    nm_mask_case,
-    nm_mask_reference,
-)
-from permtriton.kernels.norm_permute import norm_permute_case
-from permtriton.kernels.permute import permute_case
-from permtriton.kernels.sinkhorn import (
-    sinkhorn_backward_case,
-    sinkhorn_backward_reference,
-    sinkhorn_case,
-    sinkhorn_reference,
-)
-from permtriton.kernels.swap_gains import swap_gains_case
-from permtriton.kernels.tools.cases import BLOCK, Case, Inputs
+from permtriton.kernels.nm_mask import nm_mask_backward_reference, nm_mask_reference
+from permtriton.kernels.sinkhorn import sinkhorn_backward_reference, sinkhorn_reference
+from permtriton.kernels.tools.case import BLOCK, Case, Inputs
+from permtriton.kernels.tools.cases.assignment import assignment_case
+from permtriton.kernels.tools.cases.nm_mask import nm_mask_backward_case, nm_mask_case
+from permtriton.kernels.tools.cases.norm_permute import norm_permute_case
+from permtriton.kernels.tools.cases.permute import permute_case
+from permtriton.kernels.tools.cases.sinkhorn import sinkhorn_backward_case, sinkhorn_case
+from permtriton.kernels.tools.cases.swap_gains import swap_gains_case
 from permtriton.kernels.tools.timing import relative_error
 from permtriton.sparsity import NMPattern
 
@@ -134,8 +125,8 @@ def sinkhorn(bench: Bench) -> None:
     bench.compare("sinkhorn both", joined, _eager_and_compiled(bench, _both_eager))
 
 
-def _forward_eager(logits: Tensor) -> Tensor:
-    return sinkhorn_reference(logits, 0.5, 5)[0]
+def _forward_eager(logits: Tensor, tau: float, rounds: int) -> Tensor:
+    return sinkhorn_reference(logits, tau, rounds)[0]
 
 
 def _both_eager(grad: Tensor, logits: Tensor) -> Tensor:
@@ -191,11 +182,11 @@ def masks(bench: Bench) -> None:
     """The masked weight of the largest linear, and the gradient of its permutation."""
     rows, channels = bench.pick((11008, 4096), (96, 128))
 
-    def forward(weight: Tensor, norms: Tensor, index: Tensor, sizes: list[int], *_: Any) -> Tensor:
-        return nm_mask_reference(weight, ImportanceFactors(1, norms), index, sizes, NMPattern(2, 4))
+    def forward(*inputs: Any) -> Tensor:
+        return nm_mask_reference(*inputs[:4], NMPattern(2, 4))
 
-    def backward(weight: Tensor, norms: Tensor, index: Tensor, sizes: list[int], grad: Tensor, *_: Any) -> Any:
-        return nm_mask_backward_reference(grad, weight, ImportanceFactors(1, norms), index, sizes, 4, True)
+    def backward(*inputs: Any) -> Any:
+        return nm_mask_backward_reference(inputs[4], *inputs[:4], 4, True)
 
     for name, make, eager in (("forward", nm_mask_case, forward), ("backward", nm_mask_backward_case, backward)):
         peers: dict[str, Prepare] = {"eager torch": lambda inputs, eager=eager: partial(eager, *inputs)}

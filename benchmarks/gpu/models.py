@@ -20,18 +20,17 @@ from benchmarks.gpu.kernels import rms_norm_alone
 from benchmarks.gpu.table import OURS, SHAPES_7B
 from benchmarks.shared import PATTERN, step_seconds
 from permtriton import find_plan
-from permtriton.config import CompileConfig
 from permtriton.data.samples import Samples
 from permtriton.kernels import cusparselt
-from permtriton.kernels.norm_permute import norm_permute_case
 from permtriton.kernels.packing import unpack
-from permtriton.kernels.sparse_linear import sparse_linear_case
-from permtriton.kernels.tools import cases
-from permtriton.kernels.tools.cases import Case, Inputs
+from permtriton.kernels.tools.case import Case, Inputs, Random, larger_half
+from permtriton.kernels.tools.cases.norm_permute import norm_permute_case
+from permtriton.kernels.tools.cases.sparse_linear import sparse_linear_case
 from permtriton.kernels.tools.timing import Timing, captured, measure, relative_error
 from permtriton.machine import peak_memory
 from permtriton.model.forward import hidden_states
 from permtriton.model.modules import SparseLinear, replace_module
+from permtriton.recipes import config_from
 
 SAME_MODEL = 5e-2  # bfloat16 through 32 layers, sums in another order
 MASKLESS = "sdpa_without_mask"
@@ -113,7 +112,7 @@ def semi_structured(bench: Bench) -> None:
     if not cusparselt.supports(torch.bfloat16, rows, channels, bench.device):
         bench.find("cuSPARSELt", "not there, or not for such a weight")
         return
-    weight = cases.two_of_four((rows, channels), torch.bfloat16, cases.generator_of(0, bench.device))
+    weight = Random(0, bench.device).two_of_four(rows, channels, torch.bfloat16)
     fewer = weight.clone()
     fewer[:, ::5] = 0.0
     for what, dense in (("two weights in each group", weight), ("fewer in some groups", fewer)):
@@ -124,7 +123,7 @@ def semi_structured(bench: Bench) -> None:
         same = packed.weight_compressed.data_ptr() == packed.weight_values.data_ptr()
         found = "where ours are" if same else "elsewhere: such a layer keeps both forms, 18/16 of the dense memory"
         bench.find(f"cuSPARSELt's values, {what}", found)
-    x = cases.normal((2048, channels), torch.bfloat16, cases.generator_of(1, bench.device))
+    x = Random(1, bench.device).normal(2048, channels, dtype=torch.bfloat16)
     product = partial(cusparselt.product, x, cusparselt.compress(weight), None, rows)
     try:
         replay, (out,) = captured([product], bench.device)
@@ -162,7 +161,7 @@ def compilation(bench: Bench) -> None:
     model = llama(bench, bench.pick(2, 1))
     ids = torch.randint(0, model.config.vocab_size, bench.pick((128, 1024), (8, 32)))
     started = time.perf_counter()
-    report = permtriton.compile(model, None, CompileConfig(), ids=ids).report
+    report = permtriton.compile(model, None, config_from(), ids=ids).report
     took = time.perf_counter() - started
     parts = ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in report["seconds"].items())
     bench.find("permtriton.compile", f"{took:.1f} s: {parts}", seconds=report["seconds"])
@@ -176,7 +175,7 @@ def inference(bench: Bench) -> None:
         dense = without_mask(llama(bench, layers))
         sparse = copy.deepcopy(dense)
         for _, module in inner_linears(sparse):
-            module.weight.data = cases.larger_half(module.weight.data)
+            module.weight.data = larger_half(module.weight.data)
         pack(bench, sparse)
         for tokens in bench.pick([1, 16, 512, 2048], [1, 16]):
             ids = torch.randint(0, dense.config.vocab_size, (1, tokens), device=bench.device)
