@@ -93,6 +93,7 @@ def folded(case_name: str, compiled: CompiledModel, **changes: object) -> PreTra
 # -- each architecture, with the learned permutation -------------------------------------------------------------------
 
 
+@pytest.mark.slow(but=["llama_eager", "gpt2", "bert_mlm"])
 def test_reloaded_model_is_the_compiled_one(case):
     assert type(case.reloaded) is type(case.dense)
     in_memory = dict(case.compiled.model.named_parameters())
@@ -230,6 +231,7 @@ def test_loads_in_a_process_without_permtriton(tmp_path):
 
 
 @pytest.mark.parametrize("pattern", ["4:8", "1:4", "3:4", "8:16"])
+@pytest.mark.slow(but=["4:8"])
 def test_patterns(pattern, tmp_path):
     compiled = compiled_with("llama", sparsity=pattern, **LEARN)
     reloaded = type(compiled.model).from_pretrained(compiled.save(tmp_path / "model"))
@@ -306,6 +308,7 @@ def hidden_loss(compiled: CompiledModel, name: str) -> float:
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.slow(but=["gpt2"])
 def test_sparsegpt_with_the_importances_mask(name, tmp_path):
     masked = compiled_with(name, **HEURISTIC)
     updated = compiled_with(name, weight_update="sparsegpt", update_mask="keep", **HEURISTIC)
@@ -318,6 +321,7 @@ def test_sparsegpt_with_the_importances_mask(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.slow(but=["llama"])
 def test_sparsegpt_with_its_own_mask(name, tmp_path):
     masked = compiled_with(name, **HEURISTIC)
     updated = compiled_with(name, weight_update="sparsegpt", update_mask="own", **HEURISTIC)
@@ -334,6 +338,7 @@ def test_sparsegpt_with_its_own_mask(name, tmp_path):
     ("name", "dtype"),
     [("llama", torch.bfloat16), ("gpt2", torch.bfloat16), ("llama", torch.float16), ("llama", torch.float64)],
 )
+@pytest.mark.slow(but=["llama-dtype0"])
 def test_other_dtypes(name, dtype, tmp_path):
     compiled = compiled_model(zoo.build(name).to(dtype), **LEARN)
     assert compiled.report["dtype"] == str(dtype).removeprefix("torch.")

@@ -245,6 +245,7 @@ FALCONS = {  # both write one branch's output into the other's
 @pytest.mark.parametrize("layout", ["portable", "fused"])
 @pytest.mark.parametrize("permutation", ["none", "heuristic"])
 @pytest.mark.parametrize("form", FALCONS)
+@pytest.mark.slow(but=["7B-heuristic-fused", "40B-heuristic-portable"])
 def test_falcon_compiles_though_it_adds_in_place(form, permutation, layout):
     model = zoo.build("falcon", **FALCONS[form])
     config = CompileConfig.from_options({"permutation": permutation, "layout": layout})

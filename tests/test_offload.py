@@ -99,7 +99,7 @@ def compiled(source, folder, output, layout):
     return result, result.save(output / "model"), files
 
 
-@pytest.mark.parametrize("layout", ["portable", pytest.param("fused", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("layout", ["portable", pytest.param("fused", marks=pytest.mark.slow)])
 def test_the_result_is_that_in_memory_and_no_file_is_left(layout, tmp_path):
     zoo.planned("llama_eager")[0].save_pretrained(tmp_path / "dense")
     outputs = []
@@ -207,12 +207,10 @@ def compiled_within(limit: int | None, model: Path, ids: Path, *options: str) ->
     return hashlib.sha256((output / "model.safetensors").read_bytes()).hexdigest(), most
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="control groups are Linux's")
-def test_a_model_four_times_the_memory_limit_gives_the_bytes_of_one_in_memory(soak, tmp_path):
-    """The limit is what the same command takes for a small model, and a quarter of the large model's bytes."""
-    if not soak:
-        pytest.skip("`make soak` compiles a model of 0.7 GB")
+def test_a_model_four_times_the_memory_limit_gives_the_bytes_of_one_in_memory(tmp_path):
+    """The limit is what the same command takes for a small model, and a quarter of the large model's 0.7 GB."""
     for name, layers in (("small", 2), ("large", 36)):
         sizes = {"hidden_size": 640, "intermediate_size": 1728, "num_attention_heads": 10, "vocab_size": 1000}
         config = LlamaConfig(**sizes, num_hidden_layers=layers, max_position_embeddings=256)
