@@ -160,6 +160,14 @@ def minus_zero(original: Callable[..., None], model: Any, plan: Any, *more: Any)
     weight[weight == 0] = -0.0
 
 
+def forward_left(original: Callable[..., None], model: Any, *more: Any) -> None:
+    """The model keeps a layer's forward that was replaced while a step ran, which the graph does not know."""
+    original(model, *more)
+    mlp = model.model.layers[0].mlp
+    forward = mlp.forward
+    mlp.forward = lambda hidden: 1.1 * forward(hidden)
+
+
 def outside(original: Callable[..., None], kept: KeptWeights, values: dict[str, Tensor]) -> None:
     original(kept, values)
     for name, weight in kept._weights.items():
@@ -263,6 +271,7 @@ FAULTS: dict[str, Fault] = {
     "mask not applied": Fault(replaced(weights, "mask_weights", lambda f, *args: None), RETAIN),
     "nothing pruned": Fault(replaced(Mask, "run", lambda f, *args: None), "allows 2"),
     "-0.0 left": Fault(replaced(weights, "mask_weights", minus_zero), "-0.0"),
+    "forward of a layer not given back": Fault(replaced(weights, "mask_weights", forward_left), "after pruning"),
     "SparseGPT keeps 1 of 4": Fault(
         mask_of(one_of_four, obs), "groups keep fewer weights than 2:4", options=SPARSEGPT
     ),

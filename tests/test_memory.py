@@ -18,6 +18,7 @@ from permtriton.planning import find_plan
 from permtriton.sparsity import NMPattern
 
 from . import zoo
+from .updating import Recording
 
 CPU = torch.device("cpu")
 
@@ -166,7 +167,7 @@ def test_compile_refuses_before_it_changes_the_model(model, monkeypatch):
 
 
 @pytest.mark.parametrize("thrifty", [True, False])
-def test_compile_keeps_masked_weights_as_estimated(model, monkeypatch, thrifty):
+def test_compile_keeps_masked_weights_as_estimated_and_says_so(model, monkeypatch, thrifty):
     class Stopped(Exception):
         pass
 
@@ -177,8 +178,10 @@ def test_compile_keeps_masked_weights_as_estimated(model, monkeypatch, thrifty):
     estimate = memory.estimate
     monkeypatch.setattr(memory, "estimate", lambda *arguments: replace(estimate(*arguments), thrifty=thrifty))
     monkeypatch.setattr(learning, "learn", learn)
+    config, ids, progress = config_from(recipe="learned,mask"), zoo.tiny_ids(2, 8), Recording()
     with pytest.raises(Stopped):
-        permtriton.compile(copy.deepcopy(model), None, config_from(recipe="learned,mask"), ids=zoo.tiny_ids(2, 8))
+        permtriton.compile(copy.deepcopy(model), None, config, ids=ids, progress=progress, say_needs=True)
+    assert thrifty == any(line.startswith("to save memory: masks are computed for each") for line in progress.lines)
 
 
 def test_peak_memory_of_this_process_is_plausible():
