@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from permtriton import planning
-from permtriton.cli.console import BarProgress, err, out, print_json, table
+from permtriton.cli.console import BarProgress, err, out, print_json, saved, table
 from permtriton.config import CompileConfig
 from permtriton.errors import ConfigError
 from permtriton.kernels import autotune as cache
@@ -65,7 +65,8 @@ def run(
     if dry_run:
         _list_trials(cases, files, json)
     else:
-        _tune(cases, files, device, json)
+        with saved(*files):
+            _tune(cases, files, device, json)
 
 
 def _check_gpu() -> None:

@@ -24,9 +24,9 @@ from permtriton.model.plan import linear_module, weight_in_out
 from permtriton.progress import NoProgress
 from permtriton.reporting import sections
 from permtriton.reporting.folders import layer_of, method_of, read_folders
+from permtriton.reporting.html_report import page_of, report
 from permtriton.reporting.masks import corner, pictured_linears
 from permtriton.reporting.pages import Part
-from permtriton.reporting.report import page_of, report
 
 from . import zoo
 from .desk import RUNNER, check_refusal
