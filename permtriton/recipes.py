@@ -94,8 +94,9 @@ def steps_of(recipe: str | Sequence[Step]) -> tuple[Step, ...]:
     known = {kind.name: kind for kind in steps.STEPS}
     names = [name.strip() for name in recipe.split(",")]
     if unknown := [name for name in names if name not in known]:
+        kind = "no step" if len(names) > 1 else "no recipe and no step"
         raise ConfigError(
-            f"recipe {shown(recipe)}: {shown(unknown[0])} is no recipe and no step; the recipes are "
+            f"recipe {shown(recipe)}: {shown(unknown[0])} is {kind}; the recipes are "
             f"{', '.join(RECIPES)}, the steps {', '.join(known)}"
         )
     return tuple(known[name]() for name in names)
