@@ -14,9 +14,9 @@ from permtriton.cli.options import Flags
 from permtriton.cli.tables import check_table, write_table
 from permtriton.cli.tasks import TaskRequest
 from permtriton.comparison.methods import Row, ablation_rows, check_effect, method_rows
-from permtriton.comparison.report import Rows, cell, columns, report_of
 from permtriton.comparison.results import ResultFile, RowResult
 from permtriton.comparison.run import Yardstick, compare
+from permtriton.comparison.table import Rows, cell, columns, report_of
 from permtriton.config import CompileConfig
 from permtriton.data.media import is_media
 from permtriton.data.samples import Samples

@@ -18,7 +18,7 @@ from permtriton.cli.console import BarProgress, out, print_json, table
 from permtriton.cli.held_out import held_out_windows
 from permtriton.cli.tables import check_table, write_table
 from permtriton.cli.tasks import TaskRequest
-from permtriton.comparison.report import Cell, cell
+from permtriton.comparison.table import Cell, cell
 from permtriton.data.media import is_media
 from permtriton.errors import CalibrationError, ModelError
 from permtriton.model import load

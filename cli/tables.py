@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from permtriton.comparison.report import Rows, cell
+from permtriton.comparison.table import Rows, cell
 from permtriton.durable import replace_file
 from permtriton.errors import OutputError
 

@@ -10,9 +10,9 @@ import torch
 from permtriton import machine
 from permtriton.comparison import run as comparison
 from permtriton.comparison.methods import ABLATIONS, METHODS, ablation_rows, check_effect, method_rows
-from permtriton.comparison.report import columns, report_of
 from permtriton.comparison.results import ResultFile
 from permtriton.comparison.run import Yardstick, compare
+from permtriton.comparison.table import columns, report_of
 from permtriton.config import CompileConfig
 from permtriton.errors import ConfigError, OutputError
 from permtriton.progress import NoProgress

@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM
 from permtriton.checkpoint import export as exporting
 from permtriton.checkpoint import reload
 from permtriton.checkpoint.export import export
-from permtriton.checkpoint.files import ShardWriter
+from permtriton.checkpoint.shards import ShardWriter
 from permtriton.cli.main import app
 from permtriton.errors import ConfigError, ModelError, OutputError, PermTritonError, VerificationError
-from permtriton.model.stored import read_checkpoint
+from permtriton.model.headers import read_checkpoint
 
 from . import folders
 from .desk import RUNNER

@@ -9,7 +9,7 @@ from huggingface_hub import ModelCardData
 from transformers.models.auto import modeling_auto
 
 from permtriton.command import is_hub_name, shown_name
-from permtriton.model.stored import CONFIG_FILE, read_json
+from permtriton.model.headers import CONFIG_FILE, read_json
 
 CARD_FILE = "README.md"
 ALONE, WITH_PERMTRITON = "transformers alone", "transformers after import permtriton"  # what loads a folder

@@ -1,106 +1,339 @@
-"""Reads ``permtriton.json`` and the JSON of ``permtriton compare``, and refuses what has another form."""
+"""What do ``permtriton.json`` and the JSON of ``permtriton compare`` hold? Files of any other form are refused."""
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NotRequired
 
 import torch
+from pydantic import AfterValidator, Field
+from typing_extensions import TypedDict
 
-from permtriton.errors import ModelError
+from permtriton.checkpoint.format import Format
+from permtriton.errors import ConfigError, ModelError
+from permtriton.model.headers import DTYPES, read_json
 from permtriton.model.load import REPORT_FILE
-from permtriton.model.stored import read_json
 from permtriton.permutation import is_permutation
+from permtriton.sparsity import NMPattern
+from permtriton.validated import checked
 
 LARGEST = 2**63  # of an integer: longer ones are damage, and cannot be formatted as floats
 
-Form = Any
-"""A type, a tuple of types, ``[form]`` for a list, or a dict: key -> form, where ... stands for every other key.
 
-A key of a record may be missing, because older versions did not write it; a key of an entry in a list may not.
-"""
-
-NUMBER, OPTIONAL_NUMBER, OPTIONAL_TEXT = (int, float), (int, float, type(None)), (str, type(None))
-_TEXTS, _NUMBERS = {...: str}, {...: NUMBER}
-_UPDATE_EPOCH = {"epoch": int, "loss": OPTIONAL_NUMBER, "held_out": NUMBER, "seconds": NUMBER}
-_PLACED = {"channels": int, "placement": str, "moved": int}
-RECORD: Form = {
-    "model": str,
-    "command": str,
-    "versions": _TEXTS,
-    "device": str,
-    "dtype": str,
-    "config": {"sparsity": str, ...: (str, int, float, bool)},
-    "calibration": {"sha256": str, "shape": [int]},
-    "parameters": int,
-    "pruned_parameters": int,
-    "sparsity_by_layer": _NUMBERS,
-    "retained_importance": {...: {"before": NUMBER, "after": NUMBER}},
-    "permutations": [
-        {
-            "name": str, "segments": int, "tied": int, "reason": str, "norm": OPTIONAL_TEXT, "gathers": int,
-            "bytes_per_token": int, "producers": [str], "readers": [str], **_PLACED,
-        }
-    ],
-    "sites": [{"name": str, "linears": [str], "permutation": str, "index": [int], **_PLACED}],
-    "rows": [{"linears": [str], "index": [int]}],
-    "skipped": _TEXTS,
-    "barriers": [str],
-    "hidden_states": {"permuted": bool},
-    "learning": {
-        "epochs": [{"epoch": int, "loss": NUMBER, "moved": int, "tau": NUMBER, "seconds": NUMBER}],
-        "kept_epoch": (int, type(None)),
-    },
-    "search": {"rounds": [{"round": int, "loss": NUMBER, "swaps": int, "moved": int, "seconds": NUMBER}]},
-    "weight_update": {
-        "distill": {"epochs": [_UPDATE_EPOCH], "kept": int},
-        "reconstruct": {
-            "layers": [{"layer": str, "linears": [str], "start": NUMBER, "end": NUMBER, "seconds": NUMBER}],
-            "left": _TEXTS,
-        },
-    },
-    "evaluation": {"measure": str, "dense": NUMBER, "compiled": NUMBER, "text": str},
-    "proof": {
-        "fold_difference": NUMBER, "lowered_graph": str, "verified_inputs": [str], "unverified_inputs": _TEXTS,
-    },
-    "verification": {"tensors": int, "pruned_weights": int, "reloaded": str},
-    "seconds": _NUMBERS,
-    "memory": {"peak": int},
-    "export": {"format": str, "ratio": NUMBER, "loads_with": str, "dense_bytes": int, "stored_bytes": int},
-}  # fmt: skip
-_IN_CARD = "model command versions device config calibration parameters pruned_parameters evaluation proof verification"
-CARD_RECORD: Form = {key: RECORD[key] for key in (*_IN_CARD.split(), "export")}  # what the model card shows
-COMPARISON: Form = {
-    "model": str,
-    "measure": str,
-    "text": str,
-    "tokens": int,
-    "seeds": [int],
-    "patterns": [str],
-    "ablation": OPTIONAL_TEXT,
-    "config": {"sparsity": str},
-    "versions": _TEXTS,
-    "device": str,
-    "rows": [
-        {
-            "method": str, "pattern": str, "setting": str, "mean": NUMBER, "spread": NUMBER, "values": [NUMBER],
-            "kl": OPTIONAL_NUMBER, "cosine": OPTIONAL_NUMBER, "tasks": _NUMBERS, "seconds": NUMBER,
-            "compile_seconds": OPTIONAL_NUMBER, "peak_bytes": (int, type(None)),
-        }
-    ],
-}  # fmt: skip
-# What earlier versions did not write.
-EARLIER_COMPARISON: dict[str, Any] = {"measure": "measure", "seeds": [0], "patterns": [], "ablation": None}
-EARLIER_ROW: dict[str, Any] = {
-    "pattern": "", "setting": "", "kl": None, "cosine": None, "tasks": {}, "compile_seconds": None, "peak_bytes": None,
-}  # fmt: skip
+def pattern(text: str) -> str:
+    """Returns an N:M pattern as it was written; raises a ValueError where it is none."""
+    try:
+        right = str(NMPattern.parse(text)) == text
+    except ConfigError:
+        right = False
+    if not right:
+        raise ValueError("a pattern such as 2:4")
+    return text
 
 
-def read_record(folder: Path, form: Form = RECORD) -> dict[str, Any]:
-    """Returns ``permtriton.json`` of a folder; keys that its version did not write are missing.
+def _config(options: dict[str, Any]) -> dict[str, Any]:
+    for name, value in options.items():
+        in_range = not isinstance(value, int) or abs(value) < LARGEST
+        if not isinstance(value, str | int | float) or value != value or not in_range:
+            raise ValueError(f"options, but {name} is no text, number or truth value")
+    if not isinstance(options.get("sparsity"), str):
+        raise ValueError("options with a sparsity such as 2:4")
+    pattern(options["sparsity"])
+    return options
 
-    Args:
-        folder: folder that permtriton wrote.
-        form: keys to check; others are left as they are.
+
+def _permutation(index: list[int]) -> list[int]:
+    if not is_permutation(torch.tensor(index, dtype=torch.int64)):
+        raise ValueError("a permutation")
+    return index
+
+
+def _dtype(name: str) -> str:
+    if f"torch.{name}" not in map(str, DTYPES.values()):
+        raise ValueError("a floating-point dtype")
+    return name
+
+
+Integer = Annotated[int, Field(gt=-LARGEST, lt=LARGEST)]
+Pattern = Annotated[str, AfterValidator(pattern)]
+Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+Config = Annotated[dict[str, Any], AfterValidator(_config)]
+Index = Annotated[list[Integer], AfterValidator(_permutation)]
+
+
+class Permutation(TypedDict):
+    """A channel space; see `permtriton.checkpoint.report.permutation_report`."""
+
+    name: str
+    channels: Integer
+    segments: Integer
+    tied: Integer
+    placement: str
+    reason: str
+    norm: str | None
+    gathers: Integer
+    bytes_per_token: Integer
+    producers: list[str]
+    readers: list[str]
+    moved: Integer
+
+
+class Site(TypedDict):
+    """A site and the order of its channels: channel ``j`` was channel ``index[j]`` of the dense model."""
+
+    name: str
+    linears: list[str]
+    channels: Integer
+    permutation: str
+    placement: str
+    moved: Integer
+    index: Index
+
+
+class Rows(TypedDict):
+    """Linears whose rows moved: row ``j`` was row ``index[j]`` of the dense model."""
+
+    linears: list[str]
+    index: Index
+
+
+class HiddenStates(TypedDict):
+    """The order of the channels of hidden states; without ``index``, that of the dense model."""
+
+    permuted: bool
+    index: NotRequired[Index]
+    undo: NotRequired[Index]
+
+
+class Retained(TypedDict):
+    """Share of the importance that a mask keeps, before and after the permutation."""
+
+    before: float
+    after: float
+
+
+class LearningEpoch(TypedDict):
+    """See `permtriton.methods.learning.Epoch`."""
+
+    epoch: Integer
+    loss: float
+    moved: Integer
+    agreement: float
+    tau: float
+    seconds: float
+
+
+class Learning(TypedDict):
+    """What learning an order did."""
+
+    epochs: list[LearningEpoch]
+    kept_epoch: Integer | None
+
+
+class SearchRound(TypedDict):
+    """See `permtriton.methods.swap_search.Round`."""
+
+    round: Integer
+    loss: float
+    swaps: Integer
+    predicted: float
+    damping: float
+    trials: Integer
+    moved: Integer
+    seconds: float
+
+
+class Search(TypedDict):
+    """What the search did."""
+
+    rounds: list[SearchRound]
+
+
+class UpdateEpoch(TypedDict):
+    """See `permtriton.methods.kept_weights.UpdateEpoch`."""
+
+    epoch: Integer
+    loss: float | None
+    held_out: float
+    seconds: float
+
+
+class Distilled(TypedDict):
+    """What distillation did."""
+
+    epochs: list[UpdateEpoch]
+    kept: Integer
+
+
+class Layer(TypedDict):
+    """What reconstruction did to one part of a layer."""
+
+    layer: str
+    linears: list[str]
+    start: float
+    end: float
+    epochs: list[UpdateEpoch]
+    kept: Integer
+    seconds: float
+
+
+class Reconstructed(TypedDict):
+    """What reconstruction did."""
+
+    layers: list[Layer]
+    left: dict[str, str]
+
+
+class WeightUpdate(TypedDict):
+    """What the parts of the weight update did; those that did not run are missing."""
+
+    sparsegpt: NotRequired[dict[str, str]]
+    reconstruct: NotRequired[Reconstructed]
+    distill: NotRequired[Distilled]
+
+
+class Calibration(TypedDict):
+    """The calibration samples."""
+
+    sha256: str
+    shape: list[Integer]
+
+
+class Evaluation(TypedDict, total=False):
+    """What was measured on held-out text; empty if nothing was."""
+
+    measure: str
+    dense: float
+    compiled: float
+    text: str
+
+
+class Pass(TypedDict):
+    """What a compiler pass did to the graph."""
+
+    name: str
+    nodes: dict[str, Integer]
+    difference: float | None
+
+
+class Proof(TypedDict):
+    """What was compared with the dense model."""
+
+    fold_difference: float
+    lowered_graph: str
+    verified_inputs: list[str]
+    unverified_inputs: dict[str, str]
+
+
+class Verification(TypedDict):
+    """What was checked of the folder."""
+
+    tensors: Integer
+    pruned_weights: Integer
+    reloaded: str
+    reload_difference: NotRequired[float]
+
+
+class Memory(TypedDict):
+    """Bytes that a compilation took, and was estimated to take."""
+
+    peak: Integer
+    estimate: dict[str, Any]
+
+
+class File(TypedDict):
+    """A file of weights."""
+
+    bytes: Integer
+    sha256: Sha256
+
+
+class Export(TypedDict):
+    """What `permtriton.checkpoint.export.export` did."""
+
+    format: Annotated[Format, Field(strict=False)]
+    sparsity: Pattern
+    weights: Integer
+    dense_bytes: Integer
+    stored_bytes: Integer
+    ratio: float
+    loads_with: str
+    reloaded: str
+    seconds: float
+
+
+class Record(TypedDict):
+    """``permtriton.json``."""
+
+    model: str
+    command: str
+    versions: dict[str, str]
+    device: str
+    determinism: dict[str, Any]
+    dtype: Annotated[str, AfterValidator(_dtype)]
+    config: Config
+    calibration: Calibration
+    parameters: Integer
+    pruned_parameters: Integer
+    sparsity_by_layer: dict[str, float]
+    permutations: list[Permutation]
+    skipped: dict[str, str]
+    barriers: list[str]
+    hidden_states: HiddenStates
+    learning: Learning
+    search: Search
+    weight_update: WeightUpdate
+    retained_importance: dict[str, Retained]
+    evaluation: Evaluation
+    passes: list[Pass]
+    proof: Proof
+    seconds: dict[str, float]
+    memory: Memory
+    sites: list[Site]
+    rows: list[Rows]
+    verification: Verification
+    pruned_weights: Annotated[dict[str, Integer], Field(min_length=1)]
+    files: dict[str, File]
+    card: str | None
+    export: NotRequired[Export]
+
+
+class Row(TypedDict):
+    """A row of a comparison; see `permtriton.comparison.table.report_of`."""
+
+    method: str
+    pattern: str
+    setting: str
+    values: Annotated[list[float], Field(min_length=1)]
+    mean: float
+    spread: float
+    kl: float | None
+    cosine: float | None
+    tasks: dict[str, float]
+    seconds: float
+    compile_seconds: float
+    peak_bytes: Integer | None
+    by_seed: list[dict[str, Any]]
+
+
+class Comparison(TypedDict):
+    """The JSON report of ``permtriton compare``."""
+
+    model: str
+    measure: str
+    text: str
+    tokens: Integer
+    window: Integer
+    seeds: list[Integer]
+    patterns: list[str]
+    ablation: str | None
+    config: Config
+    versions: dict[str, str]
+    device: str
+    system: str
+    rows: Annotated[list[Row], Field(min_length=1)]
+
+
+def read_record(folder: Path) -> Record:
+    """Returns ``permtriton.json`` of a folder.
 
     Raises:
         ModelError: the folder or the file is missing, cannot be read, or has another form than permtriton writes.
@@ -112,65 +345,21 @@ def read_record(folder: Path, form: Form = RECORD) -> dict[str, Any]:
         raise ModelError(
             f"{folder} was not written by permtriton (it holds no {REPORT_FILE}): give an output of permtriton compile"
         )
-    record = read_json(path)
-    check_form(record, form, str(path))
-    for key in ("sites", "rows") if form is RECORD else ():
-        for number, entry in enumerate(record.get(key, [])):
-            if not is_permutation(torch.tensor(entry["index"], dtype=torch.int64)):
-                raise ModelError(f"{path}: {key}[{number}].index is not a permutation: the file is damaged")
-    return record
+    return checked(Record, read_json(path), lambda problem: ModelError(f"{path}: {problem}: the file is damaged"))
 
 
-def read_comparison(path: Path) -> dict[str, Any]:
-    """Returns the JSON report of ``permtriton compare``; what its version did not write is empty.
+def read_comparison(path: Path) -> Comparison:
+    """Returns the JSON report of ``permtriton compare``.
 
     Raises:
         ModelError: the file is missing, cannot be read, or has another form.
     """
-    comparison = {**EARLIER_COMPARISON, **read_json(path)}
-    rows = comparison.get("rows")
-    if not rows or not isinstance(rows, list):
-        raise ModelError(f"{path} has no rows: expected a file that permtriton compare --output wrote")
-    comparison["rows"] = [{**EARLIER_ROW, **row} if isinstance(row, dict) else row for row in rows]
-    check_form(comparison, COMPARISON, str(path))
+
+    def refuse(problem: str) -> ModelError:
+        return ModelError(f"{path}: {problem}: expected a file that permtriton compare --output wrote")
+
+    comparison = checked(Comparison, read_json(path), refuse)
     for number, row in enumerate(comparison["rows"]):
-        if not row["values"] or row["tasks"].keys() != comparison["rows"][0]["tasks"].keys():
-            raise ModelError(f"{path}: rows[{number}] has no values or other tasks than rows[0]: the file is damaged")
-        if row["pattern"] and row["compile_seconds"] is None:
-            raise ModelError(f"{path}: rows[{number}]: compile_seconds is missing: the file is damaged")
+        if row["tasks"].keys() != comparison["rows"][0]["tasks"].keys():
+            raise refuse(f"rows[{number}] has other tasks than rows[0]")
     return comparison
-
-
-def check_form(value: Any, form: Form, where: str, *, complete: bool = False) -> None:
-    """Checks a value of a JSON file.
-
-    Args:
-        value: what the file holds.
-        form: what is expected.
-        where: file and keys, for the error.
-        complete: whether every key of ``form`` must be there.
-
-    Raises:
-        ModelError: naming the first place that has another form.
-    """
-    if isinstance(form, list):
-        _expect(isinstance(value, list), value, "a list", where)
-        for number, item in enumerate(value):
-            check_form(item, form[0], f"{where}[{number}]", complete=True)
-    elif isinstance(form, Mapping):
-        _expect(isinstance(value, dict), value, "an object", where)
-        if missing := [key for key in form if complete and key is not ... and key not in value]:
-            raise ModelError(f"{where}: {missing[0]} is missing: the file is damaged")
-        for key, item in value.items():
-            if key in form or ... in form:
-                check_form(item, form.get(key, form.get(...)), f"{where}: {key}", complete=... in form)
-    else:
-        types = form if isinstance(form, tuple) else (form,)
-        allowed = isinstance(value, types) and (bool in types or not isinstance(value, bool))
-        in_range = not isinstance(value, int) or abs(value) < LARGEST
-        _expect(allowed and in_range, value, " or ".join(kind.__name__ for kind in types), where)
-
-
-def _expect(right: bool, value: Any, expected: str, where: str) -> None:
-    if not right:
-        raise ModelError(f"{where} is {str(value)[:60]!r}: expected {expected}; the file is damaged")

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from typing_extensions import TypedDict
 
 from permtriton import ranks
 from permtriton.config import CompileConfig
@@ -44,6 +45,18 @@ class Reconstructed:
     def report(self) -> dict[str, Any]:
         """Returns everything, for the report."""
         return {"layers": self.layers, "left": self.left}
+
+
+class _Entry(TypedDict):
+    """What `Reconstructed.layers` holds of each part."""
+
+    layer: str
+    linears: list[str]
+    start: float
+    end: float
+    epochs: list[dict[str, Any]]
+    kept: int
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -270,12 +283,12 @@ def _load(
     if found is None:
         return {}
     tensors, texts = found
+    layers = state.value(texts, "layers", list[_Entry])
+    done = [(entry["layer"], entry["linears"]) for entry in layers]
     try:
-        layers = json.loads(texts["layers"])
-        done = [(entry["layer"], entry["linears"]) for entry in layers]
         for entry in layers:
             _check_entry(entry, epochs)
-    except (KeyError, TypeError, ValueError) as error:
+    except ValueError as error:
         raise state.damaged(f"its layers cannot be read ({error})") from error
     if done != [(name, list(part)) for name, part in parts[: len(done)]]:
         raise state.damaged("its layers are not the model's")
@@ -283,19 +296,17 @@ def _load(
     finished = KeptWeights(weights)
     state.check_tensors(tensors, finished.snapshot())
     finished.write(tensors)
-    result.layers = layers
+    result.layers = [dict(entry) for entry in layers]
     return tensors
 
 
-def _check_entry(entry: Mapping[str, Any], epochs: int) -> None:
+def _check_entry(entry: _Entry, epochs: int) -> None:
     """Checks the entry of a part that was trained for all epochs.
 
     Raises:
-        KeyError, TypeError, ValueError: it is not one.
+        ValueError: it is not one.
     """
     trained = Trained.read(entry, epochs)
     ends = {"start": trained.history[0].held_out, "end": trained.history[trained.kept].held_out}
-    if len(trained.history) != epochs + 1 or {key: entry[key] for key in ends} != ends:
+    if len(trained.history) != epochs + 1 or {"start": entry["start"], "end": entry["end"]} != ends:
         raise ValueError(f"{entry['layer']} does not say how all its {epochs} epochs went")
-    if not isinstance(entry["seconds"], int | float):
-        raise ValueError(f"{entry['layer']} has seconds {entry['seconds']!r}")

@@ -6,10 +6,10 @@ from typing import Any
 
 from permtriton.checkpoint.report import grouped
 from permtriton.comparison.methods import DENSE, FUSED
-from permtriton.comparison.report import cell, columns
+from permtriton.comparison.table import cell, columns
 from permtriton.machine import format_bytes
 from permtriton.reporting import plots
-from permtriton.reporting.folders import Compiled
+from permtriton.reporting.compiled import Compiled
 from permtriton.reporting.pages import Card, Part, Picture, Section
 
 MISSING = "not recorded"

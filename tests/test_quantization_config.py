@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from permtriton.checkpoint.schema import PermTritonQuantizationConfig
+from permtriton.checkpoint.quantization_config import PermTritonQuantizationConfig
 from permtriton.errors import ModelError
 
 from .folders import LAST_UP, NORM, PACKED, QUANTIZATION

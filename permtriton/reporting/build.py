@@ -7,7 +7,7 @@ from typing import Any
 from permtriton.checkpoint.record import read_comparison
 from permtriton.errors import ConfigError
 from permtriton.reporting import pictures, sections
-from permtriton.reporting.folders import Compiled, read_folders
+from permtriton.reporting.compiled import Compiled, read_folders
 from permtriton.reporting.pages import Page, check_file, write
 
 
