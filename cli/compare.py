@@ -17,13 +17,13 @@ from permtriton.comparison.methods import Row, ablation_rows, check_effect, meth
 from permtriton.comparison.results import ResultFile, RowResult
 from permtriton.comparison.run import Yardstick, compare
 from permtriton.comparison.table import Rows, cell, columns, report_of
-from permtriton.config import CompileConfig
 from permtriton.data.media import is_media
 from permtriton.data.samples import Samples
 from permtriton.errors import ConfigError, OutputError
 from permtriton.model import load
 from permtriton.model.seq2seq import with_decoder_ids
 from permtriton.progress import Progress
+from permtriton.recipes import resolved
 from permtriton.sparsity import NMPattern
 
 
@@ -32,16 +32,18 @@ class Request:
     """What to compare, as the user wrote it; lists are separated by commas.
 
     Attributes:
-        config: options that the rows do not set.
-        flags: options that the user set by hand.
+        model: name of the model.
+        options: options that the user gave in a file or as flags.
+        flags: options that the user set as flags.
         seeds: seeds.
         methods: names of methods; None for the default ones.
-        patterns: sparsity patterns; None for that of ``config``.
+        patterns: sparsity patterns; None for that of ``options``.
         ablate: name of an ablation, or None.
         values: values of its option; None for the default ones.
     """
 
-    config: CompileConfig
+    model: str
+    options: Flags
     flags: Flags
     seeds: str
     methods: str | None
@@ -61,9 +63,9 @@ class Request:
             raise ConfigError("--sparsity has no effect with --patterns: drop one of them")
         methods, patterns = _parts(self.methods), [NMPattern.parse(part) for part in _parts(self.patterns)]
         if self.ablate:
-            rows = ablation_rows(self.config, self.ablate, _parts(self.values), methods, patterns, layers)
+            rows = ablation_rows(self.options, self.ablate, _parts(self.values), methods, patterns, layers, self.model)
         else:
-            rows = method_rows(self.config, methods, patterns)
+            rows = method_rows(self.options, methods, patterns, self.model)
         check_effect(self.flags, rows, self.ablate)
         return rows
 
@@ -125,7 +127,9 @@ def run(
         if windows is None:
             fail(f"nothing to compare on: {text}", 2)
         yardstick = Yardstick(model, tokenizer, with_decoder_ids(model, Samples.of(windows)), loaded)
-        kept = ResultFile(place, yardstick.identity(request.config, request.ablate, tasks.identity()))
+        kept = ResultFile(
+            place, yardstick.identity(resolved(request.options, request.model), request.ablate, tasks.identity())
+        )
         if not overwrite:
             kept.read()
         report = _compare(source, request, yardstick, text, kept, tasks.versions(), progress)
@@ -179,7 +183,7 @@ def _compare(
     return report_of(
         results,
         yardstick,
-        request.config,
+        resolved(request.options, request.model),
         model=source.name,
         text=text,
         seeds=seeds,

@@ -10,19 +10,21 @@ from rich.table import Table
 
 from permtriton import compiler
 from permtriton.checkpoint.output import OutputFolder, claimed
-from permtriton.checkpoint.report import grouped
+from permtriton.checkpoint.plan_entries import grouped
 from permtriton.checkpoint.save import CompiledModel
 from permtriton.cli import torchrun
 from permtriton.cli.console import BarProgress, out, print_json, table
 from permtriton.cli.held_out import held_out_windows
 from permtriton.cli.inspect import destination
-from permtriton.command import compile_command
 from permtriton.config import CompileConfig
 from permtriton.machine import format_bytes
+from permtriton.methods import steps
 from permtriton.model import load
 from permtriton.offload import Offload, check_offload
 from permtriton.progress import NoProgress, Progress
-from permtriton.stages import state_paths
+from permtriton.recipes import compile_command
+from permtriton.run import states_beside
+from permtriton.step import Outcome
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,7 @@ def _compiled(job: Job, folder: OutputFolder, progress: Progress) -> CompiledMod
 
 
 def _delete_states(folder: OutputFolder, progress: Progress) -> None:
-    for path in filter(Path.is_file, state_paths(folder.resume_path)):
+    for path in states_beside(folder.resume_path):
         path.unlink()
         progress.say(f"deleted {path.name}, the state of an interrupted run")
 
@@ -187,30 +189,15 @@ def _results(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "zeros in pruned weights", _range(report["sparsity_by_layer"].values(), "{:.2%}")
     pruned, total = report["pruned_parameters"], report["parameters"]
     yield "share of parameters pruned", f"{pruned / total:.1%} ({pruned:,} of {total:,})"
-    epochs, kept = report["learning"]["epochs"], report["learning"]["kept_epoch"]
-    if epochs:
-        yield "learning loss, base order", f"{epochs[0]['loss']:.4f}"
-        yield f"learning loss, epoch {kept} of {len(epochs) - 1}", f"{epochs[kept]['loss']:.4f}"
-    rounds = report["search"]["rounds"]
-    if rounds:
-        yield "search loss, base order", f"{rounds[0]['loss']:.4f}"
-        yield f"search loss, after {len(rounds) - 1} rounds", f"{rounds[-1]['loss']:.4f}"
-    yield from _updates(report["weight_update"])
+    known = {kind.name: kind for kind in steps.STEPS}
+    for entry in report["steps"]:
+        outcome = Outcome(**{name: value for name, value in entry.items() if name != "name"})
+        yield from known[entry["name"]]().words(outcome)
     yield "seconds", ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in report["seconds"].items())
     yield "peak memory", f"{format_bytes(report['memory']['peak'])} on {report['device']}"
     yield "linears left dense", "; ".join(f"{name}: {why}" for name, why in report["skipped"].items()) or "none"
     verified = report["verification"]
     yield "verified", f"{verified['pruned_weights']} pruned weights; reloaded: {verified['reloaded']}"
-
-
-def _updates(updates: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    if "reconstruct" in updates:
-        for part in updates["reconstruct"]["layers"]:
-            yield f"reconstruction of {part['layer']}, held out", f"{part['start']:.4f} to {part['end']:.4f}"
-    if "distill" in updates:
-        epochs, kept = updates["distill"]["epochs"], updates["distill"]["kept"]
-        yield "distillation, held out, before", f"{epochs[0]['held_out']:.4f}"
-        yield f"distillation, held out, epoch {kept} of {len(epochs) - 1}", f"{epochs[kept]['held_out']:.4f}"
 
 
 def _range(numbers: Collection[float], form: str) -> str:

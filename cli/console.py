@@ -137,6 +137,6 @@ def end_process(message: str, code: int) -> None:
 
 def print_json(value: Any) -> None:
     """Prints JSON, and nothing else, on standard output."""
-    from permtriton.checkpoint.report import to_json
+    from permtriton.checkpoint.plan_entries import to_json
 
     typer.echo(to_json(value))

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from permtriton import compiler
 from permtriton.checkpoint.output import OutputFolder, check_output
-from permtriton.checkpoint.report import grouped, plan_report
+from permtriton.checkpoint.plan_entries import grouped, plan_report
 from permtriton.cli.compile import Job, loaded
 from permtriton.cli.console import BarProgress, out, print_json, table
 from permtriton.cli.inspect import destination
@@ -17,7 +17,7 @@ from permtriton.config import CompileConfig
 from permtriton.errors import ConfigError
 from permtriton.forecast import Forecast, duration
 from permtriton.machine import format_bytes
-from permtriton.memory import Devices, describe_masks, describe_weights
+from permtriton.memory import Devices, describe_thrift, describe_weights
 from permtriton.model.plan import Plan, linear_module
 
 GIB = 1 << 30
@@ -71,7 +71,7 @@ def print_dry_run(
         config: every option.
         json: whether to print JSON.
     """
-    report = plan_report(plan, config.learn.block_size)
+    report = plan_report(plan)
     if json:
         print_json({**report, **forecast.report()})
         return
@@ -92,8 +92,8 @@ def print_dry_run(
     if devices.count > 1:
         result.add_row("weights", describe_weights(forecast.needs))
         result.add_row("started by", f"torchrun --nproc-per-node {devices.count} -m permtriton compile ...")
-    if masks := describe_masks(forecast.needs):
-        result.add_row("masks while learning", masks)
+    if saved := describe_thrift(forecast.needs, config):
+        result.add_row("to save memory", saved)
     if not forecast.seconds:
         result.add_row("time", f"not measured: {forecast.refused or 'this machine does not have these devices'}")
     else:

@@ -9,7 +9,7 @@ import typer
 from torch import fx
 
 from permtriton import planning
-from permtriton.checkpoint.report import grouped, permutation_report, plan_report
+from permtriton.checkpoint.plan_entries import grouped, permutation_report, plan_report
 from permtriton.cli.console import err, out, print_json, table
 from permtriton.config import CompileConfig
 from permtriton.errors import ConfigError, OutputError
@@ -33,7 +33,7 @@ def run(
 
     Args:
         source: model to inspect; only its config is read.
-        config: pattern, layout and block size.
+        config: pattern and layout.
         graph: whether to print the graph instead of the plan.
         only: the only pass to print the graph after; None for all.
         layer: the only layer to print; None for the whole model.
@@ -55,13 +55,12 @@ def run(
         check_drawing(dot)
     empty = load.load_empty_model(source)
     plan, traced = planning.plan_model(empty, config)
-    block_size = config.learn.block_size
     if graphs:
         _graphs(plan, traced, config.sparsity, only, layer, dot)
     elif json:
-        print_json(plan_report(plan, block_size))
+        print_json(plan_report(plan))
     else:
-        _print(plan, block_size)
+        _print(plan)
 
 
 def _graphs(
@@ -139,10 +138,10 @@ def write_drawing(text: str, file: Path) -> None:
         raise OutputError(f"--dot {file} cannot be written: the program dot of Graphviz says {said!r}") from error
 
 
-def _print(plan: Plan, block_size: int) -> None:
-    report = plan_report(plan, block_size)
+def _print(plan: Plan) -> None:
+    report = plan_report(plan)
     permutations = {entry["name"]: entry for entry in report["permutations"]}
-    sites = table("Sites", "site", "linears", "channels", "blocks", "permutation", "at run time")
+    sites = table("Sites", "site", "linears", "channels", "permutation", "at run time")
     for row, _ in grouped([_site_row(site, permutations[site["permutation"]]) for site in report["sites"]]):
         sites.add_row(*row)
     out.print(sites)
@@ -161,9 +160,8 @@ def _print(plan: Plan, block_size: int) -> None:
 
 
 def _site_row(site: dict[str, Any], permutation: dict[str, Any]) -> tuple[str, ...]:
-    blocks = str(site["blocks"]) if site["blocks"] else "-"
     order = "its own" if permutation["name"] == site["name"] else permutation["name"]
-    return site["name"], str(len(site["linears"])), str(site["channels"]), blocks, order, at_run_time(permutation)
+    return site["name"], str(len(site["linears"])), str(site["channels"]), order, at_run_time(permutation)
 
 
 def at_run_time(permutation: dict[str, Any]) -> str:

@@ -23,6 +23,7 @@ from permtriton.cli.options import (
     EvalText,
     Flags,
     Gpus,
+    HelpAll,
     Json,
     Model,
     OffloadFolder,
@@ -34,9 +35,10 @@ from permtriton.cli.options import (
     TasksDir,
     TrustRemoteCode,
     build_config,
+    options_to_compare,
     takes,
 )
-from permtriton.config import METHOD, OPTIONS, RUNNING, CompileConfig, check_explicit_options
+from permtriton.config import METHOD, RUNNING
 from permtriton.errors import ConfigError
 
 SAVE_MEMORY = ("--sequence-length", "--samples", "--micro-batch-size", "--activation-checkpointing", "--dtype")
@@ -86,7 +88,7 @@ def _permtriton(
 
 
 @app.command()
-@takes(*OPTIONS)
+@takes()
 def compile(
     model: Model,
     flags: Flags,
@@ -102,7 +104,7 @@ def compile(
     ] = False,
     restart: Annotated[
         bool,
-        typer.Option("--restart", help="Start anew instead of continuing an interrupted run.", rich_help_panel=RUNNING),
+        typer.Option("--restart", help="Start from scratch instead of resuming.", rich_help_panel=RUNNING),
     ] = False,
     dry_run: DryRun = False,
     devices: Gpus = None,
@@ -111,6 +113,7 @@ def compile(
     config: ConfigFile = None,
     json: Json = False,
     trust_remote_code: TrustRemoteCode = False,
+    help_all: HelpAll = False,
 ) -> None:
     """Prune MODEL to N:M sparsity in the best channel order and write a Hugging Face checkpoint (see --layout)."""
     chosen = build_config(model, recipe, config, flags)
@@ -132,7 +135,15 @@ def compile(
 
 
 @app.command()
-@takes("sparsity", "layout", "o_proj", "skip_indivisible", "block_size")
+def recipes(json: Json = False) -> None:
+    """Show the recipes, and the steps that they are made of, with one line each."""
+    from permtriton.cli.recipes import run
+
+    run(json=json)
+
+
+@app.command()
+@takes("sparsity", "layout", "o_proj", "skip_indivisible")
 def inspect(
     model: Model,
     flags: Flags,
@@ -150,8 +161,7 @@ def inspect(
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Show what would be pruned, where each permutation would go and what it costs. Reads only MODEL's config."""
-    config = CompileConfig.from_options({**flags, "permutation": "learned"})  # whose blocks are shown
-    check_explicit_options(flags, config)
+    config = build_config(model, None, None, flags)
     from permtriton.cli.inspect import run
     from permtriton.model.load import Source
 
@@ -159,33 +169,17 @@ def inspect(
 
 
 @app.command()
-@takes(
-    "sparsity",
-    "skip_indivisible",
-    "calibration",
-    "samples",
-    "sequence_length",
-    "block_size",
-    "epochs",
-    "learning_rate",
-    "batch_size",
-    "micro_batch_size",
-    "learn_layers",
-    "rounds",
-    "search_block",
-    "update_epochs",
-    "update_learning_rate",
-)
+@takes()
 def compare(
     model: Model,
     flags: Flags,
-    recipe: Recipe = None,
     eval_text: EvalText = None,
     seeds: Annotated[str, typer.Option(help="Seeds, separated by commas.", rich_help_panel=RUNNING)] = "0",
     methods: Annotated[
         str | None,
         typer.Option(
-            help="Some of the methods, separated by commas; all by default, a few with --ablate.",
+            help="Some of the methods, or recipes, separated by commas; by default all methods, and a few with "
+            "--ablate.",
             rich_help_panel=METHOD,
         ),
     ] = None,
@@ -212,14 +206,15 @@ def compare(
         typer.Option("--overwrite", help="Measure everything anew, whatever is kept.", rich_help_panel=RUNNING),
     ] = False,
     trust_remote_code: TrustRemoteCode = False,
+    help_all: HelpAll = False,
 ) -> None:
     """Prune MODEL with every method on the same text and show how much each one hurts. Saves no model."""
-    chosen = build_config(model, recipe, config, flags, check=False)
+    given = options_to_compare(model, config, flags)
     from permtriton.cli.compare import Request, run
     from permtriton.cli.tasks import TaskRequest
     from permtriton.model.load import Source
 
-    request = Request(chosen, flags, seeds, methods, patterns, ablate, values)
+    request = Request(model, given, flags, seeds, methods, patterns, ablate, values)
     wanted = TaskRequest(tasks, limit, tasks_dir)
     source = Source(model, dtype, device, trust_remote_code)
     run(source, request, wanted, eval_text, output or [], overwrite=overwrite, json=json)

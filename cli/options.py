@@ -9,19 +9,10 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from permtriton.command import config_for
-from permtriton.config import (
-    CALIBRATION,
-    METHOD,
-    OPTIONS,
-    PANELS,
-    RUNNING,
-    CompileConfig,
-    check_explicit_options,
-    defaults,
-    read_config_file,
-)
+from permtriton.config import CALIBRATION, METHOD, RUNNING, CompileConfig
+from permtriton.errors import ConfigError
 from permtriton.option import Option
+from permtriton.recipes import RECIPES, all_options, check_given, config_from, defaults, read_config_file
 
 Flags = dict[str, Any]
 
@@ -29,8 +20,8 @@ Model = Annotated[str, typer.Argument(help="A model folder, a hub name, or demo 
 Recipe = Annotated[
     str | None,
     typer.Option(
-        help="Set of defaults: default (kept weights keep their values), best (trained layer by layer), fast "
-        "(SparseGPT: minutes), published (the paper's) or demo (for a laptop; taken for the demo model).",
+        help=f"One of {', '.join(RECIPES)}, or steps separated by commas, such as heuristic,sparsegpt; permtriton "
+        "recipes describes them.",
         rich_help_panel=METHOD,
     ),
 ]
@@ -94,7 +85,7 @@ ConfigFile = Annotated[
     Path | None,
     typer.Option(
         "--config",
-        help="TOML file of recipe, method, calibration and learning options; flags win.",
+        help="TOML file of options, with a table per step; flags win.",
         rich_help_panel=RUNNING,
     ),
 ]
@@ -115,6 +106,7 @@ Gpus = Annotated[
         "--devices",
         help="With --dry-run: plan for this many GPUs of torchrun with this many GiB each, such as 8x80.",
         rich_help_panel=RUNNING,
+        hidden=True,
     ),
 ]
 Shard = Annotated[
@@ -123,14 +115,16 @@ Shard = Annotated[
         "--shard/--no-shard",
         help="Under torchrun, spread the weights of layers over the GPUs by FSDP2; by default if one cannot hold them.",
         rich_help_panel=RUNNING,
+        hidden=True,
     ),
 ]
 OffloadFolder = Annotated[
     Path | None,
     typer.Option(
         help="For a model larger than memory, on a CPU: a folder on a fast disk, where weights and layers' inputs are "
-        "kept while it runs. The result is the same. Not for learned, searched and distill.",
+        "kept while it runs. The result is the same. Some steps cannot do so.",
         rich_help_panel=RUNNING,
+        hidden=True,
     ),
 ]
 TrustRemoteCode = Annotated[
@@ -138,20 +132,43 @@ TrustRemoteCode = Annotated[
 ]
 
 
+def _show_all(ctx: typer.Context, wanted: bool) -> None:
+    if wanted:
+        for parameter in ctx.command.params:
+            parameter.hidden = False  # type: ignore[attr-defined]
+        typer.echo(ctx.get_help())
+        raise typer.Exit
+
+
+HelpAll = Annotated[
+    bool,
+    typer.Option(
+        "--help-all", is_eager=True, callback=_show_all, help="Show every option, those of all steps included."
+    ),
+]
+# Those of an ordinary compilation, which --help shows; --help-all shows all.
+COMMON = ("sparsity", "importance", "layout", "calibration", "samples", "sequence_length")
+
+
 def takes(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Returns a decorator that gives a command a flag for each of these options of the config.
+    """Returns a decorator that gives a command a flag for each of these options, and for those of all steps.
 
     They stand where the command has its parameter ``flags``, which receives the values of those that the user set.
+
+    Args:
+        names: names of options of the compilation; none means all, and those of the steps.
     """
-    names = tuple(sorted(names, key=lambda name: PANELS.index(OPTIONS[name].panel)))
+    known = all_options()
+    taken = [known[name] for name in names] if names else list(known.values())
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(command)
         def run(**arguments: Any) -> None:
-            given = {name: arguments.pop(name) for name in names}
+            given = {option.name: arguments.pop(option.name) for option in taken}
             command(flags={name: value for name, value in given.items() if value is not None}, **arguments)
 
-        signature, made = inspect.signature(command), [_flag(OPTIONS[name]) for name in names]
+        signature = inspect.signature(command)
+        made = [_flag(option, hidden=not names and option.name not in COMMON) for option in taken]
         parameters = [p for own in signature.parameters.values() for p in (made if own.name == "flags" else [own])]
         run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         return run
@@ -159,22 +176,30 @@ def takes(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     return decorate
 
 
-def _flag(option: Option) -> inspect.Parameter:
+def _flag(option: Option, *, hidden: bool) -> inspect.Parameter:
     """Returns the parameter that typer makes an option's flag of: None unless the user sets it."""
     kind = option.type if option.type in (int, float, bool) else str
     values = "|".join(option.choices) or option.values
     info = typer.Option(
         *([option.flag] if option.default is False else []),  # without a --no- form
-        help=escape(f"{option.help} [{values}{values and '; '}default: {defaults(option.name)}]"),
+        help=escape(f"{option.help} [{values}{values and '; '}default: {defaults(option)}]"),
         rich_help_panel=option.panel,
+        hidden=hidden,
     )
     annotation = Annotated[kind | None, info]  # type: ignore[valid-type]
     return inspect.Parameter(option.name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=annotation)
 
 
-def build_config(
-    model: str, recipe: str | None, config_file: Path | None, flags: Flags, *, check: bool = True
-) -> CompileConfig:
+def given_by(config_file: Path | None, flags: Flags) -> Flags:
+    """Returns what the user gave: flags over the options of the file.
+
+    Raises:
+        ConfigError: the file cannot be read, or holds a table that is no step's.
+    """
+    return {**(read_config_file(config_file) if config_file else {}), **flags}
+
+
+def build_config(model: str, recipe: str | None, config_file: Path | None, flags: Flags) -> CompileConfig:
     """Lays flags over the file over the recipe.
 
     Args:
@@ -182,15 +207,24 @@ def build_config(
         recipe: recipe that the user named, or None.
         config_file: TOML file, or None.
         flags: options that the user set as flags.
-        check: whether a flag without effect is refused here.
 
     Raises:
-        ConfigError: an unknown option, a bad value, or a flag that has no effect.
+        ConfigError: an unknown option, a bad value, or an option that has no effect.
     """
-    from_file = {k.replace("-", "_"): v for k, v in (read_config_file(config_file) if config_file else {}).items()}
-    recipe = recipe or from_file.get("recipe")
-    from_file.pop("recipe", None)
-    config = config_for(model, {**from_file, **flags}, recipe)
-    if check:
-        check_explicit_options(flags, config)
+    given = given_by(config_file, flags)
+    config = config_from(given, recipe, model)
+    check_given(list(given), config)
     return config
+
+
+def options_to_compare(model: str, config_file: Path | None, flags: Flags) -> Flags:
+    """Returns what the user gave for a comparison, whose rows have recipes of their own.
+
+    Raises:
+        ConfigError: an unknown option, a bad value, or a file that names a recipe.
+    """
+    given = given_by(config_file, flags)
+    if "recipe" in given:
+        raise ConfigError(f"config file {config_file} names a recipe: leave it out, and name it in --methods")
+    config_from(given, model=model)
+    return given

@@ -58,7 +58,7 @@ def markdown(headers: Sequence[str], rows: Rows) -> str:
 
 
 def _json(headers: Sequence[str], rows: Rows, report: Any) -> str:
-    from permtriton.checkpoint.report import to_json
+    from permtriton.checkpoint.plan_entries import to_json
 
     return to_json(report) + "\n"
 

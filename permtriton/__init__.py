@@ -1,7 +1,7 @@
-"""Learned channel permutations for N:M-sparse language models, as a small compiler.
+"""Channel permutations and weight updates for N:M-sparse language models, as a small compiler.
 
     import permtriton
-    compiled = permtriton.compile(model, tokenizer, permtriton.CompileConfig())
+    compiled = permtriton.compile(model, tokenizer, permtriton.config_from(recipe="fast"))
     compiled.save("out")
 
 Each name is imported when it is first used, so ``import permtriton`` alone imports almost nothing. It registers the
@@ -19,9 +19,10 @@ if TYPE_CHECKING:
     from permtriton.config import CompileConfig
     from permtriton.errors import PermTritonError
     from permtriton.planning import find_plan
+    from permtriton.recipes import config_from
     from permtriton.sparsity import NMPattern
 
-__all__ = ["CompileConfig", "CompiledModel", "NMPattern", "PermTritonError", "compile", "find_plan"]
+__all__ = ["CompileConfig", "CompiledModel", "NMPattern", "PermTritonError", "compile", "config_from", "find_plan"]
 
 _MODULES = {
     "CompileConfig": "config",
@@ -29,6 +30,7 @@ _MODULES = {
     "NMPattern": "sparsity",
     "PermTritonError": "errors",
     "compile": "compiler",
+    "config_from": "recipes",
     "find_plan": "planning",
 }
 

@@ -1,15 +1,14 @@
 """How long a compilation will take and how much memory and disk it needs, before the work starts.
 
 Memory and disk follow from the sizes of model and text. The time is measured on the model: that of one short forward
-and backward pass, of the masks of one weight and of one step of the heuristic, times how often each stage does them.
+and backward pass, of the masks of one weight and of one assignment of channels, times how often each stage does them.
 What depends on the text or on chance (when a search ends, a busy machine) makes it a rough range.
 """
 
-import math
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,33 +27,16 @@ from permtriton.methods.heuristic_order import MAX_ROWS, reassigned
 from permtriton.methods.masked_model import checkpointed, frozen
 from permtriton.model.forward import last_hidden_state
 from permtriton.model.plan import Plan, layer_modules, linear_module, weight_in_out
-from permtriton.stages import state_paths
+from permtriton.run import states_beside
+from permtriton.step import Facts, Speed, Stage
 
 PROBE_TOKENS = 512  # of the passes that are timed, at most
 PROBES, PROBE_SECONDS = 5, 1.0  # most runs of what is timed, and the time after which no more are made
-PROBE_CHANNELS = 256  # of the step of the heuristic that is timed; its time grows with their square
-SWEEPS = 5  # of the heuristic, typically
-TRIALS = 2  # of a round of the search, typically
+PROBE_CHANNELS = 256  # of the assignment that is timed; its time grows with their square
+SWEEPS = 5  # of assignments, typically
 PROOF_MASKS = 10  # times that all masks are computed to prove the passes and check the result
 FASTER, SLOWER = 0.6, 2.0  # ends of the range
 SMALL_FILES = 1 << 24  # bytes of tokenizer, configs and report
-
-
-@dataclass(frozen=True)
-class Speed:
-    """What was measured, in seconds.
-
-    Attributes:
-        forward: per token, without gradients.
-        both: per token, a forward and a backward pass; 0 where no stage needs gradients.
-        masks: the masks of all pruned weights.
-        heuristic: the heuristic orders of all spaces.
-    """
-
-    forward: float
-    both: float
-    masks: float
-    heuristic: float
 
 
 @dataclass(frozen=True)
@@ -134,9 +116,10 @@ def make_forecast(
     refused, seconds = memory.refusal(needs, devices), {}
     if timed and not refused and not needs.spread and model.device.type == devices.kind:
         held_out = 0 if windows is None else Samples.of(windows).positions
+        facts = replace(memory.facts_of(model, plan, config, samples), thrifty=needs.thrifty)
         speed = measure(model, plan, config, samples)
-        seconds = stage_seconds(plan, config, speed, samples, held_out, keep_masked=needs.keep_masked)
-    return Forecast(needs, disk_needs(model, plan, config, resume_path), seconds, refused, devices)
+        seconds = stage_seconds(config, facts, speed, held_out)
+    return Forecast(needs, disk_needs(model, plan, config, samples, resume_path), seconds, refused, devices)
 
 
 def check_disk(disk: Mapping[str, int], folder: Path) -> None:
@@ -159,7 +142,7 @@ def check_disk(disk: Mapping[str, int], folder: Path) -> None:
 
 
 def disk_needs(
-    model: PreTrainedModel, plan: Plan, config: CompileConfig, resume_path: Path | None = None
+    model: PreTrainedModel, plan: Plan, config: CompileConfig, samples: Samples, resume_path: Path | None = None
 ) -> dict[str, int]:
     """Returns what a compilation writes -> bytes, in addition to the states that are on the disk already.
 
@@ -169,77 +152,41 @@ def disk_needs(
         model: model to compile.
         plan: plan of the model.
         config: options of the compilation.
-        resume_path: as `permtriton.compile` takes it; None for a compilation that starts anew.
+        samples: calibration samples.
+        resume_path: as `permtriton.compile` takes it; None for a compilation that starts from scratch.
     """
-    pruned = [linear_module(model, name).get_parameter("weight") for _, name in plan.linears()]
-    kept = sum(weight.numel() for weight in pruned) * config.sparsity.kept // config.sparsity.group
-    element = pruned[0].element_size()
-    found = {"the output": sum(p.numel() * p.element_size() for p in model.parameters()) + SMALL_FILES}
-    spaces = [space for space in plan.spaces if not space.frozen]
-    states = 0
-    if config.permutation == "learned":
-        states += sum(space.units * min(config.learn.block_size, space.units) for space in spaces) * 3 * 4
-    if config.permutation == "searched":
-        states += sum(space.units for space in spaces) * 8
-    if "reconstruct" in config.updates:
-        states += kept * element
-    if "distill" in config.updates:
-        states += kept * (element + 3 * 4)
-    there = sum(path.stat().st_size for path in state_paths(resume_path) if path.exists()) if resume_path else 0
+    facts = memory.facts_of(model, plan, config, samples)
+    states = sum(step.state_bytes(facts) for step in config.steps)
+    found = {"the output": facts.model + SMALL_FILES}
+    there = sum(path.stat().st_size for path in states_beside(resume_path)) if resume_path else 0
     return found | ({"states of interrupted runs": max(2 * states - there, 0)} if states else {})
 
 
-def stage_seconds(
-    plan: Plan, config: CompileConfig, speed: Speed, samples: Samples, held_out: int, *, keep_masked: bool = False
-) -> dict[str, float]:
-    """Returns stage -> expected time, where the ranks share sequences, channel spaces and linears evenly.
+def stage_seconds(config: CompileConfig, facts: Facts, speed: Speed, held_out: int) -> dict[str, float]:
+    """Returns step or stage -> expected time, where the ranks share sequences, channel spaces and linears evenly.
 
     Args:
-        plan: plan of the model.
         config: options.
+        facts: sizes of model and text.
         speed: what was measured.
-        samples: calibration samples.
         held_out: number of held-out tokens.
-        keep_masked: whether learning computes masks once per step, not for each micro-batch.
     """
-    updates, options = config.updates, config
-    positions, sequences = samples.positions / ranks.count(), len(samples) / ranks.count()
-    forward, both = positions * speed.forward, positions * speed.both
-    calls = math.ceil(sequences / options.micro_batch_size)
-    passes = 0 if options.importance == "magnitude" else 1
-    found = {"calibrate": passes * forward, "prune": PROOF_MASKS * speed.masks}
+    found = {"calibrate": 0 if config.importance == "magnitude" else speed.forward, "prove": PROOF_MASKS * speed.masks}
     if held_out:
-        found["evaluate"] = 2 * held_out * speed.forward / ranks.count()
-    if options.permutation != "none":
-        found["heuristic"] = speed.heuristic / ranks.count() + (both if options.row_weights == "fisher" else 0)
-    if options.permutation == "learned":
-        epochs, steps = options.learn.epochs, -(-len(samples) // options.learn.batch_size)
-        masks, masks_once = (steps, 1) if keep_masked else (calls, calls)
-        found["learn"] = epochs * (both + 3 * masks * speed.masks)
-        found["learn"] += (epochs + 2) * (forward + masks_once * speed.masks)
-    if options.permutation == "searched":
-        rounds = options.search.rounds
-        found["search"] = both + (rounds + 1) * (both + TRIALS * (forward + 3 * speed.masks))
-    if "sparsegpt" in updates:
-        width = max(site.channels for site in plan.sites)
-        # Inputs, and outputs of the new weights; the update costs about one token per column.
-        found["sparsegpt"] = 2 * forward + 3 * width * speed.forward / ranks.count()
-    for part in {"reconstruct", "distill"} & set(updates):
-        found[part] = options.update.update_epochs * both
-    return found
+        found["evaluate"] = 2 * held_out * speed.forward / facts.positions
+    return found | {step.name: seconds for step in config.steps if (seconds := step.seconds(facts, speed))}
 
 
 def measure(model: PreTrainedModel, plan: Plan, config: CompileConfig, samples: Samples) -> Speed:
     """Measures the model; arguments as in `make_forecast`."""
     rows = samples.start(max(PROBE_TOKENS // samples.longest, 1), PROBE_TOKENS)
-    gradients = config.permutation in ("learned", "searched") or {"reconstruct", "distill"} & set(config.updates)
-    if config.permutation != "none" and config.row_weights == "fisher":
-        gradients = True
     with torch.no_grad():
         forward = _seconds(model.device, lambda: last_hidden_state(model, rows))
-        masks, heuristic = _mask_seconds(model, plan, config), _heuristic_seconds(model, plan, config)
+        masks, assignments = _mask_seconds(model, plan, config), _assignment_seconds(model, plan, config)
+    gradients = any(step.gradients for step in config.steps)
     both = _both_seconds(model, plan, config, rows) if gradients else 0.0
-    return Speed(forward / rows.positions, both / rows.positions, masks, heuristic)
+    share = samples.positions / rows.positions / ranks.count()
+    return Speed(forward * share, both * share, masks, assignments / ranks.count())
 
 
 def _seconds(device: torch.device, work: Callable[[], object]) -> float:
@@ -283,9 +230,9 @@ def _mask_seconds(model: PreTrainedModel, plan: Plan, config: CompileConfig) -> 
     return seconds * sum(each.numel() for each in weights) / weight.numel()
 
 
-def _heuristic_seconds(model: PreTrainedModel, plan: Plan, config: CompileConfig) -> float:
+def _assignment_seconds(model: PreTrainedModel, plan: Plan, config: CompileConfig) -> float:
     segments = [size for space in plan.spaces if not space.frozen for size in space.segments]
-    if config.permutation == "none" or not segments:
+    if not segments or all(step.stage is not Stage.ORDER for step in config.steps):
         return 0.0
     group = config.sparsity.group
     channels = min(PROBE_CHANNELS, max(segments)) // group * group

@@ -174,16 +174,11 @@ def check_offload(config: CompileConfig) -> None:
     """
     if ranks.count() > 1:
         raise ConfigError("--offload is for one process: start permtriton without torchrun, or leave --offload out")
-    if config.permutation in ("learned", "searched"):
-        problem, choose = f"permutation {config.permutation}", "--permutation heuristic (or --recipe best or fast)"
-    elif "distill" in config.updates:
-        problem, choose = f"weight update {config.weight_update}", "--weight-update sparsegpt+reconstruct"
-    else:
-        return
-    raise ConfigError(
-        f"{problem} with --offload is refused: it needs the gradients of all weights in memory; choose {choose}, or "
-        "leave --offload out"
-    )
+    if refused := [step.name for step in config.steps if not step.offloads]:
+        raise ConfigError(
+            f"the step {refused[0]} with --offload is refused: it needs the gradients of all weights in memory; leave "
+            f"{refused[0]} out of --recipe, or leave --offload out"
+        )
 
 
 def working(

@@ -1,9 +1,10 @@
 """What an option is. Its help, choices and limits stand beside its default; flags and docs are made from them."""
 
+import dataclasses
 import re
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from textwrap import fill
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
@@ -15,39 +16,48 @@ Config = TypeVar("Config")
 
 @dataclass(frozen=True)
 class Option:
-    """One option, as its field in a config dataclass describes it.
+    """One option, as its field in a dataclass of options describes it.
 
     Attributes:
-        name: Name of the field and key in TOML; the flag has dashes in place of underscores.
-        type: Type of the value; a ``Literal`` lists the choices.
-        default: Value in the ``default`` recipe.
-        help: What it sets, in a sentence or two.
-        panel: Heading that it stands under in ``--help`` and docs/options.md.
-        minimum: Smallest number allowed.
-        maximum: Largest number allowed; by default every finite one.
-        positive: Whether the number must be greater than 0.
-        pattern: Regular expression that the whole text must match.
-        values: Allowed values in words, where type, choices and limits do not say it all.
-        needs: Other options and their values that give this option an effect: one of them must have one of its values.
-            A value may be a part of a longer one, as ``sparsegpt`` is of ``sparsegpt+distill``. Empty if it always has
-            an effect.
+        field: name of the field.
+        type: type of the value; a ``Literal`` lists the choices.
+        default: value where neither the user nor the recipe gives one.
+        help: what it sets, in a sentence or two.
+        panel: heading that it stands under in ``--help-all`` and docs/options.md.
+        step: name of the step of a recipe that it belongs to; empty for an option of the whole compilation.
+        prefix: what its name begins with: the step's prefix and an underscore.
+        minimum: smallest number allowed.
+        maximum: largest number allowed; by default every finite one.
+        positive: whether the number must be greater than 0.
+        pattern: regular expression that the whole text must match.
+        values: allowed values in words, where type, choices and limits do not say it all.
+        needs: name of another option -> its values with which this one has an effect; empty if it always has one.
+        gradients: whether it has an effect only on steps that compute gradients.
     """
 
-    name: str
+    field: str
     type: Any
     default: Any
     help: str
     panel: str
+    step: str = ""
+    prefix: str = ""
     minimum: float = 0
     maximum: float = sys.float_info.max
     positive: bool = False
     pattern: str = ""
     values: str = ""
-    needs: Mapping[str, Sequence[str]] = field(default_factory=dict, hash=False)
+    needs: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict, hash=False)
+    gradients: bool = False
+
+    @property
+    def name(self) -> str:
+        """Name in Python, such as ``learn_epochs``."""
+        return f"{self.prefix}{self.field}"
 
     @property
     def flag(self) -> str:
-        """Name on the command line."""
+        """Name on the command line, such as ``--learn-epochs``."""
         return f"--{self.name.replace('_', '-')}"
 
     @property
@@ -103,12 +113,30 @@ class Option:
 
 def option(default: Any, help: str, **facts: Any) -> Any:
     """Returns the dataclass field of an option; ``facts`` are further attributes of `Option`."""
-    return field(default=default, metadata={"help": help, **facts})
+    return dataclasses.field(default=default, metadata={"help": help, **facts})
 
 
 def options_of(config: Any) -> list[Option]:
-    """Returns the options among the fields of a config dataclass, or of an instance of one."""
-    return [Option(f.name, f.type, f.default, **f.metadata) for f in fields(config) if f.metadata]
+    """Returns the options among the fields of a dataclass of options, or of an instance of one.
+
+    A dataclass with a ``name`` and a ``prefix`` is a step of a recipe: its options bear its prefix, and stand under a
+    heading of their own.
+    """
+    step = getattr(config, "name", "")
+    own = {"step": step, "prefix": f"{config.prefix}_", "panel": f"Step {step}"} if step else {}
+    return [Option(f.name, f.type, f.default, **{**own, **f.metadata}) for f in fields(config) if f.metadata]
+
+
+def given_options(kind: type[Config], values: Mapping[str, Any], also: Iterable[str] = ()) -> dict[str, Any]:
+    """Returns the arguments with which to make a dataclass of options from values by option name.
+
+    Args:
+        kind: the dataclass.
+        values: values by option name; those of other dataclasses are left out.
+        also: names of fields that are no options, and are taken as they are.
+    """
+    found = {each.field: each.convert(values[each.name]) for each in options_of(kind) if each.name in values}
+    return found | {name: values[name] for name in also if name in values}
 
 
 def check_options(config: Any) -> None:
@@ -118,12 +146,12 @@ def check_options(config: Any) -> None:
         ConfigError: a value is not allowed.
     """
     for each in options_of(config):
-        each.check(getattr(config, each.name))
+        each.check(getattr(config, each.field))
 
 
 def documented(cls: type[Config]) -> type[Config]:
-    """Class decorator: adds to the docstring of a config dataclass what its options say."""
-    lines = [f"{each.name}: {each.help} Expects {each.expected}." for each in options_of(cls)]
+    """Class decorator: adds to the docstring of a dataclass of options what its options say."""
+    lines = [f"{each.field}: {each.help} Expects {each.expected}." for each in options_of(cls)]
     wrapped = [fill(line, 120, initial_indent=" " * 8, subsequent_indent=" " * 12) for line in lines]
     cls.__doc__ = "\n".join([f"{cls.__doc__}\n\n    Attributes:", *wrapped])
     return cls

@@ -34,9 +34,7 @@ def find_plan(
     Raises:
         ModelError: the model cannot be traced, or holds a linear that the pattern does not fit.
     """
-    config = CompileConfig(
-        sparsity=pattern, permutation="none", skip_indivisible=skip_indivisible, layout=layout, o_proj=o_proj
-    )
+    config = CompileConfig(sparsity=pattern, skip_indivisible=skip_indivisible, layout=layout, o_proj=o_proj)
     return plan_model(model, config)[0]
 
 

@@ -1,6 +1,7 @@
 """The first stage of a compilation: what is read and measured before anything changes."""
 
-from dataclasses import replace
+import math
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -16,19 +17,33 @@ from permtriton.data.text import calibration_samples, check_inputs, check_sample
 from permtriton.errors import ConfigError, reasons_of
 from permtriton.evaluation.held_out import Evaluation
 from permtriton.forecast import Forecast, check_disk, make_forecast
-from permtriton.memory import IN_PLACE, Devices, estimate, fits
+from permtriton.memory import IN_PLACE, Devices, Needs, estimate, fits
 from permtriton.methods.statistics import site_statistics
 from permtriton.model.forward import TOKENS_WITHOUT_LOGITS, with_tokens
 from permtriton.model.load import check_original
 from permtriton.model.plan import Plan, named_layers
 from permtriton.model.reference import Reference
+from permtriton.model.trace import OTHER_VALUES
 from permtriton.planning import plan_model
+from permtriton.run import Run
 from permtriton.running.sharding import check_spread, running
-from permtriton.stages import Prepared, Work
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What the report and the end of a compilation need of its start.
+
+    Attributes:
+        needs: estimated memory.
+        evaluation: held-out evaluation, with the measure of the dense model; None without held-out samples.
+    """
+
+    needs: Needs
+    evaluation: Evaluation | None
 
 
 def prepare(
-    work: Work,
+    run: Run,
     tokenizer: Processor | None,
     ids: Inputs | None,
     windows: Inputs | None,
@@ -39,7 +54,7 @@ def prepare(
     """Reads the calibration text, traces the model, and measures the dense model.
 
     Args:
-        work: model, config and progress reporter.
+        run: run, whose samples, plan, graph, reference and statistics are filled in.
         tokenizer: tokenizer of the calibration text, or processor.
         ids: calibration samples in place of the config's: token ids, int64 ``[samples, tokens]``, or a mapping of the
             arguments of the model's ``forward`` to tensors with one row per sample, such as ``{"pixel_values": ...}``.
@@ -52,13 +67,13 @@ def prepare(
         PermTritonError: bad input, the state of another run, a model that cannot be traced, or too little memory or
             disk.
     """
-    model, config = work.model, work.config
-    samples, plan, graph = planned(work, tokenizer, ids, device)
+    model, config = run.model, run.config
+    samples, plan, graph = planned(run, tokenizer, ids, device)
     for left in reasons_of(plan.skipped) if config.skip_indivisible else ():
-        work.progress.say(f"left dense: {left}")
+        run.progress.say(f"left dense: {left}")
     held_out = held_out_samples(model, windows)
     device = device or model.device
-    devices = Devices.of(device, ranks.count(), spread, offloaded=work.offload is not None)
+    devices = Devices.of(device, ranks.count(), spread, offloaded=run.offload is not None)
     needs = estimate(model, plan, config, samples, held_out, devices)
     spread_on = device if any(ranks.gather(needs.spread)) else None
     if spread_on is not None:
@@ -67,36 +82,53 @@ def prepare(
     elif device != model.device and fits(needs, devices):
         nn.Module.to(model, device)
         plan, graph = plan_model(model, config, samples)  # a graph is of one device
-    with work.timed("estimate"):
+    with run.timed("estimate"):
         forecast = make_forecast(
-            model, plan, config, samples, held_out, work.resume_path, timed=say_needs, devices=devices
+            model, plan, config, samples, held_out, run.resume_path, timed=say_needs, devices=devices
         )
     if refused := next(filter(None, ranks.gather(forecast.refused)), ""):
         raise ConfigError(refused)
-    folder = _check_disks(work, forecast)
+    folder = _check_disks(run, forecast)
     if say_needs:
-        work.progress.say(forecast.describe(folder))
+        run.progress.say(forecast.describe(folder))
     batch = max(TOKENS_WITHOUT_LOGITS // samples.longest, 1)
     reference = Reference(model, samples, plan.unseen)
+    evaluation = None
     with running(model, plan, spread_on) as runs:
-        with work.timed("evaluate"):
-            evaluation = None
-            if held_out is not None:
-                evaluation = Evaluation(runs, held_out, work.progress, named_layers(model, plan), work.offload)
-        with work.timed("calibrate"):
-            statistics = site_statistics(runs, plan, config.importance, samples, batch, work.progress, work.offload)
-    statistics = {name: statistic.to(model.device) for name, statistic in statistics.items()}
-    return Prepared(samples, batch, plan, graph, reference, forecast.needs, statistics, evaluation, spread_on)
+        if held_out is not None:
+            with run.timed("evaluate"):
+                evaluation = Evaluation(runs, held_out, run.progress, named_layers(model, plan), run.offload)
+        with run.timed("calibrate"):
+            statistics = site_statistics(runs, plan, config.importance, samples, batch, run.progress, run.offload)
+    run.samples, run.batch, run.plan, run.graph, run.reference = samples, batch, plan, graph, reference
+    run.statistics = {name: statistic.to(model.device) for name, statistic in statistics.items()}
+    run.batches, run.indices = _batches(model, graph, reference.samples), run.unmoved()
+    run.other_values = OTHER_VALUES in graph.meta
+    run.spread_on, run.thrifty = spread_on, forecast.needs.thrifty
+    return Prepared(forecast.needs, evaluation)
 
 
-def _check_disks(work: Work, forecast: Forecast) -> Path | None:
+def _batches(model: PreTrainedModel, graph: fx.GraphModule, given: Samples) -> list[Samples]:
+    """Returns single samples of the traced shapes, on which passes are verified."""
+    taken = {}
+    for node in graph.graph.nodes:
+        if node.op == "placeholder":
+            rows = given.inputs[str(node.target)]
+            if given.is_text:
+                tokens = node.meta["val"].shape[1]
+                rows = rows.repeat(1, math.ceil(tokens / rows.shape[1]))[:, :tokens]  # which may be fewer than traced
+            taken[str(node.target)] = rows
+    return list(Samples(taken).to(model.device, model.dtype).split(1))
+
+
+def _check_disks(run: Run, forecast: Forecast) -> Path | None:
     """Refuses disks that are too small, and returns the folder that the states are written to, if there is one."""
-    folder = work.resume_path and work.resume_path.resolve().parent
+    folder = run.resume_path and run.resume_path.resolve().parent
     if folder is not None:
         ranks.on_first(lambda: check_disk(forecast.disk, folder))
-    if work.offload is not None:
+    if run.offload is not None:
         needed = {name: size for name, size in forecast.needs.offloaded.items() if name != IN_PLACE}
-        check_disk(needed, work.offload.folder)
+        check_disk(needed, run.offload.folder)
     return folder
 
 
@@ -106,21 +138,21 @@ def held_out_samples(model: PreTrainedModel, windows: Inputs | None) -> Samples 
 
 
 def planned(
-    work: Work, tokenizer: Processor | None, ids: Inputs | None, device: torch.device | None = None
+    run: Run, tokenizer: Processor | None, ids: Inputs | None, device: torch.device | None = None
 ) -> tuple[Samples, Plan, fx.GraphModule]:
     """Reads the calibration samples and traces the model; arguments and errors are those of `prepare`."""
-    model, config = work.model, work.config
+    model, config = run.model, run.config
     check_original(model)
-    with work.timed("calibration text"):
+    with run.timed("calibration text"):
         if ids is None:
             samples = ranks.on_first(lambda: calibration_samples(config, tokenizer, model))
         else:
             samples = check_samples(model, ids)
         ranks.check_shares(len(samples))
         samples = with_tokens(model, samples.to("cpu"))
-    with work.timed("identify"):
-        work.identify(samples, device or model.device)
-    with work.timed("trace"):
+    with run.timed("identify"):
+        run.identify(samples, device or model.device)
+    with run.timed("trace"):
         plan, graph = plan_model(model, config, samples)
     stored_names(model, pruned_parameters(model, plan), original=config.layout == "portable")  # refused now, not later
     return samples, plan, graph

@@ -15,12 +15,12 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from permtriton import compiler
-from permtriton.config import CompileConfig
 from permtriton.errors import PermTritonError
 from permtriton.kernels import cusparselt
 from permtriton.kernels.launch import has_kernels, triton
 from permtriton.kernels.tools.cases import two_of_four
 from permtriton.kernels.tools.registry import KERNELS
+from permtriton.recipes import config_from
 
 BUDGET = 10.0  # seconds; what has not started by then is left out
 WORKS, ABSENT, FAILS = "works", "not here", "fails"
@@ -88,7 +88,7 @@ def _compile() -> str:
         torch.manual_seed(0)
         model = LlamaForCausalLM._from_config(config)
         ids = torch.randint(0, config.vocab_size, (4, 16))
-    options = CompileConfig.from_options({"permutation": "heuristic"})
+    options = config_from(recipe="heuristic,mask")
     compiled = compiler.compile(model, None, options, ids=ids)
     with tempfile.TemporaryDirectory(prefix="permtriton-") as folder:
         compiled.save(Path(folder) / "tiny")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from permtriton.checkpoint.report import permutation_report
+from permtriton.checkpoint.plan_entries import permutation_report
 from permtriton.model.edits import PermuteNorm, moves_of
 from permtriton.model.plan import Placement
 

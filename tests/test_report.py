@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 import permtriton
 from permtriton.checkpoint.export import export
-from permtriton.checkpoint.record import RECORD, check_form, read_comparison
+from permtriton.checkpoint.forms import RECORD, check_form, read_comparison
 from permtriton.cli.main import app
 from permtriton.data.samples import Samples
 from permtriton.errors import ModelError

@@ -6,7 +6,7 @@ import pytest
 
 import permtriton
 from permtriton.errors import OutputError, PermTritonError
-from permtriton.methods.learning_state import ResumeFile
+from permtriton.methods.learning_state import LearningFile
 
 from . import zoo
 from .learning import QUICK, STEPS, Counting, plant, same_history, stop, tiny, unchanged
@@ -23,17 +23,17 @@ def test_an_interrupted_run_continues_to_the_same_end(problem, tmp_path, keep_ep
     whole = problem.learn(config)
     path = tmp_path / "state.safetensors"
     with pytest.raises(KeyboardInterrupt):
-        problem.learn(config, progress=Counting(IN_EPOCH_3, stop(KeyboardInterrupt())), resume=ResumeFile(path, MINE))
+        problem.learn(config, progress=Counting(IN_EPOCH_3, stop(KeyboardInterrupt())), resume=LearningFile(path, MINE))
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
     progress = Counting()
-    continued = problem.learn(config, progress=progress, resume=ResumeFile(path, MINE))
+    continued = problem.learn(config, progress=progress, resume=LearningFile(path, MINE))
     assert progress.steps == [2 * STEPS] + [1] * (2 * STEPS), "two epochs were left"
     assert same_history(continued, whole)
     assert whole.history[2].moved > 0, "there was something to continue from"
 
 
 def test_a_finished_run_is_not_run_again(problem, tmp_path):
-    resume = ResumeFile(tmp_path / "state.safetensors", MINE)
+    resume = LearningFile(tmp_path / "state.safetensors", MINE)
     whole = problem.learn(resume=resume)
     progress = Counting()
     again = problem.learn(progress=progress, resume=resume)
@@ -48,13 +48,13 @@ def test_a_finished_run_is_not_run_again(problem, tmp_path):
 def test_a_state_that_does_not_belong_is_refused(problem, tmp_path, content):
     path = tmp_path / "state.safetensors"
     if content == "another run":
-        problem.learn(replace(QUICK, epochs=1), seed=9, resume=ResumeFile(path, ANOTHER))
+        problem.learn(replace(QUICK, epochs=1), seed=9, resume=LearningFile(path, ANOTHER))
     else:
         path.write_bytes(b"" if content == "empty" else b"garbage" * 9)
     before = path.read_bytes()
     words = "model is another one" if content == "another run" else "is damaged: it is not a whole safetensors file"
     with unchanged(problem.model), pytest.raises(PermTritonError, match=f"{words}.*--restart"):
-        problem.learn(resume=ResumeFile(path, MINE))
+        problem.learn(resume=LearningFile(path, MINE))
     assert path.read_bytes() == before
 
 
@@ -64,7 +64,7 @@ def test_a_state_that_cannot_be_written_is_a_clear_error(problem, tmp_path, monk
 
     monkeypatch.setattr("permtriton.running.state.save_file", full)
     with unchanged(problem.model), pytest.raises(PermTritonError, match="No space left"):
-        problem.learn(resume=ResumeFile(tmp_path / "state.safetensors", MINE))
+        problem.learn(resume=LearningFile(tmp_path / "state.safetensors", MINE))
     assert list(tmp_path.iterdir()) == []
 
 

@@ -12,7 +12,7 @@ from torch import nn
 import permtriton
 from permtriton import CompileConfig
 from permtriton.errors import OutputError
-from permtriton.methods.learning_state import ResumeFile
+from permtriton.methods.learning_state import LearningFile
 from permtriton.model.checks import model_hash
 
 from . import zoo
@@ -176,7 +176,7 @@ DAMAGE = {
 def stored(problem, tmp_path_factory) -> bytes:
     """The state of a run of two epochs."""
     path = tmp_path_factory.mktemp("stored") / "state.safetensors"
-    problem.learn(TWO_EPOCHS, resume=ResumeFile(path, MINE))
+    problem.learn(TWO_EPOCHS, resume=LearningFile(path, MINE))
     return path.read_bytes()
 
 
@@ -188,7 +188,7 @@ def test_a_damaged_state_is_refused_by_name(problem, stored, tmp_path, name):
     damage(path, **change)
     before = path.read_bytes()
     with unchanged(problem.model), pytest.raises(OutputError, match=words) as caught:
-        problem.learn(TWO_EPOCHS, resume=ResumeFile(path, MINE))
+        problem.learn(TWO_EPOCHS, resume=LearningFile(path, MINE))
     assert str(path) in str(caught.value)
     assert "delete the file" in str(caught.value)
     assert path.read_bytes() == before

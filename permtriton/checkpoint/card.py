@@ -8,8 +8,8 @@ from typing import Any
 from huggingface_hub import ModelCardData
 from transformers.models.auto import modeling_auto
 
-from permtriton.command import is_hub_name, shown_name
 from permtriton.model.headers import CONFIG_FILE, read_json
+from permtriton.model_name import is_hub_name, shown_name
 
 CARD_FILE = "README.md"
 ALONE, WITH_PERMTRITON = "transformers alone", "transformers after import permtriton"  # what loads a folder
@@ -100,7 +100,7 @@ def _facts(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield f"{name}{text}, this model", f"{evaluation['compiled']:.3f}"
     else:
         yield "held-out evaluation", "not measured"
-    for key in ("importance", "permutation", "weight_update", "layout", "seed"):
+    for key in ("recipe", "importance", "layout", "seed"):
         if key in config:
             yield key.replace("_", " "), _code(config[key])
     if "calibration" in config and "shape" in report.get("calibration", {}):

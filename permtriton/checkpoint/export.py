@@ -14,9 +14,9 @@ from permtriton.checkpoint.card import ALONE, WITH_PERMTRITON, write_card
 from permtriton.checkpoint.folder import Folder
 from permtriton.checkpoint.format import Format
 from permtriton.checkpoint.output import claimed, replacing_folder
+from permtriton.checkpoint.plan_entries import to_json
 from permtriton.checkpoint.quantization_config import VERSION, Packed, PermTritonQuantizationConfig
 from permtriton.checkpoint.reload import check_reloads
-from permtriton.checkpoint.report import to_json
 from permtriton.checkpoint.save import share_mode
 from permtriton.checkpoint.shards import SHARD_BYTES, ShardWriter, describe_files
 from permtriton.errors import ConfigError, ModelError, OutputError, VerificationError

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 from permtriton.checkpoint.card import ALONE, WITH_PERMTRITON, write_card
 from permtriton.checkpoint.names import StoredNames, stored_names
 from permtriton.checkpoint.output import replacing_folder
+from permtriton.checkpoint.plan_entries import to_json
 from permtriton.checkpoint.quantizer import checkpoint_config
-from permtriton.checkpoint.report import to_json
 from permtriton.checkpoint.shards import describe_files, read_tensors
 from permtriton.config import CompileConfig
 from permtriton.data.media import Processor
@@ -47,7 +47,7 @@ class CompiledModel:
         config: every option.
         plan: sites and channel spaces.
         indices: space name -> unit index from the dense order to the present one, int64 ``[units]``.
-        report: content of ``permtriton.json``, as `permtriton.checkpoint.report.compilation_report` builds it.
+        report: content of ``permtriton.json``, as `permtriton.record.compilation_record` builds it.
         reference: samples on which a reloaded checkpoint must give the outputs of ``model``.
         states: files that hold the state of long stages, deleted once the model is saved.
         offload: where the model's large parameters are; None for memory.

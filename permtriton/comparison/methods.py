@@ -1,47 +1,54 @@
 """The rows of a comparison as data: the methods, the ablations, and the config that each row is compiled with."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from permtriton.config import OPTIONS, CompileConfig, has_effect
+from permtriton.config import CompileConfig, has_effect
 from permtriton.errors import ConfigError
+from permtriton.recipes import DEFAULT, RECIPES, all_options, config_from
 from permtriton.sparsity import NMPattern
 
 FUSED = " (fused)"
-_OBS = {"importance": "obs", "permutation": "heuristic", "weight_update": "sparsegpt"}
+_WITHOUT_ROW_WEIGHTS = {"heuristic_row_weights": "none"}
+
+
+def _method(importance: str, recipe: str, **options: Any) -> dict[str, Any]:
+    return {
+        "importance": importance,
+        "recipe": recipe,
+        "heuristic_row_weights": "fisher",
+        "layout": "portable",
+    } | options
+
+
 _ORDERS: dict[str, dict[str, Any]] = {
-    "wanda + heuristic without row weights": {"permutation": "heuristic", "row_weights": "none"},
-    "wanda + heuristic": {"permutation": "heuristic"},
-    "ria + heuristic": {"importance": "ria", "permutation": "heuristic"},
-    "wanda + learned": {"permutation": "learned"},
-    "ria + learned": {"importance": "ria", "permutation": "learned"},
-    "wanda + searched": {"permutation": "searched"},
-    "heuristic + sparsegpt without row weights": {**_OBS, "row_weights": "none"},
-    "heuristic + sparsegpt": _OBS,
-    "heuristic + sparsegpt + reconstruct": {**_OBS, "weight_update": "sparsegpt+reconstruct"},
-    "heuristic + sparsegpt + distill": {**_OBS, "weight_update": "sparsegpt+distill"},
+    "wanda + heuristic without row weights": _method("wanda", "heuristic,mask", **_WITHOUT_ROW_WEIGHTS),
+    "wanda + heuristic": _method("wanda", "heuristic,mask"),
+    "ria + heuristic": _method("ria", "heuristic,mask"),
+    "wanda + learned": _method("wanda", "heuristic,learned,mask"),
+    "ria + learned": _method("ria", "heuristic,learned,mask"),
+    "wanda + searched": _method("wanda", "heuristic,searched,mask"),
+    "heuristic + sparsegpt without row weights": _method("obs", "heuristic,sparsegpt", **_WITHOUT_ROW_WEIGHTS),
+    "heuristic + sparsegpt": _method("obs", "heuristic,sparsegpt"),
+    "heuristic + sparsegpt + reconstruct": _method("obs", "heuristic,sparsegpt,reconstruct"),
+    "heuristic + sparsegpt + distill": _method("obs", "heuristic,sparsegpt,distill"),
 }
-# Name of each method -> the options in which it differs from the given config; what it does not name is as in PLAIN.
+# Name of each method -> its recipe, and the options that it sets.
 METHODS: dict[str, dict[str, Any]] = {
-    "magnitude": {"importance": "magnitude"},
-    "wanda": {},
-    "ria": {"importance": "ria"},
-    "sparsegpt": {"importance": "obs", "weight_update": "sparsegpt"},
-    "wanda + reconstruct": {"weight_update": "reconstruct"},
-    "wanda + distill": {"weight_update": "distill"},
+    "magnitude": _method("magnitude", "mask"),
+    "wanda": _method("wanda", "mask"),
+    "ria": _method("ria", "mask"),
+    "sparsegpt": _method("obs", "sparsegpt"),
+    "wanda + reconstruct": _method("wanda", "mask,reconstruct"),
+    "wanda + distill": _method("wanda", "mask,distill"),
     **_ORDERS,
     **{f"{name}{FUSED}": {**options, "layout": "fused"} for name, options in _ORDERS.items()},
 }
-PLAIN = {
-    "importance": "wanda",
-    "permutation": "none",
-    "row_weights": "fisher",
-    "weight_update": "none",
-    "update_mask": "own",
-    "layout": "portable",
-}
+SET_BY_METHODS = frozenset(_method("", ""))
+# The recipes may be compared, too, where they are named.
+KNOWN = METHODS | {name: _method("auto", name) for name in RECIPES}
 DENSE = "dense"
 HALF = "last:half"
 
@@ -63,9 +70,9 @@ class Ablation:
 
 # The paper's ablations. Under portable, the residual stream is read in every layer and learns with "all" only.
 ABLATIONS: dict[str, Ablation] = {
-    "sinkhorn": Ablation("sinkhorn_rounds", ("0", "5")),
+    "sinkhorn": Ablation("learn_sinkhorn_rounds", ("0", "5")),
     "calibration": Ablation("calibration", ("pile", "wikitext2", "c4"), ("wanda", "wanda + learned")),
-    "block-size": Ablation("block_size", ("32", "64", "128")),
+    "block-size": Ablation("learn_block_size", ("32", "64", "128")),
     "learn-layers": Ablation("learn_layers", ("last:1", HALF, "all"), (f"wanda + learned{FUSED}",)),
 }
 
@@ -75,7 +82,7 @@ class Row:
     """What one row of a comparison is compiled with.
 
     Attributes:
-        method: key of `METHODS`.
+        method: key of `KNOWN`.
         pattern: sparsity pattern, such as ``2:4``.
         setting: option of the ablation with its value, such as ``block_size 32``; empty without an ablation.
         config: every option; the seed is set later.
@@ -87,45 +94,50 @@ class Row:
     config: CompileConfig
 
 
-def method_rows(config: CompileConfig, methods: Sequence[str], patterns: Sequence[NMPattern]) -> list[Row]:
+def method_rows(
+    options: Mapping[str, Any], methods: Sequence[str], patterns: Sequence[NMPattern], model: str = ""
+) -> list[Row]:
     """Returns a row per pattern and method.
 
     Args:
-        config: options that the methods do not set.
-        methods: keys of `METHODS`; none means all.
-        patterns: sparsity patterns; none means the config's.
+        options: values by option name; what the methods set is left out.
+        methods: keys of `KNOWN`; none means those of `METHODS`.
+        patterns: sparsity patterns; none means that of the options.
+        model: name of the model, as `permtriton.recipes.config_from` takes it.
 
     Raises:
-        ConfigError: a method is unknown.
+        ConfigError: a method is unknown, or an option or its value is not allowed.
     """
     methods = methods or tuple(METHODS)
-    if unknown := [method for method in methods if method not in METHODS]:
-        raise ConfigError(f"method {unknown[0]!r} is unknown: choose from {', '.join(METHODS)}")
+    if unknown := [method for method in methods if method not in KNOWN]:
+        raise ConfigError(f"method {unknown[0]!r} is unknown: choose from {', '.join(KNOWN)}")
     rows = []
-    for pattern in dict.fromkeys(patterns or [config.sparsity]):
+    for pattern in dict.fromkeys(patterns or [config_from({**options, "recipe": DEFAULT}, model=model).sparsity]):
         for method in dict.fromkeys(methods):
-            chosen = dataclasses.replace(config, sparsity=pattern, **{**PLAIN, **METHODS[method]})
-            rows.append(Row(method, str(pattern), "", chosen))
+            config = config_from({**options, "sparsity": pattern, **KNOWN[method]}, model=model)
+            rows.append(Row(method, str(pattern), "", config))
     return rows
 
 
 def ablation_rows(
-    config: CompileConfig,
+    options: Mapping[str, Any],
     name: str,
     values: Sequence[str],
     methods: Sequence[str],
     patterns: Sequence[NMPattern],
     layers: int,
+    model: str = "",
 ) -> list[Row]:
     """Returns a row per pattern, method and value of the option that the ablation varies.
 
     Args:
-        config: options that neither the methods nor the ablation set.
+        options: values by option name; what the methods and the ablation set is left out.
         name: key of `ABLATIONS`.
         values: values of its option as text; none means the ablation's own.
-        methods: keys of `METHODS`; none means the ablation's own.
-        patterns: sparsity patterns; none means the config's.
+        methods: keys of `KNOWN`; none means the ablation's own.
+        patterns: sparsity patterns; none means that of the options.
         layers: number of layers of the model, half of which ``last:half`` means.
+        model: name of the model, as `permtriton.recipes.config_from` takes it.
 
     Raises:
         ConfigError: an ablation or a method is unknown, or the option has no effect on a method, or not this value.
@@ -133,11 +145,11 @@ def ablation_rows(
     if name not in ABLATIONS:
         raise ConfigError(f"ablation {name!r} is unknown: choose from {', '.join(ABLATIONS)}")
     ablation = ABLATIONS[name]
-    option = OPTIONS[ablation.option]
+    option = all_options()[ablation.option]
     rows = []
-    for row in method_rows(config, methods or ablation.methods, patterns):
-        if not has_effect(option.name, row.config):
-            able = [other.method for other in method_rows(config, (), ()) if has_effect(option.name, other.config)]
+    for row in method_rows(options, methods or ablation.methods, patterns, model):
+        if not has_effect(option, row.config):
+            able = [each.method for each in method_rows({}, (), ()) if has_effect(option, each.config)]
             raise ConfigError(
                 f"--ablate {name} has no effect on the method {row.method!r}, which does not use {option.flag}: "
                 f"choose from {', '.join(able)}"
@@ -146,8 +158,9 @@ def ablation_rows(
             value: Any = f"last:{max(layers // 2, 1)}" if text == HALF else text
             if option.type is int:
                 value = _integer(text, option.flag)
-            chosen = CompileConfig.from_options({**row.config.to_dict(), option.name: value})
-            rows.append(dataclasses.replace(row, setting=f"{option.name} {value}", config=chosen))
+            varied = {**options, option.name: value}
+            (chosen,) = method_rows(varied, [row.method], [row.config.sparsity], model)
+            rows.append(dataclasses.replace(chosen, setting=f"{option.name} {value}"))
     return list(dict.fromkeys(rows))
 
 
@@ -163,10 +176,11 @@ def check_effect(explicit: Iterable[str], rows: Sequence[Row], ablation: str | N
         ConfigError: for example epochs, if no row learns.
     """
     for name in explicit:
-        flag = OPTIONS[name].flag
+        option = all_options()[name]
+        flag = option.flag
         if ablation and name == ABLATIONS[ablation].option:
             raise ConfigError(f"{flag} has no effect with --ablate {ablation}, which sets it: choose --values")
-        if not any(has_effect(name, row.config) for row in rows):
+        if not any(has_effect(option, row.config) for row in rows):
             methods = ", ".join(dict.fromkeys(row.method for row in rows))
             raise ConfigError(f"{flag} has no effect on the methods {methods}: drop it or choose other --methods")
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from permtriton import machine
-from permtriton.comparison.methods import ABLATIONS, DENSE, PLAIN, Row
+from permtriton.comparison.methods import ABLATIONS, DENSE, SET_BY_METHODS, Row
 from permtriton.comparison.results import Key, Measured, ResultFile, RowResult
 from permtriton.compiler import compile
 from permtriton.config import CalibrationConfig, CompileConfig
@@ -19,8 +19,8 @@ from permtriton.data.samples import Inputs, Samples
 from permtriton.data.text import calibration_samples, check_samples
 from permtriton.errors import ConfigError
 from permtriton.evaluate import evaluate
-from permtriton.model.checks import model_hash
 from permtriton.progress import NoProgress, Progress
+from permtriton.run import run_identity
 
 if TYPE_CHECKING:  # it imports lm_eval, which takes seconds
     from permtriton.evaluation.tasks import Tasks
@@ -44,23 +44,21 @@ class Yardstick:
     windows: Inputs
     tasks: "Tasks | None" = None
 
-    def identity(self, config: CompileConfig, ablation: str | None, tasks: Mapping[str, Any]) -> dict[str, Any]:
+    def identity(self, options: Mapping[str, Any], ablation: str | None, tasks: Mapping[str, Any]) -> dict[str, Any]:
         """Returns what decides every result of a comparison, but for what `Key` holds.
 
         Args:
-            config: options that the rows do not set.
+            options: value of every option, as `permtriton.recipes.resolved` returns them.
             ablation: key of `ABLATIONS`, or None.
             tasks: what decides the scores of the tasks; empty without tasks.
         """
-        set_by_rows = {*PLAIN, "sparsity", "seed", ABLATIONS[ablation].option if ablation else ""}
+        set_by_rows = {*SET_BY_METHODS, "sparsity", "seed", ABLATIONS[ablation].option if ablation else ""}
         return {
-            "model weights": model_hash(self.dense),
             "held-out text": Samples.of(self.windows).sha256,
             "tasks": dict(tasks),
             "ablation": ablation,
-            "option": {name: value for name, value in config.to_dict().items() if name not in set_by_rows},
-            "version of": machine.versions(),
-            "device": machine.device_name(self.dense.device),
+            "option": {name: value for name, value in options.items() if name not in set_by_rows},
+            **run_identity(self.dense, self.dense.device),
         }
 
     def measured(

@@ -10,7 +10,6 @@ from permtriton import machine
 from permtriton.comparison.methods import DENSE
 from permtriton.comparison.results import RowResult
 from permtriton.comparison.run import Yardstick
-from permtriton.config import CompileConfig
 from permtriton.data.samples import Samples
 from permtriton.model.forward import with_tokens
 from permtriton.model.seq2seq import with_decoder_ids
@@ -22,7 +21,7 @@ Rows = Sequence[Sequence[Cell]]
 def report_of(
     results: Sequence[RowResult],
     yardstick: Yardstick,
-    config: CompileConfig,
+    options: Mapping[str, Any],
     *,
     model: str,
     text: str,
@@ -35,7 +34,7 @@ def report_of(
     Args:
         results: result of each row, the dense model's first.
         yardstick: what the models were measured by.
-        config: options that the rows did not set.
+        options: value of every option, as `permtriton.recipes.resolved` returns them.
         model: name of the dense model.
         text: name of the held-out text.
         seeds: seeds.
@@ -53,7 +52,7 @@ def report_of(
         "seeds": list(seeds),
         "patterns": list(dict.fromkeys(result.pattern for result in results if result.pattern)),
         "ablation": ablation,
-        "config": config.to_dict(),
+        "config": dict(options),
         "versions": dict(versions),
         "device": machine.device_name(dense.device),
         "system": platform.platform(),
@@ -84,7 +83,7 @@ def columns(report: Mapping[str, Any]) -> tuple[list[str], list[list[Cell]]]:
     """Returns the headers and the rows of a report's table.
 
     Args:
-        report: what `report_of` returned, or `permtriton.checkpoint.record.read_comparison`.
+        report: what `report_of` returned, or `permtriton.checkpoint.forms.read_comparison`.
     """
     rows, measure = report["rows"], report["measure"]
     dense = next((row["mean"] for row in rows if row["method"] == DENSE), None)

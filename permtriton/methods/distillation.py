@@ -1,6 +1,7 @@
 """Distillation: all kept weights of a pruned model are trained together, to give the dense model's outputs back."""
 
 import json
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,6 +24,9 @@ from permtriton.model.plan import Plan, layer_modules
 from permtriton.progress import Progress
 from permtriton.running.state import StateFile
 
+if TYPE_CHECKING:
+    from permtriton.methods.distill import Distill
+
 
 @torch.enable_grad()
 def distill(
@@ -30,6 +34,7 @@ def distill(
     plan: Plan,
     samples: Samples,
     objective: Objective,
+    options: "Distill",
     config: CompileConfig,
     progress: Progress,
     state: StateFile | None = None,
@@ -44,7 +49,8 @@ def distill(
         plan: the model's plan.
         samples: calibration samples.
         objective: the loss, with the dense model's outputs on ``samples``, their channels in the order of ``model``.
-        config: options.
+        options: options of distillation.
+        config: options of the compilation.
         progress: progress reporter, one step per optimizer step.
         state: file that keeps the state between epochs, to continue from and to write to; None keeps no state. Its
             inputs must cover the pruned weights, or what they follow from.
@@ -60,13 +66,13 @@ def distill(
         return objective.loss(last_hidden_state(model, samples[rows]), rows)
 
     layers = layer_modules(model, plan) if config.activation_checkpointing else []
-    steps = steps_per_epoch(len(samples), config)
+    steps = steps_per_epoch(len(samples), options, config)
     with kept.trainable(model), checkpointed(layers):
-        trainer = Trainer(kept, loss_of, len(samples), samples.tokens, config, "distill")
-        result = _load(state, kept, trainer, config.update.update_epochs) if state else Trained()
+        trainer = Trainer(kept, loss_of, len(samples), samples.tokens, options, config, "distill")
+        result = _load(state, kept, trainer, options.epochs) if state else Trained()
         if result.history:
             progress.say(f"distill: continuing after epoch {len(result.history) - 1} of an interrupted run")
-        with progress.stage("distill", config.update.update_epochs * steps) as advance:
+        with progress.stage("distill", options.epochs * steps) as advance:
             advance(max(len(result.history) - 1, 0) * steps)
             trainer.fit(result, advance, lambda: _save(state, kept, trainer, result))
     return result

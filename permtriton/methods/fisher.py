@@ -4,8 +4,8 @@ For a linear ``y = W x``, the information of ``W[o, j]`` is the sum over tokens 
 labels of the loss are drawn from the dense model's own prediction. It is kept as ``row_o * column_j``: the sum of
 squares of the gradients at output o times the mean square of input j, as if the two were independent.
 
-The rows alone are weights for the heuristic order (``--row-weights fisher``): an N:M mask compares the weights of one
-row, so a factor per row changes no mask, but the order sums scores over rows, and rows matter unequally.
+The rows alone are weights for the heuristic order (``--heuristic-row-weights fisher``): an N:M mask compares the
+weights of one row, so a factor per row changes no mask, but the order sums scores over rows, which matter unequally.
 """
 
 import shutil
@@ -128,7 +128,7 @@ def fisher_information(
         if not bool(each.row.isfinite().all() & each.column.isfinite().all()):
             raise CalibrationError(
                 f"{name}: its inputs or the gradients of its outputs are not finite on the calibration text: try "
-                "--dtype float32, or --row-weights none"
+                "--dtype float32, or --heuristic-row-weights none"
             )
     return found
 

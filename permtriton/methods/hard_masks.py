@@ -227,7 +227,7 @@ def hard_masked(
     if experts is not None and any(is_spread(parameter) for parameter in model.parameters()):
         raise ConfigError(
             f"{experts}: the gradients of experts cannot be spread over GPUs, because not every GPU sends tokens to "
-            "each: choose --permutation learned or heuristic, or GPUs that hold the whole model"
+            "each: leave the step searched out, or use GPUs that hold the whole model"
         )
     with ExitStack() as stack:
         stack.enter_context(frozen(model))

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,9 @@ from permtriton.micro_batch import MicroBatch
 from permtriton.model.plan import linear_module
 from permtriton.progress import Advance
 from permtriton.running.state import read_records
+
+if TYPE_CHECKING:
+    from permtriton.methods.training import Training
 
 HELD_OUT = 0.1  # share of the calibration sequences that decides which epoch is kept
 WARM_UP = 0.05  # share of the steps in which the learning rate rises to its peak
@@ -63,7 +66,7 @@ class Trained:
 
     def report(self) -> dict[str, Any]:
         """Returns all epochs and the one that is kept, for the report."""
-        return {"epochs": [asdict(epoch) for epoch in self.history], "kept": self.kept}
+        return {"history": [asdict(epoch) for epoch in self.history], "kept": self.kept}
 
     @classmethod
     def read(cls, values: Any, epochs: int) -> "Trained":
@@ -72,7 +75,7 @@ class Trained:
         Raises:
             KeyError, TypeError, ValueError: it cannot be read.
         """
-        history, kept = read_records(UpdateEpoch, values["epochs"], epochs), values["kept"]
+        history, kept = read_records(UpdateEpoch, values["history"], epochs), values["kept"]
         if type(kept) is not int or not 0 <= kept < len(history):
             raise ValueError(f"it has {len(history)} epochs and keeps epoch {kept}")
         return cls(history, kept)
@@ -186,18 +189,26 @@ class Trainer:
         loss_of: loss to lower.
         sequences: number of calibration sequences.
         tokens: tokens per sequence.
-        config: options; the seed decides which sequences are held out and the order of the others.
+        options: epochs, learning rate and batch size.
+        config: options of the compilation; the seed decides which sequences are held out and the order of the others.
         what: name of what is trained, for errors.
     """
 
     def __init__(
-        self, kept: KeptWeights, loss_of: Loss, sequences: int, tokens: int, config: CompileConfig, what: str
+        self,
+        kept: KeptWeights,
+        loss_of: Loss,
+        sequences: int,
+        tokens: int,
+        options: "Training",
+        config: CompileConfig,
+        what: str,
     ) -> None:
         self._kept, self._loss_of, self._tokens, self._what = kept, loss_of, tokens, what
-        self._options, self._seed, self._micro_batch = config.update, config.seed, MicroBatch(config.micro_batch_size)
+        self._options, self._seed, self._micro_batch = options, config.seed, MicroBatch(config.micro_batch_size)
         self._rows, self._held_out = split(sequences, config.seed)
-        self._total = config.update.update_epochs * steps_per_epoch(sequences, config)
-        self.optimizer = torch.optim.Adam(kept.values.values(), config.update.update_learning_rate, foreach=False)
+        self._total = options.epochs * steps_per_epoch(sequences, options, config)
+        self.optimizer = torch.optim.Adam(kept.values.values(), options.learning_rate, foreach=False)
         self.best = kept.snapshot()
 
     def fit(self, result: Trained, advance: Advance, save: Callable[[], None] = lambda: None) -> None:
@@ -215,7 +226,7 @@ class Trainer:
         if not result.history:
             result.history.append(UpdateEpoch(0, None, self._held_out_loss(), 0.0))
         note = f", held-out {result.history[-1].held_out:.4f} (was {result.history[0].held_out:.4f})"
-        for number in range(len(result.history), self._options.update_epochs + 1):
+        for number in range(len(result.history), self._options.epochs + 1):
             started, losses = time.perf_counter(), []
             for loss in self._epoch(number):
                 losses.append(loss)
@@ -235,9 +246,7 @@ class Trainer:
     def _epoch(self, number: int) -> Iterator[float]:
         """Trains one epoch and yields each step's loss; the order depends on the seed and the epoch's number alone."""
         generator = torch.Generator().manual_seed(self._seed * 1_000_003 + number)
-        batches = self._rows[torch.randperm(self._rows.numel(), generator=generator)].split(
-            self._options.update_batch_size
-        )
+        batches = self._rows[torch.randperm(self._rows.numel(), generator=generator)].split(self._options.batch_size)
         for offset, rows in enumerate(batches):
             yield self._step(rows, (number - 1) * len(batches) + offset)
 
@@ -261,7 +270,7 @@ class Trainer:
         if not bool(torch.stack([grad.isfinite().all() for grad in grads]).all()):
             self._check(math.inf, "gradient")
         for group in self.optimizer.param_groups:
-            group["lr"] = self._options.update_learning_rate * schedule(step, self._total)
+            group["lr"] = self._options.learning_rate * schedule(step, self._total)
         self.optimizer.step()
         self._kept.write(self._kept.values)
         return total
@@ -278,7 +287,7 @@ class Trainer:
         if not math.isfinite(value):
             raise CalibrationError(
                 f"{self._what}: the {kind} is not finite: activations overflow (try --dtype float32), "
-                f"--update-learning-rate {self._options.update_learning_rate:g} is too high, or the weights are damaged"
+                f"its learning rate, {self._options.learning_rate:g} is too high, or the weights are damaged"
             )
         return value
 
@@ -303,6 +312,6 @@ def split(sequences: int, seed: int) -> tuple[Tensor, Tensor]:
     return order[held_out:].sort().values, order[:held_out].sort().values
 
 
-def steps_per_epoch(sequences: int, config: CompileConfig) -> int:
+def steps_per_epoch(sequences: int, options: "Training", config: CompileConfig) -> int:
     """Returns the number of optimizer steps in an epoch."""
-    return math.ceil(split(sequences, config.seed)[0].numel() / config.update.update_batch_size)
+    return math.ceil(split(sequences, config.seed)[0].numel() / options.batch_size)

@@ -9,14 +9,14 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from permtriton import ranks
-from permtriton.config import CompileConfig, LearnConfig
+from permtriton.config import CompileConfig
 from permtriton.data.samples import Samples
 from permtriton.errors import CalibrationError, ConfigError, MemoryTooSmallError
 from permtriton.kernels.importance import ImportanceFactors
@@ -28,6 +28,9 @@ from permtriton.model.forward import last_hidden_state
 from permtriton.model.plan import ChannelSpace, Plan
 from permtriton.permutation import identity, moved
 from permtriton.progress import Progress
+
+if TYPE_CHECKING:
+    from permtriton.methods.learned import Learned as Options
 
 
 @dataclass(frozen=True)
@@ -79,14 +82,14 @@ class LearningState(Protocol):
         ...
 
 
-def learned_spaces(plan: Plan, config: LearnConfig) -> list[ChannelSpace]:
-    """Returns the spaces that learn: those that may move and are read only in layers that ``learn_layers`` selects.
+def learned_spaces(plan: Plan, options: "Options") -> list[ChannelSpace]:
+    """Returns the spaces that learn: those that may move and are read only in layers that ``layers`` selects.
 
     Spaces that are read outside the layers of the model do not learn.
     """
     first = 0
-    if config.last_layers is not None:
-        first = max(site.layer for site in plan.sites) + 1 - config.last_layers
+    if options.last_layers is not None:
+        first = max(site.layer for site in plan.sites) + 1 - options.last_layers
     return [
         space for space in plan.spaces if not space.frozen and all(site.layer >= first for site in plan.sites_of(space))
     ]
@@ -99,6 +102,7 @@ def learn(
     importances: Mapping[str, ImportanceFactors],
     samples: Samples,
     objective: Objective,
+    options: "Options",
     config: CompileConfig,
     progress: Progress,
     resume: LearningState | None = None,
@@ -113,7 +117,8 @@ def learn(
         importances: Linear name -> importance, for every pruned linear.
         samples: Calibration samples.
         objective: The loss, with the dense model's outputs on ``samples``.
-        config: Options; the seed is that of the initial logits and of the order of sequences.
+        options: Options of learning.
+        config: Options of the compilation; the seed is that of the initial logits and of the order of sequences.
         progress: Progress reporter.
         resume: Storage of the state between epochs, to continue from and to write to; None keeps no state.
         keep_masked: Whether memory allows to compute masks once per step, see `permtriton.methods.masked_model`.
@@ -124,14 +129,13 @@ def learn(
         ConfigError: No permutation is left to learn.
         OutputError: The state belongs to another run, is damaged, or cannot be written.
     """
-    options = config.learn
     spaces = learned_spaces(plan, options)
     if not spaces:
         raise ConfigError(_nothing_learns(options))
     relaxation = Relaxation(spaces, options, config.seed, spread_on or model.device)
     optimizer = torch.optim.AdamW(relaxation.parameters(), lr=options.learning_rate, weight_decay=options.weight_decay)
-    with masked_model(model, plan, importances, relaxation, config, keep_masked, spread_on) as masks:
-        trainer = Trainer(model, masks, relaxation, optimizer, samples, objective, config)
+    with masked_model(model, plan, importances, relaxation, options, config, keep_masked, spread_on) as masks:
+        trainer = Trainer(model, masks, relaxation, optimizer, samples, objective, options, config)
         result = resume.load(relaxation, optimizer, options.epochs) if resume else None
         if result is None:
             base = {space.name: identity(space.units) for space in spaces}
@@ -151,7 +155,7 @@ def learn(
 
 
 def _learn_epoch(
-    trainer: "Trainer", number: int, result: Learned, config: LearnConfig, advance: Callable[..., None]
+    trainer: "Trainer", number: int, result: Learned, options: "Options", advance: Callable[..., None]
 ) -> None:
     """Trains one epoch and records it in ``result``."""
     started = time.perf_counter()
@@ -169,17 +173,17 @@ def _learn_epoch(
     )
     best = result.history[result.kept].loss
     result.history.append(epoch)
-    if config.keep_epoch == "last" or epoch.loss < best:
+    if options.keep == "last" or epoch.loss < best:
         result.indices, result.kept = indices, number
 
 
-def _nothing_learns(config: LearnConfig) -> str:
+def _nothing_learns(options: "Options") -> str:
     why = (
         "none of this model's channels may move (see permtriton inspect)"
-        if config.last_layers is None
-        else f"with learn_layers {config.learn_layers}, all channels that may move are read in earlier layers, too"
+        if options.last_layers is None
+        else f"with learn_layers {options.layers}, all channels that may move are read in earlier layers, too"
     )
-    return f"no permutation is left to learn: {why}; use --permutation none or heuristic"
+    return f"no permutation is left to learn: {why}; leave the step learned out"
 
 
 class Trainer:
@@ -192,7 +196,8 @@ class Trainer:
         optimizer: Optimizer of the logits.
         samples: Calibration samples.
         objective: The loss, with the dense model's outputs on ``samples``.
-        config: Options; the seed is that of the order of sequences.
+        options: Options of learning.
+        config: Options of the compilation; the seed is that of the order of sequences.
     """
 
     def __init__(
@@ -203,19 +208,20 @@ class Trainer:
         optimizer: torch.optim.Optimizer,
         samples: Samples,
         objective: Objective,
+        options: "Options",
         config: CompileConfig,
     ) -> None:
         self._model, self._masks, self._relaxation, self._optimizer = model, masks, relaxation, optimizer
         self._samples, self._objective = samples.to(model.device, model.dtype), objective
-        self._config, self._seed, self._micro_batch_size = config.learn, config.seed, config.micro_batch_size
+        self._options, self._seed, self._micro_batch_size = options, config.seed, config.micro_batch_size
         self._micro_batch = MicroBatch(config.micro_batch_size)
-        self.steps_per_epoch = math.ceil(len(samples) / config.learn.batch_size)
+        self.steps_per_epoch = math.ceil(len(samples) / options.batch_size)
 
     def tau(self, step: int) -> float:
         """Returns the temperature at a step, linear from ``tau_start`` at the first to ``tau_end`` at the last."""
-        last = max(self._config.epochs * self.steps_per_epoch - 1, 1)
+        last = max(self._options.epochs * self.steps_per_epoch - 1, 1)
         fraction = min(step / last, 1.0)
-        return self._config.tau_start + (self._config.tau_end - self._config.tau_start) * fraction
+        return self._options.tau_start + (self._options.tau_end - self._options.tau_start) * fraction
 
     def indices(self, step: int) -> dict[str, Tensor]:
         """Returns space name -> unit index, int64 ``[units]``: the hard permutations at the temperature of a step."""
@@ -239,7 +245,7 @@ class Trainer:
         """
         generator = torch.Generator().manual_seed(self._seed * 1_000_003 + number)
         order = torch.randperm(len(self._samples), generator=generator)
-        for offset, rows in enumerate(order.split(self._config.batch_size)):
+        for offset, rows in enumerate(order.split(self._options.batch_size)):
             yield self.step(rows, (number - 1) * self.steps_per_epoch + offset)
 
     def step(self, rows: Tensor, step: int) -> float:
@@ -248,9 +254,9 @@ class Trainer:
         Raises:
             CalibrationError: The loss is not finite, or the gradients are zero or not finite.
         """
-        total = self._config.epochs * self.steps_per_epoch
+        total = self._options.epochs * self.steps_per_epoch
         for group in self._optimizer.param_groups:
-            group["lr"] = self._config.learning_rate * 0.5 * (1 + math.cos(math.pi * step / total))
+            group["lr"] = self._options.learning_rate * 0.5 * (1 + math.cos(math.pi * step / total))
         soft = self._relaxation.soft(self.tau(step))
         index = self._relaxation.assign(soft)
         ranks.send_from_first([index])

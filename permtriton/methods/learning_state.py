@@ -14,7 +14,7 @@ from permtriton.running.state import StateFile, read_records
 OPTIMIZER_KEYS = ("step", "exp_avg", "exp_avg_sq")
 
 
-class ResumeFile(StateFile):
+class LearningFile(StateFile):
     """A safetensors file with the state between epochs, from which an interrupted run continues."""
 
     def load(self, relaxation: Relaxation, optimizer: torch.optim.Optimizer, epochs: int) -> Learned | None:

@@ -11,6 +11,7 @@ and their gradients are computed whenever a linear runs.
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,10 @@ from permtriton.model.forward import replaced_forwards
 from permtriton.model.plan import Plan, layer_modules, linear_module
 from permtriton.permutation import identity
 from permtriton.running.sharding import spread
+from permtriton.sparsity import NMPattern
+
+if TYPE_CHECKING:
+    from permtriton.methods.learned import Learned as Options
 
 
 class _MaskedWeight(nn.Module):
@@ -37,7 +42,8 @@ class _MaskedWeight(nn.Module):
         weight: Weight as stored.
         importance: Importance of the weight.
         sizes: Sizes of the site's blocks, in channel order.
-        config: Options.
+        options: Options of learning.
+        pattern: N:M pattern.
         in_out: Whether the weight is stored ``[in_features, out_features]``, as by Conv1D.
 
     Attributes:
@@ -46,12 +52,18 @@ class _MaskedWeight(nn.Module):
     """
 
     def __init__(
-        self, weight: Tensor, importance: ImportanceFactors, sizes: Sequence[int], config: CompileConfig, in_out: bool
+        self,
+        weight: Tensor,
+        importance: ImportanceFactors,
+        sizes: Sequence[int],
+        options: "Options",
+        pattern: NMPattern,
+        in_out: bool,
     ) -> None:
         super().__init__()
         self._weight = (weight,)  # in a tuple, so that it does not become a parameter
         self._importance, self._sizes, self._in_out = importance, list(sizes), in_out
-        self._pattern, self._group_scale, self.channels = config.sparsity, config.learn.group_scale, sum(sizes)
+        self._pattern, self._group_scale, self.channels = pattern, options.group_scale, sum(sizes)
 
     @torch.no_grad()
     def set(self, index: Tensor, soft: Tensor, keep: bool) -> None:
@@ -180,6 +192,7 @@ def masked_model(
     plan: Plan,
     importances: Mapping[str, ImportanceFactors],
     relaxation: Relaxation,
+    options: "Options",
     config: CompileConfig,
     keep: bool = True,
     spread_on: torch.device | None = None,
@@ -193,7 +206,8 @@ def masked_model(
         plan: The model's plan.
         importances: Linear name -> importance, for every pruned linear.
         relaxation: Logits of the spaces that learn; the masks of all other sites keep the base order.
-        config: Options.
+        options: Options of learning.
+        config: Options of the compilation.
         keep: Whether masked weights are kept as long as their order: they and their gradients take twice the memory of
             the pruned weights.
         spread_on: Device on which the weights of a `twin_of` the model are spread over the ranks; None where they are
@@ -216,7 +230,7 @@ def masked_model(
                 in_out = isinstance(module, Conv1D)
                 weight = module.get_parameter("weight")
                 importance = importances[name].of_rows(slice(None), spread_on or weight.device)
-                weights.append(_MaskedWeight(weight, importance, sizes, config, in_out))
+                weights.append(_MaskedWeight(weight, importance, sizes, options, pattern, in_out))
                 stack.enter_context(_parametrized(module, weights[-1], in_out or spread_on is not None))
             if blocks:
                 entries.append((blocks, weights))

@@ -17,7 +17,7 @@ from torch.nn.functional import kl_div, log_softmax
 from transformers import PreTrainedModel
 
 from permtriton import ranks
-from permtriton.config import CompileConfig, ObjectiveKind
+from permtriton.config import ObjectiveKind
 from permtriton.data.samples import Samples
 from permtriton.errors import ConfigError
 from permtriton.model.checks import TOLERANCE, relative_difference
@@ -33,7 +33,7 @@ from permtriton.model.forward import (
 
 LOGITS_AT_ONCE = 1 << 24  # logits of one chunk of tokens; a few float32 copies of them are alive at once
 PROBE_TOKENS = 8
-CHOOSE = "choose --objective cosine"
+CHOOSE = "choose the loss cosine (such as --search-loss cosine)"
 
 
 class Head:
@@ -205,20 +205,6 @@ def dense_objective(model: PreTrainedModel, kind: ObjectiveKind, samples: Sample
     """
     head = Head(model, samples) if kind == "kl" else None
     return Objective(kind, hidden_states(model, samples, batch), head)
-
-
-def order_objective(config: CompileConfig, model: PreTrainedModel) -> ObjectiveKind:
-    """Returns what an order is learned or searched with: ``auto`` is the paper's cosine for ``learned``."""
-    if config.objective == "auto" and config.permutation == "learned":
-        return "cosine"
-    return update_objective(config, model)
-
-
-def update_objective(config: CompileConfig, model: PreTrainedModel) -> ObjectiveKind:
-    """Returns what weights are distilled with: ``auto`` is KL where the model has a language-model head."""
-    if config.objective != "auto":
-        return config.objective
-    return default_objective(model)
 
 
 def default_objective(model: PreTrainedModel) -> ObjectiveKind:

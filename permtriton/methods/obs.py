@@ -33,7 +33,7 @@ def inverse(hessian: Tensor, name: str) -> Tensor:
     except torch.linalg.LinAlgError as error:
         raise CalibrationError(
             f"{name}: the Hessian of its inputs cannot be inverted: raise --samples, or choose another --importance "
-            "and --weight-update none"
+            "and prune with the step mask"
         ) from error
 
 

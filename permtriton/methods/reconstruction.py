@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -28,33 +28,32 @@ from permtriton.progress import Advance, Progress
 from permtriton.running.layer_calls import Empty, LayerCalls, find_chains, record_chain
 from permtriton.running.state import StateFile
 
+if TYPE_CHECKING:
+    from permtriton.methods.reconstruct import Reconstruct
+
 
 @dataclass
 class Reconstructed:
     """The result of reconstruction.
 
     Attributes:
-        layers: per trained part of a layer, in order: ``layer``, ``linears``, the held-out loss at ``start`` and
-            ``end``, ``kept`` epoch, ``epochs`` and ``seconds``.
+        parts: per trained part of a layer, in order: ``name`` of the layer, ``linears``, the held-out loss at ``start``
+            and ``end``, ``history`` of the epochs, ``kept`` epoch and ``seconds``.
         left: name of a layer or linear that was not trained -> why.
     """
 
-    layers: list[dict[str, Any]] = field(default_factory=list)
+    parts: list[dict[str, Any]] = field(default_factory=list)
     left: dict[str, str] = field(default_factory=dict)
-
-    def report(self) -> dict[str, Any]:
-        """Returns everything, for the report."""
-        return {"layers": self.layers, "left": self.left}
 
 
 class _Entry(TypedDict):
-    """What `Reconstructed.layers` holds of each part."""
+    """What `Reconstructed.parts` holds of each part."""
 
-    layer: str
+    name: str
     linears: list[str]
     start: float
     end: float
-    epochs: list[dict[str, Any]]
+    history: list[dict[str, Any]]
     kept: int
     seconds: float
 
@@ -74,6 +73,7 @@ def reconstruct(
     plan: Plan,
     dense_weights: Mapping[str, Tensor],
     samples: Samples,
+    options: "Reconstruct",
     config: CompileConfig,
     progress: Progress,
     state: StateFile | None = None,
@@ -93,7 +93,8 @@ def reconstruct(
         plan: the model's plan.
         dense_weights: name of each pruned linear -> its weight before pruning, in the present order of channels.
         samples: calibration samples.
-        config: options.
+        options: options of reconstruction.
+        config: options of the compilation.
         progress: progress reporter, one step per optimizer step.
         state: file that keeps the state between layers, to continue from and to write to; None keeps no state. Its
             inputs must cover the pruned weights, or what they follow from.
@@ -103,7 +104,7 @@ def reconstruct(
         CalibrationError: a loss or a gradient is not finite.
         OutputError: the state belongs to another run, is damaged, or cannot be written.
     """
-    layers, left = _layers(model, plan, config)
+    layers, left = _layers(model, plan, options)
     weights = weights_of(model, [name for _, name in plan.linears()])
     empty = torch.empty if offload is None else offload.empty
     modules = {name: layer.module for name, layer in layers.items()}
@@ -112,16 +113,16 @@ def reconstruct(
     for name, reason in result.left.items():
         progress.say(f"reconstruct: {name} keeps its weights: {reason}")
     parts = [(name, part) for chain in chains for name in chain for part in layers[name].parts]
-    finished = _load(state, parts, result, config.update.update_epochs) if state else {}
+    finished = _load(state, parts, result, options.epochs) if state else {}
     if finished:
-        progress.say(f"reconstruct: continuing after {result.layers[-1]['layer']} of an interrupted run")
-    steps = config.update.update_epochs * steps_per_epoch(len(samples), config)
+        progress.say(f"reconstruct: continuing after {result.parts[-1]['name']} of an interrupted run")
+    steps = options.epochs * steps_per_epoch(len(samples), options, config)
     with progress.stage("reconstruct", len(parts) * steps) as advance:
-        advance(len(result.layers) * steps)
-        for name, problem in _problems(model, layers, chains, samples, weights, dense_weights, config, empty):
+        advance(len(result.parts) * steps)
+        for name, problem in _problems(model, layers, chains, samples, weights, dense_weights, options, config, empty):
             for part in layers[name].parts:
                 if not part.keys() <= finished.keys():
-                    result.layers.append({"layer": name, **problem.train(model, part, name, advance)})
+                    result.parts.append({"name": name, **problem.train(model, part, name, advance)})
                     kept = KeptWeights(part).snapshot()
                     finished |= kept if offload is None else {key: offload.moved(value) for key, value in kept.items()}
                     _save(state, finished, result)
@@ -135,6 +136,7 @@ def _problems(
     samples: Samples,
     weights: Mapping[str, nn.Parameter],
     dense_weights: Mapping[str, Tensor],
+    options: "Reconstruct",
     config: CompileConfig,
     empty: Empty,
 ) -> Iterator[tuple[str, "_Problem"]]:
@@ -150,7 +152,7 @@ def _problems(
                 dense_calls[name].try_together(target)
                 target = _outputs(dense_calls[name], target, config, empty)
             calls[name].try_together(hidden)
-            yield name, _Problem(calls[name], hidden, target, config)
+            yield name, _Problem(calls[name], hidden, target, options, config)
             if name != chain[-1]:
                 hidden = _outputs(calls[name], hidden, config, empty)
 
@@ -168,13 +170,14 @@ class _Problem:
     calls: LayerCalls
     hidden: Tensor
     target: Tensor
+    options: "Reconstruct"
     config: CompileConfig
 
     def loss(self, rows: Tensor) -> Tensor:
         """Returns the mean loss over the tokens of some sequences, float32 ``[]``."""
         found = self.calls(self.hidden[rows], rows)
         target = self.target[rows].to(found.device, non_blocking=True)
-        kind = self.config.update.reconstruct_loss
+        kind = self.options.loss
         return cosine_loss(found, target) if kind == "cosine" else squared_loss(found, target)
 
     def train(
@@ -185,7 +188,7 @@ class _Problem:
         kept, trained = KeptWeights(weights), Trained()
         with kept.trainable(model):
             sequences, tokens = self.hidden.shape[:2]
-            trainer = Trainer(kept, self.loss, sequences, tokens, self.config, name)
+            trainer = Trainer(kept, self.loss, sequences, tokens, self.options, self.config, name)
             trainer.fit(trained, advance)
         return {
             "linears": list(weights),
@@ -225,7 +228,7 @@ def _copy(weights: Mapping[str, nn.Parameter], values: Mapping[str, Tensor]) -> 
         weight.copy_(values[name])
 
 
-def _layers(model: nn.Module, plan: Plan, config: CompileConfig) -> tuple[dict[str, _Layer], dict[str, str]]:
+def _layers(model: nn.Module, plan: Plan, options: "Reconstruct") -> tuple[dict[str, _Layer], dict[str, str]]:
     """Returns name -> layer in execution order, and name -> reason of the linears that no layer can train."""
     layer_of = layer_names(model, plan)
     owners: dict[int, set[str]] = {}  # id of a parameter -> the layers that use it; "" for what is outside of layers
@@ -248,12 +251,12 @@ def _layers(model: nn.Module, plan: Plan, config: CompileConfig) -> tuple[dict[s
         weights = weights_of(model, own)
         trained = {linear: weight for linear, weight in weights.items() if linear not in left}
         module = model.get_submodule(name)
-        layers[name] = _Layer(module, weights, _parts(name, module, trained, config))
+        layers[name] = _Layer(module, weights, _parts(name, module, trained, options))
     return layers, left
 
 
 def _parts(
-    name: str, layer: nn.Module, weights: dict[str, nn.Parameter], config: CompileConfig
+    name: str, layer: nn.Module, weights: dict[str, nn.Parameter], options: "Reconstruct"
 ) -> tuple[dict[str, nn.Parameter], ...]:
     parts: dict[bool, dict[str, nn.Parameter]] = {}
     first = ""
@@ -262,13 +265,13 @@ def _parts(
         listed = isinstance(layer.get_submodule(path[0]), nn.ModuleList)  # T5's attention and MLP are in a list
         child = ".".join(path[: 1 + listed])
         first = first or child
-        parts.setdefault(config.update.window == "mlp" and child != first, {})[linear] = weight
+        parts.setdefault(options.window == "mlp" and child != first, {})[linear] = weight
     return tuple(parts.values())
 
 
 def _save(state: StateFile | None, finished: Mapping[str, Tensor], result: Reconstructed) -> None:
     if state is not None:
-        state.write(finished, {"layers": json.dumps(result.layers)})
+        state.write(finished, {"parts": json.dumps(result.parts)})
 
 
 def _load(
@@ -283,10 +286,10 @@ def _load(
     if found is None:
         return {}
     tensors, texts = found
-    layers = state.value(texts, "layers", list[_Entry])
-    done = [(entry["layer"], entry["linears"]) for entry in layers]
+    entries = state.value(texts, "parts", list[_Entry])
+    done = [(entry["name"], entry["linears"]) for entry in entries]
     try:
-        for entry in layers:
+        for entry in entries:
             _check_entry(entry, epochs)
     except ValueError as error:
         raise state.damaged(f"its layers cannot be read ({error})") from error
@@ -296,7 +299,7 @@ def _load(
     finished = KeptWeights(weights)
     state.check_tensors(tensors, finished.snapshot())
     finished.write(tensors)
-    result.layers = [dict(entry) for entry in layers]
+    result.parts = [dict(entry) for entry in entries]
     return tensors
 
 
@@ -309,4 +312,4 @@ def _check_entry(entry: _Entry, epochs: int) -> None:
     trained = Trained.read(entry, epochs)
     ends = {"start": trained.history[0].held_out, "end": trained.history[trained.kept].held_out}
     if len(trained.history) != epochs + 1 or {"start": entry["start"], "end": entry["end"]} != ends:
-        raise ValueError(f"{entry['layer']} does not say how all its {epochs} epochs went")
+        raise ValueError(f"{entry['name']} does not say how all its {epochs} epochs went")

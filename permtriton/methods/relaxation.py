@@ -4,17 +4,19 @@ import math
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from operator import attrgetter
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from permtriton.config import LearnConfig
 from permtriton.errors import CalibrationError, ModelError, VerificationError
 from permtriton.kernels.assignment import assignment_warm
 from permtriton.kernels.sinkhorn import sinkhorn
 from permtriton.model.plan import ChannelSpace, Site
 from permtriton.permutation import inverse, is_permutation
+
+if TYPE_CHECKING:
+    from permtriton.methods.learned import Learned as Options
 
 
 class Relaxation(nn.Module):
@@ -26,7 +28,7 @@ class Relaxation(nn.Module):
 
     Args:
         spaces: Channel spaces that learn.
-        config: Options of learning.
+        options: Options of learning.
         seed: Seed of ``u``.
         device: Device of the logits.
 
@@ -35,19 +37,19 @@ class Relaxation(nn.Module):
         weights: ``w`` of each batch, float32 ``[blocks, size, size]``.
         owners: For each batch, int64 ``[blocks]`` on the logits' device: the number of the space of each block.
         scale: float32 ``[spaces]``.
-        block_size, rounds, clamp: Options of the config.
+        block_size, rounds, clamp: Those options.
     """
 
-    def __init__(self, spaces: Sequence[ChannelSpace], config: LearnConfig, seed: int, device: torch.device) -> None:
+    def __init__(self, spaces: Sequence[ChannelSpace], options: "Options", seed: int, device: torch.device) -> None:
         super().__init__()
-        self.block_size, self.rounds, self.clamp = config.block_size, config.sinkhorn_rounds, config.clamp_logits
+        self.block_size, self.rounds, self.clamp = options.block_size, options.sinkhorn_rounds, options.clamp
         self._spaces = list(spaces)
         self._first: dict[str, int] = {}  # space name -> its first unit; units are numbered through all spaces
         blocks: dict[int, list[tuple[int, int]]] = {}  # block size -> (number of the space, first unit)
         units = 0
         for number, space in enumerate(spaces):
             self._first[space.name] = units
-            for start, size in space.blocks(config.block_size):
+            for start, size in space.blocks(options.block_size):
                 blocks.setdefault(size, []).append((number, units + start))
             units += space.units
         self.sizes = sorted(blocks)
@@ -64,10 +66,10 @@ class Relaxation(nn.Module):
         weights = []
         for size in self.sizes:
             noise = torch.rand(len(blocks[size]), size, size, generator=generator) * 2 - 1
-            near = torch.eye(size) + config.start_noise * noise if config.start == "identity" else noise
+            near = torch.eye(size) + options.init_noise * noise if options.init == "identity" else noise
             weights.append(nn.Parameter((near / size**0.5).to(device)))
         self.weights = nn.ParameterList(weights)
-        largest = [max(size for _, size in space.blocks(config.block_size)) for space in spaces]
+        largest = [max(size for _, size in space.blocks(options.block_size)) for space in spaces]
         self.scale = nn.Parameter(torch.tensor(largest, dtype=torch.float32).sqrt().to(device))
 
     @property

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import pairwise
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,6 +35,9 @@ from permtriton.model.plan import ChannelSpace, Plan
 from permtriton.permutation import identity, moved
 from permtriton.progress import Progress
 from permtriton.running.state import StateFile, read_records
+
+if TYPE_CHECKING:
+    from permtriton.methods.searched import Searched as Options
 
 PARTNERS = 8  # best partners of each channel that the matching chooses from
 GAINS_AT_ONCE = 1 << 24  # gains of a panel of channels with all their partners, in memory at once
@@ -164,6 +167,7 @@ def search(
     importances: Mapping[str, ImportanceFactors],
     samples: Samples,
     objective: Objective,
+    options: "Options",
     config: CompileConfig,
     progress: Progress,
     state: SearchFile | None = None,
@@ -176,7 +180,8 @@ def search(
         importances: Linear name -> importance, for every pruned linear.
         samples: Calibration samples.
         objective: The loss, with the dense model's outputs on ``samples``.
-        config: Options.
+        options: Options of the search.
+        config: Options of the compilation.
         progress: Progress reporter, one step per sequence and pass.
         state: Storage of the state between rounds, to continue from and to write to; None keeps no state.
 
@@ -188,20 +193,20 @@ def search(
     spaces = [space for space in plan.spaces if not space.frozen]
     if not spaces:
         raise ConfigError(
-            "no permutation is left to search: none of this model's channels may move (see permtriton inspect); use "
-            "--permutation none"
+            "no permutation is left to search: none of this model's channels may move (see permtriton inspect); leave "
+            "the step searched out"
         )
     fisher = fisher_information(model, plan, objective.kind, samples, config, progress)
     with hard_masked(model, plan, importances, fisher, config) as masks:
-        searcher = Searcher(masks, spaces, samples, objective, config)
-        result = state.load(spaces, config.search.rounds) if state else None
+        searcher = Searcher(masks, spaces, samples, objective, options, config)
+        result = state.load(spaces, options.rounds) if state else None
         if result is None:
             base = {space.name: identity(space.units) for space in spaces}
-            result = Searched(base, [Round(0, searcher.loss(base), 0, 0.0, config.search.damping, 0, 0, 0.0)])
+            result = Searched(base, [Round(0, searcher.loss(base), 0, 0.0, options.damping, 0, 0, 0.0)])
         else:
             progress.say(f"continuing after round {result.history[-1].round} of an interrupted run")
         share = ranks.own_rows(len(samples)).numel()
-        with progress.stage("search", config.search.rounds * share) as advance:
+        with progress.stage("search", options.rounds * share) as advance:
             advance((len(result.history) - 1) * share)
             while not result.finished:
                 last, first = result.history[-1], result.history[0]
@@ -221,10 +226,11 @@ class Searcher:
         spaces: Sequence[ChannelSpace],
         samples: Samples,
         objective: Objective,
+        options: "Options",
         config: CompileConfig,
     ) -> None:
         self._masks, self._spaces, self._samples = masks, spaces, samples
-        self._objective, self._config = objective, config
+        self._objective, self._options, self._config = objective, options, config
 
     def loss(self, indices: Mapping[str, Tensor]) -> float:
         """Returns the mean loss over all sequences in an order.
@@ -249,7 +255,7 @@ class Searcher:
             CalibrationError: The loss or its gradient is not finite.
         """
         started, before = time.perf_counter(), result.history[-1]
-        least = min(LEAST_DAMPING, self._config.search.damping)
+        least = min(LEAST_DAMPING, self._options.damping)
         damping = max(before.damping * (LOWER if before.trials == 1 else 1), least)
         self._masks.set(result.indices)
         self._masks.take_gradients(self._objective, self._samples, advance)
@@ -280,7 +286,7 @@ class Searcher:
         )
         losses = [each.loss for each in result.history[-3:]]
         weak = len(losses) == 3 and all(a - b < LEAST_GAIN * a for a, b in pairwise(losses))
-        result.finished = weak or before.round + 1 >= self._config.search.rounds
+        result.finished = weak or before.round + 1 >= self._options.rounds
 
     def swaps(self, indices: Mapping[str, Tensor], damping: float, number: int) -> Swaps:
         """Returns disjoint swaps of all spaces with positive gains, chosen greedily.
@@ -292,7 +298,7 @@ class Searcher:
         """
 
         def of_space(place: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-            panels = _panels(self._spaces[place], self._config, number)
+            panels = _panels(self._spaces[place], self._options, self._config, number)
             parts = [self._partners(self._spaces[place], indices, damping, batch) for batch in panels]
             left, right, gain = (torch.cat(each) for each in zip(*parts, strict=True))
             chosen = disjoint(left, right, gain, self._config.sparsity.group)
@@ -339,11 +345,11 @@ class _Panel(NamedTuple):
     right: Tensor
 
 
-def _panels(space: ChannelSpace, config: CompileConfig, number: int) -> list[list[_Panel]]:
+def _panels(space: ChannelSpace, options: "Options", config: CompileConfig, number: int) -> list[list[_Panel]]:
     """Returns the panels of a space in batches whose gains fit in memory together."""
     group, size = config.sparsity.group, 0
     batches: list[list[_Panel]] = [[]]
-    for pool in _pools(space, config, number):
+    for pool in _pools(space, options, config, number):
         height = max(GAINS_AT_ONCE // pool.numel() // group, 1) * group
         for start in range(0, pool.numel(), height):
             panel = _Panel(pool[start : start + height], pool[start:])
@@ -356,9 +362,9 @@ def _panels(space: ChannelSpace, config: CompileConfig, number: int) -> list[lis
     return batches
 
 
-def _pools(space: ChannelSpace, config: CompileConfig, number: int) -> list[Tensor]:
+def _pools(space: ChannelSpace, options: "Options", config: CompileConfig, number: int) -> list[Tensor]:
     """Returns sets of positions, int64 ``[positions]`` each, inside which channels are swapped: whole groups."""
-    group, size = config.sparsity.group, config.search.search_block
+    group, size = config.sparsity.group, options.block
     generator = torch.Generator().manual_seed(config.seed * 1_000_003 + number)
     pools, start = [], 0
     for segment in space.segments:

@@ -1,6 +1,7 @@
 """Prunes weights in place: by a mask, or by SparseGPT, which also updates what is kept."""
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,9 @@ from permtriton.progress import Progress
 from permtriton.running.layer_calls import Empty
 from permtriton.running.layer_inputs import layer_by_layer
 from permtriton.sparsity import NMPattern
+
+if TYPE_CHECKING:
+    from permtriton.methods.sparsegpt import SparseGPT
 
 CANCELLED = 1e-3  # share of the groups in which an update may cancel a kept weight exactly
 
@@ -55,6 +59,7 @@ def update_weights(
     statistics: Mapping[str, Tensor],
     samples: Samples,
     batch: int,
+    options: "SparseGPT",
     config: CompileConfig,
     progress: Progress,
     empty: Empty = torch.empty,
@@ -64,10 +69,11 @@ def update_weights(
     Args:
         model: Dense model, its channels in their final order; changed in place.
         plan: The model's plan.
-        statistics: Site name -> statistic, from which the masks follow where ``update_mask`` is ``keep``.
+        statistics: Site name -> statistic, from which the masks follow where ``options.mask`` is ``keep``.
         samples: Calibration samples.
         batch: Samples per forward pass.
-        config: Options: the pattern, the importance and ``update_mask``.
+        options: Options of SparseGPT.
+        config: Options: the pattern and the importance.
         progress: Progress reporter.
         empty: Makes the tensors that hold the layers' inputs.
 
@@ -81,15 +87,17 @@ def update_weights(
             layer_hessians = hessians(model, layer, advance)
             sites = [(name, site.name) for site in layer.sites for name in site.linears]
             linears = [(name, layer_hessians[site], statistics[site]) for name, site in sites]
-            ranks.deal(linears, lambda linear: _update(model, *linear, config))
+            ranks.deal(linears, lambda linear: _update(model, *linear, options, config))
             ranks.send_dealt([linear_module(model, name).get_parameter("weight") for name, _, _ in linears])
             advance()
 
 
-def _update(model: nn.Module, name: str, hessian: Tensor, statistic: Tensor, config: CompileConfig) -> None:
+def _update(
+    model: nn.Module, name: str, hessian: Tensor, statistic: Tensor, options: "SparseGPT", config: CompileConfig
+) -> None:
     """Prunes and updates the weight of one linear; arguments and errors as of `update_weights`."""
     weight, pattern, mask = weight_in_out(linear_module(model, name)), config.sparsity, None
-    if config.update_mask == "keep":
+    if options.mask == "keep":
         mask = top_n_mask(importance_of(config.importance, weight, statistic).scores(weight), pattern).T
     zeros = zeros_in_groups(weight * (hessian.diagonal() != 0).unsqueeze(1), pattern)
     updated = sparsegpt(weight.T, hessian, pattern, mask, name)

@@ -9,8 +9,8 @@ import torch
 
 from permtriton.checkpoint.folder import Folder
 from permtriton.checkpoint.format import Format
-from permtriton.command import shown_name
 from permtriton.kernels.packing import position_bits
+from permtriton.model_name import shown_name
 
 
 class Compiled(Folder):
@@ -64,10 +64,9 @@ def read_folders(folders: Sequence[Path]) -> list[Compiled]:
 
 
 def method_of(config: Mapping[str, Any]) -> str:
-    """Returns the name of a method, such as ``wanda, searched order``, from the options of a compilation."""
-    order, update = config["permutation"], config["weight_update"]
-    words = [config["importance"], "no permutation" if order == "none" else f"{order} order"]
-    return ", ".join(words + [update] * (update != "none") + ["fused"] * (config["layout"] == "fused"))
+    """Returns the name of a method, such as ``wanda: heuristic, mask``, from the options of a compilation."""
+    words = f"{config['importance']}: {config['recipe'].replace(',', ', ')}"
+    return f"{words}, fused" if config["layout"] == "fused" else words
 
 
 def layer_of(name: str) -> int | None:

@@ -14,12 +14,11 @@ LAYERS = 40  # lines of the picture by layer; of a deeper model, the first and t
 
 
 def search(folders: Sequence[Compiled]) -> Section:
-    """Loss by round or epoch, and the channels that moved."""
+    """What each step reports of its way: loss by round or epoch, channels that moved, parts before and after."""
     parts = []
     for folder in folders:
-        pictures = [*_order(folder.record), *_updates(folder.record.get("weight_update", {}))]
-        text = "" if pictures else _no_history(folder.record)
-        parts.append(Part(folder.label, text, pictures))
+        pictures = [picture for step in folder.record.get("steps", []) for picture in _pictures(step)]
+        parts.append(Part(folder.label, "" if pictures else _no_history(folder.record), pictures))
     text = (
         "How the loss on the calibration text fell while the order was searched or learned, and while kept weights "
         "were trained. Step 0 is the state before. Losses of different kinds cannot be compared with each other."
@@ -28,38 +27,38 @@ def search(folders: Sequence[Compiled]) -> Section:
 
 
 def _no_history(record: Mapping[str, Any]) -> str:
-    if "search" not in record:
+    if "steps" not in record:
         return f"{MISSING.capitalize()}."
     return "Nothing was searched, learned or trained in steps: the order and the weights follow from one calculation."
 
 
-def _order(record: Mapping[str, Any]) -> list[Picture]:
-    rounds, epochs = record.get("search", {}).get("rounds", []), record.get("learning", {}).get("epochs", [])
-    found = []
-    for name, key, steps, kept in (
-        ("Search", "round", rounds, None),
-        ("Learning", "epoch", epochs, record.get("learning", {}).get("kept_epoch")),
-    ):
-        if len(steps) > 1:
-            first, last = steps[0]["loss"], steps[-1]["loss"] if kept is None else _value_at(steps, kept)
-            svg = plots.history(
-                [step[key] for step in steps],
-                [("hard permutation", [step["loss"] for step in steps])],
-                [step["moved"] for step in steps],
-                unit=key,
-                kept=kept,
-            )
-            caption = (
-                f"{name}: loss under the hard permutation, and below it the channels that were not where the base "
-                f"order has them. From {first:.4f} to {last:.4f}, {steps[-1]['moved']:,} channels moved at the end."
-            )
-            caption += " The ring is the epoch that was kept." if key == "epoch" else ""
-            found.append(
-                Picture(svg, f"{name}: loss from {first:.4f} to {last:.4f} in {len(steps) - 1} {key}s", caption)
-            )
-    if len(epochs) > 1 and all(isinstance(epoch.get("agreement"), float) for epoch in epochs):
-        found.append(_soft_against_hard(epochs))
+def _pictures(step: Mapping[str, Any]) -> list[Picture]:
+    """Returns the pictures of what a step reports, see `permtriton.step.Outcome`."""
+    found = [_history(step)] if len(step["history"]) > 1 else []
+    if found and all(isinstance(entry.get("agreement"), float) for entry in step["history"]):
+        found.append(_soft_against_hard(step["history"]))
+    if step["parts"]:
+        names = [f"{number}. {part['name'].rpartition('.')[2]}" for number, part in enumerate(step["parts"])]
+        start, end = [part["start"] for part in step["parts"]], [part["end"] for part in step["parts"]]
+        svg = plots.dumbbells(names, start, end, (0, 1.05 * max([*start, *end])), unit="held-out loss")
+        caption = f"Step {step['name']}: loss of each part before and after, in the order in which they were changed."
+        found.append(Picture(svg, f"Step {step['name']}: {len(names)} parts before and after", caption))
     return found
+
+
+def _history(step: Mapping[str, Any]) -> Picture:
+    name, unit, entries, kept = step["name"], step["unit"], step["history"], step["kept"]
+    measures = [key for key in ("held_out", "loss") if key in entries[0]]
+    curves = [(key.replace("_", "-"), [entry[key] for entry in entries]) for key in measures]
+    moved = [entry["moved"] for entry in entries] if "moved" in entries[0] else []
+    svg = plots.history([entry[unit] for entry in entries], curves, moved, unit=unit, kept=kept)
+    first = entries[0][measures[0]]
+    last = next((e[measures[0]] for e in entries if e[unit] == kept), entries[-1][measures[0]])
+    caption = f"Step {name}: {' (solid) and '.join(key for key, _ in curves)}{' (dashed)' * (len(curves) > 1)}."
+    if moved:
+        caption += f" Below: channels that are not where they were before; {moved[-1]:,} at the end."
+    caption += " The ring is the epoch that was kept." if kept is not None else ""
+    return Picture(svg, f"Step {name}: from {first:.4f} to {last:.4f} in {len(entries) - 1} {unit}s", caption)
 
 
 def _soft_against_hard(epochs: Sequence[Mapping[str, Any]]) -> Picture:
@@ -72,29 +71,6 @@ def _soft_against_hard(epochs: Sequence[Mapping[str, Any]]) -> Picture:
         f"ones have a 1: from {values[0]:.3f} to {values[-1]:.3f}; at 1, soft and hard are the same."
     )
     return Picture(svg, f"Soft permutations against hard ones: {values[0]:.3f} to {values[-1]:.3f}", caption)
-
-
-def _value_at(epochs: Sequence[Mapping[str, Any]], number: int) -> float:
-    return next((epoch["loss"] for epoch in epochs if epoch["epoch"] == number), float("nan"))
-
-
-def _updates(updates: Mapping[str, Any]) -> list[Picture]:
-    found = []
-    if layers := updates.get("reconstruct", {}).get("layers", []):
-        names = [f"{number}. {part['layer'].rpartition('.')[2]}" for number, part in enumerate(layers)]
-        start, end = [part["start"] for part in layers], [part["end"] for part in layers]
-        svg = plots.dumbbells(names, start, end, (0, 1.05 * max([*start, *end])), unit="held-out loss")
-        caption = "Reconstruction: held-out loss of each trained part before and after, in the order of training."
-        found.append(Picture(svg, f"Reconstruction of {len(layers)} parts", caption))
-    if epochs := updates.get("distill", {}).get("epochs", []):
-        curves = [
-            (name, [epoch[key] for epoch in epochs]) for name, key in (("held out", "held_out"), ("trained", "loss"))
-        ]
-        steps = [epoch["epoch"] for epoch in epochs]
-        svg = plots.history(steps, curves, unit="epoch", kept=updates["distill"].get("kept"))
-        caption = "Distillation: loss on held-out sequences (solid) and while training (dashed). The ring was kept."
-        found.append(Picture(svg, f"Distillation in {len(epochs) - 1} epochs", caption))
-    return found
 
 
 def importance(folders: Sequence[Compiled]) -> Section:

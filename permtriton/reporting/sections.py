@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from permtriton.checkpoint.report import grouped
+from permtriton.checkpoint.plan_entries import grouped
 from permtriton.comparison.methods import DENSE, FUSED
 from permtriton.comparison.table import cell, columns
 from permtriton.machine import format_bytes
@@ -37,10 +37,8 @@ def done(folders: Sequence[Compiled]) -> Section:
         "folder": lambda each: each.path.resolve().name,
         "model": lambda each: each.model,
         "pattern": lambda each: str(each.pattern),
+        "recipe": lambda each: _option(each, "recipe").replace(",", ", "),
         "importance": lambda each: _option(each, "importance"),
-        "permutation": lambda each: _option(each, "permutation"),
-        "row weights": lambda each: _option(each, "row_weights"),
-        "weight update": lambda each: _option(each, "weight_update"),
         "layout": lambda each: _option(each, "layout"),
         "stored": lambda each: each.record.get("export", {}).get("format", "dense, zeros included"),
         "calibration": _calibration,

@@ -99,17 +99,16 @@ def check_spread(config: CompileConfig, samples: int) -> None:
     """
     if ranks.count() == 1:
         raise ConfigError("--shard spreads weights over several processes: start permtriton with torchrun")
-    if config.updates:
+    if refused := [step.name for step in config.steps if not step.shards]:
         raise ConfigError(
-            f"weight update {config.weight_update} changes weights while the model runs, which is not done with layers "
-            "that are spread over GPUs: choose --weight-update none, or GPUs that hold the whole model (--no-shard)"
+            f"the step {refused[0]} changes weights while the model runs, which is not done with layers that are "
+            "spread over GPUs: leave it out of --recipe (and prune with mask), or use GPUs that hold the whole model "
+            "(--no-shard)"
         )
     # The layers that give obs its Hessians run on one sample at a time where they cannot take several.
     ranks.check_in_step(samples, 1 if config.importance == "obs" else config.micro_batch_size)
-    if config.permutation == "learned":
-        batch = min(config.learn.batch_size, samples)
-        for rows in {batch, samples % batch or batch}:
-            ranks.check_in_step(rows, config.micro_batch_size)
+    for rows in {rows for step in config.steps for rows in step.batches(samples)}:
+        ranks.check_in_step(rows, config.micro_batch_size)
 
 
 def is_spread(weight: Tensor) -> bool:

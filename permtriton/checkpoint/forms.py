@@ -1,5 +1,6 @@
 """What do ``permtriton.json`` and the JSON of ``permtriton compare`` hold? Files of any other form are refused."""
 
+import math
 from pathlib import Path
 from typing import Annotated, Any, NotRequired
 
@@ -29,13 +30,20 @@ def pattern(text: str) -> str:
     return text
 
 
+def _value(value: Any) -> Any:
+    """Lets text, a truth value, None or a number pass, and leaves an integer one."""
+    finite = not isinstance(value, float) or math.isfinite(value)
+    in_range = not isinstance(value, int) or abs(value) < LARGEST
+    if not isinstance(value, str | int | float | None) or not finite or not in_range:
+        raise ValueError("text, a finite number or a truth value")
+    return value
+
+
 def _config(options: dict[str, Any]) -> dict[str, Any]:
-    for name, value in options.items():
-        in_range = not isinstance(value, int) or abs(value) < LARGEST
-        if not isinstance(value, str | int | float) or value != value or not in_range:
-            raise ValueError(f"options, but {name} is no text, number or truth value")
-    if not isinstance(options.get("sparsity"), str):
-        raise ValueError("options with a sparsity such as 2:4")
+    if missing := [
+        name for name in ("sparsity", "importance", "recipe", "layout") if type(options.get(name)) is not str
+    ]:
+        raise ValueError(f"options with the text {missing[0]}")
     pattern(options["sparsity"])
     return options
 
@@ -55,12 +63,13 @@ def _dtype(name: str) -> str:
 Integer = Annotated[int, Field(gt=-LARGEST, lt=LARGEST)]
 Pattern = Annotated[str, AfterValidator(pattern)]
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-Config = Annotated[dict[str, Any], AfterValidator(_config)]
+Value = Annotated[Any, AfterValidator(_value)]
+Config = Annotated[dict[str, Value], AfterValidator(_config)]
 Index = Annotated[list[Integer], AfterValidator(_permutation)]
 
 
 class Permutation(TypedDict):
-    """A channel space; see `permtriton.checkpoint.report.permutation_report`."""
+    """A channel space; see `permtriton.checkpoint.plan_entries.permutation_report`."""
 
     name: str
     channels: Integer
@@ -110,84 +119,27 @@ class Retained(TypedDict):
     after: float
 
 
-class LearningEpoch(TypedDict):
-    """See `permtriton.methods.learning.Epoch`."""
+class Part(TypedDict):
+    """What a step did to one part of the model, and the error before and after."""
 
-    epoch: Integer
-    loss: float
-    moved: Integer
-    agreement: float
-    tau: float
-    seconds: float
-
-
-class Learning(TypedDict):
-    """What learning an order did."""
-
-    epochs: list[LearningEpoch]
-    kept_epoch: Integer | None
-
-
-class SearchRound(TypedDict):
-    """See `permtriton.methods.swap_search.Round`."""
-
-    round: Integer
-    loss: float
-    swaps: Integer
-    predicted: float
-    damping: float
-    trials: Integer
-    moved: Integer
-    seconds: float
-
-
-class Search(TypedDict):
-    """What the search did."""
-
-    rounds: list[SearchRound]
-
-
-class UpdateEpoch(TypedDict):
-    """See `permtriton.methods.kept_weights.UpdateEpoch`."""
-
-    epoch: Integer
-    loss: float | None
-    held_out: float
-    seconds: float
-
-
-class Distilled(TypedDict):
-    """What distillation did."""
-
-    epochs: list[UpdateEpoch]
-    kept: Integer
-
-
-class Layer(TypedDict):
-    """What reconstruction did to one part of a layer."""
-
-    layer: str
+    name: str
     linears: list[str]
     start: float
     end: float
-    epochs: list[UpdateEpoch]
+    history: list[dict[str, Value]]
     kept: Integer
     seconds: float
 
 
-class Reconstructed(TypedDict):
-    """What reconstruction did."""
+class Step(TypedDict):
+    """What a step of the recipe did; see `permtriton.step.Outcome`."""
 
-    layers: list[Layer]
+    name: str
+    unit: str
+    history: list[dict[str, Value]]
+    kept: Integer | None
+    parts: list[Part]
     left: dict[str, str]
-
-
-class WeightUpdate(TypedDict):
-    """What the parts of the weight update did; those that did not run are missing."""
-
-    sparsegpt: NotRequired[dict[str, str]]
-    reconstruct: NotRequired[Reconstructed]
-    distill: NotRequired[Distilled]
 
 
 class Calibration(TypedDict):
@@ -278,9 +230,7 @@ class Record(TypedDict):
     skipped: dict[str, str]
     barriers: list[str]
     hidden_states: HiddenStates
-    learning: Learning
-    search: Search
-    weight_update: WeightUpdate
+    steps: list[Step]
     retained_importance: dict[str, Retained]
     evaluation: Evaluation
     passes: list[Pass]

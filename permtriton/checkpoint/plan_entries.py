@@ -1,9 +1,8 @@
-"""Builds ``permtriton.json`` and the output of ``permtriton inspect --json``, which share their keys."""
+"""Entries of plans and permutations in JSON, which ``permtriton.json`` and ``permtriton inspect --json`` share."""
 
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -11,16 +10,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from permtriton.command import compile_command
-from permtriton.config import CompileConfig
 from permtriton.errors import ModelError
-from permtriton.machine import determinism, device_name, peak_memory, versions
-from permtriton.methods.learning import Learned
-from permtriton.methods.swap_search import Searched
 from permtriton.model.edits import moves_of
 from permtriton.model.load import REPORT_FILE
-from permtriton.model.plan import ChannelSpace, Placement, Plan, Site, linear_module, weight_in_out
-from permtriton.passes.pipeline import PassResult
+from permtriton.model.plan import ChannelSpace, Placement, Plan, Site, linear_module
 from permtriton.permutation import inverse, moved
 
 
@@ -28,65 +21,6 @@ def to_json(report: Any) -> str:
     """Returns ``report`` as indented JSON with each list of integers on one line."""
     text = json.dumps(report, indent=1)
     return re.sub(r"\[\s+(-?\d+(?:,\s+-?\d+)*)\s+\]", lambda match: "[" + " ".join(match[1].split()) + "]", text)
-
-
-def compilation_report(
-    model: PreTrainedModel,
-    config: CompileConfig,
-    plan: Plan,
-    indices: Mapping[str, Tensor],
-    *,
-    calibration: Mapping[str, Any],
-    stages: Mapping[str, Any],
-    evaluation: Mapping[str, Any],
-    passes: Sequence[PassResult],
-    proof: Mapping[str, Any],
-    seconds: Mapping[str, float],
-    needs: Mapping[str, Any],
-) -> dict[str, Any]:
-    """Returns the content of ``permtriton.json``, except for the entries that saving adds.
-
-    Args:
-        model: compiled model.
-        config: every option.
-        plan: plan of the model.
-        indices: space name -> unit index from the dense order, int64 ``[units]``.
-        calibration: hash and shape of the calibration ids.
-        stages: what learning, the search and the weight update report, by key.
-        evaluation: measure, with its values for the dense and the compiled model; empty if nothing was measured.
-        passes: result of each compiler pass.
-        proof: comparisons with the dense model, and their largest differences.
-        seconds: time per stage.
-        needs: estimated memory, as `permtriton.memory.Needs.report` returns it.
-    """
-    weights = {name: weight_in_out(linear_module(model, name)) for _, name in plan.linears()}
-    return {
-        "model": model.name_or_path,
-        "command": compile_command(model.name_or_path or "", config),
-        "versions": versions(),
-        "device": device_name(model.device),
-        "determinism": {"seed": config.seed, **determinism()},
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "config": config.to_dict(),
-        "calibration": dict(calibration),
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "pruned_parameters": sum(weight.numel() for weight in weights.values()),
-        "sparsity_by_layer": {name: float((weight == 0).float().mean()) for name, weight in weights.items()},
-        "permutations": [
-            {**permutation_report(plan, space), "moved": moved(indices[space.name])} for space in plan.spaces
-        ],
-        "skipped": plan.skipped,
-        "barriers": plan.barriers,
-        "hidden_states": hidden_states_report(plan.hidden_order(indices)),
-        **stages,
-        "evaluation": dict(evaluation),
-        "passes": [{"name": p.name, "nodes": p.changes, "difference": p.difference} for p in passes],
-        "proof": dict(proof),
-        "seconds": {stage: round(value, 3) for stage, value in seconds.items()},
-        "memory": {"peak": peak_memory(model.device), "estimate": dict(needs)},
-        "sites": [_ordered_site_report(site, site.expand(indices[site.space.name])) for site in plan.sites],
-        "rows": rows_report(model, plan, indices),
-    }
 
 
 def rows_report(model: PreTrainedModel, plan: Plan, indices: Mapping[str, Tensor]) -> list[dict[str, Any]]:
@@ -109,32 +43,10 @@ def rows_report(model: PreTrainedModel, plan: Plan, indices: Mapping[str, Tensor
     return [{"linears": linears, "index": list(index)} for index, linears in orders.items()]
 
 
-def stages_report(learned: Learned | None, searched: Searched | None, updates: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns ``learning``, ``search`` and ``weight_update``, each empty if that stage did not run.
-
-    Args:
-        learned: result of learning.
-        searched: result of the search.
-        updates: part of the weight update -> what it reports.
-    """
-    epochs = [asdict(epoch) for epoch in learned.history] if learned else []
-    rounds = [asdict(each) for each in searched.history] if searched else []
+def plan_report(plan: Plan) -> dict[str, Any]:
+    """Returns ``sites``, ``permutations``, ``skipped`` and ``barriers`` of a plan."""
     return {
-        "learning": {"epochs": epochs, "kept_epoch": learned.kept if learned else None},
-        "search": {"rounds": rounds},
-        "weight_update": dict(updates),
-    }
-
-
-def plan_report(plan: Plan, block_size: int) -> dict[str, Any]:
-    """Returns ``sites``, ``permutations``, ``skipped`` and ``barriers`` of a plan.
-
-    Args:
-        plan: plan of a model.
-        block_size: channels per block of a block permutation.
-    """
-    return {
-        "sites": [{**site_report(site), "blocks": block_count(site.space, block_size)} for site in plan.sites],
+        "sites": [site_report(site) for site in plan.sites],
         "permutations": [permutation_report(plan, space) for space in plan.spaces],
         "skipped": plan.skipped,
         "barriers": plan.barriers,
@@ -152,7 +64,8 @@ def site_report(site: Site) -> dict[str, Any]:
     }
 
 
-def _ordered_site_report(site: Site, index: Tensor) -> dict[str, Any]:
+def ordered_site_report(site: Site, index: Tensor) -> dict[str, Any]:
+    """Returns the entry of a site whose channels are in the order of ``index``, int64 ``[channels]``."""
     return {**site_report(site), "moved": moved(index), "index": index.tolist()}
 
 
@@ -184,11 +97,6 @@ def permutation_report(plan: Plan, space: ChannelSpace, element: int = 2) -> dic
         "producers": [f"{axis.parameter}[{axis.dim}]" for axis in space.producers],
         "readers": [f"{axis.parameter}[{axis.dim}]" for axis in space.axes if axis.reads],
     }
-
-
-def block_count(space: ChannelSpace, block_size: int) -> int:
-    """Returns the number of blocks in which a space is learned; 0 if it keeps its order."""
-    return 0 if space.frozen else len(space.blocks(block_size))
 
 
 def hidden_states_report(order: Tensor | None) -> dict[str, Any]:

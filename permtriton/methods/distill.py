@@ -1,0 +1,50 @@
+"""Step ``distill``: all kept weights are trained together, see `permtriton.methods.distillation`."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from permtriton.methods.training import Training
+from permtriton.option import documented, option
+from permtriton.step import FLOAT32, Facts, Outcome
+
+if TYPE_CHECKING:
+    from permtriton.config import CompileConfig
+    from permtriton.run import Run
+
+
+@documented
+@dataclass(frozen=True)
+class Distill(Training):
+    """Options of distillation."""
+
+    name: ClassVar[str] = "distill"
+    prefix: ClassVar[str] = "distill"
+    summary: ClassVar[str] = "kept weights trained together, to give the dense model's outputs: minutes to hours"
+    offloads: ClassVar[bool] = False
+
+    loss: Literal["auto", "kl", "cosine"] = option(
+        "auto",
+        "What it minimises: kl (of the logits), cosine (of the last hidden state), or auto: kl where there is a "
+        "language-model head.",
+    )
+
+    def objective(self, config: "CompileConfig", has_head: bool) -> str:
+        return ("kl" if has_head else "cosine") if self.loss == "auto" else self.loss
+
+    def needs(self, facts: Facts) -> dict[str, dict[str, int]]:
+        kept = int(facts.pruned * facts.kept)
+        optimizer = kept * 6 * FLOAT32 + facts.pruned  # and one byte per mask
+        return {"distill": {**facts.gradients(), **facts.targets(), "optimizer": optimizer, **facts.mask()}}
+
+    def state_bytes(self, facts: Facts) -> int:
+        return int(facts.pruned * facts.kept) * (facts.element + 3 * FLOAT32)
+
+    def run(self, run: "Run") -> Outcome:
+        from permtriton.methods.distillation import distill
+        from permtriton.running.state import StateFile
+
+        trained = distill(
+            run.model, run.plan, run.samples, run.objective(self), self, run.config, run.progress,
+            run.state(StateFile, self.name),
+        )  # fmt: skip
+        return Outcome("epoch", **trained.report())

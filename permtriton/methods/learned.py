@@ -1,0 +1,129 @@
+"""Step ``learned``: PermLLM's learnable channel permutation, see `permtriton.methods.learning`."""
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from permtriton.option import documented, option
+from permtriton.step import FLOAT32, Facts, Outcome, Speed, Stage, Step
+
+if TYPE_CHECKING:
+    from permtriton.config import CompileConfig
+    from permtriton.run import Run
+
+
+@documented
+@dataclass(frozen=True)
+class Learned(Step):
+    """Options of learning, from the order that the steps before it left; the recipe ``published`` has the paper's."""
+
+    name: ClassVar[str] = "learned"
+    prefix: ClassVar[str] = "learn"
+    summary: ClassVar[str] = "block permutations learned by gradient (PermLLM): minutes to hours"
+    stage: ClassVar[Stage] = Stage.ORDER
+    offloads: ClassVar[bool] = False
+    thrift: ClassVar[str] = (
+        "masks are computed for each micro-batch, which takes longer: masked weights and their gradients do not fit in "
+        "memory"
+    )
+
+    block_size: int = option(
+        64,
+        "Channels per block of the block permutation, a multiple of M; "
+        "at least the number of channels learns the full permutation.",
+        minimum=1,
+    )
+    sinkhorn_rounds: int = option(5, "Rounds of row and column normalisation (eq. 3-5); 0 means a row softmax.")
+    tau_start: float = option(1.0, "Temperature at the first step.", positive=True)
+    tau_end: float = option(0.1, "Temperature at the last step, reached linearly.", positive=True)
+    epochs: int = option(50, "Passes over the calibration sequences.", minimum=1)
+    batch_size: int = option(16, "Sequences per optimiser step.", minimum=1)
+    learning_rate: float = option(
+        5e-3,
+        "Peak AdamW learning rate, with cosine decay; the recipe published takes 0.005 with the importance ria.",
+        positive=True,
+    )
+    weight_decay: float = option(0.1, "AdamW weight decay.")
+    layers: str = option(
+        "all",
+        "Layers whose permutations are learned; the others keep their order.",
+        pattern=r"all|last:[1-9]\d*",
+        values="all, or last:K with K at least 1",
+    )
+    init: Literal["identity", "random"] = option(
+        "identity", "Start of learning: near the order of the steps before (identity) or random."
+    )
+    init_noise: float = option(0.1, "Size of the random part when learning starts near the identity.")
+    clamp: float = option(0.0, "Limit on the absolute value of logits; 0 for none.")
+    group_scale: bool = option(True, "Divide scores by the mean of their group before the mask's softmax.")
+    keep: Literal["best", "last"] = option(
+        "best", "Epoch to keep: best by loss under the hard permutation, never worse than the start, or last."
+    )
+    loss: Literal["cosine", "kl", "auto"] = option(
+        "cosine",
+        "What it minimises: cosine (of the last hidden state, as in the paper), kl (of the logits), or auto: kl where "
+        "there is a language-model head.",
+    )
+
+    @property
+    def gradients(self) -> bool:
+        return True
+
+    @property
+    def last_layers(self) -> int | None:
+        """K of ``last:K``, or None for all layers."""
+        return None if self.layers == "all" else int(self.layers.removeprefix("last:"))
+
+    def conflicts(self, config: "CompileConfig") -> str:
+        group = config.sparsity.group
+        if self.block_size % group:
+            return (
+                f"learn_block_size {self.block_size} is not a multiple of the group of {config.sparsity}: choose a "
+                f"multiple of {group}"
+            )
+        return ""
+
+    def objective(self, config: "CompileConfig", has_head: bool) -> str:
+        return ("kl" if has_head else "cosine") if self.loss == "auto" else self.loss
+
+    def needs(self, facts: Facts) -> dict[str, dict[str, int]]:
+        one_layer = facts.checkpointing and facts.thrifty
+        alive = facts.layer if one_layer else facts.pruned
+        permutations = sum(min(self.block_size, units) * units * FLOAT32 * 6 for units in facts.spaces)
+        masked = alive * 2 * facts.element  # and their gradients
+        return {
+            "learning": {
+                **facts.gradients(), **facts.targets(), "masked weights": masked, "permutations": permutations,
+                **facts.mask(),
+            }
+        }  # fmt: skip
+
+    def seconds(self, facts: Facts, speed: Speed) -> float:
+        calls = -(-facts.sequences // facts.ranks // facts.micro_batch_size)
+        masks, masks_once = (calls, calls) if facts.thrifty else (-(-facts.sequences // self.batch_size), 1)
+        steps = self.epochs * (speed.both + 3 * masks * speed.masks)
+        return steps + (self.epochs + 2) * (speed.forward + masks_once * speed.masks)
+
+    def state_bytes(self, facts: Facts) -> int:
+        return sum(units * min(self.block_size, units) for units in facts.spaces) * 3 * FLOAT32
+
+    def batches(self, sequences: int) -> tuple[int, ...]:
+        batch = min(self.batch_size, sequences)
+        return batch, sequences % batch or batch
+
+    def run(self, run: "Run") -> Outcome:
+        from permtriton.methods.learning import learn
+        from permtriton.methods.learning_state import LearningFile
+        from permtriton.methods.promises import check_no_worse
+
+        objective = run.objective(self)
+        masked = run.spread_twin()  # `learn` spreads the masked twin
+        learned = learn(
+            masked, run.plan, run.importances(), run.samples, objective.on(masked), self, run.config, run.progress,
+            run.state(LearningFile, self.name), not run.thrifty, run.spread_on,
+        )  # fmt: skip
+        start, kept = learned.history[0].loss, learned.history[learned.kept].loss
+        if self.keep == "best":
+            check_no_worse(start, kept, "learning")
+        run.reorder(learned.indices, self.block_size)
+        run.promise(kept)
+        return Outcome("epoch", [asdict(epoch) for epoch in learned.history], learned.kept)

@@ -1,0 +1,56 @@
+"""Step ``reconstruct``: kept weights are trained layer by layer, see `permtriton.methods.reconstruction`."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from permtriton.methods.training import Training
+from permtriton.option import documented, option
+from permtriton.step import FLOAT32, Facts, Outcome
+
+if TYPE_CHECKING:
+    from permtriton.run import Run
+
+
+@documented
+@dataclass(frozen=True)
+class Reconstruct(Training):
+    """Options of reconstruction."""
+
+    name: ClassVar[str] = "reconstruct"
+    prefix: ClassVar[str] = "reconstruct"
+    summary: ClassVar[str] = "kept weights trained layer by layer, to give each dense layer's output: minutes to hours"
+    dense_weights: ClassVar[bool] = True
+
+    loss: Literal["cosine", "squared"] = option(
+        "cosine",
+        "Distance of a layer's output from the dense layer's, per token: 1 - cosine, or the squared error relative to "
+        "the squared size (squared).",
+    )
+    window: Literal["layer", "mlp"] = option(
+        "layer", "What is trained at a time: a decoder layer, or its attention and its MLP apart (mlp)."
+    )
+
+    def needs(self, facts: Facts) -> dict[str, dict[str, int]]:
+        return {
+            "reconstruct": {
+                **facts.gradients(),
+                "targets": 2 * facts.all_positions * facts.hidden * facts.element,
+                "dense weights": facts.pruned * facts.element,
+                "finished weights": int(facts.pruned * facts.kept) * facts.element,
+                "optimizer": int(facts.layer * facts.kept) * 6 * FLOAT32,
+                **facts.mask(),
+            }
+        }
+
+    def state_bytes(self, facts: Facts) -> int:
+        return int(facts.pruned * facts.kept) * facts.element
+
+    def run(self, run: "Run") -> Outcome:
+        from permtriton.methods.reconstruction import reconstruct
+        from permtriton.running.state import StateFile
+
+        found = reconstruct(
+            run.model, run.plan, run.dense_weights, run.samples, self, run.config, run.progress,
+            run.state(StateFile, self.name), run.offload,
+        )  # fmt: skip
+        return Outcome(parts=found.parts, left=found.left)

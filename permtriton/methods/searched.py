@@ -1,0 +1,95 @@
+"""Step ``searched``: an order found by exact gains of swaps, see `permtriton.methods.swap_search`."""
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from permtriton.option import documented, option
+from permtriton.step import FLOAT32, Facts, Outcome, Speed, Stage, Step
+
+if TYPE_CHECKING:
+    from permtriton.config import CompileConfig
+    from permtriton.run import Run
+
+TRIALS = 2  # of a round, typically
+
+
+@documented
+@dataclass(frozen=True)
+class Searched(Step):
+    """Options of the search, from the order that the steps before it left."""
+
+    name: ClassVar[str] = "searched"
+    prefix: ClassVar[str] = "search"
+    summary: ClassVar[str] = "swaps of channels chosen by their exact gains, round by round: minutes to hours"
+    stage: ClassVar[Stage] = Stage.ORDER
+    offloads: ClassVar[bool] = False
+
+    rounds: int = option(
+        12,
+        "Most rounds: a round measures all gains, swaps the best channels and keeps the swaps if the loss falls.",
+        minimum=1,
+    )
+    damping: float = option(
+        4.0,
+        "Weight of the curvature in the gains of the first round; it adapts to how well the gains predict.",
+        positive=True,
+    )
+    block: int = option(
+        0, "Swap channels only inside random blocks of this many, drawn anew every round; 0 means all pairs."
+    )
+    loss: Literal["auto", "kl", "cosine"] = option(
+        "auto",
+        "What it minimises: kl (of the logits), cosine (of the last hidden state), or auto: kl where there is a "
+        "language-model head.",
+    )
+
+    @property
+    def gradients(self) -> bool:
+        return True
+
+    def conflicts(self, config: "CompileConfig") -> str:
+        chooses = [step.name for step in config.steps if step.stage is Stage.PRUNE and not step.keeps_values]
+        if chooses:
+            return (
+                f"step {self.name} before {chooses[0]} is refused: an order searched for masks alone is no better than "
+                f"the heuristic one once {chooses[0]} changes the weights; leave {self.name} out, or prune with mask"
+            )
+        return ""
+
+    def objective(self, config: "CompileConfig", has_head: bool) -> str:
+        return ("kl" if has_head else "cosine") if self.loss == "auto" else self.loss
+
+    def needs(self, facts: Facts) -> dict[str, dict[str, int]]:
+        from permtriton.methods.swap_search import GAINS_AT_ONCE
+
+        search = {
+            **facts.gradients(),
+            **facts.targets(),
+            "dense weights": facts.pruned * facts.element,
+            "gradients": facts.pruned * max(FLOAT32, facts.element),
+            "gains": (4 * facts.largest_weight + 3 * GAINS_AT_ONCE) * FLOAT32,
+        }
+        return {"row weights": facts.gradients(), "search": search}
+
+    def seconds(self, facts: Facts, speed: Speed) -> float:
+        trials = TRIALS * (speed.forward + 3 * speed.masks)
+        return speed.both + (self.rounds + 1) * (speed.both + trials)
+
+    def state_bytes(self, facts: Facts) -> int:
+        return sum(facts.spaces) * 8
+
+    def run(self, run: "Run") -> Outcome:
+        from permtriton.methods.promises import check_no_worse
+        from permtriton.methods.swap_search import SearchFile, search
+
+        state = run.state(SearchFile, self.name)
+        objective = run.objective(self)
+        with run.running() as dense:
+            found = search(
+                dense, run.plan, run.importances(), run.samples, objective.on(dense), self, run.config, run.progress,
+                state,
+            )  # fmt: skip
+        check_no_worse(found.history[0].loss, found.loss, "the search")
+        run.reorder(found.indices)
+        run.promise(found.loss)
+        return Outcome("round", [asdict(each) for each in found.history])

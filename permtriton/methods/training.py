@@ -1,0 +1,29 @@
+"""What the steps that train kept weights have in common, see `permtriton.methods.kept_weights`."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from permtriton.option import option
+from permtriton.step import Facts, Speed, Stage, Step
+
+
+@dataclass(frozen=True)
+class Training(Step):
+    """Options of training kept weights."""
+
+    stage: ClassVar[Stage] = Stage.TRAIN
+    shards: ClassVar[bool] = False
+
+    epochs: int = option(20, "Passes over the calibration sequences.", minimum=1)
+    learning_rate: float = option(5e-4, "Peak Adam learning rate, with cosine decay to 0.", positive=True)
+    batch_size: int = option(8, "Sequences per optimiser step.", minimum=1)
+
+    @property
+    def gradients(self) -> bool:
+        return True
+
+    def uses_importance(self) -> bool:
+        return False
+
+    def seconds(self, facts: Facts, speed: Speed) -> float:
+        return self.epochs * speed.both

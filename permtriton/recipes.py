@@ -1,0 +1,269 @@
+"""Recipes, which are named tuples of steps, and the configs that are made from them.
+
+Values come from three places, the later ones first: the step's own defaults, the recipe, and what the user gives. The
+demo model has small settings of its own.
+"""
+
+import shlex
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from permtriton.config import CalibrationConfig, CompileConfig, has_effect
+from permtriton.errors import ConfigError, first_line, reading, shown
+from permtriton.methods import steps
+from permtriton.methods.heuristic import Heuristic
+from permtriton.methods.learned import Learned
+from permtriton.methods.mask import Mask
+from permtriton.methods.reconstruct import Reconstruct
+from permtriton.methods.searched import Searched
+from permtriton.methods.sparsegpt import SparseGPT
+from permtriton.model_name import DEMO, shown_name
+from permtriton.option import Option, given_options, options_of
+from permtriton.step import Stage, Step
+
+DEFAULT = "default"
+MAX_TOML_BYTES = 10**6
+RIA_LEARNING_RATE = 5e-3  # the paper's, of the recipe published
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A named tuple of steps.
+
+    Attributes:
+        steps: what runs, with the options in which the recipe differs from the steps' defaults.
+        summary: what it gives and what it costs, in one line.
+    """
+
+    steps: tuple[Step, ...]
+    summary: str
+
+    @property
+    def names(self) -> str:
+        """The names of the steps, as ``--recipe`` takes them."""
+        return ",".join(step.name for step in self.steps)
+
+
+RECIPES: dict[str, Recipe] = {
+    DEFAULT: Recipe((Heuristic(), Searched(), Mask()), "the best order for masks: kept weights keep their values"),
+    "best": Recipe((Heuristic(), SparseGPT(), Reconstruct()), "the lowest perplexity, with training layer by layer"),
+    "fast": Recipe((Heuristic(), SparseGPT()), "the lowest perplexity within minutes"),
+    # The paper's settings and its code's: no base order, random start, clamped logits, one softmax scale, last epoch.
+    "published": Recipe(
+        (Learned(init="random", clamp=1.0, group_scale=False, keep="last", learning_rate=1e-3), Mask()),
+        "PermLLM as published",
+    ),
+}
+# What the embedded demo model takes in place of the defaults.
+SMALL: dict[str, Any] = {
+    "calibration": DEMO,
+    "samples": 64,
+    "sequence_length": 256,
+    "learn_epochs": 12,
+    "learn_batch_size": 4,
+    "activation_checkpointing": False,
+}
+
+
+def all_options() -> dict[str, Option]:
+    """Returns name -> option, of the compilation and of every step."""
+    return {o.name: o for kind in (CompileConfig, CalibrationConfig, *steps.STEPS) for o in options_of(kind)}
+
+
+def steps_of(recipe: str | Sequence[Step]) -> tuple[Step, ...]:
+    """Returns the steps of a recipe.
+
+    Args:
+        recipe: a key of `RECIPES`, names of steps separated by commas, or the steps themselves.
+
+    Raises:
+        ConfigError: there is no such recipe or step.
+    """
+    if not isinstance(recipe, str):
+        return tuple(recipe)
+    if recipe in RECIPES:
+        return RECIPES[recipe].steps
+    known = {kind.name: kind for kind in steps.STEPS}
+    names = [name.strip() for name in recipe.split(",")]
+    if unknown := [name for name in names if name not in known]:
+        raise ConfigError(
+            f"recipe {shown(recipe)}: {shown(unknown[0])} is no recipe and no step; the recipes are "
+            f"{', '.join(RECIPES)}, the steps {', '.join(known)}"
+        )
+    return tuple(known[name]() for name in names)
+
+
+def config_from(
+    options: Mapping[str, Any] | None = None, recipe: str | Sequence[Step] | None = None, model: str = ""
+) -> CompileConfig:
+    """Builds a config from flat options laid over a recipe.
+
+    Args:
+        options: values by option name (dashes or underscores), such as ``{"samples": 64, "learn_epochs": 5}``.
+        recipe: as `steps_of` takes it; None for that of the options, or the default.
+        model: name of the model; ``demo`` has small settings of its own.
+
+    Raises:
+        ConfigError: an unknown option, recipe or step, a value of the wrong type or out of range, or steps that do not
+            go together.
+    """
+    given = {name.replace("-", "_"): value for name, value in (options or {}).items()}
+    named = given.pop("recipe", None)
+    chosen = recipe or named or DEFAULT
+    if recipe is None and named is not None and not isinstance(named, str):
+        raise ConfigError(f"recipe is {shown(named)}: expected a name, such as {DEFAULT}, or names of steps")
+    if unknown := sorted(set(given) - set(all_options())):
+        raise ConfigError(f"unknown option {shown(unknown[0])}: the options are {', '.join(sorted(all_options()))}")
+    values = {**(SMALL if model == DEMO else {}), **given}
+    if chosen == "published" and values.get("importance") == "ria":
+        values.setdefault("learn_learning_rate", RIA_LEARNING_RATE)
+    config = CompileConfig(
+        **given_options(CompileConfig, values),
+        calibration=CalibrationConfig(**given_options(CalibrationConfig, values)),
+        steps=tuple(replace(step, **given_options(type(step), values)) for step in steps_of(chosen)),  # type: ignore[type-var]
+    )
+    check_recipe(config)
+    return config
+
+
+def resolved(options: Mapping[str, Any], model: str = "") -> dict[str, Any]:
+    """Returns the value of every option, whether a recipe uses it or not, as JSON can hold them.
+
+    Args:
+        options: values by option name; arguments as of `config_from`.
+        model: name of the model.
+    """
+    values = {name: option.default for name, option in all_options().items()}
+    found = {**values, **(SMALL if model == DEMO else {}), **options}
+    return {**found, "sparsity": str(found["sparsity"])}
+
+
+def check_recipe(config: CompileConfig) -> None:
+    """Checks that a recipe prunes, and only once.
+
+    Raises:
+        ConfigError: it has no step that prunes, or several.
+    """
+    found = [step.name for step in config.steps if step.stage is Stage.PRUNE]
+    if len(found) == 1:
+        return
+    able = " or ".join(kind.name for kind in steps.STEPS if kind.stage is Stage.PRUNE)
+    if found:
+        raise ConfigError(f"recipe {config.recipe} prunes twice: leave {found[0]} or {found[1]} out")
+    raise ConfigError(
+        f"recipe {config.recipe or '(without steps)'} prunes nothing: add one of the steps that prune, {able}, after "
+        "those that order the channels"
+    )
+
+
+def defaults(option: Option) -> str:
+    """Returns an option's default and those of the recipes that differ, such as ``50; demo model: 12``."""
+    texts = [("", option.default)]
+    for name, recipe in RECIPES.items():
+        for step in recipe.steps:
+            value = getattr(step, option.field, None)
+            if step.name == option.step and value != option.default:
+                texts.append((f"{name}: ", value))
+    texts += [("demo model: ", SMALL[option.name])] if option.name in SMALL else []
+    return "; ".join(f"{place}{str(value).lower()}" for place, value in texts)
+
+
+def check_given(names: Sequence[str], config: CompileConfig) -> None:
+    """Refuses options that a user gave and that have no effect with the rest of the config.
+
+    Raises:
+        ConfigError: for example ``learn_epochs`` in a recipe without learning.
+    """
+    known = all_options()
+    for each in (known[name] for name in names if name in known):
+        if has_effect(each, config):
+            continue
+        if each.step:
+            raise ConfigError(
+                f"{each.flag} has no effect with --recipe {config.recipe}: it is an option of the step {each.step}; "
+                f"leave it out, or add {each.step} to the recipe"
+            )
+        if each.needs:
+            other, values = next(iter(each.needs.items()))
+            present, choose = f"--{other} {getattr(config, other)}", f"--{other} {' or '.join(values)}"
+            raise ConfigError(f"{each.flag} has no effect with {present}: leave it out, or choose {choose}")
+        why = "which computes no gradients" if each.gradients else "which chooses its own mask"
+        raise ConfigError(f"{each.flag} has no effect with --recipe {config.recipe}, {why}: leave it out")
+
+
+def compile_command(model: str, config: CompileConfig, **running: str | bool | None) -> str:
+    """Returns a ``permtriton compile`` command with the same result, in as few options as possible.
+
+    Folders are named without their path, which is nobody else's: the command is run where the model and the text are.
+
+    Args:
+        model: folder, hub name, or ``demo``.
+        config: every option.
+        running: further flags by name, with dashes for underscores; None and False leave a flag out.
+    """
+    name, known, wanted = shown_name(model), all_options(), config.to_dict()
+    shortest: tuple[str, list[str]] | None = None
+    for recipe in (*(each for each in RECIPES if RECIPES[each].names == config.recipe), config.recipe):
+        given: dict[str, Any] = {}
+        for _ in known:  # an option may decide the default of another
+            start = config_from(given, recipe, name).to_dict()
+            differing = [o for o in wanted if o in known and wanted[o] != start[o] and has_effect(known[o], config)]
+            if not differing:
+                break
+            given[differing[0]] = wanted[differing[0]]
+        if shortest is None or len(given) < len(shortest[1]):
+            shortest = recipe, [word for option, value in given.items() for word in _flag(known[option], value)]
+    assert shortest is not None
+    recipe, words = shortest
+    words = ["permtriton", "compile", name, *(["--recipe", recipe] if recipe != DEFAULT else []), *words]
+    for option, setting in running.items():
+        words += [f"--{option.replace('_', '-')}"] * (setting not in (None, False))
+        words += [setting] if isinstance(setting, str) else []
+    return shlex.join(words)
+
+
+def _flag(option: Option, value: Any) -> list[str]:
+    if isinstance(value, bool):
+        return [option.flag if value else option.flag.replace("--", "--no-", 1)]
+    return [option.flag, Path(value).name if option.name == "calibration" else str(value)]
+
+
+def read_config_file(path: Path) -> dict[str, Any]:
+    """Reads a TOML file of options: those of a step may stand in a table of its name, without its prefix.
+
+    Returns:
+        Values by option name, and ``recipe`` if the file names one.
+
+    Raises:
+        ConfigError: the file is missing, is not TOML, or holds a table that is no step's.
+    """
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_TOML_BYTES + 1)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"config file {path} cannot be read: {first_line(error)}") from error
+    if len(content) > MAX_TOML_BYTES:
+        raise ConfigError(f"config file {path} has more than {MAX_TOML_BYTES} bytes: it is no file of options")
+    with reading(f"config file {path} is not TOML", ConfigError):
+        read = tomllib.loads(content.decode())
+    known, options = {kind.name: kind for kind in steps.STEPS}, {}
+    for name, value in read.items():
+        if not isinstance(value, dict):
+            options[name.replace("-", "_")] = value
+            continue
+        if name not in known:
+            raise ConfigError(
+                f"config file {path} holds a table, [{name}], that is no step: the steps are {', '.join(known)}; other "
+                "options stand at the top, one per line"
+            )
+        prefix, own = known[name].prefix, {field.name for field in fields(known[name])}  # type: ignore[arg-type]
+        for key, setting in value.items():
+            if key.replace("-", "_") not in own:
+                raise ConfigError(
+                    f"config file {path}: [{name}] has no option {shown(key)}: its options are {', '.join(sorted(own))}"
+                )
+            options[f"{prefix}_{key.replace('-', '_')}"] = setting
+    return options

@@ -1,0 +1,324 @@
+"""One compilation while it runs: the model as it is now, what is known of it, and what every step may ask for."""
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, fx
+from transformers import PreTrainedModel
+
+from permtriton import ranks
+from permtriton.config import CompileConfig
+from permtriton.data.samples import Samples
+from permtriton.errors import ConfigError
+from permtriton.kernels.importance import ImportanceFactors
+from permtriton.machine import device_name, release_memory, versions
+from permtriton.methods.fisher import fisher_information
+from permtriton.methods.importance import importances_of
+from permtriton.methods.objective import Objective, default_objective, dense_objective
+from permtriton.methods.promises import Retained, check_loss, check_retained, retained_importance
+from permtriton.methods.statistics import reorder_statistics
+from permtriton.micro_batch import MicroBatch
+from permtriton.model.apply import apply_edits
+from permtriton.model.checks import model_hash
+from permtriton.model.core import has_head
+from permtriton.model.edits import edits_of, moves_of
+from permtriton.model.plan import Plan, linear_module
+from permtriton.model.reference import Reference
+from permtriton.offload import Offload
+from permtriton.passes.graph import absorb_folds
+from permtriton.passes.pipeline import Pass, PassResult, permutation_passes, run_passes
+from permtriton.permutation import compose, identity
+from permtriton.progress import Progress
+from permtriton.running.layer_calls import Empty
+from permtriton.running.sharding import running, twin_of
+from permtriton.running.state import StateFile
+from permtriton.step import Outcome, Step
+
+State = TypeVar("State", bound=StateFile)
+# What is lowered where memory ran out, and then continues the same run.
+ROUNDING_ONLY = ("micro_batch_size", "activation_checkpointing")
+
+
+def states_beside(resume_path: Path) -> list[Path]:
+    """Returns the paths of the states of all steps that an interrupted run left."""
+    found = resume_path.parent.glob("*") if resume_path.parent.is_dir() else ()
+    start, end = f"{resume_path.stem}.", resume_path.suffix
+    return sorted(path for path in found if path.name.startswith(start) and path.name.endswith(end) and path.is_file())
+
+
+def run_identity(model: PreTrainedModel, device: torch.device) -> dict[str, Any]:
+    """Returns what decides every result but the options and the text, as JSON values."""
+    machine = device_name(device)
+    if ranks.count() > 1:  # sums over ranks are rounded in another order, too
+        machine = f"{ranks.count()} ranks, each on {machine}"
+    return {"weights": model_hash(model), "versions": versions(), "machine": machine}
+
+
+@dataclass
+class Promise:
+    """A loss that masks alone must have in the order that was found.
+
+    Attributes:
+        objective: what was measured, with the dense outputs in that order.
+        loss: its mean over the calibration samples.
+    """
+
+    objective: Objective
+    loss: float
+
+
+class Run:
+    """One compilation. `permtriton.preparing.prepare` fills in what is measured before the steps run.
+
+    Args:
+        model: model that the steps change in place.
+        config: every option.
+        progress: progress reporter.
+        resume_path: path of the files that keep the states of steps, each with its step's name before the suffix; None
+            keeps no state.
+        offload: where weights are that do not fit in memory, and large tensors beside them; None for memory.
+
+    Attributes:
+        samples: calibration samples on the CPU.
+        batch: samples per forward pass without gradients.
+        plan: sites and channel spaces.
+        graph: graph of the model in the present order, over the model's own parameters.
+        batches: single samples of the traced shapes, on which passes are verified.
+        reference: outputs of the dense model, which exact steps must reproduce.
+        statistics: site name -> statistic of its input channels in the present order, float32 ``[channels]``.
+        indices: space name -> unit index from the dense order, int64 ``[units]``.
+        retained: pruned linear -> importance that its mask retains in the present order.
+        dense_weights: pruned linear -> its weight before it was pruned; filled where a step needs it.
+        passes: result of each compiler pass.
+        difference: largest difference from the dense outputs, relative to the largest output.
+        outcomes: step name -> what it reports.
+        seconds: time per step and stage, filled by `timed`.
+        states: the files that keep a state.
+        other_values: whether the graph computes other values than the model, which selects some by their values.
+        thrifty: whether steps shall save memory, because what they could keep does not fit.
+        spread_on: device on which the model runs with its layers spread over the ranks; None where it runs as it is.
+    """
+
+    samples: Samples
+    batch: int
+    plan: Plan
+    graph: fx.GraphModule
+    batches: list[Samples]
+    reference: Reference
+    statistics: dict[str, Tensor]
+    indices: dict[str, Tensor]
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: CompileConfig,
+        progress: Progress,
+        resume_path: Path | None = None,
+        offload: Offload | None = None,
+    ) -> None:
+        self.model, self.config, self.progress, self.offload = model, config, progress, offload
+        self.resume_path = resume_path
+        self.seconds: dict[str, float] = {}
+        self.states: list[StateFile] = []
+        self.passes: list[PassResult] = []
+        self.outcomes: dict[str, Outcome] = {}
+        self.retained: dict[str, float] = {}
+        self.dense_weights: dict[str, Tensor] = {}
+        self.difference, self.other_values, self.thrifty = 0.0, False, False
+        self.spread_on: torch.device | None = None
+        self._inputs: dict[str, Any] = {}
+        self._dense_order: dict[str, Retained] = {}
+        self._objective: Objective | None = None
+        self._promise: Promise | None = None
+
+    # -- time, memory and states ---------------------------------------------------------------------------------------
+
+    @contextmanager
+    def timed(self, stage: str) -> Iterator[None]:
+        """Adds the time that the ``with`` block takes to ``seconds[stage]``, and returns the memory that it freed."""
+        started = time.perf_counter()
+        yield
+        release_memory()
+        if self.offload is not None:
+            self.offload.release()
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - started
+
+    @property
+    def empty(self) -> Empty:
+        """Makes a large tensor on the CPU, as ``torch.empty`` does."""
+        return torch.empty if self.offload is None else self.offload.empty
+
+    def identify(self, samples: Samples, device: torch.device) -> None:
+        """Notes what decides the result, and refuses states of another run before any work is done.
+
+        Args:
+            samples: calibration samples.
+            device: device that the model will run on.
+
+        Raises:
+            OutputError: a state beside the output belongs to another run, or is damaged.
+        """
+        if self.resume_path is None:
+            return
+        options = {name: value for name, value in self.config.to_dict().items() if name not in ROUNDING_ONLY}
+        self._inputs = {"config": options, "text": samples.sha256, **run_identity(self.model, device)}
+        beside = partial(states_beside, self.resume_path)
+        machines = ranks.on_first(lambda: {StateFile(path, self._inputs).check() for path in beside()})
+        for path in ranks.on_first(beside):
+            self.progress.say(f"found {path.name}: its step will continue where the interrupted run stopped")
+        here = self._inputs["machine"]
+        for machine in sorted(machines - {None, here}, key=str):
+            self.progress.say(
+                f"the interrupted run was on {machine}; this is {here}, which rounds sums differently: the result may "
+                "differ from that of an uninterrupted run"
+            )
+
+    def state(self, kind: type[State], step: str) -> State | None:
+        """Returns the file that keeps the state of a step; None without ``resume_path``.
+
+        Args:
+            kind: class of the file.
+            step: name of the step.
+        """
+        if self.resume_path is None:
+            return None
+        path = self.resume_path.with_suffix(f".{step}{self.resume_path.suffix}")
+        with self.timed("identify"):
+            file = kind(path, {**self._inputs, "start": model_hash(self.model)})
+        self.states.append(file)
+        return file
+
+    # -- the model -----------------------------------------------------------------------------------------------------
+
+    def running(self) -> AbstractContextManager[PreTrainedModel]:
+        """Returns a context that yields what runs in place of the model, see `permtriton.running.sharding.running`."""
+        return running(self.model, self.plan, self.spread_on)
+
+    def spread_twin(self) -> PreTrainedModel:
+        """Returns a twin of the model that a step may spread over the ranks, or the model where it runs as it is."""
+        return self.model if self.spread_on is None else twin_of(self.model)
+
+    def importances(self) -> dict[str, ImportanceFactors]:
+        """Returns linear name -> importance of its present weight, for every pruned linear."""
+        return importances_of(self.model, self.plan, self.config.importance, self.statistics)
+
+    def row_weights(self) -> dict[str, Tensor]:
+        """Returns linear name -> how much the loss feels each of its rows, float32 ``[out_features]``."""
+        kind = default_objective(self.model)
+        with self.running() as model:
+            found = fisher_information(model, self.plan, kind, self.samples, self.config, self.progress, self.offload)
+        return {name: fisher.row.to(self.model.device) for name, fisher in found.items()}
+
+    # -- the order of channels -----------------------------------------------------------------------------------------
+
+    def unmoved(self) -> dict[str, Tensor]:
+        """Returns space name -> identity, int64 ``[units]``."""
+        return {space.name: identity(space.units) for space in self.plan.spaces}
+
+    def run_passes(self, passes: tuple[Pass, ...] | list[Pass]) -> None:
+        """Runs compiler passes on the graph, which verify themselves."""
+        self.graph = run_passes(self.graph, passes, self.batches, self.passes.append)
+
+    def reorder(self, indices: Mapping[str, Tensor], block_size: int | None = None) -> None:
+        """Writes permutations into graph, model and statistics, and checks that the outputs stay the same.
+
+        Args:
+            indices: space name -> unit index relative to the present order, int64 ``[units]``.
+            block_size: block size of the indices, if they are block permutations.
+
+        Raises:
+            VerificationError: an exact pass changed the outputs, or masks retain another importance than promised.
+        """
+        for space in self.plan.spaces:
+            if space.name in indices:
+                space.check(indices[space.name])
+        promised = self._retained(indices)
+        moves = moves_of(self.plan, indices, block_size)
+        self.run_passes(permutation_passes(moves))
+        apply_edits(self.model, edits_of(moves))
+        self.difference = max(self.difference, self.reference.check(self.model, "after folding permutations"))
+        self.statistics = reorder_statistics(self.statistics, moves)
+        self.retained = {}
+        retained = {name: each.present for name, each in self._retained({}).items()}
+        check_retained({name: each.chosen for name, each in promised.items()}, retained)
+        self.indices |= {name: compose(self.indices[name], index) for name, index in indices.items()}
+        self.graph = absorb_folds(self.graph)
+        self._dense_order = self._dense_order or promised
+        self.retained = retained
+        if self._objective is not None:
+            self._objective = self._objective.reordered(self.plan.hidden_order({**self.unmoved(), **indices}))
+        self._promise = None
+
+    def _retained(self, indices: Mapping[str, Tensor]) -> dict[str, Retained]:
+        pattern = self.config.sparsity
+        return retained_importance(self.model, self.plan, self.importances(), pattern, indices, self.retained)
+
+    @property
+    def importance_shares(self) -> dict[str, dict[str, float]]:
+        """Pruned linear -> share of its importance that a mask retains, in the dense and in the new channel order."""
+        return {
+            name: {"before": dense.present / dense.total, "after": self.retained[name] / dense.total}
+            for name, dense in self._dense_order.items()
+            if dense.total > 0
+        }
+
+    # -- the distance from the dense model -----------------------------------------------------------------------------
+
+    def objective(self, step: Step) -> Objective:
+        """Returns the objective that a step minimises, with the dense outputs in the present order as its target.
+
+        They are computed where they are not known yet, which is possible only before the model is pruned.
+        """
+        kind: Any = step.objective(self.config, has_head(self.model))
+        if self._objective is None or self._objective.kind != kind:
+            with self.running() as model:
+                self._objective = dense_objective(model, kind, self.samples, self.batch).on(self.model)
+        return self._objective
+
+    def promise(self, loss: float) -> None:
+        """Notes the loss of the last objective that masks alone must have in the present order."""
+        assert self._objective is not None
+        self._promise = Promise(self._objective, loss)
+
+    def check_promise(self) -> None:
+        """Compares the loss of the model, pruned by masks, with the one that was promised, if one was.
+
+        Raises:
+            VerificationError: they differ.
+        """
+        if self._promise is None:
+            return
+        with self.running() as model:
+            mean = partial(self._promise.objective.on(model).mean, model, self.samples)
+            found = MicroBatch(self.config.micro_batch_size).run(mean)
+        check_loss(self._promise.loss, found, self.model.dtype)
+        self._promise = None
+
+    def keep_dense(self, steps: tuple[Step, ...]) -> None:
+        """Keeps what later steps need of the dense model, before the first one prunes it.
+
+        Args:
+            steps: the steps that are left.
+        """
+        if not self._dense_order:  # nothing was permuted
+            self._dense_order = self._retained({})
+            self.retained = {name: each.chosen for name, each in self._dense_order.items()}
+        if any(step.dense_weights for step in steps):
+            for _, name in self.plan.linears():
+                weight = linear_module(self.model, name).get_parameter("weight").detach()
+                self.dense_weights[name] = self.empty(weight.shape, dtype=weight.dtype).copy_(weight)
+        kinds = {kind for step in steps if (kind := step.objective(self.config, has_head(self.model)))}
+        if len(kinds) > 1:
+            raise ConfigError(
+                f"recipe {self.config.recipe}: steps after pruning minimise {' and '.join(sorted(kinds))}: give them "
+                "one loss"
+            )
+        for step in steps:
+            if step.objective(self.config, has_head(self.model)):
+                self.objective(step)
