@@ -103,14 +103,6 @@ def test_tensors_that_are_not_pruned_keep_every_bit(source, tmp_path):
     assert folders.differing(tensors, weights(tmp_path / "dense")) == []
 
 
-def test_older_reports_name_linears_only(source, tmp_path):
-    linears = [name.removesuffix(".weight") for name in folders.pruned_weights(folders.model_of("llama"))]
-    (source / "permtriton.json").write_text(
-        json.dumps({"config": {"sparsity": "2:4"}, "sites": [{"linears": linears[:3]}, {"linears": linears[3:]}]})
-    )
-    assert export(source, tmp_path / "packed")["weights"] == 14
-
-
 # -- what it costs and reports ---------------------------------------------------------------------------------------
 
 

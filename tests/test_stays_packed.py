@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 from permtriton import NMPattern
 from permtriton.checkpoint import loading, quantizer
 from permtriton.checkpoint.export import export
-from permtriton.checkpoint.loading import device_of
+from permtriton.checkpoint.replace_modules import device_of
 from permtriton.errors import ModelError
 from permtriton.kernels import autotune, cusparselt
 from permtriton.model.load import REPORT_FILE, Source, check_original, load_empty_model, load_model, load_original

@@ -16,6 +16,7 @@ from permtriton.permutation import is_permutation
 from permtriton.sparsity import NMPattern
 from permtriton.validated import checked
 
+SHOWN = ("sparsity", "importance", "recipe", "layout")  # options that reports show
 LARGEST = 2**63  # of an integer: longer ones are damage, and cannot be formatted as floats
 
 
@@ -40,9 +41,7 @@ def _value(value: Any) -> Any:
 
 
 def _config(options: dict[str, Any]) -> dict[str, Any]:
-    if missing := [
-        name for name in ("sparsity", "importance", "recipe", "layout") if type(options.get(name)) is not str
-    ]:
+    if missing := [name for name in SHOWN if not isinstance(options.get(name), str)]:
         raise ValueError(f"options with the text {missing[0]}")
     pattern(options["sparsity"])
     return options
