@@ -24,9 +24,9 @@ from benchmarks.gpu import merge as gpu_merge  # noqa: E402
 from benchmarks.gpu import plan as gpu_plan  # noqa: E402
 from benchmarks.gpu import table as gpu  # noqa: E402
 from permtriton.cli.main import app  # noqa: E402
-from permtriton.config import OPTIONS, PANELS, defaults  # noqa: E402
 from permtriton.forecast import duration  # noqa: E402
 from permtriton.kernels.tools.issue_floor import GPUS  # noqa: E402
+from permtriton.recipes import all_options, defaults  # noqa: E402
 
 NAMED_PAGES = (ROOT / "README.md", ROOT / "benchmarks" / "NOTES.md", ROOT / "kernels" / "README.md")
 PAGES = (*NAMED_PAGES, *sorted((ROOT / "docs").glob("*.md")))
@@ -264,21 +264,21 @@ def gpu_table() -> str:
 
 
 def config_options_table() -> str:
-    """Returns every option of the config, under the headings of ``--help``."""
+    """Returns every option of a compilation and its steps, under the headings of ``--help-all``."""
     lines = []
-    for panel in PANELS:
-        lines += [f"**{panel}**", "", "| option | values | default | only with | meaning |", "|---|---|---|---|---|"]
-        for option in (option for option in OPTIONS.values() if option.panel == panel):
-            needs = "; ".join(f"`{name} = {' or '.join(values)}`" for name, values in option.needs.items())
-            lines.append(f"| `{option.name}` | {option.expected} | {defaults(option.name)} | {needs} | {option.help} |")
+    options = list(all_options().values())
+    for panel in dict.fromkeys(option.panel for option in options):
+        lines += [f"**{panel}**", "", "| option | values | default | meaning |", "|---|---|---|---|"]
+        for option in (option for option in options if option.panel == panel):
+            lines.append(f"| `{option.name}` | {option.expected} | {defaults(option)} | {option.help} |")
         lines.append("")
-    return "\n".join(lines[:-1])
+    return "\n".join(lines).rstrip()
 
 
 def other_options_table() -> str:
     """Returns the options of ``permtriton compile`` that are not the config's."""
     flags = [p for p in get_command(app).commands["compile"].params if p.opts[0].startswith("--")]
-    lines = [f"| `{flag.opts[0]}` | {flag.help} |" for flag in flags if flag.name not in OPTIONS]
+    lines = [f"| `{flag.opts[0]}` | {flag.help} |" for flag in flags if flag.name not in all_options()]
     return "\n".join(["| option | meaning |", "|---|---|", *lines])
 
 

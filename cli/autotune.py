@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from permtriton import planning
-from permtriton.cli.console import BarProgress, err, out, print_json, table
+from permtriton.cli.console import BarProgress, err, out, print_json, saved, table
 from permtriton.config import CompileConfig
 from permtriton.errors import ConfigError
 from permtriton.kernels import autotune as cache
 from permtriton.kernels.launch import triton
 from permtriton.kernels.tools import timing, tuning
-from permtriton.kernels.tools.cases import Case
+from permtriton.kernels.tools.case import Case
 from permtriton.kernels.tools.tuning import Trial
 from permtriton.model import load
 from permtriton.model.plan import linear_module, weight_in_out
@@ -65,7 +65,8 @@ def run(
     if dry_run:
         _list_trials(cases, files, json)
     else:
-        _tune(cases, files, device, json)
+        with saved(*files):
+            _tune(cases, files, device, json)
 
 
 def _check_gpu() -> None:

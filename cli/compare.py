@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from permtriton.checkpoint.output import OutputFolder, locked
-from permtriton.cli.console import BarProgress, err, fail, out, print_json, table
+from permtriton.cli.console import BarProgress, err, fail, out, print_json, saved, table
 from permtriton.cli.held_out import held_out_windows
 from permtriton.cli.options import Flags
-from permtriton.cli.tables import check_table, write_table
+from permtriton.cli.tables import Result, check_table, write_table
 from permtriton.cli.tasks import TaskRequest
 from permtriton.comparison.methods import Row, ablation_rows, check_effect, method_rows
 from permtriton.comparison.results import ResultFile, RowResult
 from permtriton.comparison.run import Yardstick, compare
-from permtriton.comparison.table import Rows, cell, columns, report_of
+from permtriton.comparison.summary import Rows, cell, columns, report_of
 from permtriton.data.media import is_media
 from permtriton.data.samples import Samples
 from permtriton.errors import ConfigError, OutputError
@@ -25,6 +25,8 @@ from permtriton.model.seq2seq import with_decoder_ids
 from permtriton.progress import Progress
 from permtriton.recipes import resolved
 from permtriton.sparsity import NMPattern
+
+RESULT = Result(("method", "cosine", "seconds", "peak MiB"), ("measure", "patterns", "rows", "versions"))
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ def run(
         tasks: tasks to run on every model.
         eval_text: held-out text, as `permtriton.cli.held_out.held_out_windows` takes it.
         outputs: files to write, see `permtriton.cli.tables.write_table`.
-        overwrite: whether to measure everything anew.
+        overwrite: whether to measure everything anew, and to replace files that are no results of this command.
         json: whether to print JSON.
 
     Raises:
@@ -118,7 +120,7 @@ def run(
     request.numbers()
     request.rows(layers=1)  # a wrong name is found before the model is loaded
     for output in outputs:
-        check_table(output)
+        check_table(output, overwrite=overwrite, like=RESULT)
     progress = BarProgress()
     with _claimed(source, outputs, progress) as place:
         loaded = tasks.load(progress)
@@ -136,12 +138,13 @@ def run(
         headers, rows = columns(report)
         for output in outputs:
             write_table(output, headers, rows, report)
+        with saved(*(outputs or [place])):
+            if json:
+                print_json(report)
+            else:
+                _print(report, headers, rows, media=is_media(model, text))
         if not outputs:
             kept.delete()
-    if json:
-        print_json(report)
-    else:
-        _print(report, headers, rows, media=is_media(model, text))
 
 
 @contextmanager

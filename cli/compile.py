@@ -13,7 +13,7 @@ from permtriton.checkpoint.output import OutputFolder, claimed
 from permtriton.checkpoint.plan_entries import grouped
 from permtriton.checkpoint.save import CompiledModel
 from permtriton.cli import torchrun
-from permtriton.cli.console import BarProgress, out, print_json, table
+from permtriton.cli.console import BarProgress, out, print_json, saved, table
 from permtriton.cli.held_out import held_out_windows
 from permtriton.cli.inspect import destination
 from permtriton.config import CompileConfig
@@ -91,10 +91,11 @@ def run(job: Job) -> None:
             return
         progress.say(f"saving and verifying {target}")
         compiled.save(target, overwrite=job.overwrite)
-    if job.json:
-        print_json(compiled.report)
-    else:
-        print_report(compiled.report, target)
+    with saved(target):
+        if job.json:
+            print_json(compiled.report)
+        else:
+            print_report(compiled.report, target)
 
 
 def _compiled(job: Job, folder: OutputFolder, progress: Progress) -> CompiledModel:

@@ -6,7 +6,8 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import IO, Any
 
 import typer
 from rich.console import Console
@@ -19,8 +20,16 @@ from permtriton.errors import MemoryTooSmallError, PermTritonError
 from permtriton.progress import Advance
 
 
+class PrintError(PermTritonError):
+    """A result that standard output does not take."""
+
+
 class _PlainConsole(Console):
     """Prints text as it is: no markup, and control characters of file names are written as ``\\n`` and the like."""
+
+    def on_broken_pipe(self) -> None:
+        """Goes on without a reader: to stop after some lines, as ``head`` does, is no error."""
+        _discard(self.file)
 
     def render_str(self, text: str, **options: Any) -> Text:
         lines = ("".join(map(_visible, line)) for line in text.split("\n"))
@@ -31,7 +40,46 @@ def _visible(character: str) -> str:
     return character if character.isprintable() else repr(character)[1:-1]
 
 
-out = _PlainConsole(markup=False, emoji=False)
+class _Out(_PlainConsole):
+    """Prints on standard output; raises a `PrintError` where that is full or closed."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        with _printing():
+            super().print(*objects, **options)
+
+
+@contextmanager
+def _printing() -> Iterator[None]:
+    """Turns an error of standard output into `PrintError`, or into silence if it is a pipe that nobody reads."""
+    if sys.stdout is None:
+        raise PrintError("the result could not be printed: standard output is closed")
+    try:
+        yield
+    except OSError as error:
+        _discard(sys.stdout)
+        if not isinstance(error, BrokenPipeError):
+            raise PrintError(f"the result could not be printed: {error.strerror}") from error
+
+
+def _discard(stream: IO[str]) -> None:
+    """Discards what is written to a stream from now on, and what it still holds, so that no later write fails."""
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, stream.fileno())
+    os.close(nothing)
+
+
+@contextmanager
+def saved(*paths: Path) -> Iterator[None]:
+    """Names, where a result cannot be printed inside the ``with`` block, the files or folder that hold it."""
+    try:
+        yield
+    except PrintError as error:
+        if not paths:
+            raise
+        raise PrintError(f"saved {', '.join(map(str, paths))}, but {error}") from error
+
+
+out = _Out(markup=False, emoji=False)
 err = _PlainConsole(stderr=True, markup=False, emoji=False)
 
 
@@ -139,4 +187,10 @@ def print_json(value: Any) -> None:
     """Prints JSON, and nothing else, on standard output."""
     from permtriton.checkpoint.plan_entries import to_json
 
-    typer.echo(to_json(value))
+    echo(to_json(value))
+
+
+def echo(text: str) -> None:
+    """Prints lines on standard output as they are, however long."""
+    with _printing():
+        typer.echo(text)

@@ -11,9 +11,8 @@ from itertools import product
 from typing import Any
 
 import torch
-import typer
 
-from permtriton.cli.console import BarProgress, fail, out, print_json, table
+from permtriton.cli.console import BarProgress, echo, fail, out, print_json, table
 from permtriton.errors import PermTritonError
 from permtriton.kernels import autotune
 from permtriton.kernels.launch import triton
@@ -155,14 +154,12 @@ def _print(results: list[Compiled]) -> None:
     for result in results:
         rows.setdefault((result.name, result.target), []).append(result)
     width = max((len(name) for name, _ in rows), default=0)
-    typer.echo(
-        f"{'kernel':<{width}}  target  registers  shared bytes  stack bytes  spills  programs per SM  longest loop"
-    )
+    echo(f"{'kernel':<{width}}  target  registers  shared bytes  stack bytes  spills  programs per SM  longest loop")
     for (name, target), same in rows.items():
         error = next((result.error for result in same if result.error), None)
         mark = next((result.problem for result in same if result.problem), "default" if same[0].default else "")
         if error:
-            typer.echo(f"{name:<{width}}  {target:<6}  {error}")
+            echo(f"{name:<{width}}  {target:<6}  {error}")
             continue
         registers, shared, stack, spills, loop = (
             max(getattr(result, field) for result in same)
@@ -173,9 +170,9 @@ def _print(results: list[Compiled]) -> None:
             f"{name:<{width}}  {target:<6}  {registers:>9}  {shared:>12,}  {stack:>11,}  {spills:>6}  {resident:>15}  "
             f"{loop or '-':>12}  {mark}"
         )
-        typer.echo(line.rstrip())
+        echo(line.rstrip())
     seconds = sum(result.seconds for result in results)
-    typer.echo(f"{len(results)} kernel builds in {seconds:.0f} s with triton {triton.__version__}; no GPU was used")
+    echo(f"{len(results)} kernel builds in {seconds:.0f} s with triton {triton.__version__}; no GPU was used")
 
 
 def _issue_floors() -> Iterator[dict[str, Any]]:
@@ -190,20 +187,20 @@ def _issue_floors() -> Iterator[dict[str, Any]]:
 def _print_floors(floors: list[dict[str, Any]]) -> None:
     """Prints one line per named shape and GPU."""
     width = max((len(row["name"]) for row in floors), default=0)
-    typer.echo(
+    echo(
         f"\n{'issue floor of the default launch':<{width}}  {'GPU':<10}  registers  shared bytes  programs per SM  "
         "main loop  instructions per unit     floor us  memory us  ratio"
     )
     for row in floors:
         about = f"{row['name']:<{width}}  {row['gpu']:<10}"
         if "error" in row:
-            typer.echo(f"{about}  not counted: {row['error']}")
+            echo(f"{about}  not counted: {row['error']}")
             continue
         line = (
             f"{about}  {row['registers']:>9}  {row['shared_bytes']:>12,}  {row['resident']:>15}  {row['main_loop']:>9,}"
         )
         if row["ratio"] is None:
-            typer.echo(f"{line}  the data decide how often its loops run")
+            echo(f"{line}  the data decide how often its loops run")
             continue
         unit = f"{row['per_unit']:.2f} per {row['unit']}"
-        typer.echo(f"{line}  {unit:<23}  {row['issue_us']:>8,.1f}  {row['memory_us']:>9,.1f}  {row['ratio']:>5.2f}")
+        echo(f"{line}  {unit:<23}  {row['issue_us']:>8,.1f}  {row['memory_us']:>9,.1f}  {row['ratio']:>5.2f}")

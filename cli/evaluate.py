@@ -14,17 +14,18 @@ from permtriton import evaluate as library
 from permtriton import machine
 from permtriton.checkpoint.forms import read_record
 from permtriton.checkpoint.plan_entries import hidden_order_of
-from permtriton.cli.console import BarProgress, out, print_json, table
+from permtriton.cli.console import BarProgress, out, print_json, saved, table
 from permtriton.cli.held_out import held_out_windows
-from permtriton.cli.tables import check_table, write_table
+from permtriton.cli.tables import Result, check_table, write_table
 from permtriton.cli.tasks import TaskRequest
-from permtriton.comparison.table import Cell, cell
+from permtriton.comparison.summary import Cell, cell
 from permtriton.data.media import is_media
 from permtriton.errors import CalibrationError, ModelError
 from permtriton.model import load
 from permtriton.model.core import takes_decoder_ids
 
 HEADERS = ("measure", "value", "standard error", "dense")
+RESULT = Result(HEADERS, ("model", "against", "protocol", "tokens_per_second"))
 
 
 def run(
@@ -34,6 +35,8 @@ def run(
     tasks: TaskRequest,
     batch: int | None,
     output: Path | None,
+    *,
+    overwrite: bool,
     json: bool,
 ) -> None:
     """Measures a model, prints the results and writes them.
@@ -45,6 +48,7 @@ def run(
         tasks: tasks to run.
         batch: windows, or requests of tasks, per forward pass; None for the defaults.
         output: .json, .csv or .md file to write the results to as well; None for none.
+        overwrite: whether an earlier file may be replaced that is no result of this command.
         json: whether to print JSON.
 
     Raises:
@@ -52,7 +56,7 @@ def run(
             cannot be read, or an output that cannot be written.
     """
     if output is not None:
-        check_table(output)
+        check_table(output, overwrite=overwrite, like=RESULT)
     progress = BarProgress()
     chosen = tasks.load(progress)
     progress.say(f"loading {source.name}")
@@ -77,10 +81,11 @@ def run(
     rows = list(_rows(measured))
     if output is not None:
         write_table(output, HEADERS, rows, report)
-    if json:
-        print_json(report)
-    else:
-        _print(report, rows)
+    with saved(*filter(None, [output])):
+        if json:
+            print_json(report)
+        else:
+            _print(report, rows)
 
 
 def _report(measured: library.Evaluated, model: Any, text: str, tasks: TaskRequest) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from permtriton.checkpoint import export as library
-from permtriton.cli.console import BarProgress, out, print_json, table
+from permtriton.cli.console import BarProgress, out, print_json, saved, table
 from permtriton.machine import format_bytes
 
 
@@ -23,10 +23,11 @@ def run(folder: Path, format: str, output: Path | None, *, overwrite: bool, json
     """
     target = output or Path(f"{folder.resolve().name}-{format}")
     report = library.export(folder, target, format, overwrite=overwrite, progress=BarProgress())
-    if json:
-        print_json({"output": str(target), **report})
-    else:
-        _print(report, target)
+    with saved(target):
+        if json:
+            print_json({"output": str(target), **report})
+        else:
+            _print(report, target)
 
 
 def _print(report: dict[str, Any], target: Path) -> None:

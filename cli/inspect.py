@@ -5,16 +5,16 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import typer
 from torch import fx
 
 from permtriton import planning
 from permtriton.checkpoint.plan_entries import grouped, permutation_report, plan_report
-from permtriton.cli.console import err, out, print_json, table
+from permtriton.cli.console import echo, err, out, print_json, table
 from permtriton.config import CompileConfig
 from permtriton.errors import ConfigError, OutputError
 from permtriton.model import load
 from permtriton.model.plan import Placement, Plan
+from permtriton.output_files import check_file, write_file
 from permtriton.passes import drawing
 from permtriton.passes.pipeline import PASS_NAMES, PassResult, run_with_stand_ins
 from permtriton.sparsity import NMPattern
@@ -27,6 +27,8 @@ def run(
     only: str | None,
     layer: int | None,
     dot: Path | None,
+    *,
+    overwrite: bool,
     json: bool,
 ) -> None:
     """Prints the plan of a model, or its graph after each compiler pass.
@@ -38,6 +40,7 @@ def run(
         only: the only pass to print the graph after; None for all.
         layer: the only layer to print; None for the whole model.
         dot: file to draw the graph to, or None.
+        overwrite: whether an earlier file may be replaced that is no drawing of this command.
         json: whether to print JSON.
 
     Raises:
@@ -52,7 +55,7 @@ def run(
     if json and graphs:
         raise ConfigError("--json prints sites, not graphs: drop it, or --graph, --pass and --dot")
     if dot is not None:
-        check_drawing(dot)
+        check_drawing(dot, overwrite=overwrite)
     empty = load.load_empty_model(source)
     plan, traced = planning.plan_model(empty, config)
     if graphs:
@@ -78,11 +81,11 @@ def _graphs(
             drawn = drawing.dot(result.graph_module, part)
             return
         changes = ", ".join(f"{name} {count:+d}" for name, count in result.changes.items()) or "no node"
-        typer.echo(f"# {result.name}: {changes}")
+        echo(f"# {result.name}: {changes}")
         if result.name == "fuse_permutations":
             for space in plan.spaces:
-                typer.echo(f"# {space.name}: {destination(permutation_report(plan, space))}")
-        typer.echo("\n".join(drawing.listing(result.graph_module, part)) + "\n")
+                echo(f"# {space.name}: {destination(permutation_report(plan, space))}")
+        echo("\n".join(drawing.listing(result.graph_module, part)) + "\n")
 
     run_with_stand_ins(plan, traced, pattern, show)
     if file is not None:
@@ -104,16 +107,24 @@ def layer_name(plan: Plan, layer: int) -> str:
     raise ConfigError(f"layer is {layer}: this model's pruned layers are {known[0]} to {known[-1]}")
 
 
-def check_drawing(file: Path) -> None:
+def check_drawing(file: Path, *, overwrite: bool) -> None:
     """Refuses, before any work, a file that `write_drawing` cannot write.
 
     Raises:
         ConfigError: another suffix than .dot and .svg, or an SVG without Graphviz.
+        OutputError: as `permtriton.output_files.check_file`.
     """
     if file.suffix not in (".dot", ".svg"):
         raise ConfigError(f"--dot {file}: write a file that ends in .dot or .svg")
     if file.suffix == ".svg" and shutil.which("dot") is None:
         raise ConfigError(f"--dot {file}: an SVG needs the program dot of Graphviz; install it, or write a .dot file")
+    check_file(file, overwrite=overwrite, ours=_is_drawing)
+
+
+def _is_drawing(file: Path) -> bool:
+    with file.open("rb") as opened:
+        start = opened.read(1000)
+    return start.startswith(b"digraph permtriton {") or b"<!-- Title: permtriton " in start  # as Graphviz has it
 
 
 def write_drawing(text: str, file: Path) -> None:
@@ -126,16 +137,14 @@ def write_drawing(text: str, file: Path) -> None:
     Raises:
         OutputError: the file cannot be written, or Graphviz fails.
     """
+    drawing = text.encode()
     try:
-        if file.suffix == ".dot":
-            file.write_text(text, encoding="utf-8")
-        else:
-            subprocess.run(["dot", "-Tsvg", "-o", str(file)], input=text.encode(), check=True, capture_output=True)
-    except OSError as error:
-        raise OutputError(f"--dot {file} cannot be written: {error.strerror}") from error
+        if file.suffix == ".svg":
+            drawing = subprocess.run(["dot", "-Tsvg"], input=drawing, check=True, capture_output=True).stdout
     except subprocess.CalledProcessError as error:
         said = " ".join(error.stderr.decode(errors="replace").split())
         raise OutputError(f"--dot {file} cannot be written: the program dot of Graphviz says {said!r}") from error
+    write_file(file, drawing)
 
 
 def _print(plan: Plan) -> None:

@@ -27,6 +27,7 @@ from permtriton.cli.options import (
     Json,
     Model,
     OffloadFolder,
+    Overwrite,
     Patterns,
     Recipe,
     Shard,
@@ -36,6 +37,7 @@ from permtriton.cli.options import (
     TrustRemoteCode,
     build_config,
     options_to_compare,
+    output_option,
     takes,
 )
 from permtriton.config import METHOD, RUNNING
@@ -97,7 +99,7 @@ def compile(
     device: Device = "auto",
     dtype: Dtype = "auto",
     output: Annotated[
-        Path | None, typer.Option(help="Folder to write; MODEL-NofM here by default.", rich_help_panel=RUNNING)
+        Path | None, output_option(help="Folder to write; MODEL-NofM here by default.", rich_help_panel=RUNNING)
     ] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace an earlier output.", rich_help_panel=RUNNING)
@@ -155,8 +157,9 @@ def inspect(
     ] = None,
     layer: Annotated[int | None, typer.Option(help="The graph of this layer only; --dot draws layer 0.")] = None,
     dot: Annotated[
-        Path | None, typer.Option(help="Draw a layer's graph after --pass (or the last): .dot, or .svg with Graphviz.")
+        Path | None, output_option(help="Draw a layer's graph after --pass (or the last): .dot, or .svg with Graphviz.")
     ] = None,
+    overwrite: Overwrite = False,
     json: Json = False,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
@@ -165,7 +168,16 @@ def inspect(
     from permtriton.cli.inspect import run
     from permtriton.model.load import Source
 
-    run(Source(model, trust_remote_code=trust_remote_code), config, graph, only, layer, dot, json)
+    run(
+        Source(model, trust_remote_code=trust_remote_code),
+        config,
+        graph,
+        only,
+        layer,
+        dot,
+        overwrite=overwrite,
+        json=json,
+    )
 
 
 @app.command()
@@ -195,7 +207,7 @@ def compare(
     json: Json = False,
     output: Annotated[
         list[Path] | None,
-        typer.Option(
+        output_option(
             help="File to write the report to, by its suffix: .json, .csv or .md; repeat for several. Finished results "
             "are kept beside the first: the same command, also with more methods, continues from them.",
             rich_help_panel=RUNNING,
@@ -203,7 +215,11 @@ def compare(
     ] = None,
     overwrite: Annotated[
         bool,
-        typer.Option("--overwrite", help="Measure everything anew, whatever is kept.", rich_help_panel=RUNNING),
+        typer.Option(
+            "--overwrite",
+            help="Measure everything anew, whatever is kept, and replace any earlier file.",
+            rich_help_panel=RUNNING,
+        ),
     ] = False,
     trust_remote_code: TrustRemoteCode = False,
     help_all: HelpAll = False,
@@ -249,8 +265,9 @@ def evaluate(
     dtype: Dtype = "auto",
     json: Json = False,
     output: Annotated[
-        Path | None, typer.Option(help="File to write the results to as well: .json, .csv or .md.")
+        Path | None, output_option(help="File to write the results to as well: .json, .csv or .md.")
     ] = None,
+    overwrite: Overwrite = False,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Measure MODEL: perplexity, zero-shot tasks of lm-eval, KL and cosine to the dense model."""
@@ -260,14 +277,15 @@ def evaluate(
 
     dense = Source(against, dtype, device, trust_remote_code) if against else None
     source = Source(model, dtype, device, trust_remote_code)
-    run(source, dense, perplexity, TaskRequest(tasks, limit, tasks_dir), batch_size, output, json)
+    wanted = TaskRequest(tasks, limit, tasks_dir)
+    run(source, dense, perplexity, wanted, batch_size, output, overwrite=overwrite, json=json)
 
 
 @app.command()
 def export(
     folder: Annotated[Path, typer.Argument(help="A folder that permtriton compile or export wrote.")],
     format: Annotated[str, typer.Option(help=FORMATS)] = Format.PACKED,
-    output: Annotated[Path | None, typer.Option(help="Folder to write; FOLDER-FORMAT here by default.")] = None,
+    output: Annotated[Path | None, output_option(help="Folder to write; FOLDER-FORMAT here by default.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier output.")] = False,
     json: Json = False,
 ) -> None:
@@ -286,8 +304,10 @@ def report(
     comparison: Annotated[
         Path | None, typer.Option(help="JSON report of permtriton compare, whose table is shown, too.")
     ] = None,
-    output: Annotated[Path | None, typer.Option(help="HTML file to write; FOLDER-report.html here by default.")] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier file.")] = False,
+    output: Annotated[
+        Path | None, output_option(help="HTML file to write; FOLDER-report.html here by default.")
+    ] = None,
+    overwrite: Overwrite = False,
 ) -> None:
     """Write one HTML page about compiled folders: results, masks, permutations, costs. It needs no network."""
     from permtriton.cli.report import run

@@ -10,11 +10,25 @@ import typer
 from rich.markup import escape
 
 from permtriton.config import CALIBRATION, METHOD, RUNNING, CompileConfig
-from permtriton.errors import ConfigError
+from permtriton.errors import ConfigError, OutputError
 from permtriton.option import Option
 from permtriton.recipes import RECIPES, all_options, check_given, config_from, defaults, read_config_file
 
 Flags = dict[str, Any]
+
+
+def output_path(name: str) -> Path:
+    """Returns the path of an output; as a path, an empty name would be the present folder.
+
+    Raises:
+        OutputError: the name is empty, as that of a variable that is not set.
+    """
+    if not name:
+        raise OutputError("the name of an output is empty: name a file or a folder, or leave the option out")
+    return Path(name)
+
+
+output_option = functools.partial(typer.Option, parser=output_path, metavar="PATH")
 
 Model = Annotated[str, typer.Argument(help="A model folder, a hub name, or demo (a small model inside permtriton).")]
 Recipe = Annotated[
@@ -148,6 +162,8 @@ HelpAll = Annotated[
 ]
 # Those of an ordinary compilation, which --help shows; --help-all shows all.
 COMMON = ("sparsity", "importance", "layout", "calibration", "samples", "sequence_length")
+
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an earlier file, whoever wrote it.")]
 
 
 def takes(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from permtriton.cli.console import err
 from permtriton.machine import format_bytes
-from permtriton.reporting import build as library
+from permtriton.reporting import html_report as library
 
 
 def run(folders: Sequence[Path], output: Path | None, comparison: Path | None, *, overwrite: bool) -> None:
@@ -18,7 +18,7 @@ def run(folders: Sequence[Path], output: Path | None, comparison: Path | None, *
         overwrite: whether an earlier file may be replaced.
 
     Raises:
-        PermTritonError: as `permtriton.reporting.build.report`.
+        PermTritonError: as `permtriton.reporting.html_report.report`.
     """
     target = output or Path(f"{folders[0].resolve().name}-report.html")
     written = library.report(folders, target, comparison=comparison, overwrite=overwrite)

@@ -2,37 +2,63 @@
 
 import csv
 import io
-import os
+import json
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from permtriton.comparison.table import Rows, cell
-from permtriton.durable import replace_file
+from permtriton.comparison.summary import Rows, cell
 from permtriton.errors import OutputError
+from permtriton.output_files import check_file, write_file
 
 
-def check_table(path: Path) -> None:
-    """Refuses a file that `write_table` could not write; call it before the work starts.
+@dataclass(frozen=True)
+class Result:
+    """What the results of one command have in common, by which an earlier one is told from other files.
+
+    Attributes:
+        headers: columns that its tables have, among others.
+        keys: keys that its JSON report has, among others.
+    """
+
+    headers: Sequence[str]
+    keys: Sequence[str]
+
+    def wrote(self, path: Path) -> bool:
+        """Returns whether a file is such a result."""
+        try:
+            text = path.read_text(encoding="utf-8")
+            if path.suffix == ".json":
+                found = json.loads(text)
+                return isinstance(found, dict) and found.keys() >= set(self.keys)
+            line = text.partition("\n")[0]
+            names = next(csv.reader([line]), []) if path.suffix == ".csv" else map(str.strip, line.split("|"))
+            return set(names) >= set(self.headers)
+        except (OSError, ValueError, RecursionError, csv.Error):
+            return False
+
+
+def check_table(path: Path, *, overwrite: bool, like: Result | None = None) -> None:
+    """Refuses a file that `write_table` could not write or must not replace; call it before the work starts.
+
+    Args:
+        path: file to write.
+        overwrite: whether an earlier file may be replaced, whoever wrote it.
+        like: results that may be replaced in any case.
 
     Raises:
-        OutputError: another extension than .json, .csv or .md, a folder of that name, or no folder to write it into
-            that can be written.
+        OutputError: another extension than .json, .csv or .md, or as `permtriton.output_files.check_file`.
     """
     if path.suffix not in _WRITERS:
         raise OutputError(
             f"output {path}: its extension is {path.suffix or 'missing'}; expected one of {', '.join(_WRITERS)}"
         )
-    if path.is_dir():
-        raise OutputError(f"output {path} is a folder: give the name of a file")
-    if not path.resolve().parent.is_dir():
-        raise OutputError(f"output {path}: the folder {path.resolve().parent} does not exist; make it first")
-    if not os.access(path.resolve().parent, os.W_OK):
-        raise OutputError(f"output {path}: the folder {path.resolve().parent} cannot be written")
+    check_file(path, overwrite=overwrite, ours=like.wrote if like else lambda path: False)
 
 
 def write_table(path: Path, headers: Sequence[str], rows: Rows, report: Any) -> None:
-    """Writes a result as `permtriton.durable.replace_file` does: an earlier file stays until the new one is whole.
+    """Writes a result as `permtriton.output_files.write_file` does, in place of whatever is there.
 
     Args:
         path: file to write. ``.json`` holds the report; ``.csv`` and ``.md`` hold the rows.
@@ -43,12 +69,8 @@ def write_table(path: Path, headers: Sequence[str], rows: Rows, report: Any) -> 
     Raises:
         OutputError: as `check_table`, or the disk refuses.
     """
-    check_table(path)
-    text = _WRITERS[path.suffix](headers, rows, report)
-    try:
-        replace_file(path, lambda temporary: temporary.write_text(text, encoding="utf-8", newline=""))
-    except OSError as error:
-        raise OutputError(f"output {path} cannot be written: {error.strerror or error}") from error
+    check_table(path, overwrite=True)
+    write_file(path, _WRITERS[path.suffix](headers, rows, report).encode())
 
 
 def markdown(headers: Sequence[str], rows: Rows) -> str:

@@ -10,16 +10,16 @@ counts share one measurement.
 
 import json
 import os
-import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from permtriton.durable import replace_file
 from permtriton.errors import OutputError
 from permtriton.kernels.launch import Config, triton
 
@@ -180,19 +180,11 @@ def write_entries(path: Path, machine: str, entries: Mapping[str, Any]) -> None:
     """
     machines = _read(path)
     machines.setdefault(machine, {}).update(entries)
-    temporary = None
+    text = json.dumps({"version": VERSION, "machines": machines}, indent=1, sort_keys=True)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(
-            "w", encoding="utf-8", dir=path.parent, prefix=".autotune-", suffix=".json", delete=False
-        ) as file:
-            temporary = Path(file.name)
-            json.dump({"version": VERSION, "machines": machines}, file, indent=1, sort_keys=True)
-        os.replace(temporary, path)
+        replace_file(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
     except OSError as error:
-        if temporary is not None:
-            with suppress(OSError):
-                temporary.unlink()
         raise OutputError(f"{path}: cannot write measured configurations: {error.strerror}") from error
     _STATE.forget()
 

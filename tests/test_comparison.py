@@ -12,7 +12,7 @@ from permtriton.comparison import run as comparison
 from permtriton.comparison.methods import ABLATIONS, METHODS, ablation_rows, check_effect, method_rows
 from permtriton.comparison.results import ResultFile
 from permtriton.comparison.run import Yardstick, compare
-from permtriton.comparison.table import columns, report_of
+from permtriton.comparison.summary import columns, report_of
 from permtriton.config import CompileConfig
 from permtriton.errors import ConfigError, OutputError
 from permtriton.progress import NoProgress

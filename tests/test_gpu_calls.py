@@ -16,7 +16,7 @@ import torch
 from permtriton.kernels import autotune, cusparselt
 from permtriton.kernels.packing import pack
 from permtriton.kernels.tools import timing, tuning
-from permtriton.kernels.tools.cases import Case
+from permtriton.kernels.tools.case import Case
 from permtriton.sparsity import NMPattern
 
 ROOT = Path(__file__).parent.parent

@@ -261,7 +261,7 @@ REFUSALS = {
     "graph as JSON": (("--graph", "--json"), ["--json", "--graph"]),
     "file ending": (("--dot", "graph.png"), ["graph.png", ".dot or .svg"]),
     "no ending": (("--dot", "graph"), [".dot or .svg"]),
-    "no folder": (("--dot", "no/such/graph.dot"), ["no/such/graph.dot", "cannot be written"]),
+    "no folder": (("--dot", "no/such/graph.dot"), ["no/such/graph.dot", "does not exist; make it first"]),
     "unknown layout": (("--layout", "fancy"), ["'fancy'", "portable, fused"]),
     "unknown o_proj": (("--layout", "fused", "--o-proj", "fancy"), ["'fancy'", "tied, free"]),
     "o_proj without fused": (("--o-proj", "free"), ["--o-proj", "--layout fused"]),

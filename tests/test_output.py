@@ -101,6 +101,24 @@ def test_only_leftovers_are_removed(place):
     assert sorted(path.name for path in place.iterdir()) == sorted([*kept, ".out.partial-7", "out"])
 
 
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_state_that_a_killed_run_was_writing_is_removed(place, inside):
+    """But no link, file or folder of another name."""
+    home, stem = (place / "out", "permtriton") if inside else (place, "out")
+    write(place / "out", "earlier")
+    write(place / "mine", "mine")
+    write(home / f".{stem}.search.safetensors.abcd_123.tmp", "half")
+    write(home / f".{stem}.search.safetensors.abcd.tmp", "mine")
+    for name in ("search.safetensors.abcd_124.tmp", "partial-7"):
+        (home / f".{stem}.{name}").symlink_to(place / "mine")
+    (home / f".{stem}.search.safetensors.tmp").write_text("mine")
+    kept = {path.name for path in home.iterdir()} - {f".{stem}.search.safetensors.abcd_123.tmp"}
+    with claimed(place / "out", overwrite=True):
+        pass
+    assert {path.name for path in home.iterdir()} == kept
+    assert set(files(place / "mine")) == {"model.safetensors", "more/merges.txt", "permtriton.json"}
+
+
 def test_leftovers_inside_a_folder_that_cannot_be_renamed_are_removed(place):
     """The system may refuse a rename also of a folder that is no mount point: then files were copied inside."""
     earlier = write(place / "out", "earlier")

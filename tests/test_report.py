@@ -23,8 +23,8 @@ from permtriton.methods.statistics import site_statistics
 from permtriton.model.plan import linear_module, weight_in_out
 from permtriton.progress import NoProgress
 from permtriton.reporting import sections
-from permtriton.reporting.build import page_of, report
 from permtriton.reporting.compiled import layer_of, method_of, read_folders
+from permtriton.reporting.html_report import page_of, report
 from permtriton.reporting.masks import corner, pictured_linears
 from permtriton.reporting.pages import Part
 

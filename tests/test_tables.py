@@ -56,13 +56,13 @@ def test_a_cell(value, shown):
 def test_what_cannot_be_written_is_refused_before(tmp_path, name, words):
     (tmp_path / "folder.md").mkdir()
     with pytest.raises(OutputError, match=words):
-        check_table(tmp_path / name)
+        check_table(tmp_path / name, overwrite=False)
     with pytest.raises(OutputError, match=words):
         write_table(tmp_path / name, HEADERS, ROWS, REPORT)
     assert [path.name for path in tmp_path.iterdir()] == ["folder.md"]
 
 
-@pytest.mark.parametrize("failing", ["write_text", "replace"])
+@pytest.mark.parametrize("failing", ["write_bytes", "replace"])
 def test_an_earlier_file_survives_a_full_disk(tmp_path, monkeypatch, failing):
     def full(path: Path, *_arguments: object, **_named: object) -> None:
         raise OSError(28, "No space left on device")

@@ -11,7 +11,7 @@ import permtriton.model.plan
 from permtriton import CompileConfig, NMPattern, find_plan
 from permtriton.data.samples import Samples
 from permtriton.errors import VerificationError
-from permtriton.model.inputs import other_inputs
+from permtriton.model.other_calls import other_inputs
 from permtriton.model.plan import Plan
 from permtriton.passes.unseen import Unseen
 

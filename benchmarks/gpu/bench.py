@@ -20,7 +20,7 @@ from benchmarks.gpu.plan import ROWS, Call
 from benchmarks.gpu.table import COPIES, COPY_BY_STREAM, OURS
 from permtriton.kernels import autotune
 from permtriton.kernels.tools import tuning
-from permtriton.kernels.tools.cases import Case, Inputs
+from permtriton.kernels.tools.case import Case, Inputs
 from permtriton.kernels.tools.timing import Timing, measure, sets_of_inputs
 
 T = TypeVar("T")

@@ -17,25 +17,16 @@ from benchmarks.gpu.bench import Bench, Prepare, brief, of_copy, ratio
 from benchmarks.gpu.goals import Goal, goal
 from benchmarks.gpu.norm_alone import rms_norm_alone
 from benchmarks.gpu.table import OURS
-from permtriton.kernels.assignment import assignment_case, assignment_reference
-from permtriton.kernels.importance import ImportanceFactors
-from permtriton.kernels.nm_mask import (
-    nm_mask_backward_case,
-    nm_mask_backward_reference,
-    nm_mask_case,
-    nm_mask_reference,
-)
-from permtriton.kernels.norm_permute import norm_permute_case
-from permtriton.kernels.permute import permute_case
-from permtriton.kernels.sinkhorn import (
-    sinkhorn_backward_case,
-    sinkhorn_backward_reference,
-    sinkhorn_case,
-    sinkhorn_reference,
-)
-from permtriton.kernels.swap_gains import swap_gains_case
-from permtriton.kernels.tools import cases
-from permtriton.kernels.tools.cases import Case, Inputs
+from permtriton.kernels.assignment import assignment_reference
+from permtriton.kernels.nm_mask import nm_mask_backward_reference, nm_mask_reference
+from permtriton.kernels.sinkhorn import sinkhorn_backward_reference, sinkhorn_reference
+from permtriton.kernels.tools.case import BLOCK, Case, Inputs
+from permtriton.kernels.tools.cases.assignment import assignment_case
+from permtriton.kernels.tools.cases.nm_mask import nm_mask_backward_case, nm_mask_case
+from permtriton.kernels.tools.cases.norm_permute import norm_permute_case
+from permtriton.kernels.tools.cases.permute import permute_case
+from permtriton.kernels.tools.cases.sinkhorn import sinkhorn_backward_case, sinkhorn_case
+from permtriton.kernels.tools.cases.swap_gains import swap_gains_case
 from permtriton.kernels.tools.timing import Timing, measure, relative_error, sets_of_inputs
 from permtriton.sparsity import NMPattern
 
@@ -51,7 +42,7 @@ def permute(bench: Bench) -> None:
             peers = {
                 **bench.copies(case),
                 "index_select": _index_select,
-                "CUDA kernel": partial(_cuda_permute, block_size=cases.BLOCK if in_blocks else None),
+                "CUDA kernel": partial(_cuda_permute, block_size=BLOCK if in_blocks else None),
             }
             copied = partial(goal, "permute 16384x11008") if rows == 16384 else Goal
 
@@ -110,9 +101,9 @@ def sinkhorn(bench: Bench) -> None:
     note="the peers' backward pass is the analytic one of the reference, faster than autograd's")  # fmt: skip
 
 
-def forward_eager(logits: Tensor) -> Tensor:
+def forward_eager(logits: Tensor, tau: float, rounds: int) -> Tensor:
     """The peers' forward pass."""
-    return sinkhorn_reference(logits, 0.5, 5)[0]
+    return sinkhorn_reference(logits, tau, rounds)[0]
 
 
 def both_eager(grad: Tensor, logits: Tensor) -> Tensor:
@@ -185,14 +176,14 @@ def masks(bench: Bench) -> None:
     bench.compare("nm_mask forward", forward, {
         **bench.copies(forward),
         "eager": lambda inputs: lambda: nm_mask_reference(
-            inputs[0], ImportanceFactors(1, inputs[1]), inputs[2], inputs[3], NMPattern(2, 4)
+            *inputs[:4], NMPattern(2, 4)
         ),
     }, lambda times: _mask_goals("nm_mask forward", times), alike=["eager"])  # fmt: skip
     backward = nm_mask_backward_case(rows, channels, dtype, bench.device)
     bench.compare("nm_mask backward", backward, {
         **bench.copies(backward),
         "eager": lambda inputs: lambda: nm_mask_backward_reference(
-            inputs[4], inputs[0], ImportanceFactors(1, inputs[1]), inputs[2], inputs[3], 4, True
+            inputs[4], *inputs[:4], 4, True
         ),
     }, lambda times: _mask_goals("nm_mask backward", times), alike=["eager"])  # fmt: skip
 

@@ -23,12 +23,11 @@ from permtriton import find_plan
 from permtriton.config import CompileConfig
 from permtriton.data.samples import Samples
 from permtriton.kernels import cusparselt
-from permtriton.kernels.nm_mask import nm_mask_backward_case, nm_mask_case
-from permtriton.kernels.norm_permute import norm_permute_case
 from permtriton.kernels.packing import unpack
-from permtriton.kernels.sparse_linear import sparse_linear_case
-from permtriton.kernels.tools import cases
-from permtriton.kernels.tools.cases import Case, Inputs
+from permtriton.kernels.tools.case import Case, Inputs, Random, larger_half
+from permtriton.kernels.tools.cases.nm_mask import nm_mask_backward_case, nm_mask_case
+from permtriton.kernels.tools.cases.norm_permute import norm_permute_case
+from permtriton.kernels.tools.cases.sparse_linear import sparse_linear_case
 from permtriton.kernels.tools.timing import Timing, captured, measure, relative_error
 from permtriton.machine import peak_memory
 from permtriton.model.forward import hidden_states
@@ -158,7 +157,7 @@ def semi_structured(bench: Bench) -> None:
     if not cusparselt.supports(dtype, out_features, in_features, bench.device):
         bench.report("cuSPARSELt", "not there, or not for such a weight")
         return
-    weight = cases.two_of_four((out_features, in_features), dtype, cases.generator_of(0, bench.device))
+    weight = Random(0, bench.device).two_of_four(out_features, in_features, dtype)
     fewer = weight.clone()
     fewer[:, ::5] = 0.0
     for what, dense in (("two weights in each group", weight), ("fewer in some groups", fewer)):
@@ -170,7 +169,7 @@ def semi_structured(bench: Bench) -> None:
         same = compressed.data_ptr() == packed.weight_values.data_ptr()
         found = "where ours are" if same else "elsewhere: such a layer keeps both forms, 18/16 of the dense memory"
         bench.report(f"cuSPARSELt's values, {what}", found, same=same)
-    x = cases.normal((2048, in_features), dtype, cases.generator_of(1, bench.device))
+    x = Random(1, bench.device).normal(2048, in_features, dtype=dtype)
     compressed = cusparselt.compress(weight)
     product = partial(cusparselt.product, x, compressed, None, out_features)
     try:
@@ -264,7 +263,7 @@ def packed(bench: Bench, dense: PreTrainedModel) -> PreTrainedModel:
     linears = {name: module for name, module in sparse.named_modules()
                if isinstance(module, nn.Linear) and ".layers." in f".{name}"}  # fmt: skip
     for module in linears.values():
-        module.weight.copy_(cases.larger_half(module.weight))
+        module.weight.copy_(larger_half(module.weight))
     batches = [torch.randint(0, dense.config.vocab_size, (1, tokens), device=bench.device) for tokens in (1, 65)]
     expected = [_forward(sparse, ids)() for ids in batches]
     for name, module in linears.items():

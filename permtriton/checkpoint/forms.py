@@ -246,7 +246,7 @@ class Record(TypedDict):
 
 
 class Row(TypedDict):
-    """A row of a comparison; see `permtriton.comparison.table.report_of`."""
+    """A row of a comparison; see `permtriton.comparison.summary.report_of`."""
 
     method: str
     pattern: str

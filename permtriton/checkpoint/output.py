@@ -20,14 +20,15 @@ from pathlib import Path
 import psutil
 from filelock import FileLock, Timeout
 
-from permtriton.durable import sync, sync_names
+from permtriton.durable import RANDOM_END, sync, sync_names
 from permtriton.errors import OutputError
 from permtriton.model.load import REPORT_FILE
+from permtriton.output_files import check_name
 
 Say = Callable[[str], None]
 
-LEFTOVER_FOLDER, LEFTOVER_STATE = r"\.{}\.(partial|old)-\d+", r"\.{}\.\w+\.safetensors\.tmp"
-OURS = re.compile(r"\.permtriton\.(lock|partial-\d+|complete|moving|(\w+\.)?safetensors(\.tmp)?)")
+LEFTOVER_FOLDER, LEFTOVER_STATE = r"\.{}\.(partial|old)-\d+", r"\.{}\.\w+\.safetensors"
+OURS = re.compile(rf"\.permtriton\.(lock|partial-\d+|complete|moving|(\w+\.)?safetensors({RANDOM_END})?)")
 EMPTY = "lost+found"  # what an empty file system holds
 FIXED = (errno.EBUSY, errno.EXDEV)  # errors of renaming a mount point, or a folder from a container's image
 
@@ -79,10 +80,11 @@ def check_output(output: Path, *, overwrite: bool) -> None:
     """Refuses, before any work, an output folder that could not be written at the end.
 
     Raises:
-        OutputError: the folder exists, is not empty, and ``overwrite`` is off, or permtriton did not write it, or its
-            parent is missing or cannot be written.
+        OutputError: as `check_name`; or the folder exists, is not empty, and ``overwrite`` is off, or permtriton did
+            not write it, or its parent is missing or cannot be written.
     """
     folder = OutputFolder.at(output)
+    check_name(folder.path)
     if folder.path.exists() and not (folder.path.is_dir() and not _entries(folder.path)):
         if not overwrite:
             raise OutputError(f"output {output} exists: choose another folder, or replace it with --overwrite")
@@ -112,6 +114,7 @@ def claimed(output: Path, *, overwrite: bool, say: Say = lambda text: None) -> I
         OutputError: as `check_output`; or another process has claimed the output, or the disk reports an error.
     """
     folder = OutputFolder.at(output)
+    check_name(folder.path)
     if not folder.home.is_dir() or not os.access(folder.home, os.W_OK):
         check_output(output, overwrite=overwrite)
     with locked(folder, say) as alone:
@@ -168,9 +171,11 @@ def _repair(folder: OutputFolder, say: Say) -> None:
     for place in (folder, OutputFolder(folder.path, inside=True)):
         stem = re.escape(place.stem)
         for path in sorted(place.home.iterdir()) if place.home.is_dir() else []:
-            if re.fullmatch(LEFTOVER_STATE.format(stem), path.name):
-                path.unlink()
-            elif not re.fullmatch(LEFTOVER_FOLDER.format(stem), path.name) or not path.is_dir():
+            if not path.is_dir() or path.is_symlink():
+                continue
+            if re.fullmatch(LEFTOVER_STATE.format(stem) + RANDOM_END, path.name):
+                shutil.rmtree(path)
+            elif not re.fullmatch(LEFTOVER_FOLDER.format(stem), path.name):
                 continue
             elif ".old-" in path.name and not folder.path.exists():
                 path.rename(folder.path)
@@ -193,8 +198,8 @@ def replacing_folder(output: Path, *, overwrite: bool, say: Say = lambda text: N
     """
     with claimed(output, overwrite=overwrite, say=say) as folder, _clear_errors(folder):
         partial = folder.file(f"partial-{os.getpid()}")
+        partial.mkdir()  # what another process made without locks is not removed below
         try:
-            partial.mkdir()
             yield partial
             sync(partial)
             _put_in_place(partial, folder)

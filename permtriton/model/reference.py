@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from permtriton.data.samples import Samples
 from permtriton.errors import CalibrationError
 from permtriton.model.checks import check_same_outputs, first_output
-from permtriton.model.inputs import other_inputs
+from permtriton.model.other_calls import other_inputs
 from permtriton.model.routing import Routing
 
 SEQUENCES, TOKENS = 2, 64

@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 from importlib import metadata, resources
 from pathlib import Path
 
-from permtriton.durable import replace_file
-from permtriton.errors import OutputError
+from permtriton.output_files import check_file, write_file
 
 
 @dataclass(frozen=True)
@@ -110,7 +109,7 @@ def html(page: Page) -> str:
 
 
 def write(page: Page, output: Path, *, overwrite: bool) -> Path:
-    """Writes a page as `permtriton.durable.replace_file` does: an earlier file stays until the new one is whole.
+    """Writes a page as `permtriton.output_files.write_file` does.
 
     Returns:
         The absolute path of the file.
@@ -119,23 +118,5 @@ def write(page: Page, output: Path, *, overwrite: bool) -> Path:
         OutputError: the file exists and may not be replaced, or cannot be written.
     """
     check_file(output, overwrite=overwrite)
-    text = html(page).encode("utf-8", "replace")
-    try:
-        replace_file(output, lambda temporary: temporary.write_bytes(text))
-    except OSError as error:
-        raise OutputError(f"output {output} cannot be written: {error.strerror or error}") from error
+    write_file(output, html(page).encode("utf-8", "replace"))
     return output.resolve()
-
-
-def check_file(output: Path, *, overwrite: bool) -> None:
-    """Refuses, before any work, an output file that could not be written at the end.
-
-    Raises:
-        OutputError: it exists and ``overwrite`` is off, or is no file, or its folder does not exist.
-    """
-    if output.is_dir():
-        raise OutputError(f"output {output} is a folder: give the name of an .html file")
-    if output.exists() and not overwrite:
-        raise OutputError(f"output {output} exists: choose another file, or replace it with --overwrite")
-    if not output.resolve().parent.is_dir():
-        raise OutputError(f"output {output}: the folder {output.resolve().parent} does not exist; make it first")

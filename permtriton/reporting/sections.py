@@ -6,7 +6,7 @@ from typing import Any
 
 from permtriton.checkpoint.plan_entries import grouped
 from permtriton.comparison.methods import DENSE, FUSED
-from permtriton.comparison.table import cell, columns
+from permtriton.comparison.summary import cell, columns
 from permtriton.machine import format_bytes
 from permtriton.reporting import plots
 from permtriton.reporting.compiled import Compiled

@@ -2,7 +2,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from permtriton.errors import ModelError
 from permtriton.kernels import nm_mask as file
 from permtriton.kernels import nm_mask_backward_triton as backward
 from permtriton.kernels import nm_mask_triton as forward
@@ -206,8 +205,7 @@ def test_no_rows():
     assert torch.equal(backward.nm_mask_backward_triton(*arguments, file.FLOOR), torch.zeros(64))
 
 
-def test_float64_is_refused():
-    with pytest.raises(ModelError, match="float64 weight"):
-        forward.nm_mask_triton(
-            torch.ones(1, 4).double(), ImportanceFactors(1, torch.ones(4)), torch.arange(4), [4], TWO_FOUR
-        )
+def test_what_the_kernels_do_not_take():
+    assert forward.supports(torch.ones(1, 4).half(), torch.ones(4))
+    assert not forward.supports(torch.ones(1, 4).double(), torch.ones(4))
+    assert not forward.supports(torch.ones(1, 4), torch.ones(4).double())

@@ -6,9 +6,10 @@ from typing import Any
 
 from permtriton.checkpoint.forms import read_comparison
 from permtriton.errors import ConfigError
+from permtriton.output_files import check_file
 from permtriton.reporting import pictures, sections
 from permtriton.reporting.compiled import Compiled, read_folders
-from permtriton.reporting.pages import Page, check_file, write
+from permtriton.reporting.pages import Page, write
 
 
 def report(folders: Sequence[Path], output: Path, *, comparison: Path | None = None, overwrite: bool = False) -> Path:

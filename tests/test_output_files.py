@@ -1,0 +1,147 @@
+"""Output files: what a command must not replace, or cannot write, is refused before any work."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from permtriton.cli import compare, evaluate
+from permtriton.cli.main import app
+from permtriton.cli.tables import check_table, write_table
+from permtriton.errors import OutputError
+from permtriton.model import load
+from permtriton.output_files import check_file
+
+from .desk import RUNNER, Desk
+
+COMPARED = ["method", "perplexity", "cosine", "seconds", "peak MiB"]
+KINDS = {
+    "evaluate": (evaluate.RESULT, evaluate.HEADERS, {"against": 1, "protocol": 1, "tokens_per_second": 1, "model": 1}),
+    "compare": (compare.RESULT, COMPARED, {"measure": 1, "patterns": 1, "rows": 1, "versions": 1, "model": 1}),
+}
+
+
+@pytest.fixture
+def no_work(monkeypatch):
+    for name in ("load_model", "load_original", "load_empty_model"):
+        monkeypatch.setattr(load, name, lambda *_: pytest.fail("the model was loaded"))
+
+
+def commands(desk: Desk, output: object) -> dict[str, list[str]]:
+    """A command of each kind that writes a file, with its output."""
+    model, text = desk.model, desk.text
+    arguments = {
+        "evaluate": ["evaluate", model, "--perplexity", text, "--output", output],
+        "compare": ["compare", model, "--eval-text", text, "--calibration", text, "--output", output],
+        "report": ["report", desk.out, "--output", output],
+        "inspect": ["inspect", model, "--dot", output],
+    }
+    return {name: [str(argument) for argument in each] for name, each in arguments.items()}
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        ("evaluate", "tokenizer.json"),
+        ("evaluate", "permtriton.json"),
+        ("evaluate", "notes.md"),
+        ("compare", "tokenizer.json"),
+        ("compare", "data.csv"),
+        ("report", "page.html"),
+        ("inspect", "graph.dot"),
+        ("inspect", "graph.svg"),
+    ],
+)
+def test_a_file_of_someone_else_is_not_replaced(desk, no_work, monkeypatch, command, name):
+    monkeypatch.setattr(shutil, "which", lambda program: program)
+    contents = {".csv": "method,score\n", ".md": "| measure |\n", ".json": '{"version": "1.0", "versions": {}}'}
+    file = desk.write(name, contents.get(Path(name).suffix, "mine"))
+    desk.refuses(commands(desk, file)[command], f"{name} exists", "--overwrite")
+
+
+def test_a_tokenizer_survives_its_evaluation(desk):
+    model = Path(shutil.copytree(desk.model, desk.folder / "model"))
+    arguments = ["evaluate", str(model), "--perplexity", str(desk.text), "--output", str(model / "tokenizer.json")]
+    desk.refuses(arguments, "tokenizer.json exists", "--overwrite")
+    assert RUNNER.invoke(app, [*arguments, "--overwrite"]).exit_code == 0
+    assert "perplexity" in json.loads((model / "tokenizer.json").read_text())
+
+
+def test_a_drawing_is_drawn_again(desk):
+    arguments = commands(desk, desk.folder / "graph.dot")["inspect"]
+    for more in ((), (), ("--overwrite",)):
+        assert RUNNER.invoke(app, [*arguments, *more]).exit_code == 0
+        assert (desk.folder / "graph.dot").read_text().startswith("digraph permtriton {")
+        if more:
+            break
+        desk.write("graph.dot", (desk.folder / "graph.dot").read_text())
+
+
+@pytest.mark.parametrize("suffix", [".json", ".csv", ".md"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_result_is_replaced_by_one_of_its_kind_only(tmp_path, kind, suffix):
+    path = tmp_path / f"t{suffix}"
+    for other, (_, headers, report) in KINDS.items():
+        write_table(path, headers, [list(headers)], report)
+        if other == kind:
+            check_table(path, overwrite=False, like=KINDS[kind][0])
+        else:
+            with pytest.raises(OutputError, match="exists: choose another file"):
+                check_table(path, overwrite=False, like=KINDS[kind][0])
+        check_table(path, overwrite=True, like=KINDS[kind][0])
+
+
+@pytest.mark.parametrize("content", [b"", b"[1]", b"[" * 100_000, b"\xff\xfe", b'"\0', b"\0", b"null"])
+@pytest.mark.parametrize("suffix", [".json", ".csv", ".md"])
+def test_what_cannot_be_read_is_no_result(tmp_path, suffix, content):
+    path = tmp_path / f"t{suffix}"
+    path.write_bytes(content)
+    with pytest.raises(OutputError, match="exists: choose another file"):
+        check_table(path, overwrite=False, like=evaluate.RESULT)
+
+
+def test_what_is_no_file_is_never_replaced(tmp_path):
+    (tmp_path / "folder").mkdir()
+    for path, words in ((Path("/dev/null"), "is no plain file"), (tmp_path / "folder", "is a folder")):
+        with pytest.raises(OutputError, match=words):
+            check_file(path, overwrite=True)
+
+
+# -- names ---------------------------------------------------------------------------------------------------------
+
+
+def every_output(desk: Desk, output: str) -> dict[str, list[str]]:
+    """Every command that has an output, with this one."""
+    folders = {
+        "compile": desk.compile("--output", output),
+        "dry run": desk.compile("--output", output, "--dry-run"),
+        "export": ["export", str(desk.out), "--output", output],
+    }
+    return {**commands(desk, output), **folders}
+
+
+COMMANDS = ("evaluate", "compare", "report", "inspect", "compile", "dry run", "export")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_no_name_is_not_the_default(desk, no_work, command):
+    desk.refuses(every_output(desk, "")[command], "the name of an output is empty")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("o\udcff\udcfe", "is not UTF-8"), ("x" * 201, "bytes, but at most 200 fit")],
+)
+def test_names_that_cannot_be_written(desk, no_work, monkeypatch, command, name, words):
+    monkeypatch.setattr(shutil, "which", lambda program: program)
+    suffix = {"report": ".html", "inspect": ".dot", "evaluate": ".md", "compare": ".csv"}.get(command, "")
+    desk.refuses(every_output(desk, str(desk.folder / (name + suffix)))[command], words)
+
+
+def test_a_folder_above_the_output_counts_too(desk, no_work, monkeypatch):
+    """The tokenizer is saved under the absolute path."""
+    (desk.folder / "o\udcff").mkdir()
+    monkeypatch.chdir(desk.folder / "o\udcff")
+    desk.refuses(desk.compile("--output", "new"), "o\\udcff/new is not UTF-8")

@@ -1,0 +1,102 @@
+"""Standard output that is full or closed: one line says what is saved, and a pipe that nobody reads is no error."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .desk import Desk, check_refusal
+from .test_output_files import commands
+
+FULL = Path("/dev/full")
+CLOSED = """
+import os, sys
+from permtriton.cli.main import main
+os.close(1)
+sys.stdout = None
+sys.argv = ["permtriton", *sys.argv[1:]]
+main()
+"""
+
+
+def started(arguments: list[str], stdout: int, code: str = "") -> tuple[int, str]:
+    """Runs a command in a process of its own; returns its exit code and what it said on standard error."""
+    start = ["-c", code] if code else ["-m", "permtriton"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        [sys.executable, *start, *arguments], stdout=stdout, stderr=subprocess.PIPE, env=environment, check=False
+    )
+    return result.returncode, result.stderr.decode()
+
+
+def into_full_disk(arguments: list[str]) -> tuple[int, str]:
+    with FULL.open("w") as full:
+        return started(arguments, full.fileno())
+
+
+def into_closed_pipe(arguments: list[str]) -> tuple[int, str]:
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        return started(arguments, writer)
+    finally:
+        os.close(writer)
+
+
+def saving(desk: Desk, *more: str) -> dict[str, tuple[list[str], Path]]:
+    """Commands that save something and then print, with what they save."""
+    table = desk.folder / "t.md"
+    evaluate = commands(desk, table)["evaluate"]
+    return {"compile": (desk.compile(*more), desk.out), "evaluate": ([*evaluate, *more], table)}
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="this system has no /dev/full")
+@pytest.mark.parametrize("more", [(), ("--json",)], ids=["table", "json"])
+@pytest.mark.parametrize("command", ["compile", "evaluate"])
+def test_a_full_standard_output_says_what_is_saved(desk, command, more):
+    arguments, saved = saving(desk, *more)[command]
+    code, said = into_full_disk(arguments)
+    check_refusal(code, said, (f"saved {saved}, but the result could not be printed: No space left on device",))
+    assert (saved / "config.json").is_file() if saved == desk.out else saved.read_text().startswith("| measure")
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="this system has no /dev/full")
+@pytest.mark.parametrize("more", [(), ("--json",), ("--graph",)])
+def test_a_full_standard_output_of_a_command_that_saves_nothing(desk, more):
+    code, said = into_full_disk(["inspect", str(desk.model), *more])
+    check_refusal(code, said, ("could not be printed: No space left on device",))
+    assert "saved" not in said.splitlines()[-1]
+    assert "Exception ignored" not in said
+
+
+@pytest.mark.parametrize("more", [(), ("--json",), ("--graph",)])
+def test_a_pipe_that_nobody_reads_is_no_error(desk, more):
+    assert into_closed_pipe(["inspect", str(desk.model), *more]) == (0, "")
+
+
+@pytest.mark.parametrize("command", ["compile", "evaluate"])
+def test_a_pipe_that_nobody_reads_stops_no_work(desk, command):
+    arguments, saved = saving(desk)[command]
+    code, said = into_closed_pipe(arguments)
+    assert (code, "error" in said) == (0, False)
+    assert saved.exists()
+
+
+@pytest.mark.parametrize("more", [(), ("--json",)])
+def test_no_standard_output_at_all(desk, more):
+    code, said = started(["inspect", str(desk.model), *more], subprocess.DEVNULL, CLOSED)
+    check_refusal(code, said, ("could not be printed: standard output is closed",))
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="this system has no /dev/full")
+def test_a_comparison_is_kept_until_it_is_printed(desk, monkeypatch):
+    monkeypatch.chdir(desk.folder)
+    arguments = [argument for argument in commands(desk, "t.md")["compare"] if argument not in ("--output", "t.md")]
+    arguments += ["--methods", "magnitude", "--samples", "4", "--sequence-length", "16"]
+    code, said = into_full_disk(arguments)
+    check_refusal(code, said, ("saved .compare-tiny.rows.json, but the result could not be printed",))
+    code, said = started(arguments, subprocess.DEVNULL)
+    assert (code, "2 of 2 results" in said) == (0, True), said
+    assert [path.name for path in desk.folder.iterdir()] == ["out"]
