@@ -195,8 +195,10 @@ def read_records(kind: type[Record], values: Any, most: int) -> list[Record]:
     number = fields(kind)[0].name  # type: ignore[arg-type]
     found = checked_list(kind, values, ValueError)
     rows = [list(vars(each).values()) for each in found]
-    if not rows or len(rows) > most + 1:
-        raise ValueError(f"it reaches {number} {len(rows) - 1}, but this run has {number} 0 to {most}")
+    if not rows:
+        raise ValueError("expected a list of at least one entry")
+    if len(rows) > most + 1:
+        raise ValueError(f"it reaches {number} {len(rows) - 1}, but this run has only {most}")
     if (numbers := [row[0] for row in rows]) != list(range(len(rows))):
         raise ValueError(f"its entries are not numbered from 0: {number} is {numbers}")
     if negative := [value for row in rows for value in row if isinstance(value, int) and value < 0]:
