@@ -23,6 +23,7 @@ from permtriton.config import CompileConfig
 from permtriton.data.samples import Samples
 from permtriton.machine import device_name, versions
 from permtriton.methods import statistics, weights
+from permtriton.methods.sparsegpt import SparseGPT
 from permtriton.model.plan import Plan
 from permtriton.progress import NoProgress
 from permtriton.running.layer_inputs import LayerInputs, from_model, layer_by_layer
@@ -65,13 +66,13 @@ def _from_start(
 def measure(model: PreTrainedModel, plan: Plan, ids: Tensor, inputs: Callable[..., Any]) -> dict[str, float]:
     """Returns the seconds of statistics and of SparseGPT where ``inputs`` stands in for `layer_by_layer`."""
     found: dict[str, Tensor] = {}
-    config = CompileConfig(sparsity=PATTERN, importance="obs", weight_update="sparsegpt")
+    config = CompileConfig(sparsity=PATTERN, importance="obs")
 
     def measured() -> None:
         found.update(statistics.site_statistics(model, plan, "obs", Samples.of(ids), BATCH, NoProgress()))
 
     def updated() -> None:
-        weights.update_weights(model, plan, found, Samples.of(ids), BATCH, config, NoProgress())
+        weights.update_weights(model, plan, found, Samples.of(ids), BATCH, SparseGPT(), config, NoProgress())
 
     with mock.patch.object(statistics, "layer_by_layer", inputs), mock.patch.object(weights, "layer_by_layer", inputs):
         return {"statistics": timed(measured, model.device), "SparseGPT": timed(updated, model.device)}

@@ -21,6 +21,7 @@ from permtriton.machine import device_name, peak_memory, versions
 from permtriton.methods.fisher import fisher_information
 from permtriton.methods.hard_masks import hard_masked
 from permtriton.methods.objective import dense_objective
+from permtriton.methods.searched import Searched
 from permtriton.methods.swap_search import Searcher
 from permtriton.permutation import identity
 from permtriton.progress import NoProgress
@@ -64,13 +65,13 @@ def measure(args: argparse.Namespace) -> tuple[list[float], list[float], int]:
     model = llama(args)
     plan = find_plan(model, PATTERN, layout="fused")
     ids = torch.randint(0, args.vocabulary, (1, args.tokens))
-    config = CompileConfig.from_options({"search_block": args.search_block, "micro_batch_size": 1, "layout": "fused"})
+    config = CompileConfig(micro_batch_size=1, layout="fused")
     objective = dense_objective(model, "kl", Samples.of(ids), 1)
     fisher = fisher_information(model, plan, "kl", Samples.of(ids), config, NoProgress())
     spaces = [space for space in plan.spaces if not space.frozen]
     indices = {space.name: identity(space.units) for space in spaces}
     with hard_masked(model, plan, random_importances(model, plan), fisher, config) as masks:
-        searcher = Searcher(masks, spaces, Samples.of(ids), objective, config)
+        searcher = Searcher(masks, spaces, Samples.of(ids), objective, Searched(block=args.search_block), config)
         masks.set(indices)
         passes, gains, count = [], [], 0
         for number in range(args.repeats + 1):
