@@ -10,17 +10,15 @@ from permtriton.errors import CalibrationError
 from permtriton.methods import refitting as module
 from permtriton.methods.obs import damped, sparsegpt
 from permtriton.methods.refitting import Fit, best_weight, fit_weight, least_squares, refit, row_errors
-from permtriton.methods.statistics import Moments, moments
+from permtriton.methods.statistics import Moments
 from permtriton.methods.weights import update_weights
 from permtriton.model.checks import check_pruned
-from permtriton.model.experts import unstacked_experts
 from permtriton.model.forward import last_hidden_state
 from permtriton.model.plan import linear_module
 from permtriton.progress import NoProgress
-from permtriton.running.layer_inputs import layer_by_layer
 
 from . import zoo
-from .updating import PATTERN, Recording, facts, interrupt, tiny_model
+from .updating import PATTERN, Recording, facts, tiny_model
 
 EXACT = Fit(iterations=200, tolerance=1e-7)
 FAMILIES = ["gpt2", "gemma2", "opt", "falcon", "gpt_neox", "bert", "mistral", "t5"]
@@ -170,7 +168,15 @@ class Problem:
         from .updating import config
 
         options = config(weight_update="sparsegpt", permutation="none")
-        update_weights(self.model, self.plan, dict.fromkeys([s.name for s in self.plan.sites]), self.samples, 4, options, NoProgress())
+        update_weights(
+            self.model,
+            self.plan,
+            dict.fromkeys([s.name for s in self.plan.sites]),
+            self.samples,
+            4,
+            options,
+            NoProgress(),
+        )
         error = self.error()
         self.reset()
         return error

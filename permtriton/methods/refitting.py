@@ -198,7 +198,9 @@ class _Dense:
 
     def __init__(self, model: nn.Module, plan: Plan, weights: Mapping[str, Tensor]) -> None:
         self._model = model
-        self._weights = {id(linear_module(model, name).get_parameter("weight")): weights[name] for _, name in plan.linears()}
+        self._weights = {
+            id(linear_module(model, name).get_parameter("weight")): weights[name] for _, name in plan.linears()
+        }
 
     @contextmanager
     def running(self, layer: str) -> Iterator[None]:

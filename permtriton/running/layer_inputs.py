@@ -137,7 +137,11 @@ def once_each(
 
 
 def _run(
-    layer: LayerCalls, hidden: Tensor, outputs: Tensor | None, within: Callable[[], AbstractContextManager[None]], rows: Tensor
+    layer: LayerCalls,
+    hidden: Tensor,
+    outputs: Tensor | None,
+    within: Callable[[], AbstractContextManager[None]],
+    rows: Tensor,
 ) -> None:
     with within():
         found = layer(hidden[rows], rows)
