@@ -136,8 +136,8 @@ class Outcome:
         history: the rounds or epochs, from 0, the state before; each with its number under ``unit``, its ``loss`` on
             the calibration samples or ``held_out``, and whatever else is known of it.
         kept: number of the epoch whose result was kept; None if it is the last.
-        parts: what was changed part by part, such as layers: ``name``, the error at its ``start`` and ``end``,
-            ``seconds``, and whatever else is known of it.
+        parts: what was changed part by part, such as layers: ``name``, the error at its ``start`` and ``end``, and
+            whatever else is known of it.
         left: name of what the step left as it was -> the reason.
     """
 

@@ -122,12 +122,12 @@ class Part(TypedDict):
     """What a step did to one part of the model, and the error before and after."""
 
     name: str
-    linears: list[str]
     start: float
     end: float
-    history: list[dict[str, Value]]
-    kept: Integer
-    seconds: float
+    linears: NotRequired[list[str]]
+    history: NotRequired[list[dict[str, Value]]]
+    kept: NotRequired[Integer]
+    seconds: NotRequired[float]
 
 
 class Step(TypedDict):

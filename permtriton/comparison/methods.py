@@ -32,6 +32,7 @@ _ORDERS: dict[str, dict[str, Any]] = {
     "wanda + searched": _method("wanda", "heuristic,searched,mask"),
     "heuristic + sparsegpt without row weights": _method("obs", "heuristic,sparsegpt", **_WITHOUT_ROW_WEIGHTS),
     "heuristic + sparsegpt": _method("obs", "heuristic,sparsegpt"),
+    "heuristic + refit": _method("obs", "heuristic,refit"),
     "heuristic + sparsegpt + reconstruct": _method("obs", "heuristic,sparsegpt,reconstruct"),
     "heuristic + sparsegpt + distill": _method("obs", "heuristic,sparsegpt,distill"),
 }

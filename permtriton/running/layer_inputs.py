@@ -88,12 +88,13 @@ def layer_by_layer(
         changing: whether the weights of a layer change before the next one is asked for: its inputs then follow from
             the new weights, which takes a second run of each layer.
         empty: makes the tensors that hold the hidden states of all sequences.
-        within: the contexts that the layers, and the model, run in.
+        within: the contexts that the layers, and the model, run in: there, the plan's weights may have other values.
     """
     groups = plan.layers()
     names = _names(model, plan, groups)
     layers = {name: model.get_submodule(name) for name in names if name}
-    weights = [linear_module(model, name).get_parameter("weight") for _, name in plan.linears()] if changing else []
+    two_values = changing or within is not _as_it_is
+    weights = [linear_module(model, name).get_parameter("weight") for _, name in plan.linears()] if two_values else []
     chains = find_chains(model, layers, samples[:1], weights)[0] if len(layers) > 1 else []
     chain_of = {name: chain for chain in chains if len(chain) > 1 for name in chain}
     calls: dict[str, LayerCalls] = {}
