@@ -73,6 +73,7 @@ def inputs_of(name: str):
     ("name", "layout", "update"),
     [("t5", "portable", "sparsegpt"), ("bart", "fused", "none"), ("whisper", "portable", "none")],
 )
+@pytest.mark.slow(but=["t5-portable-sparsegpt", "bart-fused-none"])
 def test_compiled_saved_and_generating(name, layout, update, tmp_path):
     model = build(name)
     compiled = permtriton.compile(
