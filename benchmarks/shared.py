@@ -16,11 +16,12 @@ from permtriton.kernels.importance import ImportanceFactors
 from permtriton.methods.importance import importance_of
 from permtriton.methods.learned import Learned
 from permtriton.methods.learning import Trainer, learned_spaces
-from permtriton.methods.masked_model import checkpointed, masked_model
+from permtriton.methods.masked_model import masked_model
 from permtriton.methods.objective import Objective
 from permtriton.methods.relaxation import Relaxation
 from permtriton.model.forward import last_hidden_state
 from permtriton.model.plan import Plan, layer_modules, linear_module, weight_in_out
+from permtriton.running.backward import checkpointed
 
 PATTERN = NMPattern(2, 4)
 

@@ -12,7 +12,7 @@ from transformers.core_model_loading import WeightRenaming
 
 import permtriton
 from permtriton import CompileConfig, NMPattern, preparing
-from permtriton.checkpoint import loading, quantizer
+from permtriton.checkpoint import packed, quantizer
 from permtriton.checkpoint.export import export
 from permtriton.errors import ModelError
 from permtriton.model.checks import check_weight
@@ -114,7 +114,7 @@ def test_what_stays_packed_on_a_gpu_is_saved_under_published_names_and_loads(tmp
     compiled(build("llava").bfloat16()).save(tmp_path / "out")
     export(tmp_path / "out", tmp_path / "packed")
     monkeypatch.setattr(quantizer, "device_of", lambda *_: torch.device("cuda"))
-    monkeypatch.setattr(loading, "has_kernels", lambda device: device.type == "cuda")
+    monkeypatch.setattr(packed, "has_kernels", lambda device: device.type == "cuda")
     loaded = transformers.LlavaForConditionalGeneration.from_pretrained(tmp_path / "packed").eval()
     assert any(is_packed(module) for module in loaded.modules())
     loaded.save_pretrained(tmp_path / "again")

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 import permtriton
 from permtriton.checkpoint.export import export
-from permtriton.checkpoint.record import RECORD, check_form, read_comparison
+from permtriton.checkpoint.forms import RECORD, check_form, read_comparison
 from permtriton.cli.main import app
 from permtriton.data.samples import Samples
 from permtriton.errors import ModelError
@@ -23,7 +23,7 @@ from permtriton.methods.statistics import site_statistics
 from permtriton.model.plan import linear_module, weight_in_out
 from permtriton.progress import NoProgress
 from permtriton.reporting import sections
-from permtriton.reporting.folders import layer_of, method_of, read_folders
+from permtriton.reporting.compiled import layer_of, method_of, read_folders
 from permtriton.reporting.html_report import page_of, report
 from permtriton.reporting.masks import corner, pictured_linears
 from permtriton.reporting.pages import Part
