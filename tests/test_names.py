@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, conversion_mapping
 from transformers.core_model_loading import WeightRenaming
 
 import permtriton
-from permtriton import CompileConfig, NMPattern, preparing
+from permtriton import NMPattern, config_from, preparing
 from permtriton.checkpoint import packed, quantizer
 from permtriton.checkpoint.export import export
 from permtriton.errors import ModelError
@@ -21,7 +21,7 @@ from permtriton.model.modules import is_packed
 from . import off_path, zoo
 from .folders import WEIGHTS
 
-QUICK = {"permutation": "heuristic", "importance": "magnitude", "row_weights": "none"}
+QUICK = {"recipe": "heuristic,mask", "importance": "magnitude", "heuristic_row_weights": "none"}
 IDS = zoo.token_ids(4, 16).clamp(max=80)  # beyond are tokens that stand for images
 GROUPED = {**zoo.SIZES, "num_key_value_heads": zoo.KEY_VALUE_HEADS}
 ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
@@ -71,7 +71,7 @@ def build(name: str) -> PreTrainedModel:
 
 
 def compiled(model: PreTrainedModel, layout: str = "portable") -> permtriton.CompiledModel:
-    return permtriton.compile(model, None, CompileConfig.from_options({**QUICK, "layout": layout}), ids=IDS)
+    return permtriton.compile(model, None, config_from({**QUICK, "layout": layout}), ids=IDS)
 
 
 def outputs(folder, like: PreTrainedModel) -> list[torch.Tensor]:

@@ -236,8 +236,8 @@ def test_a_model_on_meta_gets_the_same_graph():
     assert [result.changes for result in results] == [result.changes for result in real.results]
 
 
-@pytest.mark.parametrize("update", ["none", "sparsegpt"])
-def test_compile_runs_the_passes_that_inspect_shows(update):
-    config = permtriton.CompileConfig.from_options({"permutation": "heuristic", "weight_update": update})
+@pytest.mark.parametrize("recipe", ["heuristic,mask", "heuristic,sparsegpt"])
+def test_compile_runs_the_passes_that_inspect_shows(recipe):
+    config = permtriton.config_from(recipe=recipe)
     compiled = permtriton.compile(zoo.build("llama"), None, config, ids=zoo.token_ids())
     assert [step["name"] for step in compiled.report["passes"]] == list(PASS_NAMES)

@@ -1,4 +1,4 @@
-"""Step ``refit``: SparseGPT's mask with exact weights, fitted to the dense model; see `permtriton.methods.refitting`."""
+"""Step ``refit``: the exact weights on a mask that SparseGPT chooses, see `permtriton.methods.refitting`."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
@@ -26,8 +26,8 @@ class Refit(Step):
 
     dense_share: float = option(
         0.75,
-        "Share of the dense model's own inputs in what the weights are fitted to; the rest comes from the inputs of the "
-        "model as pruned so far.",
+        "Share of the dense model's own inputs in what weights are fitted to; the rest are the inputs of the model "
+        "as pruned so far.",
         maximum=1.0,
     )
     iterations: int = option(30, "Most rounds of conjugate gradients per weight; 0 leaves SparseGPT's weights.")
