@@ -88,7 +88,7 @@ def steps_of(recipe: str | Sequence[Step]) -> tuple[Step, ...]:
                 f"recipe is {shown(recipe)}: expected one of {', '.join(RECIPES)}, or steps: their names separated by "
                 "commas, or a tuple of them, such as (Mask(),)"
             )
-        return tuple(recipe)
+        return tuple(recipe)  # type: ignore[arg-type]
     if recipe in RECIPES:
         return RECIPES[recipe].steps
     known = {kind.name: kind for kind in steps.STEPS}

@@ -42,8 +42,11 @@ def _value(value: Any) -> Any:
 
 def _config(options: dict[str, Any]) -> dict[str, Any]:
     if missing := [name for name in SHOWN if not isinstance(options.get(name), str)]:
-        raise ValueError(f"options with the text {missing[0]}")
-    pattern(options["sparsity"])
+        raise ValueError(f"options, {missing[0]} as text among them")
+    try:
+        pattern(options["sparsity"])
+    except ValueError as error:
+        raise ValueError(f"options whose sparsity is {error}") from error
     return options
 
 
