@@ -16,7 +16,7 @@ from permtriton.methods.obs import Curvature, sparsegpt
 from permtriton.methods.refit import Refit
 from permtriton.methods.refitting import best_weight, least_squares, refit, row_errors
 from permtriton.methods.sparsegpt import SparseGPT
-from permtriton.methods.statistics import Moments, moments
+from permtriton.methods.statistics import Moments
 from permtriton.methods.weights import update_weights
 from permtriton.model.checks import check_pruned
 from permtriton.model.experts import unstack_experts
@@ -147,7 +147,7 @@ def test_a_fit_that_fails_keeps_sparsegpt(value, monkeypatch):
 def test_a_weight_that_is_worse_than_sparsegpts_is_refused(monkeypatch):
     """What is compared is the weight as it stands in the model."""
     weight, dense, pruned = problem(64)
-    monkeypatch.setattr(module.torch, "where", lambda _mask, found, start: 2 * found)
+    monkeypatch.setattr(module, "better_rows", lambda found, *_: 2 * found)
     with pytest.raises(VerificationError, match="refitting x"):
         fit(weight, moment_of(dense, pruned))
 
@@ -267,16 +267,7 @@ def test_encoder_decoders(name):
 def test_moments_are_those_of_both_models():
     """The dense model runs with the weights from before pruning, also those of the layers that are pruned already."""
     problem = Problem(tiny_model(layers=3), ids=zoo.tiny_ids(6, 16))
-    expected = inputs_of(problem)
-    found = {}
-
-    def record(original, *args):
-        found.update(result := original(*args))
-        return result
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "moments", lambda *args: record(moments, *args))
-        problem.refit()
+    expected, found = inputs_of(problem), moments_of(problem)
     last = problem.plan.layers()[-1]
     present = inputs_of(problem, last[:1])  # of which nothing before was changed since
     for site in last[:1]:
@@ -321,17 +312,23 @@ def test_experts_that_read_sorted_tokens_are_not_compared():
 
 def shifts_of(problem: Problem) -> dict[str, bool]:
     """Refits, and returns site -> whether its inputs were compared with the dense model's."""
-    shifts: dict[str, bool] = {}
+    return {site: moment.shift is not None for site, moment in moments_of(problem).items()}
+
+
+def moments_of(problem: Problem) -> dict[str, Moments]:
+    """Refits, and returns the moments of every site."""
+    found: dict[str, Moments] = {}
+    measure = module.moments
 
     def record(*args):
-        found = moments(*args)
-        shifts.update({site: moment.shift is not None for site, moment in found.items()})
-        return found
+        measured = measure(*args)
+        found.update(measured)
+        return measured
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "moments", record)
         problem.refit()
-    return shifts
+    return found
 
 
 def test_layers_that_share_weights():

@@ -18,7 +18,7 @@ class Refit(Step):
 
     name: ClassVar[str] = "refit"
     prefix: ClassVar[str] = "refit"
-    summary: ClassVar[str] = "SparseGPT's mask, then the exact least-squares weights on it, layer by layer: minutes"
+    summary: ClassVar[str] = "SparseGPT's mask, then the exact least-squares weights on it, site by site: minutes"
     stage: ClassVar[Stage] = Stage.PRUNE
     importance: ClassVar[str] = "obs"
     keeps_values: ClassVar[bool] = False
@@ -42,17 +42,17 @@ class Refit(Step):
             "refit": {
                 "activations": 2 * layer["activations"],
                 "inputs of layers": 2 * layer["inputs of layers"],
-                "hessians": layer["hessians"] * 3 // 2,
+                "hessians": layer["hessians"],
                 "dense weights": facts.pruned * facts.element,
                 "one layer": facts.largest_weight * 10 * FLOAT32,
             }
         }
 
     def seconds(self, facts: Facts, speed: Speed) -> float:
-        # Inputs in both models, and outputs of the new weights. A round of conjugate gradients costs about one token
-        # per column, SparseGPT and the targets three each.
+        # In both models the inputs, site by site, and the outputs of each layer. A round of conjugate gradients costs
+        # about one token per column, SparseGPT and the targets three each.
         per_token = speed.forward / max(facts.positions, 1)
-        return 3 * speed.forward + (6 + self.iterations) * facts.widest * per_token
+        return 5 * speed.forward + (6 + self.iterations) * facts.widest * per_token
 
     def run(self, run: "Run") -> Outcome:
         from permtriton.methods.refitting import refit
