@@ -187,7 +187,9 @@ def test_encoders_are_compared_by_the_cosine(name):
         model, windows, ids = zoo.build(name), zoo.token_ids(3, 12), zoo.token_ids(4, 16)
     yardstick = Yardstick(model, None, windows)
     results = compare(yardstick, method_rows(given(), ("wanda",), ()), ids=ids)
-    report = report_of(results, yardstick, resolved(given()), model=name, text="", seeds=[0], ablation=None, versions={})
+    report = report_of(
+        results, yardstick, resolved(given()), model=name, text="", seeds=[0], ablation=None, versions={}
+    )
     assert (report["tokens"], report["window"]) == ((36, 12) if name == "bert" else (6 * 5, 5))
     assert columns(report)[0] == ["method", "cosine", "seconds", "peak MiB"]
     dense, pruned = (each.measured[0] for each in results)

@@ -174,6 +174,7 @@ def test_its_outcome_is_recorded_and_shown(results, record):
     assert "own: loss" in shown
     assert "0.7500 to 0.1667 (round 3 of 3)" in shown
     assert "own: half 2" in shown
+    assert "left as it was: it stands alone" in shown
 
 
 def test_the_report_draws_it(results, folder, record):

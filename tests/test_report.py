@@ -34,14 +34,18 @@ from .kernel_inputs import TWO_FOUR
 
 ROOT = Path(__file__).parent.parent
 COMPARISON = ROOT / "benchmarks" / "results" / "compare-demo-recipe.json"
-MAGNITUDE = {"importance": "magnitude", "permutation": "heuristic", "row_weights": "none"}
-LEARNED = {"permutation": "learned", "epochs": 2, "batch_size": 4, "learning_rate": 0.1, "block_size": 16}
+MAGNITUDE = {"importance": "magnitude", "recipe": "heuristic,mask", "heuristic_row_weights": "none"}
+LEARNED = {
+    "recipe": "heuristic,learned,mask",
+    "learn_epochs": 2,
+    "learn_batch_size": 4,
+    "learn_learning_rate": 0.1,
+    "learn_block_size": 16,
+}
 
 
 def compiled(**options: object) -> permtriton.CompiledModel:
-    return permtriton.compile(
-        zoo.build("llama"), None, permtriton.CompileConfig.from_options(options), ids=zoo.token_ids()
-    )
+    return permtriton.compile(zoo.build("llama"), None, permtriton.config_from(options), ids=zoo.token_ids())
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +53,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
     """Compiled folders of the same model; do not write into them."""
     root = tmp_path_factory.mktemp("report")
     options = {
-        "wanda": {"permutation": "none"},
+        "wanda": {"recipe": "mask"},
         "learned": LEARNED,
         "portable": MAGNITUDE,
         "fused": {**MAGNITUDE, "layout": "fused", "o_proj": "free"},
@@ -100,7 +104,7 @@ def test_permuted_corners_are_undone(folders, name):
 @pytest.mark.parametrize(("name", "layers"), [("gpt2", "n_layer"), ("phi3", "num_hidden_layers")])
 def test_transposed_and_joined_weights_are_undone(name, layers, tmp_path):
     dense = zoo.build(name, **{layers: 1})
-    config = permtriton.CompileConfig.from_options(MAGNITUDE)
+    config = permtriton.config_from(MAGNITUDE)
     folder = permtriton.compile(copy.deepcopy(dense), None, config, ids=zoo.token_ids(2, 16)).save(tmp_path / "out")
     check_corners(folder, dense)
     export(folder, tmp_path / "packed")
@@ -203,9 +207,10 @@ def test_every_section_says_what_was_recorded(folders, whole):
     parts = dict(re.findall(r'<section id="(\w+)".*?>(.*?)</section>', whole, re.DOTALL))
     for word in ("15.189", "0.1696", "±"):
         assert word in parts["result"]
-    losses = [epoch["loss"] for epoch in record["learning"]["epochs"]]
-    assert f"From {losses[0]:.4f} to {losses[record['learning']['kept_epoch']]:.4f}" in parts["search"]
-    soft = [epoch["agreement"] for epoch in record["learning"]["epochs"]]
+    (learned,) = [step for step in record["steps"] if step["name"] == "learned"]
+    losses = [epoch["loss"] for epoch in learned["history"]]
+    assert f"Step learned: from {losses[0]:.4f} to {losses[learned['kept']]:.4f} in 2 epochs" in parts["search"]
+    soft = [epoch["agreement"] for epoch in learned["history"]]
     assert f"from {soft[0]:.3f} to {soft[-1]:.3f}" in parts["search"]
     entry = [value for name, value in record["retained_importance"].items() if name.endswith("down_proj")]
     mean = [100 * sum(each[key] for each in entry) / len(entry) for key in ("before", "after")]
@@ -301,12 +306,11 @@ def test_older_folders_say_what_was_not_recorded(folders, tmp_path):
 def test_methods_are_told_apart(folders, tmp_path):
     same = read_folders([folders["portable"], folders["portable-packed"]])
     assert [folder.label for folder in same] == [
-        "magnitude, heuristic order (portable)",
-        "magnitude, heuristic order (portable-packed)",
+        "magnitude: heuristic, mask (portable)",
+        "magnitude: heuristic, mask (portable-packed)",
     ]
-    assert method_of({"importance": "obs", "permutation": "none", "weight_update": "sparsegpt", "layout": "fused"}) == (
-        "obs, no permutation, sparsegpt, fused"
-    )
+    config = permtriton.config_from({"layout": "fused"}, "fast").to_dict()
+    assert method_of(config) == "obs: heuristic, sparsegpt, fused"
     other = changed(folders["portable"], tmp_path / "other", lambda record: record.update(model="org/other"))
     warnings = page_of(read_folders([folders["portable"], other]), None).warnings
     assert [line.partition(":")[0] for line in warnings] == ["The folders come from different models"]
@@ -386,6 +390,6 @@ def test_the_form_is_what_saving_writes(folders):
 
 def test_forms_refuse_other_types():
     check_form({"seconds": {"a": 1, "b": 2.5}, "unknown": object()}, RECORD, "x")
-    for wrong in ({"seconds": {"a": True}}, {"sites": {}}, {"search": {"rounds": [{}]}}, {"barriers": [1]}):
+    for wrong in ({"seconds": {"a": True}}, {"sites": {}}, {"steps": [{"name": "own"}]}, {"barriers": [1]}):
         with pytest.raises(ModelError, match=r"^x: "):
             check_form(wrong, RECORD, "x")
