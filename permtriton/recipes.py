@@ -83,7 +83,7 @@ def steps_of(recipe: str | Sequence[Step]) -> tuple[Step, ...]:
         ConfigError: there is no such recipe or step.
     """
     if not isinstance(recipe, str):
-        found = tuple(recipe) if isinstance(recipe, Sequence) else (None,)
+        found: tuple[Any, ...] = tuple(recipe) if isinstance(recipe, Sequence) else (None,)
         if not all(isinstance(step, steps.STEPS) for step in found):
             raise ConfigError(
                 f"recipe is {shown(recipe)}: expected one of {', '.join(RECIPES)}, or steps: their names separated by "
