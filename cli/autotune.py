@@ -14,7 +14,7 @@ from permtriton.errors import ConfigError
 from permtriton.kernels import autotune as cache
 from permtriton.kernels.launch import triton
 from permtriton.kernels.tools import timing, tuning
-from permtriton.kernels.tools.cases import Case
+from permtriton.kernels.tools.case import Case
 from permtriton.kernels.tools.tuning import Trial
 from permtriton.model import load
 from permtriton.model.plan import linear_module, weight_in_out

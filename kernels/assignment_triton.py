@@ -26,17 +26,12 @@ measured for random blocks of 64 with 2% noise: 258 without, 110 with).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
-from itertools import product
-
 import torch
 from torch import Tensor
 
 from permtriton.errors import ModelError
 from permtriton.kernels.autotune import config_for
-from permtriton.kernels.builds import Build, builds_of, name_of
-from permtriton.kernels.launch import Config, Kernel, jit, refuse_unsupported, tl, triton
+from permtriton.kernels.launch import Config, Kernel, jit, tl, triton
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 LARGEST = 256
@@ -174,14 +169,11 @@ def _assignment_kernel(
 
 
 def assignment_triton(score: Tensor) -> Tensor:
-    """Computes `assignment_reference` with a Triton kernel: int32 ``[n, B]``, the row of each column.
-
-    Args:
-        score: ``[n, B, B]``, float16 to float64, B at most 256; copied if not contiguous.
+    """Computes `assignment_reference` of scores that `supports` accepts.
 
     Raises:
-        ModelError: scores that `supports` refuses; a score is NaN, or a block has no assignment with a finite
-            total. While a CUDA graph is captured these two are not raised, and such a block is all -1.
+        ModelError: a score is NaN, or a block has no assignment with a finite total. While a CUDA graph is captured
+            this is not raised, and such a block is all -1.
     """
     return _solve(score, None)
 
@@ -210,9 +202,6 @@ def assignment_warm_triton(score: Tensor, prices: Tensor) -> tuple[Tensor, Tenso
 
 
 def _solve(score: Tensor, prices: Tensor | None) -> Tensor:
-    got = f"{score.dtype} scores in blocks of {score.shape[-1]}"
-    expected = f"float16, bfloat16, float32 or float64 in blocks of at most {LARGEST}"
-    refuse_unsupported("assignment", supports(score), got, expected)
     index = launched(score, prices)
     capturing = score.is_cuda and torch.cuda.is_current_stream_capturing()
     if index.numel() and not capturing and bool((index[:, 0] < 0).any()):
@@ -248,14 +237,3 @@ def supports(score: Tensor) -> bool:
 
 def _shape(size: int, warm: bool) -> dict[str, int]:
     return {"SIZE": size, "PADDED": max(triton.next_power_of_2(size), 32), "WARM": warm}
-
-
-def builds() -> Iterator[Build]:
-    """Yields the kernel in every configuration, cold and warm, for blocks of 64 and 256 and one that is padded."""
-
-    def solve(size: int, dtype: torch.dtype, warm: bool) -> object:
-        return launched(torch.empty(8, size, size, dtype=dtype), torch.empty(8, size) if warm else None)
-
-    for dtype, size, warm in product((torch.float32, torch.bfloat16), (64, 256, 48), (False, True)):
-        about = f"{size}x{size} {name_of(dtype)}{' warm' if warm else ''}"
-        yield from builds_of(about, partial(solve, size, dtype, warm), "assignment", CONFIGS)

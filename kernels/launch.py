@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-from permtriton.errors import ModelError
-
 try:
     import triton
     import triton.language as tl
@@ -28,41 +26,11 @@ def builtin(function: Callable[..., Any]) -> Any:
     return tl.core.builtin(function) if triton is not None else function
 
 
-def on_gpu(op: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Returns a decorator that registers a function as what a custom operator runs on a GPU, where there is Triton.
-
-    Triton launches on the current GPU, whichever device the arguments are on. Makes the first argument's device current
-    before launching.
-    """
-
-    def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def run(*arguments: Any) -> Any:
-            with torch.cuda.device(arguments[0].device):
-                return function(*arguments)
-
-        if triton is not None:
-            op.register_kernel("cuda")(run)
-        return run
-
-    return register
-
-
 def has_kernels(device: torch.device) -> bool:
     """Whether Triton kernels run on a device: NVIDIA GPUs of compute capability 8.0 or newer, and AMD GPUs."""
     if triton is None or device.type != "cuda":
         return False
     return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
-
-
-def refuse_unsupported(op: str, supported: bool, got: str, expected: str) -> None:
-    """Refuses, in a Triton launcher, what only the reference computes.
-
-    Raises:
-        ModelError: what was got, what the kernels of ``op`` expect, and that the reference takes the rest.
-    """
-    if not supported:
-        raise ModelError(f"{op}: {got}: the Triton kernels expect {expected}; the reference takes the rest")
 
 
 @dataclass(frozen=True)

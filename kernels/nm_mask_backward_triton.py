@@ -22,8 +22,6 @@ no further than the rounding of W and dL/dW_eff to bfloat16 did, also where most
 float32, and without ``group_scale``, where M_soft may be nearly flat, each operand is split into two bfloat16 halves,
 and three of the four products of halves are added: the relative error is at most 2^-16 per product; TF32's is 2^-10.
 Floor: 4 bytes per weight at 16 bits; 4 TILE_C floating-point operations per weight, 12 TILE_C if operands are split.
-Counted for sm_90, bfloat16, blocks of 64, 2:4, row and column statistics: 29.8 instructions per weight, so a weight of
-11008 x 4096 takes at least 40 us to issue, and 42 us to read.
 
 With ``group_scale``, a block whose mean score is subnormal counts as one of zeros.
 A group takes ``PADDED`` places of a tile, the next power of two; those beyond ``group`` hold zeros and are left out of
@@ -32,18 +30,16 @@ the softmax.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import partial
-from itertools import groupby, product
+from collections.abc import Sequence
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
 from permtriton.kernels.autotune import config_for
-from permtriton.kernels.builds import Build, builds_of, name_of
 from permtriton.kernels.importance import ImportanceFactors
-from permtriton.kernels.launch import Config, Kernel, Launch, builtin, jit, tl, triton
-from permtriton.kernels.nm_mask_triton import contiguous, refuse
+from permtriton.kernels.launch import Config, Kernel, builtin, jit, tl, triton
+from permtriton.kernels.nm_mask_triton import contiguous
 
 # Padded channels of a tile; larger blocks are cut: tiles of 128 spill on sm_80 and overflow sm_100's tensor memory.
 TILE = 64
@@ -275,15 +271,11 @@ def nm_mask_backward_triton(
     group_scale: bool,
     floor: float,
 ) -> Tensor:
-    """Computes `nm_mask_backward_reference` with a Triton kernel: float32 ``[sum of sizes^2]``.
+    """Computes `nm_mask_backward_reference` of what `supports` accepts: float32 ``[sum of sizes^2]``.
 
     Args:
         floor: Lower bound of a group's mean, as a fraction of its block's mean: FLOOR of the reference.
-
-    Raises:
-        ModelError: a dtype that `supports` refuses.
     """
-    refuse(weight, factors.scale)
     total, rows = sum(size * size for size in blocks), weight.shape[0]
     if not total or not rows:
         return torch.zeros(total, device=weight.device)
@@ -343,39 +335,3 @@ def _launch(config: Config, size: int, group: int, aligned: bool, weight: Tensor
         "ROWS_STEP": ROWS_STEP, "VECTOR": vector, "TILE_C": tile_c, "TILE_O": rows,
     }  # fmt: skip
     return Config(constants, warps, stages), 1 if whole else triton.cdiv(padded, TILE) ** 2
-
-
-def builds() -> Iterator[Build]:
-    """Yields the kernel in every configuration and tile at 2:4; at 8:16 too where registers are short."""
-
-    def backward(dtype: torch.dtype, size: int, group: int, layout: str, wanda: bool, group_scale: bool) -> object:
-        channels, rows = 4 * size, {"any length": 4097, "masked": 4112}.get(layout, 4096)
-        weight = torch.empty(channels, rows, dtype=dtype).t()
-        if layout == "any strides":
-            weight = torch.empty(2 * rows, 3 * channels, dtype=dtype)[::2, ::3]
-        statistics = (None, None) if wanda else (torch.empty(rows), torch.empty(channels))
-        factors, index = (
-            ImportanceFactors(1, torch.empty(channels), *statistics),
-            torch.empty(channels, dtype=torch.int64),
-        )
-        return nm_mask_backward_triton(weight, weight, factors, index, [size] * 4, group, group_scale, 0.1)
-
-    shapes = [(size, 4, "aligned") for size in (64, 16, 32, 128)] + [(size, 16, "aligned") for size in (64, 128)]
-    shapes += [(size, 4, "masked") for size in (16, 32, 64)] + [(size, 4, "any length") for size in (64, 128)]
-    shapes += [(size, 4, "any strides") for size in (16, 32, 64, 128)]
-    for dtype, (size, group, layout) in product((torch.bfloat16, torch.float32), shapes):
-        about = f"{name_of(dtype)} blocks of {size} in groups of {group}, {layout}"
-        call = partial(backward, dtype, size, group, layout, False, True)
-        yield from builds_of(about, call, "nm_mask_backward", CONFIGS)
-    about, call = "bf16 blocks of 64 in groups of 4, aligned", partial(backward, torch.bfloat16, 64, 4, "aligned")
-    yield from builds_of(f"{about}, Wanda", partial(call, True, True), "nm_mask_backward", CONFIGS)
-    yield from builds_of(f"{about}, scores not scaled", partial(call, False, False), "nm_mask_backward", CONFIGS)
-
-
-def loops(launch: Launch) -> tuple[float, ...]:
-    """Returns how often a program runs the loop of the kernel's machine code, on average: once per tile of rows.
-
-    Blocks larger than a tile are not counted: they have a loop more.
-    """
-    rows = launch.numbers["rows"] * launch.constants["ALIGN"]
-    return (triton.cdiv(rows, launch.constants["TILE_O"]) / launch.grid[1],)

@@ -7,25 +7,21 @@ difference, and one instruction combines three of them into whether a slot is ke
 where they were read: W is read once, W_eff is written once, and no index but ``index`` is needed. If channels are rows
 in memory (``weight.stride(0) == 1``), a channel's tile is one run of ``2 TILE_O`` bytes at 16 bits; other strides take
 narrower tiles over a whole block of channels and transpose in registers.
-Floor: 4 bytes per weight at 16 bits. Counted for sm_90, bfloat16, 2:4, row and column statistics: 17.0 instructions per
-weight, so a weight of 11008 x 4096 takes at least 23 us to issue, and 42 us to move.
+Floor: 4 bytes per weight at 16 bits.
 Groups of more than four are padded to a power of two. Their ranks are counted in a loop that reads the group's rows
 again, from the cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import partial
-from itertools import product
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from permtriton.kernels.autotune import config_for
-from permtriton.kernels.builds import Build, builds_of, name_of
 from permtriton.kernels.importance import ImportanceFactors
-from permtriton.kernels.launch import Config, Kernel, jit, refuse_unsupported, tl, triton
+from permtriton.kernels.launch import Config, Kernel, jit, tl, triton
 from permtriton.sparsity import NMPattern
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -147,12 +143,7 @@ def _nm_mask_fwd_wide_kernel(
 def nm_mask_triton(
     weight: Tensor, factors: ImportanceFactors, index: Tensor, blocks: Sequence[int], pattern: NMPattern
 ) -> Tensor:
-    """Computes `nm_mask_reference` with a Triton kernel: the same bits, for finite scores.
-
-    Raises:
-        ModelError: a dtype that `supports` refuses.
-    """
-    refuse(weight, factors.scale)
+    """Computes `nm_mask_reference` of what `supports` accepts: the same bits, for finite scores."""
     rows, channels = weight.shape
     masked = torch.empty((channels, rows), dtype=weight.dtype, device=weight.device)
     if not masked.numel():
@@ -179,17 +170,6 @@ def supports(weight: Tensor, scale: Tensor) -> bool:
     return weight.dtype in DTYPES and scale.dtype == torch.float32
 
 
-def refuse(weight: Tensor, scale: Tensor) -> None:
-    """Refuses unsupported dtypes, in the forward and the backward pass.
-
-    Raises:
-        ModelError: naming both dtypes.
-    """
-    got = f"a {weight.dtype} weight with {scale.dtype} statistics"
-    expected = "a weight of bfloat16, float16 or float32 with statistics of float32"
-    refuse_unsupported("nm_mask", supports(weight, scale), got, expected)
-
-
 def contiguous(factors: ImportanceFactors) -> tuple[Tensor, Tensor, Tensor]:
     """Returns (scale, row, column), contiguous; a factor that is None is never read, and ``scale`` stands for it."""
     scale = factors.scale.contiguous()
@@ -201,23 +181,3 @@ def contiguous(factors: ImportanceFactors) -> tuple[Tensor, Tensor, Tensor]:
 def _wide_config(group: int) -> Config:
     padded = triton.next_power_of_2(group)
     return Config({"PADDED": padded, "TILE_O": WIDE_TILE // padded}, num_warps=4, num_stages=1)
-
-
-def builds() -> Iterator[Build]:
-    """Yields the kernels in every configuration, at 2:4, 4:8, 8:16 and 16:32."""
-
-    def masked(dtype: torch.dtype, pattern: NMPattern, row_major: bool) -> object:
-        rows, channels = 4096, 1024
-        weight = torch.empty(rows, channels, dtype=dtype) if row_major else torch.empty(channels, rows, dtype=dtype).t()
-        factors = ImportanceFactors(1, torch.empty(channels), torch.empty(rows), torch.empty(channels))
-        return nm_mask_triton(weight, factors, torch.empty(channels, dtype=torch.int64), [channels], pattern)
-
-    for dtype in (torch.bfloat16, torch.float32):
-        two_of_four = NMPattern(2, 4)
-        call = partial(masked, dtype, two_of_four, False)
-        yield from builds_of(f"{two_of_four} {name_of(dtype)}", call, "nm_mask", CONFIGS)
-        yield from builds_of(f"{two_of_four} {name_of(dtype)} row-major", partial(masked, dtype, two_of_four, True))
-        for group, row_major in product((8, 16, 32), (False, True)):
-            pattern = NMPattern(group // 2, group)
-            about = f"{pattern} {name_of(dtype)}{' row-major' if row_major else ''}"
-            yield from builds_of(about, partial(masked, dtype, pattern, row_major))

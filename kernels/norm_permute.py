@@ -17,8 +17,8 @@ Bytes moved: x read once, y written once, as for the norm alone. On a GPU Triton
 norms, see `permtriton.kernels.norm_permute_triton`; the reference runs the others.
 """
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,20 +26,8 @@ from torch.nn.functional import layer_norm
 
 from permtriton.errors import ModelError
 from permtriton.kernels import norm_permute_triton as kernels
-from permtriton.kernels.launch import on_gpu
+from permtriton.kernels.operator import operator
 from permtriton.kernels.permute import check_shapes, permute, permute_reference
-from permtriton.kernels.tools.cases import (
-    META,
-    Case,
-    Floor,
-    Inputs,
-    as_stored,
-    generator_of,
-    normal,
-    random_order,
-    rounding,
-)
-from permtriton.kernels.tools.timing import relative_error
 from permtriton.permutation import inverse
 
 KINDS = ("rms", "rms_float", "layer")
@@ -67,36 +55,6 @@ def norm_variants(eps: float, bias: bool) -> list[NormVariant]:
     """Returns the variants with this ``eps`` that a norm with (or without) a bias may compute."""
     kinds = ("layer",) if bias else KINDS
     return [NormVariant(kind, eps, offset) for offset in (0.0, 1.0) for kind in kinds]
-
-
-def norm_permute(
-    x: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, eps: float, offset: float, kind: str
-) -> Tensor:
-    """Returns ``norm(x)[..., index]``; differentiable in ``x``, ``weight`` and ``bias``.
-
-    Args:
-        x: ``[..., C]``, floating point.
-        weight: ``[C]``, in the order of ``x``.
-        bias: ``[C]`` or None; None for the RMS kinds.
-        index: ``[C]``, a permutation, any integer dtype.
-        eps: Number added to the mean square, or the variance.
-        offset: Number added to ``weight``.
-        kind: "rms", "rms_float" or "layer".
-
-    Returns:
-        ``[..., C]``, contiguous, in the dtype of ``x``, or of the weight for "rms", as the modules do.
-
-    Raises:
-        ModelError: shapes that do not fit, an unknown kind, or a bias with an RMS kind.
-    """
-    return torch.ops.permtriton.norm_permute(x, weight, bias, index, eps, offset, kind)
-
-
-def norm_permute_reference(
-    x: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, eps: float, offset: float, kind: str
-) -> Tensor:
-    """The norm and the gather in plain torch."""
-    return norm_reference(x, weight, bias, eps, offset, kind, index.long())
 
 
 def norm_reference(
@@ -161,7 +119,9 @@ def _check_kind(kind: str) -> None:
         raise ModelError(f"a norm of kind {kind!r}: expected one of {', '.join(KINDS)}")
 
 
-def _check(x: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, kind: str) -> None:
+def _check(
+    x: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, _eps: float, _offset: float, kind: str
+) -> None:
     check_shapes("norm_permute", x, index)
     _check_kind(kind)
     if bias is not None and kind != "layer":
@@ -176,146 +136,66 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, kind: 
         raise ModelError(f"norm_permute: an input of {x.dtype}: expected a floating-point dtype")
 
 
-@torch.library.custom_op("permtriton::norm_permute", mutates_args=())
-def _norm_permute(
-    x: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, eps: float, offset: float, kind: str
-) -> Tensor:
-    _check(x, weight, bias, index, kind)
-    return norm_permute_reference(x, weight, bias, index, eps, offset, kind)
-
-
-@_norm_permute.register_fake
-def _(x, weight, bias, index, eps, offset, kind):  # type: ignore[no-untyped-def]
-    _check(x, weight, bias, index, kind)
-    return x.new_empty(x.shape, dtype=weight.dtype if kind == "rms" else x.dtype)
-
-
-@torch.library.custom_op("permtriton::norm_permute_backward", mutates_args=())
-def _norm_permute_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, eps: float, offset: float, kind: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Without a bias its gradient is empty: operators return tensors only."""
-    ordered = permute_reference(grad, inverse(index.long()))
-    return _three(*norm_backward_reference(ordered, x, weight, bias, eps, offset, kind))
-
-
-@_norm_permute_backward.register_fake
-def _(grad, x, weight, bias, index, eps, offset, kind):  # type: ignore[no-untyped-def]
-    grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
-    return grad_x, weight.new_empty(weight.shape), weight.new_empty(0) if bias is None else bias.new_empty(bias.shape)
+def _backward_on_gpu(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _three(*kernels.norm_permute_backward_triton(*arguments))
 
 
 def _three(grad_x: Tensor, grad_weight: Tensor, grad_bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     return grad_x.contiguous(), grad_weight, grad_weight.new_empty(0) if grad_bias is None else grad_bias
 
 
-@on_gpu(_norm_permute)
-def _(x, weight, bias, index, eps, offset, kind):  # type: ignore[no-untyped-def]
-    _check(x, weight, bias, index, kind)
-    run = kernels.norm_permute_triton if kernels.takes(x, weight, bias) else norm_permute_reference
-    return run(x, weight, bias, index, eps, offset, kind)
+@operator(
+    "norm_permute_backward",
+    lambda grad, x, weight, bias, *_: _three(
+        torch.empty_like(x, memory_format=torch.contiguous_format), torch.empty_like(weight),
+        None if bias is None else torch.empty_like(bias),
+    ),
+    launcher=_backward_on_gpu,
+    supports=lambda grad, x, weight, bias, *_: kernels.takes(x, weight, bias),
+)  # fmt: skip
+def norm_permute_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, eps: float, offset: float, kind: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the gradients of x, weight and bias, of which that of a bias that is None is empty."""
+    ordered = permute(grad, inverse(index.long()))
+    return _three(*norm_backward_reference(ordered, x, weight, bias, eps, offset, kind))
 
 
-@on_gpu(_norm_permute_backward)
-def _(grad, x, weight, bias, index, eps, offset, kind):  # type: ignore[no-untyped-def]
-    if not kernels.takes(x, weight, bias):
-        ordered = permute(grad, inverse(index.long()))
-        return _three(*norm_backward_reference(ordered, x, weight, bias, eps, offset, kind))
-    return _three(*kernels.norm_permute_backward_triton(grad, x, weight, bias, index, eps, offset, kind))
+def _gradient(grad: Tensor, *inputs: Any) -> dict[str, Tensor | None]:
+    bias = inputs[2]
+    grad_x, grad_weight, grad_bias = norm_permute_backward(grad, *inputs)
+    return {"x": grad_x, "weight": grad_weight, "bias": None if bias is None else grad_bias}
 
 
-def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    x, weight, bias, index, ctx.eps, ctx.offset, ctx.kind = inputs
-    ctx.save_for_backward(x, weight, bias, index)
+@operator(
+    "norm_permute",
+    lambda x, weight, bias, index, eps, offset, kind: x.new_empty(
+        x.shape, dtype=weight.dtype if kind == "rms" else x.dtype
+    ),
+    check=_check,
+    launcher=kernels.norm_permute_triton,
+    supports=lambda x, weight, bias, *_: kernels.takes(x, weight, bias),
+    gradient=_gradient,
+    keeps=("x", "weight", "bias", "index", "eps", "offset", "kind"),
+)
+def norm_permute(
+    x: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, eps: float, offset: float, kind: str
+) -> Tensor:
+    """Returns ``norm(x)[..., index]``; differentiable in ``x``, ``weight`` and ``bias``.
 
+    Args:
+        x: ``[..., C]``, floating point.
+        weight: ``[C]``, in the order of ``x``.
+        bias: ``[C]`` or None; None for the RMS kinds.
+        index: ``[C]``, a permutation, any integer dtype.
+        eps: Number added to the mean square, or the variance.
+        offset: Number added to ``weight``.
+        kind: "rms", "rms_float" or "layer".
 
-def _backward(ctx, grad):  # type: ignore[no-untyped-def]
-    x, weight, bias, index = ctx.saved_tensors
-    grad_x, grad_weight, grad_bias = torch.ops.permtriton.norm_permute_backward(
-        grad, x, weight, bias, index, ctx.eps, ctx.offset, ctx.kind
-    )
-    return grad_x, grad_weight, None if bias is None else grad_bias, None, None, None, None
+    Returns:
+        ``[..., C]``, contiguous, in the dtype of ``x``, or of the weight for "rms", as the modules do.
 
-
-_norm_permute.register_autograd(_backward, setup_context=_setup_context)
-
-
-def cases(
-    shapes: Sequence[tuple[int, int]], tokens: Sequence[int], dtype: torch.dtype, device: torch.device
-) -> list[Case]:
-    """Returns what is checked, tuned and measured for linears of these shapes (out, in)."""
-    makers = (norm_permute_case, norm_permute_backward_case)
-    return [make(t, c, dtype, device) for t in tokens for _, c in shapes for make in makers]
-
-
-def norm_permute_case(rows: int, channels: int, dtype: torch.dtype, device: torch.device, kind: str = "rms") -> Case:
-    """RMSNorm, or LayerNorm, that writes a permuted order."""
-
-    def make(seed: int) -> Inputs:
-        generator = generator_of(seed, device)
-        weight = normal((channels,), dtype, generator)
-        bias = normal((channels,), dtype, generator) if kind == "layer" else None
-        return (
-            normal((rows, channels), dtype, generator),
-            weight,
-            bias,
-            as_stored(random_order(channels, False, generator)),
-        )
-
-    def run(x: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor) -> Tensor:
-        return norm_permute(x, weight, bias, index, 1e-5, 0.0, kind)
-
-    def reference(x: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor) -> Tensor:
-        wide = (x.double(), weight.double(), None if bias is None else bias.double())
-        return norm_reference(*wide, 1e-5, 0.0, kind, index.long(), torch.float64)
-
-    moved = 2 * rows * channels * dtype.itemsize
-    return Case(
-        f"norm_permute ({kind})", f"{rows}x{channels}", dtype, make, run, reference, relative_error, rounding(dtype),
-        moved, tables=("norm_permute",),
-    )  # fmt: skip
-
-
-def norm_permute_backward_case(rows: int, channels: int, dtype: torch.dtype, device: torch.device) -> Case:
-    """RMSNorm forward and backward, with the gradients of input and weight: 5 of the input's bytes."""
-
-    def make(seed: int) -> Inputs:
-        generator = generator_of(seed, device)
-        x, weight = (normal(shape, dtype, generator).requires_grad_() for shape in ((rows, channels), (channels,)))
-        return (
-            x,
-            weight,
-            as_stored(random_order(channels, False, generator)),
-            normal((rows, channels), dtype, generator),
-        )
-
-    @torch.enable_grad()
-    def run(x: Tensor, weight: Tensor, index: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(norm_permute(x, weight, None, index, 1e-5, 0.0, "rms"), (x, weight), grad)
-
-    @torch.enable_grad()
-    def reference(x: Tensor, weight: Tensor, index: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
-        wide = [tensor.detach().double().requires_grad_() for tensor in (x, weight)]
-        y = norm_reference(wide[0], wide[1], None, 1e-5, 0.0, "rms", index.long(), torch.float64)
-        return torch.autograd.grad(y, wide, grad.double())
-
-    def error(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> float:
-        return max(map(relative_error, found, expected))
-
-    moved = 5 * rows * channels * dtype.itemsize
-    return Case(
-        "norm_permute forward + backward", f"{rows}x{channels}", dtype, make, run, reference, error, rounding(dtype),
-        moved, tables=("norm_permute", "norm_permute_backward"),
-    )  # fmt: skip
-
-
-def floors() -> Iterator[Floor]:
-    """Yields the named shape whose issue floor is counted."""
-    rows, channels, dtype = 16384, 4096, torch.bfloat16
-
-    def call() -> Tensor:
-        weight, index = torch.empty(channels, dtype=dtype), torch.empty(channels, dtype=torch.int16)
-        x = torch.empty(rows, channels, dtype=dtype)
-        return kernels.norm_permute_triton(x, weight, None, index, 1e-5, 0.0, "rms")
-
-    yield Floor(norm_permute_case(rows, channels, dtype, META), call, rows * channels, "element", kernels.loops)
+    Raises:
+        ModelError: shapes that do not fit, an unknown kind, or a bias with an RMS kind.
+    """
+    return norm_reference(x, weight, bias, eps, offset, kind, index.long())

@@ -10,10 +10,6 @@ rows with the weight and the index in registers, so that they are read once per 
 next rows into shared memory meanwhile. It needs ``num_stages=3``: with 2, the next row is asked for only after this
 one's gather and store. Loading it into registers instead, as `permute` does, leaves fewer programs per multiprocessor
 in four of the six kinds and dtypes.
-Counted for sm_90 with rows of 4096 in bfloat16, "rms": 58 registers, 8 warps, four programs per multiprocessor; a row
-takes 176 instructions, 4 barriers and 8 shuffles per warp, without the gather 146, 2 and 8. At 16384 rows issuing takes
-at least 23 us, shared memory 51 us (of which the gather's bank conflicts 28), the bytes 62 us at 4.3 TB/s; at least
-32 KB are in flight per multiprocessor.
 Floor: forward reads x and writes y; backward reads x and the gradient and writes dx. The gradient is brought into the
 order of x by the same gather, with the inverse index. For weight gradients, each program sums its rows in registers, in
 float32, and writes ``[programs, C]``, which is then summed in a fixed order: no atomics, and the same input gives the
@@ -24,17 +20,11 @@ then read in tiles, again from the cache; their sums are kept in memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
-from itertools import product
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from permtriton.kernels.autotune import config_for
-from permtriton.kernels.builds import Build, builds_of, name_of
-from permtriton.kernels.launch import Config, Kernel, Launch, jit, tl, triton
+from permtriton.kernels.launch import Config, Kernel, jit, tl, triton
 from permtriton.kernels.permute_triton import gather_rows, programs_for, warps_for
 from permtriton.permutation import inverse
 
@@ -60,6 +50,26 @@ def _normalized(row, inside, C, eps, KIND: tl.constexpr):
         row = tl.where(inside, row - tl.sum(row, 0) / C, 0.0)
     root = tl.rsqrt(tl.sum(row * row, 0) / C + eps)
     return row * root, root
+
+
+@jit
+def _statistics(row_ptr, C, eps, TILE: tl.constexpr, KIND: tl.constexpr):
+    """Returns (mean, 1 / deviation) of a row that does not fit into registers; the mean of the RMS kinds is 0."""
+    mean = 0.0
+    if KIND == 2:
+        total = tl.zeros([TILE], tl.float32)
+        for start in range(0, C, TILE):
+            channel = start + tl.arange(0, TILE)
+            total += tl.load(row_ptr + channel, mask=channel < C, other=0.0).to(tl.float32)
+        mean = tl.sum(total, 0) / C
+    square = tl.zeros([TILE], tl.float32)
+    for start in range(0, C, TILE):
+        channel = start + tl.arange(0, TILE)
+        hidden = tl.load(row_ptr + channel, mask=channel < C, other=0.0).to(tl.float32)
+        hidden = tl.where(channel < C, hidden - mean, 0.0)
+        square += hidden * hidden
+    root = tl.rsqrt(tl.sum(square, 0) / C + eps)
+    return mean, root
 
 
 @jit
@@ -109,20 +119,7 @@ def _norm_long_fwd_kernel(
 ):  # fmt: skip
     """Rows that do not fit into registers, read again from the cache in the order of the index."""
     for row in range(tl.program_id(0).to(tl.int64), rows, tl.num_programs(0)):
-        mean = 0.0
-        if KIND == 2:
-            total = tl.zeros([TILE], tl.float32)
-            for start in range(0, C, TILE):
-                channel = start + tl.arange(0, TILE)
-                total += tl.load(x_ptr + row * row_stride + channel, mask=channel < C, other=0.0).to(tl.float32)
-            mean = tl.sum(total, 0) / C
-        square = tl.zeros([TILE], tl.float32)
-        for start in range(0, C, TILE):
-            channel = start + tl.arange(0, TILE)
-            hidden = tl.load(x_ptr + row * row_stride + channel, mask=channel < C, other=0.0).to(tl.float32)
-            hidden = tl.where(channel < C, hidden - mean, 0.0)
-            square += hidden * hidden
-        root = tl.rsqrt(tl.sum(square, 0) / C + eps)
+        mean, root = _statistics(x_ptr + row * row_stride, C, eps, TILE, KIND)
         for start in range(0, C, TILE):
             channel = start + tl.arange(0, TILE)
             inside = channel < C
@@ -181,20 +178,7 @@ def _norm_long_bwd_kernel(
     """Rows that do not fit into registers; ``grad`` is in the order of x, the sums ``[programs, C]`` start as zeros."""
     program = tl.program_id(0).to(tl.int64)
     for row in range(program, rows, tl.num_programs(0)):
-        mean = 0.0
-        if KIND == 2:
-            total = tl.zeros([TILE], tl.float32)
-            for start in range(0, C, TILE):
-                channel = start + tl.arange(0, TILE)
-                total += tl.load(x_ptr + row * row_stride + channel, mask=channel < C, other=0.0).to(tl.float32)
-            mean = tl.sum(total, 0) / C
-        square = tl.zeros([TILE], tl.float32)
-        for start in range(0, C, TILE):
-            channel = start + tl.arange(0, TILE)
-            hidden = tl.load(x_ptr + row * row_stride + channel, mask=channel < C, other=0.0).to(tl.float32)
-            hidden = tl.where(channel < C, hidden - mean, 0.0)
-            square += hidden * hidden
-        root = tl.rsqrt(tl.sum(square, 0) / C + eps)
+        mean, root = _statistics(x_ptr + row * row_stride, C, eps, TILE, KIND)
         product = tl.zeros([TILE], tl.float32)
         total = tl.zeros([TILE], tl.float32)
         for start in range(0, C, TILE):
@@ -305,42 +289,3 @@ def _rows(x: Tensor) -> Tensor:
     """Returns ``[rows, C]`` with adjacent channels; copies if they are not, which no model's activations need."""
     x = x.reshape(-1, x.shape[-1])
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
-
-
-def builds() -> Iterator[Build]:
-    """Yields the kernels in every configuration, for bfloat16 and float32, each kind, short and long rows."""
-
-    def arguments(kind: str, dtype: torch.dtype, channels: int) -> tuple[Any, ...]:
-        vector = torch.empty(channels, dtype=dtype)
-        index = torch.empty(channels, dtype=torch.int16 if channels <= LONGEST else torch.int32)
-        return (
-            torch.empty(1024, channels, dtype=dtype),
-            vector,
-            vector if kind == "layer" else None,
-            index,
-            0.0,
-            0.0,
-            kind,
-        )
-
-    def forward(*of: Any) -> object:
-        return norm_permute_triton(*arguments(*of))
-
-    def backward(*of: Any) -> object:
-        x, *others = arguments(*of)
-        return norm_permute_backward_triton(x, x, *others)
-
-    short, long = (128, 4096, HELD), (4096, LONGEST)
-    for kind, dtype in (*product(CODES, (torch.bfloat16,)), ("rms", torch.float32), ("layer", torch.float32)):
-        for block in short if dtype == torch.bfloat16 else long:
-            about, of = f"{kind} {name_of(dtype)} x {block}", (kind, dtype, block)
-            yield from builds_of(about, partial(forward, *of), "norm_permute", CONFIGS, aligned=block == LONGEST)
-            if block <= LONGEST_BACKWARD:
-                yield from builds_of(about, partial(backward, *of), "norm_permute_backward", BACKWARD_CONFIGS)
-        for run in (forward, backward):
-            yield from builds_of(f"{kind} {name_of(dtype)}", partial(run, kind, dtype, 4 * LONGEST))
-
-
-def loops(launch: Launch) -> tuple[float, ...]:
-    """Returns how often a program runs the loop of a kernel's machine code, on average: once per row."""
-    return (launch.numbers["rows"] / launch.grid[0],)

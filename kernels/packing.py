@@ -22,36 +22,12 @@ from torch.nn.functional import pad
 
 from permtriton.errors import ModelError
 from permtriton.kernels import packing_triton as kernels
-from permtriton.kernels.launch import on_gpu
-from permtriton.kernels.tools.cases import META, PATTERN, Case, Floor, Inputs, generator_of, two_of_four, unequal
+from permtriton.kernels.operator import operator
 from permtriton.sparsity import NMPattern
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 CHUNK = 1 << 20  # weights whose positions are unpacked at once: 64-bit temporaries take a few MiB each
 Faults = Iterator[tuple[str, Tensor, int]]  # what is wrong; where, bool, rows first; the channels per column
-
-
-def pack(weight_OC: Tensor, pattern: NMPattern) -> tuple[Tensor, Tensor]:
-    """Returns (values, positions) of an N:M weight; `unpack` restores it bit for bit.
-
-    Args:
-        weight_OC: ``[O, C]``, bfloat16, float16, float32 or float64, pruned along its last dimension.
-        pattern: Its group divides C.
-
-    Raises:
-        ModelError: a group holds more than ``kept`` nonzero weights; a weight is -0.0 or not finite; a shape or dtype
-            that cannot be packed.
-    """
-    return torch.ops.permtriton.pack(weight_OC, pattern.kept, pattern.group)
-
-
-def unpack(values: Tensor, positions: Tensor, in_features: int, pattern: NMPattern) -> Tensor:
-    """Returns the dense weight ``[O, in_features]``. The content of ``positions`` is trusted.
-
-    Raises:
-        ModelError: shapes or dtypes that do not fit.
-    """
-    return torch.ops.permtriton.unpack(values, positions, in_features, pattern.kept, pattern.group)
 
 
 def packed_shapes(out_features: int, in_features: int, pattern: NMPattern) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -120,39 +96,6 @@ def check_packed(values: Tensor, positions: Tensor, out_features: int, in_featur
         lambda rows: _faults_of_packed(values[rows], positions[rows], in_features, pattern),
         list(_row_chunks(out_features, in_features)),
     )
-
-
-def pack_reference(weight_OC: Tensor, pattern: NMPattern) -> tuple[Tensor, Tensor]:
-    """Packing in plain torch, in chunks of rows."""
-    if weight_OC.dim() != 2 or weight_OC.dtype not in DTYPES:
-        raise ModelError(
-            f"a {weight_OC.dtype} weight of shape {list(weight_OC.shape)} cannot be packed: expected [out, in] of "
-            + ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
-        )
-    out_features, in_features = weight_OC.shape
-    values_shape, positions_shape = packed_shapes(out_features, in_features, pattern)
-    values = weight_OC.new_empty(values_shape)
-    positions = torch.empty(positions_shape, dtype=torch.uint8, device=weight_OC.device)
-    _refuse(lambda rows: _faults_of_weight(weight_OC[rows], pattern), list(_row_chunks(out_features, in_features)))
-    for rows in _row_chunks(out_features, in_features):
-        weight = weight_OC[rows].contiguous()  # masked weights come transposed, whose groups are slow to sum
-        chosen = _chosen(weight.unflatten(1, (-1, pattern.group)), pattern.kept)
-        kept = weight.shape[0] * values_shape[1]
-        places = torch.nonzero_static(chosen.flatten(), size=kept).view(-1, values_shape[1])
-        values[rows] = weight.reshape(-1)[places]
-        positions[rows] = pack_positions(places % pattern.group, pattern.group)
-    return values, positions
-
-
-def unpack_reference(values: Tensor, positions: Tensor, in_features: int, pattern: NMPattern) -> Tensor:
-    """Unpacking in plain torch, in chunks of rows."""
-    check_packed_shapes(values, positions, values.shape[0], in_features, pattern)
-    weight_OC = values.new_zeros(values.shape[0], in_features)
-    starts = _starts(in_features, pattern, values.device)
-    for rows in _row_chunks(values.shape[0], in_features):
-        channels = unpack_positions(positions[rows], values.shape[1], pattern.group).long().add_(starts)
-        weight_OC[rows].scatter_(1, channels, values[rows])
-    return weight_OC
 
 
 def _chosen(grouped: Tensor, kept: int) -> Tensor:
@@ -241,67 +184,66 @@ def check_packed_shapes(
         )
 
 
-@torch.library.custom_op("permtriton::pack", mutates_args=())
-def _pack(weight: Tensor, kept: int, group: int) -> tuple[Tensor, Tensor]:
-    return pack_reference(weight, NMPattern(kept, group))
-
-
-@_pack.register_fake
-def _(weight: Tensor, kept: int, group: int) -> tuple[Tensor, Tensor]:
-    values_shape, positions_shape = packed_shapes(weight.shape[0], weight.shape[1], NMPattern(kept, group))
+def _fake_packed(weight: Tensor, pattern: NMPattern) -> tuple[Tensor, Tensor]:
+    values_shape, positions_shape = packed_shapes(weight.shape[0], weight.shape[1], pattern)
     return weight.new_empty(values_shape), weight.new_empty(positions_shape, dtype=torch.uint8)
 
 
-@torch.library.custom_op("permtriton::unpack", mutates_args=())
-def _unpack(values: Tensor, positions: Tensor, in_features: int, kept: int, group: int) -> Tensor:
-    return unpack_reference(values, positions, in_features, NMPattern(kept, group))
+@operator("pack", _fake_packed)
+def pack(weight_OC: Tensor, pattern: NMPattern) -> tuple[Tensor, Tensor]:
+    """Returns (values, positions) of an N:M weight; `unpack` restores it bit for bit.
+
+    Args:
+        weight_OC: ``[O, C]``, bfloat16, float16, float32 or float64, pruned along its last dimension.
+        pattern: Its group divides C.
+
+    Raises:
+        ModelError: a group holds more than ``kept`` nonzero weights; a weight is -0.0 or not finite; a shape or dtype
+            that cannot be packed.
+    """
+    if weight_OC.dim() != 2 or weight_OC.dtype not in DTYPES:
+        raise ModelError(
+            f"a {weight_OC.dtype} weight of shape {list(weight_OC.shape)} cannot be packed: expected [out, in] of "
+            + ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+        )
+    out_features, in_features = weight_OC.shape
+    values_shape, positions_shape = packed_shapes(out_features, in_features, pattern)
+    values = weight_OC.new_empty(values_shape)
+    positions = torch.empty(positions_shape, dtype=torch.uint8, device=weight_OC.device)
+    _refuse(lambda rows: _faults_of_weight(weight_OC[rows], pattern), list(_row_chunks(out_features, in_features)))
+    for rows in _row_chunks(out_features, in_features):
+        weight = weight_OC[rows].contiguous()  # masked weights come transposed, whose groups are slow to sum
+        chosen = _chosen(weight.unflatten(1, (-1, pattern.group)), pattern.kept)
+        kept = weight.shape[0] * values_shape[1]
+        places = torch.nonzero_static(chosen.flatten(), size=kept).view(-1, values_shape[1])
+        values[rows] = weight.reshape(-1)[places]
+        positions[rows] = pack_positions(places % pattern.group, pattern.group)
+    return values, positions
 
 
-@on_gpu(_unpack)
-def _unpack_cuda(values: Tensor, positions: Tensor, in_features: int, kept: int, group: int) -> Tensor:
-    pattern = NMPattern(kept, group)
-    if not kernels.supports(values.dtype, in_features, pattern):
-        return unpack_reference(values, positions, in_features, pattern)
+def unpack_reference(values: Tensor, positions: Tensor, in_features: int, pattern: NMPattern) -> Tensor:
+    """Returns the dense weight ``[O, in_features]``, in chunks of rows. The content of ``positions`` is trusted.
+
+    Raises:
+        ModelError: shapes or dtypes that do not fit.
+    """
+    check_packed_shapes(values, positions, values.shape[0], in_features, pattern)
+    weight_OC = values.new_zeros(values.shape[0], in_features)
+    starts = _starts(in_features, pattern, values.device)
+    for rows in _row_chunks(values.shape[0], in_features):
+        channels = unpack_positions(positions[rows], values.shape[1], pattern.group).long().add_(starts)
+        weight_OC[rows].scatter_(1, channels, values[rows])
+    return weight_OC
+
+
+def _unpack_on_gpu(values: Tensor, positions: Tensor, in_features: int, pattern: NMPattern) -> Tensor:
     check_packed_shapes(values, positions, values.shape[0], in_features, pattern)
     return kernels.unpack_triton(values, positions, in_features)
 
 
-@_unpack.register_fake
-def _(values: Tensor, positions: Tensor, in_features: int, kept: int, group: int) -> Tensor:
-    return values.new_empty(values.shape[0], in_features)
-
-
-def cases(
-    shapes: Sequence[tuple[int, int]], tokens: Sequence[int], dtype: torch.dtype, device: torch.device
-) -> list[Case]:
-    """Returns what is checked, tuned and measured for linears of these shapes (out, in)."""
-    return [unpack_case(o, c, dtype, device) for o, c in shapes]
-
-
-def unpack_case(out_features: int, in_features: int, dtype: torch.dtype, device: torch.device) -> Case:
-    """Unpacking a 2:4 weight."""
-
-    def make(seed: int) -> Inputs:
-        return pack(two_of_four((out_features, in_features), dtype, generator_of(seed, device)), PATTERN)
-
-    def run(values: Tensor, positions: Tensor) -> Tensor:
-        return unpack(values, positions, in_features, PATTERN)
-
-    def reference(values: Tensor, positions: Tensor) -> Tensor:
-        return unpack_reference(values, positions, in_features, PATTERN)
-
-    weights = out_features * in_features
-    moved = weights * dtype.itemsize * 3 // 2 + weights // 8
-    return Case("packing", f"{out_features}x{in_features}", dtype, make, run, reference, unequal, 0, moved)
-
-
-def floors() -> Iterator[Floor]:
-    """Yields the named shape whose issue floor is counted."""
-    rows, channels, dtype = 11008, 4096, torch.bfloat16
-
-    def call() -> Tensor:
-        values_shape, positions_shape = packed_shapes(rows, channels, PATTERN)
-        positions = torch.empty(positions_shape, dtype=torch.uint8)
-        return kernels.unpack_triton(torch.empty(values_shape, dtype=dtype), positions, channels)
-
-    yield Floor(unpack_case(rows, channels, dtype, META), call, rows * channels, "weight", lambda launch: ())
+unpack = operator(
+    "unpack",
+    lambda values, positions, in_features, pattern: values.new_empty(values.shape[0], in_features),
+    launcher=_unpack_on_gpu,
+    supports=lambda values, positions, in_features, pattern: kernels.supports(values.dtype, in_features, pattern),
+)(unpack_reference)

@@ -8,15 +8,11 @@ Floor of unpacking: 9/16 of the dense weight's bytes read at 16 bits, all of the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
-
 import torch
 from torch import Tensor
 
 from permtriton.kernels.autotune import config_for
-from permtriton.kernels.builds import Build, builds_of, name_of
-from permtriton.kernels.launch import Config, Kernel, jit, refuse_unsupported, tl, triton
+from permtriton.kernels.launch import Config, Kernel, jit, tl, triton
 from permtriton.sparsity import NMPattern
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -83,14 +79,7 @@ def supports(dtype: torch.dtype, in_features: int, pattern: NMPattern) -> bool:
 
 
 def unpack_triton(values: Tensor, positions: Tensor, in_features: int) -> Tensor:
-    """Computes `unpack_reference` of a 2:4 weight with a Triton kernel: the same bits.
-
-    Raises:
-        ModelError: a weight that `supports` refuses.
-    """
-    got = f"{values.dtype} values of {in_features} channels"
-    expected = f"bfloat16, float16 or float32 with a multiple of {WORD} channels"
-    refuse_unsupported("unpack", supports(values.dtype, in_features, PATTERN), got, expected)
+    """Computes `unpack_reference` of a weight that `supports` accepts: the same bits."""
     out_features = values.shape[0]
     weight = torch.empty((out_features, in_features), dtype=values.dtype, device=values.device)
     if not weight.numel():
@@ -102,13 +91,3 @@ def unpack_triton(values: Tensor, positions: Tensor, in_features: int) -> Tensor
         **options,
     )  # fmt: skip
     return weight
-
-
-def builds() -> Iterator[Build]:
-    """Yields the kernel in every configuration."""
-
-    def unpacked(dtype: torch.dtype) -> object:
-        return unpack_triton(torch.empty(4096, 2048, dtype=dtype), torch.empty(4096, 512, dtype=torch.uint8), 4096)
-
-    for dtype in (torch.bfloat16, torch.float32):
-        yield from builds_of(name_of(dtype), partial(unpacked, dtype), "packing", CONFIGS)

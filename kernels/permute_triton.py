@@ -13,9 +13,6 @@ moves each value through shared memory once more. A thread has 8 channels of two
 8192: with fewer warps, 40 to 64 registers would not hold both tiles and the index. With 32 warps, or tiles of at most
 4096 channels, LLVM also joins the staging stores to 16 bytes; otherwise up to half of them stay 2 or 4 bytes wide, and
 take four or eight times the cycles.
-Counted for sm_90 at 16384 x 11008 of 16 bits: 64 registers, 32 warps, one program per multiprocessor, 150 instructions
-and 2 barriers per warp for every 2 rows. Issuing them takes at least 39 us, shared memory 81 us, the bytes 168 us at
-4.3 TB/s; 44 KB are in flight per multiprocessor. At 4096 channels: 40 registers, three programs of 16 warps, 48 KB.
 The staged tile is one-dimensional on purpose: Triton turns a gather of more dimensions into shuffles, thousands of them
 here. Longer rows, of any C, are gathered from global memory through the cache. An entry outside 0 to C-1, which no
 permutation has, reads channel 0, never foreign memory.
@@ -23,15 +20,11 @@ permutation has, reads channel 0, never foreign memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
-
 import torch
 from torch import Tensor
 
 from permtriton.kernels.autotune import config_for
-from permtriton.kernels.builds import Build, builds_of
-from permtriton.kernels.launch import Config, Kernel, Launch, jit, multiprocessors, tl, triton
+from permtriton.kernels.launch import Config, Kernel, jit, multiprocessors, tl, triton
 
 # num_warps: for rows of 4096 channels. TILE: short rows fill a tile of at least so many channels. PACK_BITS: the size
 # of the words that rows share; at 8 each row has its own.
@@ -135,24 +128,3 @@ def gather_rows(x: Tensor, index: Tensor, config: Config | None = None) -> Tenso
     grid = (programs_for(x, triton.cdiv(rows, shared["ROWS"] * shared["PACK"]), max(resident, 1)),)
     _permute_fwd_kernel[grid](*arguments, BLOCK_C=block, BITS=8 * size, num_warps=warps, **shared)
     return y
-
-
-def builds() -> Iterator[Build]:
-    """Yields the kernels in every configuration, for values of each size and rows of each kind."""
-
-    def gather(size: int, channels: int, index_dtype: torch.dtype) -> object:
-        x = torch.empty(PACKED_ROWS, channels, dtype=WORDS[size])
-        return gather_rows(x, torch.empty(channels, dtype=index_dtype))
-
-    for size, channels in (
-        (1, 4096), (2, 64), (2, 4096), (2, STAGED), (4, STAGED), (8, STAGED // 2), (2, STAGED // 2 - 1), (4, 4095),
-    ):  # fmt: skip
-        call = partial(gather, size, channels, torch.int16)
-        yield from builds_of(f"{8 * size}-bit x {channels}", call, "permute", CONFIGS, aligned=channels % 16 == 0)
-    yield from builds_of("16-bit", partial(gather, 2, 2 * STAGED, torch.int32))
-
-
-def loops(launch: Launch) -> tuple[float, ...]:
-    """Returns how often a program runs the loop of a kernel's machine code, on average: once per tile of rows."""
-    constants = launch.constants
-    return (launch.numbers["rows"] / (constants.get("ROWS", 1) * constants.get("PACK", 1)) / launch.grid[0],)

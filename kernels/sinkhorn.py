@@ -10,36 +10,13 @@ Bytes moved: logits read once, soft written once, and the scales.
 On a GPU `permtriton.kernels.sinkhorn_triton` runs, or the reference for float64 logits and blocks larger than 128.
 """
 
-from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from permtriton.kernels.launch import on_gpu
-from permtriton.kernels.sinkhorn_triton import TINY, loops, sinkhorn_backward_triton, sinkhorn_triton, supports
-from permtriton.kernels.tools.cases import (
-    BLOCK,
-    META,
-    Case,
-    Floor,
-    Inputs,
-    blocks_of,
-    generator_of,
-    near_identity,
-    normal,
-)
-from permtriton.kernels.tools.timing import relative_error
-
-
-def sinkhorn(logits: Tensor, tau: float, rounds: int) -> Tensor:
-    """Returns the doubly stochastic relaxation of ``logits``, float32 ``[n, B, B]``; differentiable in ``logits``.
-
-    Args:
-        logits: ``[n, B, B]``.
-        tau: Temperature, positive; as it goes to 0, the result tends to a permutation matrix.
-        rounds: Number of row-then-column normalisations; 0 gives a row softmax.
-    """
-    return torch.ops.permtriton.sinkhorn(logits, tau, rounds)[0]
+from permtriton.kernels.operator import operator
+from permtriton.kernels.sinkhorn_triton import TINY, sinkhorn_backward_triton, sinkhorn_triton, supports
 
 
 def sinkhorn_reference(logits: Tensor, tau: float, rounds: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -90,108 +67,39 @@ def _exponentials(logits: Tensor, tau: float) -> Tensor:
     return ((wide - wide.amax(-1, keepdim=True)) / tau).exp_()
 
 
-@torch.library.custom_op("permtriton::sinkhorn", mutates_args=())
-def _sinkhorn(logits: Tensor, tau: float, rounds: int) -> tuple[Tensor, Tensor, Tensor]:
-    return sinkhorn_reference(logits, tau, rounds)
-
-
-@torch.library.custom_op("permtriton::sinkhorn_backward", mutates_args=())
-def _sinkhorn_backward(grad: Tensor, logits: Tensor, rows: Tensor, columns: Tensor, tau: float) -> Tensor:
-    return sinkhorn_backward_reference(grad, logits, rows, columns, tau)
-
-
-@on_gpu(_sinkhorn)
-def _(logits: Tensor, tau: float, rounds: int) -> tuple[Tensor, Tensor, Tensor]:
-    return (sinkhorn_triton if supports(logits) else sinkhorn_reference)(logits, tau, rounds)
-
-
-@on_gpu(_sinkhorn_backward)
-def _(grad: Tensor, logits: Tensor, rows: Tensor, columns: Tensor, tau: float) -> Tensor:
-    backward = sinkhorn_backward_triton if supports(logits) else sinkhorn_backward_reference
-    return backward(grad, logits, rows, columns, tau)
-
-
-@_sinkhorn.register_fake
-def _(logits: Tensor, tau: float, rounds: int) -> tuple[Tensor, Tensor, Tensor]:
+def _fake(logits: Tensor, tau: float, rounds: int) -> tuple[Tensor, Tensor, Tensor]:
     dtype = torch.promote_types(logits.dtype, torch.float32)
     scales = logits.new_empty((rounds, *logits.shape[:2]), dtype=dtype)
     return logits.new_empty(logits.shape, dtype=dtype), scales, torch.empty_like(scales)
 
 
-@_sinkhorn_backward.register_fake
-def _(grad: Tensor, logits: Tensor, rows: Tensor, columns: Tensor, tau: float) -> Tensor:
-    return logits.new_empty(logits.shape)
+def _gradient(grad: Tensor, *kept: Any) -> dict[str, Tensor]:
+    return {"logits": sinkhorn_backward(grad, *kept)}
 
 
-def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    logits, ctx.tau, _ = inputs
-    ctx.save_for_backward(logits, output[1], output[2])
+sinkhorn_backward = operator(
+    "sinkhorn_backward",
+    lambda grad, logits, *_: logits.new_empty(logits.shape),
+    launcher=sinkhorn_backward_triton,
+    supports=lambda grad, logits, *_: supports(logits),
+)(sinkhorn_backward_reference)
+
+_sinkhorn = operator(
+    "sinkhorn",
+    _fake,
+    launcher=sinkhorn_triton,
+    supports=lambda logits, *_: supports(logits),
+    gradient=_gradient,
+    keeps=("logits", 1, 2, "tau"),
+)(sinkhorn_reference)
 
 
-def _backward(ctx, grad, _rows, _columns):  # type: ignore[no-untyped-def]
-    logits, rows, columns = ctx.saved_tensors
-    return torch.ops.permtriton.sinkhorn_backward(grad, logits, rows, columns, ctx.tau), None, None
+def sinkhorn(logits: Tensor, tau: float, rounds: int) -> Tensor:
+    """Returns the doubly stochastic relaxation of ``logits``, float32 ``[n, B, B]``; differentiable in ``logits``.
 
-
-_sinkhorn.register_autograd(_backward, setup_context=_setup_context)
-
-
-def cases(
-    shapes: Sequence[tuple[int, int]], tokens: Sequence[int], dtype: torch.dtype, device: torch.device
-) -> list[Case]:
-    """Returns what is checked, tuned and measured for linears of these shapes (out, in)."""
-    blocks = blocks_of(shapes)
-    return [make(blocks, BLOCK, device) for make in (sinkhorn_case, sinkhorn_backward_case)]
-
-
-def sinkhorn_case(blocks: int, size: int, device: torch.device, rounds: int = 5) -> Case:
-    """The relaxation of one step's permutations."""
-
-    def make(seed: int) -> Inputs:
-        return (near_identity(blocks, size, generator_of(seed, device)),)
-
-    def run(logits: Tensor) -> Tensor:
-        return torch.ops.permtriton.sinkhorn(logits, 0.5, rounds)[0]
-
-    def reference(logits: Tensor) -> Tensor:
-        return sinkhorn_reference(logits.double(), 0.5, rounds)[0]
-
-    moved = 2 * blocks * size * size * 4
-    return Case("sinkhorn", f"{blocks}x{size}x{size}", torch.float32, make, run, reference, relative_error, 1e-4, moved)
-
-
-def sinkhorn_backward_case(blocks: int, size: int, device: torch.device, rounds: int = 5) -> Case:
-    """The backward pass: reads gradient, logits and scales, writes a gradient."""
-
-    def make(seed: int) -> Inputs:
-        generator = generator_of(seed, device)
-        logits = near_identity(blocks, size, generator)
-        _, rows, columns = sinkhorn_reference(logits, 0.5, rounds)
-        return normal((blocks, size, size), torch.float32, generator), logits, rows, columns
-
-    def run(grad: Tensor, logits: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-        return torch.ops.permtriton.sinkhorn_backward(grad, logits, rows, columns, 0.5)
-
-    def reference(grad: Tensor, logits: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-        _, wide_rows, wide_columns = sinkhorn_reference(logits.double(), 0.5, rounds)
-        return sinkhorn_backward_reference(grad.double(), logits.double(), wide_rows, wide_columns, 0.5)
-
-    moved = (3 * size + 2 * rounds) * blocks * size * 4
-    return Case(
-        "sinkhorn backward", f"{blocks}x{size}x{size}", torch.float32, make, run, reference, relative_error, 1e-3, moved
-    )
-
-
-def floors() -> Iterator[Floor]:
-    """Yields the named shape whose issue floor is counted, forward and backward."""
-    blocks, rounds = 11648, 5
-
-    def forward() -> object:
-        return sinkhorn_triton(torch.empty(blocks, BLOCK, BLOCK), 0.5, rounds)
-
-    def backward() -> object:
-        logits, scales = torch.empty(blocks, BLOCK, BLOCK), torch.empty(rounds, blocks, BLOCK)
-        return sinkhorn_backward_triton(logits, logits, scales, scales, 0.5)
-
-    for make, call in ((sinkhorn_case, forward), (sinkhorn_backward_case, backward)):
-        yield Floor(make(blocks, BLOCK, META, rounds), call, blocks * BLOCK * BLOCK, "entry", loops)
+    Args:
+        logits: ``[n, B, B]``.
+        tau: Temperature, positive; as it goes to 0, the result tends to a permutation matrix.
+        rounds: Number of row-then-column normalisations; 0 gives a row softmax.
+    """
+    return _sinkhorn(logits, tau, rounds)[0]

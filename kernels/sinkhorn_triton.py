@@ -20,25 +20,18 @@ stochastic matrix is near, ``S`` is at most 1. ``S`` and ``D`` stay in registers
 column sums cross from one warp to the other through shared memory. Floor: gradient, logits and scales read, the logits'
 gradient written.
 
-Counted for sm_90, Triton 3.9, blocks of 64 in float32, 5 rounds: 3,988 warp instructions forward, 600 of them in each
-round, and 7,184 backward, 1,012 of them in each round. For 11,648 blocks on an H200 they take at least 44 and 80 us,
-while the bytes take 89 us (without the scales) and 140 us.
-
 Deterministic: no atomics, every sum in a fixed order. Inputs that are not contiguous are copied first.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from permtriton.kernels.autotune import config_for
-from permtriton.kernels.builds import Build, builds_of, name_of
-from permtriton.kernels.launch import Config, Kernel, Launch, jit, refuse_unsupported, tl, triton
+from permtriton.kernels.launch import Config, Kernel, jit, tl, triton
 
 # Keeps the reciprocal of an underflown sum finite. A column that lies entirely below it (69 tau under its rows' maxima)
 # stays short of a sum of 1.
@@ -199,20 +192,11 @@ def _sinkhorn_bwd_kernel(
 
 
 def sinkhorn_triton(logits: Tensor, tau: float, rounds: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes `sinkhorn_reference` with a Triton kernel.
-
-    Args:
-        logits: float32, bfloat16 or float16 ``[n, B, B]``, B at most 128.
-        tau: Temperature.
-        rounds: Number of normalisations; 0 for a row softmax.
+    """Computes `sinkhorn_reference` of logits that `supports` accepts.
 
     Returns:
         (soft ``[n, B, B]``, row scales, column scales ``[rounds, n, B]``), all float32.
-
-    Raises:
-        ModelError: logits that `supports` refuses.
     """
-    _refuse(logits)
     blocks, size, _ = logits.shape
     soft = torch.empty((blocks, size, size), device=logits.device)
     rows, columns = (torch.empty((rounds, blocks, size), device=logits.device) for _ in range(2))
@@ -225,12 +209,7 @@ def sinkhorn_triton(logits: Tensor, tau: float, rounds: int) -> tuple[Tensor, Te
 
 
 def sinkhorn_backward_triton(grad: Tensor, logits: Tensor, rows: Tensor, columns: Tensor, tau: float) -> Tensor:
-    """Computes `sinkhorn_backward_reference` with a Triton kernel: the gradient of the logits, in their dtype.
-
-    Raises:
-        ModelError: logits that `supports` refuses.
-    """
-    _refuse(logits)
+    """Computes `sinkhorn_backward_reference` with a Triton kernel: the gradient of the logits, in their dtype."""
     blocks, size, _ = logits.shape
     grad_logits = torch.empty((blocks, size, size), dtype=logits.dtype, device=logits.device)
     if grad_logits.numel():
@@ -247,12 +226,6 @@ def supports(logits: Tensor) -> bool:
     return logits.dtype in DTYPES and logits.shape[-1] <= LARGEST
 
 
-def _refuse(logits: Tensor) -> None:
-    got = f"{logits.dtype} logits in blocks of {logits.shape[-1]}"
-    expected = f"float32, bfloat16 or float16 in blocks of at most {LARGEST}"
-    refuse_unsupported("sinkhorn", supports(logits), got, expected)
-
-
 def _per_logit(tau: float) -> float:
     """Returns the factor of a logit in the exponent of 2, a finite float32 however small tau is."""
     return min(math.log2(math.e) / tau, LARGEST_FLOAT)
@@ -266,27 +239,3 @@ def _constants(config: Config, size: int, rounds: int) -> dict[str, int | float 
         "SOFTMAX": rounds == 0, "SIZE": size, "PADDED": padded, "WIDTH": min(config.constants["WIDTH"], padded),
         "FLOOR": TINY, "num_warps": min(max(warps, 1), 32), "num_stages": config.num_stages,
     }  # fmt: skip
-
-
-def builds() -> Iterator[Build]:
-    """Yields both kernels in every configuration, for blocks of 32, 64, 128 in float32 and a padded size in bfloat16.
-
-    16-bit logits have the layout of float32 ones, so that one size of them is enough.
-    """
-
-    def forward(size: int, dtype: torch.dtype) -> object:
-        return sinkhorn_triton(torch.empty(64, size, size, dtype=dtype), 0.5, 5)
-
-    def backward(size: int, dtype: torch.dtype) -> object:
-        logits, scales = torch.empty(64, size, size, dtype=dtype), torch.empty(5, 64, size)
-        return sinkhorn_backward_triton(logits.float(), logits, scales, scales, 0.5)
-
-    for size, dtype in ((32, torch.float32), (64, torch.float32), (128, torch.float32), (48, torch.bfloat16)):
-        about = f"{size}x{size} {name_of(dtype)}"
-        yield from builds_of(about, partial(forward, size, dtype), "sinkhorn", CONFIGS)
-        yield from builds_of(about, partial(backward, size, dtype), "sinkhorn_backward", BACKWARD_CONFIGS)
-
-
-def loops(launch: Launch) -> tuple[float, ...]:
-    """Returns how often a program runs the loop of a kernel's machine code: once per round."""
-    return (launch.numbers["rounds"],)

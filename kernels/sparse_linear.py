@@ -16,11 +16,9 @@ more tokens go the first possible one of mma, which by count needs the fewest in
 which others have measured, packed and dense. No route was measured against another yet.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from functools import partial
 
-import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
@@ -29,58 +27,16 @@ from permtriton.kernels import cusparselt
 from permtriton.kernels import sparse_linear_mma as mma
 from permtriton.kernels import sparse_linear_triton as kernels
 from permtriton.kernels.autotune import config_for
-from permtriton.kernels.launch import Config, on_gpu
-from permtriton.kernels.packing import check_packed_shapes, pack, packed_shapes, unpack, unpack_reference
+from permtriton.kernels.launch import Config
+from permtriton.kernels.operator import operator
+from permtriton.kernels.packing import check_packed_shapes, unpack
 from permtriton.kernels.packing_triton import PATTERN
-from permtriton.kernels.permute import check_shapes, permute, permute_reference
-from permtriton.kernels.tools.cases import (
-    META,
-    Case,
-    Floor,
-    Inputs,
-    as_stored,
-    generator_of,
-    normal,
-    random_order,
-    rounding,
-    two_of_four,
-)
-from permtriton.kernels.tools.timing import relative_error
+from permtriton.kernels.permute import check_shapes, permute
 from permtriton.permutation import inverse
 from permtriton.sparsity import NMPattern
 
 PACKED, CUSPARSELT, DENSE, MMA = 0, 1, 2, 3
 ROUTE_CONFIGS: tuple[Config, ...] = tuple(Config({"ROUTE": route}) for route in (MMA, CUSPARSELT, PACKED, DENSE))
-
-
-def sparse_linear(
-    x: Tensor,
-    values: Tensor,
-    positions: Tensor,
-    bias: Tensor | None,
-    index: Tensor | None,
-    in_features: int,
-    pattern: NMPattern,
-    compressed: Tensor | None = None,
-) -> Tensor:
-    """Returns ``x[..., index] W^T + bias`` of a packed weight; differentiable in ``x`` and ``bias``.
-
-    Args:
-        x: ``[..., in_features]``, in the dtype of ``values``.
-        values: ``[O, in_features / group * kept]``.
-        positions: uint8, from `pack`. Their content is trusted: see `check_packed`.
-        bias: ``[O]`` in the dtype of ``values``, or None.
-        index: ``[in_features]``, any integer dtype, or None: the order into which ``x`` is brought first.
-        in_features: C.
-        pattern: What each group keeps.
-        compressed: The same weight from `permtriton.kernels.cusparselt.compress`, or None; used on a GPU.
-
-    Raises:
-        ModelError: shapes or dtypes that do not fit.
-    """
-    return torch.ops.permtriton.sparse_linear(
-        x, values, positions, bias, index, in_features, pattern.kept, pattern.group, compressed
-    )
 
 
 def sparse_linear_reference(
@@ -166,120 +122,47 @@ def _check(
             )
 
 
-@torch.library.custom_op("permtriton::sparse_linear", mutates_args=())
-def _sparse_linear(
+def _gradient(
+    grad: Tensor, values: Tensor, positions: Tensor, index: Tensor | None, in_features: int, pattern: NMPattern
+) -> dict[str, Callable[[], Tensor]]:
+    def of_x() -> Tensor:
+        grad_x = grad @ unpack(values, positions, in_features, pattern)
+        return grad_x if index is None else permute(grad_x, inverse(index.long()))
+
+    return {"x": of_x, "bias": lambda: grad.reshape(-1, grad.shape[-1]).sum(0)}
+
+
+@operator(
+    "sparse_linear",
+    lambda x, values, *_: x.new_empty((*x.shape[:-1], values.shape[0])),
+    check=_check,
+    launcher=routed,
+    gradient=_gradient,
+    keeps=("values", "positions", "index", "in_features", "pattern"),
+)
+def sparse_linear(
     x: Tensor,
     values: Tensor,
     positions: Tensor,
     bias: Tensor | None,
     index: Tensor | None,
     in_features: int,
-    kept: int,
-    group: int,
+    pattern: NMPattern,
     compressed: Tensor | None = None,
 ) -> Tensor:
-    arguments = (x, values, positions, bias, index, in_features, NMPattern(kept, group))
-    _check(*arguments, compressed)
-    return sparse_linear_reference(*arguments)
+    """Returns ``x[..., index] W^T + bias`` of a packed weight; differentiable in ``x`` and ``bias``.
 
+    Args:
+        x: ``[..., in_features]``, in the dtype of ``values``.
+        values: ``[O, in_features / group * kept]``.
+        positions: uint8, from `pack`. Their content is trusted: see `check_packed`.
+        bias: ``[O]`` in the dtype of ``values``, or None.
+        index: ``[in_features]``, any integer dtype, or None: the order into which ``x`` is brought first.
+        in_features: C.
+        pattern: What each group keeps.
+        compressed: The same weight from `permtriton.kernels.cusparselt.compress`, or None; used on a GPU.
 
-@on_gpu(_sparse_linear)
-def _sparse_linear_cuda(x, values, positions, bias, index, in_features, kept, group, compressed=None):  # type: ignore[no-untyped-def]
-    arguments = (x, values, positions, bias, index, in_features, NMPattern(kept, group), compressed)
-    _check(*arguments)
-    return routed(*arguments)
-
-
-@_sparse_linear.register_fake
-def _(x, values, positions, bias, index, in_features, kept, group, compressed=None):  # type: ignore[no-untyped-def]
-    _check(x, values, positions, bias, index, in_features, NMPattern(kept, group), compressed)
-    return x.new_empty((*x.shape[:-1], values.shape[0]))
-
-
-def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    _, values, positions, _, index, ctx.in_features, kept, group, _ = inputs
-    ctx.pattern = NMPattern(kept, group)
-    ctx.save_for_backward(values, positions, index)
-
-
-def _backward(ctx, grad):  # type: ignore[no-untyped-def]
-    values, positions, index = ctx.saved_tensors
-    grad_x = grad_bias = None
-    if ctx.needs_input_grad[0]:
-        grad_x = grad @ unpack(values, positions, ctx.in_features, ctx.pattern)
-        if index is not None:
-            grad_x = permute(grad_x, inverse(index.long()))
-    if ctx.needs_input_grad[3]:
-        grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0)
-    return grad_x, None, None, grad_bias, None, None, None, None, None
-
-
-_sparse_linear.register_autograd(_backward, setup_context=_setup_context)
-
-
-def cases(
-    shapes: Sequence[tuple[int, int]], tokens: Sequence[int], dtype: torch.dtype, device: torch.device
-) -> list[Case]:
-    """Returns what is checked, tuned and measured for linears of these shapes (out, in)."""
-    return [sparse_linear_case(t, o, c, dtype, device) for t in tokens for o, c in shapes]
-
-
-def sparse_linear_case(
-    tokens: int, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device, gather: bool = False
-) -> Case:
-    """A linear with a packed 2:4 weight, optionally with a gather of its input; on every route that the GPU has."""
-
-    def make(seed: int) -> Inputs:
-        generator = generator_of(seed, device)
-        weight = two_of_four((out_features, in_features), dtype, generator)
-        index = as_stored(random_order(in_features, True, generator)) if gather else None
-        there = cusparselt.supports(dtype, out_features, in_features, device)
-        compressed = cusparselt.compress(weight) if there else None
-        return normal((tokens, in_features), dtype, generator), *pack(weight, PATTERN), index, compressed
-
-    def run(x: Tensor, values: Tensor, positions: Tensor, index: Tensor | None, compressed: Tensor | None) -> Tensor:
-        return sparse_linear(x, values, positions, None, index, in_features, PATTERN, compressed)
-
-    def reference(x: Tensor, values: Tensor, positions: Tensor, index: Tensor | None, _: Tensor | None) -> Tensor:
-        x = x if index is None else permute_reference(x, index)
-        return x.double() @ unpack_reference(values, positions, in_features, PATTERN).double().t()
-
-    weights = out_features * in_features
-    packed = weights * dtype.itemsize // 2 + weights // 8
-    moved = packed + tokens * (in_features + out_features) * dtype.itemsize
-    return Case(
-        "sparse_linear" + (" with gather" if gather else ""), f"{tokens} tokens {out_features}x{in_features}", dtype,
-        make, run, reference, relative_error, rounding(dtype), moved, tokens * weights,  # of the kept half
-        tables=_tables(tokens, out_features, in_features, dtype),
-    )  # fmt: skip
-
-
-def _tables(tokens: int, out_features: int, in_features: int, dtype: torch.dtype) -> tuple[str, ...]:
-    packed = "sparse_linear_vector" if tokens == 1 else "sparse_linear"
-    possible = {
-        "sparse_linear_mma": mma.takes(tokens, out_features, in_features, dtype, PATTERN),
-        packed: kernels.takes(tokens, dtype, in_features, PATTERN),
-        "cusparselt": cusparselt.takes(dtype, out_features, in_features),
-        "sparse_linear_route": True,
-    }
-    return tuple(name for name, there in possible.items() if there)
-
-
-def floors() -> Iterator[Floor]:
-    """Yields the named shapes whose issue floor is counted."""
-    rows, channels, dtype = 11008, 4096, torch.bfloat16
-
-    def call(launch: Callable[..., Tensor], tokens: int) -> Tensor:
-        values_shape, positions_shape = packed_shapes(rows, channels, PATTERN)
-        values, positions = torch.empty(values_shape, dtype=dtype), torch.empty(positions_shape, dtype=torch.uint8)
-        x = torch.empty(tokens, channels, dtype=dtype)
-        return launch(x, values, positions, None, None, channels, PATTERN)
-
-    for route, launch, loops, counts in (
-        ("", kernels.sparse_linear_triton, kernels.loops, (1, 16)),
-        (" mma", mma.sparse_linear_mma, mma.loops, (16, 64)),
-    ):
-        for tokens in counts:
-            case = sparse_linear_case(tokens, rows, channels, dtype, META)
-            case = replace(case, op=case.op + route)
-            yield Floor(case, partial(call, launch, tokens), rows * channels // 2, "kept value", loops)
+    Raises:
+        ModelError: shapes or dtypes that do not fit.
+    """
+    return sparse_linear_reference(x, values, positions, bias, index, in_features, pattern)

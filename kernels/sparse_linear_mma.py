@@ -13,10 +13,7 @@ weight of 16-bit values is made of, so that nothing is decompressed (PTX ISA, ve
 The sum does not depend on the order of the channels, so a product takes two words that are not neighbours: then the
 positions that a thread loads as one 32-bit word serve two products as they are. See cuda/sparse_linear_mma.cu.
 
-Bytes moved: 9/16 of the dense weight's, x once per ROWS rows (from the L2 cache), y. On 11008 x 4096 an H200 needs
-11.8 us for the weight at 4.3 TB/s. Counted for sm_90 in the default configuration, per warp and chunk of 64 rows x 64
-channels: 138 instructions with 16 tokens (16 products, 12 ldmatrix, 13 copies, one barrier), 215 with 64. The issue
-floor is 1.9 and 3.3 us. In flight are 60 to 78 KB per block, three of four stages, with 172 blocks at once.
+Bytes moved: 9/16 of the dense weight's, x once per ROWS rows (from the L2 cache), y.
 
 No GPU has run this yet. The layouts are those that the PTX manual and CUTLASS's atoms state, an emulation written from
 the manual agrees (tests/test_sparse_linear_mma.py), and the kernel assembles for sm_80, sm_90 and sm_100; whether the
@@ -40,7 +37,7 @@ from torch import Tensor
 from permtriton.errors import PermTritonError
 from permtriton.kernels.autotune import config_for
 from permtriton.kernels.cuda.runtime import CudaKernel
-from permtriton.kernels.launch import Config, CudaLaunch, has_kernels, multiprocessors, refuse_unsupported
+from permtriton.kernels.launch import Config, has_kernels, multiprocessors
 from permtriton.kernels.packing import pack
 from permtriton.kernels.packing_triton import PATTERN
 from permtriton.kernels.permute import permute
@@ -214,19 +211,10 @@ def sparse_linear_mma(
     in_features: int,
     pattern: NMPattern,
 ) -> Tensor:
-    """Computes `sparse_linear_reference` on the sparse tensor cores, or by Triton where the kernel is not right.
+    """Computes `sparse_linear_reference` of inputs that `supports` accepts, or by Triton where the kernel is not right.
 
     Brings ``x`` into the order of ``index`` first; copies what is not contiguous or not aligned to 16 bytes.
-
-    Raises:
-        ModelError: an input that `supports` refuses.
     """
-    got = f"an input of shape {list(x.shape)} for {values.dtype} values of shape {list(values.shape)} at {pattern}"
-    expected = (
-        f"2 to {MAX_TOKENS} tokens, a multiple of {CHANNELS} channels, at least {MIN_ROWS} output features, and values "
-        f"of bfloat16 or float16 at {PATTERN}"
-    )
-    refuse_unsupported("sparse_linear", supports(x, values, in_features, pattern), got, expected)
     tokens, out_features = x.numel() // in_features, values.shape[0]
     shape = (tokens, out_features, in_features)
     config = config_for("sparse_linear_mma", CONFIGS, shape, x.dtype)
@@ -296,11 +284,3 @@ def is_right(variant: Variant, device: torch.device) -> bool:
     x, bias, values, positions = (tensor.to(device) for tensor in (x.to(y.dtype), bias.to(y.dtype), *packed))
     variant.launch(x, values, positions, bias, y)
     return torch.equal(y.cpu(), expected)
-
-
-def loops(launch: CudaLaunch) -> tuple[float, ...]:
-    """Returns how often a block runs the loops of the kernel's machine code: over its chunks, over its results."""
-    numbers = launch.numbers
-    chunk = numbers["CHUNK"] * numbers["WARPS"] // numbers["ROW_WARPS"] * numbers["SPLITS"]
-    each = -(-numbers["TOKENS"] * numbers["ROWS"] // (4 * launch.threads * numbers["SPLITS"]))
-    return numbers["in_features"] / chunk, -(-each // min(each, 4))

@@ -15,24 +15,17 @@ first launch permutes the input: if every program gathered it again, that would 
 ``SPLITS`` programs along the channels writes its own float32 partial sums, and a second kernel adds them in order, then
 the bias: the same input gives the same bits. With one split there is no second kernel.
 
-Floor: 9/16 of the dense weight's bytes at 16 bits, plus x and y. One token, 11008 x 4096 in bfloat16 on an H200: 51 MB,
-11.8 us. Counted for sm_90: 6.1 instructions per kept value (6.7 with a program's start and end), 4.5 us of issue slots.
-Arithmetic is 4.6 of the 6.1: 0.5 permutations, 1.1 for selectors, 2 to widen the value and its input, 1 product; the
-rest moves tiles.
+Floor: 9/16 of the dense weight's bytes at 16 bits, plus x and y.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterator
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from permtriton.kernels.autotune import config_for
-from permtriton.kernels.builds import Build, builds_of, name_of
-from permtriton.kernels.launch import Config, Kernel, Launch, jit, refuse_unsupported, tl, triton
-from permtriton.kernels.packing_triton import PATTERN, WORD, dense_tile, load_pairs
+from permtriton.kernels.launch import Config, Kernel, jit, tl, triton
+from permtriton.kernels.packing_triton import WORD, dense_tile, load_pairs
 from permtriton.kernels.packing_triton import supports as supports_weight
 from permtriton.kernels.permute import permute
 from permtriton.sparsity import NMPattern
@@ -242,19 +235,10 @@ def sparse_linear_triton(
     in_features: int,
     pattern: NMPattern,
 ) -> Tensor:
-    """Computes `sparse_linear_reference` with Triton kernels, summing in another order.
+    """Computes `sparse_linear_reference` of inputs that `supports` accepts, summing in another order.
 
     Copies ``x``, ``values`` and ``positions`` first if they are not contiguous.
-
-    Raises:
-        ModelError: an input that `supports` refuses.
     """
-    got = f"an input of shape {list(x.shape)} for {values.dtype} values at {pattern}"
-    expected = (
-        f"1 to {MAX_TOKENS} tokens ({MAX_FLOAT32_TOKENS} in float32), a multiple of {WORD} channels, and values of "
-        f"bfloat16, float16 or float32 at {PATTERN}"
-    )
-    refuse_unsupported("sparse_linear", supports(x, values, in_features, pattern), got, expected)
     values, positions = _in_words(values), _in_words(positions)
     if x.numel() == in_features:
         return _one_token(x if index is None else permute(x, index), values, positions, bias)
@@ -304,29 +288,3 @@ def _in_words(tensor: Tensor) -> Tensor:
     """Returns the tensor as the kernels read it: contiguous, and beginning at a 32-bit word."""
     tensor = tensor.contiguous()
     return tensor.clone() if tensor.data_ptr() % 4 else tensor
-
-
-def builds() -> Iterator[Build]:
-    """Yields every kernel in every configuration, with bias and index."""
-    rows, channels = 4096, 16384
-
-    def product_of(tokens: int, dtype: torch.dtype) -> object:
-        values = torch.empty(rows, channels // 2, dtype=dtype)
-        positions = torch.empty(rows, channels // 8, dtype=torch.uint8)
-        bias, index = torch.empty(rows, dtype=dtype), torch.empty(channels, dtype=torch.int16)
-        x = torch.empty(tokens, channels, dtype=dtype)
-        return sparse_linear_triton(x, values, positions, bias, index, channels, PATTERN)
-
-    for dtype in (torch.bfloat16, torch.float32):
-        for tokens in (1, 16) if dtype == torch.float32 else (1, 16, 64):
-            name, configs = ("sparse_linear_vector", VECTOR_CONFIGS) if tokens == 1 else ("sparse_linear", CONFIGS)
-            about = f"{name_of(dtype)} {tokens} tokens"
-            yield from builds_of(about, partial(product_of, tokens, dtype), name, configs)
-
-
-def loops(launch: Launch) -> tuple[float, ...]:
-    """Returns how often a program runs the loop of a kernel's machine code; the one that adds partial sums has none."""
-    if "STAGES" in launch.constants:
-        bits = 16 if launch.signature["x_ptr"] in ("*bf16", "*fp16") else 32
-        return (triton.cdiv(256 * launch.numbers["words"], bits * launch.constants["TILE_C"]),)
-    return (launch.numbers["tiles_per_split"],) if "tiles_per_split" in launch.numbers else ()

@@ -20,7 +20,7 @@ Bytes moved: 16 per position and row on either side, and 4 per pair. Floor: 2 co
 additions per pair and row, 3.6e13 comparisons for every pair of every linear of LLaMA-2-7B; see swap_gains_triton.py.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from itertools import product
@@ -31,11 +31,9 @@ from torch import Tensor
 
 from permtriton.errors import ModelError
 from permtriton.kernels.importance import ImportanceFactors
-from permtriton.kernels.launch import on_gpu
 from permtriton.kernels.nm_mask import group_ranks
-from permtriton.kernels.swap_gains_triton import loops, supports, swap_gains_triton
-from permtriton.kernels.tools.cases import META, PATTERN, Case, Floor, Inputs, generator_of, normal, random_order
-from permtriton.kernels.tools.timing import relative_error
+from permtriton.kernels.operator import operator
+from permtriton.kernels.swap_gains_triton import supports, swap_gains_triton
 from permtriton.sparsity import NMPattern
 
 Tile = TypeVar("Tile")
@@ -184,34 +182,6 @@ def _terms(scores: Tensor, agreement: Tensor, rise: Tensor | None, pattern: NMPa
     return SwapTerms(scores, agreement, threshold, displaced, own)
 
 
-def swap_gains(left: SwapTerms, right: SwapTerms) -> Tensor:
-    """Returns the gain of swapping each position of ``left`` with each of ``right``, positive if the loss falls.
-
-    Gains of linears that share their input channels add up. Pairs of positions in one group have no meaning.
-
-    Args:
-        left: Terms ``[I, O]``, or ``[n, I, O]`` for pairs inside n blocks only.
-        right: Terms ``[J, O]``, or ``[n, J, O]``, of the same dtype.
-
-    Returns:
-        float32, or float64 of float64 terms: ``[I, J]``, or ``[n, I, J]``.
-
-    Raises:
-        ModelError: shapes or dtypes that do not fit.
-    """
-    one, other = left.scores, right.scores
-    fits = one.dim() in (2, 3) and one.dim() == other.dim() and one.shape[-1] == other.shape[-1]
-    if not fits or one.shape[:-2] != other.shape[:-2] or one.dtype != other.dtype:
-        raise ModelError(
-            f"swaps between {one.dtype} terms {list(one.shape)} and {other.dtype} terms {list(other.shape)}: expected "
-            "one dtype, and [positions, rows] or [blocks, positions, rows] with as many blocks and rows"
-        )
-    parts = (*left.tensors(), *right.tensors())
-    if one.dim() == 3:
-        return torch.ops.permtriton.swap_gains(*parts)
-    return torch.ops.permtriton.swap_gains(*(part.unsqueeze(0) for part in parts)).squeeze(0)
-
-
 TILE = 1 << 18  # entries of the right side's terms that a CPU thread works on at once: 1 MiB each, near the core
 GPU_TILE = 1 << 24
 
@@ -281,81 +251,37 @@ def _for_each(tiles: Sequence[Tile], run: Callable[[Tile], None], on_cpu: bool) 
         torch.set_num_threads(threads)  # this thread kept its number, but later ones would start with 1
 
 
-@torch.library.custom_op("permtriton::swap_gains", mutates_args=())
-def _swap_gains(
-    left_scores: Tensor,
-    left_agreement: Tensor,
-    left_threshold: Tensor,
-    left_displaced: Tensor,
-    left_own: Tensor,
-    right_scores: Tensor,
-    right_agreement: Tensor,
-    right_threshold: Tensor,
-    right_displaced: Tensor,
-    right_own: Tensor,
-) -> Tensor:
-    left = SwapTerms(left_scores, left_agreement, left_threshold, left_displaced, left_own)
-    right = SwapTerms(right_scores, right_agreement, right_threshold, right_displaced, right_own)
-    return swap_gains_reference(left, right)
+_swap_gains = operator(
+    "swap_gains",
+    lambda left, right: left.scores.new_empty(*left.scores.shape[:2], right.scores.shape[1]),
+    launcher=lambda left, right: swap_gains_triton(left.tensors(), right.tensors()),
+    supports=lambda left, right: supports(left.scores.dtype),
+)(swap_gains_reference)
 
 
-@on_gpu(_swap_gains)
-def _(*parts: Tensor) -> Tensor:
-    left, right = parts[:5], parts[5:]
-    if supports(left[0].dtype):
-        return swap_gains_triton(left, right)
-    return swap_gains_reference(SwapTerms(*left), SwapTerms(*right))
+def swap_gains(left: SwapTerms, right: SwapTerms) -> Tensor:
+    """Returns the gain of swapping each position of ``left`` with each of ``right``, positive if the loss falls.
 
+    Gains of linears that share their input channels add up. Pairs of positions in one group have no meaning.
 
-@_swap_gains.register_fake
-def _(*parts: Tensor) -> Tensor:
-    left, right = parts[0], parts[5]
-    return left.new_empty(left.shape[0], left.shape[1], right.shape[1])
+    Args:
+        left: Terms ``[I, O]``, or ``[n, I, O]`` for pairs inside n blocks only.
+        right: Terms ``[J, O]``, or ``[n, J, O]``, of the same dtype.
 
+    Returns:
+        float32, or float64 of float64 terms: ``[I, J]``, or ``[n, I, J]``.
 
-CASE_POSITIONS = 1024  # of the left side, at most: as a search works through an order
-
-
-def cases(
-    shapes: Sequence[tuple[int, int]], tokens: Sequence[int], dtype: torch.dtype, device: torch.device
-) -> list[Case]:
-    """Returns what is checked, tuned and measured for linears of these shapes (out, in)."""
-    return [swap_gains_case(o, c, device) for o, c in shapes]
-
-
-def swap_gains_case(out_features: int, in_features: int, device: torch.device) -> Case:
-    """The pairs of a linear's first positions with all of them, 2:4, Wanda."""
-    positions = min(in_features, CASE_POSITIONS)
-
-    def make(seed: int) -> Inputs:
-        generator = generator_of(seed, device)
-        weight, gradient = (normal((out_features, in_features), torch.float32, generator) for _ in range(2))
-        scale = torch.rand(in_features, generator=generator, device=device) + 0.5
-        order = random_order(in_features, False, generator)
-        terms = swap_terms(weight, ImportanceFactors(1, scale), gradient, order, PATTERN)
-        return terms.of_positions(slice(0, positions)), terms
-
-    def reference(left: SwapTerms, right: SwapTerms) -> Tensor:
-        doubles = (SwapTerms(*(part.double().unsqueeze(0) for part in side.tensors())) for side in (left, right))
-        return swap_gains_reference(*doubles).squeeze(0)
-
-    moved = (positions + in_features) * out_features * 16 + positions * in_features * 4
-    flops = 6 * positions * in_features * out_features
-    return Case(
-        "swap_gains", f"{positions}x{in_features}x{out_features}", torch.float32, make, swap_gains, reference,
-        relative_error, 1e-4, moved, flops,
-    )  # fmt: skip
-
-
-def floors() -> Iterator[Floor]:
-    """Yields the named shape whose issue floor is counted."""
-    rows, channels = 11008, 4096
-
-    def side(positions: int) -> list[Tensor]:
-        return [*(torch.empty(1, rows, positions).mT for _ in range(4)), torch.empty(1, positions)]
-
-    def call() -> Tensor:
-        return swap_gains_triton(side(CASE_POSITIONS), side(channels))
-
-    units = CASE_POSITIONS * channels * rows
-    yield Floor(swap_gains_case(rows, channels, META), call, units, "pair and row", loops)
+    Raises:
+        ModelError: shapes or dtypes that do not fit.
+    """
+    one, other = left.scores, right.scores
+    fits = one.dim() in (2, 3) and one.dim() == other.dim() and one.shape[-1] == other.shape[-1]
+    if not fits or one.shape[:-2] != other.shape[:-2] or one.dtype != other.dtype:
+        raise ModelError(
+            f"swaps between {one.dtype} terms {list(one.shape)} and {other.dtype} terms {list(other.shape)}: expected "
+            "one dtype, and [positions, rows] or [blocks, positions, rows] with as many blocks and rows"
+        )
+    if one.dim() == 3:
+        return _swap_gains(left, right)
+    left, right = (SwapTerms(*(part.unsqueeze(0) for part in side.tensors())) for side in (left, right))
+    return _swap_gains(left, right).squeeze(0)

@@ -8,12 +8,8 @@ terms once, and those of the lines as broadcasts, four at a time; a ``[rows, I, 
 
 Floor: per pair and row 2 comparisons, which write 1.0 or 0.0, 2 subtractions, and 2 multiply-adds of what is selected.
 A multiply-add by the comparison is one instruction, and as exact as adding. A predicated addition is one too, but
-keeping the predicates of a row costs more than it saves. At 132 multiprocessors, 128 lanes and 1.98 GHz, six
-instructions are 5.6e12 pairs and rows a second: 3.3 s for every pair of every linear of LLaMA-2-7B (3.6e13
-comparisons). The tile of 32 by 128 takes 6.9 instructions on sm_90, 6.1 on sm_100: a row is 878 for the 128 pairs of a
-thread, 768 of them the six, 71 copies and reads of shared memory. 8 programs fit on a multiprocessor, 1056 on an H200:
-a call should have 4 million pairs or more. It reads 2.5 KiB per row and tile, 0.6 bytes per pair and row, mostly from
-the L2 cache. None of this was measured.
+keeping the predicates of a row costs more than it saves. 8 programs fit on a multiprocessor, 1056 on an H200: a call
+should have 4 million pairs or more.
 
 128 sums per thread fill the registers: where sizes are not known to be multiples of `ALIGN`, whose vectors are copied
 one number at a time, tiles are half as wide, or sums would be spilled.
@@ -21,15 +17,13 @@ one number at a time, tiles are half as wide, or sums would be spilled.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from permtriton.kernels.autotune import config_for
-from permtriton.kernels.builds import Build, builds_of
-from permtriton.kernels.launch import Config, Kernel, Launch, jit, refuse_unsupported, tl, triton
+from permtriton.kernels.launch import Config, Kernel, jit, tl, triton
 
 ALIGN = 16  # positions and strides that are multiples of it are copied four numbers at a time
 CONFIGS: tuple[Config, ...] = (
@@ -91,16 +85,12 @@ def supports(dtype: torch.dtype) -> bool:
 
 
 def swap_gains_triton(left: Sequence[Tensor], right: Sequence[Tensor]) -> Tensor:
-    """Computes `swap_gains_reference` with a Triton kernel.
+    """Computes `swap_gains_reference` of terms that `supports` accepts.
 
     Args:
         left: The five tensors of terms ``[n, I, O]``.
         right: Those of terms ``[n, J, O]``.
-
-    Raises:
-        ModelError: terms that `supports` refuses.
     """
-    refuse_unsupported("swap_gains", supports(left[0].dtype), f"{left[0].dtype} terms", "float32")
     (blocks, lines, rows), columns = left[0].shape, right[0].shape[1]
     if not blocks * lines * columns * rows:
         return left[4].unsqueeze(2) + right[4].unsqueeze(1)
@@ -130,21 +120,3 @@ def _row_major(parts: Sequence[Tensor]) -> list[Tensor]:
     if len({part.stride() for part in turned}) == 1 and turned[0].stride(2) == 1:
         return turned
     return [part.clone(memory_format=torch.contiguous_format) for part in turned]
-
-
-def builds() -> Iterator[Build]:
-    """Yields the kernel in every configuration, for several blocks, of sizes that are multiples of `ALIGN` or not."""
-
-    def searched(odd: int) -> object:
-        def side(positions: int) -> list[Tensor]:
-            return [*(torch.empty(8, 4096, positions).mT for _ in range(4)), torch.empty(8, positions)]
-
-        return swap_gains_triton(side(256 + odd), side(512))
-
-    for odd, sizes in ((0, "aligned"), (8, "any sizes")):
-        yield from builds_of(f"fp32 {sizes}", partial(searched, odd), "swap_gains", CONFIGS)
-
-
-def loops(launch: Launch) -> tuple[float, ...]:
-    """Returns how often a program runs the loop of the kernel's machine code: once per row."""
-    return (launch.numbers["rows"],)

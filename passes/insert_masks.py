@@ -40,7 +40,7 @@ def _mask(weight: fx.Node, constants: Constants, site: Site, importance: Importa
         for factor in (importance.scale, importance.row, importance.column)
     ]
     soft = constants.tensor(importance.scale.new_empty(0), "permtriton_soft")
-    arguments = (*factors, importance.power, index, soft, runs, pattern.kept, pattern.group, True)
+    arguments = (importance.power, *factors, index, soft, runs, pattern.kept, pattern.group, True)
     if input_dim(weight) == 1:
         wrap(weight, NM_MASK, arguments)
     else:

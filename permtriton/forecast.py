@@ -24,10 +24,10 @@ from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.nm_mask import top_n_mask
 from permtriton.machine import format_bytes
 from permtriton.methods.heuristic_order import MAX_ROWS, reassigned
-from permtriton.methods.masked_model import checkpointed, frozen
 from permtriton.model.forward import last_hidden_state
 from permtriton.model.plan import Plan, layer_modules, linear_module, weight_in_out
 from permtriton.run import states_beside
+from permtriton.running.backward import checkpointed, frozen
 from permtriton.step import Facts, Speed, Stage
 
 PROBE_TOKENS = 512  # of the passes that are timed, at most

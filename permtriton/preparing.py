@@ -17,7 +17,7 @@ from permtriton.data.text import calibration_samples, check_inputs, check_sample
 from permtriton.errors import ConfigError, reasons_of
 from permtriton.evaluation.held_out import Evaluation
 from permtriton.forecast import Forecast, check_disk, make_forecast
-from permtriton.memory import IN_PLACE, Devices, Needs, estimate, fits
+from permtriton.memory import IN_PLACE, Devices, Needs, describe_thrift, estimate, fits
 from permtriton.methods.statistics import site_statistics
 from permtriton.model.forward import TOKENS_WITHOUT_LOGITS, with_tokens
 from permtriton.model.load import check_original
@@ -91,6 +91,8 @@ def prepare(
     folder = _check_disks(run, forecast)
     if say_needs:
         run.progress.say(forecast.describe(folder))
+        if saved := describe_thrift(forecast.needs, config):
+            run.progress.say(f"to save memory: {saved}")
     batch = max(TOKENS_WITHOUT_LOGITS // samples.longest, 1)
     reference = Reference(model, samples, plan.unseen)
     evaluation = None

@@ -83,13 +83,12 @@ def steps_of(recipe: str | Sequence[Step]) -> tuple[Step, ...]:
         ConfigError: there is no such recipe or step.
     """
     if not isinstance(recipe, str):
-        found: tuple[Any, ...] = tuple(recipe) if isinstance(recipe, Sequence) else (None,)
-        if not all(isinstance(step, steps.STEPS) for step in found):
+        if not isinstance(recipe, Sequence) or not all(isinstance(step, steps.STEPS) for step in recipe):
             raise ConfigError(
                 f"recipe is {shown(recipe)}: expected one of {', '.join(RECIPES)}, or steps: their names separated by "
                 "commas, or a tuple of them, such as (Mask(),)"
             )
-        return found
+        return tuple(recipe)  # type: ignore[arg-type]
     if recipe in RECIPES:
         return RECIPES[recipe].steps
     known = {kind.name: kind for kind in steps.STEPS}

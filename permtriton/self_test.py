@@ -7,9 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -18,8 +16,8 @@ from permtriton import compiler
 from permtriton.errors import PermTritonError
 from permtriton.kernels import cusparselt
 from permtriton.kernels.launch import has_kernels, triton
-from permtriton.kernels.tools.cases import two_of_four
-from permtriton.kernels.tools.registry import KERNELS
+from permtriton.kernels.tools.case import Random
+from permtriton.kernels.tools.cases import KERNELS
 from permtriton.recipes import config_from
 
 BUDGET = 10.0  # seconds; what has not started by then is left out
@@ -105,9 +103,8 @@ def _kernels(device: torch.device | None, deadline: float) -> str:
         why = "triton is not installed" if triton is None else "the GPU is older than compute capability 8.0"
         raise _Absent(f"{why}: the references in plain torch run on the GPU")
     done, left = 0, 0
-    for name in KERNELS:
-        cases: Any = import_module(f"permtriton.kernels.{name}").cases
-        for case in cases([SHAPE], [TOKENS], torch.float16, device):
+    for kernel in KERNELS:
+        for case in kernel.cases([SHAPE], [TOKENS], torch.float16, device):
             if time.perf_counter() > deadline:
                 left += 1
                 continue
@@ -122,9 +119,8 @@ def _cusparselt(device: torch.device | None) -> str:
         raise _Absent("no GPU that torch can use")
     if not cusparselt.supports(torch.float16, *SHAPE, device):
         raise _Absent("this build of torch comes without it, or the GPU has no sparse tensor cores")
-    generator = torch.Generator(device).manual_seed(0)
-    weight = two_of_four(SHAPE, torch.float16, generator)
-    x = torch.randn(TOKENS, SHAPE[1], generator=generator, device=device).half()
+    random = Random(0, device)
+    weight, x = random.two_of_four(*SHAPE, torch.float16), random.normal(TOKENS, SHAPE[1], dtype=torch.float16)
     found = cusparselt.product(x, cusparselt.compress(weight), None, SHAPE[0])
     difference = float((found - x @ weight.T).abs().max())
     if not difference <= 0.05:

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from permtriton.config import CompileConfig, LearnConfig
+from permtriton.config import CompileConfig
 from permtriton.data.samples import Samples
 from permtriton.methods.importance import importance_of
+from permtriton.methods.learned import Learned as Options
 from permtriton.methods.learning import Learned, learn
 from permtriton.methods.objective import Objective
 from permtriton.methods.statistics import channel_norms
@@ -28,7 +29,7 @@ from . import zoo
 PATTERN = NMPattern(2, 4)
 CPU = torch.device("cpu")
 # Blocks of 16, so that the 24 units of `down` have a smaller last block; a learning rate that shows in a few steps.
-QUICK = LearnConfig(block_size=16, epochs=3, batch_size=4, learning_rate=0.1, base_order="identity")
+QUICK = Options(block_size=16, epochs=3, batch_size=4, learning_rate=0.1)
 STEPS = 2  # of an epoch of QUICK: 8 sequences in batches of 4
 
 
@@ -67,12 +68,10 @@ class Problem:
             self.importances[name] = importance_of(method, weight_in_out(linear_module(model, name)), statistic)
         self.target = hidden_states(model, self.ids, 4)
 
-    def learn(self, config: LearnConfig = QUICK, seed: int = 0, progress=None, resume=None, **options) -> Learned:
-        whole = CompileConfig(sparsity=self.pattern, seed=seed, learn=config, **options)
-        objective = Objective("cosine", self.target)
-        return learn(
-            self.model, self.plan, self.importances, self.ids, objective, whole, progress or NoProgress(), resume
-        )  # fmt: skip
+    def learn(self, options: Options = QUICK, seed: int = 0, progress=None, resume=None, **running) -> Learned:
+        config = CompileConfig(sparsity=self.pattern, seed=seed, **running)
+        arguments = (Objective("cosine", self.target), options, config, progress or NoProgress(), resume)
+        return learn(self.model, self.plan, self.importances, self.ids, *arguments)
 
     def loss(self, weights: dict[str, Tensor]) -> Tensor:
         """The loss with other weights, by module name, in place of the model's own."""

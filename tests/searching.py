@@ -5,12 +5,13 @@ from dataclasses import replace
 import torch
 from transformers import PreTrainedModel
 
-from permtriton import CompileConfig, NMPattern, find_plan
+from permtriton import CompileConfig, NMPattern, config_from, find_plan
 from permtriton.data.samples import Samples
 from permtriton.methods.fisher import fisher_information
 from permtriton.methods.hard_masks import hard_masked
 from permtriton.methods.importance import importances_of
 from permtriton.methods.objective import dense_objective, has_head
+from permtriton.methods.searched import Searched as Options
 from permtriton.methods.statistics import channel_norms
 from permtriton.methods.swap_search import Searched, search
 from permtriton.model.plan import Plan
@@ -20,7 +21,8 @@ from . import zoo
 from .learning import plant, same_indices, tiny
 
 PATTERN = NMPattern(2, 4)
-OPTIONS = {"permutation": "searched", "importance": "wanda", "rounds": 4, "activation_checkpointing": False}
+OPTIONS = {"recipe": "heuristic,searched,mask", "importance": "wanda", "search_rounds": 4,
+           "activation_checkpointing": False}  # fmt: skip
 
 
 class Problem:
@@ -32,15 +34,17 @@ class Problem:
         self.importances = importances_of(model, plan, "wanda", norms)
         self.objective = dense_objective(model, "kl" if has_head(model) else "cosine", self.ids, 4)
 
-    def config(self, **options: object) -> CompileConfig:
-        return CompileConfig.from_options({"sparsity": str(self.pattern), **OPTIONS, **options})
+    def settings(self, **options: object) -> tuple[Options, CompileConfig]:
+        """The options of the search and those of the compilation."""
+        config = config_from({"sparsity": str(self.pattern), **OPTIONS, **options})
+        return config.steps[1], config
 
     def search(self, progress=None, state=None, **options: object) -> Searched:
-        arguments = (self.ids, self.objective, self.config(**options), progress or NoProgress(), state)
+        arguments = (self.ids, self.objective, *self.settings(**options), progress or NoProgress(), state)
         return search(self.model, self.plan, self.importances, *arguments)
 
     def masked(self, **options: object):
-        config = self.config(**options)
+        _, config = self.settings(**options)
         fisher = fisher_information(self.model, self.plan, self.objective.kind, self.ids, config, NoProgress())
         return hard_masked(self.model, self.plan, self.importances, fisher, config)
 

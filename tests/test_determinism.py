@@ -9,20 +9,18 @@ from pathlib import Path
 import pytest
 
 RECIPES = {
-    "default": ["--rounds", "1"],
+    "default": ["--search-rounds", "1"],
     "learned": [
-        "--permutation",
-        "learned",
-        "--epochs",
+        "--recipe",
+        "learned,mask",
+        "--learn-epochs",
         "1",
-        "--base-order",
-        "identity",
-        "--block-size",
+        "--learn-block-size",
         "16",
-        "--batch-size",
+        "--learn-batch-size",
         "4",
     ],
-    "sparsegpt": ["--weight-update", "sparsegpt"],
+    "sparsegpt": ["--recipe", "fast"],
 }
 PROGRAM = """
 import json, sys

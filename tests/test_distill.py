@@ -34,7 +34,7 @@ def test_the_kept_weights_move_and_the_loss_falls():
 @torch.enable_grad()
 def test_steps_are_those_of_adam_on_masked_gradients():
     pruned = tiny()
-    pruned.distill(update_epochs=1)
+    pruned.distill(epochs=1)
     result, rows = pruned.trained_weights(), split(10, 0)[0]
     pruned.reset()
     optimizer = torch.optim.Adam(pruned.weights.values())
@@ -54,7 +54,7 @@ def test_steps_are_those_of_adam_on_masked_gradients():
 def test_a_harmful_learning_rate_keeps_the_start():
     pruned = tiny()
     with only_kept_weights_change(pruned):
-        result = pruned.distill(update_learning_rate=3.0)
+        result = pruned.distill(learning_rate=3.0)
     assert result.kept == 0
     assert min(epoch.held_out for epoch in result.history[1:]) > result.history[0].held_out
     assert not pruned.moved()
@@ -108,7 +108,7 @@ def test_small_steps_move_weights_in_half_precision(dtype):
     """A step is far below the spacing of these weights: only in float32 do steps add up."""
     pruned = tiny(dtype)
     with only_kept_weights_change(pruned):
-        result = pruned.distill(update_learning_rate=1e-3, update_epochs=12)
+        result = pruned.distill(learning_rate=1e-3, epochs=12)
     assert pruned.moved() == set(pruned.weights)
     changed = [(weight != pruned.before[name]).float().mean() for name, weight in pruned.weights.items()]
     assert sum(changed) / len(changed) > 0.2
@@ -119,7 +119,7 @@ def test_conv1d():
     pruned = Pruned(*zoo.planned("gpt2"), zoo.token_ids(10, 12))
     before = pruned.loss()
     with only_kept_weights_change(pruned):
-        pruned.distill(update_epochs=2)
+        pruned.distill(epochs=2)
     assert pruned.moved() == set(pruned.weights)
     assert pruned.loss() < before
 
@@ -130,7 +130,7 @@ def test_experts_move_in_the_storage_they_share():
         pruned = Pruned(model, plan, zoo.token_ids(20, 24))
         before = pruned.loss()
         with only_kept_weights_change(pruned):
-            pruned.distill(update_epochs=2, update_learning_rate=1e-3)
+            pruned.distill(epochs=2, learning_rate=1e-3)
         assert pruned.moved() == set(pruned.weights)
         expert = pruned.weights["model.layers.0.mlp.experts.3.gate_up_proj"].detach().clone()
     assert torch.equal(model.model.layers[0].mlp.experts.gate_up_proj[3], expert)
@@ -155,7 +155,7 @@ def test_frozen_weights_are_trained_and_stay_frozen():
     for parameter in pruned.model.parameters():
         parameter.requires_grad_(False)
     with only_kept_weights_change(pruned):
-        pruned.distill(update_epochs=1)
+        pruned.distill(epochs=1)
     assert pruned.moved() == set(pruned.weights)
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, kl_div, normalize
 from transformers import AlbertConfig, AlbertForMaskedLM, OlmoConfig, OlmoForCausalLM
 
-from permtriton import CompileConfig, find_plan
+from permtriton import config_from, find_plan
 from permtriton.data.samples import Samples
 from permtriton.errors import CalibrationError
 from permtriton.methods.fisher import Fisher, fisher_information
@@ -25,7 +25,7 @@ SEED = 3
 
 
 def found(model, plan, kind="kl", ids=IDS, progress=None, **options: object) -> dict[str, Fisher]:
-    config = CompileConfig.from_options({"seed": SEED, **options})
+    config = config_from({"seed": SEED, **options})
     return fisher_information(model, plan, kind, Samples.of(ids), config, progress or NoProgress())
 
 

@@ -4,24 +4,25 @@ import copy
 import json
 import shutil
 from collections import namedtuple
+from dataclasses import replace
 
 import pytest
 import torch
 
-from permtriton import compiler, forecast, memory
+from permtriton import compiler, config_from, forecast, memory
 from permtriton.checkpoint import output
-from permtriton.config import CompileConfig
 from permtriton.data.samples import Samples
 from permtriton.errors import OutputError
-from permtriton.forecast import Speed, check_disk, disk_needs, duration, make_forecast, measure, stage_seconds
+from permtriton.forecast import check_disk, disk_needs, duration, make_forecast, measure, stage_seconds
 from permtriton.planning import find_plan
 from permtriton.sparsity import NMPattern
+from permtriton.step import Speed
 
 from . import zoo
 from .desk import LEARN, RUNNER, app
 
 HERE = memory.Devices.of(torch.device("cpu"))
-IDS = torch.arange(64).view(4, 16) % 40
+SAMPLES = Samples.of(torch.arange(64).view(4, 16) % 40)
 
 
 @pytest.fixture(scope="module")
@@ -34,65 +35,73 @@ def plan(model):
     return find_plan(model, NMPattern(2, 4))
 
 
-def seconds(plan, speed: Speed, held_out: int = 0, keep: bool = False, **options) -> dict[str, float]:
-    return stage_seconds(plan, CompileConfig.from_options(options), speed, Samples.of(IDS), held_out, keep_masked=keep)
+@pytest.fixture(scope="module")
+def seconds(model, plan):
+    def found(speed: Speed, held_out: int = 0, thrifty: bool = False, **options) -> dict[str, float]:
+        config = config_from(options)
+        facts = replace(memory.facts_of(model, plan, config, SAMPLES), thrifty=thrifty)
+        return stage_seconds(config, facts, speed, held_out)
+
+    return found
 
 
-def test_time_is_what_was_measured_times_the_passes(plan):
-    """64 calibration tokens, in one micro-batch."""
-    forward, both = Speed(1.0, 0.0, 0.0, 0.0), Speed(0.0, 1.0, 0.0, 0.0)
-    assert seconds(plan, forward, 10, permutation="none") == {"calibrate": 64, "prune": 0, "evaluate": 20}
-    assert seconds(plan, forward, permutation="learned", epochs=3)["learn"] == (3 + 2) * 64
-    assert seconds(plan, both, permutation="learned", epochs=3)["learn"] == 3 * 64
-    assert seconds(plan, both, permutation="heuristic")["heuristic"] == 64
-    assert seconds(plan, both, permutation="heuristic", row_weights="none")["heuristic"] == 0
-    assert seconds(plan, both, permutation="searched", rounds=7)["search"] == (7 + 2) * 64
-    assert seconds(plan, both, permutation="none", weight_update="distill", update_epochs=5)["distill"] == 5 * 64
+def test_time_is_what_was_measured_times_the_passes(seconds):
+    """64 calibration tokens, in one micro-batch, at a second per token."""
+    forward, both = Speed(64.0, 0.0, 0.0, 0.0), Speed(0.0, 64.0, 0.0, 0.0)
+    assert seconds(forward, 10, recipe="mask") == {"calibrate": 64, "prove": 0, "evaluate": 20}
+    assert seconds(forward, recipe="learned,mask", learn_epochs=3)["learned"] == (3 + 2) * 64
+    assert seconds(both, recipe="learned,mask", learn_epochs=3)["learned"] == 3 * 64
+    assert seconds(both, recipe="heuristic,mask")["heuristic"] == 64
+    assert "heuristic" not in seconds(both, recipe="heuristic,mask", heuristic_row_weights="none")
+    assert seconds(both, recipe="searched,mask", search_rounds=7)["searched"] == (7 + 2) * 64
+    assert seconds(both, recipe="mask,distill", distill_epochs=5)["distill"] == 5 * 64
+    assert seconds(both, recipe="mask,reconstruct", reconstruct_epochs=5)["reconstruct"] == 5 * 64
 
 
-def test_kept_masks_take_time_once_per_step(plan):
+def test_kept_masks_take_time_once_per_step(seconds):
     """Four sequences in two steps of two micro-batches; masks forward, again in the backward pass, and backward."""
-    options = {"permutation": "learned", "epochs": 3, "batch_size": 2, "micro_batch_size": 1}
-    for keep, count in ((False, 3 * 3 * 4 + (3 + 2) * 4), (True, 3 * 3 * 2 + (3 + 2))):
-        assert seconds(plan, Speed(0.0, 0.0, 1.0, 0.0), keep=keep, **options)["learn"] == count
+    options = {"recipe": "learned,mask", "learn_epochs": 3, "learn_batch_size": 2, "micro_batch_size": 1}
+    for thrifty, count in ((True, 3 * 3 * 4 + (3 + 2) * 4), (False, 3 * 3 * 2 + (3 + 2))):
+        assert seconds(Speed(0.0, 0.0, 1.0, 0.0), thrifty=thrifty, **options)["learned"] == count
 
 
 def test_measuring_leaves_the_model_as_it_was(model, plan):
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    speed = measure(model, plan, CompileConfig.from_options({"permutation": "searched"}), Samples.of(IDS))
+    speed = measure(model, plan, config_from({"recipe": "heuristic,searched,mask"}), SAMPLES)
     assert speed.both > speed.forward > 0
     assert speed.masks > 0
-    assert speed.heuristic > 0
+    assert speed.assignments > 0
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert all(p.grad is None and p.requires_grad and not p._post_accumulate_grad_hooks for p in model.parameters())
 
 
 def test_no_backward_pass_where_nothing_needs_it(model, plan):
-    config = CompileConfig.from_options({"permutation": "heuristic", "row_weights": "none"})
-    assert measure(model, plan, config, Samples.of(IDS)).both == 0
+    config = config_from({"recipe": "heuristic,mask", "heuristic_row_weights": "none"})
+    assert measure(model, plan, config, SAMPLES).both == 0
 
 
 def test_the_range_holds_the_sum_of_the_stages(model, plan):
-    found = make_forecast(model, plan, CompileConfig(), Samples.of(IDS), None, timed=True, devices=HERE)
+    found = make_forecast(model, plan, config_from(), SAMPLES, None, timed=True, devices=HERE)
     assert found.time_range[0] < sum(found.seconds.values()) < found.time_range[1]
     assert json.loads(json.dumps(found.report()))["seconds"]["most"] == found.time_range[1]
 
 
 def test_disk_counts_the_output_and_two_copies_of_each_state(model, plan):
     size = sum(p.numel() * 4 for p in model.parameters())
-    plain = disk_needs(model, plan, CompileConfig.from_options({"permutation": "none"}))
+    plain = disk_needs(model, plan, config_from({"recipe": "mask"}), SAMPLES)
     assert plain == {"the output": size + forecast.SMALL_FILES}
-    config = CompileConfig.from_options({"permutation": "none", "weight_update": "distill"})
+    config = config_from({"recipe": "mask,distill"})
     kept = sum(model.get_parameter(f"{name}.weight").numel() for _, name in plan.linears()) // 2
     state = kept * (4 + 12)
-    assert disk_needs(model, plan, config)["states of interrupted runs"] == 2 * state
+    assert disk_needs(model, plan, config, SAMPLES)["states of interrupted runs"] == 2 * state
 
 
 def test_a_state_that_is_on_the_disk_already_needs_no_more_space(model, plan, tmp_path):
-    config = CompileConfig.from_options({"permutation": "none", "weight_update": "distill"})
-    fresh = disk_needs(model, plan, config, tmp_path / "state.safetensors")["states of interrupted runs"]
+    config = config_from({"recipe": "mask,distill"})
+    path, name = tmp_path / "state.safetensors", "states of interrupted runs"
+    fresh = disk_needs(model, plan, config, SAMPLES, path)[name]
     (tmp_path / "state.distill.safetensors").write_bytes(bytes(1000))
-    assert disk_needs(model, plan, config, tmp_path / "state.safetensors")["states of interrupted runs"] == fresh - 1000
+    assert disk_needs(model, plan, config, SAMPLES, path)[name] == fresh - 1000
 
 
 def test_a_disk_that_is_too_small_is_refused(tmp_path, monkeypatch):
@@ -139,7 +148,7 @@ def test_a_dry_run_of_a_model_that_does_not_fit_measures_no_time(desk, never_run
     assert result.exit_code == 0, result.output
     words = " ".join(result.stdout.replace("│", " ").split())
     assert "not measured: this compilation needs about" in words
-    assert "masks while learning computed for each micro-batch" in words
+    assert "to save memory masks are computed for each micro-batch" in words
     found = json.loads(RUNNER.invoke(app, desk.compile("--dry-run", "--json")).stdout)
     assert found["seconds"] is None
     assert "are free" in found["refused"]
@@ -157,8 +166,8 @@ def test_a_dry_run_looks_at_the_disk_of_the_working_files(desk, monkeypatch):
 
 def test_the_library_measures_only_where_it_is_to_say_so(model, monkeypatch):
     monkeypatch.setattr(forecast, "measure", lambda *_args: pytest.fail("measured"))
-    config = CompileConfig.from_options({"permutation": "none"})
-    compiler.compile(copy.deepcopy(model), None, config, ids=IDS)
+    config = config_from({"recipe": "mask"})
+    compiler.compile(copy.deepcopy(model), None, config, ids=SAMPLES.inputs)
 
 
 def test_a_run_says_what_it_needs_before_it_starts(desk):

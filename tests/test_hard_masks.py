@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from permtriton import CompileConfig, NMPattern, find_plan
+from permtriton import NMPattern, config_from, find_plan
 from permtriton.data.samples import Samples
 from permtriton.kernels import nm_mask as kernel
 from permtriton.kernels.nm_mask import top_n_mask
@@ -49,7 +49,7 @@ class Given:
         return weight_in_out(linear_module(self.model, linear))
 
     def masked(self, **options: object):
-        config = CompileConfig.from_options({"sparsity": str(self.pattern), "micro_batch_size": 2, **options})
+        config = config_from({"sparsity": str(self.pattern), "micro_batch_size": 2, **options})
         return hard_masked(self.model, self.plan, self.importances, self.fisher, config)
 
     def expected(self, indices: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ import torch
 from permtriton.errors import ConfigError
 from permtriton.kernels.launch import CudaLaunch, multiprocessors, record, recorded, triton
 from permtriton.kernels.tools import issue_floor, sass
-from permtriton.kernels.tools.cases import Floor
+from permtriton.kernels.tools.case import Floor
 from permtriton.kernels.tools.compile_check import TARGETS, resident
 
 from .kernel_builds import copy_floor
@@ -124,7 +124,7 @@ class TestCounting:
         with pytest.raises(ConfigError, match=r"fewer than the 524,288 that must move"):
             issue_floor.row(heavier, issue_floor.H200)
         with pytest.raises(ConfigError, match="launches nothing"):
-            issue_floor.row(dataclasses.replace(floor, call=lambda: None), issue_floor.H200)
+            issue_floor.row(dataclasses.replace(floor, launch=lambda: None), issue_floor.H200)
 
     def test_loops_that_the_data_decide(self):
         row = issue_floor.row(dataclasses.replace(copy_floor(), loops=None), issue_floor.H200)
@@ -166,7 +166,7 @@ def test_no_default_needs_more_instructions_than_committed(floor):
     expected = next((row for row in committed["rows"] if (row["name"], row["gpu"]) == (floor.case.name, "H200")), None)
     assert expected, f"{floor.case.name} is not in {COMMITTED.name}: run python benchmarks/issue_floor.py"
     with recorded(1) as launches, torch.device("meta"):
-        floor.call()
+        floor.launch(*floor.case.make(0))
     if any(isinstance(launch, CudaLaunch) for launch in launches) and shutil.which("nvcc") is None:
         pytest.skip("nvcc, which compiles this kernel, is not installed")
     found = issue_floor.row(floor, issue_floor.H200).figures()

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from permtriton.config import CompileConfig, LearnConfig
+from permtriton.config import CompileConfig
 from permtriton.data.samples import Samples
 from permtriton.errors import MemoryTooSmallError
+from permtriton.methods.learned import Learned as Options
 from permtriton.methods.learning import Trainer, learned_spaces
 from permtriton.methods.masked_model import masked_model
 from permtriton.methods.objective import Objective
@@ -24,7 +25,7 @@ from . import zoo
 from .graphs import random_importances
 from .learning import CPU, PATTERN
 
-LEARN = LearnConfig(block_size=16, batch_size=6, epochs=2, start="random")
+LEARN = Options(block_size=16, batch_size=6, epochs=2, init="random")
 MASK, MASK_BACKWARD = "permtriton.nm_mask.default", "permtriton.nm_mask_backward.default"
 
 
@@ -49,22 +50,20 @@ class Step:
         self.model, self.plan = model, find_plan(model, PATTERN, layout=layout)
         self.ids = Samples.of(zoo.token_ids(sequences, 8))
         self.target = hidden_states(model, self.ids, 6) + torch.randn(1, generator=torch.Generator().manual_seed(0))
-        self.config = CompileConfig(
-            sparsity=PATTERN, learn=replace(LEARN, batch_size=sequences, **options), micro_batch_size=sequences
-        )
+        self.options = replace(LEARN, batch_size=sequences, **options)
+        self.config = CompileConfig(sparsity=PATTERN, micro_batch_size=sequences)
 
-    def run(self, keep: bool, steps: int = 1, wide: bool = False, **options: object) -> Tensor:
+    def run(self, keep: bool, steps: int = 1, wide: bool = False, layers: str = "", **running: object) -> Tensor:
         """Returns the gradient of all logits and scales."""
-        config = replace(self.config, **options)
-        relaxation = Relaxation(learned_spaces(self.plan, config.learn), config.learn, 0, CPU)
+        config, options = replace(self.config, **running), replace(self.options, layers=layers or self.options.layers)
+        relaxation = Relaxation(learned_spaces(self.plan, options), options, 0, CPU)
         optimizer = Recorder(relaxation.double() if wide else relaxation)
         importances = random_importances(self.plan, self.model)
         if wide:
             importances = {name: replace(f, scale=f.scale.double()) for name, f in importances.items()}
-        with masked_model(self.model, self.plan, importances, relaxation, config, keep) as self.masks:
-            self.trainer = Trainer(
-                self.model, self.masks, relaxation, optimizer, self.ids, Objective("cosine", self.target), config
-            )
+        with masked_model(self.model, self.plan, importances, relaxation, options, config, keep) as self.masks:
+            arguments = (self.ids, Objective("cosine", self.target), options, config)
+            self.trainer = Trainer(self.model, self.masks, relaxation, optimizer, *arguments)
             for _ in range(steps):
                 self.loss = self.trainer.step(torch.arange(len(self.ids)), 0)
             self.evaluated = self.trainer.evaluate(self.trainer.indices(0))
@@ -85,7 +84,7 @@ def difference(found: Tensor, expected: Tensor) -> float:
     ("name", "layout", "options"),
     [
         ("llama", "portable", {}),  # tied channels of o; one space that all sites of the residual stream read
-        ("llama", "fused", {"learn_layers": "last:1"}),  # linears whose order is fixed
+        ("llama", "fused", {"layers": "last:1"}),  # linears whose order is fixed
         ("gpt2", "fused", {}),  # weights stored [in, out]
         ("mixtral", "fused", {}),
     ],
@@ -146,7 +145,7 @@ def test_fixed_masks_are_computed_once_for_all_steps(step):
     counts = []
     for steps in (1, 3):
         with Operators() as operators:
-            step.run(keep=True, steps=steps, learn=replace(step.config.learn, learn_layers="last:1"))
+            step.run(keep=True, steps=steps, layers="last:1")
         counts.append(operators.counts[MASK])
     assert counts[1] - counts[0] == 2 * 7, "the seven linears of the layer that learns"
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from permtriton.config import LearnConfig
+from permtriton.methods.learned import Learned as Options
 from permtriton.methods.learning import learned_spaces
 from permtriton.methods.relaxation import Relaxation
 from permtriton.model.plan import linear_module
@@ -33,11 +33,11 @@ class GradientKeeper:
             parameter.grad = None
 
 
-def gradients(problem: Problem, config: LearnConfig, monkeypatch, seed: int = 0, **options) -> list[Tensor]:
+def gradients(problem: Problem, options: Options, monkeypatch, seed: int = 0, **running) -> list[Tensor]:
     """The gradients of every logit and scale in the first step of `learn`, all sequences in one batch."""
     keepers = []
     monkeypatch.setattr(torch.optim, "AdamW", lambda *a, **k: keepers.append(GradientKeeper(*a, **k)) or keepers[-1])
-    problem.learn(replace(config, epochs=1, batch_size=len(problem.ids)), seed, **options)
+    problem.learn(replace(options, epochs=1, batch_size=len(problem.ids)), seed, **running)
     return keepers[0].gradients
 
 
@@ -56,8 +56,8 @@ def test_micro_batches_add_up(problem, monkeypatch, micro):
 
 
 def test_micro_batches_learn_alike(problem):
-    config = replace(QUICK, batch_size=8, epochs=1, start="random")
-    runs = [problem.learn(config, micro_batch_size=micro).history for micro in (1, 8)]
+    options = replace(QUICK, batch_size=8, epochs=1, init="random")
+    runs = [problem.learn(options, micro_batch_size=micro).history for micro in (1, 8)]
     assert [epoch.loss for epoch in runs[0]] == pytest.approx([epoch.loss for epoch in runs[1]], rel=0.05)
 
 
@@ -121,24 +121,24 @@ def dense_weight(weight: Tensor, importance, soft: Tensor, index: Tensor, block_
 
 @pytest.mark.parametrize("method", ["wanda", "ria", "obs"])
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"group_scale": False, "start": "random", "clamp_logits": 1.0}, {"sinkhorn_rounds": 0}, {"block_size": 4096}],
+    "changes",
+    [{}, {"group_scale": False, "init": "random", "clamp": 1.0}, {"sinkhorn_rounds": 0}, {"block_size": 4096}],
 )
-def test_gradient_is_that_of_dense_permutation_matrices(monkeypatch, method, options):
+def test_gradient_is_that_of_dense_permutation_matrices(monkeypatch, method, changes):
     exact = Problem(tiny(dtype=torch.float64), method=method)
-    config = replace(QUICK, **options)
-    found = gradients(exact, config, monkeypatch, seed=5, micro_batch_size=8)
+    options = replace(QUICK, **changes)
+    found = gradients(exact, options, monkeypatch, seed=5, micro_batch_size=8)
 
-    spaces = learned_spaces(exact.plan, config)
-    relaxation = Relaxation(spaces, config, 5, torch.device("cpu"))
-    soft = relaxation.soft(config.tau_start)
+    spaces = learned_spaces(exact.plan, options)
+    relaxation = Relaxation(spaces, options, 5, torch.device("cpu"))
+    soft = relaxation.soft(options.tau_start)
     indices = relaxation.harden(soft)
-    assert any(moved(index) for index in indices.values()) or config.start == "identity"
+    assert any(moved(index) for index in indices.values()) or options.init == "identity"
     weights = {}
     for site, name in exact.plan.linears():
         space = site.space
         blocks = []
-        for start, _ in space.blocks(config.block_size):
+        for start, _ in space.blocks(options.block_size):
             place, row = relaxation.position(space, start)
             blocks.append((start, soft[place][row].double()))
         copies = torch.stack([(site.units == unit).nonzero().flatten() for unit in range(space.units)])
@@ -149,7 +149,7 @@ def test_gradient_is_that_of_dense_permutation_matrices(monkeypatch, method, opt
             for number, (start, block) in enumerate(blocks):
                 block_of[channels[start : start + block.shape[0]]] = copy_number * len(blocks) + number
         weight = linear_module(exact.model, name).weight
-        scaled = block_of if config.group_scale else None
+        scaled = block_of if options.group_scale else None
         weights[name] = dense_weight(weight, exact.importances[name], matrix, index, scaled)
     exact.loss(weights).backward()
     assert_close_gradients(found, [parameter.grad for parameter in relaxation.parameters()], 1e-4)

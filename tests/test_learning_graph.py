@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import fx
 
-from permtriton.config import CompileConfig, LearnConfig
+from permtriton.config import CompileConfig
 from permtriton.data.samples import Samples
+from permtriton.methods.learned import Learned as Options
 from permtriton.methods.learning import Trainer, learned_spaces
 from permtriton.methods.masked_model import masked_model
 from permtriton.methods.objective import Objective
@@ -32,8 +33,8 @@ from .graphs import BATCH, PATTERN, counted, planned, private, random_importance
 from .insert_relaxation import insert_relaxation, learning_passes
 from .zoo import fold
 
-CONFIG = LearnConfig(block_size=16, batch_size=1, epochs=2, start_noise=3.0)
-WHOLE = CompileConfig(sparsity=PATTERN, micro_batch_size=1, learn=CONFIG)
+OPTIONS = Options(block_size=16, batch_size=1, epochs=2, init_noise=3.0)
+CONFIG = CompileConfig(sparsity=PATTERN, micro_batch_size=1)
 
 
 def ancestors(node: fx.Node) -> set[object]:
@@ -73,10 +74,10 @@ def test_the_learning_graph_learns_as_the_trainer_does(name, layout):
         with torch.no_grad():
             target = last_hidden_state(model, Samples.of(BATCH))
     importances = random_importances(plan, model)
-    spaces = learned_spaces(plan, CONFIG)
-    relaxation = Relaxation(spaces, CONFIG, 0, torch.device("cpu"))
+    spaces = learned_spaces(plan, OPTIONS)
+    relaxation = Relaxation(spaces, OPTIONS, 0, torch.device("cpu"))
     masked = insert_masks(absorb_folds(graph_module), plan=plan, importances=importances, pattern=PATTERN)
-    learning = insert_relaxation(masked, plan=plan, spaces=spaces, relaxation=relaxation, tau=CONFIG.tau_start)
+    learning = insert_relaxation(masked, plan=plan, spaces=spaces, relaxation=relaxation, tau=OPTIONS.tau_start)
     learning.graph.eliminate_dead_code()
     learning.graph.lint()
     learning.recompile()
@@ -98,8 +99,9 @@ def test_the_learning_graph_learns_as_the_trainer_does(name, layout):
     model.zero_grad()
     relaxation.zero_grad()
     optimizer = Gradients(relaxation)
-    with masked_model(model, plan, importances, relaxation, WHOLE) as entries:
-        trainer = Trainer(model, entries, relaxation, optimizer, Samples.of(BATCH), Objective("cosine", target), WHOLE)
+    with masked_model(model, plan, importances, relaxation, OPTIONS, CONFIG) as entries:
+        arguments = (Samples.of(BATCH), Objective("cosine", target), OPTIONS, CONFIG)
+        trainer = Trainer(model, entries, relaxation, optimizer, *arguments)
         indices = trainer.indices(0)
         expected = trainer.step(torch.tensor([0]), 0)
     assert any(not torch.equal(index, identity(index.numel())) for index in indices.values()), "something moves"
@@ -111,9 +113,9 @@ def test_the_learning_graph_learns_as_the_trainer_does(name, layout):
 
 def test_only_the_spaces_that_learn_are_relaxed():
     model, plan, graph_module = planned("llama", "fused")
-    config = LearnConfig(block_size=16, learn_layers="last:1")
-    spaces = learned_spaces(plan, config)
-    relaxation = Relaxation(spaces, config, 0, torch.device("cpu"))
+    options = Options(block_size=16, layers="last:1")
+    spaces = learned_spaces(plan, options)
+    relaxation = Relaxation(spaces, options, 0, torch.device("cpu"))
     masked = insert_masks(copied(graph_module), plan=plan, importances=random_importances(plan, model), pattern=PATTERN)
     learning = insert_relaxation(masked, plan=plan, spaces=spaces, relaxation=relaxation, tau=1.0)
     learning.graph.eliminate_dead_code()
@@ -127,8 +129,8 @@ def test_only_the_spaces_that_learn_are_relaxed():
 @pytest.mark.parametrize("batches", [[], [BATCH]], ids=["structure", "numbers"])
 def test_the_runner_proves_the_learning_passes(batches):
     model, plan, graph_module = private("llama", "portable")
-    spaces = learned_spaces(plan, CONFIG)
-    relaxation = Relaxation(spaces, CONFIG, 0, model.device)
+    spaces = learned_spaces(plan, OPTIONS)
+    relaxation = Relaxation(spaces, OPTIONS, 0, model.device)
     passes = learning_passes(plan, spaces, relaxation, 1.0, random_importances(plan, model), PATTERN)
     results: list[PassResult] = []
     learning = run_passes(graph_module, passes, batches, results.append)

@@ -20,20 +20,20 @@ from permtriton.permutation import identity
 
 from .learning import CPU, PATTERN, QUICK, STEPS, Problem, tiny
 
-WHOLE = CompileConfig(sparsity=PATTERN, learn=QUICK)
+CONFIG = CompileConfig(sparsity=PATTERN)
 
 
 @pytest.mark.parametrize("block_size", [8, 12, 16])
 @pytest.mark.parametrize("layout", ["portable", "fused"])
-@pytest.mark.parametrize("learn_layers", ["all", "last:1"])
-def test_every_linear_gets_the_order_of_its_site(block_size, layout, learn_layers):
+@pytest.mark.parametrize("layers", ["all", "last:1"])
+def test_every_linear_gets_the_order_of_its_site(block_size, layout, layers):
     """Including tied channels, blocks of two sizes, and layers that do not learn."""
     given = Problem(tiny(), layout=layout)
-    config = replace(QUICK, block_size=block_size, learn_layers=learn_layers, start="random")
-    relaxation = Relaxation(learned_spaces(given.plan, config), config, 0, CPU)
+    options = replace(QUICK, block_size=block_size, layers=layers, init="random")
+    relaxation = Relaxation(learned_spaces(given.plan, options), options, 0, CPU)
     soft = relaxation.soft(0.5)
     indices = relaxation.harden(soft)
-    with masked_model(given.model, given.plan, given.importances, relaxation, replace(WHOLE, learn=config)) as masks:
+    with masked_model(given.model, given.plan, given.importances, relaxation, options, CONFIG) as masks:
         for index in (relaxation.assign(soft), relaxation.join(indices)):
             masks.set(index, None)
             for site, name in given.plan.linears():
@@ -117,9 +117,9 @@ def test_the_host_waits_no_more_often_in_a_model_of_more_layers():
         given = Problem(tiny(num_hidden_layers=layers))
         relaxation = Relaxation(learned_spaces(given.plan, QUICK), QUICK, 0, CPU)
         optimizer = torch.optim.AdamW(relaxation.parameters())
-        with masked_model(given.model, given.plan, given.importances, relaxation, WHOLE) as masks:
+        with masked_model(given.model, given.plan, given.importances, relaxation, QUICK, CONFIG) as masks:
             objective = Objective("cosine", given.target)
-            trainer = Trainer(given.model, masks, relaxation, optimizer, given.ids, objective, WHOLE)
+            trainer = Trainer(given.model, masks, relaxation, optimizer, given.ids, objective, QUICK, CONFIG)
             with Synchronisations() as waits:
                 trainer.step(torch.arange(4), 0)
         counts.append(waits.count)

@@ -9,15 +9,16 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import permtriton
-from permtriton import compiler, memory
-from permtriton.config import CompileConfig
+from permtriton import config_from, memory
 from permtriton.data.samples import Samples
 from permtriton.errors import ConfigError
 from permtriton.machine import available_memory, format_bytes, peak_memory
+from permtriton.methods import learning
 from permtriton.planning import find_plan
 from permtriton.sparsity import NMPattern
 
 from . import zoo
+from .updating import Recording
 
 CPU = torch.device("cpu")
 
@@ -33,7 +34,7 @@ def plan(model):
 
 
 def needs(model, plan, **options) -> memory.Needs:
-    config = CompileConfig.from_options(options)
+    config = config_from(options)
     shape = (config.calibration.samples, config.calibration.sequence_length)
     windows = torch.zeros((3, config.calibration.sequence_length), dtype=torch.int64)
     return memory.estimate(
@@ -69,26 +70,26 @@ def test_estimate_counts_the_elements_of_the_models_dtype(model, plan):
     assert needs(half, plan).model * 2 == needs(model, plan).model
 
 
-@pytest.mark.parametrize("permutation", ["heuristic", "learned"])
-def test_estimate_grows_with_the_sequence_length(model, plan, permutation):
-    totals = [beside(model, plan, permutation=permutation, sequence_length=length) for length in (512, 2048, 8192)]
+@pytest.mark.parametrize("recipe", ["heuristic,mask", "heuristic,learned,mask"])
+def test_estimate_grows_with_the_sequence_length(model, plan, recipe):
+    totals = [beside(model, plan, recipe=recipe, sequence_length=length) for length in (512, 2048, 8192)]
     assert totals[0] < totals[1] < totals[2]
 
 
 def test_estimate_grows_with_samples_and_micro_batch_when_learning(model, plan):
     for name in ("samples", "micro_batch_size"):
-        totals = [beside(model, plan, permutation="searched", **{name: count}) for count in (1, 2, 64)]
+        totals = [beside(model, plan, recipe="heuristic,searched,mask", **{name: count}) for count in (1, 2, 64)]
         assert totals[0] < totals[1] < totals[2], name
 
 
 @pytest.mark.parametrize(
     ("less", "more"),
     [
-        ({"permutation": "heuristic"}, {"permutation": "learned"}),
-        ({"permutation": "heuristic"}, {"permutation": "searched"}),
-        ({"permutation": "none", "weight_update": "none"}, {"permutation": "none", "weight_update": "sparsegpt"}),
-        ({"permutation": "none", "weight_update": "none"}, {"permutation": "none", "weight_update": "distill"}),
-        ({"permutation": "none", "weight_update": "none"}, {"permutation": "none", "weight_update": "reconstruct"}),
+        ({"recipe": "heuristic,mask"}, {"recipe": "heuristic,learned,mask"}),
+        ({"recipe": "heuristic,mask"}, {"recipe": "heuristic,searched,mask"}),
+        ({"recipe": "mask"}, {"recipe": "sparsegpt", "importance": "wanda"}),
+        ({"recipe": "mask"}, {"recipe": "mask,distill"}),
+        ({"recipe": "mask"}, {"recipe": "mask,reconstruct"}),
         ({"importance": "wanda"}, {"importance": "obs"}),
         ({"activation_checkpointing": True}, {"activation_checkpointing": False}),
     ],
@@ -102,21 +103,22 @@ def test_estimate_knows_what_costs_more(model, plan, less, more):
 
 def test_masked_weights_are_kept_where_they_fit(model, plan, monkeypatch):
     """They and their gradients take two copies of the pruned weights, in place of those of one layer of two."""
-    learned = {"permutation": "learned", "samples": 2, "sequence_length": 8}
+    learned = {"recipe": "heuristic,learned,mask", "samples": 8, "sequence_length": 1024}
     monkeypatch.setattr(memory, "available_memory", lambda device: None)
     found = needs(model, plan, **learned)
-    assert found.keep_masked
-    assert found.report()["keep_masked"]
-    assert "once per step" in memory.describe(found, memory.Devices.of(CPU))
+    assert not found.thrifty
+    assert not found.report()["thrifty"]
+    assert memory.describe_thrift(found, config_from(learned)) == ""
     pruned = sum(model.get_parameter(f"{name}.weight").numel() * 4 for _, name in plan.linears())
-    most = found.added(memory.LEARNING)
-    for free, keep in ((most, True), (most - 2**20, False), (0, False)):
+    assert found.largest_needed == "learning"
+    most = found.added("learning")
+    for free, thrifty in ((most, False), (most - 2**20, True), (0, True)):
         monkeypatch.setattr(memory, "available_memory", lambda device, free=free: free)
         other = needs(model, plan, **learned)
-        assert other.keep_masked == keep
-    assert found.extra(memory.LEARNING) - other.extra(memory.LEARNING) == 2 * pruned - pruned
-    assert "for each micro-batch" in memory.describe(other, memory.Devices.of(CPU))
-    assert not needs(model, plan, permutation="searched").keep_masked
+        assert other.thrifty == thrifty
+    assert found.extra("learning") - other.extra("learning") == 2 * pruned - pruned
+    assert "for each micro-batch" in memory.describe_thrift(other, config_from(learned))
+    assert not needs(model, plan, recipe="heuristic,searched,mask").thrifty, "it has no choice"
 
 
 def test_available_memory_is_in_bytes():
@@ -161,25 +163,26 @@ def test_compile_refuses_before_it_changes_the_model(model, monkeypatch):
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     ids = torch.zeros((2, 8), dtype=torch.int64)
     with pytest.raises(ConfigError, match="are free"):
-        permtriton.compile(model, None, CompileConfig(), ids=ids)
+        permtriton.compile(model, None, ids=ids)
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
-@pytest.mark.parametrize("keep", [True, False])
-def test_compile_keeps_masked_weights_as_estimated(model, monkeypatch, keep):
+@pytest.mark.parametrize("thrifty", [True, False])
+def test_compile_keeps_masked_weights_as_estimated_and_says_so(model, monkeypatch, thrifty):
     class Stopped(Exception):
         pass
 
     def learn(*arguments: object) -> None:
-        assert arguments[-2] == keep
+        assert arguments[-2] == (not thrifty)
         raise Stopped
 
     estimate = memory.estimate
-    monkeypatch.setattr(memory, "estimate", lambda *arguments: replace(estimate(*arguments), keep_masked=keep))
-    monkeypatch.setattr(compiler, "learn", learn)
-    config = CompileConfig.from_options({"permutation": "learned", "base_order": "identity", "row_weights": "none"})
+    monkeypatch.setattr(memory, "estimate", lambda *arguments: replace(estimate(*arguments), thrifty=thrifty))
+    monkeypatch.setattr(learning, "learn", learn)
+    config, ids, progress = config_from(recipe="learned,mask"), zoo.tiny_ids(2, 8), Recording()
     with pytest.raises(Stopped):
-        permtriton.compile(copy.deepcopy(model), None, config, ids=zoo.tiny_ids(2, 8))
+        permtriton.compile(copy.deepcopy(model), None, config, ids=ids, progress=progress, say_needs=True)
+    assert thrifty == any(line.startswith("to save memory: masks are computed for each") for line in progress.lines)
 
 
 def test_peak_memory_of_this_process_is_plausible():
@@ -204,7 +207,7 @@ def test_format_bytes(count, text):
 def test_weights_that_do_not_fit_one_gpu_are_spread_over_several():
     model = zoo.build("llama")
     plan = find_plan(model, NMPattern(2, 4))
-    config = CompileConfig.from_options({"permutation": "searched"})
+    config = config_from({"recipe": "heuristic,searched,mask"})
     samples = Samples.of(torch.zeros((8, 16), dtype=torch.int64))
 
     def needs(count: int, free: int, spread: bool | None = None) -> memory.Needs:
@@ -222,5 +225,5 @@ def test_weights_that_do_not_fit_one_gpu_are_spread_over_several():
         assert spread.stages["search"][use] == -(-whole.stages["search"][use] // 4)
     layers = sum(p.numel() * 4 for p in model.model.layers.parameters())
     assert spread.model == whole.model - layers + layers // 4 + layers, "two layers are whole at a time"
-    config = CompileConfig.from_options({"importance": "obs"})
+    config = config_from({"importance": "obs"})
     assert needs(4, 0).stages["hessians"] == needs(4, 10**12).stages["hessians"], "each device holds them whole"

@@ -237,7 +237,7 @@ def test_opcheck(form, column_major, dtype):
     sizes = [8, 4]
     weight, factors = weight_of(3, 12, dtype, column_major), factors_of(form, 3, 12, torch.float32)
     index, soft = block_index(sizes), torch.zeros(80, requires_grad=True)
-    flat = (factors.scale, factors.row, factors.column, factors.power)
+    flat = (factors.power, factors.scale, factors.row, factors.column)
     args = (weight, *flat, index, soft, sizes, 2, 4, True)
     torch.library.opcheck(torch.ops.permtriton.nm_mask.default, args)
     args = (weight_of(3, 12, dtype), weight, *flat, index, sizes, 4, True)

@@ -7,11 +7,14 @@ from torch.nn.functional import kl_div
 from transformers import CohereConfig, CohereForCausalLM, PreTrainedModel
 
 from benchmarks.architectures import tiny
-from permtriton import CompileConfig
+from permtriton.config import CompileConfig
 from permtriton.data.samples import Samples
 from permtriton.errors import ConfigError
 from permtriton.methods import objective as file
-from permtriton.methods.objective import Head, Objective, dense_objective, has_head, order_objective, update_objective
+from permtriton.methods.distill import Distill
+from permtriton.methods.learned import Learned
+from permtriton.methods.objective import Head, Objective, default_objective, dense_objective, has_head
+from permtriton.methods.searched import Searched
 from permtriton.model.forward import hidden_states, last_hidden_state
 
 from . import zoo
@@ -174,7 +177,7 @@ def test_a_forward_that_someone_else_replaced_comes_back():
 
 
 def test_a_model_without_a_head_is_refused():
-    with pytest.raises(ConfigError, match=r"BertModel has none: choose --objective cosine"):
+    with pytest.raises(ConfigError, match=r"BertModel has none: choose the loss cosine"):
         dense_objective(zoo.build("bert"), "kl", Samples.of(IDS), 2)
 
 
@@ -193,19 +196,15 @@ def test_logits_that_do_not_follow_from_the_last_hidden_state_are_refused():
         Head(model, Samples.of(IDS))
 
 
-@pytest.mark.parametrize(
-    ("objective", "permutation", "name", "order", "update"),
-    [
-        ("auto", "learned", "llama", "cosine", "kl"),
-        ("auto", "searched", "llama", "kl", "kl"),
-        ("auto", "heuristic", "llama", "kl", "kl"),
-        ("auto", "searched", "bert", "cosine", "cosine"),
-        ("auto", "searched", "bert_mlm", "kl", "kl"),
-        ("kl", "learned", "llama", "kl", "kl"),
-        ("cosine", "searched", "llama", "cosine", "cosine"),
-    ],
-)
-def test_what_auto_means(objective, permutation, name, order, update):
-    config, model = CompileConfig(objective=objective, permutation=permutation), zoo.build(name)
+@pytest.mark.parametrize(("name", "kind"), [("llama", "kl"), ("bert", "cosine"), ("bert_mlm", "kl")])
+def test_auto_means_the_logits_where_there_is_a_head(name, kind):
+    model = zoo.build(name)
     assert has_head(model) == (name != "bert")
-    assert (order_objective(config, model), update_objective(config, model)) == (order, update)
+    assert default_objective(model) == kind
+    for step in (Searched(), Distill(), Learned(loss="auto")):
+        assert step.objective(CompileConfig(), has_head(model)) == kind
+
+
+@pytest.mark.parametrize("step", [Searched(loss="cosine"), Distill(loss="cosine"), Learned()])
+def test_a_loss_that_is_named_needs_no_head(step):
+    assert [step.objective(CompileConfig(), has_head=head) for head in (True, False)] == ["cosine", "cosine"]

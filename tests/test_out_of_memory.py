@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 import permtriton
+from permtriton import config_from
 from permtriton.checkpoint import save
-from permtriton.config import CompileConfig
 from permtriton.data.samples import Samples
 from permtriton.errors import MemoryTooSmallError, VerificationError
 from permtriton.evaluation.perplexity import perplexity
@@ -57,11 +57,11 @@ def problem():
 
 
 def test_learning(problem):
-    config = replace(learning.QUICK, epochs=1)
-    expected = problem.learn(config, micro_batch_size=4)
+    options = replace(learning.QUICK, epochs=1)
+    expected = problem.learn(options, micro_batch_size=4)
     for backward in (False, True):
         with small_memory(problem.model, problem.plan, 1, backward) as refused:
-            found = problem.learn(config, micro_batch_size=4)
+            found = problem.learn(options, micro_batch_size=4)
         assert refused == [4, 2], "once each: the smaller size stays"
         losses = [[epoch.loss for epoch in result.history] for result in (found, expected)]
         assert losses[0] == pytest.approx(losses[1], rel=1e-4)
@@ -70,9 +70,9 @@ def test_learning(problem):
 @pytest.mark.parametrize("backward", [False, True])
 def test_search_and_row_weights(backward):
     problem = searching.planted()
-    expected = problem.search(micro_batch_size=8, rounds=1)
+    expected = problem.search(micro_batch_size=8, search_rounds=1)
     with small_memory(problem.model, problem.plan, 2, backward) as refused:
-        found = problem.search(micro_batch_size=8, rounds=1)
+        found = problem.search(micro_batch_size=8, search_rounds=1)
     assert refused == [8, 4, 8, 4], "in the pass for row weights, and in the search"
     assert [each.loss for each in found.history] == pytest.approx([each.loss for each in expected.history], rel=1e-4)
     assert learning.same_indices(found, expected)
@@ -90,11 +90,11 @@ def test_progress_of_a_pass_that_starts_again_counts_each_sequence_once():
 @pytest.mark.parametrize("backward", [False, True])
 def test_training_kept_weights(stage, backward):
     pruned = updating.tiny()
-    getattr(pruned, stage)(update_epochs=1)
+    getattr(pruned, stage)(epochs=1)
     expected = pruned.trained_weights()
     pruned.reset()
     with small_memory(pruned.model, pruned.plan, 2, backward) as refused:
-        getattr(pruned, stage)(update_epochs=1)
+        getattr(pruned, stage)(epochs=1)
     assert refused[0] == 4
     found = pruned.trained_weights()
     assert all(torch.allclose(found[name], weight, atol=2e-4) for name, weight in expected.items())
@@ -104,7 +104,7 @@ def test_training_kept_weights(stage, backward):
 def test_a_gradient_that_could_not_be_collected_does_not_count_twice(monkeypatch):
     """Memory runs out in the hook that collects a gradient, before it has given up the gradient of the parameter."""
     pruned = updating.tiny()
-    pruned.distill(update_epochs=1)
+    pruned.distill(epochs=1)
     expected = pruned.trained_weights()
     pruned.reset()
     select, failed = Tensor.masked_select, []
@@ -116,7 +116,7 @@ def test_a_gradient_that_could_not_be_collected_does_not_count_twice(monkeypatch
         return select(tensor, mask)
 
     monkeypatch.setattr(Tensor, "masked_select", once)
-    pruned.distill(update_epochs=1)
+    pruned.distill(epochs=1)
     assert failed
     found = pruned.trained_weights()
     assert all(torch.allclose(found[name], weight, atol=2e-4) for name, weight in expected.items())
@@ -145,7 +145,7 @@ def test_when_one_sequence_does_not_fit_one_line_says_what_to_lower(problem):
 
 
 def test_a_second_model_that_does_not_fit_leaves_the_verified_checkpoint(tmp_path, monkeypatch):
-    config = CompileConfig.from_options({"permutation": "none"})
+    config = config_from({"recipe": "mask"})
     compiled = permtriton.compile(zoo.tiny_llama(), None, config, ids=zoo.tiny_ids(2, 8))
 
     def fails(error: Exception) -> Callable[..., None]:

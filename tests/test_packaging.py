@@ -215,7 +215,7 @@ def test_import_is_light_and_leaves_the_gpu_alone():
         )
     )
     modules, started, kernels, package = printed
-    assert {"datasets", "lm_eval", "matplotlib", "pandas", "rich", "typer"} & set(modules) == set()
+    assert {"datasets", "lm_eval", "matplotlib", "pandas", "pydantic", "rich", "typer"} & set(modules) == set()
     assert not started
     assert Path(package) == ROOT / "permtriton" / "__init__.py"
     assert Path(kernels) == ROOT / "permtriton" / "kernels" / "__init__.py"

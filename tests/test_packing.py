@@ -13,7 +13,6 @@ from permtriton.kernels.packing import (
     check_packed,
     pack,
     pack_positions,
-    pack_reference,
     packed_shapes,
     position_bits,
     unpack,
@@ -114,7 +113,7 @@ def test_a_gpu_is_waited_for_once_per_tensor(monkeypatch):
     monkeypatch.setattr(packing, "CHUNK", 40)
     weight = sparse(13, 5, TWO_FOUR)
     with _Waits() as waits:
-        values, positions = pack_reference(weight, TWO_FOUR)
+        values, positions = pack.__wrapped__(weight, TWO_FOUR)
     assert waits.count == 1
     with _Waits() as waits:
         check_packed(values, positions, 13, 20, TWO_FOUR)

@@ -7,23 +7,26 @@ import torch
 from torch import Tensor
 
 import permtriton
-from permtriton import CompileConfig, compiler
+from permtriton import config_from, run
 from permtriton.errors import VerificationError
 from permtriton.kernels.nm_mask import top_n_mask
-from permtriton.methods import weights
+from permtriton.methods import learning, weights
 from permtriton.methods.learning import learn
 from permtriton.model.edits import moves_of
 from permtriton.permutation import compose, inverse
 
 from . import zoo
 
-HEURISTIC = {"permutation": "heuristic", "importance": "wanda"}
-LEARNED = {"permutation": "learned", "epochs": 2, "batch_size": 4, "learning_rate": 0.1, "block_size": 16}
+HEURISTIC = {"recipe": "heuristic,mask", "importance": "wanda"}
+LEARNED = {
+    "recipe": "heuristic,learned,mask", "learn_epochs": 2, "learn_batch_size": 4, "learn_learning_rate": 0.1,
+    "learn_block_size": 16,
+}  # fmt: skip
 layouts = pytest.mark.parametrize("layout", ["portable", "fused"])
 
 
 def compiled(name: str = "llama", **options: object) -> permtriton.CompiledModel:
-    return permtriton.compile(zoo.build(name), None, CompileConfig.from_options(options), ids=zoo.token_ids())
+    return permtriton.compile(zoo.build(name), None, config_from(options), ids=zoo.token_ids())
 
 
 def with_other_indices(change):
@@ -38,14 +41,14 @@ def with_other_indices(change):
     ids=["inverse", "twice", "not at all"],
 )
 def test_an_order_that_is_not_the_one_found_is_refused(layout, change, monkeypatch):
-    monkeypatch.setattr(compiler, "moves_of", with_other_indices(change))
+    monkeypatch.setattr(run, "moves_of", with_other_indices(change))
     with pytest.raises(VerificationError, match="retain an importance"):
         compiled(layout=layout, **HEURISTIC)
 
 
 @layouts
 def test_statistics_that_stay_behind_are_refused(layout, monkeypatch):
-    monkeypatch.setattr(compiler, "reorder_statistics", lambda statistics, moves: dict(statistics))
+    monkeypatch.setattr(run, "reorder_statistics", lambda statistics, moves: dict(statistics))
     with pytest.raises(VerificationError, match="retain an importance"):
         compiled(layout=layout, **HEURISTIC)
 
@@ -55,8 +58,8 @@ def test_statistics_of_another_order_are_refused(monkeypatch):
         moved = reorder(statistics, moves)
         return {name: statistic.roll(1) for name, statistic in moved.items()}
 
-    reorder = compiler.reorder_statistics
-    monkeypatch.setattr(compiler, "reorder_statistics", rolled)
+    reorder = run.reorder_statistics
+    monkeypatch.setattr(run, "reorder_statistics", rolled)
     with pytest.raises(VerificationError, match="retain an importance"):
         compiled(**HEURISTIC)
 
@@ -71,9 +74,7 @@ def one_of_four(scores: Tensor, pattern: permtriton.NMPattern) -> Tensor:
 
 @pytest.mark.parametrize(("mask", "named"), [(smallest, "retain an importance"), (one_of_four, "keep fewer weights")])
 def test_a_mask_that_keeps_too_little_is_refused(mask, named, monkeypatch):
-    """In the model alone the lowered graph would find it; the graph's own mask is wrong in the same way here."""
     monkeypatch.setattr(weights, "top_n_mask", mask)
-    monkeypatch.setattr(compiler, "_compare_lowered", lambda *_: "same outputs")
     with pytest.raises(VerificationError, match=named):
         compiled(**HEURISTIC)
 
@@ -86,19 +87,19 @@ def test_a_learned_order_that_is_not_the_one_measured_is_refused(layout, monkeyp
         learned.indices = {name: inverse(index) for name, index in learned.indices.items()}
         return learned
 
-    assert compiled(layout=layout, **LEARNED).report["learning"]["kept_epoch"] is not None
-    monkeypatch.setattr(compiler, "learn", learn_another)
+    assert compiled(layout=layout, **LEARNED).report["steps"][1]["kept"] is not None
+    monkeypatch.setattr(learning, "learn", learn_another)
     with pytest.raises(VerificationError, match=r"loss \(calibration"):
-        compiled(layout=layout, keep_epoch="last", **LEARNED)
+        compiled(layout=layout, learn_keep="last", **LEARNED)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "olmo2", "mixtral"])
 @pytest.mark.parametrize("importance", ["magnitude", "wanda", "ria", "obs"])
 def test_what_is_right_passes(name, importance):
-    config = CompileConfig.from_options({"permutation": "heuristic", "importance": importance, "layout": "fused"})
+    config = config_from({"recipe": "heuristic,mask", "importance": importance, "layout": "fused"})
     permtriton.compile(zoo.build(name), None, config, ids=zoo.token_ids())
 
 
 def test_what_is_learned_right_passes_in_bfloat16():
-    config = CompileConfig.from_options(LEARNED)
+    config = config_from(LEARNED)
     permtriton.compile(zoo.build("llama").bfloat16(), None, config, ids=zoo.token_ids())

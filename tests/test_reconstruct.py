@@ -1,6 +1,7 @@
 """Reconstruction trains each layer on the dense layer's output, or leaves it as it is and says so."""
 
 import json
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -28,15 +29,15 @@ def test_each_layer_comes_closer_and_so_do_the_outputs(kind):
     pruned, progress = tiny(), Recording()
     before = pruned.loss()
     with only_kept_weights_change(pruned):
-        result = pruned.reconstruct(progress, reconstruct_loss=kind)
-    assert [entry["layer"] for entry in result.layers] == ["model.layers.0", "model.layers.1"]
-    assert all(entry["end"] < 0.9 * entry["start"] for entry in result.layers)
+        result = pruned.reconstruct(progress, loss=kind)
+    assert [entry["name"] for entry in result.parts] == ["model.layers.0", "model.layers.1"]
+    assert all(entry["end"] < 0.9 * entry["start"] for entry in result.parts)
     assert result.left == {}
     assert pruned.moved() == set(pruned.weights)
     assert pruned.loss() < before
     assert progress.steps == [0, *[1] * (2 * 3 * STEPS)]
     assert progress.total == 2 * 3 * STEPS
-    json.dumps(result.report(), allow_nan=False)
+    json.dumps(asdict(result), allow_nan=False)
 
 
 @torch.no_grad()
@@ -57,10 +58,10 @@ def test_inputs_come_from_the_pruned_layers_and_targets_from_the_dense_ones():
     with module._swapped(pruned.weights, pruned.dense):
         targets = outputs(pruned.model, layers, held_out)
     start = float(squared_loss(outputs(pruned.model, layers, held_out)[0], targets[0]))
-    result = pruned.reconstruct(reconstruct_loss="squared")
-    assert start == pytest.approx(result.layers[0]["start"], rel=1e-4)
+    result = pruned.reconstruct(loss="squared")
+    assert start == pytest.approx(result.parts[0]["start"], rel=1e-4)
     end = outputs(pruned.model, layers, held_out)
-    for entry, found, target in zip(result.layers, end, targets, strict=True):
+    for entry, found, target in zip(result.parts, end, targets, strict=True):
         assert float(squared_loss(found, target)) == pytest.approx(entry["end"], rel=1e-4)
 
 
@@ -68,17 +69,17 @@ def test_a_window_of_mlp_trains_attention_and_mlp_apart():
     pruned = tiny()
     with only_kept_weights_change(pruned):
         result = pruned.reconstruct(window="mlp")
-    parts = [{name.split(".")[3] for name in entry["linears"]} for entry in result.layers]
+    parts = [{name.split(".")[3] for name in entry["linears"]} for entry in result.parts]
     assert parts == [{"self_attn"}, {"mlp"}] * 2
-    assert result.layers[1]["start"] == pytest.approx(result.layers[0]["end"], rel=1e-4)
+    assert result.parts[1]["start"] == pytest.approx(result.parts[0]["end"], rel=1e-4)
     assert pruned.moved() == set(pruned.weights)
 
 
 def test_a_harmful_learning_rate_keeps_the_start():
     pruned = tiny()
     with only_kept_weights_change(pruned):
-        result = pruned.reconstruct(update_learning_rate=3.0)
-    assert [entry["kept"] for entry in result.layers] == [0, 0]
+        result = pruned.reconstruct(learning_rate=3.0)
+    assert [entry["kept"] for entry in result.parts] == [0, 0]
     assert not pruned.moved()
 
 
@@ -96,10 +97,10 @@ def test_families_of_models(name):
     """Calls of layers differ: positional arguments, masks, tuples, two kinds of layers."""
     pruned = Pruned(*zoo.planned(name), zoo.token_ids(10, 12))
     with only_kept_weights_change(pruned):
-        result = pruned.reconstruct(update_epochs=1, update_learning_rate=1e-3)
+        result = pruned.reconstruct(epochs=1, learning_rate=1e-3)
     assert result.left == {}
-    assert len(result.layers) == zoo.LAYERS
-    assert all(entry["end"] < entry["start"] for entry in result.layers)
+    assert len(result.parts) == zoo.LAYERS
+    assert all(entry["end"] < entry["start"] for entry in result.parts)
     assert pruned.moved() == set(pruned.weights)
 
 
@@ -107,8 +108,8 @@ def test_families_of_models(name):
 def test_half_precision(dtype):
     pruned = tiny(dtype)
     with only_kept_weights_change(pruned):
-        result = pruned.reconstruct(update_learning_rate=1e-3)
-    assert all(entry["end"] < entry["start"] for entry in result.layers)
+        result = pruned.reconstruct(learning_rate=1e-3)
+    assert all(entry["end"] < entry["start"] for entry in result.parts)
     assert pruned.moved() == set(pruned.weights)
 
 
@@ -117,8 +118,8 @@ def test_experts():
     with unstacked_experts(model):
         pruned = Pruned(model, plan, zoo.token_ids(10, 12))
         with only_kept_weights_change(pruned):
-            result = pruned.reconstruct(update_epochs=1, update_learning_rate=1e-3)
-        assert all(entry["end"] < entry["start"] for entry in result.layers)
+            result = pruned.reconstruct(epochs=1, learning_rate=1e-3)
+        assert all(entry["end"] < entry["start"] for entry in result.parts)
         assert pruned.moved() == set(pruned.weights)
 
 
@@ -129,7 +130,7 @@ def test_layers_that_share_weights_are_left():
     zoo.randomize(model)
     pruned, progress = Pruned(model, ids=zoo.token_ids(10, 12)), Recording()
     result = pruned.reconstruct(progress)
-    assert result.layers == []
+    assert result.parts == []
     assert any("2 times" in line for line in progress.lines)
     assert "encoder.embedding_hidden_mapping_in" in result.left
     assert not pruned.moved()
@@ -216,7 +217,7 @@ def test_fused_layout():
     pruned = Pruned(model, plan)
     with only_kept_weights_change(pruned):
         result = pruned.reconstruct()
-    assert all(entry["end"] < entry["start"] for entry in result.layers)
+    assert all(entry["end"] < entry["start"] for entry in result.parts)
     before = pruned.loss()
     with only_kept_weights_change(pruned):
         pruned.distill()

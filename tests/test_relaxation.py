@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from permtriton.config import LearnConfig
 from permtriton.errors import CalibrationError
 from permtriton.kernels.assignment import assignment_warm
+from permtriton.methods.learned import Learned as Options
 from permtriton.methods.relaxation import Relaxation
 from permtriton.model.plan import ChannelSpace, Site
 from permtriton.permutation import is_permutation
@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 def relaxation_of(*spaces: ChannelSpace, seed: int = 0, **options) -> Relaxation:
-    return Relaxation(spaces, LearnConfig(**{"block_size": 8, **options}), seed, CPU)
+    return Relaxation(spaces, Options(**{"block_size": 8, **options}), seed, CPU)
 
 
 def space_of(*segments: int, name: str = "space") -> ChannelSpace:
@@ -67,14 +67,14 @@ def test_start_near_the_identity_hardens_to_it(segments, tau):
 @pytest.mark.parametrize("start", ["identity", "random"])
 def test_the_start_follows_the_seed(start):
     space = space_of(16, 12)
-    first, again, other = (relaxation_of(space, seed=seed, start=start) for seed in (3, 3, 4))
+    first, again, other = (relaxation_of(space, seed=seed, init=start) for seed in (3, 3, 4))
     for a, b, c in zip(first.weights, again.weights, other.weights, strict=True):
         assert torch.equal(a, b)
         assert not torch.equal(a, c)
 
 
 def test_random_start_moves_most_channels_and_differs_by_block():
-    relaxation = relaxation_of(space_of(64), start="random")
+    relaxation = relaxation_of(space_of(64), init="random")
     index = relaxation.harden(relaxation.soft(1.0))["space"]
     assert (index != torch.arange(64)).sum() > 32
     inside = (index - torch.arange(0, 64, 8).repeat_interleave(8)).view(8, 8)
@@ -84,12 +84,12 @@ def test_random_start_moves_most_channels_and_differs_by_block():
 @pytest.mark.parametrize("size", [4, 16])
 def test_start_values(size):
     """Near the identity ``(eye + noise u) / sqrt(B)``, random ``u / sqrt(B)``, both times a scale of sqrt(B)."""
-    near = relaxation_of(space_of(size), block_size=size, start_noise=0.25)
+    near = relaxation_of(space_of(size), block_size=size, init_noise=0.25)
     logits = near.scale * near.weights[0][0]
     off = logits - torch.eye(size)
     assert near.scale.tolist() == [size**0.5]
     assert 0.15 < off.abs().max() <= 0.25
-    random = relaxation_of(space_of(size), block_size=size, start="random")
+    random = relaxation_of(space_of(size), block_size=size, init="random")
     assert 0.7 < (random.scale * random.weights[0]).abs().max() <= 1
 
 
@@ -110,7 +110,7 @@ def test_logits_take_the_scale_of_their_own_space():
 
 @pytest.mark.parametrize("limit", [0.0, 1.0])
 def test_clamped_logits(limit):
-    relaxation = relaxation_of(space_of(8), sinkhorn_rounds=0, clamp_logits=limit)
+    relaxation = relaxation_of(space_of(8), sinkhorn_rounds=0, clamp=limit)
     with torch.no_grad():
         relaxation.weights[0].mul_(10)
     logits = relaxation.scale * relaxation.weights[0]
@@ -120,7 +120,7 @@ def test_clamped_logits(limit):
 
 
 def test_soft_is_doubly_stochastic():
-    relaxation = relaxation_of(space_of(20, 12), start="random")
+    relaxation = relaxation_of(space_of(20, 12), init="random")
     soft = relaxation.soft(1.0)
     assert [s.shape[1] for s in soft] == relaxation.sizes == [4, 8]
     assert [s.shape[0] for s in soft] == [2, 3]
@@ -134,7 +134,7 @@ def test_soft_is_doubly_stochastic():
 @pytest.mark.parametrize("seed", range(3))
 def test_hardens_to_permutations_inside_blocks(segments, seed):
     space = space_of(*segments)
-    relaxation = relaxation_of(space, seed=seed, start="random")
+    relaxation = relaxation_of(space, seed=seed, init="random")
     index = relaxation.harden(relaxation.soft(0.5))["space"]
     assert index.dtype == torch.int64
     assert is_permutation(index)
@@ -160,7 +160,7 @@ def test_hardens_to_the_matrices_given():
 def test_indices_of_every_space_are_one_in_a_row():
     """Units are numbered through all spaces, whatever the order of their blocks, which goes by size."""
     spaces = [space_of(12, 20, name="a"), space_of(8, name="b"), space_of(4, name="c")]
-    relaxation = relaxation_of(*spaces, start="random")
+    relaxation = relaxation_of(*spaces, init="random")
     soft = relaxation.soft(0.5)
     row, indices = relaxation.assign(soft), relaxation.harden(soft)
     assert is_permutation(row)
@@ -181,7 +181,7 @@ class Operators(TorchDispatchMode):
 
 def test_agreement_is_the_mean_of_the_entries_that_the_hard_permutations_take():
     spaces = [space_of(12, 20, name="a"), space_of(8, name="b"), space_of(4, name="c")]
-    relaxation = relaxation_of(*spaces, start="random")
+    relaxation = relaxation_of(*spaces, init="random")
     soft = [batch.detach() for batch in relaxation.soft(0.5)]
     index, entries = relaxation.harden(soft), []
     for space in spaces:
@@ -215,7 +215,7 @@ def test_a_soft_permutation_that_is_not_finite_is_refused(value, place):
 
 def test_prices_do_not_decide_the_permutation(monkeypatch):
     """Whatever prices an earlier step left, the search ends at the best total, which only one permutation has here."""
-    relaxation = relaxation_of(space_of(64), start="random")
+    relaxation = relaxation_of(space_of(64), init="random")
     soft = relaxation.soft(0.5)
     expected = relaxation.assign(soft)
     generator = torch.Generator().manual_seed(0)
@@ -229,7 +229,7 @@ def test_prices_do_not_decide_the_permutation(monkeypatch):
 def test_flat_blocks_are_the_matrix_of_the_site_s_index(segments, site_of):
     """The index and the matrices that a site's mask receives are the same permutation, tied copies included."""
     space = space_of(*segments)
-    relaxation, site = relaxation_of(space, seed=1, start="random"), site_of(space)
+    relaxation, site = relaxation_of(space, seed=1, init="random"), site_of(space)
     index = relaxation.harden(relaxation.soft(0.3))
     blocks = relaxation.blocks_of(site)
     assert sum(blocks.sizes) == site.channels
@@ -321,7 +321,7 @@ def test_a_smaller_last_block(segments, sizes):
 
 def test_sites_of_two_spaces_take_their_own_blocks():
     spaces = [space_of(16, name="a"), space_of(12, name="b")]
-    relaxation = relaxation_of(*spaces, start="random")
+    relaxation = relaxation_of(*spaces, init="random")
     soft = relaxation.soft(1.0)
     by_size = dict(zip(relaxation.sizes, soft, strict=True))
     flats = [relaxation.blocks_of(plain_site(space)).flat(soft) for space in spaces]

@@ -16,17 +16,17 @@ MINE, ANOTHER = {"weights": "mine"}, {"weights": "another's"}  # what identifies
 IN_EPOCH_3 = 1 + 2 * STEPS + 1  # the first call reports what was done before
 
 
-@pytest.mark.parametrize("keep_epoch", ["best", "last"])
-@pytest.mark.parametrize("start", ["identity", "random"])
-def test_an_interrupted_run_continues_to_the_same_end(problem, tmp_path, keep_epoch, start):
-    config = replace(QUICK, epochs=4, keep_epoch=keep_epoch, start=start)
-    whole = problem.learn(config)
-    path = tmp_path / "state.safetensors"
+@pytest.mark.parametrize("keep", ["best", "last"])
+@pytest.mark.parametrize("init", ["identity", "random"])
+def test_an_interrupted_run_continues_to_the_same_end(problem, tmp_path, keep, init):
+    options, path = replace(QUICK, epochs=4, keep=keep, init=init), tmp_path / "state.safetensors"
+    whole = problem.learn(options)
+    interrupted = Counting(IN_EPOCH_3, stop(KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
-        problem.learn(config, progress=Counting(IN_EPOCH_3, stop(KeyboardInterrupt())), resume=LearningFile(path, MINE))
+        problem.learn(options, progress=interrupted, resume=LearningFile(path, MINE))
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
     progress = Counting()
-    continued = problem.learn(config, progress=progress, resume=LearningFile(path, MINE))
+    continued = problem.learn(options, progress=progress, resume=LearningFile(path, MINE))
     assert progress.steps == [2 * STEPS] + [1] * (2 * STEPS), "two epochs were left"
     assert same_history(continued, whole)
     assert whole.history[2].moved > 0, "there was something to continue from"
@@ -69,10 +69,10 @@ def test_a_state_that_cannot_be_written_is_a_clear_error(problem, tmp_path, monk
 
 
 CHANGES = {
-    "learning_rate was 0.005 and is 0.1": {"learning_rate": 0.1},
+    "learn_learning_rate was 0.005 and is 0.1": {"learn_learning_rate": 0.1},
     "seed was 0 and is 1": {"seed": 1},
     "importance was wanda and is ria; sparsity was 2:4 and is 1:4": {"sparsity": "1:4", "importance": "ria"},
-    "permutation was learned and is heuristic": {"permutation": "heuristic"},
+    "recipe was learned,mask and is heuristic,mask": {"recipe": "heuristic,mask"},
 }
 
 
@@ -80,26 +80,21 @@ CHANGES = {
 def test_compile_continues_only_an_equal_compilation(tmp_path, words):
     """Another one is refused before any work, and the message names what differs, with both values."""
     options = {
-        "permutation": "learned",
-        "epochs": 2,
-        "batch_size": 4,
-        "micro_batch_size": 4,
-        "block_size": 16,
-        "base_order": "identity",
-        "learning_rate": 0.005,
-    }
+        "recipe": "learned,mask", "learn_epochs": 2, "learn_batch_size": 4, "micro_batch_size": 4,
+        "learn_block_size": 16, "learn_learning_rate": 0.005,
+    }  # fmt: skip
     ids = zoo.tiny_ids(4, 8)
 
     def run(changes: dict[str, object], **more: object) -> permtriton.CompiledModel:
-        config = permtriton.CompileConfig.from_options({**options, **changes})
+        config = permtriton.config_from({**options, **changes})
         return permtriton.compile(plant(tiny(num_hidden_layers=1)), None, config, ids=ids, **more)
 
     path = tmp_path / "state.safetensors"
     first = run({}, resume_path=path)
-    state = path.with_suffix(".learning.safetensors")
+    state = path.with_suffix(".learned.safetensors")
     before = state.read_bytes()
     again = run({}, resume_path=path)
-    assert again.report["learning"] == first.report["learning"], "to the second: it was not run again"
+    assert again.report["steps"] == first.report["steps"], "to the second: it was not run again"
     before = state.read_bytes()
     progress = Recording()
     with pytest.raises(OutputError, match=f"belongs to another run: {words}. To continue") as caught:

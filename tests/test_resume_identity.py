@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import permtriton
-from permtriton import CompileConfig
+from permtriton import config_from
 from permtriton.errors import OutputError
 from permtriton.methods.learning_state import LearningFile
 from permtriton.model.checks import model_hash
@@ -19,7 +19,10 @@ from . import zoo
 from .learning import QUICK, unchanged
 from .updating import Recording
 
-OPTIONS = {"permutation": "learned", "epochs": 2, "batch_size": 4, "micro_batch_size": 4, "block_size": 16}
+OPTIONS = {
+    "recipe": "heuristic,learned,mask", "learn_epochs": 2, "learn_batch_size": 4, "micro_batch_size": 4,
+    "learn_block_size": 16,
+}  # fmt: skip
 TWO_EPOCHS, MINE = replace(QUICK, epochs=2), {"weights": "mine"}
 IDS = zoo.token_ids(4, 8).clamp(max=40)
 
@@ -27,7 +30,7 @@ IDS = zoo.token_ids(4, 8).clamp(max=40)
 def run(path, change=lambda model: None, ids=IDS, **more: object) -> permtriton.CompiledModel:
     model = zoo.build("llama")
     change(model)
-    return permtriton.compile(model, None, CompileConfig.from_options(OPTIONS), ids=ids, resume_path=path, **more)
+    return permtriton.compile(model, None, config_from(OPTIONS), ids=ids, resume_path=path, **more)
 
 
 @torch.no_grad()
@@ -60,7 +63,7 @@ def test_every_difference_is_named(tmp_path, monkeypatch):
     path = tmp_path / "state.safetensors"
     run(path)
     others = {"torch": "9.9", "python": "3.11.0", "permtriton": "0.1.0", "transformers": "5.0.0"}
-    monkeypatch.setattr("permtriton.stages.versions", lambda: others)
+    monkeypatch.setattr("permtriton.run.versions", lambda: others)
     with pytest.raises(OutputError, match="calibration sequences are others") as caught:
         run(path, change_a_weight, ids=IDS.roll(1, 0))
     words = ["model is another one", f"torch was {torch.__version__} and is 9.9", "transformers was", "python was"]
@@ -72,10 +75,10 @@ def test_another_number_of_threads_is_said_and_continues(tmp_path, monkeypatch):
     """Sums in another order may differ in their last bits: no reason to throw hours away."""
     path = tmp_path / "state.safetensors"
     first = run(path)
-    monkeypatch.setattr("permtriton.stages.device_name", lambda device: "cpu, 64 threads, x86_64")
+    monkeypatch.setattr("permtriton.run.device_name", lambda device: "cpu, 64 threads, x86_64")
     progress = Recording()
     again = run(path, progress=progress)
-    assert again.report["learning"] == first.report["learning"], "to the second: it was not run again"
+    assert again.report["steps"] == first.report["steps"], "to the second: it was not run again"
     said = [line for line in progress.lines if "interrupted run was on cpu, 1 threads" in line]
     assert len(said) == 1
     assert "this is cpu, 64 threads" in said[0]
@@ -86,7 +89,7 @@ def test_what_is_lowered_where_memory_ran_out_continues_the_run(tmp_path, monkey
     first = run(path)
     smaller = {**OPTIONS, "micro_batch_size": 2, "activation_checkpointing": True}
     monkeypatch.setattr(f"{__name__}.OPTIONS", smaller)
-    assert run(path).report["learning"] == first.report["learning"], "to the second: it was not run again"
+    assert run(path).report["steps"] == first.report["steps"], "to the second: it was not run again"
 
 
 def test_other_weights_before_the_stage_are_refused(tmp_path, monkeypatch):
@@ -94,8 +97,8 @@ def test_other_weights_before_the_stage_are_refused(tmp_path, monkeypatch):
     path = tmp_path / "state.safetensors"
     run(path)
     hashes = iter(["same", "another"])
-    monkeypatch.setattr("permtriton.stages.model_hash", lambda model: next(hashes))
-    kept = tmp_path / "state.learning.safetensors"
+    monkeypatch.setattr("permtriton.run.model_hash", lambda model: next(hashes))
+    kept = tmp_path / "state.learned.safetensors"
     damage(kept, metadata=lambda m: m.update(inputs=json.dumps({**json.loads(m["inputs"]), "weights": "same"})))
     with pytest.raises(OutputError, match="stages before it ended with other weights, as they may with another number"):
         run(path)
@@ -154,16 +157,19 @@ DAMAGE = {
     "a negative step": ({"tensors": lambda t: t["optimizer.0.step"].fill_(-1)}, "negative values"),
     "an optimizer state is missing": ({"tensors": lambda t: t.pop("optimizer.0.exp_avg")}, "exp_avg is missing"),
     "a tensor too many": ({"tensors": lambda t: t.update({"parameter.99": torch.ones(1)})}, "parameter.99"),
-    "an epoch of 999": ({"metadata": history(lambda epochs: epochs[-1].update(epoch=999))}, "epoch 999 stands in"),
+    "an epoch of 999": ({"metadata": history(lambda epochs: epochs[-1].update(epoch=999))}, "not numbered from 0"),
     "999 epochs": (
         {"metadata": history(lambda epochs: epochs.extend({**epochs[0], "epoch": n} for n in range(3, 1000)))},
         "reaches epoch 999, but this run has only 2",
     ),
     "an epoch is missing": ({"metadata": history(lambda epochs: epochs.pop(1))}, "history"),
-    "an epoch that is true": ({"metadata": history(lambda epochs: epochs[1].update(epoch=True))}, "has epoch True"),
+    "an epoch that is true": (
+        {"metadata": history(lambda epochs: epochs[1].update(epoch=True))},
+        r"\[1\].epoch is True",
+    ),
     "a loss that is not finite": (
         {"metadata": history(lambda epochs: epochs[1].update(loss=float("nan")))},
-        "epoch 1 has loss nan",
+        r"\[1\].loss is nan",
     ),
     "no history": ({"metadata": lambda m: m.pop("history")}, "history"),
     "a history that is no list": ({"metadata": lambda m: m.update(history="7")}, "history"),

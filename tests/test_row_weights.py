@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import permtriton
-from permtriton import CompileConfig
+from permtriton import config_from
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.nm_mask import top_n_mask
 from permtriton.methods.heuristic_order import heuristic_indices, retained, space_scores
@@ -123,7 +123,7 @@ def test_compile_weighs_rows_only_if_asked(name):
     """With one token, most experts are never visited."""
     indices = {}
     for rows in ("fisher", "none"):
-        config = CompileConfig.from_options({"permutation": "heuristic", "row_weights": rows})
+        config = config_from({"recipe": "heuristic,mask", "heuristic_row_weights": rows})
         compiled = permtriton.compile(zoo.build(name), None, config, ids=zoo.token_ids(1, 2), progress=Counting())
         indices[rows] = compiled.indices
     assert any(not torch.equal(index, indices["none"][space]) for space, index in indices["fisher"].items())

@@ -17,7 +17,7 @@ from permtriton.permutation import is_permutation, moved
 from . import zoo
 from .expert_stacks import unstacked
 from .learning import same_indices, unchanged
-from .searching import OPTIONS, Problem, planted, same
+from .searching import Problem, planted, same
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,9 @@ def result(given) -> Searched:
     return given.search()
 
 
-@pytest.mark.parametrize("options", [{}, {"search_block": 16}, {"damping": 0.02}, {"seed": 3, "micro_batch_size": 3}])
+@pytest.mark.parametrize(
+    "options", [{}, {"search_block": 16}, {"search_damping": 0.02}, {"seed": 3, "micro_batch_size": 3}]
+)
 def test_the_loss_falls_to_what_is_reported(given, options):
     with unchanged(given.model):
         found = given.search(**options)
@@ -56,7 +58,7 @@ def test_indices_are_permutations_inside_segments(given, result):
 
 
 def test_a_round_swaps_each_group_at_most_once(given):
-    found = given.search(rounds=1)
+    found = given.search(search_rounds=1)
     (first,) = found.history[1:]
     assert first.moved == 2 * first.swaps > 0
     for index in found.indices.values():
@@ -78,18 +80,18 @@ def test_rounds_say_what_they_did(result):
 
 def test_the_same_seed_gives_the_same_order(given, result):
     assert same(given.search(), result)
-    blocks = [given.search(search_block=8, rounds=2, seed=seed) for seed in (1, 1, 2)]
+    blocks = [given.search(search_block=8, search_rounds=2, seed=seed) for seed in (1, 1, 2)]
     assert same(blocks[0], blocks[1])
     assert not same_indices(blocks[0], blocks[2])
 
 
 @pytest.mark.parametrize("block", [8, 16])
 def test_swaps_stay_in_the_blocks_of_their_round(given, block):
-    config = given.config(search_block=block, rounds=1)
-    found = given.search(search_block=block, rounds=1)
+    settings = given.settings(search_block=block, search_rounds=1)
+    found = given.search(search_block=block, search_rounds=1)
     assert found.history[1].swaps > 0
     for space in given.spaces:
-        pools = file._pools(space, config, 1)
+        pools = file._pools(space, *settings, 1)
         starts = {0, *torch.tensor(space.segments).cumsum(0).tolist()}
         assert torch.equal(torch.cat(pools).sort().values, torch.arange(space.units))
         for pool in pools:
@@ -99,14 +101,14 @@ def test_swaps_stay_in_the_blocks_of_their_round(given, block):
             assert set(found.indices[space.name][pool].tolist()) == set(pool.tolist())
     if block == 8:
         stream = given.spaces[0]
-        again = file._pools(stream, config, 2)
-        assert not torch.equal(torch.cat(again), torch.cat(file._pools(stream, config, 1))), "new blocks every round"
+        again = file._pools(stream, *settings, 2)
+        assert not torch.equal(torch.cat(again), torch.cat(file._pools(stream, *settings, 1))), "new blocks every round"
 
 
 @pytest.mark.parametrize("gains", [1, 64, 1000])
 def test_panels_make_no_difference(given, result, gains, monkeypatch):
     monkeypatch.setattr(file, "GAINS_AT_ONCE", gains)
-    batches = file._panels(given.spaces[0], given.config(), 1)
+    batches = file._panels(given.spaces[0], *given.settings(), 1)
     assert len(batches) > 1 or gains == 1000
     for panel in (panel for batch in batches for panel in batch):
         assert panel.left.numel() % 4 == 0
@@ -125,10 +127,10 @@ def test_a_failed_trial_raises_the_damping(given, monkeypatch):
         return 1e9 if len(losses) in (2, 3) else losses[-1]
 
     monkeypatch.setattr(file.Searcher, "loss", worse)
-    found = given.search(rounds=2)
+    found = given.search(search_rounds=2)
     first, second = found.history[1:]
     assert first.trials == 3
-    assert first.damping == pytest.approx(OPTIONS.get("damping", 4.0) * file.RAISE**2)
+    assert first.damping == pytest.approx(4.0 * file.RAISE**2)
     assert second.trials == 1
     assert second.damping == pytest.approx(first.damping), "it is lowered only after a success at once"
 
@@ -137,7 +139,7 @@ def test_a_start_that_nothing_betters_is_kept(given, monkeypatch):
     """Every order but the first is made to look worse."""
     seen = []
     monkeypatch.setattr(file.Searcher, "loss", lambda searcher, indices: seen.append(indices) or float(len(seen)))
-    found = given.search(rounds=9)
+    found = given.search(search_rounds=9)
     assert [each.trials for each in found.history] == [0, file.TRIALS, file.TRIALS]
     assert found.finished
     assert not any(moved(index) for index in found.indices.values())
@@ -145,7 +147,7 @@ def test_a_start_that_nothing_betters_is_kept(given, monkeypatch):
 
 @pytest.mark.parametrize("damping", [LEAST_DAMPING / 10, LEAST_DAMPING, LEAST_DAMPING * 1.5])
 def test_a_small_damping_searches_too(given, damping):
-    found = given.search(damping=damping)
+    found = given.search(search_damping=damping)
     assert found.history[1].swaps > 0
     assert found.history[1].damping == pytest.approx(damping * file.RAISE ** (found.history[1].trials - 1))
     assert all(each.trials > 0 for each in found.history[1:])
@@ -154,7 +156,7 @@ def test_a_small_damping_searches_too(given, damping):
 def test_experts_that_no_token_visits_keep_their_order():
     model, plan = unstacked("mixtral")
     given = Problem(model, plan, zoo.token_ids(1, 1))
-    found = given.search(rounds=1)
+    found = given.search(search_rounds=1)
     still = {name for name, index in found.indices.items() if ".experts." in name and not moved(index)}
     assert len(still) >= zoo.LAYERS * (5 - 2)
     assert found.loss < found.history[0].loss
@@ -164,7 +166,7 @@ def test_heads_that_hold_no_whole_groups_do_not_disturb():
     pattern = NMPattern(4, 8)
     model = zoo.build("llama", head_dim=12)
     given = Problem(model, find_plan(model, pattern), zoo.token_ids(4, 12), pattern)
-    found = given.search(rounds=2)
+    found = given.search(search_rounds=2)
     assert found.loss < found.history[0].loss
     assert not any("o_proj" in name for name in found.indices)
 

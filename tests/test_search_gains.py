@@ -101,7 +101,7 @@ def test_what_a_round_predicts_is_the_sum_over_its_swaps(damping):
         masks.set(indices)
         masks.take_gradients(given.objective, given.ids)
         before = weights_of(masks)
-        searcher = file.Searcher(masks, given.spaces, given.ids, given.objective, given.config())
+        searcher = file.Searcher(masks, given.spaces, given.ids, given.objective, *given.settings())
         swaps = searcher.swaps(indices, damping, 1)
         assert swaps.count > 3
         assert (swaps.gain > 0).all()

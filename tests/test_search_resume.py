@@ -8,8 +8,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import permtriton
-from permtriton import CompileConfig, compiler
+from permtriton import config_from
 from permtriton.errors import OutputError, VerificationError
+from permtriton.methods import swap_search
 from permtriton.methods.swap_search import Searched, SearchFile, search
 from permtriton.permutation import inverse
 
@@ -50,9 +51,9 @@ def test_an_interrupted_search_continues_to_the_same_end(given, result, tmp_path
 
 def test_a_finished_search_is_not_run_again(given, tmp_path):
     state = SearchFile(tmp_path / "state.safetensors", MINE)
-    whole = given.search(state=state, rounds=2)
+    whole = given.search(state=state, search_rounds=2)
     progress = Counting()
-    again = given.search(progress, state, rounds=2)
+    again = given.search(progress, state, search_rounds=2)
     assert progress.steps[STEPS:] == [2 * SEQUENCES]
     assert same(again, whole)
     assert again.history == whole.history, "to the second"
@@ -66,7 +67,7 @@ def test_a_state_that_does_not_belong_is_refused(given, tmp_path, content):
     if content == "garbage":
         path.write_bytes(b"garbage" * 9)
     else:
-        given.search(state=SearchFile(path, ANOTHER), rounds=1)
+        given.search(state=SearchFile(path, ANOTHER), search_rounds=1)
     words = "model is another one" if content == "another run" else "is damaged: it is not a whole safetensors file"
     with unchanged(given.model), pytest.raises(OutputError, match=f"{words}.*--restart"):
         given.search(state=SearchFile(path, MINE), search_block=16)
@@ -88,34 +89,34 @@ DAMAGE = {
     "an index is a number": (lambda t: t.update(stream=torch.tensor(32)), None, "stream is torch.int64 of shape ..,"),
     "an index is no permutation": (lambda t: t["stream"].zero_(), None, "stream is not a permutation"),
     "an index of other numbers": (lambda t: t.update(stream=t["stream"].float()), None, "stream is torch.float32"),
-    "a round is missing": (None, history(lambda rounds: rounds.pop(1)), "round 2 stands in place 1"),
+    "a round is missing": (None, history(lambda rounds: rounds.pop(1)), "not numbered from 0"),
     "no round": (None, history(lambda rounds: rounds.clear()), "at least one"),
-    "a round of 999": (None, history(lambda rounds: rounds[-1].update(round=999)), "round 999 stands in place 2"),
+    "a round of 999": (None, history(lambda rounds: rounds[-1].update(round=999)), "not numbered from 0"),
     "more rounds than there are": (
         None,
         history(lambda rounds: rounds.append({**rounds[-1], "round": 3})),
         "reaches round 3, but this run has only 2",
     ),
-    "a negative count": (None, history(lambda rounds: rounds[1].update(moved=-1)), "round 1 has moved -1"),
-    "a loss that is no number": (None, history(lambda rounds: rounds[1].update(loss="0.1")), "round 1 has loss '0.1'"),
-    "an infinite loss": (None, history(lambda rounds: rounds[1].update(loss=float("inf"))), "round 1 has loss inf"),
-    "a field too many": (None, history(lambda rounds: rounds[0].update(colour=1)), "expected entries"),
-    "a field is missing": (None, history(lambda rounds: rounds[0].pop("loss")), "expected entries"),
+    "a negative count": (None, history(lambda rounds: rounds[1].update(moved=-1)), "it holds -1"),
+    "a loss that is no number": (None, history(lambda rounds: rounds[1].update(loss="0.1")), r"\[1\].loss is '0.1'"),
+    "an infinite loss": (None, history(lambda rounds: rounds[1].update(loss=float("inf"))), r"\[1\].loss is inf"),
+    "a field too many": (None, history(lambda rounds: rounds[0].update(colour=1)), r"\[0\].colour is unknown"),
+    "a field is missing": (None, history(lambda rounds: rounds[0].pop("loss")), r"\[0\].loss is missing"),
     "no history": (None, lambda m: m.pop("history"), "history cannot be read"),
     "a history that is no list": (None, lambda m: m.update(history="7"), "history cannot be read"),
     "not said whether finished": (None, lambda m: m.pop("finished"), "history cannot be read"),
     "not finished after the last round": (None, lambda m: m.update(finished="false"), "finished is False"),
     "finished is a number": (None, lambda m: m.update(finished="1"), "finished is 1"),
-    "not said whose it is": (None, lambda m: m.pop("inputs"), "does not say which run"),
-    "inputs that are no JSON": (None, lambda m: m.update(inputs="{"), "does not say which run"),
-    "inputs without the weights": (None, lambda m: m.update(inputs='{"machine": "cpu"}'), "does not say which run"),
+    "not said whose it is": (None, lambda m: m.pop("inputs"), "its inputs cannot be read"),
+    "inputs that are no JSON": (None, lambda m: m.update(inputs="{"), "its inputs cannot be read"),
+    "inputs without the weights": (None, lambda m: m.update(inputs='{"machine": "cpu"}'), r"inputs\.\w+ is missing"),
 }
 
 
 @pytest.mark.parametrize("name", DAMAGE)
 def test_a_damaged_state_is_refused_by_name(given, tmp_path, name):
     path = tmp_path / "state.safetensors"
-    given.search(state=SearchFile(path, MINE), rounds=2)
+    given.search(state=SearchFile(path, MINE), search_rounds=2)
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata()
         tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
@@ -126,7 +127,7 @@ def test_a_damaged_state_is_refused_by_name(given, tmp_path, name):
     save_file(tensors, path, metadata)
     before = path.read_bytes()
     with pytest.raises(OutputError, match=words) as caught:
-        given.search(state=SearchFile(path, MINE), rounds=2)
+        given.search(state=SearchFile(path, MINE), search_rounds=2)
     assert str(path) in str(caught.value)
     assert "delete the file" in str(caught.value)
     assert path.read_bytes() == before
@@ -134,20 +135,20 @@ def test_a_damaged_state_is_refused_by_name(given, tmp_path, name):
 
 def test_compile_continues_only_an_equal_compilation(tmp_path):
     def run(changes: dict[str, object], **more: object) -> permtriton.CompiledModel:
-        config = CompileConfig.from_options({**OPTIONS, "rounds": 2, **changes})
+        config = config_from({**OPTIONS, "search_rounds": 2, **changes})
         return permtriton.compile(plant(tiny(num_hidden_layers=1)), None, config, ids=zoo.tiny_ids(4, 8), **more)
 
     path = tmp_path / "state.safetensors"
     first = run({}, resume_path=path)
-    assert [each.name for each in tmp_path.iterdir()] == ["state.search.safetensors"]
+    assert [each.name for each in tmp_path.iterdir()] == ["state.searched.safetensors"]
     again = run({}, resume_path=path)
-    assert again.report["search"] == first.report["search"], "to the second: it was not run again"
-    with pytest.raises(OutputError, match=r"damping was 4\.0 and is 1\.0; seed was 0 and is 1"):
-        run({"damping": 1.0, "seed": 1}, resume_path=path)
+    assert again.report["steps"] == first.report["steps"], "to the second: it was not run again"
+    with pytest.raises(OutputError, match=r"search_damping was 4\.0 and is 1\.0; seed was 0 and is 1"):
+        run({"search_damping": 1.0, "seed": 1}, resume_path=path)
 
 
 def compiled(name: str, layout: str, **options: object) -> permtriton.CompiledModel:
-    config = CompileConfig.from_options({**OPTIONS, "rounds": 2, "layout": layout, **options})
+    config = config_from({**OPTIONS, "search_rounds": 2, "layout": layout, **options})
     return permtriton.compile(zoo.build(name), None, config, ids=zoo.token_ids(4, 12))
 
 
@@ -159,7 +160,8 @@ def test_what_is_searched_right_passes(name, layout):
     """The promise is checked: the loss and the retained importance are those that the search measured."""
     found = compiled(name, layout)
     report = json.loads(json.dumps(found.report, allow_nan=False))
-    assert report["search"]["rounds"][-1]["loss"] < report["search"]["rounds"][0]["loss"]
+    _, searched, _ = report["steps"]
+    assert searched["history"][-1]["loss"] < searched["history"][0]["loss"]
 
 
 @pytest.mark.parametrize("layout", ["portable", "fused"])
@@ -170,6 +172,6 @@ def test_an_order_that_is_not_the_one_measured_is_refused(layout, monkeypatch):
         assert any(not torch.equal(index, right[name]) for name, index in found.indices.items())
         return found
 
-    monkeypatch.setattr(compiler, "search", search_another)
+    monkeypatch.setattr(swap_search, "search", search_another)
     with pytest.raises(VerificationError, match=r"loss \(calibration"):
-        compiled("gpt2" if layout == "portable" else "llama", layout, rounds=5)
+        compiled("gpt2" if layout == "portable" else "llama", layout, search_rounds=5)

@@ -11,8 +11,8 @@ from permtriton import self_test as module
 from permtriton.checkpoint.save import CompiledModel
 from permtriton.cli.main import app
 from permtriton.errors import VerificationError
-from permtriton.kernels import permute
 from permtriton.kernels.launch import triton
+from permtriton.kernels.tools.cases import permute
 from permtriton.self_test import ABSENT, FAILS, WORKS, Check, self_test
 
 NO_GPU = not torch.cuda.is_available()
@@ -51,7 +51,7 @@ def test_a_model_that_reloads_differently_fails(monkeypatch):
 def test_a_kernel_that_computes_something_else_fails(monkeypatch):
     """On the CPU the operators run their references, so a wrong one stands in for a wrong kernel."""
     monkeypatch.setattr(module, "has_kernels", lambda device: True)
-    monkeypatch.setattr(module, "KERNELS", ("permute",))
+    monkeypatch.setattr(module, "KERNELS", (permute,))
     cpu = torch.device("cpu")
     assert module._kernels(cpu, float("inf")) == "1 kernels agree with their references"
     assert module._kernels(cpu, 0.0) == "0 kernels agree with their references; no time for 1 more"

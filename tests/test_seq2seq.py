@@ -74,6 +74,7 @@ def inputs_of(name: str):
     ("name", "layout", "pruning"),
     [("t5", "portable", "sparsegpt"), ("bart", "fused", "mask"), ("whisper", "portable", "mask")],
 )
+@pytest.mark.slow(but=["t5-portable-sparsegpt", "bart-fused-mask"])
 def test_compiled_saved_and_generating(name, layout, pruning, tmp_path):
     model = build(name)
     compiled = permtriton.compile(

@@ -275,36 +275,6 @@ def test_where_kernels_run(device, capability, hip, runs, monkeypatch):
     assert launch.has_kernels(torch.device(device)) is runs
 
 
-def test_kernels_run_on_the_gpu_of_their_arguments(monkeypatch):
-    """Triton launches on the current device."""
-    current = []
-
-    class Device:
-        def __init__(self, device: torch.device) -> None:
-            self.device = device
-
-        def __enter__(self) -> None:
-            current.append(self.device)
-
-        def __exit__(self, *_) -> None:
-            current.pop()
-
-    class Operator:
-        def register_kernel(self, kind: str):
-            return lambda function: setattr(self, kind, function)
-
-    operator = Operator()
-    monkeypatch.setattr(torch.cuda, "device", Device)
-    monkeypatch.setattr(launch, "triton", object())
-
-    @launch.on_gpu(operator)
-    def kernel(x: Tensor, number: int) -> tuple[int, list]:
-        return number, list(current)
-
-    assert operator.cuda(torch.empty(2, device="meta"), 3) == (3, [torch.device("meta")])
-    assert current == []
-
-
 def test_a_compressed_weight_of_another_size_is_refused():
     values, positions = pack(sparse(16, 4, TWO_FOUR), TWO_FOUR)
     for count in (5, 143, 145):

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from permtriton.errors import ModelError
 from permtriton.kernels import sparse_linear_mma as mma
 from permtriton.kernels.cuda.runtime import FOLDER, CudaKernel
 from permtriton.kernels.packing import pack
@@ -214,9 +213,6 @@ def test_what_the_kernel_takes(tokens, rows, channels, dtype, fits):
     packed = pack(torch.zeros(rows, channels, dtype=dtype), TWO_FOUR)
     x = torch.zeros(tokens, channels, dtype=dtype)
     assert mma.supports(x, packed[0], channels, TWO_FOUR) is fits
-    if not fits:
-        with pytest.raises(ModelError, match="2 to 64 tokens"):
-            sparse_linear_mma(x, *packed, None, None, channels, TWO_FOUR)
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc here")

@@ -21,10 +21,10 @@ def path(tmp_path):
 
 def entries(result) -> list[dict[str, object]]:
     """The entries of layers without their times."""
-    found = json.loads(json.dumps(result.layers))
+    found = json.loads(json.dumps(result.parts))
     for entry in found:
         entry["seconds"] = 0
-        for epoch in entry["epochs"]:
+        for epoch in entry["history"]:
             epoch["seconds"] = 0
     return found
 
@@ -32,14 +32,14 @@ def entries(result) -> list[dict[str, object]]:
 @pytest.mark.parametrize(("rate", "dtype"), [(0.01, torch.float32), (3.0, torch.float32), (0.01, torch.bfloat16)])
 def test_distilling_continues_to_the_same_end(path, rate, dtype):
     pruned = tiny(dtype)
-    whole = pruned.distill(update_learning_rate=rate)
+    whole = pruned.distill(learning_rate=rate)
     expected = pruned.trained_weights()
     at = 1 + 2 * STEPS + 2  # the first call reports what was done before; then in the third epoch
     with pytest.raises(KeyboardInterrupt):
-        pruned.reset().distill(Recording(at, interrupt), StateFile(path, MINE), update_learning_rate=rate)
+        pruned.reset().distill(Recording(at, interrupt), StateFile(path, MINE), learning_rate=rate)
     assert [file.name for file in path.parent.iterdir()] == [path.name]
     progress = Recording()
-    continued = pruned.reset().distill(progress, StateFile(path, MINE), update_learning_rate=rate)
+    continued = pruned.reset().distill(progress, StateFile(path, MINE), learning_rate=rate)
     assert progress.steps == [2 * STEPS, *[1] * STEPS], "one epoch was left"
     assert "after epoch 2" in progress.lines[0]
     assert same(continued, whole)
@@ -49,7 +49,7 @@ def test_distilling_continues_to_the_same_end(path, rate, dtype):
 
 def test_reconstruction_continues_to_the_same_end(path):
     pruned = tiny(layers=3)
-    options = {"update_epochs": 2, "window": "mlp"}
+    options = {"epochs": 2, "window": "mlp"}
     whole = pruned.reconstruct(**options)
     expected = pruned.trained_weights()
     at = 1 + 3 * 2 * STEPS + 2  # after three of six parts: between the attention and the MLP of the second layer
@@ -67,10 +67,10 @@ def test_reconstruction_continues_to_the_same_end(path):
 @pytest.mark.parametrize("stage", ["distill", "reconstruct"])
 def test_a_finished_run_is_not_run_again(path, stage):
     pruned, state = tiny(), StateFile(path, MINE)
-    getattr(pruned, stage)(state=state, update_epochs=1)
+    getattr(pruned, stage)(state=state, epochs=1)
     expected = pruned.trained_weights()
     progress = Recording()
-    getattr(pruned.reset(), stage)(progress, state, update_epochs=1)
+    getattr(pruned.reset(), stage)(progress, state, epochs=1)
     assert progress.steps == [progress.total]
     assert equal(pruned.trained_weights(), expected)
     assert pruned.moved()
@@ -79,9 +79,9 @@ def test_a_finished_run_is_not_run_again(path, stage):
 @pytest.mark.parametrize("stage", ["distill", "reconstruct"])
 def test_a_state_of_another_run_is_refused(path, stage):
     pruned = tiny()
-    getattr(pruned, stage)(state=StateFile(path, ANOTHER), update_epochs=1, seed=9)
+    getattr(pruned, stage)(state=StateFile(path, ANOTHER), epochs=1, seed=9)
     with pytest.raises(OutputError, match="model is another one"):
-        getattr(pruned.reset(), stage)(state=StateFile(path, MINE), update_epochs=1)
+        getattr(pruned.reset(), stage)(state=StateFile(path, MINE), epochs=1)
     assert not pruned.moved()
 
 
@@ -89,9 +89,9 @@ def in_history(change):
     """Edits the list of epochs: of the whole result, or of the first layer's entry."""
 
     def edit(tensors: dict, texts: dict[str, str]) -> None:
-        (name,) = {"result", "layers"} & set(texts)
+        (name,) = {"result", "parts"} & set(texts)
         values = json.loads(texts[name])
-        change((values if name == "result" else values[0])["epochs"])
+        change((values if name == "result" else values[0])["history"])
         texts[name] = json.dumps(values)
 
     return edit
@@ -117,7 +117,7 @@ DAMAGES = {
 @pytest.mark.parametrize("stage", ["distill", "reconstruct"])
 def test_a_damaged_state_is_refused(path, stage, damage):
     pruned = tiny(layers=1)
-    getattr(pruned, stage)(state=StateFile(path, MINE), update_epochs=1)
+    getattr(pruned, stage)(state=StateFile(path, MINE), epochs=1)
     found = StateFile(path, MINE).read()
     assert found is not None
     tensors, texts = load_file(path), dict(found[1])
@@ -125,5 +125,5 @@ def test_a_damaged_state_is_refused(path, stage, damage):
     DAMAGES[damage](tensors, texts)
     save_file(tensors, path, {**texts, "inputs": inputs})
     with pytest.raises(OutputError, match=r"is damaged.*delete the file"):
-        getattr(pruned.reset(), stage)(state=StateFile(path, MINE), update_epochs=1)
+        getattr(pruned.reset(), stage)(state=StateFile(path, MINE), epochs=1)
     assert not pruned.moved()

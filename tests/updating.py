@@ -4,7 +4,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import torch
 from torch import Tensor, nn
@@ -12,11 +12,14 @@ from transformers import PreTrainedModel
 
 from permtriton import CompileConfig, NMPattern, find_plan
 from permtriton.data.samples import Samples
+from permtriton.methods.distill import Distill
 from permtriton.methods.distillation import distill
 from permtriton.methods.importance import importances_of
 from permtriton.methods.kept_weights import Trained
 from permtriton.methods.objective import Objective, dense_objective, has_head
+from permtriton.methods.reconstruct import Reconstruct
 from permtriton.methods.reconstruction import Reconstructed, reconstruct
+from permtriton.methods.training import Training
 from permtriton.methods.weights import mask_weights
 from permtriton.model.checks import check_pruned
 from permtriton.model.plan import Plan, linear_module, weight_in_out
@@ -25,13 +28,21 @@ from permtriton.progress import NoProgress
 from . import zoo
 
 PATTERN = NMPattern(2, 4)
-OPTIONS = {"update_epochs": 3, "update_batch_size": 4, "micro_batch_size": 4, "update_learning_rate": 0.01,
-           "activation_checkpointing": False}  # fmt: skip
+OPTIONS = {
+    "epochs": 3,
+    "batch_size": 4,
+    "learning_rate": 0.01,
+    "micro_batch_size": 4,
+    "activation_checkpointing": False,
+}
 STEPS = 3  # of an epoch: 9 sequences in batches of 4, the tenth is held out
 
 
-def config(**changes: object) -> CompileConfig:
-    return CompileConfig.from_options({"weight_update": "reconstruct", **OPTIONS, **changes})
+def options_of(step: type[Training], changes: dict[str, object]) -> tuple[Training, CompileConfig]:
+    """The options of a step and those of the compilation."""
+    values, names = {**OPTIONS, **changes}, {field.name for field in fields(step)}
+    own = {name: values.pop(name) for name in names & set(values)}
+    return step(**own), CompileConfig(**values)
 
 
 class Pruned:
@@ -54,11 +65,11 @@ class Pruned:
         return self.objective.mean(self.model, self.ids, 4, rows)
 
     def distill(self, progress: NoProgress | None = None, state: object = None, **changes: object) -> Trained:
-        arguments = (self.ids, self.objective, config(**changes), progress or NoProgress(), state)
+        arguments = (self.ids, self.objective, *options_of(Distill, changes), progress or NoProgress(), state)
         return distill(self.model, self.plan, *arguments)
 
     def reconstruct(self, progress: NoProgress | None = None, state: object = None, **changes: object) -> Reconstructed:
-        arguments = (self.dense, self.ids, config(**changes), progress or NoProgress(), state)
+        arguments = (self.dense, self.ids, *options_of(Reconstruct, changes), progress or NoProgress(), state)
         return reconstruct(self.model, self.plan, *arguments)
 
     @torch.no_grad()

@@ -6,10 +6,8 @@ the usual case, in which Triton makes wide loads; the defaults also as unknown i
 """
 
 import functools
-import importlib
 import io
 import math
-import pkgutil
 import re
 import subprocess
 import tempfile
@@ -20,10 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from permtriton import kernels
 from permtriton.errors import ConfigError
-from permtriton.kernels.builds import Build, distinct
 from permtriton.kernels.launch import Launch, triton
+from permtriton.kernels.tools.builds import Build, distinct
+from permtriton.kernels.tools.cases import KERNELS
 from permtriton.kernels.tools.sass import loops_of, parse
 
 # What a multiprocessor of compute capability 8.0, 9.0 or 10.0 has.
@@ -101,19 +99,13 @@ class Compiled:
 
 
 def all_builds() -> list[Build]:
-    """Returns the builds of every module of ``permtriton.kernels``, in the order of module names.
+    """Returns the builds of every kernel.
 
     Raises:
         ConfigError: Triton is not installed, or it interprets instead of compiling.
     """
     check_compiles()
-    modules = [importlib.import_module(f"permtriton.kernels.{name}") for name in kernel_modules()]
-    return distinct(build for module in modules if hasattr(module, "builds") for build in module.builds())
-
-
-def kernel_modules() -> list[str]:
-    """Returns the names of the modules of ``permtriton.kernels``, without its packages."""
-    return sorted(module.name for module in pkgutil.iter_modules(kernels.__path__) if not module.ispkg)
+    return distinct(build for kernel in KERNELS for build in kernel.builds())
 
 
 def check_compiles() -> None:

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 import math
 import shutil
 import subprocess
@@ -35,7 +34,8 @@ import torch
 
 from permtriton.errors import ConfigError
 from permtriton.kernels.launch import CudaLaunch, Launch, recorded
-from permtriton.kernels.tools.cases import Floor
+from permtriton.kernels.tools.case import Floor
+from permtriton.kernels.tools.cases import KERNELS
 from permtriton.kernels.tools.compile_check import (
     RESERVED_SHARED,
     TARGETS,
@@ -46,7 +46,6 @@ from permtriton.kernels.tools.compile_check import (
     disassembled,
     resident,
 )
-from permtriton.kernels.tools.registry import KERNELS
 from permtriton.kernels.tools.sass import Code, loops_of, parse
 
 ISSUE_SLOTS = 4
@@ -72,11 +71,6 @@ class Gpu:
     clock: float
     bandwidth: float
     source: str
-
-    @property
-    def issue_rate(self) -> float:
-        """Returns the warp instructions per second."""
-        return self.processors * ISSUE_SLOTS * self.clock
 
 
 _TARGETS = {target.name: target for target in TARGETS}
@@ -177,18 +171,8 @@ class Row:
 
 
 def floors() -> list[Floor]:
-    """Returns the named shapes of every kernel of the registry.
-
-    Raises:
-        ConfigError: a kernel declares none.
-    """
-    found: list[Floor] = []
-    for name in KERNELS:
-        module = importlib.import_module(f"permtriton.kernels.{name}")
-        if not hasattr(module, "floors"):
-            raise ConfigError(f"kernels/{name}.py has no floors(): yield a Floor of a named shape there")
-        found += module.floors()
-    return found
+    """Returns the named shapes of every kernel."""
+    return [floor for kernel in KERNELS for floor in kernel.floors()]
 
 
 def row(floor: Floor, gpu: Gpu) -> Row:
@@ -199,9 +183,9 @@ def row(floor: Floor, gpu: Gpu) -> Row:
     """
     check_compiles()
     with torch.device("meta"), recorded(gpu.processors) as launches:
-        floor.call()
+        floor.launch(*floor.case.make(0))
     if not launches:
-        raise ConfigError(f"{floor.case.name}: its call in floors() launches nothing: call the kernel's launcher there")
+        raise ConfigError(f"{floor.case.name}: its floor launches nothing: call the kernel's launcher there")
     found = [_counted(launch, gpu.target, floor.loops) for launch in launches]
     found.sort(key=lambda one: -one.instructions)
     asked, instructions = sum(one.asked_bytes for one in found), sum(one.instructions for one in found)
@@ -212,7 +196,7 @@ def row(floor: Floor, gpu: Gpu) -> Row:
         )
     return Row(
         floor.case.name, gpu.name, floor.unit, tuple(found), 32 * instructions / floor.units,
-        1e6 * instructions / gpu.issue_rate, 1e6 * floor.case.bytes / gpu.bandwidth,
+        1e6 * instructions / (gpu.processors * ISSUE_SLOTS * gpu.clock), 1e6 * floor.case.bytes / gpu.bandwidth,
     )  # fmt: skip
 
 

@@ -179,39 +179,30 @@ def _successors(function: Function, blocks: dict[int, list[Instruction]]) -> dic
 
 def _dominators(successors: dict[int, list[int]], entry: int) -> dict[int, set[int]]:
     """Returns the blocks that every way from the entry to a block goes through, of each block that can be reached."""
-    reached, todo = {entry}, [entry]
-    while todo:
-        for block in successors[todo.pop()]:
-            if block not in reached:
-                reached.add(block)
-                todo.append(block)
-    before: dict[int, list[int]] = {block: [] for block in reached}
-    for block in reached:
-        for after in successors[block]:
-            before[after].append(block)
-    dominators = {block: set(reached) for block in sorted(reached)}
-    dominators[entry] = {entry}
+    reached = _reached(successors, {entry}, set())
+    before = {block: [one for one in reached if block in successors[one]] for block in reached}
+    dominators = {block: set(reached) for block in sorted(reached)} | {entry: {entry}}
     changed = True
     while changed:
         changed = False
-        for block, predecessors in before.items():
-            if block == entry:
-                continue
-            common = set.intersection(*(dominators[one] for one in predecessors)) | {block}
-            if common != dominators[block]:
-                dominators[block], changed = common, True
+        for block in reached - {entry}:
+            found = {block}.union(set.intersection(*(dominators[one] for one in before[block])))
+            changed |= found != dominators[block]
+            dominators[block] = found
     return dominators
 
 
 def _body(successors: dict[int, list[int]], dominators: dict[int, set[int]], tail: int, head: int) -> set[int]:
     """Returns the blocks from which the jump back is reached without passing the head."""
-    body, todo = {head, tail}, [tail]
+    before = {block: [one for one in dominators if block in successors[one]] for block in dominators}
+    return _reached(before, {tail}, {head})
+
+
+def _reached(successors: dict[int, list[int]], start: set[int], known: set[int]) -> set[int]:
+    """Returns the blocks known before, and those that a way from the start leads to without passing them."""
+    found, todo = known | start, list(start - known)
     while todo:
-        block = todo.pop()
-        if block == head:
-            continue
-        for one in dominators:
-            if block in successors[one] and one not in body:
-                body.add(one)
-                todo.append(one)
-    return body
+        after = set(successors[todo.pop()]) - found
+        found |= after
+        todo += after
+    return found

@@ -5,6 +5,7 @@ how a kernel is launched. Every trial is written to the cache file as it ends: a
 """
 
 import importlib
+import pkgutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -13,13 +14,13 @@ from typing import Any
 
 import torch
 
+from permtriton import kernels
 from permtriton.errors import ConfigError
 from permtriton.kernels import autotune
 from permtriton.kernels.autotune import Request
 from permtriton.kernels.launch import Config
-from permtriton.kernels.tools.cases import Case
-from permtriton.kernels.tools.compile_check import kernel_modules
-from permtriton.kernels.tools.registry import KERNELS
+from permtriton.kernels.tools.case import Case
+from permtriton.kernels.tools.cases import KERNELS
 from permtriton.kernels.tools.timing import measure, sets_of_inputs
 
 SECONDS = 0.5  # spent on timing one configuration
@@ -61,33 +62,34 @@ def cases_for(
         tokens: Numbers of tokens per call.
         dtype: Dtype of weights and activations.
         device: The GPU.
-        kernel: One of `KERNELS`, to tune only this one.
+        kernel: Name of one of `KERNELS`, to tune only this one.
 
     Raises:
         ConfigError: an unknown kernel, or a shape that 2:4 does not fit.
     """
-    if kernel not in (None, *KERNELS):
-        raise ConfigError(f"kernel {kernel!r} is unknown: choose one of {', '.join(KERNELS)}")
+    named = {module.__name__.rpartition(".")[2]: module for module in KERNELS}
+    if kernel not in (None, *named):
+        raise ConfigError(f"kernel {kernel!r} is unknown: choose one of {', '.join(named)}")
     for out_features, in_features in shapes:
         if in_features % 4:
             raise ConfigError(f"shape {out_features}x{in_features}: expected input features that are a multiple of 4")
         if out_features < 4 or max(out_features, in_features) > LARGEST:
             raise ConfigError(f"shape {out_features}x{in_features}: expected 4 to {LARGEST} features")
-    names = [name for name in KERNELS if kernel in (None, name)]
-    modules = [importlib.import_module(f"permtriton.kernels.{name}") for name in names]
-    made = [case for module in modules for case in module.cases(shapes, tokens, dtype, device)]
+    chosen = [named[kernel]] if kernel else KERNELS
+    made = [case for module in chosen for case in module.cases(shapes, tokens, dtype, device)]
     return list({case.name: case for case in made}.values())
 
 
 def tables() -> dict[str, tuple[Config, ...]]:
     """Returns every table of configurations, by name: ``nm_mask``, ``nm_mask_backward``."""
     found = {}
-    for module in kernel_modules():
-        for name, value in vars(importlib.import_module(f"permtriton.kernels.{module}")).items():
+    for module in pkgutil.iter_modules(kernels.__path__, f"{kernels.__name__}."):
+        for name, value in vars(importlib.import_module(module.name)).items():
             ours = isinstance(value, tuple) and value and all(isinstance(config, Config) for config in value)
             if ours and name.endswith("CONFIGS"):
                 part = name.removesuffix("CONFIGS").rstrip("_").lower()
-                found["_".join(filter(None, (module.removesuffix("_triton"), part)))] = value
+                kernel = module.name.rpartition(".")[2].removesuffix("_triton")
+                found["_".join(filter(None, (kernel, part)))] = value
     return found
 
 

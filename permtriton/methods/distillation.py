@@ -17,11 +17,11 @@ from permtriton.methods.kept_weights import (
     steps_per_epoch,
     weights_of,
 )
-from permtriton.methods.masked_model import checkpointed
 from permtriton.methods.objective import Objective
 from permtriton.model.forward import last_hidden_state
 from permtriton.model.plan import Plan, layer_modules
 from permtriton.progress import Progress
+from permtriton.running.backward import checkpointed
 from permtriton.running.state import StateFile
 
 if TYPE_CHECKING:

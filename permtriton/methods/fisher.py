@@ -22,12 +22,12 @@ from permtriton import ranks
 from permtriton.config import CompileConfig, ObjectiveKind
 from permtriton.data.samples import Samples
 from permtriton.errors import CalibrationError
-from permtriton.methods.masked_model import checkpointed, frozen
 from permtriton.micro_batch import MicroBatch
 from permtriton.model.forward import last_hidden_state, without_cache
 from permtriton.model.plan import Plan, layer_modules, linear_module, named_layers, weight_in_out
 from permtriton.offload import Offload
 from permtriton.progress import Advance, Progress
+from permtriton.running.backward import checkpointed, frozen
 from permtriton.running.layer_stream import LayerStream
 
 

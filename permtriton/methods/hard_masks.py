@@ -19,13 +19,13 @@ from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.nm_mask import nm_mask
 from permtriton.kernels.swap_gains import Curvature, SwapTerms, swap_terms
 from permtriton.methods.fisher import Fisher
-from permtriton.methods.masked_model import checkpointed, frozen
 from permtriton.methods.objective import Objective
 from permtriton.micro_batch import MicroBatch
 from permtriton.model.edits import runs_of
 from permtriton.model.experts import expert_of
 from permtriton.model.forward import last_hidden_state, to_numbers
 from permtriton.model.plan import ChannelSpace, Plan, Site, layer_modules, linear_module
+from permtriton.running.backward import checkpointed, frozen, loss_scale
 from permtriton.running.sharding import is_spread, rows_of_share, share
 
 
@@ -129,7 +129,7 @@ class HardMasks:
         Raises:
             CalibrationError: The loss is not finite.
         """
-        scale = 2.0 ** round(math.log2(samples.positions))  # float16 gradients of a mean vanish
+        scale = loss_scale(samples.positions)
         reported = 0
 
         def backward(size: int) -> float:

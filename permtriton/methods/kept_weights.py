@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from permtriton import ranks
 from permtriton.config import CompileConfig
 from permtriton.errors import CalibrationError, VerificationError
-from permtriton.methods.masked_model import frozen
 from permtriton.methods.promises import check_loss
 from permtriton.micro_batch import MicroBatch
 from permtriton.model.plan import linear_module
 from permtriton.progress import Advance
+from permtriton.running.backward import frozen, loss_scale
 from permtriton.running.state import read_records
 
 if TYPE_CHECKING:
@@ -251,7 +251,7 @@ class Trainer:
             yield self._step(rows, (number - 1) * len(batches) + offset)
 
     def _step(self, rows: Tensor, step: int) -> float:
-        scale = 2.0 ** round(math.log2(rows.numel() * self._tokens))  # float16 gradients of a mean vanish
+        scale = loss_scale(rows.numel() * self._tokens)
         grads = [values.grad for values in self._kept.values.values() if values.grad is not None]
 
         def backward(size: int) -> float:

@@ -28,6 +28,7 @@ from permtriton.model.forward import last_hidden_state
 from permtriton.model.plan import ChannelSpace, Plan
 from permtriton.permutation import identity, moved
 from permtriton.progress import Progress
+from permtriton.running.backward import loss_scale
 
 if TYPE_CHECKING:
     from permtriton.methods.learned import Learned as Options
@@ -260,7 +261,7 @@ class Trainer:
         soft = self._relaxation.soft(self.tau(step))
         index = self._relaxation.assign(soft)
         ranks.send_from_first([index])
-        scale = 2.0 ** round(math.log2(rows.numel() * self._samples.tokens))  # float16 gradients of a mean vanish
+        scale = loss_scale(rows.numel() * self._samples.tokens)
 
         def backward(size: int) -> list[Tensor]:
             self._masks.set(index, soft)  # drops the gradients of an attempt for which memory was too small

@@ -10,13 +10,11 @@ and their gradients are computed whenever a linear runs.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -25,9 +23,9 @@ from permtriton.config import CompileConfig
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.nm_mask import nm_mask, nm_mask_backward
 from permtriton.methods.relaxation import Relaxation, SiteBlocks
-from permtriton.model.forward import replaced_forwards
 from permtriton.model.plan import Plan, layer_modules, linear_module
 from permtriton.permutation import identity
+from permtriton.running.backward import checkpointed, frozen
 from permtriton.running.sharding import spread
 from permtriton.sparsity import NMPattern
 
@@ -262,25 +260,3 @@ def _turned(matrix: Tensor) -> Tensor:
     """Returns the transpose of a matrix, contiguous and in the same memory, where a second one may not fit."""
     turned = matrix.t().contiguous()
     return matrix.contiguous().view(turned.shape).copy_(turned)
-
-
-@contextmanager
-def frozen(model: nn.Module) -> Iterator[None]:
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    for parameter in trainable:
-        parameter.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for parameter in trainable:
-            parameter.requires_grad_(True)
-
-
-@contextmanager
-def checkpointed(layers: Sequence[nn.Module]) -> Iterator[None]:
-    """Inside the context, recomputes each layer in the backward pass.
-
-    The switch in transformers works in training mode only, which would turn on dropout.
-    """
-    with replaced_forwards(layers, lambda layer: partial(checkpoint, layer.forward, use_reentrant=False)):
-        yield

@@ -8,7 +8,7 @@ from torch import Tensor
 from permtriton.errors import ModelError
 from permtriton.kernels import autotune
 from permtriton.kernels.assignment import assignment_warm
-from permtriton.kernels.assignment_triton import CONFIGS, assignment_triton, assignment_warm_triton
+from permtriton.kernels.assignment_triton import CONFIGS, assignment_triton, assignment_warm_triton, supports
 from permtriton.kernels.sinkhorn import sinkhorn_reference
 
 from ..kernel_inputs import adversarial, best, check_assignment, poison, total
@@ -174,9 +174,9 @@ def test_every_configuration(config):
 
 
 @pytest.mark.parametrize("score", [torch.zeros(1, 257, 257), torch.zeros(1, 4, 4, dtype=torch.int32)])
-def test_refused(score):
-    with pytest.raises(ModelError, match=rf"{score.dtype}.*{score.shape[-1]}.*at most 256"):
-        assignment_triton(score)
+def test_what_the_kernel_does_not_take(score):
+    assert not supports(score)
+    assert supports(score[:, :256, :256].float())
 
 
 @pytest.mark.parametrize("shape", [(2, 4, 4), (0, 4, 4)])

@@ -3,7 +3,7 @@ import torch
 from torch import Tensor
 
 from permtriton.kernels import norm_permute_triton as kernels
-from permtriton.kernels.norm_permute import norm_backward_reference, norm_permute_reference, norm_reference
+from permtriton.kernels.norm_permute import norm_backward_reference, norm_permute, norm_reference
 from permtriton.kernels.norm_permute_triton import (
     BACKWARD_CONFIGS,
     CONFIGS,
@@ -37,7 +37,7 @@ def wide(x: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, offset: 
 
 def check_forward(x, weight, bias, index, offset, kind, config=None):
     y = norm_permute_triton(x, weight, bias, index, EPS, offset, kind, config)
-    reference = norm_permute_reference(x, weight, bias, index, EPS, offset, kind)
+    reference = norm_permute(x, weight, bias, index, EPS, offset, kind)
     assert (y.dtype, y.shape, y.is_contiguous()) == (reference.dtype, x.shape, True)
     limit = max(ROUNDING[x.dtype], ROUNDING[y.dtype])
     torch.testing.assert_close(y.double(), wide(x, weight, bias, index, offset, kind), rtol=limit, atol=limit)
@@ -133,7 +133,7 @@ def test_roundings_are_the_modules_own():
     for kind, offset in VARIANTS[:4]:
         arguments = inputs(16, 64, torch.float16, False)
         y = norm_permute_triton(*arguments, EPS, offset, kind)
-        assert (y != norm_permute_reference(*arguments, EPS, offset, kind)).float().mean() < 0.01
+        assert (y != norm_permute(*arguments, EPS, offset, kind)).float().mean() < 0.01
 
 
 def test_what_the_kernels_take():

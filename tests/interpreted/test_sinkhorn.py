@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from permtriton.errors import ModelError
 from permtriton.kernels import autotune
 from permtriton.kernels.sinkhorn import sinkhorn_backward_reference, sinkhorn_reference
 from permtriton.kernels.sinkhorn_triton import (
@@ -12,6 +11,7 @@ from permtriton.kernels.sinkhorn_triton import (
     CONFIGS,
     sinkhorn_backward_triton,
     sinkhorn_triton,
+    supports,
 )
 
 from ..kernel_inputs import logits_of, poison
@@ -130,8 +130,6 @@ def test_every_configuration(config):
 
 
 @pytest.mark.parametrize("logits", [torch.zeros(1, 4, 4, dtype=torch.float64), torch.zeros(1, 129, 129)])
-def test_refused(logits):
-    with pytest.raises(ModelError, match=rf"{logits.dtype}.*{logits.shape[-1]}.*at most 128"):
-        sinkhorn_triton(logits, 0.5, 5)
-    with pytest.raises(ModelError, match="reference"):
-        sinkhorn_backward_triton(logits, logits, logits, logits, 0.5)
+def test_what_the_kernels_do_not_take(logits):
+    assert not supports(logits)
+    assert supports(logits[:, :128, :128].float())

@@ -2,7 +2,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from permtriton.errors import ModelError
 from permtriton.kernels import swap_gains_triton as file
 from permtriton.kernels.swap_gains import SwapTerms, swap_gains_reference, swap_terms
 
@@ -76,7 +75,6 @@ def test_no_rows_and_no_positions():
     assert file.swap_gains_triton(laid_out(none, "rows"), laid_out(terms, "rows")).shape == (1, 0, 8)
 
 
-def test_float64_is_refused():
-    parts = [part.double() for part in laid_out(terms_of(8, 3), "rows")]
-    with pytest.raises(ModelError, match="float64 terms"):
-        file.swap_gains_triton(parts, parts)
+def test_what_the_kernel_does_not_take():
+    assert file.supports(torch.float32)
+    assert not file.supports(torch.float64)

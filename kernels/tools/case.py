@@ -1,7 +1,7 @@
 """What a kernel is checked, tuned and measured on: inputs, a call, its reference, and the least bytes it must move.
 
-The cases of a kernel are in its own file, ``cases(shapes, tokens, dtype, device)``; what they share is here. Tuning and
-benchmarks use the same cases, so that a configuration is chosen by the call whose time is reported.
+The cases of each kernel are in the folder cases. Tuning and benchmarks use the same ones, so that a configuration is
+chosen by the call whose time is reported.
 """
 
 import warnings
@@ -68,11 +68,11 @@ class Case:
 
 @dataclass(frozen=True)
 class Floor:
-    """A call whose issue floor is counted, see issue_floor.py: one named shape of a kernel in its default launch.
+    """A launch whose issue floor is counted, see issue_floor.py: one named shape of a kernel in its default launch.
 
     Attributes:
-        case: The same call as a case, for its name and bytes; its inputs are never made.
-        call: Calls the launcher; runs with the meta device as the default one, while launches are recorded.
+        case: The same call as a case on the meta device.
+        launch: Calls the launcher with the inputs of the case, while launches are recorded.
         units: How many units of work the call does, in which instructions are stated.
         unit: Their name: "weight".
         loops: Launch -> how often a program runs each loop of its machine code, on average: in the order of their
@@ -80,15 +80,45 @@ class Floor:
     """
 
     case: Case
-    call: Callable[[], object]
+    launch: Callable[..., object]
     units: int
     unit: str
     loops: Callable[[Any], Sequence[float]] | None
 
 
-def two_of_four(shape: tuple[int, int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """Returns a random 2:4 weight."""
-    return larger_half(normal(shape, dtype, generator).mul_(shape[1] ** -0.5))
+class Random:
+    """Random inputs on a device; on the meta device only their shapes."""
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self.device = device
+        self._generator = torch.Generator("cpu" if device.type == "meta" else device).manual_seed(seed)
+
+    def normal(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Returns standard normal values."""
+        return torch.randn(shape, generator=self._generator, device=self.device, dtype=dtype)
+
+    def uniform(self, count: int) -> Tensor:
+        """Returns float32 numbers of 0 to 1."""
+        return torch.rand(count, generator=self._generator, device=self.device)
+
+    def near_identity(self, blocks: int, size: int) -> Tensor:
+        """Returns float32 logits ``[blocks, size, size]`` near the identity."""
+        return torch.eye(size, device=self.device) + 0.5 * self.normal(blocks, size, size)
+
+    def order(self, channels: int, in_blocks: bool) -> Tensor:
+        """Returns a permutation, inside blocks of 64 or of all channels."""
+        noise = self.uniform(channels)
+        if in_blocks:
+            noise += torch.arange(channels, device=self.device) // BLOCK
+        return noise.argsort()
+
+    def stored_order(self, channels: int, in_blocks: bool) -> Tensor:
+        """Returns a permutation in the dtype in which modules store it."""
+        return self.order(channels, in_blocks).to(torch.int16 if channels <= 1 << 15 else torch.int32)
+
+    def two_of_four(self, out_features: int, in_features: int, dtype: torch.dtype) -> Tensor:
+        """Returns a 2:4 weight."""
+        return larger_half(self.normal(out_features, in_features, dtype=dtype).mul_(in_features**-0.5))
 
 
 def larger_half(weight: Tensor) -> Tensor:
@@ -112,34 +142,6 @@ def _poisoned() -> Iterator[None]:
     finally:
         switches.fill_uninitialized_memory = filled
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-
-
-def generator_of(seed: int, device: torch.device) -> torch.Generator:
-    """Returns a generator on a device."""
-    return torch.Generator(device).manual_seed(seed)
-
-
-def normal(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """Returns standard normal values."""
-    return torch.randn(tuple(shape), generator=generator, device=generator.device, dtype=dtype)
-
-
-def near_identity(blocks: int, size: int, generator: torch.Generator) -> Tensor:
-    """Returns float32 logits ``[blocks, size, size]`` near the identity."""
-    return torch.eye(size, device=generator.device) + 0.5 * normal((blocks, size, size), torch.float32, generator)
-
-
-def random_order(channels: int, in_blocks: bool, generator: torch.Generator) -> Tensor:
-    """Returns a random permutation, inside blocks of 64 or of all channels."""
-    noise = torch.rand(channels, generator=generator, device=generator.device)
-    if in_blocks:
-        noise += torch.arange(channels, device=generator.device) // BLOCK
-    return noise.argsort()
-
-
-def as_stored(index: Tensor) -> Tensor:
-    """Returns the index in the dtype in which modules store it."""
-    return index.to(torch.int16 if index.shape[0] <= 1 << 15 else torch.int32)
 
 
 def unequal(out: Tensor, expected: Tensor) -> float:

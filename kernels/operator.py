@@ -1,0 +1,148 @@
+"""Custom operators: one function becomes the operator, its reference on a CPU, its GPU kernel, and its gradient.
+
+A parameter that is a dataclass reaches torch as its fields, in their order, so that no list of names is written twice:
+``importance: ImportanceFactors`` becomes ``importance_power``, ``importance_scale`` and so on.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any, ParamSpec, TypeVar, get_type_hints
+
+import torch
+from torch import Tensor
+
+from permtriton.kernels.launch import triton
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Gradient = Callable[..., Mapping[str, Tensor | Callable[[], Tensor] | None]]
+
+
+def operator(
+    name: str,
+    fake: Callable[..., Any],
+    *,
+    check: Callable[..., None] | None = None,
+    launcher: Callable[..., Any] | None = None,
+    supports: Callable[..., bool] | None = None,
+    gradient: Gradient | None = None,
+    keeps: Sequence[str | int] = (),
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Makes a function the operator ``torch.ops.permtriton.<name>``; what is returned in its place calls the operator.
+
+    The function itself is the reference: it runs on a CPU, and on a GPU where the launcher does not support a call.
+    ``fake``, ``check``, ``launcher`` and ``supports`` take the same arguments as it does.
+
+    Args:
+        name: Name of the operator.
+        fake: Returns empty results of the right shapes and dtypes.
+        check: Raises an error about arguments that do not fit, before the function, the launcher or ``fake`` runs.
+        launcher: Computes the same on the current GPU, which is that of the first argument: Triton launches there,
+            whichever device the arguments are on. Not used where there is no Triton.
+        supports: Whether the launcher computes a call; without it, it computes all.
+        gradient: Takes the gradient of the first result, then what is kept; returns the gradients of parameters, by
+            name: a gradient, or a function that is called only if that gradient is needed.
+        keeps: What the gradient takes: names of parameters, and numbers of results.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        parameters = _Parameters(function)
+
+        reference = parameters.flattened(function, check)
+        made: Any = torch.library.custom_op(f"permtriton::{name}", reference, mutates_args=())
+        made.register_fake(parameters.flattened(fake, check))
+        if launcher is not None and triton is not None:
+            plain: Callable[..., Any] = function
+            there = parameters.flattened(
+                lambda *given: (launcher if supports is None or supports(*given) else plain)(*given), check
+            )
+
+            def on_gpu(*flat: Any) -> Any:
+                with torch.cuda.device(flat[0].device):
+                    return there(*flat)
+
+            made.register_kernel("cuda")(on_gpu)
+        if gradient is not None:
+            _register_gradient(made, parameters, gradient, keeps)
+
+        @functools.wraps(function)
+        def call(*arguments: P.args, **named: P.kwargs) -> R:
+            return getattr(torch.ops.permtriton, name)(*parameters.flat(arguments, named))
+
+        return call
+
+    return decorate
+
+
+class _Parameters:
+    """The parameters of a function, and those of its operator: of a dataclass the fields."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.types = get_type_hints(function)
+        self.result = self.types.pop("return")
+        parameters = inspect.signature(function).parameters.values()
+        self.defaults = {one.name: one.default for one in parameters if one.default is not one.empty}
+        self.parts: dict[str, tuple[str, ...]] = {}  # none of a parameter that is passed as it is
+        self.flat_types: dict[str, Any] = {}
+        for name, kind in self.types.items():
+            self.parts[name] = tuple(field.name for field in fields(kind)) if is_dataclass(kind) else ()
+            inner = get_type_hints(kind) if self.parts[name] else {}
+            self.flat_types |= {f"{name}_{part}": inner[part] for part in self.parts[name]} or {name: kind}
+
+    def flattened(self, run: Callable[..., Any], check: Callable[..., None] | None) -> Callable[..., Any]:
+        """Returns a function of the operator's arguments, with the signature that torch reads, from one of ours."""
+
+        def of_flat(*flat: Any) -> Any:
+            arguments = self.structured(flat).values()
+            if check is not None:
+                check(*arguments)
+            return run(*arguments)
+
+        made = [
+            inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=kind,
+                              default=self.defaults.get(name, inspect.Parameter.empty))
+            for name, kind in self.flat_types.items()
+        ]  # fmt: skip
+        of_flat.__signature__ = inspect.Signature(made, return_annotation=self.result)  # type: ignore[attr-defined]
+        return of_flat
+
+    def flat(self, arguments: Sequence[Any], named: Mapping[str, Any]) -> list[Any]:
+        """Returns the operator's arguments for a call of the function."""
+        given = {**self.defaults, **named, **dict(zip(self.types, arguments, strict=False))}
+        return [part for name in self.types for part in self.split(name, given[name])]
+
+    def structured(self, flat: Sequence[Any]) -> dict[str, Any]:
+        """Returns the function's arguments; torch leaves out defaults at the end of the operator's."""
+        left_out = len(self.flat_types) - len(flat)
+        values = iter([*flat, *list(self.defaults.values())[len(self.defaults) - left_out :]])
+        return {name: self.joined(name, values) for name in self.types}
+
+    def split(self, name: str, value: Any) -> list[Any]:
+        """Returns what an argument is passed as."""
+        return [getattr(value, part) for part in self.parts[name]] or [value]
+
+    def joined(self, name: str, flat: Iterator[Any]) -> Any:
+        """Returns an argument from what it was passed as."""
+        return self.types[name](*(next(flat) for _ in self.parts[name])) if self.parts[name] else next(flat)
+
+
+def _register_gradient(made: Any, parameters: _Parameters, gradient: Gradient, keeps: Sequence[str | int]) -> None:
+    def keep(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
+        given, kept = parameters.structured(inputs), []
+        for one in keeps:
+            kept += [output[one]] if isinstance(one, int) else parameters.split(one, given[one])
+        ctx.save_for_backward(*(value if isinstance(value, Tensor) else None for value in kept))
+        ctx.others = [None if isinstance(value, Tensor) else value for value in kept]
+
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        tensors = ctx.saved_tensors
+        values = iter([other if kept is None else kept for kept, other in zip(tensors, ctx.others, strict=True)])
+        kept = [next(values) if isinstance(one, int) else parameters.joined(one, values) for one in keeps]
+        found = gradient(grads[0], *kept)
+        needed = zip(parameters.flat_types, ctx.needs_input_grad, strict=False)  # without defaults at the end
+        chosen = [found.get(name) if is_needed else None for name, is_needed in needed]
+        return tuple(one() if callable(one) and not isinstance(one, Tensor) else one for one in chosen)
+
+    made.register_autograd(backward, setup_context=keep)

@@ -1,0 +1,21 @@
+"""The one list of kernels, in the order of their tuning, and what each is checked, tuned, measured and compiled on.
+
+A module ``<op>`` beside this file has three functions:
+
+    cases(shapes, tokens, dtype, device)   the `Case`s for linears of some shapes (out, in) and numbers of tokens
+    builds()                               the launches that are compiled ahead of time, in every configuration
+    floors()                               the named shapes whose issue floor is counted
+"""
+
+from permtriton.kernels.tools.cases import (
+    assignment,
+    nm_mask,
+    norm_permute,
+    packing,
+    permute,
+    sinkhorn,
+    sparse_linear,
+    swap_gains,
+)
+
+KERNELS = (permute, norm_permute, sinkhorn, assignment, nm_mask, swap_gains, packing, sparse_linear)

@@ -1,0 +1,117 @@
+"""Cases, builds and issue floor of `permtriton.kernels.norm_permute`."""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from permtriton.kernels.launch import Launch
+from permtriton.kernels.norm_permute import norm_permute, norm_reference
+from permtriton.kernels.norm_permute_triton import (
+    BACKWARD_CONFIGS,
+    CODES,
+    CONFIGS,
+    HELD,
+    LONGEST,
+    LONGEST_BACKWARD,
+    norm_permute_backward_triton,
+    norm_permute_triton,
+)
+from permtriton.kernels.tools.builds import Build, builds_of, name_of
+from permtriton.kernels.tools.case import META, Case, Floor, Inputs, Random, rounding
+from permtriton.kernels.tools.timing import relative_error
+
+EPS = 1e-5
+
+
+def cases(
+    shapes: Sequence[tuple[int, int]], tokens: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> list[Case]:
+    """Returns the cases of the norm before each linear, forward alone and with the backward pass."""
+    makers = (norm_permute_case, norm_permute_backward_case)
+    return [make(t, c, dtype, device) for t in tokens for _, c in shapes for make in makers]
+
+
+def norm_permute_case(rows: int, channels: int, dtype: torch.dtype, device: torch.device, kind: str = "rms") -> Case:
+    """RMSNorm, or LayerNorm, that writes a permuted order."""
+
+    def make(seed: int) -> Inputs:
+        random = Random(seed, device)
+        x, weight = random.normal(rows, channels, dtype=dtype), random.normal(channels, dtype=dtype)
+        bias = random.normal(channels, dtype=dtype) if kind == "layer" else None
+        return x, weight, bias, random.stored_order(channels, False)
+
+    def run(x: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor) -> Tensor:
+        return norm_permute(x, weight, bias, index, EPS, 0.0, kind)
+
+    def reference(x: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor) -> Tensor:
+        wide = (x.double(), weight.double(), None if bias is None else bias.double())
+        return norm_reference(*wide, EPS, 0.0, kind, index.long(), torch.float64)
+
+    moved = 2 * rows * channels * dtype.itemsize
+    return Case(
+        f"norm_permute ({kind})", f"{rows}x{channels}", dtype, make, run, reference, relative_error, rounding(dtype),
+        moved, tables=("norm_permute",),
+    )  # fmt: skip
+
+
+def norm_permute_backward_case(rows: int, channels: int, dtype: torch.dtype, device: torch.device) -> Case:
+    """RMSNorm forward and backward, with the gradients of input and weight: 5 of the input's bytes."""
+
+    def make(seed: int) -> Inputs:
+        random = Random(seed, device)
+        x, grad = (random.normal(rows, channels, dtype=dtype) for _ in range(2))
+        weight = random.normal(channels, dtype=dtype).requires_grad_()
+        return x.requires_grad_(), weight, random.stored_order(channels, False), grad
+
+    @torch.enable_grad()
+    def run(x: Tensor, weight: Tensor, index: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(norm_permute(x, weight, None, index, EPS, 0.0, "rms"), (x, weight), grad)
+
+    @torch.enable_grad()
+    def reference(x: Tensor, weight: Tensor, index: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+        wide = [tensor.detach().double().requires_grad_() for tensor in (x, weight)]
+        y = norm_reference(wide[0], wide[1], None, EPS, 0.0, "rms", index.long(), torch.float64)
+        return torch.autograd.grad(y, wide, grad.double())
+
+    def error(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> float:
+        return max(map(relative_error, found, expected))
+
+    moved = 5 * rows * channels * dtype.itemsize
+    return Case(
+        "norm_permute forward + backward", f"{rows}x{channels}", dtype, make, run, reference, error, rounding(dtype),
+        moved, tables=("norm_permute", "norm_permute_backward"),
+    )  # fmt: skip
+
+
+def builds() -> Iterator[Build]:
+    """Yields the kernels for bfloat16 and float32, each kind, short and long rows."""
+
+    def run(launcher: Callable[..., object], x_copies: int, kind: str, dtype: torch.dtype, channels: int) -> object:
+        x, vector = torch.empty(1024, channels, dtype=dtype), torch.empty(channels, dtype=dtype)
+        index = torch.empty(channels, dtype=torch.int16 if channels <= LONGEST else torch.int32)
+        return launcher(*[x] * x_copies, vector, vector if kind == "layer" else None, index, 0.0, 0.0, kind)
+
+    forward, backward = partial(run, norm_permute_triton, 1), partial(run, norm_permute_backward_triton, 2)
+    short, long = (128, 4096, HELD), (4096, LONGEST)
+    for kind, dtype in (*product(CODES, (torch.bfloat16,)), ("rms", torch.float32), ("layer", torch.float32)):
+        for block in short if dtype == torch.bfloat16 else long:
+            about, of = f"{kind} {name_of(dtype)} x {block}", (kind, dtype, block)
+            yield from builds_of(about, partial(forward, *of), "norm_permute", CONFIGS, aligned=block == LONGEST)
+            if block <= LONGEST_BACKWARD:
+                yield from builds_of(about, partial(backward, *of), "norm_permute_backward", BACKWARD_CONFIGS)
+        for either in (forward, backward):
+            yield from builds_of(f"{kind} {name_of(dtype)}", partial(either, kind, dtype, 4 * LONGEST))
+
+
+def floors() -> Iterator[Floor]:
+    """Yields the norm of a model with 4096 channels."""
+
+    def loops(launch: Launch) -> tuple[float, ...]:  # once per row
+        return (launch.numbers["rows"] / launch.grid[0],)
+
+    rows, channels = 16384, 4096
+    case = norm_permute_case(rows, channels, torch.bfloat16, META)
+    yield Floor(case, partial(norm_permute_triton, eps=EPS, offset=0.0, kind="rms"), rows * channels, "element", loops)

@@ -1,0 +1,48 @@
+"""Cases, builds and issue floor of `permtriton.kernels.packing`."""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import torch
+
+from permtriton.kernels.packing import pack, unpack, unpack_reference
+from permtriton.kernels.packing_triton import CONFIGS, unpack_triton
+from permtriton.kernels.tools.builds import Build, builds_of, name_of
+from permtriton.kernels.tools.case import META, PATTERN, Case, Floor, Inputs, Random, unequal
+
+
+def cases(
+    shapes: Sequence[tuple[int, int]], tokens: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> list[Case]:
+    """Returns the case of each linear."""
+    return [unpack_case(o, c, dtype, device) for o, c in shapes]
+
+
+def unpack_case(out_features: int, in_features: int, dtype: torch.dtype, device: torch.device) -> Case:
+    """Unpacking a 2:4 weight."""
+
+    def make(seed: int) -> Inputs:
+        packed = pack(Random(seed, device).two_of_four(out_features, in_features, dtype), PATTERN)
+        return *packed, in_features, PATTERN
+
+    weights = out_features * in_features
+    moved = weights * dtype.itemsize * 3 // 2 + weights // 8
+    shape = f"{out_features}x{in_features}"
+    return Case("packing", shape, dtype, make, unpack, unpack_reference, unequal, 0, moved)
+
+
+def builds() -> Iterator[Build]:
+    """Yields the kernel for bfloat16 and float32."""
+
+    def unpacked(dtype: torch.dtype) -> object:
+        return unpack_triton(torch.empty(4096, 2048, dtype=dtype), torch.empty(4096, 512, dtype=torch.uint8), 4096)
+
+    for dtype in (torch.bfloat16, torch.float32):
+        yield from builds_of(name_of(dtype), partial(unpacked, dtype), "packing", CONFIGS)
+
+
+def floors() -> Iterator[Floor]:
+    """Yields a linear of a model of 7 billion weights."""
+    rows, channels = 11008, 4096
+    case = unpack_case(rows, channels, torch.bfloat16, META)
+    yield Floor(case, lambda *packed: unpack_triton(*packed[:3]), rows * channels, "weight", lambda launch: ())

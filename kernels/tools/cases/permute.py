@@ -1,0 +1,58 @@
+"""Cases, builds and issue floor of `permtriton.kernels.permute`."""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import torch
+
+from permtriton.kernels.launch import Launch
+from permtriton.kernels.permute import permute, permute_reference, permute_triton
+from permtriton.kernels.permute_triton import CONFIGS, PACKED_ROWS, STAGED, WORDS, gather_rows
+from permtriton.kernels.tools.builds import Build, builds_of
+from permtriton.kernels.tools.case import META, Case, Floor, Inputs, Random, unequal
+
+
+def cases(
+    shapes: Sequence[tuple[int, int]], tokens: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> list[Case]:
+    """Returns the cases of each linear's input."""
+    return [permute_case(t, c, dtype, device) for t in tokens for _, c in shapes]
+
+
+def permute_case(rows: int, channels: int, dtype: torch.dtype, device: torch.device, in_blocks: bool = True) -> Case:
+    """A gather of channels inside blocks of 64, or anywhere."""
+
+    def make(seed: int) -> Inputs:
+        random = Random(seed, device)
+        return random.normal(rows, channels, dtype=dtype), random.stored_order(channels, in_blocks)
+
+    where = "in blocks" if in_blocks else "global"
+    moved = 2 * rows * channels * dtype.itemsize
+    return Case("permute", f"{rows}x{channels} {where}", dtype, make, permute, permute_reference, unequal, 0, moved)
+
+
+def builds() -> Iterator[Build]:
+    """Yields the kernels for values of each size and rows of each kind."""
+
+    def gather(size: int, channels: int, index_dtype: torch.dtype) -> object:
+        x = torch.empty(PACKED_ROWS, channels, dtype=WORDS[size])
+        return gather_rows(x, torch.empty(channels, dtype=index_dtype))
+
+    for size, channels in (
+        (1, 4096), (2, 64), (2, 4096), (2, STAGED), (4, STAGED), (8, STAGED // 2), (2, STAGED // 2 - 1), (4, 4095),
+    ):  # fmt: skip
+        call = partial(gather, size, channels, torch.int16)
+        yield from builds_of(f"{8 * size}-bit x {channels}", call, "permute", CONFIGS, aligned=channels % 16 == 0)
+    yield from builds_of("16-bit", partial(gather, 2, 2 * STAGED, torch.int32))
+
+
+def floors() -> Iterator[Floor]:
+    """Yields rows of the longest kind."""
+
+    def loops(launch: Launch) -> tuple[float, ...]:  # once per tile of rows
+        constants = launch.constants
+        return (launch.numbers["rows"] / (constants.get("ROWS", 1) * constants.get("PACK", 1)) / launch.grid[0],)
+
+    rows, channels = 16384, 11008
+    case = permute_case(rows, channels, torch.bfloat16, META)
+    yield Floor(case, permute_triton, rows * channels, "element", loops)

@@ -1,0 +1,86 @@
+"""Cases, builds and issue floors of `permtriton.kernels.sinkhorn`."""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from permtriton.kernels.launch import Launch
+from permtriton.kernels.sinkhorn import sinkhorn, sinkhorn_backward, sinkhorn_backward_reference, sinkhorn_reference
+from permtriton.kernels.sinkhorn_triton import BACKWARD_CONFIGS, CONFIGS, sinkhorn_backward_triton, sinkhorn_triton
+from permtriton.kernels.tools.builds import Build, builds_of, name_of
+from permtriton.kernels.tools.case import BLOCK, META, Case, Floor, Inputs, Random, blocks_of
+from permtriton.kernels.tools.timing import relative_error
+
+TAU, ROUNDS = 0.5, 5
+
+
+def cases(
+    shapes: Sequence[tuple[int, int]], tokens: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> list[Case]:
+    """Returns the cases of all blocks at once, forward and backward."""
+    blocks = blocks_of(shapes)
+    return [make(blocks, BLOCK, device) for make in (sinkhorn_case, sinkhorn_backward_case)]
+
+
+def sinkhorn_case(blocks: int, size: int, device: torch.device) -> Case:
+    """The relaxation of one step's permutations."""
+
+    def make(seed: int) -> Inputs:
+        return Random(seed, device).near_identity(blocks, size), TAU, ROUNDS
+
+    def reference(logits: Tensor, tau: float, rounds: int) -> Tensor:
+        return sinkhorn_reference(logits.double(), tau, rounds)[0]
+
+    shape, moved = f"{blocks}x{size}x{size}", 2 * blocks * size * size * 4
+    return Case("sinkhorn", shape, torch.float32, make, sinkhorn, reference, relative_error, 1e-4, moved)
+
+
+def sinkhorn_backward_case(blocks: int, size: int, device: torch.device) -> Case:
+    """The backward pass: reads gradient, logits and scales, writes a gradient."""
+
+    def make(seed: int) -> Inputs:
+        random = Random(seed, device)
+        logits = random.near_identity(blocks, size)
+        _, rows, columns = sinkhorn_reference(logits, TAU, ROUNDS)
+        return random.normal(blocks, size, size), logits, rows, columns, TAU
+
+    def reference(grad: Tensor, logits: Tensor, rows: Tensor, columns: Tensor, tau: float) -> Tensor:
+        _, wide_rows, wide_columns = sinkhorn_reference(logits.double(), tau, ROUNDS)
+        return sinkhorn_backward_reference(grad.double(), logits.double(), wide_rows, wide_columns, tau)
+
+    shape, moved = f"{blocks}x{size}x{size}", (3 * size + 2 * ROUNDS) * blocks * size * 4
+    return Case(
+        "sinkhorn backward", shape, torch.float32, make, sinkhorn_backward, reference, relative_error, 1e-3, moved
+    )
+
+
+def builds() -> Iterator[Build]:
+    """Yields both kernels for blocks of 32, 64, 128 in float32 and a padded size in bfloat16.
+
+    16-bit logits have the layout of float32 ones, so that one size of them is enough.
+    """
+
+    def forward(size: int, dtype: torch.dtype) -> object:
+        return sinkhorn_triton(torch.empty(64, size, size, dtype=dtype), TAU, ROUNDS)
+
+    def backward(size: int, dtype: torch.dtype) -> object:
+        logits, scales = torch.empty(64, size, size, dtype=dtype), torch.empty(ROUNDS, 64, size)
+        return sinkhorn_backward_triton(logits.float(), logits, scales, scales, TAU)
+
+    for size, dtype in ((32, torch.float32), (64, torch.float32), (128, torch.float32), (48, torch.bfloat16)):
+        about = f"{size}x{size} {name_of(dtype)}"
+        yield from builds_of(about, partial(forward, size, dtype), "sinkhorn", CONFIGS)
+        yield from builds_of(about, partial(backward, size, dtype), "sinkhorn_backward", BACKWARD_CONFIGS)
+
+
+def floors() -> Iterator[Floor]:
+    """Yields the blocks of a model of 7 billion weights, forward and backward."""
+
+    def loops(launch: Launch) -> tuple[float, ...]:  # once per round
+        return (launch.numbers["rounds"],)
+
+    blocks = 11648
+    for make, launch in ((sinkhorn_case, sinkhorn_triton), (sinkhorn_backward_case, sinkhorn_backward_triton)):
+        yield Floor(make(blocks, BLOCK, META), launch, blocks * BLOCK * BLOCK, "entry", loops)

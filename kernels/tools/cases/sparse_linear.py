@@ -1,0 +1,118 @@
+"""Cases, builds and issue floors of `permtriton.kernels.sparse_linear`."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from permtriton.kernels import cusparselt
+from permtriton.kernels import sparse_linear_mma as mma
+from permtriton.kernels import sparse_linear_triton as kernels
+from permtriton.kernels.launch import CudaLaunch, Launch, triton
+from permtriton.kernels.packing import pack, unpack_reference
+from permtriton.kernels.permute import permute_reference
+from permtriton.kernels.sparse_linear import sparse_linear
+from permtriton.kernels.tools.builds import Build, builds_of, name_of
+from permtriton.kernels.tools.case import META, PATTERN, Case, Floor, Inputs, Random, rounding
+from permtriton.kernels.tools.timing import relative_error
+
+
+def cases(
+    shapes: Sequence[tuple[int, int]], tokens: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> list[Case]:
+    """Returns the cases of each linear and number of tokens."""
+    return [sparse_linear_case(t, o, c, dtype, device) for t in tokens for o, c in shapes]
+
+
+def sparse_linear_case(
+    tokens: int, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device, gather: bool = False
+) -> Case:
+    """A linear with a packed 2:4 weight, optionally with a gather of its input; on every route that the GPU has."""
+
+    def make(seed: int) -> Inputs:
+        random = Random(seed, device)
+        weight = random.two_of_four(out_features, in_features, dtype)
+        index = random.stored_order(in_features, True) if gather else None
+        there = cusparselt.supports(dtype, out_features, in_features, device)
+        compressed = cusparselt.compress(weight) if there else None
+        return random.normal(tokens, in_features, dtype=dtype), *pack(weight, PATTERN), index, compressed
+
+    def run(x: Tensor, values: Tensor, positions: Tensor, index: Tensor | None, compressed: Tensor | None) -> Tensor:
+        return sparse_linear(x, values, positions, None, index, in_features, PATTERN, compressed)
+
+    def reference(x: Tensor, values: Tensor, positions: Tensor, index: Tensor | None, _: Tensor | None) -> Tensor:
+        x = x if index is None else permute_reference(x, index)
+        return x.double() @ unpack_reference(values, positions, in_features, PATTERN).double().t()
+
+    weights = out_features * in_features
+    packed = weights * dtype.itemsize // 2 + weights // 8
+    moved = packed + tokens * (in_features + out_features) * dtype.itemsize
+    return Case(
+        "sparse_linear" + (" with gather" if gather else ""), f"{tokens} tokens {out_features}x{in_features}", dtype,
+        make, run, reference, relative_error, rounding(dtype), moved, tokens * weights,  # of the kept half
+        tables=_tables(tokens, out_features, in_features, dtype),
+    )  # fmt: skip
+
+
+def _tables(tokens: int, out_features: int, in_features: int, dtype: torch.dtype) -> tuple[str, ...]:
+    packed = "sparse_linear_vector" if tokens == 1 else "sparse_linear"
+    possible = {
+        "sparse_linear_mma": mma.takes(tokens, out_features, in_features, dtype, PATTERN),
+        packed: kernels.takes(tokens, dtype, in_features, PATTERN),
+        "cusparselt": cusparselt.takes(dtype, out_features, in_features),
+        "sparse_linear_route": True,
+    }
+    return tuple(name for name, there in possible.items() if there)
+
+
+def builds() -> Iterator[Build]:
+    """Yields every Triton kernel, with bias and index."""
+    rows, channels = 4096, 16384
+
+    def product_of(tokens: int, dtype: torch.dtype) -> object:
+        values = torch.empty(rows, channels // 2, dtype=dtype)
+        positions = torch.empty(rows, channels // 8, dtype=torch.uint8)
+        bias, index = torch.empty(rows, dtype=dtype), torch.empty(channels, dtype=torch.int16)
+        x = torch.empty(tokens, channels, dtype=dtype)
+        return kernels.sparse_linear_triton(x, values, positions, bias, index, channels, PATTERN)
+
+    for dtype in (torch.bfloat16, torch.float32):
+        for tokens in (1, 16) if dtype == torch.float32 else (1, 16, 64):
+            name, configs = (
+                ("sparse_linear_vector", kernels.VECTOR_CONFIGS) if tokens == 1 else ("sparse_linear", kernels.CONFIGS)
+            )
+            yield from builds_of(f"{name_of(dtype)} {tokens} tokens", partial(product_of, tokens, dtype), name, configs)
+
+
+def floors() -> Iterator[Floor]:
+    """Yields a linear of a model of 7 billion weights, by Triton and by CUDA, few and more tokens."""
+
+    def launch(
+        run: Callable[..., Tensor], x: Tensor, values: Tensor, positions: Tensor, index: Tensor | None, _: None
+    ) -> Tensor:
+        return run(x, values, positions, None, index, x.shape[1], PATTERN)
+
+    def loops(launch: Launch) -> tuple[float, ...]:  # the kernel that adds partial sums has none
+        if "STAGES" in launch.constants:
+            bits = 16 if launch.signature["x_ptr"] in ("*bf16", "*fp16") else 32
+            return (triton.cdiv(256 * launch.numbers["words"], bits * launch.constants["TILE_C"]),)
+        return (launch.numbers["tiles_per_split"],) if "tiles_per_split" in launch.numbers else ()
+
+    def mma_loops(launch: CudaLaunch) -> tuple[float, ...]:  # over a block's chunks, over its results
+        numbers = launch.numbers
+        chunk = numbers["CHUNK"] * numbers["WARPS"] // numbers["ROW_WARPS"] * numbers["SPLITS"]
+        each = -(-numbers["TOKENS"] * numbers["ROWS"] // (4 * launch.threads * numbers["SPLITS"]))
+        return numbers["in_features"] / chunk, -(-each // min(each, 4))
+
+    rows, channels = 11008, 4096
+    for tokens, route, run, counts in (
+        (1, "", kernels.sparse_linear_triton, loops),
+        (16, "", kernels.sparse_linear_triton, loops),
+        (16, " mma", mma.sparse_linear_mma, mma_loops),
+        (64, " mma", mma.sparse_linear_mma, mma_loops),
+    ):
+        case = sparse_linear_case(tokens, rows, channels, torch.bfloat16, META)
+        case = replace(case, op=case.op + route)
+        yield Floor(case, partial(launch, run), rows * channels // 2, "kept value", counts)

@@ -1,0 +1,74 @@
+"""Cases, builds and issue floor of `permtriton.kernels.swap_gains`."""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from permtriton.kernels.importance import ImportanceFactors
+from permtriton.kernels.launch import Launch
+from permtriton.kernels.swap_gains import SwapTerms, swap_gains, swap_gains_reference, swap_terms
+from permtriton.kernels.swap_gains_triton import CONFIGS, swap_gains_triton
+from permtriton.kernels.tools.builds import Build, builds_of
+from permtriton.kernels.tools.case import META, PATTERN, Case, Floor, Inputs, Random
+from permtriton.kernels.tools.timing import relative_error
+
+POSITIONS = 1024  # of the left side, at most: as a search works through an order
+
+
+def cases(
+    shapes: Sequence[tuple[int, int]], tokens: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> list[Case]:
+    """Returns the case of each linear."""
+    return [swap_gains_case(o, c, device) for o, c in shapes]
+
+
+def swap_gains_case(out_features: int, in_features: int, device: torch.device) -> Case:
+    """The pairs of a linear's first positions with all of them, 2:4, Wanda."""
+    positions = min(in_features, POSITIONS)
+
+    def make(seed: int) -> Inputs:
+        random = Random(seed, device)
+        weight, gradient = (random.normal(out_features, in_features) for _ in range(2))
+        factors = ImportanceFactors(1, random.uniform(in_features) + 0.5)
+        terms = swap_terms(weight, factors, gradient, random.order(in_features, False), PATTERN)
+        return terms.of_positions(slice(0, positions)), terms
+
+    def reference(left: SwapTerms, right: SwapTerms) -> Tensor:
+        doubles = (SwapTerms(*(part.double().unsqueeze(0) for part in side.tensors())) for side in (left, right))
+        return swap_gains_reference(*doubles).squeeze(0)
+
+    moved = (positions + in_features) * out_features * 16 + positions * in_features * 4
+    flops = 6 * positions * in_features * out_features
+    return Case(
+        "swap_gains", f"{positions}x{in_features}x{out_features}", torch.float32, make, swap_gains, reference,
+        relative_error, 1e-4, moved, flops,
+    )  # fmt: skip
+
+
+def builds() -> Iterator[Build]:
+    """Yields the kernel for several blocks, of sizes that are multiples of `ALIGN` or not."""
+
+    def searched(odd: int) -> object:
+        def side(positions: int) -> list[Tensor]:
+            return [*(torch.empty(8, 4096, positions).mT for _ in range(4)), torch.empty(8, positions)]
+
+        return swap_gains_triton(side(256 + odd), side(512))
+
+    for odd, sizes in ((0, "aligned"), (8, "any sizes")):
+        yield from builds_of(f"fp32 {sizes}", partial(searched, odd), "swap_gains", CONFIGS)
+
+
+def floors() -> Iterator[Floor]:
+    """Yields a linear of a model of 7 billion weights."""
+
+    def launch(*sides: SwapTerms) -> Tensor:
+        return swap_gains_triton(*([part.unsqueeze(0) for part in side.tensors()] for side in sides))
+
+    def loops(launch: Launch) -> tuple[float, ...]:  # once per row
+        return (launch.numbers["rows"],)
+
+    rows, channels = 11008, 4096
+    case = swap_gains_case(rows, channels, META)
+    yield Floor(case, launch, POSITIONS * channels * rows, "pair and row", loops)

@@ -1,0 +1,42 @@
+"""What every backward pass through a model needs: frozen weights, recomputed activations, and a scaled loss."""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from permtriton.model.forward import replaced_forwards
+
+
+@contextmanager
+def frozen(model: nn.Module) -> Iterator[None]:
+    """Inside the context, no parameter of the model requires a gradient, unless it is switched on there."""
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in trainable:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in trainable:
+            parameter.requires_grad_(True)
+
+
+@contextmanager
+def checkpointed(layers: Sequence[nn.Module]) -> Iterator[None]:
+    """Inside the context, recomputes each layer in the backward pass.
+
+    The switch in transformers works in training mode only, which would turn on dropout.
+    """
+    with replaced_forwards(layers, lambda layer: partial(checkpoint, layer.forward, use_reentrant=False)):
+        yield
+
+
+def loss_scale(positions: int) -> float:
+    """Returns the factor for a mean loss over so many positions, whose gradients would vanish in float16.
+
+    It is a power of 2, so that dividing the gradients by it is exact.
+    """
+    return 2.0 ** round(math.log2(positions))

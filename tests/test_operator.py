@@ -1,0 +1,122 @@
+"""What the helper makes of a function: its schema, its reference, its GPU kernel, and its gradient."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from permtriton.errors import ModelError
+from permtriton.kernels import operator as module
+from permtriton.kernels.operator import operator
+
+
+@dataclass(frozen=True)
+class Affine:
+    factor: Tensor
+    shift: float
+
+
+def _refuse_integers(x: Tensor, *_) -> None:
+    if not x.is_floating_point():
+        raise ModelError("integers")
+
+
+CALLS = []
+
+
+def _gradient(grad: Tensor, by: Affine, y: Tensor):
+    def of_factor() -> Tensor:
+        CALLS.append("factor")
+        return (grad * (y - by.shift) / by.factor).sum()
+
+    return {"x": grad * by.factor, "by_factor": of_factor}
+
+
+@operator(
+    "test_affine",
+    lambda x, by, times: (x.new_empty(x.shape), x.new_empty(x.shape)),
+    check=_refuse_integers,
+    gradient=_gradient,
+    keeps=("by", 1),
+)
+def affine(x: Tensor, by: Affine, times: int = 1) -> tuple[Tensor, Tensor]:
+    """Returns the result ``times``-fold, and once."""
+    y = x * by.factor + by.shift
+    return y * times, y.clone()
+
+
+def test_a_dataclass_becomes_its_fields():
+    assert str(torch.ops.permtriton.test_affine.default._schema) == (
+        "permtriton::test_affine(Tensor x, Tensor by_factor, float by_shift, SymInt times=1) -> (Tensor, Tensor)"
+    )
+    x, by = torch.randn(3), Affine(torch.tensor(2.0), 0.5)
+    for found, times in ((affine(x, by), 1), (affine(x, by, 3), 3), (affine(x, times=3, by=by), 3)):
+        assert torch.equal(found[0], (2 * x + 0.5) * times)
+    assert torch.equal(torch.ops.permtriton.test_affine(x, by.factor, 0.5, times=4)[0], (2 * x + 0.5) * 4)
+    assert affine.__doc__.startswith("Returns the result")
+
+
+def test_opcheck_and_one_graph():
+    x, factor = torch.randn(3, requires_grad=True), torch.tensor(2.0, requires_grad=True)
+    torch.library.opcheck(torch.ops.permtriton.test_affine.default, (x, factor, 0.5))
+    compiled = torch.compile(lambda x: affine(x * 2, Affine(factor, 0.5))[0] + 1, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(x), affine(x * 2, Affine(factor, 0.5))[0] + 1)
+
+
+def test_only_gradients_that_are_needed_are_computed():
+    CALLS.clear()
+    x, factor = torch.randn(3, requires_grad=True), torch.tensor(2.0)
+    affine(x, Affine(factor, 0.5))[0].sum().backward()
+    assert torch.equal(x.grad, torch.full((3,), 2.0))
+    assert CALLS == []
+    affine(x, Affine(factor.requires_grad_(), 0.5))[0].sum().backward()
+    torch.testing.assert_close(factor.grad, x.detach().sum())
+
+
+def test_arguments_are_checked_on_every_way():
+    by = Affine(torch.tensor(2.0), 0.5)
+    for device in ("cpu", "meta"):
+        with pytest.raises(ModelError, match="integers"):
+            affine(torch.ones(3, dtype=torch.int64, device=device), by)
+
+
+def test_the_launcher_runs_on_the_gpu_of_its_arguments_if_it_supports_them(monkeypatch):
+    """Triton launches on the current device."""
+    current, kernels = [], {}
+
+    class Device:
+        def __init__(self, device: torch.device) -> None:
+            self.device = device
+
+        def __enter__(self) -> None:
+            current.append(self.device)
+
+        def __exit__(self, *_) -> None:
+            current.pop()
+
+    class Made:
+        def register_fake(self, function) -> None: ...
+
+        def register_kernel(self, kind: str):
+            return lambda function: kernels.update({kind: function})
+
+    monkeypatch.setattr(torch.cuda, "device", Device)
+    monkeypatch.setattr(torch.library, "custom_op", lambda *_, **__: Made())
+    monkeypatch.setattr(module, "triton", object())
+
+    def reference(x: Tensor, number: int) -> tuple[str, list]:
+        return "reference", list(current)
+
+    operator(
+        "test_launch", reference, launcher=lambda x, number: (number, list(current)),
+        supports=lambda x, number: number > 0,
+    )(reference)  # fmt: skip
+    x, meta = torch.empty(2, device="meta"), torch.device("meta")
+    assert kernels["cuda"](x, 3) == (3, [meta])
+    assert kernels["cuda"](x, 0) == ("reference", [meta])
+    assert current == []
+    kernels.clear()
+    monkeypatch.setattr(module, "triton", None)
+    operator("test_launch", reference, launcher=reference)(reference)
+    assert kernels == {}
