@@ -39,9 +39,11 @@ unit: $(INSTALLED)
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests/interpreted
 
 # The tests that try many random cases, with many more of them: kills at random moments, damaged files. Takes hours.
+# Also the tests marked slow: further models, dtypes and faults of what faster tests hold.
 soak: export OMP_NUM_THREADS := 1
 soak: $(INSTALLED)
-	$(BIN)/python -m pytest -n 2 --dist loadfile --soak -m soak
+	$(BIN)/python -m pytest -n 2 --dist loadfile --soak -m "soak or slow"
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist loadfile --soak -m slow tests/interpreted
 
 # vLLM's build for CPUs, which wants versions of its own, and the tests that serve the demo with it. It needs torch's
 # CPU build: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu, unless pip finds it elsewhere. The three packages

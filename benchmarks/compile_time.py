@@ -1,9 +1,9 @@
 """How much time and memory the compiler takes to trace, plan and rewrite a model, by number of layers.
 
 The model has the sizes of LLaMA-2-7B and is on the meta device. Every sample is measured in a process of its own, so
-that peak memory is not shared; the medians are printed as a table, and JSON with all samples is written.
+that peak memory is not shared. JSON with medians and all samples is written.
 
-    python benchmarks/compile_time.py --layers 8,32,80 --output compile-time.json
+    python benchmarks/compile_time.py --layers 8,32,80
 """
 
 import argparse
@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+RESULT = Path(__file__).resolve().parent / "results" / "compile-time-cpu.json"
 CONFIG = {
     "hidden_size": 4096,
     "intermediate_size": 11008,
@@ -30,7 +31,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", default="8,32,80", help="numbers of layers, separated by commas")
     parser.add_argument("--repeats", type=int, default=3, help="samples per number of layers")
-    parser.add_argument("--output", type=Path, help="file for the JSON; standard output by default")
+    parser.add_argument("--output", type=Path, default=RESULT, help="file for the JSON")
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)  # number of layers for a single sample, see _sample
     args = parser.parse_args()
     if args.one is not None:
@@ -39,18 +40,13 @@ def main() -> None:
     counts = [int(count) for count in args.layers.split(",")]
     samples = [_sample(count) for _ in range(args.repeats) for count in counts]
     rows = [_summary(count, [sample for sample in samples if sample["layers"] == count]) for count in counts]
-    _print_table(rows)
     report = {
         "command": f"python benchmarks/compile_time.py --layers {args.layers} --repeats {args.repeats}",
         "config": CONFIG,
         "rows": rows,
         **{key: samples[0][key] for key in ("device", "system", "versions")},
     }
-    text = json.dumps(report, indent=1) + "\n"
-    if args.output is None:
-        print(text, end="")
-    else:
-        args.output.write_text(text)
+    args.output.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def measure(layers: int) -> dict[str, Any]:
@@ -65,7 +61,7 @@ def measure(layers: int) -> dict[str, Any]:
     from permtriton.machine import device_name, peak_memory, versions
     from permtriton.model.trace import trace
     from permtriton.passes.pipeline import run_with_stand_ins
-    from permtriton.passes.provenance import channel_unions, propagate
+    from permtriton.passes.provenance import propagate
     from permtriton.passes.sites import find_sites
 
     cpu = torch.device("cpu")
@@ -87,7 +83,6 @@ def measure(layers: int) -> dict[str, Any]:
     # The structure is verified after each pass.
     timed("passes", lambda: run_with_stand_ins(plan, traced.graph_module, pattern))
     peak = peak_memory(cpu) - imported
-    timed("unions", lambda: channel_unions(traced.graph_module).partition())  # the verifier does this after each pass
     return {
         "layers": layers,
         "seconds": seconds,
@@ -115,26 +110,6 @@ def _summary(layers: int, samples: list[dict[str, Any]]) -> dict[str, Any]:
         "peak_bytes": max(sample["peak_bytes"] for sample in samples),
         "samples_s": seconds,
     }
-
-
-def _print_table(rows: list[dict[str, Any]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title="LLaMA-2-7B sizes on the meta device, seconds", title_justify="left")
-    for column in ("layers", *STAGES, "total", "per layer", "peak GB", "unions"):
-        table.add_column(column, justify="right")
-    for row in rows:
-        seconds = row["seconds"]
-        table.add_row(
-            str(row["layers"]),
-            *(f"{seconds[stage]:.2f}" for stage in STAGES),
-            f"{row['total_s']:.2f}",
-            f"{row['total_s'] / row['layers']:.3f}",
-            f"{row['peak_bytes'] / 1e9:.2f}",
-            f"{seconds['unions']:.2f}",
-        )
-    Console(stderr=True).print(table)
 
 
 if __name__ == "__main__":

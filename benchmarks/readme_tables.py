@@ -20,11 +20,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # python benchmarks/readme_tables.py has only its own folder there
 
 from benchmarks.architectures import table as architectures  # noqa: E402
-from benchmarks.gpu import merge as gpu_merge  # noqa: E402
-from benchmarks.gpu import plan as gpu_plan  # noqa: E402
 from benchmarks.gpu import table as gpu  # noqa: E402
 from permtriton.cli.main import app  # noqa: E402
-from permtriton.forecast import duration  # noqa: E402
 from permtriton.kernels.tools.issue_floor import GPUS  # noqa: E402
 from permtriton.recipes import all_options, defaults  # noqa: E402
 
@@ -74,7 +71,7 @@ def _cells(rows: Mapping[str, Any], method: str, layout: str, dense: float, seed
 
 
 def learning_step_table(name: str) -> str:
-    """Returns the rows of ``benchmarks/learning_step.py``."""
+    """Returns the rows of ``python -m benchmarks.costs step``."""
 
     def cells(row: Any) -> list[str]:
         sizes = f"{_sizes(row)}, {row['shape']['tokens']} {row['shape']['dtype']}"
@@ -87,7 +84,7 @@ def learning_step_table(name: str) -> str:
 
 
 def search_round_table(name: str) -> str:
-    """Returns the rows of ``benchmarks/search_round.py``."""
+    """Returns the rows of ``python -m benchmarks.costs round``."""
 
     def cells(row: Any) -> list[str]:
         shape = row["shape"]
@@ -129,7 +126,7 @@ def _machine(rows: Sequence[Any]) -> str:
 def compile_time_table(name: str) -> str:
     """Returns the rows of ``benchmarks/compile_time.py``."""
     report = _load(name)
-    stages = [stage for stage in report["rows"][0]["seconds"] if stage != "unions"]
+    stages = list(report["rows"][0]["seconds"])
     lines = [f"| layers | {' | '.join(stages)} | total | peak memory |", "|---" * (len(stages) + 3) + "|"]
     for row in report["rows"]:
         seconds = " | ".join(f"{row['seconds'][stage]:.1f} s" for stage in stages)
@@ -138,76 +135,8 @@ def compile_time_table(name: str) -> str:
     return "\n".join([*lines, "", f"{report['device']}; torch {report['versions']['torch']}; medians of {runs}."])
 
 
-def depth_table(name: str) -> str:
-    """Returns the rows of ``benchmarks/depth.py``, one JSON line each."""
-    runs = [f"{work}, {how}" for work in ("statistics", "SparseGPT") for how in ("one by one", "from the start")]
-    rows = _load_lines(name)
-    lines = [[str(row["shape"]["layers"]), *(f"{row['seconds'][run]:.1f} s" for run in runs)] for row in rows]
-    return _table(f"layers | {' | '.join(runs)}", lines, f"{_machine(rows)}; one run each.")
-
-
-def scaling_table(gpu: str, but_as: str = "") -> str:
-    """Returns memory and time of the stages on one kind of GPU, from ``benchmarks/scaling.py project``.
-
-    Args:
-        gpu: kind of GPU.
-        but_as: another kind, whose equal rows are left out.
-    """
-    report = _load("scaling-projection.json")
-    rows, others = _scaling_cells(report, gpu), _scaling_cells(report, but_as)
-    caption = (
-        f"Projected, not measured: {gpu}, {report['capacity'][gpu] / 1e9:.0f} GB, of which {report['usable']:.0%} are "
-        f"used; {report['calibration'][0]} sequences of {report['calibration'][1]} tokens; bfloat16."
-    )
-    lines = [[*names, *cells] for names, cells in rows.items() if cells != others.get(names)]
-    return _table("model | stage | 1 GPU | 4 GPUs | 8 GPUs", lines, caption)
-
-
-def _scaling_cells(report: Any, gpu: str) -> dict[tuple[str, str], list[str]]:
-    found: dict[tuple[str, str], list[str]] = {}
-    for row in (row for row in report["rows"] if row["gpu"] == gpu):
-        memory = f"{row['bytes'] / 2**30:.0f} GiB"
-        whole = f"{memory}, {duration(row['seconds'])}"
-        cells = {"whole": whole, "sharded": f"{whole}, sharded", "host": "on the CPU", "no": f"does not fit ({memory})"}
-        found.setdefault((row["model"], row["stage"]), []).append(cells[row["how"]])
-    return found
-
-
-def scaling_rates_table() -> str:
-    """Returns the rates that projections assume, beside those of a CPU where they were measured."""
-    measured = _load("scaling-cpu.json")
-    found = measured["rates"] | {"summed": measured["all_reduce"]["sent"]}
-    lines = [
-        [each["of"], f"{each['rate']:.2g}", each["why"], f"{found[kind]:.2g}" if kind in found else ""]
-        for kind, each in _load("scaling-projection.json")["assumed"].items()
-    ]
-    disk = measured["disk"]
-    caption = (
-        f"Per second. Measured: {_machine([measured])}; bytes summed by 2 processes with gloo. The disk, which "
-        f"no GPU's figures need, wrote {disk['write']:.2g} bytes per second and read {disk['read']:.2g}."
-    )
-    return _table("what | assumed of a GPU | because | measured on a CPU", lines, caption)
-
-
-def scaling_check_table() -> str:
-    """Returns the seconds of stages on a CPU, measured and counted, from ``benchmarks/scaling.py measure``."""
-    report = _load("scaling-cpu.json")
-    rows: dict[str, list[str]] = {}
-    for row in report["stages"]:
-        ratio = row["counted_s"] / row["measured_s"]
-        rows.setdefault(row["stage"], []).append(f"{row['measured_s']:.2f} s | {row['counted_s']:.2f} s | {ratio:.2f}")
-    widths = dict.fromkeys(row["shape"]["hidden"] for row in report["stages"])
-    heading = "stage" + "".join(f" | hidden {width}: measured | counted | ratio" for width in widths)
-    shape = report["stages"][0]["shape"]
-    caption = (
-        f"{_machine([report])}; {shape['layers']} layers, {report['sequences']} sequences of {shape['tokens']} tokens, "
-        "float32; one run each, processor time. Reconstruction: one epoch. Search: five trials."
-    )
-    return _table(heading, [[stage, *cells] for stage, cells in rows.items()], caption)
-
-
 def runtime_overhead_table(name: str) -> str:
-    """Returns the rows of ``benchmarks/runtime_overhead.py``."""
+    """Returns the rows of ``python -m benchmarks.costs fused``."""
 
     def cells(row: Any) -> list[str]:
         ratios = [f"{row['ratio'][m]:.3f}x ({row['paired_ratio'][m]:.3f}x)" for m in ("norms", "norms and o_proj")]
@@ -257,12 +186,6 @@ def _arrow(rows: list[Any], key: str, digits: int, unit: str = "") -> str:
     return f"{text} per {(rows[1] or rows[0])[unit]}" if unit and text != "-" else text
 
 
-def gpu_table() -> str:
-    """Returns the merged results of ``python -m benchmarks.gpu``, or its goals where there are none."""
-    there = (RESULTS / gpu_merge.MERGED[False]).is_file()
-    return gpu.markdown(_load(gpu_merge.MERGED[False])) if there else gpu.unmeasured()
-
-
 def config_options_table() -> str:
     """Returns every option of a compilation and its steps, under the headings of ``--help-all``."""
     lines = []
@@ -286,18 +209,12 @@ TABLES = {
     "architectures-summary": architectures.summary,
     **{f"architectures-{name}": partial(architectures.classes, kinds) for name, kinds in architectures.GROUPS.items()},
     "architectures-unbuilt": architectures.unbuilt,
-    "gpu-commands": gpu_plan.commands,
-    "gpu-plan": gpu_plan.markdown,
     "config-options": config_options_table,
     "other-options": other_options_table,
     "compile-time": lambda: compile_time_table("compile-time-cpu.json"),
-    "depth": lambda: depth_table("depth-cpu.jsonl"),
-    "scaling-h100": lambda: scaling_table("H100"),
-    "scaling-h200": lambda: scaling_table("H200", but_as="H100"),
-    "scaling-rates": scaling_rates_table,
-    "scaling-check": scaling_check_table,
     "runtime-overhead": lambda: runtime_overhead_table("runtime-overhead-cpu.jsonl"),
-    "gpu": gpu_table,
+    "gpu-commands": lambda: f"```\n{gpu.plan()}\n```",
+    "gpu": lambda: gpu.markdown(gpu.read(RESULTS / "gpu.json")),
     "issue-floor": lambda: issue_floor_table("issue-floor.json"),
     "demo-recipe": lambda: comparison_table("compare-demo-recipe.json"),
     "learning-step": lambda: learning_step_table("learning-step-cpu.jsonl"),

@@ -1,4 +1,4 @@
-"""What several benchmarks of whole models need. Scripts of this folder import it as ``shared``."""
+"""What several benchmarks of whole models need."""
 
 import argparse
 import time
@@ -10,10 +10,11 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from permtriton import NMPattern
-from permtriton.config import CompileConfig, LearnConfig
+from permtriton.config import CompileConfig
 from permtriton.data.samples import Samples
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.methods.importance import importance_of
+from permtriton.methods.learned import Learned
 from permtriton.methods.learning import Trainer, learned_spaces
 from permtriton.methods.masked_model import masked_model
 from permtriton.methods.objective import Objective
@@ -76,8 +77,8 @@ def step_seconds(
         keep: whether masks are computed once per step, not for each micro-batch.
     """
     rows, layers, importances = torch.arange(ids.shape[0]), layer_modules(model, plan), random_importances(model, plan)
-    learn = LearnConfig(batch_size=ids.shape[0], epochs=1000)
-    config = CompileConfig(sparsity=PATTERN, micro_batch_size=micro_batch, learn=learn)
+    learn = Learned(batch_size=ids.shape[0], epochs=1000)
+    config = CompileConfig(sparsity=PATTERN, micro_batch_size=micro_batch)
     relaxation = Relaxation(learned_spaces(plan, learn), learn, 0, model.device)
     optimizer = torch.optim.AdamW(relaxation.parameters(), lr=learn.learning_rate)
 
@@ -92,8 +93,9 @@ def step_seconds(
         model.requires_grad_(False)
 
     def learning(number: int) -> float:
-        with masked_model(model, plan, importances, relaxation, config, keep) as masks:
-            trainer = Trainer(model, masks, relaxation, optimizer, Samples.of(ids), Objective("cosine", target), config)
+        with masked_model(model, plan, importances, relaxation, learn, config, keep) as masks:
+            objective = Objective("cosine", target)
+            trainer = Trainer(model, masks, relaxation, optimizer, Samples.of(ids), objective, learn, config)
             trainer.step(rows, number)  # the allocator settles after the weights were transposed
             return timed(lambda: trainer.step(rows, number), model.device)
 

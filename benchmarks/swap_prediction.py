@@ -17,7 +17,6 @@ import torch
 from scipy.stats import spearmanr
 from torch import Tensor
 
-from permtriton.config import CompileConfig
 from permtriton.data.samples import Samples
 from permtriton.data.text import calibration_ids
 from permtriton.demo import FOLDER
@@ -27,6 +26,7 @@ from permtriton.methods.fisher import fisher_information
 from permtriton.methods.hard_masks import HardMasks, hard_masked
 from permtriton.methods.importance import importances_of
 from permtriton.methods.objective import dense_objective
+from permtriton.methods.searched import Searched
 from permtriton.methods.statistics import site_statistics
 from permtriton.methods.swap_search import Searcher, Swaps
 from permtriton.model.load import Source, load_original
@@ -34,6 +34,7 @@ from permtriton.model.plan import ChannelSpace
 from permtriton.permutation import identity
 from permtriton.planning import find_plan
 from permtriton.progress import NoProgress
+from permtriton.recipes import config_from
 
 
 def main() -> None:
@@ -42,7 +43,7 @@ def main() -> None:
     parser.add_argument("--layout", default="portable", choices=["portable", "fused"])
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    config = CompileConfig.from_options({"calibration": "demo", "layout": args.layout, "seed": args.seed}, "demo")
+    config = config_from({"layout": args.layout, "seed": args.seed}, model="demo")
     model, tokenizer = load_original(Source(str(FOLDER)))
     vocabulary = model.get_input_embeddings().get_parameter("weight").shape[0]
     ids = calibration_ids(config.calibration, tokenizer, vocabulary, args.seed)
@@ -53,7 +54,7 @@ def main() -> None:
     fisher = fisher_information(model, plan, "kl", Samples.of(ids), config, NoProgress())
     spaces = [space for space in plan.spaces if not space.frozen]
     with hard_masked(model, plan, importances, fisher, config) as masks:
-        searcher = Searcher(masks, spaces, Samples.of(ids), objective, config)
+        searcher = Searcher(masks, spaces, Samples.of(ids), objective, Searched(), config)
         base = {space.name: identity(space.units) for space in spaces}
         masks.set(base)
         start = masks.take_gradients(objective, Samples.of(ids))
@@ -70,30 +71,14 @@ def main() -> None:
                 ),
                 "swaps": len(pairs),
             }
-    print(
-        json.dumps(
-            {
-                **report,
-                "loss": round(start, 4),
-                "layout": args.layout,
-                "seed": args.seed,
-                "device": device_name(model.device),
-                "system": platform.platform(),
-                "versions": versions(),
-            }
-        )
-    )
+    print(json.dumps({
+        **report, "loss": round(start, 4), "layout": args.layout, "seed": args.seed,
+        "device": device_name(model.device), "system": platform.platform(), "versions": versions(),
+    }))  # fmt: skip
 
 
-def _draw(
-    searcher: Searcher,
-    spaces: list[ChannelSpace],
-    base: dict[str, Tensor],
-    damping: float,
-    count: int,
-    seed: int,
-    group: int,
-) -> list[tuple[int, int, int]]:
+def _draw(searcher: Searcher, spaces: list[ChannelSpace], base: dict[str, Tensor], damping: float, count: int,
+          seed: int, group: int) -> list[tuple[int, int, int]]:  # fmt: skip
     """Returns (number of the space, position, position) of half random swaps and half of the best ones."""
     generator = torch.Generator().manual_seed(seed)
     best: Swaps = searcher.swaps(base, damping, 0)
@@ -109,15 +94,8 @@ def _draw(
     return pairs
 
 
-def _gain(
-    masks: HardMasks,
-    space: ChannelSpace,
-    base: dict[str, Tensor],
-    left: int,
-    right: int,
-    damping: float,
-    ids: Tensor,
-) -> float:
+def _gain(masks: HardMasks, space: ChannelSpace, base: dict[str, Tensor], left: int, right: int, damping: float,
+          ids: Tensor) -> float:  # fmt: skip
     terms = masks.terms(space, base, damping, ids.numel())
     one, other = torch.tensor([left]), torch.tensor([right])
     return math.fsum(float(swap_gains(t.of_positions(one), t.of_positions(other))) for t in terms)

@@ -12,8 +12,8 @@ from transformers.utils import cached_file
 
 from permtriton import evaluate as library
 from permtriton import machine
+from permtriton.checkpoint.forms import read_record
 from permtriton.checkpoint.plan_entries import hidden_order_of
-from permtriton.checkpoint.record import read_record
 from permtriton.cli.console import BarProgress, out, print_json, saved, table
 from permtriton.cli.held_out import held_out_windows
 from permtriton.cli.tables import Result, check_table, write_table

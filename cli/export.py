@@ -13,7 +13,7 @@ def run(folder: Path, format: str, output: Path | None, *, overwrite: bool, json
 
     Args:
         folder: folder that permtriton wrote.
-        format: ``packed``, ``dense`` or ``plain``.
+        format: name of a `permtriton.checkpoint.format.Format`.
         output: folder to write; None for ``FOLDER-FORMAT`` in the present folder.
         overwrite: whether an earlier output may be replaced.
         json: whether to print JSON.

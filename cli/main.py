@@ -9,6 +9,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from permtriton.checkpoint.format import HELP as FORMATS
+from permtriton.checkpoint.format import Format
 from permtriton.cli import torchrun
 from permtriton.cli.console import clear_errors
 from permtriton.cli.options import (
@@ -282,14 +284,7 @@ def evaluate(
 @app.command()
 def export(
     folder: Annotated[Path, typer.Argument(help="A folder that permtriton compile or export wrote.")],
-    format: Annotated[
-        str,
-        typer.Option(
-            help="packed: kept values and positions, 9/16 of the dense size at 2:4 and 16 bits; loads after import "
-            "permtriton. dense: zeros stored too. plain: dense, or refused where transformers alone cannot load it "
-            "(layout fused)."
-        ),
-    ] = "packed",
+    format: Annotated[str, typer.Option(help=FORMATS)] = Format.PACKED,
     output: Annotated[Path | None, output_option(help="Folder to write; FOLDER-FORMAT here by default.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier output.")] = False,
     json: Json = False,

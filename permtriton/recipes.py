@@ -83,14 +83,20 @@ def steps_of(recipe: str | Sequence[Step]) -> tuple[Step, ...]:
         ConfigError: there is no such recipe or step.
     """
     if not isinstance(recipe, str):
-        return tuple(recipe)
+        if not isinstance(recipe, Sequence) or not all(isinstance(step, steps.STEPS) for step in recipe):
+            raise ConfigError(
+                f"recipe is {shown(recipe)}: expected one of {', '.join(RECIPES)}, or steps: their names separated by "
+                "commas, or a tuple of them, such as (Mask(),)"
+            )
+        return tuple(recipe)  # type: ignore[arg-type]
     if recipe in RECIPES:
         return RECIPES[recipe].steps
     known = {kind.name: kind for kind in steps.STEPS}
     names = [name.strip() for name in recipe.split(",")]
     if unknown := [name for name in names if name not in known]:
+        kind = "no step" if len(names) > 1 else "no recipe and no step"
         raise ConfigError(
-            f"recipe {shown(recipe)}: {shown(unknown[0])} is no recipe and no step; the recipes are "
+            f"recipe {shown(recipe)}: {shown(unknown[0])} is {kind}; the recipes are "
             f"{', '.join(RECIPES)}, the steps {', '.join(known)}"
         )
     return tuple(known[name]() for name in names)
@@ -112,11 +118,12 @@ def config_from(
     """
     given = {name.replace("-", "_"): value for name, value in (options or {}).items()}
     named = given.pop("recipe", None)
-    chosen = recipe or named or DEFAULT
-    if recipe is None and named is not None and not isinstance(named, str):
-        raise ConfigError(f"recipe is {shown(named)}: expected a name, such as {DEFAULT}, or names of steps")
-    if unknown := sorted(set(given) - set(all_options())):
-        raise ConfigError(f"unknown option {shown(unknown[0])}: the options are {', '.join(sorted(all_options()))}")
+    chosen = next((each for each in (recipe, named) if each is not None), DEFAULT)
+    known = all_options()
+    if unknown := sorted(set(given) - set(known)):
+        raise ConfigError(f"unknown option {shown(unknown[0])}: the options are {', '.join(sorted(known))}")
+    for name, value in given.items():  # those of steps that the recipe lacks, too
+        known[name].check(known[name].convert(value))
     values = {**(SMALL if model == DEMO else {}), **given}
     if chosen == "published" and values.get("importance") == "ria":
         values.setdefault("learn_learning_rate", RIA_LEARNING_RATE)

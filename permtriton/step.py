@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from permtriton.option import check_options
+
 if TYPE_CHECKING:
     from permtriton.config import CompileConfig
     from permtriton.run import Run
@@ -172,6 +174,9 @@ class Step(Protocol):
     shards: ClassVar[bool] = True
     offloads: ClassVar[bool] = True
     thrift: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        check_options(self)
 
     @property
     def gradients(self) -> bool:

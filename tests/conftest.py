@@ -10,6 +10,20 @@ def pytest_addoption(parser):
     parser.addoption("--soak", action="store_true", help="try many more random cases (`make soak`)")
 
 
+def pytest_collection_modifyitems(config, items):
+    """Leaves out what is marked slow, but for the cases whose ids the mark names; nothing with --soak."""
+    if config.getoption("--soak"):
+        return
+    left_out = [item for item in items if _is_slow(item)]
+    items[:] = [item for item in items if not _is_slow(item)]
+    config.hook.pytest_deselected(items=left_out)
+
+
+def _is_slow(item) -> bool:
+    mark = item.get_closest_marker("slow")
+    return mark is not None and (not mark.kwargs or item.callspec.id not in mark.kwargs["but"])
+
+
 @pytest.fixture(scope="session")
 def soak(request) -> bool:
     """Whether tests of random cases try many of them: kills, damaged files. Mark such tests with `pytest.mark.soak`."""

@@ -12,7 +12,7 @@ from . import zoo
 from .sentences import SENTENCE, trained_tokenizer
 
 RUNNER = CliRunner()
-LEARN = ("--permutation", "learned")
+LEARN = ("--recipe", "heuristic,learned,mask")
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ class Desk:
     def compile(self, *more: object, model: object = None, output: Path | None = None) -> list[str]:
         """Later options win over earlier ones."""
         arguments = [
-            "compile", model or self.model, "--output", output or self.out, "--overwrite", "--permutation", "heuristic",
+            "compile", model or self.model, "--output", output or self.out, "--overwrite", "--recipe", "heuristic,mask",
             "--calibration", self.text, "--samples", 4, "--sequence-length", 16, "--eval-text", "none", *more,
         ]  # fmt: skip
         return [str(argument) for argument in arguments]

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, RobertaConfig, RobertaModel
 from transformers.pytorch_utils import Conv1D
 
 import permtriton
-from permtriton import CompileConfig, CompiledModel
+from permtriton import CompiledModel, config_from
 from permtriton.comparison.methods import method_rows
 from permtriton.comparison.run import Yardstick, compare
 from permtriton.errors import CalibrationError
@@ -25,14 +25,15 @@ from . import zoo
 from .zoo import fold
 
 LEARN = {
-    "permutation": "learned",
-    "epochs": 2,
-    "batch_size": 4,
-    "learning_rate": 0.1,
-    "block_size": 16,
-    "keep_epoch": "last",
+    "recipe": "heuristic,learned,mask",
+    "learn_epochs": 2,
+    "learn_batch_size": 4,
+    "learn_learning_rate": 0.1,
+    "learn_block_size": 16,
+    "learn_keep": "last",
 }
-HEURISTIC = {"permutation": "heuristic"}
+HEURISTIC = {"recipe": "heuristic,mask"}
+MASK = {"recipe": "mask"}
 # Each ties, joins, transposes or biases weights as none of the others does. Other classes: `tests/test_zoo.py`.
 COMPILED = ("llama_tied", "llama_eager", "phi3", "gemma2", "opt", "falcon", "gpt2", "bert_mlm")
 HEADS = ("lm_head", "pooler", "cls.")  # parts of names that no plan may prune
@@ -53,7 +54,11 @@ class Case:
 
 
 def compiled_model(model: PreTrainedModel, **options: object) -> CompiledModel:
-    return permtriton.compile(model, None, CompileConfig.from_options(options), ids=zoo.token_ids())
+    return permtriton.compile(model, None, config_from(options), ids=zoo.token_ids())
+
+
+def step_of(report: dict, name: str) -> dict:
+    return next(step for step in report["steps"] if step["name"] == name)
 
 
 def compiled_with(name: str, **options: object) -> CompiledModel:
@@ -93,6 +98,7 @@ def folded(case_name: str, compiled: CompiledModel, **changes: object) -> PreTra
 # -- each architecture, with the learned permutation -------------------------------------------------------------------
 
 
+@pytest.mark.slow(but=["llama_eager", "gpt2", "bert_mlm"])
 def test_reloaded_model_is_the_compiled_one(case):
     assert type(case.reloaded) is type(case.dense)
     in_memory = dict(case.compiled.model.named_parameters())
@@ -163,7 +169,7 @@ def test_every_free_space_moved_and_no_other(case):
     for space in case.compiled.plan.spaces:
         identity = torch.equal(case.compiled.indices[space.name], torch.arange(space.units))
         assert identity == bool(space.frozen), space.name
-    epochs = case.compiled.report["learning"]["epochs"]
+    epochs = step_of(case.compiled.report, "learned")["history"]
     assert [epoch["epoch"] for epoch in epochs] == [0, 1, 2]
     assert epochs[0]["moved"] == 0
     assert epochs[-1]["moved"] > 0
@@ -196,10 +202,10 @@ def test_report_file(case):
     assert report["skipped"] == plan.skipped
     assert report["barriers"] == []
     assert [(p["name"], p["reason"]) for p in report["permutations"]] == [(s.name, s.reason) for s in plan.spaces]
-    assert report["learning"]["kept_epoch"] == 2
+    assert step_of(report, "learned")["kept"] == 2
     assert report["verification"]["pruned_weights"] == len(pruned)
     assert report["verification"]["reloaded"] == "same outputs"
-    assert CompileConfig.from_options(report["config"]) == case.compiled.config
+    assert config_from(report["config"]) == case.compiled.config
     assert report["proof"]["fold_difference"] < 1e-4
 
 
@@ -230,6 +236,7 @@ def test_loads_in_a_process_without_permtriton(tmp_path):
 
 
 @pytest.mark.parametrize("pattern", ["4:8", "1:4", "3:4", "8:16"])
+@pytest.mark.slow(but=["4:8"])
 def test_patterns(pattern, tmp_path):
     compiled = compiled_with("llama", sparsity=pattern, **LEARN)
     reloaded = type(compiled.model).from_pretrained(compiled.save(tmp_path / "model"))
@@ -242,12 +249,11 @@ def test_patterns(pattern, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("importance", "permutation"),
-    [("magnitude", "learned"), ("ria", "learned"), ("obs", "learned"), ("wanda", "heuristic"), ("obs", "none")],
+    ("importance", "options"),
+    [("magnitude", LEARN), ("ria", LEARN), ("obs", LEARN), ("wanda", HEURISTIC), ("obs", MASK)],
 )
-def test_importances_and_permutations(importance, permutation):
-    options = LEARN if permutation == "learned" else {}
-    compiled = compiled_with("llama", **{**options, "importance": importance, "permutation": permutation})
+def test_importances_and_orders(importance, options):
+    compiled = compiled_with("llama", importance=importance, **options)
     for name, weight in linears_in_layers(compiled.model).items():
         assert kept_in_groups(weight, 4) == {2}, name
     expected = linears_in_layers(folded("llama", compiled))
@@ -255,11 +261,11 @@ def test_importances_and_permutations(importance, permutation):
         assert torch.equal(weight, torch.where(weight != 0, expected[name], 0)), name
     for space in compiled.plan.spaces:
         identity = torch.equal(compiled.indices[space.name], torch.arange(space.units))
-        assert identity == (permutation == "none"), space.name
+        assert identity == (options is MASK), space.name
 
 
 def test_magnitude_keeps_the_largest_weights():
-    compiled = compiled_with("llama", importance="magnitude", permutation="none")
+    compiled = compiled_with("llama", importance="magnitude", **MASK)
     for name, weight in linears_in_layers(zoo.build("llama")).items():
         groups = weight.unflatten(1, (-1, 4))
         expected = groups * (groups.abs() >= groups.abs().sort(-1).values[..., 2:3])
@@ -268,7 +274,7 @@ def test_magnitude_keeps_the_largest_weights():
 
 def test_importances_choose_different_weights():
     chosen = [
-        linears_in_layers(compiled_with("llama", importance=importance, permutation="none").model)
+        linears_in_layers(compiled_with("llama", importance=importance, **MASK).model)
         for importance in ("magnitude", "wanda", "ria", "obs")
     ]
     for name in chosen[0]:
@@ -276,20 +282,19 @@ def test_importances_choose_different_weights():
         assert len(masks) == 4, name
 
 
-def test_spaces_that_do_not_learn_take_the_heuristic_order_whatever_the_base_order():
-    compiled = compiled_with("llama", base_order="identity", learn_layers="last:1", **LEARN)
-    heuristic = compiled_with("llama", permutation="heuristic")
+def test_spaces_that_do_not_learn_keep_the_order_of_the_step_before():
+    compiled = compiled_with("llama", learn_layers="last:1", **LEARN)
+    heuristic = compiled_with("llama", **HEURISTIC)
     for space in compiled.plan.spaces:
         learns = space.name.startswith("model.layers.1.")
         same = torch.equal(compiled.indices[space.name], heuristic.indices[space.name])
         assert same != learns, space.name
 
 
-def test_learning_never_ends_worse_than_its_base_order():
-    compiled = compiled_with("llama", **{**LEARN, "keep_epoch": "best"})
-    learning = compiled.report["learning"]
-    losses = [epoch["loss"] for epoch in learning["epochs"]]
-    assert losses[learning["kept_epoch"]] == min(losses)
+def test_learning_never_ends_worse_than_it_starts():
+    learned = step_of(compiled_with("llama", **{**LEARN, "learn_keep": "best"}).report, "learned")
+    losses = [epoch["loss"] for epoch in learned["history"]]
+    assert losses[learned["kept"]] == min(losses)
 
 
 def test_the_same_seed_gives_the_same_weights():
@@ -306,9 +311,10 @@ def hidden_loss(compiled: CompiledModel, name: str) -> float:
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.slow(but=["gpt2"])
 def test_sparsegpt_with_the_importances_mask(name, tmp_path):
     masked = compiled_with(name, **HEURISTIC)
-    updated = compiled_with(name, weight_update="sparsegpt", update_mask="keep", **HEURISTIC)
+    updated = compiled_with(name, recipe="heuristic,sparsegpt", importance="wanda", sparsegpt_mask="keep")
     reloaded = type(updated.model).from_pretrained(updated.save(tmp_path / "model"))
     before, after = linears_in_layers(masked.model), linears_in_layers(reloaded)
     for linear, weight in after.items():
@@ -318,9 +324,10 @@ def test_sparsegpt_with_the_importances_mask(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.slow(but=["llama"])
 def test_sparsegpt_with_its_own_mask(name, tmp_path):
     masked = compiled_with(name, **HEURISTIC)
-    updated = compiled_with(name, weight_update="sparsegpt", update_mask="own", **HEURISTIC)
+    updated = compiled_with(name, recipe="heuristic,sparsegpt", importance="wanda", sparsegpt_mask="own")
     reloaded = type(updated.model).from_pretrained(updated.save(tmp_path / "model"))
     masks = []
     for linear, weight in linears_in_layers(reloaded).items():
@@ -334,6 +341,7 @@ def test_sparsegpt_with_its_own_mask(name, tmp_path):
     ("name", "dtype"),
     [("llama", torch.bfloat16), ("gpt2", torch.bfloat16), ("llama", torch.float16), ("llama", torch.float64)],
 )
+@pytest.mark.slow(but=["llama-dtype0"])
 def test_other_dtypes(name, dtype, tmp_path):
     compiled = compiled_model(zoo.build(name).to(dtype), **LEARN)
     assert compiled.report["dtype"] == str(dtype).removeprefix("torch.")
@@ -363,7 +371,7 @@ def test_a_model_without_a_limit_on_positions():
     from transformers import XLNetConfig, XLNetLMHeadModel
 
     model = XLNetLMHeadModel(XLNetConfig(vocab_size=zoo.VOCABULARY, d_model=16, n_layer=1, n_head=2, d_inner=24)).eval()
-    compiled = compiled_model(model, permutation="none")
+    compiled = compiled_model(model, **MASK)
     assert compiled.report["sparsity_by_layer"]["transformer.layer.0.ff.layer_2"] == 0.5
 
 
@@ -374,15 +382,15 @@ def test_a_layer_that_runs_twice_is_calibrated_on_both_runs():
     model = AlbertModel(AlbertConfig(**zoo.SIZES, embedding_size=32)).eval()
     zoo.randomize(model)
     dense = copy.deepcopy(model)
-    check_most_important_kept(dense, compiled_model(model, permutation="none").model)
+    check_most_important_kept(dense, compiled_model(model, **MASK).model)
 
 
 def test_compare_resets_what_a_row_does_not_name():
-    base = CompileConfig.from_options({"weight_update": "sparsegpt", "permutation": "none"})
+    base = {"importance": "obs", "heuristic_row_weights": "none", "layout": "fused"}
     ids = torch.randint(0, zoo.VOCABULARY, (4, 16))
     model = zoo.build("llama")
     rows = compare(Yardstick(model, None, ids), method_rows(base, ("magnitude",), ()), ids=ids)
-    config = CompileConfig.from_options({"importance": "magnitude", "permutation": "none"})
+    config = config_from({"importance": "magnitude", **MASK})
     pruned = permtriton.compile(copy.deepcopy(model), None, config, ids=ids).model
     assert rows[1].mean == pytest.approx(perplexity(pruned, ids, 4), rel=1e-5)
 
@@ -395,6 +403,5 @@ def test_positions_counted_from_behind_the_padding_are_respected():
     model = RobertaModel(config).eval()
     assert max_tokens(model) == 32
     with pytest.raises(CalibrationError, match="--sequence-length 32"):
-        permtriton.compile(model, None, CompileConfig(), ids=torch.randint(2, 64, (2, 34)))
-    heuristic = CompileConfig.from_options({"permutation": "heuristic"})
-    permtriton.compile(model, None, heuristic, ids=torch.randint(2, 64, (2, 32)))
+        permtriton.compile(model, None, config_from(), ids=torch.randint(2, 64, (2, 34)))
+    permtriton.compile(model, None, config_from(HEURISTIC), ids=torch.randint(2, 64, (2, 32)))

@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 import permtriton
-from permtriton import CompileConfig, NMPattern, find_plan
+from permtriton import NMPattern, config_from, find_plan
 from permtriton.kernels import nm_mask, norm_permute, permute, sparse_linear  # noqa: F401 (registers the operators)
 from permtriton.model.trace import export, unlifted
 from permtriton.passes import channel_rules
@@ -243,11 +243,12 @@ FALCONS = {  # both write one branch's output into the other's
 
 
 @pytest.mark.parametrize("layout", ["portable", "fused"])
-@pytest.mark.parametrize("permutation", ["none", "heuristic"])
+@pytest.mark.parametrize("recipe", ["mask", "heuristic,mask"])
 @pytest.mark.parametrize("form", FALCONS)
-def test_falcon_compiles_though_it_adds_in_place(form, permutation, layout):
+@pytest.mark.slow(but=["7B-heuristic,mask-fused", "40B-heuristic,mask-portable"])
+def test_falcon_compiles_though_it_adds_in_place(form, recipe, layout):
     model = zoo.build("falcon", **FALCONS[form])
-    config = CompileConfig.from_options({"permutation": permutation, "layout": layout})
+    config = config_from({"layout": layout}, recipe)
     compiled = permtriton.compile(model, None, config, ids=zoo.token_ids(2, 8))
     assert set(compiled.report["sparsity_by_layer"].values()) == {0.5}
     assert compiled.report["proof"]["fold_difference"] < 1e-4

@@ -12,8 +12,9 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from permtriton.cli import compile as compile_command  # the module
 from permtriton.cli.main import app
-from permtriton.config import OPTIONS, defaults
+from permtriton.cli.options import COMMON
 from permtriton.errors import ConfigError
+from permtriton.recipes import all_options, defaults
 
 from .desk import LEARN, RUNNER
 from .folders import LAST_UP
@@ -21,25 +22,31 @@ from .folders import LAST_UP
 # -- help ----------------------------------------------------------------------------------------------------------
 
 
-def test_help_shows_every_option_with_its_defaults():
-    result = RUNNER.invoke(app, ["compile", "--help"], env={"COLUMNS": "250"})
+def shown(*arguments: str) -> str:
+    result = RUNNER.invoke(app, arguments, env={"COLUMNS": "250"})
     assert result.exit_code == 0
-    text = " ".join(result.stdout.split())
-    for name, option in OPTIONS.items():
+    return " ".join(result.stdout.split())
+
+
+@pytest.mark.parametrize("command", ["compile", "compare"])
+def test_help_all_shows_every_option_with_its_defaults(command):
+    text = shown(command, "--help-all")
+    for option in all_options().values():
         assert f"{option.flag} " in text
-        assert f"default: {defaults(name)}]" in text, name
-    for flag in (
-        "recipe",
-        "eval-data",
-        "device",
-        "dtype",
-        "output",
-        "overwrite",
-        "config",
-        "json",
-        "trust-remote-code",
-    ):
+        assert f"default: {defaults(option)}]" in text, option.name
+
+
+def test_help_shows_the_options_of_an_ordinary_compilation():
+    text = shown("compile", "--help")
+    running = ("recipe", "eval-data", "device", "dtype", "output", "overwrite", "config", "json", "trust-remote-code",
+               "dry-run", "restart", "help-all")  # fmt: skip
+    for flag in (*running, *(name.replace("_", "-") for name in COMMON)):
         assert f"--{flag} " in text
+    hidden = [option.flag for name, option in all_options().items() if name not in COMMON]
+    assert [flag for flag in (*hidden, "--offload", "--shard", "--devices") if f"{flag} " in text] == []
+    everything = shown("compile", "--help-all")
+    assert [flag for flag in (*hidden, "--offload", "--shard", "--devices") if f"{flag} " not in everything] == []
+    assert shown("compile", "--help") == text, "what --help-all shows stays hidden in the next --help"
 
 
 def test_version():
@@ -47,7 +54,8 @@ def test_version():
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["--version"], ["compile", "--help"], ["compile", "demo", "--epochs", "0"]]
+    "arguments",
+    [["--help"], ["--version"], ["compile", "--help-all"], ["recipes"], ["compile", "demo", "--learn-epochs", "0"]],
 )
 def test_help_and_wrong_options_import_no_library(arguments):
     """torch and transformers take seconds to import."""
@@ -82,13 +90,13 @@ def test_missing_parent(desk):
     desk.refuses(desk.compile(output=desk.folder / "no" / "out"), str(desk.folder / "no"), "make it first")
 
 
-@pytest.mark.parametrize("options", [(), (*LEARN, "--epochs", "1", "--micro-batch-size", "16")])
+@pytest.mark.parametrize("options", [(), (*LEARN, "--learn-epochs", "1", "--micro-batch-size", "16")])
 def test_full_disk(desk, monkeypatch, options):
     def full(*_args: object, **_kwargs: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(LlamaForCausalLM, "save_pretrained", full)
-    state = desk.folder / ".out.learning.safetensors"
+    state = desk.folder / ".out.learned.safetensors"
     arguments = desk.compile(*options)
     if options:  # the learning state stays, so that the same command continues from it
         RUNNER.invoke(app, arguments)
@@ -126,15 +134,16 @@ def test_default_output_is_named_after_the_model(desk, monkeypatch, name):
 
 
 def test_compile_replaces_the_earlier_output_and_prints_json_alone(desk):
-    options = (*LEARN, "--epochs", "2", "--micro-batch-size", "16", "--eval-text", desk.text, "--json")
+    options = (*LEARN, "--learn-epochs", "2", "--micro-batch-size", "16", "--eval-text", desk.text, "--json")
     result = RUNNER.invoke(app, desk.compile(*options))
     assert result.exit_code == 0, result.stderr
     printed = json.loads(result.stdout)
     assert printed == json.loads((desk.out / "permtriton.json").read_text())
     assert [path.name for path in desk.folder.iterdir()] == ["out"], "the state of learning is gone"
-    assert printed["config"]["epochs"] == 2
+    assert printed["config"]["learn_epochs"] == 2
     assert printed["calibration"]["shape"] == [4, 16]
-    assert [epoch["epoch"] for epoch in printed["learning"]["epochs"]] == [0, 1, 2]
+    assert [step["name"] for step in printed["steps"]] == ["heuristic", "learned", "mask"]
+    assert [epoch["epoch"] for epoch in printed["steps"][1]["history"]] == [0, 1, 2]
     assert {printed["evaluation"]["measure"], printed["evaluation"]["text"]} == {"perplexity", str(desk.text)}
     weight = AutoModelForCausalLM.from_pretrained(desk.out).get_parameter(LAST_UP)
     assert (weight.unflatten(1, (-1, 4)) != 0).sum(-1).max() == 2
@@ -150,11 +159,11 @@ def test_compile_prints_tables(desk):
 def test_inspect_needs_no_weights(desk, tmp_path):
     model = Path(shutil.copytree(desk.model, tmp_path / "model"))
     (model / "model.safetensors").unlink()
-    result = RUNNER.invoke(app, ["inspect", str(model), "--json", "--block-size", "8"])
+    result = RUNNER.invoke(app, ["inspect", str(model), "--json"])
     assert result.exit_code == 0, result.stderr
     plan = json.loads(result.stdout)
     assert len(plan["sites"]) == 8
-    assert {site["permutation"]: site["blocks"] for site in plan["sites"]}["stream"] == 2
+    assert "stream" in {site["permutation"] for site in plan["sites"]}
     assert RUNNER.invoke(app, ["inspect", str(model)]).stdout.startswith("Sites")
 
 

@@ -165,11 +165,18 @@ def test_kept_results_of_another_comparison(desk):
 
 
 def test_an_ablation_from_the_command_line(desk):
-    options = ("--epochs", 1, "--micro-batch-size", 4, "--config", desk.write("c.toml", 'start = "random"\n'))
+    options = (
+        "--learn-epochs",
+        1,
+        "--micro-batch-size",
+        4,
+        "--config",
+        desk.write("c.toml", '[learned]\ninit = "random"\n'),
+    )
     result = compare(desk, "--ablate", "block-size", "--values", "8,16", *options, "--json")
     rows = json.loads(result.stdout)["rows"]
     assert [(row["method"], row["setting"]) for row in rows] == [
-        ("dense", ""), ("wanda + learned", "block_size 8"), ("wanda + learned", "block_size 16"),
+        ("dense", ""), ("wanda + learned", "learn_block_size 8"), ("wanda + learned", "learn_block_size 16"),
     ]  # fmt: skip
     assert all(row["compile_seconds"] > 0 for row in rows[1:])
 
@@ -191,7 +198,7 @@ def test_an_ablation_from_the_command_line(desk):
         (("--ablate", "sinkhorn"), ["no effect on the method 'magnitude'", "wanda + learned"]),
         (("--ablate", "calibration"), ["--calibration has no effect with --ablate calibration", "--values"]),
         (("--calibration", "c5"), ["c5 is neither a file"]),
-        (("--epochs", "3"), ["--epochs has no effect on the methods magnitude"]),
+        (("--learn-epochs", "3"), ["--learn-epochs has no effect on the methods magnitude"]),
         (("--limit", "3"), ["--limit", "without --tasks"]),
     ],
 )

@@ -14,7 +14,7 @@ from permtriton.cli.main import app
 
 from .desk import RUNNER, check_refusal
 
-QUICK = ("--permutation", "searched", "--rounds", 1, "--micro-batch-size", 4, "--row-weights", "none")
+QUICK = ("--recipe", "searched,mask", "--search-rounds", 1, "--micro-batch-size", 4)
 
 
 @pytest.fixture
@@ -27,14 +27,14 @@ def interrupted(desk, monkeypatch) -> Path:
     with monkeypatch.context() as patch:
         patch.setattr(LlamaForCausalLM, "save_pretrained", stop)
         assert RUNNER.invoke(app, desk.compile(*QUICK)).exit_code == 130
-    assert sorted(path.name for path in desk.folder.iterdir()) == [".out.search.safetensors", "out"]
-    return desk.folder / ".out.search.safetensors"
+    assert sorted(path.name for path in desk.folder.iterdir()) == [".out.searched.safetensors", "out"]
+    return desk.folder / ".out.searched.safetensors"
 
 
 def test_another_run_is_refused_until_it_restarts(desk, interrupted):
-    other = (*QUICK, "--rounds", 2, "--seed", 3)
+    other = (*QUICK, "--search-rounds", 2, "--seed", 3)
     desk.refuses(
-        desk.compile(*other), "belongs to another run: rounds was 1 and is 2; seed was 0 and is 3", "--restart"
+        desk.compile(*other), "belongs to another run: search_rounds was 1 and is 2; seed was 0 and is 3", "--restart"
     )
     result = RUNNER.invoke(app, desk.compile(*other, "--restart"))
     assert result.exit_code == 0, result.stderr
@@ -75,7 +75,7 @@ def test_a_claimed_output_is_left_clean_after_errors(desk):
 
 
 def test_a_full_disk_keeps_what_was_found(desk, interrupted, monkeypatch):
-    """The states of the stages stay, and the same command continues once there is room."""
+    """The states of the steps stay, and the same command continues once there is room."""
     before = desk.files()
 
     def full(*_args: object, **_options: object) -> None:

@@ -82,7 +82,7 @@ def test_bad_models(desk, tmp_path, case):
 
 
 @pytest.mark.parametrize("importance", ["magnitude", "wanda", "ria", "obs"])
-@pytest.mark.parametrize("more", [(), ("--permutation", "none"), (*LEARN, "--epochs", "1")])
+@pytest.mark.parametrize("more", [(), ("--recipe", "mask"), (*LEARN, "--learn-epochs", "1")])
 def test_activations_that_overflow(desk, tmp_path, importance, more):
     model = Path(shutil.copytree(desk.model, tmp_path / "model"))
     overflow(model)

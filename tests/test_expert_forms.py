@@ -7,7 +7,7 @@ from torch import nn
 import permtriton
 from benchmarks.architectures import tiny
 from benchmarks.architectures.trial import difference, outputs
-from permtriton import CompileConfig, find_plan
+from permtriton import config_from, find_plan
 from permtriton.checkpoint.export import export
 from permtriton.data.samples import Samples
 from permtriton.methods.statistics import channel_norms
@@ -35,7 +35,7 @@ def test_compiled_saved_and_packed(soak, tmp_path):
 def _compile_and_reload(name, layout, folder):
     folder.mkdir()
     model = tiny.build(name)
-    config = CompileConfig.from_options({"permutation": "heuristic", "row_weights": "none", "layout": layout})
+    config = config_from({"heuristic_row_weights": "none", "layout": layout}, "heuristic,mask")
     compiled = permtriton.compile(model, None, config, ids=tiny.inputs(model))
     stacks = [key for key, parameter in model.named_parameters() if key.endswith(STACKS[name])]
     assert len(stacks) >= 4

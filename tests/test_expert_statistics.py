@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import permtriton
-from permtriton import CompileConfig
+from permtriton import config_from
 from permtriton.data.samples import Samples
 from permtriton.kernels.nm_mask import top_n_mask
 from permtriton.methods.statistics import channel_norms, hessians
@@ -81,7 +81,7 @@ def test_an_expert_that_no_token_reaches_is_pruned_by_size_with_an_update():
     model, _ = unstacked("mixtral")
     starve(model, 2)
     name = f"{NAMES[0]}.2.down_proj"
-    config = CompileConfig(importance="wanda", permutation="none", weight_update="sparsegpt")
+    config = config_from({"importance": "wanda"}, "sparsegpt")
     dense = linear_module(model, name).weight.detach().clone()
     permtriton.compile(model, config=config, ids=zoo.token_ids(4))
     expected = dense * top_n_mask(dense.abs().t(), PATTERN).t()

@@ -7,8 +7,7 @@ from torch import nn
 from transformers.models.recurrent_gemma.modeling_recurrent_gemma import RecurrentGemmaRglru
 
 import permtriton
-from permtriton import CompileConfig, find_plan
-from permtriton.config import LearnConfig
+from permtriton import config_from, find_plan
 from permtriton.errors import VerificationError
 from permtriton.model.checks import check_weight
 from permtriton.model.expert_linears import input_dim
@@ -302,20 +301,19 @@ def test_another_router_is_found_out():
 # -- the pipeline ------------------------------------------------------------------------------------------------------
 
 RECIPES = {
-    "heuristic": CompileConfig(importance="ria", permutation="heuristic"),
-    "learned": CompileConfig(
-        importance="wanda", permutation="learned", learn=LearnConfig(epochs=1, batch_size=4, block_size=16)
-    ),
-    "sparsegpt": CompileConfig(importance="obs", permutation="heuristic", weight_update="sparsegpt"),
+    "heuristic,mask": {"importance": "ria"},
+    "heuristic,learned,mask": {"importance": "wanda", "learn_epochs": 1, "learn_batch_size": 4, "learn_block_size": 16},
+    "heuristic,sparsegpt": {"importance": "obs"},
 }
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+@pytest.mark.slow(but=["mixtral-learned", "qwen3_moe-sparsegpt"])
 def test_the_whole_pipeline(name, recipe):
     model, ids = zoo.build(name), zoo.token_ids(8)
     with unstacked_experts(model) as found:
-        compiled = permtriton.compile(model, config=RECIPES[recipe], ids=ids)
+        compiled = permtriton.compile(model, config=config_from(RECIPES[recipe], recipe), ids=ids)
         before = zoo.outputs(model, ids)
     assert found.names == NAMES
     assert zoo.difference(before, zoo.outputs(model, ids)) <= 1e-4

@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM
 from permtriton.checkpoint import export as exporting
 from permtriton.checkpoint import reload
 from permtriton.checkpoint.export import export
-from permtriton.checkpoint.files import ShardWriter
+from permtriton.checkpoint.shards import ShardWriter
 from permtriton.cli.main import app
 from permtriton.errors import ConfigError, ModelError, OutputError, PermTritonError, VerificationError
-from permtriton.model.stored import read_checkpoint
+from permtriton.model.headers import read_checkpoint
 
 from . import folders
 from .desk import RUNNER
@@ -101,14 +101,6 @@ def test_tensors_that_are_not_pruned_keep_every_bit(source, tmp_path):
     export(source, tmp_path / "packed")
     export(tmp_path / "packed", tmp_path / "dense", "dense")
     assert folders.differing(tensors, weights(tmp_path / "dense")) == []
-
-
-def test_older_reports_name_linears_only(source, tmp_path):
-    linears = [name.removesuffix(".weight") for name in folders.pruned_weights(folders.model_of("llama"))]
-    (source / "permtriton.json").write_text(
-        json.dumps({"config": {"sparsity": "2:4"}, "sites": [{"linears": linears[:3]}, {"linears": linears[3:]}]})
-    )
-    assert export(source, tmp_path / "packed")["weights"] == 14
 
 
 # -- what it costs and reports ---------------------------------------------------------------------------------------
@@ -200,16 +192,16 @@ BAD = {
     "a list": (lambda f: (f / "permtriton.json").write_text("[]"), ["a JSON list"]),
     "deep JSON": (lambda f: (f / "permtriton.json").write_text("[" * 10**5), ["permtriton.json", "JSON"]),
     "no text": (lambda f: (f / "permtriton.json").write_bytes(b"\xff\xfe\x00"), ["permtriton.json"]),
-    "no sparsity": (change_report(lambda r: r.pop("config")), ["config.sparsity"]),
-    "no hashes": (change_report(lambda r: r.update(files={"model.safetensors": 1})), ["hashes"]),
+    "no sparsity": (change_report(lambda r: r["config"].pop("sparsity")), ["config", "sparsity"]),
+    "no hashes": (change_report(lambda r: r.update(files={"model.safetensors": 1})), ["files.model.safetensors is 1"]),
     "another hash": (
-        change_report(lambda r: r.update(files={"model.safetensors": {"sha256": "0"}})),
+        change_report(lambda r: r.update(files={"model.safetensors": {"bytes": 1, "sha256": "0" * 64}})),
         ["SHA-256", "permtriton.json"],
     ),
-    "a hash outside": (change_report(lambda r: r.update(files={"../f": {"sha256": "0"}})), ["'../f'"]),
+    "a hash outside": (change_report(lambda r: r.update(files={"../f": {"bytes": 1, "sha256": "0" * 64}})), ["'../f'"]),
     "no pattern": (change_report(lambda r: r["config"].update(sparsity="4:2")), ["4:2"]),
-    "no weights listed": (change_report(lambda r: r.pop("pruned_weights")), ["which weights are pruned"]),
-    "weights listed as text": (change_report(lambda r: r.update(pruned_weights=LAST_UP)), ["which weights are pruned"]),
+    "no weights listed": (change_report(lambda r: r.pop("pruned_weights")), ["pruned_weights is missing"]),
+    "weights listed as text": (change_report(lambda r: r.update(pruned_weights=LAST_UP)), ["pruned_weights is 'model"]),
     "a weight not there": (change_report(lambda r: r["pruned_weights"].update(other=1)), ["other", "does not hold"]),
     "a dimension not there": (
         change_report(lambda r: r["pruned_weights"].update({LAST_UP: 2})),

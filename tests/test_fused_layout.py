@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 import permtriton
-from permtriton import CompileConfig, CompiledModel, find_plan
+from permtriton import CompiledModel, config_from, find_plan
 from permtriton.errors import ModelError
 from permtriton.model.experts import stacked_name, unstacked_experts
 from permtriton.model.modules import GatheredLinear, PermutedLayerNorm, PermutedRMSNorm
@@ -23,21 +23,22 @@ from .kernel_inputs import TWO_FOUR
 from .zoo import fold
 
 LEARN = {
-    "permutation": "learned",
-    "epochs": 2,
-    "batch_size": 4,
-    "learning_rate": 0.1,
-    "block_size": 16,
-    "keep_epoch": "last",
+    "recipe": "heuristic,learned,mask",
+    "learn_epochs": 2,
+    "learn_batch_size": 4,
+    "learn_learning_rate": 0.1,
+    "learn_block_size": 16,
+    "learn_keep": "last",
 }
-HEURISTIC = {"permutation": "heuristic"}
+HEURISTIC = {"recipe": "heuristic,mask"}
+SPARSEGPT = {"recipe": "heuristic,sparsegpt", "importance": "wanda"}
 
 
 # -- compiled ----------------------------------------------------------------------------------------------------------
 
 
 def compiled(name: str, **options: object) -> CompiledModel:
-    config = CompileConfig.from_options({"layout": "fused", **options})
+    config = config_from({"layout": "fused", **options})
     return permtriton.compile(zoo.build(name), None, config, ids=zoo.token_ids())
 
 
@@ -62,9 +63,9 @@ CASES = {
     "gpt_neox": ("gpt_neox", HEURISTIC),
     "qwen3, ria": ("qwen3", {**HEURISTIC, "importance": "ria"}),
     "qwen2_moe": ("qwen2_moe", HEURISTIC),
-    "llama sparsegpt": ("llama", {**HEURISTIC, "weight_update": "sparsegpt", "o_proj": "free"}),
-    "bert_mlm sparsegpt": ("bert_mlm", {**HEURISTIC, "weight_update": "sparsegpt"}),
-    "gpt2 sparsegpt, obs": ("gpt2", {**HEURISTIC, "weight_update": "sparsegpt", "importance": "obs"}),
+    "llama sparsegpt": ("llama", {**SPARSEGPT, "o_proj": "free"}),
+    "bert_mlm sparsegpt": ("bert_mlm", SPARSEGPT),
+    "gpt2 sparsegpt, obs": ("gpt2", {**SPARSEGPT, "importance": "obs"}),
 }
 
 
@@ -78,6 +79,7 @@ every_case = pytest.mark.parametrize("case", list(CASES))
 
 
 @every_case
+@pytest.mark.slow(but=["llama learned", "phi3 learned, free", "gpt2 sparsegpt, obs", "qwen2_moe"])
 def test_compiled_weights_have_the_pattern(case):
     _, result = case_of(case)
     with unstacked_experts(result.model):
@@ -181,16 +183,14 @@ def test_a_free_attention_output_is_said_to_gather():
 
 @pytest.mark.parametrize("name", ["llama", "bert"])
 def test_no_permutation_leaves_the_modules_alone(name):
-    result, dense = compiled(name, permutation="none"), zoo.build(name)
+    result, dense = compiled(name, recipe="mask"), zoo.build(name)
     assert [(n, type(module)) for n, module in result.model.named_modules()] == [
         (n, type(module)) for n, module in dense.named_modules()
     ]
     expected = dict(dense.named_parameters())
     for parameter, value in result.model.named_parameters():
         assert torch.equal(value, torch.where(value != 0, expected[parameter], 0)), parameter
-    portable = permtriton.compile(
-        zoo.build(name), None, CompileConfig.from_options({"permutation": "none"}), ids=zoo.token_ids()
-    )
+    portable = permtriton.compile(zoo.build(name), None, config_from(recipe="mask"), ids=zoo.token_ids())
     for parameter, value in portable.model.named_parameters():
         assert torch.equal(value, result.model.get_parameter(parameter)), "no order, no difference between layouts"
 
@@ -278,7 +278,7 @@ def test_an_indivisible_site_is_refused_in_fused_too():
 
 def test_a_fused_model_is_not_compiled_again():
     model = zoo.build("llama")
-    config = CompileConfig.from_options({"permutation": "heuristic", "layout": "fused"})
+    config = config_from({**HEURISTIC, "layout": "fused"})
     compiled = permtriton.compile(model, None, config, ids=zoo.token_ids())
     with pytest.raises(ModelError, match=r"compiled already.*input_layernorm.*original model"):
         permtriton.compile(compiled.model, None, config, ids=zoo.token_ids())
@@ -286,7 +286,7 @@ def test_a_fused_model_is_not_compiled_again():
 
 def test_the_models_own_save_pretrained_keeps_its_order(tmp_path):
     model = zoo.build("llama")
-    config = CompileConfig.from_options({"permutation": "heuristic", "layout": "fused"})
+    config = config_from({**HEURISTIC, "layout": "fused"})
     compiled = permtriton.compile(model, None, config, ids=zoo.token_ids())
     expected = zoo.outputs(compiled.model, zoo.token_ids())
     compiled.model.save_pretrained(tmp_path / "saved")

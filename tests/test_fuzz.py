@@ -156,6 +156,7 @@ BYTES: dict[str, Damage] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow(but=["portable packed"])
 def test_damaged_bytes(intact, tmp_path, kind):
     assert run(intact, kind, tmp_path, BYTES, ways=("load_model", "export")) > 80
 
@@ -228,6 +229,7 @@ HEADERS: dict[str, Damage] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow(but=["fused packed"])
 def test_damaged_headers(intact, tmp_path, kind):
     run(intact, kind, tmp_path, HEADERS)
 
@@ -276,6 +278,7 @@ TENSORS: dict[str, Damage] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow(but=["fused packed"])
 def test_damaged_tensors(intact, tmp_path, kind):
     run(intact, kind, tmp_path, TENSORS)
 
@@ -332,6 +335,7 @@ def test_damaged_quantization_config(intact, tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", ["portable packed", "fused dense"])
+@pytest.mark.slow(but=["fused dense"])
 def test_damaged_config(intact, tmp_path, kind):
     """Exporting a portable model gives a plain transformers folder, whose config we do not check."""
     run(intact, kind, tmp_path, CONFIGS, ways=("load_model", "from_pretrained"))

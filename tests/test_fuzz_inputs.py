@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import huggingface_hub.constants
@@ -14,10 +15,12 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from permtriton.checkpoint.export import export
-from permtriton.config import OPTIONS, RECIPES, CalibrationConfig, CompileConfig, read_config_file
+from permtriton.config import CalibrationConfig, CompileConfig
 from permtriton.data.text import calibration_ids
+from permtriton.methods.steps import STEPS
 from permtriton.model.load import Source, load_empty_model, load_model, load_original
 from permtriton.planning import plan_model
+from permtriton.recipes import all_options, config_from, read_config_file
 from permtriton.sparsity import NMPattern
 
 from . import folders
@@ -40,7 +43,7 @@ from .hostile import (
 from .sentences import SENTENCE, VOCABULARY, trained_tokenizer
 
 pytestmark = pytest.mark.soak
-PLAN = CompileConfig(sparsity=NMPattern(2, 4), permutation="none")
+PLAN = CompileConfig(sparsity=NMPattern(2, 4))
 TOKENIZER_ENTRIES = ("model_max_length", "chat_template", "tokenizer_class", "unk_token", "extra_special_tokens")
 CONFIG_ENTRIES = (
     "architectures", "num_labels", "quantization_config", "attn_implementation", "_attn_implementation", "dtype",
@@ -250,7 +253,9 @@ TOML_VALUES = st.one_of(
     st.floats().map(repr),
     st.text(max_size=8).map(json.dumps),
 )  # fmt: skip
-TOML_KEYS = st.sampled_from([*OPTIONS, "recipe", "nonsense", "[table]", "a.b", '"\\u0000"']) | st.text(max_size=5)
+IN_TABLES = [f"{step.name}.{field.name}" for step in STEPS for field in fields(step)]
+OTHER_KEYS = ["recipe", "nonsense", "[table]", "a.b", "searched.nonsense", '"\\u0000"']
+TOML_KEYS = st.sampled_from([*all_options(), *IN_TABLES, *OTHER_KEYS]) | st.text(max_size=5)
 TOML = st.lists(st.tuples(TOML_KEYS, TOML_VALUES), max_size=3).map(
     lambda rows: "\n".join(f"{key} = {value}" for key, value in rows).encode(errors="surrogatepass")
 )
@@ -260,8 +265,7 @@ def test_files_of_options(tmp_path, soak):
     path = tmp_path / "a.toml"
 
     def work() -> None:
-        options = read_config_file(path)
-        CompileConfig.from_options(options, options.pop("recipe", None) or next(iter(RECIPES)))
+        config_from(read_config_file(path))
 
     def check(content: bytes) -> None:
         path.write_bytes(content)

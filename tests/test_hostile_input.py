@@ -336,10 +336,10 @@ def test_export_does_not_write_into_what_it_copies(compiled, tmp_path):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("learning_rate = " + "9" * 400, ("learning_rate", "finite number")),
-        ("learning_rate = 0x" + "f" * 5000, ("learning_rate", "bits")),
-        ("epochs = " + "9" * 5000, ("not TOML", "5000 digits")),
-        ("epochs = " + "[" * 5000, ("not TOML", "recursion")),
+        ("learn_learning_rate = " + "9" * 400, ("learn_learning_rate", "finite number")),
+        ("[learned]\nlearning_rate = 0x" + "f" * 5000, ("learn_learning_rate", "bits")),
+        ("learn_epochs = " + "9" * 5000, ("not TOML", "5000 digits")),
+        ("learn_epochs = " + "[" * 5000, ("not TOML", "recursion")),
         ("recipe = 0x" + "f" * 5000, ("recipe", "bits")),
         ("sparsity = 0x" + "f" * 5000, ("sparsity",)),
         (f'sparsity = "{"9" * 5000}:4"', ("sparsity",)),

@@ -134,6 +134,7 @@ def test_json_says_what_runs(model):
 
 
 @pytest.mark.parametrize("options", [(), ("--layout", "fused", "--o-proj", "free")])
+@pytest.mark.slow(but=["options0"])
 def test_a_deep_model_fits_on_a_screen(configs, model, options):
     """Layers that are alike are one row."""
     text = invoke(configs / "deep", *options)

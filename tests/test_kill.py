@@ -63,15 +63,19 @@ for line in sys.stdin:
 """
 QUICK = (
     *("--samples", 4, "--sequence-length", 16, "--micro-batch-size", 4, "--eval-text", "none", "--overwrite"),
-    *("--no-activation-checkpointing", "--row-weights", "none"),
+    *("--no-activation-checkpointing", "--heuristic-row-weights", "none"),
 )
-TRAINING = ("--update-epochs", 2, "--update-batch-size", 4)
-LEARNED = ("--permutation", "learned", "--epochs", 2, "--batch-size", 4, "--block-size", 8)
-STAGES = {
-    "searched, reconstruct": ("--rounds", 2, "--weight-update", "reconstruct", *TRAINING),
-    "learned, distill": (*LEARNED, "--weight-update", "distill", *TRAINING),
-    "sparsegpt, reconstruct, distill": ("--weight-update", "sparsegpt+reconstruct+distill", *TRAINING),
-    "searched, fused": ("--rounds", 2, "--layout", "fused"),
+SEARCH = ("--search-rounds", 2)
+LEARN = ("--learn-epochs", 2, "--learn-batch-size", 4, "--learn-block-size", 8)
+RECONSTRUCT = ("--reconstruct-epochs", 2, "--reconstruct-batch-size", 4)
+DISTILL = ("--distill-epochs", 2, "--distill-batch-size", 4)
+COMMANDS = {
+    "searched, reconstruct": ("--recipe", "heuristic,searched,mask,reconstruct", *SEARCH, *RECONSTRUCT),
+    "learned, distill": ("--recipe", "heuristic,learned,mask,distill", *LEARN, *DISTILL),
+    "sparsegpt, reconstruct, distill": (
+        *("--recipe", "heuristic,sparsegpt,reconstruct,distill", *RECONSTRUCT, *DISTILL),
+    ),
+    "searched, fused": (*SEARCH, "--layout", "fused"),
 }
 
 
@@ -135,10 +139,10 @@ def weights(place: Path) -> dict[str, bytes]:
 
 @pytest.mark.soak
 def test_killed_compilations_end_as_if_uninterrupted(compilations, tmp_path, soak):
-    """5 kills, or 50 with ``--soak``: of every kind of stage with a state, and while saving."""
-    kills, chance = (50, random.Random(0)) if soak else (5, random.Random(1))
+    """2 kills, or 50 with ``--soak``: of every kind of stage with a state, and while saving."""
+    kills, chance = (50, random.Random(0)) if soak else (2, random.Random(1))
     places = {}
-    for name, options in list(STAGES.items())[: None if soak else 2]:
+    for name, options in list(COMMANDS.items())[: None if soak else 1]:
         place = tmp_path / name
         place.mkdir()
         assert compilations.run(place, options) == 0, compilations.log
@@ -149,9 +153,9 @@ def test_killed_compilations_end_as_if_uninterrupted(compilations, tmp_path, soa
         place, expected, changes = places[name]
         # Most changes are those of saving, which takes a moment; the stages pass between few.
         number = chance.randint(1, changes) if attempt % 2 else chance.randint(1, changes // 2)
-        code = compilations.run(place, STAGES[name], number, chance.choice([0.0, 0.002, 0.05, 0.3]))
+        code = compilations.run(place, COMMANDS[name], number, chance.choice([0.0, 0.002, 0.05, 0.3]))
         assert code in (0, -9), compilations.log
         killed += code == -9
-        assert compilations.run(place, STAGES[name]) == 0, compilations.log
+        assert compilations.run(place, COMMANDS[name]) == 0, compilations.log
         assert weights(place) == expected, f"{name}, killed at change {number} of {changes}"
     assert killed > kills // 2

@@ -6,7 +6,7 @@ from torch import nn
 
 import permtriton
 from permtriton.checkpoint.export import export
-from permtriton.config import CompileConfig
+from permtriton.recipes import config_from
 
 from . import zoo
 
@@ -20,7 +20,7 @@ def case(request, tmp_path_factory):
     zoo.build(name).save_pretrained(folder / "dense")
     model_class = type(zoo.build(name))
     model = model_class.from_pretrained(folder / "dense", dtype=torch.bfloat16).eval()
-    config = CompileConfig.from_options({"permutation": "heuristic", "layout": layout})
+    config = config_from({"recipe": "heuristic,mask", "layout": layout})
     compiled = permtriton.compile(model, None, config, ids=zoo.token_ids())
     compiled.save(folder / "compiled")
     return model_class, compiled, folder
@@ -75,7 +75,7 @@ def test_experts_of_another_kind_are_left_dense_with_the_reason():
     for layer in model.model.layers:
         layer.mlp.experts.has_post_expert_norm = True
         layer.mlp.experts.post_expert_norm = torch.nn.Identity()
-    config = CompileConfig.from_options({"permutation": "heuristic"})
+    config = config_from(recipe="heuristic,mask")
     compiled = permtriton.compile(model, None, config, ids=zoo.token_ids())
     refused = {name: reason for name, reason in compiled.plan.skipped.items() if ".experts." in name}
     assert len(refused) >= 2 * zoo.LAYERS

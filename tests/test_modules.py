@@ -146,6 +146,7 @@ needs_compiler = pytest.mark.skipif(
 
 @needs_compiler
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2"])
+@pytest.mark.slow(but=["llama"])
 def test_compiles_as_one_graph_and_equals_eager(name):
     model = zoo.build(name, **({"n_layer": 1} if name == "gpt2" else {"num_hidden_layers": 1}))
     permute_norms(model, name)

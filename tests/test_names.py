@@ -11,8 +11,8 @@ from transformers import PreTrainedModel, conversion_mapping
 from transformers.core_model_loading import WeightRenaming
 
 import permtriton
-from permtriton import CompileConfig, NMPattern, preparing
-from permtriton.checkpoint import loading, quantizer
+from permtriton import NMPattern, config_from, preparing
+from permtriton.checkpoint import packed, quantizer
 from permtriton.checkpoint.export import export
 from permtriton.errors import ModelError
 from permtriton.model.checks import check_weight
@@ -21,7 +21,7 @@ from permtriton.model.modules import is_packed
 from . import off_path, zoo
 from .folders import WEIGHTS
 
-QUICK = {"permutation": "heuristic", "importance": "magnitude", "row_weights": "none"}
+QUICK = {"recipe": "heuristic,mask", "importance": "magnitude", "heuristic_row_weights": "none"}
 IDS = zoo.token_ids(4, 16).clamp(max=80)  # beyond are tokens that stand for images
 GROUPED = {**zoo.SIZES, "num_key_value_heads": zoo.KEY_VALUE_HEADS}
 ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
@@ -71,7 +71,7 @@ def build(name: str) -> PreTrainedModel:
 
 
 def compiled(model: PreTrainedModel, layout: str = "portable") -> permtriton.CompiledModel:
-    return permtriton.compile(model, None, CompileConfig.from_options({**QUICK, "layout": layout}), ids=IDS)
+    return permtriton.compile(model, None, config_from({**QUICK, "layout": layout}), ids=IDS)
 
 
 def outputs(folder, like: PreTrainedModel) -> list[torch.Tensor]:
@@ -114,7 +114,7 @@ def test_what_stays_packed_on_a_gpu_is_saved_under_published_names_and_loads(tmp
     compiled(build("llava").bfloat16()).save(tmp_path / "out")
     export(tmp_path / "out", tmp_path / "packed")
     monkeypatch.setattr(quantizer, "device_of", lambda *_: torch.device("cuda"))
-    monkeypatch.setattr(loading, "has_kernels", lambda device: device.type == "cuda")
+    monkeypatch.setattr(packed, "has_kernels", lambda device: device.type == "cuda")
     loaded = transformers.LlavaForConditionalGeneration.from_pretrained(tmp_path / "packed").eval()
     assert any(is_packed(module) for module in loaded.modules())
     loaded.save_pretrained(tmp_path / "again")

@@ -170,6 +170,7 @@ def test_gradcheck():
 
 @pytest.mark.parametrize(("kind", "offset"), VARIANTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.slow(but=["dtype0-layer-0.0", "dtype1-rms-1.0"])
 def test_opcheck(kind, offset, dtype):
     x, weight, index = random(2, 3, 8, dtype=dtype), random(8, dtype=dtype, seed=1), index_of(8)
     bias = random(8, dtype=dtype, seed=2).requires_grad_() if kind == "layer" else None
@@ -180,6 +181,7 @@ def test_opcheck(kind, offset, dtype):
 
 @pytest.mark.parametrize(("kind", "offset"), VARIANTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.slow(but=["dtype0-rms-0.0", "dtype1-layer-1.0"])
 def test_opcheck_of_the_backward_pass(kind, offset, dtype):
     x, grad, weight = random(2, 3, 8, dtype=dtype), random(2, 3, 8, dtype=dtype, seed=3), random(8, dtype=dtype, seed=1)
     op = torch.ops.permtriton.norm_permute_backward.default

@@ -16,9 +16,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from permtriton import CompileConfig, compiler
+from permtriton import CompileConfig, compiler, config_from
 from permtriton import offload as module
-from permtriton.config import CalibrationConfig, UpdateConfig
 from permtriton.data.samples import Samples
 from permtriton.errors import ConfigError, OutputError
 from permtriton.evaluation.held_out import Evaluation
@@ -55,7 +54,7 @@ def offload(tmp_path):
 def test_measures_of_layers_one_after_another_have_the_same_bits(name, offload):
     """Also where some sequences are left over, and for linears outside of layers."""
     model, plan = unstacked(name) if name == "mixtral" else zoo.planned(name)
-    config = CompileConfig(permutation="heuristic", micro_batch_size=4)
+    config = CompileConfig(micro_batch_size=4)
     kind = "kl" if model.can_generate() else "cosine"
     stream = LayerStream(model, named_layers(model, plan), list(SAMPLES.split(4)), offload.empty)
     assert len(stream.layers) > 1, "otherwise the model runs as a whole, and nothing is tested"
@@ -73,12 +72,9 @@ def test_measures_of_layers_one_after_another_have_the_same_bits(name, offload):
     assert Evaluation(model, SAMPLES, NoProgress(), named_layers(model, plan), offload).dense == dense
 
 
-CONFIG = CompileConfig(
-    permutation="heuristic",
-    importance="obs",
-    weight_update="sparsegpt+reconstruct",
-    calibration=CalibrationConfig(samples=6, sequence_length=12),
-    update=UpdateConfig(update_epochs=2, update_batch_size=2),
+CONFIG = config_from(
+    {"samples": 6, "sequence_length": 12, "reconstruct_epochs": 2, "reconstruct_batch_size": 2},
+    "heuristic,sparsegpt,reconstruct",
 )
 
 
@@ -99,7 +95,7 @@ def compiled(source, folder, output, layout):
     return result, result.save(output / "model"), files
 
 
-@pytest.mark.parametrize("layout", ["portable", pytest.param("fused", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("layout", ["portable", pytest.param("fused", marks=pytest.mark.slow)])
 def test_the_result_is_that_in_memory_and_no_file_is_left(layout, tmp_path):
     zoo.planned("llama_eager")[0].save_pretrained(tmp_path / "dense")
     outputs = []
@@ -124,16 +120,13 @@ def test_the_result_is_that_in_memory_and_no_file_is_left(layout, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "choose"),
-    [
-        ({"permutation": "learned"}, "--permutation heuristic"),
-        ({"permutation": "searched"}, "--recipe best or fast"),
-        ({"permutation": "heuristic", "weight_update": "distill"}, "--weight-update sparsegpt\\+reconstruct"),
-    ],
+    ("recipe", "step"),
+    [("learned,mask", "learned"), ("default", "searched"), ("heuristic,sparsegpt,distill", "distill")],
 )
-def test_methods_that_need_all_gradients_are_refused(options, choose, offload):
-    with pytest.raises(ConfigError, match=choose):
-        compiler.compile(zoo.planned("llama_eager")[0], config=CompileConfig(**options), ids=IDS, offload=offload)
+def test_steps_that_need_all_gradients_are_refused(recipe, step, offload):
+    model, config = zoo.planned("llama_eager")[0], config_from(recipe=recipe)
+    with pytest.raises(ConfigError, match=f"the step {step} .*leave {step} out of --recipe"):
+        compiler.compile(model, config=config, ids=IDS, offload=offload)
 
 
 def test_folders_that_cannot_be_used_are_refused(tmp_path, monkeypatch):
@@ -196,7 +189,7 @@ def compiled_within(limit: int | None, model: Path, ids: Path, *options: str) ->
     """Compiles a stored model in a process of its own; returns the result's SHA-256, and the most memory in bytes."""
     output = ids.parent / f"{model.name}-{'memory' if limit is None else limit}{len(options)}"
     command = f"""{sys.executable} -m permtriton compile {model} --output {output} --calibration {ids} --samples 4
-        --sequence-length 64 --eval-text none --permutation none --weight-update sparsegpt"""
+        --sequence-length 64 --eval-text none --recipe sparsegpt"""
     with control_group("permtriton-test", limit) as group:
         enter = f"echo $$ > {group}/cgroup.procs && exec "
         run = ["sh", "-c", enter + " ".join([*command.split(), *options])]
@@ -207,12 +200,10 @@ def compiled_within(limit: int | None, model: Path, ids: Path, *options: str) ->
     return hashlib.sha256((output / "model.safetensors").read_bytes()).hexdigest(), most
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="control groups are Linux's")
-def test_a_model_four_times_the_memory_limit_gives_the_bytes_of_one_in_memory(soak, tmp_path):
-    """The limit is what the same command takes for a small model, and a quarter of the large model's bytes."""
-    if not soak:
-        pytest.skip("`make soak` compiles a model of 0.7 GB")
+def test_a_model_four_times_the_memory_limit_gives_the_bytes_of_one_in_memory(tmp_path):
+    """The limit is what the same command takes for a small model, and a quarter of the large model's 0.7 GB."""
     for name, layers in (("small", 2), ("large", 36)):
         sizes = {"hidden_size": 640, "intermediate_size": 1728, "num_attention_heads": 10, "vocab_size": 1000}
         config = LlamaConfig(**sizes, num_hidden_layers=layers, max_position_embeddings=256)

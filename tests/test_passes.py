@@ -34,6 +34,18 @@ from .zoo import fold
 
 
 @every_case
+@pytest.mark.slow(
+    but=[
+        "llama_eager-fused",
+        "qwen2_moe-portable",
+        "gpt2-free",
+        "falcon-portable",
+        "bert_mlm-fused",
+        "gpt_neox-portable",
+        "phi3-fused",
+        "olmo2-free",
+    ]
+)
 def test_every_graph_is_valid_runs_and_prints(name, layout):
     case = compiled(name, layout)
     assert tuple(result.name for result in case.results) == PASS_NAMES
@@ -190,6 +202,7 @@ def test_run_time_permutations_are_exact_in_float64(name, layout, monkeypatch):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["llama", "olmo2", "gpt2", "mixtral"])
+@pytest.mark.slow(but=["llama-fused", "gpt2-free", "mixtral-portable"])
 def test_two_rounds_compose(name, layout):
     """The base order, then a learned order on top: norms and gathers that permute already take the second one, too."""
     model, plan, graph_module = private(name, layout)
@@ -223,8 +236,8 @@ def test_a_model_on_meta_gets_the_same_graph():
     assert [result.changes for result in results] == [result.changes for result in real.results]
 
 
-@pytest.mark.parametrize("update", ["none", "sparsegpt"])
-def test_compile_runs_the_passes_that_inspect_shows(update):
-    config = permtriton.CompileConfig.from_options({"permutation": "heuristic", "weight_update": update})
+@pytest.mark.parametrize("recipe", ["heuristic,mask", "heuristic,sparsegpt"])
+def test_compile_runs_the_passes_that_inspect_shows(recipe):
+    config = permtriton.config_from(recipe=recipe)
     compiled = permtriton.compile(zoo.build("llama"), None, config, ids=zoo.token_ids())
     assert [step["name"] for step in compiled.report["passes"]] == list(PASS_NAMES)

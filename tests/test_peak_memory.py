@@ -57,11 +57,9 @@ def test_the_estimate_is_that_of_the_whole_process(tmp_path):
     assert peak < 2 * size + 2**30, "the model, the reloaded model, Python and what one layer needs"
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
-def test_the_estimate_of_every_method(soak, tmp_path, method):
-    if not soak:
-        pytest.skip("minutes per method: make soak")
+def test_the_estimate_of_every_method(tmp_path, method):
     write_model(tmp_path / "m", hidden_size=1024, intermediate_size=2816, num_hidden_layers=18, vocab_size=16000)
     peak, estimate = peak_and_estimate(tmp_path / "m", method)
     assert estimate == pytest.approx(peak, rel=0.25), method

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
 from permtriton.checkpoint.export import export
-from permtriton.checkpoint.schema import PermTritonQuantizationConfig
+from permtriton.checkpoint.quantization_config import PermTritonQuantizationConfig
 from permtriton.errors import ModelError
 from permtriton.model.modules import GatheredLinear, PermutedLayerNorm, PermutedRMSNorm
 

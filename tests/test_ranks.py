@@ -14,13 +14,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import T5Config, T5ForConditionalGeneration
 
-from permtriton import CompileConfig, ranks, stages
+from permtriton import CompileConfig, config_from, ranks
+from permtriton import run as run_module
 from permtriton.errors import ConfigError, ModelError
 from permtriton.offload import check_offload
 from permtriton.preparing import planned
 from permtriton.progress import NoProgress
+from permtriton.run import Run
 from permtriton.running.sharding import _around, _check, check_spread
-from permtriton.stages import Work
+from permtriton.running.state import StateFile
 
 from . import zoo
 
@@ -87,7 +89,7 @@ def test_some_experts_are_visited_on_one_rank_only(folder):
 
 def test_only_the_first_rank_keeps_a_state(folder):
     """Both ranks continued from it, see `tests.two_ranks.learned`."""
-    assert [path.name for path in (folder / "rank0").iterdir()] == ["states.learning.safetensors"]
+    assert [path.name for path in (folder / "rank0").iterdir()] == ["states.learned.safetensors"]
     assert list((folder / "rank1").iterdir()) == []
 
 
@@ -107,7 +109,7 @@ def test_a_tensor_whose_rows_are_apart_is_sent_as_it_is_seen(folder):
 def test_layers_that_are_spread_run_for_obs_only_with_equal_shares(samples, monkeypatch):
     """Each layer may run on one sample at a time: a rank with one sample more would wait for the others forever."""
     monkeypatch.setattr(ranks, "count", lambda: 2)
-    config = CompileConfig.from_options({"importance": "obs", "permutation": "heuristic", "micro_batch_size": 2})
+    config = config_from({"importance": "obs", "micro_batch_size": 2}, "heuristic,mask")
     with nullcontext() if samples == 6 else pytest.raises(ConfigError, match="a multiple of 2"):
         check_spread(config, samples)
 
@@ -120,10 +122,12 @@ def test_an_offload_folder_is_refused_before_each_rank_loads_the_model_into_it(m
 
 def test_states_name_the_device_that_the_model_will_run_on(monkeypatch, tmp_path):
     """Under torchrun the model is loaded on the CPU."""
-    monkeypatch.setattr(stages, "device_name", str)
-    work = Work(zoo.tiny_llama(), CompileConfig(), NoProgress(), tmp_path / "state.safetensors")
-    planned(work, None, zoo.tiny_ids(2, 12), torch.device("cuda"))
-    assert work.inputs["machine"] == "cuda"
+    monkeypatch.setattr(run_module, "device_name", str)
+    run = Run(zoo.tiny_llama(), config_from(), NoProgress(), tmp_path / "state.safetensors")
+    planned(run, None, zoo.tiny_ids(2, 12), torch.device("cuda"))
+    state = run.state(StateFile, "searched")
+    state.write({}, {})
+    assert state.check() == "cuda"
 
 
 @pytest.mark.parametrize(("name", "expected"), [("llama", "model"), ("opt", "model.decoder"), ("bert", "encoder")])

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from permtriton.checkpoint import registration
+from permtriton.checkpoint.quantization_config import METHOD, PermTritonQuantizationConfig
 from permtriton.checkpoint.quantizer import PermTritonQuantizer
-from permtriton.checkpoint.schema import METHOD, PermTritonQuantizationConfig
 
 from .folders import QUANTIZATION
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 import permtriton
 from permtriton.checkpoint.export import export
-from permtriton.checkpoint.record import RECORD, check_form, read_comparison
+from permtriton.checkpoint.forms import read_comparison, read_record
 from permtriton.cli.main import app
 from permtriton.data.samples import Samples
 from permtriton.errors import ModelError
@@ -22,26 +22,30 @@ from permtriton.kernels.nm_mask import top_n_mask
 from permtriton.methods.statistics import site_statistics
 from permtriton.model.plan import linear_module, weight_in_out
 from permtriton.progress import NoProgress
+from permtriton.recipes import config_from
 from permtriton.reporting import sections
-from permtriton.reporting.folders import layer_of, method_of, read_folders
+from permtriton.reporting.compiled import layer_of, method_of, read_folders
 from permtriton.reporting.html_report import page_of, report
 from permtriton.reporting.masks import corner, pictured_linears
 from permtriton.reporting.pages import Part
 
 from . import zoo
 from .desk import RUNNER, check_refusal
+from .folders import record
 from .kernel_inputs import TWO_FOUR
 
-ROOT = Path(__file__).parent.parent
-COMPARISON = ROOT / "benchmarks" / "results" / "compare-demo-recipe.json"
-MAGNITUDE = {"importance": "magnitude", "permutation": "heuristic", "row_weights": "none"}
-LEARNED = {"permutation": "learned", "epochs": 2, "batch_size": 4, "learning_rate": 0.1, "block_size": 16}
+MAGNITUDE = {"importance": "magnitude", "recipe": "heuristic,mask", "heuristic_row_weights": "none"}
+LEARNED = {
+    "recipe": "learned,mask",
+    "learn_epochs": 2,
+    "learn_batch_size": 4,
+    "learn_learning_rate": 0.1,
+    "learn_block_size": 16,
+}
 
 
 def compiled(**options: object) -> permtriton.CompiledModel:
-    return permtriton.compile(
-        zoo.build("llama"), None, permtriton.CompileConfig.from_options(options), ids=zoo.token_ids()
-    )
+    return permtriton.compile(zoo.build("llama"), None, config_from(options), ids=zoo.token_ids())
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +53,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
     """Compiled folders of the same model; do not write into them."""
     root = tmp_path_factory.mktemp("report")
     options = {
-        "wanda": {"permutation": "none"},
+        "wanda": {"recipe": "mask", "importance": "wanda"},
         "learned": LEARNED,
         "portable": MAGNITUDE,
         "fused": {**MAGNITUDE, "layout": "fused", "o_proj": "free"},
@@ -100,7 +104,7 @@ def test_permuted_corners_are_undone(folders, name):
 @pytest.mark.parametrize(("name", "layers"), [("gpt2", "n_layer"), ("phi3", "num_hidden_layers")])
 def test_transposed_and_joined_weights_are_undone(name, layers, tmp_path):
     dense = zoo.build(name, **{layers: 1})
-    config = permtriton.CompileConfig.from_options(MAGNITUDE)
+    config = config_from(MAGNITUDE)
     folder = permtriton.compile(copy.deepcopy(dense), None, config, ids=zoo.token_ids(2, 16)).save(tmp_path / "out")
     check_corners(folder, dense)
     export(folder, tmp_path / "packed")
@@ -179,7 +183,10 @@ def parsed(text: str) -> Tags:
 def whole(folders, tmp_path_factory) -> str:
     """A page with everything on it."""
     chosen = [folders[name] for name in ("wanda", "learned", "fused-packed")]
-    return page(chosen, tmp_path_factory.mktemp("page") / "report.html", comparison=COMPARISON)
+    place = tmp_path_factory.mktemp("page")
+    rows = [row("dense"), row("wanda", "2:4", 15.189, values=[15.0, 15.378], spread=0.1696)]
+    compared_to = comparison(place / "c.json", rows, seeds=[0, 1])
+    return page(chosen, place / "report.html", comparison=compared_to)
 
 
 def test_the_page_is_whole_and_loads_nothing(whole):
@@ -203,9 +210,10 @@ def test_every_section_says_what_was_recorded(folders, whole):
     parts = dict(re.findall(r'<section id="(\w+)".*?>(.*?)</section>', whole, re.DOTALL))
     for word in ("15.189", "0.1696", "±"):
         assert word in parts["result"]
-    losses = [epoch["loss"] for epoch in record["learning"]["epochs"]]
-    assert f"From {losses[0]:.4f} to {losses[record['learning']['kept_epoch']]:.4f}" in parts["search"]
-    soft = [epoch["agreement"] for epoch in record["learning"]["epochs"]]
+    learned = record["steps"][0]
+    losses = [epoch["loss"] for epoch in learned["history"]]
+    assert f"from {losses[0]:.4f} to {losses[learned['kept']]:.4f}" in parts["search"]
+    soft = [epoch["agreement"] for epoch in learned["history"]]
     assert f"from {soft[0]:.3f} to {soft[-1]:.3f}" in parts["search"]
     entry = [value for name, value in record["retained_importance"].items() if name.endswith("down_proj")]
     mean = [100 * sum(each[key] for each in entry) / len(entry) for key in ("before", "after")]
@@ -222,13 +230,24 @@ def row(method: str, pattern: str = "", mean: float = 10.0, setting: str = "", *
     return {
         "method": method, "pattern": pattern, "setting": setting, "values": [mean], "mean": mean, "spread": 0.0,
         "kl": 0.25, "cosine": 0.75, "tasks": {"foxes acc": 0.5}, "seconds": 9.0, "compile_seconds": 7.0,
-        "peak_bytes": None, **more,
+        "peak_bytes": None, "by_seed": [], **more,
     }  # fmt: skip
+
+
+def comparison(path: Path, rows: list[dict], **more: object) -> Path:
+    """Writes the JSON report of a comparison with these rows."""
+    found = {
+        "model": "zoo", "measure": "perplexity", "text": "foxes", "tokens": 64, "window": 16, "seeds": [0],
+        "patterns": ["2:4"], "ablation": None, "config": record()["config"], "versions": {}, "device": "cpu",
+        "system": "Linux", "rows": rows, **more,
+    }  # fmt: skip
+    path.write_text(json.dumps(found))
+    return path
 
 
 def compared(path: Path, monkeypatch, rows: list[dict], **more: object) -> tuple[list, Part]:
     """The lines of the picture, and the table, of a comparison with these rows."""
-    path.write_text(json.dumps({"measure": "perplexity", "seeds": [0], "rows": rows, **more}))
+    comparison(path, rows, **more)
     lines, draw = [], sections.plots.ranking
     monkeypatch.setattr(sections.plots, "ranking", lambda rows, *a, **k: lines.extend(rows) or draw(rows, *a, **k))
     return lines, sections.result([], read_comparison(path)).parts[1]
@@ -257,14 +276,14 @@ def test_settings_of_an_ablation_are_told_apart(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"values": []}, "no values"),
+        ({"values": []}, "values is"),
         ({"tasks": {}}, "other tasks"),
-        ({"compile_seconds": None}, "compile_seconds is missing"),
+        ({"compile_seconds": None}, "compile_seconds is None"),
         ({"kl": "low"}, "kl is 'low'"),
     ],
 )
 def test_damaged_rows_of_a_comparison_are_refused(tmp_path, change, words):
-    (tmp_path / "c.json").write_text(json.dumps({"rows": [row("dense"), row("wanda", "2:4", **change)]}))
+    comparison(tmp_path / "c.json", [row("dense"), row("wanda", "2:4", **change)])
     with pytest.raises(ModelError, match=words):
         read_comparison(tmp_path / "c.json")
 
@@ -285,28 +304,13 @@ def test_text_from_files_is_text(folders, tmp_path):
     parsed(text)
 
 
-def test_older_folders_say_what_was_not_recorded(folders, tmp_path):
-    def change(record):
-        for key in [key for key in record if key not in ("config", "model", "sites")]:
-            del record[key]
-        record["config"] = {"sparsity": "2:4"}
-
-    text = page([changed(folders["portable"], tmp_path / "old", change)], tmp_path / "out.html")
-    parts = dict(re.findall(r'<section id="(\w+)".*?>(.*?)</section>', text, re.DOTALL))
-    for name in ("done", "search", "importance", "masks", "cost", "dense", "sizes", "verified", "repeat"):
-        assert "not recorded" in parts[name].lower(), name
-    parsed(text)
-
-
 def test_methods_are_told_apart(folders, tmp_path):
     same = read_folders([folders["portable"], folders["portable-packed"]])
     assert [folder.label for folder in same] == [
-        "magnitude, heuristic order (portable)",
-        "magnitude, heuristic order (portable-packed)",
+        "magnitude: heuristic, mask (portable)",
+        "magnitude: heuristic, mask (portable-packed)",
     ]
-    assert method_of({"importance": "obs", "permutation": "none", "weight_update": "sparsegpt", "layout": "fused"}) == (
-        "obs, no permutation, sparsegpt, fused"
-    )
+    assert method_of({"importance": "obs", "recipe": "sparsegpt", "layout": "fused"}) == "obs: sparsegpt, fused"
     other = changed(folders["portable"], tmp_path / "other", lambda record: record.update(model="org/other"))
     warnings = page_of(read_folders([folders["portable"], other]), None).warnings
     assert [line.partition(":")[0] for line in warnings] == ["The folders come from different models"]
@@ -325,11 +329,11 @@ DAMAGE = {
     "no record": (lambda path: path.unlink(), "not written by permtriton"),
     "no JSON": (lambda path: path.write_text("{"), "cannot be read as JSON"),
     "a list": (lambda path: path.write_text("[]"), "expected an object"),
-    "no pattern": (lambda path: path.write_text("{}"), "config.sparsity"),
+    "nothing in it": (lambda path: path.write_text("{}"), "model is missing"),
     "a pattern": (lambda path: edit(path, lambda r: r["config"].update(sparsity="x")), "sparsity"),
-    "seconds": (lambda path: edit(path, lambda r: r.update(seconds={"a": "b"})), "seconds: a is 'b'"),
-    "a site": (lambda path: edit(path, lambda r: r["sites"][1].pop("linears")), "sites[1]: linears is missing"),
-    "an index": (lambda path: edit(path, lambda r: r["sites"][0]["index"].__setitem__(0, 1)), "not a permutation"),
+    "seconds": (lambda path: edit(path, lambda r: r.update(seconds={"a": "b"})), "seconds.a is 'b'"),
+    "a site": (lambda path: edit(path, lambda r: r["sites"][1].pop("linears")), "sites[1].linears is missing"),
+    "an index": (lambda path: edit(path, lambda r: r["sites"][0]["index"].__setitem__(0, 1)), "expected a permutation"),
     "a short index": (lambda path: edit(path, lambda r: r["sites"][0].update(index=[1, 0])), "2 columns"),
     "a huge number": (lambda path: edit(path, lambda r: r.update(parameters=10**400)), "parameters is"),
     "weights": (lambda path: (path.parent / "model.safetensors").write_bytes(b"x" * 99), "damaged or truncated"),
@@ -369,23 +373,26 @@ def test_a_comparison_of_another_form_is_refused(folders, tmp_path):
     other.write_text('{"rows": [{"method": "wanda"}]}')
     arguments = ["report", str(folders["wanda"]), "--output", str(tmp_path / "out.html"), "--comparison", str(other)]
     result = RUNNER.invoke(app, arguments)
-    check_refusal(result.exit_code, result.stderr, (str(other), "mean is missing"))
+    check_refusal(result.exit_code, result.stderr, (str(other), "model is missing"))
 
 
-def test_the_form_is_what_saving_writes(folders):
-    """Every key of the form is one that saving or exporting writes, and what they write has the form."""
-    written = [json.loads((folders[name] / "permtriton.json").read_text()) for name in ("learned", "fused-packed")]
-    for record in written:
-        check_form(record, RECORD, "permtriton.json")
-    for key, form in RECORD.items():
-        assert any(key in record for record in written), key
-        values = [value for record in written if isinstance(value := record.get(key), dict) and value]
-        for inner in form if values else ():
-            assert inner is ... or any(inner in value for value in values), f"{key}: {inner}"
+def test_the_form_is_what_saving_and_exporting_write(folders):
+    for name, path in folders.items():
+        written = json.loads((path / "permtriton.json").read_text())
+        assert json.dumps(read_record(path)) == json.dumps(written), name
 
 
-def test_forms_refuse_other_types():
-    check_form({"seconds": {"a": 1, "b": 2.5}, "unknown": object()}, RECORD, "x")
-    for wrong in ({"seconds": {"a": True}}, {"sites": {}}, {"search": {"rounds": [{}]}}, {"barriers": [1]}):
-        with pytest.raises(ModelError, match=r"^x: "):
-            check_form(wrong, RECORD, "x")
+@pytest.mark.parametrize(
+    ("entries", "words"),
+    [
+        ({"seconds": {"a": True}}, "seconds.a is True"),
+        ({"seconds": {"a": float("nan")}}, "seconds.a is nan"),
+        ({"sites": {}}, "sites is {}"),
+        ({"barriers": [1]}, r"barriers\[0\] is 1"),
+        ({"colour": "red"}, "colour is unknown"),
+    ],
+)
+def test_records_of_another_form_are_refused(tmp_path, entries, words):
+    (tmp_path / "permtriton.json").write_text(json.dumps(record(pruned_weights={"a": 1}, **entries)))
+    with pytest.raises(ModelError, match=f"permtriton.json: {words}"):
+        read_record(tmp_path)

@@ -157,16 +157,19 @@ DAMAGE = {
     "a negative step": ({"tensors": lambda t: t["optimizer.0.step"].fill_(-1)}, "negative values"),
     "an optimizer state is missing": ({"tensors": lambda t: t.pop("optimizer.0.exp_avg")}, "exp_avg is missing"),
     "a tensor too many": ({"tensors": lambda t: t.update({"parameter.99": torch.ones(1)})}, "parameter.99"),
-    "an epoch of 999": ({"metadata": history(lambda epochs: epochs[-1].update(epoch=999))}, "epoch 999 stands in"),
+    "an epoch of 999": ({"metadata": history(lambda epochs: epochs[-1].update(epoch=999))}, "not numbered from 0"),
     "999 epochs": (
         {"metadata": history(lambda epochs: epochs.extend({**epochs[0], "epoch": n} for n in range(3, 1000)))},
         "reaches epoch 999, but this run has only 2",
     ),
     "an epoch is missing": ({"metadata": history(lambda epochs: epochs.pop(1))}, "history"),
-    "an epoch that is true": ({"metadata": history(lambda epochs: epochs[1].update(epoch=True))}, "has epoch True"),
+    "an epoch that is true": (
+        {"metadata": history(lambda epochs: epochs[1].update(epoch=True))},
+        r"\[1\].epoch is True",
+    ),
     "a loss that is not finite": (
         {"metadata": history(lambda epochs: epochs[1].update(loss=float("nan")))},
-        "epoch 1 has loss nan",
+        r"\[1\].loss is nan",
     ),
     "no history": ({"metadata": lambda m: m.pop("history")}, "history"),
     "a history that is no list": ({"metadata": lambda m: m.update(history="7")}, "history"),

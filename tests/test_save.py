@@ -26,7 +26,7 @@ NORM = "model.norm.weight"
 
 @pytest.fixture(scope="module")
 def compiled() -> permtriton.CompiledModel:
-    config = permtriton.CompileConfig(permutation="heuristic")
+    config = permtriton.config_from(recipe="heuristic,mask")
     return permtriton.compile(zoo.tiny_llama(tie_word_embeddings=True), None, config, ids=zoo.tiny_ids(4, 16))
 
 
@@ -327,7 +327,7 @@ def test_pruned_parameters_know_their_input_dimension():
 
 def test_stacked_experts_are_one_parameter(place):
     model = zoo.build("mixtral")
-    options = permtriton.CompileConfig(permutation="heuristic")
+    options = permtriton.config_from(recipe="heuristic,mask")
     result = permtriton.compile(model, None, options, ids=zoo.token_ids())
     output = result.save(place / "out")
     report = json.loads((output / "permtriton.json").read_text())

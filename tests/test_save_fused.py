@@ -15,7 +15,7 @@ from . import folders, zoo
 
 @pytest.fixture(scope="module")
 def fused() -> permtriton.CompiledModel:
-    config = permtriton.CompileConfig(permutation="heuristic", layout="fused")
+    config = permtriton.config_from({"layout": "fused"}, "heuristic,mask")
     return permtriton.compile(zoo.tiny_llama(), None, config, ids=zoo.tiny_ids(4, 16))
 
 

@@ -62,6 +62,16 @@ def run(fault: Fault, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.slow(
+    but=[
+        "inverse everywhere",
+        "packed values rolled",
+        "mask off by one slot",
+        "rejected swaps reported",
+        "-0.0 left",
+        "SparseGPT keeps 1 of 4",
+    ]
+)
 def test_a_fault_is_refused(name, traced_once, monkeypatch, tmp_path):
     fault = FAULTS[name]
     fault.plant(monkeypatch)
@@ -77,11 +87,13 @@ def settings() -> list[Fault]:
 
 
 @pytest.mark.parametrize("fault", settings(), ids=lambda fault: f"{fault.model}-{fault.options['recipe']}-{fault.then}")
+@pytest.mark.slow(but=["llama_eager-heuristic,mask-export", "gpt2-heuristic,mask-"])
 def test_without_the_fault_the_same_succeeds(fault, traced_once, tmp_path):
     run(fault, tmp_path)
 
 
 @pytest.mark.parametrize("name", WASTEFUL)
+@pytest.mark.slow(but=["Hessian rolled by one"])
 def test_a_fault_that_wastes_quality_fails_a_test(name, monkeypatch, capfd):
     fault = FAULTS[name]
     fault.plant(monkeypatch)

@@ -12,9 +12,9 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from permtriton import NMPattern
-from permtriton.checkpoint import loading, quantizer
+from permtriton.checkpoint import packed, quantizer
 from permtriton.checkpoint.export import export
-from permtriton.checkpoint.loading import device_of
+from permtriton.checkpoint.replace_modules import device_of
 from permtriton.errors import ModelError
 from permtriton.kernels import autotune, cusparselt
 from permtriton.model.load import REPORT_FILE, Source, check_original, load_empty_model, load_model, load_original
@@ -39,7 +39,7 @@ def as_on_a_gpu(monkeypatch):
     An export compares what it wrote on the CPU, where nothing stays packed: this would take it for another model.
     """
     monkeypatch.setattr(quantizer, "device_of", lambda *_: torch.device("cuda"))
-    monkeypatch.setattr(loading, "has_kernels", lambda device: device.type == "cuda")
+    monkeypatch.setattr(packed, "has_kernels", lambda device: device.type == "cuda")
     monkeypatch.setattr("permtriton.checkpoint.export.check_reloads", lambda *_: "not run: loads as on a GPU")
 
 
@@ -128,7 +128,7 @@ def test_on_a_gpu_a_cast_that_makes_zeros_is_saved_as_zeros(as_on_a_gpu, tmp_pat
 )
 def test_what_stays_packed(as_on_a_gpu, owner, attribute, dtype, pattern, device, stays):
     pattern = NMPattern.parse(pattern)
-    assert loading.stays_packed(owner, attribute, dtype, pattern, torch.device(device)) is stays
+    assert quantizer._stays_packed(owner, attribute, dtype, pattern, torch.device(device)) is stays
 
 
 def test_a_packed_model_is_not_compiled_again(as_on_a_gpu, place):

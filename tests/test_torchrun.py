@@ -77,7 +77,7 @@ for line in sys.stdin:
     print(json.dumps([codes[rank] for rank in range(ranks)]), flush=True)
 """
 QUICK = ("--samples", 5, "--sequence-length", 16, "--eval-text", "none", "--overwrite", "--micro-batch-size", 2)
-SEARCH = ("--permutation", "searched", "--rounds", 3)
+SEARCH = ("--recipe", "heuristic,searched,mask", "--search-rounds", 3)
 
 
 class Torchrun:

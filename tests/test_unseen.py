@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import permtriton.model.plan
-from permtriton import CompileConfig, NMPattern, find_plan
+from permtriton import NMPattern, config_from, find_plan
 from permtriton.data.samples import Samples
 from permtriton.errors import VerificationError
 from permtriton.model.other_calls import other_inputs
@@ -20,7 +20,7 @@ from .folders import bits
 from .zoo import fold
 
 PATTERN = NMPattern(2, 4)
-PERMUTE_ONLY = {"permutation": "heuristic", "importance": "magnitude"}
+PERMUTE_ONLY = {"recipe": "heuristic,mask", "importance": "magnitude"}
 
 
 @torch.no_grad()
@@ -136,7 +136,7 @@ def test_planning_leaves_the_model_as_it_is(name, layout):
 def test_a_call_off_the_path_is_found_and_verified(name, argument, tmp_path):
     model = off_path.build(name)
     compiled = permtriton.compile(
-        model, None, CompileConfig.from_options(PERMUTE_ONLY), ids=zoo.token_ids().clamp(max=off_path.IMAGE_TOKEN - 1)
+        model, None, config_from(PERMUTE_ONLY), ids=zoo.token_ids().clamp(max=off_path.IMAGE_TOKEN - 1)
     )
     assert compiled.report["proof"]["verified_inputs"] == ["input_ids", argument]
     assert argument not in compiled.report["proof"]["unverified_inputs"]
@@ -150,7 +150,7 @@ def test_a_call_that_changes_is_refused(monkeypatch):
     monkeypatch.setattr(Unseen, "reach", lambda *_: "")
     with pytest.raises(VerificationError, match="called with pixel_values"):
         permtriton.compile(
-            off_path.build("llava"), None, CompileConfig.from_options(PERMUTE_ONLY),
+            off_path.build("llava"), None, config_from(PERMUTE_ONLY),
             ids=zoo.token_ids().clamp(max=off_path.IMAGE_TOKEN - 1),
         )  # fmt: skip
 
@@ -173,7 +173,7 @@ def test_the_report_says_in_which_order_hidden_states_come(layout):
     ids = zoo.token_ids()
     dense, model = zoo.build("llama"), zoo.build("llama")
     options = {**PERMUTE_ONLY, "layout": layout}
-    compiled = permtriton.compile(model, None, CompileConfig.from_options(options), ids=ids)
+    compiled = permtriton.compile(model, None, config_from(options), ids=ids)
     assert in_order(compiled.plan, compiled.report)
     hidden = compiled.report["hidden_states"]
     embedded = [m.get_input_embeddings()(ids) for m in (dense, model)]

@@ -8,7 +8,7 @@ import transformers
 from transformers import PreTrainedModel
 
 import permtriton
-from permtriton import CompileConfig, preparing
+from permtriton import config_from, preparing
 from permtriton.checkpoint import quantizer
 from permtriton.checkpoint.export import export
 from permtriton.errors import VerificationError
@@ -84,7 +84,7 @@ def test_what_layers_share_is_calibrated_on_every_use(monkeypatch):
         return measured
 
     monkeypatch.setattr(preparing, "site_statistics", keep)
-    config = CompileConfig.from_options({"importance": "wanda", "permutation": "none", "row_weights": "none"})
+    config = config_from({"importance": "wanda"}, "mask")
     permtriton.compile(model, None, config, ids=ids)
     name = next(name for name in measured if "q_proj" in name)
     expected = (sum(part.double().square().sum((0, 1)) for part in seen) / len(ids)).sqrt()

@@ -48,6 +48,21 @@ def check(record: table.Record) -> None:
 
 
 @pytest.mark.parametrize("name", SAMPLE)
+@pytest.mark.slow(
+    but=[
+        "Lfm2ForCausalLM",
+        "JetMoeForCausalLM",
+        "RwkvForCausalLM",
+        "DeepseekV3ForCausalLM",
+        "DebertaV2ForMaskedLM",
+        "NomicBertForMaskedLM",
+        "BartForConditionalGeneration",
+        "WhisperForConditionalGeneration",
+        "CLIPVisionModel",
+        "Wav2Vec2ForCTC",
+        "LlavaForConditionalGeneration",
+    ]
+)
 def test_sample(name):
     check(trial.trial(name, compiled=False))
 

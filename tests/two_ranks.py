@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import permtriton
-from permtriton import CompileConfig, PermTritonError, ranks
+from permtriton import PermTritonError, config_from, ranks
 from permtriton.data.samples import Samples
 from permtriton.methods.fisher import fisher_information
 from permtriton.model.experts import unstacked_experts
@@ -28,8 +28,10 @@ from permtriton.progress import NoProgress
 from tests import updating, zoo
 
 RANKS = 2
-SMALL = {"micro_batch_size": 2, "update_epochs": 2, "update_batch_size": 3, "update_learning_rate": 0.01,
-         "activation_checkpointing": False}  # fmt: skip
+SMALL = {"micro_batch_size": 2, "activation_checkpointing": False}
+LEARN = {"learn_epochs": 2, "learn_batch_size": 2, "learn_block_size": 8, "learn_learning_rate": 0.5}
+RECONSTRUCT = {"reconstruct_epochs": 2, "reconstruct_batch_size": 3, "reconstruct_learning_rate": 0.01}
+DISTILL = {"distill_epochs": 2, "distill_batch_size": 3, "distill_learning_rate": 0.01}
 
 
 class Interrupting(NoProgress):
@@ -47,7 +49,7 @@ def compiled(
 ) -> dict:
     """Returns the tensors and numbers that a compilation ends with."""
     windows = zoo.tiny_ids(4, 10, seed=5)
-    config = CompileConfig.from_options({**SMALL, **options})
+    config = config_from({**SMALL, **options})
     found = permtriton.compile(
         model,
         None,
@@ -79,8 +81,8 @@ def _losses(report: object) -> Iterator[float]:
 
 def every_update(_folder: Path) -> dict:
     model = updating.tiny_model().double()
-    options = {"importance": "obs", "weight_update": "sparsegpt+reconstruct+distill"}
-    return compiled(model, zoo.tiny_ids(5, 12), permutation="heuristic", **options)
+    options = {"recipe": "heuristic,sparsegpt,reconstruct,distill", **RECONSTRUCT, **DISTILL}
+    return compiled(model, zoo.tiny_ids(5, 12), **options)
 
 
 def searched_mixture(_folder: Path) -> dict:
@@ -96,17 +98,16 @@ def searched_mixture(_folder: Path) -> dict:
         last_hidden_state(model, Samples.of(ranks.own(ids)))
         for hook in hooks:
             hook.remove()
-    result = compiled(model, ids, importance="wanda", permutation="searched", rounds=2)
+    result = compiled(model, ids, recipe="heuristic,searched,mask", search_rounds=2)
     return {**result, "unvisited": sorted(set(linears) - visited)}
 
 
 def spread_search(_folder: Path) -> dict:
-    return _spread(5, permutation="searched", rounds=3)
+    return _spread(5, recipe="heuristic,searched,mask", search_rounds=3)
 
 
 def spread_learning(_folder: Path) -> dict:
-    options = {"permutation": "learned", "epochs": 2, "batch_size": 2, "block_size": 8, "learning_rate": 0.5}
-    return _spread(4, objective="kl", importance="obs", **options)
+    return _spread(4, recipe="heuristic,learned,mask", importance="obs", learn_loss="kl", **LEARN)
 
 
 def _spread(sequences: int, **options: object) -> dict:
@@ -129,16 +130,16 @@ def learned(folder: Path) -> dict:
 
 
 def _learned(path: Path, progress: NoProgress | None = None) -> dict:
-    options = {"permutation": "learned", "epochs": 2, "batch_size": 2, "block_size": 8, "learning_rate": 0.5}
-    return compiled(updating.tiny_model(1).double(), zoo.tiny_ids(5, 12), path, progress, importance="ria", **options)
+    options = {"recipe": "heuristic,learned,mask", "importance": "ria", **LEARN}
+    return compiled(updating.tiny_model(1).double(), zoo.tiny_ids(5, 12), path, progress, **options)
 
 
 def encoder(_folder: Path) -> dict:
     model = zoo.build("bert", vocab_size=zoo.TINY["vocab_size"], num_hidden_layers=1).double()
-    ids, config = zoo.tiny_ids(5, 12), CompileConfig.from_options(SMALL)
+    ids, config = zoo.tiny_ids(5, 12), config_from(SMALL)
     plan = find_plan(model, config.sparsity)
     found = fisher_information(model, plan, "cosine", Samples.of(ids), config, NoProgress())
-    result = compiled(model, ids, permutation="none", weight_update="distill")
+    result = compiled(model, ids, recipe="mask,distill", **DISTILL)
     result["tensors"] |= {f"fisher.{name}": torch.outer(each.row, each.column) for name, each in found.items()}
     return {**result, "tokens": [each.tokens for each in found.values()]}
 

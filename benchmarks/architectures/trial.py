@@ -21,17 +21,24 @@ from transformers.pytorch_utils import Conv1D
 import permtriton
 from benchmarks.architectures import tiny
 from benchmarks.architectures.table import LAYOUTS, TOLERANCE
-from permtriton import CompileConfig, compiler, planning
+from permtriton import planning
 from permtriton.checkpoint.export import export
 from permtriton.data.samples import Samples
 from permtriton.errors import PermTritonError
+from permtriton.methods import heuristic_order
 from permtriton.model.apply import apply_edits
 from permtriton.model.core import ENCODER_STATE, has_head
 from permtriton.model.edits import edits_of, moves_of
 from permtriton.model.experts import unstacked_experts
 from permtriton.model.plan import ChannelSpace, Plan
+from permtriton.recipes import config_from
 
-OPTIONS = {"permutation": "heuristic", "importance": "magnitude", "row_weights": "none", "skip_indivisible": True}
+OPTIONS = {
+    "recipe": "heuristic,mask",
+    "heuristic_row_weights": "none",
+    "importance": "magnitude",
+    "skip_indivisible": True,
+}
 SEEDS = (2, 3, 4)  # of inputs
 NOT_LINEAR = (nn.Conv1d, nn.ConvTranspose1d, nn.utils.parametrize.ParametrizationList)
 
@@ -82,7 +89,7 @@ def _one_trace() -> Iterator[None]:
 
 def _planned(dense: PreTrainedModel, layout: str, inputs: dict[str, Tensor]) -> dict[str, Any]:
     """Plans one layout, and writes random orders into a copy of the dense model."""
-    config = CompileConfig.from_options({**OPTIONS, "layout": layout})
+    config = config_from({**OPTIONS, "layout": layout})
     try:
         plan = planning.plan_model(dense, config, Samples.of(inputs))[0]
         return {**described(plan, dense), **_permuted(dense, plan)}
@@ -95,9 +102,9 @@ def _planned(dense: PreTrainedModel, layout: str, inputs: dict[str, Tensor]) -> 
 def _compiled(dense: PreTrainedModel, layout: str, inputs: dict[str, Tensor]) -> dict[str, Any]:
     """Compiles a copy of ``dense``, saves it, exports it packed, and reloads both."""
     model, step = copy.deepcopy(dense), "compile"
-    config = CompileConfig.from_options({**OPTIONS, "layout": layout})
+    config = config_from({**OPTIONS, "layout": layout})
     try:
-        with mock.patch.object(compiler, "heuristic_indices", _random_orders):
+        with mock.patch.object(heuristic_order, "heuristic_indices", _random_orders):
             compiled = permtriton.compile(model, None, config, ids=inputs)
         step = "save"
         with tempfile.TemporaryDirectory() as folder:

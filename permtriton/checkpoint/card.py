@@ -8,7 +8,7 @@ from typing import Any
 from huggingface_hub import ModelCardData
 from transformers.models.auto import modeling_auto
 
-from permtriton.model.stored import CONFIG_FILE, read_json
+from permtriton.model.headers import CONFIG_FILE, read_json
 from permtriton.model_name import is_hub_name, shown_name
 
 CARD_FILE = "README.md"

@@ -21,10 +21,12 @@ import torch
 from torch import Tensor, nn
 from transformers.quantizers.base import HfQuantizer
 
-from permtriton.checkpoint.files import check_hashes
-from permtriton.checkpoint.loading import (
-    cast_packed,
-    check_content,
+from permtriton.checkpoint.folder import Folder
+from permtriton.checkpoint.format import Format
+from permtriton.checkpoint.names import loaded_names
+from permtriton.checkpoint.packed import cast_packed, check_content, runs_packed, unpacked
+from permtriton.checkpoint.quantization_config import VERSION, Norm, Packed, PermTritonQuantizationConfig
+from permtriton.checkpoint.replace_modules import (
     device_of,
     find_name,
     owner_of,
@@ -34,15 +36,12 @@ from permtriton.checkpoint.loading import (
     replace_by_sparse_linear,
     resolve_name,
     set_parameter,
-    stays_packed,
-    unpacked,
 )
-from permtriton.checkpoint.names import loaded_names
-from permtriton.checkpoint.schema import VERSION, PermTritonQuantizationConfig
 from permtriton.errors import ModelError
 from permtriton.kernels import autotune
 from permtriton.kernels.norm_permute import NormVariant
 from permtriton.model.expert_linears import input_dim
+from permtriton.model.headers import StoredTensor
 from permtriton.model.modules import (
     ChannelGather,
     GatheredLinear,
@@ -55,12 +54,14 @@ from permtriton.model.modules import (
 )
 from permtriton.model.norms import match_norm
 from permtriton.model.sizes import check_counts
-from permtriton.model.stored import StoredTensor, read_headers
+from permtriton.sparsity import NMPattern
 
 
 def checkpoint_config(model: nn.Module, sparsity: str) -> PermTritonQuantizationConfig | None:
     """Returns the config entries of a model's permuted and packed modules; None for a plain model."""
-    norms, gathers, packed = {}, {}, {}
+    norms: dict[str, Norm] = {}
+    gathers: dict[str, int] = {}
+    packed: dict[str, Packed] = {}
     for name, module in model.named_modules():
         if is_packed(module):
             packed[f"{name}.weight"] = {"shape": [module.out_features, module.in_features], "dim": 1}
@@ -78,7 +79,7 @@ def checkpoint_config(model: nn.Module, sparsity: str) -> PermTritonQuantization
         return None
     return PermTritonQuantizationConfig(
         version=VERSION,
-        format="packed" if packed else "dense",
+        format=Format.PACKED if packed else Format.DENSE,
         sparsity=sparsity,
         packed=packed,
         gathers=gathers,
@@ -117,7 +118,7 @@ class PermTritonQuantizer(HfQuantizer):
             )
         self._packed: dict[str, str] = {}  # packed parameter of the model -> its name in the config
         self._copies: dict[str, list[str]] = {}  # packed parameter -> its other names, where layers share it
-        self._stays_packed: set[str] = set()  # packed parameters that are not unpacked
+        self._kept: set[str] = set()  # packed parameters that are not unpacked
         self._norms: dict[str, nn.Module] = {}  # permuted norm -> the module that it replaced
         self._shapes: dict[str, torch.Size] = {}
         self._dtypes: dict[str, torch.dtype] = {}
@@ -160,8 +161,7 @@ class PermTritonQuantizer(HfQuantizer):
         self._refuse_offloading(device_map)
         files = [Path(os.path.abspath(file)) for file in checkpoint_files or []]
         folder = Path(os.path.abspath(model.config.name_or_path))
-        self._check_files(files, folder)
-        headers = read_headers(files)
+        headers = self._headers(files, folder)
         names = loaded_names(model, [*headers, *self.quantization_config.packed])
         stored = {names[name]: tensor for name, tensor in headers.items()}
         self._replace(model, stored, names, device_map)
@@ -226,9 +226,9 @@ class PermTritonQuantizer(HfQuantizer):
         """Replaces modules by permuted ones and parameters by packed ones, except in the head of another class."""
         config = self.quantization_config
         modules = {name for name, _ in model.named_modules() if name}
-        for stored_name, entry in config.norms.items():
+        for stored_name, norm in config.norms.items():
             if name := find_name(stored_name, modules, model):
-                self._norms[name] = replace_by_permuted_norm(model, name, entry)
+                self._norms[name] = replace_by_permuted_norm(model, name, norm)
         for stored_name, channels in config.gathers.items():
             if name := find_name(stored_name, modules, model):
                 replace_by_gathered_linear(model, name, channels)
@@ -240,30 +240,29 @@ class PermTritonQuantizer(HfQuantizer):
                 self._packed[name], self._copies[name] = listed, _other_names(model, name)
                 owner, attribute = owner_of(model, name)
                 dtype = self._target_dtype(model, name, getattr(owner, attribute))
-                device, shared = device_of(name, device_map), bool(self._copies[name])
-                if not shared and stays_packed(owner, attribute, dtype, config.pattern, device):
+                device, alone = device_of(name, device_map), not self._copies[name]
+                if alone and _stays_packed(owner, attribute, dtype, config.pattern, device):
                     replace_by_sparse_linear(model, name)
-                    self._stays_packed.add(name)
-                replace_by_packed(model, name, names[listed], dims[name], entry, stored, config)
+                    self._kept.add(name)
+                replace_by_packed(model, name, names[listed], dims[name], entry, stored, config.pattern)
                 set_parameter(model, self._copies[name], model.get_parameter(name))
         changed = [owner_of(model, name)[0] for name in chain(self._packed, *self._copies.values())]
         for module in [*changed, *filter(is_permuted, model.modules())]:
             # transformers then does not initialize it: some classes ask for its weight's shape, which differs here.
             setattr(module, "_is_hf_initialized", True)  # noqa: B010
 
-    def _check_files(self, files: Sequence[Path], folder: Path) -> None:
+    def _headers(self, files: Sequence[Path], folder: Path) -> Mapping[str, StoredTensor]:
+        """Returns the description of each stored tensor, of files in one folder whose hashes are right."""
+        if not files:
+            return {}
         for file in files:
             if file.parent != files[0].parent or (folder.is_dir() and not file.is_relative_to(folder)):
                 raise ModelError(
                     f"the index of the weights names {file}, which is outside the checkpoint's folder: it is damaged"
                 )
-        hashes = self.quantization_config.sha256
-        if hashes and (unknown := sorted({file.name for file in files} - set(hashes))):
-            raise ModelError(
-                f"{unknown[0]} has no SHA-256 in config.json, quantization_config: the checkpoint is damaged"
-            )
-        if files:
-            check_hashes(files[0].parent, hashes, "config.json, quantization_config")
+        opened = Folder.loading(files, self.quantization_config)
+        opened.check_hashes()
+        return opened.stored
 
     def _check_stored(self, model: Any, stored: Mapping[str, StoredTensor]) -> None:
         """Compares names and shapes before any tensor is allocated.
@@ -337,7 +336,7 @@ class PermTritonQuantizer(HfQuantizer):
         owner, attribute = owner_of(model, name)
         values, positions = getattr(owner, f"{attribute}_values"), getattr(owner, f"{attribute}_positions")
         arguments = (name, values, positions, entry["shape"], entry["dim"], pattern)
-        if name in self._stays_packed:
+        if name in self._kept:
             assert isinstance(owner, SparseLinear)
             check_content(*arguments)
             dtype = self._dtypes[f"{name}_values"] = self._dtypes[name]
@@ -384,3 +383,12 @@ def _other_names(model: Any, name: str) -> list[str]:
     tied = dict(getattr(model, "all_tied_weights_keys", {}))
     source = tied.get(name, name)
     return [other for other in (source, *tied) if tied.get(other, other) == source and other != name]
+
+
+def _stays_packed(
+    owner: nn.Module, attribute: str, dtype: torch.dtype, pattern: NMPattern, device: torch.device
+) -> bool:
+    """Whether a packed parameter is the weight of a linear that a kernel multiplies in that form."""
+    if type(owner) not in (nn.Linear, GatheredLinear, SparseLinear) or attribute != "weight":
+        return False
+    return runs_packed(owner.get_parameter("weight").shape[1], dtype, pattern, device)

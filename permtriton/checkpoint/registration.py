@@ -14,7 +14,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-METHOD = "permtriton"  # equal to METHOD in `permtriton.checkpoint.schema`, whose import would import transformers
+METHOD = "permtriton"  # ``quant_method`` in config.json
 QUANTIZERS = "transformers.quantizers.auto"
 MAPPINGS = ("AUTO_QUANTIZER_MAPPING", "AUTO_QUANTIZATION_CONFIG_MAPPING")
 
@@ -77,14 +77,18 @@ def _stand_ins(module: Any) -> tuple[type, type]:
 
     class PermTritonQuantizer(module.HfQuantizer):
         def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-            return import_module("permtriton.checkpoint.quantizer").PermTritonQuantizer(*args, **kwargs)
+            return _real("quantizer").PermTritonQuantizer(*args, **kwargs)
 
     class PermTritonQuantizationConfig(module.QuantizationConfigMixin):
         def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-            return import_module("permtriton.checkpoint.schema").PermTritonQuantizationConfig(*args, **kwargs)
+            return _real("quantization_config").PermTritonQuantizationConfig(*args, **kwargs)
 
         @classmethod
         def from_dict(cls, *args: Any, **kwargs: Any) -> Any:
-            return import_module("permtriton.checkpoint.schema").PermTritonQuantizationConfig.from_dict(*args, **kwargs)
+            return _real("quantization_config").PermTritonQuantizationConfig.from_dict(*args, **kwargs)
 
     return PermTritonQuantizer, PermTritonQuantizationConfig
+
+
+def _real(module: str) -> ModuleType:
+    return import_module(f"permtriton.checkpoint.{module}")

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from permtriton.checkpoint.card import ALONE, WITH_PERMTRITON, write_card
-from permtriton.checkpoint.files import describe_files, read_tensors
 from permtriton.checkpoint.names import StoredNames, stored_names
 from permtriton.checkpoint.output import replacing_folder
 from permtriton.checkpoint.plan_entries import to_json
 from permtriton.checkpoint.quantizer import checkpoint_config
+from permtriton.checkpoint.shards import describe_files, read_tensors
 from permtriton.config import CompileConfig
 from permtriton.data.media import Processor
 from permtriton.data.samples import Samples
@@ -27,9 +27,9 @@ from permtriton.micro_batch import is_out_of_memory
 from permtriton.model.checks import check_finite_tensor, check_same_outputs, check_weight, model_outputs
 from permtriton.model.expert_linears import input_dim
 from permtriton.model.experts import stacked_name
+from permtriton.model.headers import CONFIG_FILE
 from permtriton.model.load import REPORT_FILE
 from permtriton.model.plan import Plan
-from permtriton.model.stored import CONFIG_FILE
 from permtriton.offload import Offload
 from permtriton.running.state import StateFile
 from permtriton.sparsity import NMPattern

@@ -6,13 +6,20 @@ import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar, get_origin, get_type_hints
+from typing import Any, Literal
 
 from permtriton.durable import replace_file
 from permtriton.errors import OutputError
+from permtriton.validated import checked
 
-Stored = TypeVar("Stored")
 VERSION = 1  # of the file
+
+
+@dataclass(frozen=True)
+class _File:
+    version: Literal[1]  # equal to `VERSION`
+    identity: dict[str, Any]
+    results: list[dict[Literal["key", "measured"], dict[str, Any]]]
 
 
 @dataclass(frozen=True)
@@ -79,23 +86,25 @@ class ResultFile:
         """
         if self.path is None or not self.path.exists():
             return
+
+        def refuse(problem: str) -> OutputError:
+            return OutputError(
+                f"{self.path} holds no results that can be continued ({problem}): give --overwrite to start anew"
+            )
+
         try:
-            stored = json.loads(self.path.read_text(encoding="utf-8"))
-            version, identity = stored["version"], stored["identity"]
-            found = {_read(Key, each["key"]): _read(Measured, each["measured"]) for each in stored["results"]}
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            raise OutputError(
-                f"{self.path} holds no results that can be continued ({type(error).__name__}: {error}): "
-                "give --overwrite to start anew"
-            ) from error
-        if version != VERSION:
-            raise OutputError(f"{self.path} has version {version}, expected {VERSION}: give --overwrite to start anew")
-        if difference := _difference(identity, json.loads(json.dumps(self.identity))):
+            content = json.loads(self.path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise refuse(f"{type(error).__name__}: {error}") from error
+        stored = checked(_File, content, refuse)
+        if difference := _difference(stored.identity, json.loads(json.dumps(self.identity))):
             raise OutputError(
                 f"{self.path} holds results of another comparison: {difference}; give --overwrite to start anew, "
                 "or choose another --output"
             )
-        self.results = found
+        self.results = {
+            checked(Key, each["key"], refuse): checked(Measured, each["measured"], refuse) for each in stored.results
+        }
 
     def get(self, key: Key) -> Measured | None:
         """Returns the result of ``key``; None if there is none.
@@ -182,20 +191,6 @@ class RowResult:
         """Returns the mean over seeds of a value; None if it was not measured with every seed."""
         found = [each for each in map(value, self.measured) if each is not None]
         return statistics.fmean(found) if len(found) == len(self.measured) else None
-
-
-def _read(kind: type[Stored], values: Any) -> Stored:
-    """Returns an instance made of stored values; raises a TypeError where one is missing or has another type."""
-    made = kind(**values)
-    for name, hint in get_type_hints(kind).items():
-        value = getattr(made, name)
-        if get_origin(hint) is dict:
-            fits = isinstance(value, dict) and all(isinstance(each, float) for each in value.values())
-        else:
-            fits = isinstance(value, hint)
-        if not fits:
-            raise TypeError(f"{name} is {value!r}")
-    return made
 
 
 def _difference(stored: Any, present: Any, name: str = "") -> str:

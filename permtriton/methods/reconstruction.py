@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from typing_extensions import TypedDict
 
 from permtriton import ranks
 from permtriton.config import CompileConfig
@@ -43,6 +44,18 @@ class Reconstructed:
 
     parts: list[dict[str, Any]] = field(default_factory=list)
     left: dict[str, str] = field(default_factory=dict)
+
+
+class _Entry(TypedDict):
+    """What `Reconstructed.parts` holds of each part."""
+
+    name: str
+    linears: list[str]
+    start: float
+    end: float
+    history: list[dict[str, Any]]
+    kept: int
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -273,12 +286,12 @@ def _load(
     if found is None:
         return {}
     tensors, texts = found
+    entries = state.value(texts, "parts", list[_Entry])
+    done = [(entry["name"], entry["linears"]) for entry in entries]
     try:
-        layers = json.loads(texts["parts"])
-        done = [(entry["name"], entry["linears"]) for entry in layers]
-        for entry in layers:
+        for entry in entries:
             _check_entry(entry, epochs)
-    except (KeyError, TypeError, ValueError) as error:
+    except ValueError as error:
         raise state.damaged(f"its layers cannot be read ({error})") from error
     if done != [(name, list(part)) for name, part in parts[: len(done)]]:
         raise state.damaged("its layers are not the model's")
@@ -286,19 +299,17 @@ def _load(
     finished = KeptWeights(weights)
     state.check_tensors(tensors, finished.snapshot())
     finished.write(tensors)
-    result.parts = layers
+    result.parts = [dict(entry) for entry in entries]
     return tensors
 
 
-def _check_entry(entry: Mapping[str, Any], epochs: int) -> None:
+def _check_entry(entry: _Entry, epochs: int) -> None:
     """Checks the entry of a part that was trained for all epochs.
 
     Raises:
-        KeyError, TypeError, ValueError: it is not one.
+        ValueError: it is not one.
     """
     trained = Trained.read(entry, epochs)
     ends = {"start": trained.history[0].held_out, "end": trained.history[trained.kept].held_out}
-    if len(trained.history) != epochs + 1 or {key: entry[key] for key in ends} != ends:
+    if len(trained.history) != epochs + 1 or {"start": entry["start"], "end": entry["end"]} != ends:
         raise ValueError(f"{entry['name']} does not say how all its {epochs} epochs went")
-    if not isinstance(entry["seconds"], int | float):
-        raise ValueError(f"{entry['name']} has seconds {entry['seconds']!r}")

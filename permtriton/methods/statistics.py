@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -172,19 +173,83 @@ def hessians(model: PreTrainedModel, layer: LayerInputs, advance: Advance) -> di
     Raises:
         CalibrationError: An activation is NaN or infinite.
     """
-    sums = {s.name: torch.zeros(s.channels, s.channels, device=model.device) for s in layer.sites}
+    sums = _zeros(model, layer.sites)
 
     def consume(site: Site, inputs: Tensor) -> None:
         inputs = inputs.float()
         sums[site.name].addmm_(inputs.T, inputs)
 
     watch_inputs(model, layer, consume, advance)
+    _finish(sums)
+    return sums
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Second moments of a site's input, with ``X_p`` in the model as pruned so far and ``X_d`` in the dense one.
+
+    Attributes:
+        hessian: ``X_p^T X_p``, float32 ``[channels, channels]``, as of `hessians`.
+        shift: ``(X_d - X_p)^T X_p``, of the same shape; None where both do not see the same tokens: the second linear
+            of an expert, whose tokens depend on the routing.
+    """
+
+    hessian: Tensor
+    shift: Tensor | None
+
+
+def moments(model: PreTrainedModel, dense: LayerInputs, pruned: LayerInputs, advance: Advance) -> dict[str, Moments]:
+    """Returns site name -> the moments of its input, over the tokens of all ranks.
+
+    Args:
+        model: Model that the layer is part of.
+        dense: Sites to watch, as the dense model runs them.
+        pruned: The same sites, as the model as pruned so far runs them.
+        advance: As for `watch_inputs`.
+
+    Raises:
+        CalibrationError: An activation is NaN or infinite.
+    """
+    sums = _zeros(model, pruned.sites)
+    shifts = _zeros(model, [site for site in pruned.sites if _sees_the_same(model, site)])
+    for rows in max(dense.parts, pruned.parts, key=len):
+        targets: dict[str, list[Tensor]] = {name: [] for name in shifts}
+
+        def keep(site: Site, inputs: Tensor) -> None:
+            targets[site.name].append(inputs)
+
+        def consume(site: Site, inputs: Tensor) -> None:
+            inputs = inputs.float()
+            sums[site.name].addmm_(inputs.T, inputs)
+            if site.name in shifts:
+                shifts[site.name].addmm_((targets[site.name].pop(0).float() - inputs).T, inputs)
+
+        if shifts:
+            seen = [site for site in dense.sites if site.name in shifts]
+            watch_inputs(model, replace(dense, sites=seen, parts=[rows]), keep, advance)
+        watch_inputs(model, replace(pruned, parts=[rows]), consume, advance)
+    _finish(sums)
+    ranks.add_up(shifts.values())
+    return {name: Moments(hessian, shifts.get(name)) for name, hessian in sums.items()}
+
+
+def _sees_the_same(model: nn.Module, site: Site) -> bool:
+    """Whether a site reads the same tokens in the dense model and the pruned one, whatever their routing."""
+    expert = expert_of(model, site.linears[0])
+    return expert is None or expert[1]
+
+
+def _zeros(model: PreTrainedModel, sites: Iterable[Site]) -> dict[str, Tensor]:
+    return {site.name: torch.zeros(site.channels, site.channels, device=model.device) for site in sites}
+
+
+def _finish(sums: Mapping[str, Tensor]) -> None:
+    """Adds Hessians up over the ranks, in place, and gives a site without inputs the identity."""
     ranks.add_up(sums.values())
     for name, hessian in sums.items():
         check_finite(name, hessian.diagonal())
         if not bool(hessian.diagonal().any()):
             hessian.fill_diagonal_(1)
-    return sums
 
 
 def check_finite(name: str, values: Tensor) -> None:

@@ -18,9 +18,9 @@ from permtriton import demo
 from permtriton.errors import ConfigError, ModelError, first_line, reading, shown
 from permtriton.kernels import autotune
 from permtriton.model.core import check_towers
+from permtriton.model.headers import CONFIG_FILE, StoredTensor, checkpoint_files, read_headers, read_json
 from permtriton.model.modules import is_packed, is_permuted
 from permtriton.model.sizes import build_empty, check_counts
-from permtriton.model.stored import CONFIG_FILE, StoredTensor, checkpoint_files, read_headers, read_json
 from permtriton.offload import NO_GPU, Offload
 
 DTYPES = {"auto": "auto", "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from permtriton.errors import ModelError, reading, shown
-from permtriton.model.stored import StoredTensor
+from permtriton.model.headers import StoredTensor
 
 # Entries that say how many parts of a kind there are, for which the config classes and models make lists.
 LAYERS = re.compile(r"(\w+_)?(?<!per_)(layers?|depths?)")

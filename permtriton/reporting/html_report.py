@@ -4,11 +4,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from permtriton.checkpoint.record import read_comparison
+from permtriton.checkpoint.forms import read_comparison
 from permtriton.errors import ConfigError
 from permtriton.output_files import check_file
 from permtriton.reporting import pictures, sections
-from permtriton.reporting.folders import Compiled, read_folders
+from permtriton.reporting.compiled import Compiled, read_folders
 from permtriton.reporting.pages import Page, write
 
 

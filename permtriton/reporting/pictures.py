@@ -5,7 +5,7 @@ from statistics import fmean
 from typing import Any
 
 from permtriton.reporting import masks, plots
-from permtriton.reporting.folders import Compiled, kind_of, layer_of
+from permtriton.reporting.compiled import Compiled, kind_of, layer_of
 from permtriton.reporting.pages import Part, Picture, Section
 from permtriton.reporting.sections import MISSING
 
@@ -111,7 +111,7 @@ def _limits(tables: Sequence[Mapping[str, Mapping[str, tuple[float, float]]]]) -
     return low - margin, high + margin
 
 
-def _means(shares: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, tuple[float, float]]]:
+def _means(shares: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, tuple[float, float]]]:
     """Returns the mean shares in percent, before and after, by layer and by kind of linear."""
     groups: dict[str, dict[str, list[Mapping[str, float]]]] = {"layer": {}, "kind of linear": {}}
     for name, entry in shares.items():

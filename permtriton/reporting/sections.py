@@ -9,7 +9,7 @@ from permtriton.comparison.methods import DENSE, FUSED
 from permtriton.comparison.summary import cell, columns
 from permtriton.machine import format_bytes
 from permtriton.reporting import plots
-from permtriton.reporting.folders import Compiled
+from permtriton.reporting.compiled import Compiled
 from permtriton.reporting.pages import Card, Part, Picture, Section
 
 MISSING = "not recorded"

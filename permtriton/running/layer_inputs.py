@@ -6,6 +6,7 @@ gets its inputs from the model, which then runs from its start.
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -38,7 +39,16 @@ class LayerInputs:
     may_end: bool = True
 
 
-def from_model(model: PreTrainedModel, sites: list[Site], samples: Samples, batch: int) -> LayerInputs:
+Within = Callable[[str], AbstractContextManager[None]]  # what the layer of a name runs in; "" is the model
+
+
+def _as_it_is(_layer: str) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+def from_model(
+    model: PreTrainedModel, sites: list[Site], samples: Samples, batch: int, within: Within = _as_it_is
+) -> LayerInputs:
     """Returns the inputs of sites as the model gives them, run from its start.
 
     Args:
@@ -46,14 +56,27 @@ def from_model(model: PreTrainedModel, sites: list[Site], samples: Samples, batc
         sites: sites to watch.
         samples: its inputs.
         batch: samples per forward pass.
+        within: the context that it runs in.
     """
+
+    def run(rows: Tensor) -> None:
+        with within(""):
+            last_hidden_state(model, samples[rows])
+
     parts = ranks.parts(torch.arange(len(samples)), batch)
     may_end = not any(is_spread(parameter) for parameter in model.parameters())  # FSDP2 cannot end a pass early
-    return LayerInputs(sites, parts, lambda rows: last_hidden_state(model, samples[rows]), may_end)
+    return LayerInputs(sites, parts, run, may_end)
 
 
 def layer_by_layer(
-    model: PreTrainedModel, plan: Plan, samples: Samples, batch: int, *, changing: bool, empty: Empty = torch.empty
+    model: PreTrainedModel,
+    plan: Plan,
+    samples: Samples,
+    batch: int,
+    *,
+    changing: bool,
+    empty: Empty = torch.empty,
+    within: Within = _as_it_is,
 ) -> Iterator[LayerInputs]:
     """Yields the inputs of each layer's sites, in order. All its parts must be run before the next one is asked for.
 
@@ -65,6 +88,7 @@ def layer_by_layer(
         changing: whether the weights of a layer change before the next one is asked for: its inputs then follow from
             the new weights, which takes a second run of each layer.
         empty: makes the tensors that hold the hidden states of all sequences.
+        within: the contexts that the layers, and the model, run in.
     """
     groups = plan.layers()
     names = _names(model, plan, groups)
@@ -76,22 +100,25 @@ def layer_by_layer(
     hidden, own = torch.empty(0), samples[ranks.own_rows(len(samples))]
     for name, sites in zip(names, groups, strict=True):
         if name not in chain_of:
-            yield from_model(model, sites, samples, batch)
+            yield from_model(model, sites, samples, batch, within)
             continue
         if name not in calls:
-            calls, hidden = record_chain(model, {each: layers[each] for each in chain_of[name]}, own, empty)
+            with within(""):
+                calls, hidden = record_chain(model, {each: layers[each] for each in chain_of[name]}, own, empty)
         layer = calls[name]
-        layer.try_together(hidden)
+        with within(name):
+            layer.try_together(hidden)
         layer.together = all(ranks.gather(layer.together))  # each rank has tried samples of its own
         # Sequences that run one by one are parts of their own: a run may end when every site has been seen once.
         parts = torch.arange(len(own)).split(batch if layer.together else 1)
         if changing:
-            yield LayerInputs(sites, parts, partial(_run, layer, hidden, None))
+            yield LayerInputs(sites, parts, partial(_run, layer, hidden, None, partial(within, name)))
             if name != chain_of[name][-1]:  # what follows runs in the model
-                hidden = layer.run(hidden, batch, empty=empty)
+                with within(name):
+                    hidden = layer.run(hidden, batch, empty=empty)
         else:
             outputs = empty(hidden.shape, dtype=hidden.dtype)
-            yield LayerInputs(sites, parts, partial(_run, layer, hidden, outputs), may_end=False)
+            yield LayerInputs(sites, parts, partial(_run, layer, hidden, outputs, partial(within, name)), may_end=False)
             hidden = outputs
 
 
@@ -109,8 +136,15 @@ def once_each(
         yield from_model(model, rest, samples, batch)
 
 
-def _run(layer: LayerCalls, hidden: Tensor, outputs: Tensor | None, rows: Tensor) -> None:
-    found = layer(hidden[rows], rows)
+def _run(
+    layer: LayerCalls,
+    hidden: Tensor,
+    outputs: Tensor | None,
+    within: Callable[[], AbstractContextManager[None]],
+    rows: Tensor,
+) -> None:
+    with within():
+        found = layer(hidden[rows], rows)
     if outputs is not None:
         outputs[rows] = found.to(outputs.device)
 

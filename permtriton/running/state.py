@@ -1,7 +1,6 @@
 """Files that store the state of a long stage, so that an interrupted run continues where it was."""
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -16,8 +15,10 @@ from permtriton import ranks
 from permtriton.durable import replace_file
 from permtriton.errors import OutputError
 from permtriton.permutation import is_permutation
+from permtriton.validated import checked, checked_list
 
 Record = TypeVar("Record")
+Value = TypeVar("Value")
 INPUTS = "inputs"  # the text of a state that says which run it belongs to
 NEVER_NEGATIVE = ("step", "exp_avg_sq")  # parts of an optimizer's state
 DIFFERS = {
@@ -126,6 +127,18 @@ class StateFile:
             elif any(part in NEVER_NEGATIVE for part in name.split(".")) and bool((found < 0).any()):
                 raise self.damaged(f"{name} holds negative values")
 
+    def value(self, texts: Mapping[str, str], name: str, form: type[Value]) -> Value:
+        """Returns a JSON text of the state, if it has a form; see `permtriton.validated.checked`.
+
+        Raises:
+            OutputError: The state is damaged: the text is missing, no JSON, or of another form.
+        """
+        try:
+            found = json.loads(texts[name])
+        except (KeyError, ValueError, RecursionError) as error:
+            raise self.damaged(f"its {name} cannot be read ({type(error).__name__}: {error})") from error
+        return checked(form, found, lambda problem: self.damaged(f"{name}: {problem}"))
+
     def damaged(self, problem: str) -> OutputError:
         """Returns the error for a state that cannot be used."""
         return OutputError(f"state {self.path} is damaged: {problem}; delete the file to start anew, or use --restart")
@@ -147,13 +160,10 @@ class StateFile:
             ) from error
 
     def _stored_inputs(self, texts: Mapping[str, str]) -> dict[str, Any]:
-        try:
-            stored = json.loads(texts[INPUTS])
-            if isinstance(stored, dict) and self._inputs.keys() <= {*stored, "machine"}:
-                return stored
-        except (KeyError, ValueError, RecursionError):
-            pass
-        raise self.damaged("it does not say which run it belongs to (did an earlier version of permtriton write it?)")
+        stored = self.value(texts, INPUTS, dict[str, Any])
+        if missing := sorted(self._inputs.keys() - {*stored, "machine"}):
+            raise self.damaged(f"{INPUTS}.{missing[0]} is missing")
+        return stored
 
 
 def _differences(key: str, stored: Any, present: Any) -> list[str]:
@@ -178,35 +188,22 @@ def read_records(kind: type[Record], values: Any, most: int) -> list[Record]:
     """Returns the history of a stage from JSON values.
 
     Args:
-        kind: Dataclass of an entry. Its first field is the entry's number; integers are never negative and numbers are
-            finite.
+        kind: Dataclass of an entry. Its first field is the entry's number; integers are never negative.
         values: What was read: a list of objects, numbered from 0.
         most: Largest number that this run can have reached.
 
     Raises:
         ValueError: They are not such a history.
     """
-    if not isinstance(values, list) or not values:
-        raise ValueError("expected a list of at least one entry")
     number = fields(kind)[0].name  # type: ignore[arg-type]
-    if len(values) > most + 1:
-        raise ValueError(f"it reaches {number} {len(values) - 1}, but this run has only {most}")
-    for position, entry in enumerate(values):
-        if not isinstance(entry, dict) or set(entry) != {field.name for field in fields(kind)}:  # type: ignore[arg-type]
-            raise ValueError(f"{number} {position} does not have the expected entries")
-        for field in fields(kind):  # type: ignore[arg-type]
-            if not _fits(entry[field.name], field.type):
-                raise ValueError(f"{number} {position} has {field.name} {entry[field.name]!r}")
-        if entry[number] != position:
-            raise ValueError(
-                f"its entries are not numbered from 0: {number} {entry[number]} stands in place {position}"
-            )
-    return [kind(**entry) for entry in values]
-
-
-def _fits(value: Any, kind: Any) -> bool:
-    if value is None:
-        return kind == float | None
-    if kind is int:
-        return type(value) is int and value >= 0
-    return type(value) in (int, float) and math.isfinite(value)
+    found = checked_list(kind, values, ValueError)
+    rows = [list(vars(each).values()) for each in found]
+    if not rows:
+        raise ValueError("expected a list of at least one entry")
+    if len(rows) > most + 1:
+        raise ValueError(f"it reaches {number} {len(rows) - 1}, but this run has only {most}")
+    if (numbers := [row[0] for row in rows]) != list(range(len(rows))):
+        raise ValueError(f"its entries are not numbered from 0: {number} is {numbers}")
+    if negative := [value for row in rows for value in row if isinstance(value, int) and value < 0]:
+        raise ValueError(f"it holds {negative[0]}, expected nothing below 0")
+    return found

@@ -12,7 +12,7 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.parameter import ModelWeightParameter
 
-from permtriton.checkpoint.loading import cast_packed, check_content, runs_packed, unpacked
+from permtriton.checkpoint.packed import cast_packed, check_content, runs_packed, unpacked
 from permtriton.errors import ModelError
 from permtriton.kernels.packing import packed_shapes, position_bits
 from permtriton.kernels.permute import permute

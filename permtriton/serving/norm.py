@@ -9,7 +9,7 @@ from vllm.model_executor.custom_op import CustomOp, op_registry_oot
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
-from permtriton.checkpoint.schema import METHOD
+from permtriton.checkpoint.quantization_config import METHOD
 from permtriton.errors import ModelError
 from permtriton.kernels.permute import permute
 from permtriton.model.modules import check_index, index_dtype

@@ -15,12 +15,13 @@ from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMetho
 from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 
-from permtriton.checkpoint.schema import METHOD, PermTritonQuantizationConfig
+from permtriton.checkpoint.quantization_config import METHOD, PermTritonQuantizationConfig
 from permtriton.errors import ModelError
 from permtriton.kernels import autotune
-from permtriton.serving.folder import check_folder, refuse_unknown_class, refuse_unservable
+from permtriton.model.headers import DTYPES
 from permtriton.serving.linear import PermTritonLinearMethod, Weight
 from permtriton.serving.norm import use_permuted_norms
+from permtriton.serving.servable import check_folder, refuse_unknown_class, refuse_unservable
 
 LOAD_FORMATS = ("auto", "hf", "safetensors")  # those that read the files that were checked
 
@@ -68,15 +69,14 @@ class PermTritonConfig(QuantizationConfig):
         Raises:
             ModelError: as `check_folder` and `refuse_unservable`.
         """
-        checked = check_folder(model_name)
-        refuse_unservable(checked)
-        self.folder = checked.folder
-        dtypes = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+        folder = check_folder(model_name)
+        refuse_unservable(folder)
+        self.folder = folder.path
         self.packed = {
-            name: Weight(tuple(entry["shape"]), dtypes[checked.stored[f"{name}_values"].dtype])
-            for name, entry in checked.config.packed.items()
+            name: Weight(tuple(entry["shape"]), DTYPES[folder.stored[f"{name}_values"].dtype])
+            for name, entry in folder.packed.items()
         }
-        self.gathers, self.norms = dict(checked.config.gathers), dict(checked.config.norms)
+        self.gathers, self.norms = dict(folder.entries.gathers), dict(folder.entries.norms)
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         """Gives parameters and modules the names that they have in vLLM's model."""

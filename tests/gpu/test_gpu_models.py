@@ -9,11 +9,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 import permtriton
 from permtriton import NMPattern
 from permtriton.checkpoint.export import export
-from permtriton.config import CompileConfig, LearnConfig
+from permtriton.config import CompileConfig
 from permtriton.kernels import autotune, cusparselt
 from permtriton.kernels.sparse_linear import CUSPARSELT, MMA, PACKED, ROUTE_CONFIGS, routed
 from permtriton.kernels.tools.timing import relative_error
 from permtriton.methods.importance import importance_of
+from permtriton.methods.learned import Learned
 from permtriton.methods.learning import learn
 from permtriton.methods.objective import Objective
 from permtriton.methods.statistics import channel_norms
@@ -133,13 +134,13 @@ def test_cusparselts_form_shares_memory_with_the_packed_one_if_their_values_are_
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("layout", ["portable", "fused"])
 def test_searching_and_reconstruction_run_on_the_device(dtype, layout, device):
-    options = {"rounds": 2, "weight_update": "reconstruct", "update_epochs": 1, "layout": layout}
-    config = CompileConfig.from_options(options)
+    options = {"search_rounds": 2, "reconstruct_epochs": 1, "layout": layout}
+    config = permtriton.config_from(options, "heuristic,searched,mask,reconstruct")
     ids = torch.randint(0, SIZES["vocab_size"], (8, 64))
     report = permtriton.compile(llama(dtype).to(device), None, config, ids=ids).report
-    rounds = report["search"]["rounds"]
-    assert rounds[-1]["loss"] < rounds[0]["loss"]
-    assert all(part["end"] <= part["start"] for part in report["weight_update"]["reconstruct"]["layers"])
+    _, searched, _, reconstruct = report["steps"]
+    assert searched["history"][-1]["loss"] < searched["history"][0]["loss"]
+    assert all(part["end"] <= part["start"] for part in reconstruct["parts"])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -152,8 +153,8 @@ def test_learning_lowers_the_loss(dtype, device):
         name: importance_of("wanda", weight_in_out(linear_module(model, name)), norms[site.name].to(device))
         for site, name in plan.linears()
     }
-    config = CompileConfig(sparsity=pattern, learn=LearnConfig(epochs=4, batch_size=4, learning_rate=0.05))
+    options = Learned(epochs=4, batch_size=4, learning_rate=0.05)
     objective = Objective("cosine", hidden_states(model, ids, 4))
-    result = learn(model, plan, importances, ids, objective, config, NoProgress())
+    result = learn(model, plan, importances, ids, objective, options, CompileConfig(pattern), NoProgress())
     assert result.history[result.kept].loss < result.history[0].loss
     assert sum(epoch.moved for epoch in result.history) > 0

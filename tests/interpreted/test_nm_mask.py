@@ -54,6 +54,7 @@ def test_forward_is_the_reference_bit_for_bit(kept, group, layout):
 
 @pytest.mark.parametrize(("kept", "group"), [(2, 4), (1, 4), (3, 4), (4, 8), (8, 16), (3, 5), (3, 6), (7, 12)])
 @pytest.mark.parametrize("most", [64, 128])
+@pytest.mark.slow(but=["64-3-4", "64-3-5", "128-7-12", "128-8-16"])
 def test_forward_of_whole_blocks(kept, group, most):
     size, rows = most // group * group, 48
     weight = laid_out(torch.randint(-4, 5, (rows, 2 * size)).float() / 8, "input-major")
@@ -113,6 +114,21 @@ BACKWARD = [  # (sizes, group, rows, layout)
 @pytest.mark.parametrize(("sizes", "group", "rows", "layout"), BACKWARD)
 @pytest.mark.parametrize("group_scale", [False, True])
 @pytest.mark.parametrize("form", ["power 2", "row and column"])
+@pytest.mark.slow(
+    but=[
+        "power 2-False-sizes0-4-160-input-major",
+        "power 2-False-sizes7-8-32-input-major",
+        "power 2-False-sizes14-12-32-input-major",
+        "power 2-True-sizes3-4-32-input-major",
+        "power 2-True-sizes10-5-20-input-major",
+        "power 2-True-sizes17-2-3-row-major",
+        "row and column-False-sizes6-4-80-input-major",
+        "row and column-False-sizes13-6-32-input-major",
+        "row and column-True-sizes2-3-20-input-major",
+        "row and column-True-sizes9-16-16-input-major",
+        "row and column-True-sizes16-32-16-strided",
+    ]
+)
 def test_backward_is_close_to_the_reference_in_float64(sizes, group, rows, layout, group_scale, form, monkeypatch):
     poison(monkeypatch)
     channels = sum(sizes)
@@ -130,6 +146,7 @@ def test_backward_is_close_to_the_reference_in_float64(sizes, group, rows, layou
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES)
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize(("sizes", "rows"), [([8, 4], 300), ([32, 16], 304)])
+@pytest.mark.slow(but=["sizes0-300-1-dtype0", "sizes1-304-3-dtype0", "sizes0-300-3-dtype1", "sizes1-304-1-dtype2"])
 def test_backward_over_splits_and_dtypes(dtype, splits, sizes, rows, monkeypatch):
     """Every split's partial sums count, once."""
     config = Config({"TILE_O": 32, "PROGRAMS": 2 * splits}, num_warps=4)

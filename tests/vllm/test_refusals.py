@@ -12,9 +12,9 @@ from vllm.plugins import load_general_plugins
 from permtriton.checkpoint.export import export
 from permtriton.errors import ModelError
 from permtriton.model.modules import SparseLinear, replace_module
-from permtriton.serving.folder import check_folder
 from permtriton.serving.linear import PermTritonLinearMethod
 from permtriton.serving.order import Order
+from permtriton.serving.servable import check_folder
 from permtriton.sparsity import NMPattern
 
 from .. import folders, zoo

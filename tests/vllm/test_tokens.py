@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM
 
 from permtriton.checkpoint.export import export
 from permtriton.model.modules import SparseLinear, replace_module
-from permtriton.serving.folder import SERVED
 from permtriton.serving.linear import PermTritonLinearMethod
+from permtriton.serving.servable import SERVED
 
 from .. import folders, zoo
 from .conftest import FOLDERS

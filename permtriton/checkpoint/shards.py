@@ -1,8 +1,8 @@
-"""Files of a checkpoint: reads tensors, writes shards, computes hashes."""
+"""How are tensors written in shards, read one by one, and what are the hashes of their files?"""
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from permtriton.errors import ModelError
-from permtriton.model.stored import INDEX_FILE, WEIGHTS_FILE
+from permtriton.model.headers import INDEX_FILE, WEIGHTS_FILE
 
 SHARD_BYTES = 5 * 10**9
 
@@ -33,25 +32,6 @@ def file_sha256(path: Path) -> str:
 def describe_files(files: Iterable[Path]) -> dict[str, dict[str, Any]]:
     """Returns the size in bytes and the SHA-256 of each file, by name."""
     return {file.name: {"bytes": file.stat().st_size, "sha256": file_sha256(file)} for file in files}
-
-
-def check_hashes(folder: Path, hashes: Mapping[str, str], origin: str) -> None:
-    """Refuses files that were changed after they were written.
-
-    Args:
-        folder: folder of the files.
-        hashes: file name -> expected SHA-256.
-        origin: where the hashes are recorded, for the error.
-
-    Raises:
-        ModelError: a file is missing or differs; the message names the first one.
-    """
-    for name, expected in hashes.items():
-        if not (folder / name).is_file() or file_sha256(folder / name) != expected:
-            raise ModelError(
-                f"{folder / name} is missing, or its SHA-256 is not the one in {origin}: the file was changed after "
-                "it was written; copy, export or compile it again"
-            )
 
 
 class ShardWriter:

@@ -1,17 +1,17 @@
-"""Prepares a model without weights for the tensors of a permtriton checkpoint, and unpacks loaded weights."""
+"""Which module of a model without weights does a permuted or packed one replace, and under which name?"""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from permtriton.checkpoint.schema import PermTritonQuantizationConfig
+from permtriton.checkpoint.packed import packed_parts
+from permtriton.checkpoint.quantization_config import WHERE, Norm, Packed
 from permtriton.errors import ModelError
-from permtriton.kernels.launch import has_kernels
 from permtriton.kernels.norm_permute import NormVariant
-from permtriton.kernels.packing import check_packed, pack, packed_shapes, unpack
-from permtriton.kernels.packing_triton import supports
+from permtriton.kernels.packing import packed_shapes
+from permtriton.model.headers import DTYPES, StoredTensor
 from permtriton.model.modules import (
     GatheredLinear,
     SparseLinear,
@@ -19,91 +19,7 @@ from permtriton.model.modules import (
     index_dtype,
     replace_module,
 )
-from permtriton.model.stored import FLOATS, StoredTensor
 from permtriton.sparsity import NMPattern
-
-_WHERE = "config.json, quantization_config"
-
-
-def unpacked(
-    name: str, values: Tensor, positions: Tensor, shape: Sequence[int], dim: int, pattern: NMPattern
-) -> Tensor:
-    """Checks a packed parameter and returns it unpacked, in its own shape.
-
-    Args:
-        name: name of the parameter, for errors.
-        values: stored values, as `permtriton.kernels.packing.pack` returns them.
-        positions: stored positions, as the same function returns them.
-        shape: shape of the parameter.
-        dim: input dimension of the parameter.
-        pattern: N:M pattern of the parameter.
-
-    Raises:
-        ModelError: as `check_content`.
-    """
-    outer = [size for position, size in enumerate(shape) if position != dim]
-    check_content(name, values, positions, shape, dim, pattern)
-    weight = unpack(values, positions, shape[dim], pattern)
-    return weight.view(*outer, shape[dim]).movedim(-1, dim).contiguous()
-
-
-def check_content(
-    name: str, values: Tensor, positions: Tensor, shape: Sequence[int], dim: int, pattern: NMPattern
-) -> None:
-    """Refuses values and positions that `permtriton.kernels.packing.pack` cannot have made; see `unpacked`.
-
-    Raises:
-        ModelError: they are damaged; the message says which parameter and how.
-    """
-    rows = torch.Size(shape).numel() // shape[dim]
-    try:
-        check_packed(values, positions, rows, shape[dim], pattern)
-    except ModelError as error:
-        raise ModelError(f"{name}: {error}; the checkpoint is damaged") from error
-
-
-def stays_packed(
-    owner: nn.Module, attribute: str, dtype: torch.dtype, pattern: NMPattern, device: torch.device
-) -> bool:
-    """Whether a packed parameter stays packed, because a kernel multiplies it in that form.
-
-    Args:
-        owner: module that holds the parameter.
-        attribute: name of the parameter in that module.
-        dtype: dtype that it will have.
-        pattern: N:M pattern of the parameter.
-        device: device that it will be on.
-
-    Returns:
-        True for the weight of a linear for which `runs_packed` is true.
-    """
-    if type(owner) not in (nn.Linear, GatheredLinear, SparseLinear) or attribute != "weight":
-        return False
-    return runs_packed(owner.get_parameter("weight").shape[1], dtype, pattern, device)
-
-
-def runs_packed(in_features: int, dtype: torch.dtype, pattern: NMPattern, device: torch.device) -> bool:
-    """Whether a kernel multiplies the packed weight of a linear: 2:4, in 16 bits, on a GPU with kernels.
-
-    Args:
-        in_features: number of input channels, on this rank if several ranks divide them.
-        dtype: dtype that the weight will have.
-        pattern: its N:M pattern.
-        device: device that it will be on.
-    """
-    return dtype.itemsize == 2 and supports(dtype, in_features, pattern) and has_kernels(device)
-
-
-def cast_packed(
-    values: Tensor, positions: Tensor, in_features: int, pattern: NMPattern, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Casts a packed weight to ``dtype`` and packs it again, because small weights may have become zeros.
-
-    Raises:
-        ModelError: a weight is not finite in ``dtype``.
-    """
-    weight = unpack(values, positions, in_features, pattern)
-    return pack(weight.to(dtype) + 0.0, pattern)  # never -0.0
 
 
 def device_of(name: str, device_map: Mapping[str, Any] | str | None) -> torch.device:
@@ -152,7 +68,7 @@ def find_name(name: str, known: set[str], model: Any) -> str | None:
     same_class = type(model).__name__ in (model.config.architectures or ())
     if found is None and (same_class or name.startswith(f"{model.base_model_prefix}.")):
         raise ModelError(
-            f"{_WHERE} lists {name}, which the {type(model).__name__} of config.json does not have: the file is damaged"
+            f"{WHERE} lists {name}, which the {type(model).__name__} of config.json does not have: the file is damaged"
         )
     return found
 
@@ -170,7 +86,7 @@ def set_parameter(model: nn.Module, names: Iterable[str], parameter: nn.Paramete
         setattr(owner, attribute, parameter)
 
 
-def replace_by_permuted_norm(model: nn.Module, name: str, entry: Mapping[str, Any]) -> nn.Module:
+def replace_by_permuted_norm(model: nn.Module, name: str, entry: Norm) -> nn.Module:
     """Replaces a norm by a permuted norm whose index is still to be loaded.
 
     Args:
@@ -189,7 +105,7 @@ def replace_by_permuted_norm(model: nn.Module, name: str, entry: Mapping[str, An
     weight = norm._parameters.get("weight")
     if weight is None or weight.shape != (channels,):
         raise ModelError(
-            f"{_WHERE}: {name} is not a norm with {channels} channels in this model: the file is damaged, or it "
+            f"{WHERE}: {name} is not a norm with {channels} channels in this model: the file is damaged, or it "
             "belongs to another model"
         )
     index = torch.empty(channels, dtype=index_dtype(channels), device="meta")
@@ -215,7 +131,7 @@ def replace_by_gathered_linear(model: nn.Module, name: str, channels: int) -> No
     linear = model.get_submodule(name)
     if not isinstance(linear, nn.Linear) or linear.in_features != channels:
         raise ModelError(
-            f"{_WHERE}: {name} is not a linear with {channels} input channels in this model: the file is damaged, or "
+            f"{WHERE}: {name} is not a linear with {channels} input channels in this model: the file is damaged, or "
             "it belongs to another model"
         )
     index = torch.empty(channels, dtype=index_dtype(channels), device="meta")
@@ -227,9 +143,9 @@ def replace_by_packed(
     name: str,
     stored_name: str,
     dim: int,
-    entry: Mapping[str, Any],
+    entry: Packed,
     stored: Mapping[str, StoredTensor],
-    config: PermTritonQuantizationConfig,
+    pattern: NMPattern,
 ) -> None:
     """Empties a parameter, and adds buffers for its packed values and positions, which are still to be loaded.
 
@@ -240,44 +156,29 @@ def replace_by_packed(
         dim: input dimension of the parameter in the model.
         entry: its entry in the config.
         stored: tensor name -> description of the stored tensor.
-        config: entries of the config; gives the pattern.
+        pattern: its N:M pattern.
 
     Raises:
         ModelError: model, config and files do not fit together.
     """
     owner, attribute = owner_of(model, name)
-    shape, pattern = entry["shape"], config.pattern
+    shape = entry["shape"]
     if dim != entry["dim"]:
-        raise ModelError(f"{_WHERE}: {entry['dim']} is not the input dimension of {stored_name}: the file is damaged")
+        raise ModelError(f"{WHERE}: {entry['dim']} is not the input dimension of {stored_name}: the file is damaged")
     if list(getattr(owner, attribute).shape) != shape:
         raise ModelError(
-            f"{_WHERE}: {stored_name} has shape {shape}, but the model of config.json needs "
+            f"{WHERE}: {stored_name} has shape {shape}, but the model of config.json needs "
             f"{list(getattr(owner, attribute).shape)}: the file is damaged"
         )
     values, positions = packed_parts(stored_name, stored)
     shapes = packed_shapes(torch.Size(shape).numel() // shape[dim], shape[dim], pattern)
-    if (values.shape, positions.shape) != shapes or values.dtype not in FLOATS or positions.dtype != "U8":
+    if (values.shape, positions.shape) != shapes or values.dtype not in DTYPES or positions.dtype != "U8":
         raise ModelError(
             f"{values.file}: {stored_name} is stored as {values.dtype} {list(values.shape)} and {positions.dtype} "
             f"{list(positions.shape)}, expected floating-point {list(shapes[0])} and U8 {list(shapes[1])} for "
             f"{shape} at {pattern}: the checkpoint is damaged"
         )
-    dtype = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[values.dtype]
     empty = torch.empty(0, dtype=getattr(owner, attribute).dtype, device="meta")
     setattr(owner, attribute, nn.Parameter(empty))  # transformers fails on None when it initializes
-    owner.register_buffer(f"{attribute}_values", torch.empty(shapes[0], dtype=dtype, device="meta"))
+    owner.register_buffer(f"{attribute}_values", torch.empty(shapes[0], dtype=DTYPES[values.dtype], device="meta"))
     owner.register_buffer(f"{attribute}_positions", torch.empty(shapes[1], dtype=torch.uint8, device="meta"))
-
-
-def packed_parts(name: str, stored: Mapping[str, StoredTensor]) -> tuple[StoredTensor, StoredTensor]:
-    """Returns the descriptions of a packed parameter's values and positions.
-
-    Raises:
-        ModelError: either is missing.
-    """
-    values, positions = stored.get(f"{name}_values"), stored.get(f"{name}_positions")
-    if values is None or positions is None:
-        raise ModelError(
-            f"the checkpoint holds no packed weights for {name}: it is incomplete, or its config is damaged"
-        )
-    return values, positions

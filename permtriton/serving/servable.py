@@ -1,14 +1,12 @@
 """Checks a fused or packed folder before another engine than transformers loads it."""
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 
+from permtriton.checkpoint.folder import Folder
 from permtriton.checkpoint.quantizer import PermTritonQuantizer
-from permtriton.checkpoint.schema import PermTritonQuantizationConfig
 from permtriton.errors import ModelError
 from permtriton.model.load import Source, load_empty_model
-from permtriton.model.stored import CONFIG_FILE, StoredTensor, read_checkpoint, read_json
 
 # Model classes of vLLM whose outputs are tested against transformers' (tests/vllm), and whether their norms and linears
 # may permute, too: those call each of them as a module, and take the weight of none for anything else.
@@ -25,22 +23,7 @@ SERVED = {
 }
 
 
-@dataclass(frozen=True)
-class CheckedFolder:
-    """A folder whose files fit its config and the model of transformers.
-
-    Attributes:
-        folder: the folder.
-        config: entries of ``quantization_config`` in its config.json.
-        stored: tensor name -> description of the stored tensor.
-    """
-
-    folder: Path
-    config: PermTritonQuantizationConfig
-    stored: dict[str, StoredTensor]
-
-
-def check_folder(name: str) -> CheckedFolder:
+def check_folder(name: str) -> Folder:
     """Checks all that loading through transformers checks before it reads a tensor, hashes included.
 
     Args:
@@ -49,44 +32,42 @@ def check_folder(name: str) -> CheckedFolder:
     Raises:
         ModelError: it is not a folder on this machine, it is damaged, or it holds files of weights that nothing checks.
     """
-    folder = Path(os.path.abspath(name))
-    if not folder.is_dir():
+    path = Path(os.path.abspath(name))
+    if not path.is_dir():
         raise ModelError(
             f"{name} is not a folder on this machine, and permtriton checks a folder before anything is loaded: "
             "download it first (hf download), then give its path"
         )
-    entries = read_json(folder / CONFIG_FILE).get("quantization_config")
-    config = PermTritonQuantizationConfig(**(entries if isinstance(entries, dict) else {}))
-    stored = read_checkpoint(folder)
-    files = sorted({tensor.file for tensor in stored.values()})
-    if others := sorted(set(folder.glob("*.safetensors")) - set(files)):
+    folder = Folder.open(path)
+    if others := sorted(set(path.glob("*.safetensors")) - set(folder.files)):
         raise ModelError(f"{others[0]} does not belong to the checkpoint, but might be loaded with it: move it away")
-    model = load_empty_model(Source(str(folder)), allow_compiled=True)
-    PermTritonQuantizer(config, pre_quantized=True).preprocess_model(model, checkpoint_files=list(map(str, files)))
-    return CheckedFolder(folder, config, stored)
+    quantizer = PermTritonQuantizer(folder.entries, pre_quantized=True)
+    model = load_empty_model(Source(str(path)), allow_compiled=True)
+    quantizer.preprocess_model(model, checkpoint_files=list(map(str, folder.files)))
+    return folder
 
 
-def refuse_unservable(checked: CheckedFolder) -> None:
+def refuse_unservable(folder: Folder) -> None:
     """Refuses what the linears and norms of vLLM cannot compute.
 
     Raises:
         ModelError: packed experts, packed transposed weights, norms that permute and are no plain RMS norm, or as
             `refuse_unknown_class`.
     """
-    for name, entry in checked.config.packed.items():
+    for name, entry in folder.packed.items():
         if len(entry["shape"]) != 2 or entry["dim"] != 1:
             raise ModelError(
                 f"{name} is packed with the shape {entry['shape']}: in vLLM, permtriton serves packed linears only, no "
                 "experts and no transposed weights; export the folder again with --format plain"
             )
-    for name, entry in checked.config.norms.items():
-        if entry["kind"] not in ("rms", "rms_float") or entry["offset"]:
+    for name, norm in folder.entries.norms.items():
+        if norm["kind"] not in ("rms", "rms_float") or norm["offset"]:
             raise ModelError(
-                f"{name} permutes its output and is a norm of kind {entry['kind']} with offset {entry['offset']}: in "
+                f"{name} permutes its output and is a norm of kind {norm['kind']} with offset {norm['offset']}: in "
                 "vLLM, permtriton permutes RMS norms without offset only; compile the model with --layout portable"
             )
-    classes = read_json(checked.folder / CONFIG_FILE).get("architectures") or [None]
-    refuse_unknown_class(str(classes[0]), permuted=bool(checked.config.permuted))
+    classes = folder.config.get("architectures") or [None]
+    refuse_unknown_class(str(classes[0]), permuted=bool(folder.permuted))
 
 
 def refuse_unknown_class(name: str, *, permuted: bool) -> None:

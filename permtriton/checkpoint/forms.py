@@ -1,0 +1,317 @@
+"""What do ``permtriton.json`` and the JSON of ``permtriton compare`` hold? Files of any other form are refused."""
+
+import math
+from pathlib import Path
+from typing import Annotated, Any, NotRequired
+
+import torch
+from pydantic import AfterValidator, Field
+from typing_extensions import TypedDict
+
+from permtriton.checkpoint.format import Format
+from permtriton.errors import ConfigError, ModelError
+from permtriton.model.headers import DTYPES, read_json
+from permtriton.model.load import REPORT_FILE
+from permtriton.permutation import is_permutation
+from permtriton.sparsity import NMPattern
+from permtriton.validated import checked
+
+SHOWN = ("sparsity", "importance", "recipe", "layout")  # options that reports show
+LARGEST = 2**63  # of an integer: longer ones are damage, and cannot be formatted as floats
+
+
+def pattern(text: str) -> str:
+    """Returns an N:M pattern as it was written; raises a ValueError where it is none."""
+    try:
+        right = str(NMPattern.parse(text)) == text
+    except ConfigError:
+        right = False
+    if not right:
+        raise ValueError("a pattern such as 2:4")
+    return text
+
+
+def _value(value: Any) -> Any:
+    """Lets text, a truth value, None or a number pass, and leaves an integer one."""
+    finite = not isinstance(value, float) or math.isfinite(value)
+    in_range = not isinstance(value, int) or abs(value) < LARGEST
+    if not isinstance(value, str | int | float | None) or not finite or not in_range:
+        raise ValueError("text, a finite number or a truth value")
+    return value
+
+
+def _config(options: dict[str, Any]) -> dict[str, Any]:
+    if missing := [name for name in SHOWN if not isinstance(options.get(name), str)]:
+        raise ValueError(f"options, {missing[0]} as text among them")
+    try:
+        pattern(options["sparsity"])
+    except ValueError as error:
+        raise ValueError(f"options whose sparsity is {error}") from error
+    return options
+
+
+def _permutation(index: list[int]) -> list[int]:
+    if not is_permutation(torch.tensor(index, dtype=torch.int64)):
+        raise ValueError("a permutation")
+    return index
+
+
+def _dtype(name: str) -> str:
+    if f"torch.{name}" not in map(str, DTYPES.values()):
+        raise ValueError("a floating-point dtype")
+    return name
+
+
+Integer = Annotated[int, Field(gt=-LARGEST, lt=LARGEST)]
+Pattern = Annotated[str, AfterValidator(pattern)]
+Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+Value = Annotated[Any, AfterValidator(_value)]
+Config = Annotated[dict[str, Value], AfterValidator(_config)]
+Index = Annotated[list[Integer], AfterValidator(_permutation)]
+
+
+class Permutation(TypedDict):
+    """A channel space; see `permtriton.checkpoint.plan_entries.permutation_report`."""
+
+    name: str
+    channels: Integer
+    segments: Integer
+    tied: Integer
+    placement: str
+    reason: str
+    norm: str | None
+    gathers: Integer
+    bytes_per_token: Integer
+    producers: list[str]
+    readers: list[str]
+    moved: Integer
+
+
+class Site(TypedDict):
+    """A site and the order of its channels: channel ``j`` was channel ``index[j]`` of the dense model."""
+
+    name: str
+    linears: list[str]
+    channels: Integer
+    permutation: str
+    placement: str
+    moved: Integer
+    index: Index
+
+
+class Rows(TypedDict):
+    """Linears whose rows moved: row ``j`` was row ``index[j]`` of the dense model."""
+
+    linears: list[str]
+    index: Index
+
+
+class HiddenStates(TypedDict):
+    """The order of the channels of hidden states; without ``index``, that of the dense model."""
+
+    permuted: bool
+    index: NotRequired[Index]
+    undo: NotRequired[Index]
+
+
+class Retained(TypedDict):
+    """Share of the importance that a mask keeps, before and after the permutation."""
+
+    before: float
+    after: float
+
+
+class Part(TypedDict):
+    """What a step did to one part of the model, and the error before and after."""
+
+    name: str
+    linears: list[str]
+    start: float
+    end: float
+    history: list[dict[str, Value]]
+    kept: Integer
+    seconds: float
+
+
+class Step(TypedDict):
+    """What a step of the recipe did; see `permtriton.step.Outcome`."""
+
+    name: str
+    unit: str
+    history: list[dict[str, Value]]
+    kept: Integer | None
+    parts: list[Part]
+    left: dict[str, str]
+
+
+class Calibration(TypedDict):
+    """The calibration samples."""
+
+    sha256: str
+    shape: list[Integer]
+
+
+class Evaluation(TypedDict, total=False):
+    """What was measured on held-out text; empty if nothing was."""
+
+    measure: str
+    dense: float
+    compiled: float
+    text: str
+
+
+class Pass(TypedDict):
+    """What a compiler pass did to the graph."""
+
+    name: str
+    nodes: dict[str, Integer]
+    difference: float | None
+
+
+class Proof(TypedDict):
+    """What was compared with the dense model."""
+
+    fold_difference: float
+    lowered_graph: str
+    verified_inputs: list[str]
+    unverified_inputs: dict[str, str]
+
+
+class Verification(TypedDict):
+    """What was checked of the folder."""
+
+    tensors: Integer
+    pruned_weights: Integer
+    reloaded: str
+    reload_difference: NotRequired[float]
+
+
+class Memory(TypedDict):
+    """Bytes that a compilation took, and was estimated to take."""
+
+    peak: Integer
+    estimate: dict[str, Any]
+
+
+class File(TypedDict):
+    """A file of weights."""
+
+    bytes: Integer
+    sha256: Sha256
+
+
+class Export(TypedDict):
+    """What `permtriton.checkpoint.export.export` did."""
+
+    format: Annotated[Format, Field(strict=False)]
+    sparsity: Pattern
+    weights: Integer
+    dense_bytes: Integer
+    stored_bytes: Integer
+    ratio: float
+    loads_with: str
+    reloaded: str
+    seconds: float
+
+
+class Record(TypedDict):
+    """``permtriton.json``."""
+
+    model: str
+    command: str
+    versions: dict[str, str]
+    device: str
+    determinism: dict[str, Any]
+    dtype: Annotated[str, AfterValidator(_dtype)]
+    config: Config
+    calibration: Calibration
+    parameters: Integer
+    pruned_parameters: Integer
+    sparsity_by_layer: dict[str, float]
+    permutations: list[Permutation]
+    skipped: dict[str, str]
+    barriers: list[str]
+    hidden_states: HiddenStates
+    steps: list[Step]
+    retained_importance: dict[str, Retained]
+    evaluation: Evaluation
+    passes: list[Pass]
+    proof: Proof
+    seconds: dict[str, float]
+    memory: Memory
+    sites: list[Site]
+    rows: list[Rows]
+    verification: Verification
+    pruned_weights: Annotated[dict[str, Integer], Field(min_length=1)]
+    files: dict[str, File]
+    card: str | None
+    export: NotRequired[Export]
+
+
+class Row(TypedDict):
+    """A row of a comparison; see `permtriton.comparison.summary.report_of`."""
+
+    method: str
+    pattern: str
+    setting: str
+    values: Annotated[list[float], Field(min_length=1)]
+    mean: float
+    spread: float
+    kl: float | None
+    cosine: float | None
+    tasks: dict[str, float]
+    seconds: float
+    compile_seconds: float
+    peak_bytes: Integer | None
+    by_seed: list[dict[str, Any]]
+
+
+class Comparison(TypedDict):
+    """The JSON report of ``permtriton compare``."""
+
+    model: str
+    measure: str
+    text: str
+    tokens: Integer
+    window: Integer
+    seeds: list[Integer]
+    patterns: list[str]
+    ablation: str | None
+    config: Config
+    versions: dict[str, str]
+    device: str
+    system: str
+    rows: Annotated[list[Row], Field(min_length=1)]
+
+
+def read_record(folder: Path) -> Record:
+    """Returns ``permtriton.json`` of a folder.
+
+    Raises:
+        ModelError: the folder or the file is missing, cannot be read, or has another form than permtriton writes.
+    """
+    path = folder / REPORT_FILE
+    if not folder.is_dir():
+        raise ModelError(f"{folder} is not a folder: give an output of permtriton compile or export")
+    if not path.is_file():
+        raise ModelError(
+            f"{folder} was not written by permtriton (it holds no {REPORT_FILE}): give an output of permtriton compile"
+        )
+    return checked(Record, read_json(path), lambda problem: ModelError(f"{path}: {problem}: the file is damaged"))
+
+
+def read_comparison(path: Path) -> Comparison:
+    """Returns the JSON report of ``permtriton compare``.
+
+    Raises:
+        ModelError: the file is missing, cannot be read, or has another form.
+    """
+
+    def refuse(problem: str) -> ModelError:
+        return ModelError(f"{path}: {problem}: expected a file that permtriton compare --output wrote")
+
+    comparison = checked(Comparison, read_json(path), refuse)
+    for number, row in enumerate(comparison["rows"]):
+        if row["tasks"].keys() != comparison["rows"][0]["tasks"].keys():
+            raise refuse(f"rows[{number}] has other tasks than rows[0]")
+    return comparison

@@ -1,0 +1,126 @@
+"""The entries ``quantization_config`` in the ``config.json`` of a permtriton checkpoint; version 1.
+
+    quant_method  "permtriton"
+    version       1
+    format        "packed": the weights in ``packed`` are stored as ``P_values`` and ``P_positions`` (see
+                  `permtriton.kernels.packing`); "dense": all weights are stored as they are
+    sparsity      N:M pattern, such as "2:4"
+    packed        packed parameter P -> {"shape": its shape, "dim": its input dimension}
+    gathers       linear that gathers its input -> number of its input channels
+    norms         norm that writes its output in another order -> {"kind", "offset", "eps", "channels"}
+    sha256        file of weights -> the SHA-256 of its bytes; may be missing
+
+The structure of a checkpoint does not show a flipped bit in a value, so ``permtriton export`` stores one hash per file.
+A hash per file covers every byte, embeddings and header included, and is what ``sha256sum`` prints. It is checked
+before the file is used, at one to two GB/s. To load without this check, remove the hashes from the config:
+
+    config = AutoConfig.from_pretrained(folder)
+    config.quantization_config.pop("sha256")
+    model = AutoModelForCausalLM.from_pretrained(folder, config=config)
+"""
+
+import copy
+import math
+from typing import Annotated, Any, Literal, NotRequired
+
+from pydantic import Field
+from transformers.utils.quantization_config import QuantizationConfigMixin
+from typing_extensions import TypedDict
+
+from permtriton.checkpoint.format import Format
+from permtriton.checkpoint.forms import Pattern, Sha256
+from permtriton.checkpoint.registration import METHOD
+from permtriton.errors import ModelError, shown
+from permtriton.kernels.norm_permute import KINDS
+from permtriton.sparsity import NMPattern
+from permtriton.validated import checked
+
+VERSION = 1
+WHERE = "config.json, quantization_config"
+Name = Annotated[str, Field(min_length=1)]
+Size = Annotated[int, Field(gt=0, le=2**31)]
+
+
+class Packed(TypedDict):
+    """A packed parameter."""
+
+    shape: Annotated[list[Size], Field(min_length=2, max_length=4)]
+    dim: Annotated[int, Field(ge=0)]
+
+
+class Norm(TypedDict):
+    """A norm that writes its output in another order; see `permtriton.kernels.norm_permute.NormVariant`."""
+
+    channels: Size
+    eps: Annotated[float, Field(ge=0, lt=1)]
+    kind: Literal[KINDS]  # type: ignore[valid-type]
+    offset: Annotated[float, Field(ge=0, le=1, multiple_of=1)]
+
+
+class Entries(TypedDict):
+    """The entries above."""
+
+    quant_method: NotRequired[Literal["permtriton"]]
+    version: int
+    format: Literal["packed", "dense"]
+    sparsity: Pattern
+    packed: NotRequired[dict[Name, Packed]]
+    gathers: NotRequired[dict[Name, Size]]
+    norms: NotRequired[dict[Name, Norm]]
+    sha256: NotRequired[dict[str, Sha256]]
+
+
+class PermTritonQuantizationConfig(QuantizationConfigMixin):
+    """The entries above as checked attributes.
+
+    Raises:
+        ModelError: an unknown version or entry, a wrong type, or a number out of range.
+    """
+
+    def __init__(self, **entries: Any) -> None:
+        version = entries.get("version")
+        if type(version) is not int or version != VERSION:
+            raise ModelError(
+                f"{WHERE}: version is {shown(version)}, but this permtriton reads version {VERSION}: upgrade "
+                "permtriton, or export the model again"
+            )
+        found = checked(Entries, copy.deepcopy(entries), _damaged)
+        self.quant_method = METHOD  # type: ignore[assignment]
+        self.version = VERSION
+        self.format = Format(found["format"])
+        self.sparsity = found["sparsity"]
+        self.packed = found.get("packed", {})
+        self.gathers = found.get("gathers", {})
+        self.norms = found.get("norms", {})
+        self.sha256 = found.get("sha256", {})
+        for name, entry in self.packed.items():
+            shape, dim = entry["shape"], entry["dim"]
+            if dim >= len(shape) or shape[dim] % self.pattern.group or math.prod(shape) >= 2**62:
+                group = self.pattern.group
+                raise _damaged(f"{name} is {entry}, expected a dimension of the shape that is a multiple of {group}")
+        if bool(self.packed) != (self.format is Format.PACKED) or not (self.packed or self.permuted):
+            raise _damaged(
+                f"format {self.format} with {len(self.packed)} packed weights and {len(self.permuted)} permuted "
+                "modules is contradictory"
+            )
+
+    @property
+    def pattern(self) -> NMPattern:
+        """The entry ``sparsity`` as a pattern."""
+        return NMPattern.parse(self.sparsity)
+
+    @property
+    def permuted(self) -> list[str]:
+        """Names of the modules that permute at run time, which transformers alone cannot run."""
+        return [*self.norms, *self.gathers]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the entries as JSON types, without ``sha256`` if it is empty."""
+        entries = super().to_dict()
+        if not self.sha256:
+            del entries["sha256"]
+        return entries
+
+
+def _damaged(problem: str) -> ModelError:
+    return ModelError(f"{WHERE}: {problem}: the file is damaged")

@@ -1,0 +1,80 @@
+"""The compiled folders that a report is made of, and what their linears are called."""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from permtriton.checkpoint.folder import Folder
+from permtriton.checkpoint.format import Format
+from permtriton.kernels.packing import position_bits
+from permtriton.model_name import shown_name
+
+
+class Compiled(Folder):
+    """A folder that ``permtriton compile`` or ``export`` wrote.
+
+    Attributes:
+        label: what distinguishes it in the report.
+    """
+
+    label: str
+
+    @property
+    def model(self) -> str:
+        """Name of the dense model, without a path."""
+        return shown_name(self.record["model"])
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the files of weights on disk."""
+        return sum(file.stat().st_size for file in self.files)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether its pruned weights are stored packed."""
+        return "export" in self.record and self.record["export"]["format"] is Format.PACKED
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Bytes of the weights dense and packed."""
+        if self.is_packed:
+            exported = self.record["export"]
+            dense = self.stored_bytes - exported["stored_bytes"] + exported["dense_bytes"]
+            return {"dense": dense, "packed": self.stored_bytes}
+        element = getattr(torch, self.record["dtype"]).itemsize
+        ratio = self.pattern.kept / self.pattern.group * (1 + position_bits(self.pattern.group) / (8 * element))
+        saved = self.record["pruned_parameters"] * element * (1 - ratio)
+        return {"dense": self.stored_bytes, "packed": round(self.stored_bytes - saved)}
+
+
+def read_folders(folders: Sequence[Path]) -> list[Compiled]:
+    """Reads what permtriton recorded in each folder.
+
+    Raises:
+        ModelError: a folder was not written by permtriton, or is damaged.
+    """
+    found = [Compiled.open(folder) for folder in folders]
+    labels = [method_of(each.record["config"]) for each in found]
+    for each, label in zip(found, labels, strict=True):
+        each.label = label if len(set(labels)) == len(labels) else f"{label} ({each.path.resolve().name})"
+    return found
+
+
+def method_of(config: Mapping[str, Any]) -> str:
+    """Returns the name of a method, such as ``wanda: heuristic, mask``, from the options of a compilation."""
+    words = f"{config['importance']}: {config['recipe'].replace(',', ', ')}"
+    return f"{words}, fused" if config["layout"] == "fused" else words
+
+
+def layer_of(name: str) -> int | None:
+    """Returns the number of the layer in a module's name, or None."""
+    found = re.search(r"\.(\d+)\.", f".{name}.")
+    return int(found[1]) if found else None
+
+
+def kind_of(linear: str) -> str:
+    """Returns the last part of a linear's name, such as ``down_proj``."""
+    return linear.rpartition(".")[2]

@@ -1,0 +1,64 @@
+"""Does what a file holds have the form that permtriton writes? Forms are declared, and pydantic checks them."""
+
+from collections.abc import Callable
+from dataclasses import is_dataclass
+from functools import cache
+from typing import Any, TypeVar, get_type_hints
+
+from permtriton.errors import shown
+
+Form = TypeVar("Form")
+
+
+def checked(form: type[Form], found: Any, refuse: Callable[[str], Exception]) -> Form:
+    """Returns what was read from a file, if it has a form: no other type, no unknown entry, no NaN or infinity.
+
+    Args:
+        form: a ``TypedDict``, a dataclass, of which an instance is returned, or any other type that pydantic knows.
+        found: values as `json` reads them.
+        refuse: makes the error from what is wrong, such as ``sites[0].index is 7, expected a valid list``.
+
+    Raises:
+        Exception: the error that ``refuse`` made.
+    """
+    return _checked(form, [found], refuse, 1)[0]
+
+
+def checked_list(form: type[Form], found: Any, refuse: Callable[[str], Exception]) -> list[Form]:
+    """Does the same for a list of values of one form."""
+    return _checked(form, found, refuse, 0)
+
+
+def _checked(form: Any, found: Any, refuse: Callable[[str], Exception], skip: int) -> list[Any]:
+    from pydantic import ValidationError  # late, because it takes time that `permtriton --help` must not
+
+    try:
+        values = _checker(form).validate_python(found)
+    except ValidationError as error:
+        raise refuse(_words(error.errors(include_url=False)[0], skip)) from None
+    return [form(**value) for value in values] if is_dataclass(form) else values  # type: ignore[operator]
+
+
+@cache
+def _checker(form: Any) -> Any:
+    """Returns the check of a list, because pydantic takes settings for no ``TypedDict`` alone."""
+    from pydantic import ConfigDict, TypeAdapter
+    from typing_extensions import TypedDict
+
+    entries: Any = TypedDict
+    if is_dataclass(form):
+        form = entries(str(form), get_type_hints(form))
+    return TypeAdapter(list[form], config=ConfigDict(strict=True, extra="forbid", allow_inf_nan=False))
+
+
+def _words(problem: Any, skip: int) -> str:
+    """Returns in one line where a problem that pydantic found is, what is there, and what was expected."""
+    places = [key for key in problem["loc"][skip:] if key != "[key]"]
+    where = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in places).removeprefix(".")
+    where = repr(where)[1:-1] or "it"  # a name from a file may hold anything
+    if problem["type"] == "missing":
+        return f"{where} is missing"
+    if problem["type"] == "extra_forbidden":
+        return f"{where} is unknown"
+    expected = problem["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+    return f"{where} is {shown(problem['input'])}, expected {expected}"
