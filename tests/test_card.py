@@ -17,8 +17,8 @@ from . import zoo
 
 REPORT = {
     "model": "org/model-7b",
-    "command": "permtriton compile org/model-7b --permutation heuristic",
-    "config": {"sparsity": "2:4", "permutation": "heuristic", "calibration": "/home/me/text.txt"},
+    "command": "permtriton compile org/model-7b --recipe heuristic,mask",
+    "config": {"sparsity": "2:4", "recipe": "heuristic,mask", "calibration": "/home/me/text.txt"},
     "calibration": {"sha256": "0", "shape": [8, 256]},
     "evaluation": {"measure": "perplexity", "dense": 5.472, "compiled": 6.75, "text": "wikitext2"},
     "proof": {"fold_difference": 1e-6, "verified_inputs": ["input_ids"], "unverified_inputs": {"pixel_values": "none"}},
@@ -29,7 +29,7 @@ REPORT = {
 @pytest.fixture(scope="module")
 def compiled() -> dict[str, permtriton.CompiledModel]:
     configs = {
-        layout: permtriton.CompileConfig(permutation="heuristic", row_weights="none", layout=layout)
+        layout: permtriton.config_from({"heuristic_row_weights": "none", "layout": layout}, "heuristic,mask")
         for layout in ("portable", "fused")
     }
     ids = zoo.tiny_ids(4, 16)

@@ -13,9 +13,9 @@ from permtriton.comparison.methods import ABLATIONS, METHODS, ablation_rows, che
 from permtriton.comparison.results import ResultFile
 from permtriton.comparison.run import Yardstick, compare
 from permtriton.comparison.summary import columns, report_of
-from permtriton.config import CompileConfig
 from permtriton.errors import ConfigError, OutputError
 from permtriton.progress import NoProgress
+from permtriton.recipes import RECIPES, resolved
 from permtriton.sparsity import NMPattern
 
 from . import media, zoo
@@ -23,13 +23,13 @@ from . import media, zoo
 PATTERNS = (NMPattern(2, 4), NMPattern(4, 8))
 IDS, WINDOWS = zoo.tiny_ids(4, 16), zoo.tiny_ids(3, 12, seed=1)
 TIMES = ("seconds", "compile_seconds", "peak_bytes")
-SMALL = {"samples": 4, "sequence_length": 16, "epochs": 1, "batch_size": 4}
-# Without a base order, and with the last epoch kept: what learning does then shows, be it good or bad.
-PLAINLY = {"base_order": "identity", "start": "random", "keep_epoch": "last", "learning_rate": 0.1}
+SMALL = {"samples": 4, "sequence_length": 16, "learn_epochs": 1, "learn_batch_size": 4}
+# From a random order, and with the last epoch kept: what learning does then shows, be it good or bad.
+PLAINLY = {"learn_init": "random", "learn_keep": "last", "learn_learning_rate": 0.1}
 
 
-def config(**options: object) -> CompileConfig:
-    return CompileConfig.from_options({**SMALL, **options})
+def given(**options: object) -> dict[str, object]:
+    return {**SMALL, **options}
 
 
 def one_layer():
@@ -66,23 +66,35 @@ def without_times(results) -> list:
 
 
 def test_there_is_a_row_per_method_and_pattern():
-    rows = method_rows(config(), ("wanda", "ria + learned", "wanda"), PATTERNS)
+    rows = method_rows(given(), ("wanda", "ria + learned", "wanda"), PATTERNS)
     assert [(row.method, row.pattern) for row in rows] == [
         (method, pattern) for pattern in ("2:4", "4:8") for method in ("wanda", "ria + learned")
     ]
     assert [str(row.config.sparsity) for row in rows] == ["2:4", "2:4", "4:8", "4:8"]
-    assert {(row.config.importance, row.config.permutation) for row in rows} == {("wanda", "none"), ("ria", "learned")}
+    assert {(row.config.importance, row.config.recipe) for row in rows} == {
+        ("wanda", "mask"),
+        ("ria", "heuristic,learned,mask"),
+    }
 
 
 def test_all_methods_differ_from_each_other():
-    rows = method_rows(config(), (), ())
+    rows = method_rows(given(), (), ())
     assert [row.method for row in rows] == list(METHODS)
     assert len({row.config for row in rows}) == len(METHODS)
 
 
+def test_recipes_are_compared_where_they_are_named():
+    rows = method_rows(given(), tuple(RECIPES), (), model="demo")
+    assert [row.method for row in rows] == list(RECIPES)
+    assert [row.config.recipe for row in rows] == [recipe.names for recipe in RECIPES.values()]
+    assert [row.config.importance for row in rows] == ["wanda", "obs", "obs", "wanda"]
+    assert rows[-1].config.steps[0].clamp == RECIPES["published"].steps[0].clamp
+    assert rows[-1].config.steps[0].epochs == 1, "the user's options win over the recipe's"
+
+
 @pytest.mark.parametrize("name", ABLATIONS)
 def test_the_rows_of_an_ablation_differ_in_its_option_alone(name):
-    rows = ablation_rows(config(), name, (), (), (), layers=6)
+    rows = ablation_rows(given(), name, (), (), (), layers=6)
     ablation = ABLATIONS[name]
     assert len(rows) == len(ablation.values) * len(ablation.methods)
     for method in ablation.methods:
@@ -99,23 +111,23 @@ def test_the_rows_of_an_ablation_differ_in_its_option_alone(name):
     [
         (("heat", (), ()), "ablation 'heat' is unknown: choose from sinkhorn"),
         (("sinkhorn", (), ("wanda",)), r"no effect on the method 'wanda'.*choose from wanda \+ learned, ria"),
-        (("sinkhorn", ("five",), ()), "'five': --sinkhorn-rounds takes integers"),
-        (("block-size", ("30",), ()), "block_size 30 is not a multiple"),
+        (("sinkhorn", ("five",), ()), "'five': --learn-sinkhorn-rounds takes integers"),
+        (("block-size", ("30",), ()), "learn_block_size 30 is not a multiple"),
         (("learn-layers", ("first:1",), ()), "learn_layers is 'first:1'"),
     ],
 )
 def test_ablations_that_make_no_sense(arguments, message):
     with pytest.raises(ConfigError, match=message):
-        ablation_rows(config(), *arguments, (), layers=2)
+        ablation_rows(given(), *arguments, (), layers=2)
 
 
 def test_options_that_change_no_row_are_refused():
-    rows = method_rows(config(), ("wanda", "wanda + learned"), ())
-    check_effect(["epochs", "samples"], rows, None)
-    with pytest.raises(ConfigError, match="--epochs has no effect on the methods wanda: "):
-        check_effect(["samples", "epochs"], rows[:1], None)
-    with pytest.raises(ConfigError, match="--block-size has no effect with --ablate block-size"):
-        check_effect(["block_size"], rows, "block-size")
+    rows = method_rows(given(), ("wanda", "wanda + learned"), ())
+    check_effect(["learn_epochs", "samples"], rows, None)
+    with pytest.raises(ConfigError, match="--learn-epochs has no effect on the methods wanda: "):
+        check_effect(["samples", "learn_epochs"], rows[:1], None)
+    with pytest.raises(ConfigError, match="--learn-block-size has no effect with --ablate block-size"):
+        check_effect(["learn_block_size"], rows, "block-size")
 
 
 # -- runs ----------------------------------------------------------------------------------------------------------
@@ -132,7 +144,7 @@ def test_all_rows_of_a_seed_share_one_draw(model, compiled, tmp_path, monkeypatc
     monkeypatch.setattr(comparison, "calibration_samples", count)
     text = tmp_path / "text.jsonl"
     text.write_text(json.dumps({"input_ids": torch.arange(40).repeat(12).tolist()}))
-    rows = method_rows(config(calibration=str(text)), ("wanda",), PATTERNS)
+    rows = method_rows(given(calibration=str(text)), ("wanda",), PATTERNS)
     results = compare(Yardstick(model, None, WINDOWS), rows, seeds=(0, 5))
     assert draws == [0, 5]
     assert [(config.seed, str(config.sparsity)) for config, _ in compiled] == [
@@ -160,7 +172,7 @@ def test_the_rows_of_every_ablation_give_different_models(model, tmp_path, name,
             (tmp_path / path).write_text(json.dumps({"input_ids": stream}))
     if name == "learn-layers":
         model = zoo.tiny_llama(initializer_range=0.4)
-    rows = ablation_rows(config(**PLAINLY), name, values, ("wanda + learned (fused)",), (), layers=2)
+    rows = ablation_rows(given(**PLAINLY), name, values, ("wanda + learned (fused)",), (), layers=2)
     results = compare(Yardstick(model, None, WINDOWS), rows, ids=None if name == "calibration" else IDS)
     means = [each.mean for each in results[1:]]
     assert len(means) == len(set(means)) == 2
@@ -174,8 +186,10 @@ def test_encoders_are_compared_by_the_cosine(name):
     else:
         model, windows, ids = zoo.build(name), zoo.token_ids(3, 12), zoo.token_ids(4, 16)
     yardstick = Yardstick(model, None, windows)
-    results = compare(yardstick, method_rows(config(), ("wanda",), ()), ids=ids)
-    report = report_of(results, yardstick, config(), model=name, text="", seeds=[0], ablation=None, versions={})
+    results = compare(yardstick, method_rows(given(), ("wanda",), ()), ids=ids)
+    report = report_of(
+        results, yardstick, resolved(given()), model=name, text="", seeds=[0], ablation=None, versions={}
+    )
     assert (report["tokens"], report["window"]) == ((36, 12) if name == "bert" else (6 * 5, 5))
     assert columns(report)[0] == ["method", "cosine", "seconds", "peak MiB"]
     dense, pruned = (each.measured[0] for each in results)
@@ -187,7 +201,7 @@ def test_encoders_are_compared_by_the_cosine(name):
 
 def test_the_dense_model_stays_as_it_is(model):
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    compare(Yardstick(model, None, WINDOWS), method_rows(config(), ("wanda",), ()), ids=IDS)
+    compare(Yardstick(model, None, WINDOWS), method_rows(given(), ("wanda",), ()), ids=IDS)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
@@ -204,7 +218,7 @@ def test_peak_memory_is_counted_anew():
 
 def test_memory_that_cannot_be_counted_anew_is_not_reported(model, monkeypatch):
     monkeypatch.setattr(machine, "reset_peak_memory", lambda device: False)
-    results = compare(Yardstick(model, None, WINDOWS), method_rows(config(), ("wanda",), ()), ids=IDS)
+    results = compare(Yardstick(model, None, WINDOWS), method_rows(given(), ("wanda",), ()), ids=IDS)
     assert results[1].measured[0].peak_bytes is None
 
 
@@ -239,14 +253,14 @@ class Lines(NoProgress):
 
 def kept(path, model, base=None, windows=WINDOWS, **more) -> ResultFile:
     yardstick = Yardstick(model, None, windows)
-    return ResultFile(path, yardstick.identity(base or config(), more.get("ablation"), more.get("tasks", {})))
+    return ResultFile(path, yardstick.identity(resolved(base or given()), more.get("ablation"), more.get("tasks", {})))
 
 
 def run(path, model, methods=METHODS_RUN, progress=None):
     results = kept(path, model)
     results.read()
     return compare(
-        Yardstick(model, None, WINDOWS), method_rows(config(), methods, ()), ids=IDS, kept=results, progress=progress
+        Yardstick(model, None, WINDOWS), method_rows(given(), methods, ()), ids=IDS, kept=results, progress=progress
     )
 
 
@@ -286,7 +300,7 @@ def other_model():
 OTHERS = {
     "model": (lambda model: {"model": other_model()}, "model weights was '"),
     "text": (lambda model: {"windows": WINDOWS + 1}, "held-out text was '"),
-    "config": (lambda model: {"base": config(samples=8)}, "option samples was 4, now 8"),
+    "config": (lambda model: {"base": given(samples=8)}, "option samples was 4, now 8"),
     "ablation": (lambda model: {"ablation": "sinkhorn"}, "ablation was None, now 'sinkhorn'"),
     "tasks": (lambda model: {"tasks": {"names": ["rte"]}}, r"tasks names was None, now \['rte'\]"),
 }
@@ -309,13 +323,13 @@ def test_results_of_other_versions_are_refused(model, stored_rows, monkeypatch):
 def test_other_calibration_sequences_are_refused(model, stored_rows):
     results = kept(stored_rows, model)
     results.read()
-    rows = method_rows(config(), ("magnitude",), ())
+    rows = method_rows(given(), ("magnitude",), ())
     with pytest.raises(OutputError, match="a result of magnitude with seed 0 on other calibration sequences"):
         compare(Yardstick(model, None, WINDOWS), rows, ids=IDS.flip(0), kept=results)
 
 
 def test_what_the_rows_set_themselves_is_no_difference(model, stored_rows):
-    other = config(sparsity="4:8", seed=3, permutation="heuristic", importance="ria")
+    other = given(sparsity="4:8", seed=3, heuristic_row_weights="none", importance="ria")
     results = kept(stored_rows, model, other)
     results.read()
     assert len(results.results) == 2

@@ -134,7 +134,7 @@ def test_encoder_with_permuted_channels_agrees_in_the_old_order():
 def test_compile_undoes_the_order_before_it_compares():
     """7:8 prunes little, so the cosine stays high unless the channels are compared in different orders."""
     model = encoder(BertForMaskedLM)
-    config = permtriton.CompileConfig.from_options({"sparsity": "7:8", "permutation": "heuristic"})
+    config = permtriton.config_from({"sparsity": "7:8"}, "heuristic,mask")
     compiled = permtriton.compile(model, None, config, ids=windows(4), evaluation_windows=windows(3))
     evaluation = compiled.report["evaluation"]
     stream = compiled.plan.hidden_space.name

@@ -39,8 +39,8 @@ def compiled(model_folder, tmp_path_factory) -> dict[str, Path]:
     source = Source(str(model_folder))
     folders = {}
     for layout in ("portable", "fused"):
-        options = {"permutation": "heuristic", "layout": layout, "calibration": str(model_folder.parent / "text.txt")}
-        config = permtriton.CompileConfig.from_options({**options, "samples": 4, "sequence_length": 16})
+        options = {"recipe": "heuristic,mask", "layout": layout, "calibration": str(model_folder.parent / "text.txt")}
+        config = permtriton.config_from({**options, "samples": 4, "sequence_length": 16})
         made = permtriton.compile(load_model(source), load_tokenizer(source), config)
         folders[layout] = made.save(root / layout)
         if layout == "portable":

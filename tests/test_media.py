@@ -15,7 +15,7 @@ from transformers import (
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 import permtriton
-from permtriton import CompileConfig, NMPattern, find_plan
+from permtriton import NMPattern, config_from, find_plan
 from permtriton.cli.held_out import held_out_windows
 from permtriton.data.media import media_samples
 from permtriton.data.samples import Samples
@@ -28,7 +28,7 @@ from permtriton.model.trace import trace
 from . import media, zoo
 
 PREPROCESSOR = {"image_processor_type": "ViTImageProcessor", "size": {"height": 16, "width": 16}}
-OPTIONS = {"permutation": "heuristic", "row_weights": "none"}
+OPTIONS = {"heuristic_row_weights": "none", "importance": "wanda"}
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def test_channels_move_and_outputs_stay(name):
 @pytest.mark.parametrize(("name", "layout"), [("vit", "fused"), ("wav2vec2", "portable"), ("whisper", "fused")])
 def test_compiled_from_a_dict_of_inputs(name, layout):
     """The held-out measure is the cosine of the hidden states, computed here from a second model."""
-    config = CompileConfig.from_options({**OPTIONS, "layout": layout, "weight_update": "sparsegpt"})
+    config = config_from({**OPTIONS, "layout": layout}, "heuristic,sparsegpt")
     held_out = {key: tensor.flip(0) for key, tensor in media.inputs(name).items()}
     dense, model = media.build(name), media.build(name)
     compiled = permtriton.compile(model, None, config, ids=media.inputs(name), evaluation_windows=held_out)
@@ -96,7 +96,7 @@ def test_a_folder_of_images_from_end_to_end(vit, images, tmp_path, monkeypatch):
     from permtriton.cli import main
 
     output = tmp_path / "out"
-    arguments = ["compile", str(vit), "--calibration", str(images), "--samples", "4", "--permutation", "heuristic",
+    arguments = ["compile", str(vit), "--calibration", str(images), "--samples", "4", "--recipe", "heuristic,mask",
                  "--eval-data", str(images), "--output", str(output), "--device", "cpu"]  # fmt: skip
     main.app(arguments, standalone_mode=False)
     report = json.loads((output / "permtriton.json").read_text())
@@ -166,7 +166,7 @@ def test_stored_tensors(tmp_path):
     assert torch.equal(found.inputs["pixel_values"], media.inputs("vit")["pixel_values"])
     ids = zoo.token_ids(6, 8)
     save_file({"input_ids": ids}, file)
-    config = CompileConfig.from_options({"calibration": str(file), "samples": 4, "permutation": "none"})
+    config = config_from({"calibration": str(file), "samples": 4}, "mask")
     compiled = permtriton.compile(zoo.build("bert"), None, config)
     assert compiled.report["calibration"]["shape"] == [4, 8]
 
@@ -226,7 +226,7 @@ WRONG_INPUTS = {
 def test_inputs_that_the_model_cannot_read(case):
     inputs, message = WRONG_INPUTS[case]
     with pytest.raises(CalibrationError, match=message):
-        permtriton.compile(media.build("vit"), None, CompileConfig.from_options({"samples": 4}), ids=inputs)
+        permtriton.compile(media.build("vit"), None, config_from({"samples": 4}), ids=inputs)
 
 
 def test_a_sampling_rate_that_no_filter_can_change_is_refused(tmp_path):
@@ -241,7 +241,7 @@ def test_a_model_with_two_towers_is_refused():
     vision, text = {**media.SIZES, **media.PIXELS}, {**media.SIZES, "vocab_size": 20}
     model = CLIPModel(CLIPConfig(text_config=text, vision_config=vision))
     inputs = {"input_ids": zoo.token_ids(4, 4) % 20, "pixel_values": torch.zeros(4, 3, 8, 8)}
-    config = CompileConfig.from_options({"permutation": "none"})
+    config = config_from({}, "mask")
     for refused in (
         lambda: held_out_windows(load.Source("clip"), "images", None, model),
         lambda: find_plan(model, NMPattern(2, 4)),

@@ -103,13 +103,14 @@ def test_estimate_knows_what_costs_more(model, plan, less, more):
 
 def test_masked_weights_are_kept_where_they_fit(model, plan, monkeypatch):
     """They and their gradients take two copies of the pruned weights, in place of those of one layer of two."""
-    learned = {"recipe": "heuristic,learned,mask", "samples": 2, "sequence_length": 8}
+    learned = {"recipe": "heuristic,learned,mask", "samples": 8, "sequence_length": 1024}
     monkeypatch.setattr(memory, "available_memory", lambda device: None)
     found = needs(model, plan, **learned)
     assert not found.thrifty
     assert not found.report()["thrifty"]
     assert memory.describe_thrift(found, config_from(learned)) == ""
     pruned = sum(model.get_parameter(f"{name}.weight").numel() * 4 for _, name in plan.linears())
+    assert found.largest_needed == "learning"
     most = found.added("learning")
     for free, thrifty in ((most, False), (most - 2**20, True), (0, True)):
         monkeypatch.setattr(memory, "available_memory", lambda device, free=free: free)

@@ -177,7 +177,7 @@ def test_a_forward_that_someone_else_replaced_comes_back():
 
 
 def test_a_model_without_a_head_is_refused():
-    with pytest.raises(ConfigError, match=r"BertModel has none: choose --objective cosine"):
+    with pytest.raises(ConfigError, match=r"BertModel has none: choose the loss cosine"):
         dense_objective(zoo.build("bert"), "kl", Samples.of(IDS), 2)
 
 

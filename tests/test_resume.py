@@ -72,7 +72,7 @@ CHANGES = {
     "learn_learning_rate was 0.005 and is 0.1": {"learn_learning_rate": 0.1},
     "seed was 0 and is 1": {"seed": 1},
     "importance was wanda and is ria; sparsity was 2:4 and is 1:4": {"sparsity": "1:4", "importance": "ria"},
-    "recipe was learned,mask and is learned,sparsegpt": {"recipe": "learned,sparsegpt", "importance": "wanda"},
+    "recipe was learned,mask and is heuristic,mask": {"recipe": "heuristic,mask"},
 }
 
 

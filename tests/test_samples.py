@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import permtriton
-from permtriton import CompileConfig
+from permtriton import config_from
 from permtriton.data.samples import Samples
 from permtriton.errors import CalibrationError
 
@@ -64,4 +64,4 @@ def test_what_are_no_samples(inputs):
 )  # fmt: skip
 def test_inputs_that_a_model_does_not_take(inputs, words):
     with pytest.raises(CalibrationError, match=words):
-        permtriton.compile(media.build("vit"), None, CompileConfig(permutation="none"), ids=inputs)
+        permtriton.compile(media.build("vit"), None, config_from({}, "mask"), ids=inputs)

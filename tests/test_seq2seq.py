@@ -21,12 +21,13 @@ from transformers import (
 )
 
 import permtriton
-from permtriton import CompileConfig, NMPattern, find_plan
+from permtriton import NMPattern, config_from, find_plan
 from permtriton.config import CalibrationConfig
 from permtriton.data.text import calibration_ids, check_samples, evaluation_ids
 from permtriton.errors import CalibrationError
 from permtriton.evaluation.perplexity import perplexity
 from permtriton.methods.objective import Head, has_head
+from permtriton.methods.reconstruct import Reconstruct
 from permtriton.methods.reconstruction import _layers
 from permtriton.model.forward import last_hidden_state, max_tokens
 from permtriton.model.plan import Placement
@@ -70,16 +71,16 @@ def inputs_of(name: str):
 
 
 @pytest.mark.parametrize(
-    ("name", "layout", "update"),
-    [("t5", "portable", "sparsegpt"), ("bart", "fused", "none"), ("whisper", "portable", "none")],
+    ("name", "layout", "pruning"),
+    [("t5", "portable", "sparsegpt"), ("bart", "fused", "mask"), ("whisper", "portable", "mask")],
 )
-@pytest.mark.slow(but=["t5-portable-sparsegpt", "bart-fused-none"])
-def test_compiled_saved_and_generating(name, layout, update, tmp_path):
+@pytest.mark.slow(but=["t5-portable-sparsegpt", "bart-fused-mask"])
+def test_compiled_saved_and_generating(name, layout, pruning, tmp_path):
     model = build(name)
     compiled = permtriton.compile(
         model,
         None,
-        CompileConfig.from_options({"permutation": "heuristic", "weight_update": update, "layout": layout}),
+        config_from({"layout": layout, "importance": "wanda"}, f"heuristic,{pruning}"),
         ids=inputs_of(name),
         evaluation_windows=None if name == "whisper" else IDS,
     )
@@ -140,7 +141,7 @@ def test_t5_in_float16_keeps_its_float32_weights(tmp_path):
     T5EncoderModel._from_config(T5Config(**T5)).save_pretrained(tmp_path / "dense")
     model = T5EncoderModel.from_pretrained(tmp_path / "dense", dtype=torch.float16).eval()
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float16, torch.float32}
-    config = CompileConfig.from_options({"permutation": "heuristic", "weight_update": "none", "layout": "fused"})
+    config = config_from({"layout": "fused"}, "heuristic,mask")
     compiled = permtriton.compile(model, None, config, ids=IDS)
     assert Placement.IN_NORM in {space.placement for space in compiled.plan.spaces}
 
@@ -149,8 +150,7 @@ def test_t5_in_float16_keeps_its_float32_weights(tmp_path):
 def test_a_window_of_mlp_divides_every_layer(name):
     """T5 holds its attentions and its MLP in a list inside of each layer, BART beside each other."""
     model = build(name)
-    config = CompileConfig.from_options({"weight_update": "reconstruct", "window": "mlp"})
-    layers, left = _layers(model, find_plan(model, NMPattern(2, 4)), config)
+    layers, left = _layers(model, find_plan(model, NMPattern(2, 4)), Reconstruct(window="mlp"))
     sizes = [[len(part) for part in layer.parts] for layer in layers.values()]
     assert not left
     assert sizes == 2 * [[4, 2]] + 2 * [[4, 6]]  # the attention over the encoder is trained with the MLP

@@ -174,9 +174,12 @@ def _differences(key: str, stored: Any, present: Any) -> list[str]:
         return [DIFFERS[key]]
     if not isinstance(stored, dict):
         return [f"its {key} cannot be read"]
+    names, common = {*stored, *present}, stored.keys() & present.keys()
+    if "recipe" in common and stored["recipe"] != present["recipe"]:
+        names = common  # the recipes say which options one of them lacks
     return [
         f"{name} was {stored.get(name, 'not there')} and is {present.get(name, 'not there')}"
-        for name in sorted({*stored, *present})
+        for name in sorted(names)
         if stored.get(name, ...) != present.get(name, ...)
     ]
 
