@@ -261,7 +261,7 @@ class Row(TypedDict):
     cosine: float | None
     tasks: dict[str, float]
     seconds: float
-    compile_seconds: float
+    compile_seconds: float | None
     peak_bytes: Integer | None
     by_seed: list[dict[str, Any]]
 
@@ -277,7 +277,7 @@ class Comparison(TypedDict):
     seeds: list[Integer]
     patterns: list[str]
     ablation: str | None
-    config: Config
+    config: dict[str, str | int | float | bool]
     versions: dict[str, str]
     device: str
     system: str
