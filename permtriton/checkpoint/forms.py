@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated, Any, NotRequired
 
 import torch
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, ConfigDict, Field
 from typing_extensions import TypedDict
 
 from permtriton.checkpoint.format import Format
@@ -122,14 +122,13 @@ class Retained(TypedDict):
 
 
 class Part(TypedDict):
-    """What a step did to one part of the model, and the error before and after."""
+    """What a step did to one part of the model, and the error before and after; a step may say more of it."""
+
+    __pydantic_config__ = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)  # type: ignore[misc]
 
     name: str
-    linears: list[str]
     start: float
     end: float
-    history: list[dict[str, Value]]
-    kept: Integer
     seconds: float
 
 
