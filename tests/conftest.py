@@ -29,7 +29,9 @@ def _check_kept_cases(items, *, whole: bool) -> None:
             found.add(item.callspec.id)
     for test, (names, found) in there.items():
         if whole and names - found:
-            raise pytest.UsageError(f"{test} is marked slow but for {sorted(names - found)}, which is none of its cases")
+            raise pytest.UsageError(
+                f"{test} is marked slow but for {sorted(names - found)}, which is none of its cases"
+            )
 
 
 def _is_slow(item) -> bool:

@@ -10,8 +10,7 @@ from typing_extensions import TypedDict
 
 from permtriton.checkpoint.format import Format
 from permtriton.errors import ConfigError, ModelError
-from permtriton.model.headers import DTYPES, read_json
-from permtriton.model.load import REPORT_FILE
+from permtriton.model.headers import DTYPES, REPORT_FILE, read_json
 from permtriton.permutation import is_permutation
 from permtriton.sparsity import NMPattern
 from permtriton.validated import checked
