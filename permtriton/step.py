@@ -136,8 +136,8 @@ class Outcome:
         history: the rounds or epochs, from 0, the state before; each with its number under ``unit``, its ``loss`` on
             the calibration samples or ``held_out``, and whatever else is known of it.
         kept: number of the epoch whose result was kept; None if it is the last.
-        parts: what was changed part by part, such as layers: ``name``, the error at its ``start`` and ``end``, and
-            whatever else is known of it.
+        parts: what was changed part by part, such as layers: ``name``, the error at its ``start`` and ``end``,
+            ``seconds``, and whatever else is known of it.
         left: name of what the step left as it was -> the reason.
     """
 
@@ -229,4 +229,5 @@ class Step(Protocol):
             done = f"{outcome.unit} {kept[outcome.unit]} of {len(outcome.history) - 1}"
             lines.append((f"{self.name}: {measure.replace('_', '-')}", f"{before:.4f} to {after:.4f} ({done})"))
         changed = [(part["name"], f"{part['start']:.4f} to {part['end']:.4f}") for part in outcome.parts]
+        changed += [(name, f"left as it was: {why}") for name, why in outcome.left.items()]
         return lines + [(f"{self.name}: {name}", values) for name, values in changed]

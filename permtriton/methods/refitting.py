@@ -13,6 +13,7 @@ gradients then find the exact minimum on it. Dense targets: GPTAQ (arXiv 2504.02
 """
 
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -67,8 +68,8 @@ def refit(
         empty: makes the tensors that hold the layers' inputs.
 
     Returns:
-        For each linear its ``name``, and the error of SparseGPT's weight (``start``) and of the new one (``end``): the
-        squared distance from the best unpruned weight's outputs, relative to the square of those.
+        For each linear its ``name``, the error of SparseGPT's weight (``start``) and of the new one (``end``), which is
+        the squared distance from the best unpruned weight's outputs, relative to the square of those, and ``seconds``.
 
     Raises:
         CalibrationError: an activation is NaN or infinite, or a Hessian cannot be inverted.
@@ -114,6 +115,7 @@ def _fit(
     config: CompileConfig,
 ) -> dict[str, Any]:
     """Prunes and fits the weight of one linear, and returns what `refit` does of it."""
+    started = time.perf_counter()
     weight, of_inputs = weight_in_out(linear_module(model, name)), curvature(site)
     zeros = zeros_in_groups(weight * ~of_inputs.dead.unsqueeze(1), config.sparsity)
     target = best_weight(weight.T.float(), moment, of_inputs, options.dense_share)
@@ -128,7 +130,7 @@ def _fit(
     size = size.clamp_min(torch.finfo(torch.float32).tiny)
     start_error, end_error = float(before / size), float(after / size)
     check_no_worse(start_error, end_error, f"refitting {name}")
-    return {"name": name, "start": start_error, "end": end_error}
+    return {"name": name, "start": start_error, "end": end_error, "seconds": time.perf_counter() - started}
 
 
 def best_weight(weight: Tensor, moment: Moments, curvature: Curvature, dense_share: float) -> Tensor:
