@@ -195,7 +195,7 @@ def check_given(names: Sequence[str], config: CompileConfig) -> None:
             )
         if each.needs:
             other, values = next(iter(each.needs.items()))
-            present, choose = f"--{other} {getattr(config, other)}", f"--{other} {' or '.join(values)}"
+            present, choose = f"--{other} {config.to_dict()[other]}", f"--{other} {' or '.join(values)}"
             raise ConfigError(f"{each.flag} has no effect with {present}: leave it out, or choose {choose}")
         why = "which computes no gradients" if each.gradients else "which chooses its own mask"
         raise ConfigError(f"{each.flag} has no effect with --recipe {config.recipe}, {why}: leave it out")
