@@ -53,7 +53,7 @@ class CompileConfig:
     )
     importance: ImportanceMethod = _method(
         "auto",
-        "Score that decides which weights are kept. auto means obs where the recipe has SparseGPT, else wanda.",
+        "Score that decides which weights are kept. auto means obs in a recipe with sparsegpt or refit, else wanda.",
     )
     layout: Layout = _method(
         "portable",
