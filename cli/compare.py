@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from permtriton.checkpoint.output import OutputFolder, locked
+from permtriton.checkpoint.output import locked
 from permtriton.cli.console import BarProgress, err, fail, out, print_json, saved, table
 from permtriton.cli.held_out import held_out_windows
 from permtriton.cli.options import Flags
@@ -166,7 +166,7 @@ def _claimed(source: load.Source, outputs: Sequence[Path], progress: Progress) -
         )
     with ExitStack() as stack:
         for output in outputs or [Path(stem)]:
-            stack.enter_context(locked(OutputFolder(output.resolve(), inside=False), progress.say))
+            stack.enter_context(locked(output.resolve(), progress.say))
         yield place
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from permtriton import compiler
-from permtriton.checkpoint.output import OutputFolder, claimed
+from permtriton.checkpoint.output import claimed, resume_path
 from permtriton.checkpoint.plan_entries import grouped
 from permtriton.checkpoint.save import CompiledModel
 from permtriton.cli import torchrun
@@ -81,12 +81,11 @@ def run(job: Job) -> None:
     progress = BarProgress() if first else NoProgress()
     with ExitStack() as stack:
         with torchrun.joined(source.device):
-            folder = OutputFolder.at(target)
             if first:
                 stack.enter_context(claimed(target, overwrite=job.overwrite, say=progress.say))
                 if job.restart:
-                    _delete_states(folder, progress)
-            compiled = _compiled(job, folder, progress)
+                    _delete_states(target, progress)
+            compiled = _compiled(job, progress)
         if not first:
             return
         progress.say(f"saving and verifying {target}")
@@ -98,7 +97,7 @@ def run(job: Job) -> None:
             print_report(compiled.report, target)
 
 
-def _compiled(job: Job, folder: OutputFolder, progress: Progress) -> CompiledModel:
+def _compiled(job: Job, progress: Progress) -> CompiledModel:
     source, device = job.source, None
     if torchrun.launched():  # only then is it known whether one GPU can hold the model
         device, source = load.resolve_device(source.device), replace(source, device="cpu")
@@ -111,7 +110,7 @@ def _compiled(job: Job, folder: OutputFolder, progress: Progress) -> CompiledMod
             job.config,
             evaluation_windows=windows,
             progress=progress,
-            resume_path=folder.resume_path,
+            resume_path=resume_path(job.target),
             say_needs=True,
             device=device,
             spread=job.shard,
@@ -128,8 +127,8 @@ def _compiled(job: Job, folder: OutputFolder, progress: Progress) -> CompiledMod
     return compiled
 
 
-def _delete_states(folder: OutputFolder, progress: Progress) -> None:
-    for path in states_beside(folder.resume_path):
+def _delete_states(target: Path, progress: Progress) -> None:
+    for path in states_beside(resume_path(target)):
         path.unlink()
         progress.say(f"deleted {path.name}, the state of an interrupted run")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from permtriton import compiler
-from permtriton.checkpoint.output import OutputFolder, check_output
+from permtriton.checkpoint.output import check_output, resume_path
 from permtriton.checkpoint.plan_entries import grouped, plan_report
 from permtriton.cli.compile import Job, loaded
 from permtriton.cli.console import BarProgress, out, print_json, table
@@ -38,17 +38,16 @@ def run(job: Job, devices: str | None) -> None:
     source = job.source if wanted is None else replace(job.source, device="cpu")
     files = job.files()
     model, tokenizer, windows, _ = loaded(source, job.eval_text, BarProgress(), files)
-    folder = OutputFolder.at(job.target)
     plan, forecast = compiler.dry_run(
         model,
         tokenizer,
         job.config,
         evaluation_windows=windows,
-        resume_path=None if job.restart else folder.resume_path,
+        resume_path=None if job.restart else resume_path(job.target),
         devices=wanted,
         offload=files,
     )
-    print_dry_run(model, plan, forecast, folder.home, job.config, json=job.json)
+    print_dry_run(model, plan, forecast, job.target.resolve().parent, job.config, json=job.json)
 
 
 def _devices(text: str, spread: bool | None) -> Devices:
