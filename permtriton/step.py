@@ -229,4 +229,5 @@ class Step(Protocol):
             done = f"{outcome.unit} {kept[outcome.unit]} of {len(outcome.history) - 1}"
             lines.append((f"{self.name}: {measure.replace('_', '-')}", f"{before:.4f} to {after:.4f} ({done})"))
         changed = [(part["name"], f"{part['start']:.4f} to {part['end']:.4f}") for part in outcome.parts]
+        changed += [(name, f"left as it was: {why}") for name, why in outcome.left.items()]
         return lines + [(f"{self.name}: {name}", values) for name, values in changed]

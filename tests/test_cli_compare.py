@@ -165,14 +165,8 @@ def test_kept_results_of_another_comparison(desk):
 
 
 def test_an_ablation_from_the_command_line(desk):
-    options = (
-        "--learn-epochs",
-        1,
-        "--micro-batch-size",
-        4,
-        "--config",
-        desk.write("c.toml", '[learned]\ninit = "random"\n'),
-    )
+    file = desk.write("c.toml", '[learned]\ninit = "random"\n')
+    options = ("--learn-epochs", 1, "--micro-batch-size", 4, "--config", file)
     result = compare(desk, "--ablate", "block-size", "--values", "8,16", *options, "--json")
     rows = json.loads(result.stdout)["rows"]
     assert [(row["method"], row["setting"]) for row in rows] == [

@@ -347,8 +347,9 @@ def test_export_does_not_write_into_what_it_copies(compiled, tmp_path):
     ],
 )
 def test_files_of_options(desk, content, words):
-    path = desk.write("a.toml", content)
-    desk.refuses(desk.compile("--config", path), *words)
+    command = desk.compile("--config", desk.write("a.toml", content))
+    place = command.index("--recipe")  # a flag would win over the file
+    desk.refuses(command[:place] + command[place + 2 :], *words)
 
 
 def test_a_file_without_end_is_no_file_of_options(desk):

@@ -52,13 +52,16 @@ class Yardstick:
             ablation: key of `ABLATIONS`, or None.
             tasks: what decides the scores of the tasks; empty without tasks.
         """
+        present = run_identity(self.dense, self.dense.device)
         set_by_rows = {*SET_BY_METHODS, "sparsity", "seed", ABLATIONS[ablation].option if ablation else ""}
         return {
             "held-out text": Samples.of(self.windows).sha256,
             "tasks": dict(tasks),
             "ablation": ablation,
             "option": {name: value for name, value in options.items() if name not in set_by_rows},
-            **run_identity(self.dense, self.dense.device),
+            "model weights": present["weights"],
+            "version of": present["versions"],
+            "machine": present["machine"],
         }
 
     def measured(
