@@ -139,9 +139,7 @@ def loaded(
     """Returns the model, its tokenizer, and the held-out windows with the name of their text, or why there are none.
 
     Args:
-        source: model to prune.
         eval_text: held-out text, as `permtriton.cli.held_out.held_out_windows` takes it.
-        progress: progress reporter.
         offload: where large parameters go; None keeps them in memory.
 
     Raises:

@@ -27,7 +27,6 @@ def run(job: Job, devices: str | None) -> None:
     """Loads a model and prints the plan and the estimate; writes nothing.
 
     Args:
-        job: the compilation.
         devices: the GPUs to plan for, as ``8x80``: their number and the GiB of each; None for this machine.
 
     Raises:
@@ -63,12 +62,8 @@ def print_dry_run(
     """Prints what a compilation would do and need.
 
     Args:
-        model: dense model.
-        plan: plan of the model.
         forecast: what the compilation needs.
         folder: folder whose disk it would write to.
-        config: every option.
-        json: whether to print JSON.
     """
     report = plan_report(plan)
     if json:

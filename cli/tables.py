@@ -62,7 +62,6 @@ def write_table(path: Path, headers: Sequence[str], rows: Rows, report: Any) -> 
 
     Args:
         path: file to write. ``.json`` holds the report; ``.csv`` and ``.md`` hold the rows.
-        headers: name of each column.
         rows: cells, numbers as numbers: a CSV file holds all their digits, a Markdown table those that `cell` shows.
         report: everything that is known, as JSON can hold it.
 

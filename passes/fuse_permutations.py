@@ -31,7 +31,6 @@ def fuse_permutations(graph_module: fx.GraphModule, *, moves: Sequence[Move]) ->
     """Replaces the gathers that `insert_permutations` has inserted by the upstream edits of their moves.
 
     Args:
-        graph_module: The graph with permutations inserted.
         moves: The moves that were inserted.
     """
     constants, parameters = Constants(graph_module), parameter_nodes(graph_module)

@@ -240,7 +240,6 @@ def norm_input(source: fx.Node, module: str) -> fx.Node | None:
 
     Args:
         source: Node of the module's output.
-        module: Name of the module.
     """
     inside, waiting, inputs = {source}, [source], set()
     while waiting:

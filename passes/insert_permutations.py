@@ -15,7 +15,6 @@ def insert_permutations(graph_module: fx.GraphModule, *, moves: Sequence[Move]) 
     """Inserts ``permtriton::permute`` before the linears of every site that moves, and behind their weights.
 
     Args:
-        graph_module: The traced graph.
         moves: Moves from `permtriton.model.edits.moves_of`.
     """
     constants, weights = Constants(graph_module), parameter_nodes(graph_module)

@@ -81,9 +81,7 @@ def pruning_passes(
     """Returns the passes from a graph in its final order to one that multiplies packed N:M weights.
 
     Args:
-        plan: The model's plan.
         importances: Linear name -> importance, for every pruned linear.
-        pattern: N:M pattern.
         exact: Whether the weights are N:M already, so that the masks change nothing.
     """
     return (
@@ -108,9 +106,6 @@ def run_with_stand_ins(
     This shows what the passes do to a model, also on the meta device, where the model has no weights.
 
     Args:
-        plan: The model's plan.
-        graph_module: The traced graph.
-        pattern: N:M pattern.
         observe: Called after each pass.
         seed: Seed of the permutations.
 

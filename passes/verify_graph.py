@@ -143,7 +143,6 @@ def run(graph_module: fx.GraphModule, batch: Inputs, *, wide: bool = True) -> Te
     """Returns a graph's first output.
 
     Args:
-        graph_module: The graph.
         batch: Samples of the traced shapes.
         wide: Whether to run a small graph on a CPU in float64, and others in float32 where their dtype is narrower.
     """

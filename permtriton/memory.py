@@ -126,14 +126,6 @@ def estimate(
     """Estimates the memory of a compilation on each device.
 
     It also decides whether weights are spread over the devices, and whether steps save memory.
-
-    Args:
-        model: loaded model.
-        plan: plan of the model.
-        config: options of the compilation.
-        samples: calibration samples.
-        windows: held-out samples, or None.
-        devices: what it runs on.
     """
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     facts = facts_of(model, plan, config, samples, one_layer=devices.offloaded)

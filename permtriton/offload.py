@@ -58,10 +58,6 @@ class Offload:
     def empty(self, shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
         """Returns a tensor of zeros in a file, or in memory if it is small; the space is on the disk already.
 
-        Args:
-            shape: its shape.
-            dtype: its dtype.
-
         Raises:
             OutputError: the disk is full or fails.
         """
@@ -188,8 +184,6 @@ def working(
 
     Args:
         offload: the folder, or None.
-        model: model to compile.
-        config: its options.
         device: device that it shall run on; None where it is.
 
     Raises:

@@ -78,8 +78,6 @@ class Run:
 
     Args:
         model: model that the steps change in place.
-        config: every option.
-        progress: progress reporter.
         resume_path: path of the files that keep the states of steps, each with its step's name before the suffix; None
             keeps no state.
         offload: where weights are that do not fit in memory, and large tensors beside them; None for memory.
@@ -158,7 +156,6 @@ class Run:
         """Notes what decides the result, and refuses states of another run before any work is done.
 
         Args:
-            samples: calibration samples.
             device: device that the model will run on.
 
         Raises:

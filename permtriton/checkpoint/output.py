@@ -68,8 +68,6 @@ def claimed(output: Path, *, overwrite: bool, say: Say = lambda text: None) -> I
     The lock ends with its process, however that ends. It may be claimed again inside the block.
 
     Args:
-        output: folder to write.
-        overwrite: whether an earlier output of permtriton may be replaced.
         say: reports what was repaired.
 
     Raises:

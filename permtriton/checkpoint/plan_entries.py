@@ -27,8 +27,6 @@ def rows_report(model: PreTrainedModel, plan: Plan, indices: Mapping[str, Tensor
     """Returns the order of the output channels of the pruned linears whose rows moved; equal orders are one entry.
 
     Args:
-        model: compiled model.
-        plan: plan of the model.
         indices: space name -> unit index from the dense order, int64 ``[units]``.
 
     Returns:
@@ -73,8 +71,6 @@ def permutation_report(plan: Plan, space: ChannelSpace, element: int = 2) -> dic
     """Returns the entry of one permutation: its placement, its cost at run time, and who writes and reads its channels.
 
     Args:
-        plan: plan of the model.
-        space: channel space of the plan.
         element: bytes per activation; 2 for bfloat16.
 
     Returns:

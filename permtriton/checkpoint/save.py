@@ -137,7 +137,6 @@ def verify_checkpoint(
     model must give the same outputs.
 
     Args:
-        compiled: compiled model that was written.
         folder: folder of the checkpoint.
         pruned: parameter name -> input dimension, as `pruned_parameters` returns them.
         names: names of the tensors in the checkpoint.

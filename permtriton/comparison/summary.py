@@ -36,8 +36,6 @@ def report_of(
         yardstick: what the models were measured by.
         options: value of every option, as `permtriton.recipes.resolved` returns them.
         model: name of the dense model.
-        text: name of the held-out text.
-        seeds: seeds.
         ablation: key of `permtriton.comparison.methods.ABLATIONS`, or None.
         versions: package -> version.
     """

@@ -119,7 +119,6 @@ def calibration_samples(config: CompileConfig, tokenizer: Processor | None, mode
         config: Source, number and length of the samples, and the seed of the draw.
         tokenizer: The model's tokenizer; may be None where the source holds ``input_ids``. Of a model that reads images
             or sound, its processor.
-        model: The model to calibrate.
 
     Raises:
         CalibrationError: As for `calibration_ids` or `permtriton.data.media.media_samples`, or the sequences are
@@ -146,7 +145,6 @@ def check_inputs(model: PreTrainedModel, inputs: Inputs) -> Samples:
     """Returns samples that a caller made, labels included, after checking that the model can take them.
 
     Args:
-        model: The model that will run on them.
         inputs: Token ids, int64 ``[samples, tokens]``, or what `Samples` holds.
 
     Raises:

@@ -46,12 +46,7 @@ def distill(
 
     Args:
         model: pruned model; its weights change in place.
-        plan: the model's plan.
-        samples: calibration samples.
         objective: the loss, with the dense model's outputs on ``samples``, their channels in the order of ``model``.
-        options: options of distillation.
-        config: options of the compilation.
-        progress: progress reporter, one step per optimizer step.
         state: file that keeps the state between epochs, to continue from and to write to; None keeps no state. Its
             inputs must cover the pruned weights, or what they follow from.
 

@@ -216,7 +216,6 @@ class Trainer:
 
         Args:
             result: the epochs so far, extended in place.
-            advance: progress, one step per optimizer step.
             save: called after every epoch.
 
         Raises:

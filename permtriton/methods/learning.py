@@ -114,13 +114,9 @@ def learn(
 
     Args:
         model: Dense model, its channels already in base order; unchanged on return.
-        plan: The model's plan.
         importances: Linear name -> importance, for every pruned linear.
-        samples: Calibration samples.
         objective: The loss, with the dense model's outputs on ``samples``.
-        options: Options of learning.
         config: Options of the compilation; the seed is that of the initial logits and of the order of sequences.
-        progress: Progress reporter.
         resume: Storage of the state between epochs, to continue from and to write to; None keeps no state.
         keep_masked: Whether memory allows to compute masks once per step, see `permtriton.methods.masked_model`.
         spread_on: Device on which the weights of ``model``, a twin, are spread over the ranks; None where they are not.
@@ -192,12 +188,8 @@ class Trainer:
 
     Args:
         model: Masked model.
-        masks: The model's masks.
         relaxation: Logits that learn.
-        optimizer: Optimizer of the logits.
-        samples: Calibration samples.
         objective: The loss, with the dense model's outputs on ``samples``.
-        options: Options of learning.
         config: Options of the compilation; the seed is that of the order of sequences.
     """
 

@@ -51,7 +51,6 @@ def sparsegpt(
     Args:
         weight: ``[out_features, in_features]``, in the final channel order.
         hessian: float32 ``[in_features, in_features]``, from the model as pruned so far.
-        pattern: N:M pattern.
         mask: bool ``[out_features, in_features]``, True where a weight is kept; None chooses a mask group by group,
             by the OBS score of the weights as updated so far.
         name: Name of the layer, for errors.

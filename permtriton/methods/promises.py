@@ -48,7 +48,6 @@ def retained_importance(
 
     Args:
         model: dense, in any channel order.
-        plan: of the model.
         importances: of every pruned linear, by name, in the model's present order.
         pattern: what is kept.
         indices: space name -> unit index, int64 ``[units]``, of the given order; spaces without one keep the present

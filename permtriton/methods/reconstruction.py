@@ -90,12 +90,7 @@ def reconstruct(
 
     Args:
         model: pruned model; its weights change in place.
-        plan: the model's plan.
         dense_weights: name of each pruned linear -> its weight before pruning, in the present order of channels.
-        samples: calibration samples.
-        options: options of reconstruction.
-        config: options of the compilation.
-        progress: progress reporter, one step per optimizer step.
         state: file that keeps the state between layers, to continue from and to write to; None keeps no state. Its
             inputs must cover the pruned weights, or what they follow from.
         offload: where the layers' inputs and targets, and the weights that are finished, are kept; None for memory.

@@ -27,8 +27,6 @@ class Relaxation(nn.Module):
     ``u / sqrt(B)``, with ``u`` uniform on (-1, 1).
 
     Args:
-        spaces: Channel spaces that learn.
-        options: Options of learning.
         seed: Seed of ``u``.
         device: Device of the logits.
 

@@ -30,7 +30,6 @@ def model_outputs(model: PreTrainedModel, samples: Samples) -> Tensor:
 
     Args:
         model: model in eval mode.
-        samples: its inputs.
 
     Returns:
         float32 ``[samples, tokens, vocabulary or hidden]`` on the CPU.
@@ -161,7 +160,6 @@ def check_kept(name: str, weight_CO: Tensor, zeros_before: Tensor, pattern: NMPa
         name: name of the weight, for the error.
         weight_CO: pruned weight, ``[in_features, out_features]``.
         zeros_before: what `zeros_in_groups` returned before pruning.
-        pattern: N:M pattern.
         allowed: share of the groups that may keep fewer; above 0 where an update may cancel a weight exactly.
 
     Raises:

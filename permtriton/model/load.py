@@ -83,7 +83,6 @@ def load_original(
     """Loads a model to prune, and its tokenizer or processor, as `load_processor` returns it.
 
     Args:
-        source: source of the model.
         saved: whether the model will be saved, so that what could not be saved is refused now.
         offload: as `load_model` takes it.
 
@@ -103,7 +102,6 @@ def load_model(source: Source, allow_compiled: bool = True, offload: Offload | N
     """Loads a model with the class that its config names, in eval mode, on the device of ``source``.
 
     Args:
-        source: source of the model.
         allow_compiled: whether to accept a model that permtriton compiled.
         offload: where large parameters go while they are loaded; None keeps them in memory.
 
@@ -187,7 +185,6 @@ def load_empty_model(source: Source, allow_compiled: bool = False) -> PreTrained
     """Builds the model on the meta device from its config alone; no weights are read.
 
     Args:
-        source: source of the config.
         allow_compiled: whether to accept a model that permtriton compiled, and build its original architecture.
 
     Raises:
