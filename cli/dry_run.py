@@ -82,7 +82,9 @@ def print_dry_run(
     result.add_row("linears left dense", "; ".join(f"{name}: {why}" for name, why in plan.skipped.items()) or "none")
     devices = forecast.devices
     each = f"each of {devices.count} x {devices.kind}" if devices.count > 1 else devices.kind
-    result.add_row("memory", f"{format_bytes(forecast.needs.peak)} on {each} at the peak{_free(devices.free)}")
+    result.add_row(
+        "memory", f"{format_bytes(forecast.needs.peak)} on {each} at the peak; {format_bytes(devices.free)} free"
+    )
     if devices.count > 1:
         result.add_row("weights", describe_weights(forecast.needs))
         result.add_row("started by", f"torchrun --nproc-per-node {devices.count} -m permtriton compile ...")
@@ -93,14 +95,10 @@ def print_dry_run(
     else:
         stages = ", ".join(f"{stage} {duration(seconds)}" for stage, seconds in forecast.seconds.items())
         result.add_row("time", f"roughly {duration(least)} to {duration(most)} ({stages})")
-    disk = shutil.disk_usage(folder).free
-    result.add_row("disk", f"{format_bytes(sum(forecast.disk.values()))} in {folder}{_free(disk)}")
+    free = format_bytes(shutil.disk_usage(folder).free)
+    result.add_row("disk", f"{format_bytes(sum(forecast.disk.values()))} in {folder}; {free} free")
     if forecast.needs.offloaded:
         parts = ", ".join(f"{format_bytes(size)} for {name}" for name, size in forecast.needs.offloaded.items())
         result.add_row("offload folder", parts)
     out.print(result)
     out.print("dry run: nothing was written")
-
-
-def _free(count: int | None) -> str:
-    return "" if count is None else f"; {format_bytes(count)} free"

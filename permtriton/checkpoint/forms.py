@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field
 from typing_extensions import TypedDict
 
 from permtriton.checkpoint.format import Format
-from permtriton.errors import ConfigError, ModelError
+from permtriton.errors import ConfigError, ModelError, shown
 from permtriton.model.headers import DTYPES, read_json
 from permtriton.model.load import REPORT_FILE
 from permtriton.permutation import is_permutation
@@ -53,7 +53,7 @@ def _config(options: dict[str, Any]) -> dict[str, Any]:
     try:
         pattern(options["sparsity"])
     except ValueError as error:
-        raise ValueError(f"options whose sparsity is {error}") from error
+        raise ValueError(f"options whose sparsity is {error}, not {shown(options['sparsity'])}") from error
     return options
 
 
