@@ -140,7 +140,6 @@ def loaded(
 
     Args:
         eval_text: held-out text, as `permtriton.cli.held_out.held_out_windows` takes it.
-        offload: where large parameters go; None keeps them in memory.
 
     Raises:
         PermTritonError: as `permtriton.model.load.load_original` and `held_out_windows`.
@@ -157,7 +156,6 @@ def print_report(report: dict[str, Any], target: Path) -> None:
     """Prints the tables of a compilation's report.
 
     Args:
-        report: content of ``permtriton.json``.
         target: folder that was written.
     """
     out.print(_permutations(report))

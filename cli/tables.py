@@ -43,7 +43,6 @@ def check_table(path: Path, *, overwrite: bool, like: Result | None = None) -> N
     """Refuses a file that `write_table` could not write or must not replace; call it before the work starts.
 
     Args:
-        path: file to write.
         overwrite: whether an earlier file may be replaced, whoever wrote it.
         like: results that may be replaced in any case.
 

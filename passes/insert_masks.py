@@ -22,7 +22,6 @@ def insert_masks(
 
     Args:
         graph_module: The model's graph, its channels in their final order.
-        importances: Linear name -> importance, for every pruned linear.
     """
     constants, weights = Constants(graph_module), parameter_nodes(graph_module)
     for site, name in plan.linears():

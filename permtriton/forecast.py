@@ -122,7 +122,6 @@ def check_disk(disk: Mapping[str, int], folder: Path) -> None:
 
     Args:
         disk: what is written -> bytes.
-        folder: folder on that disk.
 
     Raises:
         OutputError: the free space is too small.
@@ -157,8 +156,6 @@ def stage_seconds(config: CompileConfig, facts: Facts, speed: Speed, held_out: i
     """Returns step or stage -> expected time, where the ranks share sequences, channel spaces and linears evenly.
 
     Args:
-        facts: sizes of model and text.
-        speed: what was measured.
         held_out: number of held-out tokens.
     """
     found = {"calibrate": 0 if config.importance == "magnitude" else speed.forward, "prove": PROOF_MASKS * speed.masks}

@@ -38,9 +38,6 @@ NO_GPU = (
 class Offload:
     """A folder whose disk takes the place of memory.
 
-    Args:
-        folder: an existing folder on a disk.
-
     Raises:
         ConfigError: there is no such folder, it cannot be written, or it lies in memory.
     """
@@ -183,7 +180,6 @@ def working(
     """Returns the context in which a model is compiled: that of `Offload.working`, or one that does nothing.
 
     Args:
-        offload: the folder, or None.
         device: device that it shall run on; None where it is.
 
     Raises:

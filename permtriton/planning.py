@@ -25,7 +25,6 @@ def find_plan(
     """Traces a model and finds its sites; weights are not needed, so the model may be on the meta device.
 
     Args:
-        pattern: N:M pattern that it will be pruned to.
         skip_indivisible: whether to leave linears dense whose number of input channels is not a multiple of M.
         layout: ``portable`` or ``fused``.
         o_proj: permutation of the attention output in layout ``fused``: ``tied`` or ``free``.

@@ -56,8 +56,6 @@ def model_card(report: Mapping[str, Any], architecture: str, loads_with: str) ->
     """Returns a model card in Markdown, with front matter for the Hugging Face hub.
 
     Args:
-        report: content of ``permtriton.json``.
-        architecture: name of the model's class.
         loads_with: `ALONE` or `WITH_PERMTRITON`.
     """
     source, sparsity = str(report["model"]), str(report["config"]["sparsity"])

@@ -54,8 +54,6 @@ def runs_packed(in_features: int, dtype: torch.dtype, pattern: NMPattern, device
 
     Args:
         in_features: number of input channels, on this rank if several ranks divide them.
-        dtype: dtype that the weight will have.
-        device: device that it will be on.
     """
     return dtype.itemsize == 2 and supports(dtype, in_features, pattern) and has_kernels(device)
 

@@ -15,7 +15,6 @@ def check_reloads(folder: Path, written: Path, model_bytes: int) -> str:
     """Loads two folders one after the other on the CPU, and compares all parameters and buffers bit by bit.
 
     Args:
-        folder: folder that was exported.
         written: what was made of it.
         model_bytes: size of the dense model.
 

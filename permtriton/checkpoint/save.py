@@ -137,9 +137,7 @@ def verify_checkpoint(
     model must give the same outputs.
 
     Args:
-        folder: folder of the checkpoint.
         pruned: parameter name -> input dimension, as `pruned_parameters` returns them.
-        names: names of the tensors in the checkpoint.
 
     Returns:
         The numbers of checked tensors and pruned weights, and how the reloaded model was compared.

@@ -77,7 +77,6 @@ class Yardstick:
         Args:
             model: the dense model, or a compiled copy of it.
             hidden_order: index ``[C]`` of the last hidden state's channels; None where they did not move.
-            compile_seconds: what the compilation took.
             peak_bytes: peak memory during the compilation, if known.
         """
         found = evaluate(

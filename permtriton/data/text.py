@@ -59,7 +59,6 @@ def calibration_ids(
         config: Source, number and length of the sequences.
         tokenizer: The model's tokenizer; may be None where the source holds ``input_ids``.
         vocabulary: Number of rows of the model's embedding; every id must be below it.
-        seed: Seed of the draw.
 
     Returns:
         int64 ``[samples, sequence_length]``: windows that do not overlap.

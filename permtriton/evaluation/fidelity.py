@@ -56,7 +56,6 @@ def fidelity(
     Args:
         windows: token ids, int64 ``[windows, tokens]``, or other samples. What a decoder reads of sound or images
             without a text, the dense model writes.
-        batch: windows per forward pass; fewer where memory runs out.
         hidden_order: index ``[C]`` from the dense model's channels of the last hidden state to the model's; None where
             the channels did not move.
         watch: stopwatch of the model's forward passes, not of the dense model's.
@@ -99,9 +98,6 @@ def fidelity(
 
 def check_comparable(model: PreTrainedModel, dense: PreTrainedModel, tokens: int) -> None:
     """Refuses a dense model that is not one of the same kind and size as the model.
-
-    Args:
-        tokens: tokens per window.
 
     Raises:
         ModelError: the vocabularies, the widths of the hidden states or the kinds of output differ, or the dense model

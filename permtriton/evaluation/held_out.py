@@ -24,8 +24,6 @@ class Evaluation:
 
     Args:
         windows: Held-out samples: token ids, int64 ``[windows, tokens]``, or what else the model reads.
-        layers: Name -> layer, in execution order.
-        offload: Where weights and the layers' inputs are, so that the layers run one after another; None for memory.
 
     Attributes:
         measure: ``perplexity`` for a language model whose tokens are known (`predicted`), else ``cosine``: the mean

@@ -91,7 +91,6 @@ def perplexity(
     Args:
         model: Causal language model, or an encoder-decoder.
         windows: token ids, int64 ``[windows, tokens]``, or the inputs of an encoder and labels; see `predicted`.
-        batch: Windows per forward pass; fewer where memory runs out.
         watch: Stopwatch of the forward passes.
 
     Raises:
@@ -125,7 +124,6 @@ def perplexity_by_layers(
     Args:
         model: Causal language model, or an encoder-decoder.
         stream: Its layers, before they have run on these windows.
-        batches: The windows.
 
     Raises:
         CalibrationError: The loss is not finite.

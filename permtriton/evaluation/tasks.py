@@ -111,7 +111,6 @@ class Tasks:
 
         Args:
             model: causal language model, or an encoder-decoder, whose encoder reads what stands before an answer.
-            batch: requests per forward pass.
 
         Raises:
             TaskError: an answer is longer than the model can take, or a task's own template, metric or code fails.

@@ -91,7 +91,6 @@ def fisher_information(
         model: Dense model; unchanged on return.
         kind: Objective whose second derivative is wanted.
         config: Options: the seed, ``micro_batch_size`` and ``activation_checkpointing``.
-        offload: Where weights and the layers' inputs are, so that the layers run one after another; None for memory.
 
     Raises:
         CalibrationError: A gradient is NaN or infinite.

@@ -212,7 +212,6 @@ def hard_masked(
 
     Args:
         model: Dense model, its channels in base order; unchanged afterwards.
-        importances: Linear name -> importance, for every pruned linear.
         fisher: Linear name -> Fisher information of the dense weight, for every pruned linear.
     """
     linears, handles = [], []

@@ -44,7 +44,6 @@ def heuristic_indices(
     """Finds the heuristic order of channel spaces.
 
     Args:
-        importances: Linear name -> importance, for every pruned linear.
         row_weights: Linear name -> how much the loss feels each row, float32 ``[out_features]``; None weights all rows
             of a linear alike, and all linears.
 

@@ -114,7 +114,6 @@ def learn(
 
     Args:
         model: Dense model, its channels already in base order; unchanged on return.
-        importances: Linear name -> importance, for every pruned linear.
         objective: The loss, with the dense model's outputs on ``samples``.
         config: Options of the compilation; the seed is that of the initial logits and of the order of sequences.
         resume: Storage of the state between epochs, to continue from and to write to; None keeps no state.
@@ -188,7 +187,6 @@ class Trainer:
 
     Args:
         model: Masked model.
-        relaxation: Logits that learn.
         objective: The loss, with the dense model's outputs on ``samples``.
         config: Options of the compilation; the seed is that of the order of sequences.
     """
@@ -222,12 +220,7 @@ class Trainer:
             return ranks.on_first(lambda: self._relaxation.harden(self._relaxation.soft(self.tau(step))))
 
     def agreement(self, indices: Mapping[str, Tensor], step: int) -> float:
-        """Returns how near the soft permutations at the temperature of a step are to hard ones.
-
-        Args:
-            indices: Space name -> unit index, int64 ``[units]``.
-            step: Number of the step.
-        """
+        """Returns how near the soft permutations at the temperature of a step are to hard ones."""
         with torch.no_grad():
             return self._relaxation.agreement(self._relaxation.soft(self.tau(step)), self._relaxation.join(indices))
 
@@ -282,9 +275,6 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self, indices: Mapping[str, Tensor]) -> float:
         """Returns the mean loss over all sequences under hard permutations.
-
-        Args:
-            indices: Space name -> unit index, int64 ``[units]``.
 
         Raises:
             CalibrationError: The loss is not finite.

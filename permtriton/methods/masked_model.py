@@ -199,7 +199,6 @@ def masked_model(
 
     Args:
         model: Dense model, its channels in base order; unchanged afterwards.
-        importances: Linear name -> importance, for every pruned linear.
         relaxation: Logits of the spaces that learn; the masks of all other sites keep the base order.
         keep: Whether masked weights are kept as long as their order: they and their gradients take twice the memory of
             the pruned weights.

@@ -163,7 +163,6 @@ class Objective:
         """Returns the mean loss over samples, of which each rank runs its share.
 
         Args:
-            batch: samples per forward pass.
             rows: numbers of the samples to measure, int64 ``[...]``; all by default.
         """
         rows = torch.arange(len(samples)) if rows is None else rows
@@ -191,7 +190,6 @@ def dense_objective(model: PreTrainedModel, kind: ObjectiveKind, samples: Sample
     Args:
         model: dense model; its head must not change while the objective is used.
         kind: ``kl`` or ``cosine``.
-        batch: samples per forward pass.
 
     Raises:
         ConfigError: ``kl`` of a model without a language-model head.

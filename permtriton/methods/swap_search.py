@@ -175,7 +175,6 @@ def search(
 
     Args:
         model: Dense model, its channels in base order; unchanged on return.
-        importances: Linear name -> importance, for every pruned linear.
         objective: The loss, with the dense model's outputs on ``samples``.
         state: Storage of the state between rounds, to continue from and to write to; None keeps no state.
 

@@ -67,8 +67,6 @@ def update_weights(
     Args:
         model: Dense model, its channels in their final order; changed in place.
         statistics: Site name -> statistic, from which the masks follow where ``options.mask`` is ``keep``.
-        batch: Samples per forward pass.
-        config: Options: the pattern and the importance.
         empty: Makes the tensors that hold the layers' inputs.
 
     Raises:

@@ -101,10 +101,8 @@ def check_same_outputs(before: Tensor, run: Callable[[], Tensor], model: PreTrai
     """Checks that an exact step left the outputs the same, up to the tolerance of the dtype or the model's own noise.
 
     Args:
-        before: outputs before the step.
         run: returns the outputs after it, of the same shape; called again if they differ by more than the tolerance.
         model: model that ``run`` calls.
-        stage: name of the step, for the error.
 
     Returns:
         The largest difference relative to the largest output.

@@ -113,11 +113,7 @@ def with_tokens(model: PreTrainedModel, samples: Samples) -> Samples:
 
 @torch.no_grad()
 def hidden_states(model: PreTrainedModel, samples: Samples, batch: int) -> Tensor:
-    """Returns the last hidden state of every sample, ``[samples, tokens, hidden]`` on the CPU.
-
-    Args:
-        batch: samples per forward pass.
-    """
+    """Returns the last hidden state of every sample, ``[samples, tokens, hidden]`` on the CPU."""
     own = ranks.own_rows(len(samples))
 
     def run(size: int) -> Tensor:
@@ -152,7 +148,6 @@ def check_length(model: PreTrainedModel, tokens: int, *, of_a_half: bool = False
     """Refuses sequences that are longer than the model can take.
 
     Args:
-        tokens: tokens per sequence.
         of_a_half: whether the encoder or the decoder of an encoder-decoder alone reads them.
 
     Raises:
@@ -186,7 +181,6 @@ def mean_cosine_loss(
     Args:
         model: model whose last hidden states are compared.
         target: dense model's last hidden states, ``[samples, tokens, hidden]``.
-        batch: samples per forward pass.
         order: int64 ``[hidden]``, from the target's channel order to the model's; None where they are equal.
     """
     losses, parts = [], ranks.parts(torch.arange(len(samples)), batch)

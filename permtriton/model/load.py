@@ -84,7 +84,6 @@ def load_original(
 
     Args:
         saved: whether the model will be saved, so that what could not be saved is refused now.
-        offload: as `load_model` takes it.
 
     Raises:
         ModelError: permtriton compiled the model, its tokenizer or a config could not be saved again, or as
@@ -103,7 +102,6 @@ def load_model(source: Source, allow_compiled: bool = True, offload: Offload | N
 
     Args:
         allow_compiled: whether to accept a model that permtriton compiled.
-        offload: where large parameters go while they are loaded; None keeps them in memory.
 
     Raises:
         ModelError: no such folder, no config, no safetensors, an unknown class, sizes that do not fit the weights,

@@ -48,9 +48,6 @@ class Reference:
     def check(self, model: PreTrainedModel, stage: str) -> float:
         """Compares the present outputs of the model with the dense ones, on every call.
 
-        Args:
-            stage: name of the step before, for the error.
-
         Returns:
             The largest difference on the samples, relative to the largest output.
 

@@ -199,7 +199,6 @@ def find_chains(
     """Returns the chains, as names of layers, and name -> why a layer cannot run without the model.
 
     Args:
-        layers: name -> layer, in execution order.
         sample: one sample, to try.
         weights: the weights that will change, or have two values: an argument that depends on those of a chain's own
             layers ends the chain. It may depend on other weights, which are final when the chain starts: a decoder's

@@ -30,8 +30,6 @@ class LayerStream:
     """A model's longest chain of layers, with their arguments for every batch.
 
     Args:
-        layers: name -> layer, in execution order.
-        batches: its inputs.
         empty: makes the tensors between the layers.
 
     Attributes:

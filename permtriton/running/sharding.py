@@ -39,7 +39,6 @@ def spread(twin: PreTrainedModel, plan: Plan, device: torch.device) -> Iterator[
 
     Args:
         twin: as `twin_of` returns it; its modules may have got parametrizations since.
-        device: where the twin runs.
 
     Raises:
         ModelError: layers share weights, a weight that is stored transposed cannot be divided evenly, or the model is
