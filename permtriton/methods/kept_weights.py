@@ -181,7 +181,7 @@ class KeptWeights:
         return next(iter(self._weights.values())).dtype
 
 
-class Trainer:
+class WeightTrainer:
     """Adam on kept weights: steps, schedule, and the held-out loss. Use it inside `KeptWeights.trainable`.
 
     Args:

@@ -131,7 +131,7 @@ def learn(
     relaxation = Relaxation(spaces, options, config.seed, spread_on or model.device)
     optimizer = torch.optim.AdamW(relaxation.parameters(), lr=options.learning_rate, weight_decay=options.weight_decay)
     with masked_model(model, plan, importances, relaxation, options, config, keep_masked, spread_on) as masks:
-        trainer = Trainer(model, masks, relaxation, optimizer, samples, objective, options, config)
+        trainer = OrderTrainer(model, masks, relaxation, optimizer, samples, objective, options, config)
         result = resume.load(relaxation, optimizer, options.epochs) if resume else None
         if result is None:
             base = {space.name: identity(space.units) for space in spaces}
@@ -151,7 +151,7 @@ def learn(
 
 
 def _learn_epoch(
-    trainer: "Trainer", number: int, result: Learned, options: "Options", advance: Callable[..., None]
+    trainer: "OrderTrainer", number: int, result: Learned, options: "Options", advance: Callable[..., None]
 ) -> None:
     """Trains one epoch and records it in ``result``."""
     started = time.perf_counter()
@@ -182,7 +182,7 @@ def _nothing_learns(options: "Options") -> str:
     return f"no permutation is left to learn: {why}; leave the step learned out"
 
 
-class Trainer:
+class OrderTrainer:
     """Steps, losses and schedules of one learning run; to be used inside `masked_model`, whose masks it sets.
 
     Args:

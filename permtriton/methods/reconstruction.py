@@ -20,7 +20,7 @@ from typing_extensions import TypedDict
 from permtriton import ranks
 from permtriton.config import CompileConfig
 from permtriton.data.samples import Samples
-from permtriton.methods.kept_weights import KeptWeights, Trained, Trainer, steps_per_epoch, weights_of
+from permtriton.methods.kept_weights import KeptWeights, Trained, WeightTrainer, steps_per_epoch, weights_of
 from permtriton.model.forward import cosine_loss
 from permtriton.model.plan import Plan, layer_names, linear_module
 from permtriton.offload import Offload
@@ -183,7 +183,7 @@ class _Problem:
         kept, trained = KeptWeights(weights), Trained()
         with kept.trainable(model):
             sequences, tokens = self.hidden.shape[:2]
-            trainer = Trainer(kept, self.loss, sequences, tokens, self.options, self.config, name)
+            trainer = WeightTrainer(kept, self.loss, sequences, tokens, self.options, self.config, name)
             trainer.fit(trained, advance)
         return {
             "linears": list(weights),
