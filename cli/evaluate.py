@@ -23,6 +23,7 @@ from permtriton.data.media import is_media
 from permtriton.errors import CalibrationError, ModelError
 from permtriton.model import load
 from permtriton.model.core import takes_decoder_ids
+from permtriton.model.headers import REPORT_FILE
 
 HEADERS = ("measure", "value", "standard error", "dense")
 RESULT = Result(HEADERS, ("model", "against", "protocol", "tokens_per_second"))
@@ -116,9 +117,9 @@ def _protocol(measured: library.Evaluated, model: Any, text: str) -> str:
 
 def _hidden_order(source: load.Source, channels: int) -> Any:
     """Returns the order of the hidden states of a model that permtriton wrote; None if it is the dense model's."""
-    path: Any = Path(source.location, load.REPORT_FILE)
+    path: Any = Path(source.location, REPORT_FILE)
     if not path.parent.is_dir():  # a name on the hub
-        path = cached_file(source.location, load.REPORT_FILE, _raise_exceptions_for_missing_entries=False)
+        path = cached_file(source.location, REPORT_FILE, _raise_exceptions_for_missing_entries=False)
     return hidden_order_of(read_record(Path(path).parent), channels) if path and Path(path).is_file() else None
 
 

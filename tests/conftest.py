@@ -12,11 +12,26 @@ def pytest_addoption(parser):
 
 def pytest_collection_modifyitems(config, items):
     """Leaves out what is marked slow, but for the cases whose ids the mark names; nothing with --soak."""
+    _check_kept_cases(items, whole=not any("::" in argument for argument in config.args))
     if config.getoption("--soak"):
         return
     left_out = [item for item in items if _is_slow(item)]
     items[:] = [item for item in items if not _is_slow(item)]
     config.hook.pytest_deselected(items=left_out)
+
+
+def _check_kept_cases(items, *, whole: bool) -> None:
+    """Refuses a mark that names a case which is not there: the case that should stay in would silently be left out."""
+    there: dict = {}
+    for item in items:
+        if (mark := item.get_closest_marker("slow")) and mark.kwargs:
+            names, found = there.setdefault(item.nodeid.partition("[")[0], (set(mark.kwargs["but"]), set()))
+            found.add(item.callspec.id)
+    for test, (names, found) in there.items():
+        if whole and names - found:
+            raise pytest.UsageError(
+                f"{test} is marked slow but for {sorted(names - found)}, which is none of its cases"
+            )
 
 
 def _is_slow(item) -> bool:

@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 from permtriton.checkpoint.export import export
 from permtriton.checkpoint.quantizer import attach
 from permtriton.kernels.nm_mask import top_n_mask
-from permtriton.model.load import REPORT_FILE
+from permtriton.model.headers import REPORT_FILE
 from permtriton.model.modules import SparseLinear, from_norm, replace_module
 from permtriton.model.norms import match_norm
 from permtriton.sparsity import NMPattern

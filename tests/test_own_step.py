@@ -20,7 +20,7 @@ from permtriton.step import Outcome, Stage, Step
 
 ROOT = Path(__file__).parent.parent
 FACTORS, STATE, SECONDS = 7 << 20, 5 << 20, 6000.0  # what the step says that it needs
-PARTS = [{"name": f"half {number}", "start": 0.5, "end": 0.25} for number in (1, 2)]
+PARTS = [{"name": f"half {number}", "start": 0.5, "end": 0.25, "seconds": 0.0, "scale": 1} for number in (1, 2)]
 LEFT = {"a linear": "it stands alone"}
 
 

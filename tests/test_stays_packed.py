@@ -17,7 +17,8 @@ from permtriton.checkpoint.export import export
 from permtriton.checkpoint.replace_modules import device_of
 from permtriton.errors import ModelError
 from permtriton.kernels import autotune, cusparselt
-from permtriton.model.load import REPORT_FILE, Source, check_original, load_empty_model, load_model, load_original
+from permtriton.model.headers import REPORT_FILE
+from permtriton.model.load import Source, check_original, load_empty_model, load_model, load_original
 from permtriton.model.modules import SparseLinear, is_packed
 
 from . import folders

@@ -22,8 +22,7 @@ from permtriton.checkpoint.shards import SHARD_BYTES, ShardWriter, describe_file
 from permtriton.errors import ConfigError, ModelError, OutputError, VerificationError
 from permtriton.kernels.packing import pack
 from permtriton.model.checks import check_weight
-from permtriton.model.headers import CONFIG_FILE, INDEX_FILE
-from permtriton.model.load import REPORT_FILE
+from permtriton.model.headers import CONFIG_FILE, INDEX_FILE, REPORT_FILE
 from permtriton.progress import NoProgress, Progress
 
 

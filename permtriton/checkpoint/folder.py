@@ -17,12 +17,12 @@ from permtriton.errors import ModelError, reading
 from permtriton.model.headers import (
     CONFIG_FILE,
     DTYPES,
+    REPORT_FILE,
     StoredTensor,
     read_checkpoint,
     read_headers,
     read_json,
 )
-from permtriton.model.load import REPORT_FILE
 from permtriton.model.modules import check_index
 from permtriton.sparsity import NMPattern
 

@@ -5,13 +5,12 @@ from pathlib import Path
 from typing import Annotated, Any, NotRequired
 
 import torch
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, ConfigDict, Field
 from typing_extensions import TypedDict
 
 from permtriton.checkpoint.format import Format
 from permtriton.errors import ConfigError, ModelError, shown
-from permtriton.model.headers import DTYPES, read_json
-from permtriton.model.load import REPORT_FILE
+from permtriton.model.headers import DTYPES, REPORT_FILE, read_json
 from permtriton.permutation import is_permutation
 from permtriton.sparsity import NMPattern
 from permtriton.validated import checked
@@ -136,14 +135,13 @@ class Retained(TypedDict):
 
 
 class Part(TypedDict):
-    """What a step did to one part of the model, and the error before and after."""
+    """What a step did to one part of the model, and the error before and after; a step may say more of it."""
+
+    __pydantic_config__ = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)  # type: ignore[misc]
 
     name: str
-    linears: list[str]
     start: float
     end: float
-    history: list[dict[str, Value]]
-    kept: Integer
     seconds: float
 
 
@@ -275,7 +273,7 @@ class Row(TypedDict):
     cosine: float | None
     tasks: dict[str, float]
     seconds: float
-    compile_seconds: float
+    compile_seconds: float | None
     peak_bytes: Integer | None
     by_seed: list[dict[str, Any]]
 
@@ -291,7 +289,7 @@ class Comparison(TypedDict):
     seeds: list[Integer]
     patterns: list[str]
     ablation: str | None
-    config: Config
+    config: dict[str, str | int | float | bool]
     versions: dict[str, str]
     device: str
     system: str

@@ -18,7 +18,7 @@ from filelock import FileLock, Timeout
 
 from permtriton.durable import RANDOM_END, sync, sync_names
 from permtriton.errors import OutputError
-from permtriton.model.load import REPORT_FILE
+from permtriton.model.headers import REPORT_FILE
 from permtriton.output_files import check_name
 
 Say = Callable[[str], None]

@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from permtriton.errors import ModelError
 from permtriton.model.edits import moves_of
-from permtriton.model.load import REPORT_FILE
+from permtriton.model.headers import REPORT_FILE
 from permtriton.model.plan import ChannelSpace, Placement, Plan, Site, linear_module
 from permtriton.permutation import inverse, moved
 

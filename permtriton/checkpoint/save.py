@@ -27,8 +27,7 @@ from permtriton.micro_batch import is_out_of_memory
 from permtriton.model.checks import check_finite_tensor, check_same_outputs, check_weight, model_outputs
 from permtriton.model.expert_linears import input_dim
 from permtriton.model.experts import stacked_name
-from permtriton.model.headers import CONFIG_FILE
-from permtriton.model.load import REPORT_FILE
+from permtriton.model.headers import CONFIG_FILE, REPORT_FILE
 from permtriton.model.plan import Plan
 from permtriton.offload import Offload
 from permtriton.running.state import StateFile

@@ -13,6 +13,7 @@ from safetensors import safe_open
 from permtriton.errors import ModelError, reading, shown
 
 WEIGHTS_FILE, INDEX_FILE, CONFIG_FILE = "model.safetensors", "model.safetensors.index.json", "config.json"
+REPORT_FILE = "permtriton.json"  # marks a folder that permtriton wrote
 MAX_JSON_BYTES = 10**8
 # safetensors' name of each dtype that a weight may have
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

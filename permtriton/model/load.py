@@ -18,13 +18,19 @@ from permtriton import demo
 from permtriton.errors import ConfigError, ModelError, first_line, reading, shown
 from permtriton.kernels import autotune
 from permtriton.model.core import check_towers
-from permtriton.model.headers import CONFIG_FILE, StoredTensor, checkpoint_files, read_headers, read_json
+from permtriton.model.headers import (
+    CONFIG_FILE,
+    REPORT_FILE,
+    StoredTensor,
+    checkpoint_files,
+    read_headers,
+    read_json,
+)
 from permtriton.model.modules import is_packed, is_permuted
 from permtriton.model.sizes import build_empty, check_counts
 from permtriton.offload import NO_GPU, Offload
 
 DTYPES = {"auto": "auto", "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-REPORT_FILE = "permtriton.json"  # marks a folder that permtriton wrote
 PICKLED = ("*.bin", "*.pt", "*.pth")
 ADAPTER = "adapter_config.json"
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
