@@ -220,8 +220,6 @@ def build_config(model: str, recipe: str | None, config_file: Path | None, flags
 
     Args:
         model: name of the model; the demo model has defaults of its own.
-        recipe: recipe that the user named, or None.
-        config_file: TOML file, or None.
         flags: options that the user set as flags.
 
     Raises:

@@ -208,7 +208,6 @@ def compile_command(model: str, config: CompileConfig, **running: str | bool | N
 
     Args:
         model: folder, hub name, or ``demo``.
-        config: every option.
         running: further flags by name, with dashes for underscores; None and False leave a flag out.
     """
     name, known, wanted = shown_name(model), all_options(), config.to_dict()

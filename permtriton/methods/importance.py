@@ -56,8 +56,6 @@ def importances_of(
     """Returns linear name -> importance, for every pruned linear.
 
     Args:
-        model: Dense model.
-        plan: The model's plan.
         method: Kind of score.
         statistics: Site name -> statistic, float32 ``[channels]``, as in `importance_of`.
     """
