@@ -15,7 +15,7 @@ from permtriton.data.samples import Samples
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.methods.importance import importance_of
 from permtriton.methods.learned import Learned
-from permtriton.methods.learning import Trainer, learned_spaces
+from permtriton.methods.learning import OrderTrainer, learned_spaces
 from permtriton.methods.masked_model import masked_model
 from permtriton.methods.objective import Objective
 from permtriton.methods.relaxation import Relaxation
@@ -95,7 +95,7 @@ def step_seconds(
     def learning(number: int) -> float:
         with masked_model(model, plan, importances, relaxation, learn, config, keep) as masks:
             objective = Objective("cosine", target)
-            trainer = Trainer(model, masks, relaxation, optimizer, Samples.of(ids), objective, learn, config)
+            trainer = OrderTrainer(model, masks, relaxation, optimizer, Samples.of(ids), objective, learn, config)
             trainer.step(rows, number)  # the allocator settles after the weights were transposed
             return timed(lambda: trainer.step(rows, number), model.device)
 

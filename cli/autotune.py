@@ -43,7 +43,6 @@ def run(
         dtype: name of the dtype; None for the model's, or bfloat16.
         dry_run: whether to list the configurations instead of measuring them.
         save: whether to store the winners beside the model, too.
-        json: whether to print JSON.
 
     Raises:
         ConfigError: an option that cannot be read, nothing to tune, or no GPU to measure on.

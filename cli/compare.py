@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from permtriton.checkpoint.output import OutputFolder, locked
+from permtriton.checkpoint.output import locked
 from permtriton.cli.console import BarProgress, err, fail, out, print_json, saved, table
 from permtriton.cli.held_out import held_out_windows
 from permtriton.cli.options import Flags
@@ -105,13 +105,11 @@ def run(
     """Compares the rows and prints one line per row.
 
     Args:
-        source: model to prune.
         request: what to compare.
         tasks: tasks to run on every model.
         eval_text: held-out text, as `permtriton.cli.held_out.held_out_windows` takes it.
         outputs: files to write, see `permtriton.cli.tables.write_table`.
         overwrite: whether to measure everything anew, and to replace files that are no results of this command.
-        json: whether to print JSON.
 
     Raises:
         PermTritonError: as `permtriton.comparison.run.compare`, a request that makes no sense, or an output that cannot
@@ -166,7 +164,7 @@ def _claimed(source: load.Source, outputs: Sequence[Path], progress: Progress) -
         )
     with ExitStack() as stack:
         for output in outputs or [Path(stem)]:
-            stack.enter_context(locked(OutputFolder(output.resolve(), inside=False), progress.say))
+            stack.enter_context(locked(output.resolve(), progress.say))
         yield place
 
 

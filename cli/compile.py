@@ -9,7 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from permtriton import compiler
-from permtriton.checkpoint.output import OutputFolder, claimed
+from permtriton.checkpoint.output import claimed, resume_path
 from permtriton.checkpoint.plan_entries import grouped
 from permtriton.checkpoint.save import CompiledModel
 from permtriton.cli import torchrun
@@ -81,12 +81,11 @@ def run(job: Job) -> None:
     progress = BarProgress() if first else NoProgress()
     with ExitStack() as stack:
         with torchrun.joined(source.device):
-            folder = OutputFolder.at(target)
             if first:
                 stack.enter_context(claimed(target, overwrite=job.overwrite, say=progress.say))
                 if job.restart:
-                    _delete_states(folder, progress)
-            compiled = _compiled(job, folder, progress)
+                    _delete_states(target, progress)
+            compiled = _compiled(job, progress)
         if not first:
             return
         progress.say(f"saving and verifying {target}")
@@ -98,7 +97,7 @@ def run(job: Job) -> None:
             print_report(compiled.report, target)
 
 
-def _compiled(job: Job, folder: OutputFolder, progress: Progress) -> CompiledModel:
+def _compiled(job: Job, progress: Progress) -> CompiledModel:
     source, device = job.source, None
     if torchrun.launched():  # only then is it known whether one GPU can hold the model
         device, source = load.resolve_device(source.device), replace(source, device="cpu")
@@ -111,7 +110,7 @@ def _compiled(job: Job, folder: OutputFolder, progress: Progress) -> CompiledMod
             job.config,
             evaluation_windows=windows,
             progress=progress,
-            resume_path=folder.resume_path,
+            resume_path=resume_path(job.target),
             say_needs=True,
             device=device,
             spread=job.shard,
@@ -128,8 +127,8 @@ def _compiled(job: Job, folder: OutputFolder, progress: Progress) -> CompiledMod
     return compiled
 
 
-def _delete_states(folder: OutputFolder, progress: Progress) -> None:
-    for path in states_beside(folder.resume_path):
+def _delete_states(target: Path, progress: Progress) -> None:
+    for path in states_beside(resume_path(target)):
         path.unlink()
         progress.say(f"deleted {path.name}, the state of an interrupted run")
 
@@ -140,10 +139,7 @@ def loaded(
     """Returns the model, its tokenizer, and the held-out windows with the name of their text, or why there are none.
 
     Args:
-        source: model to prune.
         eval_text: held-out text, as `permtriton.cli.held_out.held_out_windows` takes it.
-        progress: progress reporter.
-        offload: where large parameters go; None keeps them in memory.
 
     Raises:
         PermTritonError: as `permtriton.model.load.load_original` and `held_out_windows`.
@@ -160,7 +156,6 @@ def print_report(report: dict[str, Any], target: Path) -> None:
     """Prints the tables of a compilation's report.
 
     Args:
-        report: content of ``permtriton.json``.
         target: folder that was written.
     """
     out.print(_permutations(report))

@@ -29,7 +29,6 @@ def run(*, compile_kernels: bool, defaults_only: bool, test: bool, json: bool) -
         compile_kernels: whether to compile the kernels.
         defaults_only: whether to compile only the default configurations.
         test: whether to run the self-test.
-        json: whether to print JSON.
 
     Raises:
         ConfigError: the kernels cannot be compiled here.

@@ -8,7 +8,7 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from permtriton import compiler
-from permtriton.checkpoint.output import OutputFolder, check_output
+from permtriton.checkpoint.output import check_output, resume_path
 from permtriton.checkpoint.plan_entries import grouped, plan_report
 from permtriton.cli.compile import Job, loaded
 from permtriton.cli.console import BarProgress, out, print_json, table
@@ -27,7 +27,6 @@ def run(job: Job, devices: str | None) -> None:
     """Loads a model and prints the plan and the estimate; writes nothing.
 
     Args:
-        job: the compilation.
         devices: the GPUs to plan for, as ``8x80``: their number and the GiB of each; None for this machine.
 
     Raises:
@@ -38,17 +37,16 @@ def run(job: Job, devices: str | None) -> None:
     source = job.source if wanted is None else replace(job.source, device="cpu")
     files = job.files()
     model, tokenizer, windows, _ = loaded(source, job.eval_text, BarProgress(), files)
-    folder = OutputFolder.at(job.target)
     plan, forecast = compiler.dry_run(
         model,
         tokenizer,
         job.config,
         evaluation_windows=windows,
-        resume_path=None if job.restart else folder.resume_path,
+        resume_path=None if job.restart else resume_path(job.target),
         devices=wanted,
         offload=files,
     )
-    print_dry_run(model, plan, forecast, folder.home, job.config, json=job.json)
+    print_dry_run(model, plan, forecast, job.target.resolve().parent, job.config, json=job.json)
 
 
 def _devices(text: str, spread: bool | None) -> Devices:
@@ -64,12 +62,8 @@ def print_dry_run(
     """Prints what a compilation would do and need.
 
     Args:
-        model: dense model.
-        plan: plan of the model.
         forecast: what the compilation needs.
         folder: folder whose disk it would write to.
-        config: every option.
-        json: whether to print JSON.
     """
     report = plan_report(plan)
     if json:
@@ -88,7 +82,9 @@ def print_dry_run(
     result.add_row("linears left dense", "; ".join(f"{name}: {why}" for name, why in plan.skipped.items()) or "none")
     devices = forecast.devices
     each = f"each of {devices.count} x {devices.kind}" if devices.count > 1 else devices.kind
-    result.add_row("memory", f"{format_bytes(forecast.needs.peak)} on {each} at the peak{_free(devices.free)}")
+    result.add_row(
+        "memory", f"{format_bytes(forecast.needs.peak)} on {each} at the peak; {format_bytes(devices.free)} free"
+    )
     if devices.count > 1:
         result.add_row("weights", describe_weights(forecast.needs))
         result.add_row("started by", f"torchrun --nproc-per-node {devices.count} -m permtriton compile ...")
@@ -99,14 +95,10 @@ def print_dry_run(
     else:
         stages = ", ".join(f"{stage} {duration(seconds)}" for stage, seconds in forecast.seconds.items())
         result.add_row("time", f"roughly {duration(least)} to {duration(most)} ({stages})")
-    disk = shutil.disk_usage(folder).free
-    result.add_row("disk", f"{format_bytes(sum(forecast.disk.values()))} in {folder}{_free(disk)}")
+    free = format_bytes(shutil.disk_usage(folder).free)
+    result.add_row("disk", f"{format_bytes(sum(forecast.disk.values()))} in {folder}; {free} free")
     if forecast.needs.offloaded:
         parts = ", ".join(f"{format_bytes(size)} for {name}" for name, size in forecast.needs.offloaded.items())
         result.add_row("offload folder", parts)
     out.print(result)
     out.print("dry run: nothing was written")
-
-
-def _free(count: int | None) -> str:
-    return "" if count is None else f"; {format_bytes(count)} free"

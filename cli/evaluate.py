@@ -50,7 +50,6 @@ def run(
         batch: windows, or requests of tasks, per forward pass; None for the defaults.
         output: .json, .csv or .md file to write the results to as well; None for none.
         overwrite: whether an earlier file may be replaced that is no result of this command.
-        json: whether to print JSON.
 
     Raises:
         PermTritonError: as `permtriton.evaluate.evaluate` and `permtriton.evaluation.tasks.Tasks`, a model or text that

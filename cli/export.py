@@ -15,8 +15,6 @@ def run(folder: Path, format: str, output: Path | None, *, overwrite: bool, json
         folder: folder that permtriton wrote.
         format: name of a `permtriton.checkpoint.format.Format`.
         output: folder to write; None for ``FOLDER-FORMAT`` in the present folder.
-        overwrite: whether an earlier output may be replaced.
-        json: whether to print JSON.
 
     Raises:
         PermTritonError: as `permtriton.checkpoint.export.export`.

@@ -19,8 +19,6 @@ def held_out_windows(source: Source, eval_text: str | None, tokenizer: Any, mode
         source: source of the model; the demo model is evaluated on the demo text by default.
         eval_text: demo, wikitext2, c4, a file, or none; of a model that reads images or sound, a folder. None for the
             default, which may be missing.
-        tokenizer: tokenizer or processor, or None.
-        model: model to evaluate.
 
     Returns:
         Token ids, int64 ``[windows, tokens]``, or `Samples`, or None; and the name of the source, or the reason.

@@ -41,7 +41,6 @@ def run(
         layer: the only layer to print; None for the whole model.
         dot: file to draw the graph to, or None.
         overwrite: whether an earlier file may be replaced that is no drawing of this command.
-        json: whether to print JSON.
 
     Raises:
         PermTritonError: as `permtriton.planning.plan_model`, options that exclude each other, or a drawing that cannot
@@ -131,7 +130,6 @@ def write_drawing(text: str, file: Path) -> None:
     """Writes a drawing as DOT, or as an SVG that Graphviz makes of it.
 
     Args:
-        text: drawing in the DOT language.
         file: file that ends in .dot or .svg.
 
     Raises:

@@ -136,7 +136,7 @@ OffloadFolder = Annotated[
     Path | None,
     typer.Option(
         help="For a model larger than memory, on a CPU: a folder on a fast disk, where weights and layers' inputs are "
-        "kept while it runs. The result is the same. Some steps cannot do so.",
+        "kept while it runs. The result is the same. Not for steps that need the gradients of all weights.",
         rich_help_panel=RUNNING,
         hidden=True,
     ),
@@ -220,8 +220,6 @@ def build_config(model: str, recipe: str | None, config_file: Path | None, flags
 
     Args:
         model: name of the model; the demo model has defaults of its own.
-        recipe: recipe that the user named, or None.
-        config_file: TOML file, or None.
         flags: options that the user set as flags.
 
     Raises:

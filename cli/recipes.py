@@ -6,11 +6,7 @@ from permtriton.recipes import RECIPES
 
 
 def run(*, json: bool) -> None:
-    """Prints the recipes and the steps.
-
-    Args:
-        json: whether to print JSON.
-    """
+    """Prints the recipes and the steps."""
     if json:
         named = {name: {"steps": each.names.split(","), "summary": each.summary} for name, each in RECIPES.items()}
         print_json({"recipes": named, "steps": {step.name: step.summary for step in STEPS}})

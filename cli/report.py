@@ -12,10 +12,8 @@ def run(folders: Sequence[Path], output: Path | None, comparison: Path | None, *
     """Writes the page and says where it is.
 
     Args:
-        folders: compiled folders.
         output: file to write; None for ``FOLDER-report.html`` in the present folder, by the first folder's name.
         comparison: JSON report of ``permtriton compare``, or None.
-        overwrite: whether an earlier file may be replaced.
 
     Raises:
         PermTritonError: as `permtriton.reporting.html_report.report`.

@@ -43,7 +43,6 @@ def check_table(path: Path, *, overwrite: bool, like: Result | None = None) -> N
     """Refuses a file that `write_table` could not write or must not replace; call it before the work starts.
 
     Args:
-        path: file to write.
         overwrite: whether an earlier file may be replaced, whoever wrote it.
         like: results that may be replaced in any case.
 
@@ -62,7 +61,6 @@ def write_table(path: Path, headers: Sequence[str], rows: Rows, report: Any) -> 
 
     Args:
         path: file to write. ``.json`` holds the report; ``.csv`` and ``.md`` hold the rows.
-        headers: name of each column.
         rows: cells, numbers as numbers: a CSV file holds all their digits, a Markdown table those that `cell` shows.
         report: everything that is known, as JSON can hold it.
 

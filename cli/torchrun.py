@@ -105,13 +105,7 @@ def _backend(device: str) -> str:
 
 
 class _Watch:
-    """A thread that gives signs of life, and ends this process when another rank has ended.
-
-    Args:
-        store: ``torchrun``'s store.
-        rank: number of this rank.
-        ranks: number of ranks.
-    """
+    """A thread that gives signs of life, and ends this process when another rank has ended."""
 
     def __init__(self, store: "Store", rank: int, ranks: int) -> None:
         self._store, self._rank, self._ranks = store, rank, ranks

@@ -63,7 +63,7 @@ CONFIGS: tuple[Config, ...] = (
 
 
 @dataclass(frozen=True)
-class Gpu:
+class GpuLimits:
     """What a launch depends on.
 
     Attributes:
@@ -79,12 +79,12 @@ class Gpu:
     has_clusters: bool
 
 
-def gpu_of(device: torch.device) -> Gpu:
+def limits_of(device: torch.device) -> GpuLimits:
     """Returns what a launch on a GPU depends on; a meta device has clusters and the shared memory of an H200."""
     if device.type == "meta":
-        return Gpu(multiprocessors(device) or 132, 228 << 10, 227 << 10, True)
+        return GpuLimits(multiprocessors(device) or 132, 228 << 10, 227 << 10, True)
     found: Any = torch.cuda.get_device_properties(device)
-    return Gpu(
+    return GpuLimits(
         found.multi_processor_count, found.shared_memory_per_multiprocessor, found.shared_memory_per_block_optin,
         found.major >= 9,
     )  # fmt: skip
@@ -163,7 +163,7 @@ class Variant:
 
 
 def variant_of(
-    config: Config, tokens: int, out_features: int, in_features: int, dtype: torch.dtype, gpu: Gpu
+    config: Config, tokens: int, out_features: int, in_features: int, dtype: torch.dtype, gpu: GpuLimits
 ) -> Variant:
     """Returns the variant that a configuration means for a shape and a GPU.
 
@@ -176,7 +176,12 @@ def variant_of(
 
 @functools.cache
 def _variant_of(
-    options: tuple[tuple[str, int], ...], tokens: int, out_features: int, in_features: int, dtype: torch.dtype, gpu: Gpu
+    options: tuple[tuple[str, int], ...],
+    tokens: int,
+    out_features: int,
+    in_features: int,
+    dtype: torch.dtype,
+    gpu: GpuLimits,
 ) -> Variant:
     given = dict(options)
     room, blocks, row_warps = max(1 << (tokens - 1).bit_length(), 8), given["BLOCKS"], given["ROW_WARPS"]
@@ -218,7 +223,7 @@ def sparse_linear_mma(
     tokens, out_features = x.numel() // in_features, values.shape[0]
     shape = (tokens, out_features, in_features)
     config = config_for("sparse_linear_mma", CONFIGS, shape, x.dtype)
-    variant = variant_of(config, *shape, x.dtype, gpu_of(x.device))
+    variant = variant_of(config, *shape, x.dtype, limits_of(x.device))
     if not is_trusted(variant, x.device):
         return sparse_linear_triton(x, values, positions, bias, index, in_features, pattern)
     y = torch.empty((*x.shape[:-1], out_features), dtype=x.dtype, device=x.device)

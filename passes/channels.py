@@ -60,7 +60,6 @@ class Channels:
     """All channels of a graph: their ids, their contexts so far, and which of them move together.
 
     Args:
-        graph_module: The graph.
         contexts: Whether to record contexts; without them only joints are, which is faster.
 
     Attributes:

@@ -37,7 +37,6 @@ def combine(c: Channels, operands: Sequence[Any]) -> Any:
     """Returns the ids of a function of several operands, element by element, after broadcasting them.
 
     Args:
-        c: Channels of the graph.
         operands: Tensors of ids, `Crossed`, parameters and indices.
     """
     known = [part for operand in operands if not isinstance(operand, ParameterValue) for part in parts_of(c, operand)]

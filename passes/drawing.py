@@ -9,7 +9,6 @@ def nodes_of(graph_module: fx.GraphModule, module: str = "") -> list[fx.Node]:
     """Returns the nodes that were traced in a module or its submodules, and the weights that they read, in order.
 
     Args:
-        graph_module: The graph after any pass.
         module: Name of a module of the model, or empty for all nodes.
     """
     nodes = list(graph_module.graph.nodes)

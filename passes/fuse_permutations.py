@@ -28,12 +28,7 @@ from permtriton.passes.graph import (
 
 
 def fuse_permutations(graph_module: fx.GraphModule, *, moves: Sequence[Move]) -> fx.GraphModule:
-    """Replaces the gathers that `insert_permutations` has inserted by the upstream edits of their moves.
-
-    Args:
-        graph_module: The graph with permutations inserted.
-        moves: The moves that were inserted.
-    """
+    """Replaces the gathers that `insert_permutations` has inserted by the upstream edits of their moves."""
     constants, parameters = Constants(graph_module), parameter_nodes(graph_module)
     for move in moves:
         sites = {gather.site for gather in move.gathers}

@@ -115,9 +115,6 @@ def wrap(node: fx.Node, target: Any, arguments: Sequence[Any], value: Any = None
     It stands right before the first of them: where a graph runs, one changed weight is alive at a time, not all.
 
     Args:
-        node: Node whose value the operator changes.
-        target: The operator.
-        arguments: Its further arguments.
         value: Example of the result, for ``meta["val"]``; None takes that of ``node``.
     """
     graph = node.graph
@@ -132,9 +129,6 @@ def call_before(node: fx.Node, target: Any, arguments: Sequence[Any], value: Any
     """Inserts ``target(*arguments)`` before a node, in the same module, and returns the new node.
 
     Args:
-        node: Node before which the operator is called.
-        target: The operator.
-        arguments: Its arguments.
         value: Example of the result, for ``meta["val"]``.
     """
     with node.graph.inserting_before(node):
@@ -240,7 +234,6 @@ def norm_input(source: fx.Node, module: str) -> fx.Node | None:
 
     Args:
         source: Node of the module's output.
-        module: Name of the module.
     """
     inside, waiting, inputs = {source}, [source], set()
     while waiting:

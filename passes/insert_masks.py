@@ -22,9 +22,6 @@ def insert_masks(
 
     Args:
         graph_module: The model's graph, its channels in their final order.
-        plan: The model's plan.
-        importances: Linear name -> importance, for every pruned linear.
-        pattern: N:M pattern.
     """
     constants, weights = Constants(graph_module), parameter_nodes(graph_module)
     for site, name in plan.linears():

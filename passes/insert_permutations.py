@@ -12,12 +12,7 @@ from permtriton.passes.graph import PERMUTE, SITE, Constants, call_before, input
 
 
 def insert_permutations(graph_module: fx.GraphModule, *, moves: Sequence[Move]) -> fx.GraphModule:
-    """Inserts ``permtriton::permute`` before the linears of every site that moves, and behind their weights.
-
-    Args:
-        graph_module: The traced graph.
-        moves: Moves from `permtriton.model.edits.moves_of`.
-    """
+    """Inserts ``permtriton::permute`` before the linears of every site that moves, and behind their weights."""
     constants, weights = Constants(graph_module), parameter_nodes(graph_module)
     for move in moves:
         columns = {fold.parameter: fold for fold in move.columns}

@@ -35,7 +35,6 @@ def fused_plan(plan: Plan, graph_module: fx.GraphModule, model: nn.Module, *, o_
 
     Args:
         plan: Plan of layout ``portable``; its sites are changed.
-        graph_module: The traced graph.
         model: The traced model, for its modules.
         o_proj: With ``free``, a site whose channels are tied or may move only within heads gets its own space, too.
     """
@@ -88,8 +87,6 @@ class _NormFinder:
     """Finds which norms and linears of a model can gather.
 
     Args:
-        graph_module: The traced graph.
-        model: The traced model.
         unseen: Names of the parameters that the trace did not use.
 
     Attributes:

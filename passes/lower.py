@@ -31,9 +31,6 @@ def lower(graph_module: fx.GraphModule) -> fx.GraphModule:
 
     A gather before the product goes into the operator. A mask whose index is computed, because it is being learned,
     stays: the packed weight would change at every step.
-
-    Args:
-        graph_module: The graph with masks inserted.
     """
     for mask in [node for node in graph_module.graph.nodes if node.target is NM_MASK]:
         if is_index(mask.args[INDEX_ARGUMENT]):

@@ -81,9 +81,6 @@ def pruning_passes(
     """Returns the passes from a graph in its final order to one that multiplies packed N:M weights.
 
     Args:
-        plan: The model's plan.
-        importances: Linear name -> importance, for every pruned linear.
-        pattern: N:M pattern.
         exact: Whether the weights are N:M already, so that the masks change nothing.
     """
     return (
@@ -106,13 +103,6 @@ def run_with_stand_ins(
     """Runs all passes of a compilation with random permutations and masks by magnitude, without calibration.
 
     This shows what the passes do to a model, also on the meta device, where the model has no weights.
-
-    Args:
-        plan: The model's plan.
-        graph_module: The traced graph.
-        pattern: N:M pattern.
-        observe: Called after each pass.
-        seed: Seed of the permutations.
 
     Returns:
         The lowered graph.
@@ -152,7 +142,6 @@ def run_passes(
         passes: Passes, such as those from `permutation_passes`.
         batches: Samples of the traced shapes, on which exact passes must give the same outputs. If
             there are none (on the meta device), only the structure is verified.
-        observe: Called after each pass.
 
     Returns:
         The graph after the last pass; its parameters are shared with ``graph_module``.

@@ -40,8 +40,6 @@ def taken_rows(c: Channels, x: Tensor, dim: int, index: Any, shape: Sequence[Any
     """Returns the ids of ``x`` at positions of one dimension, or under a mask of several, that depend on data.
 
     Args:
-        c: Channels of the graph.
-        x: Ids.
         dim: First dimension along which rows are taken; those of the positions, or one for a mask, take its place.
         index: The node of the positions or of the mask.
         shape: Shape of the result; a size that is not known counts as 1.

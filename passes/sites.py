@@ -29,7 +29,6 @@ def find_sites(
     """Decides which linears are pruned, groups them into sites and finds each site's permutable channels.
 
     Args:
-        provenance: Provenance of the traced graph.
         model: The traced model, for the types of its modules.
         hidden: Graph node of the last hidden state; only linears that feed it are pruned.
         pattern: N:M pattern; the number of input channels must be a multiple of the group.

@@ -23,7 +23,6 @@ class Unseen:
     """The parameters of a model that a trace did not use.
 
     Args:
-        model: The traced model.
         used: Names of the parameters that the graph uses.
 
     Attributes:

@@ -28,7 +28,6 @@ class Verifier:
     """Compares a graph after each pass with the graph before it.
 
     Args:
-        graph_module: The graph before the first pass.
         batches: Samples of the traced shapes; none to check only the structure.
     """
 
@@ -42,8 +41,6 @@ class Verifier:
         """Checks the graph that a pass returned; the next call compares with this graph.
 
         Args:
-            name: Name of the pass.
-            after: The graph that it returned.
             exact: Whether the outputs must be the same; otherwise they must be the same with all masks off.
 
         Returns:
@@ -143,8 +140,6 @@ def run(graph_module: fx.GraphModule, batch: Inputs, *, wide: bool = True) -> Te
     """Returns a graph's first output.
 
     Args:
-        graph_module: The graph.
-        batch: Samples of the traced shapes.
         wide: Whether to run a small graph on a CPU in float64, and others in float32 where their dtype is narrower.
     """
     return _Recorder(graph_module, wide=wide).outputs(batch)[0]
@@ -155,9 +150,6 @@ def first_difference(before: fx.Graph, after: fx.GraphModule, batch: Inputs, tol
     """Returns the name of the first node that both graphs have and whose values differ, apart from their order.
 
     Args:
-        before: An earlier graph of the same module.
-        after: The module with its current graph.
-        batch: Samples of the traced shapes.
         tolerance: Largest difference relative to a node's largest value.
     """
     recorders = [_Recorder(after, graph=before, record=True), _Recorder(after, record=True)]
@@ -174,7 +166,6 @@ class _Recorder(fx.Interpreter):
     """Runs a graph in a wide dtype, since rounding would hide small errors and send tokens to other experts.
 
     Args:
-        graph_module: The module with the graph's parameters and buffers.
         graph: The graph to run; None runs that of the module.
         wide: Whether to run a small graph on a CPU in float64, and others in float32 where their dtype is narrower.
         record: Whether to record the values of each node.

@@ -23,7 +23,6 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
     can reach it, so that neither a link nor a file that someone put there is ever written to.
 
     Args:
-        path: File to write.
         write: Writes the content to the path that it is given.
 
     Raises:

@@ -103,14 +103,9 @@ def make_forecast(
 
     Args:
         model: dense model; unchanged on return.
-        plan: plan of the model.
-        config: options of the compilation.
-        samples: calibration samples.
-        windows: held-out samples, or None.
         resume_path: as `permtriton.compile` takes it.
         timed: whether to run the model on a short sequence and to estimate the time, where the memory is enough and the
             model is whole on such a device.
-        devices: what the compilation runs on.
     """
     needs = memory.estimate(model, plan, config, samples, windows, devices)
     refused, seconds = memory.refusal(needs, devices), {}
@@ -127,7 +122,6 @@ def check_disk(disk: Mapping[str, int], folder: Path) -> None:
 
     Args:
         disk: what is written -> bytes.
-        folder: folder on that disk.
 
     Raises:
         OutputError: the free space is too small.
@@ -149,10 +143,6 @@ def disk_needs(
     A state counts twice, because a new one is written beside the old.
 
     Args:
-        model: model to compile.
-        plan: plan of the model.
-        config: options of the compilation.
-        samples: calibration samples.
         resume_path: as `permtriton.compile` takes it; None for a compilation that starts from scratch.
     """
     facts = memory.facts_of(model, plan, config, samples)
@@ -166,9 +156,6 @@ def stage_seconds(config: CompileConfig, facts: Facts, speed: Speed, held_out: i
     """Returns step or stage -> expected time, where the ranks share sequences, channel spaces and linears evenly.
 
     Args:
-        config: options.
-        facts: sizes of model and text.
-        speed: what was measured.
         held_out: number of held-out tokens.
     """
     found = {"calibrate": 0 if config.importance == "magnitude" else speed.forward, "prove": PROOF_MASKS * speed.masks}

@@ -1,7 +1,6 @@
 """Facts about this machine and this installation: versions, device, memory."""
 
 import ctypes
-import os
 import platform
 import resource
 import sys
@@ -11,6 +10,7 @@ from importlib import metadata
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import psutil
 import torch
 
 from permtriton import ranks
@@ -50,28 +50,15 @@ def determinism() -> dict[str, Any]:
     }
 
 
-def available_memory(device: torch.device, *, proc: Path = PROC, cgroups: Path = CGROUPS) -> int | None:
-    """Returns the number of free bytes on ``device``; None if the system does not report it.
+def available_memory(device: torch.device, *, proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
+    """Returns the number of free bytes on ``device``.
 
-    On Linux this is the smallest of what the kernel says is available and what each control group (the limits of
-    containers and batch systems) leaves. File cache counts as free, because the kernel gives it up. A system without
-    ``/proc/meminfo`` (macOS) reports its whole memory instead.
-
-    Args:
-        device: device whose memory is wanted.
-        proc: the kernel's folder of processes.
-        cgroups: the kernel's folder of control groups.
+    On a CPU this is the smallest of what the system says is available and, on Linux, what each control group (the
+    limits of containers and batch systems) leaves. File cache counts as free, because the kernel gives it up.
     """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    try:
-        fields = _fields(proc / "meminfo")
-        return max(min([fields["MemAvailable:"] * 1024, *_left_in_groups(proc, cgroups)]), 0)
-    except (OSError, KeyError):
-        try:
-            return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        except (ValueError, OSError):
-            return None
+    return max(min([psutil.virtual_memory().available, *_left_in_groups(proc, cgroups)]), 0)
 
 
 def _fields(path: Path) -> dict[str, int]:
@@ -116,13 +103,10 @@ def _left(group: Path, limit: str, usage: str, prefix: str) -> int | None:
 def resident_memory() -> tuple[int, int]:
     """Returns the bytes of this process that are in memory, and those of them that are pages of files.
 
-    Without ``/proc`` (macOS), both follow from the peak: the present values are not reported.
+    Where the system does not tell them apart (macOS), none are.
     """
-    try:
-        fields = _fields(PROC / "self" / "status")
-        return fields["VmRSS:"] * 1024, fields["RssFile:"] * 1024
-    except (OSError, KeyError):
-        return peak_memory(torch.device("cpu")), 0
+    found = psutil.Process().memory_info()
+    return found.rss, getattr(found, "shared", 0)
 
 
 def release_memory() -> None:

@@ -37,15 +37,15 @@ class Devices:
     Attributes:
         kind: ``cpu`` or ``cuda``.
         count: number of processes, each with a device of its own; on one CPU they share its memory.
-        free: bytes that are free for each; None if the system does not report it.
+        free: bytes that are free for each.
         spread: whether the weights of layers are spread over the devices while the model runs, see
             `permtriton.running.sharding`; None where memory decides.
         offloaded: whether the model and the largest tensors beside it are in files, of which few pages are in memory.
     """
 
     kind: str
-    count: int = 1
-    free: int | None = None
+    count: int
+    free: int
     spread: bool | None = None
     offloaded: bool = False
 
@@ -55,7 +55,7 @@ class Devices:
     ) -> "Devices":
         """Returns the devices of this process and of the others like it."""
         free = available_memory(device)
-        return cls(device.type, count, free // count if free and device.type == "cpu" else free, spread, offloaded)
+        return cls(device.type, count, free // count if device.type == "cpu" else free, spread, offloaded)
 
 
 @dataclass(frozen=True)
@@ -126,14 +126,6 @@ def estimate(
     """Estimates the memory of a compilation on each device.
 
     It also decides whether weights are spread over the devices, and whether steps save memory.
-
-    Args:
-        model: loaded model.
-        plan: plan of the model.
-        config: options of the compilation.
-        samples: calibration samples.
-        windows: held-out samples, or None.
-        devices: what it runs on.
     """
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     facts = facts_of(model, plan, config, samples, one_layer=devices.offloaded)
@@ -156,7 +148,7 @@ def estimate(
 
 def fits(needs: Needs, devices: Devices, stage: str | None = None) -> bool:
     """Whether a stage fits on each device; by default the largest one, but for the check that may be left out."""
-    return devices.free is None or needs.added(stage or needs.largest_needed) <= devices.free
+    return needs.added(stage or needs.largest_needed) <= devices.free
 
 
 def _spread(whole: Needs, model: PreTrainedModel, plan: Plan, count: int) -> Needs:
@@ -243,7 +235,7 @@ def refusal(needs: Needs, devices: Devices) -> str:
     The text names the largest use and the options to lower; it is empty if the memory is enough.
     """
     stage = needs.largest_needed
-    if devices.free is None or fits(needs, devices):
+    if fits(needs, devices):
         return ""
     uses = needs.stages[stage]
     largest = max(uses, key=lambda use: uses[use])
@@ -263,13 +255,12 @@ def describe_thrift(needs: Needs, config: CompileConfig) -> str:
 
 def describe(needs: Needs, devices: Devices) -> str:
     """Returns the estimate as one line."""
-    left = "" if devices.free is None else f"; {format_bytes(devices.free)} free"
     program = f", program {format_bytes(needs.program)}" if needs.program else ""
     each = f"{devices.count} x {devices.kind}, on each" if devices.count > 1 else devices.kind
     return (
         f"memory on {each}: about {format_bytes(needs.peak)} at the peak (model {format_bytes(needs.model)}"
-        f"{program}, {needs.largest} {format_bytes(needs.extra(needs.largest))}){left}"
-        + (f"; weights: {describe_weights(needs)}" if devices.count > 1 else "")
+        f"{program}, {needs.largest} {format_bytes(needs.extra(needs.largest))}); "
+        f"{format_bytes(devices.free)} free" + (f"; weights: {describe_weights(needs)}" if devices.count > 1 else "")
     )
 
 

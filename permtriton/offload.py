@@ -38,9 +38,6 @@ NO_GPU = (
 class Offload:
     """A folder whose disk takes the place of memory.
 
-    Args:
-        folder: an existing folder on a disk.
-
     Raises:
         ConfigError: there is no such folder, it cannot be written, or it lies in memory.
     """
@@ -57,10 +54,6 @@ class Offload:
 
     def empty(self, shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
         """Returns a tensor of zeros in a file, or in memory if it is small; the space is on the disk already.
-
-        Args:
-            shape: its shape.
-            dtype: its dtype.
 
         Raises:
             OutputError: the disk is full or fails.
@@ -187,9 +180,6 @@ def working(
     """Returns the context in which a model is compiled: that of `Offload.working`, or one that does nothing.
 
     Args:
-        offload: the folder, or None.
-        model: model to compile.
-        config: its options.
         device: device that it shall run on; None where it is.
 
     Raises:

@@ -131,7 +131,6 @@ def given_options(kind: type[Config], values: Mapping[str, Any], also: Iterable[
     """Returns the arguments with which to make a dataclass of options from values by option name.
 
     Args:
-        kind: the dataclass.
         values: values by option name; those of other dataclasses are left out.
         also: names of fields that are no options, and are taken as they are.
     """

@@ -30,7 +30,6 @@ def check_file(output: Path, *, overwrite: bool, ours: Callable[[Path], bool] = 
     """Refuses, before any work, an output file that could not be written at the end, or that is someone else's.
 
     Args:
-        output: file to write.
         overwrite: whether an earlier file may be replaced, whoever wrote it.
         ours: returns whether an earlier file is a result that may be replaced in any case.
 

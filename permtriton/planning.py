@@ -25,8 +25,6 @@ def find_plan(
     """Traces a model and finds its sites; weights are not needed, so the model may be on the meta device.
 
     Args:
-        model: model to plan for.
-        pattern: N:M pattern that it will be pruned to.
         skip_indivisible: whether to leave linears dense whose number of input channels is not a multiple of M.
         layout: ``portable`` or ``fused``.
         o_proj: permutation of the attention output in layout ``fused``: ``tied`` or ``free``.
@@ -44,8 +42,6 @@ def plan_model(
     """Returns the plan that `find_plan` makes, and the graph that it was made from.
 
     Args:
-        model: model to plan for.
-        config: options.
         samples: inputs that the graph will be run on; it has the shapes of one. Text is traced on a few tokens.
 
     Raises:

@@ -58,10 +58,7 @@ def prepare(
         tokenizer: tokenizer of the calibration text, or processor.
         ids: calibration samples in place of the config's: token ids, int64 ``[samples, tokens]``, or a mapping of the
             arguments of the model's ``forward`` to tensors with one row per sample, such as ``{"pixel_values": ...}``.
-        windows: held-out samples, or None.
         say_needs: whether to report how much memory, time and disk the work will take.
-        device: as `compile` takes it.
-        spread: as `compile` takes it.
 
     Raises:
         PermTritonError: bad input, the state of another run, a model that cannot be traced, or too little memory or

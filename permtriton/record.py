@@ -22,8 +22,6 @@ def compilation_record(run: Run, needs: Needs, comparison: str, evaluation: Mapp
     """Returns the content of ``permtriton.json``, except for the entries that saving adds.
 
     Args:
-        run: finished run.
-        needs: estimated memory.
         comparison: how the pruned model was compared with the lowered graph.
         evaluation: measure, with its values for the dense and the compiled model; empty if nothing was measured.
     """

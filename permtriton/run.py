@@ -78,8 +78,6 @@ class Run:
 
     Args:
         model: model that the steps change in place.
-        config: every option.
-        progress: progress reporter.
         resume_path: path of the files that keep the states of steps, each with its step's name before the suffix; None
             keeps no state.
         offload: where weights are that do not fit in memory, and large tensors beside them; None for memory.
@@ -157,10 +155,6 @@ class Run:
     def identify(self, samples: Samples, device: torch.device) -> None:
         """Notes what decides the result, and refuses states of another run before any work is done.
 
-        Args:
-            samples: calibration samples.
-            device: device that the model will run on.
-
         Raises:
             OutputError: a state beside the output belongs to another run, or is damaged.
         """
@@ -180,12 +174,7 @@ class Run:
             )
 
     def state(self, kind: type[State], step: str) -> State | None:
-        """Returns the file that keeps the state of a step; None without ``resume_path``.
-
-        Args:
-            kind: class of the file.
-            step: name of the step.
-        """
+        """Returns the file that keeps the state of a step; None without ``resume_path``."""
         if self.resume_path is None:
             return None
         path = self.resume_path.with_suffix(f".{step}{self.resume_path.suffix}")

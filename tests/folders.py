@@ -112,7 +112,8 @@ def record(sparsity: str = "2:4", **entries: object) -> dict[str, object]:
     return {
         "model": "zoo", "command": "permtriton compile zoo", "versions": {}, "device": "cpu", "determinism": {},
         "dtype": "float32", "calibration": {"sha256": "0", "shape": [4, 16]}, "parameters": 2, "pruned_parameters": 1,
-        "config": {"sparsity": sparsity, "importance": "magnitude", "recipe": "mask", "layout": "portable"},
+        "config": {"sparsity": sparsity, "importance": "magnitude", "recipe": "mask", "layout": "portable",
+                   "calibration": "demo", "seed": 0},
         "sparsity_by_layer": {}, "permutations": [], "skipped": {}, "barriers": [], "sites": [], "rows": [],
         "hidden_states": {"permuted": False}, "steps": [], "retained_importance": {}, "evaluation": {}, "passes": [],
         "proof": {"fold_difference": 0.0, "lowered_graph": "", "verified_inputs": [], "unverified_inputs": {}},

@@ -14,16 +14,16 @@ from permtriton.checkpoint.export import export
 from permtriton.errors import OutputError
 
 from . import zoo
+from .folders import record
 
-REPORT = {
-    "model": "org/model-7b",
-    "command": "permtriton compile org/model-7b --recipe heuristic,mask",
-    "config": {"sparsity": "2:4", "recipe": "heuristic,mask", "calibration": "/home/me/text.txt"},
-    "calibration": {"sha256": "0", "shape": [8, 256]},
-    "evaluation": {"measure": "perplexity", "dense": 5.472, "compiled": 6.75, "text": "wikitext2"},
-    "proof": {"fold_difference": 1e-6, "verified_inputs": ["input_ids"], "unverified_inputs": {"pixel_values": "none"}},
-    "verification": {"pruned_weights": 224, "reloaded": "same outputs"},
-}
+REPORT = record(
+    model="org/model-7b",
+    command="permtriton compile org/model-7b --recipe heuristic,mask",
+    config={**record()["config"], "calibration": "/home/me/text.txt"},
+    calibration={"sha256": "0", "shape": [8, 256]},
+    evaluation={"measure": "perplexity", "dense": 5.472, "compiled": 6.75, "text": "wikitext2"},
+    proof={"fold_difference": 1e-6, "verified_inputs": ["input_ids"], "unverified_inputs": {"pixel_values": "none"}},
+)
 
 
 @pytest.fixture(scope="module")
@@ -74,11 +74,10 @@ def test_content():
     assert "import permtriton\nfrom transformers import AutoModel\n" in model_card(REPORT, "X", WITH_PERMTRITON)
 
 
-def test_older_records_still_have_a_card():
-    text = model_card({"config": {"sparsity": "2:4"}}, "", ALONE)
-    assert front(text)["tags"][-1] == "2:4"
+def test_a_model_that_was_not_measured():
+    text = model_card(record(versions={"torch": "2.11"}), "", ALONE)
     assert "| held-out evaluation | not measured |" in text
-    assert "The command was not recorded." in text
+    assert "| made on | cpu; torch 2.11 |" in text
 
 
 def test_names_are_no_markup():

@@ -12,7 +12,7 @@ from permtriton.config import CompileConfig
 from permtriton.data.samples import Samples
 from permtriton.errors import MemoryTooSmallError
 from permtriton.methods.learned import Learned as Options
-from permtriton.methods.learning import Trainer, learned_spaces
+from permtriton.methods.learning import OrderTrainer, learned_spaces
 from permtriton.methods.masked_model import masked_model
 from permtriton.methods.objective import Objective
 from permtriton.methods.relaxation import Relaxation
@@ -63,7 +63,7 @@ class Step:
             importances = {name: replace(f, scale=f.scale.double()) for name, f in importances.items()}
         with masked_model(self.model, self.plan, importances, relaxation, options, config, keep) as self.masks:
             arguments = (self.ids, Objective("cosine", self.target), options, config)
-            self.trainer = Trainer(self.model, self.masks, relaxation, optimizer, *arguments)
+            self.trainer = OrderTrainer(self.model, self.masks, relaxation, optimizer, *arguments)
             for _ in range(steps):
                 self.loss = self.trainer.step(torch.arange(len(self.ids)), 0)
             self.evaluated = self.trainer.evaluate(self.trainer.indices(0))

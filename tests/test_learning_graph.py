@@ -7,7 +7,7 @@ from torch import fx
 from permtriton.config import CompileConfig
 from permtriton.data.samples import Samples
 from permtriton.methods.learned import Learned as Options
-from permtriton.methods.learning import Trainer, learned_spaces
+from permtriton.methods.learning import OrderTrainer, learned_spaces
 from permtriton.methods.masked_model import masked_model
 from permtriton.methods.objective import Objective
 from permtriton.methods.relaxation import Relaxation
@@ -101,7 +101,7 @@ def test_the_learning_graph_learns_as_the_trainer_does(name, layout):
     optimizer = Gradients(relaxation)
     with masked_model(model, plan, importances, relaxation, OPTIONS, CONFIG) as entries:
         arguments = (Samples.of(BATCH), Objective("cosine", target), OPTIONS, CONFIG)
-        trainer = Trainer(model, entries, relaxation, optimizer, *arguments)
+        trainer = OrderTrainer(model, entries, relaxation, optimizer, *arguments)
         indices = trainer.indices(0)
         expected = trainer.step(torch.tensor([0]), 0)
     assert any(not torch.equal(index, identity(index.numel())) for index in indices.values()), "something moves"

@@ -1,6 +1,6 @@
 """Free memory within the limits of containers and batch systems, from the files in which Linux states them."""
 
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,13 +12,14 @@ GIB = 2**30
 
 
 @pytest.fixture
-def system(tmp_path):
+def system(tmp_path, monkeypatch):
     """Writes the files of a machine with 64 GiB available; returns what reads its free memory."""
 
-    def make(cgroup: str, groups: dict[str, dict[str, str]]) -> int | None:
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=64 * GIB))
+
+    def make(cgroup: str, groups: dict[str, dict[str, str]]) -> int:
         proc, cgroups = tmp_path / "proc", tmp_path / "cgroup"
         (proc / "self").mkdir(parents=True)
-        (proc / "meminfo").write_text("MemTotal: 134217728 kB\nMemAvailable: 67108864 kB\nHugePages_Total: 0\n")
         (proc / "self" / "cgroup").write_text(cgroup)
         for folder, files in groups.items():
             (cgroups / folder).mkdir(parents=True, exist_ok=True)
@@ -77,6 +78,5 @@ def test_a_full_group_leaves_nothing(system):
 def test_resident_memory_grows_with_what_is_allocated():
     before, mapped = resident_memory()
     held = bytearray(b"1") * 2**26
-    assert resident_memory()[0] - before > 2**25
+    assert resident_memory()[0] - before > 2**25, len(held)
     assert 0 <= mapped <= before
-    assert Path("/proc").exists() or len(held) == 2**26

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from permtriton.config import CompileConfig
 from permtriton.errors import CalibrationError
 from permtriton.kernels.assignment import assignment
-from permtriton.methods.learning import Trainer, learned_spaces
+from permtriton.methods.learning import OrderTrainer, learned_spaces
 from permtriton.methods.masked_model import Masks, masked_model
 from permtriton.methods.objective import Objective
 from permtriton.methods.relaxation import Relaxation
@@ -119,7 +119,7 @@ def test_the_host_waits_no_more_often_in_a_model_of_more_layers():
         optimizer = torch.optim.AdamW(relaxation.parameters())
         with masked_model(given.model, given.plan, given.importances, relaxation, QUICK, CONFIG) as masks:
             objective = Objective("cosine", given.target)
-            trainer = Trainer(given.model, masks, relaxation, optimizer, given.ids, objective, QUICK, CONFIG)
+            trainer = OrderTrainer(given.model, masks, relaxation, optimizer, given.ids, objective, QUICK, CONFIG)
             with Synchronisations() as waits:
                 trainer.step(torch.arange(4), 0)
         counts.append(waits.count)

@@ -104,7 +104,7 @@ def test_estimate_knows_what_costs_more(model, plan, less, more):
 def test_masked_weights_are_kept_where_they_fit(model, plan, monkeypatch):
     """They and their gradients take two copies of the pruned weights, in place of those of one layer of two."""
     learned = {"recipe": "heuristic,learned,mask", "samples": 8, "sequence_length": 1024}
-    monkeypatch.setattr(memory, "available_memory", lambda device: None)
+    monkeypatch.setattr(memory, "available_memory", lambda device: 2**60)
     found = needs(model, plan, **learned)
     assert not found.thrifty
     assert not found.report()["thrifty"]
@@ -122,15 +122,14 @@ def test_masked_weights_are_kept_where_they_fit(model, plan, monkeypatch):
 
 
 def test_available_memory_is_in_bytes():
-    free = available_memory(CPU)
-    assert free is None or free > 2**20
+    assert available_memory(CPU) > 2**20
 
 
 def test_what_fits_is_let_through(monkeypatch):
     wanted = memory.Needs(50, 10**15, 50 + 10**15, {"masks": {"statistics": 600, "activations": 400}})
     monkeypatch.setattr(memory, "available_memory", lambda device: 1000)
     assert memory.refusal(wanted, memory.Devices.of(CPU)) == ""
-    monkeypatch.setattr(memory, "available_memory", lambda device: None)
+    monkeypatch.setattr(memory, "available_memory", lambda device: 2**60)
     assert memory.refusal(replace(wanted, stages={"masks": {"activations": 10**15}}), memory.Devices.of(CPU)) == ""
 
 

@@ -390,6 +390,12 @@ def test_the_form_is_what_saving_and_exporting_write(folders):
         ({"sites": {}}, "sites is {}"),
         ({"barriers": [1]}, r"barriers\[0\] is 1"),
         ({"colour": "red"}, "colour is unknown"),
+        (
+            {"config": {**record()["config"], "seed": "0"}},
+            "config is .*, expected options, seed as a number among them",
+        ),
+        ({"evaluation": {"dense": 1.0}}, "evaluation is .*, expected measure, dense and compiled, or none of them"),
+        ({"parameters": 0}, "parameters is 0"),
     ],
 )
 def test_records_of_another_form_are_refused(tmp_path, entries, words):

@@ -14,7 +14,7 @@ from permtriton.kernels.cuda.runtime import FOLDER, CudaKernel
 from permtriton.kernels.packing import pack
 from permtriton.kernels.sparse_linear_mma import (
     CONFIGS,
-    Gpu,
+    GpuLimits,
     Variant,
     is_right,
     is_trusted,
@@ -26,7 +26,7 @@ from .kernel_inputs import TWO_FOUR, poison, sparse
 
 BF16, FP16 = torch.bfloat16, torch.float16
 SOURCE = FOLDER / "sparse_linear_mma.cu"
-H200, A100 = Gpu(132, 228 << 10, 227 << 10, True), Gpu(108, 164 << 10, 163 << 10, False)
+H200, A100 = GpuLimits(132, 228 << 10, 227 << 10, True), GpuLimits(108, 164 << 10, 163 << 10, False)
 CPU = torch.device("cpu")
 EMULATED = (
     Variant(BF16, 16, 8, 64, 2, 1, 1, 1),
@@ -99,7 +99,7 @@ def product(x, weight, bias, index):
 @pytest.mark.parametrize("channels", [32, 416])
 def test_the_product_in_float64(emulated, variant, channels, monkeypatch):
     """Ragged rows and channels, strided inputs that are not aligned, in outputs poisoned with NaN."""
-    monkeypatch.setattr(mma, "gpu_of", lambda device: H200)
+    monkeypatch.setattr(mma, "limits_of", lambda device: H200)
     monkeypatch.setattr(mma, "variant_of", lambda *_: variant)
     monkeypatch.setattr(mma, "is_trusted", lambda *_: True)
     poison(monkeypatch)
@@ -136,7 +136,7 @@ def test_a_wrong_kernel_is_replaced(monkeypatch):
     """By the Triton kernel, with one warning: for wrong results, and for what does not compile."""
     variant, taken = EMULATED[0], []
     monkeypatch.setattr(mma, "_TRUSTED", {})
-    monkeypatch.setattr(mma, "gpu_of", lambda device: H200)
+    monkeypatch.setattr(mma, "limits_of", lambda device: H200)
     monkeypatch.setattr(mma, "variant_of", lambda *_: variant)
     monkeypatch.setattr(mma, "sparse_linear_triton", lambda *arguments: taken.append(arguments))
     arguments = (torch.ones(2, 32).bfloat16(), *pack(sparse(64, 8, dtype=BF16), TWO_FOUR), None, None, 32, TWO_FOUR)
@@ -162,7 +162,7 @@ def test_an_untried_kernel_is_not_captured_in_a_graph(monkeypatch):
 
 @pytest.mark.parametrize(
     ("gpu", "config"),
-    [*product_of((H200, A100), CONFIGS), (Gpu(128, 100 << 10, 99 << 10, False), CONFIGS[0])],
+    [*product_of((H200, A100), CONFIGS), (GpuLimits(128, 100 << 10, 99 << 10, False), CONFIGS[0])],
 )
 def test_a_variant_fits_its_gpu(gpu, config):
     for tokens in (2, 8, 9, 16, 33, 64):

@@ -56,11 +56,9 @@ def model_card(report: Mapping[str, Any], architecture: str, loads_with: str) ->
     """Returns a model card in Markdown, with front matter for the Hugging Face hub.
 
     Args:
-        report: content of ``permtriton.json``; what it lacks is left out.
-        architecture: name of the model's class.
         loads_with: `ALONE` or `WITH_PERMTRITON`.
     """
-    source, sparsity = str(report.get("model", "")), str(report.get("config", {}).get("sparsity", "N:M"))
+    source, sparsity = str(report["model"]), str(report["config"]["sparsity"])
     loader, task = next(((auto, task) for names, auto, task in _KINDS if architecture in names.values()), _NO_HEAD)
     front = ModelCardData(
         library_name="transformers",
@@ -79,9 +77,9 @@ def model_card(report: Mapping[str, Any], architecture: str, loads_with: str) ->
         "## Load it",
         _loading(loader, loads_with),
         "## What was verified",
-        "\n".join(f"- {line}" for line in _checks(report)) or "Not recorded.",
+        "\n".join(f"- {line}" for line in _checks(report)),
         "## Repeat it",
-        f"```\n{report['command']}\n```" if "command" in report else "The command was not recorded.",
+        f"```\n{report['command']}\n```",
         "All options, every permutation and all checks: see `permtriton.json`, or `permtriton report FOLDER`.",
     ]
     return "\n\n".join(parts) + "\n"
@@ -92,27 +90,23 @@ _NO_HEAD = "AutoModel", None
 
 def _facts(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yields the rows of the result table."""
-    config, evaluation = report.get("config", {}), report.get("evaluation", {})
-    if "dense" in evaluation and "compiled" in evaluation:
+    config, evaluation = report["config"], report["evaluation"]
+    if "dense" in evaluation:
         text = f" on {_code(evaluation['text'])}" if "text" in evaluation else ""
-        name = "perplexity" if evaluation.get("measure") == "perplexity" else "cosine with the dense model"
+        name = "perplexity" if evaluation["measure"] == "perplexity" else "cosine with the dense model"
         yield f"{name}{text}, dense", f"{evaluation['dense']:.3f}"
         yield f"{name}{text}, this model", f"{evaluation['compiled']:.3f}"
     else:
         yield "held-out evaluation", "not measured"
     for key in ("recipe", "importance", "layout", "seed"):
-        if key in config:
-            yield key.replace("_", " "), _code(config[key])
-    if "calibration" in config and "shape" in report.get("calibration", {}):
-        shape = " x ".join(str(size) for size in report["calibration"]["shape"])
-        yield "calibration", f"{_code(Path(str(config['calibration'])).name)}, {shape} tokens"
-    if "parameters" in report:
-        yield "parameters pruned", f"{report.get('pruned_parameters', 0):,} of {report['parameters']:,}"
-    if "ratio" in report.get("export", {}):
+        yield key, _code(config[key])
+    shape = " x ".join(str(size) for size in report["calibration"]["shape"])
+    yield "calibration", f"{_code(Path(str(config['calibration'])).name)}, {shape} tokens"
+    yield "parameters pruned", f"{report['pruned_parameters']:,} of {report['parameters']:,}"
+    if "export" in report:
         yield "stored size of the pruned weights", f"{report['export']['ratio']:.1%} of dense"
-    if "device" in report:
-        versions = ", ".join(f"{name} {version}" for name, version in report.get("versions", {}).items())
-        yield "made on", f"{report['device']}; {versions}"
+    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+    yield "made on", f"{report['device']}; {versions}"
 
 
 def _loading(loader: str, loads_with: str) -> str:
@@ -126,23 +120,20 @@ def _loading(loader: str, loads_with: str) -> str:
 
 
 def _checks(report: Mapping[str, Any]) -> Iterator[str]:
-    proof, verification = report.get("proof", {}), report.get("verification", {})
-    if "fold_difference" in proof:
-        yield (
-            "Before pruning, the permuted model gave the dense model's outputs up to rounding (largest relative "
-            f"difference {proof['fold_difference']:.1e})."
-        )
-    if proof.get("verified_inputs"):
+    proof, verification = report["proof"], report["verification"]
+    yield (
+        "Before pruning, the permuted model gave the dense model's outputs up to rounding (largest relative difference "
+        f"{proof['fold_difference']:.1e})."
+    )
+    if proof["verified_inputs"]:
         yield f"Inputs that were compared: {', '.join(proof['verified_inputs'])}."
-    for inputs, why in proof.get("unverified_inputs", {}).items():
+    for inputs, why in proof["unverified_inputs"].items():
         yield f"Not compared: {inputs} ({why})."
-    if "pruned_weights" in verification:
-        yield (
-            f"{verification['pruned_weights']} pruned weights were read back; each is N:M and equal to the model in "
-            "memory, bit for bit."
-        )
-    if "reloaded" in verification:
-        yield f"Reloaded with transformers: {verification['reloaded']}."
+    yield (
+        f"{verification['pruned_weights']} pruned weights were read back; each is N:M and equal to the model in "
+        "memory, bit for bit."
+    )
+    yield f"Reloaded with transformers: {verification['reloaded']}."
     if "export" in report:
         yield "Rewritten by `permtriton export`, and compared with the exported folder bit by bit."
 

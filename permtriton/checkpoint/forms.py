@@ -9,13 +9,20 @@ from pydantic import AfterValidator, ConfigDict, Field
 from typing_extensions import TypedDict
 
 from permtriton.checkpoint.format import Format
-from permtriton.errors import ConfigError, ModelError
+from permtriton.errors import ConfigError, ModelError, shown
 from permtriton.model.headers import DTYPES, REPORT_FILE, read_json
 from permtriton.permutation import is_permutation
 from permtriton.sparsity import NMPattern
 from permtriton.validated import checked
 
-SHOWN = ("sparsity", "importance", "recipe", "layout")  # options that reports show
+SHOWN = {
+    "sparsity": str,
+    "importance": str,
+    "recipe": str,
+    "layout": str,
+    "calibration": str,
+    "seed": int,
+}  # in reports
 LARGEST = 2**63  # of an integer: longer ones are damage, and cannot be formatted as floats
 
 
@@ -40,13 +47,20 @@ def _value(value: Any) -> Any:
 
 
 def _config(options: dict[str, Any]) -> dict[str, Any]:
-    if missing := [name for name in SHOWN if not isinstance(options.get(name), str)]:
-        raise ValueError(f"options, {missing[0]} as text among them")
+    if missing := [name for name, kind in SHOWN.items() if not isinstance(options.get(name), kind)]:
+        raise ValueError(f"options, {missing[0]} as {'text' if SHOWN[missing[0]] is str else 'a number'} among them")
     try:
         pattern(options["sparsity"])
     except ValueError as error:
-        raise ValueError(f"options whose sparsity is {error}") from error
+        raise ValueError(f"options whose sparsity is {error}, not {shown(options['sparsity'])}") from error
     return options
+
+
+def _evaluation(found: dict[str, Any]) -> dict[str, Any]:
+    measured = {"measure", "dense", "compiled"}
+    if found.keys() & measured not in (set(), measured):
+        raise ValueError("measure, dense and compiled, or none of them")
+    return found
 
 
 def _permutation(index: list[int]) -> list[int]:
@@ -223,7 +237,7 @@ class Record(TypedDict):
     dtype: Annotated[str, AfterValidator(_dtype)]
     config: Config
     calibration: Calibration
-    parameters: Integer
+    parameters: Annotated[Integer, Field(gt=0)]
     pruned_parameters: Integer
     sparsity_by_layer: dict[str, float]
     permutations: list[Permutation]
@@ -232,7 +246,7 @@ class Record(TypedDict):
     hidden_states: HiddenStates
     steps: list[Step]
     retained_importance: dict[str, Retained]
-    evaluation: Evaluation
+    evaluation: Annotated[Evaluation, AfterValidator(_evaluation)]
     passes: list[Pass]
     proof: Proof
     seconds: dict[str, float]

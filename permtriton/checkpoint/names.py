@@ -39,7 +39,6 @@ def stored_names(model: Any, pruned: Collection[str], *, original: bool = True) 
     """Decides under which names a model is saved; needs no values, so that it can be called before any work.
 
     Args:
-        model: model to save.
         pruned: names of the pruned parameters.
         original: whether the names of the published checkpoint may be used.
 

@@ -24,7 +24,6 @@ def unpacked(
         positions: stored positions, as the same function returns them.
         shape: shape of the parameter.
         dim: input dimension of the parameter.
-        pattern: N:M pattern of the parameter.
 
     Raises:
         ModelError: as `check_content`.
@@ -55,9 +54,6 @@ def runs_packed(in_features: int, dtype: torch.dtype, pattern: NMPattern, device
 
     Args:
         in_features: number of input channels, on this rank if several ranks divide them.
-        dtype: dtype that the weight will have.
-        pattern: its N:M pattern.
-        device: device that it will be on.
     """
     return dtype.itemsize == 2 and supports(dtype, in_features, pattern) and has_kernels(device)
 

@@ -26,11 +26,6 @@ def to_json(report: Any) -> str:
 def rows_report(model: PreTrainedModel, plan: Plan, indices: Mapping[str, Tensor]) -> list[dict[str, Any]]:
     """Returns the order of the output channels of the pruned linears whose rows moved; equal orders are one entry.
 
-    Args:
-        model: compiled model.
-        plan: plan of the model.
-        indices: space name -> unit index from the dense order, int64 ``[units]``.
-
     Returns:
         Entries with ``linears`` and ``index``: row ``j`` was row ``index[j]`` of the dense model.
     """
@@ -73,8 +68,6 @@ def permutation_report(plan: Plan, space: ChannelSpace, element: int = 2) -> dic
     """Returns the entry of one permutation: its placement, its cost at run time, and who writes and reads its channels.
 
     Args:
-        plan: plan of the model.
-        space: channel space of the plan.
         element: bytes per activation; 2 for bfloat16.
 
     Returns:
@@ -119,7 +112,6 @@ def hidden_order_of(report: Mapping[str, Any], channels: int) -> Tensor | None:
     """Returns the order that `hidden_states_report` wrote into a report.
 
     Args:
-        report: content of ``permtriton.json``.
         channels: number of channels of the hidden states.
 
     Returns:
@@ -143,9 +135,6 @@ def hidden_order_of(report: Mapping[str, Any], channels: int) -> Tensor | None:
 
 def grouped(rows: Sequence[tuple[str, ...]]) -> list[tuple[tuple[str, ...], list[int]]]:
     """Joins rows that differ only in numbers between dots, such as layers and experts.
-
-    Args:
-        rows: cells of each row.
 
     Returns:
         For each group of such rows, one row and the positions of the rows that it stands for. If there are several,

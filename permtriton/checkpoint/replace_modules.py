@@ -156,7 +156,6 @@ def replace_by_packed(
         dim: input dimension of the parameter in the model.
         entry: its entry in the config.
         stored: tensor name -> description of the stored tensor.
-        pattern: its N:M pattern.
 
     Raises:
         ModelError: model, config and files do not fit together.

@@ -38,7 +38,6 @@ class ShardWriter:
     """Writes tensors to numbered shards and an index, with one shard in memory.
 
     Args:
-        folder: folder to write to.
         shard_bytes: largest size of a shard; a larger tensor has a shard of its own.
     """
 

@@ -174,7 +174,6 @@ def check_effect(explicit: Iterable[str], rows: Sequence[Row], ablation: str | N
 
     Args:
         explicit: names of the options.
-        rows: rows of the comparison.
         ablation: key of `ABLATIONS`, or None.
 
     Raises:

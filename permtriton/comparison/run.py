@@ -77,8 +77,6 @@ class Yardstick:
         Args:
             model: the dense model, or a compiled copy of it.
             hidden_order: index ``[C]`` of the last hidden state's channels; None where they did not move.
-            progress: progress reporter.
-            compile_seconds: what the compilation took.
             peak_bytes: peak memory during the compilation, if known.
         """
         found = evaluate(
@@ -115,7 +113,6 @@ def compare(
         seeds: seeds of the calibration draw and of learning, at least one. All rows with one calibration text share the
             sequences that a seed draws.
         kept: results of an earlier run, which are not measured again; takes each new one as soon as it is known.
-        progress: progress reporter.
         finished: function called with each row's result as soon as it is known.
 
     Returns:

@@ -33,13 +33,9 @@ def report_of(
 
     Args:
         results: result of each row, the dense model's first.
-        yardstick: what the models were measured by.
         options: value of every option, as `permtriton.recipes.resolved` returns them.
         model: name of the dense model.
-        text: name of the held-out text.
-        seeds: seeds.
         ablation: key of `permtriton.comparison.methods.ABLATIONS`, or None.
-        versions: package -> version.
     """
     dense = yardstick.dense
     windows = with_tokens(dense, with_decoder_ids(dense, Samples.of(yardstick.windows)))

@@ -55,7 +55,6 @@ def media_samples(
     Args:
         source: A folder of images or WAV files, or a ``.safetensors`` file whose tensors have the names of arguments of
             the model's ``forward`` and one row per sample.
-        model: The model that will read them.
         processor: The model's processor, image processor or feature extractor; may be None for tensors.
         count: Number of samples to draw; None for all, in order.
         generator: Generator of the draw; None takes the first ones.

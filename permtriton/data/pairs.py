@@ -36,9 +36,7 @@ def paired_windows(
     cut off. Both halves of a row are therefore of the same pairs.
 
     Args:
-        pairs: the pairs.
         encode: returns the token ids of a pair's source and labels, int64 ``[...]`` each.
-        tokens: tokens per row.
         wanted: number of rows; None for as many as there are.
         generator: draws the order of the pairs; None keeps it.
         name: where the pairs come from, for errors.

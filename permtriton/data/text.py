@@ -59,7 +59,6 @@ def calibration_ids(
         config: Source, number and length of the sequences.
         tokenizer: The model's tokenizer; may be None where the source holds ``input_ids``.
         vocabulary: Number of rows of the model's embedding; every id must be below it.
-        seed: Seed of the draw.
 
     Returns:
         int64 ``[samples, sequence_length]``: windows that do not overlap.
@@ -119,7 +118,6 @@ def calibration_samples(config: CompileConfig, tokenizer: Processor | None, mode
         config: Source, number and length of the samples, and the seed of the draw.
         tokenizer: The model's tokenizer; may be None where the source holds ``input_ids``. Of a model that reads images
             or sound, its processor.
-        model: The model to calibrate.
 
     Raises:
         CalibrationError: As for `calibration_ids` or `permtriton.data.media.media_samples`, or the sequences are
@@ -146,7 +144,6 @@ def check_inputs(model: PreTrainedModel, inputs: Inputs) -> Samples:
     """Returns samples that a caller made, labels included, after checking that the model can take them.
 
     Args:
-        model: The model that will run on them.
         inputs: Token ids, int64 ``[samples, tokens]``, or what `Samples` holds.
 
     Raises:

@@ -18,8 +18,6 @@ def token_ids(text: str, tokenizer: PreTrainedTokenizerBase | None, source: str,
     tokenizer puts around a text stand around all of it.
 
     Args:
-        text: text of one document.
-        tokenizer: tokenizer of the model, or None.
         source: where the text comes from, for errors.
         target: whether the text is what a decoder writes; translation models tokenize it as the target language.
 

@@ -54,14 +54,10 @@ def fidelity(
     """Measures a model against the dense one, with one forward pass of each per batch.
 
     Args:
-        model: model to measure.
-        dense: dense model.
         windows: token ids, int64 ``[windows, tokens]``, or other samples. What a decoder reads of sound or images
             without a text, the dense model writes.
-        batch: windows per forward pass; fewer where memory runs out.
         hidden_order: index ``[C]`` from the dense model's channels of the last hidden state to the model's; None where
             the channels did not move.
-        progress: progress reporter, one step per window.
         watch: stopwatch of the model's forward passes, not of the dense model's.
 
     Raises:
@@ -102,11 +98,6 @@ def fidelity(
 
 def check_comparable(model: PreTrainedModel, dense: PreTrainedModel, tokens: int) -> None:
     """Refuses a dense model that is not one of the same kind and size as the model.
-
-    Args:
-        model: model to measure.
-        dense: dense model.
-        tokens: tokens per window.
 
     Raises:
         ModelError: the vocabularies, the widths of the hidden states or the kinds of output differ, or the dense model

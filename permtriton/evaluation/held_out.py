@@ -23,11 +23,7 @@ class Evaluation:
     """Held-out measure of one model: the dense model is measured at construction, the compiled model later.
 
     Args:
-        model: Model, still dense.
         windows: Held-out samples: token ids, int64 ``[windows, tokens]``, or what else the model reads.
-        progress: Progress reporter, one step per sample.
-        layers: Name -> layer, in execution order.
-        offload: Where weights and the layers' inputs are, so that the layers run one after another; None for memory.
 
     Attributes:
         measure: ``perplexity`` for a language model whose tokens are known (`predicted`), else ``cosine``: the mean
@@ -66,7 +62,6 @@ class Evaluation:
         """Returns the measure of the compiled model.
 
         Args:
-            model: Compiled model.
             hidden_order: Index ``[C]`` of the last hidden state's channels; None where compiling did not move them.
         """
         if self.measure == "perplexity":

@@ -65,7 +65,6 @@ def perplexity_of(model: PreTrainedModel, loss: float, tokens: int) -> float:
     """Returns exp of the mean next-token loss.
 
     Args:
-        model: model that was measured.
         loss: sum of `next_token_loss` over all windows.
         tokens: number of predicted tokens.
 
@@ -92,8 +91,6 @@ def perplexity(
     Args:
         model: Causal language model, or an encoder-decoder.
         windows: token ids, int64 ``[windows, tokens]``, or the inputs of an encoder and labels; see `predicted`.
-        batch: Windows per forward pass; fewer where memory runs out.
-        progress: Progress reporter, one step per window.
         watch: Stopwatch of the forward passes.
 
     Raises:
@@ -127,8 +124,6 @@ def perplexity_by_layers(
     Args:
         model: Causal language model, or an encoder-decoder.
         stream: Its layers, before they have run on these windows.
-        batches: The windows.
-        progress: Progress reporter, one step per window.
 
     Raises:
         CalibrationError: The loss is not finite.

@@ -111,9 +111,6 @@ class Tasks:
 
         Args:
             model: causal language model, or an encoder-decoder, whose encoder reads what stands before an answer.
-            tokenizer: its tokenizer.
-            batch: requests per forward pass.
-            progress: progress reporter, one step per request.
 
         Raises:
             TaskError: an answer is longer than the model can take, or a task's own template, metric or code fails.

@@ -13,7 +13,7 @@ from permtriton.methods.kept_weights import (
     MOMENTS,
     KeptWeights,
     Trained,
-    Trainer,
+    WeightTrainer,
     steps_per_epoch,
     weights_of,
 )
@@ -46,12 +46,7 @@ def distill(
 
     Args:
         model: pruned model; its weights change in place.
-        plan: the model's plan.
-        samples: calibration samples.
         objective: the loss, with the dense model's outputs on ``samples``, their channels in the order of ``model``.
-        options: options of distillation.
-        config: options of the compilation.
-        progress: progress reporter, one step per optimizer step.
         state: file that keeps the state between epochs, to continue from and to write to; None keeps no state. Its
             inputs must cover the pruned weights, or what they follow from.
 
@@ -68,7 +63,7 @@ def distill(
     layers = layer_modules(model, plan) if config.activation_checkpointing else []
     steps = steps_per_epoch(len(samples), options, config)
     with kept.trainable(model), checkpointed(layers):
-        trainer = Trainer(kept, loss_of, len(samples), samples.tokens, options, config, "distill")
+        trainer = WeightTrainer(kept, loss_of, len(samples), samples.tokens, options, config, "distill")
         result = _load(state, kept, trainer, options.epochs) if state else Trained()
         if result.history:
             progress.say(f"distill: continuing after epoch {len(result.history) - 1} of an interrupted run")
@@ -78,7 +73,7 @@ def distill(
     return result
 
 
-def _save(state: StateFile | None, kept: KeptWeights, trainer: Trainer, result: Trained) -> None:
+def _save(state: StateFile | None, kept: KeptWeights, trainer: WeightTrainer, result: Trained) -> None:
     if state is None:
         return
     tensors = {f"best.{name}": best for name, best in trainer.best.items()}
@@ -89,7 +84,7 @@ def _save(state: StateFile | None, kept: KeptWeights, trainer: Trainer, result: 
     state.write(tensors, {"result": json.dumps(result.report())})
 
 
-def _load(state: StateFile, kept: KeptWeights, trainer: Trainer, epochs: int) -> Trained:
+def _load(state: StateFile, kept: KeptWeights, trainer: WeightTrainer, epochs: int) -> Trained:
     """Restores weights and optimizer and returns the result so far, or returns an empty one where there is no state.
 
     Raises:

@@ -89,12 +89,8 @@ def fisher_information(
 
     Args:
         model: Dense model; unchanged on return.
-        plan: The model's plan.
         kind: Objective whose second derivative is wanted.
-        samples: Calibration samples.
         config: Options: the seed, ``micro_batch_size`` and ``activation_checkpointing``.
-        progress: Progress reporter, one step per sequence.
-        offload: Where weights and the layers' inputs are, so that the layers run one after another; None for memory.
 
     Raises:
         CalibrationError: A gradient is NaN or infinite.

@@ -77,8 +77,6 @@ class HardMasks:
 
     Args:
         model: Model whose weights are masked.
-        linears: Its pruned linears.
-        config: Options.
 
     Attributes:
         spread: Whether each rank holds some rows of the weights only.
@@ -122,8 +120,6 @@ class HardMasks:
         """Sums the gradient of the mean loss by each masked weight, and returns the mean loss.
 
         Args:
-            objective: The loss.
-            samples: Calibration samples.
             advance: Called with the number of sequences after each backward pass.
 
         Raises:
@@ -179,7 +175,6 @@ class HardMasks:
         """Yields what the gains of swapping a space's units follow from, once per linear and copy of the units.
 
         Args:
-            space: Channel space.
             indices: Space name -> unit index of the present order.
             damping: Factor of the curvature; 0 for gains that are exact to first order.
             tokens: Number of tokens that the mean loss is over.
@@ -217,10 +212,7 @@ def hard_masked(
 
     Args:
         model: Dense model, its channels in base order; unchanged afterwards.
-        plan: The model's plan.
-        importances: Linear name -> importance, for every pruned linear.
         fisher: Linear name -> Fisher information of the dense weight, for every pruned linear.
-        config: Options.
     """
     linears, handles = [], []
     experts = next((name for _, name in plan.linears() if expert_of(model, name) is not None), None)

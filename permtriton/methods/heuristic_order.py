@@ -44,14 +44,8 @@ def heuristic_indices(
     """Finds the heuristic order of channel spaces.
 
     Args:
-        model: Dense model.
-        plan: The model's plan.
-        spaces: Spaces to order.
-        importances: Linear name -> importance, for every pruned linear.
         row_weights: Linear name -> how much the loss feels each row, float32 ``[out_features]``; None weights all rows
             of a linear alike, and all linears.
-        pattern: N:M pattern of the masks.
-        progress: Progress reporter, one step per segment.
 
     Returns:
         Space name -> unit index, int64 ``[units]``.
@@ -103,9 +97,7 @@ def heuristic_index(space: ChannelSpace, scores: Tensor, pattern: NMPattern, adv
     A segment keeps its order where the new one retains no more importance.
 
     Args:
-        space: Channel space.
         scores: ``[units, rows]``, from `space_scores`.
-        pattern: N:M pattern of the masks.
         advance: Progress of the stage, advanced once per segment.
     """
     index, start = identity(space.units), 0
@@ -153,7 +145,6 @@ def reassigned(scores: Tensor, index: Tensor, slot: int, pattern: NMPattern, gen
         scores: ``[channels, rows]``.
         index: int64 ``[channels]``.
         slot: Place in the groups, 0 to ``group - 1``.
-        pattern: N:M pattern of the masks.
         generator: Draws the parts, on the CPU. Groups that fill no part stay as they are this time.
     """
     groups = index.view(-1, pattern.group).clone()

@@ -181,14 +181,10 @@ class KeptWeights:
         return next(iter(self._weights.values())).dtype
 
 
-class Trainer:
+class WeightTrainer:
     """Adam on kept weights: steps, schedule, and the held-out loss. Use it inside `KeptWeights.trainable`.
 
     Args:
-        kept: weights to train.
-        loss_of: loss to lower.
-        sequences: number of calibration sequences.
-        tokens: tokens per sequence.
         options: epochs, learning rate and batch size.
         config: options of the compilation; the seed decides which sequences are held out and the order of the others.
         what: name of what is trained, for errors.
@@ -216,7 +212,6 @@ class Trainer:
 
         Args:
             result: the epochs so far, extended in place.
-            advance: progress, one step per optimizer step.
             save: called after every epoch.
 
         Raises:

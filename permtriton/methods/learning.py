@@ -114,13 +114,8 @@ def learn(
 
     Args:
         model: Dense model, its channels already in base order; unchanged on return.
-        plan: The model's plan.
-        importances: Linear name -> importance, for every pruned linear.
-        samples: Calibration samples.
         objective: The loss, with the dense model's outputs on ``samples``.
-        options: Options of learning.
         config: Options of the compilation; the seed is that of the initial logits and of the order of sequences.
-        progress: Progress reporter.
         resume: Storage of the state between epochs, to continue from and to write to; None keeps no state.
         keep_masked: Whether memory allows to compute masks once per step, see `permtriton.methods.masked_model`.
         spread_on: Device on which the weights of ``model``, a twin, are spread over the ranks; None where they are not.
@@ -136,7 +131,7 @@ def learn(
     relaxation = Relaxation(spaces, options, config.seed, spread_on or model.device)
     optimizer = torch.optim.AdamW(relaxation.parameters(), lr=options.learning_rate, weight_decay=options.weight_decay)
     with masked_model(model, plan, importances, relaxation, options, config, keep_masked, spread_on) as masks:
-        trainer = Trainer(model, masks, relaxation, optimizer, samples, objective, options, config)
+        trainer = OrderTrainer(model, masks, relaxation, optimizer, samples, objective, options, config)
         result = resume.load(relaxation, optimizer, options.epochs) if resume else None
         if result is None:
             base = {space.name: identity(space.units) for space in spaces}
@@ -156,7 +151,7 @@ def learn(
 
 
 def _learn_epoch(
-    trainer: "Trainer", number: int, result: Learned, options: "Options", advance: Callable[..., None]
+    trainer: "OrderTrainer", number: int, result: Learned, options: "Options", advance: Callable[..., None]
 ) -> None:
     """Trains one epoch and records it in ``result``."""
     started = time.perf_counter()
@@ -187,17 +182,12 @@ def _nothing_learns(options: "Options") -> str:
     return f"no permutation is left to learn: {why}; leave the step learned out"
 
 
-class Trainer:
+class OrderTrainer:
     """Steps, losses and schedules of one learning run; to be used inside `masked_model`, whose masks it sets.
 
     Args:
         model: Masked model.
-        masks: The model's masks.
-        relaxation: Logits that learn.
-        optimizer: Optimizer of the logits.
-        samples: Calibration samples.
         objective: The loss, with the dense model's outputs on ``samples``.
-        options: Options of learning.
         config: Options of the compilation; the seed is that of the order of sequences.
     """
 
@@ -230,12 +220,7 @@ class Trainer:
             return ranks.on_first(lambda: self._relaxation.harden(self._relaxation.soft(self.tau(step))))
 
     def agreement(self, indices: Mapping[str, Tensor], step: int) -> float:
-        """Returns how near the soft permutations at the temperature of a step are to hard ones.
-
-        Args:
-            indices: Space name -> unit index, int64 ``[units]``.
-            step: Number of the step.
-        """
+        """Returns how near the soft permutations at the temperature of a step are to hard ones."""
         with torch.no_grad():
             return self._relaxation.agreement(self._relaxation.soft(self.tau(step)), self._relaxation.join(indices))
 
@@ -290,9 +275,6 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self, indices: Mapping[str, Tensor]) -> float:
         """Returns the mean loss over all sequences under hard permutations.
-
-        Args:
-            indices: Space name -> unit index, int64 ``[units]``.
 
         Raises:
             CalibrationError: The loss is not finite.

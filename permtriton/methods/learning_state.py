@@ -22,7 +22,6 @@ class LearningFile(StateFile):
 
         Args:
             relaxation: Logits of this run, to be replaced.
-            optimizer: Their optimizer.
             epochs: Number of epochs that this run has.
 
         Raises:

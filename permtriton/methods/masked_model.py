@@ -40,8 +40,6 @@ class _MaskedWeight(nn.Module):
         weight: Weight as stored.
         importance: Importance of the weight.
         sizes: Sizes of the site's blocks, in channel order.
-        options: Options of learning.
-        pattern: N:M pattern.
         in_out: Whether the weight is stored ``[in_features, out_features]``, as by Conv1D.
 
     Attributes:
@@ -201,11 +199,7 @@ def masked_model(
 
     Args:
         model: Dense model, its channels in base order; unchanged afterwards.
-        plan: The model's plan.
-        importances: Linear name -> importance, for every pruned linear.
         relaxation: Logits of the spaces that learn; the masks of all other sites keep the base order.
-        options: Options of learning.
-        config: Options of the compilation.
         keep: Whether masked weights are kept as long as their order: they and their gradients take twice the memory of
             the pruned weights.
         spread_on: Device on which the weights of a `twin_of` the model are spread over the ranks; None where they are

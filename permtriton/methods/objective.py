@@ -39,10 +39,6 @@ CHOOSE = "choose the loss cosine (such as --search-loss cosine)"
 class Head:
     """What a model computes of its last hidden state: the language-model head, with its scaling and soft-capping.
 
-    Args:
-        model: model with a language-model head.
-        samples: inputs to try it on.
-
     Raises:
         ConfigError: the model has no such head, or its logits do not follow from its last hidden state.
     """
@@ -167,9 +163,6 @@ class Objective:
         """Returns the mean loss over samples, of which each rank runs its share.
 
         Args:
-            model: model to measure.
-            samples: its inputs.
-            batch: samples per forward pass.
             rows: numbers of the samples to measure, int64 ``[...]``; all by default.
         """
         rows = torch.arange(len(samples)) if rows is None else rows
@@ -197,8 +190,6 @@ def dense_objective(model: PreTrainedModel, kind: ObjectiveKind, samples: Sample
     Args:
         model: dense model; its head must not change while the objective is used.
         kind: ``kl`` or ``cosine``.
-        samples: calibration samples.
-        batch: samples per forward pass.
 
     Raises:
         ConfigError: ``kl`` of a model without a language-model head.

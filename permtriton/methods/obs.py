@@ -86,7 +86,6 @@ def sparsegpt(weight: Tensor, curvature: Curvature, pattern: NMPattern, mask: Te
     Args:
         weight: ``[out_features, in_features]``, in the final channel order.
         curvature: of its inputs, from the model as pruned so far.
-        pattern: N:M pattern.
         mask: bool ``[out_features, in_features]``, True where a weight is kept; None chooses a mask group by group,
             by the OBS score of the weights as updated so far.
 

@@ -47,10 +47,7 @@ def retained_importance(
     """Returns the importance that an N:M mask retains in each pruned linear, by name.
 
     Args:
-        model: dense, in any channel order.
-        plan: of the model.
         importances: of every pruned linear, by name, in the model's present order.
-        pattern: what is kept.
         indices: space name -> unit index, int64 ``[units]``, of the given order; spaces without one keep the present
             order.
         present: linear -> what a mask retains in the present order, where that is known.
@@ -109,7 +106,6 @@ def check_loss(
     Args:
         measured: loss that the stage reported.
         found: loss of the model now.
-        dtype: dtype of the model.
         when: what was measured and when, for the error.
 
     Raises:

@@ -20,7 +20,7 @@ from typing_extensions import TypedDict
 from permtriton import ranks
 from permtriton.config import CompileConfig
 from permtriton.data.samples import Samples
-from permtriton.methods.kept_weights import KeptWeights, Trained, Trainer, steps_per_epoch, weights_of
+from permtriton.methods.kept_weights import KeptWeights, Trained, WeightTrainer, steps_per_epoch, weights_of
 from permtriton.model.forward import cosine_loss
 from permtriton.model.plan import Plan, layer_names, linear_module
 from permtriton.offload import Offload
@@ -90,12 +90,7 @@ def reconstruct(
 
     Args:
         model: pruned model; its weights change in place.
-        plan: the model's plan.
         dense_weights: name of each pruned linear -> its weight before pruning, in the present order of channels.
-        samples: calibration samples.
-        options: options of reconstruction.
-        config: options of the compilation.
-        progress: progress reporter, one step per optimizer step.
         state: file that keeps the state between layers, to continue from and to write to; None keeps no state. Its
             inputs must cover the pruned weights, or what they follow from.
         offload: where the layers' inputs and targets, and the weights that are finished, are kept; None for memory.
@@ -188,7 +183,7 @@ class _Problem:
         kept, trained = KeptWeights(weights), Trained()
         with kept.trainable(model):
             sequences, tokens = self.hidden.shape[:2]
-            trainer = Trainer(kept, self.loss, sequences, tokens, self.options, self.config, name)
+            trainer = WeightTrainer(kept, self.loss, sequences, tokens, self.options, self.config, name)
             trainer.fit(trained, advance)
         return {
             "linears": list(weights),

@@ -26,12 +26,6 @@ class Relaxation(nn.Module):
     move at the published learning rate. ``w`` starts at ``(eye + noise * u) / sqrt(B)``, near the base order, or at
     ``u / sqrt(B)``, with ``u`` uniform on (-1, 1).
 
-    Args:
-        spaces: Channel spaces that learn.
-        options: Options of learning.
-        seed: Seed of ``u``.
-        device: Device of the logits.
-
     Attributes:
         sizes: Block size of each batch, ascending.
         weights: ``w`` of each batch, float32 ``[blocks, size, size]``.

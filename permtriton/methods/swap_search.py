@@ -131,7 +131,6 @@ class SearchFile(StateFile):
         """Returns the result so far, or None where there is no file.
 
         Args:
-            spaces: Spaces of this run that move.
             rounds: Most rounds of this run.
 
         Raises:
@@ -176,13 +175,7 @@ def search(
 
     Args:
         model: Dense model, its channels in base order; unchanged on return.
-        plan: The model's plan.
-        importances: Linear name -> importance, for every pruned linear.
-        samples: Calibration samples.
         objective: The loss, with the dense model's outputs on ``samples``.
-        options: Options of the search.
-        config: Options of the compilation.
-        progress: Progress reporter, one step per sequence and pass.
         state: Storage of the state between rounds, to continue from and to write to; None keeps no state.
 
     Raises:

@@ -36,9 +36,7 @@ def mask_weights(
 
     Args:
         model: Dense model, its channels in their final order; changed in place.
-        plan: The model's plan.
         importances: Linear name -> importance, for every pruned linear, in the final order.
-        pattern: N:M pattern.
 
     Raises:
         VerificationError: A weight keeps more or fewer values than the pattern says.
@@ -68,13 +66,7 @@ def update_weights(
 
     Args:
         model: Dense model, its channels in their final order; changed in place.
-        plan: The model's plan.
         statistics: Site name -> statistic, from which the masks follow where ``options.mask`` is ``keep``.
-        samples: Calibration samples.
-        batch: Samples per forward pass.
-        options: Options of SparseGPT.
-        config: Options: the pattern and the importance.
-        progress: Progress reporter.
         empty: Makes the tensors that hold the layers' inputs.
 
     Raises:

@@ -25,7 +25,6 @@ def apply_edits(model: nn.Module, edits: Iterable[Edit]) -> None:
 
     Args:
         model: model that the plan was made from.
-        edits: edits that `permtriton.model.edits.edits_of` returns.
     """
     parameters = dict(model.named_parameters())
     for edit in edits:

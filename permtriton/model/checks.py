@@ -30,7 +30,6 @@ def model_outputs(model: PreTrainedModel, samples: Samples) -> Tensor:
 
     Args:
         model: model in eval mode.
-        samples: its inputs.
 
     Returns:
         float32 ``[samples, tokens, vocabulary or hidden]`` on the CPU.
@@ -102,10 +101,8 @@ def check_same_outputs(before: Tensor, run: Callable[[], Tensor], model: PreTrai
     """Checks that an exact step left the outputs the same, up to the tolerance of the dtype or the model's own noise.
 
     Args:
-        before: outputs before the step.
         run: returns the outputs after it, of the same shape; called again if they differ by more than the tolerance.
         model: model that ``run`` calls.
-        stage: name of the step, for the error.
 
     Returns:
         The largest difference relative to the largest output.
@@ -161,7 +158,6 @@ def check_kept(name: str, weight_CO: Tensor, zeros_before: Tensor, pattern: NMPa
         name: name of the weight, for the error.
         weight_CO: pruned weight, ``[in_features, out_features]``.
         zeros_before: what `zeros_in_groups` returned before pruning.
-        pattern: N:M pattern.
         allowed: share of the groups that may keep fewer; above 0 where an update may cancel a weight exactly.
 
     Raises:

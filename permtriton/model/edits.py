@@ -111,7 +111,6 @@ def moves_of(plan: Plan, indices: Mapping[str, Tensor], block_size: int | None =
     ``rows_new[j] = rows_old[index[j]]``, ``W_new[:, j] = W[:, index[j]]``).
 
     Args:
-        plan: plan of the model.
         indices: space name -> unit index, int64 ``[units]``, relative to the present order; a space without an index
             keeps its order.
         block_size: block size of the indices, if they are block permutations.
@@ -132,7 +131,6 @@ def runs_of(site: Site, block_size: int | None = None) -> tuple[int, ...]:
     """Returns the sizes of the runs of a site's input channels: its permutation moves no channel to another run.
 
     Args:
-        site: site of the plan.
         block_size: channels per block; None if the permutation is not a block permutation.
     """
     segments = torch.tensor(site.space.segments)

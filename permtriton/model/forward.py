@@ -55,12 +55,7 @@ def replaced_forwards(
 
 
 def last_hidden_state(model: PreTrainedModel, samples: Samples) -> Tensor:
-    """Returns the last hidden state ``[samples, tokens, hidden]``: after the final norm, before any head.
-
-    Args:
-        model: model to run.
-        samples: its inputs.
-    """
+    """Returns the last hidden state ``[samples, tokens, hidden]``: after the final norm, before any head."""
     core = core_of(model)
     arguments = samples.to(model.device, model.dtype).inputs
     with without_cache(model):
@@ -118,13 +113,7 @@ def with_tokens(model: PreTrainedModel, samples: Samples) -> Samples:
 
 @torch.no_grad()
 def hidden_states(model: PreTrainedModel, samples: Samples, batch: int) -> Tensor:
-    """Returns the last hidden state of every sample, ``[samples, tokens, hidden]`` on the CPU.
-
-    Args:
-        model: model to run.
-        samples: its inputs.
-        batch: samples per forward pass.
-    """
+    """Returns the last hidden state of every sample, ``[samples, tokens, hidden]`` on the CPU."""
     own = ranks.own_rows(len(samples))
 
     def run(size: int) -> Tensor:
@@ -159,8 +148,6 @@ def check_length(model: PreTrainedModel, tokens: int, *, of_a_half: bool = False
     """Refuses sequences that are longer than the model can take.
 
     Args:
-        model: model to run.
-        tokens: tokens per sequence.
         of_a_half: whether the encoder or the decoder of an encoder-decoder alone reads them.
 
     Raises:
@@ -193,9 +180,7 @@ def mean_cosine_loss(
 
     Args:
         model: model whose last hidden states are compared.
-        samples: its inputs.
         target: dense model's last hidden states, ``[samples, tokens, hidden]``.
-        batch: samples per forward pass.
         order: int64 ``[hidden]``, from the target's channel order to the model's; None where they are equal.
     """
     losses, parts = [], ranks.parts(torch.arange(len(samples)), batch)

@@ -89,9 +89,7 @@ def load_original(
     """Loads a model to prune, and its tokenizer or processor, as `load_processor` returns it.
 
     Args:
-        source: source of the model.
         saved: whether the model will be saved, so that what could not be saved is refused now.
-        offload: as `load_model` takes it.
 
     Raises:
         ModelError: permtriton compiled the model, its tokenizer or a config could not be saved again, or as
@@ -109,9 +107,7 @@ def load_model(source: Source, allow_compiled: bool = True, offload: Offload | N
     """Loads a model with the class that its config names, in eval mode, on the device of ``source``.
 
     Args:
-        source: source of the model.
         allow_compiled: whether to accept a model that permtriton compiled.
-        offload: where large parameters go while they are loaded; None keeps them in memory.
 
     Raises:
         ModelError: no such folder, no config, no safetensors, an unknown class, sizes that do not fit the weights,
@@ -193,7 +189,6 @@ def load_empty_model(source: Source, allow_compiled: bool = False) -> PreTrained
     """Builds the model on the meta device from its config alone; no weights are read.
 
     Args:
-        source: source of the config.
         allow_compiled: whether to accept a model that permtriton compiled, and build its original architecture.
 
     Raises:

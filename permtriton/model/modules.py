@@ -232,7 +232,6 @@ class SparseLinear(GatheredLinear):
         Args:
             values: kept values, as `permtriton.kernels.packing.pack` returns them.
             positions: their positions, as the same function returns them.
-            pattern: N:M pattern of the weight.
         """
         # Not deleted but None: model code reads the dtype of `linear.weight` only if it is a tensor.
         self.register_parameter("weight", None)

@@ -19,7 +19,6 @@ def match_norm(module: nn.Module, channels: int) -> NormVariant | None:
     Args:
         module: module to recognise. A norm has no children, buffers and hooks; it has a parameter ``weight`` ``[C]``,
             optionally a parameter ``bias`` ``[C]``, and its epsilon in an attribute whose name contains "eps".
-        channels: number of channels C.
     """
     parameters = dict(module.named_parameters())
     hooked = module._forward_hooks or module._forward_pre_hooks

@@ -32,7 +32,6 @@ def other_inputs(model: PreTrainedModel, samples: Samples) -> tuple[dict[str, Ar
     """Returns one call per further argument of ``forward``, and the arguments for which no call can be made.
 
     Args:
-        model: dense model.
         samples: its inputs in calibration; the calls use the first one.
 
     Returns:

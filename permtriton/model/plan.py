@@ -248,9 +248,6 @@ class Plan:
     def hidden_order(self, indices: Mapping[str, Tensor]) -> Tensor | None:
         """Returns the order of the last hidden state's channels under ``indices``; None if it cannot change.
 
-        Args:
-            indices: space name -> unit index, int64 ``[units]``.
-
         Returns:
             Index, int64 ``[C]``: ``permuted[..., j] = dense[..., index[j]]``.
         """

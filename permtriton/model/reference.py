@@ -18,8 +18,6 @@ class Reference:
     """Outputs of a dense model on the first calibration samples (of text, their start), and on its other inputs.
 
     Args:
-        model: dense model.
-        samples: calibration samples.
         unseen: parameters that the trace did not use; if there are any, calls with `other_inputs` are compared, too.
 
     Attributes:
@@ -49,10 +47,6 @@ class Reference:
 
     def check(self, model: PreTrainedModel, stage: str) -> float:
         """Compares the present outputs of the model with the dense ones, on every call.
-
-        Args:
-            model: same model as before, permuted.
-            stage: name of the step before, for the error.
 
         Returns:
             The largest difference on the samples, relative to the largest output.

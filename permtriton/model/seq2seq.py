@@ -28,7 +28,6 @@ def arguments_of(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> dict[s
     """Returns the arguments of ``forward``: of an encoder-decoder, those of the decoder are added where they miss.
 
     Args:
-        model: model to run.
         inputs: token ids as ``input_ids`` (int64 ``[rows, tokens]``), which are cut in the middle; or the encoder's
             inputs and the decoder's ``labels`` or ``decoder_input_ids``; or the encoder's inputs alone (sound,
             images), to which the model itself writes the text.

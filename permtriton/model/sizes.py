@@ -56,8 +56,6 @@ def build_empty(model_class: Any, config: Any, stored: Mapping[str, StoredTensor
     """Builds a model on the meta device, in eval mode, and refuses one that is far larger than its checkpoint.
 
     Args:
-        model_class: class of the model.
-        config: config of the model.
         stored: tensors of the checkpoint, by name; None where the weights are not there.
         name: name of the model, for errors.
 

@@ -76,7 +76,6 @@ def trace(model: PreTrainedModel, sample: Samples | None = None) -> Traced:
     """Traces ``model`` on one sample. No weight is copied, and the model may be on the meta device.
 
     Args:
-        model: model to trace.
         sample: sample whose shapes are traced; None for the first of
             `permtriton.model.trace_inputs.examples` that the model takes.
 

@@ -17,9 +17,7 @@ def report(folders: Sequence[Path], output: Path, *, comparison: Path | None = N
 
     Args:
         folders: outputs of ``permtriton compile`` or ``export``, shown side by side.
-        output: HTML file to write.
         comparison: JSON report of ``permtriton compare``, or None.
-        overwrite: whether an earlier file may be replaced.
 
     Returns:
         The absolute path of the file.

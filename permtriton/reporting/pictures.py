@@ -7,7 +7,6 @@ from typing import Any
 from permtriton.reporting import masks, plots
 from permtriton.reporting.compiled import Compiled, kind_of, layer_of
 from permtriton.reporting.pages import Part, Picture, Section
-from permtriton.reporting.sections import MISSING
 
 SPACES = 3  # permutations that are drawn per folder
 LAYERS = 40  # lines of the picture by layer; of a deeper model, the first and the last
@@ -15,21 +14,16 @@ LAYERS = 40  # lines of the picture by layer; of a deeper model, the first and t
 
 def search(folders: Sequence[Compiled]) -> Section:
     """What each step reports of its way: loss by round or epoch, channels that moved, parts before and after."""
+    none = "Nothing was searched, learned or trained in steps: the order and the weights follow from one calculation."
     parts = []
     for folder in folders:
-        pictures = [picture for step in folder.record.get("steps", []) for picture in _pictures(step)]
-        parts.append(Part(folder.label, "" if pictures else _no_history(folder.record), pictures))
+        pictures = [picture for step in folder.record["steps"] for picture in _pictures(step)]
+        parts.append(Part(folder.label, "" if pictures else none, pictures))
     text = (
         "How the loss on the calibration text fell while the order was searched or learned, and while kept weights "
         "were trained. Step 0 is the state before. Losses of different kinds cannot be compared with each other."
     )
     return Section("search", "How it was found", text, parts)
-
-
-def _no_history(record: Mapping[str, Any]) -> str:
-    if "steps" not in record:
-        return f"{MISSING.capitalize()}."
-    return "Nothing was searched, learned or trained in steps: the order and the weights follow from one calculation."
 
 
 def _pictures(step: Mapping[str, Any]) -> list[Picture]:
@@ -75,10 +69,16 @@ def _soft_against_hard(epochs: Sequence[Mapping[str, Any]]) -> Picture:
 
 def importance(folders: Sequence[Compiled]) -> Section:
     """What masks retain before and after the permutation, by layer and by kind of linear."""
-    tables = [_means(folder.record.get("retained_importance", {})) for folder in folders]
+    tables = [_means(folder.record["retained_importance"]) for folder in folders]
     parts = []
     for folder, table in zip(folders, tables, strict=True):
-        limits = _limits([each for other, each in zip(folders, tables, strict=True) if _same_scores(folder, other)])
+        limits = _limits(
+            [
+                each
+                for other, each in zip(folders, tables, strict=True)
+                if other.record["config"]["importance"] == folder.record["config"]["importance"]
+            ]
+        )
         pictures = []
         for title, means in table.items():
             shown = [*means] if len(means) <= LAYERS else [*means][: LAYERS // 2] + [*means][-LAYERS // 2 :]
@@ -86,7 +86,7 @@ def importance(folders: Sequence[Compiled]) -> Section:
             svg = plots.dumbbells(shown, before, after, limits, unit="importance retained, %")
             alt = f"{folder.label}: importance retained by {title}, before and after; the table has the numbers"
             pictures.append(Picture(svg, alt, f"Means by {title}."))
-        parts.append(Part(folder.label, "" if pictures else f"{MISSING.capitalize()}.", pictures))
+        parts.append(Part(folder.label, pictures=pictures))
     groups = dict.fromkeys((title, name) for table in tables for title in table for name in table[title])
     rows = [(name, *(_change(table.get(title, {}).get(name)) for table in tables)) for title, name in groups]
     head = ("mean of", *(folder.label for folder in folders))
@@ -97,10 +97,6 @@ def importance(folders: Sequence[Compiled]) -> Section:
         "one (filled). Folders with the same importance have the same axis; other scores do not compare."
     )
     return Section("importance", "Importance that masks retain", text, parts)
-
-
-def _same_scores(first: Compiled, second: Compiled) -> bool:
-    return first.record["config"].get("importance") == second.record["config"].get("importance")
 
 
 def _limits(tables: Sequence[Mapping[str, Mapping[str, tuple[float, float]]]]) -> tuple[float, float]:
@@ -153,9 +149,7 @@ def mask_pictures(folders: Sequence[Compiled]) -> Section:
         "channels from elsewhere."
     )
     if not parts:
-        parts = [
-            Part(text=f"The order of rows was {MISSING}, or the folders have no weight in common that can be drawn.")
-        ]
+        parts = [Part(text="The folders have no weight in common that can be drawn.")]
     return Section("masks", "Masks", text, parts)
 
 
@@ -163,9 +157,8 @@ def permutations(folders: Sequence[Compiled]) -> Section:
     """Where the channels of a few permutations went."""
     parts = []
     for folder in folders:
-        sites = folder.record.get("sites", [])
         first: dict[str, Mapping[str, Any]] = {}  # of each kind of permutation
-        for site in sites:
+        for site in folder.record["sites"]:
             if site["moved"]:
                 first.setdefault(kind_of(site["permutation"]), site)
         chosen = list(first.values())[:SPACES]
@@ -177,7 +170,7 @@ def permutations(folders: Sequence[Compiled]) -> Section:
             )
             for site in chosen
         ]
-        text = "" if pictures else ("All channels keep their order." if sites else f"{MISSING.capitalize()}.")
+        text = "" if pictures else "All channels keep their order."
         parts.append(Part(folder.label, text, pictures))
     text = (
         "A dot for each channel: to the right its position in the new order, downwards its position in the dense "

@@ -12,7 +12,6 @@ from permtriton.reporting import plots
 from permtriton.reporting.compiled import Compiled
 from permtriton.reporting.pages import Card, Part, Picture, Section
 
-MISSING = "not recorded"
 _PLACEMENTS = {
     "folded": "folded into neighbouring weights: free",
     "in_norm": "written by the norm before it: no extra bytes",
@@ -24,10 +23,10 @@ Value = Callable[[Compiled], str]
 
 def card(folder: Compiled) -> Card:
     """Returns the summary of one folder."""
-    found = folder.record.get("evaluation", {})
-    if "dense" not in found or "compiled" not in found:
+    found = folder.record["evaluation"]
+    if "dense" not in found:
         return Card(folder.label, "–", "No held-out text was evaluated.")
-    name = "perplexity" if found.get("measure") == "perplexity" else "cosine with the dense model"
+    name = "perplexity" if found["measure"] == "perplexity" else "cosine with the dense model"
     return Card(folder.label, f"{found['compiled']:.3f}", f"held-out {name}; dense {found['dense']:.3f}")
 
 
@@ -37,14 +36,14 @@ def done(folders: Sequence[Compiled]) -> Section:
         "folder": lambda each: each.path.resolve().name,
         "model": lambda each: each.model,
         "pattern": lambda each: str(each.pattern),
-        "recipe": lambda each: _option(each, "recipe").replace(",", ", "),
-        "importance": lambda each: _option(each, "importance"),
-        "layout": lambda each: _option(each, "layout"),
-        "stored": lambda each: each.record.get("export", {}).get("format", "dense, zeros included"),
+        "recipe": lambda each: each.record["config"]["recipe"].replace(",", ", "),
+        "importance": lambda each: each.record["config"]["importance"],
+        "layout": lambda each: each.record["config"]["layout"],
+        "stored": lambda each: each.record["export"]["format"] if "export" in each.record else "dense, zeros included",
         "calibration": _calibration,
-        "seed": lambda each: _option(each, "seed"),
-        "device": lambda each: each.record.get("device", MISSING),
-        "dtype": lambda each: each.record.get("dtype", MISSING),
+        "seed": lambda each: str(each.record["config"]["seed"]),
+        "device": lambda each: each.record["device"],
+        "dtype": lambda each: each.record["dtype"],
         "parameters pruned": _pruned,
     }
     text = "A column for each compiled folder. Options that are not named here are under Repeat it."
@@ -55,11 +54,11 @@ def result(folders: Sequence[Compiled], comparison: Mapping[str, Any] | None) ->
     """How good the dense and the compiled models are, and the table of ``permtriton compare``."""
     rows = []
     for each in folders:
-        found = each.record.get("evaluation", {})
-        if "dense" in found and "compiled" in found:
+        found = each.record["evaluation"]
+        if "dense" in found:
             ratio = f"{found['compiled'] / found['dense']:.3f}" if found["dense"] else "–"
-            text = Path(found.get("text", MISSING)).name
-            row = (found.get("measure", MISSING), text, f"{found['dense']:.3f}", f"{found['compiled']:.3f}", ratio)
+            text = Path(found.get("text", "not recorded")).name  # windows that were given from Python have no name
+            row = (found["measure"], text, f"{found['dense']:.3f}", f"{found['compiled']:.3f}", ratio)
             rows.append((each.label, *row))
         else:
             rows.append((each.label, "not measured", *("–",) * 4))
@@ -87,15 +86,15 @@ def _comparison(found: Mapping[str, Any]) -> Part:
     headers, rows = columns(found)
     shown = [number for number in range(len(headers)) if any(row[number] is not None for row in rows)]
     facts = [
-        f"text {Path(found.get('text', MISSING)).name}",
-        f"{found['tokens']:,} tokens" if "tokens" in found else "",
+        f"text {Path(found['text']).name}",
+        f"{found['tokens']:,} tokens",
         f"{seeds} seeds, ± is their sample standard deviation" if seeds > 1 else "",
-        found.get("device", ""),
+        found["device"],
     ]
     return Part(
         title="All methods, by permtriton compare",
         pictures=[picture],
-        caption=f"{Path(found.get('model', MISSING)).name}: " + "; ".join(fact for fact in facts if fact),
+        caption=f"{Path(found['model']).name}: " + "; ".join(fact for fact in facts if fact),
         head=[headers[number] for number in shown],
         rows=[[cell(row[number]) for number in shown] for row in rows],
     )
@@ -121,9 +120,7 @@ def cost(folders: Sequence[Compiled]) -> Section:
 
 
 def _placements(folder: Compiled) -> Part:
-    spaces = folder.record.get("permutations")
-    if spaces is None:
-        return Part(title=folder.label, text=f"Placements were {MISSING}.")
+    spaces = folder.record["permutations"]
     cells = [
         (space["name"], _PLACEMENTS.get(space["placement"], space["placement"]), _why(space), str(space["channels"]),
          str(space["gathers"]), f"{space['bytes_per_token']:,}")
@@ -166,10 +163,8 @@ def dense(folders: Sequence[Compiled]) -> Section:
     """What was not pruned, and what limits permutations."""
     parts = []
     for folder in folders:
-        rows = [(name, why) for name, why in folder.record.get("skipped", {}).items()]
-        barriers = folder.record.get("barriers")
-        rows += [("barrier", why) for why in barriers or []]
-        text = "" if rows else "Nothing." if barriers is not None else f"{MISSING.capitalize()}."
+        rows = [*folder.record["skipped"].items(), *(("barrier", why) for why in folder.record["barriers"])]
+        text = "" if rows else "Nothing."
         parts.append(Part(folder.label, text, caption="Left dense, or in its order", head=("what", "why"), rows=rows))
     text = "Modules and parameters that stay dense, and operators through which channels could not be followed."
     return Section("dense", "Left as it was", text, parts)
@@ -177,16 +172,16 @@ def dense(folders: Sequence[Compiled]) -> Section:
 
 def sizes(folders: Sequence[Compiled]) -> Section:
     """Bytes, seconds, memory."""
-    stages = list(dict.fromkeys(stage for each in folders for stage in each.record.get("seconds", {})))
+    stages = list(dict.fromkeys(stage for each in folders for stage in each.record["seconds"]))
     space: dict[str, Value] = {
-        "dense": lambda each: _size(each, "dense"),
+        "dense": lambda each: format_bytes(each.sizes["dense"]),
         "on disk": lambda each: format_bytes(each.stored_bytes),
-        "packed": lambda each: _size(each, "packed") + ("" if _is_packed(each) or not each.sizes else " (estimate)"),
-        "peak memory": lambda each: format_bytes(each.record["memory"]["peak"]) if _peak(each) else MISSING,
+        "packed": lambda each: format_bytes(each.sizes["packed"]) + ("" if each.is_packed else " (estimate)"),
+        "peak memory": lambda each: format_bytes(each.record["memory"]["peak"]),
         "speed": lambda each: "not measured",
     }
     time = {stage: _seconds(stage) for stage in stages}
-    time["all stages"] = lambda each: f"{sum(each.record['seconds'].values()):.1f}" if _timed(each) else MISSING
+    time["all stages"] = lambda each: f"{sum(each.record['seconds'].values()):.1f}"
     text = "The packed size follows from the pattern: the kept values, and the position of each in its group."
     parts = [
         _beside(folders, space, "Weights and memory"),
@@ -198,12 +193,14 @@ def sizes(folders: Sequence[Compiled]) -> Section:
 def verified(folders: Sequence[Compiled]) -> Section:
     """What was compared with the dense model, and how."""
     rows: dict[str, Value] = {
-        "permuted model against dense, before pruning": _fold_difference,
-        "pruned model against the graph": lambda each: each.record.get("proof", {}).get("lowered_graph", MISSING),
-        "inputs compared": lambda each: ", ".join(each.record.get("proof", {}).get("verified_inputs", [MISSING])),
+        "permuted model against dense, before pruning": lambda each: (
+            f"same outputs (largest difference {each.record['proof']['fold_difference']:.1e})"
+        ),
+        "pruned model against the graph": lambda each: each.record["proof"]["lowered_graph"],
+        "inputs compared": lambda each: ", ".join(each.record["proof"]["verified_inputs"]),
         "inputs not compared": _unverified,
-        "pruned weights checked on disk": lambda each: str(_checked(each, "pruned_weights")),
-        "reloaded": lambda each: str(_checked(each, "reloaded")),
+        "pruned weights checked on disk": lambda each: str(each.record["verification"]["pruned_weights"]),
+        "reloaded": lambda each: each.record["verification"]["reloaded"],
         "hidden states": _hidden_states,
     }
     text = "Differences are relative to the largest output. A folder is only written if every check passes."
@@ -212,13 +209,8 @@ def verified(folders: Sequence[Compiled]) -> Section:
 
 def repeat(folders: Sequence[Compiled]) -> Section:
     """The commands and the versions."""
-    parts = [
-        Part(folder.label, code=[folder.record["command"]])
-        if "command" in folder.record
-        else Part(folder.label, f"The command was {MISSING}.")
-        for folder in folders
-    ]
-    names = list(dict.fromkeys(name for each in folders for name in each.record.get("versions", {})))
+    parts = [Part(folder.label, code=[folder.record["command"]]) for folder in folders]
+    names = list(dict.fromkeys(name for each in folders for name in each.record["versions"]))
     versions = {name: _version(name) for name in names}
     parts.append(_beside(folders, versions, "Versions"))
     text = (
@@ -234,67 +226,29 @@ def _beside(folders: Sequence[Compiled], rows: Mapping[str, Value], caption: str
     return Part(caption=caption, head=("", *(each.label for each in folders)), rows=cells)
 
 
-def _option(folder: Compiled, name: str) -> str:
-    return str(folder.record["config"].get(name, MISSING))
-
-
 def _calibration(folder: Compiled) -> str:
-    shape = folder.record.get("calibration", {}).get("shape", [])
-    sequences = f", {' x '.join(map(str, shape))} tokens" if shape else ""
-    return Path(_option(folder, "calibration")).name + sequences
+    shape = " x ".join(map(str, folder.record["calibration"]["shape"]))
+    return f"{Path(folder.record['config']['calibration']).name}, {shape} tokens"
 
 
 def _pruned(folder: Compiled) -> str:
-    pruned, total = folder.record.get("pruned_parameters"), folder.record.get("parameters")
-    return f"{pruned:,} of {total:,} ({pruned / total:.1%})" if pruned and total else MISSING
-
-
-def _size(folder: Compiled, form: str) -> str:
-    return format_bytes(folder.sizes[form]) if form in folder.sizes else MISSING
-
-
-def _is_packed(folder: Compiled) -> bool:
-    return folder.record.get("export", {}).get("format") == "packed"
-
-
-def _peak(folder: Compiled) -> bool:
-    return "peak" in folder.record.get("memory", {})
-
-
-def _timed(folder: Compiled) -> bool:
-    return bool(folder.record.get("seconds"))
+    pruned, total = folder.record["pruned_parameters"], folder.record["parameters"]
+    return f"{pruned:,} of {total:,} ({pruned / total:.1%})"
 
 
 def _seconds(stage: str) -> Value:
-    def value(folder: Compiled) -> str:
-        seconds = folder.record.get("seconds", {})
-        return f"{seconds[stage]:.1f}" if stage in seconds else "–"
-
-    return value
+    return lambda each: f"{each.record['seconds'][stage]:.1f}" if stage in each.record["seconds"] else "–"
 
 
 def _version(package: str) -> Value:
-    return lambda folder: folder.record.get("versions", {}).get(package, MISSING)
-
-
-def _fold_difference(folder: Compiled) -> str:
-    difference = folder.record.get("proof", {}).get("fold_difference")
-    return MISSING if difference is None else f"same outputs (largest difference {difference:.1e})"
+    return lambda each: each.record["versions"].get(package, "–")
 
 
 def _unverified(folder: Compiled) -> str:
-    if "proof" not in folder.record:
-        return MISSING
-    found = folder.record["proof"].get("unverified_inputs", {})
+    found = folder.record["proof"]["unverified_inputs"]
     return "; ".join(f"{name}: {why}" for name, why in found.items()) or "none"
 
 
-def _checked(folder: Compiled, key: str) -> object:
-    return folder.record.get("verification", {}).get(key, MISSING)
-
-
 def _hidden_states(folder: Compiled) -> str:
-    permuted = folder.record.get("hidden_states", {}).get("permuted")
-    if permuted is None:
-        return MISSING
+    permuted = folder.record["hidden_states"]["permuted"]
     return "in a new order; permtriton.json has its inverse" if permuted else "in the dense model's order"

@@ -68,9 +68,6 @@ class Form:
 class LayerCalls:
     """A layer with its arguments, apart from hidden states, for every sequence.
 
-    Args:
-        layer: the layer.
-
     Attributes:
         together: whether several sequences run in one call.
     """
@@ -168,9 +165,7 @@ def record_chain(
     only: for the others, the model runs without them.
 
     Args:
-        model: model to run.
         layers: name -> layer, for the layers of a chain, in execution order.
-        samples: its inputs.
         empty: makes the tensor of hidden states.
 
     Returns:
@@ -204,8 +199,6 @@ def find_chains(
     """Returns the chains, as names of layers, and name -> why a layer cannot run without the model.
 
     Args:
-        model: the model.
-        layers: name -> layer, in execution order.
         sample: one sample, to try.
         weights: the weights that will change, or have two values: an argument that depends on those of a chain's own
             layers ends the chain. It may depend on other weights, which are final when the chain starts: a decoder's

@@ -30,9 +30,6 @@ class LayerStream:
     """A model's longest chain of layers, with their arguments for every batch.
 
     Args:
-        model: model to run.
-        layers: name -> layer, in execution order.
-        batches: its inputs.
         empty: makes the tensors between the layers.
 
     Attributes:

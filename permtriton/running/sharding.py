@@ -39,8 +39,6 @@ def spread(twin: PreTrainedModel, plan: Plan, device: torch.device) -> Iterator[
 
     Args:
         twin: as `twin_of` returns it; its modules may have got parametrizations since.
-        plan: plan of the model.
-        device: where the twin runs.
 
     Raises:
         ModelError: layers share weights, a weight that is stored transposed cannot be divided evenly, or the model is
@@ -75,7 +73,6 @@ def running(model: PreTrainedModel, plan: Plan, spread_on: torch.device | None) 
 
     Args:
         model: model as it is now.
-        plan: plan of the model.
         spread_on: device on which the twin runs; None for the model itself.
     """
     if spread_on is None:
@@ -90,7 +87,6 @@ def check_spread(config: CompileConfig, samples: int) -> None:
     """Checks, before any work, that a compilation can run a model whose layers are spread.
 
     Args:
-        config: every option.
         samples: number of calibration samples.
 
     Raises:

@@ -35,7 +35,6 @@ class StateFile:
     """A safetensors file with the state of one stage.
 
     Args:
-        path: Path of the file.
         inputs: Everything that decides the result, as JSON values: the entries of `DIFFERS` (hashes), ``config`` and
             ``versions`` (objects). The entry ``machine`` is recorded and does not identify the run.
     """

@@ -44,7 +44,6 @@ class PermTritonLinearMethod(LinearMethodBase):
     Args:
         name: vLLM's name of the linear, for errors.
         parts: number of linears that vLLM joined to this one.
-        pattern: pattern of a packed weight.
         stored_dtype: dtype of the stored values; None if the weight is dense.
         gathers: whether the linear gathers its input first.
     """

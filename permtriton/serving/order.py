@@ -17,7 +17,6 @@ class Order(nn.Module):
 
     Args:
         name: name of the module that permutes, for errors.
-        channels: number of channels.
     """
 
     index: Tensor

@@ -79,7 +79,7 @@ def test_every_configuration_is_right(kernel, device):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_the_sparse_tensor_cores_compute_a_product_exactly(dtype, shape, device):
     """Every variant: where one is wrong, sparse_linear would warn and take Triton's kernel."""
-    gpu = mma.gpu_of(device)
+    gpu = mma.limits_of(device)
     variants = {
         mma.variant_of(config, tokens, *shape, dtype, gpu) for config in mma.CONFIGS for tokens in (8, 16, 32, 64)
     }
