@@ -97,7 +97,7 @@ def learned_spaces(plan: Plan, options: "Options") -> list[ChannelSpace]:
 
 
 @torch.enable_grad()
-def learn(
+def learn(  # noqa: PLR0913
     model: PreTrainedModel,
     plan: Plan,
     importances: Mapping[str, ImportanceFactors],
