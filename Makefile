@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 VLLM := .venv-vllm
 INSTALLED := $(VENV)/.installed
 
-DEMO_METHODS := magnitude,wanda,wanda + heuristic,sparsegpt,heuristic + sparsegpt,heuristic + sparsegpt + reconstruct
+DEMO_METHODS := magnitude,wanda,wanda + heuristic,sparsegpt,heuristic + sparsegpt,heuristic + refit
 
 .PHONY: demo test lint types unit soak vllm vllm-install install clean
 
@@ -16,7 +16,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	touch $@
 
-# Compiles the embedded demo model with searched permutations, then shows what some methods do to it.
+# Compiles the embedded demo model by the default recipe, then shows what some methods do to it.
 demo: $(INSTALLED)
 	$(BIN)/permtriton compile demo --sparsity 2:4 --output demo-2of4 --overwrite
 	$(BIN)/permtriton compare demo --sparsity 2:4 --methods "$(DEMO_METHODS)"

@@ -109,6 +109,22 @@ def swap_prediction_table(name: str) -> str:
     return _table("layout | gains | rank correlation | true over predicted, median", lines, caption)
 
 
+def refit_table(*names: str) -> str:
+    """Returns the rows of several files of ``permtriton compare --output``, which share the row of the dense model."""
+    lines = []
+    for report in map(_load, names):
+        seeds = len(report["seeds"])
+        for row in report["rows"]:
+            if row["method"] == "dense":
+                continue
+            spread = f" ± {row['spread']:.3f}" if seeds > 1 else ""
+            name = f"{row['method']}, {row['setting']}" if row["setting"] else row["method"]
+            seconds = f"{row['compile_seconds'] / seeds:.0f}"
+            lines.append([name, str(seeds), f"{row['mean']:.3f}{spread}", f"{row['kl']:.4f}", seconds])
+    caption = f"{_machine([report])}. ± is the sample standard deviation over seeds; seconds are of one compilation."
+    return _table("method | seeds | perplexity | KL, nats | seconds", lines, caption)
+
+
 def _table(heading: str, rows: Iterable[Sequence[str]], caption: str) -> str:
     lines = [heading, *(" | ".join(cells) for cells in rows)]
     lines = [f"| {line} |" for line in lines]
@@ -217,6 +233,7 @@ TABLES = {
     "gpu": lambda: gpu.markdown(gpu.read(RESULTS / "gpu.json")),
     "issue-floor": lambda: issue_floor_table("issue-floor.json"),
     "demo-recipe": lambda: comparison_table("compare-demo-recipe.json"),
+    "refit": lambda: refit_table(*(f"compare-demo-refit{each}.json" for each in ("", "-share", "-iterations"))),
     "learning-step": lambda: learning_step_table("learning-step-cpu.jsonl"),
     "search-round": lambda: search_round_table("search-round-cpu.jsonl"),
     "swap-prediction": lambda: swap_prediction_table("swap-prediction-cpu.jsonl"),

@@ -53,7 +53,7 @@ class CompileConfig:
     )
     importance: ImportanceMethod = _method(
         "auto",
-        "Score that decides which weights are kept. auto means obs where the recipe has SparseGPT, else wanda.",
+        "Score that decides which weights are kept. auto means obs in a recipe with sparsegpt or refit, else wanda.",
     )
     layout: Layout = _method(
         "portable",
@@ -122,10 +122,11 @@ class CompileConfig:
 
 def has_effect(option: Option, config: CompileConfig) -> bool:
     """Returns whether an option has an effect with the rest of a config."""
-    if option.step:
-        return config.has(option.step)
+    if option.step and not config.has(option.step):
+        return False
     if option.gradients:
         return any(step.gradients for step in config.steps)
     if option.name == "importance":
         return any(step.uses_importance() for step in config.steps)
-    return all(getattr(config, other) in values for other, values in option.needs.items())
+    values = config.to_dict()
+    return all(values[other] in allowed for other, allowed in option.needs.items())

@@ -18,6 +18,7 @@ from permtriton.methods.heuristic import Heuristic
 from permtriton.methods.learned import Learned
 from permtriton.methods.mask import Mask
 from permtriton.methods.reconstruct import Reconstruct
+from permtriton.methods.refit import Refit
 from permtriton.methods.searched import Searched
 from permtriton.methods.sparsegpt import SparseGPT
 from permtriton.model_name import DEMO, shown_name
@@ -48,9 +49,10 @@ class Recipe:
 
 
 RECIPES: dict[str, Recipe] = {
-    DEFAULT: Recipe((Heuristic(), Searched(), Mask()), "the best order for masks: kept weights keep their values"),
-    "best": Recipe((Heuristic(), SparseGPT(), Reconstruct()), "the lowest perplexity, with training layer by layer"),
-    "fast": Recipe((Heuristic(), SparseGPT()), "the lowest perplexity within minutes"),
+    DEFAULT: Recipe((Heuristic(), Refit()), "a low perplexity in minutes: exact weights on SparseGPT's mask"),
+    "best": Recipe((Heuristic(), Refit(), Reconstruct()), "the same, then trained layer by layer: minutes to hours"),
+    "fast": Recipe((Heuristic(row_weights="none"), SparseGPT()), "the least time, without a backward pass"),
+    "values": Recipe((Heuristic(), Searched(), Mask()), "the best masks where kept weights must keep their values"),
     # The paper's settings and its code's: no base order, random start, clamped logits, one softmax scale, last epoch.
     "published": Recipe(
         (Learned(init="random", clamp=1.0, group_scale=False, keep="last", learning_rate=1e-3), Mask()),
@@ -195,7 +197,7 @@ def check_given(names: Sequence[str], config: CompileConfig) -> None:
             )
         if each.needs:
             other, values = next(iter(each.needs.items()))
-            present, choose = f"--{other} {getattr(config, other)}", f"--{other} {' or '.join(values)}"
+            present, choose = f"--{other} {config.to_dict()[other]}", f"--{other} {' or '.join(values)}"
             raise ConfigError(f"{each.flag} has no effect with {present}: leave it out, or choose {choose}")
         why = "which computes no gradients" if each.gradients else "which chooses its own mask"
         raise ConfigError(f"{each.flag} has no effect with --recipe {config.recipe}, {why}: leave it out")

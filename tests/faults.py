@@ -1,6 +1,7 @@
 """Bugs to plant in permtriton, each a small monkeypatch, and what refuses each of them."""
 
 import dataclasses
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +16,7 @@ import permtriton
 from permtriton import run as running
 from permtriton.checkpoint import export as exporting
 from permtriton.kernels.nm_mask import top_n_mask
-from permtriton.methods import fisher, heuristic_order, learning, obs, statistics, swap_search, weights
+from permtriton.methods import fisher, heuristic_order, learning, obs, refitting, statistics, swap_search, weights
 from permtriton.methods.kept_weights import KeptWeights
 from permtriton.methods.mask import Mask
 from permtriton.methods.swap_search import Searcher
@@ -35,6 +36,7 @@ LEARNED = {
 }  # fmt: skip
 SEARCHED = {**HEURISTIC, "recipe": "heuristic,searched,mask", "search_rounds": 2}
 SPARSEGPT = {**HEURISTIC, "recipe": "heuristic,sparsegpt", "importance": "wanda"}
+REFIT = {**HEURISTIC, "recipe": "heuristic,refit"}
 RECONSTRUCT = {**HEURISTIC, "recipe": "heuristic,mask,reconstruct", "reconstruct_epochs": 1}
 Plant = Callable[[pytest.MonkeyPatch], object]
 
@@ -209,12 +211,28 @@ def into_next_site(consume: Callable[..., None], sites: list[Site], site: Site, 
     consume(alike[(alike.index(site) + 1) % len(alike)], inputs)
 
 
+def of_the_first_layer(change: Callable[[Any, Any], Any]) -> Plant:
+    """What refitting measured of the first layer is left behind; ``change`` takes it and a later layer's."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        original, first = refitting.moments, {}
+
+        def moments(*arguments: Any) -> dict[str, Any]:
+            found = original(*arguments)
+            return {name: change(first.setdefault(re.sub(r"\d+", "", name), own), own) for name, own in found.items()}
+
+        patch.setattr(refitting, "moments", moments)
+
+    return plant
+
+
 def of_another_linear(original: Callable[..., Any], model: Any, name: str) -> Any:
     pair = {"gate_proj": "up_proj", "up_proj": "gate_proj"}
     owner, _, last = name.rpartition(".")
     return original(model, f"{owner}.{pair.get(last, last)}")
 
 
+CLOSER = "tests/test_refitting.py::test_the_last_hidden_state_comes_closer_than_with_sparsegpt"
 RETAIN, FOLDING = "should retain an importance", "after folding permutations"
 FAULTS: dict[str, Fault] = {
     "inverse everywhere": Fault(other_indices(inverse), RETAIN),
@@ -277,6 +295,23 @@ FAULTS: dict[str, Fault] = {
     ),
     "SparseGPT leaves a group dense": Fault(
         replaced(weights, "sparsegpt", full_column), "the fullest one keeps 4", options=SPARSEGPT
+    ),
+    "refit keeps a worse weight": Fault(
+        replaced(refitting, "better_rows", lambda f, found, *more: 2 * found),
+        "refitting .* began with a loss", options=REFIT,
+    ),
+    "refit leaves a group dense": Fault(
+        replaced(refitting, "least_squares", lambda f, start, target, *more: f(start, target, *more) + 1e-4 * target),
+        "the fullest one keeps", options=REFIT,
+    ),
+    "refit with the shift of another layer": Fault(
+        of_the_first_layer(lambda first, own: dataclasses.replace(own, shift=first.shift)),
+        caught_by="tests/test_refitting.py::test_moments_are_those_of_both_models",
+    ),
+    "refit with statistics left behind": Fault(of_the_first_layer(lambda first, own: first), caught_by=CLOSER),
+    "refit with dense and pruned inputs exchanged": Fault(
+        replaced(refitting, "moments", lambda f, model, dense, pruned, *more: f(model, pruned, dense, *more)),
+        caught_by="tests/test_refitting.py::test_moments_are_those_of_both_models",
     ),
     "reconstruct writes outside the mask": Fault(
         replaced(KeptWeights, "write", outside), "training wrote .* weights that were pruned", options=RECONSTRUCT

@@ -27,7 +27,9 @@ from permtriton.running.state import StateFile
 from . import zoo
 
 ROOT = Path(__file__).parent.parent
-COMPILED = ("spread_search", "spread_learning", "every_update", "searched_mixture", "learned", "encoder")
+COMPILED = ("spread_search", "spread_learning", "every_update", "refitted", "searched_mixture", "learned", "encoder")
+# Differences that rounding explains: least squares magnify it where inputs are nearly dependent.
+ROUNDED = {"refitted": 5e-4}
 
 
 @pytest.fixture(scope="module")
@@ -58,10 +60,10 @@ def test_the_result_is_that_of_one_process_up_to_rounding(folder, case):
             assert torch.equal(shared[name], tensor), name
         else:
             assert torch.equal(shared[name] != 0, tensor != 0), f"the mask of {name}"
-            assert torch.allclose(shared[name], tensor, rtol=1e-4, atol=1e-6), name
+            assert torch.allclose(shared[name], tensor, rtol=1e-4, atol=ROUNDED.get(case, 1e-6)), name
     for name in ("losses", "evaluation"):
         one, other = facts(folder, case, "alone")[name], facts(folder, case, "rank0")[name]
-        assert other == pytest.approx(one, rel=1e-5)
+        assert other == pytest.approx(one, rel=ROUNDED.get(case, 1e-5))
     assert one
     assert facts(folder, case, "alone").get("tokens") == facts(folder, case, "rank1").get("tokens")
 
@@ -74,7 +76,7 @@ def test_all_ranks_end_with_the_same_bytes(folder, case):
 
 
 def test_orders_and_weights_change_so_that_equality_means_something(folder):
-    for case in ("every_update", "searched_mixture", "learned"):
+    for case in ("every_update", "refitted", "searched_mixture", "learned"):
         indices = [index for name, index in tensors(folder, case, "alone").items() if name.startswith("index.")]
         assert any(not torch.equal(index, torch.arange(index.numel())) for index in indices), case
         losses = facts(folder, case, "alone")["losses"]

@@ -58,7 +58,7 @@ def test_the_importance_follows_from_the_steps(recipe, importance):
 @pytest.mark.parametrize(
     ("recipe", "words"),
     [
-        ("fancy", ["'fancy'", "default, best, fast, published", "heuristic, learned, searched, mask"]),
+        ("fancy", ["'fancy'", "default, best, fast, values, published", "heuristic, learned, searched, mask"]),
         ("mask,fancy", ["'mask,fancy'", "'fancy' is no step;"]),
         ("fast,distill", ["'fast' is no step; the recipes are"]),
         ("", ["'' is no recipe"]),

@@ -1,27 +1,39 @@
-"""Refitting gives the exact least-squares weights on SparseGPT's mask, and a pruned model that is closer to the dense."""
+"""Refitting: exact least-squares weights on SparseGPT's mask, and a pruned model that is closer to the dense one."""
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from permtriton import NMPattern, find_plan
-from permtriton.data.samples import Samples
-from permtriton.errors import CalibrationError
+import permtriton
+from benchmarks.architectures import tiny as tiny_architectures
+from permtriton import CompileConfig, NMPattern, config_from, find_plan
+from permtriton.data.samples import Inputs
+from permtriton.data.text import check_samples
+from permtriton.errors import CalibrationError, VerificationError
 from permtriton.methods import refitting as module
-from permtriton.methods.obs import damped, sparsegpt
-from permtriton.methods.refitting import Fit, best_weight, fit_weight, least_squares, refit, row_errors
+from permtriton.methods import statistics as module_statistics
+from permtriton.methods.obs import Curvature, sparsegpt
+from permtriton.methods.refit import Refit
+from permtriton.methods.refitting import best_weight, least_squares, refit, row_errors
+from permtriton.methods.sparsegpt import SparseGPT
 from permtriton.methods.statistics import Moments
 from permtriton.methods.weights import update_weights
 from permtriton.model.checks import check_pruned
+from permtriton.model.experts import unstack_experts
 from permtriton.model.forward import last_hidden_state
 from permtriton.model.plan import linear_module
+from permtriton.offload import Offload
 from permtriton.progress import NoProgress
+from permtriton.running.layer_inputs import from_model
+from permtriton.step import Outcome
 
-from . import zoo
-from .updating import PATTERN, Recording, facts, tiny_model
+from . import test_seq2seq, zoo
+from .expert_stacks import unstacked
+from .two_ranks import Interrupting
+from .updating import PATTERN, Recording, facts, interrupt, tiny_model
 
-EXACT = Fit(iterations=200, tolerance=1e-7)
-FAMILIES = ["gpt2", "gemma2", "opt", "falcon", "gpt_neox", "bert", "mistral", "t5"]
+FAMILIES = ["gpt2", "gemma2", "opt", "falcon", "gpt_neox", "bert", "mistral"]
+CONFIG = CompileConfig(sparsity=PATTERN)
 
 
 def problem(channels: int, rows: int = 6, tokens: int = 0, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -51,9 +63,10 @@ def exact(start: Tensor, target: Tensor, hessian: Tensor) -> Tensor:
 def test_least_squares_on_the_mask(pattern, channels, rows):
     weight, dense, pruned = problem(channels, rows)
     moment = moment_of(dense, pruned)
-    hessian, target = damped(moment.hessian), best_weight(weight, moment, 0.75)
-    start = sparsegpt(target, moment.hessian, pattern, None)
-    found, expected = least_squares(start, target, hessian, EXACT), exact(start, target, hessian)
+    curvature = Curvature.of(moment.hessian)
+    hessian, target = curvature.damped, best_weight(weight, moment, curvature, 0.75)
+    start = sparsegpt(target, curvature, pattern, None)
+    found, expected = least_squares(start, target, hessian, 200, 1e-7), exact(start, target, hessian)
     torch.testing.assert_close(found.double(), expected, rtol=1e-3, atol=1e-4)
     assert torch.equal(found != 0, start != 0)
     errors = [float(row_errors(each, target, hessian).sum()) for each in (start, found, expected.float())]
@@ -65,18 +78,34 @@ def test_least_squares_on_the_mask(pattern, channels, rows):
 def test_the_best_weight_gives_the_targets_with_the_least_error(share):
     """It is the minimum of ``|T - V X_p|^2 + damping |W - V|^2``, the normal equations of which are solved by hand."""
     weight, dense, pruned = (each.double() for each in problem(40))
-    hessian = damped(pruned @ pruned.T)
+    moment = moment_of(dense.float(), pruned.float())
+    curvature = Curvature.of(moment.hessian)
+    hessian = curvature.damped.double()
     damping = hessian - pruned @ pruned.T
     right = ((1 - share) * weight @ pruned + share * weight @ dense) @ pruned.T + weight @ damping
-    found = best_weight(weight.float(), moment_of(dense.float(), pruned.float()), share)
+    found = best_weight(weight.float(), moment, curvature, share)
     torch.testing.assert_close(found.double(), right @ torch.linalg.inv(hessian), rtol=1e-3, atol=1e-4)
 
 
 def test_without_dense_targets_the_best_weight_is_the_dense_one():
     weight, dense, pruned = problem(40)
-    assert best_weight(weight, moment_of(dense, pruned), 0.0) is weight
-    assert best_weight(weight, Moments(pruned @ pruned.T, None), 0.75) is weight
-    torch.testing.assert_close(best_weight(weight, moment_of(pruned, pruned), 0.75), weight)
+    curvature = Curvature.of(pruned @ pruned.T)
+    assert best_weight(weight, moment_of(dense, pruned), curvature, 0.0) is weight
+    assert best_weight(weight, Moments(pruned @ pruned.T, None), curvature, 0.75) is weight
+    torch.testing.assert_close(best_weight(weight, moment_of(pruned, pruned), curvature, 0.75), weight)
+
+
+def fit(weight: Tensor, moment: Moments, **options: float) -> tuple[Tensor, float, float]:
+    """Fits the weight of a linear; returns what it is then, and the errors that are reported."""
+    linear = nn.Linear(*reversed(weight.shape), bias=False, dtype=weight.dtype)
+    curvature = Curvature.of(moment.hessian)
+    with torch.no_grad():
+        linear.weight.copy_(weight)
+        part = module._fit(
+            nn.ModuleDict({"x": linear}), "x", "s", moment, lambda _: curvature, Refit(**options), CONFIG
+        )
+    assert part["name"] == "x"
+    return linear.weight.detach(), part["start"], part["end"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -86,52 +115,74 @@ def test_no_row_ends_worse_than_sparsegpt(dtype, iterations, tokens):
     """As the weights are stored: rounding to 16 bits may cost more than the fit gains."""
     weight, dense, pruned = problem(64, rows=50, tokens=tokens)
     weight, moment = weight.to(dtype), moment_of(dense, pruned)
-    hessian, target = damped(moment.hessian), best_weight(weight.float(), moment, 0.75)
-    start = sparsegpt(target, moment.hessian, PATTERN, None).to(dtype)
-    fitted = fit_weight(weight, moment, PATTERN, Fit(0.75, iterations))
-    before, after = (row_errors(each, target, hessian) for each in (start, fitted.weight))
-    assert fitted.weight.dtype == dtype
+    curvature = Curvature.of(moment.hessian)
+    target = best_weight(weight.float(), moment, curvature, 0.75)
+    first = sparsegpt(target, curvature, PATTERN, None).to(dtype)
+    fitted, start, end = fit(weight, moment, dense_share=0.75, iterations=iterations)
+    before, after = (row_errors(each, target, curvature.damped) for each in (first, fitted))
+    assert fitted.dtype == dtype
     assert (after <= before).all()
-    assert fitted.end <= fitted.start
-    assert fitted.end < fitted.start if iterations else torch.equal(fitted.weight, start)
-    size = float(row_errors(torch.zeros_like(target), target, hessian).sum())
-    assert fitted.end == pytest.approx(float(after.sum()) / size, rel=1e-5)
+    assert end < start if iterations else torch.equal(fitted, first)
+    size = float(row_errors(torch.zeros_like(target), target, curvature.damped).sum())
+    assert (start, end) == pytest.approx((float(before.sum()) / size, float(after.sum()) / size), rel=1e-5)
 
 
-def test_a_fit_that_fails_keeps_sparsegpt(monkeypatch):
+def test_errors_do_not_depend_on_how_a_weight_lies_in_memory():
+    """A weight is compared bit for bit with its copy, and Conv1D stores it transposed."""
+    weight, _, pruned = problem(72, rows=40)
+    hessian = pruned @ pruned.T
+    there, here = (row_errors(each, weight, hessian) for each in (weight + 1, (weight + 1).T.contiguous().T))
+    assert torch.equal(there, here)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, 1e30])
+def test_a_fit_that_fails_keeps_sparsegpt(value, monkeypatch):
     weight, dense, pruned = problem(64)
-    monkeypatch.setattr(module, "least_squares", lambda start, *_: torch.full_like(start, torch.nan))
-    fitted = fit_weight(weight, moment_of(dense, pruned), PATTERN, Fit())
-    assert fitted.weight.isfinite().all()
-    assert fitted.end == fitted.start
+    monkeypatch.setattr(module, "least_squares", lambda start, *_: torch.full_like(start, value))
+    fitted, start, end = fit(weight, moment_of(dense, pruned))
+    assert fitted.isfinite().all()
+    assert end == start
+
+
+def test_a_weight_that_is_worse_than_sparsegpts_is_refused(monkeypatch):
+    """What is compared is the weight as it stands in the model."""
+    weight, dense, pruned = problem(64)
+    monkeypatch.setattr(module, "better_rows", lambda found, *_: 2 * found)
+    with pytest.raises(VerificationError, match="refitting x"):
+        fit(weight, moment_of(dense, pruned))
 
 
 def test_more_iterations_are_never_worse_and_the_tolerance_ends_them():
     weight, dense, pruned = problem(96, rows=20)
     moment = moment_of(dense, pruned)
-    ends = [fit_weight(weight, moment, PATTERN, Fit(iterations=count, tolerance=0)).end for count in (0, 1, 2, 5, 20)]
+    ends = [fit(weight, moment, iterations=count)[2] for count in (0, 1, 2, 5, 200)]
     assert ends == sorted(ends, reverse=True)
-    loose = fit_weight(weight, moment, PATTERN, Fit(iterations=20, tolerance=0.9)).end
-    assert loose > ends[-1]
+    curvature = Curvature.of(moment.hessian)
+    start = sparsegpt(weight, curvature, PATTERN, None)
+    one, loose, tight = (
+        least_squares(start, weight, curvature.damped, *limits) for limits in ((1, 0.0), (200, 0.9), (200, 1e-6))
+    )
+    assert torch.equal(one, loose)
+    assert not torch.equal(one, tight)
 
 
 def test_dead_channels_and_dead_inputs():
     weight, dense, pruned = problem(24)
     pruned[5], dense[7], pruned[8:12] = 0, 0, 0
-    fitted = fit_weight(weight, moment_of(dense, pruned), PATTERN, Fit()).weight
+    moment = moment_of(dense, pruned)
+    fitted = fit(weight, moment)[0]
     assert fitted.isfinite().all()
-    assert (fitted[:, 5] == 0).all()
-    assert (fitted[:, 8:12] == 0).all()
-    nothing = fit_weight(weight, Moments(torch.eye(24), torch.zeros(24, 24)), PATTERN, Fit()).weight
+    assert (fitted[:, [5, 8, 9, 10, 11]] == 0).all()
+    nothing = fit(weight, Moments(torch.eye(24), torch.zeros(24, 24)))[0]
     torch.testing.assert_close(nothing, weight * (nothing != 0))
-    zeros = fit_weight(torch.zeros(3, 24), moment_of(dense, pruned), PATTERN, Fit())
-    assert not zeros.weight.any()
-    assert (zeros.start, zeros.end) == (0, 0)
+    zeros, start, end = fit(torch.zeros(3, 24), moment)
+    assert not zeros.any()
+    assert (start, end) == (0, 0)
 
 
 def test_singular_moments_are_refused():
     with pytest.raises(CalibrationError, match="layer x"):
-        fit_weight(torch.ones(2, 8), Moments(-torch.ones(8, 8), torch.ones(8, 8)), PATTERN, Fit(), "layer x")
+        Curvature.of(-torch.ones(8, 8), "layer x")
 
 
 # -- the walk through the layers ---------------------------------------------------------------------------------------
@@ -140,9 +191,9 @@ def test_singular_moments_are_refused():
 class Problem:
     """A dense model, and how far it is from itself once it has been pruned."""
 
-    def __init__(self, model, plan=None, ids: Tensor | None = None) -> None:
+    def __init__(self, model, plan=None, ids: Inputs | None = None) -> None:
         self.model, self.plan = model, plan or find_plan(model, PATTERN)
-        self.samples = Samples.of(zoo.token_ids(24, 16) if ids is None else ids)
+        self.samples = check_samples(model, zoo.token_ids(24, 16) if ids is None else ids)
         self.weights = {name: linear_module(model, name).get_parameter("weight") for _, name in self.plan.linears()}
         self.dense = {name: weight.detach().clone() for name, weight in self.weights.items()}
         self.expected = self.hidden()
@@ -160,23 +211,13 @@ class Problem:
             weight.copy_(self.dense[name])
         return self
 
-    def refit(self, fit: Fit = Fit(), progress=None, batch: int = 4):
-        arguments = (self.dense, self.samples, batch, PATTERN, fit, progress or NoProgress())
+    def refit(self, progress=None, **options):
+        arguments = (self.dense, self.samples, 4, Refit(**options), CONFIG, progress or NoProgress())
         return refit(self.model, self.plan, *arguments)
 
     def sparsegpt(self) -> float:
-        from .updating import config
-
-        options = config(weight_update="sparsegpt", permutation="none")
-        update_weights(
-            self.model,
-            self.plan,
-            dict.fromkeys([s.name for s in self.plan.sites]),
-            self.samples,
-            4,
-            options,
-            NoProgress(),
-        )
+        statistics = dict.fromkeys(site.name for site in self.plan.sites)
+        update_weights(self.model, self.plan, statistics, self.samples, 4, SparseGPT(), CONFIG, NoProgress())
         error = self.error()
         self.reset()
         return error
@@ -186,13 +227,22 @@ def test_the_last_hidden_state_comes_closer_than_with_sparsegpt():
     problem, progress = Problem(tiny_model(layers=4), ids=zoo.tiny_ids(24, 16)), Recording()
     before = problem.sparsegpt()
     start = facts(problem.model)
-    report = problem.refit(progress=progress)
+    parts = problem.refit(progress)
     assert problem.error() < 0.9 * before
     assert facts(problem.model) == start
     check_pruned(problem.model, problem.plan, PATTERN)
-    assert [entry["linear"] for entry in report] == [name for _, name in problem.plan.linears()]
-    assert all(entry["end"] < entry["start"] for entry in report)
+    assert [part["name"] for part in parts] == [name for _, name in problem.plan.linears()]
+    assert all(part["end"] < part["start"] for part in parts)
     assert sum(progress.steps) == progress.total
+
+
+def test_dense_targets_bring_the_model_closer_than_the_pruned_inputs_alone():
+    problem = Problem(tiny_model(layers=4), ids=zoo.tiny_ids(24, 16))
+    errors = []
+    for share in (0.0, 0.5):
+        problem.reset().refit(dense_share=share)
+        errors.append(problem.error())
+    assert errors[1] < 0.95 * errors[0]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -202,3 +252,160 @@ def test_families_of_models(name):
     problem.refit()
     assert problem.error() < before
     check_pruned(problem.model, problem.plan, PATTERN)
+
+
+@pytest.mark.parametrize("name", ["t5", "bart"])
+def test_encoder_decoders(name):
+    """The decoder of the dense model reads what the dense encoder made."""
+    problem = Problem(test_seq2seq.build(name))
+    before = problem.sparsegpt()
+    problem.refit()
+    assert problem.error() < before
+    check_pruned(problem.model, problem.plan, PATTERN)
+
+
+def test_moments_are_those_of_both_models():
+    """The dense model runs with the weights from before pruning, also those of the layers that are pruned already."""
+    problem = Problem(tiny_model(layers=3), ids=zoo.tiny_ids(6, 16))
+    expected, found = inputs_of(problem), moments_of(problem)
+    last = problem.plan.layers()[-1]
+    present = inputs_of(problem, last[:1])  # of which nothing before was changed since
+    for site in last[:1]:
+        dense, pruned = expected[site.name], present[site.name]
+        torch.testing.assert_close(found[site.name].hessian, pruned.T @ pruned, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(found[site.name].shift, (dense - pruned).T @ pruned, rtol=1e-3, atol=1e-3)
+    assert found[last[0].name].shift.abs().max() > 0.1
+
+
+def inputs_of(problem: Problem, sites=None) -> dict[str, Tensor]:
+    """What each site reads in the model as it is, ``[tokens, channels]``."""
+    found: dict[str, list[Tensor]] = {}
+    layer = from_model(problem.model, list(sites or problem.plan.sites), problem.samples, 4)
+    module_statistics.watch_inputs(
+        problem.model, layer, lambda site, inputs: found.setdefault(site.name, []).append(inputs), lambda *_: None
+    )
+    return {name: torch.cat(parts) for name, parts in found.items()}
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe"])
+def test_experts(name):
+    """Which tokens an expert's second linear reads depends on the routing; what enters the experts does not."""
+    problem = Problem(*unstacked(name))
+    before = problem.sparsegpt()
+    shifts = shifts_of(problem)
+    assert problem.error() < before
+    routed = {site for site, has_shift in shifts.items() if not has_shift}
+    assert routed == {site for site in shifts if ".experts." in site and site.endswith("down_proj")}
+    check_pruned(problem.model, problem.plan, PATTERN)
+
+
+def test_experts_that_read_sorted_tokens_are_not_compared():
+    model = tiny_architectures.build("JetMoeForCausalLM")
+    unstack_experts(model)
+    problem = Problem(model, ids=tiny_architectures.inputs(model))
+    shifts = shifts_of(problem)
+    experts = {site for site in shifts if "_linear." in site}
+    assert len(experts) >= 4
+    assert {site for site, has_shift in shifts.items() if not has_shift} == experts
+    check_pruned(problem.model, problem.plan, PATTERN)
+
+
+def shifts_of(problem: Problem) -> dict[str, bool]:
+    """Refits, and returns site -> whether its inputs were compared with the dense model's."""
+    return {site: moment.shift is not None for site, moment in moments_of(problem).items()}
+
+
+def moments_of(problem: Problem) -> dict[str, Moments]:
+    """Refits, and returns the moments of every site."""
+    found: dict[str, Moments] = {}
+    measure = module.moments
+
+    def record(*args):
+        measured = measure(*args)
+        found.update(measured)
+        return measured
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "moments", record)
+        problem.refit()
+    return found
+
+
+def test_layers_that_share_weights():
+    """Their inputs come from the whole model, the dense one with the weights from before."""
+    model = zoo.tiny_llama(num_hidden_layers=4, vocab_size=zoo.VOCABULARY)
+    first, last = model.model.layers[0], model.model.layers[3]
+    last.self_attn, last.mlp = first.self_attn, first.mlp
+    problem = Problem(model)
+    before = problem.sparsegpt()
+    problem.refit()
+    assert problem.error() < before
+    check_pruned(problem.model, problem.plan, PATTERN)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sixteen_bits(dtype):
+    problem = Problem(tiny_model(layers=4).to(dtype), ids=zoo.tiny_ids(24, 16))
+    before = problem.sparsegpt()
+    problem.refit()
+    assert problem.error() < before
+    assert {weight.dtype for weight in problem.weights.values()} == {dtype}
+    check_pruned(problem.model, problem.plan, PATTERN)
+
+
+def test_the_dense_weights_come_and_go():
+    """After an interruption inside the dense model, every weight is the model's own again."""
+    problem = Problem(tiny_model(layers=3), ids=zoo.tiny_ids(4, 16))
+    storages = {name: weight.data_ptr() for name, weight in problem.weights.items()}
+    with pytest.raises(KeyboardInterrupt):
+        problem.refit(Recording(at=3, act=interrupt))
+    assert {name: weight.data_ptr() for name, weight in problem.weights.items()} == storages
+
+
+# -- in a recipe -------------------------------------------------------------------------------------------------------
+
+RECONSTRUCT = {"reconstruct_epochs": 1, "reconstruct_batch_size": 4, "micro_batch_size": 4}
+
+
+def compiled(recipe: str, **options):
+    model, keywords = (
+        tiny_model(),
+        {name: options.pop(name) for name in ("progress", "resume_path", "offload") if name in options},
+    )
+    config = config_from({"heuristic_row_weights": "none", **options}, recipe)
+    return permtriton.compile(model, None, config, ids=zoo.tiny_ids(8, 16), **keywords)
+
+
+def weights_of(found) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in found.model.state_dict().items()}
+
+
+@pytest.mark.parametrize("layout", ["portable", "fused"])
+def test_a_recipe_with_refit_is_proved_and_reported(layout):
+    found = compiled("heuristic,refit", layout=layout)
+    assert found.report["proof"]["lowered_graph"] == "same outputs"
+    (step,) = [each for each in found.report["steps"] if each["name"] == "refit"]
+    assert [part["name"] for part in step["parts"]] == [name for _, name in found.plan.linears()]
+    ((name, value),) = Refit().words(Outcome(parts=[{"name": "a", "start": 0.5, "end": 0.25}]))
+    assert (name, value) == ("refit: error", "0.5000 to 0.2500 (mean of 1 linears)")
+
+
+def test_an_interrupted_recipe_continues_to_the_same_bytes(tmp_path):
+    expected = weights_of(compiled("heuristic,refit,reconstruct", **RECONSTRUCT))
+    path = tmp_path / "state.safetensors"
+    for stage, call in (("refit", 4), ("reconstruct", 4)):
+        with pytest.raises(KeyboardInterrupt):
+            compiled("heuristic,refit,reconstruct", **RECONSTRUCT, resume_path=path, progress=Interrupting(stage, call))
+    found = weights_of(compiled("heuristic,refit,reconstruct", **RECONSTRUCT, resume_path=path))
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+
+
+def test_weights_in_files_give_the_same_bytes(tmp_path):
+    expected = weights_of(compiled("heuristic,refit"))
+    found = weights_of(compiled("heuristic,refit", offload=Offload(tmp_path)))
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+
+
+def test_an_order_searched_for_masks_is_refused():
+    with pytest.raises(permtriton.errors.ConfigError, match="searched before refit is refused"):
+        config_from({}, "heuristic,searched,refit")

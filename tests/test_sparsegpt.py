@@ -4,7 +4,7 @@ from torch import Tensor
 
 from permtriton.kernels.nm_mask import top_n_mask
 from permtriton.methods import obs as update
-from permtriton.methods.obs import damped, inverse_diagonal, sparsegpt
+from permtriton.methods.obs import Curvature, damped, inverse_diagonal
 from permtriton.sparsity import NMPattern
 
 TWO_FOUR = NMPattern(2, 4)
@@ -17,6 +17,10 @@ def problem(channels: int, rows: int = 6, seed: int = 0) -> tuple[Tensor, Tensor
     mixing = torch.eye(channels) + 0.3 * torch.randn(channels, channels, generator=generator) / channels**0.5
     inputs = mixing @ torch.randn(channels, 4 * channels, generator=generator)
     return torch.randn(rows, channels, generator=generator), inputs + 0.5 * inputs[:1]
+
+
+def sparsegpt(weight: Tensor, hessian: Tensor, pattern: NMPattern, mask: Tensor | None) -> Tensor:
+    return update.sparsegpt(weight, Curvature.of(hessian), pattern, mask)
 
 
 def wanda_mask(weight: Tensor, inputs: Tensor, pattern: NMPattern) -> Tensor:

@@ -85,6 +85,11 @@ def every_update(_folder: Path) -> dict:
     return compiled(model, zoo.tiny_ids(5, 12), **options)
 
 
+def refitted(_folder: Path) -> dict:
+    """Each rank runs both models on its sequences, and fits every other linear; the tolerance ends no fit."""
+    return compiled(updating.tiny_model(3).double(), zoo.tiny_ids(9, 24), recipe="heuristic,refit", refit_iterations=4)
+
+
 def searched_mixture(_folder: Path) -> dict:
     """All tokens of the first rank are equal, so that it visits only two experts; the other rank visits more."""
     model, ids = zoo.build("mixtral", num_hidden_layers=1), zoo.token_ids(5, 12)
@@ -179,7 +184,7 @@ def strided(_folder: Path) -> dict:
     return {"found": found}
 
 
-CASES = (spread_search, spread_learning, every_update, searched_mixture, learned, encoder, refused, strided)
+CASES = (spread_search, spread_learning, every_update, refitted, searched_mixture, learned, encoder, refused, strided)
 
 
 def run(folder: Path, name: str) -> None:

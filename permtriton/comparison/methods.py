@@ -7,6 +7,7 @@ from typing import Any
 
 from permtriton.config import CompileConfig, has_effect
 from permtriton.errors import ConfigError
+from permtriton.option import Option
 from permtriton.recipes import DEFAULT, RECIPES, all_options, config_from
 from permtriton.sparsity import NMPattern
 
@@ -32,6 +33,7 @@ _ORDERS: dict[str, dict[str, Any]] = {
     "wanda + searched": _method("wanda", "heuristic,searched,mask"),
     "heuristic + sparsegpt without row weights": _method("obs", "heuristic,sparsegpt", **_WITHOUT_ROW_WEIGHTS),
     "heuristic + sparsegpt": _method("obs", "heuristic,sparsegpt"),
+    "heuristic + refit": _method("obs", "heuristic,refit"),
     "heuristic + sparsegpt + reconstruct": _method("obs", "heuristic,sparsegpt,reconstruct"),
     "heuristic + sparsegpt + distill": _method("obs", "heuristic,sparsegpt,distill"),
 }
@@ -68,11 +70,14 @@ class Ablation:
     methods: tuple[str, ...] = ("wanda + learned",)
 
 
-# The paper's ablations. Under portable, the residual stream is read in every layer and learns with "all" only.
+# The paper's ablations, and those of refitting. Under portable, the residual stream is read in every layer and learns
+# with "all" only.
 ABLATIONS: dict[str, Ablation] = {
     "sinkhorn": Ablation("learn_sinkhorn_rounds", ("0", "5")),
     "calibration": Ablation("calibration", ("pile", "wikitext2", "c4"), ("wanda", "wanda + learned")),
     "block-size": Ablation("learn_block_size", ("32", "64", "128")),
+    "dense-share": Ablation("refit_dense_share", ("0.0", "0.5", "0.75", "1.0"), ("heuristic + refit",)),
+    "refit-iterations": Ablation("refit_iterations", ("5", "20", "50"), ("heuristic + refit",)),
     "learn-layers": Ablation("learn_layers", ("last:1", HALF, "all"), (f"wanda + learned{FUSED}",)),
 }
 
@@ -156,8 +161,8 @@ def ablation_rows(
             )
         for text in values or ablation.values:
             value: Any = f"last:{max(layers // 2, 1)}" if text == HALF else text
-            if option.type is int:
-                value = _integer(text, option.flag)
+            if option.type in (int, float):
+                value = _number(text, option)
             varied = {**options, option.name: value}
             (chosen,) = method_rows(varied, [row.method], [row.config.sparsity], model)
             rows.append(dataclasses.replace(chosen, setting=f"{option.name} {value}"))
@@ -184,8 +189,9 @@ def check_effect(explicit: Iterable[str], rows: Sequence[Row], ablation: str | N
             raise ConfigError(f"{flag} has no effect on the methods {methods}: drop it or choose other --methods")
 
 
-def _integer(text: str, flag: str) -> int:
+def _number(text: str, option: Option) -> float:
     try:
-        return int(text)
+        return option.type(text)
     except ValueError:
-        raise ConfigError(f"--values {text!r}: {flag} takes integers, separated by commas") from None
+        kind = "integers" if option.type is int else "numbers"
+        raise ConfigError(f"--values {text!r}: {option.flag} takes {kind}, separated by commas") from None

@@ -21,7 +21,7 @@ class Heuristic(Step):
     stage: ClassVar[Stage] = Stage.ORDER
 
     row_weights: Literal["fisher", "none"] = option(
-        "fisher", "Weights of the rows of a linear: fisher (how much the loss feels a row) or none."
+        "fisher", "How much each output row counts: fisher (by its effect on the loss) or none (all alike)."
     )
 
     @property

@@ -38,6 +38,8 @@ def importance_of(method: ImportanceMethod, weight_CO: Tensor, statistic: Tensor
         return ImportanceFactors(1, statistic)
     if method == "obs":
         return ImportanceFactors(2, statistic.reciprocal())
+    if method != "ria":
+        raise ValueError(f"importance {method} has no score")
     column_sums = weight_CO.abs().sum(1, dtype=torch.float32)
     row_sums = weight_CO.abs().sum(0, dtype=torch.float32)
     return ImportanceFactors(

@@ -29,7 +29,7 @@ class Learned(Step):
     block_size: int = option(
         64,
         "Channels per block of the block permutation, a multiple of M; "
-        "at least the number of channels learns the full permutation.",
+        "a value of at least the number of channels makes one block: the full permutation.",
         minimum=1,
     )
     sinkhorn_rounds: int = option(5, "Rounds of row and column normalisation (eq. 3-5); 0 means a row softmax.")
@@ -56,7 +56,8 @@ class Learned(Step):
     clamp: float = option(0.0, "Limit on the absolute value of logits; 0 for none.")
     group_scale: bool = option(True, "Divide scores by the mean of their group before the mask's softmax.")
     keep: Literal["best", "last"] = option(
-        "best", "Epoch to keep: best by loss under the hard permutation, never worse than the start, or last."
+        "best",
+        "Epoch to keep: best (the one with the lowest loss under the hard permutation, or the start) or last.",
     )
     loss: Literal["cosine", "kl", "auto"] = option(
         "cosine",

@@ -1,6 +1,8 @@
 """SparseGPT's weight update: each row's kept weights compensate for its pruned ones (Frantar and Alistarh, 2023)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -22,48 +24,76 @@ def damped(hessian: Tensor) -> Tensor:
     return hessian
 
 
-def inverse(hessian: Tensor, name: str) -> Tensor:
-    """Returns ``(H + damping)^-1``, float32 ``[channels, channels]``; ``name`` is the layer's, for the error.
+@dataclass(frozen=True)
+class Curvature:
+    """A site's Hessian, and what is computed of it once for all linears that read the site.
 
-    Raises:
-        CalibrationError: The damped Hessian is singular.
+    Attributes:
+        dead: bool ``[channels]``, True where a channel was never active.
+        damped: the damped Hessian, float32 ``[channels, channels]``, as are the others.
+        inverse: its inverse.
+        factor: upper Cholesky factor of the inverse.
     """
-    try:
-        return torch.cholesky_inverse(torch.linalg.cholesky(damped(hessian)))
-    except torch.linalg.LinAlgError as error:
-        raise CalibrationError(
-            f"{name}: the Hessian of its inputs cannot be inverted: raise --samples, or choose another --importance "
-            "and prune with the step mask"
-        ) from error
+
+    dead: Tensor
+    damped: Tensor
+    inverse: Tensor
+    factor: Tensor
+
+    @classmethod
+    def of(cls, hessian: Tensor, name: str = "a layer") -> "Curvature":
+        """Returns the curvature of a Hessian, float32 ``[channels, channels]``; ``name`` is for the error.
+
+        Raises:
+            CalibrationError: The damped Hessian is singular.
+        """
+        try:
+            full = damped(hessian)
+            inverse = torch.cholesky_inverse(torch.linalg.cholesky(full))
+            return cls(hessian.diagonal() == 0, full, inverse, torch.linalg.cholesky(inverse, upper=True))
+        except torch.linalg.LinAlgError as error:
+            raise _singular(name) from error
+
+
+def curvatures(hessians: Mapping[str, Tensor]) -> Callable[[str], Curvature]:
+    """Returns a function of a site's name that gives its curvature, and computes it again only for another site."""
+    return lru_cache(maxsize=1)(lambda site: Curvature.of(hessians[site], site))
 
 
 def inverse_diagonal(hessian: Tensor, name: str = "a layer") -> Tensor:
-    """Returns ``diag((H + damping)^-1)``, float32 ``[channels]``, the denominator of the OBS score."""
-    return inverse(hessian, name).diagonal().clone()
+    """Returns ``diag((H + damping)^-1)``, float32 ``[channels]``, the denominator of the OBS score.
+
+    Raises:
+        CalibrationError: The damped Hessian is singular; the error has the layer's ``name``.
+    """
+    try:
+        return torch.cholesky_inverse(torch.linalg.cholesky(damped(hessian))).diagonal().clone()
+    except torch.linalg.LinAlgError as error:
+        raise _singular(name) from error
+
+
+def _singular(name: str) -> CalibrationError:
+    return CalibrationError(
+        f"{name}: the Hessian of its inputs cannot be inverted: raise --samples, or choose another --importance "
+        "and prune with the step mask"
+    )
 
 
 @torch.no_grad()
-def sparsegpt(
-    weight: Tensor, hessian: Tensor, pattern: NMPattern, mask: Tensor | None, name: str = "a layer"
-) -> Tensor:
+def sparsegpt(weight: Tensor, curvature: Curvature, pattern: NMPattern, mask: Tensor | None) -> Tensor:
     """Prunes a weight to N:M and updates what is kept, column by column.
 
     Args:
         weight: ``[out_features, in_features]``, in the final channel order.
-        hessian: float32 ``[in_features, in_features]``, from the model as pruned so far.
+        curvature: of its inputs, from the model as pruned so far.
         mask: bool ``[out_features, in_features]``, True where a weight is kept; None chooses a mask group by group,
             by the OBS score of the weights as updated so far.
-        name: Name of the layer, for errors.
 
     Returns:
         The new weight, float32 ``[out_features, in_features]``, zero where pruned (a zero may be negative).
-
-    Raises:
-        CalibrationError: The damped Hessian is singular.
     """
-    w = weight.float().clone()
-    w[:, hessian.diagonal() == 0] = 0
-    upper = torch.linalg.cholesky(inverse(hessian, name), upper=True)
+    w, upper = weight.float().clone(), curvature.factor
+    w[:, curvature.dead] = 0
     width = COLUMNS_AT_ONCE // pattern.group * pattern.group
     choose = _chooser(pattern, mask)
     for start in range(0, w.shape[1], width):

@@ -23,8 +23,8 @@ class Reconstruct(Training):
 
     loss: Literal["cosine", "squared"] = option(
         "cosine",
-        "Distance of a layer's output from the dense layer's, per token: 1 - cosine, or the squared error relative to "
-        "the squared size (squared).",
+        "Distance of a layer's output from the dense layer's, per token: cosine (1 - cosine) or squared (the squared "
+        "error divided by the squared norm of the dense output).",
     )
     window: Literal["layer", "mlp"] = option(
         "layer", "What is trained at a time: a decoder layer, or its attention and its MLP apart (mlp)."

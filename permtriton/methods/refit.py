@@ -1,10 +1,11 @@
 """Step ``refit``: the exact weights on a mask that SparseGPT chooses, see `permtriton.methods.refitting`."""
 
 from dataclasses import dataclass
+from statistics import fmean
 from typing import TYPE_CHECKING, ClassVar
 
 from permtriton.option import documented, option
-from permtriton.step import Facts, Outcome, Speed, Stage, Step
+from permtriton.step import FLOAT32, Facts, Outcome, Speed, Stage, Step
 
 if TYPE_CHECKING:
     from permtriton.run import Run
@@ -17,7 +18,7 @@ class Refit(Step):
 
     name: ClassVar[str] = "refit"
     prefix: ClassVar[str] = "refit"
-    summary: ClassVar[str] = "SparseGPT's mask, then the exact least-squares weights on it, layer by layer: minutes"
+    summary: ClassVar[str] = "SparseGPT's mask, then the exact least-squares weights on it, site by site: minutes"
     stage: ClassVar[Stage] = Stage.PRUNE
     importance: ClassVar[str] = "obs"
     keeps_values: ClassVar[bool] = False
@@ -37,14 +38,21 @@ class Refit(Step):
 
     def needs(self, facts: Facts) -> dict[str, dict[str, int]]:
         layer = facts.layer_by_layer()
-        both = {"inputs of layers": 2 * layer["inputs of layers"], "hessians": 2 * layer["hessians"]}
-        return {"refit": {**layer, **both, "dense weights": facts.pruned * facts.element}}
+        return {
+            "refit": {
+                "activations": 2 * layer["activations"],
+                "inputs of layers": 2 * layer["inputs of layers"],
+                "hessians": layer["hessians"],
+                "dense weights": facts.pruned * facts.element,
+                "one layer": facts.largest_weight * 10 * FLOAT32,
+            }
+        }
 
     def seconds(self, facts: Facts, speed: Speed) -> float:
-        # Inputs of both models, and outputs of the new weights; a round of conjugate gradients costs about one token
-        # per column, and SparseGPT two.
+        # In both models the inputs, site by site, and the outputs of each layer. A round of conjugate gradients costs
+        # about one token per column, SparseGPT and the targets three each.
         per_token = speed.forward / max(facts.positions, 1)
-        return 4 * speed.forward + (3 + self.iterations) * facts.widest * per_token
+        return 5 * speed.forward + (6 + self.iterations) * facts.widest * per_token
 
     def run(self, run: "Run") -> Outcome:
         from permtriton.methods.refitting import refit
@@ -53,3 +61,7 @@ class Refit(Step):
             run.model, run.plan, run.dense_weights, run.samples, run.batch, self, run.config, run.progress, run.empty
         )
         return Outcome(parts=parts)
+
+    def words(self, outcome: Outcome) -> list[tuple[str, str]]:
+        start, end = (fmean(part[when] for part in outcome.parts) for when in ("start", "end"))
+        return [("refit: error", f"{start:.4f} to {end:.4f} (mean of {len(outcome.parts)} linears)")]

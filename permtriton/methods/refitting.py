@@ -13,18 +13,20 @@ gradients then find the exact minimum on it. Dense targets: GPTAQ (arXiv 2504.02
 """
 
 import re
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from permtriton import ranks
+from permtriton.config import CompileConfig
 from permtriton.data.samples import Samples
-from permtriton.methods.obs import damped, inverse, sparsegpt
+from permtriton.methods.obs import Curvature, curvatures, sparsegpt
 from permtriton.methods.promises import check_no_worse
 from permtriton.methods.statistics import Moments, moments
 from permtriton.methods.weights import CANCELLED
@@ -32,90 +34,130 @@ from permtriton.model.checks import check_kept, zeros_in_groups
 from permtriton.model.plan import Plan, Site, linear_module, weight_in_out
 from permtriton.progress import Progress
 from permtriton.running.layer_calls import Empty
-from permtriton.running.layer_inputs import layer_by_layer
-from permtriton.sparsity import NMPattern
+from permtriton.running.layer_inputs import Within, layer_by_layer
 
+if TYPE_CHECKING:
+    from permtriton.methods.refit import Refit
 
-@dataclass(frozen=True)
-class Fit:
-    """How a weight is fitted.
-
-    Attributes:
-        dense_share: share ``a`` of the dense model's inputs in the targets, 0 to 1.
-        iterations: most rounds of conjugate gradients.
-        tolerance: residual, relative to the first one, that ends them.
-    """
-
-    dense_share: float = 0.75
-    iterations: int = 30
-    tolerance: float = 1e-3
-
-
-@dataclass(frozen=True)
-class Fitted:
-    """A pruned weight and its error, relative to the size of the targets.
-
-    Attributes:
-        weight: ``[out_features, in_features]``, in the dtype that was asked for.
-        start: error of SparseGPT's weight.
-        end: error of this one, at most ``start``.
-    """
-
-    weight: Tensor
-    start: float
-    end: float
+TOLERANCE = 1e-3  # residual, relative to the first one, that ends a fit: what is left is 1e-6 of the gain
 
 
 @torch.no_grad()
-def fit_weight(weight: Tensor, moment: Moments, pattern: NMPattern, fit: Fit, name: str = "a layer") -> Fitted:
-    """Prunes a weight to N:M and fits what is kept; a row that would end worse than SparseGPT's keeps SparseGPT's.
+def refit(
+    model: PreTrainedModel,
+    plan: Plan,
+    dense_weights: Mapping[str, Tensor],
+    samples: Samples,
+    batch: int,
+    options: "Refit",
+    config: CompileConfig,
+    progress: Progress,
+    empty: Empty = torch.empty,
+) -> list[dict[str, Any]]:
+    """Prunes the model and fits the kept weights, layer by layer and inside a layer site by site.
 
     Args:
-        weight: ``[out_features, in_features]``, dense, in the final channel order.
-        moment: moments of its inputs.
-        pattern: N:M pattern.
-        fit: options.
-        name: name of the layer, for errors.
+        model: dense model, its channels in their final order; changed in place.
+        plan: the model's plan.
+        dense_weights: name of each pruned linear -> its weight now, as the dense model has it, in a tensor of its own.
+        samples: calibration samples.
+        batch: samples per forward pass.
+        options: options of refitting.
+        config: options of the compilation: the pattern.
+        progress: progress reporter.
+        empty: makes the tensors that hold the layers' inputs.
+
+    Returns:
+        For each linear its ``name``, the error of SparseGPT's weight (``start``) and of the new one (``end``), which is
+        the squared distance from the best unpruned weight's outputs, relative to the square of those, and ``seconds``.
 
     Raises:
-        CalibrationError: The damped Hessian is singular.
+        CalibrationError: an activation is NaN or infinite, or a Hessian cannot be inverted.
+        VerificationError: a weight keeps more or fewer values than the pattern says, or is worse than SparseGPT's.
     """
-    hessian, target = damped(moment.hessian), best_weight(weight.float(), moment, fit.dense_share, name)
-    start = sparsegpt(target, moment.hessian, pattern, None, name)
-    found = least_squares(start, target, hessian, fit).to(weight.dtype)
-    start = start.to(weight.dtype)
-    errors = [row_errors(each, target, hessian) for each in (start, found)]
-    found = torch.where((errors[1] < errors[0]).unsqueeze(1), found, start)
-    size = row_errors(torch.zeros_like(target), target, hessian).sum().clamp_min(torch.finfo(torch.float32).tiny)
-    after = torch.where(errors[1] < errors[0], errors[1], errors[0])
-    return Fitted(found, float(errors[0].sum() / size), float(after.sum() / size))
+    share, parts = ranks.own_rows(len(samples)).numel(), []
+    turns = [turns_of(sites) for sites in plan.layers()]
+    dense = _values_within(model, plan, dense_weights)
+    with progress.stage("refit", (2 * share + 1) * sum(map(len, turns))) as advance:
+        pruned_layers = layer_by_layer(model, plan, samples, batch, changing=True, empty=empty)
+        # Its weights do not change, but with `changing` it may end a run where the turn's sites have been seen.
+        dense_layers = layer_by_layer(model, plan, samples, batch, changing=True, empty=empty, within=dense)
+        for groups, layer, reference in zip(turns, pruned_layers, dense_layers, strict=True):
+            for sites in groups:
+                found = moments(model, replace(reference, sites=sites), replace(layer, sites=sites), advance)
+                curvature = curvatures({site: moment.hessian for site, moment in found.items()})
+                linears = [(name, site.name, found[site.name], curvature) for site in sites for name in site.linears]
+                parts += ranks.deal(linears, lambda linear: _fit(model, *linear, options, config))
+                ranks.send_dealt([linear_module(model, name).get_parameter("weight") for name, *_ in linears])
+                advance()
+    return parts
 
 
-def best_weight(weight: Tensor, moment: Moments, dense_share: float, name: str = "a layer") -> Tensor:
+def turns_of(sites: list[Site]) -> list[list[Site]]:
+    """Returns a layer's sites in turns, each of which reads what the ones before made once pruned; experts share one.
+
+    Without turns, the linears of a layer are fitted to inputs that the pruned model never gives them: on SmolLM2-135M,
+    that trebles the perplexity.
+    """
+    turns: dict[str, list[Site]] = {}
+    for site in sites:
+        turns.setdefault(re.sub(r"\d+", "", site.name), []).append(site)
+    return list(turns.values())
+
+
+def _fit(
+    model: nn.Module,
+    name: str,
+    site: str,
+    moment: Moments,
+    curvature: Callable[[str], Curvature],
+    options: "Refit",
+    config: CompileConfig,
+) -> dict[str, Any]:
+    """Prunes and fits the weight of one linear, and returns what `refit` does of it."""
+    started = time.perf_counter()
+    weight, of_inputs = weight_in_out(linear_module(model, name)), curvature(site)
+    zeros = zeros_in_groups(weight * ~of_inputs.dead.unsqueeze(1), config.sparsity)
+    target = best_weight(weight.T.float(), moment, of_inputs, options.dense_share)
+    start = sparsegpt(target, of_inputs, config.sparsity, None)
+    found = least_squares(start, target, of_inputs.damped, options.iterations)
+    start, found = start.to(weight.dtype), found.to(weight.dtype)
+    weight.copy_(better_rows(found, start, target, of_inputs.damped).T).add_(0.0)  # the sum turns -0.0 into 0.0
+    check_kept(name, weight, zeros, config.sparsity, CANCELLED)
+    before, after, size = (
+        row_errors(each, target, of_inputs.damped).sum() for each in (start, weight.T, torch.zeros_like(target))
+    )
+    size = size.clamp_min(torch.finfo(torch.float32).tiny)
+    start_error, end_error = float(before / size), float(after / size)
+    check_no_worse(start_error, end_error, f"refitting {name}")
+    return {"name": name, "start": start_error, "end": end_error, "seconds": time.perf_counter() - started}
+
+
+def best_weight(weight: Tensor, moment: Moments, curvature: Curvature, dense_share: float) -> Tensor:
     """Returns ``W*``, float32 ``[out_features, in_features]``: what gives the targets best without a mask.
 
     Args:
         weight: dense, float32 ``[out_features, in_features]``.
         moment: moments of its inputs.
-        dense_share: share of the dense model's inputs in the targets.
-        name: name of the layer, for errors.
-
-    Raises:
-        CalibrationError: The damped Hessian is singular.
+        curvature: of the same inputs.
+        dense_share: share ``a`` of the dense model's inputs in the targets.
     """
     if not dense_share or moment.shift is None:
         return weight
-    return weight + dense_share * (weight @ moment.shift) @ inverse(moment.hessian, name)
+    return weight + dense_share * (weight @ moment.shift) @ curvature.inverse
 
 
-def least_squares(start: Tensor, target: Tensor, hessian: Tensor, fit: Fit) -> Tensor:
+def least_squares(
+    start: Tensor, target: Tensor, hessian: Tensor, iterations: int, tolerance: float = TOLERANCE
+) -> Tensor:
     """Minimises ``tr((V - W*) H (V - W*)^T)`` over the weights that are not zero, by conjugate gradients in each row.
 
     Args:
         start: ``[out_features, in_features]``, zero where pruned.
         target: ``W*``, of the same shape.
         hessian: ``H``, damped, ``[in_features, in_features]``.
-        fit: options.
+        iterations: most rounds.
+        tolerance: residual, relative to the first one, that ends them.
 
     Returns:
         ``V``, float32 ``[out_features, in_features]``.
@@ -124,9 +166,9 @@ def least_squares(start: Tensor, target: Tensor, hessian: Tensor, fit: Fit) -> T
     residual = (target - start) @ hessian * mask
     direction = residual / scale
     size = (residual * direction).sum(1, keepdim=True)
-    enough = fit.tolerance**2 * size.sum()
+    enough = tolerance**2 * size.sum()
     tiny = torch.finfo(size.dtype).tiny
-    for _ in range(fit.iterations):
+    for _ in range(iterations):
         if size.sum() <= enough:
             break
         change = direction @ hessian * mask
@@ -139,78 +181,38 @@ def least_squares(start: Tensor, target: Tensor, hessian: Tensor, fit: Fit) -> T
     return found
 
 
+def better_rows(found: Tensor, start: Tensor, target: Tensor, hessian: Tensor) -> Tensor:
+    """Returns ``found`` with the rows of ``start`` that have no larger error: rounding or overflow may spoil a fit."""
+    errors = [row_errors(each, target, hessian) for each in (found, start)]
+    return torch.where((errors[0] < errors[1]).unsqueeze(1), found, start)
+
+
 def row_errors(weight: Tensor, target: Tensor, hessian: Tensor) -> Tensor:
-    """Returns ``(V - W*) H (V - W*)^T`` of each row, float32 ``[out_features]``; arguments as of `least_squares`."""
-    difference = weight.float() - target
+    """Returns ``(V - W*) H (V - W*)^T`` of each row, float32 ``[out_features]``; arguments as of `least_squares`.
+
+    The same weight has the same errors, bit for bit, however it lies in memory.
+    """
+    difference = weight.float().contiguous() - target
     return (difference @ hessian * difference).sum(1)
 
 
-@torch.no_grad()
-def refit(
-    model: PreTrainedModel,
-    plan: Plan,
-    dense_weights: Mapping[str, Tensor],
-    samples: Samples,
-    batch: int,
-    pattern: NMPattern,
-    fit: Fit,
-    progress: Progress,
-    empty: Empty = torch.empty,
-    by_site: bool = True,
-) -> list[dict[str, Any]]:
-    share, report = ranks.own_rows(len(samples)).numel(), []
-    turns = [_turns(sites) if by_site else [sites] for sites in plan.layers()]
-    dense = _Dense(model, plan, dense_weights)
-    count = sum(map(len, turns))
-    with progress.stage("refit", (2 * share + 1) * count) as advance:
-        pruned_layers = layer_by_layer(model, plan, samples, batch, changing=True, empty=empty)
-        dense_layers = layer_by_layer(model, plan, samples, batch, changing=True, empty=empty, within=dense.running)
-        for groups, layer, reference in zip(turns, pruned_layers, dense_layers, strict=True):
-            for sites in groups:
-                found = moments(model, replace(reference, sites=sites), replace(layer, sites=sites), advance)
-                linears = [(name, found[site.name]) for site in sites for name in site.linears]
-                report += ranks.deal(linears, lambda linear: _fit(model, *linear, pattern, fit))
-                ranks.send_dealt([linear_module(model, name).get_parameter("weight") for name, _ in linears])
-                advance()
-    return report
+def _values_within(model: nn.Module, plan: Plan, values: Mapping[str, Tensor]) -> Within:
+    """Returns a context for `layer_by_layer`: inside, a layer's weights (the model's, for "") have other values.
 
-
-def _fit(model: nn.Module, name: str, moment: Moments, pattern: NMPattern, fit: Fit) -> dict[str, Any]:
-    weight = weight_in_out(linear_module(model, name))
-    zeros = zeros_in_groups(weight * (moment.hessian.diagonal() != 0).unsqueeze(1), pattern)
-    fitted = fit_weight(weight.T, moment, pattern, fit, name)
-    check_kept(name, fitted.weight.T, zeros, pattern, CANCELLED)
-    check_no_worse(fitted.start, fitted.end, f"refitting {name}")
-    weight.copy_(fitted.weight.T).add_(0.0)  # the sum turns -0.0 into 0.0
-    return {"linear": name, "start": fitted.start, "end": fitted.end}
-
-
-def _turns(sites: list[Site]) -> list[list[Site]]:
-    """Returns a layer's sites in turns, each with the inputs of the ones before it as pruned; experts share a turn."""
-    turns: dict[str, list[Site]] = {}
-    for site in sites:
-        turns.setdefault(re.sub(r"\d+", "", site.name), []).append(site)
-    return list(turns.values())
-
-
-class _Dense:
-    """The weights before pruning, which take the place of the present ones while the dense model runs."""
-
-    def __init__(self, model: nn.Module, plan: Plan, weights: Mapping[str, Tensor]) -> None:
-        self._model = model
-        self._weights = {
-            id(linear_module(model, name).get_parameter("weight")): weights[name] for _, name in plan.linears()
-        }
+    Tensors change places and no value is copied on a CPU, because a layer runs in the context many times.
+    """
+    of = {id(linear_module(model, name).get_parameter("weight")): values[name] for _, name in plan.linears()}
 
     @contextmanager
-    def running(self, layer: str) -> Iterator[None]:
-        """Inside the context, a layer (or the model, if "") has the dense weights."""
-        own = [each for each in self._model.get_submodule(layer).parameters() if id(each) in self._weights]
+    def within(layer: str) -> Iterator[None]:
+        own = [each for each in model.get_submodule(layer).parameters() if id(each) in of]
         before = [each.data for each in own]
         try:
             for each in own:
-                each.data = self._weights[id(each)].to(each.device)
+                each.data = of[id(each)].to(each.device)
             yield
         finally:
-            for each, values in zip(own, before, strict=True):
-                each.data = values
+            for each, value in zip(own, before, strict=True):
+                each.data = value
+
+    return within

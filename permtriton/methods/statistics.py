@@ -1,5 +1,6 @@
 """Statistics of the input channels of every site, measured on the calibration text."""
 
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ from permtriton.data.samples import Samples
 from permtriton.errors import CalibrationError
 from permtriton.methods.obs import inverse_diagonal
 from permtriton.model.edits import Move
-from permtriton.model.experts import expert_of
+from permtriton.model.experts import expert_of, stacked_name
 from permtriton.model.modules import GatheredLinear
 from permtriton.model.plan import Plan, Site, linear_module
 from permtriton.offload import Offload
@@ -190,8 +191,8 @@ class Moments:
 
     Attributes:
         hessian: ``X_p^T X_p``, float32 ``[channels, channels]``, as of `hessians`.
-        shift: ``(X_d - X_p)^T X_p``, of the same shape; None where both do not see the same tokens: the second linear
-            of an expert, whose tokens depend on the routing.
+        shift: ``(X_d - X_p)^T X_p``, of the same shape; None where both do not see the same tokens, because the
+            routing to experts decides which they are.
     """
 
     hessian: Tensor
@@ -205,38 +206,38 @@ def moments(model: PreTrainedModel, dense: LayerInputs, pruned: LayerInputs, adv
         model: Model that the layer is part of.
         dense: Sites to watch, as the dense model runs them.
         pruned: The same sites, as the model as pruned so far runs them.
-        advance: As for `watch_inputs`.
+        advance: As for `watch_inputs`; both models count.
 
     Raises:
         CalibrationError: An activation is NaN or infinite.
     """
     sums = _zeros(model, pruned.sites)
-    shifts = _zeros(model, [site for site in pruned.sites if _sees_the_same(model, site)])
+    compared = [site for site in pruned.sites if _reads_every_token(model, site)]
+    shifts, targets = _zeros(model, compared), {site.name: deque[Tensor]() for site in compared}
+
+    def keep(site: Site, inputs: Tensor) -> None:
+        targets[site.name].append(inputs.clone())  # which the model may overwrite
+
+    def consume(site: Site, inputs: Tensor) -> None:
+        inputs = inputs.float()
+        sums[site.name].addmm_(inputs.T, inputs)
+        if site.name in shifts:
+            shifts[site.name].addmm_((targets[site.name].popleft().float() - inputs).T, inputs)
+
     for rows in max(dense.parts, pruned.parts, key=len):
-        targets: dict[str, list[Tensor]] = {name: [] for name in shifts}
-
-        def keep(site: Site, inputs: Tensor) -> None:
-            targets[site.name].append(inputs)
-
-        def consume(site: Site, inputs: Tensor) -> None:
-            inputs = inputs.float()
-            sums[site.name].addmm_(inputs.T, inputs)
-            if site.name in shifts:
-                shifts[site.name].addmm_((targets[site.name].pop(0).float() - inputs).T, inputs)
-
-        if shifts:
-            seen = [site for site in dense.sites if site.name in shifts]
-            watch_inputs(model, replace(dense, sites=seen, parts=[rows]), keep, advance)
+        watch_inputs(model, replace(dense, sites=compared, parts=[rows]), keep, advance)
         watch_inputs(model, replace(pruned, parts=[rows]), consume, advance)
+        assert not any(targets.values()), "the dense model ran some linears more often than the pruned one"
     _finish(sums)
     ranks.add_up(shifts.values())
     return {name: Moments(hessian, shifts.get(name)) for name, hessian in sums.items()}
 
 
-def _sees_the_same(model: nn.Module, site: Site) -> bool:
-    """Whether a site reads the same tokens in the dense model and the pruned one, whatever their routing."""
-    expert = expert_of(model, site.linears[0])
-    return expert is None or expert[1]
+def _reads_every_token(model: nn.Module, site: Site) -> bool:
+    """Whether a site reads the same tokens in two models that may send them to different experts."""
+    name = site.linears[0]
+    expert = expert_of(model, name)
+    return stacked_name(model, name) is None if expert is None else expert[1]
 
 
 def _zeros(model: PreTrainedModel, sites: Iterable[Site]) -> dict[str, Tensor]:

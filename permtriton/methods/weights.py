@@ -1,6 +1,6 @@
 """Prunes weights in place: by a mask, or by SparseGPT, which also updates what is kept."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,7 +13,7 @@ from permtriton.data.samples import Samples
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.nm_mask import top_n_mask
 from permtriton.methods.importance import importance_of
-from permtriton.methods.obs import sparsegpt
+from permtriton.methods.obs import Curvature, curvatures, sparsegpt
 from permtriton.methods.statistics import hessians
 from permtriton.model.checks import check_kept, zeros_in_groups
 from permtriton.model.plan import Plan, linear_module, weight_in_out
@@ -76,22 +76,27 @@ def update_weights(  # noqa: PLR0913
     share = ranks.own_rows(len(samples)).numel()
     with progress.stage("update", (share + 1) * len(plan.layers())) as advance:
         for layer in layer_by_layer(model, plan, samples, batch, changing=True, empty=empty):
-            layer_hessians = hessians(model, layer, advance)
-            sites = [(name, site.name) for site in layer.sites for name in site.linears]
-            linears = [(name, layer_hessians[site], statistics[site]) for name, site in sites]
-            ranks.deal(linears, lambda linear: _update(model, *linear, options, config))
+            curvature = curvatures(hessians(model, layer, advance))
+            linears = [(name, site.name, curvature) for site in layer.sites for name in site.linears]
+            ranks.deal(linears, lambda linear: _update(model, *linear, statistics, options, config))
             ranks.send_dealt([linear_module(model, name).get_parameter("weight") for name, _, _ in linears])
             advance()
 
 
 def _update(
-    model: nn.Module, name: str, hessian: Tensor, statistic: Tensor, options: "SparseGPT", config: CompileConfig
+    model: nn.Module,
+    name: str,
+    site: str,
+    curvature: Callable[[str], Curvature],
+    statistics: Mapping[str, Tensor],
+    options: "SparseGPT",
+    config: CompileConfig,
 ) -> None:
     """Prunes and updates the weight of one linear; arguments and errors as of `update_weights`."""
-    weight, pattern, mask = weight_in_out(linear_module(model, name)), config.sparsity, None
+    weight, pattern, mask, of_inputs = weight_in_out(linear_module(model, name)), config.sparsity, None, curvature(site)
     if options.mask == "keep":
-        mask = top_n_mask(importance_of(config.importance, weight, statistic).scores(weight), pattern).T
-    zeros = zeros_in_groups(weight * (hessian.diagonal() != 0).unsqueeze(1), pattern)
-    updated = sparsegpt(weight.T, hessian, pattern, mask, name)
+        mask = top_n_mask(importance_of(config.importance, weight, statistics[site]).scores(weight), pattern).T
+    zeros = zeros_in_groups(weight * ~of_inputs.dead.unsqueeze(1), pattern)
+    updated = sparsegpt(weight.T, of_inputs, pattern, mask)
     check_kept(name, updated.T, zeros, pattern, CANCELLED)
     weight.copy_(updated.T).add_(0.0)  # the sum turns -0.0 into 0.0

@@ -88,7 +88,7 @@ def layer_by_layer(
         changing: whether the weights of a layer change before the next one is asked for: its inputs then follow from
             the new weights, which takes a second run of each layer.
         empty: makes the tensors that hold the hidden states of all sequences.
-        within: the contexts that the layers, and the model, run in.
+        within: the contexts that the layers, and the model, run in: there, the plan's weights may have other values.
     """
     groups = plan.layers()
     names = _names(model, plan, groups)
