@@ -35,15 +35,6 @@ def run(
 ) -> None:
     """Measures the configurations of the kernels and stores the fastest ones, or only lists them.
 
-    Args:
-        model: folder or hub name of a model, whose pruned linears give shapes and dtype; None for ``shapes`` alone.
-        shapes: further shapes of linears, each as ``OUTxIN``.
-        tokens: token counts, separated by commas.
-        kernel: the only kernel to measure; None for all.
-        dtype: name of the dtype; None for the model's, or bfloat16.
-        dry_run: whether to list the configurations instead of measuring them.
-        save: whether to store the winners beside the model, too.
-
     Raises:
         ConfigError: an option that cannot be read, nothing to tune, or no GPU to measure on.
         ModelError: the model's config cannot be used.

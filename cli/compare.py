@@ -104,13 +104,6 @@ def run(
 ) -> None:
     """Compares the rows and prints one line per row.
 
-    Args:
-        request: what to compare.
-        tasks: tasks to run on every model.
-        eval_text: held-out text, as `permtriton.cli.held_out.held_out_windows` takes it.
-        outputs: files to write, see `permtriton.cli.tables.write_table`.
-        overwrite: whether to measure everything anew, and to replace files that are no results of this command.
-
     Raises:
         PermTritonError: as `permtriton.comparison.run.compare`, a request that makes no sense, or an output that cannot
             be written.

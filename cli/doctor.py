@@ -25,11 +25,6 @@ from permtriton.self_test import FAILS, self_test
 def run(*, compile_kernels: bool, defaults_only: bool, test: bool, json: bool) -> None:
     """Describes this machine and tests permtriton on it, or compiles the kernels and prints the resources of each.
 
-    Args:
-        compile_kernels: whether to compile the kernels.
-        defaults_only: whether to compile only the default configurations.
-        test: whether to run the self-test.
-
     Raises:
         ConfigError: the kernels cannot be compiled here.
     """

@@ -26,9 +26,6 @@ GIB = 1 << 30
 def run(job: Job, devices: str | None) -> None:
     """Loads a model and prints the plan and the estimate; writes nothing.
 
-    Args:
-        devices: the GPUs to plan for, as ``8x80``: their number and the GiB of each; None for this machine.
-
     Raises:
         PermTritonError: as `permtriton.compile` up to its plan, or the output could not be written.
     """

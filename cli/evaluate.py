@@ -42,15 +42,6 @@ def run(
 ) -> None:
     """Measures a model, prints the results and writes them.
 
-    Args:
-        source: model to measure: dense, or as permtriton wrote it.
-        against: dense model to compare with; None for none.
-        perplexity: text, as `permtriton.cli.held_out.held_out_windows` takes it.
-        tasks: tasks to run.
-        batch: windows, or requests of tasks, per forward pass; None for the defaults.
-        output: .json, .csv or .md file to write the results to as well; None for none.
-        overwrite: whether an earlier file may be replaced that is no result of this command.
-
     Raises:
         PermTritonError: as `permtriton.evaluate.evaluate` and `permtriton.evaluation.tasks.Tasks`, a model or text that
             cannot be read, or an output that cannot be written.

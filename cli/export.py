@@ -11,11 +11,6 @@ from permtriton.machine import format_bytes
 def run(folder: Path, format: str, output: Path | None, *, overwrite: bool, json: bool) -> None:
     """Rewrites a checkpoint in another format and prints the sizes.
 
-    Args:
-        folder: folder that permtriton wrote.
-        format: name of a `permtriton.checkpoint.format.Format`.
-        output: folder to write; None for ``FOLDER-FORMAT`` in the present folder.
-
     Raises:
         PermTritonError: as `permtriton.checkpoint.export.export`.
     """

@@ -33,15 +33,6 @@ def run(
 ) -> None:
     """Prints the plan of a model, or its graph after each compiler pass.
 
-    Args:
-        source: model to inspect; only its config is read.
-        config: pattern and layout.
-        graph: whether to print the graph instead of the plan.
-        only: the only pass to print the graph after; None for all.
-        layer: the only layer to print; None for the whole model.
-        dot: file to draw the graph to, or None.
-        overwrite: whether an earlier file may be replaced that is no drawing of this command.
-
     Raises:
         PermTritonError: as `permtriton.planning.plan_model`, options that exclude each other, or a drawing that cannot
             be written.

@@ -36,11 +36,13 @@ from permtriton.cli.options import (
     TasksDir,
     TrustRemoteCode,
     build_config,
+    method_option,
     options_to_compare,
     output_option,
+    running_option,
     takes,
 )
-from permtriton.config import METHOD, RUNNING
+from permtriton.config import RUNNING
 from permtriton.errors import ConfigError
 
 SAVE_MEMORY = ("--sequence-length", "--samples", "--micro-batch-size", "--activation-checkpointing", "--dtype")
@@ -101,13 +103,8 @@ def compile(
     output: Annotated[
         Path | None, output_option(help="Folder to write; MODEL-NofM here by default.", rich_help_panel=RUNNING)
     ] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace an earlier output.", rich_help_panel=RUNNING)
-    ] = False,
-    restart: Annotated[
-        bool,
-        typer.Option("--restart", help="Start from scratch instead of resuming.", rich_help_panel=RUNNING),
-    ] = False,
+    overwrite: Annotated[bool, running_option("--overwrite", help="Replace an earlier output.")] = False,
+    restart: Annotated[bool, running_option("--restart", help="Start from scratch instead of resuming.")] = False,
     dry_run: DryRun = False,
     devices: Gpus = None,
     shard: Shard = None,
@@ -186,13 +183,12 @@ def compare(
     model: Model,
     flags: Flags,
     eval_text: EvalText = None,
-    seeds: Annotated[str, typer.Option(help="Seeds, separated by commas.", rich_help_panel=RUNNING)] = "0",
+    seeds: Annotated[str, running_option(help="Seeds, separated by commas.")] = "0",
     methods: Annotated[
         str | None,
-        typer.Option(
+        method_option(
             help="Some of the methods, or recipes, separated by commas; by default all methods, and a few with "
-            "--ablate.",
-            rich_help_panel=METHOD,
+            "--ablate."
         ),
     ] = None,
     patterns: Patterns = None,
@@ -215,11 +211,7 @@ def compare(
     ] = None,
     overwrite: Annotated[
         bool,
-        typer.Option(
-            "--overwrite",
-            help="Measure everything anew, whatever is kept, and replace any earlier file.",
-            rich_help_panel=RUNNING,
-        ),
+        running_option("--overwrite", help="Measure everything anew, whatever is kept, and replace any earlier file."),
     ] = False,
     trust_remote_code: TrustRemoteCode = False,
     help_all: HelpAll = False,
@@ -239,8 +231,7 @@ def compare(
 @app.command()
 def evaluate(
     model: Annotated[
-        str,
-        typer.Argument(help="A model folder, a hub name, or demo; dense, or written by permtriton in any format."),
+        str, typer.Argument(help="A model folder, a hub name, or demo; dense, or written by permtriton in any format.")
     ],
     against: Annotated[
         str | None, typer.Option(help="The dense model: adds its perplexity, the KL and the cosine to it.")
@@ -355,8 +346,7 @@ def autotune(
     dtype: Annotated[
         str | None,
         typer.Option(
-            help="Dtype of weights and activations: bfloat16, float16 or float32; the model's, or bfloat16, by "
-            "default.",
+            help="Dtype of weights and activations: bfloat16, float16 or float32; the model's, or bfloat16, by default."
         ),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List what would be tried; needs no GPU.")] = False,

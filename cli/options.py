@@ -28,122 +28,90 @@ def output_path(name: str) -> Path:
     return Path(name)
 
 
+method_option, text_option, running_option = (
+    functools.partial(typer.Option, rich_help_panel=panel) for panel in (METHOD, CALIBRATION, RUNNING)
+)
 output_option = functools.partial(typer.Option, parser=output_path, metavar="PATH")
 
 Model = Annotated[str, typer.Argument(help="A model folder, a hub name, or demo (a small model inside permtriton).")]
 Recipe = Annotated[
     str | None,
-    typer.Option(
+    method_option(
         help=f"One of {', '.join(RECIPES)}, or steps separated by commas, such as heuristic,sparsegpt; permtriton "
-        "recipes describes them.",
-        rich_help_panel=METHOD,
+        "recipes describes them."
     ),
 ]
 EvalText = Annotated[
     str | None,
-    typer.Option(
+    text_option(
         "--eval-text",
         "--eval-data",
         help="Held-out text: demo, wikitext2, c4, a file, or none. By default demo for the demo model, else "
         "wikitext2. For a model of images or sound: a folder of files or a .safetensors file, on which hidden states "
         "are compared.",
-        rich_help_panel=CALIBRATION,
     ),
 ]
 Patterns = Annotated[
-    str | None,
-    typer.Option(
-        help="Sparsity patterns, separated by commas, such as 2:4,4:8; --sparsity by default.",
-        rich_help_panel=METHOD,
-    ),
+    str | None, method_option(help="Sparsity patterns, separated by commas, such as 2:4,4:8; --sparsity by default.")
 ]
 Ablate = Annotated[
     str | None,
-    typer.Option(
+    method_option(
         help="Run each method with several values of one option: sinkhorn (rounds 0 and 5), calibration (the texts "
-        "pile, wikitext2 and c4), block-size (32, 64 and 128) or learn-layers (the last layer, half of them, all).",
-        rich_help_panel=METHOD,
+        "pile, wikitext2 and c4), block-size (32, 64 and 128) or learn-layers (the last layer, half of them, all)."
     ),
 ]
 AblateValues = Annotated[
     str | None,
-    typer.Option(
-        help="With --ablate: other values, separated by commas, such as demo,my-text.txt for calibration.",
-        rich_help_panel=METHOD,
-    ),
+    method_option(help="With --ablate: other values, separated by commas, such as demo,my-text.txt for calibration."),
 ]
 TaskNames = Annotated[
-    str | None,
-    typer.Option(
-        "--tasks",
-        help="Tasks of lm-eval, separated by commas, such as arc_easy,hellaswag.",
-        rich_help_panel=CALIBRATION,
-    ),
+    str | None, text_option("--tasks", help="Tasks of lm-eval, separated by commas, such as arc_easy,hellaswag.")
 ]
-TaskLimit = Annotated[
-    int | None, typer.Option("--limit", help="Documents per task; all by default.", rich_help_panel=CALIBRATION)
-]
+TaskLimit = Annotated[int | None, text_option("--limit", help="Documents per task; all by default.")]
 TasksDir = Annotated[
     Path | None,
-    typer.Option(
-        "--tasks-dir",
-        help="Folder with more tasks: lm-eval's YAML files. A task may run code: trust the folder.",
-        rich_help_panel=CALIBRATION,
+    text_option(
+        "--tasks-dir", help="Folder with more tasks: lm-eval's YAML files. A task may run code: trust the folder."
     ),
 ]
-Device = Annotated[str, typer.Option(help="auto, cpu or cuda.", rich_help_panel=RUNNING)]
-Dtype = Annotated[
-    str, typer.Option(help="auto (the checkpoint's), float32, float16 or bfloat16.", rich_help_panel=RUNNING)
-]
+Device = Annotated[str, running_option(help="auto, cpu or cuda.")]
+Dtype = Annotated[str, running_option(help="auto (the checkpoint's), float32, float16 or bfloat16.")]
 ConfigFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--config",
-        help="TOML file of options, with a table per step; flags win.",
-        rich_help_panel=RUNNING,
-    ),
+    Path | None, running_option("--config", help="TOML file of options, with a table per step; flags win.")
 ]
-Json = Annotated[
-    bool, typer.Option("--json", help="Print the report as JSON on standard output.", rich_help_panel=RUNNING)
-]
+Json = Annotated[bool, running_option("--json", help="Print the report as JSON on standard output.")]
 DryRun = Annotated[
     bool,
-    typer.Option(
-        "--dry-run",
-        help="Show the plan and an estimate of time, memory and disk, then stop; nothing is written.",
-        rich_help_panel=RUNNING,
+    running_option(
+        "--dry-run", help="Show the plan and an estimate of time, memory and disk, then stop; nothing is written."
     ),
 ]
 Gpus = Annotated[
     str | None,
-    typer.Option(
+    running_option(
         "--devices",
         help="With --dry-run: plan for this many GPUs of torchrun with this many GiB each, such as 8x80.",
-        rich_help_panel=RUNNING,
         hidden=True,
     ),
 ]
 Shard = Annotated[
     bool | None,
-    typer.Option(
+    running_option(
         "--shard/--no-shard",
         help="Under torchrun, spread the weights of layers over the GPUs by FSDP2; by default if one cannot hold them.",
-        rich_help_panel=RUNNING,
         hidden=True,
     ),
 ]
 OffloadFolder = Annotated[
     Path | None,
-    typer.Option(
+    running_option(
         help="For a model larger than memory, on a CPU: a folder on a fast disk, where weights and layers' inputs are "
         "kept while it runs. The result is the same. Not for steps that need the gradients of all weights.",
-        rich_help_panel=RUNNING,
         hidden=True,
     ),
 ]
-TrustRemoteCode = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.", rich_help_panel=RUNNING)
-]
+TrustRemoteCode = Annotated[bool, running_option("--trust-remote-code", help="Run code that comes with the model.")]
 
 
 def _show_all(ctx: typer.Context, wanted: bool) -> None:

@@ -31,7 +31,7 @@ from permtriton.run import Run
 from permtriton.step import Outcome, Stage
 
 
-def compile(
+def compile(  # noqa: PLR0913
     model: PreTrainedModel,
     tokenizer: Processor | None = None,
     config: CompileConfig | None = None,

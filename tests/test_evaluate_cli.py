@@ -112,12 +112,12 @@ def test_compiled_folders_load_straight_onto_the_device(compiled, model_folder, 
     ("stored", "words"),
     [
         *[(wrong, "hidden_states is") for wrong in (None, [])],
-        ({"permuted": 1}, "permuted is '1'"),
-        *[
-            ({"permuted": True, **index}, "compile the model again")
-            for index in ({}, {"index": [0] * 16}, {"index": 3})
-        ],
-        ({}, "compile the model again"),
+        ({"permuted": 1}, "permuted is 1"),
+        ({"permuted": True}, "expected an index if, and only if, they are permuted"),
+        ({"permuted": False, "index": [1, 0]}, "expected an index if, and only if, they are permuted"),
+        ({"permuted": True, "index": [0] * 16}, "expected a permutation"),
+        ({"permuted": True, "index": [1, 0]}, "orders 2 channels"),
+        ({}, "permuted is missing"),
     ],
 )
 def test_a_damaged_order_is_refused(desk, compiled, stored, words):

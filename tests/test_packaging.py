@@ -126,18 +126,6 @@ def test_no_imports_go_in_a_circle():
     assert [circle for circle in circles if len(circle) > 1] == []
 
 
-def test_files_and_functions_are_short():
-    """A file holds one idea, and a function fits on a screen or two, docstring included."""
-    long = []
-    others = (path for folder in ("tests", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py"))
-    for path in (*MODULES.values(), *others):
-        name = str(path.relative_to(ROOT))
-        long += [name] if len(path.read_text(encoding="utf-8").splitlines()) > 400 else []
-        functions = (node for node in syntax(path) if isinstance(node, ast.FunctionDef))
-        long += [f"{name}: {f.name}" for f in functions if f.end_lineno - f.lineno >= 60]
-    assert long == []
-
-
 @pytest.mark.parametrize(
     "path", sorted([*ROOT.glob("benchmarks/**/*.py"), *ROOT.glob("examples/*.py")]), ids=lambda path: path.name
 )

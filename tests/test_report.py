@@ -278,7 +278,7 @@ def test_settings_of_an_ablation_are_told_apart(tmp_path, monkeypatch):
     [
         ({"values": []}, "values is"),
         ({"tasks": {}}, "other tasks"),
-        ({"compile_seconds": None}, "compile_seconds is None"),
+        ({"compile_seconds": "7"}, "compile_seconds is '7'"),
         ({"kl": "low"}, "kl is 'low'"),
     ],
 )

@@ -6,7 +6,7 @@ import pytest
 
 import permtriton
 from permtriton.errors import OutputError, PermTritonError
-from permtriton.methods.learning_state import LearningFile
+from permtriton.methods.learning import LearningFile
 
 from . import zoo
 from .learning import QUICK, STEPS, Counting, plant, same_history, stop, tiny, unchanged

@@ -12,7 +12,7 @@ from torch import nn
 import permtriton
 from permtriton import config_from
 from permtriton.errors import OutputError
-from permtriton.methods.learning_state import LearningFile
+from permtriton.methods.learning import LearningFile
 from permtriton.model.checks import model_hash
 
 from . import zoo

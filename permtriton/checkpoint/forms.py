@@ -63,6 +63,12 @@ def _evaluation(found: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def _hidden_states(found: dict[str, Any]) -> dict[str, Any]:
+    if found["permuted"] != ("index" in found):
+        raise ValueError("an index if, and only if, they are permuted")
+    return found
+
+
 def _permutation(index: list[int]) -> list[int]:
     if not is_permutation(torch.tensor(index, dtype=torch.int64)):
         raise ValueError("a permutation")
@@ -243,7 +249,7 @@ class Record(TypedDict):
     permutations: list[Permutation]
     skipped: dict[str, str]
     barriers: list[str]
-    hidden_states: HiddenStates
+    hidden_states: Annotated[HiddenStates, AfterValidator(_hidden_states)]
     steps: list[Step]
     retained_importance: dict[str, Retained]
     evaluation: Annotated[Evaluation, AfterValidator(_evaluation)]

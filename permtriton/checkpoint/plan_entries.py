@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from permtriton.checkpoint.forms import Record
 from permtriton.errors import ModelError
 from permtriton.model.edits import moves_of
 from permtriton.model.headers import REPORT_FILE
@@ -108,29 +109,19 @@ def hidden_states_report(order: Tensor | None) -> dict[str, Any]:
     return {"permuted": True, "index": order.tolist(), "undo": inverse(order).tolist()}
 
 
-def hidden_order_of(report: Mapping[str, Any], channels: int) -> Tensor | None:
-    """Returns the order that `hidden_states_report` wrote into a report.
-
-    Args:
-        channels: number of channels of the hidden states.
-
-    Returns:
-        Index from the dense model's channels to the compiled model's, int64 ``[channels]``; None if they kept their
-        order.
+def hidden_order_of(record: Record, channels: int) -> Tensor | None:
+    """Returns the order that `hidden_states_report` wrote, int64 ``[channels]``; None if they keep their order.
 
     Raises:
-        ModelError: the report does not say, or its index is no permutation of the channels.
+        ModelError: it is not one of so many channels.
     """
-    stored = report.get("hidden_states")
-    if stored == {"permuted": False}:
-        return None
-    index = stored.get("index") if isinstance(stored, dict) else None
-    if not isinstance(index, list) or sorted(i for i in index if type(i) is int) != list(range(channels)):
+    index = record["hidden_states"].get("index")
+    if index is not None and len(index) != channels:
         raise ModelError(
-            f"{REPORT_FILE}: hidden_states must say in which order the {channels} channels are; it is damaged, or an "
-            "older permtriton wrote it: compile the model again"
+            f"{REPORT_FILE}: hidden_states orders {len(index)} channels, but the model has {channels}: compile the "
+            "model again"
         )
-    return torch.tensor(index)
+    return None if index is None else torch.tensor(index)
 
 
 def grouped(rows: Sequence[tuple[str, ...]]) -> list[tuple[tuple[str, ...], list[int]]]:

@@ -112,8 +112,7 @@ class Learned(Step):
         return batch, sequences % batch or batch
 
     def run(self, run: "Run") -> Outcome:
-        from permtriton.methods.learning import learn
-        from permtriton.methods.learning_state import LearningFile
+        from permtriton.methods.learning import LearningFile, learn
         from permtriton.methods.promises import check_no_worse
 
         objective = run.objective(self)

@@ -68,7 +68,7 @@ class _Layer:
 
 
 @torch.enable_grad()
-def reconstruct(
+def reconstruct(  # noqa: PLR0913
     model: PreTrainedModel,
     plan: Plan,
     dense_weights: Mapping[str, Tensor],
@@ -124,7 +124,7 @@ def reconstruct(
     return result
 
 
-def _problems(
+def _problems(  # noqa: PLR0913
     model: PreTrainedModel,
     layers: Mapping[str, _Layer],
     chains: Sequence[Sequence[str]],

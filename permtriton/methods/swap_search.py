@@ -160,7 +160,7 @@ class SearchFile(StateFile):
         self.write(result.indices, {"history": history, "finished": json.dumps(result.finished)})
 
 
-def search(
+def search(  # noqa: PLR0913
     model: PreTrainedModel,
     plan: Plan,
     importances: Mapping[str, ImportanceFactors],

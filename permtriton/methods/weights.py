@@ -51,7 +51,7 @@ def mask_weights(
 
 
 @torch.no_grad()
-def update_weights(
+def update_weights(  # noqa: PLR0913
     model: PreTrainedModel,
     plan: Plan,
     statistics: Mapping[str, Tensor],
