@@ -233,7 +233,7 @@ TABLES = {
     "gpu": lambda: gpu.markdown(gpu.read(RESULTS / "gpu.json")),
     "issue-floor": lambda: issue_floor_table("issue-floor.json"),
     "demo-recipe": lambda: comparison_table("compare-demo-recipe.json"),
-    "refit": lambda: refit_table(*(f"compare-demo-refit{each}.json" for each in ("", "-share", "-iterations"))),
+    "refit": lambda: refit_table(*(f"compare-demo-refit{each}.json" for each in ("", "-share"))),
     "learning-step": lambda: learning_step_table("learning-step-cpu.jsonl"),
     "search-round": lambda: search_round_table("search-round-cpu.jsonl"),
     "swap-prediction": lambda: swap_prediction_table("swap-prediction-cpu.jsonl"),

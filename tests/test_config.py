@@ -52,6 +52,8 @@ OTHER = {
     "search_block": 128,
     "search_loss": "cosine",
     "sparsegpt_mask": "keep",
+    "refit_dense_share": 0.5,
+    "refit_iterations": 7,
     "reconstruct_epochs": 5,
     "reconstruct_learning_rate": 0.03,
     "reconstruct_batch_size": 2,
@@ -65,11 +67,12 @@ OTHER = {
 PARTS = (CompileConfig, CalibrationConfig, *STEPS)
 # Recipes that have every step between them.
 LEARN, UPDATE = "heuristic,learned,searched,mask,distill", "heuristic,sparsegpt,reconstruct"
+REFIT = "heuristic,refit"
 
 
 def recipe_with(name: str) -> str:
     """A recipe in which an option may differ from its default."""
-    return UPDATE if OPTIONS[name].step in UPDATE.split(",") else LEARN
+    return next((each for each in (UPDATE, REFIT) if OPTIONS[name].step in each.split(",")), LEARN)
 
 
 def build(model: str = "some/model", recipe: str | None = None, file: Path | None = None, **flags: object):
@@ -166,7 +169,7 @@ def test_every_limit_refuses(name):
     with pytest.raises(ConfigError, match=f"^{name} is .*expected "):
         part(**{option.field: bad})
     if option.type is not NMPattern:
-        for recipe in (LEARN, UPDATE):
+        for recipe in (LEARN, UPDATE, REFIT):
             with pytest.raises(ConfigError, match=f"^{name} is .*expected "):
                 config_from({name: bad}, recipe)
 
@@ -256,6 +259,7 @@ def test_the_demo_model_is_small_in_every_recipe():
         ({"learn_sinkhorn_rounds": -1}, ["learn_sinkhorn_rounds is -1", "negative"]),
         ({"learn_weight_decay": float("inf")}, ["learn_weight_decay is inf"]),
         ({"learn_clamp": -1}, ["learn_clamp is -1.0"]),
+        ({"recipe": "searched,refit"}, ["searched before refit is refused"]),
         ({"recipe": "searched,sparsegpt"}, ["searched", "sparsegpt", "no better", "heuristic", "leave searched out"]),
         ({"learn_layers": "first:1"}, ["'first:1'", "last:K"]),
         ({"learn_layers": "last:0"}, ["'last:0'", "at least 1"]),

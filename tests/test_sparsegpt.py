@@ -2,6 +2,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from permtriton.errors import CalibrationError
 from permtriton.kernels.nm_mask import top_n_mask
 from permtriton.methods import obs as update
 from permtriton.methods.obs import Curvature, damped, inverse_diagonal
@@ -183,3 +184,8 @@ def test_damping_is_one_percent_of_the_mean_diagonal():
     before = hessian.clone()
     torch.testing.assert_close(damped(hessian), expected)
     assert torch.equal(hessian, before)
+
+
+def test_singular_hessians_are_refused():
+    with pytest.raises(CalibrationError, match="layer x"):
+        Curvature.of(-torch.ones(8, 8), "layer x")
