@@ -31,18 +31,7 @@ RESULT = Result(("method", "cosine", "seconds", "peak MiB"), ("measure", "patter
 
 @dataclass(frozen=True)
 class Request:
-    """What to compare, as the user wrote it; lists are separated by commas.
-
-    Attributes:
-        model: name of the model.
-        options: options that the user gave in a file or as flags.
-        flags: options that the user set as flags.
-        seeds: seeds.
-        methods: names of methods; None for the default ones.
-        patterns: sparsity patterns; None for that of ``options``.
-        ablate: name of an ablation, or None.
-        values: values of its option; None for the default ones.
-    """
+    """What to compare, as the user wrote it; lists are separated by commas."""
 
     model: str
     options: Flags

@@ -29,19 +29,7 @@ from permtriton.step import Outcome
 
 @dataclass(frozen=True)
 class Job:
-    """What the user asked for.
-
-    Attributes:
-        source: model to prune.
-        config: every option of the compilation.
-        eval_text: held-out text, as `permtriton.cli.held_out.held_out_windows` takes it.
-        output: folder to write; None for ``MODEL-NofM`` in the present folder.
-        overwrite: whether an earlier output may be replaced.
-        restart: whether to delete the states of an interrupted run first, instead of continuing it.
-        json: whether to print JSON.
-        shard: whether several GPUs hold a part of each layer; None where memory decides.
-        offload: folder whose disk takes the place of memory, or None.
-    """
+    """What the user asked for."""
 
     source: load.Source
     config: CompileConfig

@@ -16,13 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TaskRequest:
-    """Which zero-shot tasks to run, as the user wrote it.
-
-    Attributes:
-        names: names of tasks, separated by commas; None for no tasks.
-        limit: documents per task; None for all.
-        folder: folder with more tasks, or None.
-    """
+    """Which zero-shot tasks to run, as the user wrote it."""
 
     names: str | None
     limit: int | None
