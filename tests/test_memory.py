@@ -90,8 +90,11 @@ def test_estimate_grows_with_samples_and_micro_batch_when_learning(model, plan):
         ({"recipe": "mask"}, {"recipe": "sparsegpt", "importance": "wanda"}),
         ({"recipe": "mask"}, {"recipe": "mask,distill"}),
         ({"recipe": "mask"}, {"recipe": "mask,reconstruct"}),
-        ({"importance": "wanda"}, {"importance": "obs"}),
-        ({"activation_checkpointing": True}, {"activation_checkpointing": False}),
+        ({"recipe": "mask", "importance": "wanda"}, {"recipe": "mask", "importance": "obs"}),
+        (
+            {"recipe": "values", "activation_checkpointing": True},
+            {"recipe": "values", "activation_checkpointing": False},
+        ),
     ],
 )
 def test_estimate_knows_what_costs_more(model, plan, less, more):
