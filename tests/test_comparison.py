@@ -87,7 +87,9 @@ def test_recipes_are_compared_where_they_are_named():
     rows = method_rows(given(), tuple(RECIPES), (), model="demo")
     assert [row.method for row in rows] == list(RECIPES)
     assert [row.config.recipe for row in rows] == [recipe.names for recipe in RECIPES.values()]
-    assert [row.config.importance for row in rows] == ["wanda", "obs", "obs", "wanda"]
+    assert [row.config.importance for row in rows] == ["obs", "obs", "obs", "wanda", "wanda"]
+    fast = rows[list(RECIPES).index("fast")].config
+    assert fast.steps == RECIPES["fast"].steps, "a method sets no option of a recipe"
     assert rows[-1].config.steps[0].clamp == RECIPES["published"].steps[0].clamp
     assert rows[-1].config.steps[0].epochs == 1, "the user's options win over the recipe's"
 

@@ -50,7 +50,7 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 SET_BY_METHODS = frozenset(_method("", ""))
 # The recipes may be compared, too, where they are named.
-KNOWN = METHODS | {name: _method("auto", name) for name in RECIPES}
+KNOWN = METHODS | {name: {"importance": "auto", "recipe": name, "layout": "portable"} for name in RECIPES}
 DENSE = "dense"
 HALF = "last:half"
 
