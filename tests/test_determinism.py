@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 RECIPES = {
-    "default": ["--search-rounds", "1"],
+    "default": [],
+    "values": ["--recipe", "values", "--search-rounds", "1"],
     "learned": [
         "--recipe",
         "learned,mask",
