@@ -94,8 +94,7 @@ def joined(text: str) -> str:
 def test_the_sites_say_what_runs(model):
     text = joined(invoke(model, "--layout", "fused"))
     assert (
-        "self_attn.q_proj+k_proj+v_proj  (2x) | 3 | 64 | its own | in the norm model.layers.*.input_layernorm"
-        in text
+        "self_attn.q_proj+k_proj+v_proj  (2x) | 3 | 64 | its own | in the norm model.layers.*.input_layernorm" in text
     )
     assert "self_attn.o_proj  (2x) | 1 | 64 | its own | nothing" in text
     free = joined(invoke(model, "--layout", "fused", "--o-proj", "free"))

@@ -7,6 +7,7 @@ import pytest
 
 from permtriton import config_from
 from permtriton.cli import compile as compile_command  # the module
+from permtriton.cli import console
 from permtriton.cli.main import app
 from permtriton.config import CompileConfig, has_effect
 from permtriton.errors import ConfigError
@@ -85,13 +86,14 @@ def test_a_config_without_steps_prunes_nothing():
     check_recipe(CompileConfig(steps=(Mask(),)))
 
 
-def test_recipes_and_steps_are_listed():
+def test_recipes_and_steps_are_listed(monkeypatch):
     report = json.loads(RUNNER.invoke(app, ["recipes", "--json"]).stdout)
     assert {name: ",".join(each["steps"]) for name, each in report["recipes"].items()} == {
         name: recipe.names for name, recipe in RECIPES.items()
     }
     assert report["steps"] == {kind.name: kind.summary for kind in STEPS}
-    text = " ".join(RUNNER.invoke(app, ["recipes"], env={"COLUMNS": "250"}).stdout.split())
+    monkeypatch.setattr(console.out, "_width", 250)
+    text = " ".join(RUNNER.invoke(app, ["recipes"]).stdout.split())
     for words in [*RECIPES, *(recipe.summary for recipe in RECIPES.values()), *(kind.summary for kind in STEPS)]:
         assert words in text
 
