@@ -76,8 +76,8 @@ class Option:
         if self.positive:
             return f"a positive {number}"
         if self.maximum < sys.float_info.max:
-            return f"an {number} from {self.minimum} to {self.maximum}"
-        return f"an {number} of at least {self.minimum}" if self.minimum else f"a non-negative {number}"
+            return f"a {number} from {self.minimum} to {self.maximum}"
+        return f"a {number} of at least {self.minimum}" if self.minimum else f"a non-negative {number}"
 
     def convert(self, value: Any) -> Any:
         """Returns the value that a user's text or number stands for; what does not fit stays as it is.

@@ -52,7 +52,7 @@ OTHER = {
     "search_block": 128,
     "search_loss": "cosine",
     "sparsegpt_mask": "keep",
-    "refit_dense_share": 0.5,
+    "refit_dense_share": 0.75,
     "refit_iterations": 7,
     "reconstruct_epochs": 5,
     "reconstruct_learning_rate": 0.03,

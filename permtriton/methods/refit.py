@@ -26,7 +26,7 @@ class Refit(Step):
     shards: ClassVar[bool] = False
 
     dense_share: float = option(
-        0.75,
+        0.5,
         "Share of the dense model's own inputs in what weights are fitted to; the rest are the inputs of the model "
         "as pruned so far.",
         maximum=1.0,
