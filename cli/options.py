@@ -195,7 +195,7 @@ def build_config(model: str, recipe: str | None, config_file: Path | None, flags
     """
     given = given_by(config_file, flags)
     config = config_from(given, recipe, model)
-    check_given(list(given), config)
+    check_given(list(flags), config)
     return config
 
 

@@ -58,7 +58,7 @@ def compile(  # noqa: PLR0913
             ``[windows, tokens]``, or a mapping as for ``ids``.
         progress: progress reporter.
         resume_path: path of the files that keep the state of long stages, each with its stage's name before the suffix
-            (``state.learning.safetensors``); a later call with equal inputs continues from them, and one with others is
+            (``state.learned.safetensors``); a later call with equal inputs continues from them, and one with others is
             refused until they are deleted.
         say_needs: whether to measure the model first and report how much memory, time and disk the work will take.
         device: device that the model, which is on the CPU, shall run on; None where it is.
@@ -131,6 +131,8 @@ def run_steps(run: Run) -> None:
             if step.stage is Stage.PRUNE:
                 run.keep_dense(steps[number:])
             run.outcomes[step.name] = step.run(run) or Outcome()
+            if not any(later.dense_weights for later in steps[number + 1 :]):
+                run.dense_weights.clear()
 
 
 def prove(run: Run) -> str:

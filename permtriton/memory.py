@@ -20,7 +20,7 @@ from permtriton.machine import available_memory, format_bytes, resident_memory
 from permtriton.model.core import has_head
 from permtriton.model.forward import TOKENS_WITHOUT_LOGITS
 from permtriton.model.plan import Plan, layer_modules, linear_module
-from permtriton.step import FLOAT32, Facts
+from permtriton.step import FLOAT32, Facts, Stage
 
 RUNS_THE_MODEL = "activations"  # a use of every stage that runs the model; the others work on the host
 SPREAD = ("dense weights", "gradients")  # uses that each device holds its share of, where weights are spread
@@ -224,8 +224,10 @@ def _stages(
         at_once = windows_at_once(held_out.longest) * held_out.tokens
         logits = at_once * facts.vocabulary * 3 * FLOAT32  # logits, their float32 copy, the softmax
         stages["evaluation"] = {"logits": logits, **activations}
-    for step in config.steps:
-        stages |= {stage: dict(uses) for stage, uses in step.needs(facts).items()}
+    for number, step in enumerate(config.steps):
+        keeps = step.stage is not Stage.ORDER and any(later.dense_weights for later in config.steps[number:])
+        held = {"dense weights": facts.pruned * facts.element} if keeps else {}
+        stages |= {stage: {**held, **uses} for stage, uses in step.needs(facts).items()}
     return stages | {RELOADING: {"a second model": facts.model}}
 
 

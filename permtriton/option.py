@@ -72,12 +72,12 @@ class Option:
             return self.values or f"one of {', '.join(self.choices)}"
         if self.type is bool:
             return "true or false"
-        number = "integer" if self.type is int else "finite number"
+        number, a = ("integer", "an") if self.type is int else ("finite number", "a")
         if self.positive:
             return f"a positive {number}"
         if self.maximum < sys.float_info.max:
-            return f"a {number} from {self.minimum} to {self.maximum}"
-        return f"a {number} of at least {self.minimum}" if self.minimum else f"a non-negative {number}"
+            return f"{a} {number} from {self.minimum} to {self.maximum}"
+        return f"{a} {number} of at least {self.minimum}" if self.minimum else f"a non-negative {number}"
 
     def convert(self, value: Any) -> Any:
         """Returns the value that a user's text or number stands for; what does not fit stays as it is.

@@ -217,7 +217,11 @@ def compile_command(model: str, config: CompileConfig, **running: str | bool | N
     for recipe in (*(each for each in RECIPES if RECIPES[each].names == config.recipe), config.recipe):
         given: dict[str, Any] = {}
         for _ in known:  # an option may decide the default of another
-            start = config_from(given, recipe, name).to_dict()
+            try:
+                start = config_from(given, recipe, name).to_dict()
+            except ConfigError:  # some options are allowed only together
+                given |= {option: wanted[option] for option in wanted if option in known and known[option].step}
+                start = config_from(given, recipe, name).to_dict()
             differing = [o for o in wanted if o in known and wanted[o] != start[o] and has_effect(known[o], config)]
             if not differing:
                 break
@@ -257,10 +261,11 @@ def read_config_file(path: Path) -> dict[str, Any]:
         raise ConfigError(f"config file {path} has more than {MAX_TOML_BYTES} bytes: it is no file of options")
     with reading(f"config file {path} is not TOML", ConfigError):
         read = tomllib.loads(content.decode())
-    known, options = {kind.name: kind for kind in steps.STEPS}, {}
+    known = {kind.name: kind for kind in steps.STEPS}
+    options: dict[str, Any] = {}
     for name, value in read.items():
         if not isinstance(value, dict):
-            options[name.replace("-", "_")] = value
+            _set_once(options, name, value, path)
             continue
         if name not in known:
             raise ConfigError(
@@ -273,5 +278,12 @@ def read_config_file(path: Path) -> dict[str, Any]:
                 raise ConfigError(
                     f"config file {path}: [{name}] has no option {shown(key)}: its options are {', '.join(sorted(own))}"
                 )
-            options[f"{prefix}_{key.replace('-', '_')}"] = setting
+            _set_once(options, f"{prefix}_{key}", setting, path)
     return options
+
+
+def _set_once(options: dict[str, Any], name: str, value: Any, path: Path) -> None:
+    name = name.replace("-", "_")
+    if name in options:
+        raise ConfigError(f"config file {path} sets {name} twice: keep one of them")
+    options[name] = value

@@ -18,6 +18,7 @@ from permtriton.data.samples import Samples
 from permtriton.errors import ConfigError
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.machine import device_name, release_memory, versions
+from permtriton.methods import steps
 from permtriton.methods.fisher import fisher_information
 from permtriton.methods.importance import importances_of
 from permtriton.methods.objective import Objective, default_objective, dense_objective
@@ -46,10 +47,9 @@ ROUNDING_ONLY = ("micro_batch_size", "activation_checkpointing")
 
 
 def states_beside(resume_path: Path) -> list[Path]:
-    """Returns the paths of the states of all steps that an interrupted run left."""
-    found = resume_path.parent.glob("*") if resume_path.parent.is_dir() else ()
-    start, end = f"{resume_path.stem}.", resume_path.suffix
-    return sorted(path for path in found if path.name.startswith(start) and path.name.endswith(end) and path.is_file())
+    """Returns the paths of the states that an interrupted run left, of whatever steps."""
+    paths = (resume_path.with_suffix(f".{kind.name}{resume_path.suffix}") for kind in steps.STEPS)
+    return sorted(filter(Path.is_file, paths))
 
 
 def run_identity(model: PreTrainedModel, device: torch.device) -> dict[str, Any]:

@@ -62,7 +62,6 @@ def test_bad_options(desk, case):
         (b"\xff", ["not TOML"]),
         ("[learn]\nepochs = 3", ["[learn]", "no step", "heuristic, learned"]),
         ("[searched]\nepochs = 3", ["[searched] has no option 'epochs'", "damping, loss, rounds"]),
-        ("[searched]\nrounds = 3", ["--search-rounds has no effect with --recipe heuristic,mask"]),
         ("fancy = 1", ["'fancy'", "the options are"]),
         ('seed = "one"', ["seed", "'one'", "expected int"]),
         ('sparsity = "4:2"', ["4:2"]),

@@ -331,7 +331,7 @@ def test_other_calibration_sequences_are_refused(model, stored_rows):
 
 
 def test_what_the_rows_set_themselves_is_no_difference(model, stored_rows):
-    other = given(sparsity="4:8", seed=3, heuristic_row_weights="none", importance="ria")
+    other = given(sparsity="4:8", seed=3, importance="ria")
     results = kept(stored_rows, model, other)
     results.read()
     assert len(results.results) == 2

@@ -274,7 +274,7 @@ def test_the_wheel_offers_the_command(wheel):
 
 @pytest.mark.parametrize("first", ["installed", "checkout"])
 def test_the_wheel_works_in_the_repositorys_root(wheel, tmp_path, first):
-    """``python -c`` in the root finds the checkout's ``permtriton/`` first, which has no ``kernels`` inside."""
+    """``python -c`` in the root finds the checkout's ``permtriton/`` first, with its links."""
     wheel.extractall(tmp_path)
     code = "import permtriton.kernels, permtriton.passes.sites, permtriton.cli; print(permtriton.kernels.__file__)"
     if first == "installed":
@@ -283,5 +283,5 @@ def test_the_wheel_works_in_the_repositorys_root(wheel, tmp_path, first):
     printed = python(code, "-S", PYTHONPATH=os.pathsep.join([str(tmp_path), sysconfig.get_paths()["purelib"]]))
     expected = {tmp_path / "permtriton" / "kernels" / "__init__.py"}
     if first == "checkout":
-        expected.add(ROOT / "kernels" / "__init__.py")
+        expected.add(ROOT / "permtriton" / "kernels" / "__init__.py")
     assert Path(printed.strip()) in expected

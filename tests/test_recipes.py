@@ -14,8 +14,9 @@ from permtriton.errors import ConfigError
 from permtriton.methods.mask import Mask
 from permtriton.methods.steps import STEPS
 from permtriton.model_name import is_hub_name, shown_name
-from permtriton.recipes import RECIPES, all_options, check_recipe, steps_of
+from permtriton.recipes import RECIPES, all_options, check_recipe, read_config_file, steps_of
 from permtriton.recipes import compile_command as command_of
+from permtriton.run import states_beside
 
 from .desk import RUNNER
 
@@ -157,3 +158,26 @@ def test_folders_lose_their_path(tmp_path):
 def test_names_for_others_to_read(model, shown, hub, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert (shown_name(model), is_hub_name(model)) == (shown, hub)
+
+
+def test_the_command_of_options_that_are_allowed_only_together():
+    """A block of 66 goes with a group of 6 only, and the default block of 64 does not."""
+    config = config_from({"sparsity": "3:6", "learn_block_size": 66}, "heuristic,learned,mask", "org/model")
+    words = shlex.split(command_of("org/model", config))
+    assert words[words.index("--learn-block-size") + 1] == "66"
+    assert words[words.index("--sparsity") + 1] == "3:6"
+
+
+@pytest.mark.parametrize(
+    "text", ["learn_epochs = 5\n[learned]\nepochs = 7\n", "samples = 5\nlearn-epochs = 1\nlearn_epochs = 2\n"]
+)
+def test_an_option_stands_once_in_a_file(tmp_path, text):
+    (tmp_path / "c.toml").write_text(text)
+    with pytest.raises(ConfigError, match="learn_epochs twice"):
+        read_config_file(tmp_path / "c.toml")
+
+
+def test_states_of_an_output_with_a_longer_name_are_another_runs(tmp_path):
+    for name in (".model.learned.safetensors", ".model.v2.learned.safetensors"):
+        (tmp_path / name).touch()
+    assert [path.name for path in states_beside(tmp_path / ".model.safetensors")] == [".model.learned.safetensors"]

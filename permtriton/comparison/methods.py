@@ -48,9 +48,9 @@ METHODS: dict[str, dict[str, Any]] = {
     **_ORDERS,
     **{f"{name}{FUSED}": {**options, "layout": "fused"} for name, options in _ORDERS.items()},
 }
-SET_BY_METHODS = frozenset(_method("", ""))
 # The recipes may be compared, too, where they are named.
 KNOWN = METHODS | {name: {"importance": "auto", "recipe": name, "layout": "portable"} for name in RECIPES}
+SET_BY_METHODS = frozenset.intersection(*map(frozenset, KNOWN.values()))  # what every row sets
 DENSE = "dense"
 HALF = "last:half"
 
@@ -184,6 +184,10 @@ def check_effect(explicit: Iterable[str], rows: Sequence[Row], ablation: str | N
         flag = option.flag
         if ablation and name == ABLATIONS[ablation].option:
             raise ConfigError(f"{flag} has no effect with --ablate {ablation}, which sets it: choose --values")
+        if name == "seed":
+            raise ConfigError("--seed has no effect on a comparison: choose --seeds")
+        if all(name in KNOWN[row.method] for row in rows):
+            raise ConfigError(f"{flag} has no effect: each of these methods sets it; leave it out")
         if not any(has_effect(option, row.config) for row in rows):
             methods = ", ".join(dict.fromkeys(row.method for row in rows))
             raise ConfigError(f"{flag} has no effect on the methods {methods}: drop it or choose other --methods")

@@ -89,6 +89,7 @@ def refit(
                 linears = [(name, site.name, found[site.name], curvature) for site in sites for name in site.linears]
                 parts += ranks.deal(linears, lambda linear: _fit(model, *linear, options, config))
                 ranks.send_dealt([linear_module(model, name).get_parameter("weight") for name, *_ in linears])
+                del found, curvature, linears  # before the next turn takes as much
                 advance()
     return parts
 
@@ -199,17 +200,21 @@ def row_errors(weight: Tensor, target: Tensor, hessian: Tensor) -> Tensor:
 def _values_within(model: nn.Module, plan: Plan, values: Mapping[str, Tensor]) -> Within:
     """Returns a context for `layer_by_layer`: inside, a layer's weights (the model's, for "") have other values.
 
-    Tensors change places and no value is copied on a CPU, because a layer runs in the context many times.
+    A layer runs in the context many times: its values are brought to its device once, until another layer runs.
     """
     of = {id(linear_module(model, name).get_parameter("weight")): values[name] for _, name in plan.linears()}
+    here: dict[int, Tensor] = {}  # those of the layer that ran last, on its device
 
     @contextmanager
     def within(layer: str) -> Iterator[None]:
         own = [each for each in model.get_submodule(layer).parameters() if id(each) in of]
         before = [each.data for each in own]
         try:
+            if here.keys() != {id(each) for each in own}:
+                here.clear()
+                here.update({id(each): of[id(each)].to(each.device) for each in own})
             for each in own:
-                each.data = of[id(each)].to(each.device)
+                each.data = here[id(each)]
             yield
         finally:
             for each, value in zip(own, before, strict=True):
