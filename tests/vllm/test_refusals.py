@@ -51,7 +51,7 @@ def edit(**changes):
 
 DAMAGE = {
     "a flipped bit": (flip, "its SHA-256 is not the one in config.json"),
-    "an unknown entry": (edit(surprise=1), "'surprise' is unknown in version 1"),
+    "an unknown entry": (edit(surprise=1), "surprise is unknown: the file is damaged"),
     "another version": (edit(version=2), "version is 2"),
     "another pattern": (edit(sparsity="4:8"), "expected floating-point"),
     "a file more": (
