@@ -225,6 +225,7 @@ def _stages(
         logits = at_once * facts.vocabulary * 3 * FLOAT32  # logits, their float32 copy, the softmax
         stages["evaluation"] = {"logits": logits, **activations}
     for number, step in enumerate(config.steps):
+        # From pruning on, the dense weights are kept as long as a step needs them.
         keeps = step.stage is not Stage.ORDER and any(later.dense_weights for later in config.steps[number:])
         held = {"dense weights": facts.pruned * facts.element} if keeps else {}
         stages |= {stage: {**held, **uses} for stage, uses in step.needs(facts).items()}

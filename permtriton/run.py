@@ -21,13 +21,12 @@ from permtriton.machine import device_name, release_memory, versions
 from permtriton.methods import steps
 from permtriton.methods.fisher import fisher_information
 from permtriton.methods.importance import importances_of
-from permtriton.methods.objective import Objective, default_objective, dense_objective
+from permtriton.methods.objective import Objective, default_objective, dense_objective, objective_kind
 from permtriton.methods.promises import Retained, check_loss, check_retained, retained_importance
 from permtriton.methods.statistics import reorder_statistics
 from permtriton.micro_batch import MicroBatch
 from permtriton.model.apply import apply_edits
 from permtriton.model.checks import model_hash
-from permtriton.model.core import has_head
 from permtriton.model.edits import edits_of, moves_of
 from permtriton.model.plan import Plan, linear_module
 from permtriton.model.reference import Reference
@@ -264,7 +263,7 @@ class Run:
 
         They are computed where they are not known yet, which is possible only before the model is pruned.
         """
-        kind: Any = step.objective(self.config, has_head(self.model))
+        kind = objective_kind(step.objective, self.model)
         if self._objective is None or self._objective.kind != kind:
             with self.running() as model:
                 self._objective = dense_objective(model, kind, self.samples, self.batch).on(self.model)
@@ -302,12 +301,11 @@ class Run:
             for _, name in self.plan.linears():
                 weight = linear_module(self.model, name).get_parameter("weight").detach()
                 self.dense_weights[name] = self.empty(weight.shape, dtype=weight.dtype).copy_(weight)
-        kinds = {kind for step in steps if (kind := step.objective(self.config, has_head(self.model)))}
-        if len(kinds) > 1:
+        minimising = {objective_kind(step.objective, self.model): step for step in steps if step.objective}
+        if len(minimising) > 1:
             raise ConfigError(
-                f"recipe {self.config.recipe}: steps after pruning minimise {' and '.join(sorted(kinds))}: give them "
-                "one loss"
+                f"recipe {self.config.recipe}: steps after pruning minimise {' and '.join(sorted(minimising))}: give "
+                "them one loss"
             )
-        for step in steps:
-            if step.objective(self.config, has_head(self.model)):
-                self.objective(step)
+        for step in minimising.values():
+            self.objective(step)

@@ -191,8 +191,9 @@ class Step(Protocol):
         """Returns whether the importance that the user chooses decides anything in this step."""
         return True
 
-    def objective(self, config: "CompileConfig", has_head: bool) -> str:
-        """Returns the distance from the dense model's outputs that it minimises, ``kl`` or ``cosine``; else empty."""
+    @property
+    def objective(self) -> str:
+        """The distance from the dense model's outputs that it minimises: kl, cosine or auto; empty if it has none."""
         return ""
 
     def needs(self, facts: Facts) -> Mapping[str, Mapping[str, int]]:

@@ -8,7 +8,6 @@ from permtriton.option import documented, option
 from permtriton.step import FLOAT32, Facts, Outcome
 
 if TYPE_CHECKING:
-    from permtriton.config import CompileConfig
     from permtriton.run import Run
 
 
@@ -28,8 +27,9 @@ class Distill(Training):
         "language-model head.",
     )
 
-    def objective(self, config: "CompileConfig", has_head: bool) -> str:
-        return ("kl" if has_head else "cosine") if self.loss == "auto" else self.loss
+    @property
+    def objective(self) -> str:
+        return self.loss
 
     def needs(self, facts: Facts) -> dict[str, dict[str, int]]:
         kept = int(facts.pruned * facts.kept)

@@ -83,8 +83,9 @@ class Learned(Step):
             )
         return ""
 
-    def objective(self, config: "CompileConfig", has_head: bool) -> str:
-        return ("kl" if has_head else "cosine") if self.loss == "auto" else self.loss
+    @property
+    def objective(self) -> str:
+        return self.loss
 
     def needs(self, facts: Facts) -> dict[str, dict[str, int]]:
         one_layer = facts.checkpointing and facts.thrifty

@@ -9,7 +9,7 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -196,6 +196,11 @@ def dense_objective(model: PreTrainedModel, kind: ObjectiveKind, samples: Sample
     """
     head = Head(model, samples) if kind == "kl" else None
     return Objective(kind, hidden_states(model, samples, batch), head)
+
+
+def objective_kind(objective: str, model: PreTrainedModel) -> ObjectiveKind:
+    """Returns what a step minimises on a model: the objective that it names, or for ``auto`` the default one."""
+    return default_objective(model) if objective == "auto" else cast(ObjectiveKind, objective)
 
 
 def default_objective(model: PreTrainedModel) -> ObjectiveKind:

@@ -35,7 +35,6 @@ class Reconstruct(Training):
             "reconstruct": {
                 **facts.gradients(),
                 "targets": 2 * facts.all_positions * facts.hidden * facts.element,
-                "dense weights": facts.pruned * facts.element,
                 "finished weights": int(facts.pruned * facts.kept) * facts.element,
                 "optimizer": int(facts.layer * facts.kept) * 6 * FLOAT32,
                 **facts.mask(),

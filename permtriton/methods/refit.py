@@ -43,7 +43,6 @@ class Refit(Step):
                 "activations": 2 * layer["activations"],
                 "inputs of layers": 2 * layer["inputs of layers"],
                 "hessians": layer["hessians"] * 3 // 2,  # and shift, inverse and factor of the site at hand
-                "dense weights": facts.pruned * facts.element,
                 "one layer": facts.largest_weight * 10 * FLOAT32,
             }
         }

@@ -56,8 +56,9 @@ class Searched(Step):
             )
         return ""
 
-    def objective(self, config: "CompileConfig", has_head: bool) -> str:
-        return ("kl" if has_head else "cosine") if self.loss == "auto" else self.loss
+    @property
+    def objective(self) -> str:
+        return self.loss
 
     def needs(self, facts: Facts) -> dict[str, dict[str, int]]:
         from permtriton.methods.swap_search import GAINS_AT_ONCE
