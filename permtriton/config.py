@@ -41,7 +41,7 @@ class CalibrationConfig:
 @documented
 @dataclass(frozen=True)
 class CompileConfig:
-    """Everything that decides a compilation's result; `permtriton.recipes.config_from` makes one from a recipe.
+    """Everything that decides a compilation's result; `permtriton.recipe.config_from` makes one from a recipe.
 
     Without steps, it says only how a model is planned.
     """
@@ -112,7 +112,7 @@ class CompileConfig:
         return any(step.name == name for step in self.steps)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the flat options that `permtriton.recipes.config_from` reads back to an equal config."""
+        """Returns the flat options that `permtriton.recipe.config_from` reads back to an equal config."""
         own = {each.name: getattr(self, each.field) for each in options_of(self)}
         own["sparsity"] = str(self.sparsity)
         for step in self.steps:

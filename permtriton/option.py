@@ -12,6 +12,7 @@ from permtriton.errors import ConfigError, shown
 from permtriton.sparsity import NMPattern
 
 Config = TypeVar("Config")
+TRUTH = {"true": True, "false": False}
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,19 @@ class Option:
         if self.maximum < sys.float_info.max:
             return f"{a} {number} from {self.minimum} to {self.maximum}"
         return f"{a} {number} of at least {self.minimum}" if self.minimum else f"a non-negative {number}"
+
+    def parse(self, value: Any) -> Any:
+        """Returns what a text stands for on the command line; what is no text stays as it is.
+
+        Raises:
+            ConfigError: the text is no such value.
+        """
+        if not isinstance(value, str) or self.type not in (int, float, bool):
+            return value
+        try:
+            return TRUTH[value.lower()] if self.type is bool else self.type(value)
+        except (KeyError, ValueError):
+            raise ConfigError(f"{self.name} is {shown(value)}: expected {self.expected}") from None
 
     def convert(self, value: Any) -> Any:
         """Returns the value that a user's text or number stands for; what does not fit stays as it is.

@@ -82,7 +82,7 @@ def interrupted(monkeypatch):
             raise KeyboardInterrupt
         return compile(*arguments, **options)
 
-    monkeypatch.setattr(comparison, "compile", sometimes)
+    monkeypatch.setattr(comparison, "compile_model", sometimes)
     return calls
 
 

@@ -8,14 +8,13 @@ import pytest
 
 from permtriton import NMPattern, config_from
 from permtriton.cli.main import compare, compile
-from permtriton.cli.options import build_config
 from permtriton.config import CalibrationConfig, CompileConfig, has_effect
 from permtriton.errors import ConfigError
 from permtriton.methods.learned import Learned
 from permtriton.methods.reconstruct import Reconstruct
 from permtriton.methods.steps import STEPS
 from permtriton.option import options_of
-from permtriton.recipes import RECIPES, SMALL, all_options, check_given, defaults, read_config_file
+from permtriton.recipe import RECIPES, SMALL, all_options, build_config, check_given, defaults, read_config_file
 
 OPTIONS = all_options()
 # A value of every option that is not its default.
@@ -232,7 +231,8 @@ def test_the_demo_model_is_small_in_every_recipe():
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"fancy": 1}, ["'fancy'", "learn_block_size", "distill_epochs"]),
+        ({"fancy": 1}, ["'fancy'", "--help-all lists all options"]),
+        ({"sample": 8}, ["'sample'", "did you mean samples"]),
         ({"learn": {}}, ["'learn'"]),
         ({"steps": ()}, ["unknown option 'steps'"]),
         ({"importance": "taylor"}, ["importance", "'taylor'", "wanda", "ria"]),

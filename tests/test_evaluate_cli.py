@@ -11,9 +11,10 @@ from transformers import BertConfig, BertModel, LlamaForCausalLM
 
 import permtriton
 from permtriton.cli.main import app
+from permtriton.compiler import compile_model
 from permtriton.data.text import evaluation_ids
 from permtriton.errors import CalibrationError
-from permtriton.evaluate import evaluate
+from permtriton.evaluation.measure import evaluate
 from permtriton.evaluation.tasks import Tasks
 from permtriton.model.load import Source, load_model, load_tokenizer
 
@@ -41,8 +42,8 @@ def compiled(model_folder, tmp_path_factory) -> dict[str, Path]:
     for layout in ("portable", "fused"):
         options = {"recipe": "heuristic,mask", "layout": layout, "calibration": str(model_folder.parent / "text.txt")}
         config = permtriton.config_from({**options, "samples": 4, "sequence_length": 16})
-        made = permtriton.compile(load_model(source), load_tokenizer(source), config)
-        folders[layout] = made.save(root / layout)
+        made = compile_model(load_model(source), load_tokenizer(source), config)
+        folders[layout] = made.save_pretrained(root / layout)
         if layout == "portable":
             folders["memory"] = made
         exported = root / f"{layout}-packed"
@@ -157,7 +158,7 @@ def test_every_output_has_the_same_numbers(desk, compiled, options, tmp_path):
 
 
 def test_the_demo_has_a_text_of_its_own(monkeypatch):
-    from permtriton.cli import held_out
+    from permtriton.data import held_out
 
     monkeypatch.setattr(held_out, "evaluation_ids", lambda *a: evaluation_ids(*a)[:2, :64])
     report = json.loads(run("demo", "--json"))
@@ -173,7 +174,7 @@ def test_tasks_alone_need_no_text(desk, options):
 
 
 def test_tasks_do_not_need_the_text_that_nobody_named(desk, options, monkeypatch):
-    from permtriton.cli import held_out
+    from permtriton.data import held_out
 
     def no_hub(*_arguments: object) -> None:
         raise CalibrationError("dataset wikitext2 cannot be fetched: no network")

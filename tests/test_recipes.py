@@ -14,8 +14,8 @@ from permtriton.errors import ConfigError
 from permtriton.methods.mask import Mask
 from permtriton.methods.steps import STEPS
 from permtriton.model_name import is_hub_name, shown_name
-from permtriton.recipes import RECIPES, all_options, check_recipe, read_config_file, steps_of
-from permtriton.recipes import compile_command as command_of
+from permtriton.recipe import RECIPES, all_options, check_recipe, read_config_file, steps_of
+from permtriton.recipe import compile_command as command_of
 from permtriton.run import states_beside
 
 from .desk import RUNNER
@@ -113,7 +113,7 @@ def effective(config) -> dict:
 def test_the_command_line_reads_it_back(model, changes, monkeypatch):
     config = config_from(changes, model=model)
     found = []
-    monkeypatch.setattr(compile_command, "run", lambda job: found.append((job.source.name, job.config)))
+    monkeypatch.setattr(compile_command, "run", lambda job, json: found.append((job.model.name, job.config)))
     program, *arguments = shlex.split(command_of(model, config))
     result = RUNNER.invoke(app, arguments)
     assert (program, result.exit_code) == ("permtriton", 0), result.output

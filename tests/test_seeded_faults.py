@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from torch import fx
 
-import permtriton
 from permtriton import config_from, preparing
 from permtriton.checkpoint import export as exporting
+from permtriton.compiler import compile_model
 from permtriton.errors import PermTritonError, VerificationError
 from permtriton.planning import plan_model
 
@@ -54,9 +54,9 @@ def _attribute(graph: fx.GraphModule, name: str) -> Any:
 
 def run(fault: Fault, folder: Path) -> None:
     """Does with the tiny model what the fault would spoil."""
-    compiled = permtriton.compile(zoo.build(fault.model), None, config_from(fault.options), ids=IDS)
+    compiled = compile_model(zoo.build(fault.model), None, config_from(fault.options), ids=IDS)
     if fault.then:
-        compiled.save(folder / "out")
+        compiled.save_pretrained(folder / "out")
     if fault.then == "export":
         exporting.export(folder / "out", folder / "packed")
 

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 import permtriton
 from permtriton import PermTritonError, config_from, ranks
+from permtriton.compiler import compile_model
 from permtriton.data.samples import Samples
 from permtriton.methods.fisher import fisher_information
 from permtriton.model.experts import unstacked_experts
@@ -50,7 +51,7 @@ def compiled(
     """Returns the tensors and numbers that a compilation ends with."""
     windows = zoo.tiny_ids(4, 10, seed=5)
     config = config_from({**SMALL, **options})
-    found = permtriton.compile(
+    found = compile_model(
         model,
         None,
         config,
