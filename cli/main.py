@@ -152,7 +152,7 @@ def recipes(json: Json = False) -> None:
 
 
 @app.command()
-@takes("sparsity", "layout", "o_proj", "skip_indivisible")
+@takes("sparsity", "layout", "o_proj", "skip_indivisible", "ignore")
 def inspect(
     model: Model,
     flags: Flags,

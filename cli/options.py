@@ -129,7 +129,7 @@ HelpAll = Annotated[
     ),
 ]
 # Those of an ordinary compilation, which --help shows; --help-all shows all.
-COMMON = ("sparsity", "importance", "layout", "calibration", "samples", "sequence_length")
+COMMON = ("sparsity", "importance", "layout", "ignore", "calibration", "samples", "sequence_length")
 
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an earlier file, whoever wrote it.")]
 
@@ -162,7 +162,7 @@ def takes(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
 
 def _flag(option: Option, *, hidden: bool) -> inspect.Parameter:
     """Returns the parameter that typer makes an option's flag of: None unless the user sets it."""
-    kind = option.type if option.type in (int, float, bool) else str
+    kind = list[str] if option.several else option.type if option.type in (int, float, bool) else str
     values = "|".join(option.choices) or option.values
     info = typer.Option(
         *([option.flag] if option.default is False else []),  # without a --no- form

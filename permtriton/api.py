@@ -80,7 +80,7 @@ def compile(  # noqa: PLR0913
             where one cannot hold them.
         progress: True draws the bars of the command line; a function is called with each `permtriton.Event`.
         options: every other option of ``permtriton compile``, with underscores: ``sparsity``, ``samples``,
-            ``sequence_length``, ``layout``, ``importance``, ``seed``, ``learn_epochs`` and so on; docs/options.md lists
+            ``sequence_length``, ``layout``, ``ignore``, ``seed``, ``learn_epochs`` and so on; docs/options.md lists
             them. Texts stand for what they mean on the command line.
 
     Returns:
@@ -93,7 +93,7 @@ def compile(  # noqa: PLR0913
 
     Example:
         >>> import permtriton
-        >>> compiled = permtriton.compile("demo", recipe="fast", sparsity="2:4", samples=16)
+        >>> compiled = permtriton.compile("my-model", data="my-text.txt", recipe="fast", samples=16, sequence_length=32)
         >>> compiled.report["config"]["recipe"]
         'heuristic,sparsegpt'
     """
@@ -120,7 +120,9 @@ def dry_run(model: Model, *, progress: Shown = False, **arguments: Any) -> DryRu
 
     Example:
         >>> import permtriton
-        >>> permtriton.dry_run("demo", recipe="fast").forecast.seconds
+        >>> found = permtriton.dry_run("my-model", data="my-text.txt", recipe="fast", samples=16, sequence_length=32)
+        >>> found.forecast.seconds
+        {'calibrate': ..., 'heuristic': ..., 'sparsegpt': ...}
     """
     return _job(model, **arguments).dry_run(reporter(progress))
 
@@ -131,7 +133,7 @@ def inspect(model: Model, *, trust_remote_code: bool = False, **options: Any) ->
     Args:
         model: folder, hub name or ``demo``, of which only the config is read; or a loaded transformers model.
         trust_remote_code: whether code that comes with the model may run.
-        options: ``sparsity``, ``layout``, ``o_proj``, ``skip_indivisible``, as `compile` takes them.
+        options: ``sparsity``, ``layout``, ``o_proj``, ``skip_indivisible`` and ``ignore``, as `compile` takes them.
 
     Returns:
         ``sites``, ``permutations``, ``skipped`` (what stays dense, and why) and ``barriers``; see docs/formats.md.
@@ -142,7 +144,7 @@ def inspect(model: Model, *, trust_remote_code: bool = False, **options: Any) ->
     Example:
         >>> import permtriton
         >>> permtriton.inspect("demo", layout="fused")["skipped"]
-        {'lm_head.weight': 'output head, tied to the embedding'}
+        {'model.embed_tokens.weight': 'output head, tied to the embedding'}
     """
     chosen = build_config(_name(model), None, None, _parsed(options))
     if not isinstance(model, PreTrainedModel):
@@ -175,8 +177,8 @@ def export(
 
     Example:
         >>> import permtriton
-        >>> permtriton.export("my-model-2of4", format="packed")["ratio"]
-        0.5625
+        >>> permtriton.export("my-model-2of4", format="packed")["output"]
+        'my-model-2of4-packed'
     """
     target = Path(output or f"{Path(folder).resolve().name}-{format}")
     result = exporting.export(Path(folder), target, format, overwrite=overwrite, progress=reporter(progress))
@@ -206,7 +208,8 @@ def report(
 
     Example:
         >>> import permtriton
-        >>> permtriton.report(["my-model-2of4", "my-model-2of4-fused"], "report.html")
+        >>> permtriton.report(["my-model-2of4", "my-model-2of4-fused"], "report.html").name
+        'report.html'
     """
     shown = [Path(each) for each in ([folders] if isinstance(folders, str | Path) else folders)]
     target = None if output is None else Path(output)
@@ -273,7 +276,7 @@ def _name(model: Model) -> str:
 
 
 def _parsed(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns options with texts as the values that they stand for on the command line.
+    """Returns options with texts as the values that they stand for on the command line; None is the default.
 
     Raises:
         ConfigError: an unknown option; the message names those like it.
@@ -283,4 +286,4 @@ def _parsed(options: Mapping[str, Any]) -> dict[str, Any]:
     for name in options:
         if name not in known:
             raise ConfigError(f"unknown option {name}{near(name, [*known, *arguments])}")
-    return {name: known[name].parse(value) for name, value in options.items()}
+    return {name: known[name].parse(value) for name, value in options.items() if value is not None}

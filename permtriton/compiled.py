@@ -75,6 +75,7 @@ class CompiledModel:
 
         Example:
             >>> print(compiled.evaluate("my-heldout.txt"))
+            perplexity ..., dense ..., KL ..., cosine ... on my-heldout.txt (...)
         """
         if isinstance(against, bool):
             against = self.source if against else None
@@ -100,7 +101,8 @@ class CompiledModel:
             VerificationError: the written checkpoint fails a check; nothing is left behind.
 
         Example:
-            >>> compiled.save_pretrained("my-model-2of4", format="packed")
+            >>> compiled.save_pretrained("my-model-packed", format="packed").name
+            'my-model-packed'
         """
         path = Path(folder)
         permuted = checkpoint_config(self.model, str(self.config.sparsity)) is not None
@@ -143,6 +145,7 @@ class CompiledModel:
 
         Example:
             >>> compiled.push_to_hub("me/my-model-2of4", private=True)
+            'https://...'
         """
         api = HfApi(token=token, library_name="permtriton")
         message = message or f"Pruned to {self.config.sparsity} by permtriton, recipe {self.config.recipe}"

@@ -80,7 +80,8 @@ def evaluate(  # noqa: PLR0913
     Example:
         >>> import permtriton
         >>> measured = permtriton.evaluate("my-model-2of4", "my-heldout.txt", against="my-model")
-        >>> measured.perplexity, measured.kl
+        >>> print(measured)
+        perplexity ..., dense ..., KL ..., cosine ... on my-heldout.txt (...)
     """
     shown = reporter(progress)
     request = TaskRequest(tasks, limit, tasks_dir and Path(tasks_dir))

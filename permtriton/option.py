@@ -62,6 +62,11 @@ class Option:
         return f"--{self.name.replace('_', '-')}"
 
     @property
+    def several(self) -> bool:
+        """Whether it has any number of texts as its value."""
+        return get_origin(self.type) is tuple
+
+    @property
     def choices(self) -> tuple[str, ...]:
         """The only values allowed, or nothing where there are too many to list."""
         return get_args(self.type) if get_origin(self.type) is Literal else ()
@@ -101,6 +106,8 @@ class Option:
         """
         if self.type is NMPattern and not isinstance(value, NMPattern):
             return NMPattern.parse(value if isinstance(value, str) else shown(value))
+        if self.several:
+            return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
         exact = type(value) is int and abs(value) <= sys.float_info.max
         return float(value) if self.type is float and exact else value
 
@@ -110,7 +117,9 @@ class Option:
         Raises:
             ConfigError: the value is not allowed.
         """
-        if self.choices:
+        if self.several:
+            allowed = isinstance(value, tuple) and all(isinstance(each, str) and each for each in value)
+        elif self.choices:
             allowed = value in self.choices
         else:
             types = (int, float) if self.type is float else self.type

@@ -220,7 +220,7 @@ def defaults(option: Option) -> str:
             if step.name == option.step and value != option.default:
                 texts.append((f"{name}: ", value))
     texts += [("demo model: ", SMALL[option.name])] if option.name in SMALL else []
-    return "; ".join(f"{place}{str(value).lower()}" for place, value in texts)
+    return "; ".join(f"{place}{'none' if value == () else str(value).lower()}" for place, value in texts)
 
 
 def check_given(names: Sequence[str], config: CompileConfig) -> None:
@@ -281,6 +281,8 @@ def compile_command(model: str, config: CompileConfig, **running: str | bool | N
 
 
 def _flag(option: Option, value: Any) -> list[str]:
+    if option.several:
+        return [word for each in value for word in (option.flag, each)]
     if isinstance(value, bool):
         return [option.flag if value else option.flag.replace("--", "--no-", 1)]
     return [option.flag, Path(value).name if option.name == "calibration" else str(value)]
