@@ -41,6 +41,10 @@ class TaskError(PermTritonError):
     """A task of an evaluation that is unknown, whose data cannot be read, or that the model cannot run."""
 
 
+class MissingExtraError(PermTritonError):
+    """A package that is not installed; the message says which extra has it."""
+
+
 class OutputError(PermTritonError):
     """An output that cannot be written, or that must not be replaced."""
 

@@ -21,8 +21,9 @@ from scipy.sparse.csgraph import connected_components
 ROOT = Path(__file__).parent.parent
 LINKED = ("kernels", "passes", "cli")  # folders of the root that the package links to
 
-BASE = ("errors", "sparsity", "option", "step", "config", "model_name", "permutation", "durable", "output_files",
-        "progress", "bars", "ranks", "machine", "micro_batch", "offload", "validated", "demo")  # fmt: skip
+BASE = ("errors", "extras", "sparsity", "option", "step", "config", "model_name", "permutation", "durable",
+        "output_files", "progress", "bars", "ranks", "machine", "micro_batch", "offload", "validated",
+        "demo")  # fmt: skip
 # A module may import from its own level and from lower ones; a line covers what is in a folder, but for other lines.
 LEVELS: tuple[tuple[str, ...], ...] = (
     tuple(f"permtriton.{name}" for name in BASE),

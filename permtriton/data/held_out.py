@@ -6,7 +6,7 @@ from permtriton.data.in_memory import Data, documents_of, is_named, name_of, ten
 from permtriton.data.media import is_media, media_samples
 from permtriton.data.samples import Inputs
 from permtriton.data.text import check_inputs, evaluation_ids, vocabulary_of
-from permtriton.errors import CalibrationError
+from permtriton.errors import CalibrationError, MissingExtraError
 from permtriton.model.core import check_towers
 from permtriton.model.forward import max_tokens
 from permtriton.model_name import DEMO
@@ -44,7 +44,7 @@ def held_out_windows(model_name: str, data: Data | None, tokenizer: Any, model: 
     length = min(max_tokens(model) or EVALUATION_TOKENS, EVALUATION_TOKENS)
     try:
         return evaluation_ids(name, tokenizer, vocabulary_of(model), length, documents), name
-    except CalibrationError as error:
+    except (CalibrationError, MissingExtraError) as error:
         if data is not None:
             raise
         return None, str(error)

@@ -20,6 +20,7 @@ from permtriton.data.pairs import Pair, are_pairs, paired_windows
 from permtriton.data.samples import Inputs, Samples
 from permtriton.data.tokenize import token_ids
 from permtriton.errors import CalibrationError, first_line, reading, shown
+from permtriton.extras import require
 from permtriton.model.core import DECODER_IDS, takes_decoder_ids
 from permtriton.model.forward import check_length
 from permtriton.model.seq2seq import arguments_of, samples_of
@@ -306,6 +307,7 @@ def _documents(source: str, hub: dict[str, dict], joined: dict[str, str], demo_f
 
 
 def _from_hub(name: str, arguments: dict) -> "Dataset":
+    require(f"the text {name}, which the hub has,", "datasets")
     from datasets import load_dataset
 
     try:
@@ -330,6 +332,7 @@ def text_column(names: Sequence[str], source: str) -> str:
 
 
 def _parquet(path: Path) -> Sequence[Any]:
+    require(str(path), "pyarrow")
     from pyarrow import parquet
 
     with reading(f"{path} is not a readable parquet file", CalibrationError):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from permtriton import machine
 from permtriton.errors import ConfigError
+from permtriton.extras import require
 from permtriton.progress import Progress
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ class TaskRequest:
             if self.limit is not None or self.folder is not None:
                 raise ConfigError("--limit and --tasks-dir have no effect without --tasks: name tasks")
             return None
+        require("--tasks", "lm_eval", "accelerate")
         progress.say(f"loading tasks {', '.join(self._parts())}")
         from permtriton.evaluation.tasks import Tasks  # imports lm_eval, which takes seconds
 

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedT
 
 from permtriton import demo
 from permtriton.errors import ConfigError, ModelError, first_line, reading, shown
+from permtriton.extras import require
 from permtriton.kernels import autotune
 from permtriton.model.core import check_towers
 from permtriton.model.headers import (
@@ -130,8 +131,10 @@ def load_model(source: Source, allow_compiled: bool = True, offload: Offload | N
     model_class = _model_class(source, config)
     if not source.trust_remote_code:  # code of the model's own may not build without memory
         build_empty(model_class, config, stored, source.name)
-    # On a GPU, packed weights stay packed only where they are loaded onto it.
-    placement = {"device_map": str(device)} if _is_compiled(config) else {}
+    placement = {}
+    if _is_compiled(config) and device.type != "cpu":  # packed weights stay packed only where they are loaded onto it
+        require(f"{source.name} on a GPU", "accelerate")
+        placement = {"device_map": str(device)}
     with (
         reading(f"{source.name} cannot be loaded as {model_class.__name__}", ModelError),
         unchanged_weights(source, also_replaced=True),

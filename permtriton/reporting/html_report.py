@@ -6,6 +6,7 @@ from typing import Any
 
 from permtriton.checkpoint.forms import read_comparison
 from permtriton.errors import ConfigError
+from permtriton.extras import require
 from permtriton.output_files import check_file
 from permtriton.reporting import pictures, sections
 from permtriton.reporting.compiled import Compiled, read_folders
@@ -30,6 +31,7 @@ def report(
         ModelError: a folder or the comparison is missing or damaged.
         OutputError: the file exists and may not be replaced, or cannot be written.
     """
+    require("a report", "matplotlib", "jinja2")
     if not folders:
         raise ConfigError("no folder: give at least one output of permtriton compile")
     output = output or Path(f"{folders[0].resolve().name}-report.html")
