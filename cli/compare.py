@@ -106,7 +106,7 @@ def run(
     with _claimed(source, outputs, progress) as place:
         loaded = tasks.load(progress)
         model, tokenizer = load.load_original(source)
-        windows, text = held_out_windows(source, eval_text, tokenizer, model)
+        windows, text = held_out_windows(source.name, eval_text, tokenizer, model)
         if windows is None:
             fail(f"nothing to compare on: {text}", 2)
         yardstick = Yardstick(model, tokenizer, with_decoder_ids(model, Samples.of(windows)), loaded)

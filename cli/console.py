@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import typer
 from rich.table import Table
@@ -102,7 +102,7 @@ def table(title: str, *columns: str, show_header: bool = True) -> Table:
     return empty
 
 
-def fail(message: str, code: int) -> None:
+def fail(message: str, code: int) -> NoReturn:
     """Prints an error message on standard error and exits with ``code``."""
     line = "".join(map(visible, message))  # a line break in a file name, too
     err.print(Text.assemble(("error:", "bold red"), f" {line}"), soft_wrap=True, highlight=False)

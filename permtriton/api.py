@@ -212,8 +212,7 @@ def report(
         'report.html'
     """
     shown = [Path(each) for each in ([folders] if isinstance(folders, str | Path) else folders)]
-    target = None if output is None else Path(output)
-    return html_report.report(shown, target, comparison=comparison and Path(comparison), overwrite=overwrite)
+    return html_report.report(shown, _path(output), comparison=_path(comparison), overwrite=overwrite)
 
 
 def _job(  # noqa: PLR0913
@@ -246,16 +245,16 @@ def _job(  # noqa: PLR0913
         given["calibration"], data = str(data), None
     return Job(
         _source(model, device, dtype, trust_remote_code),
-        build_config(_name(model), recipe, config and Path(config), given),
+        build_config(_name(model), recipe, _path(config), given),
         data,
         given.get("samples"),
         tokenizer,
         eval_data,
-        output and Path(output),
+        _path(output),
         overwrite=overwrite,
         restart=restart,
         shard=shard,
-        offload=offload and Path(offload),
+        offload=_path(offload),
     )
 
 
@@ -269,6 +268,10 @@ def _source(model: Model, device: str, dtype: str, trust_remote_code: bool) -> S
     if (device, dtype, trust_remote_code) != ("auto", "auto", False):
         raise ConfigError("device, dtype and trust_remote_code have no effect on a loaded model: leave them out")
     return model
+
+
+def _path(name: str | Path | None) -> Path | None:
+    return None if name is None else Path(name)
 
 
 def _name(model: Model) -> str:

@@ -84,7 +84,7 @@ def evaluate(  # noqa: PLR0913
         perplexity ..., dense ..., KL ..., cosine ... on my-heldout.txt (...)
     """
     shown = reporter(progress)
-    request = TaskRequest(tasks, limit, tasks_dir and Path(tasks_dir))
+    request = TaskRequest(tasks, limit, None if tasks_dir is None else Path(tasks_dir))
     chosen = request.load(shown)
     data = selected(data, text_column, split)
     name = ""

@@ -183,12 +183,12 @@ class Job:
         return Offload(self.offload)
 
     def _loaded(self, source: Source | None, progress: Progress, offload: Offload | None) -> "_Loaded":
+        model: Any = self.model
+        tokenizer = self.tokenizer
         if source is not None:
             progress.say(f"loading {source.name}")
-            model, tokenizer = load.load_original(source, offload=offload, saved=True)
-            tokenizer = self.tokenizer or tokenizer
-        else:
-            model, tokenizer = self.model, self.tokenizer
+            model, beside = load.load_original(source, offload=offload, saved=True)
+            tokenizer = tokenizer or beside
         windows, text = held_out_windows(source.name if source else "", self.eval_data, tokenizer, model)
         if windows is None:
             progress.say(f"no held-out evaluation: {text}")

@@ -121,3 +121,16 @@ def test_evaluate_names_its_own_options_where_memory_runs_out(desk, monkeypatch)
 def test_too_little_memory(desk, monkeypatch):
     monkeypatch.setattr(memory, "available_memory", lambda device: 1000)
     desk.refuses(desk.compile(), "1000 B are free", "--sequence-length")
+
+
+@pytest.mark.parametrize(
+    ("words", "found"), [("permtriton comp", ["compile", "compare"]), ("permtriton compile demo --samp", ["--samples"])]
+)
+def test_shells_complete_commands_and_options(monkeypatch, capsys, words, found):
+    monkeypatch.setenv("_PERMTRITON_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", words)
+    monkeypatch.setenv("COMP_CWORD", str(words.count(" ")))
+    with pytest.raises(SystemExit) as stopped:
+        app(prog_name="permtriton")
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out.split() == found

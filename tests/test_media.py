@@ -19,7 +19,7 @@ from permtriton.compiler import compile_model
 from permtriton.data.held_out import held_out_windows
 from permtriton.data.media import media_samples
 from permtriton.data.samples import Samples
-from permtriton.errors import CalibrationError, ModelError
+from permtriton.errors import CalibrationError, MissingExtraError, ModelError
 from permtriton.evaluation.measure import evaluate
 from permtriton.model import load
 from permtriton.model.forward import last_hidden_state
@@ -210,7 +210,7 @@ def test_other_sources_and_files_that_cannot_be_used(vit, images, tmp_path, monk
     with pytest.raises(CalibrationError, match=r"a\.wav cannot be read"):
         media_samples(str(tmp_path), media.build("wav2vec2"), Wav2Vec2FeatureExtractor(), None)
     monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(CalibrationError, match="pip install pillow"):
+    with pytest.raises(MissingExtraError, match=r"an image, needs PIL, which is not installed: .*permtriton\[data\]"):
         media_samples(str(images), model, processor_of(vit), None)
 
 
