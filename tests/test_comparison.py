@@ -50,7 +50,7 @@ def compiled(monkeypatch):
         calls.append((config, ids))
         return original(model, tokenizer, config, ids=ids, progress=progress)
 
-    original = comparison.compile
+    original = comparison.compile_model
     monkeypatch.setattr(comparison, "compile_model", record)
     return calls
 
@@ -267,7 +267,7 @@ def run(path, model, methods=METHODS_RUN, progress=None):
 
 
 def test_an_interrupted_comparison_continues_with_what_is_missing(model, compiled, tmp_path, monkeypatch):
-    path, recording = tmp_path / "rows.json", comparison.compile
+    path, recording = tmp_path / "rows.json", comparison.compile_model
     expected = without_times(run(None, model))
     compiled.clear()
 
