@@ -21,7 +21,7 @@ from permtriton.model.sizes import check_counts
 from . import folders
 from .desk import RUNNER
 from .folders import configure, edit_json
-from .hostile import judge, limited, set_trap
+from .hostile import limited, set_trap
 
 
 @pytest.fixture(autouse=True)
@@ -284,12 +284,17 @@ def test_an_index_of_a_dense_model_stays_inside(desk, tmp_path, to):
     desk.refuses(desk.compile(model=model), "index.json")
 
 
-@pytest.mark.parametrize("file", ["config.json", "model.safetensors"])
-def test_a_pipe_is_not_waited_for(desk, tmp_path, file):
+@pytest.mark.parametrize(
+    "file", ["config.json", "model.safetensors", "generation_config.json", "tokenizer_config.json", "merges.txt"]
+)
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")], ids=["pipe", "device"])
+def test_only_regular_files_of_a_model_are_opened(desk, tmp_path, file, make):
     model = Path(shutil.copytree(desk.model, tmp_path / "model"))
-    (model / file).unlink()
-    os.mkfifo(model / file)
-    assert judge(lambda: load_model(Source(str(model), device="cpu")), file)
+    (model / file).unlink(missing_ok=True)
+    make(model / file)
+    for read in (load_model, load_empty_model):
+        with pytest.raises(ModelError, match=f"{file} is no regular file"):
+            read(Source(str(model), device="cpu"))
 
 
 def test_neither_code_nor_pickles_of_a_model_run(tmp_path, monkeypatch):
@@ -326,8 +331,20 @@ def test_export_follows_no_links_to_folders(compiled, tmp_path):
 
 def test_export_does_not_write_into_what_it_copies(compiled, tmp_path):
     model = Path(shutil.copytree(compiled, tmp_path / "model"))
-    with pytest.raises(OutputError, match="is in the folder that is exported"):
-        export(model, model / "packed")
+    for output in (model / "packed", model, tmp_path):
+        with pytest.raises(OutputError, match=r"is, contains or is in .*model, which is read: choose .* --output"):
+            export(model, output)
+
+
+@pytest.mark.parametrize("more", [(), ("--dry-run",)])
+def test_compile_does_not_write_into_the_model(desk, tmp_path, monkeypatch, more):
+    """The default output stands in the present folder."""
+    model = Path(shutil.copytree(desk.model, tmp_path / "model"))
+    monkeypatch.chdir(model)
+    before = folders.files(model)
+    command = ["compile", ".", "--calibration", str(desk.text), *more]
+    desk.refuses(command, "output model-2of4", f"is in {model}, which is read", "--output")
+    assert folders.files(model) == before
 
 
 # -- options -------------------------------------------------------------------------------------------------------

@@ -61,6 +61,19 @@ def check_output(output: Path, *, overwrite: bool) -> None:
         raise OutputError(f"output {output}: the folder {path.parent} cannot be written")
 
 
+def check_apart(output: Path, source: Path) -> None:
+    """Refuses an output folder that would be mixed with the model that it is made from.
+
+    Raises:
+        OutputError: one is the other, or stands in it.
+    """
+    inner, outer = source.resolve(), output.resolve()
+    if inner.is_relative_to(outer) or outer.is_relative_to(inner):
+        raise OutputError(
+            f"output {output} is, contains or is in {inner}, which is read: choose another folder with --output"
+        )
+
+
 @contextmanager
 def claimed(output: Path, *, overwrite: bool, say: Say = lambda text: None) -> Iterator[None]:
     """Keeps other processes from an output inside the ``with`` block, and repairs what a killed one left.

@@ -22,6 +22,7 @@ from permtriton.model.headers import (
     CONFIG_FILE,
     REPORT_FILE,
     StoredTensor,
+    check_regular,
     checkpoint_files,
     read_headers,
     read_json,
@@ -111,7 +112,7 @@ def load_model(source: Source, allow_compiled: bool = True, offload: Offload | N
 
     Raises:
         ModelError: no such folder, no config, no safetensors, an unknown class, sizes that do not fit the weights,
-            missing weights, weights that are not finite, or a compiled model that is not accepted.
+            missing weights, weights that are integers or not finite, or a compiled model that is not accepted.
         ConfigError: an unknown dtype, a device that is unknown or missing, or a GPU with ``offload``.
         OutputError: the disk of ``offload`` is full.
     """
@@ -151,6 +152,8 @@ def load_model(source: Source, allow_compiled: bool = True, offload: Offload | N
             + (f" and {len(missing) - 1} more" if missing[1:] else "")
             + f", which {model_class.__name__} needs: the checkpoint is incomplete, or config.json names another class"
         )
+    if stored is not None and getattr(config, "quantization_config", None) is None:
+        _check_floating(model, stored)
     check_weights(model)
     autotune.use_beside(Path(source.location))
     return model.to(device).eval()
@@ -296,6 +299,22 @@ def check_weights(model: PreTrainedModel) -> None:
             )
 
 
+def _check_floating(model: PreTrainedModel, stored: Mapping[str, StoredTensor]) -> None:
+    """Refuses integers in place of weights: transformers takes quantized weights for large numbers without a config.
+
+    Masks and positions, which old checkpoints hold, are no weights.
+    """
+    parameters = [f".{name}" for name, _ in model.named_parameters()]
+    for name, tensor in stored.items():
+        if tensor.dtype.startswith(("I", "U", "BOOL")) and (
+            name.endswith(".weight") or any(each.endswith(f".{name}") for each in parameters)
+        ):
+            raise ModelError(
+                f"{tensor.file}: {name} is {tensor.dtype}, expected floating-point weights: quantized weights mean "
+                "nothing without their scales, and config.json has no quantization_config; give a dequantized model"
+            )
+
+
 def _is_compiled(config: Any) -> bool:
     """Whether permtriton wrote the weights, which may also have no permtriton.json (`save_pretrained` writes none)."""
     stored = getattr(config, "quantization_config", None)
@@ -346,13 +365,15 @@ def _config(source: Source, stored: Mapping[str, StoredTensor] | None) -> Any:
 
 
 def _check_folder(source: Source) -> None:
-    """Refuses a path that is not a folder, and a folder that is not a model's."""
+    """Refuses a path that is not a folder, and a folder that is not a model's or holds pipes or devices."""
     if source.folder is None:
         if os.path.exists(source.name) or source.name.startswith((".", "/", "~")) or source.name.count("/") > 1:
             raise ModelError(f"{source.name} is not a folder: give a Hugging Face model folder, a hub name, or demo")
-    elif not source.holds(CONFIG_FILE):
+        return
+    check_regular(source.folder)
+    if not source.holds(CONFIG_FILE):
         raise ModelError(f"{source.name} holds no config.json: it is not a Hugging Face model folder")
-    elif source.holds(ADAPTER):
+    if source.holds(ADAPTER):
         raise ModelError(f"{source.name} holds an adapter ({ADAPTER}): merge it into its model and save that first")
 
 
