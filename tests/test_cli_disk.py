@@ -2,6 +2,7 @@
 
 import errno
 import os
+import resource
 import shutil
 from pathlib import Path
 
@@ -61,9 +62,7 @@ def test_two_compilations_of_one_output(desk, monkeypatch):
     monkeypatch.setattr("fcntl.flock", busy)
     lock = desk.write(".out.lock", "process 1234 on node7\n")
     desk.refuses(desk.compile(), "another process (process 1234 on node7", str(lock), "wait for it to end")
-    desk.refuses(
-        ["export", str(desk.out), "--output", str(desk.folder / "out"), "--overwrite"], "folder that is exported"
-    )
+    desk.refuses(["export", str(desk.out), "--output", str(desk.folder / "out"), "--overwrite"], "which is read")
     desk.write(".packed.lock", "process 1235 on node7\n")
     desk.refuses(["export", str(desk.out), "--output", str(desk.folder / "packed")], "process 1235 on node7")
 
@@ -90,6 +89,24 @@ def test_a_full_disk_keeps_what_was_found(desk, interrupted, monkeypatch):
     result = RUNNER.invoke(app, desk.compile(*QUICK))
     assert "continuing after round 1" in result.stderr
     assert (result.exit_code, [path.name for path in desk.folder.iterdir()]) == (0, ["out"])
+
+
+def test_a_folder_in_which_no_file_can_be_made(desk):
+    """What the system says of it, /proc may be written."""
+    for arguments in (desk.compile(output=Path("/proc/x")), ["export", str(desk.out), "--output", "/proc/x"]):
+        desk.refuses(arguments, "output /proc/x: the folder /proc cannot be written: No such file or directory")
+
+
+def test_a_limit_on_the_size_of_files_is_no_fault_of_the_model(desk):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for limit in (100, 5_000):  # the config that is saved for a try, and the weights
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+        try:
+            result = RUNNER.invoke(app, desk.compile())
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        check_refusal(result.exit_code, result.stderr, ("cannot be written", "File too large"))
+        assert [path.name for path in desk.folder.iterdir()] == ["out"]
 
 
 # -- files that change or cannot be read -----------------------------------------------------------------------------

@@ -71,7 +71,10 @@ DAMAGED: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "not safetensors": (lambda f: (f / "model.safetensors").write_bytes(b"garbage" * 9), ["not a complete"]),
     "cut off": (truncate, ["damaged or truncated"]),
     "a tensor is missing": (lambda f: edit_tensors(f, lambda weights: weights.pop(LAST_UP)), [LAST_UP]),
-    "another shape": (lambda f: configure(f, intermediate_size=32), ["LlamaForCausalLM"]),
+    "another shape": (
+        lambda f: configure(f, intermediate_size=32),
+        ["layers.0.mlp.down_proj.weight", "[16, 24]", "[16, 32]", "5 more", "LlamaForCausalLM"],
+    ),
     "NaN": (poison(float("nan")), [LAST_UP, "1 of 384", "NaN or infinite"]),
     "infinity": (poison(float("-inf")), [LAST_UP, "1 of 384", "NaN or infinite"]),
     "integers": (quantize(LAST_UP), [LAST_UP, "I8", "scales", "dequantized"]),

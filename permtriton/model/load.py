@@ -15,11 +15,12 @@ from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from permtriton import demo
-from permtriton.errors import ConfigError, ModelError, first_line, reading, shown
+from permtriton.errors import ConfigError, ModelError, first_line, reading, shown, without_panics
 from permtriton.kernels import autotune
 from permtriton.model.core import check_towers
 from permtriton.model.headers import (
     CONFIG_FILE,
+    INDEX_FILE,
     REPORT_FILE,
     StoredTensor,
     check_regular,
@@ -28,7 +29,7 @@ from permtriton.model.headers import (
     read_json,
 )
 from permtriton.model.modules import is_packed, is_permuted
-from permtriton.model.sizes import build_empty, check_counts
+from permtriton.model.sizes import build_empty, check_numbers
 from permtriton.offload import NO_GPU, Offload
 
 DTYPES = {"auto": "auto", "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -143,8 +144,17 @@ def load_model(source: Source, allow_compiled: bool = True, offload: Offload | N
             dtype=DTYPES[source.dtype],
             use_safetensors=True,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # so that they are in the info; the error of transformers does not name them
             **placement,
             **_remote_code(source),
+        )
+    if differing := sorted(info["mismatched_keys"]):
+        name, stored_shape, shape = differing[0]
+        raise ModelError(
+            f"{source.name}: {name} has the shape {list(stored_shape)}, but {model_class.__name__} with this config.json "
+            f"needs {list(shape)}"
+            + (f", and {len(differing) - 1} more differ" if differing[1:] else "")
+            + ": a size in config.json is damaged, or it belongs to other weights"
         )
     if missing := sorted(info["missing_keys"]):
         raise ModelError(
@@ -243,7 +253,7 @@ def load_tokenizer(source: Source) -> PreTrainedTokenizerBase | None:
         ModelError: the folder holds a tokenizer that cannot be loaded, or the connection to the hub is lost.
     """
     try:
-        with reading(f"{source.name}: its tokenizer cannot be loaded", ModelError):
+        with reading(f"{source.name}: its tokenizer cannot be loaded", ModelError), without_panics():
             tokenizer = AutoTokenizer.from_pretrained(source.location, **_remote_code(source))
             _check_vocabulary(source, tokenizer)
             return tokenizer
@@ -359,7 +369,7 @@ def _config(source: Source, stored: Mapping[str, StoredTensor] | None) -> Any:
         with reading(f"{source.name}: {missing}", ModelError):
             return AutoConfig.from_pretrained(source.location, **_remote_code(source))
     path = source.folder / CONFIG_FILE
-    check_counts(read_json(path), stored, str(path))
+    check_numbers(read_json(path), stored, str(path))
     with reading(f"{source.name}: its config.json cannot be used", ModelError):
         return AutoConfig.from_pretrained(source.location, **_remote_code(source))
 
@@ -411,7 +421,7 @@ def _remote_class(config: Any, name: str, location: str) -> Any:
 
 def _refuse_pickles(source: Source) -> None:
     _check_folder(source)
-    if source.folder is None or any(source.folder.glob("*.safetensors")):
+    if source.folder is None or source.holds(INDEX_FILE) or any(source.folder.glob("*.safetensors")):
         return
     pickles = sorted(file.name for pattern in PICKLED for file in source.folder.glob(pattern))
     content = f"only {pickles[0]}, a pickle, which can run code when it is read" if pickles else "no weights"
