@@ -70,9 +70,9 @@ def reading(what: str, kind: type[PermTritonError]) -> Iterator[None]:
 
 @contextmanager
 def without_panics() -> Iterator[None]:
-    """Drops what is written to standard error inside the ``with`` block: Rust code that panics tells of it there, first.
+    """Drops what is written to standard error inside the ``with`` block, where Rust code tells of its panics.
 
-    What went wrong is also in the exception.
+    What went wrong is also in the exception that it raises.
     """
     try:
         before = os.dup(2)

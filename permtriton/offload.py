@@ -24,6 +24,7 @@ from permtriton import ranks
 from permtriton.config import CompileConfig
 from permtriton.errors import ConfigError, OutputError
 from permtriton.machine import format_bytes
+from permtriton.output_files import problem_of
 
 SMALLEST = 1 << 20  # bytes of a tensor that goes into a file; norms and biases stay in memory
 IN_MEMORY = ("tmpfs", "ramfs")
@@ -44,7 +45,7 @@ class Offload:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder.resolve()
-        if not self.folder.is_dir() or not os.access(self.folder, os.W_OK):
+        if not self.folder.is_dir() or problem_of(self.folder):
             raise ConfigError(f"offload folder {folder} is not there or cannot be written: make it on a disk first")
         if _file_system(self.folder) in IN_MEMORY:
             raise ConfigError(f"offload folder {folder} lies in memory ({_file_system(self.folder)}): choose a disk")

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from permtriton import demo
-from permtriton.errors import ConfigError, ModelError, first_line, reading, shown, without_panics
+from permtriton.errors import ConfigError, ModelError, OutputError, first_line, reading, shown, without_panics
 from permtriton.kernels import autotune
 from permtriton.model.core import check_towers
 from permtriton.model.headers import (
@@ -31,6 +31,7 @@ from permtriton.model.headers import (
 from permtriton.model.modules import is_packed, is_permuted
 from permtriton.model.sizes import build_empty, check_numbers
 from permtriton.offload import NO_GPU, Offload
+from permtriton.output_files import disk_error
 
 DTYPES = {"auto": "auto", "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 PICKLED = ("*.bin", "*.pt", "*.pth")
@@ -96,6 +97,7 @@ def load_original(
     Raises:
         ModelError: permtriton compiled the model, its tokenizer or a config could not be saved again, or as
             `load_model` and `load_processor`.
+        OutputError: the folder for temporary files cannot be written, or as `load_model`.
         ConfigError: as `load_model`.
     """
     model = load_model(source, allow_compiled=False, offload=offload)
@@ -151,8 +153,8 @@ def load_model(source: Source, allow_compiled: bool = True, offload: Offload | N
     if differing := sorted(info["mismatched_keys"]):
         name, stored_shape, shape = differing[0]
         raise ModelError(
-            f"{source.name}: {name} has the shape {list(stored_shape)}, but {model_class.__name__} with this config.json "
-            f"needs {list(shape)}"
+            f"{source.name}: {name} has the shape {list(stored_shape)}, but {model_class.__name__} with this "
+            f"config.json needs {list(shape)}"
             + (f", and {len(differing) - 1} more differ" if differing[1:] else "")
             + ": a size in config.json is damaged, or it belongs to other weights"
         )
@@ -346,15 +348,20 @@ def _compiled_already(source: Source) -> ModelError:
 
 def _check_saves(source: Source, model: PreTrainedModel, tokenizer: Any) -> None:
     """Refuses now what could not be saved at the end: transformers checks some values of these files only there."""
+    parts = {"config.json": model.config, "tokenizer": tokenizer}
+    if model.can_generate():
+        parts["generation_config.json"] = model.generation_config
     with tempfile.TemporaryDirectory() as folder:
-        with reading(f"{source.name}: its config.json cannot be saved again", ModelError):
-            model.config.save_pretrained(folder)
-        with reading(f"{source.name}: its generation_config.json cannot be saved again", ModelError):
-            if model.can_generate():
-                model.generation_config.save_pretrained(folder)
-        with reading(f"{source.name}: its tokenizer cannot be saved again", ModelError):
-            if tokenizer is not None:
-                tokenizer.save_pretrained(folder)
+        for name, part in parts.items():
+            with reading(f"{source.name}: its {name} cannot be saved again", ModelError):
+                try:
+                    if part is not None:
+                        part.save_pretrained(folder)
+                except Exception as error:  # they raise many kinds
+                    if (reported := disk_error(error)) is None:
+                        raise
+                    problem = f"the folder for temporary files, {tempfile.gettempdir()}, cannot be written"
+                    raise OutputError(f"{problem}: {reported.strerror}") from error
 
 
 def _stored(source: Source) -> dict[str, StoredTensor] | None:
