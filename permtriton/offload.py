@@ -45,8 +45,10 @@ class Offload:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder.resolve()
-        if not self.folder.is_dir() or problem_of(self.folder):
-            raise ConfigError(f"offload folder {folder} is not there or cannot be written: make it on a disk first")
+        if not self.folder.is_dir():
+            raise ConfigError(f"offload folder {folder} is not there: make it on a disk first")
+        if problem := problem_of(self.folder):
+            raise ConfigError(f"offload folder {folder} cannot be written: {problem}")
         if _file_system(self.folder) in IN_MEMORY:
             raise ConfigError(f"offload folder {folder} lies in memory ({_file_system(self.folder)}): choose a disk")
         self._maps: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary()  # by address

@@ -4,12 +4,16 @@ import errno
 import os
 import resource
 import shutil
+import subprocess
+from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 from transformers import LlamaForCausalLM
+from typer.testing import CliRunner
 
-from permtriton import compiler
+from permtriton import compiler, run
 from permtriton.checkpoint.output import claimed
 from permtriton.cli.main import app
 
@@ -50,6 +54,20 @@ def test_the_same_run_continues_and_restarts_when_wanted(desk, interrupted):
     interrupted.write_bytes(state)
     result = RUNNER.invoke(app, desk.compile(*QUICK, "--restart"))
     assert (result.exit_code, "continuing" in result.stderr) == (0, False)
+
+
+@pytest.mark.parametrize("change", [{}, {"new": "entry"}], ids=["same form", "another form"])
+def test_a_state_of_another_version_is_refused(desk, interrupted, monkeypatch, change):
+    """Whatever else a state of that version holds or lacks."""
+    identity = run.run_identity
+
+    def other(*arguments: object) -> dict[str, object]:
+        found = identity(*arguments)
+        return {**found, "versions": {**found["versions"], "permtriton": "9.9"}, **change}
+
+    monkeypatch.setattr(run, "run_identity", other)
+    words = (f"belongs to another run: permtriton was {metadata.version('permtriton')} and is 9.9", "--restart")
+    desk.refuses(desk.compile(*QUICK), str(interrupted), *words)
 
 
 def test_two_compilations_of_one_output(desk, monkeypatch):
@@ -107,6 +125,42 @@ def test_a_limit_on_the_size_of_files_is_no_fault_of_the_model(desk):
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
         check_refusal(result.exit_code, result.stderr, ("cannot be written", "File too large"))
         assert [path.name for path in desk.folder.iterdir()] == ["out"]
+
+
+@pytest.fixture
+def read_only(desk) -> Iterator[Path]:
+    """A mount that is read only, as far as this process may make one."""
+    place = desk.folder / "mount"
+    place.mkdir()
+    mount = ("mount", "--bind", "-o", "ro", str(place), str(place))
+    if not shutil.which("mount") or subprocess.run(mount, stderr=subprocess.DEVNULL, check=False).returncode:
+        pytest.skip("this process may not mount")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+def test_a_mount_that_is_read_only(desk, read_only):
+    result = "cannot be written: Read-only file system"
+    for arguments in (
+        desk.compile(output=read_only / "out"),
+        desk.compile("--offload", read_only),
+        ["compare", str(desk.model), "--output", str(read_only / "t.md")],
+        ["evaluate", str(desk.model), "--output", str(read_only / "t.md")],
+        ["report", str(desk.out), "--output", str(read_only / "r.html")],
+        ["inspect", str(desk.model), "--dot", str(read_only / "a.dot")],
+    ):
+        desk.refuses(arguments, str(read_only), result)
+
+
+def test_standard_output_that_has_no_such_characters(desk, tmp_path):
+    """As in a locale of an old encoding, such as a Turkish one; what depends on it otherwise is nothing of ours."""
+    model = shutil.copytree(desk.model, tmp_path / "ılık-漢")
+    turkish = CliRunner(charset="iso-8859-9", env={"LC_ALL": "tr_TR.ISO-8859-9"})
+    for more in ((), ("--json",)):
+        result = turkish.invoke(app, ["inspect", str(model), *more])
+        assert result.exit_code == 0, result.stderr
+    result = turkish.invoke(app, desk.compile(model=model, output=desk.folder / "ılık-漢"))
+    assert (result.exit_code, "ılık-\\u6f22" in result.stdout) == (0, True), result.stderr
 
 
 # -- files that change or cannot be read -----------------------------------------------------------------------------
