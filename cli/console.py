@@ -7,7 +7,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -46,17 +46,31 @@ class _Out(_PlainConsole):
     """Prints on standard output; raises a `PrintError` where that is full or closed."""
 
     def print(self, *objects: Any, **options: Any) -> None:
-        with _printing():
+        with printing():
             super().print(*objects, **options)
 
 
+class _Err(_PlainConsole):
+    """Prints on standard error; where that takes nothing, as on a full disk, the work goes on without words."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        try:
+            super().print(*objects, **options)
+        except OSError:
+            _discard(sys.stderr)
+
+
 @contextmanager
-def _printing() -> Iterator[None]:
-    """Turns an error of standard output into `PrintError`, or into silence if it is a pipe that nobody reads."""
+def printing() -> Iterator[None]:
+    """Turns an error of standard output into `PrintError`, or into silence if it is a pipe that nobody reads.
+
+    Nothing but printing may stand inside the ``with`` block.
+    """
     if sys.stdout is None:
         raise PrintError("the result could not be printed: standard output is closed")
     try:
-        yield
+        with suppress(SystemExit):  # of rich, which prints help, where nobody reads a pipe
+            yield
     except OSError as error:
         _discard(sys.stdout)
         if not isinstance(error, BrokenPipeError):
@@ -82,7 +96,7 @@ def saved(*paths: Path) -> Iterator[None]:
 
 
 out = _Out(markup=False, emoji=False)
-err = _PlainConsole(stderr=True, markup=False, emoji=False)
+err = _Err(stderr=True, markup=False, emoji=False)
 
 
 class BarProgress:
@@ -222,5 +236,5 @@ def print_json(value: Any) -> None:
 
 def echo(text: str) -> None:
     """Prints lines on standard output as they are, however long."""
-    with _printing():
+    with printing():
         typer.echo(text)
