@@ -1,7 +1,7 @@
 """One compilation while it runs: the model as it is now, what is known of it, and what every step may ask for."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -209,9 +209,9 @@ class Run:
         """Returns space name -> identity, int64 ``[units]``."""
         return {space.name: identity(space.units) for space in self.plan.spaces}
 
-    def run_passes(self, passes: tuple[Pass, ...] | list[Pass]) -> None:
-        """Runs compiler passes on the graph, which verify themselves."""
-        self.graph = run_passes(self.graph, passes, self.batches, self.passes.append)
+    def run_passes(self, passes: Sequence[Pass], batches: Sequence[Samples] = ()) -> None:
+        """Runs compiler passes on the graph, and verifies its outputs where samples of the traced shapes are given."""
+        self.graph = run_passes(self.graph, passes, batches, self.passes.append)
 
     def reorder(self, indices: Mapping[str, Tensor], block_size: int | None = None) -> None:
         """Writes permutations into graph, model and statistics, and checks that the outputs stay the same.
@@ -228,7 +228,7 @@ class Run:
                 space.check(indices[space.name])
         promised = self._retained(indices)
         moves = moves_of(self.plan, indices, block_size)
-        self.run_passes(permutation_passes(moves))
+        self.run_passes(permutation_passes(moves), self.batches)
         apply_edits(self.model, edits_of(moves))
         self.difference = max(self.difference, self.reference.check(self.model, "after folding permutations"))
         self.statistics = reorder_statistics(self.statistics, moves)
