@@ -227,7 +227,7 @@ def compare(
     ] = None,
     overwrite: Annotated[
         bool,
-        running_option("--overwrite", help="Measure everything anew, whatever is kept, and replace any earlier file."),
+        running_option("--overwrite", help="Measure everything again, whatever is kept, and replace any earlier file."),
     ] = False,
     trust_remote_code: TrustRemoteCode = False,
     help_all: HelpAll = False,

@@ -343,7 +343,7 @@ def _is_connection_lost(error: BaseException | None) -> bool:
 
 
 def _compiled_already(source: Source) -> ModelError:
-    return ModelError(f"{source.name} was compiled already by permtriton: give the original model")
+    return ModelError(f"{source.name} has already been compiled by permtriton: pass the original model")
 
 
 def _check_saves(source: Source, model: PreTrainedModel, tokenizer: Any) -> None:

@@ -22,7 +22,7 @@ Value = TypeVar("Value")
 INPUTS = "inputs"  # the text of a state that says which run it belongs to
 NEVER_NEGATIVE = ("step", "exp_avg_sq")  # parts of an optimizer's state
 DIFFERS = {
-    "text": "the calibration sequences are others",
+    "text": "the calibration sequences differ",
     "weights": "the model is another one (its weights or its config differ)",
     "start": (
         "the stages before it ended with other weights, as they may with another number of threads, micro-batch size "
@@ -59,7 +59,7 @@ class StateFile:
         if differences:
             raise OutputError(
                 f"state {self.path} belongs to another run: {'; '.join(differences)}. To continue that run, give "
-                "it what it had; to start anew, use --restart (from Python: delete the file)"
+                "it what it had; to start from scratch, use --restart (from Python: delete the file)"
             )
         if missing := sorted(self._inputs.keys() - {*known, "machine"}):
             raise self.damaged(f"{INPUTS}.{missing[0]} is missing")
@@ -143,7 +143,7 @@ class StateFile:
 
     def damaged(self, problem: str) -> OutputError:
         """Returns the error for a state that cannot be used."""
-        return OutputError(f"state {self.path} is damaged: {problem}; delete the file to start anew, or use --restart")
+        return OutputError(f"state {self.path} is damaged: {problem}; delete the file to start from scratch, or use --restart")
 
     def delete(self) -> None:
         """Removes the file, once its result is saved elsewhere."""
@@ -158,7 +158,7 @@ class StateFile:
             raise self.damaged(f"it is not a whole safetensors file ({error})") from error
         except OSError as error:
             raise OutputError(
-                f"state {self.path} cannot be read: {error}; make it readable, or delete it to start anew"
+                f"state {self.path} cannot be read: {error}; make it readable, or delete it to start from scratch"
             ) from error
 
 
