@@ -9,7 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from permtriton import compiler
-from permtriton.checkpoint.output import claimed, resume_path
+from permtriton.checkpoint.output import check_apart, claimed, resume_path
 from permtriton.checkpoint.plan_entries import grouped
 from permtriton.checkpoint.save import CompiledModel
 from permtriton.cli import torchrun
@@ -47,6 +47,15 @@ class Job:
         pattern = self.config.sparsity
         return self.output or Path(f"{Path(self.source.name).resolve().name}-{pattern.kept}of{pattern.group}")
 
+    def check_apart(self) -> None:
+        """Refuses an output in the folder of the model, where the default is if that is the present folder.
+
+        Raises:
+            OutputError: the output is such a one.
+        """
+        if self.source.folder is not None:
+            check_apart(self.target, self.source.folder)
+
     def files(self) -> Offload | None:
         """Returns the offload folder, if there is one.
 
@@ -70,6 +79,7 @@ def run(job: Job) -> None:
     with ExitStack() as stack:
         with torchrun.joined(source.device):
             if first:
+                job.check_apart()
                 stack.enter_context(claimed(target, overwrite=job.overwrite, say=progress.say))
                 if job.restart:
                     _delete_states(target, progress)

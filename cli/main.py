@@ -2,17 +2,18 @@
 command runs: torch and transformers take seconds, and neither help nor a wrong option needs them.
 """
 
+import functools
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from permtriton.checkpoint.format import HELP as FORMATS
 from permtriton.checkpoint.format import Format
 from permtriton.cli import torchrun
-from permtriton.cli.console import clear_errors
+from permtriton.cli.console import clear_errors, printing
 from permtriton.cli.options import (
     Ablate,
     AblateValues,
@@ -48,8 +49,22 @@ from permtriton.errors import ConfigError
 SAVE_MEMORY = ("--sequence-length", "--samples", "--micro-batch-size", "--activation-checkpointing", "--dtype")
 
 
+class Command(TyperCommand):
+    """A command whose help may be printed anywhere."""
+
+    def make_context(self, *arguments: Any, **options: Any) -> Any:
+        with printing():
+            return super().make_context(*arguments, **options)
+        raise typer.Exit  # nobody reads it
+
+
 class Commands(TyperGroup):
     """Commands whose errors are one line."""
+
+    def make_context(self, *arguments: Any, **options: Any) -> Any:
+        with clear_errors(lambda: ""), printing():
+            return super().make_context(*arguments, **options)
+        raise typer.Exit  # nobody reads it
 
     def invoke(self, ctx: Any) -> Any:
         with clear_errors(lambda: self._to_lower(ctx)):
@@ -71,6 +86,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+command = functools.partial(app.command, cls=Command)
 
 
 def _print_version(wanted: bool) -> None:
@@ -91,7 +107,7 @@ def _permtriton(
         raise ConfigError(f"permtriton {ctx.invoked_subcommand} is one process: start it without torchrun")
 
 
-@app.command()
+@command()
 @takes()
 def compile(
     model: Model,
@@ -133,7 +149,7 @@ def compile(
         run(job)
 
 
-@app.command()
+@command()
 def recipes(json: Json = False) -> None:
     """Show the recipes, and the steps that they are made of, with one line each."""
     from permtriton.cli.recipes import run
@@ -141,7 +157,7 @@ def recipes(json: Json = False) -> None:
     run(json=json)
 
 
-@app.command()
+@command()
 @takes("sparsity", "layout", "o_proj", "skip_indivisible")
 def inspect(
     model: Model,
@@ -177,7 +193,7 @@ def inspect(
     )
 
 
-@app.command()
+@command()
 @takes()
 def compare(
     model: Model,
@@ -228,7 +244,7 @@ def compare(
     run(source, request, wanted, eval_text, output or [], overwrite=overwrite, json=json)
 
 
-@app.command()
+@command()
 def evaluate(
     model: Annotated[
         str, typer.Argument(help="A model folder, a hub name, or demo; dense, or written by permtriton in any format.")
@@ -272,7 +288,7 @@ def evaluate(
     run(source, dense, perplexity, wanted, batch_size, output, overwrite=overwrite, json=json)
 
 
-@app.command()
+@command()
 def export(
     folder: Annotated[Path, typer.Argument(help="A folder that permtriton compile or export wrote.")],
     format: Annotated[str, typer.Option(help=FORMATS)] = Format.PACKED,
@@ -286,7 +302,7 @@ def export(
     run(folder, format, output, overwrite=overwrite, json=json)
 
 
-@app.command()
+@command()
 def report(
     folders: Annotated[
         list[Path],
@@ -306,7 +322,7 @@ def report(
     run(folders, output, comparison, overwrite=overwrite)
 
 
-@app.command()
+@command()
 def doctor(
     compile_kernels: Annotated[
         bool,
@@ -335,7 +351,7 @@ def doctor(
     run(compile_kernels=compile_kernels, defaults_only=defaults_only, test=not no_self_test, json=json)
 
 
-@app.command()
+@command()
 def autotune(
     model: Annotated[
         Path | None, typer.Option(help="A model, compiled or not: the shapes and dtype of its pruned linears.")

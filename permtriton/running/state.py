@@ -53,13 +53,16 @@ class StateFile:
         """
         if not self.path.is_file():
             return None
-        stored = self._stored_inputs(self._open()[1])
-        differences = [each for key in self._inputs for each in _differences(key, stored[key], self._inputs[key])]
+        stored = self.value(self._open()[1], INPUTS, dict[str, Any])
+        known = [key for key in self._inputs if key in stored]
+        differences = [each for key in known for each in _differences(key, stored[key], self._inputs[key])]
         if differences:
             raise OutputError(
                 f"state {self.path} belongs to another run: {'; '.join(differences)}. To continue that run, give "
                 "it what it had; to start from scratch, use --restart (from Python: delete the file)"
             )
+        if missing := sorted(self._inputs.keys() - {*known, "machine"}):
+            raise self.damaged(f"{INPUTS}.{missing[0]} is missing")
         return str(stored.get("machine"))
 
     def read(self) -> tuple[dict[str, Tensor], dict[str, str]] | None:
@@ -157,12 +160,6 @@ class StateFile:
             raise OutputError(
                 f"state {self.path} cannot be read: {error}; make it readable, or delete it to start from scratch"
             ) from error
-
-    def _stored_inputs(self, texts: Mapping[str, str]) -> dict[str, Any]:
-        stored = self.value(texts, INPUTS, dict[str, Any])
-        if missing := sorted(self._inputs.keys() - {*stored, "machine"}):
-            raise self.damaged(f"{INPUTS}.{missing[0]} is missing")
-        return stored
 
 
 def _differences(key: str, stored: Any, present: Any) -> list[str]:
