@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from permtriton.checkpoint.card import CARD_FILE
 from permtriton.cli.main import app
 from permtriton.errors import ConfigError, ModelError
+from permtriton.model import load
 from permtriton.model.load import Source, load_empty_model, load_model, load_original, load_tokenizer, unchanged_weights
 
 from .desk import RUNNER, Desk
@@ -70,6 +71,14 @@ def test_a_file_in_a_folder(pristine, file):
     same_as_file(load_original(source)[0], pristine)
     assert load_empty_model(source).config.num_hidden_layers == 2
     assert source.described == f"{file.parent}, dequantized from {FILE}: {WORDS}"
+
+
+def test_a_file_beside_a_hub_name(pristine, monkeypatch):
+    asked = []
+    monkeypatch.setattr(load, "cached_file", lambda *names: asked.append(names) or str(pristine / FILE))
+    source = Source("someone/model", gguf_file=FILE)
+    same_as_file(load_original(source)[0], pristine)
+    assert asked == [("someone/model", FILE)]
 
 
 def test_dtype(file):

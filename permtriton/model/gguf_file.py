@@ -25,7 +25,7 @@ class GgufFile:
     """
 
     path: Path
-    stored: Mapping[str, StoredTensor]
+    stored: dict[str, StoredTensor]
     has_tokenizer: bool
 
     @property

@@ -80,7 +80,7 @@ class Source:
                 "--gguf-file out, or give the folder"
             )
         with reading(f"{self.name} holds no {self.gguf_file}, and none can be fetched from the hub", ModelError):
-            return read_gguf(Path(cached_file(self.name, self.gguf_file)))
+            return read_gguf(Path(str(cached_file(self.name, self.gguf_file))))
 
     @property
     def location(self) -> str:
