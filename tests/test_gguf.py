@@ -11,12 +11,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
+import permtriton
 from permtriton.checkpoint.card import CARD_FILE
 from permtriton.cli.main import app
 from permtriton.errors import ConfigError, ModelError
 from permtriton.model import load
 from permtriton.model.load import Source, load_empty_model, load_model, load_original, load_tokenizer, unchanged_weights
 
+from . import zoo
 from .desk import RUNNER, Desk
 from .gguf_files import llama, write_gguf
 from .sentences import SENTENCE, trained_tokenizer
@@ -170,6 +172,21 @@ def test_compile(pristine, workplace):
     measured = json.loads(result.stdout)
     assert measured["dense_perplexity"] == pytest.approx(record["evaluation"]["dense"])
     assert measured["kl"] > 0
+
+
+def test_a_model_that_transformers_loaded_from_a_file_is_saved(pristine, tmp_path):
+    """transformers marks it as quantized and would refuse to save it, though its weights are dequantized."""
+    model = AutoModelForCausalLM.from_pretrained(pristine, gguf_file=FILE)
+    compiled = permtriton.compile(model, None, permtriton.config_from(recipe="sparsegpt"), ids=zoo.tiny_ids(4, 16))
+    folder = compiled.save(tmp_path / "out")
+    assert "quantization_config" not in json.loads((folder / "config.json").read_text())
+
+
+def test_weights_that_are_still_blocks_are_refused(pristine):
+    model = AutoModelForCausalLM.from_pretrained(pristine, gguf_file=FILE)
+    model.lm_head.weight = torch.nn.Parameter(torch.zeros(4, 4, dtype=torch.uint8), requires_grad=False)
+    with pytest.raises(ModelError, match=r"lm_head.weight is still in GGUF's blocks.*GgufConfig\(dequantize=True\)"):
+        load.check_original(model)
 
 
 def test_a_compilation_of_a_file_in_a_folder(workplace):

@@ -15,7 +15,6 @@ import platform
 import shlex
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from permtriton.durable import replace_file
 from permtriton.machine import versions
 
 ROOT = Path(__file__).resolve().parents[2]
+COST = Path(__file__).resolve().parent / "cost.py"
 RESULT = ROOT / "benchmarks" / "results" / "real-smollm2-cpu.json"
 PLACES = ("texts", "rows", "work", "peers", "output", "note")  # options that decide no number
 
@@ -109,8 +109,8 @@ def measured(
         script = [sys.executable, "-m", "benchmarks.real.evaluate"]
         cost, printed = run([*script, folder, job.model, held_out, windows, args.kl_windows], args.threads)
         row["evaluation"] = {**json.loads(printed.splitlines()[-1]), "windows": windows, **cost}
-    except (subprocess.CalledProcessError, OSError) as error:
-        row["error"] = _last_line(getattr(error, "output", None) or str(error))
+    except subprocess.CalledProcessError as error:
+        row["error"] = _last_line(error.output)
     return row
 
 
@@ -127,26 +127,20 @@ def run(words: Sequence[object], threads: int) -> tuple[dict[str, float], str]:
     """Runs a command and returns its seconds, CPU seconds and peak bytes, and what it printed.
 
     Raises:
-        subprocess.CalledProcessError: it failed.
-        OSError: it cannot be started.
+        subprocess.CalledProcessError: it failed, or cannot be started.
     """
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
-    started = time.perf_counter()
-    with subprocess.Popen(
-        [str(word) for word in words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
-    ) as process:
-        assert process.stdout is not None
-        printed = process.stdout.read()
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode:
-        raise subprocess.CalledProcessError(process.returncode, str(words[0]), printed)
-    cost = {
-        "seconds": round(time.perf_counter() - started, 1),
-        "cpu_seconds": round(usage.ru_utime + usage.ru_stime, 1),
-        "peak_bytes": usage.ru_maxrss * 1024,
-    }
-    return cost, printed
+    done = subprocess.run(
+        [sys.executable, "-S", COST, *map(str, words)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"},
+        check=False,
+    )
+    printed, _, cost = done.stdout.rstrip("\n").rpartition("\n")
+    if done.returncode:
+        raise subprocess.CalledProcessError(done.returncode, str(words[0]), printed or cost)
+    return json.loads(cost), printed
 
 
 def _last_line(text: str) -> str:

@@ -312,9 +312,21 @@ def _check_vocabulary(source: Source, tokenizer: PreTrainedTokenizerBase) -> Non
 def check_original(model: PreTrainedModel) -> None:
     """Refuses a model that is compiled already, that only compares others' outputs, or whose weights are damaged.
 
+    One that transformers dequantized from a GGUF file loses the mark that it was quantized, as nothing could save it.
+
     Raises:
-        ModelError: a module permutes channels or is packed, there is no last hidden state, or a weight is not finite.
+        ModelError: a module permutes channels or is packed, there is no last hidden state, or a weight is not finite
+            or in GGUF's blocks.
     """
+    quantizer = getattr(model, "hf_quantizer", None)
+    if quantizer is not None and quantizer.quantization_config.quant_method == "gguf":
+        for name, parameter in model.named_parameters():
+            if not parameter.is_floating_point():
+                raise ModelError(
+                    f"{name} is still in GGUF's blocks: load the model with quantization_config="
+                    "GgufConfig(dequantize=True)"
+                )
+        quantizer.remove_quantization_config(model)
     for name, module in model.named_modules():
         if is_permuted(module) or is_packed(module):
             raise ModelError(
