@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file
 
 import benchmarks.real.__main__ as benchmark
-from benchmarks.real import evaluate, inputs
+from benchmarks.real import evaluate, inputs, table
 from benchmarks.real.rows import OURS, PEERS, ROWS, THEIRS, Job, command
 from permtriton.cli import compile as compile_command
 from permtriton.cli.main import app
@@ -188,3 +188,36 @@ def pruned_copy(folder: Path) -> Path:
 
 def test_rows_have_names_of_their_own():
     assert len(set(ROWS)) == len(ROWS) == 1 + len(OURS) + len(THEIRS)
+
+
+def test_table():
+    def row(name: str, perplexity: float, seed: int = 0) -> dict:
+        evaluation = {"perplexity": perplexity, "kl": 0.25, "windows": 8}
+        return {
+            "name": name,
+            "seed": seed,
+            "evaluation": evaluation,
+            "pruning": {"cpu_seconds": 99.6, "peak_bytes": 3 << 29},
+        }
+
+    failed = {"name": "modelopt sparsegpt", "seed": 0, "error": "no GPU"}
+    report = {
+        "rows": [row("dense", 10.0), row("sparsegpt", 40.0), row("fast", 19.0), row("fast", 21.0, 1), failed],
+        "inputs": {"calibration": [32, 512]},
+        "versions": {"torch": "2.13"},
+        "peers": {"modelopt": ["nvidia-modelopt==0.47.0"]},
+        "hardware": "a machine",
+        "note": "other work ran",
+        "command": "python -m benchmarks.real --texts TEXTS",
+    }
+    lines = table.markdown(report).splitlines()
+    assert lines[2:7] == [
+        "| dense | 10.00 | 0 | | | |",
+        "| sparsegpt | 40.00 | 1.00 | 0.250 | 100 | 1.5 GiB |",
+        "| fast | 20.00 ± 1.41 | 0.50 | 0.250 | 100 | 1.5 GiB |",
+        "| modelopt sparsegpt | does not run here: no GPU | | | | |",
+        "",
+    ]
+    assert "8 windows" in lines[7]
+    assert lines[7].endswith("peers: nvidia-modelopt 0.47.0. Other work ran.")
+    assert lines[-2] == report["command"]
