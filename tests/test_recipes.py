@@ -129,7 +129,7 @@ def test_defaults_are_left_out():
     published = {"importance": "ria", "learn_learning_rate": 5e-3}
     for given in (published, {"importance": "ria"}):
         command = command_of("org/model", config_from(given, "published"))
-        assert command == "permtriton compile org/model --recipe published --importance ria"
+        assert command == "permtriton compile org/model --recipe published --importance ria --learn-learning-rate 0.005"
     config = config_from({"seed": 3, "micro_batch_size": 2}, "mask")  # without gradients, it has no effect
     assert command_of("org/model", config) == "permtriton compile org/model --recipe mask --seed 3"
 
