@@ -87,6 +87,11 @@ def test_dtype(file):
     assert load_model(Source(str(file), dtype="bfloat16")).dtype == torch.bfloat16
 
 
+def test_other_counts_are_no_number_of_layers(pristine, tmp_path):
+    write_gguf(tmp_path / FILE, llama(), leading_dense_block_count=10**6)
+    same_as_file(load_model(Source(str(tmp_path / FILE))), pristine)
+
+
 def test_a_file_without_a_tokenizer_has_none(tmp_path):
     write_gguf(tmp_path / "bare.gguf", llama(), tokenizer=False)
     assert load_tokenizer(Source(str(tmp_path / "bare.gguf"))) is None

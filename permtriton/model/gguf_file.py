@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from permtriton.errors import ConfigError, ModelError, reading
 from permtriton.model.headers import StoredTensor
@@ -59,9 +58,9 @@ def read_gguf(path: Path) -> GgufFile:
             str(each.name): StoredTensor(path, each.tensor_type.name, tuple(map(int, reversed(each.shape))))
             for each in file.tensors
         }
-        fields = {name: field.contents() for name, field in file.fields.items() if name.endswith(tuple(COUNTS))}
+        ends = {name.rpartition(".")[2]: field for name, field in file.fields.items()}
+        counts = {COUNTS[end]: field.contents() for end, field in ends.items() if end in COUNTS}
         if not stored:
             raise ModelError(f"{path} holds no tensors: give a GGUF file with weights")
-    counts: dict[str, Any] = {COUNTS[name.rpartition(".")[2]]: value for name, value in fields.items()}
     check_counts(counts, stored, str(path))
     return GgufFile(path, stored, "tokenizer.ggml.model" in file.fields)
