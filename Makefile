@@ -63,6 +63,7 @@ $(VLLM)/.installed: pyproject.toml
 
 # A real language model, every method, and the peers, each of which gets an environment of its own: hours on two cores.
 # make real TEXTS=FOLDER, where FOLDER holds valid.txt and test.txt of WikiText-2; started again, it continues.
+# PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu spares gigabytes, unless pip finds torch's CPU build elsewhere.
 real: $(INSTALLED) peers
 	$(BIN)/python -m benchmarks.real --texts "$(TEXTS)" --peers $(PEERS)
 
