@@ -23,6 +23,7 @@ INPUTS = "inputs"  # the text of a state that says which run it belongs to
 NEVER_NEGATIVE = ("step", "exp_avg_sq")  # parts of an optimizer's state
 DIFFERS = {
     "text": "the calibration sequences are others",
+    "generated": "the dense model wrote another text",
     "weights": "the model is another one (its weights or its config differ)",
     "start": (
         "the stages before it ended with other weights, as they may with another number of threads, micro-batch size "
