@@ -59,7 +59,8 @@ def first_token(model: PreTrainedModel, tokenizer: Processor | None) -> int:
     first one that is not special.
     """
     vocabulary, config = vocabulary_of(model), model.config.get_text_config()
-    named = (getattr(of, name, None) for name in ("bos_token_id", "eos_token_id") for of in (tokenizer, config))
+    found = (getattr(of, name, None) for name in ("bos_token_id", "eos_token_id") for of in (tokenizer, config))
+    named = (each[0] if isinstance(each, list) and each else each for each in found)
     special = set(getattr(tokenizer, "all_special_ids", ()))
     plain = (each for each in range(vocabulary) if each not in special)
     return next((each for each in chain(named, plain) if isinstance(each, int) and 0 <= each < vocabulary), 0)
@@ -73,7 +74,7 @@ def beginnings(samples: Samples, count: int, tokens: int) -> Tensor:
 
 @torch.no_grad()
 def generated_text(
-    model: PreTrainedModel, starts: Tensor, tokens: int, count: int, seed: int, progress: Progress
+    model: PreTrainedModel, starts: Tensor, count: int, tokens: int, seed: int, progress: Progress
 ) -> Tensor:
     """Writes texts with keys and values cached, at temperature 1, and leaves out those of the highest perplexity.
 
@@ -83,8 +84,8 @@ def generated_text(
     Args:
         model: dense model.
         starts: what the texts begin with, int64 ``[texts, first tokens]``.
-        tokens: length of a text.
         count: number of texts to keep.
+        tokens: length of a text.
 
     Returns:
         int64 ``[count, tokens]``, on the CPU.
