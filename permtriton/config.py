@@ -37,16 +37,12 @@ class CalibrationConfig:
     sequence_length: int = _calibration(1024, "Tokens per calibration sequence.", minimum=2)
     generated: int = _calibration(
         0,
-        "Further sequences that the dense model writes, for the steps that bring the pruned model back to it (refit, "
-        "reconstruct, distill). Only for models that write text.",
+        "Further sequences, which the dense model writes, for the steps that bring the pruned model back to it (refit, "
+        "reconstruct, distill); only for models that write text.",
     )
 
     def __post_init__(self) -> None:
         check_options(self)
-        if self.calibration == WRITTEN and not self.generated:
-            raise ConfigError(
-                f"calibration is {WRITTEN}: all text is then what the model writes; say how many sequences by generated"
-            )
 
 
 @documented

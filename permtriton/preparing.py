@@ -161,6 +161,8 @@ def _no_text(run: Run, tokenizer: Processor | None) -> Samples:
     config = run.config.calibration
     if reason := why_not(run.model, run.offload):
         raise ConfigError(f"--calibration {WRITTEN}: {reason}. Give a text, or what else the model reads")
+    if not config.generated:
+        raise ConfigError(f"--calibration {WRITTEN}: the model writes all text; say how many sequences by --generated")
     check_length(run.model, config.sequence_length)
     token = first_token(run.model, tokenizer)
     return Samples.of(torch.full((config.generated, config.sequence_length), token))

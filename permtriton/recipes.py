@@ -213,10 +213,6 @@ def compile_command(model: str, config: CompileConfig, **running: str | bool | N
         running: further flags by name, with dashes for underscores; None and False leave a flag out.
     """
     name, known, wanted = shown_name(model), all_options(), config.to_dict()
-
-    def needed(option: Option) -> bool:
-        return bool(option.step) or (wanted[option.name] != option.default and has_effect(option, config))
-
     shortest: tuple[str, list[str]] | None = None
     for recipe in (*(each for each in RECIPES if RECIPES[each].names == config.recipe), config.recipe):
         given: dict[str, Any] = {}
@@ -224,7 +220,7 @@ def compile_command(model: str, config: CompileConfig, **running: str | bool | N
             try:
                 start = config_from(given, recipe, name).to_dict()
             except ConfigError:  # some options are allowed only together
-                given |= {option: wanted[option] for option in wanted if option in known and needed(known[option])}
+                given |= {option: wanted[option] for option in wanted if option in known and known[option].step}
                 start = config_from(given, recipe, name).to_dict()
             differing = [o for o in wanted if o in known and wanted[o] != start[o] and has_effect(known[o], config)]
             if not differing:

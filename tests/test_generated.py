@@ -10,19 +10,17 @@ from torch.nn.functional import log_softmax
 from transformers import PreTrainedModel
 
 import permtriton
-from permtriton import CompileConfig, config_from, forecast, memory
+from permtriton import config_from, forecast, memory
 from permtriton import run as running
-from permtriton.config import CalibrationConfig, has_effect
 from permtriton.data import generated
-from permtriton.data.generated import beginnings, first_token, generated_text, written
+from permtriton.data.generated import beginnings, first_token, generated_text, texts_at_once, written
 from permtriton.data.samples import Samples
 from permtriton.errors import CalibrationError, ConfigError, OutputError
 from permtriton.methods import distillation, reconstruction, refitting
 from permtriton.offload import Offload
 from permtriton.planning import find_plan
-from permtriton.progress import NoProgress
+from permtriton.progress import NoProgress, Progress
 from permtriton.recipes import check_given, compile_command
-from permtriton.run import Run
 from permtriton.sparsity import NMPattern
 from permtriton.step import Speed
 
@@ -38,9 +36,9 @@ OPTIONS = {
 }  # fmt: skip
 
 
-def text(model: PreTrainedModel | None = None, count: int = 9, tokens: int = 12, seed: int = 0, **more) -> Tensor:
-    model = model or tiny_model()
-    return generated_text(model, beginnings(Samples.of(IDS), count, 4), count, tokens, seed, more.pop("to", NoProgress()))
+def text(model: PreTrainedModel | None = None, count: int = 9, seed: int = 0, to: Progress | None = None) -> Tensor:
+    starts = beginnings(Samples.of(IDS), count, 4)
+    return generated_text(model or tiny_model(), starts, count, 12, seed, to or NoProgress())
 
 
 def surprises(model: PreTrainedModel, ids: Tensor, first: int) -> Tensor:
@@ -236,7 +234,7 @@ def test_text_of_another_run_is_refused(tmp_path):
     own = permtriton.preparing.generated_text
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("permtriton.preparing.generated_text", lambda *a: own(*a).roll(1, 0))
-        with pytest.raises(OutputError, match="distill.* belongs to another run: the dense model wrote another text"):
+        with pytest.raises(OutputError, match=r"distill.* belongs to another run: the dense model wrote another text"):
             compiled("mask,distill", resume_path=path)
     assert trained.is_file()
 
@@ -283,8 +281,8 @@ def test_without_a_text_masks_alone_are_possible():
 
 
 def test_no_text_at_all_is_refused():
-    with pytest.raises(ConfigError, match="say how many sequences by generated"):
-        CalibrationConfig(calibration="none")
+    with pytest.raises(ConfigError, match="say how many sequences by --generated"):
+        compiled("mask,distill", ids=None, calibration="none", generated=0)
     with pytest.raises(ConfigError, match="but samples were given"):
         compiled("mask,distill", calibration="none")
 
@@ -332,6 +330,59 @@ def test_a_recipe_that_asks_for_it_runs_without_it_where_it_must(read):
     assert "no text is generated: BertModel does not write text" in "\n".join(progress.lines)
     assert found.config.calibration.generated == 0
     assert found.report["generated"] is None
+
+
+def test_time_and_memory_of_writing():
+    """Nine texts of twelve tokens are kept of ten, which are written together; refitting reads fifteen samples."""
+    model, samples = tiny_model(), Samples.of(IDS)
+    plan = find_plan(model, NMPattern(2, 4))
+
+    def of(recipe: str, **more) -> tuple[dict[str, float], dict[str, dict[str, int]]]:
+        config = config_from({"recipe": recipe, "generated": 9, **more})
+        here = memory.Devices.of(torch.device("cpu"))
+        needs = memory.estimate(model, plan, config, samples, None, here)
+        facts = memory.facts_of(model, plan, config, samples)
+        return forecast.stage_seconds(config, facts, Speed(6.0, 6.0, 0.0, 0.0, 2.0), 0), needs.stages
+
+    seconds, stages = of("mask,distill", distill_epochs=3)
+    assert (seconds["generate"], seconds["distill"]) == (12 * 2.0, 3 * 15.0)
+    plain_seconds, plain = of("mask,distill", distill_epochs=3, generated=0)
+    assert "generate" not in plain_seconds
+    assert plain_seconds["distill"] == 3 * 6.0
+    assert stages["distill"]["targets"] == plain["distill"]["targets"] * 15 // 6
+    cached = texts_at_once(12) * 12 * 2 * 2 * 8 * 4  # two layers, keys and values, two heads of four channels, float32
+    assert stages["generation"]["keys and values"] == cached
+    assert "generation" not in plain
+    assert of("mask")[1].keys() == of("mask", generated=0)[1].keys()
+    both = "mask,distill", "mask"
+    assert forecast.measure(model, plan, config_from({"recipe": both[0], "generated": 9}), samples).token > 0
+    assert forecast.measure(model, plan, config_from({"recipe": both[1], "generated": 9}), samples).token == 0
+
+
+def test_the_dry_run_says_how_long_writing_takes(model_folder, tmp_path):
+    arguments = [
+        "compile", str(model_folder), "--recipe", "mask,distill", "--calibration", "none", "--generated", "4",
+        "--sequence-length", "16", "--dry-run", "--json", "--eval-text", "none", "--output", str(tmp_path / "out"),
+    ]  # fmt: skip
+    result = RUNNER.invoke(app, arguments)
+    assert result.exit_code == 0, result.stderr
+    report = json.loads(result.stdout)
+    assert report["seconds"]["stages"]["generate"] > 0
+    assert "keys and values" in report["memory"]["stages"]["generation"]
+
+
+def test_the_command_line_repeats_itself(model_folder, tmp_path):
+    arguments = [
+        "compile", str(model_folder), "--recipe", "mask,distill", "--calibration", "none", "--generated", "4",
+        "--distill-epochs", "1", "--sequence-length", "16", "--eval-text", "none",
+    ]  # fmt: skip
+    result = RUNNER.invoke(app, [*arguments, "--output", str(tmp_path / "out")])
+    assert result.exit_code == 0, result.stderr
+    record = json.loads((tmp_path / "out" / "permtriton.json").read_text())
+    assert "--calibration none --sequence-length 16 --generated 4" in record["command"]
+    assert not list(tmp_path.glob("*generated*"))
+    result = RUNNER.invoke(app, [*arguments, "--samples", "3", "--output", str(tmp_path / "other")])
+    assert (result.exit_code, "--samples has no effect" in result.stderr) == (2, True)
 
 
 def test_options_without_an_effect():
