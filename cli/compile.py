@@ -16,14 +16,15 @@ from permtriton.config import CompileConfig
 from permtriton.job import Job
 from permtriton.machine import format_bytes
 from permtriton.methods import steps
+from permtriton.model.gguf_file import SUFFIX
 from permtriton.model.load import Source
 from permtriton.step import Outcome
 
 
 def default_output(source: Source, config: CompileConfig) -> Path:
     """Returns the folder that is written where none is named, such as ``MODEL-2of4``."""
-    pattern = config.sparsity
-    return Path(f"{Path(source.name).resolve().name}-{pattern.kept}of{pattern.group}")
+    pattern, name = config.sparsity, Path(source.name).resolve().name.removesuffix(SUFFIX)
+    return Path(f"{name}-{pattern.kept}of{pattern.group}")
 
 
 def run(job: Job, *, json: bool) -> None:

@@ -39,6 +39,7 @@ def compile(  # noqa: PLR0913
     device: str = "auto",
     dtype: str = "auto",
     trust_remote_code: bool = False,
+    gguf_file: str | None = None,
     output: str | Path | None = None,
     overwrite: bool = False,
     restart: bool = False,
@@ -50,7 +51,7 @@ def compile(  # noqa: PLR0913
     """Prunes a model to N:M sparsity in the best channel order, as ``permtriton compile`` does.
 
     Args:
-        model: folder, hub name or ``demo``; or a loaded transformers model, which is changed in place.
+        model: folder, hub name, .gguf file or ``demo``; or a loaded transformers model, which is changed in place.
         recipe: ``default``, ``best``, ``fast``, ``values`` or ``published``, or steps: their names separated by commas,
             or a list of them. `permtriton.recipes` describes them.
         data: calibration data:
@@ -71,6 +72,7 @@ def compile(  # noqa: PLR0913
         device: ``auto`` (a GPU if there is one), ``cpu`` or ``cuda``, for a model that is loaded here.
         dtype: ``auto`` (the checkpoint's), ``float32``, ``float16`` or ``bfloat16``, for a model that is loaded here.
         trust_remote_code: whether code that comes with the model may run.
+        gguf_file: name of a GGUF file in the folder or beside the hub name, which is read instead and dequantized.
         output: folder to write, too. It keeps the state of long stages beside it: after an interruption, the same call
             continues.
         overwrite: whether an earlier output may be replaced.
@@ -127,12 +129,15 @@ def dry_run(model: Model, *, progress: Shown = False, **arguments: Any) -> DryRu
     return _job(model, **arguments).dry_run(reporter(progress))
 
 
-def inspect(model: Model, *, trust_remote_code: bool = False, **options: Any) -> dict[str, Any]:
+def inspect(
+    model: Model, *, trust_remote_code: bool = False, gguf_file: str | None = None, **options: Any
+) -> dict[str, Any]:
     """Returns what would be pruned, and where each permutation would go, as ``permtriton inspect --json`` prints it.
 
     Args:
         model: folder, hub name or ``demo``, of which only the config is read; or a loaded transformers model.
         trust_remote_code: whether code that comes with the model may run.
+        gguf_file: as `compile` takes it.
         options: ``sparsity``, ``layout``, ``o_proj``, ``skip_indivisible`` and ``ignore``, as `compile` takes them.
 
     Returns:
@@ -148,7 +153,7 @@ def inspect(model: Model, *, trust_remote_code: bool = False, **options: Any) ->
     """
     chosen = build_config(_name(model), None, None, _parsed(options))
     if not isinstance(model, PreTrainedModel):
-        model = load.load_empty_model(Source(str(model), trust_remote_code=trust_remote_code))
+        model = load.load_empty_model(Source(str(model), trust_remote_code=trust_remote_code, gguf_file=gguf_file))
     return plan_report(planning.plan_model(model, chosen)[0])
 
 
@@ -227,6 +232,7 @@ def _job(  # noqa: PLR0913
     device: str = "auto",
     dtype: str = "auto",
     trust_remote_code: bool = False,
+    gguf_file: str | None = None,
     output: str | Path | None = None,
     overwrite: bool = False,
     restart: bool = False,
@@ -244,7 +250,7 @@ def _job(  # noqa: PLR0913
     if is_named(data):
         given["calibration"], data = str(data), None
     return Job(
-        _source(model, device, dtype, trust_remote_code),
+        _source(model, dtype, device, trust_remote_code, gguf_file),
         build_config(_name(model), recipe, _path(config), given),
         data,
         given.get("samples"),
@@ -258,15 +264,17 @@ def _job(  # noqa: PLR0913
     )
 
 
-def _source(model: Model, device: str, dtype: str, trust_remote_code: bool) -> Source | PreTrainedModel:
+def _source(model: Model, *loading: Any) -> Source | PreTrainedModel:
     if isinstance(model, str | Path):
-        return Source(str(model), dtype, device, trust_remote_code)
+        return Source(str(model), *loading)
     if not isinstance(model, PreTrainedModel):
         raise ConfigError(
             f"model is a {type(model).__name__}: expected a folder, a hub name, demo, or a transformers model"
         )
-    if (device, dtype, trust_remote_code) != ("auto", "auto", False):
-        raise ConfigError("device, dtype and trust_remote_code have no effect on a loaded model: leave them out")
+    if Source("", *loading) != Source(""):
+        raise ConfigError(
+            "device, dtype, trust_remote_code and gguf_file have no effect on a loaded model: leave them out"
+        )
     return model
 
 

@@ -1,6 +1,7 @@
 """How is progress drawn? As one bar per stage on standard error, or as lines where that is no terminal."""
 
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -40,7 +41,17 @@ def discard(stream: IO[str]) -> None:
     os.close(nothing)
 
 
-err = PlainConsole(stderr=True, markup=False, emoji=False)
+class _Err(PlainConsole):
+    """Prints on standard error; where that takes nothing, as on a full disk, the work goes on without words."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        try:
+            super().print(*objects, **options)
+        except OSError:
+            discard(sys.stderr)
+
+
+err = _Err(stderr=True, markup=False, emoji=False)
 
 
 class BarProgress:

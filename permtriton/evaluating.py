@@ -44,6 +44,7 @@ def evaluate(  # noqa: PLR0913
     device: str = "auto",
     dtype: str = "auto",
     trust_remote_code: bool = False,
+    gguf_file: str | None = None,
     progress: Shown = False,
 ) -> Evaluated:
     """Measures a model, dense or compiled in any format: perplexity, distance from the dense model, zero-shot tasks.
@@ -68,6 +69,7 @@ def evaluate(  # noqa: PLR0913
         device: ``auto``, ``cpu`` or ``cuda``, for models that are loaded here.
         dtype: ``auto`` (the checkpoint's), ``float32``, ``float16`` or ``bfloat16``, for models that are loaded here.
         trust_remote_code: whether code that comes with a model may run.
+        gguf_file: as `permtriton.compile` takes it, for ``model``.
         progress: as `permtriton.compile` takes it.
 
     Raises:
@@ -89,9 +91,9 @@ def evaluate(  # noqa: PLR0913
     data = selected(data, text_column, split)
     name = ""
     if not isinstance(model, PreTrainedModel):
-        source = Source(str(model), dtype, device, trust_remote_code)
+        source = Source(str(model), dtype, device, trust_remote_code, gguf_file)
         name = source.name
-        shown.say(f"loading {name}")
+        shown.say(f"loading {source.described}")
         model = load.load_model(source)
         tokenizer = tokenizer or load.load_processor(source, model)
         if against is not None:
@@ -127,7 +129,7 @@ def _loaded_beside(model: PreTrainedModel, tokenizer: Any, against: Source, show
             f"the dense model {against.name} needs {format_bytes(size)} beside the other, but {format_bytes(free)} are "
             "free: measure on a CPU, or the perplexity alone (without --against)"
         )
-    shown.say(f"loading {against.name}")
+    shown.say(f"loading {against.described}")
     dense, dense_tokenizer = load.load_original(against)
     vocabularies = [each.get_vocab() for each in (tokenizer, dense_tokenizer) if hasattr(each, "get_vocab")]
     if len(vocabularies) == 2 and vocabularies[0] != vocabularies[1]:
@@ -140,6 +142,8 @@ def _loaded_beside(model: PreTrainedModel, tokenizer: Any, against: Source, show
 
 def _hidden_order(source: Source, channels: int) -> Tensor | None:
     """Returns the order of the hidden states of a model that permtriton wrote; None if it is the dense model's."""
+    if source.gguf is not None:  # not what lies beside the file
+        return None
     path: Any = Path(source.location, REPORT_FILE)
     if not path.parent.is_dir():  # a name on the hub
         path = cached_file(source.location, REPORT_FILE, _raise_exceptions_for_missing_entries=False)

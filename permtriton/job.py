@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from permtriton import ranks
-from permtriton.checkpoint.output import check_output, claimed, resume_path
+from permtriton.checkpoint.output import check_apart, check_output, claimed, resume_path
 from permtriton.checkpoint.plan_entries import plan_report
 from permtriton.compiled import CompiledModel
 from permtriton.compiler import compile_model, forecast_model
@@ -88,11 +88,12 @@ class Job:
         """Keeps other processes from the output inside the ``with`` block; of several ranks, the first one does.
 
         Raises:
-            OutputError: as `permtriton.checkpoint.output.claimed`.
+            OutputError: as `permtriton.checkpoint.output.claimed`, or it is in the folder of the model.
         """
         if self.output is None or ranks.number():
             yield
             return
+        self._check_apart()
         with claimed(self.output, overwrite=self.overwrite, say=progress.say):
             for path in states_beside(resume_path(self.output)) if self.restart else ():
                 path.unlink()
@@ -127,11 +128,14 @@ class Job:
         compiled.report["evaluation"]["text"] = loaded.text
         if source is not None:
             compiled.source = source
+            if source.gguf is not None:
+                compiled.report["gguf"] = {"file": source.gguf.path.name, "tensors": source.gguf.types}
             compiled.report["command"] = compile_command(
                 source.name,
                 loaded.config,
                 eval_text=Path(name_of(self.eval_data)).name if self.eval_data else None,
                 dtype=None if source.dtype == "auto" else source.dtype,
+                gguf_file=source.gguf_file,
                 trust_remote_code=source.trust_remote_code,
             )
         return compiled
@@ -156,6 +160,7 @@ class Job:
             PermTritonError: as `forecast_model`, or the output could not be written.
         """
         if self.output is not None:
+            self._check_apart()
             check_output(self.output, overwrite=self.overwrite)
         source = self.model if isinstance(self.model, Source) else None
         if source is not None and devices is not None:
@@ -176,6 +181,12 @@ class Job:
         pruned = sum(linear_module(model, name).get_parameter("weight").numel() for _, name in plan.linears())
         return DryRun(plan, forecast, loaded.config, pruned, sum(each.numel() for each in model.parameters()))
 
+    def _check_apart(self) -> None:
+        """Refuses an output in the folder of the model; a GGUF file is a model by itself, whatever is beside it."""
+        if isinstance(self.model, Source) and self.model.folder is not None and self.model.gguf is None:
+            assert self.output is not None
+            check_apart(self.output, self.model.folder)
+
     def _offload(self) -> Offload | None:
         if self.offload is None:
             return None
@@ -186,7 +197,7 @@ class Job:
         model: Any = self.model
         tokenizer = self.tokenizer
         if source is not None:
-            progress.say(f"loading {source.name}")
+            progress.say(f"loading {source.described}")
             model, beside = load.load_original(source, offload=offload, saved=True)
             tokenizer = tokenizer or beside
         windows, text = held_out_windows(source.name if source else "", self.eval_data, tokenizer, model)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from permtriton.config import CalibrationConfig, CompileConfig, has_effect
+from permtriton.config import CalibrationConfig, CompileConfig, has_effect, why_no_effect
 from permtriton.errors import ConfigError, first_line, near, reading, shown
 from permtriton.methods import steps
 from permtriton.methods.heuristic import Heuristic
@@ -37,10 +37,12 @@ class Recipe:
     Attributes:
         steps: what runs, with the options in which the recipe differs from the steps' defaults.
         summary: what it gives and what it costs, in one line.
+        generated: sequences that the dense model writes per calibration sample, where it can.
     """
 
     steps: tuple[Step, ...]
     summary: str
+    generated: int = 0
 
     @property
     def names(self) -> str:
@@ -144,6 +146,9 @@ def config_from(
     values = {**(SMALL if model == DEMO else {}), **given}
     if chosen == "published" and values.get("importance") == "ria":
         values.setdefault("learn_learning_rate", RIA_LEARNING_RATE)
+    if isinstance(chosen, str) and chosen in RECIPES:
+        samples = values.get("samples", known["samples"].default)
+        values.setdefault("generated", RECIPES[chosen].generated * samples)
     config = CompileConfig(
         **given_options(CompileConfig, values),
         calibration=CalibrationConfig(**given_options(CalibrationConfig, values)),
@@ -223,6 +228,12 @@ def defaults(option: Option) -> str:
     return "; ".join(f"{place}{'none' if value == () else str(value).lower()}" for place, value in texts)
 
 
+def suggested_text(config: CompileConfig) -> int:
+    """Returns how many sequences the recipe lets the dense model write where the user does not say."""
+    found = (recipe.generated for recipe in RECIPES.values() if recipe.names == config.recipe)
+    return next(found, 0) * config.calibration.samples
+
+
 def check_given(names: Sequence[str], config: CompileConfig) -> None:
     """Refuses options that a user gave and that have no effect with the rest of the config.
 
@@ -231,23 +242,13 @@ def check_given(names: Sequence[str], config: CompileConfig) -> None:
     """
     known = all_options()
     for each in (known[name] for name in names if name in known):
-        if has_effect(each, config):
-            continue
-        if each.step:
-            raise ConfigError(
-                f"{each.flag} has no effect with --recipe {config.recipe}: it is an option of the step {each.step}; "
-                f"leave it out, or add {each.step} to the recipe"
-            )
-        if each.needs:
-            other, values = next(iter(each.needs.items()))
-            present, choose = f"--{other} {config.to_dict()[other]}", f"--{other} {' or '.join(values)}"
-            raise ConfigError(f"{each.flag} has no effect with {present}: leave it out, or choose {choose}")
-        why = "which computes no gradients" if each.gradients else "which chooses its own mask"
-        raise ConfigError(f"{each.flag} has no effect with --recipe {config.recipe}, {why}: leave it out")
+        if why := why_no_effect(each, config):
+            raise ConfigError(f"{each.flag} has no effect with {why}")
 
 
 def compile_command(model: str, config: CompileConfig, **running: str | bool | None) -> str:
-    """Returns a ``permtriton compile`` command with the same result, in as few options as possible.
+    """Returns a ``permtriton compile`` command with the same result: the recipe, and the options in which
+    the config differs from it.
 
     Folders are named without their path, which is nobody else's: the command is run where the model and the text are.
 
@@ -259,16 +260,10 @@ def compile_command(model: str, config: CompileConfig, **running: str | bool | N
     shortest: tuple[str, list[str]] | None = None
     for recipe in (*(each for each in RECIPES if RECIPES[each].names == config.recipe), config.recipe):
         given: dict[str, Any] = {}
-        for _ in known:  # an option may decide the default of another
-            try:
-                start = config_from(given, recipe, name).to_dict()
-            except ConfigError:  # some options are allowed only together
-                given |= {option: wanted[option] for option in wanted if option in known and known[option].step}
-                start = config_from(given, recipe, name).to_dict()
-            differing = [o for o in wanted if o in known and wanted[o] != start[o] and has_effect(known[o], config)]
-            if not differing:
-                break
-            given[differing[0]] = wanted[differing[0]]
+        for _ in range(2):  # the second time for defaults that another option decides
+            start = config_from(given, recipe, name).to_dict()
+            differing = (o for o in wanted if o in known and wanted[o] != start[o] and has_effect(known[o], config))
+            given |= {option: wanted[option] for option in differing}
         if shortest is None or len(given) < len(shortest[1]):
             shortest = recipe, [word for option, value in given.items() for word in _flag(known[option], value)]
     assert shortest is not None

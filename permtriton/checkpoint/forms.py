@@ -164,8 +164,15 @@ class Step(TypedDict):
     left: dict[str, str]
 
 
+class Gguf(TypedDict):
+    """The GGUF file whose weights were dequantized."""
+
+    file: str
+    tensors: dict[str, Integer]
+
+
 class Calibration(TypedDict):
-    """The calibration samples."""
+    """The calibration samples, or those that the dense model wrote beside them."""
 
     sha256: str
     shape: list[Integer]
@@ -245,6 +252,7 @@ class Record(TypedDict):
     dtype: Annotated[str, AfterValidator(_dtype)]
     config: Config
     calibration: Calibration
+    generated: Calibration | None
     parameters: Annotated[Integer, Field(gt=0)]
     pruned_parameters: Integer
     sparsity_by_layer: dict[str, float]
@@ -265,6 +273,7 @@ class Record(TypedDict):
     pruned_weights: Annotated[dict[str, Integer], Field(min_length=1)]
     files: dict[str, File]
     card: str | None
+    gguf: NotRequired[Gguf]
     export: NotRequired[Export]
 
 

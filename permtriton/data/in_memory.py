@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
-from permtriton.config import CalibrationConfig, CompileConfig
+from permtriton.config import CompileConfig
 from permtriton.data.media import Processor
 from permtriton.data.samples import Samples
 from permtriton.data.text import Documents, calibration_samples, text_column
@@ -171,10 +171,10 @@ def calibration_of(
     Raises:
         CalibrationError: as `documents_of`, `tensors_of` or `permtriton.data.text.calibration_samples`.
     """
-    documents = documents_of(data)
-    config = replace(config, calibration=replace(config.calibration, calibration=name_of(data)))
+    documents, named = documents_of(data), replace(config.calibration, calibration=name_of(data))
     if documents is not None:
+        config = replace(config, calibration=named)
         return calibration_samples(config, tokenizer, model, documents), config
-    samples = tensors_of(data, model, most, config.calibration.samples)
-    length = samples.longest if samples.is_text else config.calibration.sequence_length
-    return samples, replace(config, calibration=CalibrationConfig(name_of(data), len(samples), length))
+    samples = tensors_of(data, model, most, named.samples)
+    length = samples.longest if samples.is_text else named.sequence_length
+    return samples, replace(config, calibration=replace(named, samples=len(samples), sequence_length=length))
