@@ -21,7 +21,7 @@ def test_a_compiled_model_is_not_compiled_again(desk):
     model = shutil.copytree(desk.model, desk.folder / "compiled")
     (model / "permtriton.json").write_text("{}")
     for command in (desk.compile(model=model), ["compare", str(model), "--calibration", str(desk.text)]):
-        desk.refuses(command, "compiled already", "original model")
+        desk.refuses(command, "already been compiled", "original model")
 
 
 # -- models --------------------------------------------------------------------------------------------------------
