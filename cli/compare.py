@@ -104,6 +104,7 @@ def run(
     progress = BarProgress()
     with _claimed(source, outputs, progress) as place:
         loaded = tasks.load(progress)
+        progress.say(f"loading {source.described}")
         model, tokenizer = load.load_original(source)
         windows, text = held_out_windows(source, eval_text, tokenizer, model)
         if windows is None:

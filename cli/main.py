@@ -23,6 +23,7 @@ from permtriton.cli.options import (
     Dtype,
     EvalText,
     Flags,
+    GgufName,
     Gpus,
     HelpAll,
     Json,
@@ -127,6 +128,7 @@ def compile(
     offload: OffloadFolder = None,
     config: ConfigFile = None,
     json: Json = False,
+    gguf_file: GgufName = None,
     trust_remote_code: TrustRemoteCode = False,
     help_all: HelpAll = False,
 ) -> None:
@@ -139,7 +141,7 @@ def compile(
     from permtriton.cli.compile import Job, run
     from permtriton.model.load import Source
 
-    source = Source(model, dtype, device, trust_remote_code)
+    source = Source(model, dtype, device, trust_remote_code, gguf_file)
     job = Job(source, chosen, eval_text, output, overwrite, restart, json, shard, offload)
     if dry_run:
         from permtriton.cli.dry_run import run as show
@@ -174,6 +176,7 @@ def inspect(
     ] = None,
     overwrite: Overwrite = False,
     json: Json = False,
+    gguf_file: GgufName = None,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Show what would be pruned, where each permutation would go and what it costs. Reads only MODEL's config."""
@@ -182,7 +185,7 @@ def inspect(
     from permtriton.model.load import Source
 
     run(
-        Source(model, trust_remote_code=trust_remote_code),
+        Source(model, trust_remote_code=trust_remote_code, gguf_file=gguf_file),
         config,
         graph,
         only,
@@ -229,6 +232,7 @@ def compare(
         bool,
         running_option("--overwrite", help="Measure everything again, whatever is kept, and replace any earlier file."),
     ] = False,
+    gguf_file: GgufName = None,
     trust_remote_code: TrustRemoteCode = False,
     help_all: HelpAll = False,
 ) -> None:
@@ -240,17 +244,21 @@ def compare(
 
     request = Request(model, given, flags, seeds, methods, patterns, ablate, values)
     wanted = TaskRequest(tasks, limit, tasks_dir)
-    source = Source(model, dtype, device, trust_remote_code)
+    source = Source(model, dtype, device, trust_remote_code, gguf_file)
     run(source, request, wanted, eval_text, output or [], overwrite=overwrite, json=json)
 
 
 @command()
 def evaluate(
     model: Annotated[
-        str, typer.Argument(help="A model folder, a hub name, or demo; dense, or written by permtriton in any format.")
+        str,
+        typer.Argument(
+            help="A model folder, a hub name, a .gguf file, or demo; dense, or written by permtriton in any format."
+        ),
     ],
     against: Annotated[
-        str | None, typer.Option(help="The dense model: adds its perplexity, the KL and the cosine to it.")
+        str | None,
+        typer.Option(help="The dense model, as MODEL is given: adds its perplexity, the KL and the cosine to it."),
     ] = None,
     perplexity: Annotated[
         str | None,
@@ -275,6 +283,7 @@ def evaluate(
         Path | None, output_option(help="File to write the results to as well: .json, .csv or .md.")
     ] = None,
     overwrite: Overwrite = False,
+    gguf_file: GgufName = None,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Measure MODEL: perplexity, zero-shot tasks of lm-eval, KL and cosine to the dense model."""
@@ -283,7 +292,7 @@ def evaluate(
     from permtriton.model.load import Source
 
     dense = Source(against, dtype, device, trust_remote_code) if against else None
-    source = Source(model, dtype, device, trust_remote_code)
+    source = Source(model, dtype, device, trust_remote_code, gguf_file)
     wanted = TaskRequest(tasks, limit, tasks_dir)
     run(source, dense, perplexity, wanted, batch_size, output, overwrite=overwrite, json=json)
 

@@ -107,6 +107,11 @@ class CompileConfig:
         """The names of the steps, separated by commas."""
         return ",".join(step.name for step in self.steps)
 
+    @property
+    def uses_importance(self) -> bool:
+        """Whether the importance decides anything in one of the steps."""
+        return any(step.uses_importance() for step in self.steps)
+
     def has(self, name: str) -> bool:
         """Whether the recipe has a step of this name."""
         return any(step.name == name for step in self.steps)
@@ -127,6 +132,6 @@ def has_effect(option: Option, config: CompileConfig) -> bool:
     if option.gradients:
         return any(step.gradients for step in config.steps)
     if option.name == "importance":
-        return any(step.uses_importance() for step in config.steps)
+        return config.uses_importance
     values = config.to_dict()
     return all(values[other] in allowed for other, allowed in option.needs.items())

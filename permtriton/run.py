@@ -88,7 +88,8 @@ class Run:
         graph: graph of the model in the present order, over the model's own parameters.
         batches: single samples of the traced shapes, on which passes are verified.
         reference: outputs of the dense model, which exact steps must reproduce.
-        statistics: site name -> statistic of its input channels in the present order, float32 ``[channels]``.
+        statistics: site name -> statistic of its input channels in the present order, float32 ``[channels]``; empty
+            where no step uses the importance.
         indices: space name -> unit index from the dense order, int64 ``[units]``.
         retained: pruned linear -> importance that its mask retains in the present order.
         dense_weights: pruned linear -> its weight before it was pruned; filled where a step needs it.
@@ -294,7 +295,7 @@ class Run:
         Args:
             steps: the steps that are left.
         """
-        if not self._dense_order:  # nothing was permuted
+        if not self._dense_order and self.statistics:  # nothing was permuted
             self._dense_order = self._retained({})
             self.retained = {name: each.chosen for name, each in self._dense_order.items()}
         if any(step.dense_weights for step in steps):

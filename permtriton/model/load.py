@@ -1,10 +1,11 @@
-"""Loads models and tokenizers from local folders, from the Hugging Face hub, or the demo; safetensors only."""
+"""Loads models and tokenizers from local folders, from the Hugging Face hub, or the demo: safetensors, or GGUF."""
 
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,14 @@ import transformers
 from huggingface_hub.errors import LocalEntryNotFoundError
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.models.auto import modeling_auto
+from transformers.utils import cached_file
 
 from permtriton import demo
 from permtriton.errors import ConfigError, ModelError, OutputError, first_line, reading, shown, without_panics
 from permtriton.kernels import autotune
 from permtriton.model.core import check_towers
+from permtriton.model.gguf_file import SUFFIX, GgufFile, in_words, read_gguf
 from permtriton.model.headers import (
     CONFIG_FILE,
     INDEX_FILE,
@@ -45,21 +49,56 @@ class Source:
     """Where a model comes from and how to read it.
 
     Attributes:
-        name: folder, hub name, or ``demo``.
+        name: folder, hub name, ``demo``, or path of a GGUF file.
         dtype: ``auto`` (the checkpoint's dtype), ``float32``, ``float16`` or ``bfloat16``.
         device: ``auto`` (a GPU if there is one), ``cpu`` or ``cuda``.
         trust_remote_code: whether code that comes with the model may run.
+        gguf_file: name of a GGUF file in the folder or beside the hub name; None where the model is in safetensors, or
+            ``name`` is the file.
     """
 
     name: str
     dtype: str = "auto"
     device: str = "auto"
     trust_remote_code: bool = False
+    gguf_file: str | None = None
+
+    @cached_property
+    def gguf(self) -> GgufFile | None:
+        """The GGUF file that the model is read from, and dequantized; None where it is in safetensors.
+
+        Raises:
+            ConfigError: a file and a name of one inside are given, or the package gguf is missing.
+            ModelError: there is no such file, or it is damaged.
+        """
+        if self.name.endswith(SUFFIX) and not os.path.isdir(self.name) and self.gguf_file is None:
+            if not os.path.isfile(self.name):
+                raise ModelError(f"{self.name} does not exist: give a GGUF file, a Hugging Face model folder or a name")
+            return read_gguf(Path(self.name))
+        if self.gguf_file is None:
+            return None
+        if os.path.isfile(self.name):
+            raise ConfigError(
+                f"--gguf-file {self.gguf_file} names a file in a folder, but {self.name} is a file itself: leave "
+                "--gguf-file out, or give the folder"
+            )
+        with reading(f"{self.name} holds no {self.gguf_file}, and none can be fetched from the hub", ModelError):
+            return read_gguf(Path(str(cached_file(self.name, self.gguf_file))))
 
     @property
     def location(self) -> str:
         """The folder or hub name."""
+        if self.gguf is not None:
+            return str(self.gguf.path.parent)
         return str(demo.FOLDER) if self.name == "demo" else self.name
+
+    @property
+    def described(self) -> str:
+        """The name, and what a GGUF file holds; raises as `gguf`."""
+        if self.gguf is None:
+            return self.name
+        file = "" if self.gguf_file is None else f" from {self.gguf_file}"
+        return f"{self.name}, dequantized{file}: {in_words(self.gguf.types)}"
 
     @property
     def folder(self) -> Path | None:
@@ -67,8 +106,8 @@ class Source:
         return Path(self.location) if os.path.isdir(self.location) else None
 
     def holds(self, file: str) -> bool:
-        """Returns whether the source is a folder that holds ``file``."""
-        return os.path.isfile(os.path.join(self.location, file))
+        """Returns whether the source is a folder that holds ``file``; a GGUF file holds all that belongs to it."""
+        return self.gguf is None and os.path.isfile(os.path.join(self.location, file))
 
 
 def resolve_device(device: str) -> torch.device:
@@ -148,7 +187,8 @@ def load_model(source: Source, allow_compiled: bool = True, offload: Offload | N
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # so that they are in the info; the error of transformers does not name them
             **placement,
-            **_remote_code(source),
+            **_arguments(source),
+            **_dequantizing(source),
         )
     if differing := sorted(info["mismatched_keys"]):
         name, stored_shape, shape = differing[0]
@@ -167,6 +207,8 @@ def load_model(source: Source, allow_compiled: bool = True, offload: Offload | N
     if stored is not None and getattr(config, "quantization_config", None) is None:
         _check_floating(model, stored)
     check_weights(model)
+    if source.gguf is not None:
+        model.name_or_path = source.name  # not the folder that the file is in
     autotune.use_beside(Path(source.location))
     return model.to(device).eval()
 
@@ -185,7 +227,8 @@ def unchanged_weights(source: Source, *, also_replaced: bool = False) -> Iterato
     Raises:
         ModelError: a file was changed; the message names it.
     """
-    files = {path: path.stat() for path in sorted(Path(source.location).glob("*.safetensors"))}
+    weights = [source.gguf.path] if source.gguf else sorted(Path(source.location).glob("*.safetensors"))
+    files = {path: path.stat() for path in weights}
     yield
     for path, before in files.items():
         after = path.stat() if path.is_file() else None
@@ -240,7 +283,7 @@ def load_processor(source: Source, model: PreTrainedModel) -> Any:
         loaders.append(loaders.pop(0))  # it would make an empty tokenizer up, which would then be saved
     for loader in loaders:
         try:
-            return loader.from_pretrained(source.location, **_remote_code(source))
+            return loader.from_pretrained(source.location, **_arguments(source))
         except Exception as error:  # they raise many kinds, also where a folder holds a processor of another kind
             problems.append(error)
     if any(map(source.holds, PROCESSOR_FILES)) or _is_connection_lost(problems[0]):
@@ -256,11 +299,11 @@ def load_tokenizer(source: Source) -> PreTrainedTokenizerBase | None:
     """
     try:
         with reading(f"{source.name}: its tokenizer cannot be loaded", ModelError), without_panics():
-            tokenizer = AutoTokenizer.from_pretrained(source.location, **_remote_code(source))
+            tokenizer = AutoTokenizer.from_pretrained(source.location, **_arguments(source))
             _check_vocabulary(source, tokenizer)
             return tokenizer
     except ModelError as error:  # a missing tokenizer and a damaged one raise the same kinds
-        if source.holds("tokenizer_config.json"):
+        if source.holds("tokenizer_config.json") or (source.gguf and source.gguf.has_tokenizer):
             raise
         if source.folder is None and _is_connection_lost(error):
             problem = f"{source.name}: its tokenizer cannot be fetched: {first_line(error.__cause__ or error)}"
@@ -284,9 +327,21 @@ def _check_vocabulary(source: Source, tokenizer: PreTrainedTokenizerBase) -> Non
 def check_original(model: PreTrainedModel) -> None:
     """Refuses a model that is compiled already, that only compares others' outputs, or whose weights are damaged.
 
+    One that transformers dequantized from a GGUF file loses the mark that it was quantized, as nothing could save it.
+
     Raises:
-        ModelError: a module permutes channels or is packed, there is no last hidden state, or a weight is not finite.
+        ModelError: a module permutes channels or is packed, there is no last hidden state, or a weight is not finite
+            or in GGUF's blocks.
     """
+    quantizer = getattr(model, "hf_quantizer", None)
+    if quantizer is not None and quantizer.quantization_config.quant_method == "gguf":
+        for name, parameter in model.named_parameters():
+            if not parameter.is_floating_point():
+                raise ModelError(
+                    f"{name} is still in GGUF's blocks: load the model with quantization_config="
+                    "GgufConfig(dequantize=True)"
+                )
+        quantizer.remove_quantization_config(model)
     for name, module in model.named_modules():
         if is_permuted(module) or is_packed(module):
             raise ModelError(
@@ -365,20 +420,25 @@ def _check_saves(source: Source, model: PreTrainedModel, tokenizer: Any) -> None
 
 
 def _stored(source: Source) -> dict[str, StoredTensor] | None:
-    """Returns the tensors of a folder's checkpoint, after checking its headers and index; None for a hub name."""
+    """Returns the tensors of a checkpoint, after checking its headers and index; None for a hub name."""
+    if source.gguf is not None:
+        return source.gguf.stored
     return None if source.folder is None else read_headers(checkpoint_files(source.folder))
 
 
 def _config(source: Source, stored: Mapping[str, StoredTensor] | None) -> Any:
+    if source.gguf is not None:
+        with reading(f"{source.gguf.path}: transformers {transformers.__version__} cannot read it", ModelError):
+            return AutoConfig.from_pretrained(source.location, **_arguments(source))
     _check_folder(source)
     if source.folder is None:
         missing = "there is no such folder, and no such model can be fetched from the hub"
         with reading(f"{source.name}: {missing}", ModelError):
-            return AutoConfig.from_pretrained(source.location, **_remote_code(source))
+            return AutoConfig.from_pretrained(source.location, **_arguments(source))
     path = source.folder / CONFIG_FILE
     check_numbers(read_json(path), stored, str(path))
     with reading(f"{source.name}: its config.json cannot be used", ModelError):
-        return AutoConfig.from_pretrained(source.location, **_remote_code(source))
+        return AutoConfig.from_pretrained(source.location, **_arguments(source))
 
 
 def _check_folder(source: Source) -> None:
@@ -395,7 +455,7 @@ def _check_folder(source: Source) -> None:
 
 
 def _model_class(source: Source, config: Any) -> Any:
-    names = config.architectures or []
+    names = config.architectures or ([] if source.gguf is None else _head(config))
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
         raise ModelError(
             f'{source.name}: config.json names no class in "architectures": add one, such as LlamaForCausalLM'
@@ -416,6 +476,15 @@ def _model_class(source: Source, config: Any) -> Any:
     return model_class
 
 
+def _head(config: Any) -> list[str]:
+    """Returns the class that predicts tokens with a config that names none, as that of a GGUF file."""
+    mappings = (
+        modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    )
+    return [mapping[config.model_type] for mapping in mappings if config.model_type in mapping]
+
+
 def _remote_class(config: Any, name: str, location: str) -> Any:
     """Returns the class ``name`` from the code that comes with the model; None if there is none."""
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
@@ -427,6 +496,8 @@ def _remote_class(config: Any, name: str, location: str) -> Any:
 
 
 def _refuse_pickles(source: Source) -> None:
+    if source.gguf is not None:
+        return
     _check_folder(source)
     if source.folder is None or source.holds(INDEX_FILE) or any(source.folder.glob("*.safetensors")):
         return
@@ -435,5 +506,13 @@ def _refuse_pickles(source: Source) -> None:
     raise ModelError(f"{source.name} holds {content}: permtriton reads .safetensors only; convert the checkpoint first")
 
 
-def _remote_code(source: Source) -> dict[str, bool]:
-    return {"trust_remote_code": source.trust_remote_code}
+def _arguments(source: Source) -> dict[str, Any]:
+    """Returns what every ``from_pretrained`` is given beside the location."""
+    file = {} if source.gguf is None else {"gguf_file": source.gguf.path.name}
+    return {"trust_remote_code": source.trust_remote_code, **file}
+
+
+def _dequantizing(source: Source) -> dict[str, Any]:
+    """Returns what makes transformers dequantize a GGUF file; versions without this class always do."""
+    kind = getattr(transformers, "GgufConfig", None)
+    return {} if source.gguf is None or kind is None else {"quantization_config": kind(dequantize=True)}
