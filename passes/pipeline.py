@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
 
 import torch
 from torch import Tensor, fx
@@ -168,8 +167,11 @@ def run_passes(
 
 def _verified_together(passes: Sequence[Pass]) -> list[list[Pass]]:
     parts: list[list[Pass]] = []
-    for exact, group in groupby(passes, key=lambda each: each.exact):
-        parts += [list(group)] if exact else [[each] for each in group]
+    for each in passes:
+        if parts and each.exact and parts[-1][-1].exact:
+            parts[-1].append(each)
+        else:
+            parts.append([each])
     return parts
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from permtriton.config import CalibrationConfig, CompileConfig, has_effect
+from permtriton.config import CalibrationConfig, CompileConfig, has_effect, why_no_effect
 from permtriton.errors import ConfigError, first_line, reading, shown
 from permtriton.methods import steps
 from permtriton.methods.heuristic import Heuristic
@@ -37,10 +37,12 @@ class Recipe:
     Attributes:
         steps: what runs, with the options in which the recipe differs from the steps' defaults.
         summary: what it gives and what it costs, in one line.
+        generated: sequences that the dense model writes per calibration sample, where it can.
     """
 
     steps: tuple[Step, ...]
     summary: str
+    generated: int = 0
 
     @property
     def names(self) -> str:
@@ -129,6 +131,9 @@ def config_from(
     values = {**(SMALL if model == DEMO else {}), **given}
     if chosen == "published" and values.get("importance") == "ria":
         values.setdefault("learn_learning_rate", RIA_LEARNING_RATE)
+    if isinstance(chosen, str) and chosen in RECIPES:
+        samples = values.get("samples", known["samples"].default)
+        values.setdefault("generated", RECIPES[chosen].generated * samples)
     config = CompileConfig(
         **given_options(CompileConfig, values),
         calibration=CalibrationConfig(**given_options(CalibrationConfig, values)),
@@ -180,6 +185,12 @@ def defaults(option: Option) -> str:
     return "; ".join(f"{place}{str(value).lower()}" for place, value in texts)
 
 
+def suggested_text(config: CompileConfig) -> int:
+    """Returns how many sequences the recipe lets the dense model write where the user does not say."""
+    found = (recipe.generated for recipe in RECIPES.values() if recipe.names == config.recipe)
+    return next(found, 0) * config.calibration.samples
+
+
 def check_given(names: Sequence[str], config: CompileConfig) -> None:
     """Refuses options that a user gave and that have no effect with the rest of the config.
 
@@ -188,19 +199,8 @@ def check_given(names: Sequence[str], config: CompileConfig) -> None:
     """
     known = all_options()
     for each in (known[name] for name in names if name in known):
-        if has_effect(each, config):
-            continue
-        if each.step:
-            raise ConfigError(
-                f"{each.flag} has no effect with --recipe {config.recipe}: it is an option of the step {each.step}; "
-                f"leave it out, or add {each.step} to the recipe"
-            )
-        if each.needs:
-            other, values = next(iter(each.needs.items()))
-            present, choose = f"--{other} {config.to_dict()[other]}", f"--{other} {' or '.join(values)}"
-            raise ConfigError(f"{each.flag} has no effect with {present}: leave it out, or choose {choose}")
-        why = "which computes no gradients" if each.gradients else "which chooses its own mask"
-        raise ConfigError(f"{each.flag} has no effect with --recipe {config.recipe}, {why}: leave it out")
+        if why := why_no_effect(each, config):
+            raise ConfigError(f"{each.flag} has no effect with {why}")
 
 
 def compile_command(model: str, config: CompileConfig, **running: str | bool | None) -> str:

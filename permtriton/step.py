@@ -5,7 +5,7 @@ follow from what each step says of itself, so that a new method is one file in `
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -46,6 +46,7 @@ class Facts:
         spaces: number of units of each channel space that may move.
         kept: share of the weights that are kept.
         sequences: number of calibration samples.
+        generated: number of sequences that the dense model writes beside them, for the steps that read such text.
         tokens: tokens of a sample that have logits.
         longest: positions of a sample, in the longer half of an encoder-decoder.
         positions: positions of all samples that the last hidden state has.
@@ -79,6 +80,14 @@ class Facts:
     one_layer: bool = False
     thrifty: bool = False
     ranks: int = 1
+    generated: int = 0
+
+    def read_by(self, step: "Step") -> "Facts":
+        """Returns the facts of all samples that a step reads, which may be more than the calibration samples."""
+        if not step.generated:
+            return self
+        sequences = self.sequences + self.generated
+        return replace(self, sequences=sequences, positions=self.positions // self.sequences * sequences, generated=0)
 
     @property
     def all_positions(self) -> int:
@@ -119,12 +128,18 @@ class Speed:
         both: a forward and a backward pass over them; 0 where no step needs gradients.
         masks: the masks of all pruned weights.
         assignments: assigning the channels of all spaces to groups, of one rank.
+        token: the next token of the texts that the dense model writes together; 0 where it writes none.
     """
 
     forward: float
     both: float
     masks: float
     assignments: float
+    token: float = 0.0
+
+    def times(self, factor: float) -> "Speed":
+        """Returns the speed with passes over so many times the calibration samples."""
+        return replace(self, forward=factor * self.forward, both=factor * self.both)
 
 
 @dataclass
@@ -160,6 +175,7 @@ class Step(Protocol):
         keeps_values: whether the weights that are kept keep their values.
         dense_weights: whether it needs the dense weights after the model is pruned.
         shards: whether it can run while the weights of layers are spread over several GPUs.
+        generated: whether it reads the text that the dense model writes (``--generated``), beside the samples.
         offloads: whether it can run on a model in files, with the gradients of one layer at a time.
         thrift: what it does where memory is short, in words; empty if it has no choice.
     """
@@ -173,6 +189,7 @@ class Step(Protocol):
     dense_weights: ClassVar[bool] = False
     shards: ClassVar[bool] = True
     offloads: ClassVar[bool] = True
+    generated: ClassVar[bool] = False
     thrift: ClassVar[str] = ""
 
     def __post_init__(self) -> None:

@@ -113,7 +113,8 @@ def record(sparsity: str = "2:4", **entries: object) -> dict[str, object]:
     """Returns the content of ``permtriton.json`` of a compilation that recorded as little as it can."""
     return {
         "model": "zoo", "command": "permtriton compile zoo", "versions": {}, "device": "cpu", "determinism": {},
-        "dtype": "float32", "calibration": {"sha256": "0", "shape": [4, 16]}, "parameters": 2, "pruned_parameters": 1,
+        "dtype": "float32", "calibration": {"sha256": "0", "shape": [4, 16]}, "generated": None,
+        "parameters": 2, "pruned_parameters": 1,
         "config": {"sparsity": sparsity, "importance": "magnitude", "recipe": "mask", "layout": "portable",
                    "calibration": "demo", "seed": 0},
         "sparsity_by_layer": {}, "permutations": [], "skipped": {}, "barriers": [], "sites": [], "rows": [],

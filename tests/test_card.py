@@ -70,6 +70,8 @@ def test_content():
     ):
         assert line in text
     assert "/home/me" not in text
+    wrote = model_card({**REPORT, "generated": {"sha256": "0", "shape": [32, 256]}}, "LlamaForCausalLM", ALONE)
+    assert "| text that the dense model wrote | 32 x 256 tokens |" in wrote
     assert "import permtriton" not in text
     assert "import permtriton\nfrom transformers import AutoModel\n" in model_card(REPORT, "X", WITH_PERMTRITON)
 

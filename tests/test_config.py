@@ -31,6 +31,7 @@ OTHER = {
     "calibration": "pile",
     "samples": 3,
     "sequence_length": 77,
+    "generated": 9,
     "heuristic_row_weights": "none",
     "learn_block_size": 32,
     "learn_sinkhorn_rounds": 0,

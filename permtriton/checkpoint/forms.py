@@ -170,7 +170,7 @@ class Gguf(TypedDict):
 
 
 class Calibration(TypedDict):
-    """The calibration samples."""
+    """The calibration samples, or those that the dense model wrote beside them."""
 
     sha256: str
     shape: list[Integer]
@@ -250,6 +250,7 @@ class Record(TypedDict):
     dtype: Annotated[str, AfterValidator(_dtype)]
     config: Config
     calibration: Calibration
+    generated: Calibration | None
     parameters: Annotated[Integer, Field(gt=0)]
     pruned_parameters: Integer
     sparsity_by_layer: dict[str, float]

@@ -24,6 +24,7 @@ class Refit(Step):
     keeps_values: ClassVar[bool] = False
     dense_weights: ClassVar[bool] = True
     shards: ClassVar[bool] = False
+    generated: ClassVar[bool] = True
 
     dense_share: float = option(
         0.5,
@@ -57,7 +58,15 @@ class Refit(Step):
         from permtriton.methods.refitting import refit
 
         parts = refit(
-            run.model, run.plan, run.dense_weights, run.samples, run.batch, self, run.config, run.progress, run.empty
+            run.model,
+            run.plan,
+            run.dense_weights,
+            run.samples_of(self),
+            run.batch,
+            self,
+            run.config,
+            run.progress,
+            run.empty,
         )
         return Outcome(parts=parts)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from permtriton.errors import ConfigError, ModelError, reading
 from permtriton.model.headers import StoredTensor
-from permtriton.model.sizes import check_counts
+from permtriton.model.sizes import check_numbers
 
 SUFFIX = ".gguf"
 COUNTS = {"block_count": "layers", "expert_count": "experts"}  # what GGUF calls the parts that sizes limits
@@ -62,5 +62,5 @@ def read_gguf(path: Path) -> GgufFile:
         counts = {COUNTS[end]: field.contents() for end, field in ends.items() if end in COUNTS}
         if not stored:
             raise ModelError(f"{path} holds no tensors: give a GGUF file with weights")
-    check_counts(counts, stored, str(path))
+    check_numbers(counts, stored, str(path))
     return GgufFile(path, stored, "tokenizer.ggml.model" in file.fields)

@@ -23,6 +23,7 @@ INPUTS = "inputs"  # the text of a state that says which run it belongs to
 NEVER_NEGATIVE = ("step", "exp_avg_sq")  # parts of an optimizer's state
 DIFFERS = {
     "text": "the calibration sequences differ",
+    "generated": "the dense model wrote another text",
     "weights": "the model is another one (its weights or its config differ)",
     "start": (
         "the stages before it ended with other weights, as they may with another number of threads, micro-batch size "
@@ -143,7 +144,9 @@ class StateFile:
 
     def damaged(self, problem: str) -> OutputError:
         """Returns the error for a state that cannot be used."""
-        return OutputError(f"state {self.path} is damaged: {problem}; delete the file to start from scratch, or use --restart")
+        return OutputError(
+            f"state {self.path} is damaged: {problem}; delete the file to start from scratch, or use --restart"
+        )
 
     def delete(self) -> None:
         """Removes the file, once its result is saved elsewhere."""
