@@ -55,6 +55,7 @@ OTHER = {
     "sparsegpt_mask": "keep",
     "refit_dense_share": 0.75,
     "refit_iterations": 7,
+    "refit_generated": False,
     "reconstruct_epochs": 5,
     "reconstruct_learning_rate": 0.03,
     "reconstruct_batch_size": 2,

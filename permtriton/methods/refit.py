@@ -24,7 +24,6 @@ class Refit(Step):
     keeps_values: ClassVar[bool] = False
     dense_weights: ClassVar[bool] = True
     shards: ClassVar[bool] = False
-    generated: ClassVar[bool] = True
 
     dense_share: float = option(
         0.5,
@@ -33,6 +32,13 @@ class Refit(Step):
         maximum=1.0,
     )
     iterations: int = option(30, "Most rounds of conjugate gradients per weight; 0 leaves SparseGPT's weights.")
+    generated: bool = option(
+        True, "Read the text of --generated, too, which takes as much longer as there is more text."
+    )
+
+    @property
+    def reads_generated(self) -> bool:
+        return self.generated
 
     def uses_importance(self) -> bool:
         return False

@@ -13,11 +13,14 @@ class Training(Step):
 
     stage: ClassVar[Stage] = Stage.TRAIN
     shards: ClassVar[bool] = False
-    generated: ClassVar[bool] = True
 
     epochs: int = option(20, "Passes over the calibration sequences.", minimum=1)
     learning_rate: float = option(5e-4, "Peak Adam learning rate, with cosine decay to 0.", positive=True)
     batch_size: int = option(8, "Sequences per optimiser step.", minimum=1)
+
+    @property
+    def reads_generated(self) -> bool:
+        return True
 
     @property
     def gradients(self) -> bool:
