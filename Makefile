@@ -3,11 +3,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 VLLM := .venv-vllm
+PEERS := .venv-peers
 INSTALLED := $(VENV)/.installed
 
 DEMO_METHODS := magnitude,wanda,wanda + heuristic,sparsegpt,heuristic + sparsegpt,heuristic + refit
 
-.PHONY: demo test lint types unit soak vllm vllm-install install clean
+.PHONY: demo test lint types unit soak vllm vllm-install real peers install clean
 
 install: $(INSTALLED)
 
@@ -60,5 +61,18 @@ $(VLLM)/.installed: pyproject.toml
 	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
+# A real language model, every method, and the peers, each of which gets an environment of its own: hours on two cores.
+# make real TEXTS=FOLDER, where FOLDER holds valid.txt and test.txt of WikiText-2; started again, it continues.
+# PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu spares gigabytes, unless pip finds torch's CPU build elsewhere.
+real: $(INSTALLED) peers
+	$(BIN)/python -m benchmarks.real --texts "$(TEXTS)" --peers $(PEERS)
+
+peers: $(PEERS)/llmcompressor/.installed $(PEERS)/modelopt/.installed
+
+$(PEERS)/%/.installed: benchmarks/real/peers/%.txt
+	$(PYTHON) -m venv $(PEERS)/$*
+	$(PEERS)/$*/bin/pip install --quiet --disable-pip-version-check -r $<
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(VLLM) build *.egg-info
+	rm -rf $(VENV) $(VLLM) $(PEERS) real-work build *.egg-info

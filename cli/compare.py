@@ -1,6 +1,5 @@
 """The command ``permtriton compare``: compares methods, or the settings of an ablation, and prints the table."""
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from permtriton.data.samples import Samples
 from permtriton.errors import ConfigError, OutputError
 from permtriton.model import load
 from permtriton.model.seq2seq import with_decoder_ids
+from permtriton.output_files import problem_of
 from permtriton.progress import Progress
 from permtriton.recipes import resolved
 from permtriton.sparsity import NMPattern
@@ -104,6 +104,7 @@ def run(
     progress = BarProgress()
     with _claimed(source, outputs, progress) as place:
         loaded = tasks.load(progress)
+        progress.say(f"loading {source.described}")
         model, tokenizer = load.load_original(source)
         windows, text = held_out_windows(source, eval_text, tokenizer, model)
         if windows is None:
@@ -139,10 +140,10 @@ def _claimed(source: load.Source, outputs: Sequence[Path], progress: Progress) -
     """
     stem = f"compare-{Path(source.name).resolve().name}"
     place = outputs[0].with_name(f".{outputs[0].name}.rows.json") if outputs else Path(f".{stem}.rows.json")
-    if not os.access(place.resolve().parent, os.W_OK):
+    if problem := problem_of(place.resolve().parent):
         raise OutputError(
-            f"the folder {place.resolve().parent}, where finished results are kept, cannot be written: run in another "
-            "folder, or give --output a file in another one"
+            f"the folder {place.resolve().parent}, where finished results are kept, cannot be written: {problem}; run "
+            "in another folder, or give --output a file in another one"
         )
     with ExitStack() as stack:
         for output in outputs or [Path(stem)]:

@@ -9,7 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from permtriton import compiler
-from permtriton.checkpoint.output import claimed, resume_path
+from permtriton.checkpoint.output import check_apart, claimed, resume_path
 from permtriton.checkpoint.plan_entries import grouped
 from permtriton.checkpoint.save import CompiledModel
 from permtriton.cli import torchrun
@@ -20,6 +20,7 @@ from permtriton.config import CompileConfig
 from permtriton.machine import format_bytes
 from permtriton.methods import steps
 from permtriton.model import load
+from permtriton.model.gguf_file import SUFFIX
 from permtriton.offload import Offload, check_offload
 from permtriton.progress import NoProgress, Progress
 from permtriton.recipes import compile_command
@@ -45,7 +46,17 @@ class Job:
     def target(self) -> Path:
         """Folder to write."""
         pattern = self.config.sparsity
-        return self.output or Path(f"{Path(self.source.name).resolve().name}-{pattern.kept}of{pattern.group}")
+        name = Path(self.source.name).resolve().name.removesuffix(SUFFIX)
+        return self.output or Path(f"{name}-{pattern.kept}of{pattern.group}")
+
+    def check_apart(self) -> None:
+        """Refuses an output in the folder of the model, where the default is if that is the present folder.
+
+        Raises:
+            OutputError: the output is such a one.
+        """
+        if self.source.folder is not None:
+            check_apart(self.target, self.source.folder)
 
     def files(self) -> Offload | None:
         """Returns the offload folder, if there is one.
@@ -70,6 +81,7 @@ def run(job: Job) -> None:
     with ExitStack() as stack:
         with torchrun.joined(source.device):
             if first:
+                job.check_apart()
                 stack.enter_context(claimed(target, overwrite=job.overwrite, say=progress.say))
                 if job.restart:
                     _delete_states(target, progress)
@@ -105,11 +117,14 @@ def _compiled(job: Job, progress: Progress) -> CompiledModel:
             offload=files,
         )
     compiled.report["evaluation"]["text"] = text
+    if source.gguf is not None:
+        compiled.report["gguf"] = {"file": source.gguf.path.name, "tensors": source.gguf.types}
     compiled.report["command"] = compile_command(
         source.name,
         job.config,
         eval_text=job.eval_text and Path(job.eval_text).name,
         dtype=None if source.dtype == "auto" else source.dtype,
+        gguf_file=source.gguf_file,
         trust_remote_code=source.trust_remote_code,
     )
     return compiled
@@ -132,7 +147,7 @@ def loaded(
     Raises:
         PermTritonError: as `permtriton.model.load.load_original` and `held_out_windows`.
     """
-    progress.say(f"loading {source.name}")
+    progress.say(f"loading {source.described}")
     model, tokenizer = load.load_original(source, offload=offload, saved=True)
     windows, text = held_out_windows(source, eval_text, tokenizer, model)
     if windows is None:

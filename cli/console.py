@@ -1,11 +1,13 @@
 """What all commands print with: progress bars, tables, error messages, JSON."""
 
+import io
 import os
+import signal
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -44,17 +46,31 @@ class _Out(_PlainConsole):
     """Prints on standard output; raises a `PrintError` where that is full or closed."""
 
     def print(self, *objects: Any, **options: Any) -> None:
-        with _printing():
+        with printing():
             super().print(*objects, **options)
 
 
+class _Err(_PlainConsole):
+    """Prints on standard error; where that takes nothing, as on a full disk, the work goes on without words."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        try:
+            super().print(*objects, **options)
+        except OSError:
+            _discard(sys.stderr)
+
+
 @contextmanager
-def _printing() -> Iterator[None]:
-    """Turns an error of standard output into `PrintError`, or into silence if it is a pipe that nobody reads."""
+def printing() -> Iterator[None]:
+    """Turns an error of standard output into `PrintError`, or into silence if it is a pipe that nobody reads.
+
+    Nothing but printing may stand inside the ``with`` block.
+    """
     if sys.stdout is None:
         raise PrintError("the result could not be printed: standard output is closed")
     try:
-        yield
+        with suppress(SystemExit):  # of rich, which prints help, where nobody reads a pipe
+            yield
     except OSError as error:
         _discard(sys.stdout)
         if not isinstance(error, BrokenPipeError):
@@ -80,7 +96,7 @@ def saved(*paths: Path) -> Iterator[None]:
 
 
 out = _Out(markup=False, emoji=False)
-err = _PlainConsole(stderr=True, markup=False, emoji=False)
+err = _Err(stderr=True, markup=False, emoji=False)
 
 
 class BarProgress:
@@ -121,21 +137,49 @@ class BarProgress:
         err.print(text, highlight=False, soft_wrap=True)
 
 
+class _Ended(KeyboardInterrupt):
+    """A signal to end, such as a batch system sends before it kills, or a terminal that closes."""
+
+
+@contextmanager
+def _ending_as_interrupted() -> Iterator[None]:
+    """Inside the ``with`` block, SIGTERM and SIGHUP do what Ctrl-C does, unless the caller has them ignored."""
+    mine = [each for name in ("SIGTERM", "SIGHUP") if (each := getattr(signal, name, None)) is not None]
+    mine = [each for each in mine if signal.getsignal(each) is signal.SIG_DFL]
+
+    def end(number: int, _frame: object) -> None:
+        for each in mine:
+            signal.signal(each, signal.SIG_IGN)  # a second one would interrupt the cleaning up
+        raise _Ended(number)
+
+    for each in mine:
+        signal.signal(each, end)
+    try:
+        yield
+    finally:
+        for each in mine:
+            signal.signal(each, signal.SIG_DFL)
+
+
 @contextmanager
 def clear_errors(to_lower: Callable[[], str]) -> Iterator[None]:
-    """Turns errors that the user can fix into one line and exit code 2, and an interruption into exit code 130.
+    """Turns errors that the user can fix into one line and exit code 2, and an interruption into 128 + its signal.
 
-    Also turns off the warnings and progress bars of torch and transformers.
+    Also turns off the warnings and progress bars of torch and transformers, and writes characters that the encoding of
+    standard output lacks as ``\\u6f22`` and the like, as Python does on standard error.
 
     Args:
         to_lower: returns the end of the line where memory ran out: the command's options that save memory.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # its retries are a line each
     warnings.filterwarnings("ignore", category=UserWarning, module="torch|transformers")
     try:
-        yield
+        with _ending_as_interrupted():
+            yield
     except MemoryTooSmallError as error:
         fail(f"{error}{to_lower()}", 2)
     except PermTritonError as error:
@@ -152,11 +196,11 @@ def clear_errors(to_lower: Callable[[], str]) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         fail(f"{out_of_memory(error)}{to_lower()}", 2)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         fail(
             "interrupted: no half-written output is left; the same command, started again, continues after the last "
             "round, epoch, layer or row that was finished",
-            130,
+            128 + (error.args[0] if isinstance(error, _Ended) else signal.SIGINT),
         )
 
 
@@ -192,5 +236,5 @@ def print_json(value: Any) -> None:
 
 def echo(text: str) -> None:
     """Prints lines on standard output as they are, however long."""
-    with _printing():
+    with printing():
         typer.echo(text)

@@ -30,6 +30,7 @@ def run(job: Job, devices: str | None) -> None:
         PermTritonError: as `permtriton.compile` up to its plan, or the output could not be written.
     """
     wanted = None if devices is None else _devices(devices, job.shard)
+    job.check_apart()
     check_output(job.target, overwrite=job.overwrite)
     source = job.source if wanted is None else replace(job.source, device="cpu")
     files = job.files()

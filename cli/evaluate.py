@@ -50,12 +50,12 @@ def run(
         check_table(output, overwrite=overwrite, like=RESULT)
     progress = BarProgress()
     chosen = tasks.load(progress)
-    progress.say(f"loading {source.name}")
+    progress.say(f"loading {source.described}")
     model = load.load_model(source)
     tokenizer = load.load_processor(source, model)
     dense = order = None
     if against is not None:
-        progress.say(f"loading {against.name}")
+        progress.say(f"loading {against.described}")
         dense, dense_tokenizer = load.load_original(against)
         _check_tokenizers(tokenizer, dense_tokenizer)
         order = _hidden_order(source, getattr(model.config.get_text_config(), "hidden_size", 0))
@@ -108,6 +108,8 @@ def _protocol(measured: library.Evaluated, model: Any, text: str) -> str:
 
 def _hidden_order(source: load.Source, channels: int) -> Any:
     """Returns the order of the hidden states of a model that permtriton wrote; None if it is the dense model's."""
+    if source.gguf is not None:  # not what lies beside the file
+        return None
     path: Any = Path(source.location, REPORT_FILE)
     if not path.parent.is_dir():  # a name on the hub
         path = cached_file(source.location, REPORT_FILE, _raise_exceptions_for_missing_entries=False)

@@ -2,17 +2,18 @@
 command runs: torch and transformers take seconds, and neither help nor a wrong option needs them.
 """
 
+import functools
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from permtriton.checkpoint.format import HELP as FORMATS
 from permtriton.checkpoint.format import Format
 from permtriton.cli import torchrun
-from permtriton.cli.console import clear_errors
+from permtriton.cli.console import clear_errors, printing
 from permtriton.cli.options import (
     Ablate,
     AblateValues,
@@ -22,6 +23,7 @@ from permtriton.cli.options import (
     Dtype,
     EvalText,
     Flags,
+    GgufName,
     Gpus,
     HelpAll,
     Json,
@@ -48,8 +50,22 @@ from permtriton.errors import ConfigError
 SAVE_MEMORY = ("--sequence-length", "--samples", "--micro-batch-size", "--activation-checkpointing", "--dtype")
 
 
+class Command(TyperCommand):
+    """A command whose help may be printed anywhere."""
+
+    def make_context(self, *arguments: Any, **options: Any) -> Any:
+        with printing():
+            return super().make_context(*arguments, **options)
+        raise typer.Exit  # nobody reads it
+
+
 class Commands(TyperGroup):
     """Commands whose errors are one line."""
+
+    def make_context(self, *arguments: Any, **options: Any) -> Any:
+        with clear_errors(lambda: ""), printing():
+            return super().make_context(*arguments, **options)
+        raise typer.Exit  # nobody reads it
 
     def invoke(self, ctx: Any) -> Any:
         with clear_errors(lambda: self._to_lower(ctx)):
@@ -71,6 +87,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+command = functools.partial(app.command, cls=Command)
 
 
 def _print_version(wanted: bool) -> None:
@@ -91,7 +108,7 @@ def _permtriton(
         raise ConfigError(f"permtriton {ctx.invoked_subcommand} is one process: start it without torchrun")
 
 
-@app.command()
+@command()
 @takes()
 def compile(
     model: Model,
@@ -111,6 +128,7 @@ def compile(
     offload: OffloadFolder = None,
     config: ConfigFile = None,
     json: Json = False,
+    gguf_file: GgufName = None,
     trust_remote_code: TrustRemoteCode = False,
     help_all: HelpAll = False,
 ) -> None:
@@ -123,7 +141,7 @@ def compile(
     from permtriton.cli.compile import Job, run
     from permtriton.model.load import Source
 
-    source = Source(model, dtype, device, trust_remote_code)
+    source = Source(model, dtype, device, trust_remote_code, gguf_file)
     job = Job(source, chosen, eval_text, output, overwrite, restart, json, shard, offload)
     if dry_run:
         from permtriton.cli.dry_run import run as show
@@ -133,7 +151,7 @@ def compile(
         run(job)
 
 
-@app.command()
+@command()
 def recipes(json: Json = False) -> None:
     """Show the recipes, and the steps that they are made of, with one line each."""
     from permtriton.cli.recipes import run
@@ -141,7 +159,7 @@ def recipes(json: Json = False) -> None:
     run(json=json)
 
 
-@app.command()
+@command()
 @takes("sparsity", "layout", "o_proj", "skip_indivisible")
 def inspect(
     model: Model,
@@ -158,6 +176,7 @@ def inspect(
     ] = None,
     overwrite: Overwrite = False,
     json: Json = False,
+    gguf_file: GgufName = None,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Show what would be pruned, where each permutation would go and what it costs. Reads only MODEL's config."""
@@ -166,7 +185,7 @@ def inspect(
     from permtriton.model.load import Source
 
     run(
-        Source(model, trust_remote_code=trust_remote_code),
+        Source(model, trust_remote_code=trust_remote_code, gguf_file=gguf_file),
         config,
         graph,
         only,
@@ -177,7 +196,7 @@ def inspect(
     )
 
 
-@app.command()
+@command()
 @takes()
 def compare(
     model: Model,
@@ -211,8 +230,9 @@ def compare(
     ] = None,
     overwrite: Annotated[
         bool,
-        running_option("--overwrite", help="Measure everything anew, whatever is kept, and replace any earlier file."),
+        running_option("--overwrite", help="Measure everything again, whatever is kept, and replace any earlier file."),
     ] = False,
+    gguf_file: GgufName = None,
     trust_remote_code: TrustRemoteCode = False,
     help_all: HelpAll = False,
 ) -> None:
@@ -224,17 +244,21 @@ def compare(
 
     request = Request(model, given, flags, seeds, methods, patterns, ablate, values)
     wanted = TaskRequest(tasks, limit, tasks_dir)
-    source = Source(model, dtype, device, trust_remote_code)
+    source = Source(model, dtype, device, trust_remote_code, gguf_file)
     run(source, request, wanted, eval_text, output or [], overwrite=overwrite, json=json)
 
 
-@app.command()
+@command()
 def evaluate(
     model: Annotated[
-        str, typer.Argument(help="A model folder, a hub name, or demo; dense, or written by permtriton in any format.")
+        str,
+        typer.Argument(
+            help="A model folder, a hub name, a .gguf file, or demo; dense, or written by permtriton in any format."
+        ),
     ],
     against: Annotated[
-        str | None, typer.Option(help="The dense model: adds its perplexity, the KL and the cosine to it.")
+        str | None,
+        typer.Option(help="The dense model, as MODEL is given: adds its perplexity, the KL and the cosine to it."),
     ] = None,
     perplexity: Annotated[
         str | None,
@@ -259,6 +283,7 @@ def evaluate(
         Path | None, output_option(help="File to write the results to as well: .json, .csv or .md.")
     ] = None,
     overwrite: Overwrite = False,
+    gguf_file: GgufName = None,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Measure MODEL: perplexity, zero-shot tasks of lm-eval, KL and cosine to the dense model."""
@@ -267,12 +292,12 @@ def evaluate(
     from permtriton.model.load import Source
 
     dense = Source(against, dtype, device, trust_remote_code) if against else None
-    source = Source(model, dtype, device, trust_remote_code)
+    source = Source(model, dtype, device, trust_remote_code, gguf_file)
     wanted = TaskRequest(tasks, limit, tasks_dir)
     run(source, dense, perplexity, wanted, batch_size, output, overwrite=overwrite, json=json)
 
 
-@app.command()
+@command()
 def export(
     folder: Annotated[Path, typer.Argument(help="A folder that permtriton compile or export wrote.")],
     format: Annotated[str, typer.Option(help=FORMATS)] = Format.PACKED,
@@ -286,7 +311,7 @@ def export(
     run(folder, format, output, overwrite=overwrite, json=json)
 
 
-@app.command()
+@command()
 def report(
     folders: Annotated[
         list[Path],
@@ -306,7 +331,7 @@ def report(
     run(folders, output, comparison, overwrite=overwrite)
 
 
-@app.command()
+@command()
 def doctor(
     compile_kernels: Annotated[
         bool,
@@ -335,7 +360,7 @@ def doctor(
     run(compile_kernels=compile_kernels, defaults_only=defaults_only, test=not no_self_test, json=json)
 
 
-@app.command()
+@command()
 def autotune(
     model: Annotated[
         Path | None, typer.Option(help="A model, compiled or not: the shapes and dtype of its pruned linears.")

@@ -33,7 +33,9 @@ method_option, text_option, running_option = (
 )
 output_option = functools.partial(typer.Option, parser=output_path, metavar="PATH")
 
-Model = Annotated[str, typer.Argument(help="A model folder, a hub name, or demo (a small model inside permtriton).")]
+Model = Annotated[
+    str, typer.Argument(help="A model folder, a hub name, a .gguf file, or demo (a small model inside permtriton).")
+]
 Recipe = Annotated[
     str | None,
     method_option(
@@ -109,6 +111,14 @@ OffloadFolder = Annotated[
         help="For a model larger than memory, on a CPU: a folder on a fast disk, where weights and layers' inputs are "
         "kept while it runs. The result is the same. Not for steps that need the gradients of all weights.",
         hidden=True,
+    ),
+]
+GgufName = Annotated[
+    str | None,
+    running_option(
+        "--gguf-file",
+        help="Read this GGUF file of MODEL, a folder or hub name; its weights are dequantized. Not needed where MODEL "
+        "itself is a .gguf file.",
     ),
 ]
 TrustRemoteCode = Annotated[bool, running_option("--trust-remote-code", help="Run code that comes with the model.")]

@@ -115,6 +115,11 @@ class CompileConfig:
         return ",".join(step.name for step in self.steps)
 
     @property
+    def uses_importance(self) -> bool:
+        """Whether the importance decides anything in one of the steps."""
+        return any(step.uses_importance() for step in self.steps)
+
+    @property
     def alone(self) -> bool:
         """Whether the text that the dense model writes is all there is."""
         return self.calibration.calibration == WRITTEN
@@ -154,7 +159,7 @@ def why_no_effect(option: Option, config: CompileConfig) -> str:
         return f"{recipe}: it is an option of the step {option.step}; leave it out, or add {option.step} to the recipe"
     if option.gradients and not any(step.gradients for step in config.steps):
         return f"{recipe}, which computes no gradients: leave it out"
-    if option.name == "importance" and not any(step.uses_importance() for step in config.steps):
+    if option.name == "importance" and not config.uses_importance:
         return f"{recipe}, which chooses its own mask: leave it out"
     if option.name == "generated" and not config.alone and not any(step.reads_generated for step in config.steps):
         return f"{recipe}, none of whose steps reads such text: leave it out"

@@ -4,6 +4,7 @@ The CLI prints the message on one line and exits with code 2.
 """
 
 import math
+import os
 import re
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -67,9 +68,33 @@ def reading(what: str, kind: type[PermTritonError]) -> Iterator[None]:
         raise kind(f"{what}: {first_line(error)}") from error
 
 
+@contextmanager
+def without_panics() -> Iterator[None]:
+    """Drops what is written to standard error inside the ``with`` block, where Rust code tells of its panics.
+
+    What went wrong is also in the exception that it raises.
+    """
+    try:
+        before = os.dup(2)
+    except OSError:  # it is closed
+        yield
+        return
+    with open(os.devnull, "wb") as nothing:
+        os.dup2(nothing.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(before, 2)
+        os.close(before)
+
+
 def first_line(error: BaseException) -> str:
-    """Returns the first line of an error's message, with the name of its kind where the message alone says little."""
-    line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    """Returns the first line of an error's message, with what it announces.
+
+    Where the message alone says little, the name of its kind stands before it.
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    line = " ".join(lines[: 2 if lines[0].endswith(":") else 1])
     if not line or isinstance(error, LookupError):
         line = f"{type(error).__name__} {line}".strip()
     return line if len(line) <= LONGEST else f"{line[:LONGEST]}..."

@@ -160,7 +160,8 @@ def stage_seconds(config: CompileConfig, facts: Facts, speed: Speed, held_out: i
     Args:
         held_out: number of held-out tokens.
     """
-    found = {"calibrate": 0 if config.importance == "magnitude" else speed.forward, "prove": PROOF_MASKS * speed.masks}
+    calibrates = config.uses_importance and config.importance != "magnitude"
+    found = {"calibrate": speed.forward if calibrates else 0, "prove": PROOF_MASKS * speed.masks}
     if held_out:
         found["evaluate"] = 2 * held_out * speed.forward / facts.positions
     if config.writes:

@@ -219,7 +219,7 @@ def _stages(
     proof = 2 * largest * (facts.element + FLOAT32)  # of a permuted weight, widened
     activations = {RUNS_THE_MODEL: facts.forward}
     stages = {"calibration": activations, "masks": {"one layer": sum(facts.mask().values()) + proof}}
-    if config.importance == "obs":
+    if config.importance == "obs" and config.uses_importance:
         stages["hessians"] = facts.layer_by_layer()
     if windows is not None:
         held_out = Samples.of(windows)

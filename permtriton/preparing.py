@@ -104,8 +104,10 @@ def prepare(
         if held_out is not None:
             with run.timed("evaluate"):
                 evaluation = Evaluation(runs, held_out, run.progress, named_layers(model, plan), run.offload)
-        with run.timed("calibrate"):
-            statistics = site_statistics(runs, plan, config.importance, samples, batch, run.progress, run.offload)
+        statistics = {}
+        if config.uses_importance:
+            with run.timed("calibrate"):
+                statistics = site_statistics(runs, plan, config.importance, samples, batch, run.progress, run.offload)
     run.samples, run.batch, run.plan, run.graph, run.reference = samples, batch, plan, graph, reference
     run.statistics = {name: statistic.to(model.device) for name, statistic in statistics.items()}
     run.batches, run.indices = _batches(model, graph, reference.samples), run.unmoved()

@@ -204,7 +204,8 @@ def check_given(names: Sequence[str], config: CompileConfig) -> None:
 
 
 def compile_command(model: str, config: CompileConfig, **running: str | bool | None) -> str:
-    """Returns a ``permtriton compile`` command with the same result, in as few options as possible.
+    """Returns a ``permtriton compile`` command with the same result: the recipe, and the options in which
+    the config differs from it.
 
     Folders are named without their path, which is nobody else's: the command is run where the model and the text are.
 
@@ -216,16 +217,10 @@ def compile_command(model: str, config: CompileConfig, **running: str | bool | N
     shortest: tuple[str, list[str]] | None = None
     for recipe in (*(each for each in RECIPES if RECIPES[each].names == config.recipe), config.recipe):
         given: dict[str, Any] = {}
-        for _ in known:  # an option may decide the default of another
-            try:
-                start = config_from(given, recipe, name).to_dict()
-            except ConfigError:  # some options are allowed only together
-                given |= {option: wanted[option] for option in wanted if option in known and known[option].step}
-                start = config_from(given, recipe, name).to_dict()
-            differing = [o for o in wanted if o in known and wanted[o] != start[o] and has_effect(known[o], config)]
-            if not differing:
-                break
-            given[differing[0]] = wanted[differing[0]]
+        for _ in range(2):  # the second time for defaults that another option decides
+            start = config_from(given, recipe, name).to_dict()
+            differing = (o for o in wanted if o in known and wanted[o] != start[o] and has_effect(known[o], config))
+            given |= {option: wanted[option] for option in differing}
         if shortest is None or len(given) < len(shortest[1]):
             shortest = recipe, [word for option, value in given.items() for word in _flag(known[option], value)]
     assert shortest is not None

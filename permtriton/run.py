@@ -1,7 +1,7 @@
 """One compilation while it runs: the model as it is now, what is known of it, and what every step may ask for."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -91,7 +91,8 @@ class Run:
         graph: graph of the model in the present order, over the model's own parameters.
         batches: single samples of the traced shapes, on which passes are verified.
         reference: outputs of the dense model, which exact steps must reproduce.
-        statistics: site name -> statistic of its input channels in the present order, float32 ``[channels]``.
+        statistics: site name -> statistic of its input channels in the present order, float32 ``[channels]``; empty
+            where no step uses the importance.
         indices: space name -> unit index from the dense order, int64 ``[units]``.
         retained: pruned linear -> importance that its mask retains in the present order.
         dense_weights: pruned linear -> its weight before it was pruned; filled where a step needs it.
@@ -224,9 +225,9 @@ class Run:
         """Returns space name -> identity, int64 ``[units]``."""
         return {space.name: identity(space.units) for space in self.plan.spaces}
 
-    def run_passes(self, passes: tuple[Pass, ...] | list[Pass]) -> None:
-        """Runs compiler passes on the graph, which verify themselves."""
-        self.graph = run_passes(self.graph, passes, self.batches, self.passes.append)
+    def run_passes(self, passes: Sequence[Pass], batches: Sequence[Samples] = ()) -> None:
+        """Runs compiler passes on the graph, and verifies its outputs where samples of the traced shapes are given."""
+        self.graph = run_passes(self.graph, passes, batches, self.passes.append)
 
     def reorder(self, indices: Mapping[str, Tensor], block_size: int | None = None) -> None:
         """Writes permutations into graph, model and statistics, and checks that the outputs stay the same.
@@ -243,7 +244,7 @@ class Run:
                 space.check(indices[space.name])
         promised = self._retained(indices)
         moves = moves_of(self.plan, indices, block_size)
-        self.run_passes(permutation_passes(moves))
+        self.run_passes(permutation_passes(moves), self.batches)
         apply_edits(self.model, edits_of(moves))
         self.difference = max(self.difference, self.reference.check(self.model, "after folding permutations"))
         self.statistics = reorder_statistics(self.statistics, moves)
@@ -310,7 +311,7 @@ class Run:
         Args:
             steps: the steps that are left.
         """
-        if not self._dense_order:  # nothing was permuted
+        if not self._dense_order and self.statistics:  # nothing was permuted
             self._dense_order = self._retained({})
             self.retained = {name: each.chosen for name, each in self._dense_order.items()}
         if any(step.dense_weights for step in steps):

@@ -166,6 +166,7 @@ def test_all_rows_of_a_seed_share_one_draw(model, compiled, tmp_path, monkeypatc
     ("name", "values"),
     [("sinkhorn", ()), ("block-size", ("8", "16")), ("learn-layers", ("last:1", "all")), ("calibration", ("a", "b"))],
 )
+@pytest.mark.slow(but=["sinkhorn-values0", "calibration-values3"])
 def test_the_rows_of_every_ablation_give_different_models(model, tmp_path, name, values):
     if name == "calibration":
         values = [str(tmp_path / f"{value}.jsonl") for value in values]

@@ -135,7 +135,7 @@ def test_no_flag_of_the_commands_is_dropped_on_the_way():
     running = {
         "model", "recipe", "eval_text", "device", "dtype", "output", "overwrite", "config", "json",
         "trust_remote_code", "seeds", "methods", "patterns", "ablate", "values", "tasks", "tasks_dir", "limit",
-        "restart", "dry_run", "devices", "shard", "offload", "help_all",
+        "restart", "dry_run", "devices", "shard", "offload", "help_all", "gguf_file",
     }  # fmt: skip
     for command in (compile, compare):
         assert set(inspect.signature(command).parameters) <= running | set(OPTIONS)

@@ -209,7 +209,7 @@ def test_wrong_arguments_are_refused_before_the_work(desk, compiled, options, mo
 
     text = ["--perplexity", str(desk.text)]
     portable = str(compiled["portable"])
-    desk.refuses(["evaluate", str(desk.model), *text, "--against", portable], "compiled already", "original model")
+    desk.refuses(["evaluate", str(desk.model), *text, "--against", portable], "already been compiled", "original model")
     desk.refuses(["evaluate", str(desk.model), *text, "--against", "demo"], "vocabular", "compiled from")
     desk.refuses(["evaluate", str(desk.model), "--perplexity", "nothing.txt"], "nothing.txt is neither a file")
     desk.refuses(["evaluate", str(desk.model), "--perplexity", "none"], "nothing to evaluate")

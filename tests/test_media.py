@@ -235,6 +235,24 @@ def test_a_sampling_rate_that_no_filter_can_change_is_refused(tmp_path):
         media_samples(str(tmp_path), media.build("wav2vec2"), Wav2Vec2FeatureExtractor(), None)
 
 
+@pytest.mark.parametrize("name", ["opt", "kosmos2"])
+def test_images_and_token_ids_together(name):
+    model = media.image_and_text(name)
+    inputs = media.image_and_text_inputs(name)
+    with pytest.raises(ModelError, match=r"does not run by itself on pixel_values .* mapping of input_ids and pix"):
+        permtriton.compile(model, config=config_from(OPTIONS), ids=inputs["input_ids"])
+    compiled = permtriton.compile(model, config=config_from(OPTIONS), ids=inputs)
+    assert compiled.report["proof"]["unverified_inputs"] == {}
+
+
+def test_an_encoder_decoder_inside_of_a_model_writes_no_text():
+    model, inputs = media.image_and_text("t5"), media.image_and_text_inputs("t5")
+    with pytest.raises(CalibrationError, match="give decoder_input_ids or labels beside input_ids, pixel_values"):
+        permtriton.compile(model, ids=inputs)
+    config = config_from({"importance": "magnitude"}, "mask")
+    permtriton.compile(model, config=config, ids={**inputs, "labels": inputs["input_ids"]})
+
+
 def test_a_model_with_two_towers_is_refused():
     from transformers import CLIPConfig, CLIPModel
 

@@ -82,6 +82,7 @@ def outputs(folder, like: PreTrainedModel) -> list[torch.Tensor]:
     ("name", "layout"),
     [*((name, "portable") for name in RENAMED), ("llava", "fused"), ("nomic_bert", "fused"), ("nemotron_h", "fused")],
 )
+@pytest.mark.slow(but=["llava-portable", "nemotron_h-fused", "gemma3-portable"])
 def test_renamed_models_are_saved_exported_and_loaded(name, layout, tmp_path):
     result = compiled(build(name), layout)
     result.save(tmp_path / "out")

@@ -68,6 +68,7 @@ def test_learning(problem):
 
 
 @pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.slow(but=["False"])
 def test_search_and_row_weights(backward):
     problem = searching.planted()
     expected = problem.search(micro_batch_size=8, search_rounds=1)
@@ -88,6 +89,7 @@ def test_progress_of_a_pass_that_starts_again_counts_each_sequence_once():
 
 @pytest.mark.parametrize("stage", ["distill", "reconstruct"])
 @pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.slow(but=["True-distill", "False-reconstruct"])
 def test_training_kept_weights(stage, backward):
     pruned = updating.tiny()
     getattr(pruned, stage)(epochs=1)

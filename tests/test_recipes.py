@@ -5,6 +5,7 @@ import shlex
 
 import pytest
 
+import permtriton
 from permtriton import config_from
 from permtriton.cli import compile as compile_command  # the module
 from permtriton.cli import console
@@ -18,6 +19,7 @@ from permtriton.recipes import RECIPES, all_options, check_recipe, read_config_f
 from permtriton.recipes import compile_command as command_of
 from permtriton.run import states_beside
 
+from . import zoo
 from .desk import RUNNER
 
 CHANGES = [
@@ -127,7 +129,7 @@ def test_defaults_are_left_out():
     published = {"importance": "ria", "learn_learning_rate": 5e-3}
     for given in (published, {"importance": "ria"}):
         command = command_of("org/model", config_from(given, "published"))
-        assert command == "permtriton compile org/model --recipe published --importance ria"
+        assert command == "permtriton compile org/model --recipe published --importance ria --learn-learning-rate 0.005"
     config = config_from({"seed": 3, "micro_batch_size": 2}, "mask")  # without gradients, it has no effect
     assert command_of("org/model", config) == "permtriton compile org/model --recipe mask --seed 3"
 
@@ -181,3 +183,14 @@ def test_states_of_an_output_with_a_longer_name_are_another_runs(tmp_path):
     for name in (".model.learned.safetensors", ".model.v2.learned.safetensors"):
         (tmp_path / name).touch()
     assert [path.name for path in states_beside(tmp_path / ".model.safetensors")] == [".model.learned.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "measured"), [("sparsegpt", False), ("refit", False), ("heuristic,sparsegpt", True)]
+)
+def test_statistics_are_measured_only_where_a_step_uses_the_importance(recipe, measured):
+    """They take a run of the model on all samples, and SparseGPT alone makes its own Hessians."""
+    model = zoo.tiny_llama()
+    compiled = permtriton.compile(model, None, config_from(recipe=recipe), ids=zoo.tiny_ids(4, 16))
+    assert ("calibrate" in compiled.report["seconds"]) == measured
+    assert bool(compiled.report["retained_importance"]) == measured

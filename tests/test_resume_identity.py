@@ -64,7 +64,7 @@ def test_every_difference_is_named(tmp_path, monkeypatch):
     run(path)
     others = {"torch": "9.9", "python": "3.11.0", "permtriton": "0.1.0", "transformers": "5.0.0"}
     monkeypatch.setattr("permtriton.run.versions", lambda: others)
-    with pytest.raises(OutputError, match="calibration sequences are others") as caught:
+    with pytest.raises(OutputError, match="calibration sequences differ") as caught:
         run(path, change_a_weight, ids=IDS.roll(1, 0))
     words = ["model is another one", f"torch was {torch.__version__} and is 9.9", "transformers was", "python was"]
     assert [word for word in words if word not in str(caught.value)] == []

@@ -156,6 +156,7 @@ def compiled(name: str, layout: str, **options: object) -> permtriton.CompiledMo
     ("name", "layout"),
     [("llama", "portable"), ("llama", "fused"), ("gpt2", "fused"), ("bert", "portable"), ("mixtral", "portable")],
 )
+@pytest.mark.slow(but=["llama-fused", "mixtral-portable"])
 def test_what_is_searched_right_passes(name, layout):
     """The promise is checked: the loss and the retained importance are those that the search measured."""
     found = compiled(name, layout)

@@ -8,6 +8,7 @@ from typing import Any
 from huggingface_hub import ModelCardData
 from transformers.models.auto import modeling_auto
 
+from permtriton.model.gguf_file import in_words
 from permtriton.model.headers import CONFIG_FILE, read_json
 from permtriton.model_name import is_hub_name, shown_name
 
@@ -98,6 +99,9 @@ def _facts(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield f"{name}{text}, this model", f"{evaluation['compiled']:.3f}"
     else:
         yield "held-out evaluation", "not measured"
+    if "gguf" in report:
+        found = report["gguf"]
+        yield "weights, dequantized from GGUF", f"{_code(found['file'])}: {_code(in_words(found['tensors']))}"
     for key in ("recipe", "importance", "layout", "seed"):
         yield key, _code(config[key])
     shape = " x ".join(str(size) for size in report["calibration"]["shape"])

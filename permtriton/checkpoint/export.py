@@ -13,13 +13,13 @@ from torch import Tensor
 from permtriton.checkpoint.card import ALONE, WITH_PERMTRITON, write_card
 from permtriton.checkpoint.folder import Folder
 from permtriton.checkpoint.format import Format
-from permtriton.checkpoint.output import claimed, replacing_folder
+from permtriton.checkpoint.output import check_apart, claimed, replacing_folder
 from permtriton.checkpoint.plan_entries import to_json
 from permtriton.checkpoint.quantization_config import VERSION, Packed, PermTritonQuantizationConfig
 from permtriton.checkpoint.reload import check_reloads
 from permtriton.checkpoint.save import share_mode
 from permtriton.checkpoint.shards import SHARD_BYTES, ShardWriter, describe_files
-from permtriton.errors import ConfigError, ModelError, OutputError, VerificationError
+from permtriton.errors import ConfigError, ModelError, VerificationError
 from permtriton.kernels.packing import pack
 from permtriton.model.checks import check_weight
 from permtriton.model.headers import CONFIG_FILE, INDEX_FILE, REPORT_FILE
@@ -59,9 +59,7 @@ def export(
     """
     if format not in list(Format):
         raise ConfigError(f"format {format!r} is unknown: choose one of {', '.join(Format)}")
-    inner, outer = folder.resolve(), output.resolve()
-    if inner.is_relative_to(outer) or outer.is_relative_to(inner):
-        raise OutputError(f"output {output} is, contains or is in the folder that is exported: choose another folder")
+    check_apart(output, folder)
     started, progress = time.perf_counter(), progress or NoProgress()
     with claimed(output, overwrite=overwrite, say=progress.say):
         source = Folder.open(folder)

@@ -162,6 +162,13 @@ class Step(TypedDict):
     left: dict[str, str]
 
 
+class Gguf(TypedDict):
+    """The GGUF file whose weights were dequantized."""
+
+    file: str
+    tensors: dict[str, Integer]
+
+
 class Calibration(TypedDict):
     """The calibration samples, or those that the dense model wrote beside them."""
 
@@ -264,6 +271,7 @@ class Record(TypedDict):
     pruned_weights: Annotated[dict[str, Integer], Field(min_length=1)]
     files: dict[str, File]
     card: str | None
+    gguf: NotRequired[Gguf]
     export: NotRequired[Export]
 
 

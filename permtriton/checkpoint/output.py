@@ -19,7 +19,7 @@ from filelock import FileLock, Timeout
 from permtriton.durable import RANDOM_END, sync, sync_names
 from permtriton.errors import OutputError
 from permtriton.model.headers import REPORT_FILE
-from permtriton.output_files import check_name
+from permtriton.output_files import check_name, check_parent, disk_error
 
 Say = Callable[[str], None]
 
@@ -39,8 +39,8 @@ def check_output(output: Path, *, overwrite: bool) -> None:
     """Refuses, before any work, an output folder that could not be written at the end.
 
     Raises:
-        OutputError: as `check_name`; or the folder is a mount point; or it exists, is not empty, and ``overwrite`` is
-            off, or permtriton did not write it; or its parent is missing or cannot be written.
+        OutputError: as `check_name` and `check_parent`; or the folder is a mount point; or it exists, is not empty, and
+            ``overwrite`` is off, or permtriton did not write it.
     """
     path = output.resolve()
     check_name(path)
@@ -55,10 +55,20 @@ def check_output(output: Path, *, overwrite: bool) -> None:
                 f"output {output} was not written by permtriton (it holds no {REPORT_FILE}), so --overwrite leaves it "
                 "alone: choose another folder"
             )
-    if not path.parent.is_dir():
-        raise OutputError(f"output {output}: the folder {path.parent} does not exist; make it first")
-    if not os.access(path.parent, os.W_OK):
-        raise OutputError(f"output {output}: the folder {path.parent} cannot be written")
+    check_parent(output)
+
+
+def check_apart(output: Path, source: Path) -> None:
+    """Refuses an output folder that would be mixed with the model that it is made from.
+
+    Raises:
+        OutputError: one is the other, or stands in it.
+    """
+    inner, outer = source.resolve(), output.resolve()
+    if inner.is_relative_to(outer) or outer.is_relative_to(inner):
+        raise OutputError(
+            f"output {output} is, contains or is in {inner}, which is read: choose another folder with --output"
+        )
 
 
 @contextmanager
@@ -75,8 +85,7 @@ def claimed(output: Path, *, overwrite: bool, say: Say = lambda text: None) -> I
     """
     path = output.resolve()
     check_name(path)
-    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        check_output(output, overwrite=overwrite)
+    check_parent(output)
     with locked(path, say) as alone:
         if alone:
             with _clear_errors(path):
@@ -170,12 +179,10 @@ def _clear_errors(output: Path) -> Iterator[None]:
     """Turns errors of the disk into `OutputError`."""
     try:
         yield
-    except OSError as error:
-        raise _not_written(output, error) from error
     except Exception as error:
-        if "No space left" in str(error):  # safetensors wraps the error of the disk
-            raise _not_written(output, OSError(errno.ENOSPC, "no space left on the disk")) from error
-        raise
+        if (reported := disk_error(error)) is None:
+            raise
+        raise _not_written(output, reported) from error
 
 
 def _not_written(output: Path, error: OSError) -> OutputError:

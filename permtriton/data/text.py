@@ -317,11 +317,14 @@ def _parquet(path: Path) -> Sequence[Any]:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise CalibrationError(f"{path} cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         raise CalibrationError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
+    if (place := text.find("\0")) >= 0:
+        raise CalibrationError(f"{path} is no text, or not UTF-8: character {place} is a NUL")
+    return text
 
 
 def _json_lines(path: Path) -> list[str | list[int] | Pair]:

@@ -1,10 +1,11 @@
-"""Loads models and tokenizers from local folders, from the Hugging Face hub, or the demo; safetensors only."""
+"""Loads models and tokenizers from local folders, from the Hugging Face hub, or the demo: safetensors, or GGUF."""
 
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +14,28 @@ import transformers
 from huggingface_hub.errors import LocalEntryNotFoundError
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.models.auto import modeling_auto
+from transformers.utils import cached_file
 
 from permtriton import demo
-from permtriton.errors import ConfigError, ModelError, first_line, reading, shown
+from permtriton.errors import ConfigError, ModelError, OutputError, first_line, reading, shown, without_panics
 from permtriton.kernels import autotune
 from permtriton.model.core import check_towers
+from permtriton.model.gguf_file import SUFFIX, GgufFile, in_words, read_gguf
 from permtriton.model.headers import (
     CONFIG_FILE,
+    INDEX_FILE,
     REPORT_FILE,
     StoredTensor,
+    check_regular,
     checkpoint_files,
     read_headers,
     read_json,
 )
 from permtriton.model.modules import is_packed, is_permuted
-from permtriton.model.sizes import build_empty, check_counts
+from permtriton.model.sizes import build_empty, check_numbers
 from permtriton.offload import NO_GPU, Offload
+from permtriton.output_files import disk_error
 
 DTYPES = {"auto": "auto", "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 PICKLED = ("*.bin", "*.pt", "*.pth")
@@ -42,21 +49,56 @@ class Source:
     """Where a model comes from and how to read it.
 
     Attributes:
-        name: folder, hub name, or ``demo``.
+        name: folder, hub name, ``demo``, or path of a GGUF file.
         dtype: ``auto`` (the checkpoint's dtype), ``float32``, ``float16`` or ``bfloat16``.
         device: ``auto`` (a GPU if there is one), ``cpu`` or ``cuda``.
         trust_remote_code: whether code that comes with the model may run.
+        gguf_file: name of a GGUF file in the folder or beside the hub name; None where the model is in safetensors, or
+            ``name`` is the file.
     """
 
     name: str
     dtype: str = "auto"
     device: str = "auto"
     trust_remote_code: bool = False
+    gguf_file: str | None = None
+
+    @cached_property
+    def gguf(self) -> GgufFile | None:
+        """The GGUF file that the model is read from, and dequantized; None where it is in safetensors.
+
+        Raises:
+            ConfigError: a file and a name of one inside are given, or the package gguf is missing.
+            ModelError: there is no such file, or it is damaged.
+        """
+        if self.name.endswith(SUFFIX) and not os.path.isdir(self.name) and self.gguf_file is None:
+            if not os.path.isfile(self.name):
+                raise ModelError(f"{self.name} does not exist: give a GGUF file, a Hugging Face model folder or a name")
+            return read_gguf(Path(self.name))
+        if self.gguf_file is None:
+            return None
+        if os.path.isfile(self.name):
+            raise ConfigError(
+                f"--gguf-file {self.gguf_file} names a file in a folder, but {self.name} is a file itself: leave "
+                "--gguf-file out, or give the folder"
+            )
+        with reading(f"{self.name} holds no {self.gguf_file}, and none can be fetched from the hub", ModelError):
+            return read_gguf(Path(str(cached_file(self.name, self.gguf_file))))
 
     @property
     def location(self) -> str:
         """The folder or hub name."""
+        if self.gguf is not None:
+            return str(self.gguf.path.parent)
         return str(demo.FOLDER) if self.name == "demo" else self.name
+
+    @property
+    def described(self) -> str:
+        """The name, and what a GGUF file holds; raises as `gguf`."""
+        if self.gguf is None:
+            return self.name
+        file = "" if self.gguf_file is None else f" from {self.gguf_file}"
+        return f"{self.name}, dequantized{file}: {in_words(self.gguf.types)}"
 
     @property
     def folder(self) -> Path | None:
@@ -64,8 +106,8 @@ class Source:
         return Path(self.location) if os.path.isdir(self.location) else None
 
     def holds(self, file: str) -> bool:
-        """Returns whether the source is a folder that holds ``file``."""
-        return os.path.isfile(os.path.join(self.location, file))
+        """Returns whether the source is a folder that holds ``file``; a GGUF file holds all that belongs to it."""
+        return self.gguf is None and os.path.isfile(os.path.join(self.location, file))
 
 
 def resolve_device(device: str) -> torch.device:
@@ -94,6 +136,7 @@ def load_original(
     Raises:
         ModelError: permtriton compiled the model, its tokenizer or a config could not be saved again, or as
             `load_model` and `load_processor`.
+        OutputError: the folder for temporary files cannot be written, or as `load_model`.
         ConfigError: as `load_model`.
     """
     model = load_model(source, allow_compiled=False, offload=offload)
@@ -111,7 +154,7 @@ def load_model(source: Source, allow_compiled: bool = True, offload: Offload | N
 
     Raises:
         ModelError: no such folder, no config, no safetensors, an unknown class, sizes that do not fit the weights,
-            missing weights, weights that are not finite, or a compiled model that is not accepted.
+            missing weights, weights that are integers or not finite, or a compiled model that is not accepted.
         ConfigError: an unknown dtype, a device that is unknown or missing, or a GPU with ``offload``.
         OutputError: the disk of ``offload`` is full.
     """
@@ -142,8 +185,18 @@ def load_model(source: Source, allow_compiled: bool = True, offload: Offload | N
             dtype=DTYPES[source.dtype],
             use_safetensors=True,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # so that they are in the info; the error of transformers does not name them
             **placement,
-            **_remote_code(source),
+            **_arguments(source),
+            **_dequantizing(source),
+        )
+    if differing := sorted(info["mismatched_keys"]):
+        name, stored_shape, shape = differing[0]
+        raise ModelError(
+            f"{source.name}: {name} has the shape {list(stored_shape)}, but {model_class.__name__} with this "
+            f"config.json needs {list(shape)}"
+            + (f", and {len(differing) - 1} more differ" if differing[1:] else "")
+            + ": a size in config.json is damaged, or it belongs to other weights"
         )
     if missing := sorted(info["missing_keys"]):
         raise ModelError(
@@ -151,7 +204,11 @@ def load_model(source: Source, allow_compiled: bool = True, offload: Offload | N
             + (f" and {len(missing) - 1} more" if missing[1:] else "")
             + f", which {model_class.__name__} needs: the checkpoint is incomplete, or config.json names another class"
         )
+    if stored is not None and getattr(config, "quantization_config", None) is None:
+        _check_floating(model, stored)
     check_weights(model)
+    if source.gguf is not None:
+        model.name_or_path = source.name  # not the folder that the file is in
     autotune.use_beside(Path(source.location))
     return model.to(device).eval()
 
@@ -170,7 +227,8 @@ def unchanged_weights(source: Source, *, also_replaced: bool = False) -> Iterato
     Raises:
         ModelError: a file was changed; the message names it.
     """
-    files = {path: path.stat() for path in sorted(Path(source.location).glob("*.safetensors"))}
+    weights = [source.gguf.path] if source.gguf else sorted(Path(source.location).glob("*.safetensors"))
+    files = {path: path.stat() for path in weights}
     yield
     for path, before in files.items():
         after = path.stat() if path.is_file() else None
@@ -225,7 +283,7 @@ def load_processor(source: Source, model: PreTrainedModel) -> Any:
         loaders.append(loaders.pop(0))  # it would make an empty tokenizer up, which would then be saved
     for loader in loaders:
         try:
-            return loader.from_pretrained(source.location, **_remote_code(source))
+            return loader.from_pretrained(source.location, **_arguments(source))
         except Exception as error:  # they raise many kinds, also where a folder holds a processor of another kind
             problems.append(error)
     if any(map(source.holds, PROCESSOR_FILES)) or _is_connection_lost(problems[0]):
@@ -240,12 +298,12 @@ def load_tokenizer(source: Source) -> PreTrainedTokenizerBase | None:
         ModelError: the folder holds a tokenizer that cannot be loaded, or the connection to the hub is lost.
     """
     try:
-        with reading(f"{source.name}: its tokenizer cannot be loaded", ModelError):
-            tokenizer = AutoTokenizer.from_pretrained(source.location, **_remote_code(source))
+        with reading(f"{source.name}: its tokenizer cannot be loaded", ModelError), without_panics():
+            tokenizer = AutoTokenizer.from_pretrained(source.location, **_arguments(source))
             _check_vocabulary(source, tokenizer)
             return tokenizer
     except ModelError as error:  # a missing tokenizer and a damaged one raise the same kinds
-        if source.holds("tokenizer_config.json"):
+        if source.holds("tokenizer_config.json") or (source.gguf and source.gguf.has_tokenizer):
             raise
         if source.folder is None and _is_connection_lost(error):
             problem = f"{source.name}: its tokenizer cannot be fetched: {first_line(error.__cause__ or error)}"
@@ -269,9 +327,21 @@ def _check_vocabulary(source: Source, tokenizer: PreTrainedTokenizerBase) -> Non
 def check_original(model: PreTrainedModel) -> None:
     """Refuses a model that is compiled already, that only compares others' outputs, or whose weights are damaged.
 
+    One that transformers dequantized from a GGUF file loses the mark that it was quantized, as nothing could save it.
+
     Raises:
-        ModelError: a module permutes channels or is packed, there is no last hidden state, or a weight is not finite.
+        ModelError: a module permutes channels or is packed, there is no last hidden state, or a weight is not finite
+            or in GGUF's blocks.
     """
+    quantizer = getattr(model, "hf_quantizer", None)
+    if quantizer is not None and quantizer.quantization_config.quant_method == "gguf":
+        for name, parameter in model.named_parameters():
+            if not parameter.is_floating_point():
+                raise ModelError(
+                    f"{name} is still in GGUF's blocks: load the model with quantization_config="
+                    "GgufConfig(dequantize=True)"
+                )
+        quantizer.remove_quantization_config(model)
     for name, module in model.named_modules():
         if is_permuted(module) or is_packed(module):
             raise ModelError(
@@ -296,6 +366,22 @@ def check_weights(model: PreTrainedModel) -> None:
             )
 
 
+def _check_floating(model: PreTrainedModel, stored: Mapping[str, StoredTensor]) -> None:
+    """Refuses integers in place of weights: transformers takes quantized weights for large numbers without a config.
+
+    Masks and positions, which old checkpoints hold, are no weights.
+    """
+    parameters = [f".{name}" for name, _ in model.named_parameters()]
+    for name, tensor in stored.items():
+        if tensor.dtype.startswith(("I", "U", "BOOL")) and (
+            name.endswith(".weight") or any(each.endswith(f".{name}") for each in parameters)
+        ):
+            raise ModelError(
+                f"{tensor.file}: {name} is {tensor.dtype}, expected floating-point weights: quantized weights mean "
+                "nothing without their scales, and config.json has no quantization_config; give a dequantized model"
+            )
+
+
 def _is_compiled(config: Any) -> bool:
     """Whether permtriton wrote the weights, which may also have no permtriton.json (`save_pretrained` writes none)."""
     stored = getattr(config, "quantization_config", None)
@@ -312,52 +398,64 @@ def _is_connection_lost(error: BaseException | None) -> bool:
 
 
 def _compiled_already(source: Source) -> ModelError:
-    return ModelError(f"{source.name} was compiled already by permtriton: give the original model")
+    return ModelError(f"{source.name} has already been compiled by permtriton: pass the original model")
 
 
 def _check_saves(source: Source, model: PreTrainedModel, tokenizer: Any) -> None:
     """Refuses now what could not be saved at the end: transformers checks some values of these files only there."""
+    parts = {"config.json": model.config, "tokenizer": tokenizer}
+    if model.can_generate():
+        parts["generation_config.json"] = model.generation_config
     with tempfile.TemporaryDirectory() as folder:
-        with reading(f"{source.name}: its config.json cannot be saved again", ModelError):
-            model.config.save_pretrained(folder)
-        with reading(f"{source.name}: its generation_config.json cannot be saved again", ModelError):
-            if model.can_generate():
-                model.generation_config.save_pretrained(folder)
-        with reading(f"{source.name}: its tokenizer cannot be saved again", ModelError):
-            if tokenizer is not None:
-                tokenizer.save_pretrained(folder)
+        for name, part in parts.items():
+            with reading(f"{source.name}: its {name} cannot be saved again", ModelError):
+                try:
+                    if part is not None:
+                        part.save_pretrained(folder)
+                except Exception as error:  # they raise many kinds
+                    if (reported := disk_error(error)) is None:
+                        raise
+                    problem = f"the folder for temporary files, {tempfile.gettempdir()}, cannot be written"
+                    raise OutputError(f"{problem}: {reported.strerror}") from error
 
 
 def _stored(source: Source) -> dict[str, StoredTensor] | None:
-    """Returns the tensors of a folder's checkpoint, after checking its headers and index; None for a hub name."""
+    """Returns the tensors of a checkpoint, after checking its headers and index; None for a hub name."""
+    if source.gguf is not None:
+        return source.gguf.stored
     return None if source.folder is None else read_headers(checkpoint_files(source.folder))
 
 
 def _config(source: Source, stored: Mapping[str, StoredTensor] | None) -> Any:
+    if source.gguf is not None:
+        with reading(f"{source.gguf.path}: transformers {transformers.__version__} cannot read it", ModelError):
+            return AutoConfig.from_pretrained(source.location, **_arguments(source))
     _check_folder(source)
     if source.folder is None:
         missing = "there is no such folder, and no such model can be fetched from the hub"
         with reading(f"{source.name}: {missing}", ModelError):
-            return AutoConfig.from_pretrained(source.location, **_remote_code(source))
+            return AutoConfig.from_pretrained(source.location, **_arguments(source))
     path = source.folder / CONFIG_FILE
-    check_counts(read_json(path), stored, str(path))
+    check_numbers(read_json(path), stored, str(path))
     with reading(f"{source.name}: its config.json cannot be used", ModelError):
-        return AutoConfig.from_pretrained(source.location, **_remote_code(source))
+        return AutoConfig.from_pretrained(source.location, **_arguments(source))
 
 
 def _check_folder(source: Source) -> None:
-    """Refuses a path that is not a folder, and a folder that is not a model's."""
+    """Refuses a path that is not a folder, and a folder that is not a model's or holds pipes or devices."""
     if source.folder is None:
         if os.path.exists(source.name) or source.name.startswith((".", "/", "~")) or source.name.count("/") > 1:
             raise ModelError(f"{source.name} is not a folder: give a Hugging Face model folder, a hub name, or demo")
-    elif not source.holds(CONFIG_FILE):
+        return
+    check_regular(source.folder)
+    if not source.holds(CONFIG_FILE):
         raise ModelError(f"{source.name} holds no config.json: it is not a Hugging Face model folder")
-    elif source.holds(ADAPTER):
+    if source.holds(ADAPTER):
         raise ModelError(f"{source.name} holds an adapter ({ADAPTER}): merge it into its model and save that first")
 
 
 def _model_class(source: Source, config: Any) -> Any:
-    names = config.architectures or []
+    names = config.architectures or ([] if source.gguf is None else _head(config))
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
         raise ModelError(
             f'{source.name}: config.json names no class in "architectures": add one, such as LlamaForCausalLM'
@@ -378,6 +476,15 @@ def _model_class(source: Source, config: Any) -> Any:
     return model_class
 
 
+def _head(config: Any) -> list[str]:
+    """Returns the class that predicts tokens with a config that names none, as that of a GGUF file."""
+    mappings = (
+        modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    )
+    return [mapping[config.model_type] for mapping in mappings if config.model_type in mapping]
+
+
 def _remote_class(config: Any, name: str, location: str) -> Any:
     """Returns the class ``name`` from the code that comes with the model; None if there is none."""
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
@@ -389,13 +496,23 @@ def _remote_class(config: Any, name: str, location: str) -> Any:
 
 
 def _refuse_pickles(source: Source) -> None:
+    if source.gguf is not None:
+        return
     _check_folder(source)
-    if source.folder is None or any(source.folder.glob("*.safetensors")):
+    if source.folder is None or source.holds(INDEX_FILE) or any(source.folder.glob("*.safetensors")):
         return
     pickles = sorted(file.name for pattern in PICKLED for file in source.folder.glob(pattern))
     content = f"only {pickles[0]}, a pickle, which can run code when it is read" if pickles else "no weights"
     raise ModelError(f"{source.name} holds {content}: permtriton reads .safetensors only; convert the checkpoint first")
 
 
-def _remote_code(source: Source) -> dict[str, bool]:
-    return {"trust_remote_code": source.trust_remote_code}
+def _arguments(source: Source) -> dict[str, Any]:
+    """Returns what every ``from_pretrained`` is given beside the location."""
+    file = {} if source.gguf is None else {"gguf_file": source.gguf.path.name}
+    return {"trust_remote_code": source.trust_remote_code, **file}
+
+
+def _dequantizing(source: Source) -> dict[str, Any]:
+    """Returns what makes transformers dequantize a GGUF file; versions without this class always do."""
+    kind = getattr(transformers, "GgufConfig", None)
+    return {} if source.gguf is None or kind is None else {"quantization_config": kind(dequantize=True)}

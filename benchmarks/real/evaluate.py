@@ -1,0 +1,45 @@
+"""Measures a folder by permtriton's own evaluation, whoever wrote it, and prints JSON.
+
+python -m benchmarks.real.evaluate FOLDER DENSE IDS.safetensors WINDOWS KL_WINDOWS
+"""
+
+import json
+import sys
+from typing import Any
+
+from safetensors.torch import load_file
+from torch import nn
+from transformers import PreTrainedModel
+
+from permtriton import NMPattern
+from permtriton.evaluate import evaluate
+from permtriton.model.load import Source, load_model
+
+PATTERN = NMPattern(2, 4)
+
+
+def main() -> None:
+    folder, dense, ids, windows, kl_windows = sys.argv[1:]
+    held_out = load_file(ids)["input_ids"][: int(windows)]
+    model = load_model(Source(folder, device="cpu"))
+    found: dict[str, Any] = {"perplexity": evaluate(model, windows=held_out).perplexity}
+    if folder != dense and int(kl_windows):
+        against = load_model(Source(dense, device="cpu"))
+        found["kl"] = evaluate(model, windows=held_out[: int(kl_windows)], dense=against).kl
+    print(json.dumps({**found, **pruned(model)}))
+
+
+def pruned(model: PreTrainedModel) -> dict[str, Any]:
+    """Returns the share of zeros in the linears of the layers, and how many of them are not 2:4."""
+    zeros = total = others = 0
+    for module in model.base_model.modules():
+        if isinstance(module, nn.Linear):
+            weight = module.weight.detach()
+            zeros, total = zeros + int((weight == 0).sum()), total + weight.numel()
+            kept = (weight != 0).unflatten(1, (-1, PATTERN.group)).sum(-1)
+            others += int(kept.max()) > PATTERN.kept
+    return {"zeros": zeros / total, "linears_not_2of4": others}
+
+
+if __name__ == "__main__":
+    main()

