@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from permtriton.run import Run
 
 FLOAT32 = 4  # bytes
+GENERATED = "Read what --generated adds to the samples, too."  # help of an option that several steps have
 
 
 class Stage(IntEnum):

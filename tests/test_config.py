@@ -59,11 +59,13 @@ OTHER = {
     "reconstruct_epochs": 5,
     "reconstruct_learning_rate": 0.03,
     "reconstruct_batch_size": 2,
+    "reconstruct_generated": False,
     "reconstruct_loss": "squared",
     "reconstruct_window": "mlp",
     "distill_epochs": 6,
     "distill_learning_rate": 0.04,
     "distill_batch_size": 3,
+    "distill_generated": False,
     "distill_loss": "cosine",
 }
 PARTS = (CompileConfig, CalibrationConfig, *STEPS)
@@ -227,7 +229,8 @@ def test_the_demo_model_is_small_in_every_recipe():
     for recipe in RECIPES:
         small, large = build("demo", recipe=recipe), build(recipe=recipe)
         assert (small.calibration.samples, small.calibration.calibration) == (64, "demo")
-        assert large.calibration == CalibrationConfig()
+        assert large.calibration == CalibrationConfig(generated=RECIPES[recipe].generated * 128)
+        assert small.calibration.generated == RECIPES[recipe].generated * 64
         assert large.steps == RECIPES[recipe].steps
 
 

@@ -5,7 +5,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, ClassVar
 
 from permtriton.option import documented, option
-from permtriton.step import FLOAT32, Facts, Outcome, Speed, Stage, Step
+from permtriton.step import FLOAT32, GENERATED, Facts, Outcome, Speed, Stage, Step
 
 if TYPE_CHECKING:
     from permtriton.run import Run
@@ -32,9 +32,7 @@ class Refit(Step):
         maximum=1.0,
     )
     iterations: int = option(30, "Most rounds of conjugate gradients per weight; 0 leaves SparseGPT's weights.")
-    generated: bool = option(
-        True, "Read the text of --generated, too, which takes as much longer as there is more text."
-    )
+    generated: bool = option(True, GENERATED)
 
     @property
     def reads_generated(self) -> bool:
