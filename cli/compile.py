@@ -52,10 +52,12 @@ class Job:
     def check_apart(self) -> None:
         """Refuses an output in the folder of the model, where the default is if that is the present folder.
 
+        A GGUF file is a model by itself, whatever else is in its folder.
+
         Raises:
             OutputError: the output is such a one.
         """
-        if self.source.folder is not None:
+        if self.source.folder is not None and self.source.gguf is None:
             check_apart(self.target, self.source.folder)
 
     def files(self) -> Offload | None:

@@ -100,5 +100,5 @@ def _traced(model, config, samples):
         *[(name, type(each), "forward" in vars(each)) for name, each in model.named_modules()],
         *[(name, each.shape, each.dtype, each.device, first.setdefault(id(each), name)) for name, each in tensors],
         *[getattr(config, name) for name in ("sparsity", "layout", "o_proj", "skip_indivisible")],
-        *[(name, None if samples.is_text else each[:1].tolist()) for name, each in samples.inputs.items()],
+        *[(name, None if samples.is_text else str(each[:1].tolist())) for name, each in samples.inputs.items()],
     )

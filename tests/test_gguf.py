@@ -4,6 +4,7 @@ import json
 import shutil
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -90,6 +91,13 @@ def test_dtype(file):
 def test_other_counts_are_no_number_of_layers(pristine, tmp_path):
     write_gguf(tmp_path / FILE, llama(), leading_dense_block_count=10**6)
     same_as_file(load_model(Source(str(tmp_path / FILE))), pristine)
+
+
+def test_blocks_whose_names_sound_like_integers(file):
+    source = Source(str(file))
+    stored = source.gguf.stored
+    stored.update({name: replace(each, dtype="IQ4_NL") for name, each in stored.items()})
+    load_model(source)
 
 
 def test_a_file_without_a_tokenizer_has_none(tmp_path):

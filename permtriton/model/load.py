@@ -204,7 +204,7 @@ def load_model(source: Source, allow_compiled: bool = True, offload: Offload | N
             + (f" and {len(missing) - 1} more" if missing[1:] else "")
             + f", which {model_class.__name__} needs: the checkpoint is incomplete, or config.json names another class"
         )
-    if stored is not None and getattr(config, "quantization_config", None) is None:
+    if stored is not None and source.gguf is None and getattr(config, "quantization_config", None) is None:
         _check_floating(model, stored)
     check_weights(model)
     if source.gguf is not None:
