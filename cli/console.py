@@ -1,63 +1,33 @@
-"""What all commands print with: progress bars, tables, error messages, JSON."""
+"""What all commands print with: tables, error messages, JSON. Progress is drawn by `permtriton.bars`."""
 
 import io
 import os
 import signal
 import sys
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, NoReturn
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.progress import Progress as RichProgress
 from rich.table import Table
 from rich.text import Text
 
+from permtriton.bars import PlainConsole, discard, err, visible
 from permtriton.errors import MemoryTooSmallError, PermTritonError
-from permtriton.progress import Advance
 
 
 class PrintError(PermTritonError):
     """A result that standard output does not take."""
 
 
-class _PlainConsole(Console):
-    """Prints text as it is: no markup, and control characters of file names are written as ``\\n`` and the like."""
-
-    def on_broken_pipe(self) -> None:
-        """Goes on without a reader: to stop after some lines, as ``head`` does, is no error."""
-        _discard(self.file)
-
-    def render_str(self, text: str, **options: Any) -> Text:
-        lines = ("".join(map(_visible, line)) for line in text.split("\n"))
-        return super().render_str("\n".join(lines), **options)
-
-
-def _visible(character: str) -> str:
-    return character if character.isprintable() else repr(character)[1:-1]
-
-
-class _Out(_PlainConsole):
+class _Out(PlainConsole):
     """Prints on standard output; raises a `PrintError` where that is full or closed."""
 
     def print(self, *objects: Any, **options: Any) -> None:
         with printing():
             super().print(*objects, **options)
-
-
-class _Err(_PlainConsole):
-    """Prints on standard error; where that takes nothing, as on a full disk, the work goes on without words."""
-
-    def print(self, *objects: Any, **options: Any) -> None:
-        try:
-            super().print(*objects, **options)
-        except OSError:
-            _discard(sys.stderr)
 
 
 @contextmanager
@@ -72,16 +42,9 @@ def printing() -> Iterator[None]:
         with suppress(SystemExit):  # of rich, which prints help, where nobody reads a pipe
             yield
     except OSError as error:
-        _discard(sys.stdout)
+        discard(sys.stdout)
         if not isinstance(error, BrokenPipeError):
             raise PrintError(f"the result could not be printed: {error.strerror}") from error
-
-
-def _discard(stream: IO[str]) -> None:
-    """Discards what is written to a stream from now on, and what it still holds, so that no later write fails."""
-    nothing = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nothing, stream.fileno())
-    os.close(nothing)
 
 
 @contextmanager
@@ -96,45 +59,6 @@ def saved(*paths: Path) -> Iterator[None]:
 
 
 out = _Out(markup=False, emoji=False)
-err = _Err(stderr=True, markup=False, emoji=False)
-
-
-class BarProgress:
-    """Progress reporter that draws one bar per stage on standard error, or prints lines if that is not a terminal."""
-
-    @contextmanager
-    def stage(self, name: str, total: int) -> Iterator[Advance]:
-        if not err.is_terminal:
-            yield self._lines(name, total)
-            return
-        columns = (
-            TextColumn("{task.description:<10}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-            TextColumn("left"), TimeRemainingColumn(), TextColumn("{task.fields[note]}"),
-        )  # fmt: skip
-        with RichProgress(*columns, console=err) as bars:
-            task = bars.add_task(name, total=total, note="")
-
-            def advance(steps: int = 1, note: str = "") -> None:
-                bars.advance(task, steps)
-                if note:
-                    bars.update(task, note=note)
-
-            yield advance
-
-    def _lines(self, name: str, total: int) -> Advance:
-        started, done = time.perf_counter(), 0
-
-        def advance(steps: int = 1, note: str = "") -> None:
-            nonlocal done
-            tenths = 10 * done // max(total, 1)
-            done += steps
-            if 10 * done // max(total, 1) > tenths:
-                self.say(f"{name} {done}/{total}, {time.perf_counter() - started:.0f} s {note}".rstrip())
-
-        return advance
-
-    def say(self, text: str) -> None:
-        err.print(text, highlight=False, soft_wrap=True)
 
 
 class _Ended(KeyboardInterrupt):
@@ -212,9 +136,9 @@ def table(title: str, *columns: str, show_header: bool = True) -> Table:
     return empty
 
 
-def fail(message: str, code: int) -> None:
+def fail(message: str, code: int) -> NoReturn:
     """Prints an error message on standard error and exits with ``code``."""
-    line = "".join(map(_visible, message))  # a line break in a file name, too
+    line = "".join(map(visible, message))  # a line break in a file name, too
     err.print(Text.assemble(("error:", "bold red"), f" {line}"), soft_wrap=True, highlight=False)
     raise typer.Exit(code)
 

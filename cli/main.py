@@ -37,7 +37,6 @@ from permtriton.cli.options import (
     TaskNames,
     TasksDir,
     TrustRemoteCode,
-    build_config,
     method_option,
     options_to_compare,
     output_option,
@@ -46,6 +45,7 @@ from permtriton.cli.options import (
 )
 from permtriton.config import RUNNING
 from permtriton.errors import ConfigError
+from permtriton.recipe import build_config
 
 SAVE_MEMORY = ("--sequence-length", "--samples", "--micro-batch-size", "--activation-checkpointing", "--dtype")
 
@@ -138,17 +138,27 @@ def compile(
         raise ConfigError("--devices needs --dry-run: add it, or leave --devices out to run on the devices at hand")
     if shard and devices is None and not torchrun.launched():
         raise ConfigError("--shard spreads weights over several processes: start permtriton with torchrun")
-    from permtriton.cli.compile import Job, run
+    from permtriton.cli.compile import default_output, run
+    from permtriton.job import Job
     from permtriton.model.load import Source
 
     source = Source(model, dtype, device, trust_remote_code, gguf_file)
-    job = Job(source, chosen, eval_text, output, overwrite, restart, json, shard, offload)
+    job = Job(
+        source,
+        chosen,
+        eval_data=eval_text,
+        output=output or default_output(source, chosen),
+        overwrite=overwrite,
+        restart=restart,
+        shard=shard,
+        offload=offload,
+    )
     if dry_run:
         from permtriton.cli.dry_run import run as show
 
-        show(job, devices)
+        show(job, devices, json=json)
     else:
-        run(job)
+        run(job, json=json)
 
 
 @command()
@@ -160,7 +170,7 @@ def recipes(json: Json = False) -> None:
 
 
 @command()
-@takes("sparsity", "layout", "o_proj", "skip_indivisible")
+@takes("sparsity", "layout", "o_proj", "skip_indivisible", "ignore")
 def inspect(
     model: Model,
     flags: Flags,
@@ -239,7 +249,7 @@ def compare(
     """Prune MODEL with every method on the same text and show how much each one hurts. Saves no model."""
     given = options_to_compare(model, config, flags)
     from permtriton.cli.compare import Request, run
-    from permtriton.cli.tasks import TaskRequest
+    from permtriton.evaluation.task_request import TaskRequest
     from permtriton.model.load import Source
 
     request = Request(model, given, flags, seeds, methods, patterns, ablate, values)
@@ -288,13 +298,23 @@ def evaluate(
 ) -> None:
     """Measure MODEL: perplexity, zero-shot tasks of lm-eval, KL and cosine to the dense model."""
     from permtriton.cli.evaluate import run
-    from permtriton.cli.tasks import TaskRequest
-    from permtriton.model.load import Source
+    from permtriton.evaluation.task_request import TaskRequest
 
-    dense = Source(against, dtype, device, trust_remote_code) if against else None
-    source = Source(model, dtype, device, trust_remote_code, gguf_file)
     wanted = TaskRequest(tasks, limit, tasks_dir)
-    run(source, dense, perplexity, wanted, batch_size, output, overwrite=overwrite, json=json)
+    run(
+        model,
+        against,
+        perplexity,
+        wanted,
+        batch_size,
+        output,
+        overwrite=overwrite,
+        json=json,
+        device=device,
+        dtype=dtype,
+        gguf_file=gguf_file,
+        trust_remote_code=trust_remote_code,
+    )
 
 
 @command()

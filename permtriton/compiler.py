@@ -6,7 +6,7 @@ import torch
 from transformers import PreTrainedModel
 
 from permtriton.checkpoint.quantizer import attach
-from permtriton.checkpoint.save import CompiledModel
+from permtriton.compiled import CompiledModel
 from permtriton.config import CompileConfig
 from permtriton.data.media import Processor
 from permtriton.data.samples import Inputs
@@ -25,13 +25,13 @@ from permtriton.passes.verify_graph import count_operators
 from permtriton.passes.verify_graph import run as run_graph
 from permtriton.preparing import held_out_samples, planned, prepare
 from permtriton.progress import NoProgress, Progress
-from permtriton.recipes import check_recipe, config_from
+from permtriton.recipe import check_recipe, config_from
 from permtriton.record import compilation_record
 from permtriton.run import Run
 from permtriton.step import Outcome, Stage
 
 
-def compile(  # noqa: PLR0913
+def compile_model(  # noqa: PLR0913
     model: PreTrainedModel,
     tokenizer: Processor | None = None,
     config: CompileConfig | None = None,
@@ -87,7 +87,7 @@ def compile(  # noqa: PLR0913
     )
 
 
-def dry_run(
+def forecast_model(
     model: PreTrainedModel,
     tokenizer: Processor | None = None,
     config: CompileConfig | None = None,

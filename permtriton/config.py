@@ -48,7 +48,7 @@ class CalibrationConfig:
 @documented
 @dataclass(frozen=True)
 class CompileConfig:
-    """Everything that decides a compilation's result; `permtriton.recipes.config_from` makes one from a recipe.
+    """Everything that decides a compilation's result; `permtriton.recipe.config_from` makes one from a recipe.
 
     Without steps, it says only how a model is planned.
     """
@@ -75,6 +75,12 @@ class CompileConfig:
     )
     skip_indivisible: bool = _method(
         False, "Leave linears dense if their number of input channels is not a multiple of M."
+    )
+    ignore: tuple[str, ...] = _method(
+        (),
+        "Linears that stay dense. Repeat the flag for several.",
+        values="names of linears or of modules that hold them, globs (*.down_proj), regular expressions after re:, or "
+        "names of classes",
     )
     seed: int = _running(0, "Seed of all that is drawn at random, such as calibration sequences.", maximum=2**32 - 1)
     micro_batch_size: int = _running(
@@ -139,9 +145,9 @@ class CompileConfig:
         return any(step.name == name for step in self.steps)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the flat options that `permtriton.recipes.config_from` reads back to an equal config."""
+        """Returns the flat options that `permtriton.recipe.config_from` reads back to an equal config."""
         own = {each.name: getattr(self, each.field) for each in options_of(self)}
-        own["sparsity"] = str(self.sparsity)
+        own |= {"sparsity": str(self.sparsity), "ignore": list(self.ignore)}
         for step in self.steps:
             own |= {each.name: getattr(step, each.field) for each in options_of(step)}
         return {"recipe": self.recipe} | own | asdict(self.calibration)

@@ -9,6 +9,7 @@ import re
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from difflib import get_close_matches
 from typing import Any
 
 LONGEST = 300  # characters of another library's message that are kept
@@ -39,6 +40,10 @@ class CalibrationError(PermTritonError):
 
 class TaskError(PermTritonError):
     """A task of an evaluation that is unknown, whose data cannot be read, or that the model cannot run."""
+
+
+class MissingExtraError(PermTritonError):
+    """A package that is not installed; the message says which extra has it."""
 
 
 class OutputError(PermTritonError):
@@ -106,6 +111,12 @@ def shown(value: Any) -> str:
         return _SHORT.repr(value)
     except ValueError:
         return f"an integer of {value.bit_length()} bits" if isinstance(value, int) else f"a {type(value).__name__}"
+
+
+def near(name: str, known: Iterable[str]) -> str:
+    """Returns the end of a message about an unknown name: those like it, if there are any."""
+    found = get_close_matches(name, list(known))
+    return f": did you mean {', '.join(found)}?" if found else ": permtriton compile --help-all lists all options"
 
 
 def listed(names: Iterable[str]) -> str:

@@ -27,7 +27,7 @@ from permtriton.model.plan import Plan, named_layers
 from permtriton.model.reference import Reference
 from permtriton.model.trace import OTHER_VALUES
 from permtriton.planning import plan_model
-from permtriton.recipes import suggested_text
+from permtriton.recipe import suggested_text
 from permtriton.run import WRITING, Run
 from permtriton.running.sharding import check_spread, running
 from permtriton.running.state import StateFile

@@ -15,7 +15,7 @@ from permtriton.machine import determinism, device_name, peak_memory, versions
 from permtriton.memory import Needs
 from permtriton.model.plan import linear_module, weight_in_out
 from permtriton.permutation import moved
-from permtriton.recipes import compile_command
+from permtriton.recipe import compile_command
 from permtriton.run import Run
 
 

@@ -74,7 +74,7 @@ def numbers(report: dict) -> list[dict]:
 @pytest.fixture
 def interrupted(monkeypatch):
     """Lets the second compilation be interrupted, the first time."""
-    calls, compile = [], comparison.compile
+    calls, compile = [], comparison.compile_model
 
     def sometimes(*arguments, **options):
         calls.append(arguments[2])
@@ -82,7 +82,7 @@ def interrupted(monkeypatch):
             raise KeyboardInterrupt
         return compile(*arguments, **options)
 
-    monkeypatch.setattr(comparison, "compile", sometimes)
+    monkeypatch.setattr(comparison, "compile_model", sometimes)
     return calls
 
 

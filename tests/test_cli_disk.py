@@ -13,7 +13,7 @@ import pytest
 from transformers import LlamaForCausalLM
 from typer.testing import CliRunner
 
-from permtriton import compiler, run
+from permtriton import job, run
 from permtriton.checkpoint.output import claimed
 from permtriton.cli.main import app
 
@@ -204,14 +204,14 @@ def test_weights_that_change_while_they_are_read(desk, model, monkeypatch, chang
 @pytest.mark.parametrize("change", [flip, replace])
 def test_weights_that_change_while_they_are_pruned(desk, model, monkeypatch, change):
     """They are mapped from the file: what writes to it writes to the model. A file that is replaced stays mapped."""
-    original = compiler.compile
+    original = job.compile_model
 
     def compile(*arguments: object, **options: object) -> object:
         found = original(*arguments, **options)
         change(model / "model.safetensors")
         return found
 
-    monkeypatch.setattr(compiler, "compile", compile)
+    monkeypatch.setattr(job, "compile_model", compile)
     earlier = (desk.out / "model.safetensors").read_bytes()
     result = RUNNER.invoke(app, desk.compile(model=model))
     if change is flip:
@@ -239,5 +239,5 @@ def test_other_files_that_may_not_be_read(desk, monkeypatch):
     def refuse(*_args: object, **_options: object) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "/somewhere/file")
 
-    monkeypatch.setattr("permtriton.cli.compile.held_out_windows", refuse)
+    monkeypatch.setattr("permtriton.job.held_out_windows", refuse)
     desk.refuses(desk.compile(), "/somewhere/file: Permission denied")

@@ -15,7 +15,7 @@ from permtriton.comparison.run import Yardstick, compare
 from permtriton.comparison.summary import columns, report_of
 from permtriton.errors import ConfigError, OutputError
 from permtriton.progress import NoProgress
-from permtriton.recipes import RECIPES, resolved
+from permtriton.recipe import RECIPES, resolved
 from permtriton.sparsity import NMPattern
 
 from . import media, zoo
@@ -50,8 +50,8 @@ def compiled(monkeypatch):
         calls.append((config, ids))
         return original(model, tokenizer, config, ids=ids, progress=progress)
 
-    original = comparison.compile
-    monkeypatch.setattr(comparison, "compile", record)
+    original = comparison.compile_model
+    monkeypatch.setattr(comparison, "compile_model", record)
     return calls
 
 
@@ -277,7 +277,7 @@ def run(path, model, methods=METHODS_RUN, progress=None):
 
 
 def test_an_interrupted_comparison_continues_with_what_is_missing(model, compiled, tmp_path, monkeypatch):
-    path, recording = tmp_path / "rows.json", comparison.compile
+    path, recording = tmp_path / "rows.json", comparison.compile_model
     expected = without_times(run(None, model))
     compiled.clear()
 
@@ -286,11 +286,11 @@ def test_an_interrupted_comparison_continues_with_what_is_missing(model, compile
             raise KeyboardInterrupt
         return recording(*arguments, **options)
 
-    monkeypatch.setattr(comparison, "compile", interrupt)
+    monkeypatch.setattr(comparison, "compile_model", interrupt)
     with pytest.raises(KeyboardInterrupt):
         run(path, model)
     assert len(compiled) == 1
-    monkeypatch.setattr(comparison, "compile", recording)
+    monkeypatch.setattr(comparison, "compile_model", recording)
     progress = Lines()
     assert without_times(run(path, model, progress=progress)) == expected
     assert [config.importance for config, _ in compiled] == ["magnitude", "wanda"]

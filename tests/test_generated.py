@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 import permtriton
 from permtriton import config_from, forecast, memory
 from permtriton import run as running
+from permtriton.compiler import compile_model
 from permtriton.data import generated
 from permtriton.data.generated import beginnings, first_token, generated_text, texts_at_once, written
 from permtriton.data.samples import Samples
@@ -20,7 +21,7 @@ from permtriton.methods import distillation, reconstruction, refitting
 from permtriton.offload import Offload
 from permtriton.planning import find_plan
 from permtriton.progress import NoProgress, Progress
-from permtriton.recipes import check_given, compile_command
+from permtriton.recipe import check_given, compile_command
 from permtriton.sparsity import NMPattern
 from permtriton.step import Speed
 
@@ -161,7 +162,7 @@ def test_the_first_token(ids, expected):
 def compiled(recipe: str, model: PreTrainedModel | None = None, ids: Tensor | None = IDS, **more) -> object:
     running = {name: more.pop(name) for name in ("progress", "resume_path", "offload") if name in more}
     config = config_from({**OPTIONS, **more, "recipe": recipe})
-    return permtriton.compile(model or tiny_model(), None, config, ids=ids, **running)
+    return compile_model(model or tiny_model(), None, config, ids=ids, **running)
 
 
 @pytest.fixture
@@ -326,7 +327,7 @@ def test_a_recipe_that_asks_for_it_runs_without_it_where_it_must(read):
     progress = Recording()
     config = config_from({"recipe": "best", "samples": 6, "distill_epochs": 1, "reconstruct_epochs": 1})
     assert config.generated > 0
-    found = permtriton.compile(bert(), None, config, ids=IDS, progress=progress)
+    found = compile_model(bert(), None, config, ids=IDS, progress=progress)
     assert "no text is generated: BertModel does not write text" in "\n".join(progress.lines)
     assert found.config.calibration.generated == 0
     assert found.report["generated"] is None

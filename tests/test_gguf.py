@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 import permtriton
 from permtriton.checkpoint.card import CARD_FILE
 from permtriton.cli.main import app
+from permtriton.compiler import compile_model
 from permtriton.errors import ConfigError, ModelError
 from permtriton.model import load
 from permtriton.model.load import Source, load_empty_model, load_model, load_original, load_tokenizer, unchanged_weights
@@ -158,7 +159,7 @@ def test_a_file_and_a_name_inside(file):
 
 def test_the_package_that_reads_the_files_may_be_missing(workplace, monkeypatch):
     monkeypatch.setitem(sys.modules, "gguf", None)
-    workplace.refuses(workplace.compile(), f"{FILE} is read by the package gguf", "pip install 'permtriton[gguf]'")
+    workplace.refuses(workplace.compile(), f"{FILE} needs gguf", 'pip install "permtriton[gguf]"')
 
 
 # -- commands --------------------------------------------------------------------------------------------------------
@@ -190,8 +191,8 @@ def test_compile(pristine, workplace):
 def test_a_model_that_transformers_loaded_from_a_file_is_saved(pristine, tmp_path):
     """transformers marks it as quantized and would refuse to save it, though its weights are dequantized."""
     model = AutoModelForCausalLM.from_pretrained(pristine, gguf_file=FILE)
-    compiled = permtriton.compile(model, None, permtriton.config_from(recipe="sparsegpt"), ids=zoo.tiny_ids(4, 16))
-    folder = compiled.save(tmp_path / "out")
+    compiled = compile_model(model, None, permtriton.config_from(recipe="sparsegpt"), ids=zoo.tiny_ids(4, 16))
+    folder = compiled.save_pretrained(tmp_path / "out")
     assert "quantization_config" not in json.loads((folder / "config.json").read_text())
 
 
@@ -225,7 +226,7 @@ def test_commands_that_write_nothing(workplace):
 def test_another_file_is_another_run(pristine, workplace, monkeypatch):
     """Its state must not continue a run of other weights, though the name is the same."""
     learn = ["--recipe", "heuristic,learned,mask", "--learn-epochs", "1", "--learn-batch-size", "2"]
-    monkeypatch.setattr("permtriton.checkpoint.save.save_checkpoint", interrupted)
+    monkeypatch.setattr("permtriton.compiled.save_checkpoint", interrupted)
     assert RUNNER.invoke(app, workplace.compile(*learn, model=FILE)).exit_code == 130
     model = llama()
     with torch.no_grad():

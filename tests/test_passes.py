@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import permtriton
+from permtriton.compiler import compile_model
 from permtriton.kernels import norm_permute
 from permtriton.model.checks import relative_difference
 from permtriton.model.edits import moves_of
@@ -241,5 +242,5 @@ def test_a_model_on_meta_gets_the_same_graph():
 @pytest.mark.parametrize("recipe", ["heuristic,mask", "heuristic,sparsegpt"])
 def test_compile_runs_the_passes_that_inspect_shows(recipe):
     config = permtriton.config_from(recipe=recipe)
-    compiled = permtriton.compile(zoo.build("llama"), None, config, ids=zoo.token_ids())
+    compiled = compile_model(zoo.build("llama"), None, config, ids=zoo.token_ids())
     assert [step["name"] for step in compiled.report["passes"]] == list(PASS_NAMES)

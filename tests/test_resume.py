@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 import permtriton
+from permtriton.compiler import compile_model
 from permtriton.errors import OutputError, PermTritonError
 from permtriton.methods.learning import LearningFile
 
@@ -88,7 +89,7 @@ def test_compile_continues_only_an_equal_compilation(tmp_path, words):
 
     def run(changes: dict[str, object], **more: object) -> permtriton.CompiledModel:
         config = permtriton.config_from({**options, **changes})
-        return permtriton.compile(plant(tiny(num_hidden_layers=1)), None, config, ids=ids, **more)
+        return compile_model(plant(tiny(num_hidden_layers=1)), None, config, ids=ids, **more)
 
     path = tmp_path / "state.safetensors"
     first = run({}, resume_path=path)

@@ -11,6 +11,7 @@ from torch import nn
 
 import permtriton
 from permtriton import config_from
+from permtriton.compiler import compile_model
 from permtriton.errors import OutputError
 from permtriton.methods.learning import LearningFile
 from permtriton.model.checks import model_hash
@@ -30,7 +31,7 @@ IDS = zoo.token_ids(4, 8).clamp(max=40)
 def run(path, change=lambda model: None, ids=IDS, **more: object) -> permtriton.CompiledModel:
     model = zoo.build("llama")
     change(model)
-    return permtriton.compile(model, None, config_from(OPTIONS), ids=ids, resume_path=path, **more)
+    return compile_model(model, None, config_from(OPTIONS), ids=ids, resume_path=path, **more)
 
 
 @torch.no_grad()

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-import permtriton
 from permtriton import config_from
 from permtriton.checkpoint import export as exporting
+from permtriton.compiler import compile_model
 from permtriton.errors import PermTritonError, VerificationError
 
 from . import zoo
@@ -25,9 +25,9 @@ WASTEFUL = [name for name, fault in FAULTS.items() if fault.caught_by]
 
 def run(fault: Fault, folder: Path) -> None:
     """Does with the tiny model what the fault would spoil."""
-    compiled = permtriton.compile(zoo.build(fault.model), None, config_from(fault.options), ids=IDS)
+    compiled = compile_model(zoo.build(fault.model), None, config_from(fault.options), ids=IDS)
     if fault.then:
-        compiled.save(folder / "out")
+        compiled.save_pretrained(folder / "out")
     if fault.then == "export":
         exporting.export(folder / "out", folder / "packed")
 

@@ -23,8 +23,8 @@ from transformers import (
     WhisperForConditionalGeneration,
 )
 
-import permtriton
 from permtriton import NMPattern, config_from, find_plan
+from permtriton.compiler import compile_model
 from permtriton.config import CalibrationConfig
 from permtriton.data.text import calibration_ids, check_samples, evaluation_ids
 from permtriton.errors import CalibrationError
@@ -80,7 +80,7 @@ def inputs_of(name: str):
 @pytest.mark.slow(but=["t5-portable-sparsegpt", "bart-fused-mask"])
 def test_compiled_saved_and_generating(name, layout, pruning, tmp_path):
     model = build(name)
-    compiled = permtriton.compile(
+    compiled = compile_model(
         model,
         None,
         config_from({"layout": layout, "importance": "wanda"}, f"heuristic,{pruning}"),
@@ -90,7 +90,7 @@ def test_compiled_saved_and_generating(name, layout, pruning, tmp_path):
     assert not any(space.frozen for space in compiled.plan.spaces)
     assert len(list(compiled.plan.linears())) == 2 * 6 + 2 * 10
     assert compiled.report["proof"]["lowered_graph"] == "same outputs"
-    reloaded = type(model).from_pretrained(compiled.save(tmp_path / "out")).eval()
+    reloaded = type(model).from_pretrained(compiled.save_pretrained(tmp_path / "out")).eval()
     inputs = compiled.reference.inputs
     with torch.no_grad():
         torch.testing.assert_close(reloaded(**inputs)[0], model(**inputs)[0], rtol=0, atol=0)
@@ -145,7 +145,7 @@ def test_t5_in_float16_keeps_its_float32_weights(tmp_path):
     model = T5EncoderModel.from_pretrained(tmp_path / "dense", dtype=torch.float16).eval()
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float16, torch.float32}
     config = config_from({"layout": "fused"}, "heuristic,mask")
-    compiled = permtriton.compile(model, None, config, ids=IDS)
+    compiled = compile_model(model, None, config, ids=IDS)
     assert Placement.IN_NORM in {space.placement for space in compiled.plan.spaces}
 
 

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 import permtriton
 from permtriton import PermTritonError, config_from, ranks
+from permtriton.compiler import compile_model
 from permtriton.data.generated import generated_text
 from permtriton.data.samples import Samples
 from permtriton.methods.fisher import fisher_information
@@ -51,7 +52,7 @@ def compiled(
     """Returns the tensors and numbers that a compilation ends with."""
     windows = zoo.tiny_ids(4, 10, seed=5)
     config = config_from({**SMALL, **options})
-    found = permtriton.compile(
+    found = compile_model(
         model,
         None,
         config,

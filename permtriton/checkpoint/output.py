@@ -1,7 +1,7 @@
 """Output folders: claimed by one process at a time, written beside their place, and replaced as a whole.
 
-Beside a folder OUT stand ``.OUT.lock``, ``.OUT.partial-PID`` (what is being written), ``.OUT.old-PID`` (the earlier
-output while the new one takes its name) and the states of long stages.
+Beside a folder OUT stand ``.OUT.lock``, ``.OUT.partial-PID`` (what is being written), ``.OUT.dense-PID`` (what it is
+written from), ``.OUT.old-PID`` (the earlier output while the new one takes its name) and the states of long stages.
 """
 
 import errno
@@ -23,7 +23,7 @@ from permtriton.output_files import check_name, check_parent, disk_error
 
 Say = Callable[[str], None]
 
-LEFTOVER_FOLDER, LEFTOVER_STATE = r"\.{}\.(partial|old)-\d+", r"\.{}\.\w+\.safetensors"
+LEFTOVER_FOLDER, LEFTOVER_STATE = r"\.{}\.(partial|old|dense)-\d+", r"\.{}\.\w+\.safetensors"
 
 
 def resume_path(output: Path) -> Path:
@@ -172,6 +172,23 @@ def replacing_folder(output: Path, *, overwrite: bool, say: Say = lambda text: N
             _rename(partial, path)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextmanager
+def working_folder(output: Path) -> Iterator[Path]:
+    """Yields an empty folder beside an output that is claimed; it is removed at the end of the ``with`` block.
+
+    Raises:
+        OutputError: it cannot be made.
+    """
+    path = output.resolve()
+    folder = _beside(path, f"dense-{os.getpid()}")
+    with _clear_errors(path):
+        folder.mkdir()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager

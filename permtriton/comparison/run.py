@@ -13,12 +13,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from permtriton import machine
 from permtriton.comparison.methods import ABLATIONS, DENSE, SET_BY_METHODS, Row
 from permtriton.comparison.results import Key, Measured, ResultFile, RowResult
-from permtriton.compiler import compile
+from permtriton.compiler import compile_model
 from permtriton.config import CalibrationConfig, CompileConfig
 from permtriton.data.samples import Inputs, Samples
 from permtriton.data.text import calibration_samples, check_samples
 from permtriton.errors import ConfigError
-from permtriton.evaluate import evaluate
+from permtriton.evaluation.measure import evaluate
 from permtriton.progress import NoProgress, Progress
 from permtriton.run import run_identity
 
@@ -49,7 +49,7 @@ class Yardstick:
         """Returns what decides every result of a comparison, but for what `Key` holds.
 
         Args:
-            options: value of every option, as `permtriton.recipes.resolved` returns them.
+            options: value of every option, as `permtriton.recipe.resolved` returns them.
             ablation: key of `ABLATIONS`, or None.
             tasks: what decides the scores of the tasks; empty without tasks.
         """
@@ -173,7 +173,8 @@ def _compiled(yardstick: Yardstick, config: CompileConfig, samples: Samples | No
     """Compiles a copy of the dense model on calibration samples, or on what it writes, and measures it."""
     device = yardstick.dense.device
     started, counted = time.perf_counter(), machine.reset_peak_memory(device)
-    compiled = compile(copy.deepcopy(yardstick.dense), yardstick.tokenizer, config, ids=samples, progress=progress)
+    model = copy.deepcopy(yardstick.dense)
+    compiled = compile_model(model, yardstick.tokenizer, config, ids=samples, progress=progress)
     seconds, peak = time.perf_counter() - started, machine.peak_memory(device) if counted else None
     order = compiled.plan.hidden_order(compiled.indices)
     return yardstick.measured(compiled.model, order, progress, seconds, peak)

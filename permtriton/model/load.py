@@ -19,6 +19,7 @@ from transformers.utils import cached_file
 
 from permtriton import demo
 from permtriton.errors import ConfigError, ModelError, OutputError, first_line, reading, shown, without_panics
+from permtriton.extras import require
 from permtriton.kernels import autotune
 from permtriton.model.core import check_towers
 from permtriton.model.gguf_file import SUFFIX, GgufFile, in_words, read_gguf
@@ -173,8 +174,6 @@ def load_model(source: Source, allow_compiled: bool = True, offload: Offload | N
     model_class = _model_class(source, config)
     if not source.trust_remote_code:  # code of the model's own may not build without memory
         build_empty(model_class, config, stored, source.name)
-    # On a GPU, packed weights stay packed only where they are loaded onto it.
-    placement = {"device_map": str(device)} if _is_compiled(config) else {}
     with (
         reading(f"{source.name} cannot be loaded as {model_class.__name__}", ModelError),
         unchanged_weights(source, also_replaced=True),
@@ -186,7 +185,7 @@ def load_model(source: Source, allow_compiled: bool = True, offload: Offload | N
             use_safetensors=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # so that they are in the info; the error of transformers does not name them
-            **placement,
+            **_placement(source, config, device),
             **_arguments(source),
             **_dequantizing(source),
         )
@@ -211,6 +210,14 @@ def load_model(source: Source, allow_compiled: bool = True, offload: Offload | N
         model.name_or_path = source.name  # not the folder that the file is in
     autotune.use_beside(Path(source.location))
     return model.to(device).eval()
+
+
+def _placement(source: Source, config: Any, device: torch.device) -> dict[str, str]:
+    """Returns where transformers loads a model: on a GPU, packed weights stay packed only if it loads them there."""
+    if not _is_compiled(config) or device.type == "cpu":
+        return {}
+    require(f"{source.name} on a GPU", "accelerate")
+    return {"device_map": str(device)}
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from permtriton.config import CalibrationConfig, CompileConfig, has_effect, why_no_effect
-from permtriton.errors import ConfigError, first_line, reading, shown
+from permtriton.errors import ConfigError, first_line, near, reading, shown
 from permtriton.methods import steps
 from permtriton.methods.distill import Distill
 from permtriton.methods.heuristic import Heuristic
@@ -77,6 +77,21 @@ SMALL: dict[str, Any] = {
 }
 
 
+def recipes() -> dict[str, dict[str, Any]]:
+    """Returns the recipes and the steps that they are made of, as ``permtriton recipes --json`` prints them.
+
+    Returns:
+        ``recipes``: name -> its ``steps`` and a ``summary``; ``steps``: name -> what it does.
+
+    Example:
+        >>> import permtriton
+        >>> permtriton.recipes()["recipes"]["fast"]["steps"]
+        ['heuristic', 'sparsegpt']
+    """
+    named = {name: {"steps": each.names.split(","), "summary": each.summary} for name, each in RECIPES.items()}
+    return {"recipes": named, "steps": {step.name: step.summary for step in steps.STEPS}}
+
+
 def all_options() -> dict[str, Option]:
     """Returns name -> option, of the compilation and of every step."""
     return {o.name: o for kind in (CompileConfig, CalibrationConfig, *steps.STEPS) for o in options_of(kind)}
@@ -130,7 +145,7 @@ def config_from(
     chosen = next((each for each in (recipe, named) if each is not None), DEFAULT)
     known = all_options()
     if unknown := sorted(set(given) - set(known)):
-        raise ConfigError(f"unknown option {shown(unknown[0])}: the options are {', '.join(sorted(known))}")
+        raise ConfigError(f"unknown option {shown(unknown[0])}{near(unknown[0], known)}")
     for name, value in given.items():  # those of steps that the recipe lacks, too
         known[name].check(known[name].convert(value))
     values = {**(SMALL if model == DEMO else {}), **given}
@@ -146,6 +161,34 @@ def config_from(
     )
     check_recipe(config)
     return config
+
+
+def build_config(
+    model: str, recipe: str | Sequence[Step] | None, config_file: Path | None, options: Mapping[str, Any]
+) -> CompileConfig:
+    """Lays what a user gave over a file over the recipe.
+
+    Args:
+        model: as for `config_from`.
+        recipe: as for `config_from`.
+        config_file: TOML file of options; None for none.
+        options: values by option name.
+
+    Raises:
+        ConfigError: an unknown option, a bad value, or an option that has no effect.
+    """
+    config = config_from(given_by(config_file, options), recipe, model)
+    check_given(list(options), config)
+    return config
+
+
+def given_by(config_file: Path | None, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what a user gave: options over those of the file.
+
+    Raises:
+        ConfigError: the file cannot be read, or holds a table that is no step's.
+    """
+    return {**(read_config_file(config_file) if config_file else {}), **options}
 
 
 def resolved(options: Mapping[str, Any], model: str = "") -> dict[str, Any]:
@@ -189,7 +232,7 @@ def defaults(option: Option) -> str:
     if option.name == "generated":
         texts += [(f"{name}: ", f"{r.generated} per sample") for name, r in RECIPES.items() if r.generated]
     texts += [("demo model: ", SMALL[option.name])] if option.name in SMALL else []
-    return "; ".join(f"{place}{str(value).lower()}" for place, value in texts)
+    return "; ".join(f"{place}{'none' if value == () else str(value).lower()}" for place, value in texts)
 
 
 def suggested_text(config: CompileConfig) -> int:
@@ -240,6 +283,8 @@ def compile_command(model: str, config: CompileConfig, **running: str | bool | N
 
 
 def _flag(option: Option, value: Any) -> list[str]:
+    if option.several:
+        return [word for each in value for word in (option.flag, each)]
     if isinstance(value, bool):
         return [option.flag if value else option.flag.replace("--", "--no-", 1)]
     return [option.flag, Path(value).name if option.name == "calibration" else str(value)]
