@@ -133,7 +133,7 @@ class CompileConfig:
     @property
     def generated(self) -> int:
         """Number of sequences that it writes beside the calibration samples: 0 where no step reads them."""
-        return 0 if self.alone or not any(step.generated for step in self.steps) else self.calibration.generated
+        return 0 if self.alone or not any(step.reads_generated for step in self.steps) else self.calibration.generated
 
     @property
     def writes(self) -> int:
@@ -167,7 +167,7 @@ def why_no_effect(option: Option, config: CompileConfig) -> str:
         return f"{recipe}, which computes no gradients: leave it out"
     if option.name == "importance" and not config.uses_importance:
         return f"{recipe}, which chooses its own mask: leave it out"
-    if option.name == "generated" and not config.alone and not any(step.generated for step in config.steps):
+    if option.name == "generated" and not config.alone and not any(step.reads_generated for step in config.steps):
         return f"{recipe}, none of whose steps reads such text: leave it out"
     if option.name == "samples" and config.alone:
         return f"--calibration {WRITTEN}, where all sequences are written: leave it out, and set --generated"

@@ -14,6 +14,7 @@ from typing import Any
 from permtriton.config import CalibrationConfig, CompileConfig, has_effect, why_no_effect
 from permtriton.errors import ConfigError, first_line, near, reading, shown
 from permtriton.methods import steps
+from permtriton.methods.distill import Distill
 from permtriton.methods.heuristic import Heuristic
 from permtriton.methods.learned import Learned
 from permtriton.methods.mask import Mask
@@ -52,7 +53,11 @@ class Recipe:
 
 RECIPES: dict[str, Recipe] = {
     DEFAULT: Recipe((Heuristic(), Refit()), "a low perplexity in minutes: exact weights on SparseGPT's mask"),
-    "best": Recipe((Heuristic(), Refit(), Reconstruct()), "the same, then trained layer by layer: minutes to hours"),
+    "best": Recipe(
+        (Heuristic(), Refit(generated=False), Reconstruct(generated=False), Distill(epochs=4)),
+        "the same, then trained layer by layer and as a whole, on text that the model writes: minutes to hours",
+        generated=8,
+    ),
     "fast": Recipe((Heuristic(row_weights="none"), SparseGPT()), "the least time, without a backward pass"),
     "values": Recipe((Heuristic(), Searched(), Mask()), "the best masks where kept weights must keep their values"),
     # The paper's settings and its code's: no base order, random start, clamped logits, one softmax scale, last epoch.
@@ -224,6 +229,8 @@ def defaults(option: Option) -> str:
             value = getattr(step, option.field, None)
             if step.name == option.step and value != option.default:
                 texts.append((f"{name}: ", value))
+    if option.name == "generated":
+        texts += [(f"{name}: ", f"{r.generated} per sample") for name, r in RECIPES.items() if r.generated]
     texts += [("demo model: ", SMALL[option.name])] if option.name in SMALL else []
     return "; ".join(f"{place}{'none' if value == () else str(value).lower()}" for place, value in texts)
 

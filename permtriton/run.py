@@ -193,7 +193,7 @@ class Run:
 
     def samples_of(self, step: Step) -> Samples:
         """Returns the samples that a step reads."""
-        if self.generated is None or not step.generated:
+        if self.generated is None or not step.reads_generated:
             return self.samples
         assert self.samples.ids is not None
         return Samples.of(torch.cat([self.samples.ids, self.generated]))

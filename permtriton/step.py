@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from permtriton.run import Run
 
 FLOAT32 = 4  # bytes
+GENERATED = "Read what --generated adds to the samples, too."  # help of an option that several steps have
 
 
 class Stage(IntEnum):
@@ -84,7 +85,7 @@ class Facts:
 
     def read_by(self, step: "Step") -> "Facts":
         """Returns the facts of all samples that a step reads, which may be more than the calibration samples."""
-        if not step.generated:
+        if not step.reads_generated:
             return self
         sequences = self.sequences + self.generated
         return replace(self, sequences=sequences, positions=self.positions // self.sequences * sequences, generated=0)
@@ -175,7 +176,6 @@ class Step(Protocol):
         keeps_values: whether the weights that are kept keep their values.
         dense_weights: whether it needs the dense weights after the model is pruned.
         shards: whether it can run while the weights of layers are spread over several GPUs.
-        generated: whether it reads the text that the dense model writes (``--generated``), beside the samples.
         offloads: whether it can run on a model in files, with the gradients of one layer at a time.
         thrift: what it does where memory is short, in words; empty if it has no choice.
     """
@@ -189,7 +189,6 @@ class Step(Protocol):
     dense_weights: ClassVar[bool] = False
     shards: ClassVar[bool] = True
     offloads: ClassVar[bool] = True
-    generated: ClassVar[bool] = False
     thrift: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
@@ -198,6 +197,11 @@ class Step(Protocol):
     @property
     def gradients(self) -> bool:
         """Whether it runs backward passes."""
+        return False
+
+    @property
+    def reads_generated(self) -> bool:
+        """Whether it reads the text that the dense model writes (``--generated``) beside the calibration samples."""
         return False
 
     def conflicts(self, config: "CompileConfig") -> str:

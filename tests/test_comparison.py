@@ -1,7 +1,7 @@
 """Comparisons: rows as data, one calibration set for all, results that are kept, ablations that differ."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -88,6 +88,8 @@ def test_recipes_are_compared_where_they_are_named():
     assert [row.method for row in rows] == list(RECIPES)
     assert [row.config.recipe for row in rows] == [recipe.names for recipe in RECIPES.values()]
     assert [row.config.importance for row in rows] == ["obs", "obs", "obs", "wanda", "wanda"]
+    fused = method_rows(given(), tuple(f"{name} (fused)" for name in RECIPES), (), model="demo")
+    assert [row.config for row in fused] == [replace(row.config, layout="fused") for row in rows]
     fast = rows[list(RECIPES).index("fast")].config
     assert fast.steps == RECIPES["fast"].steps, "a method sets no option of a recipe"
     assert rows[-1].config.steps[0].clamp == RECIPES["published"].steps[0].clamp
@@ -133,6 +135,13 @@ def test_options_that_change_no_row_are_refused():
 
 
 # -- runs ----------------------------------------------------------------------------------------------------------
+
+
+def test_rows_without_a_text_are_compiled_on_what_the_model_writes(model, compiled):
+    rows = method_rows(given(calibration="none", generated=3), ("wanda",), ())
+    (_, result) = compare(Yardstick(model, None, WINDOWS), rows, seeds=(0, 1))
+    assert [(config.seed, ids) for config, ids in compiled] == [(0, None), (1, None)]
+    assert len({each.perplexity for each in result.measured}) == 2, "the seed decides the text"
 
 
 def test_all_rows_of_a_seed_share_one_draw(model, compiled, tmp_path, monkeypatch):

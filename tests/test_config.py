@@ -56,14 +56,17 @@ OTHER = {
     "sparsegpt_mask": "keep",
     "refit_dense_share": 0.75,
     "refit_iterations": 7,
+    "refit_generated": False,
     "reconstruct_epochs": 5,
     "reconstruct_learning_rate": 0.03,
     "reconstruct_batch_size": 2,
+    "reconstruct_generated": False,
     "reconstruct_loss": "squared",
     "reconstruct_window": "mlp",
     "distill_epochs": 6,
     "distill_learning_rate": 0.04,
     "distill_batch_size": 3,
+    "distill_generated": False,
     "distill_loss": "cosine",
 }
 PARTS = (CompileConfig, CalibrationConfig, *STEPS)
@@ -228,7 +231,8 @@ def test_the_demo_model_is_small_in_every_recipe():
     for recipe in RECIPES:
         small, large = build("demo", recipe=recipe), build(recipe=recipe)
         assert (small.calibration.samples, small.calibration.calibration) == (64, "demo")
-        assert large.calibration == CalibrationConfig()
+        assert large.calibration == CalibrationConfig(generated=RECIPES[recipe].generated * 128)
+        assert small.calibration.generated == RECIPES[recipe].generated * 64
         assert large.steps == RECIPES[recipe].steps
 
 

@@ -49,7 +49,11 @@ METHODS: dict[str, dict[str, Any]] = {
     **{f"{name}{FUSED}": {**options, "layout": "fused"} for name, options in _ORDERS.items()},
 }
 # The recipes may be compared, too, where they are named.
-KNOWN = METHODS | {name: {"importance": "auto", "recipe": name, "layout": "portable"} for name in RECIPES}
+KNOWN = METHODS | {
+    f"{name}{suffix}": {"importance": "auto", "recipe": name, "layout": layout}
+    for suffix, layout in (("", "portable"), (FUSED, "fused"))
+    for name in RECIPES
+}
 SET_BY_METHODS = frozenset.intersection(*map(frozenset, KNOWN.values()))  # what every row sets
 DENSE = "dense"
 HALF = "last:half"

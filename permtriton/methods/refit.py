@@ -5,7 +5,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, ClassVar
 
 from permtriton.option import documented, option
-from permtriton.step import FLOAT32, Facts, Outcome, Speed, Stage, Step
+from permtriton.step import FLOAT32, GENERATED, Facts, Outcome, Speed, Stage, Step
 
 if TYPE_CHECKING:
     from permtriton.run import Run
@@ -24,7 +24,6 @@ class Refit(Step):
     keeps_values: ClassVar[bool] = False
     dense_weights: ClassVar[bool] = True
     shards: ClassVar[bool] = False
-    generated: ClassVar[bool] = True
 
     dense_share: float = option(
         0.5,
@@ -33,6 +32,11 @@ class Refit(Step):
         maximum=1.0,
     )
     iterations: int = option(30, "Most rounds of conjugate gradients per weight; 0 leaves SparseGPT's weights.")
+    generated: bool = option(True, GENERATED)
+
+    @property
+    def reads_generated(self) -> bool:
+        return self.generated
 
     def uses_importance(self) -> bool:
         return False
