@@ -1,6 +1,7 @@
 """The benchmark of a real model: which commands it runs, what it counts, and how it continues."""
 
 import json
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -82,6 +83,7 @@ def test_rows_are_written_one_by_one_and_kept(stand):
     dense, fast, peer = report["rows"]
     assert "pruning" not in dense
     assert fast["method"] == "--recipe fast"
+    assert re.fullmatch(r"[0-9a-f]{7,}\+?|unknown", fast["pruning"].pop("commit"))
     assert fast["pruning"] == {"seconds": 2.0, "cpu_seconds": 1.0, "peak_bytes": 5, "stages": {"prove": 3.0}}
     assert peer["pruning"]["stages"] == {"method": 4.5}
     assert fast["evaluation"]["perplexity"] == 7.0
