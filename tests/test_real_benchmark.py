@@ -221,5 +221,5 @@ def test_table():
         "",
     ]
     assert "8 windows" in lines[7]
-    assert lines[7].endswith("peers: nvidia-modelopt 0.47.0. Other work ran.")
+    assert lines[7].endswith("peers: nvidia-modelopt 0.47.0. Note: other work ran.")
     assert lines[-2] == report["command"]
