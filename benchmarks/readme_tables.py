@@ -23,7 +23,7 @@ from benchmarks.architectures import table as architectures  # noqa: E402
 from benchmarks.gpu import table as gpu  # noqa: E402
 from permtriton.cli.main import app  # noqa: E402
 from permtriton.kernels.tools.issue_floor import GPUS  # noqa: E402
-from permtriton.recipes import all_options, defaults  # noqa: E402
+from permtriton.recipe import all_options, defaults  # noqa: E402
 
 NAMED_PAGES = (ROOT / "README.md", ROOT / "benchmarks" / "NOTES.md", ROOT / "kernels" / "README.md")
 PAGES = (*NAMED_PAGES, *sorted((ROOT / "docs").glob("*.md")))

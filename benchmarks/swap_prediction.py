@@ -34,7 +34,7 @@ from permtriton.model.plan import ChannelSpace
 from permtriton.permutation import identity
 from permtriton.planning import find_plan
 from permtriton.progress import NoProgress
-from permtriton.recipes import config_from
+from permtriton.recipe import config_from
 
 
 def main() -> None:

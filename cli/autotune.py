@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from permtriton import planning
-from permtriton.cli.console import BarProgress, err, out, print_json, saved, table
+from permtriton.bars import BarProgress, err
+from permtriton.cli.console import out, print_json, saved, table
 from permtriton.config import CompileConfig
 from permtriton.errors import ConfigError
 from permtriton.kernels import autotune as cache

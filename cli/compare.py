@@ -1,29 +1,30 @@
 """The command ``permtriton compare``: compares methods, or the settings of an ablation, and prints the table."""
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from permtriton.bars import BarProgress, err
 from permtriton.checkpoint.output import locked
-from permtriton.cli.console import BarProgress, err, fail, out, print_json, saved, table
-from permtriton.cli.held_out import held_out_windows
+from permtriton.cli.console import fail, out, print_json, saved, table
 from permtriton.cli.options import Flags
 from permtriton.cli.tables import Result, check_table, write_table
-from permtriton.cli.tasks import TaskRequest
 from permtriton.comparison.methods import Row, ablation_rows, check_effect, method_rows
 from permtriton.comparison.results import ResultFile, RowResult
 from permtriton.comparison.run import Yardstick, compare
 from permtriton.comparison.summary import Rows, cell, columns, report_of
+from permtriton.data.held_out import held_out_windows
 from permtriton.data.media import is_media
 from permtriton.data.samples import Samples
 from permtriton.errors import ConfigError, OutputError
+from permtriton.evaluation.task_request import TaskRequest
 from permtriton.model import load
 from permtriton.model.seq2seq import with_decoder_ids
+from permtriton.output_files import problem_of
 from permtriton.progress import Progress
-from permtriton.recipes import resolved
+from permtriton.recipe import resolved
 from permtriton.sparsity import NMPattern
 
 RESULT = Result(("method", "cosine", "seconds", "peak MiB"), ("measure", "patterns", "rows", "versions"))
@@ -106,7 +107,7 @@ def run(
         loaded = tasks.load(progress)
         progress.say(f"loading {source.described}")
         model, tokenizer = load.load_original(source)
-        windows, text = held_out_windows(source, eval_text, tokenizer, model)
+        windows, text = held_out_windows(source.name, eval_text, tokenizer, model)
         if windows is None:
             fail(f"nothing to compare on: {text}", 2)
         yardstick = Yardstick(model, tokenizer, with_decoder_ids(model, Samples.of(windows)), loaded)
@@ -140,10 +141,10 @@ def _claimed(source: load.Source, outputs: Sequence[Path], progress: Progress) -
     """
     stem = f"compare-{Path(source.name).resolve().name}"
     place = outputs[0].with_name(f".{outputs[0].name}.rows.json") if outputs else Path(f".{stem}.rows.json")
-    if not os.access(place.resolve().parent, os.W_OK):
+    if problem := problem_of(place.resolve().parent):
         raise OutputError(
-            f"the folder {place.resolve().parent}, where finished results are kept, cannot be written: run in another "
-            "folder, or give --output a file in another one"
+            f"the folder {place.resolve().parent}, where finished results are kept, cannot be written: {problem}; run "
+            "in another folder, or give --output a file in another one"
         )
     with ExitStack() as stack:
         for output in outputs or [Path(stem)]:

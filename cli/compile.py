@@ -2,147 +2,56 @@
 
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
-from permtriton import compiler
-from permtriton.checkpoint.output import claimed, resume_path
+from permtriton.bars import reporter
 from permtriton.checkpoint.plan_entries import grouped
-from permtriton.checkpoint.save import CompiledModel
 from permtriton.cli import torchrun
-from permtriton.cli.console import BarProgress, out, print_json, saved, table
-from permtriton.cli.held_out import held_out_windows
+from permtriton.cli.console import out, print_json, saved, table
 from permtriton.cli.inspect import destination
 from permtriton.config import CompileConfig
+from permtriton.job import Job
 from permtriton.machine import format_bytes
 from permtriton.methods import steps
-from permtriton.model import load
 from permtriton.model.gguf_file import SUFFIX
-from permtriton.offload import Offload, check_offload
-from permtriton.progress import NoProgress, Progress
-from permtriton.recipes import compile_command
-from permtriton.run import states_beside
+from permtriton.model.load import Source
 from permtriton.step import Outcome
 
 
-@dataclass(frozen=True)
-class Job:
-    """What the user asked for."""
-
-    source: load.Source
-    config: CompileConfig
-    eval_text: str | None
-    output: Path | None
-    overwrite: bool
-    restart: bool
-    json: bool
-    shard: bool | None
-    offload: Path | None = None
-
-    @property
-    def target(self) -> Path:
-        """Folder to write."""
-        pattern = self.config.sparsity
-        name = Path(self.source.name).resolve().name.removesuffix(SUFFIX)
-        return self.output or Path(f"{name}-{pattern.kept}of{pattern.group}")
-
-    def files(self) -> Offload | None:
-        """Returns the offload folder, if there is one.
-
-        Raises:
-            ConfigError: it cannot be used, or the config asks for a method that needs all weights in memory.
-        """
-        if self.offload is None:
-            return None
-        check_offload(self.config)
-        return Offload(self.offload)
+def default_output(source: Source, config: CompileConfig) -> Path:
+    """Returns the folder that is written where none is named, such as ``MODEL-2of4``."""
+    pattern, name = config.sparsity, Path(source.name).resolve().name.removesuffix(SUFFIX)
+    return Path(f"{name}-{pattern.kept}of{pattern.group}")
 
 
-def run(job: Job) -> None:
+def run(job: Job, *, json: bool) -> None:
     """Compiles a model, saves it and prints the report. Under ``torchrun``, only the first rank prints and saves.
 
+    Args:
+        job: job with an output.
+
     Raises:
-        PermTritonError: as `permtriton.compile` and `permtriton.CompiledModel.save`.
+        PermTritonError: as `permtriton.compile`.
     """
-    first, source, target = torchrun.is_first(), job.source, job.target
-    progress = BarProgress() if first else NoProgress()
+    assert job.output is not None
+    assert isinstance(job.model, Source)
+    first = torchrun.is_first()
+    progress = reporter(first)
     with ExitStack() as stack:
-        with torchrun.joined(source.device):
-            if first:
-                stack.enter_context(claimed(target, overwrite=job.overwrite, say=progress.say))
-                if job.restart:
-                    _delete_states(target, progress)
-            compiled = _compiled(job, progress)
+        with torchrun.joined(job.model.device):
+            stack.enter_context(job.claimed(progress))
+            compiled = job.run(progress)
         if not first:
             return
-        progress.say(f"saving and verifying {target}")
-        compiled.save(target, overwrite=job.overwrite)
-    with saved(target):
-        if job.json:
+        job.save(compiled, progress)
+    with saved(job.output):
+        if json:
             print_json(compiled.report)
         else:
-            print_report(compiled.report, target)
-
-
-def _compiled(job: Job, progress: Progress) -> CompiledModel:
-    source, device = job.source, None
-    if torchrun.launched():  # only then is it known whether one GPU can hold the model
-        device, source = load.resolve_device(source.device), replace(source, device="cpu")
-    files = job.files()
-    with load.unchanged_weights(source):
-        model, tokenizer, windows, text = loaded(source, job.eval_text, progress, files)
-        compiled = compiler.compile(
-            model,
-            tokenizer,
-            job.config,
-            evaluation_windows=windows,
-            progress=progress,
-            resume_path=resume_path(job.target),
-            say_needs=True,
-            device=device,
-            spread=job.shard,
-            offload=files,
-        )
-    compiled.report["evaluation"]["text"] = text
-    if source.gguf is not None:
-        compiled.report["gguf"] = {"file": source.gguf.path.name, "tensors": source.gguf.types}
-    compiled.report["command"] = compile_command(
-        source.name,
-        job.config,
-        eval_text=job.eval_text and Path(job.eval_text).name,
-        dtype=None if source.dtype == "auto" else source.dtype,
-        gguf_file=source.gguf_file,
-        trust_remote_code=source.trust_remote_code,
-    )
-    return compiled
-
-
-def _delete_states(target: Path, progress: Progress) -> None:
-    for path in states_beside(resume_path(target)):
-        path.unlink()
-        progress.say(f"deleted {path.name}, the state of an interrupted run")
-
-
-def loaded(
-    source: load.Source, eval_text: str | None, progress: Progress, offload: Offload | None = None
-) -> tuple[Any, Any, Any, str]:
-    """Returns the model, its tokenizer, and the held-out windows with the name of their text, or why there are none.
-
-    Args:
-        eval_text: held-out text, as `permtriton.cli.held_out.held_out_windows` takes it.
-
-    Raises:
-        PermTritonError: as `permtriton.model.load.load_original` and `held_out_windows`.
-    """
-    progress.say(f"loading {source.described}")
-    model, tokenizer = load.load_original(source, offload=offload, saved=True)
-    windows, text = held_out_windows(source, eval_text, tokenizer, model)
-    if windows is None:
-        progress.say(f"no held-out evaluation: {text}")
-    return model, tokenizer, windows, text
+            print_report(compiled.report, job.output)
 
 
 def print_report(report: dict[str, Any], target: Path) -> None:

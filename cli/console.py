@@ -1,71 +1,50 @@
-"""What all commands print with: progress bars, tables, error messages, JSON."""
+"""What all commands print with: tables, error messages, JSON. Progress is drawn by `permtriton.bars`."""
 
+import io
 import os
+import signal
 import sys
-import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, NoReturn
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.progress import Progress as RichProgress
 from rich.table import Table
 from rich.text import Text
 
+from permtriton.bars import PlainConsole, discard, err, visible
 from permtriton.errors import MemoryTooSmallError, PermTritonError
-from permtriton.progress import Advance
 
 
 class PrintError(PermTritonError):
     """A result that standard output does not take."""
 
 
-class _PlainConsole(Console):
-    """Prints text as it is: no markup, and control characters of file names are written as ``\\n`` and the like."""
-
-    def on_broken_pipe(self) -> None:
-        """Goes on without a reader: to stop after some lines, as ``head`` does, is no error."""
-        _discard(self.file)
-
-    def render_str(self, text: str, **options: Any) -> Text:
-        lines = ("".join(map(_visible, line)) for line in text.split("\n"))
-        return super().render_str("\n".join(lines), **options)
-
-
-def _visible(character: str) -> str:
-    return character if character.isprintable() else repr(character)[1:-1]
-
-
-class _Out(_PlainConsole):
+class _Out(PlainConsole):
     """Prints on standard output; raises a `PrintError` where that is full or closed."""
 
     def print(self, *objects: Any, **options: Any) -> None:
-        with _printing():
+        with printing():
             super().print(*objects, **options)
 
 
 @contextmanager
-def _printing() -> Iterator[None]:
-    """Turns an error of standard output into `PrintError`, or into silence if it is a pipe that nobody reads."""
+def printing() -> Iterator[None]:
+    """Turns an error of standard output into `PrintError`, or into silence if it is a pipe that nobody reads.
+
+    Nothing but printing may stand inside the ``with`` block.
+    """
     if sys.stdout is None:
         raise PrintError("the result could not be printed: standard output is closed")
     try:
-        yield
+        with suppress(SystemExit):  # of rich, which prints help, where nobody reads a pipe
+            yield
     except OSError as error:
-        _discard(sys.stdout)
+        discard(sys.stdout)
         if not isinstance(error, BrokenPipeError):
             raise PrintError(f"the result could not be printed: {error.strerror}") from error
-
-
-def _discard(stream: IO[str]) -> None:
-    """Discards what is written to a stream from now on, and what it still holds, so that no later write fails."""
-    nothing = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nothing, stream.fileno())
-    os.close(nothing)
 
 
 @contextmanager
@@ -80,62 +59,51 @@ def saved(*paths: Path) -> Iterator[None]:
 
 
 out = _Out(markup=False, emoji=False)
-err = _PlainConsole(stderr=True, markup=False, emoji=False)
 
 
-class BarProgress:
-    """Progress reporter that draws one bar per stage on standard error, or prints lines if that is not a terminal."""
+class _Ended(KeyboardInterrupt):
+    """A signal to end, such as a batch system sends before it kills, or a terminal that closes."""
 
-    @contextmanager
-    def stage(self, name: str, total: int) -> Iterator[Advance]:
-        if not err.is_terminal:
-            yield self._lines(name, total)
-            return
-        columns = (
-            TextColumn("{task.description:<10}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-            TextColumn("left"), TimeRemainingColumn(), TextColumn("{task.fields[note]}"),
-        )  # fmt: skip
-        with RichProgress(*columns, console=err) as bars:
-            task = bars.add_task(name, total=total, note="")
 
-            def advance(steps: int = 1, note: str = "") -> None:
-                bars.advance(task, steps)
-                if note:
-                    bars.update(task, note=note)
+@contextmanager
+def _ending_as_interrupted() -> Iterator[None]:
+    """Inside the ``with`` block, SIGTERM and SIGHUP do what Ctrl-C does, unless the caller has them ignored."""
+    mine = [each for name in ("SIGTERM", "SIGHUP") if (each := getattr(signal, name, None)) is not None]
+    mine = [each for each in mine if signal.getsignal(each) is signal.SIG_DFL]
 
-            yield advance
+    def end(number: int, _frame: object) -> None:
+        for each in mine:
+            signal.signal(each, signal.SIG_IGN)  # a second one would interrupt the cleaning up
+        raise _Ended(number)
 
-    def _lines(self, name: str, total: int) -> Advance:
-        started, done = time.perf_counter(), 0
-
-        def advance(steps: int = 1, note: str = "") -> None:
-            nonlocal done
-            tenths = 10 * done // max(total, 1)
-            done += steps
-            if 10 * done // max(total, 1) > tenths:
-                self.say(f"{name} {done}/{total}, {time.perf_counter() - started:.0f} s {note}".rstrip())
-
-        return advance
-
-    def say(self, text: str) -> None:
-        err.print(text, highlight=False, soft_wrap=True)
+    for each in mine:
+        signal.signal(each, end)
+    try:
+        yield
+    finally:
+        for each in mine:
+            signal.signal(each, signal.SIG_DFL)
 
 
 @contextmanager
 def clear_errors(to_lower: Callable[[], str]) -> Iterator[None]:
-    """Turns errors that the user can fix into one line and exit code 2, and an interruption into exit code 130.
+    """Turns errors that the user can fix into one line and exit code 2, and an interruption into 128 + its signal.
 
-    Also turns off the warnings and progress bars of torch and transformers.
+    Also turns off the warnings and progress bars of torch and transformers, and writes characters that the encoding of
+    standard output lacks as ``\\u6f22`` and the like, as Python does on standard error.
 
     Args:
         to_lower: returns the end of the line where memory ran out: the command's options that save memory.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # its retries are a line each
     warnings.filterwarnings("ignore", category=UserWarning, module="torch|transformers")
     try:
-        yield
+        with _ending_as_interrupted():
+            yield
     except MemoryTooSmallError as error:
         fail(f"{error}{to_lower()}", 2)
     except PermTritonError as error:
@@ -152,11 +120,11 @@ def clear_errors(to_lower: Callable[[], str]) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         fail(f"{out_of_memory(error)}{to_lower()}", 2)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         fail(
             "interrupted: no half-written output is left; the same command, started again, continues after the last "
             "round, epoch, layer or row that was finished",
-            130,
+            128 + (error.args[0] if isinstance(error, _Ended) else signal.SIGINT),
         )
 
 
@@ -168,9 +136,9 @@ def table(title: str, *columns: str, show_header: bool = True) -> Table:
     return empty
 
 
-def fail(message: str, code: int) -> None:
+def fail(message: str, code: int) -> NoReturn:
     """Prints an error message on standard error and exits with ``code``."""
-    line = "".join(map(_visible, message))  # a line break in a file name, too
+    line = "".join(map(visible, message))  # a line break in a file name, too
     err.print(Text.assemble(("error:", "bold red"), f" {line}"), soft_wrap=True, highlight=False)
     raise typer.Exit(code)
 
@@ -192,5 +160,5 @@ def print_json(value: Any) -> None:
 
 def echo(text: str) -> None:
     """Prints lines on standard output as they are, however long."""
-    with _printing():
+    with printing():
         typer.echo(text)

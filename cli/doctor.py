@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from permtriton.cli.console import BarProgress, echo, fail, out, print_json, table
+from permtriton.bars import BarProgress
+from permtriton.cli.console import echo, fail, out, print_json, table
 from permtriton.errors import PermTritonError
 from permtriton.kernels import autotune
 from permtriton.kernels.launch import triton

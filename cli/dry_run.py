@@ -2,48 +2,37 @@
 
 import re
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
-from transformers import PreTrainedModel
-
-from permtriton import compiler
-from permtriton.checkpoint.output import check_output, resume_path
-from permtriton.checkpoint.plan_entries import grouped, plan_report
-from permtriton.cli.compile import Job, loaded
-from permtriton.cli.console import BarProgress, out, print_json, table
+from permtriton.bars import reporter
+from permtriton.checkpoint.plan_entries import grouped
+from permtriton.cli.console import out, print_json, table
 from permtriton.cli.inspect import destination
-from permtriton.config import CompileConfig
 from permtriton.errors import ConfigError
-from permtriton.forecast import Forecast, duration
+from permtriton.forecast import duration
+from permtriton.job import DryRun, Job
 from permtriton.machine import format_bytes
 from permtriton.memory import Devices, describe_thrift, describe_weights
-from permtriton.model.plan import Plan, linear_module
 
 GIB = 1 << 30
 
 
-def run(job: Job, devices: str | None) -> None:
+def run(job: Job, devices: str | None, *, json: bool) -> None:
     """Loads a model and prints the plan and the estimate; writes nothing.
 
+    Args:
+        job: job with an output.
+
     Raises:
-        PermTritonError: as `permtriton.compile` up to its plan, or the output could not be written.
+        PermTritonError: as `permtriton.dry_run`.
     """
+    assert job.output is not None
     wanted = None if devices is None else _devices(devices, job.shard)
-    check_output(job.target, overwrite=job.overwrite)
-    source = job.source if wanted is None else replace(job.source, device="cpu")
-    files = job.files()
-    model, tokenizer, windows, _ = loaded(source, job.eval_text, BarProgress(), files)
-    plan, forecast = compiler.dry_run(
-        model,
-        tokenizer,
-        job.config,
-        evaluation_windows=windows,
-        resume_path=None if job.restart else resume_path(job.target),
-        devices=wanted,
-        offload=files,
-    )
-    print_dry_run(model, plan, forecast, job.target.resolve().parent, job.config, json=job.json)
+    found = job.dry_run(reporter(True), wanted)
+    if json:
+        print_json(found.report)
+    else:
+        print_dry_run(found, job.output.resolve().parent)
 
 
 def _devices(text: str, spread: bool | None) -> Devices:
@@ -53,27 +42,20 @@ def _devices(text: str, spread: bool | None) -> Devices:
     return Devices("cuda", int(found[1]), int(found[2]) * GIB, spread)
 
 
-def print_dry_run(
-    model: PreTrainedModel, plan: Plan, forecast: Forecast, folder: Path, config: CompileConfig, *, json: bool
-) -> None:
+def print_dry_run(found: DryRun, folder: Path) -> None:
     """Prints what a compilation would do and need.
 
     Args:
-        forecast: what the compilation needs.
         folder: folder whose disk it would write to.
     """
-    report = plan_report(plan)
-    if json:
-        print_json({**report, **forecast.report()})
-        return
+    report, plan, forecast = found.report, found.plan, found.forecast
     shown = table("Plan", "permutation", "channels", "where it would go")
     rows = [(entry["name"], str(entry["channels"]), destination(entry)) for entry in report["permutations"]]
     for row, _ in grouped(rows):
         shown.add_row(*row)
     out.print(shown)
     least, most = forecast.time_range
-    pruned = sum(linear_module(model, name).get_parameter("weight").numel() for _, name in plan.linears())
-    total = sum(p.numel() for p in model.parameters())
+    pruned, total = found.pruned_parameters, found.parameters
     result = table("Estimate", "", "", show_header=False)
     result.add_row("share of parameters to prune", f"{pruned / total:.1%} ({pruned:,} of {total:,})")
     result.add_row("linears left dense", "; ".join(f"{name}: {why}" for name, why in plan.skipped.items()) or "none")
@@ -85,7 +67,7 @@ def print_dry_run(
     if devices.count > 1:
         result.add_row("weights", describe_weights(forecast.needs))
         result.add_row("started by", f"torchrun --nproc-per-node {devices.count} -m permtriton compile ...")
-    if saved := describe_thrift(forecast.needs, config):
+    if saved := describe_thrift(forecast.needs, found.config):
         result.add_row("to save memory", saved)
     if not forecast.seconds:
         result.add_row("time", f"not measured: {forecast.refused or 'this machine does not have these devices'}")

@@ -3,27 +3,22 @@
 from pathlib import Path
 from typing import Any
 
-from permtriton.checkpoint import export as library
-from permtriton.cli.console import BarProgress, out, print_json, saved, table
+from permtriton import api
+from permtriton.cli.console import out, print_json, saved, table
 from permtriton.machine import format_bytes
 
 
 def run(folder: Path, format: str, output: Path | None, *, overwrite: bool, json: bool) -> None:
-    """Rewrites a checkpoint in another format and prints the sizes.
-
-    Raises:
-        PermTritonError: as `permtriton.checkpoint.export.export`.
-    """
-    target = output or Path(f"{folder.resolve().name}-{format}")
-    report = library.export(folder, target, format, overwrite=overwrite, progress=BarProgress())
-    with saved(target):
+    """Rewrites a checkpoint in another format and prints the sizes; errors are those of `permtriton.export`."""
+    report = api.export(folder, output, format=format, overwrite=overwrite, progress=True)
+    with saved(Path(report["output"])):
         if json:
-            print_json({"output": str(target), **report})
+            print_json(report)
         else:
-            _print(report, target)
+            _print(report)
 
 
-def _print(report: dict[str, Any], target: Path) -> None:
+def _print(report: dict[str, Any]) -> None:
     result = table("Export", "", "", show_header=False)
     result.add_row("pruned weights", f"{report['weights']} at {report['sparsity']}")
     result.add_row("dense bytes", f"{report['dense_bytes']:,}")
@@ -34,5 +29,5 @@ def _print(report: dict[str, Any], target: Path) -> None:
     result.add_row("seconds", f"{report['seconds']:.1f}")
     result.add_row("reloaded", report["reloaded"])
     result.add_row("loads with", report["loads_with"])
-    result.add_row("written to", str(target))
+    result.add_row("written to", report["output"])
     out.print(result)

@@ -2,17 +2,18 @@
 command runs: torch and transformers take seconds, and neither help nor a wrong option needs them.
 """
 
+import functools
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from permtriton.checkpoint.format import HELP as FORMATS
 from permtriton.checkpoint.format import Format
 from permtriton.cli import torchrun
-from permtriton.cli.console import clear_errors
+from permtriton.cli.console import clear_errors, printing
 from permtriton.cli.options import (
     Ablate,
     AblateValues,
@@ -36,7 +37,6 @@ from permtriton.cli.options import (
     TaskNames,
     TasksDir,
     TrustRemoteCode,
-    build_config,
     method_option,
     options_to_compare,
     output_option,
@@ -45,12 +45,27 @@ from permtriton.cli.options import (
 )
 from permtriton.config import RUNNING
 from permtriton.errors import ConfigError
+from permtriton.recipe import build_config
 
 SAVE_MEMORY = ("--sequence-length", "--samples", "--micro-batch-size", "--activation-checkpointing", "--dtype")
 
 
+class Command(TyperCommand):
+    """A command whose help may be printed anywhere."""
+
+    def make_context(self, *arguments: Any, **options: Any) -> Any:
+        with printing():
+            return super().make_context(*arguments, **options)
+        raise typer.Exit  # nobody reads it
+
+
 class Commands(TyperGroup):
     """Commands whose errors are one line."""
+
+    def make_context(self, *arguments: Any, **options: Any) -> Any:
+        with clear_errors(lambda: ""), printing():
+            return super().make_context(*arguments, **options)
+        raise typer.Exit  # nobody reads it
 
     def invoke(self, ctx: Any) -> Any:
         with clear_errors(lambda: self._to_lower(ctx)):
@@ -72,6 +87,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+command = functools.partial(app.command, cls=Command)
 
 
 def _print_version(wanted: bool) -> None:
@@ -92,7 +108,7 @@ def _permtriton(
         raise ConfigError(f"permtriton {ctx.invoked_subcommand} is one process: start it without torchrun")
 
 
-@app.command()
+@command()
 @takes()
 def compile(
     model: Model,
@@ -122,20 +138,30 @@ def compile(
         raise ConfigError("--devices needs --dry-run: add it, or leave --devices out to run on the devices at hand")
     if shard and devices is None and not torchrun.launched():
         raise ConfigError("--shard spreads weights over several processes: start permtriton with torchrun")
-    from permtriton.cli.compile import Job, run
+    from permtriton.cli.compile import default_output, run
+    from permtriton.job import Job
     from permtriton.model.load import Source
 
     source = Source(model, dtype, device, trust_remote_code, gguf_file)
-    job = Job(source, chosen, eval_text, output, overwrite, restart, json, shard, offload)
+    job = Job(
+        source,
+        chosen,
+        eval_data=eval_text,
+        output=output or default_output(source, chosen),
+        overwrite=overwrite,
+        restart=restart,
+        shard=shard,
+        offload=offload,
+    )
     if dry_run:
         from permtriton.cli.dry_run import run as show
 
-        show(job, devices)
+        show(job, devices, json=json)
     else:
-        run(job)
+        run(job, json=json)
 
 
-@app.command()
+@command()
 def recipes(json: Json = False) -> None:
     """Show the recipes, and the steps that they are made of, with one line each."""
     from permtriton.cli.recipes import run
@@ -143,8 +169,8 @@ def recipes(json: Json = False) -> None:
     run(json=json)
 
 
-@app.command()
-@takes("sparsity", "layout", "o_proj", "skip_indivisible")
+@command()
+@takes("sparsity", "layout", "o_proj", "skip_indivisible", "ignore")
 def inspect(
     model: Model,
     flags: Flags,
@@ -180,7 +206,7 @@ def inspect(
     )
 
 
-@app.command()
+@command()
 @takes()
 def compare(
     model: Model,
@@ -214,7 +240,7 @@ def compare(
     ] = None,
     overwrite: Annotated[
         bool,
-        running_option("--overwrite", help="Measure everything anew, whatever is kept, and replace any earlier file."),
+        running_option("--overwrite", help="Measure everything again, whatever is kept, and replace any earlier file."),
     ] = False,
     gguf_file: GgufName = None,
     trust_remote_code: TrustRemoteCode = False,
@@ -223,7 +249,7 @@ def compare(
     """Prune MODEL with every method on the same text and show how much each one hurts. Saves no model."""
     given = options_to_compare(model, config, flags)
     from permtriton.cli.compare import Request, run
-    from permtriton.cli.tasks import TaskRequest
+    from permtriton.evaluation.task_request import TaskRequest
     from permtriton.model.load import Source
 
     request = Request(model, given, flags, seeds, methods, patterns, ablate, values)
@@ -232,7 +258,7 @@ def compare(
     run(source, request, wanted, eval_text, output or [], overwrite=overwrite, json=json)
 
 
-@app.command()
+@command()
 def evaluate(
     model: Annotated[
         str,
@@ -272,16 +298,26 @@ def evaluate(
 ) -> None:
     """Measure MODEL: perplexity, zero-shot tasks of lm-eval, KL and cosine to the dense model."""
     from permtriton.cli.evaluate import run
-    from permtriton.cli.tasks import TaskRequest
-    from permtriton.model.load import Source
+    from permtriton.evaluation.task_request import TaskRequest
 
-    dense = Source(against, dtype, device, trust_remote_code) if against else None
-    source = Source(model, dtype, device, trust_remote_code, gguf_file)
     wanted = TaskRequest(tasks, limit, tasks_dir)
-    run(source, dense, perplexity, wanted, batch_size, output, overwrite=overwrite, json=json)
+    run(
+        model,
+        against,
+        perplexity,
+        wanted,
+        batch_size,
+        output,
+        overwrite=overwrite,
+        json=json,
+        device=device,
+        dtype=dtype,
+        gguf_file=gguf_file,
+        trust_remote_code=trust_remote_code,
+    )
 
 
-@app.command()
+@command()
 def export(
     folder: Annotated[Path, typer.Argument(help="A folder that permtriton compile or export wrote.")],
     format: Annotated[str, typer.Option(help=FORMATS)] = Format.PACKED,
@@ -295,7 +331,7 @@ def export(
     run(folder, format, output, overwrite=overwrite, json=json)
 
 
-@app.command()
+@command()
 def report(
     folders: Annotated[
         list[Path],
@@ -315,7 +351,7 @@ def report(
     run(folders, output, comparison, overwrite=overwrite)
 
 
-@app.command()
+@command()
 def doctor(
     compile_kernels: Annotated[
         bool,
@@ -344,7 +380,7 @@ def doctor(
     run(compile_kernels=compile_kernels, defaults_only=defaults_only, test=not no_self_test, json=json)
 
 
-@app.command()
+@command()
 def autotune(
     model: Annotated[
         Path | None, typer.Option(help="A model, compiled or not: the shapes and dtype of its pruned linears.")

@@ -9,10 +9,10 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from permtriton.config import CALIBRATION, METHOD, RUNNING, CompileConfig
+from permtriton.config import CALIBRATION, METHOD, RUNNING
 from permtriton.errors import ConfigError, OutputError
 from permtriton.option import Option
-from permtriton.recipes import RECIPES, all_options, check_given, config_from, defaults, read_config_file
+from permtriton.recipe import RECIPES, all_options, config_from, defaults, given_by
 
 Flags = dict[str, Any]
 
@@ -139,7 +139,7 @@ HelpAll = Annotated[
     ),
 ]
 # Those of an ordinary compilation, which --help shows; --help-all shows all.
-COMMON = ("sparsity", "importance", "layout", "calibration", "samples", "sequence_length")
+COMMON = ("sparsity", "importance", "layout", "ignore", "calibration", "samples", "sequence_length")
 
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an earlier file, whoever wrote it.")]
 
@@ -172,7 +172,7 @@ def takes(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
 
 def _flag(option: Option, *, hidden: bool) -> inspect.Parameter:
     """Returns the parameter that typer makes an option's flag of: None unless the user sets it."""
-    kind = option.type if option.type in (int, float, bool) else str
+    kind = list[str] if option.several else option.type if option.type in (int, float, bool) else str
     values = "|".join(option.choices) or option.values
     info = typer.Option(
         *([option.flag] if option.default is False else []),  # without a --no- form
@@ -182,31 +182,6 @@ def _flag(option: Option, *, hidden: bool) -> inspect.Parameter:
     )
     annotation = Annotated[kind | None, info]  # type: ignore[valid-type]
     return inspect.Parameter(option.name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=annotation)
-
-
-def given_by(config_file: Path | None, flags: Flags) -> Flags:
-    """Returns what the user gave: flags over the options of the file.
-
-    Raises:
-        ConfigError: the file cannot be read, or holds a table that is no step's.
-    """
-    return {**(read_config_file(config_file) if config_file else {}), **flags}
-
-
-def build_config(model: str, recipe: str | None, config_file: Path | None, flags: Flags) -> CompileConfig:
-    """Lays flags over the file over the recipe.
-
-    Args:
-        model: name of the model; the demo model has defaults of its own.
-        flags: options that the user set as flags.
-
-    Raises:
-        ConfigError: an unknown option, a bad value, or an option that has no effect.
-    """
-    given = given_by(config_file, flags)
-    config = config_from(given, recipe, model)
-    check_given(list(flags), config)
-    return config
 
 
 def options_to_compare(model: str, config_file: Path | None, flags: Flags) -> Flags:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, fx
 
 from permtriton.data.samples import Inputs
+from permtriton.errors import VerificationError
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.model.edits import Move, moves_of
 from permtriton.model.plan import ChannelSpace, Plan
@@ -17,7 +18,7 @@ from permtriton.passes.graph import absorb_folds, copied, one_thread
 from permtriton.passes.insert_masks import insert_masks
 from permtriton.passes.insert_permutations import insert_permutations
 from permtriton.passes.lower import lower
-from permtriton.passes.verify_graph import Verifier, count_operators
+from permtriton.passes.verify_graph import Verifier, check_indices, count_operators
 from permtriton.sparsity import NMPattern
 
 
@@ -49,7 +50,8 @@ class PassResult:
         graph_module: The rewritten graph; the next pass rewrites it again.
         before: Operator -> number of nodes that call it, before the pass.
         after: The same after the pass.
-        difference: Largest difference of the outputs relative to their size; None where they were not compared.
+        difference: Largest difference of the outputs relative to their size from those before the passes that were
+            verified with it, of which it is the last; None where they were not compared.
     """
 
     name: str
@@ -135,7 +137,10 @@ def run_passes(
     batches: Sequence[Inputs] = (),
     observe: Callable[[PassResult], None] = lambda result: None,
 ) -> fx.GraphModule:
-    """Runs passes on a copy of a graph. After each, removes dead nodes, lints, recompiles and verifies the graph.
+    """Runs passes on a copy of a graph. After each, removes dead nodes, lints, recompiles and checks the indices.
+
+    Exact passes that follow one another are verified together. Where they are wrong, they run again, each verified
+    alone, so that the error names the one that is.
 
     Args:
         graph_module: The graph to start from; unchanged on return.
@@ -149,16 +154,44 @@ def run_passes(
     Raises:
         VerificationError: A pass broke the graph; the message names the pass and the node.
     """
+    for together in _verified_together(passes):
+        try:
+            after = _verified(graph_module, together, batches, observe)
+        except VerificationError:
+            for alone in together if len(together) > 1 else ():
+                graph_module = _verified(graph_module, [alone], batches, lambda result: None)
+            raise
+        graph_module = after
+    return graph_module
+
+
+def _verified_together(passes: Sequence[Pass]) -> list[list[Pass]]:
+    parts: list[list[Pass]] = []
+    for each in passes:
+        if parts and each.exact and parts[-1][-1].exact:
+            parts[-1].append(each)
+        else:
+            parts.append([each])
+    return parts
+
+
+def _verified(
+    graph_module: fx.GraphModule,
+    passes: Sequence[Pass],
+    batches: Sequence[Inputs],
+    observe: Callable[[PassResult], None],
+) -> fx.GraphModule:
     graph_module = copied(graph_module)
     graph_module.graph.eliminate_dead_code()
     verifier = Verifier(graph_module, batches)
-    for step in passes:
+    for each in passes:
         before = count_operators(graph_module)
         with one_thread():
-            graph_module = step.run(graph_module)
+            graph_module = each.run(graph_module)
         graph_module.graph.eliminate_dead_code()
         graph_module.graph.lint()
         graph_module.recompile()
-        difference = verifier.check(step.name, graph_module, exact=step.exact)
-        observe(PassResult(step.name, graph_module, before, count_operators(graph_module), difference))
+        check_indices(each.name, graph_module)
+        difference = verifier.check(each.name, graph_module, exact=each.exact) if each is passes[-1] else None
+        observe(PassResult(each.name, graph_module, before, count_operators(graph_module), difference))
     return graph_module

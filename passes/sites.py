@@ -2,7 +2,7 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 from permtriton.errors import ModelError, reasons_of
 from permtriton.model.plan import LINEAR_MODULES, Axis, ChannelSpace, Plan, Site
 from permtriton.passes.graph import module_path, one_thread
+from permtriton.passes.ignored import ignored
 from permtriton.passes.provenance import Provenance
 from permtriton.passes.unseen import Unseen, layer_of
 from permtriton.passes.values import LinearCall
@@ -25,6 +26,7 @@ def find_sites(
     pattern: NMPattern,
     *,
     skip_indivisible: bool = False,
+    ignore: Sequence[str] = (),
 ) -> Plan:
     """Decides which linears are pruned, groups them into sites and finds each site's permutable channels.
 
@@ -33,20 +35,23 @@ def find_sites(
         hidden: Graph node of the last hidden state; only linears that feed it are pruned.
         pattern: N:M pattern; the number of input channels must be a multiple of the group.
         skip_indivisible: Whether to leave other linears dense instead of refusing the model.
+        ignore: Linears to leave dense, as `permtriton.passes.ignored.ignored` takes them.
 
     Returns:
         The plan of layout ``portable``.
 
     Raises:
+        ConfigError: As `permtriton.passes.ignored.ignored`.
         ModelError: A linear's input channels are not a multiple of the group, or nothing can be pruned.
     """
-    skipped: dict[str, str] = {}
+    skipped = ignored(_linears(provenance, model), ignore)
+    calls = [call for call in provenance.linears if call.parameter.rpartition(".")[0] not in skipped]
     sources: dict[str, dict[fx.Node, None]] = defaultdict(dict)  # of a linear that runs more than once: each of them
     for call in provenance.linears:
         sources[call.parameter][call.source] = None
     by_sources: dict[tuple[fx.Node, ...], list[LinearCall]] = defaultdict(list)
     feeding = _ancestors(hidden)
-    for call in _prunable(provenance, model, feeding, pattern, skip_indivisible, skipped):
+    for call in _prunable(calls, provenance, model, feeding, pattern, skip_indivisible, skipped):
         by_sources[tuple(sources[call.parameter])].append(call)
     _skip_the_rest(model, provenance, feeding, skipped)
     if not by_sources:
@@ -68,7 +73,15 @@ def find_sites(
     return Plan(sites, spaces, skipped, provenance.barriers, hidden_space, hidden_units, tuple(unseen.shapes))
 
 
+def _linears(provenance: Provenance, model: nn.Module) -> dict[str, nn.Module]:
+    """Returns the linears of a model, by name, and what else holds a weight that the trace multiplies by."""
+    owners = {call.parameter.rpartition(".")[0] for call in provenance.linears}
+    modules = model.named_modules(remove_duplicate=False)
+    return {name: module for name, module in modules if name in owners or isinstance(module, LINEAR_MODULES)}
+
+
 def _prunable(
+    calls: Iterable[LinearCall],
     provenance: Provenance,
     model: nn.Module,
     feeding: set[fx.Node],
@@ -84,7 +97,7 @@ def _prunable(
         for call in provenance.linears
         if not _holds(_module_at(model, module_path(call.node)), model.get_parameter(call.parameter))
     }
-    for call in provenance.linears:
+    for call in calls:
         owner, _, attribute = call.parameter.rpartition(".")
         module = model.get_submodule(owner)
         channels = provenance.axes[call.parameter, call.in_dim].size

@@ -1,6 +1,6 @@
-"""The checks after every pass: the structure of the graph always, its outputs where it has weights.
+"""The checks of passes: the structure of the graph always, its outputs where it has weights.
 
-The structure is checked on channel ids: after a pass, the graph must join the same channels as before it, whatever
+The structure is checked on channel ids: after passes, the graph must join the same channels as before it, whatever
 their order. A permutation that is inserted and not undone, folded into one producer and not into another, or applied to
 the wrong columns, is found at the first node that joins two channels which were not joined before.
 """
@@ -25,7 +25,7 @@ BUG = ". Nothing was saved; this is a bug of permtriton, please report it with t
 
 
 class Verifier:
-    """Compares a graph after each pass with the graph before it.
+    """Compares a graph after passes with the graph before them.
 
     Args:
         batches: Samples of the traced shapes; none to check only the structure.
@@ -33,12 +33,12 @@ class Verifier:
 
     def __init__(self, graph_module: fx.GraphModule, batches: Sequence[Inputs] = ()) -> None:
         self._batches = list(batches)
-        self._remember(graph_module)
+        self._before = copy.deepcopy(graph_module.graph) if self._batches else graph_module.graph
         self._unions: Unions = channel_unions(graph_module)
         self._outputs = [run(graph_module, batch) for batch in self._batches]
 
     def check(self, name: str, after: fx.GraphModule, *, exact: bool) -> float | None:
-        """Checks the graph that a pass returned; the next call compares with this graph.
+        """Checks the graph that passes returned.
 
         Args:
             exact: Whether the outputs must be the same; otherwise they must be the same with all masks off.
@@ -49,8 +49,6 @@ class Verifier:
         Raises:
             VerificationError: The graph is wrong; the message names the pass and the node.
         """
-        for problem in index_problems(after):
-            raise VerificationError(f"pass {name}: {problem}" + BUG)
         unions = channel_unions(after)
         if unions.partition() != self._unions.partition():
             raise VerificationError(f"pass {name}: {_other_channels(self._unions, unions)}" + BUG)
@@ -62,12 +60,7 @@ class Verifier:
                 expected = [_Recorder(after, graph=self._before, masks=False).outputs(b)[0] for b in self._batches]
                 unmasked = [_Recorder(after, masks=False).outputs(b)[0] for b in self._batches]
             difference = self._compare(name, after, expected, unmasked, masks=False)
-        self._unions, self._outputs = unions, outputs
-        self._remember(after)
         return difference
-
-    def _remember(self, graph_module: fx.GraphModule) -> None:
-        self._before = copy.deepcopy(graph_module.graph) if self._batches else graph_module.graph
 
     def _compare(
         self, name: str, after: fx.GraphModule, before: Sequence[Tensor], outputs: Sequence[Tensor], *, masks: bool
@@ -102,8 +95,12 @@ def _other_channels(before: Unions, after: Unions) -> str:
     return f"the channels that node {before.first_new(after)} joined before the pass are not joined any more"
 
 
-def index_problems(graph_module: fx.GraphModule) -> list[str]:
-    """Returns what is wrong with a graph's indices: not a permutation, across runs, or of the wrong length."""
+def check_indices(name: str, graph_module: fx.GraphModule) -> None:
+    """Checks the indices of the graph that a pass returned.
+
+    Raises:
+        VerificationError: One is no permutation, moves channels across runs, or is of the wrong length.
+    """
     problems = []
     for node in graph_module.graph.nodes:
         if is_index(node):
@@ -114,7 +111,8 @@ def index_problems(graph_module: fx.GraphModule) -> list[str]:
             size, length = node.args[0].meta["val"].shape[dim], index.meta["val"].numel()
             if size != length:
                 problems.append(f"node {node.name} gathers {size} channels with an index of {length}")
-    return problems
+    if problems:
+        raise VerificationError(f"pass {name}: {problems[0]}" + BUG)
 
 
 def _problems_of(node: fx.Node) -> list[str]:

@@ -1,8 +1,9 @@
-"""Channel permutations and weight updates for N:M-sparse language models, as a small compiler.
+"""Prunes language models to N:M sparsity: the best order of channels, exact weights, packed checkpoints.
 
     import permtriton
-    compiled = permtriton.compile(model, tokenizer, permtriton.config_from(recipe="fast"))
-    compiled.save("out")
+    compiled = permtriton.compile("Qwen/Qwen3-0.6B", sparsity="2:4", data=texts, samples=128)
+    print(compiled.evaluate("wikitext2"))
+    compiled.save_pretrained("qwen-2of4", format="packed")
 
 Each name is imported when it is first used, so ``import permtriton`` alone imports almost nothing. It registers the
 checkpoint format with transformers, whose ``from_pretrained`` then loads packed and permuted checkpoints, too.
@@ -14,31 +15,71 @@ from typing import TYPE_CHECKING, Any
 from permtriton.checkpoint.registration import register_with_transformers
 
 if TYPE_CHECKING:
-    from permtriton.checkpoint.save import CompiledModel
-    from permtriton.compiler import compile
+    from permtriton.api import compile, dry_run, export, inspect, report
+    from permtriton.compiled import CompiledModel
     from permtriton.config import CompileConfig
     from permtriton.errors import PermTritonError
+    from permtriton.evaluating import evaluate
+    from permtriton.evaluation.measure import Evaluated
+    from permtriton.job import DryRun
     from permtriton.planning import find_plan
-    from permtriton.recipes import config_from
+    from permtriton.progress import Event
+    from permtriton.recipe import config_from, recipes
     from permtriton.sparsity import NMPattern
 
-__all__ = ["CompileConfig", "CompiledModel", "NMPattern", "PermTritonError", "compile", "config_from", "find_plan"]
+    __version__: str
 
 _MODULES = {
     "CompileConfig": "config",
-    "CompiledModel": "checkpoint.save",
+    "CompiledModel": "compiled",
+    "DryRun": "job",
+    "Evaluated": "evaluation.measure",
+    "Event": "progress",
     "NMPattern": "sparsity",
     "PermTritonError": "errors",
-    "compile": "compiler",
-    "config_from": "recipes",
+    "compile": "api",
+    "config_from": "recipe",
+    "dry_run": "api",
+    "evaluate": "evaluating",
+    "export": "api",
     "find_plan": "planning",
+    "inspect": "api",
+    "recipes": "recipe",
+    "report": "api",
 }
+__all__ = [
+    "CompileConfig",
+    "CompiledModel",
+    "DryRun",
+    "Evaluated",
+    "Event",
+    "NMPattern",
+    "PermTritonError",
+    "__version__",
+    "compile",
+    "config_from",
+    "dry_run",
+    "evaluate",
+    "export",
+    "find_plan",
+    "inspect",
+    "recipes",
+    "report",
+]
 
 
 register_with_transformers()
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("permtriton")
     if name not in _MODULES:
         raise AttributeError(f"module 'permtriton' has no attribute {name!r}")
     return getattr(import_module(f"permtriton.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -6,11 +6,11 @@ import torch
 from transformers import PreTrainedModel
 
 from permtriton.checkpoint.quantizer import attach
-from permtriton.checkpoint.save import CompiledModel
+from permtriton.compiled import CompiledModel
 from permtriton.config import CompileConfig
 from permtriton.data.media import Processor
 from permtriton.data.samples import Inputs
-from permtriton.errors import ConfigError
+from permtriton.errors import ConfigError, VerificationError
 from permtriton.evaluation.held_out import Evaluation
 from permtriton.forecast import Forecast, make_forecast
 from permtriton.memory import Devices
@@ -20,18 +20,18 @@ from permtriton.model.experts import unstacked_experts
 from permtriton.model.plan import Plan
 from permtriton.model.shared import shared_linears
 from permtriton.offload import Offload, working
-from permtriton.passes.pipeline import pruning_passes
+from permtriton.passes.pipeline import pruning_passes, run_passes
 from permtriton.passes.verify_graph import count_operators
 from permtriton.passes.verify_graph import run as run_graph
 from permtriton.preparing import held_out_samples, planned, prepare
 from permtriton.progress import NoProgress, Progress
-from permtriton.recipes import check_recipe, config_from
+from permtriton.recipe import check_recipe, config_from
 from permtriton.record import compilation_record
 from permtriton.run import Run
 from permtriton.step import Outcome, Stage
 
 
-def compile(  # noqa: PLR0913
+def compile_model(  # noqa: PLR0913
     model: PreTrainedModel,
     tokenizer: Processor | None = None,
     config: CompileConfig | None = None,
@@ -87,7 +87,7 @@ def compile(  # noqa: PLR0913
     )
 
 
-def dry_run(
+def forecast_model(
     model: PreTrainedModel,
     tokenizer: Processor | None = None,
     config: CompileConfig | None = None,
@@ -148,14 +148,28 @@ def prove(run: Run) -> str:
     with run.timed("prove"):
         check_pruned(model, run.plan, run.config.sparsity)
         # The model is N:M: masks by magnitude keep all of it.
-        run.run_passes(pruning_passes(run.plan, magnitudes(model, run.plan), run.config.sparsity, exact=True))
-        if run.other_values:
-            return "not compared: the graph takes all rows where the model selects some by their values"
-        if model.dtype.itemsize < 4 and any("topk" in operator for operator in count_operators(run.graph)):
-            return f"not compared: in {model.dtype} rounding sends tokens to other experts"
+        passes = pruning_passes(run.plan, magnitudes(model, run.plan), run.config.sparsity, exact=True)
+        if why_not := _not_comparable(run):
+            run.run_passes(passes, run.batches)
+            return why_not
+        before = run.graph
+        run.run_passes(passes)
         expected = run_graph(run.graph, run.batches[0], wide=False).float().cpu()
-        check_same_outputs(expected, lambda: model_outputs(model, run.batches[0]), model, "after pruning")
+        try:
+            check_same_outputs(expected, lambda: model_outputs(model, run.batches[0]), model, "after pruning")
+        except VerificationError:
+            run_passes(before, passes, run.batches)  # whose error, if there is one, names the pass that is wrong
+            raise
     return "same outputs"
+
+
+def _not_comparable(run: Run) -> str:
+    """Returns why the graph need not give the outputs of the model; empty where it must."""
+    if run.other_values:
+        return "not compared: the graph takes all rows where the model selects some by their values"
+    if run.model.dtype.itemsize < 4 and any("topk" in operator for operator in count_operators(run.graph)):
+        return f"not compared: in {run.model.dtype} rounding sends tokens to other experts"
+    return ""
 
 
 def measured(run: Run, evaluation: Evaluation | None) -> dict[str, object]:

@@ -18,6 +18,7 @@ METHOD, CALIBRATION, RUNNING = PANELS = ("What to do", "Calibration and evaluati
 _method = partial(option, panel=METHOD)
 _calibration = partial(option, panel=CALIBRATION)
 _running = partial(option, panel=RUNNING)
+WRITTEN = "none"  # the calibration source of a compilation that reads nothing but what the dense model writes
 
 
 @documented
@@ -28,11 +29,17 @@ class CalibrationConfig:
     calibration: str = _calibration(
         "c4",
         "Calibration data: text (the demo model takes demo), or what else the model reads.",
-        values="demo, c4, wikitext2, pile, or a .txt, .jsonl (text or input_ids) or .parquet file; for a model of "
-        "images or sound a folder of images or .wav files; for any model a .safetensors file with its inputs",
+        values="demo, c4, wikitext2, pile, or a .txt, .jsonl (text or input_ids) or .parquet file; none for the text "
+        "that the model writes alone (--generated); for a model of images or sound a folder of images or .wav files; "
+        "for any model a .safetensors file with its inputs",
     )
     samples: int = _calibration(128, "Number of calibration sequences, images or sounds.", minimum=1)
     sequence_length: int = _calibration(1024, "Tokens per calibration sequence.", minimum=2)
+    generated: int = _calibration(
+        0,
+        "Further sequences, which the dense model writes, for the steps that bring the pruned model back to it (refit, "
+        "reconstruct, distill); only for models that write text.",
+    )
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -41,7 +48,7 @@ class CalibrationConfig:
 @documented
 @dataclass(frozen=True)
 class CompileConfig:
-    """Everything that decides a compilation's result; `permtriton.recipes.config_from` makes one from a recipe.
+    """Everything that decides a compilation's result; `permtriton.recipe.config_from` makes one from a recipe.
 
     Without steps, it says only how a model is planned.
     """
@@ -68,6 +75,12 @@ class CompileConfig:
     )
     skip_indivisible: bool = _method(
         False, "Leave linears dense if their number of input channels is not a multiple of M."
+    )
+    ignore: tuple[str, ...] = _method(
+        (),
+        "Linears that stay dense. Repeat the flag for several.",
+        values="names of linears or of modules that hold them, globs (*.down_proj), regular expressions after re:, or "
+        "names of classes",
     )
     seed: int = _running(0, "Seed of all that is drawn at random, such as calibration sequences.", maximum=2**32 - 1)
     micro_batch_size: int = _running(
@@ -112,14 +125,29 @@ class CompileConfig:
         """Whether the importance decides anything in one of the steps."""
         return any(step.uses_importance() for step in self.steps)
 
+    @property
+    def alone(self) -> bool:
+        """Whether the text that the dense model writes is all there is."""
+        return self.calibration.calibration == WRITTEN
+
+    @property
+    def generated(self) -> int:
+        """Number of sequences that it writes beside the calibration samples: 0 where no step reads them."""
+        return 0 if self.alone or not any(step.reads_generated for step in self.steps) else self.calibration.generated
+
+    @property
+    def writes(self) -> int:
+        """Number of all sequences that it writes."""
+        return self.calibration.generated if self.alone else self.generated
+
     def has(self, name: str) -> bool:
         """Whether the recipe has a step of this name."""
         return any(step.name == name for step in self.steps)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the flat options that `permtriton.recipes.config_from` reads back to an equal config."""
+        """Returns the flat options that `permtriton.recipe.config_from` reads back to an equal config."""
         own = {each.name: getattr(self, each.field) for each in options_of(self)}
-        own["sparsity"] = str(self.sparsity)
+        own |= {"sparsity": str(self.sparsity), "ignore": list(self.ignore)}
         for step in self.steps:
             own |= {each.name: getattr(step, each.field) for each in options_of(step)}
         return {"recipe": self.recipe} | own | asdict(self.calibration)
@@ -127,11 +155,24 @@ class CompileConfig:
 
 def has_effect(option: Option, config: CompileConfig) -> bool:
     """Returns whether an option has an effect with the rest of a config."""
+    return not why_no_effect(option, config)
+
+
+def why_no_effect(option: Option, config: CompileConfig) -> str:
+    """Returns with what an option has no effect, and what to do, as the end of a sentence; empty if it has one."""
+    recipe = f"--recipe {config.recipe}"
     if option.step and not config.has(option.step):
-        return False
-    if option.gradients:
-        return any(step.gradients for step in config.steps)
-    if option.name == "importance":
-        return config.uses_importance
+        return f"{recipe}: it is an option of the step {option.step}; leave it out, or add {option.step} to the recipe"
+    if option.gradients and not any(step.gradients for step in config.steps):
+        return f"{recipe}, which computes no gradients: leave it out"
+    if option.name == "importance" and not config.uses_importance:
+        return f"{recipe}, which chooses its own mask: leave it out"
+    if option.name == "generated" and not config.alone and not any(step.reads_generated for step in config.steps):
+        return f"{recipe}, none of whose steps reads such text: leave it out"
+    if option.name == "samples" and config.alone:
+        return f"--calibration {WRITTEN}, where all sequences are written: leave it out, and set --generated"
     values = config.to_dict()
-    return all(values[other] in allowed for other, allowed in option.needs.items())
+    for other, allowed in option.needs.items():
+        if values[other] not in allowed:
+            return f"--{other} {values[other]}: leave it out, or choose --{other} {' or '.join(allowed)}"
+    return ""

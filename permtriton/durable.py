@@ -42,14 +42,16 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
 def _new_folder(path: Path) -> Iterator[Path]:
     """Yields a folder for a half-written file, locked meanwhile: this tells it from those of killed processes."""
     folder = Path(tempfile.mkdtemp(".tmp", f".{path.name.removeprefix('.')}.", path.parent))
-    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        with suppress(OSError):  # a file system without locks, where nothing is removed either
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield folder
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            with suppress(OSError):  # a file system without locks, where nothing is removed either
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield folder
+        finally:
+            os.close(descriptor)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-        os.close(descriptor)
 
 
 def _remove_leftovers(path: Path) -> None:

@@ -4,10 +4,12 @@ The CLI prints the message on one line and exits with code 2.
 """
 
 import math
+import os
 import re
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from difflib import get_close_matches
 from typing import Any
 
 LONGEST = 300  # characters of another library's message that are kept
@@ -40,6 +42,10 @@ class TaskError(PermTritonError):
     """A task of an evaluation that is unknown, whose data cannot be read, or that the model cannot run."""
 
 
+class MissingExtraError(PermTritonError):
+    """A package that is not installed; the message says which extra has it."""
+
+
 class OutputError(PermTritonError):
     """An output that cannot be written, or that must not be replaced."""
 
@@ -67,9 +73,33 @@ def reading(what: str, kind: type[PermTritonError]) -> Iterator[None]:
         raise kind(f"{what}: {first_line(error)}") from error
 
 
+@contextmanager
+def without_panics() -> Iterator[None]:
+    """Drops what is written to standard error inside the ``with`` block, where Rust code tells of its panics.
+
+    What went wrong is also in the exception that it raises.
+    """
+    try:
+        before = os.dup(2)
+    except OSError:  # it is closed
+        yield
+        return
+    with open(os.devnull, "wb") as nothing:
+        os.dup2(nothing.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(before, 2)
+        os.close(before)
+
+
 def first_line(error: BaseException) -> str:
-    """Returns the first line of an error's message, with the name of its kind where the message alone says little."""
-    line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    """Returns the first line of an error's message, with what it announces.
+
+    Where the message alone says little, the name of its kind stands before it.
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    line = " ".join(lines[: 2 if lines[0].endswith(":") else 1])
     if not line or isinstance(error, LookupError):
         line = f"{type(error).__name__} {line}".strip()
     return line if len(line) <= LONGEST else f"{line[:LONGEST]}..."
@@ -81,6 +111,12 @@ def shown(value: Any) -> str:
         return _SHORT.repr(value)
     except ValueError:
         return f"an integer of {value.bit_length()} bits" if isinstance(value, int) else f"a {type(value).__name__}"
+
+
+def near(name: str, known: Iterable[str]) -> str:
+    """Returns the end of a message about an unknown name: those like it, if there are any."""
+    found = get_close_matches(name, list(known))
+    return f": did you mean {', '.join(found)}?" if found else ": permtriton compile --help-all lists all options"
 
 
 def listed(names: Iterable[str]) -> str:

@@ -9,6 +9,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from transformers import PreTrainedModel
 
 from permtriton import memory, ranks
 from permtriton.config import CompileConfig
+from permtriton.data.generated import texts_at_once, written
 from permtriton.data.samples import Inputs, Samples
 from permtriton.errors import OutputError
 from permtriton.kernels.importance import ImportanceFactors
@@ -162,7 +164,14 @@ def stage_seconds(config: CompileConfig, facts: Facts, speed: Speed, held_out: i
     found = {"calibrate": speed.forward if calibrates else 0, "prove": PROOF_MASKS * speed.masks}
     if held_out:
         found["evaluate"] = 2 * held_out * speed.forward / facts.positions
-    return found | {step.name: seconds for step in config.steps if (seconds := step.seconds(facts, speed))}
+    if config.writes:
+        batches = ceil(written(config.writes) / facts.ranks / texts_at_once(facts.longest))
+        found["generate"] = batches * facts.longest * speed.token
+    for step in config.steps:
+        read = facts.read_by(step)
+        if seconds := step.seconds(read, speed.times(read.sequences / facts.sequences)):
+            found[step.name] = seconds
+    return found
 
 
 def measure(model: PreTrainedModel, plan: Plan, config: CompileConfig, samples: Samples) -> Speed:
@@ -174,7 +183,8 @@ def measure(model: PreTrainedModel, plan: Plan, config: CompileConfig, samples: 
     gradients = any(step.gradients for step in config.steps)
     both = _both_seconds(model, plan, config, rows) if gradients else 0.0
     share = samples.positions / rows.positions / ranks.count()
-    return Speed(forward * share, both * share, masks, assignments / ranks.count())
+    token = _token_seconds(model, config, samples) if config.writes else 0.0
+    return Speed(forward * share, both * share, masks, assignments / ranks.count(), token)
 
 
 def _seconds(device: torch.device, work: Callable[[], object]) -> float:
@@ -204,6 +214,14 @@ def _both_seconds(model: PreTrainedModel, plan: Plan, config: CompileConfig, row
             for weight in weights.values():
                 weight.requires_grad_(False)
                 weight.grad = None
+
+
+@torch.no_grad()
+def _token_seconds(model: PreTrainedModel, config: CompileConfig, samples: Samples) -> float:
+    """Returns the time of one token of each text that is written together, without what was written before it."""
+    texts = min(texts_at_once(samples.longest), written(config.writes))
+    ids = samples.start(1, 1).to(model.device).inputs["input_ids"].expand(texts, 1)
+    return _seconds(model.device, lambda: model(input_ids=ids, use_cache=False))
 
 
 def _drop(weight: Tensor) -> None:

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from permtriton import ranks
 from permtriton.config import CompileConfig
+from permtriton.data.generated import texts_at_once
 from permtriton.data.samples import Inputs, Samples
 from permtriton.evaluation.perplexity import windows_at_once
 from permtriton.machine import available_memory, format_bytes, resident_memory
@@ -206,6 +207,7 @@ def facts_of(
         checkpointing=config.activation_checkpointing,
         one_layer=one_layer,
         ranks=ranks.count(),
+        generated=config.generated,
     )
 
 
@@ -224,12 +226,26 @@ def _stages(
         at_once = windows_at_once(held_out.longest) * held_out.tokens
         logits = at_once * facts.vocabulary * 3 * FLOAT32  # logits, their float32 copy, the softmax
         stages["evaluation"] = {"logits": logits, **activations}
+    if config.writes:
+        stages["generation"] = {**activations, **_generation(model, facts)}
     for number, step in enumerate(config.steps):
         # From pruning on, the dense weights are kept as long as a step needs them.
         keeps = step.stage is not Stage.ORDER and any(later.dense_weights for later in config.steps[number:])
         held = {"dense weights": facts.pruned * facts.element} if keeps else {}
-        stages |= {stage: {**held, **uses} for stage, uses in step.needs(facts).items()}
+        stages |= {stage: {**held, **uses} for stage, uses in step.needs(facts.read_by(step)).items()}
     return stages | {RELOADING: {"a second model": facts.model}}
+
+
+def _generation(model: PreTrainedModel, facts: Facts) -> dict[str, int]:
+    """Returns the bytes of what is kept of the texts that are written together."""
+    text, texts = model.config.get_text_config(), texts_at_once(facts.longest)
+    heads = int(getattr(text, "num_attention_heads", None) or 1)
+    size = int(getattr(text, "head_dim", None) or facts.hidden // heads)
+    cached = 2 * size * int(getattr(text, "num_key_value_heads", None) or heads)  # keys and values
+    return {
+        "keys and values": texts * facts.longest * facts.layers * cached * facts.element,
+        "logits": texts * facts.vocabulary * 4 * 2 * FLOAT32,  # and, in float64, their logarithms, powers and sums
+    }
 
 
 def refusal(needs: Needs, devices: Devices) -> str:

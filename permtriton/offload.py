@@ -24,6 +24,7 @@ from permtriton import ranks
 from permtriton.config import CompileConfig
 from permtriton.errors import ConfigError, OutputError
 from permtriton.machine import format_bytes
+from permtriton.output_files import problem_of
 
 SMALLEST = 1 << 20  # bytes of a tensor that goes into a file; norms and biases stay in memory
 IN_MEMORY = ("tmpfs", "ramfs")
@@ -44,8 +45,10 @@ class Offload:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder.resolve()
-        if not self.folder.is_dir() or not os.access(self.folder, os.W_OK):
-            raise ConfigError(f"offload folder {folder} is not there or cannot be written: make it on a disk first")
+        if not self.folder.is_dir():
+            raise ConfigError(f"offload folder {folder} is not there: make it on a disk first")
+        if problem := problem_of(self.folder):
+            raise ConfigError(f"offload folder {folder} cannot be written: {problem}")
         if _file_system(self.folder) in IN_MEMORY:
             raise ConfigError(f"offload folder {folder} lies in memory ({_file_system(self.folder)}): choose a disk")
         self._maps: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary()  # by address

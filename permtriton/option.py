@@ -12,6 +12,7 @@ from permtriton.errors import ConfigError, shown
 from permtriton.sparsity import NMPattern
 
 Config = TypeVar("Config")
+TRUTH = {"true": True, "false": False}
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,11 @@ class Option:
         return f"--{self.name.replace('_', '-')}"
 
     @property
+    def several(self) -> bool:
+        """Whether it has any number of texts as its value."""
+        return get_origin(self.type) is tuple
+
+    @property
     def choices(self) -> tuple[str, ...]:
         """The only values allowed, or nothing where there are too many to list."""
         return get_args(self.type) if get_origin(self.type) is Literal else ()
@@ -79,6 +85,19 @@ class Option:
             return f"{a} {number} from {self.minimum} to {self.maximum}"
         return f"{a} {number} of at least {self.minimum}" if self.minimum else f"a non-negative {number}"
 
+    def parse(self, value: Any) -> Any:
+        """Returns what a text stands for on the command line; what is no text stays as it is.
+
+        Raises:
+            ConfigError: the text is no such value.
+        """
+        if not isinstance(value, str) or self.type not in (int, float, bool):
+            return value
+        try:
+            return TRUTH[value.lower()] if self.type is bool else self.type(value)
+        except (KeyError, ValueError):
+            raise ConfigError(f"{self.name} is {shown(value)}: expected {self.expected}") from None
+
     def convert(self, value: Any) -> Any:
         """Returns the value that a user's text or number stands for; what does not fit stays as it is.
 
@@ -87,6 +106,8 @@ class Option:
         """
         if self.type is NMPattern and not isinstance(value, NMPattern):
             return NMPattern.parse(value if isinstance(value, str) else shown(value))
+        if self.several:
+            return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
         exact = type(value) is int and abs(value) <= sys.float_info.max
         return float(value) if self.type is float and exact else value
 
@@ -96,7 +117,9 @@ class Option:
         Raises:
             ConfigError: the value is not allowed.
         """
-        if self.choices:
+        if self.several:
+            allowed = isinstance(value, tuple) and all(isinstance(each, str) and each for each in value)
+        elif self.choices:
             allowed = value in self.choices
         else:
             types = (int, float) if self.type is float else self.type

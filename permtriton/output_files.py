@@ -1,11 +1,13 @@
 """Output files of commands: refused before any work where they must not be replaced, and written as a whole."""
 
 import os
+import re
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 from permtriton.durable import replace_file
-from permtriton.errors import OutputError
+from permtriton.errors import OutputError, PermTritonError
 
 LONGEST = 200  # bytes of a name; file systems take 255, and working files add up to 50
 
@@ -45,11 +47,37 @@ def check_file(output: Path, *, overwrite: bool, ours: Callable[[Path], bool] = 
             raise OutputError(f"output {output} is no plain file: choose another name")
         if not overwrite and not ours(output):
             raise OutputError(f"output {output} exists: choose another file, or replace it with --overwrite")
+    check_parent(output)
+
+
+def check_parent(output: Path) -> None:
+    """Refuses an output whose folder does not take a file.
+
+    Raises:
+        OutputError: the folder does not exist, or cannot be written.
+    """
     folder = output.resolve().parent
     if not folder.is_dir():
         raise OutputError(f"output {output}: the folder {folder} does not exist; make it first")
-    if not os.access(folder, os.W_OK):
-        raise OutputError(f"output {output}: the folder {folder} cannot be written")
+    if problem := problem_of(folder):
+        raise OutputError(f"output {output}: the folder {folder} cannot be written: {problem}")
+
+
+def problem_of(folder: Path) -> str:
+    """Returns why no file can be made in a folder; empty if one can. Permissions alone do not say it, as in /proc."""
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def disk_error(error: Exception) -> OSError | None:
+    """Returns what the disk reports, if an error is of the disk; Rust code words it as ``... (os error 28)``."""
+    if isinstance(error, OSError):
+        return error
+    number = None if isinstance(error, PermTritonError) else re.search(r"\(os error (\d+)\)", str(error))
+    return OSError(int(number[1]), os.strerror(int(number[1]))) if number else None
 
 
 def write_file(output: Path, content: bytes) -> None:

@@ -5,28 +5,32 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from transformers import PreTrainedModel
 
 from permtriton import ranks
 from permtriton.checkpoint.names import stored_names
 from permtriton.checkpoint.save import pruned_parameters
+from permtriton.config import WRITTEN
+from permtriton.data.generated import BEGINNING, beginnings, first_token, generated_text, why_not
 from permtriton.data.media import Processor
 from permtriton.data.samples import Inputs, Samples
-from permtriton.data.text import calibration_samples, check_inputs, check_samples
+from permtriton.data.text import calibration_samples, check_inputs, check_samples, vocabulary_of
 from permtriton.errors import ConfigError, reasons_of
 from permtriton.evaluation.held_out import Evaluation
 from permtriton.forecast import Forecast, check_disk, make_forecast
 from permtriton.memory import IN_PLACE, Devices, Needs, describe_thrift, estimate, fits
 from permtriton.methods.statistics import site_statistics
-from permtriton.model.forward import TOKENS_WITHOUT_LOGITS, with_tokens
+from permtriton.model.forward import TOKENS_WITHOUT_LOGITS, check_length, with_tokens
 from permtriton.model.load import check_original
 from permtriton.model.plan import Plan, named_layers
 from permtriton.model.reference import Reference
 from permtriton.model.trace import OTHER_VALUES
 from permtriton.planning import plan_model
-from permtriton.run import Run
+from permtriton.recipe import suggested_text
+from permtriton.run import WRITING, Run
 from permtriton.running.sharding import check_spread, running
+from permtriton.running.state import StateFile
 
 
 @dataclass(frozen=True)
@@ -64,8 +68,8 @@ def prepare(
         PermTritonError: bad input, the state of another run, a model that cannot be traced, or too little memory or
             disk.
     """
-    model, config = run.model, run.config
     samples, plan, graph = planned(run, tokenizer, ids, device)
+    model, config = run.model, run.config
     for left in reasons_of(plan.skipped) if config.skip_indivisible else ():
         run.progress.say(f"left dense: {left}")
     held_out = held_out_samples(model, windows)
@@ -91,8 +95,11 @@ def prepare(
         if saved := describe_thrift(forecast.needs, config):
             run.progress.say(f"to save memory: {saved}")
     batch = max(TOKENS_WITHOUT_LOGITS // samples.longest, 1)
-    reference = Reference(model, samples, plan.unseen)
     evaluation = None
+    if config.writes:
+        with run.timed("generate"):
+            samples = _with_text(run, samples)
+    reference = Reference(model, samples, plan.unseen)
     with running(model, plan, spread_on) as runs:
         if held_out is not None:
             with run.timed("evaluate"):
@@ -107,6 +114,75 @@ def prepare(
     run.other_values = OTHER_VALUES in graph.meta
     run.spread_on, run.thrifty = spread_on, forecast.needs.thrifty
     return Prepared(forecast.needs, evaluation)
+
+
+def _with_text(run: Run, samples: Samples) -> Samples:
+    """Returns the calibration samples once the dense model has written its text, which may be all of them.
+
+    Raises:
+        CalibrationError: what it writes is not finite.
+        OutputError: the text of an interrupted run is damaged, or cannot be written.
+    """
+    config, shape = run.config, (run.config.writes, samples.tokens)
+    state = run.state(StateFile, WRITING)
+    ids = None if state is None else _stored_text(state, shape, vocabulary_of(run.model))
+    if ids is None:
+        starts = beginnings(samples, config.writes, 1 if config.alone else BEGINNING)
+        ids = generated_text(run.model, starts, *shape, config.seed, run.progress)
+        if state is not None:
+            state.write({"text": ids}, {})
+    run.note_text(ids)
+    if config.alone:
+        return Samples.of(ids)
+    run.generated = ids
+    return samples
+
+
+def _stored_text(state: StateFile, shape: tuple[int, int], vocabulary: int) -> Tensor | None:
+    """Returns the text of an interrupted run, int64 of this shape; None if there is none.
+
+    Raises:
+        OutputError: the state belongs to another run, or is damaged.
+    """
+    found = state.read()
+    if found is None:
+        return None
+    ids = found[0].get("text")
+    if ids is None or (ids.dtype, ids.shape) != (torch.int64, shape) or ids.min() < 0 or ids.max() >= vocabulary:
+        raise state.damaged(f"its text is not {shape[0]} x {shape[1]} token ids")
+    return ids
+
+
+def _no_text(run: Run, tokenizer: Processor | None) -> Samples:
+    """Returns what stands for calibration samples until the dense model has written them all: their first token.
+
+    Raises:
+        ConfigError: the model cannot write text.
+        CalibrationError: the samples are longer than the model can take.
+    """
+    config = run.config.calibration
+    if reason := why_not(run.model, run.offload):
+        raise ConfigError(f"--calibration {WRITTEN}: {reason}. Give a text, or what else the model reads")
+    if not config.generated:
+        raise ConfigError(f"--calibration {WRITTEN}: the model writes all text; say how many sequences by --generated")
+    check_length(run.model, config.sequence_length)
+    token = first_token(run.model, tokenizer)
+    return Samples.of(torch.full((config.generated, config.sequence_length), token))
+
+
+def _check_writing(run: Run, samples: Samples) -> None:
+    """Leaves generated text out where the model cannot write it and only the recipe, not the user, asks for it.
+
+    Raises:
+        ConfigError: the user asks for it.
+    """
+    config = run.config
+    if not config.generated or not (reason := why_not(run.model, run.offload, samples)):
+        return
+    if config.generated != suggested_text(config):
+        raise ConfigError(f"--generated {config.generated}: {reason}. Leave it out, or give --generated 0")
+    run.progress.say(f"no text is generated: {reason}")
+    run.config = replace(config, calibration=replace(config.calibration, generated=0))
 
 
 def _batches(model: PreTrainedModel, graph: fx.GraphModule, given: Samples) -> list[Samples]:
@@ -145,12 +221,17 @@ def planned(
     model, config = run.model, run.config
     check_original(model)
     with run.timed("calibration text"):
-        if ids is None:
-            samples = ranks.on_first(lambda: calibration_samples(config, tokenizer, model))
-        else:
+        if ids is not None and config.alone:
+            raise ConfigError(f"calibration is {WRITTEN}, but samples were given: leave one of them out")
+        if ids is not None:
             samples = check_samples(model, ids)
+        elif config.alone:
+            samples = _no_text(run, tokenizer)
+        else:
+            samples = ranks.on_first(lambda: calibration_samples(config, tokenizer, model))
         ranks.check_shares(len(samples))
         samples = with_tokens(model, samples.to("cpu"))
+        _check_writing(run, samples)
     with run.timed("identify"):
         run.identify(samples, device or model.device)
     with run.timed("trace"):

@@ -1,7 +1,8 @@
-"""Progress of long work. The library only reports it; the CLI draws the bars."""
+"""Progress of long work. The library only reports it; `permtriton.bars` draws it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Protocol
 
 
@@ -32,3 +33,42 @@ class NoProgress:
 
     def say(self, text: str) -> None:
         pass
+
+
+@dataclass(frozen=True)
+class Event:
+    """What a function that is given as ``progress=`` is called with.
+
+    Attributes:
+        stage: name of the stage, such as ``calibrate``; empty for a line of text between stages.
+        done: steps of the stage that are done; 0 when it opens.
+        total: steps of the stage.
+        text: a short note on the present state, or the line of text.
+    """
+
+    stage: str = ""
+    done: int = 0
+    total: int = 0
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class EventProgress:
+    """Progress reporter that hands each event to a function, in whose hands errors are, too."""
+
+    handle: Callable[[Event], object]
+
+    @contextmanager
+    def stage(self, name: str, total: int) -> Iterator[Advance]:
+        done = 0
+
+        def advance(steps: int = 1, note: str = "") -> None:
+            nonlocal done
+            done += steps
+            self.handle(Event(name, done, total, note))
+
+        advance(0)
+        yield advance
+
+    def say(self, text: str) -> None:
+        self.handle(Event(text=text))

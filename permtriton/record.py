@@ -10,11 +10,12 @@ from permtriton.checkpoint.plan_entries import (
     permutation_report,
     rows_report,
 )
+from permtriton.data.samples import Samples
 from permtriton.machine import determinism, device_name, peak_memory, versions
 from permtriton.memory import Needs
 from permtriton.model.plan import linear_module, weight_in_out
 from permtriton.permutation import moved
-from permtriton.recipes import compile_command
+from permtriton.recipe import compile_command
 from permtriton.run import Run
 
 
@@ -36,6 +37,9 @@ def compilation_record(run: Run, needs: Needs, comparison: str, evaluation: Mapp
         "dtype": str(model.dtype).removeprefix("torch."),
         "config": config.to_dict(),
         "calibration": {"sha256": run.samples.sha256, "shape": [len(run.samples), run.samples.tokens]},
+        "generated": None
+        if run.generated is None
+        else {"sha256": Samples.of(run.generated).sha256, "shape": list(run.generated.shape)},
         "parameters": sum(p.numel() for p in model.parameters()),
         "pruned_parameters": sum(weight.numel() for weight in weights.values()),
         "sparsity_by_layer": {name: float((weight == 0).float().mean()) for name, weight in weights.items()},

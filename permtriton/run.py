@@ -1,7 +1,7 @@
 """One compilation while it runs: the model as it is now, what is known of it, and what every step may ask for."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -43,11 +43,13 @@ from permtriton.step import Outcome, Step
 State = TypeVar("State", bound=StateFile)
 # What is lowered where memory ran out, and then continues the same run.
 ROUNDING_ONLY = ("micro_batch_size", "activation_checkpointing")
+WRITING = "generated"  # the state of the text that the dense model writes
 
 
 def states_beside(resume_path: Path) -> list[Path]:
     """Returns the paths of the states that an interrupted run left, of whatever steps."""
-    paths = (resume_path.with_suffix(f".{kind.name}{resume_path.suffix}") for kind in steps.STEPS)
+    names = (WRITING, *(kind.name for kind in steps.STEPS))
+    paths = (resume_path.with_suffix(f".{name}{resume_path.suffix}") for name in names)
     return sorted(filter(Path.is_file, paths))
 
 
@@ -83,6 +85,7 @@ class Run:
 
     Attributes:
         samples: calibration samples on the CPU.
+        generated: further samples that the dense model wrote, int64 ``[samples, tokens]``; None where it wrote none.
         batch: samples per forward pass without gradients.
         plan: sites and channel spaces.
         graph: graph of the model in the present order, over the model's own parameters.
@@ -128,6 +131,7 @@ class Run:
         self.outcomes: dict[str, Outcome] = {}
         self.retained: dict[str, float] = {}
         self.dense_weights: dict[str, Tensor] = {}
+        self.generated: Tensor | None = None
         self.difference, self.other_values, self.thrifty = 0.0, False, False
         self.spread_on: torch.device | None = None
         self._inputs: dict[str, Any] = {}
@@ -183,6 +187,17 @@ class Run:
         self.states.append(file)
         return file
 
+    def note_text(self, ids: Tensor) -> None:
+        """Notes what the dense model wrote, which decides the results of all that follows."""
+        self._inputs["generated"] = Samples.of(ids).sha256
+
+    def samples_of(self, step: Step) -> Samples:
+        """Returns the samples that a step reads."""
+        if self.generated is None or not step.reads_generated:
+            return self.samples
+        assert self.samples.ids is not None
+        return Samples.of(torch.cat([self.samples.ids, self.generated]))
+
     # -- the model -----------------------------------------------------------------------------------------------------
 
     def running(self) -> AbstractContextManager[PreTrainedModel]:
@@ -210,9 +225,9 @@ class Run:
         """Returns space name -> identity, int64 ``[units]``."""
         return {space.name: identity(space.units) for space in self.plan.spaces}
 
-    def run_passes(self, passes: tuple[Pass, ...] | list[Pass]) -> None:
-        """Runs compiler passes on the graph, which verify themselves."""
-        self.graph = run_passes(self.graph, passes, self.batches, self.passes.append)
+    def run_passes(self, passes: Sequence[Pass], batches: Sequence[Samples] = ()) -> None:
+        """Runs compiler passes on the graph, and verifies its outputs where samples of the traced shapes are given."""
+        self.graph = run_passes(self.graph, passes, batches, self.passes.append)
 
     def reorder(self, indices: Mapping[str, Tensor], block_size: int | None = None) -> None:
         """Writes permutations into graph, model and statistics, and checks that the outputs stay the same.
@@ -229,7 +244,7 @@ class Run:
                 space.check(indices[space.name])
         promised = self._retained(indices)
         moves = moves_of(self.plan, indices, block_size)
-        self.run_passes(permutation_passes(moves))
+        self.run_passes(permutation_passes(moves), self.batches)
         apply_edits(self.model, edits_of(moves))
         self.difference = max(self.difference, self.reference.check(self.model, "after folding permutations"))
         self.statistics = reorder_statistics(self.statistics, moves)
@@ -264,11 +279,12 @@ class Run:
 
         They are computed where they are not known yet, which is possible only before the model is pruned.
         """
-        kind = objective_kind(step.objective, self.model)
-        if self._objective is None or self._objective.kind != kind:
+        kind, samples = objective_kind(step.objective, self.model), self.samples_of(step)
+        found = self._objective
+        if found is None or (found.kind, len(found.target)) != (kind, len(samples)):
             with self.running() as model:
-                self._objective = dense_objective(model, kind, self.samples, self.batch).on(self.model)
-        return self._objective
+                found = self._objective = dense_objective(model, kind, samples, self.batch).on(self.model)
+        return found
 
     def promise(self, loss: float) -> None:
         """Notes the loss of the last objective that masks alone must have in the present order."""

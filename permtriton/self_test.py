@@ -12,13 +12,13 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from permtriton import compiler
+from permtriton.compiler import compile_model
 from permtriton.errors import PermTritonError
 from permtriton.kernels import cusparselt
 from permtriton.kernels.launch import has_kernels, triton
 from permtriton.kernels.tools.case import Random
 from permtriton.kernels.tools.cases import KERNELS
-from permtriton.recipes import config_from
+from permtriton.recipe import config_from
 
 BUDGET = 10.0  # seconds; what has not started by then is left out
 WORKS, ABSENT, FAILS = "works", "not here", "fails"
@@ -87,9 +87,9 @@ def _compile() -> str:
         model = LlamaForCausalLM._from_config(config)
         ids = torch.randint(0, config.vocab_size, (4, 16))
     options = config_from(recipe="heuristic,mask")
-    compiled = compiler.compile(model, None, options, ids=ids)
+    compiled = compile_model(model, None, options, ids=ids)
     with tempfile.TemporaryDirectory(prefix="permtriton-") as folder:
-        compiled.save(Path(folder) / "tiny")
+        compiled.save_pretrained(Path(folder) / "tiny")
     verified = compiled.report["verification"]
     moved = sum(entry["moved"] for entry in compiled.report["permutations"])
     assert moved, "the heuristic order moved no channel"

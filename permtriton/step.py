@@ -5,7 +5,7 @@ follow from what each step says of itself, so that a new method is one file in `
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from permtriton.run import Run
 
 FLOAT32 = 4  # bytes
+GENERATED = "Read what --generated adds to the samples, too."  # help of an option that several steps have
 
 
 class Stage(IntEnum):
@@ -46,6 +47,7 @@ class Facts:
         spaces: number of units of each channel space that may move.
         kept: share of the weights that are kept.
         sequences: number of calibration samples.
+        generated: number of sequences that the dense model writes beside them, for the steps that read such text.
         tokens: tokens of a sample that have logits.
         longest: positions of a sample, in the longer half of an encoder-decoder.
         positions: positions of all samples that the last hidden state has.
@@ -79,6 +81,14 @@ class Facts:
     one_layer: bool = False
     thrifty: bool = False
     ranks: int = 1
+    generated: int = 0
+
+    def read_by(self, step: "Step") -> "Facts":
+        """Returns the facts of all samples that a step reads, which may be more than the calibration samples."""
+        if not step.reads_generated:
+            return self
+        sequences = self.sequences + self.generated
+        return replace(self, sequences=sequences, positions=self.positions // self.sequences * sequences, generated=0)
 
     @property
     def all_positions(self) -> int:
@@ -119,12 +129,18 @@ class Speed:
         both: a forward and a backward pass over them; 0 where no step needs gradients.
         masks: the masks of all pruned weights.
         assignments: assigning the channels of all spaces to groups, of one rank.
+        token: the next token of the texts that the dense model writes together; 0 where it writes none.
     """
 
     forward: float
     both: float
     masks: float
     assignments: float
+    token: float = 0.0
+
+    def times(self, factor: float) -> "Speed":
+        """Returns the speed with passes over so many times the calibration samples."""
+        return replace(self, forward=factor * self.forward, both=factor * self.both)
 
 
 @dataclass
@@ -181,6 +197,11 @@ class Step(Protocol):
     @property
     def gradients(self) -> bool:
         """Whether it runs backward passes."""
+        return False
+
+    @property
+    def reads_generated(self) -> bool:
+        """Whether it reads the text that the dense model writes (``--generated``) beside the calibration samples."""
         return False
 
     def conflicts(self, config: "CompileConfig") -> str:

@@ -1,6 +1,12 @@
+import copy
+import operator
+
 import pytest
 import torch
 import transformers
+from torch import fx
+
+from permtriton import planning, preparing
 
 from .desk import desk, model_folder  # noqa: F401 (fixtures of the tests of commands)
 from .learning import problem  # noqa: F401 (fixture of the tests of learning)
@@ -56,3 +62,43 @@ def _quiet_and_small():
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(0)
+
+
+_PLANS: dict = {}  # of this process
+
+
+@pytest.fixture(autouse=True)
+def _traced_once(monkeypatch):
+    """Compilations trace equal models once: tracing takes half of the time of compiling a tiny model.
+
+    Tests of the trace and of the plan call `plan_model` and what it calls themselves.
+    """
+
+    def plan_model(model, config, samples):
+        key = _traced(model, config, samples)
+        if key not in _PLANS:
+            _PLANS[key] = planning.plan_model(model, config, samples)
+        plan, graph = _PLANS[key]
+        targets = {str(node.target) for node in graph.graph.nodes if node.op == "get_attr"}
+        own = {**dict(model.named_buffers()), **dict(model.named_parameters(remove_duplicate=False))}
+        attributes = {name: own[name] if name in own else operator.attrgetter(name)(graph) for name in targets}
+        copied = fx.GraphModule(attributes, copy.deepcopy(graph.graph))
+        copied.meta.update(graph.meta)
+        return copy.deepcopy(plan), copied
+
+    monkeypatch.setattr(preparing, "plan_model", plan_model)
+
+
+def _traced(model, config, samples):
+    """Everything that a plan and a graph depend on but the values of weights."""
+    first: dict = {}
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return (
+        type(model),
+        repr(model.config),
+        model.config._attn_implementation,
+        *[(name, type(each), "forward" in vars(each)) for name, each in model.named_modules()],
+        *[(name, each.shape, each.dtype, each.device, first.setdefault(id(each), name)) for name, each in tensors],
+        *[getattr(config, name) for name in ("sparsity", "layout", "o_proj", "skip_indivisible")],
+        *[(name, None if samples.is_text else str(each[:1].tolist())) for name, each in samples.inputs.items()],
+    )

@@ -1,6 +1,8 @@
 """Folders like those of a compilation, but pruned by magnitude, without calibration or learning."""
 
+import errno
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -111,7 +113,8 @@ def record(sparsity: str = "2:4", **entries: object) -> dict[str, object]:
     """Returns the content of ``permtriton.json`` of a compilation that recorded as little as it can."""
     return {
         "model": "zoo", "command": "permtriton compile zoo", "versions": {}, "device": "cpu", "determinism": {},
-        "dtype": "float32", "calibration": {"sha256": "0", "shape": [4, 16]}, "parameters": 2, "pruned_parameters": 1,
+        "dtype": "float32", "calibration": {"sha256": "0", "shape": [4, 16]}, "generated": None,
+        "parameters": 2, "pruned_parameters": 1,
         "config": {"sparsity": sparsity, "importance": "magnitude", "recipe": "mask", "layout": "portable",
                    "calibration": "demo", "seed": 0},
         "sparsity_by_layer": {}, "permutations": [], "skipped": {}, "barriers": [], "sites": [], "rows": [],
@@ -225,3 +228,12 @@ def after_saving(monkeypatch, compiled, do: Callable[[Path], object]) -> None:
         do(Path(folder))
 
     monkeypatch.setattr(compiled.model, "save_pretrained", save_pretrained)
+
+
+def read_only(monkeypatch) -> None:
+    """Makes every folder one in which no file can be made, as on a mount that is read only."""
+
+    def refuse(*_args: object, **_options: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr("tempfile.TemporaryFile", refuse)

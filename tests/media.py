@@ -8,10 +8,14 @@ from PIL import Image
 from scipy.io import wavfile
 from torch import Tensor
 from transformers import (
+    Blip2Config,
+    Blip2ForConditionalGeneration,
     CLIPVisionConfig,
     CLIPVisionModel,
     Dinov2Config,
     Dinov2Model,
+    Kosmos2Config,
+    Kosmos2ForConditionalGeneration,
     PreTrainedModel,
     SiglipVisionConfig,
     SiglipVisionModel,
@@ -75,3 +79,35 @@ def write_sound(path: Path, rate: int, kind: str = "int16", seconds: float = 0.5
     wave = 0.5 * np.sin(2 * np.pi * 440 * np.arange(int(rate * seconds)) / rate)
     scaled = {"int16": wave * 32768, "int32": wave * 2**31, "uint8": wave * 128 + 128, "float32": wave}[kind]
     wavfile.write(path, rate, np.stack([scaled, scaled], 1).astype(kind))
+
+
+BLIP2 = {
+    "vision_config": {**SIZES, **PIXELS}, "num_query_tokens": 4, "image_text_hidden_size": 8, "image_token_index": 59,
+    "qformer_config": {**SIZES, "vocab_size": 40, "encoder_hidden_size": 16, "cross_attention_frequency": 1},
+}  # fmt: skip
+TEXTS = {
+    "opt": {**HEADS, "model_type": "opt", "vocab_size": 60, "ffn_dim": 32, "word_embed_proj_dim": 16},
+    "t5": {"model_type": "t5", "vocab_size": 60, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2,
+           "decoder_start_token_id": 0},
+}  # fmt: skip
+KOSMOS2 = {
+    "text_config": {"vocab_size": 60, "embed_dim": 16, "layers": 1, "ffn_dim": 32, "attention_heads": 2},
+    "vision_config": {**SIZES, **PIXELS}, "latent_query_num": 4,
+}  # fmt: skip
+
+
+def image_and_text(name: str) -> PreTrainedModel:
+    """Returns a model that needs images and token ids at once: ``kosmos2``, or BLIP-2 with the text model ``name``."""
+    if name == "kosmos2":
+        model = Kosmos2ForConditionalGeneration(Kosmos2Config(**KOSMOS2))
+    else:
+        model = Blip2ForConditionalGeneration(Blip2Config(**BLIP2, text_config=TEXTS[name]))
+    zoo.randomize(model)
+    return model.eval()
+
+
+def image_and_text_inputs(name: str) -> dict[str, Tensor]:
+    """Returns what that model needs, one row for each of 4 samples; the first 4 tokens stand for the image."""
+    ids, first = torch.randint(3, 58, (4, 12)), torch.arange(12).expand(4, 12) < 4
+    inputs = {"input_ids": ids.masked_fill(first, 59), "pixel_values": torch.randn(4, 3, 16, 16)}
+    return {**inputs, "image_embeds_position_mask": first} if name == "kosmos2" else inputs

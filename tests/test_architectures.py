@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, RobertaConfig, RobertaModel
 from transformers.pytorch_utils import Conv1D
 
-import permtriton
 from permtriton import CompiledModel, config_from
 from permtriton.comparison.methods import method_rows
 from permtriton.comparison.run import Yardstick, compare
+from permtriton.compiler import compile_model
 from permtriton.errors import CalibrationError
 from permtriton.evaluation.perplexity import perplexity
 from permtriton.model.forward import max_tokens
@@ -54,7 +54,7 @@ class Case:
 
 
 def compiled_model(model: PreTrainedModel, **options: object) -> CompiledModel:
-    return permtriton.compile(model, None, config_from(options), ids=zoo.token_ids())
+    return compile_model(model, None, config_from(options), ids=zoo.token_ids())
 
 
 def step_of(report: dict, name: str) -> dict:
@@ -68,7 +68,7 @@ def compiled_with(name: str, **options: object) -> CompiledModel:
 @pytest.fixture(scope="module", params=COMPILED)
 def case(request, tmp_path_factory) -> Case:
     compiled = compiled_with(request.param, **LEARN)
-    path = compiled.save(tmp_path_factory.mktemp("models") / request.param)
+    path = compiled.save_pretrained(tmp_path_factory.mktemp("models") / request.param)
     return Case(request.param, compiled, path, type(compiled.model).from_pretrained(path).eval())
 
 
@@ -224,7 +224,7 @@ assert not [name for name in sys.modules if name.startswith("permtriton.")]
 
 def test_loads_in_a_process_without_permtriton(tmp_path):
     compiled = compiled_with("llama", **HEURISTIC)
-    path, ids = compiled.save(tmp_path / "model"), zoo.token_ids(seed=2)
+    path, ids = compiled.save_pretrained(tmp_path / "model"), zoo.token_ids(seed=2)
     torch.save(ids, tmp_path / "ids.pt")
     files = [str(path), str(tmp_path / "ids.pt"), str(tmp_path / "logits.pt")]
     subprocess.run([sys.executable, "-c", LOAD_ALONE, *files], cwd=tmp_path, check=True, timeout=120)
@@ -239,7 +239,7 @@ def test_loads_in_a_process_without_permtriton(tmp_path):
 @pytest.mark.slow(but=["4:8"])
 def test_patterns(pattern, tmp_path):
     compiled = compiled_with("llama", sparsity=pattern, **LEARN)
-    reloaded = type(compiled.model).from_pretrained(compiled.save(tmp_path / "model"))
+    reloaded = type(compiled.model).from_pretrained(compiled.save_pretrained(tmp_path / "model"))
     kept, group = map(int, pattern.split(":"))
     for name, weight in linears_in_layers(reloaded).items():
         assert kept_in_groups(weight, group) == {kept}, name
@@ -315,7 +315,7 @@ def hidden_loss(compiled: CompiledModel, name: str) -> float:
 def test_sparsegpt_with_the_importances_mask(name, tmp_path):
     masked = compiled_with(name, **HEURISTIC)
     updated = compiled_with(name, recipe="heuristic,sparsegpt", importance="wanda", sparsegpt_mask="keep")
-    reloaded = type(updated.model).from_pretrained(updated.save(tmp_path / "model"))
+    reloaded = type(updated.model).from_pretrained(updated.save_pretrained(tmp_path / "model"))
     before, after = linears_in_layers(masked.model), linears_in_layers(reloaded)
     for linear, weight in after.items():
         assert torch.equal(weight != 0, before[linear] != 0), linear
@@ -328,7 +328,7 @@ def test_sparsegpt_with_the_importances_mask(name, tmp_path):
 def test_sparsegpt_with_its_own_mask(name, tmp_path):
     masked = compiled_with(name, **HEURISTIC)
     updated = compiled_with(name, recipe="heuristic,sparsegpt", importance="wanda", sparsegpt_mask="own")
-    reloaded = type(updated.model).from_pretrained(updated.save(tmp_path / "model"))
+    reloaded = type(updated.model).from_pretrained(updated.save_pretrained(tmp_path / "model"))
     masks = []
     for linear, weight in linears_in_layers(reloaded).items():
         assert kept_in_groups(weight, 4) == {2}, linear
@@ -345,7 +345,7 @@ def test_sparsegpt_with_its_own_mask(name, tmp_path):
 def test_other_dtypes(name, dtype, tmp_path):
     compiled = compiled_model(zoo.build(name).to(dtype), **LEARN)
     assert compiled.report["dtype"] == str(dtype).removeprefix("torch.")
-    reloaded = type(compiled.model).from_pretrained(compiled.save(tmp_path / "model"), dtype="auto")
+    reloaded = type(compiled.model).from_pretrained(compiled.save_pretrained(tmp_path / "model"), dtype="auto")
     assert reloaded.dtype == dtype
     expected = linears_in_layers(folded(name, compiled).to(dtype))
     for linear, weight in linears_in_layers(reloaded).items():
@@ -357,7 +357,7 @@ def test_an_indivisible_layer_stays_dense_and_is_named_first(tmp_path, monkeypat
     said: list[str] = []
     monkeypatch.setattr("permtriton.progress.NoProgress.say", lambda _, text: said.append(text))
     compiled = compiled_model(zoo.build("llama", intermediate_size=110), skip_indivisible=True, **LEARN)
-    reloaded = type(compiled.model).from_pretrained(compiled.save(tmp_path / "model"))
+    reloaded = type(compiled.model).from_pretrained(compiled.save_pretrained(tmp_path / "model"))
     expected = dict(folded("llama", compiled, intermediate_size=110).named_parameters())
     for layer in range(zoo.LAYERS):
         name = f"model.layers.{layer}.mlp.down_proj.weight"
@@ -391,7 +391,7 @@ def test_compare_resets_what_a_row_does_not_name():
     model = zoo.build("llama")
     rows = compare(Yardstick(model, None, ids), method_rows(base, ("magnitude",), ()), ids=ids)
     config = config_from({"importance": "magnitude", **MASK})
-    pruned = permtriton.compile(copy.deepcopy(model), None, config, ids=ids).model
+    pruned = compile_model(copy.deepcopy(model), None, config, ids=ids).model
     assert rows[1].mean == pytest.approx(perplexity(pruned, ids, 4), rel=1e-5)
 
 
@@ -403,5 +403,5 @@ def test_positions_counted_from_behind_the_padding_are_respected():
     model = RobertaModel(config).eval()
     assert max_tokens(model) == 32
     with pytest.raises(CalibrationError, match="--sequence-length 32"):
-        permtriton.compile(model, None, config_from(), ids=torch.randint(2, 64, (2, 34)))
-    permtriton.compile(model, None, config_from(HEURISTIC), ids=torch.randint(2, 64, (2, 32)))
+        compile_model(model, None, config_from(), ids=torch.randint(2, 64, (2, 34)))
+    compile_model(model, None, config_from(HEURISTIC), ids=torch.randint(2, 64, (2, 32)))

@@ -11,6 +11,7 @@ import yaml
 import permtriton
 from permtriton.checkpoint.card import ALONE, WITH_PERMTRITON, model_card
 from permtriton.checkpoint.export import export
+from permtriton.compiler import compile_model
 from permtriton.errors import OutputError
 
 from . import zoo
@@ -33,13 +34,13 @@ def compiled() -> dict[str, permtriton.CompiledModel]:
         for layout in ("portable", "fused")
     }
     ids = zoo.tiny_ids(4, 16)
-    return {name: permtriton.compile(zoo.tiny_llama(), None, config, ids=ids) for name, config in configs.items()}
+    return {name: compile_model(zoo.tiny_llama(), None, config, ids=ids) for name, config in configs.items()}
 
 
 @pytest.fixture(scope="module")
 def folders(compiled, tmp_path_factory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("card")
-    return {layout: model.save(root / layout) for layout, model in compiled.items()}
+    return {layout: model.save_pretrained(root / layout) for layout, model in compiled.items()}
 
 
 def front(text: str) -> dict:
@@ -70,6 +71,8 @@ def test_content():
     ):
         assert line in text
     assert "/home/me" not in text
+    wrote = model_card({**REPORT, "generated": {"sha256": "0", "shape": [32, 256]}}, "LlamaForCausalLM", ALONE)
+    assert "| text that the dense model wrote | 32 x 256 tokens |" in wrote
     assert "import permtriton" not in text
     assert "import permtriton\nfrom transformers import AutoModel\n" in model_card(REPORT, "X", WITH_PERMTRITON)
 
@@ -113,5 +116,5 @@ def test_a_folder_with_a_readme_alone_is_not_replaced(compiled, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "README.md").write_text("mine")
     with pytest.raises(OutputError, match="not written by permtriton"):
-        compiled["portable"].save(tmp_path / "out", overwrite=True)
+        compiled["portable"].save_pretrained(tmp_path / "out", overwrite=True)
     assert (tmp_path / "out" / "README.md").read_text() == "mine"

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
-import permtriton
 from permtriton import NMPattern, config_from, find_plan
+from permtriton.compiler import compile_model
 from permtriton.kernels import nm_mask, norm_permute, permute, sparse_linear  # noqa: F401 (registers the operators)
 from permtriton.model.trace import export, unlifted
 from permtriton.passes import channel_rules
@@ -249,7 +249,7 @@ FALCONS = {  # both write one branch's output into the other's
 def test_falcon_compiles_though_it_adds_in_place(form, recipe, layout):
     model = zoo.build("falcon", **FALCONS[form])
     config = config_from({"layout": layout}, recipe)
-    compiled = permtriton.compile(model, None, config, ids=zoo.token_ids(2, 8))
+    compiled = compile_model(model, None, config, ids=zoo.token_ids(2, 8))
     assert set(compiled.report["sparsity_by_layer"].values()) == {0.5}
     assert compiled.report["proof"]["fold_difference"] < 1e-4
 

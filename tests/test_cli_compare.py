@@ -2,7 +2,6 @@
 
 import csv
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from permtriton.comparison import run as comparison
 from permtriton.model import load
 
 from .desk import RUNNER, Desk, check_refusal
+from .folders import read_only
 
 TASK = """
 task: short
@@ -74,7 +74,7 @@ def numbers(report: dict) -> list[dict]:
 @pytest.fixture
 def interrupted(monkeypatch):
     """Lets the second compilation be interrupted, the first time."""
-    calls, compile = [], comparison.compile
+    calls, compile = [], comparison.compile_model
 
     def sometimes(*arguments, **options):
         calls.append(arguments[2])
@@ -82,7 +82,7 @@ def interrupted(monkeypatch):
             raise KeyboardInterrupt
         return compile(*arguments, **options)
 
-    monkeypatch.setattr(comparison, "compile", sometimes)
+    monkeypatch.setattr(comparison, "compile_model", sometimes)
     return calls
 
 
@@ -210,9 +210,9 @@ def test_a_second_run_is_refused_before_the_work(desk, monkeypatch, output, lock
 
 def test_a_folder_that_cannot_be_written_is_refused_before_the_work(desk, monkeypatch):
     monkeypatch.setattr(load, "load_original", lambda source: pytest.fail("the model was loaded"))
-    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
-    desk.refuses(command(desk), str(desk.folder), "finished results are kept", "--output")
-    desk.refuses(command(desk, "--output", "t.csv"), "t.csv", "cannot be written")
+    read_only(monkeypatch)
+    desk.refuses(command(desk), str(desk.folder), "finished results are kept", "Read-only file system", "--output")
+    desk.refuses(command(desk, "--output", "t.csv"), "t.csv", "cannot be written: Read-only file system")
 
 
 def test_a_folder_in_place_of_kept_results(desk):

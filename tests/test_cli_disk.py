@@ -2,13 +2,18 @@
 
 import errno
 import os
+import resource
 import shutil
+import subprocess
+from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 from transformers import LlamaForCausalLM
+from typer.testing import CliRunner
 
-from permtriton import compiler
+from permtriton import job, run
 from permtriton.checkpoint.output import claimed
 from permtriton.cli.main import app
 
@@ -51,6 +56,20 @@ def test_the_same_run_continues_and_restarts_when_wanted(desk, interrupted):
     assert (result.exit_code, "continuing" in result.stderr) == (0, False)
 
 
+@pytest.mark.parametrize("change", [{}, {"new": "entry"}], ids=["same form", "another form"])
+def test_a_state_of_another_version_is_refused(desk, interrupted, monkeypatch, change):
+    """Whatever else a state of that version holds or lacks."""
+    identity = run.run_identity
+
+    def other(*arguments: object) -> dict[str, object]:
+        found = identity(*arguments)
+        return {**found, "versions": {**found["versions"], "permtriton": "9.9"}, **change}
+
+    monkeypatch.setattr(run, "run_identity", other)
+    words = (f"belongs to another run: permtriton was {metadata.version('permtriton')} and is 9.9", "--restart")
+    desk.refuses(desk.compile(*QUICK), str(interrupted), *words)
+
+
 def test_two_compilations_of_one_output(desk, monkeypatch):
     """The second one is refused before it loads anything; the first one is not disturbed."""
     monkeypatch.setattr("permtriton.model.load.load_model", None)
@@ -61,9 +80,7 @@ def test_two_compilations_of_one_output(desk, monkeypatch):
     monkeypatch.setattr("fcntl.flock", busy)
     lock = desk.write(".out.lock", "process 1234 on node7\n")
     desk.refuses(desk.compile(), "another process (process 1234 on node7", str(lock), "wait for it to end")
-    desk.refuses(
-        ["export", str(desk.out), "--output", str(desk.folder / "out"), "--overwrite"], "folder that is exported"
-    )
+    desk.refuses(["export", str(desk.out), "--output", str(desk.folder / "out"), "--overwrite"], "which is read")
     desk.write(".packed.lock", "process 1235 on node7\n")
     desk.refuses(["export", str(desk.out), "--output", str(desk.folder / "packed")], "process 1235 on node7")
 
@@ -90,6 +107,60 @@ def test_a_full_disk_keeps_what_was_found(desk, interrupted, monkeypatch):
     result = RUNNER.invoke(app, desk.compile(*QUICK))
     assert "continuing after round 1" in result.stderr
     assert (result.exit_code, [path.name for path in desk.folder.iterdir()]) == (0, ["out"])
+
+
+def test_a_folder_in_which_no_file_can_be_made(desk):
+    """What the system says of it, /proc may be written."""
+    for arguments in (desk.compile(output=Path("/proc/x")), ["export", str(desk.out), "--output", "/proc/x"]):
+        desk.refuses(arguments, "output /proc/x: the folder /proc cannot be written: No such file or directory")
+
+
+def test_a_limit_on_the_size_of_files_is_no_fault_of_the_model(desk):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for limit in (100, 5_000):  # the config that is saved for a try, and the weights
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+        try:
+            result = RUNNER.invoke(app, desk.compile())
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        check_refusal(result.exit_code, result.stderr, ("cannot be written", "File too large"))
+        assert [path.name for path in desk.folder.iterdir()] == ["out"]
+
+
+@pytest.fixture
+def read_only(desk) -> Iterator[Path]:
+    """A mount that is read only, as far as this process may make one."""
+    place = desk.folder / "mount"
+    place.mkdir()
+    mount = ("mount", "--bind", "-o", "ro", str(place), str(place))
+    if not shutil.which("mount") or subprocess.run(mount, stderr=subprocess.DEVNULL, check=False).returncode:
+        pytest.skip("this process may not mount")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+def test_a_mount_that_is_read_only(desk, read_only):
+    result = "cannot be written: Read-only file system"
+    for arguments in (
+        desk.compile(output=read_only / "out"),
+        desk.compile("--offload", read_only),
+        ["compare", str(desk.model), "--output", str(read_only / "t.md")],
+        ["evaluate", str(desk.model), "--output", str(read_only / "t.md")],
+        ["report", str(desk.out), "--output", str(read_only / "r.html")],
+        ["inspect", str(desk.model), "--dot", str(read_only / "a.dot")],
+    ):
+        desk.refuses(arguments, str(read_only), result)
+
+
+def test_standard_output_that_has_no_such_characters(desk, tmp_path):
+    """As in a locale of an old encoding, such as a Turkish one; what depends on it otherwise is nothing of ours."""
+    model = shutil.copytree(desk.model, tmp_path / "ılık-漢")
+    turkish = CliRunner(charset="iso-8859-9", env={"LC_ALL": "tr_TR.ISO-8859-9"})
+    for more in ((), ("--json",)):
+        result = turkish.invoke(app, ["inspect", str(model), *more])
+        assert result.exit_code == 0, result.stderr
+    result = turkish.invoke(app, desk.compile(model=model, output=desk.folder / "ılık-漢"))
+    assert (result.exit_code, "ılık-\\u6f22" in result.stdout) == (0, True), result.stderr
 
 
 # -- files that change or cannot be read -----------------------------------------------------------------------------
@@ -133,14 +204,14 @@ def test_weights_that_change_while_they_are_read(desk, model, monkeypatch, chang
 @pytest.mark.parametrize("change", [flip, replace])
 def test_weights_that_change_while_they_are_pruned(desk, model, monkeypatch, change):
     """They are mapped from the file: what writes to it writes to the model. A file that is replaced stays mapped."""
-    original = compiler.compile
+    original = job.compile_model
 
     def compile(*arguments: object, **options: object) -> object:
         found = original(*arguments, **options)
         change(model / "model.safetensors")
         return found
 
-    monkeypatch.setattr(compiler, "compile", compile)
+    monkeypatch.setattr(job, "compile_model", compile)
     earlier = (desk.out / "model.safetensors").read_bytes()
     result = RUNNER.invoke(app, desk.compile(model=model))
     if change is flip:
@@ -168,5 +239,5 @@ def test_other_files_that_may_not_be_read(desk, monkeypatch):
     def refuse(*_args: object, **_options: object) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "/somewhere/file")
 
-    monkeypatch.setattr("permtriton.cli.compile.held_out_windows", refuse)
+    monkeypatch.setattr("permtriton.job.held_out_windows", refuse)
     desk.refuses(desk.compile(), "/somewhere/file: Permission denied")

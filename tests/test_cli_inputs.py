@@ -21,7 +21,7 @@ def test_a_compiled_model_is_not_compiled_again(desk):
     model = shutil.copytree(desk.model, desk.folder / "compiled")
     (model / "permtriton.json").write_text("{}")
     for command in (desk.compile(model=model), ["compare", str(model), "--calibration", str(desk.text)]):
-        desk.refuses(command, "compiled already", "original model")
+        desk.refuses(command, "already been compiled", "original model")
 
 
 # -- models --------------------------------------------------------------------------------------------------------
@@ -139,6 +139,8 @@ def test_c4_offline(desk):
         ("a.txt", "", ["is empty"]),
         ("a.txt", "\n \n", ["is empty"]),
         ("a.txt", b"caf\xe9 au lait", ["not UTF-8", "byte 3"]),
+        ("a.txt", bytes(9999), ["character 0 is a NUL", "UTF-8"]),
+        ("a.txt", SENTENCE.encode("utf-16-le"), ["character 1 is a NUL", "UTF-8"]),
         ("a.jsonl", '{"text": "a"}\n{"text"\n', ["line 2", "not JSON"]),
         ("a.jsonl", '{"words": "a"}\n', ["line 1", '"text"', '"input_ids"']),
         ("a.jsonl", '{"input_ids": [1, 5000]}\n', ["1 to 5000", "vocabulary"]),

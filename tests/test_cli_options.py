@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from permtriton import memory
-from permtriton.cli import compile as compile_command  # the module
+from permtriton import job, memory
 from permtriton.cli import evaluate as evaluate_command
 from permtriton.cli.main import app
 
@@ -62,7 +61,7 @@ def test_bad_options(desk, case):
         (b"\xff", ["not TOML"]),
         ("[learn]\nepochs = 3", ["[learn]", "no step", "heuristic, learned"]),
         ("[searched]\nepochs = 3", ["[searched] has no option 'epochs'", "damping, loss, rounds"]),
-        ("fancy = 1", ["'fancy'", "the options are"]),
+        ("fancy = 1", ["'fancy'", "--help-all"]),
         ('seed = "one"', ["seed", "'one'", "expected int"]),
         ('sparsity = "4:2"', ["4:2"]),
     ],
@@ -99,7 +98,7 @@ def test_out_of_memory_is_one_line_and_a_bug_a_traceback(desk, monkeypatch, erro
     def fail(*_args: object, **_kwargs: object) -> None:
         raise error
 
-    monkeypatch.setattr(compile_command.compiler, "compile", fail)
+    monkeypatch.setattr(job, "compile_model", fail)
     if "a bug" not in str(error):
         words = str(error).splitlines()[0] if str(error) else "MemoryError"
         desk.refuses(
@@ -122,3 +121,16 @@ def test_evaluate_names_its_own_options_where_memory_runs_out(desk, monkeypatch)
 def test_too_little_memory(desk, monkeypatch):
     monkeypatch.setattr(memory, "available_memory", lambda device: 1000)
     desk.refuses(desk.compile(), "1000 B are free", "--sequence-length")
+
+
+@pytest.mark.parametrize(
+    ("words", "found"), [("permtriton comp", ["compile", "compare"]), ("permtriton compile demo --samp", ["--samples"])]
+)
+def test_shells_complete_commands_and_options(monkeypatch, capsys, words, found):
+    monkeypatch.setenv("_PERMTRITON_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", words)
+    monkeypatch.setenv("COMP_CWORD", str(words.count(" ")))
+    with pytest.raises(SystemExit) as stopped:
+        app(prog_name="permtriton")
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out.split() == found

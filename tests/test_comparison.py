@@ -1,7 +1,7 @@
 """Comparisons: rows as data, one calibration set for all, results that are kept, ablations that differ."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,7 @@ from permtriton.comparison.run import Yardstick, compare
 from permtriton.comparison.summary import columns, report_of
 from permtriton.errors import ConfigError, OutputError
 from permtriton.progress import NoProgress
-from permtriton.recipes import RECIPES, resolved
+from permtriton.recipe import RECIPES, resolved
 from permtriton.sparsity import NMPattern
 
 from . import media, zoo
@@ -50,8 +50,8 @@ def compiled(monkeypatch):
         calls.append((config, ids))
         return original(model, tokenizer, config, ids=ids, progress=progress)
 
-    original = comparison.compile
-    monkeypatch.setattr(comparison, "compile", record)
+    original = comparison.compile_model
+    monkeypatch.setattr(comparison, "compile_model", record)
     return calls
 
 
@@ -88,6 +88,8 @@ def test_recipes_are_compared_where_they_are_named():
     assert [row.method for row in rows] == list(RECIPES)
     assert [row.config.recipe for row in rows] == [recipe.names for recipe in RECIPES.values()]
     assert [row.config.importance for row in rows] == ["obs", "obs", "obs", "wanda", "wanda"]
+    fused = method_rows(given(), tuple(f"{name} (fused)" for name in RECIPES), (), model="demo")
+    assert [row.config for row in fused] == [replace(row.config, layout="fused") for row in rows]
     fast = rows[list(RECIPES).index("fast")].config
     assert fast.steps == RECIPES["fast"].steps, "a method sets no option of a recipe"
     assert rows[-1].config.steps[0].clamp == RECIPES["published"].steps[0].clamp
@@ -135,6 +137,13 @@ def test_options_that_change_no_row_are_refused():
 # -- runs ----------------------------------------------------------------------------------------------------------
 
 
+def test_rows_without_a_text_are_compiled_on_what_the_model_writes(model, compiled):
+    rows = method_rows(given(calibration="none", generated=3), ("wanda",), ())
+    (_, result) = compare(Yardstick(model, None, WINDOWS), rows, seeds=(0, 1))
+    assert [(config.seed, ids) for config, ids in compiled] == [(0, None), (1, None)]
+    assert len({each.perplexity for each in result.measured}) == 2, "the seed decides the text"
+
+
 def test_all_rows_of_a_seed_share_one_draw(model, compiled, tmp_path, monkeypatch):
     draws = []
     draw = comparison.calibration_samples
@@ -166,6 +175,7 @@ def test_all_rows_of_a_seed_share_one_draw(model, compiled, tmp_path, monkeypatc
     ("name", "values"),
     [("sinkhorn", ()), ("block-size", ("8", "16")), ("learn-layers", ("last:1", "all")), ("calibration", ("a", "b"))],
 )
+@pytest.mark.slow(but=["sinkhorn-values0", "calibration-values3"])
 def test_the_rows_of_every_ablation_give_different_models(model, tmp_path, name, values):
     if name == "calibration":
         values = [str(tmp_path / f"{value}.jsonl") for value in values]
@@ -267,7 +277,7 @@ def run(path, model, methods=METHODS_RUN, progress=None):
 
 
 def test_an_interrupted_comparison_continues_with_what_is_missing(model, compiled, tmp_path, monkeypatch):
-    path, recording = tmp_path / "rows.json", comparison.compile
+    path, recording = tmp_path / "rows.json", comparison.compile_model
     expected = without_times(run(None, model))
     compiled.clear()
 
@@ -276,11 +286,11 @@ def test_an_interrupted_comparison_continues_with_what_is_missing(model, compile
             raise KeyboardInterrupt
         return recording(*arguments, **options)
 
-    monkeypatch.setattr(comparison, "compile", interrupt)
+    monkeypatch.setattr(comparison, "compile_model", interrupt)
     with pytest.raises(KeyboardInterrupt):
         run(path, model)
     assert len(compiled) == 1
-    monkeypatch.setattr(comparison, "compile", recording)
+    monkeypatch.setattr(comparison, "compile_model", recording)
     progress = Lines()
     assert without_times(run(path, model, progress=progress)) == expected
     assert [config.importance for config, _ in compiled] == ["magnitude", "wanda"]

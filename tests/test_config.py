@@ -1,6 +1,7 @@
 """Options: round trips, precedence, and errors that say what to set."""
 
 import inspect
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,14 +9,13 @@ import pytest
 
 from permtriton import NMPattern, config_from
 from permtriton.cli.main import compare, compile
-from permtriton.cli.options import build_config
 from permtriton.config import CalibrationConfig, CompileConfig, has_effect
 from permtriton.errors import ConfigError
 from permtriton.methods.learned import Learned
 from permtriton.methods.reconstruct import Reconstruct
 from permtriton.methods.steps import STEPS
 from permtriton.option import options_of
-from permtriton.recipes import RECIPES, SMALL, all_options, check_given, defaults, read_config_file
+from permtriton.recipe import RECIPES, SMALL, all_options, build_config, check_given, defaults, read_config_file
 
 OPTIONS = all_options()
 # A value of every option that is not its default.
@@ -25,12 +25,14 @@ OTHER = {
     "layout": "fused",
     "o_proj": "free",
     "skip_indivisible": True,
+    "ignore": ["*.down_proj", "re:.*q"],
     "seed": 7,
     "micro_batch_size": 2,
     "activation_checkpointing": False,
     "calibration": "pile",
     "samples": 3,
     "sequence_length": 77,
+    "generated": 9,
     "heuristic_row_weights": "none",
     "learn_block_size": 32,
     "learn_sinkhorn_rounds": 0,
@@ -54,14 +56,17 @@ OTHER = {
     "sparsegpt_mask": "keep",
     "refit_dense_share": 0.75,
     "refit_iterations": 7,
+    "refit_generated": False,
     "reconstruct_epochs": 5,
     "reconstruct_learning_rate": 0.03,
     "reconstruct_batch_size": 2,
+    "reconstruct_generated": False,
     "reconstruct_loss": "squared",
     "reconstruct_window": "mlp",
     "distill_epochs": 6,
     "distill_learning_rate": 0.04,
     "distill_batch_size": 3,
+    "distill_generated": False,
     "distill_loss": "cosine",
 }
 PARTS = (CompileConfig, CalibrationConfig, *STEPS)
@@ -86,7 +91,7 @@ def written(folder: Path, content: str) -> Path:
 
 
 def toml(value: object) -> str:
-    return {bool: str(value).lower(), str: f'"{value}"'}.get(type(value), str(value))
+    return str(value) if isinstance(value, float) else json.dumps(value)
 
 
 def test_the_table_of_other_values_is_complete():
@@ -164,6 +169,7 @@ def test_every_limit_refuses(name):
     option = OPTIONS[name]
     part = next(part for part in PARTS if option in options_of(part))
     bad = {bool: 1, int: option.minimum - 1, float: float("nan"), NMPattern: "2:4"}.get(option.type, "last:0")
+    bad = [3] if option.several else bad
     if name == "calibration":
         bad = 3
     with pytest.raises(ConfigError, match=f"^{name} is .*expected "):
@@ -225,14 +231,16 @@ def test_the_demo_model_is_small_in_every_recipe():
     for recipe in RECIPES:
         small, large = build("demo", recipe=recipe), build(recipe=recipe)
         assert (small.calibration.samples, small.calibration.calibration) == (64, "demo")
-        assert large.calibration == CalibrationConfig()
+        assert large.calibration == CalibrationConfig(generated=RECIPES[recipe].generated * 128)
+        assert small.calibration.generated == RECIPES[recipe].generated * 64
         assert large.steps == RECIPES[recipe].steps
 
 
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"fancy": 1}, ["'fancy'", "learn_block_size", "distill_epochs"]),
+        ({"fancy": 1}, ["'fancy'", "--help-all lists all options"]),
+        ({"sample": 8}, ["'sample'", "did you mean samples"]),
         ({"learn": {}}, ["'learn'"]),
         ({"steps": ()}, ["unknown option 'steps'"]),
         ({"importance": "taylor"}, ["importance", "'taylor'", "wanda", "ria"]),

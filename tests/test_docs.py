@@ -41,3 +41,18 @@ def test_the_glossary_is_short_and_names_each_word_once():
     words = re.findall(r"^\| ([\w ]+) \|", glossary, re.MULTILINE)[1:]
     assert 20 < len(words) <= 30
     assert len(set(words)) == len(words)
+
+
+def test_every_environment_variable_is_on_the_page():
+    page = (ROOT / "docs" / "environment.md").read_text(encoding="utf-8")
+    sources = [path for folder in ("permtriton", "cli", "kernels", "passes") for path in (ROOT / folder).rglob("*.py")]
+    used = {
+        name
+        for path in sources
+        for name in re.findall(
+            r"""(?:environ[\w.]*[(\[]|ASYNC_LOAD = |environ", \{)["']([A-Z_]+)["']""", path.read_text()
+        )
+        + re.findall(r"""["']([A-Z_]+)["'] in os.environ""", path.read_text())
+    }
+    assert len(used) > 10
+    assert used - set(re.findall(r"`([A-Z_]+)`", page)) == set()

@@ -7,6 +7,7 @@ import torch
 from transformers import BertConfig, BertForMaskedLM, BertModel, LlamaForCausalLM
 
 import permtriton
+from permtriton.compiler import compile_model
 from permtriton.errors import CalibrationError
 from permtriton.evaluation.held_out import MAX_ENCODER_WINDOWS, Evaluation
 from permtriton.evaluation.perplexity import perplexity
@@ -135,7 +136,7 @@ def test_compile_undoes_the_order_before_it_compares():
     """7:8 prunes little, so the cosine stays high unless the channels are compared in different orders."""
     model = encoder(BertForMaskedLM)
     config = permtriton.config_from({"sparsity": "7:8"}, "heuristic,mask")
-    compiled = permtriton.compile(model, None, config, ids=windows(4), evaluation_windows=windows(3))
+    compiled = compile_model(model, None, config, ids=windows(4), evaluation_windows=windows(3))
     evaluation = compiled.report["evaluation"]
     stream = compiled.plan.hidden_space.name
     assert sum(site["moved"] for site in compiled.report["sites"] if site["permutation"] == stream) > 0

@@ -7,13 +7,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import BertConfig, BertModel, LlamaForCausalLM
 
 import permtriton
 from permtriton.cli.main import app
+from permtriton.compiler import compile_model
 from permtriton.data.text import evaluation_ids
 from permtriton.errors import CalibrationError
-from permtriton.evaluate import evaluate
+from permtriton.evaluation.measure import evaluate
 from permtriton.evaluation.tasks import Tasks
 from permtriton.model.load import Source, load_model, load_tokenizer
 
@@ -41,8 +43,8 @@ def compiled(model_folder, tmp_path_factory) -> dict[str, Path]:
     for layout in ("portable", "fused"):
         options = {"recipe": "heuristic,mask", "layout": layout, "calibration": str(model_folder.parent / "text.txt")}
         config = permtriton.config_from({**options, "samples": 4, "sequence_length": 16})
-        made = permtriton.compile(load_model(source), load_tokenizer(source), config)
-        folders[layout] = made.save(root / layout)
+        made = compile_model(load_model(source), load_tokenizer(source), config)
+        folders[layout] = made.save_pretrained(root / layout)
         if layout == "portable":
             folders["memory"] = made
         exported = root / f"{layout}-packed"
@@ -98,14 +100,20 @@ def test_the_order_of_hidden_states_is_read_from_the_folder(compiled, options, t
 
 
 def test_compiled_folders_load_straight_onto_the_device(compiled, model_folder, monkeypatch):
-    """On a GPU, packed weights stay packed only where transformers loads them onto it."""
+    """On a GPU, packed weights stay packed only where transformers loads them onto it; a CPU needs no accelerate."""
     places, load = [], LlamaForCausalLM.from_pretrained
-    monkeypatch.setattr(
-        LlamaForCausalLM, "from_pretrained", lambda *a, **k: places.append(k.get("device_map")) or load(*a, **k)
-    )
-    for folder in (model_folder, compiled["portable"], compiled["portable-packed"], compiled["fused"]):
-        load_model(Source(str(folder), device="cpu"))
-    assert places == [None, None, "cpu", "cpu"]
+
+    def from_pretrained(*arguments: object, **options: object) -> object:
+        places.append(options.pop("device_map", None))
+        return load(*arguments, **options)
+
+    monkeypatch.setattr(LlamaForCausalLM, "from_pretrained", from_pretrained)
+    for device, expected in (("cpu", [None] * 4), ("meta", [None, None, "meta", "meta"])):  # meta stands for a GPU
+        monkeypatch.setattr("permtriton.model.load.resolve_device", lambda name, device=device: torch.device(device))
+        for folder in (model_folder, compiled["portable"], compiled["portable-packed"], compiled["fused"]):
+            load_model(Source(str(folder)))
+        assert places == expected
+        places.clear()
 
 
 @pytest.mark.parametrize(
@@ -157,7 +165,7 @@ def test_every_output_has_the_same_numbers(desk, compiled, options, tmp_path):
 
 
 def test_the_demo_has_a_text_of_its_own(monkeypatch):
-    from permtriton.cli import held_out
+    from permtriton.data import held_out
 
     monkeypatch.setattr(held_out, "evaluation_ids", lambda *a: evaluation_ids(*a)[:2, :64])
     report = json.loads(run("demo", "--json"))
@@ -173,7 +181,7 @@ def test_tasks_alone_need_no_text(desk, options):
 
 
 def test_tasks_do_not_need_the_text_that_nobody_named(desk, options, monkeypatch):
-    from permtriton.cli import held_out
+    from permtriton.data import held_out
 
     def no_hub(*_arguments: object) -> None:
         raise CalibrationError("dataset wikitext2 cannot be fetched: no network")
@@ -209,7 +217,7 @@ def test_wrong_arguments_are_refused_before_the_work(desk, compiled, options, mo
 
     text = ["--perplexity", str(desk.text)]
     portable = str(compiled["portable"])
-    desk.refuses(["evaluate", str(desk.model), *text, "--against", portable], "compiled already", "original model")
+    desk.refuses(["evaluate", str(desk.model), *text, "--against", portable], "already been compiled", "original model")
     desk.refuses(["evaluate", str(desk.model), *text, "--against", "demo"], "vocabular", "compiled from")
     desk.refuses(["evaluate", str(desk.model), "--perplexity", "nothing.txt"], "nothing.txt is neither a file")
     desk.refuses(["evaluate", str(desk.model), "--perplexity", "none"], "nothing to evaluate")
@@ -229,6 +237,5 @@ def test_lm_eval_is_imported_for_tasks_only(desk, options, monkeypatch):
     monkeypatch.delitem(sys.modules, "permtriton.evaluation.tasks")
     monkeypatch.setitem(sys.modules, "lm_eval", None)  # its import is now an error
     run(*options[:4], desk.model)
-    result = RUNNER.invoke(app, ["evaluate", str(desk.model), *map(str, options)])
-    assert isinstance(result.exception, ImportError)
+    desk.refuses(["evaluate", str(desk.model), *map(str, options)], "--tasks needs lm_eval", '"permtriton[eval]"')
     monkeypatch.undo()

@@ -8,9 +8,9 @@ from transformers import BertConfig, BertForMaskedLM, BertModel
 
 from permtriton.data.samples import Samples
 from permtriton.errors import CalibrationError, ConfigError, ModelError
-from permtriton.evaluate import evaluate
 from permtriton.evaluation import fidelity as library
 from permtriton.evaluation.fidelity import fidelity
+from permtriton.evaluation.measure import evaluate
 from permtriton.evaluation.perplexity import perplexity
 from permtriton.model.forward import last_hidden_state
 

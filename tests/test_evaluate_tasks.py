@@ -13,8 +13,8 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from permtriton.errors import ConfigError, TaskError
-from permtriton.evaluate import evaluate
 from permtriton.evaluation import tasks as library
+from permtriton.evaluation.measure import evaluate
 from permtriton.evaluation.tasks import Tasks
 from permtriton.model.load import Source, load_model, load_tokenizer
 

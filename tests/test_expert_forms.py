@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-import permtriton
 from benchmarks.architectures import tiny
 from benchmarks.architectures.trial import difference, outputs
 from permtriton import config_from, find_plan
 from permtriton.checkpoint.export import export
+from permtriton.compiler import compile_model
 from permtriton.data.samples import Samples
 from permtriton.methods.statistics import channel_norms
 from permtriton.model.checks import check_weight
@@ -36,7 +36,7 @@ def _compile_and_reload(name, layout, folder):
     folder.mkdir()
     model = tiny.build(name)
     config = config_from({"heuristic_row_weights": "none", "layout": layout}, "heuristic,mask")
-    compiled = permtriton.compile(model, None, config, ids=tiny.inputs(model))
+    compiled = compile_model(model, None, config, ids=tiny.inputs(model))
     stacks = [key for key, parameter in model.named_parameters() if key.endswith(STACKS[name])]
     assert len(stacks) >= 4
     for key in stacks:
@@ -46,7 +46,7 @@ def _compile_and_reload(name, layout, folder):
     frozen = [space.name for space in compiled.plan.spaces if space.frozen]
     assert all(name.endswith("gate_up_proj") for name in frozen), "in fused, no norm gathers for experts that share one"
     assert bool(frozen) == (layout == "fused")
-    compiled.save(folder / "saved")
+    compiled.save_pretrained(folder / "saved")
     export(folder / "saved", folder / "packed", "packed")
     reloaded = type(model).from_pretrained(folder / "packed").eval()
     inputs = tiny.inputs(model, samples=2, seed=2)

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-import permtriton
 from permtriton import config_from
+from permtriton.compiler import compile_model
 from permtriton.data.samples import Samples
 from permtriton.kernels.nm_mask import top_n_mask
 from permtriton.methods.statistics import channel_norms, hessians
@@ -83,6 +83,6 @@ def test_an_expert_that_no_token_reaches_is_pruned_by_size_with_an_update():
     name = f"{NAMES[0]}.2.down_proj"
     config = config_from({"importance": "wanda"}, "sparsegpt")
     dense = linear_module(model, name).weight.detach().clone()
-    permtriton.compile(model, config=config, ids=zoo.token_ids(4))
+    compile_model(model, config=config, ids=zoo.token_ids(4))
     expected = dense * top_n_mask(dense.abs().t(), PATTERN).t()
     assert torch.allclose(linear_module(model, name).weight, expected, atol=1e-6)

@@ -6,8 +6,8 @@ import transformers
 from torch import nn
 from transformers.models.recurrent_gemma.modeling_recurrent_gemma import RecurrentGemmaRglru
 
-import permtriton
 from permtriton import config_from, find_plan
+from permtriton.compiler import compile_model
 from permtriton.errors import VerificationError
 from permtriton.model.checks import check_weight
 from permtriton.model.expert_linears import input_dim
@@ -313,7 +313,7 @@ RECIPES = {
 def test_the_whole_pipeline(name, recipe):
     model, ids = zoo.build(name), zoo.token_ids(8)
     with unstacked_experts(model) as found:
-        compiled = permtriton.compile(model, config=config_from(RECIPES[recipe], recipe), ids=ids)
+        compiled = compile_model(model, config=config_from(RECIPES[recipe], recipe), ids=ids)
         before = zoo.outputs(model, ids)
     assert found.names == NAMES
     assert zoo.difference(before, zoo.outputs(model, ids)) <= 1e-4

@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from permtriton import compiler, config_from, forecast, memory
+from permtriton import config_from, forecast, memory
+from permtriton.compiler import compile_model
 from permtriton.data.samples import Samples
 from permtriton.errors import OutputError
 from permtriton.forecast import check_disk, disk_needs, duration, make_forecast, measure, stage_seconds
@@ -164,7 +165,7 @@ def test_a_dry_run_looks_at_the_disk_of_the_working_files(desk, monkeypatch):
 def test_the_library_measures_only_where_it_is_to_say_so(model, monkeypatch):
     monkeypatch.setattr(forecast, "measure", lambda *_args: pytest.fail("measured"))
     config = config_from({"recipe": "mask"})
-    compiler.compile(copy.deepcopy(model), None, config, ids=SAMPLES.inputs)
+    compile_model(copy.deepcopy(model), None, config, ids=SAMPLES.inputs)
 
 
 def test_a_run_says_what_it_needs_before_it_starts(desk):

@@ -134,6 +134,7 @@ HYBRIDS = {
 
 
 @pytest.mark.parametrize("family", HYBRIDS)
+@pytest.mark.slow(but=["Mamba", "Lfm2"])
 def test_latent_attention_and_state_space_layers_are_free(family):
     config = getattr(transformers, f"{family}Config")(**{**zoo.SIZES, **HYBRIDS[family]})
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()

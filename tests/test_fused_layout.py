@@ -9,8 +9,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-import permtriton
 from permtriton import CompiledModel, config_from, find_plan
+from permtriton.compiler import compile_model
 from permtriton.errors import ModelError
 from permtriton.model.experts import stacked_name, unstacked_experts
 from permtriton.model.modules import GatheredLinear, PermutedLayerNorm, PermutedRMSNorm
@@ -39,7 +39,7 @@ SPARSEGPT = {"recipe": "heuristic,sparsegpt", "importance": "wanda"}
 
 def compiled(name: str, **options: object) -> CompiledModel:
     config = config_from({"layout": "fused", **options})
-    return permtriton.compile(zoo.build(name), None, config, ids=zoo.token_ids())
+    return compile_model(zoo.build(name), None, config, ids=zoo.token_ids())
 
 
 def in_order(name: str, result: CompiledModel) -> PreTrainedModel:
@@ -190,7 +190,7 @@ def test_no_permutation_leaves_the_modules_alone(name):
     expected = dict(dense.named_parameters())
     for parameter, value in result.model.named_parameters():
         assert torch.equal(value, torch.where(value != 0, expected[parameter], 0)), parameter
-    portable = permtriton.compile(zoo.build(name), None, config_from(recipe="mask"), ids=zoo.token_ids())
+    portable = compile_model(zoo.build(name), None, config_from(recipe="mask"), ids=zoo.token_ids())
     for parameter, value in portable.model.named_parameters():
         assert torch.equal(value, result.model.get_parameter(parameter)), "no order, no difference between layouts"
 
@@ -265,7 +265,7 @@ def test_a_norm_that_runs_twice_is_not_fused():
 def test_a_saved_fused_model_needs_permtriton(tmp_path):
     """A plain checkpoint cannot hold a gather, so the saved config must require permtriton."""
     _, result = case_of("llama learned")
-    path = result.save(tmp_path / "model")
+    path = result.save_pretrained(tmp_path / "model")
     config = json.loads((path / "config.json").read_text())
     assert config["quantization_config"]["quant_method"] == "permtriton"
     assert len(config["quantization_config"]["norms"]) == 2 * zoo.LAYERS
@@ -279,15 +279,15 @@ def test_an_indivisible_site_is_refused_in_fused_too():
 def test_a_fused_model_is_not_compiled_again():
     model = zoo.build("llama")
     config = config_from({**HEURISTIC, "layout": "fused"})
-    compiled = permtriton.compile(model, None, config, ids=zoo.token_ids())
+    compiled = compile_model(model, None, config, ids=zoo.token_ids())
     with pytest.raises(ModelError, match=r"compiled already.*input_layernorm.*original model"):
-        permtriton.compile(compiled.model, None, config, ids=zoo.token_ids())
+        compile_model(compiled.model, None, config, ids=zoo.token_ids())
 
 
 def test_the_models_own_save_pretrained_keeps_its_order(tmp_path):
     model = zoo.build("llama")
     config = config_from({**HEURISTIC, "layout": "fused"})
-    compiled = permtriton.compile(model, None, config, ids=zoo.token_ids())
+    compiled = compile_model(model, None, config, ids=zoo.token_ids())
     expected = zoo.outputs(compiled.model, zoo.token_ids())
     compiled.model.save_pretrained(tmp_path / "saved")
     reloaded = type(model).from_pretrained(tmp_path / "saved").eval()

@@ -20,7 +20,7 @@ from permtriton.data.text import calibration_ids
 from permtriton.methods.steps import STEPS
 from permtriton.model.load import Source, load_empty_model, load_model, load_original
 from permtriton.planning import plan_model
-from permtriton.recipes import all_options, config_from, read_config_file
+from permtriton.recipe import all_options, config_from, read_config_file
 from permtriton.sparsity import NMPattern
 
 from . import folders

@@ -4,6 +4,7 @@ import json
 import shutil
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 import permtriton
 from permtriton.checkpoint.card import CARD_FILE
 from permtriton.cli.main import app
+from permtriton.compiler import compile_model
 from permtriton.errors import ConfigError, ModelError
 from permtriton.model import load
 from permtriton.model.load import Source, load_empty_model, load_model, load_original, load_tokenizer, unchanged_weights
@@ -92,6 +94,13 @@ def test_other_counts_are_no_number_of_layers(pristine, tmp_path):
     same_as_file(load_model(Source(str(tmp_path / FILE))), pristine)
 
 
+def test_blocks_whose_names_sound_like_integers(file):
+    source = Source(str(file))
+    stored = source.gguf.stored
+    stored.update({name: replace(each, dtype="IQ4_NL") for name, each in stored.items()})
+    load_model(source)
+
+
 def test_a_file_without_a_tokenizer_has_none(tmp_path):
     write_gguf(tmp_path / "bare.gguf", llama(), tokenizer=False)
     assert load_tokenizer(Source(str(tmp_path / "bare.gguf"))) is None
@@ -150,7 +159,7 @@ def test_a_file_and_a_name_inside(file):
 
 def test_the_package_that_reads_the_files_may_be_missing(workplace, monkeypatch):
     monkeypatch.setitem(sys.modules, "gguf", None)
-    workplace.refuses(workplace.compile(), f"{FILE} is read by the package gguf", "pip install 'permtriton[gguf]'")
+    workplace.refuses(workplace.compile(), f"{FILE} needs gguf", 'pip install "permtriton[gguf]"')
 
 
 # -- commands --------------------------------------------------------------------------------------------------------
@@ -182,8 +191,8 @@ def test_compile(pristine, workplace):
 def test_a_model_that_transformers_loaded_from_a_file_is_saved(pristine, tmp_path):
     """transformers marks it as quantized and would refuse to save it, though its weights are dequantized."""
     model = AutoModelForCausalLM.from_pretrained(pristine, gguf_file=FILE)
-    compiled = permtriton.compile(model, None, permtriton.config_from(recipe="sparsegpt"), ids=zoo.tiny_ids(4, 16))
-    folder = compiled.save(tmp_path / "out")
+    compiled = compile_model(model, None, permtriton.config_from(recipe="sparsegpt"), ids=zoo.tiny_ids(4, 16))
+    folder = compiled.save_pretrained(tmp_path / "out")
     assert "quantization_config" not in json.loads((folder / "config.json").read_text())
 
 
@@ -217,7 +226,7 @@ def test_commands_that_write_nothing(workplace):
 def test_another_file_is_another_run(pristine, workplace, monkeypatch):
     """Its state must not continue a run of other weights, though the name is the same."""
     learn = ["--recipe", "heuristic,learned,mask", "--learn-epochs", "1", "--learn-batch-size", "2"]
-    monkeypatch.setattr("permtriton.checkpoint.save.save_checkpoint", interrupted)
+    monkeypatch.setattr("permtriton.compiled.save_checkpoint", interrupted)
     assert RUNNER.invoke(app, workplace.compile(*learn, model=FILE)).exit_code == 130
     model = llama()
     with torch.no_grad():

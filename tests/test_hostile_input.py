@@ -16,12 +16,12 @@ from permtriton.checkpoint.export import export
 from permtriton.cli.main import app
 from permtriton.errors import CalibrationError, ModelError, OutputError, reading, shown
 from permtriton.model.load import Source, load_empty_model, load_model
-from permtriton.model.sizes import check_counts
+from permtriton.model.sizes import check_numbers
 
 from . import folders
 from .desk import RUNNER
 from .folders import configure, edit_json
-from .hostile import judge, limited, set_trap
+from .hostile import limited, set_trap
 
 
 @pytest.fixture(autouse=True)
@@ -44,6 +44,10 @@ class Panic(BaseException):
         (Panic("it gave up"), "a.json: it gave up"),
         (KeyError("text"), "a.json: KeyError 'text'"),
         (StopIteration(), "a.json: StopIteration"),
+        (
+            ValueError("Validation error for 'a':\n\n  TypeError: b\nc"),
+            "a.json: Validation error for 'a': TypeError: b",
+        ),
         (RuntimeError("x" * 999), f"a.json: {'x' * 300}..."),
     ],
 )
@@ -94,6 +98,16 @@ CONFIGS: dict[str, tuple[Damage, tuple[str, ...]]] = {
     "10^6 layers": (sizes(num_hidden_layers=10**6), ("num_hidden_layers is 1000000", "no layer beyond 1")),
     "10^12 layers": (sizes(num_hidden_layers=10**12), ("num_hidden_layers", "no layer beyond 1")),
     "10^12 labels": (sizes(num_labels=10**12), ("num_labels", "at most 100000")),
+    "text for a number": (sizes(hidden_size="64"), ("config.json: hidden_size is '64'", "number")),
+    "negative layers": (sizes(num_hidden_layers=-1), ("config.json: num_hidden_layers is -1", "number")),
+    "negative heads": (sizes(num_attention_heads=-4), ("config.json: num_attention_heads is -4",)),
+    "NaN": (sizes(rms_norm_eps=float("nan")), ("config.json: rms_norm_eps is nan",)),
+    "negative angle": (sizes(rope_parameters={"rope_theta": -10000.0}), ("config.json: rope_theta is -10000.0",)),
+    "yarn by NaN": (
+        sizes(rope_scaling={"rope_type": "yarn", "factor": float("nan")}),
+        ("config.json: factor is nan",),
+    ),
+    "not that many heads": (sizes(num_attention_heads=3), ("hidden size (16) is not a multiple", "heads (3)")),
     "adapter": (write("adapter_config.json", b"{}"), ("adapter_config.json", "merge")),
 }
 
@@ -147,11 +161,11 @@ def test_modules_are_counted_while_they_are_made(tmp_path, monkeypatch):
 def test_counts_in_real_configs_pass():
     """A few entries look like counts and are none, and layers that share their weights have no numbers."""
     albert = {"num_hidden_layers": 24, "num_hidden_groups": 1}
-    check_counts(albert, ["albert.encoder.albert_layer_groups.0.albert_layers.0.ffn.weight"])
+    check_numbers(albert, ["albert.encoder.albert_layer_groups.0.albert_layers.0.ffn.weight"])
     gemma = {"text_config": {"vocab_size_per_layer_input": 262_144, "hidden_size_per_layer_input": 256}}
-    check_counts({**gemma, "layer_norm_eps": 1e-5, "sliding_window_per_layer": 4096}, ["model.layers.34.x.weight"])
+    check_numbers({**gemma, "layer_norm_eps": 1e-5, "sliding_window_per_layer": 4096}, ["model.layers.34.x.weight"])
     with pytest.raises(ModelError, match="num_experts is 1000000000"):
-        check_counts({"text_config": {"num_experts": 10**9}}, ["model.layers.34.x.weight"])
+        check_numbers({"text_config": {"num_experts": 10**9}}, ["model.layers.34.x.weight"])
 
 
 # -- tokenizers ----------------------------------------------------------------------------------------------------
@@ -181,6 +195,10 @@ TOKENIZERS: dict[str, tuple[Damage, tuple[str, ...]]] = {
     "no unknown part": (tokenizer(model=PARTS), ("text.txt", "[UNK]")),
     "length is text": (tokenizer("tokenizer_config.json", model_max_length="long"), ("text.txt", "tokenize")),
     "expression gives up": (split_by("(.*)*(.*)*(.*)*y"), ("text.txt", "retry-limit")),
+    "damaged table": (
+        tokenizer(normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"}),
+        ("tokenizer", "precompiled_charsmap"),
+    ),
     "id 2^31": (lambda folder: edit_json(folder / "tokenizer.json", far), ("2147483648", "tokenizer")),
     "surrogate": (tokenizer("tokenizer_config.json", eos_token="\ud800"), ("tokenizer", "surrogates")),
     "template outside": (tokenizer("tokenizer_config.json", chat_template=TEMPLATES), ("tokenizer", "../../../evil")),
@@ -189,12 +207,13 @@ TOKENIZERS: dict[str, tuple[Damage, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("case", TOKENIZERS)
-def test_tokenizers_and_generation_configs(desk, tmp_path, case):
-    """What could not be saved is refused before the work, too."""
+def test_tokenizers_and_generation_configs(desk, tmp_path, case, capfd):
+    """What could not be saved is refused before the work, too. Where Rust code gives up, it prints what it did."""
     damage, words = TOKENIZERS[case]
     model = Path(shutil.copytree(desk.model, tmp_path / "model"))
     damage(model)
     desk.refuses(desk.compile(model=model), *words)
+    assert "panicked" not in capfd.readouterr().err
 
 
 # -- texts ---------------------------------------------------------------------------------------------------------
@@ -282,14 +301,21 @@ def test_an_index_of_a_dense_model_stays_inside(desk, tmp_path, to):
     (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": to}}))
     (model / "other.safetensors").write_bytes(b"")
     desk.refuses(desk.compile(model=model), "index.json")
+    (model / "other.safetensors").unlink()
+    desk.refuses(desk.compile(model=model), "index.json names the file")
 
 
-@pytest.mark.parametrize("file", ["config.json", "model.safetensors"])
-def test_a_pipe_is_not_waited_for(desk, tmp_path, file):
+@pytest.mark.parametrize(
+    "file", ["config.json", "model.safetensors", "generation_config.json", "tokenizer_config.json", "merges.txt"]
+)
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")], ids=["pipe", "device"])
+def test_only_regular_files_of_a_model_are_opened(desk, tmp_path, file, make):
     model = Path(shutil.copytree(desk.model, tmp_path / "model"))
-    (model / file).unlink()
-    os.mkfifo(model / file)
-    assert judge(lambda: load_model(Source(str(model), device="cpu")), file)
+    (model / file).unlink(missing_ok=True)
+    make(model / file)
+    for read in (load_model, load_empty_model):
+        with pytest.raises(ModelError, match=f"{file} is no regular file"):
+            read(Source(str(model), device="cpu"))
 
 
 def test_neither_code_nor_pickles_of_a_model_run(tmp_path, monkeypatch):
@@ -326,8 +352,20 @@ def test_export_follows_no_links_to_folders(compiled, tmp_path):
 
 def test_export_does_not_write_into_what_it_copies(compiled, tmp_path):
     model = Path(shutil.copytree(compiled, tmp_path / "model"))
-    with pytest.raises(OutputError, match="is in the folder that is exported"):
-        export(model, model / "packed")
+    for output in (model / "packed", model, tmp_path):
+        with pytest.raises(OutputError, match=r"is, contains or is in .*model, which is read: choose .* --output"):
+            export(model, output)
+
+
+@pytest.mark.parametrize("more", [(), ("--dry-run",)])
+def test_compile_does_not_write_into_the_model(desk, tmp_path, monkeypatch, more):
+    """The default output stands in the present folder."""
+    model = Path(shutil.copytree(desk.model, tmp_path / "model"))
+    monkeypatch.chdir(model)
+    before = folders.files(model)
+    command = ["compile", ".", "--calibration", str(desk.text), *more]
+    desk.refuses(command, "output model-2of4", f"is in {model}, which is read", "--output")
+    assert folders.files(model) == before
 
 
 # -- options -------------------------------------------------------------------------------------------------------

@@ -89,6 +89,7 @@ def difference(found: Tensor, expected: Tensor) -> float:
         ("mixtral", "fused", {}),
     ],
 )
+@pytest.mark.slow(but=["llama-portable-options0", "llama-fused-options1", "gpt2-fused-options2"])
 def test_the_gradient_is_the_same_in_exact_arithmetic(name, layout, options):
     """A mask's gradient is linear in that of the weight: of the sum over micro-batches, it is the sum of theirs."""
     with unstacked_experts(model := zoo.build(name)), zoo.float32_means_float64():

@@ -1,4 +1,5 @@
-"""``permtriton compile`` is killed at random moments (SIGKILL); the same command then ends as if nothing had happened.
+"""``permtriton compile`` is killed at random moments, or told to end; the same command then ends as if nothing had
+happened.
 
 The processes are forked from one that has imported everything, because importing torch takes longer than a compilation
 of the tiny model. A moment is the number of a change to files beside the output, and a delay after it.
@@ -7,6 +8,7 @@ of the tiny model. A moment is the number of a change to files beside the output
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,9 +25,7 @@ import permtriton.cli.compile
 from permtriton.cli.main import app
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-CHANGES = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}
-
-def compile(arguments, place, number, delay, log):
+def compile(arguments, place, number, delay, log, kind, events):
     with open(log, "wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -33,11 +33,11 @@ def compile(arguments, place, number, delay, log):
 
     def watch(event, details):
         nonlocal seen
-        if event not in CHANGES or not str(details[0]).startswith(place):
+        if event not in events or not str(details[0]).startswith(place):
             return
         seen += 1
         if seen == number:
-            threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start() if delay else os.kill(os.getpid(), 9)
+            threading.Timer(delay, os.kill, (os.getpid(), kind)).start() if delay else os.kill(os.getpid(), kind)
 
     sys.addaudithook(watch)
     try:
@@ -61,6 +61,8 @@ for line in sys.stdin:
         compile(**job)
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
+CHANGES = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
+RENAMES = ("os.rename",)
 QUICK = (
     *("--samples", 4, "--sequence-length", 16, "--micro-batch-size", 4, "--eval-text", "none", "--overwrite"),
     *("--no-activation-checkpointing", "--heuristic-row-weights", "none"),
@@ -92,14 +94,24 @@ class Compilations:
             text=True,
         )
 
-    def run(self, place: Path, options: tuple[object, ...], number: int = 0, delay: float = 0.0) -> int:
-        """Compiles to ``out`` in ``place`` and returns the exit code: -9 if it was killed."""
+    def run(
+        self,
+        place: Path,
+        options: tuple[object, ...],
+        number: int = 0,
+        delay: float = 0.0,
+        kind: signal.Signals = signal.SIGKILL,
+        events: tuple[str, ...] = CHANGES,
+    ) -> int:
+        """Compiles to ``out`` in ``place``, with a signal at a change; returns the exit code: -9 if it was killed."""
         arguments = ["compile", self._model, "--calibration", self._model.parent / "text.txt", "--output"]
         job = {
             "arguments": [str(each) for each in (*arguments, place / "out", *QUICK, *options)],
             "place": str(place),
             "number": number,
             "delay": delay,
+            "kind": kind,
+            "events": events,
             "log": str(self._log),
         }
         assert self._server.stdin is not None
@@ -159,3 +171,19 @@ def test_killed_compilations_end_as_if_uninterrupted(compilations, tmp_path, soa
         assert compilations.run(place, COMMANDS[name]) == 0, compilations.log
         assert weights(place) == expected, f"{name}, killed at change {number} of {changes}"
     assert killed > kills // 2
+
+
+def test_a_signal_to_end_is_taken_as_an_interruption(compilations, tmp_path):
+    """While the state of the second round takes its place, and while the output does."""
+    options = ("--recipe", "heuristic,searched,mask", *SEARCH)
+    assert compilations.run(tmp_path, options, events=RENAMES) == 0, compilations.log
+    expected, renames = weights(tmp_path), compilations.changes
+    for kind, number in ((signal.SIGTERM, 2), (signal.SIGHUP, renames)):
+        code = compilations.run(tmp_path, options, number, kind=kind, events=RENAMES)
+        assert code == 128 + kind, compilations.log
+        last = compilations.log.splitlines()[-1]
+        assert last.startswith("error: interrupted: no half-written output is left"), compilations.log
+        assert {path.name for path in tmp_path.iterdir()} == {"out", ".out.searched.safetensors"}
+        assert compilations.run(tmp_path, options) == 0, compilations.log
+        assert "continuing after round" in compilations.log
+        assert weights(tmp_path) == expected

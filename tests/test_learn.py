@@ -7,6 +7,7 @@ import torch
 from transformers import LlamaModel
 
 import permtriton
+from permtriton.compiler import compile_model
 from permtriton.errors import ConfigError
 from permtriton.methods.learning import learned_spaces
 from permtriton.permutation import identity, is_permutation, moved
@@ -106,7 +107,7 @@ def test_a_model_whose_channels_may_not_move_is_a_clear_error():
     config = permtriton.config_from(options, "heuristic,learned,mask")
     assert all(space.frozen for space in find_plan(model, PATTERN, skip_indivisible=True).spaces)
     with pytest.raises(ConfigError, match=r"none of this model's channels may move .* leave the step learned out"):
-        permtriton.compile(model, None, config, ids=zoo.tiny_ids(4, 8))
+        compile_model(model, None, config, ids=zoo.tiny_ids(4, 8))
 
 
 # -- the same seed, the same result --------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from permtriton.model import load
 from permtriton.model.load import Source, load_empty_model, load_model, load_tokenizer, resolve_device
 
 from . import zoo
-from .folders import LAST_UP, configure, edit_tensors
+from .folders import LAST_UP, change_tensor, configure, edit_tensors
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +35,10 @@ def folder(pristine, tmp_path) -> Path:
 
 def poison(value: float) -> Callable[[Path], None]:
     return lambda folder: edit_tensors(folder, lambda weights: weights[LAST_UP][2, 3].fill_(value))
+
+
+def quantize(name: str) -> Callable[[Path], None]:
+    return change_tensor(name, lambda weight: (weight * 127).to(torch.int8))
 
 
 def truncate(folder: Path) -> None:
@@ -67,9 +71,13 @@ DAMAGED: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "not safetensors": (lambda f: (f / "model.safetensors").write_bytes(b"garbage" * 9), ["not a complete"]),
     "cut off": (truncate, ["damaged or truncated"]),
     "a tensor is missing": (lambda f: edit_tensors(f, lambda weights: weights.pop(LAST_UP)), [LAST_UP]),
-    "another shape": (lambda f: configure(f, intermediate_size=32), ["LlamaForCausalLM"]),
+    "another shape": (
+        lambda f: configure(f, intermediate_size=32),
+        ["layers.0.mlp.down_proj.weight", "[16, 24]", "[16, 32]", "5 more", "LlamaForCausalLM"],
+    ),
     "NaN": (poison(float("nan")), [LAST_UP, "1 of 384", "NaN or infinite"]),
     "infinity": (poison(float("-inf")), [LAST_UP, "1 of 384", "NaN or infinite"]),
+    "integers": (quantize(LAST_UP), [LAST_UP, "I8", "scales", "dequantized"]),
 }  # fmt: skip
 
 
@@ -93,7 +101,7 @@ def test_damaged_folders_that_only_inspect_reads(folder, case):
     assert [word for word in words if word not in str(caught.value)] == []
 
 
-@pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all", "../x", "a/b/c"])
+@pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all", "../nowhere", "a/b/c"])
 def test_names_that_can_only_be_folders(name):
     with pytest.raises(ModelError, match="is not a folder: give a Hugging Face model folder, a hub name, or demo"):
         load_model(Source(name))
@@ -155,6 +163,22 @@ def test_encoders_load_by_their_architecture(tmp_path):
     config = BertConfig(vocab_size=30, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2)
     BertModel(config).save_pretrained(tmp_path / "bert")
     assert type(load_model(Source(str(tmp_path / "bert")))) is BertModel
+
+
+def test_integers_that_are_no_weights_are_loaded(folder):
+    """Old checkpoints hold positions and causal masks."""
+    positions = torch.arange(9).unsqueeze(0)
+    more = {"model.embeddings.position_ids": positions, "model.layers.0.attn.bias": torch.ones(1, 9).bool()}
+    edit_tensors(folder, lambda tensors: tensors.update(more))
+    load_model(Source(str(folder)))
+
+
+def test_integers_among_experts_that_are_stored_one_by_one_are_refused(tmp_path):
+    zoo.build("qwen2_moe").save_pretrained(tmp_path / "moe")
+    name = "model.layers.0.mlp.experts.1.up_proj.weight"
+    quantize(name)(tmp_path / "moe")
+    with pytest.raises(ModelError, match=f"{name} is I8"):
+        load_model(Source(str(tmp_path / "moe")))
 
 
 def test_empty_model_needs_no_weights(folder):

@@ -14,13 +14,13 @@ from transformers import (
 )
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
-import permtriton
 from permtriton import NMPattern, config_from, find_plan
-from permtriton.cli.held_out import held_out_windows
+from permtriton.compiler import compile_model
+from permtriton.data.held_out import held_out_windows
 from permtriton.data.media import media_samples
 from permtriton.data.samples import Samples
-from permtriton.errors import CalibrationError, ModelError
-from permtriton.evaluate import evaluate
+from permtriton.errors import CalibrationError, MissingExtraError, ModelError
+from permtriton.evaluation.measure import evaluate
 from permtriton.model import load
 from permtriton.model.forward import last_hidden_state
 from permtriton.model.trace import trace
@@ -69,7 +69,7 @@ def test_compiled_from_a_dict_of_inputs(name, layout):
     config = config_from({**OPTIONS, "layout": layout}, "heuristic,sparsegpt")
     held_out = {key: tensor.flip(0) for key, tensor in media.inputs(name).items()}
     dense, model = media.build(name), media.build(name)
-    compiled = permtriton.compile(model, None, config, ids=media.inputs(name), evaluation_windows=held_out)
+    compiled = compile_model(model, None, config, ids=media.inputs(name), evaluation_windows=held_out)
     found = compiled.report["evaluation"]
     order = compiled.plan.hidden_order(compiled.indices)
     expected, got = (last_hidden_state(each, Samples.of(held_out)) for each in (dense, model))
@@ -167,7 +167,7 @@ def test_stored_tensors(tmp_path):
     ids = zoo.token_ids(6, 8)
     save_file({"input_ids": ids}, file)
     config = config_from({"calibration": str(file), "samples": 4}, "mask")
-    compiled = permtriton.compile(zoo.build("bert"), None, config)
+    compiled = compile_model(zoo.build("bert"), None, config)
     assert compiled.report["calibration"]["shape"] == [4, 8]
 
 
@@ -210,7 +210,7 @@ def test_other_sources_and_files_that_cannot_be_used(vit, images, tmp_path, monk
     with pytest.raises(CalibrationError, match=r"a\.wav cannot be read"):
         media_samples(str(tmp_path), media.build("wav2vec2"), Wav2Vec2FeatureExtractor(), None)
     monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(CalibrationError, match="pip install pillow"):
+    with pytest.raises(MissingExtraError, match=r"an image, needs PIL, which is not installed: .*permtriton\[data\]"):
         media_samples(str(images), model, processor_of(vit), None)
 
 
@@ -226,13 +226,31 @@ WRONG_INPUTS = {
 def test_inputs_that_the_model_cannot_read(case):
     inputs, message = WRONG_INPUTS[case]
     with pytest.raises(CalibrationError, match=message):
-        permtriton.compile(media.build("vit"), None, config_from({"samples": 4}), ids=inputs)
+        compile_model(media.build("vit"), None, config_from({"samples": 4}), ids=inputs)
 
 
 def test_a_sampling_rate_that_no_filter_can_change_is_refused(tmp_path):
     media.write_sound(tmp_path / "a.wav", 100_000_007, seconds=0.00001)
     with pytest.raises(CalibrationError, match="its sampling rate is 100000007"):
         media_samples(str(tmp_path), media.build("wav2vec2"), Wav2Vec2FeatureExtractor(), None)
+
+
+@pytest.mark.parametrize("name", ["opt", "kosmos2"])
+def test_images_and_token_ids_together(name):
+    model = media.image_and_text(name)
+    inputs = media.image_and_text_inputs(name)
+    with pytest.raises(ModelError, match=r"does not run by itself on pixel_values .* mapping of input_ids and pix"):
+        compile_model(model, config=config_from(OPTIONS), ids=inputs["input_ids"])
+    compiled = compile_model(model, config=config_from(OPTIONS), ids=inputs)
+    assert compiled.report["proof"]["unverified_inputs"] == {}
+
+
+def test_an_encoder_decoder_inside_of_a_model_writes_no_text():
+    model, inputs = media.image_and_text("t5"), media.image_and_text_inputs("t5")
+    with pytest.raises(CalibrationError, match="give decoder_input_ids or labels beside input_ids, pixel_values"):
+        compile_model(model, ids=inputs)
+    config = config_from({"importance": "magnitude"}, "mask")
+    compile_model(model, config=config, ids={**inputs, "labels": inputs["input_ids"]})
 
 
 def test_a_model_with_two_towers_is_refused():
@@ -245,7 +263,7 @@ def test_a_model_with_two_towers_is_refused():
     for refused in (
         lambda: held_out_windows(load.Source("clip"), "images", None, model),
         lambda: find_plan(model, NMPattern(2, 4)),
-        lambda: permtriton.compile(model, None, config, ids=inputs),
+        lambda: compile_model(model, None, config, ids=inputs),
     ):
         with pytest.raises(
             ModelError, match=r"save one as a model of its own, as by model\.text_model\.save_pretrained"

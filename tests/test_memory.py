@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import permtriton
 from permtriton import config_from, memory
+from permtriton.compiler import compile_model
 from permtriton.data.samples import Samples
 from permtriton.errors import ConfigError
 from permtriton.machine import available_memory, format_bytes, peak_memory
@@ -165,7 +165,7 @@ def test_compile_refuses_before_it_changes_the_model(model, monkeypatch):
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     ids = torch.zeros((2, 8), dtype=torch.int64)
     with pytest.raises(ConfigError, match="are free"):
-        permtriton.compile(model, None, ids=ids)
+        compile_model(model, None, ids=ids)
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
@@ -183,7 +183,7 @@ def test_compile_keeps_masked_weights_as_estimated_and_says_so(model, monkeypatc
     monkeypatch.setattr(learning, "learn", learn)
     config, ids, progress = config_from(recipe="learned,mask"), zoo.tiny_ids(2, 8), Recording()
     with pytest.raises(Stopped):
-        permtriton.compile(copy.deepcopy(model), None, config, ids=ids, progress=progress, say_needs=True)
+        compile_model(copy.deepcopy(model), None, config, ids=ids, progress=progress, say_needs=True)
     assert thrifty == any(line.startswith("to save memory: masks are computed for each") for line in progress.lines)
 
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-import permtriton
 from permtriton.checkpoint.export import export
-from permtriton.recipes import config_from
+from permtriton.compiler import compile_model
+from permtriton.recipe import config_from
 
 from . import zoo
 
@@ -21,8 +21,8 @@ def case(request, tmp_path_factory):
     model_class = type(zoo.build(name))
     model = model_class.from_pretrained(folder / "dense", dtype=torch.bfloat16).eval()
     config = config_from({"recipe": "heuristic,mask", "layout": layout})
-    compiled = permtriton.compile(model, None, config, ids=zoo.token_ids())
-    compiled.save(folder / "compiled")
+    compiled = compile_model(model, None, config, ids=zoo.token_ids())
+    compiled.save_pretrained(folder / "compiled")
     return model_class, compiled, folder
 
 
@@ -76,7 +76,7 @@ def test_experts_of_another_kind_are_left_dense_with_the_reason():
         layer.mlp.experts.has_post_expert_norm = True
         layer.mlp.experts.post_expert_norm = torch.nn.Identity()
     config = config_from(recipe="heuristic,mask")
-    compiled = permtriton.compile(model, None, config, ids=zoo.token_ids())
+    compiled = compile_model(model, None, config, ids=zoo.token_ids())
     refused = {name: reason for name, reason in compiled.plan.skipped.items() if ".experts." in name}
     assert len(refused) >= 2 * zoo.LAYERS
     assert all(reason for reason in refused.values())

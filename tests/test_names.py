@@ -14,6 +14,7 @@ import permtriton
 from permtriton import NMPattern, config_from, preparing
 from permtriton.checkpoint import packed, quantizer
 from permtriton.checkpoint.export import export
+from permtriton.compiler import compile_model
 from permtriton.errors import ModelError
 from permtriton.model.checks import check_weight
 from permtriton.model.modules import is_packed
@@ -71,7 +72,7 @@ def build(name: str) -> PreTrainedModel:
 
 
 def compiled(model: PreTrainedModel, layout: str = "portable") -> permtriton.CompiledModel:
-    return permtriton.compile(model, None, config_from({**QUICK, "layout": layout}), ids=IDS)
+    return compile_model(model, None, config_from({**QUICK, "layout": layout}), ids=IDS)
 
 
 def outputs(folder, like: PreTrainedModel) -> list[torch.Tensor]:
@@ -82,9 +83,10 @@ def outputs(folder, like: PreTrainedModel) -> list[torch.Tensor]:
     ("name", "layout"),
     [*((name, "portable") for name in RENAMED), ("llava", "fused"), ("nomic_bert", "fused"), ("nemotron_h", "fused")],
 )
+@pytest.mark.slow(but=["llava-portable", "nemotron_h-fused", "gemma3-portable"])
 def test_renamed_models_are_saved_exported_and_loaded(name, layout, tmp_path):
     result = compiled(build(name), layout)
-    result.save(tmp_path / "out")
+    result.save_pretrained(tmp_path / "out")
     report = json.loads((tmp_path / "out" / "permtriton.json").read_text())
     assert report["verification"]["reloaded"] == "same outputs"
     pruned, tensors = report["pruned_weights"], load_file(tmp_path / "out" / WEIGHTS)
@@ -106,12 +108,12 @@ def test_a_model_that_was_loaded_under_published_names_is_saved_under_them(tmp_p
     model = build("llava")
     model.save_pretrained(tmp_path / "dense")
     loaded = type(model).from_pretrained(tmp_path / "dense").eval()
-    compiled(loaded).save(tmp_path / "out")
+    compiled(loaded).save_pretrained(tmp_path / "out")
     assert load_file(tmp_path / "out" / WEIGHTS).keys() == load_file(tmp_path / "dense" / WEIGHTS).keys()
 
 
 def test_what_stays_packed_on_a_gpu_is_saved_under_published_names_and_loads(tmp_path, monkeypatch):
-    compiled(build("llava").bfloat16()).save(tmp_path / "out")
+    compiled(build("llava").bfloat16()).save_pretrained(tmp_path / "out")
     export(tmp_path / "out", tmp_path / "packed")
     monkeypatch.setattr(quantizer, "device_of", lambda *_: torch.device("cuda"))
     monkeypatch.setattr(packed, "has_kernels", lambda device: device.type == "cuda")

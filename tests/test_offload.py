@@ -16,8 +16,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from permtriton import CompileConfig, compiler, config_from
+from permtriton import CompileConfig, config_from
 from permtriton import offload as module
+from permtriton.compiler import compile_model
 from permtriton.data.samples import Samples
 from permtriton.errors import ConfigError, OutputError
 from permtriton.evaluation.held_out import Evaluation
@@ -83,7 +84,7 @@ def compiled(source, folder, output, layout):
     files = folder and Offload(folder)
     model, tokenizer = load_original(Source(str(source), "bfloat16", "cpu"), offload=files)
     config = replace(CONFIG, layout=layout)
-    result = compiler.compile(
+    result = compile_model(
         model,
         tokenizer,
         config,
@@ -92,7 +93,7 @@ def compiled(source, folder, output, layout):
         offload=files,
         resume_path=output / "state.safetensors",
     )
-    return result, result.save(output / "model"), files
+    return result, result.save_pretrained(output / "model"), files
 
 
 @pytest.mark.parametrize("layout", ["portable", pytest.param("fused", marks=pytest.mark.slow)])
@@ -126,7 +127,7 @@ def test_the_result_is_that_in_memory_and_no_file_is_left(layout, tmp_path):
 def test_steps_that_need_all_gradients_are_refused(recipe, step, offload):
     model, config = zoo.planned("llama_eager")[0], config_from(recipe=recipe)
     with pytest.raises(ConfigError, match=f"the step {step} .*leave {step} out of --recipe"):
-        compiler.compile(model, config=config, ids=IDS, offload=offload)
+        compile_model(model, config=config, ids=IDS, offload=offload)
 
 
 def test_folders_that_cannot_be_used_are_refused(tmp_path, monkeypatch):

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-import permtriton
 from permtriton import config_from
 from permtriton.checkpoint import save
+from permtriton.compiler import compile_model
 from permtriton.data.samples import Samples
 from permtriton.errors import MemoryTooSmallError, VerificationError
 from permtriton.evaluation.perplexity import perplexity
@@ -68,6 +68,7 @@ def test_learning(problem):
 
 
 @pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.slow(but=["False"])
 def test_search_and_row_weights(backward):
     problem = searching.planted()
     expected = problem.search(micro_batch_size=8, search_rounds=1)
@@ -88,6 +89,7 @@ def test_progress_of_a_pass_that_starts_again_counts_each_sequence_once():
 
 @pytest.mark.parametrize("stage", ["distill", "reconstruct"])
 @pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.slow(but=["True-distill", "False-reconstruct"])
 def test_training_kept_weights(stage, backward):
     pruned = updating.tiny()
     getattr(pruned, stage)(epochs=1)
@@ -146,7 +148,7 @@ def test_when_one_sequence_does_not_fit_one_line_says_what_to_lower(problem):
 
 def test_a_second_model_that_does_not_fit_leaves_the_verified_checkpoint(tmp_path, monkeypatch):
     config = config_from({"recipe": "mask"})
-    compiled = permtriton.compile(zoo.tiny_llama(), None, config, ids=zoo.tiny_ids(2, 8))
+    compiled = compile_model(zoo.tiny_llama(), None, config, ids=zoo.tiny_ids(2, 8))
 
     def fails(error: Exception) -> Callable[..., None]:
         def fail(*_args: object, **_named: object) -> None:
@@ -158,11 +160,11 @@ def test_a_second_model_that_does_not_fit_leaves_the_verified_checkpoint(tmp_pat
         for error in (RuntimeError(CPU_ERROR), torch.OutOfMemoryError("CUDA out of memory.")):
             with monkeypatch.context() as patched:
                 patched.setattr(where, name, fails(error))
-                compiled.save(tmp_path / "out", overwrite=True)
+                compiled.save_pretrained(tmp_path / "out", overwrite=True)
             assert compiled.report["verification"]["reloaded"].startswith("not run: a second copy does not fit")
     monkeypatch.setattr(type(compiled.model), "from_pretrained", fails(ValueError()))
     with pytest.raises(VerificationError, match="cannot be loaded again: ValueError"):
-        compiled.save(tmp_path / "other")
+        compiled.save_pretrained(tmp_path / "other")
 
 
 def test_other_errors_pass_through():

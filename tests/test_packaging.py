@@ -6,12 +6,11 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
+import tarfile
 import tomllib
 import zipfile
 from collections.abc import Iterator
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import numpy as np
@@ -22,8 +21,9 @@ from scipy.sparse.csgraph import connected_components
 ROOT = Path(__file__).parent.parent
 LINKED = ("kernels", "passes", "cli")  # folders of the root that the package links to
 
-BASE = ("errors", "sparsity", "option", "step", "config", "model_name", "permutation", "durable", "output_files",
-        "progress", "ranks", "machine", "micro_batch", "offload", "validated", "demo")  # fmt: skip
+BASE = ("errors", "extras", "sparsity", "option", "step", "config", "model_name", "permutation", "durable",
+        "output_files", "progress", "bars", "ranks", "machine", "micro_batch", "offload", "validated",
+        "demo")  # fmt: skip
 # A module may import from its own level and from lower ones; a line covers what is in a folder, but for other lines.
 LEVELS: tuple[tuple[str, ...], ...] = (
     tuple(f"permtriton.{name}" for name in BASE),
@@ -38,6 +38,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("permtriton",),
     ("permtriton.comparison",),
     ("permtriton.reporting",),
+    ("permtriton.api",),
     ("permtriton.cli",),
     ("permtriton.__main__",),
 )
@@ -95,12 +96,14 @@ def test_the_table_of_levels_names_what_there_is():
         "planning",
         "memory",
         "forecast",
-        "recipes",
+        "recipe",
         "run",
         "record",
         "preparing",
         "compiler",
-        "evaluate",
+        "compiled",
+        "evaluating",
+        "job",
         "self_test",
     }
     assert highest == {"permtriton", *expected}
@@ -209,31 +212,70 @@ def test_import_is_light_and_leaves_the_gpu_alone():
     assert Path(kernels) == ROOT / "permtriton" / "kernels" / "__init__.py"
 
 
-def new_setuptools() -> bool:
-    """Whether the installed setuptools can build the package; otherwise pip fetches another."""
-    try:
-        return int(version("setuptools").split(".")[0]) >= 77
-    except PackageNotFoundError:
-        return False
+def built(command: list[str], cwd: Path) -> None:
+    result = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=240, check=False)
+    assert result.returncode == 0, result.stderr
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory) -> zipfile.ZipFile:
-    """The wheel of a copy of the sources, so that building leaves nothing in them."""
-    there = tmp_path_factory.mktemp("wheel")
+def sdist(tmp_path_factory) -> Path:
+    """The sdist of a copy of the sources, so that building leaves nothing in them."""
+    there = tmp_path_factory.mktemp("sdist")
     skip = shutil.ignore_patterns("__pycache__", "*.egg-info")
-    for name in ("permtriton", *LINKED, "pyproject.toml", "README.md", "LICENSE"):
+    files = ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff")
+    for name in ("permtriton", *LINKED, *files):
         source, target = ROOT / name, there / name
         if source.is_dir():
             shutil.copytree(source, target, ignore=skip, symlinks=True)
         else:
             shutil.copy(source, target)
-    isolation = ["--no-build-isolation"] if new_setuptools() else []
-    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--quiet", *isolation, "--wheel-dir", "built", "."]
-    result = subprocess.run(command, cwd=there, capture_output=True, text=True, timeout=240, check=False)
-    assert result.returncode == 0, result.stderr
-    (built,) = (there / "built").glob("*.whl")
-    return zipfile.ZipFile(built)
+    built([sys.executable, "-c", "from setuptools.build_meta import build_sdist; build_sdist('built')"], there)
+    (found,) = (there / "built").glob("*.tar.gz")
+    return found
+
+
+@pytest.fixture(scope="module")
+def wheel_file(sdist) -> Path:
+    """The wheel that pip makes of the sdist."""
+    pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--quiet", "--no-build-isolation"]
+    built([*pip, "--wheel-dir", ".", sdist.name], sdist.parent)
+    (found,) = sdist.parent.glob("*.whl")
+    return found
+
+
+@pytest.fixture(scope="module")
+def wheel(wheel_file) -> zipfile.ZipFile:
+    return zipfile.ZipFile(wheel_file)
+
+
+def test_the_sdist_holds_files_in_place_of_links(sdist):
+    with tarfile.open(sdist) as archive:
+        members = {member.name.partition("/")[2]: member for member in archive.getmembers()}
+    assert [name for name, member in members.items() if not (member.isfile() or member.isdir())] == []
+    inside = {str(path.relative_to(ROOT)) for path in MODULES.values()}
+    assert inside | {"LICENSE", "README.md", "CHANGELOG.md", "CITATION.cff", "permtriton/py.typed"} <= set(members)
+    assert all(members[name].size == (ROOT / name).stat().st_size for name in inside)
+
+
+@pytest.mark.slow
+def test_the_installed_wheel_works(wheel_file, tmp_path):
+    """In an environment of its own, which takes everything else from this one."""
+    home = tmp_path / "venv"
+    built([sys.executable, "-m", "venv", "--without-pip", str(home)], tmp_path)
+    (packages,) = home.glob("lib/*/site-packages")
+    (packages / "others.pth").write_text(str(Path(np.__file__).parent.parent))
+    pip = [sys.executable, "-m", "pip", "--python", str(home / "bin" / "python"), "install", "--no-deps", "--quiet"]
+    built([*pip, "--force-reinstall", str(wheel_file)], tmp_path)
+    command = str(home / "bin" / "permtriton")
+    options = ["--recipe", "mask", "--samples", "2", "--eval-text", "none", "--output", "out"]
+    for words in (["--version"], ["compile", "demo", *options], ["export", "out"], ["report", "out"], ["doctor"]):
+        built([command, *words], tmp_path)
+    assert (tmp_path / "out-packed" / "permtriton.json").is_file()
+    place = "import permtriton.kernels; print(permtriton.kernels.__file__)"
+    found = subprocess.run(
+        [home / "bin" / "python", "-c", place], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert Path(found.stdout.strip()) == packages / "permtriton" / "kernels" / "__init__.py"
 
 
 def test_the_wheel_holds_every_module_and_nothing_else_of_ours(wheel):
@@ -280,7 +322,7 @@ def test_the_wheel_works_in_the_repositorys_root(wheel, tmp_path, first):
     if first == "installed":
         code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); {code}"
     # Without site there is no finder of the editable install; other packages are found by path.
-    printed = python(code, "-S", PYTHONPATH=os.pathsep.join([str(tmp_path), sysconfig.get_paths()["purelib"]]))
+    printed = python(code, "-S", PYTHONPATH=os.pathsep.join([str(tmp_path), str(Path(np.__file__).parent.parent)]))
     expected = {tmp_path / "permtriton" / "kernels" / "__init__.py"}
     if first == "checkout":
         expected.add(ROOT / "permtriton" / "kernels" / "__init__.py")

@@ -48,6 +48,7 @@ def peak_and_estimate(folder: Path, method: str) -> tuple[int, int]:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems count memory in other ways")
+@pytest.mark.slow
 def test_the_estimate_is_that_of_the_whole_process(tmp_path):
     size = write_model(
         tmp_path / "m", hidden_size=2048, intermediate_size=1024, num_hidden_layers=1, vocab_size=18500

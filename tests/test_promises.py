@@ -8,6 +8,7 @@ from torch import Tensor
 
 import permtriton
 from permtriton import config_from, run
+from permtriton.compiler import compile_model
 from permtriton.errors import VerificationError
 from permtriton.kernels.nm_mask import top_n_mask
 from permtriton.methods import learning, weights
@@ -26,7 +27,7 @@ layouts = pytest.mark.parametrize("layout", ["portable", "fused"])
 
 
 def compiled(name: str = "llama", **options: object) -> permtriton.CompiledModel:
-    return permtriton.compile(zoo.build(name), None, config_from(options), ids=zoo.token_ids())
+    return compile_model(zoo.build(name), None, config_from(options), ids=zoo.token_ids())
 
 
 def with_other_indices(change):
@@ -40,6 +41,7 @@ def with_other_indices(change):
     [inverse, lambda index: compose(index, index), lambda index: torch.arange(index.numel())],
     ids=["inverse", "twice", "not at all"],
 )
+@pytest.mark.slow(but=["inverse-portable", "twice-fused"])
 def test_an_order_that_is_not_the_one_found_is_refused(layout, change, monkeypatch):
     monkeypatch.setattr(run, "moves_of", with_other_indices(change))
     with pytest.raises(VerificationError, match="retain an importance"):
@@ -95,11 +97,12 @@ def test_a_learned_order_that_is_not_the_one_measured_is_refused(layout, monkeyp
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "olmo2", "mixtral"])
 @pytest.mark.parametrize("importance", ["magnitude", "wanda", "ria", "obs"])
+@pytest.mark.slow(but=["wanda-llama", "obs-mixtral", "ria-bert", "magnitude-gpt2"])
 def test_what_is_right_passes(name, importance):
     config = config_from({"recipe": "heuristic,mask", "importance": importance, "layout": "fused"})
-    permtriton.compile(zoo.build(name), None, config, ids=zoo.token_ids())
+    compile_model(zoo.build(name), None, config, ids=zoo.token_ids())
 
 
 def test_what_is_learned_right_passes_in_bfloat16():
     config = config_from(LEARNED)
-    permtriton.compile(zoo.build("llama").bfloat16(), None, config, ids=zoo.token_ids())
+    compile_model(zoo.build("llama").bfloat16(), None, config, ids=zoo.token_ids())

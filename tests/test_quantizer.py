@@ -243,7 +243,7 @@ DAMAGE = {
         ["1000000000"],
     ),
     "no layers": (
-        lambda f: folders.edit_json(f / folders.CONFIG, lambda c: c.update(num_hidden_layers=-1)),
+        lambda f: folders.edit_json(f / folders.CONFIG, lambda c: c.update(num_hidden_layers=0)),
         ["model.layers", "LlamaForCausalLM", "does not have"],
     ),
     "a third layer": (

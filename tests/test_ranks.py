@@ -27,7 +27,16 @@ from permtriton.running.state import StateFile
 from . import zoo
 
 ROOT = Path(__file__).parent.parent
-COMPILED = ("spread_search", "spread_learning", "every_update", "refitted", "searched_mixture", "learned", "encoder")
+COMPILED = (
+    "spread_search",
+    "spread_learning",
+    "every_update",
+    "refitted",
+    "wrote",
+    "searched_mixture",
+    "learned",
+    "encoder",
+)
 
 
 @pytest.fixture(scope="module")

@@ -5,18 +5,18 @@ import shlex
 
 import pytest
 
-import permtriton
 from permtriton import config_from
 from permtriton.cli import compile as compile_command  # the module
 from permtriton.cli import console
 from permtriton.cli.main import app
+from permtriton.compiler import compile_model
 from permtriton.config import CompileConfig, has_effect
 from permtriton.errors import ConfigError
 from permtriton.methods.mask import Mask
 from permtriton.methods.steps import STEPS
 from permtriton.model_name import is_hub_name, shown_name
-from permtriton.recipes import RECIPES, all_options, check_recipe, read_config_file, steps_of
-from permtriton.recipes import compile_command as command_of
+from permtriton.recipe import RECIPES, all_options, check_recipe, read_config_file, steps_of
+from permtriton.recipe import compile_command as command_of
 from permtriton.run import states_beside
 
 from . import zoo
@@ -43,7 +43,7 @@ CHANGES = [
 def test_the_names_of_a_recipe_are_its_steps(recipe):
     """Where a recipe changes no option of its steps, their names are the same recipe."""
     assert [step.name for step in steps_of(recipe)] == RECIPES[recipe].names.split(",")
-    if recipe not in ("published", "fast"):
+    if recipe not in ("published", "fast", "best"):
         assert config_from({}, RECIPES[recipe].names) == config_from({}, recipe)
     check_recipe(config_from({}, recipe))
 
@@ -115,7 +115,7 @@ def effective(config) -> dict:
 def test_the_command_line_reads_it_back(model, changes, monkeypatch):
     config = config_from(changes, model=model)
     found = []
-    monkeypatch.setattr(compile_command, "run", lambda job: found.append((job.source.name, job.config)))
+    monkeypatch.setattr(compile_command, "run", lambda job, json: found.append((job.model.name, job.config)))
     program, *arguments = shlex.split(command_of(model, config))
     result = RUNNER.invoke(app, arguments)
     assert (program, result.exit_code) == ("permtriton", 0), result.output
@@ -191,6 +191,6 @@ def test_states_of_an_output_with_a_longer_name_are_another_runs(tmp_path):
 def test_statistics_are_measured_only_where_a_step_uses_the_importance(recipe, measured):
     """They take a run of the model on all samples, and SparseGPT alone makes its own Hessians."""
     model = zoo.tiny_llama()
-    compiled = permtriton.compile(model, None, config_from(recipe=recipe), ids=zoo.tiny_ids(4, 16))
+    compiled = compile_model(model, None, config_from(recipe=recipe), ids=zoo.tiny_ids(4, 16))
     assert ("calibrate" in compiled.report["seconds"]) == measured
     assert bool(compiled.report["retained_importance"]) == measured

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import permtriton
 from benchmarks.architectures import tiny as tiny_architectures
 from permtriton import CompileConfig, NMPattern, config_from, find_plan
+from permtriton.compiler import compile_model
 from permtriton.data.samples import Inputs
 from permtriton.data.text import check_samples
 from permtriton.errors import VerificationError
@@ -367,7 +367,7 @@ def compiled(recipe: str, **options):
         {name: options.pop(name) for name in ("progress", "resume_path", "offload") if name in options},
     )
     config = config_from({"heuristic_row_weights": "none", **options}, recipe)
-    return permtriton.compile(model, None, config, ids=zoo.tiny_ids(8, 16), **keywords)
+    return compile_model(model, None, config, ids=zoo.tiny_ids(8, 16), **keywords)
 
 
 def weights_of(found) -> dict[str, Tensor]:

@@ -16,13 +16,14 @@ import permtriton
 from permtriton.checkpoint.export import export
 from permtriton.checkpoint.forms import read_comparison, read_record
 from permtriton.cli.main import app
+from permtriton.compiler import compile_model
 from permtriton.data.samples import Samples
 from permtriton.errors import ModelError
 from permtriton.kernels.nm_mask import top_n_mask
 from permtriton.methods.statistics import site_statistics
 from permtriton.model.plan import linear_module, weight_in_out
 from permtriton.progress import NoProgress
-from permtriton.recipes import config_from
+from permtriton.recipe import config_from
 from permtriton.reporting import sections
 from permtriton.reporting.compiled import layer_of, method_of, read_folders
 from permtriton.reporting.html_report import page_of, report
@@ -45,7 +46,7 @@ LEARNED = {
 
 
 def compiled(**options: object) -> permtriton.CompiledModel:
-    return permtriton.compile(zoo.build("llama"), None, config_from(options), ids=zoo.token_ids())
+    return compile_model(zoo.build("llama"), None, config_from(options), ids=zoo.token_ids())
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +59,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
         "portable": MAGNITUDE,
         "fused": {**MAGNITUDE, "layout": "fused", "o_proj": "free"},
     }
-    made = {name: compiled(**each).save(root / name) for name, each in options.items()}
+    made = {name: compiled(**each).save_pretrained(root / name) for name, each in options.items()}
     for name in ("portable", "fused"):
         export(made[name], root / f"{name}-packed")
         made[f"{name}-packed"] = root / f"{name}-packed"
@@ -105,7 +106,9 @@ def test_permuted_corners_are_undone(folders, name):
 def test_transposed_and_joined_weights_are_undone(name, layers, tmp_path):
     dense = zoo.build(name, **{layers: 1})
     config = config_from(MAGNITUDE)
-    folder = permtriton.compile(copy.deepcopy(dense), None, config, ids=zoo.token_ids(2, 16)).save(tmp_path / "out")
+    folder = compile_model(copy.deepcopy(dense), None, config, ids=zoo.token_ids(2, 16)).save_pretrained(
+        tmp_path / "out"
+    )
     check_corners(folder, dense)
     export(folder, tmp_path / "packed")
     check_corners(tmp_path / "packed", dense)

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 import permtriton
+from permtriton.compiler import compile_model
 from permtriton.errors import OutputError, PermTritonError
 from permtriton.methods.learning import LearningFile
 
@@ -77,6 +78,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("words", CHANGES)
+@pytest.mark.slow(but=["learn_learning_rate was 0.005 and is 0.1"])
 def test_compile_continues_only_an_equal_compilation(tmp_path, words):
     """Another one is refused before any work, and the message names what differs, with both values."""
     options = {
@@ -87,7 +89,7 @@ def test_compile_continues_only_an_equal_compilation(tmp_path, words):
 
     def run(changes: dict[str, object], **more: object) -> permtriton.CompiledModel:
         config = permtriton.config_from({**options, **changes})
-        return permtriton.compile(plant(tiny(num_hidden_layers=1)), None, config, ids=ids, **more)
+        return compile_model(plant(tiny(num_hidden_layers=1)), None, config, ids=ids, **more)
 
     path = tmp_path / "state.safetensors"
     first = run({}, resume_path=path)

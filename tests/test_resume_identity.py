@@ -11,6 +11,7 @@ from torch import nn
 
 import permtriton
 from permtriton import config_from
+from permtriton.compiler import compile_model
 from permtriton.errors import OutputError
 from permtriton.methods.learning import LearningFile
 from permtriton.model.checks import model_hash
@@ -30,7 +31,7 @@ IDS = zoo.token_ids(4, 8).clamp(max=40)
 def run(path, change=lambda model: None, ids=IDS, **more: object) -> permtriton.CompiledModel:
     model = zoo.build("llama")
     change(model)
-    return permtriton.compile(model, None, config_from(OPTIONS), ids=ids, resume_path=path, **more)
+    return compile_model(model, None, config_from(OPTIONS), ids=ids, resume_path=path, **more)
 
 
 @torch.no_grad()
@@ -64,7 +65,7 @@ def test_every_difference_is_named(tmp_path, monkeypatch):
     run(path)
     others = {"torch": "9.9", "python": "3.11.0", "permtriton": "0.1.0", "transformers": "5.0.0"}
     monkeypatch.setattr("permtriton.run.versions", lambda: others)
-    with pytest.raises(OutputError, match="calibration sequences are others") as caught:
+    with pytest.raises(OutputError, match="calibration sequences differ") as caught:
         run(path, change_a_weight, ids=IDS.roll(1, 0))
     words = ["model is another one", f"torch was {torch.__version__} and is 9.9", "transformers was", "python was"]
     assert [word for word in words if word not in str(caught.value)] == []

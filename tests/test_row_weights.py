@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import permtriton
 from permtriton import config_from
+from permtriton.compiler import compile_model
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.nm_mask import top_n_mask
 from permtriton.methods.heuristic_order import heuristic_indices, retained, space_scores
@@ -119,11 +119,12 @@ def test_rows_that_the_loss_does_not_feel_are_no_error():
 
 
 @pytest.mark.parametrize("name", ["llama", "bert", "mixtral"])
+@pytest.mark.slow(but=["llama", "bert"])
 def test_compile_weighs_rows_only_if_asked(name):
     """With one token, most experts are never visited."""
     indices = {}
     for rows in ("fisher", "none"):
         config = config_from({"recipe": "heuristic,mask", "heuristic_row_weights": rows})
-        compiled = permtriton.compile(zoo.build(name), None, config, ids=zoo.token_ids(1, 2), progress=Counting())
+        compiled = compile_model(zoo.build(name), None, config, ids=zoo.token_ids(1, 2), progress=Counting())
         indices[rows] = compiled.indices
     assert any(not torch.equal(index, indices["none"][space]) for space, index in indices["fisher"].items())

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-import permtriton
 from permtriton import config_from
+from permtriton.compiler import compile_model
 from permtriton.data.samples import Samples
 from permtriton.errors import CalibrationError
 
@@ -64,4 +64,4 @@ def test_what_are_no_samples(inputs):
 )  # fmt: skip
 def test_inputs_that_a_model_does_not_take(inputs, words):
     with pytest.raises(CalibrationError, match=words):
-        permtriton.compile(media.build("vit"), None, config_from({}, "mask"), ids=inputs)
+        compile_model(media.build("vit"), None, config_from({}, "mask"), ids=inputs)

@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import permtriton
+from permtriton.compiler import compile_model
 from permtriton.errors import VerificationError
 
 from . import folders, zoo
@@ -16,11 +17,11 @@ from . import folders, zoo
 @pytest.fixture(scope="module")
 def fused() -> permtriton.CompiledModel:
     config = permtriton.config_from({"layout": "fused"}, "heuristic,mask")
-    return permtriton.compile(zoo.tiny_llama(), None, config, ids=zoo.tiny_ids(4, 16))
+    return compile_model(zoo.tiny_llama(), None, config, ids=zoo.tiny_ids(4, 16))
 
 
 def test_a_fused_model_is_saved_with_its_permutations(fused, tmp_path):
-    output = fused.save(tmp_path / "out")
+    output = fused.save_pretrained(tmp_path / "out")
     quantization = json.loads((output / "config.json").read_text())["quantization_config"]
     assert (quantization["quant_method"], quantization["format"], len(quantization["norms"])) == (
         "permtriton",
@@ -39,7 +40,7 @@ def test_a_fused_model_is_saved_with_its_permutations(fused, tmp_path):
 
 
 def test_a_fused_model_that_saves_itself_says_what_it_is(fused, tmp_path):
-    fused.save(tmp_path / "out")
+    fused.save_pretrained(tmp_path / "out")
     fused.model.save_pretrained(tmp_path / "again")
     assert json.loads((tmp_path / "again" / "config.json").read_text())["quantization_config"]["format"] == "dense"
 
@@ -53,5 +54,5 @@ def test_a_damaged_permutation_is_found(fused, tmp_path, monkeypatch, change):
     name = "model.layers.1.input_layernorm.index"
     folders.after_saving(monkeypatch, fused, folders.change_tensor(name, change))
     with pytest.raises(VerificationError, match=name):
-        fused.save(tmp_path / "out")
+        fused.save_pretrained(tmp_path / "out")
     assert list(tmp_path.iterdir()) == []

@@ -58,6 +58,7 @@ def swapped(space: ChannelSpace, indices: dict[str, Tensor], one: int, other: in
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
 @pytest.mark.parametrize(("name", "layout"), CASES)
+@pytest.mark.slow(but=["llama-portable-2:4", "llama-fused-4:8", "mixtral-portable-1:4"])
 def test_gains_are_what_swapping_does(name, layout, pattern):
     """To first order exactly; with damping, less the curvature of exactly the weights that flip."""
     given, damping = problem(name, layout, pattern), 0.7

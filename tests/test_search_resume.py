@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 
 import permtriton
 from permtriton import config_from
+from permtriton.compiler import compile_model
 from permtriton.errors import OutputError, VerificationError
 from permtriton.methods import swap_search
 from permtriton.methods.swap_search import Searched, SearchFile, search
@@ -136,7 +137,7 @@ def test_a_damaged_state_is_refused_by_name(given, tmp_path, name):
 def test_compile_continues_only_an_equal_compilation(tmp_path):
     def run(changes: dict[str, object], **more: object) -> permtriton.CompiledModel:
         config = config_from({**OPTIONS, "search_rounds": 2, **changes})
-        return permtriton.compile(plant(tiny(num_hidden_layers=1)), None, config, ids=zoo.tiny_ids(4, 8), **more)
+        return compile_model(plant(tiny(num_hidden_layers=1)), None, config, ids=zoo.tiny_ids(4, 8), **more)
 
     path = tmp_path / "state.safetensors"
     first = run({}, resume_path=path)
@@ -149,13 +150,14 @@ def test_compile_continues_only_an_equal_compilation(tmp_path):
 
 def compiled(name: str, layout: str, **options: object) -> permtriton.CompiledModel:
     config = config_from({**OPTIONS, "search_rounds": 2, "layout": layout, **options})
-    return permtriton.compile(zoo.build(name), None, config, ids=zoo.token_ids(4, 12))
+    return compile_model(zoo.build(name), None, config, ids=zoo.token_ids(4, 12))
 
 
 @pytest.mark.parametrize(
     ("name", "layout"),
     [("llama", "portable"), ("llama", "fused"), ("gpt2", "fused"), ("bert", "portable"), ("mixtral", "portable")],
 )
+@pytest.mark.slow(but=["llama-fused", "mixtral-portable"])
 def test_what_is_searched_right_passes(name, layout):
     """The promise is checked: the loss and the retained importance are those that the search measured."""
     found = compiled(name, layout)

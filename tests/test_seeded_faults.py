@@ -5,18 +5,14 @@ cannot be told from a worse model, name the test that catches them, which runs h
 compilation of this file succeeds.
 """
 
-import copy
 from pathlib import Path
-from typing import Any
 
 import pytest
-from torch import fx
 
-import permtriton
-from permtriton import config_from, preparing
+from permtriton import config_from
 from permtriton.checkpoint import export as exporting
+from permtriton.compiler import compile_model
 from permtriton.errors import PermTritonError, VerificationError
-from permtriton.planning import plan_model
 
 from . import zoo
 from .faults import FAULTS, Fault
@@ -27,36 +23,11 @@ REFUSED = [name for name, fault in FAULTS.items() if fault.refused]
 WASTEFUL = [name for name, fault in FAULTS.items() if fault.caught_by]
 
 
-@pytest.fixture
-def traced_once(monkeypatch):
-    """Plans are made once per model and layout; the graph reads the parameters of the model at hand."""
-
-    def plan(model, config, samples):
-        key = (type(model).__name__, model.config.tie_word_embeddings, config.layout)
-        if key not in _PLANS:
-            _PLANS[key] = plan_model(model, config, samples)
-        plan, graph = _PLANS[key]
-        own = dict([*model.named_parameters(), *model.named_buffers()])
-        names = {str(node.target) for node in graph.graph.nodes if node.op == "get_attr"}
-        attributes = {name: own[name] if name in own else _attribute(graph, name) for name in names}
-        return copy.deepcopy(plan), fx.GraphModule(attributes, copy.deepcopy(graph.graph))
-
-    monkeypatch.setattr(preparing, "plan_model", plan)
-
-
-_PLANS: dict[tuple[object, ...], tuple[Any, fx.GraphModule]] = {}
-
-
-def _attribute(graph: fx.GraphModule, name: str) -> Any:
-    owner, _, last = name.rpartition(".")
-    return getattr(graph.get_submodule(owner), last)
-
-
 def run(fault: Fault, folder: Path) -> None:
     """Does with the tiny model what the fault would spoil."""
-    compiled = permtriton.compile(zoo.build(fault.model), None, config_from(fault.options), ids=IDS)
+    compiled = compile_model(zoo.build(fault.model), None, config_from(fault.options), ids=IDS)
     if fault.then:
-        compiled.save(folder / "out")
+        compiled.save_pretrained(folder / "out")
     if fault.then == "export":
         exporting.export(folder / "out", folder / "packed")
 
@@ -72,7 +43,7 @@ def run(fault: Fault, folder: Path) -> None:
         "SparseGPT keeps 1 of 4",
     ]
 )
-def test_a_fault_is_refused(name, traced_once, monkeypatch, tmp_path):
+def test_a_fault_is_refused(name, monkeypatch, tmp_path):
     fault = FAULTS[name]
     fault.plant(monkeypatch)
     with pytest.raises(PermTritonError, match=fault.refused) as refused:
@@ -88,7 +59,7 @@ def settings() -> list[Fault]:
 
 @pytest.mark.parametrize("fault", settings(), ids=lambda fault: f"{fault.model}-{fault.options['recipe']}-{fault.then}")
 @pytest.mark.slow(but=["llama_eager-heuristic,mask-export", "gpt2-heuristic,mask-"])
-def test_without_the_fault_the_same_succeeds(fault, traced_once, tmp_path):
+def test_without_the_fault_the_same_succeeds(fault, tmp_path):
     run(fault, tmp_path)
 
 

@@ -8,8 +8,8 @@ import torch
 from typer.testing import CliRunner
 
 from permtriton import self_test as module
-from permtriton.checkpoint.save import CompiledModel
 from permtriton.cli.main import app
+from permtriton.compiled import CompiledModel
 from permtriton.errors import VerificationError
 from permtriton.kernels.launch import triton
 from permtriton.kernels.tools.cases import permute
@@ -43,7 +43,7 @@ def test_a_model_that_reloads_differently_fails(monkeypatch):
     def save(*_arguments: object, **_options: object) -> None:
         raise VerificationError("reloading the saved checkpoint: outputs differ")
 
-    monkeypatch.setattr(CompiledModel, "save", save)
+    monkeypatch.setattr(CompiledModel, "save_pretrained", save)
     check = module._checked("compile", module._compile)
     assert (check.outcome, check.detail) == (FAILS, "reloading the saved checkpoint: outputs differ")
 

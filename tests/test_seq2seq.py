@@ -6,7 +6,10 @@ import pytest
 import torch
 from transformers import (
     BartConfig,
+    BartForCausalLM,
     BartForConditionalGeneration,
+    DynamicCache,
+    EncoderDecoderCache,
     MarianConfig,
     MarianMTModel,
     PreTrainedModel,
@@ -20,8 +23,8 @@ from transformers import (
     WhisperForConditionalGeneration,
 )
 
-import permtriton
 from permtriton import NMPattern, config_from, find_plan
+from permtriton.compiler import compile_model
 from permtriton.config import CalibrationConfig
 from permtriton.data.text import calibration_ids, check_samples, evaluation_ids
 from permtriton.errors import CalibrationError
@@ -34,7 +37,7 @@ from permtriton.model.plan import Placement
 from permtriton.model.seq2seq import arguments_of, samples_of
 from permtriton.running.layer_calls import find_chains
 
-from .zoo import VOCABULARY, randomize, token_ids
+from .zoo import VOCABULARY, fold, random_indices, randomize, token_ids
 
 T5 = {
     "vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4,
@@ -77,7 +80,7 @@ def inputs_of(name: str):
 @pytest.mark.slow(but=["t5-portable-sparsegpt", "bart-fused-mask"])
 def test_compiled_saved_and_generating(name, layout, pruning, tmp_path):
     model = build(name)
-    compiled = permtriton.compile(
+    compiled = compile_model(
         model,
         None,
         config_from({"layout": layout, "importance": "wanda"}, f"heuristic,{pruning}"),
@@ -87,7 +90,7 @@ def test_compiled_saved_and_generating(name, layout, pruning, tmp_path):
     assert not any(space.frozen for space in compiled.plan.spaces)
     assert len(list(compiled.plan.linears())) == 2 * 6 + 2 * 10
     assert compiled.report["proof"]["lowered_graph"] == "same outputs"
-    reloaded = type(model).from_pretrained(compiled.save(tmp_path / "out")).eval()
+    reloaded = type(model).from_pretrained(compiled.save_pretrained(tmp_path / "out")).eval()
     inputs = compiled.reference.inputs
     with torch.no_grad():
         torch.testing.assert_close(reloaded(**inputs)[0], model(**inputs)[0], rtol=0, atol=0)
@@ -142,7 +145,7 @@ def test_t5_in_float16_keeps_its_float32_weights(tmp_path):
     model = T5EncoderModel.from_pretrained(tmp_path / "dense", dtype=torch.float16).eval()
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float16, torch.float32}
     config = config_from({"layout": "fused"}, "heuristic,mask")
-    compiled = permtriton.compile(model, None, config, ids=IDS)
+    compiled = compile_model(model, None, config, ids=IDS)
     assert Placement.IN_NORM in {space.placement for space in compiled.plan.spaces}
 
 
@@ -260,3 +263,26 @@ def test_pairs_fill_both_halves(tmp_path):
 def test_damaged_pairs_are_refused(tmp_path, rows, problem):
     with pytest.raises(CalibrationError, match=problem):
         evaluation_ids(_written(tmp_path / "pairs.jsonl", rows), None, VOCABULARY, 2)
+
+
+def test_a_decoder_alone_needs_a_cache_for_each_attention():
+    """transformers gives BartForCausalLM one cache for both, with which the dense model, too, writes other tokens."""
+    torch.manual_seed(0)
+    sizes = {**BART, "max_position_embeddings": 64}
+    model = BartForCausalLM(BartConfig(**sizes, is_decoder=True, add_cross_attention=True)).eval()
+    randomize(model)
+    states = torch.randn(2, 5, 32)
+
+    def written(**options: object) -> list[list[int]]:
+        limits = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
+        return model.generate(token_ids(2, 6), encoder_hidden_states=states, **limits, **options).tolist()
+
+    def caches() -> EncoderDecoderCache:
+        return EncoderDecoderCache(DynamicCache(), DynamicCache())
+
+    plain = written(use_cache=False)
+    assert written() != plain, "the limit in docs/encoder-decoders.md is gone"
+    assert written(past_key_values=caches()) == plain
+    plan = find_plan(model, NMPattern(2, 4))
+    fold(model, plan, random_indices(plan))
+    assert written(use_cache=False) == written(past_key_values=caches()) == plain

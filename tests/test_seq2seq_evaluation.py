@@ -6,8 +6,8 @@ import torch
 from permtriton.data.samples import Samples
 from permtriton.data.text import check_samples
 from permtriton.errors import CalibrationError, ConfigError
-from permtriton.evaluate import evaluate
 from permtriton.evaluation.held_out import Evaluation
+from permtriton.evaluation.measure import evaluate
 from permtriton.evaluation.tasks import _Harness
 from permtriton.model.forward import last_hidden_state
 from permtriton.model.seq2seq import arguments_of

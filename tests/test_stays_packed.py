@@ -147,7 +147,7 @@ def test_a_packed_folder_without_our_report_is_refused_before_it_is_loaded(
     monkeypatch.undo()
     source = Source(str(tmp_path / "again"), device="cpu")
     for read in (load_original, load_empty_model):
-        with pytest.raises(ModelError, match="compiled already by permtriton: give the original model"):
+        with pytest.raises(ModelError, match="already been compiled by permtriton: pass the original model"):
             read(source)
     dense = load(place("llama", "saved", fused=fused))
     assert torch.equal(load_model(source)(IDS).logits, dense(IDS).logits)  # its quality may be measured

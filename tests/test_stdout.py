@@ -1,4 +1,7 @@
-"""Standard output that is full or closed: one line says what is saved, and a pipe that nobody reads is no error."""
+"""Standard output that is full or closed: one line says what is saved, and a pipe that nobody reads is no error.
+
+A full standard error changes nothing but what can be read there.
+"""
 
 import os
 import subprocess
@@ -100,3 +103,29 @@ def test_a_comparison_is_kept_until_it_is_printed(desk, monkeypatch):
     code, said = started(arguments, subprocess.DEVNULL)
     assert (code, "2 of 2 results" in said) == (0, True), said
     assert [path.name for path in desk.folder.iterdir()] == ["out"]
+
+
+HELP = [("--help",), ("--version",), (), ("compile", "--help"), ("compile", "--help-all")]
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="this system has no /dev/full")
+@pytest.mark.parametrize("arguments", HELP, ids=" ".join)
+def test_help_that_cannot_be_printed(arguments):
+    code, said = into_full_disk(list(arguments))
+    assert (code, said) == (2, "error: the result could not be printed: No space left on device\n")
+
+
+@pytest.mark.parametrize("arguments", [("compile", "--help"), ("--version",)], ids=" ".join)
+def test_help_that_nobody_reads(arguments):
+    assert into_closed_pipe(list(arguments)) == (0, "")
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="this system has no /dev/full")
+def test_a_full_standard_error_stops_no_work(desk):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    for arguments, code in ((desk.compile(), 0), (["inspect", "./nowhere"], 2)):
+        with FULL.open("w") as full:
+            command = [sys.executable, "-m", "permtriton", *arguments]
+            result = subprocess.run(command, stdout=subprocess.PIPE, stderr=full, env=environment, check=False)
+        assert result.returncode == code, arguments
+        assert (b"written to" in result.stdout) == (code == 0)

@@ -143,6 +143,7 @@ def test_two_ranks_write_one_output(torchrun, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["out"], "litter"
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_the_run_and_the_same_command_continues(torchrun, tmp_path):
     command = torchrun.command(tmp_path / "out", *SEARCH)
     assert torchrun.run(command, command) == [0, 0], torchrun.said(0)

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 import permtriton.model.plan
 from permtriton import NMPattern, config_from, find_plan
+from permtriton.compiler import compile_model
 from permtriton.data.samples import Samples
 from permtriton.errors import VerificationError
 from permtriton.model.other_calls import other_inputs
@@ -114,6 +115,17 @@ def described(value: object) -> object:
 
 @pytest.mark.parametrize("layout", ["portable", "fused"])
 @pytest.mark.parametrize("name", [*zoo.ARCHITECTURES, *zoo.MIXTURES, *off_path.MODELS])
+@pytest.mark.slow(
+    but=[
+        "llama-portable",
+        "mixtral-fused",
+        "bert-portable",
+        "gpt2-fused",
+        "gemma3-portable",
+        "long_rope-fused",
+        "paligemma-portable",
+    ]
+)
 def test_planning_leaves_the_model_as_it_is(name, layout):
     builders = {**zoo.ARCHITECTURES, **zoo.MIXTURES, **off_path.MODELS}
     torch.manual_seed(0)
@@ -135,12 +147,12 @@ def test_planning_leaves_the_model_as_it_is(name, layout):
 )
 def test_a_call_off_the_path_is_found_and_verified(name, argument, tmp_path):
     model = off_path.build(name)
-    compiled = permtriton.compile(
+    compiled = compile_model(
         model, None, config_from(PERMUTE_ONLY), ids=zoo.token_ids().clamp(max=off_path.IMAGE_TOKEN - 1)
     )
     assert compiled.report["proof"]["verified_inputs"] == ["input_ids", argument]
     assert argument not in compiled.report["proof"]["unverified_inputs"]
-    compiled.save(tmp_path / "out")
+    compiled.save_pretrained(tmp_path / "out")
     report = json.loads((tmp_path / "out" / "permtriton.json").read_text())
     assert report["proof"]["verified_inputs"] == ["input_ids", argument]
 
@@ -149,7 +161,7 @@ def test_a_call_that_changes_is_refused(monkeypatch):
     """Where the plan overlooks a parameter, the comparison on images still finds it."""
     monkeypatch.setattr(Unseen, "reach", lambda *_: "")
     with pytest.raises(VerificationError, match="called with pixel_values"):
-        permtriton.compile(
+        compile_model(
             off_path.build("llava"), None, config_from(PERMUTE_ONLY),
             ids=zoo.token_ids().clamp(max=off_path.IMAGE_TOKEN - 1),
         )  # fmt: skip
@@ -173,7 +185,7 @@ def test_the_report_says_in_which_order_hidden_states_come(layout):
     ids = zoo.token_ids()
     dense, model = zoo.build("llama"), zoo.build("llama")
     options = {**PERMUTE_ONLY, "layout": layout}
-    compiled = permtriton.compile(model, None, config_from(options), ids=ids)
+    compiled = compile_model(model, None, config_from(options), ids=ids)
     assert in_order(compiled.plan, compiled.report)
     hidden = compiled.report["hidden_states"]
     embedded = [m.get_input_embeddings()(ids) for m in (dense, model)]

@@ -7,10 +7,10 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-import permtriton
 from permtriton import config_from, preparing
 from permtriton.checkpoint import quantizer
 from permtriton.checkpoint.export import export
+from permtriton.compiler import compile_model
 from permtriton.errors import VerificationError
 from permtriton.methods.statistics import site_statistics
 
@@ -85,7 +85,7 @@ def test_what_layers_share_is_calibrated_on_every_use(monkeypatch):
 
     monkeypatch.setattr(preparing, "site_statistics", keep)
     config = config_from({"importance": "wanda"}, "mask")
-    permtriton.compile(model, None, config, ids=ids)
+    compile_model(model, None, config, ids=ids)
     name = next(name for name in measured if "q_proj" in name)
     expected = (sum(part.double().square().sum((0, 1)) for part in seen) / len(ids)).sqrt()
     assert torch.allclose(measured[name].double(), expected, rtol=1e-4)

@@ -19,6 +19,8 @@ from transformers import PreTrainedModel
 
 import permtriton
 from permtriton import PermTritonError, config_from, ranks
+from permtriton.compiler import compile_model
+from permtriton.data.generated import generated_text
 from permtriton.data.samples import Samples
 from permtriton.methods.fisher import fisher_information
 from permtriton.model.experts import unstacked_experts
@@ -50,7 +52,7 @@ def compiled(
     """Returns the tensors and numbers that a compilation ends with."""
     windows = zoo.tiny_ids(4, 10, seed=5)
     config = config_from({**SMALL, **options})
-    found = permtriton.compile(
+    found = compile_model(
         model,
         None,
         config,
@@ -88,6 +90,16 @@ def every_update(_folder: Path) -> dict:
 def refitted(_folder: Path) -> dict:
     """Each rank runs both models on its sequences, and fits every other linear; the tolerance ends no fit."""
     return compiled(updating.tiny_model(3).double(), zoo.tiny_ids(9, 24), recipe="heuristic,refit", refit_iterations=4)
+
+
+def wrote(_folder: Path) -> dict:
+    """Eleven texts, of which one rank writes six and the other five; ten are kept."""
+    model = updating.tiny_model().double()
+    starts = zoo.tiny_ids(11, 2)
+    text = generated_text(model, starts, 10, 12, 0, NoProgress())
+    options = {"generated": 9, "distill_epochs": 1, "distill_batch_size": 3, "distill_learning_rate": 0.01}
+    result = compiled(model, zoo.tiny_ids(5, 12), recipe="mask,distill", **options)
+    return {**result, "tensors": {**result["tensors"], "text": text}}
 
 
 def searched_mixture(_folder: Path) -> dict:
@@ -184,7 +196,9 @@ def strided(_folder: Path) -> dict:
     return {"found": found}
 
 
-CASES = (spread_search, spread_learning, every_update, refitted, searched_mixture, learned, encoder, refused, strided)
+CASES = (
+    spread_search, spread_learning, every_update, refitted, wrote, searched_mixture, learned, encoder, refused, strided,
+)  # fmt: skip
 
 
 def run(folder: Path, name: str) -> None:

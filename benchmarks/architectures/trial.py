@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-import permtriton
 from benchmarks.architectures import tiny
 from benchmarks.architectures.table import LAYOUTS, TOLERANCE
 from permtriton import planning
 from permtriton.checkpoint.export import export
+from permtriton.compiler import compile_model
 from permtriton.data.samples import Samples
 from permtriton.errors import PermTritonError
 from permtriton.methods import heuristic_order
@@ -31,7 +31,7 @@ from permtriton.model.core import ENCODER_STATE, has_head
 from permtriton.model.edits import edits_of, moves_of
 from permtriton.model.experts import unstacked_experts
 from permtriton.model.plan import ChannelSpace, Plan
-from permtriton.recipes import config_from
+from permtriton.recipe import config_from
 
 OPTIONS = {
     "recipe": "heuristic,mask",
@@ -105,10 +105,10 @@ def _compiled(dense: PreTrainedModel, layout: str, inputs: dict[str, Tensor]) ->
     config = config_from({**OPTIONS, "layout": layout})
     try:
         with mock.patch.object(heuristic_order, "heuristic_indices", _random_orders):
-            compiled = permtriton.compile(model, None, config, ids=inputs)
+            compiled = compile_model(model, None, config, ids=inputs)
         step = "save"
         with tempfile.TemporaryDirectory() as folder:
-            compiled.save(Path(folder) / "saved")
+            compiled.save_pretrained(Path(folder) / "saved")
             step = "packed"
             export(Path(folder) / "saved", Path(folder) / "packed", "packed")
             reloaded = type(model).from_pretrained(Path(folder) / "packed").eval()

@@ -14,12 +14,12 @@ from torch.nn.functional import linear
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-import permtriton
 from benchmarks.gpu.bench import Bench, Prepare, brief
 from benchmarks.gpu.kernels import rms_norm_alone
 from benchmarks.gpu.table import OURS, SHAPES_7B
 from benchmarks.shared import PATTERN, step_seconds
 from permtriton import find_plan
+from permtriton.compiler import compile_model
 from permtriton.data.samples import Samples
 from permtriton.kernels import cusparselt
 from permtriton.kernels.packing import unpack
@@ -30,7 +30,7 @@ from permtriton.kernels.tools.timing import Timing, captured, measure, relative_
 from permtriton.machine import peak_memory
 from permtriton.model.forward import hidden_states
 from permtriton.model.modules import SparseLinear, replace_module
-from permtriton.recipes import config_from
+from permtriton.recipe import config_from
 
 SAME_MODEL = 5e-2  # bfloat16 through 32 layers, sums in another order
 MASKLESS = "sdpa_without_mask"
@@ -161,7 +161,7 @@ def compilation(bench: Bench) -> None:
     model = llama(bench, bench.pick(2, 1))
     ids = torch.randint(0, model.config.vocab_size, bench.pick((128, 1024), (8, 32)))
     started = time.perf_counter()
-    report = permtriton.compile(model, None, config_from(), ids=ids).report
+    report = compile_model(model, None, config_from(), ids=ids).report
     took = time.perf_counter() - started
     parts = ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in report["seconds"].items())
     bench.find("permtriton.compile", f"{took:.1f} s: {parts}", seconds=report["seconds"])

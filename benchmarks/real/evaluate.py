@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from permtriton import NMPattern
-from permtriton.evaluate import evaluate
+from permtriton.evaluation.measure import evaluate
 from permtriton.model.load import Source, load_model
 
 PATTERN = NMPattern(2, 4)

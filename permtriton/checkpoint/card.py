@@ -106,6 +106,9 @@ def _facts(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield key, _code(config[key])
     shape = " x ".join(str(size) for size in report["calibration"]["shape"])
     yield "calibration", f"{_code(Path(str(config['calibration'])).name)}, {shape} tokens"
+    if report["generated"]:
+        shape = " x ".join(str(size) for size in report["generated"]["shape"])
+        yield "text that the dense model wrote", f"{shape} tokens"
     yield "parameters pruned", f"{report['pruned_parameters']:,} of {report['parameters']:,}"
     if "export" in report:
         yield "stored size of the pruned weights", f"{report['export']['ratio']:.1%} of dense"

@@ -13,13 +13,13 @@ from torch import Tensor
 from permtriton.checkpoint.card import ALONE, WITH_PERMTRITON, write_card
 from permtriton.checkpoint.folder import Folder
 from permtriton.checkpoint.format import Format
-from permtriton.checkpoint.output import claimed, replacing_folder
+from permtriton.checkpoint.output import check_apart, claimed, replacing_folder
 from permtriton.checkpoint.plan_entries import to_json
 from permtriton.checkpoint.quantization_config import VERSION, Packed, PermTritonQuantizationConfig
 from permtriton.checkpoint.reload import check_reloads
 from permtriton.checkpoint.save import share_mode
 from permtriton.checkpoint.shards import SHARD_BYTES, ShardWriter, describe_files
-from permtriton.errors import ConfigError, ModelError, OutputError, VerificationError
+from permtriton.errors import ConfigError, ModelError, VerificationError, shown
 from permtriton.kernels.packing import pack
 from permtriton.model.checks import check_weight
 from permtriton.model.headers import CONFIG_FILE, INDEX_FILE, REPORT_FILE
@@ -57,23 +57,15 @@ def export(
         VerificationError: a pruned weight is not N:M, the written tensors differ from the ones that were read, or the
             written folder does not load as the model that it was made from.
     """
-    if format not in list(Format):
-        raise ConfigError(f"format {format!r} is unknown: choose one of {', '.join(Format)}")
-    inner, outer = folder.resolve(), output.resolve()
-    if inner.is_relative_to(outer) or outer.is_relative_to(inner):
-        raise OutputError(f"output {output} is, contains or is in the folder that is exported: choose another folder")
+    check_format(format)
+    check_apart(output, folder)
     started, progress = time.perf_counter(), progress or NoProgress()
     with claimed(output, overwrite=overwrite, say=progress.say):
         source = Folder.open(folder)
         source.check_listed()
         source.check_hashes()
         source.check_recorded_hashes()
-        if format == Format.PLAIN and source.permuted:
-            raise ConfigError(
-                f"{folder} permutes channels at run time ({source.permuted[0]} and {len(source.permuted) - 1} more "
-                "modules), which transformers alone cannot do: compile the original model with --layout portable for a "
-                "plain checkpoint, or export this one as dense or packed"
-            )
+        check_format(format, permuted=bool(source.permuted), what=str(folder))
         with replacing_folder(output, overwrite=overwrite) as partial:
             result = _write(source, partial, Format(format), shard_bytes, progress)
             _verify(source, partial, progress)
@@ -85,6 +77,25 @@ def export(
             new_report["card"] = write_card(partial, new_report, result["loads_with"])
             (partial / REPORT_FILE).write_text(to_json(new_report) + "\n", encoding="utf-8")
     return result
+
+
+def check_format(format: str, *, permuted: bool = False, what: str = "the model") -> None:
+    """Refuses a format that is unknown, or that a model cannot have.
+
+    Args:
+        permuted: whether the model permutes channels at run time.
+        what: the model, for the error.
+
+    Raises:
+        ConfigError: as `export`.
+    """
+    if format not in list(Format):
+        raise ConfigError(f"format {shown(format)} is unknown: choose one of {', '.join(Format)}")
+    if format == Format.PLAIN and permuted:
+        raise ConfigError(
+            f"{what} permutes channels at run time (layout fused), which transformers alone cannot do: compile the "
+            "original model with --layout portable for a plain checkpoint, or write this one as dense or packed"
+        )
 
 
 def _write(source: Folder, partial: Path, format: Format, shard_bytes: int, progress: Progress) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from permtriton.model.headers import (
     DTYPES,
     REPORT_FILE,
     StoredTensor,
+    check_regular,
     read_checkpoint,
     read_headers,
     read_json,
@@ -48,10 +49,11 @@ class Folder:
         """Returns the folder at a path.
 
         Raises:
-            ModelError: it is not a folder.
+            ModelError: it is not a folder, or as `check_regular`.
         """
         if not path.is_dir():
             raise ModelError(f"{path} is not a folder: give an output of permtriton compile or export")
+        check_regular(path)
         return cls(path)
 
     @classmethod

@@ -38,11 +38,13 @@ def pattern(text: str) -> str:
 
 
 def _value(value: Any) -> Any:
-    """Lets text, a truth value, None or a number pass, and leaves an integer one."""
+    """Lets text, a list of texts, a truth value, None or a number pass, and leaves an integer one."""
+    if isinstance(value, list) and all(isinstance(each, str) for each in value):
+        return value
     finite = not isinstance(value, float) or math.isfinite(value)
     in_range = not isinstance(value, int) or abs(value) < LARGEST
     if not isinstance(value, str | int | float | None) or not finite or not in_range:
-        raise ValueError("text, a finite number or a truth value")
+        raise ValueError("text, a list of texts, a finite number or a truth value")
     return value
 
 
@@ -170,7 +172,7 @@ class Gguf(TypedDict):
 
 
 class Calibration(TypedDict):
-    """The calibration samples."""
+    """The calibration samples, or those that the dense model wrote beside them."""
 
     sha256: str
     shape: list[Integer]
@@ -250,6 +252,7 @@ class Record(TypedDict):
     dtype: Annotated[str, AfterValidator(_dtype)]
     config: Config
     calibration: Calibration
+    generated: Calibration | None
     parameters: Annotated[Integer, Field(gt=0)]
     pruned_parameters: Integer
     sparsity_by_layer: dict[str, float]
@@ -303,7 +306,7 @@ class Comparison(TypedDict):
     seeds: list[Integer]
     patterns: list[str]
     ablation: str | None
-    config: dict[str, str | int | float | bool]
+    config: dict[str, str | int | float | bool | list[str]]
     versions: dict[str, str]
     device: str
     system: str

@@ -1,7 +1,7 @@
 """Output folders: claimed by one process at a time, written beside their place, and replaced as a whole.
 
-Beside a folder OUT stand ``.OUT.lock``, ``.OUT.partial-PID`` (what is being written), ``.OUT.old-PID`` (the earlier
-output while the new one takes its name) and the states of long stages.
+Beside a folder OUT stand ``.OUT.lock``, ``.OUT.partial-PID`` (what is being written), ``.OUT.dense-PID`` (what it is
+written from), ``.OUT.old-PID`` (the earlier output while the new one takes its name) and the states of long stages.
 """
 
 import errno
@@ -19,11 +19,11 @@ from filelock import FileLock, Timeout
 from permtriton.durable import RANDOM_END, sync, sync_names
 from permtriton.errors import OutputError
 from permtriton.model.headers import REPORT_FILE
-from permtriton.output_files import check_name
+from permtriton.output_files import check_name, check_parent, disk_error
 
 Say = Callable[[str], None]
 
-LEFTOVER_FOLDER, LEFTOVER_STATE = r"\.{}\.(partial|old)-\d+", r"\.{}\.\w+\.safetensors"
+LEFTOVER_FOLDER, LEFTOVER_STATE = r"\.{}\.(partial|old|dense)-\d+", r"\.{}\.\w+\.safetensors"
 
 
 def resume_path(output: Path) -> Path:
@@ -39,8 +39,8 @@ def check_output(output: Path, *, overwrite: bool) -> None:
     """Refuses, before any work, an output folder that could not be written at the end.
 
     Raises:
-        OutputError: as `check_name`; or the folder is a mount point; or it exists, is not empty, and ``overwrite`` is
-            off, or permtriton did not write it; or its parent is missing or cannot be written.
+        OutputError: as `check_name` and `check_parent`; or the folder is a mount point; or it exists, is not empty, and
+            ``overwrite`` is off, or permtriton did not write it.
     """
     path = output.resolve()
     check_name(path)
@@ -55,10 +55,20 @@ def check_output(output: Path, *, overwrite: bool) -> None:
                 f"output {output} was not written by permtriton (it holds no {REPORT_FILE}), so --overwrite leaves it "
                 "alone: choose another folder"
             )
-    if not path.parent.is_dir():
-        raise OutputError(f"output {output}: the folder {path.parent} does not exist; make it first")
-    if not os.access(path.parent, os.W_OK):
-        raise OutputError(f"output {output}: the folder {path.parent} cannot be written")
+    check_parent(output)
+
+
+def check_apart(output: Path, source: Path) -> None:
+    """Refuses an output folder that would be mixed with the model that it is made from.
+
+    Raises:
+        OutputError: one is the other, or stands in it.
+    """
+    inner, outer = source.resolve(), output.resolve()
+    if inner.is_relative_to(outer) or outer.is_relative_to(inner):
+        raise OutputError(
+            f"output {output} is, contains or is in {inner}, which is read: choose another folder with --output"
+        )
 
 
 @contextmanager
@@ -75,8 +85,7 @@ def claimed(output: Path, *, overwrite: bool, say: Say = lambda text: None) -> I
     """
     path = output.resolve()
     check_name(path)
-    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        check_output(output, overwrite=overwrite)
+    check_parent(output)
     with locked(path, say) as alone:
         if alone:
             with _clear_errors(path):
@@ -166,16 +175,31 @@ def replacing_folder(output: Path, *, overwrite: bool, say: Say = lambda text: N
 
 
 @contextmanager
+def working_folder(output: Path) -> Iterator[Path]:
+    """Yields an empty folder beside an output that is claimed; it is removed at the end of the ``with`` block.
+
+    Raises:
+        OutputError: it cannot be made.
+    """
+    path = output.resolve()
+    folder = _beside(path, f"dense-{os.getpid()}")
+    with _clear_errors(path):
+        folder.mkdir()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
 def _clear_errors(output: Path) -> Iterator[None]:
     """Turns errors of the disk into `OutputError`."""
     try:
         yield
-    except OSError as error:
-        raise _not_written(output, error) from error
     except Exception as error:
-        if "No space left" in str(error):  # safetensors wraps the error of the disk
-            raise _not_written(output, OSError(errno.ENOSPC, "no space left on the disk")) from error
-        raise
+        if (reported := disk_error(error)) is None:
+            raise
+        raise _not_written(output, reported) from error
 
 
 def _not_written(output: Path, error: OSError) -> OutputError:

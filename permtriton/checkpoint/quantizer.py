@@ -53,7 +53,7 @@ from permtriton.model.modules import (
     is_permuted,
 )
 from permtriton.model.norms import match_norm
-from permtriton.model.sizes import check_counts
+from permtriton.model.sizes import check_numbers
 from permtriton.sparsity import NMPattern
 
 
@@ -146,7 +146,7 @@ class PermTritonQuantizer(HfQuantizer):
     def update_attn_implementation(self, config: Any) -> Any:
         """Refuses a config that claims far more layers than the checkpoint names; called before the model is built."""
         names = [*self.quantization_config.packed, *self.quantization_config.permuted]
-        check_counts(config.to_dict(), names)
+        check_numbers(config.to_dict(), names)
         return config
 
     update_tp_plan = update_attn_implementation  # older versions of transformers call this instead

@@ -2,11 +2,10 @@
 
 import shutil
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +17,6 @@ from permtriton.checkpoint.output import replacing_folder
 from permtriton.checkpoint.plan_entries import to_json
 from permtriton.checkpoint.quantizer import checkpoint_config
 from permtriton.checkpoint.shards import describe_files, read_tensors
-from permtriton.config import CompileConfig
-from permtriton.data.media import Processor
-from permtriton.data.samples import Samples
 from permtriton.errors import VerificationError, first_line
 from permtriton.machine import available_memory, peak_memory, release_memory
 from permtriton.micro_batch import is_out_of_memory
@@ -29,60 +25,15 @@ from permtriton.model.expert_linears import input_dim
 from permtriton.model.experts import stacked_name
 from permtriton.model.headers import CONFIG_FILE, REPORT_FILE
 from permtriton.model.plan import Plan
-from permtriton.offload import Offload
-from permtriton.running.state import StateFile
 from permtriton.sparsity import NMPattern
+
+if TYPE_CHECKING:
+    from permtriton.compiled import CompiledModel
 
 SHARD_SIZE = "5GB"
 
 
-@dataclass
-class CompiledModel:
-    """A pruned model and the record of its compilation.
-
-    Attributes:
-        model: transformers model with N:M weights; in layout ``fused`` some of its norms and linears permute channels.
-        tokenizer: tokenizer or processor of the model, saved with it; None if there is none.
-        config: every option.
-        plan: sites and channel spaces.
-        indices: space name -> unit index from the dense order to the present one, int64 ``[units]``.
-        report: content of ``permtriton.json``, as `permtriton.record.compilation_record` builds it.
-        reference: samples on which a reloaded checkpoint must give the outputs of ``model``.
-        states: files that hold the state of long stages, deleted once the model is saved.
-        offload: where the model's large parameters are; None for memory.
-    """
-
-    model: PreTrainedModel
-    tokenizer: Processor | None
-    config: CompileConfig
-    plan: Plan
-    indices: dict[str, Tensor]
-    report: dict[str, Any]
-    reference: Samples
-    states: Sequence[StateFile] = ()
-    offload: Offload | None = None
-
-    def save(self, output: str | Path, *, overwrite: bool = False) -> Path:
-        """Writes a Hugging Face checkpoint with ``permtriton.json``, and verifies it before it is renamed into place.
-
-        Args:
-            output: folder to write.
-            overwrite: whether an earlier output of permtriton may be replaced.
-
-        Returns:
-            The absolute path of the folder.
-
-        Raises:
-            OutputError: the folder exists and may not be replaced, or cannot be written.
-            VerificationError: the written checkpoint fails a check; nothing is left behind.
-        """
-        path = save_checkpoint(self, Path(output), overwrite=overwrite)
-        for state in self.states:
-            state.delete()
-        return path
-
-
-def save_checkpoint(compiled: CompiledModel, output: Path, *, overwrite: bool) -> Path:
+def save_checkpoint(compiled: "CompiledModel", output: Path, *, overwrite: bool) -> Path:
     """Writes and verifies a checkpoint: a plain one, or one of format "dense" if modules permute at run time.
 
     Stacked experts are stored as the model holds them, one tensor per stack, whatever the original files look like; see
@@ -128,7 +79,7 @@ def pruned_parameters(model: nn.Module, plan: Plan) -> dict[str, int]:
 
 
 def verify_checkpoint(
-    compiled: CompiledModel, folder: Path, pruned: Mapping[str, int], names: StoredNames
+    compiled: "CompiledModel", folder: Path, pruned: Mapping[str, int], names: StoredNames
 ) -> dict[str, object]:
     """Checks a written checkpoint.
 
@@ -183,7 +134,7 @@ def _same(first: Tensor, second: Tensor) -> bool:
     return first.dtype == second.dtype and torch.equal(first, second)
 
 
-def _compare_reloaded(compiled: CompiledModel, folder: Path) -> dict[str, object]:
+def _compare_reloaded(compiled: "CompiledModel", folder: Path) -> dict[str, object]:
     """Loads the checkpoint as a user would and compares the outputs, if a second model fits into memory or files."""
     if compiled.offload is not None:
         with compiled.offload.loading(), compiled.offload.working(compiled.model):
@@ -201,7 +152,7 @@ def _compare_reloaded(compiled: CompiledModel, folder: Path) -> dict[str, object
     return {"reloaded": not_run}
 
 
-def _reloaded(compiled: CompiledModel, folder: Path) -> dict[str, object]:
+def _reloaded(compiled: "CompiledModel", folder: Path) -> dict[str, object]:
     model = compiled.model
     try:
         reloaded: PreTrainedModel = type(model).from_pretrained(folder, dtype=model.dtype, use_safetensors=True)

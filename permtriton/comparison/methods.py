@@ -8,7 +8,7 @@ from typing import Any
 from permtriton.config import CompileConfig, has_effect
 from permtriton.errors import ConfigError
 from permtriton.option import Option
-from permtriton.recipes import DEFAULT, RECIPES, all_options, config_from
+from permtriton.recipe import DEFAULT, RECIPES, all_options, config_from
 from permtriton.sparsity import NMPattern
 
 FUSED = " (fused)"
@@ -49,7 +49,11 @@ METHODS: dict[str, dict[str, Any]] = {
     **{f"{name}{FUSED}": {**options, "layout": "fused"} for name, options in _ORDERS.items()},
 }
 # The recipes may be compared, too, where they are named.
-KNOWN = METHODS | {name: {"importance": "auto", "recipe": name, "layout": "portable"} for name in RECIPES}
+KNOWN = METHODS | {
+    f"{name}{suffix}": {"importance": "auto", "recipe": name, "layout": layout}
+    for suffix, layout in (("", "portable"), (FUSED, "fused"))
+    for name in RECIPES
+}
 SET_BY_METHODS = frozenset.intersection(*map(frozenset, KNOWN.values()))  # what every row sets
 DENSE = "dense"
 HALF = "last:half"
@@ -108,7 +112,7 @@ def method_rows(
         options: values by option name; what the methods set is left out.
         methods: keys of `KNOWN`; none means those of `METHODS`.
         patterns: sparsity patterns; none means that of the options.
-        model: name of the model, as `permtriton.recipes.config_from` takes it.
+        model: name of the model, as `permtriton.recipe.config_from` takes it.
 
     Raises:
         ConfigError: a method is unknown, or an option or its value is not allowed.
@@ -142,7 +146,7 @@ def ablation_rows(
         methods: keys of `KNOWN`; none means the ablation's own.
         patterns: sparsity patterns; none means that of the options.
         layers: number of layers of the model, half of which ``last:half`` means.
-        model: name of the model, as `permtriton.recipes.config_from` takes it.
+        model: name of the model, as `permtriton.recipe.config_from` takes it.
 
     Raises:
         ConfigError: an ablation or a method is unknown, or the option has no effect on a method, or not this value.

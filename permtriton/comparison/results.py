@@ -89,7 +89,7 @@ class ResultFile:
 
         def refuse(problem: str) -> OutputError:
             return OutputError(
-                f"{self.path} holds no results that can be continued ({problem}): give --overwrite to start anew"
+                f"{self.path} holds no results that can be continued ({problem}): --overwrite starts from scratch"
             )
 
         try:
@@ -99,7 +99,7 @@ class ResultFile:
         stored = checked(_File, content, refuse)
         if difference := _difference(stored.identity, json.loads(json.dumps(self.identity))):
             raise OutputError(
-                f"{self.path} holds results of another comparison: {difference}; give --overwrite to start anew, "
+                f"{self.path} holds results of another comparison: {difference}; --overwrite starts from scratch, "
                 "or choose another --output"
             )
         self.results = {
@@ -116,7 +116,7 @@ class ResultFile:
             if dataclasses.replace(other, calibration=key.calibration) == key != other:
                 raise OutputError(
                     f"{self.path} holds a result of {key.method} with seed {key.seed} on other calibration sequences: "
-                    "the text changed; give --overwrite to start anew, or choose another --output"
+                    "the text changed; --overwrite starts from scratch, or choose another --output"
                 )
         return self.results.get(key)
 

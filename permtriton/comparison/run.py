@@ -13,19 +13,20 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from permtriton import machine
 from permtriton.comparison.methods import ABLATIONS, DENSE, SET_BY_METHODS, Row
 from permtriton.comparison.results import Key, Measured, ResultFile, RowResult
-from permtriton.compiler import compile
+from permtriton.compiler import compile_model
 from permtriton.config import CalibrationConfig, CompileConfig
 from permtriton.data.samples import Inputs, Samples
 from permtriton.data.text import calibration_samples, check_samples
 from permtriton.errors import ConfigError
-from permtriton.evaluate import evaluate
+from permtriton.evaluation.measure import evaluate
 from permtriton.progress import NoProgress, Progress
 from permtriton.run import run_identity
 
 if TYPE_CHECKING:  # it imports lm_eval, which takes seconds
     from permtriton.evaluation.tasks import Tasks
 
-Draws = Mapping[tuple[CalibrationConfig, int], Samples]
+# None where the dense model writes all text itself, while it is compiled.
+Draws = Mapping[tuple[CalibrationConfig, int], Samples | None]
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Yardstick:
         """Returns what decides every result of a comparison, but for what `Key` holds.
 
         Args:
-            options: value of every option, as `permtriton.recipes.resolved` returns them.
+            options: value of every option, as `permtriton.recipe.resolved` returns them.
             ablation: key of `ABLATIONS`, or None.
             tasks: what decides the scores of the tasks; empty without tasks.
         """
@@ -152,25 +153,28 @@ def _draws(yardstick: Yardstick, rows: Sequence[Row], seeds: Sequence[int], ids:
     """
     model = yardstick.dense
     given = None if ids is None else check_samples(model, ids)
-    draws: dict[tuple[CalibrationConfig, int], Samples] = {}
+    draws: dict[tuple[CalibrationConfig, int], Samples | None] = {}
     for row in rows:
         for seed in seeds:
             key = row.config.calibration, seed
             if key not in draws:
                 config = dataclasses.replace(row.config, seed=seed)
-                draws[key] = given or calibration_samples(config, yardstick.tokenizer, model)
+                alone = config.alone and given is None
+                draws[key] = None if alone else given or calibration_samples(config, yardstick.tokenizer, model)
     return draws
 
 
 def _key(row: Row, seed: int, draws: Draws) -> Key:
-    return Key(row.method, row.pattern, row.setting, seed, draws[row.config.calibration, seed].sha256)
+    drawn = draws[row.config.calibration, seed]
+    return Key(row.method, row.pattern, row.setting, seed, "" if drawn is None else drawn.sha256)
 
 
-def _compiled(yardstick: Yardstick, config: CompileConfig, samples: Samples, progress: Progress) -> Measured:
-    """Compiles a copy of the dense model on calibration samples and measures it."""
+def _compiled(yardstick: Yardstick, config: CompileConfig, samples: Samples | None, progress: Progress) -> Measured:
+    """Compiles a copy of the dense model on calibration samples, or on what it writes, and measures it."""
     device = yardstick.dense.device
     started, counted = time.perf_counter(), machine.reset_peak_memory(device)
-    compiled = compile(copy.deepcopy(yardstick.dense), None, config, ids=samples, progress=progress)
+    model = copy.deepcopy(yardstick.dense)
+    compiled = compile_model(model, yardstick.tokenizer, config, ids=samples, progress=progress)
     seconds, peak = time.perf_counter() - started, machine.peak_memory(device) if counted else None
     order = compiled.plan.hidden_order(compiled.indices)
     return yardstick.measured(compiled.model, order, progress, seconds, peak)

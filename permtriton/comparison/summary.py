@@ -33,7 +33,7 @@ def report_of(
 
     Args:
         results: result of each row, the dense model's first.
-        options: value of every option, as `permtriton.recipes.resolved` returns them.
+        options: value of every option, as `permtriton.recipe.resolved` returns them.
         model: name of the dense model.
         ablation: key of `permtriton.comparison.methods.ABLATIONS`, or None.
     """

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from permtriton.data.samples import Samples
 from permtriton.errors import CalibrationError, first_line, reading
+from permtriton.extras import require
 
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp")
 SOUNDS = (".wav",)
@@ -118,10 +119,8 @@ def _stacked(files: list[Path], samples: list[Mapping[str, Tensor]], main: str) 
 
 
 def _images(files: list[Path], processor: Processor) -> list[Mapping[str, Tensor]]:
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise CalibrationError("images need Pillow, which is not installed: pip install pillow") from error
+    require(f"{files[0]}, an image,", "PIL")
+    from PIL import Image
 
     def read(path: Path) -> Any:
         with Image.open(path) as image:

@@ -20,6 +20,7 @@ from permtriton.data.pairs import Pair, are_pairs, paired_windows
 from permtriton.data.samples import Inputs, Samples
 from permtriton.data.tokenize import token_ids
 from permtriton.errors import CalibrationError, first_line, reading, shown
+from permtriton.extras import require
 from permtriton.model.core import DECODER_IDS, takes_decoder_ids
 from permtriton.model.forward import check_length
 from permtriton.model.seq2seq import arguments_of, samples_of
@@ -47,11 +48,16 @@ EVALUATION_WINDOWS = {"c4": 256}  # at most
 JOINED = {"wikitext2": "\n\n"}
 EVALUATION_JOINED = {**JOINED, "c4": " "}
 SURPLUS = 4  # tokens encoded per token drawn, so that the windows are a sample of the documents
+Documents = Sequence[Any]  # each a text, token ids, or a `Pair` of them
 IGNORED = -100  # the label of transformers for a token that does not count
 
 
 def calibration_ids(
-    config: CalibrationConfig, tokenizer: PreTrainedTokenizerBase | None, vocabulary: int, seed: int
+    config: CalibrationConfig,
+    tokenizer: PreTrainedTokenizerBase | None,
+    vocabulary: int,
+    seed: int,
+    documents: Documents | None = None,
 ) -> Tensor:
     """Draws calibration sequences.
 
@@ -59,6 +65,7 @@ def calibration_ids(
         config: Source, number and length of the sequences.
         tokenizer: The model's tokenizer; may be None where the source holds ``input_ids``.
         vocabulary: Number of rows of the model's embedding; every id must be below it.
+        documents: What is drawn from, where it is in memory; the source then only names it.
 
     Returns:
         int64 ``[samples, sequence_length]``: windows that do not overlap.
@@ -68,7 +75,8 @@ def calibration_ids(
     """
     generator = torch.Generator().manual_seed(seed)
     wanted = config.samples * config.sequence_length
-    documents = _documents(config.calibration, HUB_DATASETS, JOINED, "calibration.txt")
+    if documents is None:
+        documents = _documents(config.calibration, HUB_DATASETS, JOINED, "calibration.txt")
     if are_pairs(documents):
         encode = partial(_encode_pair, tokenizer=tokenizer, vocabulary=vocabulary, source=config.calibration)
         length, name = config.sequence_length, config.calibration
@@ -87,7 +95,11 @@ def calibration_ids(
 
 
 def evaluation_ids(
-    source: str, tokenizer: PreTrainedTokenizerBase | None, vocabulary: int, sequence_length: int
+    source: str,
+    tokenizer: PreTrainedTokenizerBase | None,
+    vocabulary: int,
+    sequence_length: int,
+    documents: Documents | None = None,
 ) -> Tensor:
     """Returns held-out text as consecutive windows, int64 ``[windows, sequence_length]``.
 
@@ -96,11 +108,13 @@ def evaluation_ids(
         tokenizer: The model's tokenizer; may be None where the source holds ``input_ids``.
         vocabulary: Number of rows of the model's embedding; every id must be below it.
         sequence_length: Tokens per window; a shorter text gives one shorter window.
+        documents: As for `calibration_ids`.
 
     Raises:
         CalibrationError: As for `calibration_ids`.
     """
-    documents = _documents(source, HUB_EVALUATION, EVALUATION_JOINED, "heldout.txt")
+    if documents is None:
+        documents = _documents(source, HUB_EVALUATION, EVALUATION_JOINED, "heldout.txt")
     if are_pairs(documents):
         encode = partial(_encode_pair, tokenizer=tokenizer, vocabulary=vocabulary, source=source)
         return paired_windows(documents, encode, sequence_length, None, None, source)
@@ -111,13 +125,16 @@ def evaluation_ids(
     return stream[: stream.numel() // length * length].view(-1, length)[: EVALUATION_WINDOWS.get(source)]
 
 
-def calibration_samples(config: CompileConfig, tokenizer: Processor | None, model: PreTrainedModel) -> Samples:
+def calibration_samples(
+    config: CompileConfig, tokenizer: Processor | None, model: PreTrainedModel, documents: Documents | None = None
+) -> Samples:
     """Draws the calibration samples of a compilation.
 
     Args:
         config: Source, number and length of the samples, and the seed of the draw.
         tokenizer: The model's tokenizer; may be None where the source holds ``input_ids``. Of a model that reads images
             or sound, its processor.
+        documents: As for `calibration_ids`.
 
     Raises:
         CalibrationError: As for `calibration_ids` or `permtriton.data.media.media_samples`, or the sequences are
@@ -128,7 +145,8 @@ def calibration_samples(config: CompileConfig, tokenizer: Processor | None, mode
         generator = torch.Generator().manual_seed(config.seed)
         return check_samples(model, media_samples(source, model, tokenizer, count, generator))
     check_length(model, config.calibration.sequence_length)
-    return samples_of(model, calibration_ids(config.calibration, tokenizer, vocabulary_of(model), config.seed))
+    ids = calibration_ids(config.calibration, tokenizer, vocabulary_of(model), config.seed, documents)
+    return samples_of(model, ids)
 
 
 def check_samples(model: PreTrainedModel, inputs: Inputs) -> Samples:
@@ -255,7 +273,8 @@ def _in_vocabulary(ids: Tensor, vocabulary: int, source: str) -> Tensor:
 
 
 def _integers(document: Any, source: str) -> Tensor:
-    if isinstance(document, list) and all(isinstance(i, int) and -(2**63) <= i < 2**63 for i in document):
+    document = document.tolist() if hasattr(document, "tolist") else document
+    if isinstance(document, list | tuple) and all(isinstance(i, int) and -(2**63) <= i < 2**63 for i in document):
         return torch.tensor(document, dtype=torch.int64)
     raise CalibrationError(
         f"{source} holds {shown(document)}: text must be a string, input_ids a list of integers from the vocabulary"
@@ -268,7 +287,7 @@ def _documents(source: str, hub: dict[str, dict], joined: dict[str, str], demo_f
             return [(demo.FOLDER / demo_file).read_text(encoding="utf-8")]
         if source in hub:
             dataset = _from_hub(source, hub[source])
-            documents = dataset[_column(dataset.column_names, source)]
+            documents = dataset[text_column(dataset.column_names, source)]
             return [joined[source].join(documents)] if source in joined else documents
         path = Path(source)
         if not os.path.isfile(source):  # which, unlike Path.is_file, takes names that are too long
@@ -288,6 +307,7 @@ def _documents(source: str, hub: dict[str, dict], joined: dict[str, str], demo_f
 
 
 def _from_hub(name: str, arguments: dict) -> "Dataset":
+    require(f"the text {name}, which the hub has,", "datasets")
     from datasets import load_dataset
 
     try:
@@ -299,7 +319,12 @@ def _from_hub(name: str, arguments: dict) -> "Dataset":
         ) from error
 
 
-def _column(names: Sequence[str], source: str) -> str:
+def text_column(names: Sequence[str], source: str) -> str:
+    """Returns the name of the column that holds token ids or texts.
+
+    Raises:
+        CalibrationError: there is none.
+    """
     for name in ("input_ids", "text"):
         if name in names:
             return name
@@ -307,21 +332,25 @@ def _column(names: Sequence[str], source: str) -> str:
 
 
 def _parquet(path: Path) -> Sequence[Any]:
+    require(str(path), "pyarrow")
     from pyarrow import parquet
 
     with reading(f"{path} is not a readable parquet file", CalibrationError):
         file = parquet.ParquetFile(path)
-        name = _column(file.schema_arrow.names, str(path))
+        name = text_column(file.schema_arrow.names, str(path))
         return file.read([name]).column(name).to_pylist()
 
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise CalibrationError(f"{path} cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         raise CalibrationError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
+    if (place := text.find("\0")) >= 0:
+        raise CalibrationError(f"{path} is no text, or not UTF-8: character {place} is a NUL")
+    return text
 
 
 def _json_lines(path: Path) -> list[str | list[int] | Pair]:

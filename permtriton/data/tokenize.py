@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from permtriton.errors import CalibrationError, reading
+from permtriton.errors import CalibrationError, reading, without_panics
 
 LONGEST_LINE, LONGEST_PIECE = 2**20, 2**24  # characters
 
@@ -26,7 +26,7 @@ def token_ids(text: str, tokenizer: PreTrainedTokenizerBase | None, source: str,
     """
     if tokenizer is None:
         raise CalibrationError(f"{source} holds text, but the model has no tokenizer: give a .jsonl with input_ids")
-    with reading(f"{source} cannot be tokenized by the model's tokenizer", CalibrationError):
+    with reading(f"{source} cannot be tokenized by the model's tokenizer", CalibrationError), without_panics():
         parts = list(pieces(text))
         if len(parts) > 1:
             before, after = _special_tokens(tokenizer)

@@ -44,7 +44,7 @@ class Distill(Training):
         from permtriton.running.state import StateFile
 
         trained = distill(
-            run.model, run.plan, run.samples, run.objective(self), self, run.config, run.progress,
+            run.model, run.plan, run.samples_of(self), run.objective(self), self, run.config, run.progress,
             run.state(StateFile, self.name),
         )  # fmt: skip
         return Outcome("epoch", **trained.report())

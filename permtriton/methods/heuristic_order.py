@@ -153,9 +153,23 @@ def reassigned(scores: Tensor, index: Tensor, slot: int, pattern: NMPattern, gen
     if parts > 1:
         chosen = torch.randperm(len(groups), generator=generator)[: len(groups) // parts * parts].to(groups.device)
     members = groups[chosen]
-    others = [position for position in range(pattern.group) if position != slot]
-    threshold = scores[members[:, others]].topk(pattern.kept, dim=1).values[:, -1]
+    others = [scores[members[:, position]] for position in range(pattern.group) if position != slot]
+    threshold = _largest(others, pattern.kept)
     taken = members[:, slot].view(parts, -1)
     gain = torch.cdist(scores[taken], threshold.view(*taken.shape, -1), p=1)
     groups[chosen, slot] = taken.gather(1, assignment(gain).long()).flatten()
     return groups.flatten()
+
+
+def _largest(values: list[Tensor], place: int) -> Tensor:
+    """Returns, element by element, the value at ``place`` (1 is the largest) of equally shaped tensors.
+
+    For a few large tensors, bubble sort's maxima and minima are much faster than ``torch.topk`` over short rows.
+    """
+    for _ in range(place):
+        highest, rest = values[0], []
+        for value in values[1:]:
+            rest.append(torch.minimum(highest, value))
+            highest = torch.maximum(highest, value)
+        values = rest
+    return highest

@@ -81,7 +81,7 @@ def _singular(name: str) -> CalibrationError:
 
 @torch.no_grad()
 def sparsegpt(weight: Tensor, curvature: Curvature, pattern: NMPattern, mask: Tensor | None) -> Tensor:
-    """Prunes a weight to N:M and updates what is kept, column by column.
+    """Prunes a weight to N:M and updates what is kept, channel by channel.
 
     Args:
         weight: ``[out_features, in_features]``, in the final channel order.
@@ -92,31 +92,50 @@ def sparsegpt(weight: Tensor, curvature: Curvature, pattern: NMPattern, mask: Te
     Returns:
         The new weight, float32 ``[out_features, in_features]``, zero where pruned (a zero may be negative).
     """
-    w, upper = weight.float().clone(), curvature.factor
-    w[:, curvature.dead] = 0
+    # Channels first: what belongs to one channel, or to one group, is then contiguous.
+    w = weight.t().to(torch.float32, memory_format=torch.contiguous_format, copy=True)
+    upper = curvature.factor
+    w[curvature.dead] = 0
     width = COLUMNS_AT_ONCE // pattern.group * pattern.group
     choose = _chooser(pattern, mask)
-    for start in range(0, w.shape[1], width):
-        end = min(start + width, w.shape[1])
-        errors = torch.zeros_like(w[:, start:end])
-        local = upper[start:end, start:end]
-        block = w[:, start:end]
-        for column in range(end - start):
-            if column % pattern.group == 0:
-                group = slice(column, column + pattern.group)
-                keep = choose(start + column, block[:, group], local.diagonal()[group])
-            value = block[:, column]
-            kept = value * keep[:, column % pattern.group]
-            error = (value - kept) / local[column, column]
-            block[:, column:] -= torch.outer(error, local[column, column:])
-            block[:, column] = kept
-            errors[:, column] = error
-        w[:, end:] -= errors @ upper[start:end, end:]
-    return w
+    for start in range(0, len(w), width):
+        end = min(start + width, len(w))
+        block, local = w[start:end], upper[start:end, start:end]
+        errors = torch.empty_like(block)
+        for first in range(0, end - start, pattern.group):
+            last = first + pattern.group
+            inside = local[first:last, first:last]
+            errors[first:last] = _eliminate(block[first:last], inside, choose(start + first, block[first:last], inside))
+            block[last:].addmm_(local[first:last, last:].t(), errors[first:last], alpha=-1)
+        w[end:].addmm_(upper[start:end, end:].t(), errors, alpha=-1)
+    return w.t()
+
+
+def _eliminate(group: Tensor, factor: Tensor, keep: Tensor) -> Tensor:
+    """Prunes the channels of a group one after another, each of which moves its error to those after it.
+
+    Args:
+        group: float32 ``[channels, out_features]``, changed in place.
+        factor: their part of the inverse's Cholesky factor, ``[channels, channels]``.
+        keep: bool, shaped like ``group``.
+
+    Returns:
+        The errors divided by the diagonal of ``factor``, shaped like ``group``, which later groups have to make up for.
+    """
+    errors = torch.empty_like(group)
+    for channel in range(len(group)):
+        kept = group[channel] * keep[channel]
+        errors[channel] = (group[channel] - kept) / factor[channel, channel]
+        group[channel + 1 :].addr_(factor[channel, channel + 1 :], errors[channel], alpha=-1)
+        group[channel] = kept
+    return errors
 
 
 def _chooser(pattern: NMPattern, mask: Tensor | None) -> Callable[[int, Tensor, Tensor], Tensor]:
-    """Returns the function (first column of a group, its weights, diagonal of its factor) -> bool mask of the group."""
+    """Returns the function (first channel of a group, its weights, their part of the factor) -> mask of the group.
+
+    Weights and mask are ``[channels, out_features]``.
+    """
     if mask is not None:
-        return lambda start, weights, diagonal: mask[:, start : start + pattern.group]
-    return lambda start, weights, diagonal: top_n_mask((weights / diagonal).square().T, pattern).T
+        return lambda start, weights, factor: mask[:, start : start + pattern.group].t()
+    return lambda start, weights, factor: top_n_mask((weights / factor.diagonal()[:, None]).square(), pattern)

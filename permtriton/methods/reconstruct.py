@@ -49,7 +49,7 @@ class Reconstruct(Training):
         from permtriton.running.state import StateFile
 
         found = reconstruct(
-            run.model, run.plan, run.dense_weights, run.samples, self, run.config, run.progress,
+            run.model, run.plan, run.dense_weights, run.samples_of(self), self, run.config, run.progress,
             run.state(StateFile, self.name), run.offload,
         )  # fmt: skip
         return Outcome(parts=found.parts, left=found.left)

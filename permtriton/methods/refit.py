@@ -5,7 +5,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, ClassVar
 
 from permtriton.option import documented, option
-from permtriton.step import FLOAT32, Facts, Outcome, Speed, Stage, Step
+from permtriton.step import FLOAT32, GENERATED, Facts, Outcome, Speed, Stage, Step
 
 if TYPE_CHECKING:
     from permtriton.run import Run
@@ -32,6 +32,11 @@ class Refit(Step):
         maximum=1.0,
     )
     iterations: int = option(30, "Most rounds of conjugate gradients per weight; 0 leaves SparseGPT's weights.")
+    generated: bool = option(True, GENERATED)
+
+    @property
+    def reads_generated(self) -> bool:
+        return self.generated
 
     def uses_importance(self) -> bool:
         return False
@@ -57,7 +62,15 @@ class Refit(Step):
         from permtriton.methods.refitting import refit
 
         parts = refit(
-            run.model, run.plan, run.dense_weights, run.samples, run.batch, self, run.config, run.progress, run.empty
+            run.model,
+            run.plan,
+            run.dense_weights,
+            run.samples_of(self),
+            run.batch,
+            self,
+            run.config,
+            run.progress,
+            run.empty,
         )
         return Outcome(parts=parts)
 

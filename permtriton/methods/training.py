@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from permtriton.option import option
-from permtriton.step import Facts, Speed, Stage, Step
+from permtriton.step import GENERATED, Facts, Speed, Stage, Step
 
 
 @dataclass(frozen=True)
@@ -17,6 +17,11 @@ class Training(Step):
     epochs: int = option(20, "Passes over the calibration sequences.", minimum=1)
     learning_rate: float = option(5e-4, "Peak Adam learning rate, with cosine decay to 0.", positive=True)
     batch_size: int = option(8, "Sequences per optimiser step.", minimum=1)
+    generated: bool = option(True, GENERATED)
+
+    @property
+    def reads_generated(self) -> bool:
+        return self.generated
 
     @property
     def gradients(self) -> bool:

@@ -21,6 +21,8 @@ ENCODER_STATE = "encoder_last_hidden_state"  # transformers' name for it among t
 
 def takes_decoder_ids(model: PreTrainedModel) -> bool:
     """Whether a model is an encoder-decoder whose decoder reads token ids. An encoder taken from one is not."""
+    if getattr(model.config, "use_decoder_only_language_model", False):  # BLIP-2's class takes both kinds of models
+        return False
     return DECODER_IDS in inspect.signature(model.forward).parameters
 
 

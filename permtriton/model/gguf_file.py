@@ -5,9 +5,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from permtriton.errors import ConfigError, ModelError, reading
+from permtriton.errors import ModelError, reading
+from permtriton.extras import require
 from permtriton.model.headers import StoredTensor
-from permtriton.model.sizes import check_counts
+from permtriton.model.sizes import check_numbers
 
 SUFFIX = ".gguf"
 COUNTS = {"block_count": "layers", "expert_count": "experts"}  # what GGUF calls the parts that sizes limits
@@ -43,15 +44,12 @@ def read_gguf(path: Path) -> GgufFile:
     """Reads and checks the header of a GGUF file.
 
     Raises:
-        ConfigError: the package gguf is missing.
+        MissingExtraError: a package that reads it is missing.
         ModelError: the file is damaged, or claims far more layers or experts than it names.
     """
-    try:
-        from gguf import GGUFReader
-    except ImportError as error:
-        raise ConfigError(
-            f"{path.name} is read by the package gguf, which is missing: pip install 'permtriton[gguf]'"
-        ) from error
+    require(path.name, "gguf", "accelerate")
+    from gguf import GGUFReader
+
     with reading(f"{path} is not a complete GGUF file, it is damaged or truncated", ModelError):
         file = GGUFReader(path)
         stored = {
@@ -62,5 +60,5 @@ def read_gguf(path: Path) -> GgufFile:
         counts = {COUNTS[end]: field.contents() for end, field in ends.items() if end in COUNTS}
         if not stored:
             raise ModelError(f"{path} holds no tensors: give a GGUF file with weights")
-    check_counts(counts, stored, str(path))
+    check_numbers(counts, stored, str(path))
     return GgufFile(path, stored, "tokenizer.ggml.model" in file.fields)

@@ -18,21 +18,25 @@ from transformers.models.auto import modeling_auto
 from transformers.utils import cached_file
 
 from permtriton import demo
-from permtriton.errors import ConfigError, ModelError, first_line, reading, shown
+from permtriton.errors import ConfigError, ModelError, OutputError, first_line, reading, shown, without_panics
+from permtriton.extras import require
 from permtriton.kernels import autotune
 from permtriton.model.core import check_towers
 from permtriton.model.gguf_file import SUFFIX, GgufFile, in_words, read_gguf
 from permtriton.model.headers import (
     CONFIG_FILE,
+    INDEX_FILE,
     REPORT_FILE,
     StoredTensor,
+    check_regular,
     checkpoint_files,
     read_headers,
     read_json,
 )
 from permtriton.model.modules import is_packed, is_permuted
-from permtriton.model.sizes import build_empty, check_counts
+from permtriton.model.sizes import build_empty, check_numbers
 from permtriton.offload import NO_GPU, Offload
+from permtriton.output_files import disk_error
 
 DTYPES = {"auto": "auto", "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 PICKLED = ("*.bin", "*.pt", "*.pth")
@@ -133,6 +137,7 @@ def load_original(
     Raises:
         ModelError: permtriton compiled the model, its tokenizer or a config could not be saved again, or as
             `load_model` and `load_processor`.
+        OutputError: the folder for temporary files cannot be written, or as `load_model`.
         ConfigError: as `load_model`.
     """
     model = load_model(source, allow_compiled=False, offload=offload)
@@ -150,7 +155,7 @@ def load_model(source: Source, allow_compiled: bool = True, offload: Offload | N
 
     Raises:
         ModelError: no such folder, no config, no safetensors, an unknown class, sizes that do not fit the weights,
-            missing weights, weights that are not finite, or a compiled model that is not accepted.
+            missing weights, weights that are integers or not finite, or a compiled model that is not accepted.
         ConfigError: an unknown dtype, a device that is unknown or missing, or a GPU with ``offload``.
         OutputError: the disk of ``offload`` is full.
     """
@@ -169,8 +174,6 @@ def load_model(source: Source, allow_compiled: bool = True, offload: Offload | N
     model_class = _model_class(source, config)
     if not source.trust_remote_code:  # code of the model's own may not build without memory
         build_empty(model_class, config, stored, source.name)
-    # On a GPU, packed weights stay packed only where they are loaded onto it.
-    placement = {"device_map": str(device)} if _is_compiled(config) else {}
     with (
         reading(f"{source.name} cannot be loaded as {model_class.__name__}", ModelError),
         unchanged_weights(source, also_replaced=True),
@@ -181,9 +184,18 @@ def load_model(source: Source, allow_compiled: bool = True, offload: Offload | N
             dtype=DTYPES[source.dtype],
             use_safetensors=True,
             output_loading_info=True,
-            **placement,
+            ignore_mismatched_sizes=True,  # so that they are in the info; the error of transformers does not name them
+            **_placement(source, config, device),
             **_arguments(source),
             **_dequantizing(source),
+        )
+    if differing := sorted(info["mismatched_keys"]):
+        name, stored_shape, shape = differing[0]
+        raise ModelError(
+            f"{source.name}: {name} has the shape {list(stored_shape)}, but {model_class.__name__} with this "
+            f"config.json needs {list(shape)}"
+            + (f", and {len(differing) - 1} more differ" if differing[1:] else "")
+            + ": a size in config.json is damaged, or it belongs to other weights"
         )
     if missing := sorted(info["missing_keys"]):
         raise ModelError(
@@ -191,11 +203,21 @@ def load_model(source: Source, allow_compiled: bool = True, offload: Offload | N
             + (f" and {len(missing) - 1} more" if missing[1:] else "")
             + f", which {model_class.__name__} needs: the checkpoint is incomplete, or config.json names another class"
         )
+    if stored is not None and source.gguf is None and getattr(config, "quantization_config", None) is None:
+        _check_floating(model, stored)
     check_weights(model)
     if source.gguf is not None:
         model.name_or_path = source.name  # not the folder that the file is in
     autotune.use_beside(Path(source.location))
     return model.to(device).eval()
+
+
+def _placement(source: Source, config: Any, device: torch.device) -> dict[str, str]:
+    """Returns where transformers loads a model: on a GPU, packed weights stay packed only if it loads them there."""
+    if not _is_compiled(config) or device.type == "cpu":
+        return {}
+    require(f"{source.name} on a GPU", "accelerate")
+    return {"device_map": str(device)}
 
 
 @contextmanager
@@ -283,7 +305,7 @@ def load_tokenizer(source: Source) -> PreTrainedTokenizerBase | None:
         ModelError: the folder holds a tokenizer that cannot be loaded, or the connection to the hub is lost.
     """
     try:
-        with reading(f"{source.name}: its tokenizer cannot be loaded", ModelError):
+        with reading(f"{source.name}: its tokenizer cannot be loaded", ModelError), without_panics():
             tokenizer = AutoTokenizer.from_pretrained(source.location, **_arguments(source))
             _check_vocabulary(source, tokenizer)
             return tokenizer
@@ -351,6 +373,22 @@ def check_weights(model: PreTrainedModel) -> None:
             )
 
 
+def _check_floating(model: PreTrainedModel, stored: Mapping[str, StoredTensor]) -> None:
+    """Refuses integers in place of weights: transformers takes quantized weights for large numbers without a config.
+
+    Masks and positions, which old checkpoints hold, are no weights.
+    """
+    parameters = [f".{name}" for name, _ in model.named_parameters()]
+    for name, tensor in stored.items():
+        if tensor.dtype.startswith(("I", "U", "BOOL")) and (
+            name.endswith(".weight") or any(each.endswith(f".{name}") for each in parameters)
+        ):
+            raise ModelError(
+                f"{tensor.file}: {name} is {tensor.dtype}, expected floating-point weights: quantized weights mean "
+                "nothing without their scales, and config.json has no quantization_config; give a dequantized model"
+            )
+
+
 def _is_compiled(config: Any) -> bool:
     """Whether permtriton wrote the weights, which may also have no permtriton.json (`save_pretrained` writes none)."""
     stored = getattr(config, "quantization_config", None)
@@ -367,20 +405,25 @@ def _is_connection_lost(error: BaseException | None) -> bool:
 
 
 def _compiled_already(source: Source) -> ModelError:
-    return ModelError(f"{source.name} was compiled already by permtriton: give the original model")
+    return ModelError(f"{source.name} has already been compiled by permtriton: pass the original model")
 
 
 def _check_saves(source: Source, model: PreTrainedModel, tokenizer: Any) -> None:
     """Refuses now what could not be saved at the end: transformers checks some values of these files only there."""
+    parts = {"config.json": model.config, "tokenizer": tokenizer}
+    if model.can_generate():
+        parts["generation_config.json"] = model.generation_config
     with tempfile.TemporaryDirectory() as folder:
-        with reading(f"{source.name}: its config.json cannot be saved again", ModelError):
-            model.config.save_pretrained(folder)
-        with reading(f"{source.name}: its generation_config.json cannot be saved again", ModelError):
-            if model.can_generate():
-                model.generation_config.save_pretrained(folder)
-        with reading(f"{source.name}: its tokenizer cannot be saved again", ModelError):
-            if tokenizer is not None:
-                tokenizer.save_pretrained(folder)
+        for name, part in parts.items():
+            with reading(f"{source.name}: its {name} cannot be saved again", ModelError):
+                try:
+                    if part is not None:
+                        part.save_pretrained(folder)
+                except Exception as error:  # they raise many kinds
+                    if (reported := disk_error(error)) is None:
+                        raise
+                    problem = f"the folder for temporary files, {tempfile.gettempdir()}, cannot be written"
+                    raise OutputError(f"{problem}: {reported.strerror}") from error
 
 
 def _stored(source: Source) -> dict[str, StoredTensor] | None:
@@ -400,19 +443,21 @@ def _config(source: Source, stored: Mapping[str, StoredTensor] | None) -> Any:
         with reading(f"{source.name}: {missing}", ModelError):
             return AutoConfig.from_pretrained(source.location, **_arguments(source))
     path = source.folder / CONFIG_FILE
-    check_counts(read_json(path), stored, str(path))
+    check_numbers(read_json(path), stored, str(path))
     with reading(f"{source.name}: its config.json cannot be used", ModelError):
         return AutoConfig.from_pretrained(source.location, **_arguments(source))
 
 
 def _check_folder(source: Source) -> None:
-    """Refuses a path that is not a folder, and a folder that is not a model's."""
+    """Refuses a path that is not a folder, and a folder that is not a model's or holds pipes or devices."""
     if source.folder is None:
         if os.path.exists(source.name) or source.name.startswith((".", "/", "~")) or source.name.count("/") > 1:
             raise ModelError(f"{source.name} is not a folder: give a Hugging Face model folder, a hub name, or demo")
-    elif not source.holds(CONFIG_FILE):
+        return
+    check_regular(source.folder)
+    if not source.holds(CONFIG_FILE):
         raise ModelError(f"{source.name} holds no config.json: it is not a Hugging Face model folder")
-    elif source.holds(ADAPTER):
+    if source.holds(ADAPTER):
         raise ModelError(f"{source.name} holds an adapter ({ADAPTER}): merge it into its model and save that first")
 
 
@@ -461,7 +506,7 @@ def _refuse_pickles(source: Source) -> None:
     if source.gguf is not None:
         return
     _check_folder(source)
-    if source.folder is None or any(source.folder.glob("*.safetensors")):
+    if source.folder is None or source.holds(INDEX_FILE) or any(source.folder.glob("*.safetensors")):
         return
     pickles = sorted(file.name for pattern in PICKLED for file in source.folder.glob(pattern))
     content = f"only {pickles[0]}, a pickle, which can run code when it is read" if pickles else "no weights"

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from permtriton.data.samples import Samples
 from permtriton.errors import CalibrationError
-from permtriton.model.core import DECODER_IDS, takes_decoder_ids
+from permtriton.model.core import DECODER_IDS, ENCODER_STATE, takes_decoder_ids
 
 WRITTEN_TOKENS = 64  # that a decoder writes to sound or images that come without text
 
@@ -123,10 +123,11 @@ def _start_token(model: PreTrainedModel) -> int:
 @torch.no_grad()
 def _written(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Tensor:
     """Returns what the model writes to each input, greedily and without an end, int64 ``[rows, WRITTEN_TOKENS]``."""
+    refused = CalibrationError(
+        f"{type(model).__name__} writes no text of its own: give {DECODER_IDS} or labels beside {', '.join(inputs)}"
+    )
     if model.get_output_embeddings() is None:
-        raise CalibrationError(
-            f"{type(model).__name__} writes no text of its own: give {DECODER_IDS} or labels beside {', '.join(inputs)}"
-        )
+        raise refused
     end = getattr(getattr(model, "generation_config", model.config), "eos_token_id", None)
     ends = end if isinstance(end, list) else [] if end is None else [end]
     rows: list[Tensor] = []
@@ -137,7 +138,9 @@ def _written(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Tensor:
         encoded: Any = {}
         while ids.shape[1] < _written_tokens(model):
             output = model(**(encoded or row), decoder_input_ids=ids, use_cache=False)
-            encoded = {"encoder_outputs": (output.encoder_last_hidden_state,)}
+            if ENCODER_STATE not in output:  # as of BLIP-2, which holds an encoder-decoder
+                raise refused
+            encoded = {"encoder_outputs": (output[ENCODER_STATE],)}
             logits = output.logits[:, -1]
             logits[:, ends] = -torch.inf
             ids = torch.cat([ids, logits.argmax(-1, keepdim=True)], 1)

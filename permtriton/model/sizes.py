@@ -16,6 +16,11 @@ from permtriton.model.headers import StoredTensor
 # Entries that say how many parts of a kind there are, for which the config classes and models make lists.
 LAYERS = re.compile(r"(\w+_)?(?<!per_)(layers?|depths?)")
 PARTS = re.compile(r"(\w+_)?(experts?|labels)")
+# Entries that are numbers of at least 0: sizes, counts, and what norms and rotary angles are computed with.
+SIZES = re.compile(
+    r"(num|n)_\w*(layers?|heads?|experts?)(_per_tok)?|(en|de)coder_(layers|attention_heads|ffn_dim)|n_embd|d_(model|ff|kv)"
+    r"|(\w+_)?((hidden|intermediate|vocab)_size|head_dim|eps|epsilon|theta|factor)"
+)
 NO_COUNTS = ("quantization_config", "label2id", "id2label", "task_specific_params")  # whose keys are other names
 MORE_LAYERS = 128  # margin beside the layers that tensors name; Qwen2-VL claims 80 that only bound a window
 MOST_LAYERS, MOST_PARTS = 1000, 100_000  # without weights to compare with; the deepest models have 100 to 200 layers
@@ -24,10 +29,11 @@ MODULES_PER_TENSOR, MORE_MODULES = 50, 10_000
 ELEMENTS_PER_STORED, MORE_ELEMENTS = 16, 2**24  # packed weights have fewer elements than they stand for
 
 
-def check_counts(config: Mapping[str, Any], names: Collection[str] | None, where: str = "config.json") -> None:
-    """Refuses a config with far more layers than the checkpoint names, or more parts of a kind than any model has.
+def check_numbers(config: Mapping[str, Any], names: Collection[str] | None, where: str = "config.json") -> None:
+    """Refuses a config with numbers that no model has, or far more layers than the checkpoint names.
 
-    The config classes make lists of that length, so this comes before they are built.
+    The config classes make lists of as many layers and parts, and what NaN leads to shows only in a model's outputs, so
+    this comes before they are built.
 
     Args:
         config: content of config.json.
@@ -36,11 +42,17 @@ def check_counts(config: Mapping[str, Any], names: Collection[str] | None, where
         where: path of config.json, for errors.
 
     Raises:
-        ModelError: a count is too large; the message names the entry.
+        ModelError: a number is NaN, or a size is negative, too large or no number; the message names the entry.
     """
+    for key, value in _entries(config):
+        nan = isinstance(value, float) and math.isnan(value)
+        if nan or (SIZES.fullmatch(key) and (isinstance(value, str) or not 0 <= value < math.inf)):
+            raise ModelError(f"{where}: {key} is {shown(value)}: expected a finite number of at least 0")
     numbers = [int(number) for name in names or () for number in re.findall(r"\.(\d{1,9})\.", name)]
     largest = max(numbers, default=0)
-    for key, value in _integers(config):
+    for key, value in _entries(config):
+        if not isinstance(value, int):
+            continue
         layers = LAYERS.fullmatch(key) is not None
         if layers and names is not None and value > 4 * largest + MORE_LAYERS:
             raise ModelError(
@@ -82,16 +94,16 @@ def build_empty(model_class: Any, config: Any, stored: Mapping[str, StoredTensor
     return model
 
 
-def _integers(value: Any, key: str = "") -> Iterator[tuple[str, int]]:
-    """Yields every integer in a JSON value with the name of the entry that it stands in."""
+def _entries(value: Any, key: str = "") -> Iterator[tuple[str, int | float | str]]:
+    """Yields every number and text in a JSON value with the name of the entry that it stands in."""
     if isinstance(value, dict):
         for name, inner in value.items():
             if name not in NO_COUNTS:
-                yield from _integers(inner, str(name))
+                yield from _entries(inner, str(name))
     elif isinstance(value, list):
         for inner in value:
-            yield from _integers(inner, key)
-    elif type(value) is int:
+            yield from _entries(inner, key)
+    elif type(value) in (int, float, str):
         yield key, value
 
 

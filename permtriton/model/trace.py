@@ -1,11 +1,12 @@
 """Traces a model to a `torch.fx` graph over the model's own parameters, with the last hidden state as an output."""
 
 import copy
+import inspect
 import io
 import logging
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from itertools import product
@@ -23,6 +24,7 @@ from permtriton.errors import ModelError
 from permtriton.model.branches import Answers, converted, samples_like
 from permtriton.model.core import ENCODER_STATE, check_towers, has_head, recorded_states
 from permtriton.model.forward import without_cache
+from permtriton.model.other_calls import CONTROLS
 from permtriton.model.trace_inputs import examples
 
 OTHER_VALUES = "other_values"  # in the meta of a graph that has the model's channels but computes other values
@@ -83,8 +85,8 @@ def trace(model: PreTrainedModel, sample: Samples | None = None) -> Traced:
     outputs of the graph: as the states between layers, it is the model's own, and its channels may move.
 
     Raises:
-        ModelError: the model does not run on such a sample, cannot be exported by ``torch.export``, draws random
-            numbers, or only compares the outputs of others.
+        ModelError: the model does not run on such a sample by itself, cannot be exported by ``torch.export``, draws
+            random numbers, or only compares the outputs of others.
     """
     check_towers(model)
     samples = [sample] if sample is not None else examples(model)
@@ -103,11 +105,42 @@ def trace(model: PreTrainedModel, sample: Samples | None = None) -> Traced:
             graph_module.meta[OTHER_VALUES] = True
         count = len(exported.graph_signature.user_outputs)
         return Traced(graph_module, tuple(range(count - 1)), count - 1)
+    _check_runs(model, samples)
     raise ModelError(
         f"{type(model).__name__} cannot be traced: {_described(problems[0])}. permtriton needs a model that runs on "
         f"{model.main_input_name} alone, and whose branches do not depend on the values of its inputs; of a model with "
         "towers for text and images, save one tower as a model of its own"
     ) from problems[0]
+
+
+def _check_runs(model: PreTrainedModel, samples: Sequence[Samples]) -> None:
+    """Refuses a model that does not run on any of the samples by itself, either."""
+    called = _on_cpu(_Probed(model, masked=False)).model
+    problems: list[Exception] = []
+    for sample in samples:
+        try:
+            with torch.no_grad(), without_cache(called), _quiet():
+                called(**sample.to(called.device, called.dtype).inputs)
+            return
+        except Exception as error:  # the model's code may raise any kind
+            problems.append(error)
+    tried = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in samples[0].inputs.items())
+    raise ModelError(
+        f"{type(model).__name__} cannot be traced, because it does not run by itself on {tried}: "
+        f"{_described(problems[0])}. {_remedy(model)}"
+    ) from problems[0]
+
+
+def _remedy(model: PreTrainedModel) -> str:
+    main, taken = model.main_input_name, inspect.signature(model.forward).parameters
+    if main == "input_ids" or "input_ids" not in taken:
+        return "Check config.json, and that transformers alone can run the model"
+    more = [name for name, each in taken.items() if name not in CONTROLS | {main} and each.kind is not each.VAR_KEYWORD]
+    return (
+        f"Calibrate it on a mapping of input_ids and {main}, one row for each sample, and what else it needs of "
+        f"{', '.join(more) or 'its inputs'}: in Python by ids=, on the command line by a .safetensors file of these "
+        "tensors"
+    )
 
 
 def _check_not_random(model: PreTrainedModel, graph_module: fx.GraphModule) -> None:

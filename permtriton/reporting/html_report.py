@@ -6,17 +6,21 @@ from typing import Any
 
 from permtriton.checkpoint.forms import read_comparison
 from permtriton.errors import ConfigError
+from permtriton.extras import require
 from permtriton.output_files import check_file
 from permtriton.reporting import pictures, sections
 from permtriton.reporting.compiled import Compiled, read_folders
 from permtriton.reporting.pages import Page, write
 
 
-def report(folders: Sequence[Path], output: Path, *, comparison: Path | None = None, overwrite: bool = False) -> Path:
+def report(
+    folders: Sequence[Path], output: Path | None, *, comparison: Path | None = None, overwrite: bool = False
+) -> Path:
     """Writes a report about one or several compiled folders as one HTML file.
 
     Args:
         folders: outputs of ``permtriton compile`` or ``export``, shown side by side.
+        output: file to write; None for ``FOLDER-report.html`` in the present folder, by the first folder's name.
         comparison: JSON report of ``permtriton compare``, or None.
 
     Returns:
@@ -27,8 +31,10 @@ def report(folders: Sequence[Path], output: Path, *, comparison: Path | None = N
         ModelError: a folder or the comparison is missing or damaged.
         OutputError: the file exists and may not be replaced, or cannot be written.
     """
+    require("a report", "matplotlib", "jinja2")
     if not folders:
         raise ConfigError("no folder: give at least one output of permtriton compile")
+    output = output or Path(f"{folders[0].resolve().name}-report.html")
     check_file(output, overwrite=overwrite)
     found = read_comparison(comparison) if comparison else None
     return write(page_of(read_folders(folders), found), output, overwrite=overwrite)

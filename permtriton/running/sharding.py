@@ -95,6 +95,11 @@ def check_spread(config: CompileConfig, samples: int) -> None:
     """
     if ranks.count() == 1:
         raise ConfigError("--shard spreads weights over several processes: start permtriton with torchrun")
+    if config.writes:
+        raise ConfigError(
+            "the dense model does not write text while its layers are spread over GPUs: give --calibration a text and "
+            "--generated 0, or use GPUs that hold the whole model"
+        )
     if refused := [step.name for step in config.steps if not step.shards]:
         raise ConfigError(
             f"the step {refused[0]} changes weights while the model runs, which is not done with layers that are "

@@ -22,7 +22,8 @@ Value = TypeVar("Value")
 INPUTS = "inputs"  # the text of a state that says which run it belongs to
 NEVER_NEGATIVE = ("step", "exp_avg_sq")  # parts of an optimizer's state
 DIFFERS = {
-    "text": "the calibration sequences are others",
+    "text": "the calibration sequences differ",
+    "generated": "the dense model wrote another text",
     "weights": "the model is another one (its weights or its config differ)",
     "start": (
         "the stages before it ended with other weights, as they may with another number of threads, micro-batch size "
@@ -53,13 +54,16 @@ class StateFile:
         """
         if not self.path.is_file():
             return None
-        stored = self._stored_inputs(self._open()[1])
-        differences = [each for key in self._inputs for each in _differences(key, stored[key], self._inputs[key])]
+        stored = self.value(self._open()[1], INPUTS, dict[str, Any])
+        known = [key for key in self._inputs if key in stored]
+        differences = [each for key in known for each in _differences(key, stored[key], self._inputs[key])]
         if differences:
             raise OutputError(
                 f"state {self.path} belongs to another run: {'; '.join(differences)}. To continue that run, give "
-                "it what it had; to start anew, use --restart (from Python: delete the file)"
+                "it what it had; to start from scratch, use --restart (from Python: delete the file)"
             )
+        if missing := sorted(self._inputs.keys() - {*known, "machine"}):
+            raise self.damaged(f"{INPUTS}.{missing[0]} is missing")
         return str(stored.get("machine"))
 
     def read(self) -> tuple[dict[str, Tensor], dict[str, str]] | None:
@@ -140,7 +144,9 @@ class StateFile:
 
     def damaged(self, problem: str) -> OutputError:
         """Returns the error for a state that cannot be used."""
-        return OutputError(f"state {self.path} is damaged: {problem}; delete the file to start anew, or use --restart")
+        return OutputError(
+            f"state {self.path} is damaged: {problem}; delete the file to start from scratch, or use --restart"
+        )
 
     def delete(self) -> None:
         """Removes the file, once its result is saved elsewhere."""
@@ -155,14 +161,8 @@ class StateFile:
             raise self.damaged(f"it is not a whole safetensors file ({error})") from error
         except OSError as error:
             raise OutputError(
-                f"state {self.path} cannot be read: {error}; make it readable, or delete it to start anew"
+                f"state {self.path} cannot be read: {error}; make it readable, or delete it to start from scratch"
             ) from error
-
-    def _stored_inputs(self, texts: Mapping[str, str]) -> dict[str, Any]:
-        stored = self.value(texts, INPUTS, dict[str, Any])
-        if missing := sorted(self._inputs.keys() - {*stored, "machine"}):
-            raise self.damaged(f"{INPUTS}.{missing[0]} is missing")
-        return stored
 
 
 def _differences(key: str, stored: Any, present: Any) -> list[str]:

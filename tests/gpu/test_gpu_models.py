@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 import permtriton
 from permtriton import NMPattern
 from permtriton.checkpoint.export import export
+from permtriton.compiler import compile_model
 from permtriton.config import CompileConfig
 from permtriton.kernels import autotune, cusparselt
 from permtriton.kernels.sparse_linear import CUSPARSELT, MMA, PACKED, ROUTE_CONFIGS, routed
@@ -137,7 +138,7 @@ def test_searching_and_reconstruction_run_on_the_device(dtype, layout, device):
     options = {"search_rounds": 2, "reconstruct_epochs": 1, "layout": layout}
     config = permtriton.config_from(options, "heuristic,searched,mask,reconstruct")
     ids = torch.randint(0, SIZES["vocab_size"], (8, 64))
-    report = permtriton.compile(llama(dtype).to(device), None, config, ids=ids).report
+    report = compile_model(llama(dtype).to(device), None, config, ids=ids).report
     _, searched, _, reconstruct = report["steps"]
     assert searched["history"][-1]["loss"] < searched["history"][0]["loss"]
     assert all(part["end"] <= part["start"] for part in reconstruct["parts"])

@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from permtriton.data.media import is_media
 from permtriton.data.samples import Inputs, Samples
 from permtriton.data.text import check_inputs
 from permtriton.errors import ConfigError
 from permtriton.evaluation.fidelity import Fidelity, fidelity
 from permtriton.evaluation.perplexity import Stopwatch, perplexity, windows_at_once
+from permtriton.machine import device_name
+from permtriton.model.core import takes_decoder_ids
 from permtriton.model.forward import with_tokens
 from permtriton.model.seq2seq import predicted, with_decoder_ids
 from permtriton.progress import Progress
@@ -34,6 +37,10 @@ class Evaluated:
         window: tokens per window.
         seconds: time of the whole evaluation, the dense model's part included.
         tokens_per_second: speed of the model's own forward passes over the windows.
+        text: name of the held-out text; None without windows.
+        protocol: what was measured on which samples, in words; None without windows.
+        dtype: dtype of the model.
+        device: the machine.
     """
 
     perplexity: float | None
@@ -45,6 +52,16 @@ class Evaluated:
     window: int
     seconds: float
     tokens_per_second: float
+    text: str | None
+    protocol: str | None
+    dtype: str
+    device: str
+
+    def __str__(self) -> str:
+        numbers = {"perplexity": self.perplexity, "dense": self.dense_perplexity, "KL": self.kl, "cosine": self.cosine}
+        found = [f"{name} {value:.4g}" for name, value in numbers.items() if value is not None]
+        found += [f"{task.name} {name} {score.value:.4g}" for task in self.tasks for name, score in task.scores.items()]
+        return ", ".join(found) + (f" on {self.text} ({self.protocol})" if self.text else "")
 
     @property
     def tokens(self) -> int:
@@ -52,11 +69,12 @@ class Evaluated:
         return self.windows * self.window
 
 
-def evaluate(
+def evaluate(  # noqa: PLR0913
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None = None,
     *,
     windows: Inputs | None = None,
+    text: str = "samples",
     dense: PreTrainedModel | None = None,
     hidden_order: Tensor | None = None,
     tasks: "Tasks | None" = None,
@@ -70,6 +88,7 @@ def evaluate(
         tokenizer: its tokenizer, which the tasks need.
         windows: held-out token ids, int64 ``[windows, tokens]``, or other samples as `permtriton.compile` takes them;
             None measures the tasks only.
+        text: name of the windows.
         dense: dense model to compare with on ``windows``; None measures the perplexity only.
         hidden_order: index ``[C]`` from the dense model's channels of the last hidden state to the model's, such as
             ``compiled.plan.hidden_order(compiled.indices)``; None where they did not move.
@@ -108,7 +127,23 @@ def evaluate(
         window,
         seconds=time.perf_counter() - started,
         tokens_per_second=count * window / watch.seconds if watch.seconds else 0.0,
+        text=text if count else None,
+        protocol=_protocol(model, text, count, window, measured) if count else None,
+        dtype=str(model.dtype).removeprefix("torch."),
+        device=device_name(model.device),
     )
+
+
+def _protocol(model: PreTrainedModel, text: str, count: int, window: int, measured: Fidelity) -> str:
+    """Returns in words what was measured on which samples."""
+    if is_media(model, text):
+        return f"{count} samples of {window} positions"
+    windows = f"{count} windows of {window} tokens that do not overlap"
+    if measured.perplexity is None:
+        return windows
+    if takes_decoder_ids(model):
+        return f"{windows}; the encoder reads the first half of each, and the decoder predicts the second"
+    return f"{windows}; the first token of each is not predicted"
 
 
 def _check(

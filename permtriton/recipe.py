@@ -11,9 +11,10 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from permtriton.config import CalibrationConfig, CompileConfig, has_effect
-from permtriton.errors import ConfigError, first_line, reading, shown
+from permtriton.config import CalibrationConfig, CompileConfig, has_effect, why_no_effect
+from permtriton.errors import ConfigError, first_line, near, reading, shown
 from permtriton.methods import steps
+from permtriton.methods.distill import Distill
 from permtriton.methods.heuristic import Heuristic
 from permtriton.methods.learned import Learned
 from permtriton.methods.mask import Mask
@@ -37,10 +38,12 @@ class Recipe:
     Attributes:
         steps: what runs, with the options in which the recipe differs from the steps' defaults.
         summary: what it gives and what it costs, in one line.
+        generated: sequences that the dense model writes per calibration sample, where it can.
     """
 
     steps: tuple[Step, ...]
     summary: str
+    generated: int = 0
 
     @property
     def names(self) -> str:
@@ -50,7 +53,11 @@ class Recipe:
 
 RECIPES: dict[str, Recipe] = {
     DEFAULT: Recipe((Heuristic(), Refit()), "a low perplexity in minutes: exact weights on SparseGPT's mask"),
-    "best": Recipe((Heuristic(), Refit(), Reconstruct()), "the same, then trained layer by layer: minutes to hours"),
+    "best": Recipe(
+        (Heuristic(), Refit(generated=False), Reconstruct(generated=False), Distill(epochs=4)),
+        "the same, then trained layer by layer and as a whole, on text that the model writes: minutes to hours",
+        generated=8,
+    ),
     "fast": Recipe((Heuristic(row_weights="none"), SparseGPT()), "the least time, without a backward pass"),
     "values": Recipe((Heuristic(), Searched(), Mask()), "the best masks where kept weights must keep their values"),
     # The paper's settings and its code's: no base order, random start, clamped logits, one softmax scale, last epoch.
@@ -68,6 +75,21 @@ SMALL: dict[str, Any] = {
     "learn_batch_size": 4,
     "activation_checkpointing": False,
 }
+
+
+def recipes() -> dict[str, dict[str, Any]]:
+    """Returns the recipes and the steps that they are made of, as ``permtriton recipes --json`` prints them.
+
+    Returns:
+        ``recipes``: name -> its ``steps`` and a ``summary``; ``steps``: name -> what it does.
+
+    Example:
+        >>> import permtriton
+        >>> permtriton.recipes()["recipes"]["fast"]["steps"]
+        ['heuristic', 'sparsegpt']
+    """
+    named = {name: {"steps": each.names.split(","), "summary": each.summary} for name, each in RECIPES.items()}
+    return {"recipes": named, "steps": {step.name: step.summary for step in steps.STEPS}}
 
 
 def all_options() -> dict[str, Option]:
@@ -123,12 +145,15 @@ def config_from(
     chosen = next((each for each in (recipe, named) if each is not None), DEFAULT)
     known = all_options()
     if unknown := sorted(set(given) - set(known)):
-        raise ConfigError(f"unknown option {shown(unknown[0])}: the options are {', '.join(sorted(known))}")
+        raise ConfigError(f"unknown option {shown(unknown[0])}{near(unknown[0], known)}")
     for name, value in given.items():  # those of steps that the recipe lacks, too
         known[name].check(known[name].convert(value))
     values = {**(SMALL if model == DEMO else {}), **given}
     if chosen == "published" and values.get("importance") == "ria":
         values.setdefault("learn_learning_rate", RIA_LEARNING_RATE)
+    if isinstance(chosen, str) and chosen in RECIPES:
+        samples = values.get("samples", known["samples"].default)
+        values.setdefault("generated", RECIPES[chosen].generated * samples)
     config = CompileConfig(
         **given_options(CompileConfig, values),
         calibration=CalibrationConfig(**given_options(CalibrationConfig, values)),
@@ -136,6 +161,34 @@ def config_from(
     )
     check_recipe(config)
     return config
+
+
+def build_config(
+    model: str, recipe: str | Sequence[Step] | None, config_file: Path | None, options: Mapping[str, Any]
+) -> CompileConfig:
+    """Lays what a user gave over a file over the recipe.
+
+    Args:
+        model: as for `config_from`.
+        recipe: as for `config_from`.
+        config_file: TOML file of options; None for none.
+        options: values by option name.
+
+    Raises:
+        ConfigError: an unknown option, a bad value, or an option that has no effect.
+    """
+    config = config_from(given_by(config_file, options), recipe, model)
+    check_given(list(options), config)
+    return config
+
+
+def given_by(config_file: Path | None, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what a user gave: options over those of the file.
+
+    Raises:
+        ConfigError: the file cannot be read, or holds a table that is no step's.
+    """
+    return {**(read_config_file(config_file) if config_file else {}), **options}
 
 
 def resolved(options: Mapping[str, Any], model: str = "") -> dict[str, Any]:
@@ -176,8 +229,16 @@ def defaults(option: Option) -> str:
             value = getattr(step, option.field, None)
             if step.name == option.step and value != option.default:
                 texts.append((f"{name}: ", value))
+    if option.name == "generated":
+        texts += [(f"{name}: ", f"{r.generated} per sample") for name, r in RECIPES.items() if r.generated]
     texts += [("demo model: ", SMALL[option.name])] if option.name in SMALL else []
-    return "; ".join(f"{place}{str(value).lower()}" for place, value in texts)
+    return "; ".join(f"{place}{'none' if value == () else str(value).lower()}" for place, value in texts)
+
+
+def suggested_text(config: CompileConfig) -> int:
+    """Returns how many sequences the recipe lets the dense model write where the user does not say."""
+    found = (recipe.generated for recipe in RECIPES.values() if recipe.names == config.recipe)
+    return next(found, 0) * config.calibration.samples
 
 
 def check_given(names: Sequence[str], config: CompileConfig) -> None:
@@ -188,19 +249,8 @@ def check_given(names: Sequence[str], config: CompileConfig) -> None:
     """
     known = all_options()
     for each in (known[name] for name in names if name in known):
-        if has_effect(each, config):
-            continue
-        if each.step:
-            raise ConfigError(
-                f"{each.flag} has no effect with --recipe {config.recipe}: it is an option of the step {each.step}; "
-                f"leave it out, or add {each.step} to the recipe"
-            )
-        if each.needs:
-            other, values = next(iter(each.needs.items()))
-            present, choose = f"--{other} {config.to_dict()[other]}", f"--{other} {' or '.join(values)}"
-            raise ConfigError(f"{each.flag} has no effect with {present}: leave it out, or choose {choose}")
-        why = "which computes no gradients" if each.gradients else "which chooses its own mask"
-        raise ConfigError(f"{each.flag} has no effect with --recipe {config.recipe}, {why}: leave it out")
+        if why := why_no_effect(each, config):
+            raise ConfigError(f"{each.flag} has no effect with {why}")
 
 
 def compile_command(model: str, config: CompileConfig, **running: str | bool | None) -> str:
@@ -233,6 +283,8 @@ def compile_command(model: str, config: CompileConfig, **running: str | bool | N
 
 
 def _flag(option: Option, value: Any) -> list[str]:
+    if option.several:
+        return [word for each in value for word in (option.flag, each)]
     if isinstance(value, bool):
         return [option.flag if value else option.flag.replace("--", "--no-", 1)]
     return [option.flag, Path(value).name if option.name == "calibration" else str(value)]

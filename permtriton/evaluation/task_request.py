@@ -1,5 +1,6 @@
-"""The zero-shot tasks of the commands ``evaluate`` and ``compare``."""
+"""Which zero-shot tasks were asked for?"""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from importlib import metadata
@@ -8,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from permtriton import machine
 from permtriton.errors import ConfigError
+from permtriton.extras import require
 from permtriton.progress import Progress
 
 if TYPE_CHECKING:
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
 class TaskRequest:
     """Which zero-shot tasks to run, as the user wrote it."""
 
-    names: str | None
+    names: str | Sequence[str] | None
     limit: int | None
     folder: Path | None
 
@@ -33,7 +35,8 @@ class TaskRequest:
             if self.limit is not None or self.folder is not None:
                 raise ConfigError("--limit and --tasks-dir have no effect without --tasks: name tasks")
             return None
-        progress.say(f"loading tasks {self.names}")
+        require("--tasks", "lm_eval", "accelerate")
+        progress.say(f"loading tasks {', '.join(self._parts())}")
         from permtriton.evaluation.tasks import Tasks  # imports lm_eval, which takes seconds
 
         return Tasks(self._parts(), self.limit, self.folder)
@@ -55,4 +58,5 @@ class TaskRequest:
         }
 
     def _parts(self) -> list[str]:
-        return [name.strip() for name in (self.names or "").split(",")]
+        names = self.names or ""
+        return [name.strip() for name in (names.split(",") if isinstance(names, str) else names)]

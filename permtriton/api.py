@@ -1,0 +1,300 @@
+"""The functions of ``import permtriton``: what may be asked for, and by which names."""
+
+from collections.abc import Mapping, Sequence
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from permtriton import planning
+from permtriton.bars import Shown, reporter
+from permtriton.checkpoint import export as exporting
+from permtriton.checkpoint.format import Format
+from permtriton.checkpoint.plan_entries import plan_report
+from permtriton.compiled import CompiledModel
+from permtriton.data.in_memory import Data, is_named, selected
+from permtriton.data.media import Processor
+from permtriton.errors import ConfigError, near
+from permtriton.job import DryRun, Job
+from permtriton.model import load
+from permtriton.model.load import Source
+from permtriton.recipe import all_options, build_config
+from permtriton.reporting import html_report
+from permtriton.step import Step
+
+Model = PreTrainedModel | str | Path
+
+
+def compile(  # noqa: PLR0913
+    model: Model,
+    *,
+    recipe: str | Sequence[Step] | None = None,
+    data: Data | None = None,
+    text_column: str | None = None,
+    split: str | None = None,
+    tokenizer: Processor | None = None,
+    eval_data: Data | None = "none",
+    config: str | Path | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    trust_remote_code: bool = False,
+    gguf_file: str | None = None,
+    output: str | Path | None = None,
+    overwrite: bool = False,
+    restart: bool = False,
+    offload: str | Path | None = None,
+    shard: bool | None = None,
+    progress: Shown = False,
+    **options: Any,
+) -> CompiledModel:
+    """Prunes a model to N:M sparsity in the best channel order, as ``permtriton compile`` does.
+
+    Args:
+        model: folder, hub name, .gguf file or ``demo``; or a loaded transformers model, which is changed in place.
+        recipe: ``default``, ``best``, ``fast``, ``values`` or ``published``, or steps: their names separated by commas,
+            or a list of them. `permtriton.recipes` describes them.
+        data: calibration data:
+
+            - a name: ``c4`` (the default), ``wikitext2``, ``pile`` or ``demo``;
+            - a .txt, .jsonl or .parquet file; for a model of images or sound, a folder of files;
+            - a list of texts or of lists of token ids, or a ``datasets.Dataset``; they are joined, and cut into
+              ``samples`` sequences of ``sequence_length`` tokens;
+            - token ids in a tensor ``[samples, tokens]``, a dict of tensors by the names of arguments of the model's
+              ``forward``, or a ``DataLoader`` of batches of either. They are taken as they are: the first ``samples``
+              rows; without ``samples``, all rows of tensors and 128 of a DataLoader.
+        text_column: column of a ``datasets.Dataset``; None for ``input_ids`` or ``text``.
+        split: name of the dataset to take from a ``DatasetDict``.
+        tokenizer: tokenizer or processor of a loaded model; text needs it, and it is saved with the model.
+        eval_data: held-out data, of the same kinds as ``data``, on which the dense and the compiled model are measured
+            for the report; None for ``wikitext2`` (``demo`` for the demo model), ``none`` for no measurement.
+        config: TOML file of options; ``options`` win.
+        device: ``auto`` (a GPU if there is one), ``cpu`` or ``cuda``, for a model that is loaded here.
+        dtype: ``auto`` (the checkpoint's), ``float32``, ``float16`` or ``bfloat16``, for a model that is loaded here.
+        trust_remote_code: whether code that comes with the model may run.
+        gguf_file: name of a GGUF file in the folder or beside the hub name, which is read instead and dequantized.
+        output: folder to write, too. It keeps the state of long stages beside it: after an interruption, the same call
+            continues.
+        overwrite: whether an earlier output may be replaced.
+        restart: whether to start from scratch instead of resuming.
+        offload: folder on a fast disk, for a model on a CPU that is larger than memory.
+        shard: in processes that ``torchrun`` started, whether to spread the weights of layers over the GPUs; None does
+            where one cannot hold them.
+        progress: True draws the bars of the command line; a function is called with each `permtriton.Event`.
+        options: every other option of ``permtriton compile``, with underscores: ``sparsity``, ``samples``,
+            ``sequence_length``, ``layout``, ``ignore``, ``seed``, ``learn_epochs`` and so on; docs/options.md lists
+            them. Texts stand for what they mean on the command line.
+
+    Returns:
+        The compiled model: `CompiledModel.evaluate`, `~CompiledModel.save_pretrained`, `~CompiledModel.push_to_hub`,
+        and its ``report``.
+
+    Raises:
+        PermTritonError: a bad option, model or text, too little memory or disk, or a failed check. A loaded model may
+            then be partly changed.
+
+    Example:
+        >>> import permtriton
+        >>> compiled = permtriton.compile("my-model", data="my-text.txt", recipe="fast", samples=16, sequence_length=32)
+        >>> compiled.report["config"]["recipe"]
+        'heuristic,sparsegpt'
+    """
+    arguments = {**locals()}
+    reports = reporter(arguments.pop("progress"))
+    named = arguments.pop("options")
+    job = _job(**arguments, **named)
+    with job.claimed(reports):
+        compiled = job.run(reports)
+        job.save(compiled, reports)
+    return compiled
+
+
+def dry_run(model: Model, *, progress: Shown = False, **arguments: Any) -> DryRun:
+    """Returns what `compile` would do and what it would need, as ``permtriton compile --dry-run``; changes nothing.
+
+    Args:
+        model: as `compile` takes it.
+        progress: as `compile` takes it.
+        arguments: those of `compile`.
+
+    Raises:
+        PermTritonError: as `compile` up to its plan. Too little memory is no error here, but then no time is measured.
+
+    Example:
+        >>> import permtriton
+        >>> found = permtriton.dry_run("my-model", data="my-text.txt", recipe="fast", samples=16, sequence_length=32)
+        >>> found.forecast.seconds
+        {'calibrate': ..., 'heuristic': ..., 'sparsegpt': ...}
+    """
+    return _job(model, **arguments).dry_run(reporter(progress))
+
+
+def inspect(
+    model: Model, *, trust_remote_code: bool = False, gguf_file: str | None = None, **options: Any
+) -> dict[str, Any]:
+    """Returns what would be pruned, and where each permutation would go, as ``permtriton inspect --json`` prints it.
+
+    Args:
+        model: folder, hub name or ``demo``, of which only the config is read; or a loaded transformers model.
+        trust_remote_code: whether code that comes with the model may run.
+        gguf_file: as `compile` takes it.
+        options: ``sparsity``, ``layout``, ``o_proj``, ``skip_indivisible`` and ``ignore``, as `compile` takes them.
+
+    Returns:
+        ``sites``, ``permutations``, ``skipped`` (what stays dense, and why) and ``barriers``; see docs/formats.md.
+
+    Raises:
+        PermTritonError: a bad option, or a model that cannot be read or traced.
+
+    Example:
+        >>> import permtriton
+        >>> permtriton.inspect("demo", layout="fused")["skipped"]
+        {'model.embed_tokens.weight': 'output head, tied to the embedding'}
+    """
+    chosen = build_config(_name(model), None, None, _parsed(options))
+    if not isinstance(model, PreTrainedModel):
+        model = load.load_empty_model(Source(str(model), trust_remote_code=trust_remote_code, gguf_file=gguf_file))
+    return plan_report(planning.plan_model(model, chosen)[0])
+
+
+def export(
+    folder: str | Path,
+    output: str | Path | None = None,
+    *,
+    format: str = Format.PACKED,
+    overwrite: bool = False,
+    progress: Shown = False,
+) -> dict[str, Any]:
+    """Rewrites a compiled folder in another format, bit for bit the same weights, as ``permtriton export`` does.
+
+    Args:
+        folder: folder that permtriton wrote.
+        output: folder to write; None for ``FOLDER-FORMAT`` in the present folder.
+        format: ``packed``, ``dense`` or ``plain``.
+        overwrite: whether an earlier output of permtriton may be replaced.
+        progress: as `compile` takes it.
+
+    Returns:
+        ``output``, and the entry ``export`` of its ``permtriton.json``: sizes, and how it was compared.
+
+    Raises:
+        PermTritonError: an unknown format, a folder that cannot be read or written, or a failed check.
+
+    Example:
+        >>> import permtriton
+        >>> permtriton.export("my-model-2of4", format="packed")["output"]
+        'my-model-2of4-packed'
+    """
+    target = Path(output or f"{Path(folder).resolve().name}-{format}")
+    result = exporting.export(Path(folder), target, format, overwrite=overwrite, progress=reporter(progress))
+    return {"output": str(target), **result}
+
+
+def report(
+    folders: str | Path | Sequence[str | Path],
+    output: str | Path | None = None,
+    *,
+    comparison: str | Path | None = None,
+    overwrite: bool = False,
+) -> Path:
+    """Writes one HTML page about compiled folders, as ``permtriton report`` does.
+
+    Args:
+        folders: one folder that permtriton wrote, or several, which are shown side by side.
+        output: file to write; None for ``FOLDER-report.html`` in the present folder, by the first folder's name.
+        comparison: JSON report of ``permtriton compare``, whose table is shown, too.
+        overwrite: whether an earlier file may be replaced.
+
+    Returns:
+        The absolute path of the file.
+
+    Raises:
+        PermTritonError: a folder cannot be read, or the file cannot be written.
+
+    Example:
+        >>> import permtriton
+        >>> permtriton.report(["my-model-2of4", "my-model-2of4-fused"], "report.html").name
+        'report.html'
+    """
+    shown = [Path(each) for each in ([folders] if isinstance(folders, str | Path) else folders)]
+    return html_report.report(shown, _path(output), comparison=_path(comparison), overwrite=overwrite)
+
+
+def _job(  # noqa: PLR0913
+    model: Model,
+    recipe: str | Sequence[Step] | None = None,
+    data: Data | None = None,
+    text_column: str | None = None,
+    split: str | None = None,
+    eval_data: Data | None = "none",
+    tokenizer: Processor | None = None,
+    config: str | Path | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    trust_remote_code: bool = False,
+    gguf_file: str | None = None,
+    output: str | Path | None = None,
+    overwrite: bool = False,
+    restart: bool = False,
+    offload: str | Path | None = None,
+    shard: bool | None = None,
+    **options: Any,
+) -> Job:
+    """Returns the job that the arguments of `compile` ask for."""
+    if output is None and (overwrite or restart):
+        raise ConfigError("overwrite and restart have no effect without output: name a folder, or leave them out")
+    given = _parsed(options)
+    data = selected(data, text_column, split)
+    if data is not None and "calibration" in given:
+        raise ConfigError("data and calibration are two names of one thing: give one of them")
+    if is_named(data):
+        given["calibration"], data = str(data), None
+    return Job(
+        _source(model, dtype, device, trust_remote_code, gguf_file),
+        build_config(_name(model), recipe, _path(config), given),
+        data,
+        given.get("samples"),
+        tokenizer,
+        eval_data,
+        _path(output),
+        overwrite=overwrite,
+        restart=restart,
+        shard=shard,
+        offload=_path(offload),
+    )
+
+
+def _source(model: Model, *loading: Any) -> Source | PreTrainedModel:
+    if isinstance(model, str | Path):
+        return Source(str(model), *loading)
+    if not isinstance(model, PreTrainedModel):
+        raise ConfigError(
+            f"model is a {type(model).__name__}: expected a folder, a hub name, demo, or a transformers model"
+        )
+    if Source("", *loading) != Source(""):
+        raise ConfigError(
+            "device, dtype, trust_remote_code and gguf_file have no effect on a loaded model: leave them out"
+        )
+    return model
+
+
+def _path(name: str | Path | None) -> Path | None:
+    return None if name is None else Path(name)
+
+
+def _name(model: Model) -> str:
+    return str(model) if isinstance(model, str | Path) else ""
+
+
+def _parsed(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns options with texts as the values that they stand for on the command line; None is the default.
+
+    Raises:
+        ConfigError: an unknown option; the message names those like it.
+    """
+    known = all_options()
+    arguments = [each for each in signature(compile).parameters if each not in ("model", "options")]
+    for name in options:
+        if name not in known:
+            raise ConfigError(f"unknown option {name}{near(name, [*known, *arguments])}")
+    return {name: known[name].parse(value) for name, value in options.items() if value is not None}

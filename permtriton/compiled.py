@@ -1,0 +1,168 @@
+"""What `permtriton.compile` returns: a pruned model that can be measured, saved and published."""
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import HfApi
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from permtriton.checkpoint.export import check_format, export
+from permtriton.checkpoint.format import Format
+from permtriton.checkpoint.output import claimed, working_folder
+from permtriton.checkpoint.quantizer import checkpoint_config
+from permtriton.checkpoint.save import save_checkpoint
+from permtriton.config import CompileConfig
+from permtriton.data.in_memory import Data
+from permtriton.data.media import Processor
+from permtriton.data.samples import Samples
+from permtriton.errors import OutputError, first_line
+from permtriton.evaluating import Against, evaluate
+from permtriton.evaluation.measure import Evaluated
+from permtriton.model.load import Source
+from permtriton.model.plan import Plan
+from permtriton.offload import Offload
+from permtriton.running.state import StateFile
+
+
+@dataclass
+class CompiledModel:
+    """A pruned model and the record of its compilation.
+
+    Attributes:
+        model: transformers model with N:M weights; in layout ``fused`` some of its norms and linears permute channels.
+        tokenizer: tokenizer or processor of the model, saved with it; None if there is none.
+        config: every option.
+        plan: sites and channel spaces.
+        indices: space name -> unit index from the dense order to the present one, int64 ``[units]``.
+        report: content of ``permtriton.json``, as `permtriton.record.compilation_record` builds it.
+        reference: samples on which a reloaded checkpoint must give the outputs of ``model``.
+        states: files that hold the state of long stages, deleted once the model is saved.
+        offload: where the model's large parameters are; None for memory.
+        source: where the dense model can be read again; None for a model that was given in memory.
+    """
+
+    model: PreTrainedModel
+    tokenizer: Processor | None
+    config: CompileConfig
+    plan: Plan
+    indices: dict[str, Tensor]
+    report: dict[str, Any]
+    reference: Samples
+    states: Sequence[StateFile] = ()
+    offload: Offload | None = None
+    source: Source | None = None
+
+    def evaluate(self, data: Data | None = None, *, against: Against | bool = True, **options: Any) -> Evaluated:
+        """Measures the model: perplexity, distance from the dense model, zero-shot tasks.
+
+        The dense model is not kept while a model is compiled. It is read again from where it came from, for this call
+        only: on a CPU its weights are mapped from their files, on a GPU it needs as much memory as before compiling. A
+        model that was given in memory was changed in place: give a copy of it as ``against``, or the perplexity is
+        measured alone.
+
+        Args:
+            data: held-out text or samples, as `permtriton.evaluate` takes them.
+            against: True for the dense model that was compiled, False for none, or a model, folder or hub name.
+            options: further arguments of `permtriton.evaluate`: text_column, split, tasks, limit, tasks_dir, batch_size
+                and progress.
+
+        Raises:
+            PermTritonError: as `permtriton.evaluate`.
+
+        Example:
+            >>> print(compiled.evaluate("my-heldout.txt"))
+            perplexity ..., dense ..., KL ..., cosine ... on my-heldout.txt (...)
+        """
+        if isinstance(against, bool):
+            against = self.source if against else None
+        order = self.plan.hidden_order(self.indices)
+        return evaluate(self.model, data, against=against, tokenizer=self.tokenizer, hidden_order=order, **options)
+
+    def save_pretrained(self, folder: str | Path, *, format: str | None = None, overwrite: bool = False) -> Path:
+        """Writes a Hugging Face checkpoint with ``permtriton.json``, and verifies it before it is renamed into place.
+
+        Args:
+            folder: folder to write.
+            format: ``packed`` (kept values and positions), ``dense`` (zeros stored, too) or ``plain`` (dense, and
+                refused where transformers alone cannot load it). None for dense. A packed folder is written by way of
+                a dense one beside it, as `permtriton.export` writes it.
+            overwrite: whether an earlier output of permtriton may be replaced.
+
+        Returns:
+            The absolute path of the folder.
+
+        Raises:
+            ConfigError: an unknown format, or ``plain`` in layout ``fused``.
+            OutputError: the folder exists and may not be replaced, or cannot be written.
+            VerificationError: the written checkpoint fails a check; nothing is left behind.
+
+        Example:
+            >>> compiled.save_pretrained("my-model-packed", format="packed").name
+            'my-model-packed'
+        """
+        path = Path(folder)
+        permuted = checkpoint_config(self.model, str(self.config.sparsity)) is not None
+        check_format(format or Format.DENSE, permuted=permuted, what="the compiled model")
+        with claimed(path, overwrite=overwrite):
+            if format != Format.PACKED:
+                save_checkpoint(self, path, overwrite=overwrite)
+            else:
+                with working_folder(path) as place:
+                    dense = save_checkpoint(self, place / path.resolve().name, overwrite=False)
+                    export(dense, path, format, overwrite=overwrite)
+        for state in self.states:
+            state.delete()
+        return path.resolve()
+
+    def push_to_hub(
+        self,
+        repo: str,
+        *,
+        format: str | None = None,
+        private: bool | None = None,
+        token: str | None = None,
+        message: str | None = None,
+    ) -> str:
+        """Saves the model to a temporary folder, verified as `save_pretrained` does, and uploads it to the hub.
+
+        Args:
+            repo: name of the repository, such as ``me/my-model-2of4``; it is made if it is not there.
+            format: as `save_pretrained` takes it.
+            private: whether a new repository is private; None for the default of its owner.
+            token: token of the hub; None for the one of ``hf auth login`` or of ``HF_TOKEN``.
+            message: message of the commit; None for one that names the recipe.
+
+        Returns:
+            The address of the commit.
+
+        Raises:
+            OutputError: the hub refuses the repository or the upload, or cannot be reached.
+            PermTritonError: as `save_pretrained`.
+
+        Example:
+            >>> compiled.push_to_hub("me/my-model-2of4", private=True)
+            'https://...'
+        """
+        api = HfApi(token=token, library_name="permtriton")
+        message = message or f"Pruned to {self.config.sparsity} by permtriton, recipe {self.config.recipe}"
+        with tempfile.TemporaryDirectory(prefix="permtriton-") as place:
+            try:  # before the model is saved: a wrong name or token is found now
+                api.create_repo(repo, private=private, exist_ok=True)
+            except Exception as error:  # the hub client raises many kinds
+                raise _not_pushed(repo, error) from error
+            folder = self.save_pretrained(Path(place, "model"), format=format)
+            try:
+                return str(api.upload_folder(repo_id=repo, folder_path=folder, commit_message=message))
+            except Exception as error:
+                raise _not_pushed(repo, error) from error
+
+
+def _not_pushed(repo: str, error: Exception) -> OutputError:
+    return OutputError(
+        f"{repo} cannot be written on the hub: {first_line(error)}. Check its name, the network, and the token (from "
+        "hf auth login, or HF_TOKEN)"
+    )

@@ -1,0 +1,161 @@
+"""Text that the dense model writes: further samples for the steps that bring a pruned model back to it.
+
+They need no labels but the dense model's own outputs, so its own text is as good as any, and there is no end of it.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain
+from math import ceil, exp
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+
+from permtriton import ranks
+from permtriton.data.media import Processor
+from permtriton.data.samples import Samples
+from permtriton.data.text import vocabulary_of
+from permtriton.errors import CalibrationError
+from permtriton.micro_batch import MicroBatch
+from permtriton.model.core import takes_decoder_ids
+from permtriton.offload import Offload
+from permtriton.progress import Advance, Progress
+
+BEGINNING = 4  # first tokens of a calibration sample, which a text continues
+KEPT = 0.9  # share of the texts that are kept: those of the lowest perplexity
+TOKENS_AT_ONCE = 2**14  # of the texts that are written together, whose keys and values are cached
+
+
+def why_not(model: PreTrainedModel, offload: Offload | None, samples: Samples | None = None) -> str:
+    """Returns why a model cannot write further samples, or the first ones where there are none; empty if it can."""
+    name = type(model).__name__
+    if offload is not None:
+        return "with --offload, each token of a text would take reading all weights from the disk"
+    if takes_decoder_ids(model):
+        return f"{name} is an encoder-decoder, which writes only what belongs to the text that its encoder reads"
+    if not model.can_generate():
+        return f"{name} does not write text, token by token"
+    if model.main_input_name != "input_ids" or (samples is not None and samples.ids is None):
+        return f"{name} writes token ids alone, but reads {samples.name if samples else model.main_input_name}"
+    return ""
+
+
+def written(count: int) -> int:
+    """Returns how many texts are written so that ``count`` are kept."""
+    return ceil(count / KEPT)
+
+
+def texts_at_once(tokens: int) -> int:
+    """Returns how many texts of so many tokens are written together."""
+    return max(TOKENS_AT_ONCE // tokens, 1)
+
+
+def first_token(model: PreTrainedModel, tokenizer: Processor | None) -> int:
+    """Returns the token that a text begins with.
+
+    Where there is none, it is the one that a text ends with, which stands before the next one in training; else the
+    first one that is not special.
+    """
+    vocabulary, config = vocabulary_of(model), model.config.get_text_config()
+    found = (getattr(of, name, None) for name in ("bos_token_id", "eos_token_id") for of in (tokenizer, config))
+    named = (each[0] if isinstance(each, list) and each else each for each in found)
+    special = set(getattr(tokenizer, "all_special_ids", ()))
+    plain = (each for each in range(vocabulary) if each not in special)
+    return next((each for each in chain(named, plain) if isinstance(each, int) and 0 <= each < vocabulary), 0)
+
+
+def beginnings(samples: Samples, count: int, tokens: int) -> Tensor:
+    """Returns the first tokens of samples, in turn, for ``count`` texts to be kept: int64 ``[written, tokens]``."""
+    assert samples.ids is not None, "see `why_not`"
+    return samples.ids[torch.arange(written(count)) % len(samples), :tokens]
+
+
+@torch.no_grad()
+def generated_text(
+    model: PreTrainedModel, starts: Tensor, count: int, tokens: int, seed: int, progress: Progress
+) -> Tensor:
+    """Writes texts with keys and values cached, at temperature 1, and leaves out those of the highest perplexity.
+
+    A text depends on its beginning, the seed and its number only, up to rounding: neither on how many are written
+    together nor on the number of ranks, each of which writes its share.
+
+    Args:
+        model: dense model.
+        starts: what the texts begin with, int64 ``[texts, first tokens]``.
+        count: number of texts to keep.
+        tokens: length of a text.
+
+    Returns:
+        int64 ``[count, tokens]``, on the CPU.
+
+    Raises:
+        CalibrationError: the probabilities of a next token are not finite.
+    """
+    every, length = torch.arange(len(starts)), tokens - starts.shape[1]
+    numbers = torch.rand(len(starts), tokens, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    with progress.stage("generate", ranks.own(every).numel() * length) as advance:
+
+        def write(size: int) -> tuple[Tensor, Tensor]:
+            parts = [_write(model, starts[rows], numbers[rows], advance) for rows in ranks.parts(every, size)]
+            texts, surprises = zip(*parts, strict=True) if parts else ([starts[:0]], [numbers[:0, 0]])
+            return torch.cat(texts), torch.cat(surprises)
+
+        found = MicroBatch(texts_at_once(tokens)).run(write)
+    texts, surprises = (ranks.join(each, len(starts)) for each in found)
+    if not bool(surprises.isfinite().all()):
+        raise CalibrationError(
+            "the text that the dense model writes is not finite: activations overflow (try --dtype "
+            "float32), or the weights are damaged"
+        )
+    kept = surprises.argsort(stable=True)[:count].sort().values
+    perplexity = exp(float(surprises[kept].mean()) / length)
+    progress.say(f"the dense model wrote {len(starts)} texts of {tokens} tokens: {count} are used, of perplexity "
+                 f"{perplexity:.2f}")  # fmt: skip
+    return texts[kept]
+
+
+def _write(model: PreTrainedModel, starts: Tensor, numbers: Tensor, advance: Advance) -> tuple[Tensor, Tensor]:
+    """Returns texts that begin with ``starts`` and are as long as there are numbers, and how surprising each is."""
+    drawing = _Drawing(numbers.to(model.device), advance)
+    plain = GenerationConfig(max_length=numbers.shape[1], do_sample=False, use_cache=True)
+    generate: Any = model.generate
+    starts = starts.to(model.device)
+    with _without_habits(model):
+        texts = generate(starts, plain, LogitsProcessorList([drawing]), attention_mask=torch.ones_like(starts))
+    return texts.cpu(), drawing.surprises.cpu()
+
+
+class _Drawing(LogitsProcessor):
+    """Draws each next token by numbers that are known before, and leaves the model no other choice.
+
+    Args:
+        numbers: from 0 to 1, one per token, float64 ``[texts, tokens]``.
+
+    Attributes:
+        surprises: negative logarithm of the probability of all that was drawn, float64 ``[texts]``.
+    """
+
+    def __init__(self, numbers: Tensor, advance: Advance) -> None:
+        self._numbers, self._advance, self.surprises = numbers, advance, torch.zeros_like(numbers[:, 0])
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        logs = scores.double().log_softmax(-1)
+        sums = logs.exp().cumsum(-1)
+        drawn = torch.searchsorted(sums, self._numbers[:, input_ids.shape[1], None] * sums[:, -1:], right=True)
+        drawn.clamp_max_(scores.shape[-1] - 1)  # where the probabilities are not finite
+        self.surprises -= logs.gather(1, drawn).squeeze(1)
+        self._advance(len(input_ids))
+        return torch.full_like(scores, -torch.inf).scatter_(1, drawn, 0.0)
+
+
+@contextmanager
+def _without_habits(model: PreTrainedModel) -> Iterator[None]:
+    """Inside the context, ``generate`` does nothing that the model's own settings ask for: it ends no text early."""
+    before = model.generation_config
+    model.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = before

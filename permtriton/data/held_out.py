@@ -1,0 +1,50 @@
+"""Which held-out text is a model measured on?"""
+
+from typing import Any
+
+from permtriton.data.in_memory import Data, documents_of, is_named, name_of, tensors_of
+from permtriton.data.media import is_media, media_samples
+from permtriton.data.samples import Inputs
+from permtriton.data.text import check_inputs, evaluation_ids, vocabulary_of
+from permtriton.errors import CalibrationError, MissingExtraError
+from permtriton.model.core import check_towers
+from permtriton.model.forward import max_tokens
+from permtriton.model_name import DEMO
+
+EVALUATION_TOKENS = 2048  # per window, or the model's limit if that is lower
+
+
+def held_out_windows(model_name: str, data: Data | None, tokenizer: Any, model: Any) -> tuple[Inputs | None, str]:
+    """Returns held-out samples and the name of their source, or None and the reason why there are none.
+
+    Args:
+        model_name: name of the model; the demo model is evaluated on the demo text by default.
+        data: demo, wikitext2, c4, a file, or none; of a model that reads images or sound, a folder; or what
+            `permtriton.data.in_memory.documents_of` and `tensors_of` take. None for the default, which may be missing.
+
+    Returns:
+        Token ids, int64 ``[windows, tokens]``, or `Samples`, or None; and the name of the source, or the reason.
+
+    Raises:
+        CalibrationError: the text that the user named cannot be read.
+        ModelError: the model only compares the outputs of others, as CLIP does.
+    """
+    if isinstance(data, str) and data == "none":
+        return None, "turned off by --eval-text (or --eval-data) none"
+    check_towers(model)
+    if model.main_input_name != "input_ids" and data is None:
+        return None, "give --eval-data a folder to compare the hidden states on"
+    documents, name = None, str(data or (DEMO if model_name == DEMO else "wikitext2"))
+    if data is not None and not is_named(data):
+        documents, name = documents_of(data), name_of(data)
+        if documents is None:
+            return check_inputs(model, tensors_of(data, model, None, None)), name
+    elif data is not None and is_media(model, name):
+        return check_inputs(model, media_samples(name, model, tokenizer, None)), name
+    length = min(max_tokens(model) or EVALUATION_TOKENS, EVALUATION_TOKENS)
+    try:
+        return evaluation_ids(name, tokenizer, vocabulary_of(model), length, documents), name
+    except (CalibrationError, MissingExtraError) as error:
+        if data is not None:
+            raise
+        return None, str(error)

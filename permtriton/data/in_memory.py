@@ -1,0 +1,180 @@
+"""How do texts, token ids and tensors that a caller holds in memory become samples?"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Union
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+from transformers import PreTrainedModel
+
+from permtriton.config import CompileConfig
+from permtriton.data.media import Processor
+from permtriton.data.samples import Samples
+from permtriton.data.text import Documents, calibration_samples, text_column
+from permtriton.errors import CalibrationError, ConfigError, shown
+from permtriton.model.core import takes_decoder_ids
+
+if TYPE_CHECKING:
+    from datasets import Dataset, DatasetDict
+
+# What ``data=`` takes: a name or a file (`is_named`), or what is in memory.
+Data = Union[
+    str, Path, Sequence[str], Sequence[int], Sequence[Sequence[int]], Tensor, np.ndarray, Mapping[str, Tensor],
+    Samples, DataLoader, "Dataset", "DatasetDict",
+]  # fmt: skip
+KINDS = (
+    "a name (c4, wikitext2, pile, demo), a file, a list of texts, a datasets.Dataset, token ids in a list or tensor, a "
+    "DataLoader, or a dict of the tensors that the model's forward takes"
+)
+
+
+def is_named(data: object) -> bool:
+    """Whether data are the name of a text, or a file or folder."""
+    return isinstance(data, str | Path)
+
+
+def name_of(data: object) -> str:
+    """Returns what data are called in reports."""
+    return str(data) if is_named(data) else f"{type(data).__name__} in memory"
+
+
+def selected(data: Any, column: str | None = None, split: str | None = None) -> Any:
+    """Returns the documents of a dataset, or of one of a dictionary of datasets; any other data as they are.
+
+    Args:
+        data: what a caller gave.
+        column: column of the dataset; None for ``input_ids`` or ``text``.
+        split: name of the dataset in the dictionary.
+
+    Raises:
+        CalibrationError: there is no such split or column, or the dataset is streamed.
+        ConfigError: a column or a split is named, but has no effect.
+    """
+    if isinstance(data, Mapping) and data and all(hasattr(each, "column_names") for each in data.values()):
+        if split not in data:
+            got = f"split is {shown(split)}" if split is not None else "no split is named"
+            raise CalibrationError(f"{got}, but the dictionary of datasets has {', '.join(data)}: name one of them")
+        data, split = data[split], None
+    if split is not None:
+        raise ConfigError("split has an effect on a dictionary of datasets (DatasetDict) only: leave it out")
+    if not hasattr(data, "column_names"):
+        if column is not None:
+            raise ConfigError("text_column has an effect on a datasets.Dataset only: leave it out")
+        return data
+    if not hasattr(data, "__len__"):
+        raise CalibrationError("a streamed dataset has no length: give a list of its first texts")
+    names = data.column_names
+    if column is not None and column not in names:
+        raise CalibrationError(f"text_column is {shown(column)}, but the Dataset has {', '.join(names)}")
+    return data[column or text_column(names, "the Dataset")]
+
+
+def documents_of(data: Any) -> Documents | None:
+    """Returns the texts, or the lists of token ids, that are cut into sequences.
+
+    Args:
+        data: what `selected` returns; not a name.
+
+    Returns:
+        None where data are tensors, which are samples as they are.
+
+    Raises:
+        CalibrationError: data are of no kind that is known.
+    """
+    if isinstance(data, Tensor | np.ndarray | Mapping | Samples | DataLoader):
+        return None
+    if isinstance(data, Sequence) and len(data):
+        if isinstance(data[0], int):
+            return [data]
+        if isinstance(data[0], str | Sequence | Tensor | np.ndarray):
+            return data
+    raise CalibrationError(f"data is {shown(data)}, a {type(data).__name__}: expected {KINDS}")
+
+
+def tensors_of(data: Any, model: PreTrainedModel, most: int | None, default: int | None) -> Samples:
+    """Returns samples that are made of tensors: one row of each tensor per sample.
+
+    Args:
+        data: tensor of the model's main input (token ids, int64 ``[samples, tokens]``), tensors by the names of
+            arguments of the model's ``forward``, or a loader of batches of either.
+        most: number of samples to take, the first ones; None for all.
+        default: number of samples to take of a loader where ``most`` is None; None for all.
+
+    Raises:
+        CalibrationError: there are fewer samples than ``most``, or the samples of a loader differ in size.
+    """
+    if isinstance(data, Samples):
+        samples = data
+    elif isinstance(data, DataLoader):
+        samples = _joined([_tensors(batch, model) for batch in _first(data, most or default)])[: most or default]
+    else:
+        samples = Samples(_tensors(data, model))
+    if most is not None and len(samples) < most:
+        raise CalibrationError(f"data holds {len(samples)} samples, but {most} are needed: lower samples, or give more")
+    return samples[:most]
+
+
+def _first(loader: DataLoader, rows: int | None) -> Iterator[Any]:
+    """Yields batches until they hold so many rows; what a collator calls a tuple is the batch and its labels."""
+    for batch in loader:
+        batch = batch[0] if isinstance(batch, list | tuple) else batch
+        yield batch
+        if rows is not None:
+            rows -= len(next(iter(batch.values()))) if isinstance(batch, Mapping) else len(batch)
+            if rows <= 0:
+                return
+
+
+def _tensors(data: Any, model: PreTrainedModel) -> dict[str, Tensor]:
+    """Returns the arguments of the model; without labels that it does not read, and masks that mask nothing."""
+    given = data if isinstance(data, Mapping) else {model.main_input_name: data}
+    found = {name: torch.as_tensor(values) for name, values in given.items()}
+    if not takes_decoder_ids(model):
+        found.pop("labels", None)
+    return {
+        name: values for name, values in found.items() if not (name == "attention_mask" and bool((values == 1).all()))
+    }
+
+
+def _joined(batches: list[dict[str, Tensor]]) -> Samples:
+    if not batches:
+        raise CalibrationError("the DataLoader gave no batch: give one that has data")
+    shapes = [{name: tuple(values.shape[1:]) for name, values in batch.items()} for batch in batches]
+    for number, shape in enumerate(shapes):
+        if shape != shapes[0]:
+            raise CalibrationError(
+                f"batch {number + 1} of the DataLoader has samples of the shapes {shape}, the first one {shapes[0]}: "
+                "give samples of one length, without padding"
+            )
+    return Samples({name: torch.cat([batch[name] for batch in batches]) for name in batches[0]})
+
+
+def calibration_of(
+    data: Any,
+    config: CompileConfig,
+    tokenizer: Processor | None,
+    model: PreTrainedModel,
+    most: int | None,
+) -> tuple[Samples, CompileConfig]:
+    """Returns calibration samples from data in memory, and the config that names them.
+
+    Args:
+        data: what `selected` returns; not a name. Texts and lists of token ids are joined and cut into the config's
+            number of sequences; tensors are samples as they are.
+        most: number of samples that the caller asked for; None for the config's number of sequences, or all rows of a
+            tensor.
+
+    Raises:
+        CalibrationError: as `documents_of`, `tensors_of` or `permtriton.data.text.calibration_samples`.
+    """
+    documents, named = documents_of(data), replace(config.calibration, calibration=name_of(data))
+    if documents is not None:
+        config = replace(config, calibration=named)
+        return calibration_samples(config, tokenizer, model, documents), config
+    samples = tensors_of(data, model, most, named.samples)
+    length = samples.longest if samples.is_text else named.sequence_length
+    return samples, replace(config, calibration=replace(named, samples=len(samples), sequence_length=length))

@@ -1,0 +1,325 @@
+"""The functions of ``import permtriton``: what its page and its docstrings show, data of every kind, refusals."""
+
+import doctest
+import inspect
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset, DatasetDict
+from safetensors.torch import load_file
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
+
+import permtriton
+from permtriton import api, compiled
+from permtriton.cli.main import app
+from permtriton.errors import CalibrationError, ConfigError, MemoryTooSmallError, OutputError
+from permtriton.progress import NoProgress
+from permtriton.recipe import all_options
+
+from . import zoo
+from .sentences import SENTENCE, trained_tokenizer
+
+PAGE = (Path(__file__).parent.parent / "docs" / "api.md").read_text(encoding="utf-8")
+TEXTS = [f"{number} {SENTENCE * 3}" for number in range(60)]
+IDS = torch.arange(8 * 16).view(8, 16) % 200
+ONE_HEAD = {"num_attention_heads": 1, "num_key_value_heads": 1}
+QUICK = {"recipe": "mask", "samples": 4, "sequence_length": 16}
+
+
+class Hub:
+    """Stands in for the hub: keeps what is uploaded in a folder of this machine."""
+
+    root, calls = Path(), []
+
+    def __init__(self, token: str | None = None, **_named: object) -> None:
+        self.token = token
+
+    def create_repo(self, repo_id: str, *, private: bool | None, exist_ok: bool) -> None:
+        if "/" not in repo_id:
+            raise ValueError(f"401 Client Error.\nno such owner: {repo_id}")
+        self.calls.append((repo_id, private, exist_ok, self.token))
+
+    def upload_folder(self, *, repo_id: str, folder_path: Path, commit_message: str) -> str:
+        shutil.copytree(folder_path, self.root / repo_id)
+        return f"https://hub/{repo_id}/commit: {commit_message}"
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> Path:
+    """A folder with the models and texts that the page names."""
+    root = tmp_path_factory.mktemp("api")
+    tokenizer = trained_tokenizer()
+    for name, positions in (("my-model", 32), ("Qwen/Qwen3-0.6B", 1024)):
+        model = zoo.tiny_llama(vocab_size=len(tokenizer), max_position_embeddings=positions, **ONE_HEAD)
+        model.save_pretrained(root / name)
+        tokenizer.save_pretrained(root / name)
+    (root / "my-text.txt").write_text("\n\n".join(TEXTS * 40), encoding="utf-8")
+    (root / "my-heldout.txt").write_text("\n\n".join(TEXTS[:8]), encoding="utf-8")
+    return root
+
+
+@pytest.fixture
+def here(models, tmp_path, monkeypatch) -> Path:
+    """A folder of its own with those models, a stand-in for the hub, and wikitext2 from this machine."""
+    for each in models.iterdir():
+        (tmp_path / each.name).symlink_to(each)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(compiled, "HfApi", Hub)
+    monkeypatch.setattr(Hub, "root", tmp_path / "hub")
+    monkeypatch.setattr(Hub, "calls", [])
+    monkeypatch.setattr("permtriton.data.text._from_hub", lambda name, arguments: Dataset.from_dict({"text": TEXTS}))
+    return tmp_path
+
+
+# -- what is shown -------------------------------------------------------------------------------------------------
+
+
+def test_every_block_of_the_page_runs_as_written(here, capsys):
+    blocks = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    assert len(blocks) > 8
+    names: dict[str, object] = {}
+    for block in blocks:
+        exec(compile(block, "docs/api.md", "exec"), names)
+    printed = capsys.readouterr().out
+    assert re.search(r"^perplexity [\d.]+, dense [\d.]+, KL [\d.e-]+, cosine [\d.]+ on wikitext2 \(", printed, re.M)
+    assert "did you mean samples" in printed
+    first = json.loads((here / "qwen-2of4" / "permtriton.json").read_text())
+    assert first["config"]["sparsity"] == "2:4"
+    assert not any("layers.0." in name for name in first["sparsity_by_layer"])
+    assert [call[:2] for call in Hub.calls] == [("me/qwen-2of4", None), ("me/my-model-2of4", True)]
+    published = AutoModelForCausalLM.from_pretrained(here / "hub" / "me" / "qwen-2of4")
+    ours = AutoModelForCausalLM.from_pretrained(here / "qwen-2of4")
+    assert all(torch.equal(a, b) for a, b in zip(published.parameters(), ours.parameters(), strict=True))
+    assert (here / "report.html").read_text().startswith("<!DOCTYPE html>")
+    assert not list(here.glob(".*partial*")) + list(here.glob(".*dense*")), "nothing is left beside the outputs"
+
+
+@pytest.mark.parametrize("name", [*permtriton.__all__, "CompiledModel.evaluate", "CompiledModel.save_pretrained",
+                                  "CompiledModel.push_to_hub"])  # fmt: skip
+def test_public_names_are_described_and_their_examples_run(here, name):
+    value = permtriton
+    for part in name.split("."):
+        value = getattr(value, part)
+    assert name == "__version__" or inspect.getdoc(value), name
+    if name == "__version__" or "Example:" not in inspect.getdoc(value):
+        return
+    names = {"permtriton": permtriton}
+    if "compiled." in inspect.getdoc(value):
+        names["compiled"] = permtriton.compile("my-model", data=TEXTS, **QUICK)
+    if "my-model-2of4" in inspect.getdoc(value):
+        permtriton.compile("my-model", data=TEXTS, output="my-model-2of4", **QUICK)
+        shutil.copytree("my-model-2of4", "my-model-2of4-fused")
+    test = doctest.DocTestParser().get_doctest(inspect.getdoc(value), names, name, None, 0)
+    said: list[str] = []
+    doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test, out=said.append)
+    assert not said, "".join(said)
+    assert test.examples
+
+
+def test_every_name_of_the_page_is_public_and_the_other_way_round():
+    rows = re.findall(r"^\| (`.*?) \|", PAGE, re.MULTILINE)
+    named = {name.partition(".")[0] for row in rows for name in re.findall(r"`(\w[\w.]*)`", row)}
+    assert named == set(permtriton.__all__) - {"__version__", "DryRun", "Evaluated", "Event"}
+    assert dir(permtriton) == sorted(permtriton.__all__)
+    assert permtriton.__version__ == "0.1.0"
+
+
+# -- the same work as the command's ----------------------------------------------------------------------------------
+
+
+def test_python_and_the_command_line_write_the_same(here):
+    options = ["--recipe", "mask", "--samples", "4", "--sequence-length", "16", "--ignore", "*.down_proj"]
+    words = ["compile", "my-model", *options, "--calibration", "my-text.txt", "--eval-text", "my-heldout.txt"]
+    result = CliRunner().invoke(app, [*words, "--output", "by-command"])
+    assert result.exit_code == 0, result.stderr
+    permtriton.compile(
+        "my-model", data="my-text.txt", eval_data="my-heldout.txt", output="by-call", ignore="*.down_proj", **QUICK
+    )
+    first, second = (json.loads((here / name / "permtriton.json").read_text()) for name in ("by-command", "by-call"))
+    changing = ("seconds", "memory")
+    assert {k: v for k, v in first.items() if k not in changing} == {
+        k: v for k, v in second.items() if k not in changing
+    }
+    assert first["evaluation"]["text"] == "my-heldout.txt"
+    assert (here / "by-command" / "model.safetensors").read_bytes() == (
+        here / "by-call" / "model.safetensors"
+    ).read_bytes()
+
+
+def test_compile_names_every_argument_of_the_command():
+    """An option of the command is one of `permtriton.compile`, or says how the command prints."""
+    command = {each.name for each in app.registered_commands[0].callback.__signature__.parameters.values()}
+    named = set(inspect.signature(permtriton.compile).parameters)
+    assert command - named - set(all_options()) == {"eval_text", "dry_run", "devices", "json", "help_all"}
+
+
+# -- data ------------------------------------------------------------------------------------------------------------
+
+
+def shape(data: object, **options: object) -> tuple[list[int], str]:
+    report = permtriton.compile("my-model", data=data, **{**QUICK, **options}).report
+    return report["calibration"]["shape"], report["config"]["calibration"]
+
+
+def test_tensors_are_the_samples_and_texts_are_cut(here):
+    rows = Dataset.from_dict({"input_ids": IDS.tolist(), "text": ["x"] * 8})
+    assert shape(IDS) == ([4, 16], "Tensor in memory")
+    assert shape(IDS, samples=None)[0] == [8, 16]
+    assert shape(IDS.numpy(), samples=8)[0] == [8, 16]
+    assert shape({"input_ids": IDS, "attention_mask": torch.ones_like(IDS), "labels": IDS})[0] == [4, 16]
+    assert shape(DataLoader([{"input_ids": row} for row in IDS], batch_size=3))[0] == [4, 16]
+    assert shape(DataLoader(torch.utils.data.TensorDataset(IDS, IDS), batch_size=3), samples=None)[0] == [8, 16]
+    assert shape(IDS.tolist(), sequence_length=8) == ([4, 8], "list in memory")
+    assert shape(IDS.flatten().tolist(), sequence_length=8)[0] == [4, 8]
+    assert shape(rows, sequence_length=8)[0] == [4, 8]
+    assert shape(DatasetDict({"a": rows}), split="a", sequence_length=8)[0] == [4, 8]
+    assert shape(rows.with_format("torch"), sequence_length=8)[0] == [4, 8]
+
+
+def test_a_dataset_gives_the_texts_of_its_column(here):
+    columns = Dataset.from_dict({"body": TEXTS, "text": ["other"] * len(TEXTS)})
+    run = {"data": columns, **QUICK}
+    by_list = permtriton.compile("my-model", **{**run, "data": TEXTS}).report["calibration"]["sha256"]
+    assert permtriton.compile("my-model", text_column="body", **run).report["calibration"]["sha256"] == by_list
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"data": 3}, "data is 3, a int: expected a name"),
+        ({"data": []}, "data is [], a list"),
+        ({"data": [{"text": "x"}]}, "a list of texts"),
+        ({"data": (text for text in TEXTS)}, "a generator"),
+        ({"data": IDS, "samples": 9}, "data holds 8 samples, but 9 are needed"),
+        ({"data": IDS, "text_column": "text"}, "text_column has an effect on a datasets.Dataset only"),
+        ({"data": "my-text.txt", "split": "train"}, "split has an effect on a dictionary of datasets"),
+        ({"data": Dataset.from_dict({"a": ["x"]})}, "the Dataset has the columns a: one must be text or input_ids"),
+        ({"data": Dataset.from_dict({"a": ["x"]}), "text_column": "b"}, "text_column is 'b', but the Dataset has a"),
+        ({"data": DatasetDict({"a": Dataset.from_dict({"text": ["x"]})})}, "no split is named, but"),
+        ({"data": Dataset.from_dict({"text": ["x"]}).to_iterable_dataset()}, "a streamed dataset has no length"),
+        ({"data": DataLoader([torch.ones(3).long(), torch.ones(4).long()])}, "batch 2 of the DataLoader has samples"),
+        ({"data": {"input_ids": IDS, "attention_mask": IDS % 2}}, "positions are padding"),
+        ({"data": {"words": IDS}}, "words is no argument of LlamaModel"),
+        ({"data": IDS, "calibration": "c4"}, "data and calibration are two names"),
+        ({"data": TEXTS, "samples": "many"}, "samples is 'many': expected an integer of at least 1"),
+        ({"data": TEXTS, "skip_indivisible": "maybe"}, "skip_indivisible is 'maybe': expected true or false"),
+        ({"data": TEXTS, "sparsty": "2:4"}, "unknown option sparsty: did you mean sparsity?"),
+        ({"data": TEXTS, "devise": "cpu"}, "unknown option devise: did you mean device"),
+        ({"data": TEXTS, "learn_epochs": 3}, "--learn-epochs has no effect with --recipe mask"),
+        ({"data": TEXTS, "restart": True}, "no effect without output"),
+        ({"data": TEXTS, "ignore": "*.nothing"}, "ignore: '*.nothing' names no linear of this model"),
+        ({"data": TEXTS, "progress": 3}, "progress is 3: expected True, False, or a function"),
+        ({"data": TEXTS, "model": 3}, "model is a int: expected a folder"),
+        ({"data": TEXTS, "model": zoo.tiny_llama(), "dtype": "float16"}, "no effect on a loaded model"),
+        ({"data": TEXTS, "model": zoo.tiny_llama()}, "holds text, but the model has no tokenizer"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)  # fmt: skip
+def test_refusals(here, options, words):
+    with pytest.raises(permtriton.PermTritonError, match=re.escape(words)) as caught:
+        permtriton.compile(**{"model": "my-model", **QUICK, **options})
+    assert "\n" not in str(caught.value)
+    assert isinstance(caught.value, CalibrationError | ConfigError)
+
+
+# -- progress --------------------------------------------------------------------------------------------------------
+
+
+def test_a_function_gets_every_step(here):
+    events: list[permtriton.Event] = []
+    permtriton.compile("my-model", data=TEXTS, progress=events.append, **{**QUICK, "recipe": "heuristic,mask"})
+    stages = {event.stage for event in events if event.stage}
+    assert {"heuristic", "calibrate"} <= stages
+    for stage in stages:
+        done = [event.done for event in events if event.stage == stage]
+        assert done[0] == 0
+        assert done[-1] == next(event.total for event in events if event.stage == stage)
+    assert "loading my-model" in [event.text for event in events if not event.stage]
+
+
+def test_true_draws_what_the_command_draws_and_false_nothing(here, capfd):
+    permtriton.inspect("my-model")
+    capfd.readouterr()
+    permtriton.compile("my-model", data=TEXTS, **QUICK)
+    assert "loading my-model" not in capfd.readouterr().err
+    permtriton.compile("my-model", data=TEXTS, progress=True, **QUICK)
+    assert "loading my-model" in capfd.readouterr().err
+    mine = NoProgress()
+    assert api.reporter(mine) is mine
+
+
+# -- evaluating ------------------------------------------------------------------------------------------------------
+
+
+def test_the_dense_model_is_read_again_or_given(here, monkeypatch):
+    compiled_model = permtriton.compile("my-model", data=TEXTS, **QUICK)
+    found = compiled_model.evaluate("my-heldout.txt")
+    by_name = permtriton.evaluate(compiled_model.save_pretrained("out"), "my-heldout.txt", against="my-model")
+    assert (found.kl, found.dense_perplexity) == (by_name.kl, by_name.dense_perplexity)
+    assert found.kl > 0
+    assert compiled_model.evaluate("my-heldout.txt", against=False).kl is None
+    model, tokenizer = (kind.from_pretrained("my-model") for kind in (AutoModelForCausalLM, AutoTokenizer))
+    in_memory = permtriton.compile(model, tokenizer=tokenizer, data=TEXTS, **QUICK)
+    alone = in_memory.evaluate(TEXTS[:8])
+    assert (alone.kl, alone.dense_perplexity) == (None, None), "the dense model is gone"
+    assert alone.text == "list in memory"
+    again = AutoModelForCausalLM.from_pretrained("my-model")
+    assert in_memory.evaluate("my-heldout.txt", against=again).kl == pytest.approx(found.kl)
+
+
+def test_a_dense_model_that_does_not_fit_a_gpu_is_refused(here, monkeypatch):
+    compiled_model = permtriton.compile("my-model", data=TEXTS, **QUICK)
+    monkeypatch.setattr(type(compiled_model.model), "device", torch.device("cuda"))
+    monkeypatch.setattr("permtriton.evaluating.available_memory", lambda device: 1000)
+    with pytest.raises(
+        MemoryTooSmallError, match=r"the dense model my-model needs .* beside the other, but 1000 B are"
+    ):
+        compiled_model.evaluate("my-heldout.txt")
+
+
+# -- saving and publishing -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["portable", "fused"])
+def test_a_packed_folder_is_what_export_makes_of_the_dense_one(here, layout):
+    compiled_model = permtriton.compile("my-model", data=TEXTS, layout=layout, **{**QUICK, "recipe": "heuristic,mask"})
+    compiled_model.save_pretrained("dense")
+    compiled_model.save_pretrained("packed", format="packed")
+    permtriton.export("dense", "exported")
+    assert (here / "packed" / "model.safetensors").read_bytes() == (
+        here / "exported" / "model.safetensors"
+    ).read_bytes()
+    assert (
+        load_file(here / "packed" / "model.safetensors").keys()
+        != load_file(here / "dense" / "model.safetensors").keys()
+    )
+    if layout == "fused":
+        with pytest.raises(ConfigError, match="permutes channels at run time"):
+            compiled_model.save_pretrained("plain", format="plain")
+    with pytest.raises(ConfigError, match="format 'zip' is unknown"):
+        compiled_model.save_pretrained("zip", format="zip")
+    with pytest.raises(OutputError, match="packed exists"):
+        compiled_model.save_pretrained("packed", format="packed")
+    assert sorted(path.name for path in here.glob("*")) == sorted(
+        ["my-model", "Qwen", "my-text.txt", "my-heldout.txt", "dense", "packed", "exported"]
+    )
+
+
+def test_publishing(here, monkeypatch):
+    compiled_model = permtriton.compile("my-model", data=TEXTS, **QUICK)
+    assert compiled_model.push_to_hub("me/it", token="secret", private=True).startswith(
+        "https://hub/me/it/commit: Prun"
+    )
+    assert Hub.calls == [("me/it", True, True, "secret")]
+    assert {"config.json", "model.safetensors", "permtriton.json", "README.md"} <= {
+        path.name for path in (here / "hub" / "me" / "it").iterdir()
+    }
+    monkeypatch.setattr(type(compiled_model), "save_pretrained", lambda *_, **__: pytest.fail("it was saved"))
+    with pytest.raises(OutputError, match="it cannot be written on the hub: 401 Client Error"):
+        compiled_model.push_to_hub("it")

@@ -1,0 +1,397 @@
+"""Text that the dense model writes: what it is, which steps read it, and what is refused."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn.functional import log_softmax
+from transformers import PreTrainedModel
+
+import permtriton
+from permtriton import config_from, forecast, memory
+from permtriton import run as running
+from permtriton.compiler import compile_model
+from permtriton.data import generated
+from permtriton.data.generated import beginnings, first_token, generated_text, texts_at_once, written
+from permtriton.data.samples import Samples
+from permtriton.errors import CalibrationError, ConfigError, OutputError
+from permtriton.methods import distillation, reconstruction, refitting
+from permtriton.offload import Offload
+from permtriton.planning import find_plan
+from permtriton.progress import NoProgress, Progress
+from permtriton.recipe import check_given, compile_command
+from permtriton.sparsity import NMPattern
+from permtriton.step import Speed
+
+from . import test_seq2seq, zoo
+from .desk import RUNNER, app
+from .two_ranks import Interrupting
+from .updating import Recording, facts, tiny_model
+
+IDS = zoo.tiny_ids(6, 12)
+OPTIONS = {
+    "generated": 5, "reconstruct_epochs": 1, "distill_epochs": 2, "distill_batch_size": 4, "micro_batch_size": 4,
+    "activation_checkpointing": False,
+}  # fmt: skip
+
+
+def text(model: PreTrainedModel | None = None, count: int = 9, seed: int = 0, to: Progress | None = None) -> Tensor:
+    starts = beginnings(Samples.of(IDS), count, 4)
+    return generated_text(model or tiny_model(), starts, count, 12, seed, to or NoProgress())
+
+
+def surprises(model: PreTrainedModel, ids: Tensor, first: int) -> Tensor:
+    """The negative log-probability of all tokens but the first ones, without a cache: float32 ``[texts]``."""
+    with torch.no_grad():
+        logs = log_softmax(model(input_ids=ids, use_cache=False).logits.float(), -1)
+    return -logs[:, first - 1 : -1].gather(2, ids[:, first:, None]).sum((1, 2))
+
+
+def test_the_text_continues_the_samples_and_depends_on_the_seed_alone(monkeypatch):
+    model = tiny_model()
+    torch.manual_seed(77)
+    before, found = torch.get_rng_state(), text(model)
+    assert (found.shape, found.dtype) == ((9, 12), torch.int64)
+    torch.manual_seed(0)
+    assert torch.equal(text(model), found)
+    torch.manual_seed(77)
+    text(model)
+    assert torch.equal(torch.get_rng_state(), before), "torch's own generator is left alone"
+    assert not torch.equal(text(model, seed=1)[:, 4:], found[:, 4:])
+    assert {tuple(row) for row in found[:, :4].tolist()} <= {tuple(row) for row in IDS[:, :4].tolist()}
+    monkeypatch.setattr(generated, "TOKENS_AT_ONCE", 3 * 12)
+    assert torch.equal(text(model), found), "three at a time"
+
+
+def test_memory_that_runs_out_changes_nothing(monkeypatch):
+    found, write, sizes = text(), generated._write, []
+
+    def scarce(model, starts, *more):
+        sizes.append(len(starts))
+        if len(starts) > 5:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return write(model, starts, *more)
+
+    monkeypatch.setattr(generated, "_write", scarce)
+    assert torch.equal(text(), found)
+    assert max(sizes) > 5
+
+
+def test_the_worst_tenth_is_dropped():
+    model, count = tiny_model(), 18
+    starts = beginnings(Samples.of(IDS), count, 4)
+    assert len(starts) == written(count) == 20
+    every = generated_text(model, starts, len(starts), 12, 0, NoProgress())
+    expected = surprises(model, every, 4).argsort()[:count].sort().values
+    assert torch.equal(text(model, count), every[expected])
+
+
+def test_the_surprises_are_those_of_a_run_without_a_cache():
+    model, starts = tiny_model(), beginnings(Samples.of(IDS), 9, 4)
+    numbers = torch.rand(len(starts), 12, dtype=torch.float64)
+    found, surprise = generated._write(model, starts, numbers, lambda steps=1, note="": None)
+    torch.testing.assert_close(surprise.float(), surprises(model, found, 4), rtol=1e-4, atol=1e-4)
+
+
+def test_tokens_are_drawn_as_often_as_the_model_expects():
+    model, count = zoo.tiny_llama(vocab_size=16), 4000
+    zoo.randomize(model)
+    starts = torch.tensor([[3, 5]]).expand(count, 2)
+    found = generated_text(model, starts, count, 3, 0, NoProgress())[:, 2]
+    with torch.no_grad():
+        expected = model(input_ids=starts[:1]).logits[0, -1].softmax(-1)
+    assert expected.max() < 0.9, "there is something to draw"
+    assert (found.bincount(minlength=16) / count - expected).abs().max() < 4 * (0.25 / count) ** 0.5
+
+
+def test_the_models_own_settings_have_no_part_in_it():
+    """Its end token ends no text, and it is left as it was."""
+    model, found = tiny_model(), text()
+    settings = model.generation_config
+    settings.eos_token_id = list(range(zoo.TINY["vocab_size"]))
+    settings.repetition_penalty, settings.suppress_tokens, settings.do_sample = 3.0, [1, 2, 3], True
+    before, config = settings.to_dict(), facts(model)
+    assert torch.equal(text(model), found)
+    assert model.generation_config is settings
+    assert (settings.to_dict(), facts(model)) == (before, config)
+
+
+def test_progress_counts_tokens():
+    progress = Recording()
+    text(count=9, to=progress)
+    assert sum(progress.steps) == progress.total == 10 * (12 - 4)
+    assert "10 texts of 12 tokens: 9 are used, of perplexity" in progress.lines[0]
+
+
+def test_weights_that_are_damaged_are_named():
+    model = tiny_model()
+    model.get_output_embeddings().weight.data[:] = torch.nan
+    with pytest.raises(CalibrationError, match="not finite"):
+        text(model)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gemma2", "opt", "mixtral"])
+def test_models_write(name):
+    model = zoo.build(name)
+    ids = zoo.token_ids(3, 10)
+    found = generated_text(model, beginnings(Samples.of(ids), 4, 4), 4, 10, 0, NoProgress())
+    assert found.shape == (4, 10)
+
+
+@pytest.mark.parametrize(
+    ("ids", "expected"),
+    [((7, 3), 7), ((None, 3), 3), ((None, [4, 5]), 4), ((10**6, None), 0), ((None, None), 0)],
+)
+def test_the_first_token(ids, expected):
+    model = tiny_model()
+    model.config.bos_token_id, model.config.eos_token_id = ids
+    assert first_token(model, None) == expected
+
+    class Tokenizer:
+        bos_token_id, eos_token_id, all_special_ids = None, None, (0, 1)
+
+    if ids == (None, None):
+        assert first_token(model, Tokenizer()) == 2
+
+
+# -- in a compilation --------------------------------------------------------------------------------------------------
+
+
+def compiled(recipe: str, model: PreTrainedModel | None = None, ids: Tensor | None = IDS, **more) -> object:
+    running = {name: more.pop(name) for name in ("progress", "resume_path", "offload") if name in more}
+    config = config_from({**OPTIONS, **more, "recipe": recipe})
+    return compile_model(model or tiny_model(), None, config, ids=ids, **running)
+
+
+@pytest.fixture
+def read(monkeypatch):
+    """The numbers of samples that steps read."""
+    found = {}
+
+    def watch(module, name: str, place: int) -> None:
+        own = getattr(module, name)
+
+        def watched(*arguments):
+            found[name] = len(arguments[place])
+            return own(*arguments)
+
+        monkeypatch.setattr(module, name, watched)
+
+    watch(refitting, "refit", 3)
+    watch(reconstruction, "reconstruct", 3)
+    watch(distillation, "distill", 2)
+    watch(running, "fisher_information", 3)
+    return found
+
+
+def test_the_steps_that_fit_to_the_dense_model_read_it(read):
+    found = compiled("heuristic,refit,reconstruct,distill")
+    assert read == {"refit": 11, "reconstruct": 11, "distill": 11, "fisher_information": 6}
+    assert found.report["calibration"]["shape"] == [6, 12]
+    assert found.report["generated"]["shape"] == [5, 12]
+    assert found.report["seconds"]["generate"] > 0
+    assert compiled("mask,distill", generated=0).report["generated"] is None
+    assert read["distill"] == 6
+
+
+def test_an_objective_of_the_samples_alone_is_not_taken_for_one_of_all(read):
+    """The search measures the samples; what distillation minimises has the text, too."""
+    found = compiled("searched,mask,distill", search_rounds=1)
+    assert read["distill"] == 11
+    assert len(found.report["steps"][-1]["history"]) == 3
+
+
+def test_it_changes_the_result_and_the_record_repeats_it():
+    models = [tiny_model() for _ in range(3)]
+    first, *_ = (compiled("mask,distill", model, generated=n) for model, n in zip(models, (5, 5, 0), strict=True))
+    weights = [model.state_dict() for model in models]
+    same = [all(torch.equal(weights[0][name], other[name]) for name in other) for other in weights[1:]]
+    assert same == [True, False]
+    assert "--generated 5" in compile_command("m", first.config)
+
+
+def test_an_interrupted_compilation_continues_with_the_same_text(tmp_path, monkeypatch):
+    path, whole, again = tmp_path / "state.safetensors", tiny_model(), tiny_model()
+    compiled("refit,distill", whole)
+    with pytest.raises(KeyboardInterrupt):
+        compiled("refit,distill", tiny_model(), resume_path=path, progress=Interrupting("distill", 5))
+    state = tmp_path / "state.generated.safetensors"
+    assert load_file(state)["text"].shape == (5, 12)
+    monkeypatch.setattr("permtriton.preparing.generated_text", lambda *_: pytest.fail("written again"))
+    compiled("refit,distill", again, resume_path=path)
+    for name, tensor in whole.state_dict().items():
+        assert torch.equal(tensor, again.state_dict()[name]), name
+
+
+def test_text_of_another_run_is_refused(tmp_path):
+    path = tmp_path / "state.safetensors"
+    compiled("mask,distill", resume_path=path)
+    with pytest.raises(OutputError, match="belongs to another run: seed was 0 and is 1"):
+        compiled("mask,distill", resume_path=path, seed=1)
+    state, trained = (path.with_suffix(f".{name}.safetensors") for name in ("generated", "distill"))
+    state.unlink()
+    own = permtriton.preparing.generated_text
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("permtriton.preparing.generated_text", lambda *a: own(*a).roll(1, 0))
+        with pytest.raises(OutputError, match=r"distill.* belongs to another run: the dense model wrote another text"):
+            compiled("mask,distill", resume_path=path)
+    assert trained.is_file()
+
+
+@pytest.mark.parametrize("damage", ["shape", "dtype", "negative", "outside", "missing"])
+def test_damaged_text_is_refused(tmp_path, damage):
+    path = tmp_path / "state.safetensors"
+    compiled("mask,distill", resume_path=path, distill_epochs=1)
+    state = path.with_suffix(".generated.safetensors")
+    inputs = _inputs(state)
+    ids = load_file(state)["text"]
+    damaged = {
+        "shape": ids[1:], "dtype": ids.float(), "negative": ids - ids.max() - 1, "outside": ids + 10**6, "missing": ids,
+    }[damage]  # fmt: skip
+    save_file({"other" if damage == "missing" else "text": damaged.contiguous()}, state, {"inputs": inputs})
+    with pytest.raises(OutputError, match="is damaged: its text is not 5 x 12 token ids; delete the file"):
+        compiled("mask,distill", resume_path=path, distill_epochs=1)
+
+
+def _inputs(state) -> str:
+    content = state.read_bytes()
+    return json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])["__metadata__"]["inputs"]
+
+
+# -- without a text ----------------------------------------------------------------------------------------------------
+
+
+def test_without_a_text_the_model_writes_all(read):
+    model = tiny_model()
+    model.config.bos_token_id = 7
+    found = compiled(
+        "heuristic,refit,distill", model, None, calibration="none", generated=8, sequence_length=10, samples=128
+    )
+    assert read == {"refit": 8, "distill": 8, "fisher_information": 8}
+    assert found.report["calibration"]["shape"] == [8, 10]
+    assert found.report["generated"] is None
+    first = generated_text(tiny_model(), torch.full((9, 1), 7), 8, 10, 0, NoProgress())
+    assert found.report["calibration"]["sha256"] == Samples.of(first).sha256
+
+
+def test_without_a_text_masks_alone_are_possible():
+    found = compiled("heuristic,mask", None, None, calibration="none", generated=8, sequence_length=10)
+    assert found.report["calibration"]["shape"] == [8, 10]
+
+
+def test_no_text_at_all_is_refused():
+    with pytest.raises(ConfigError, match="say how many sequences by --generated"):
+        compiled("mask,distill", ids=None, calibration="none", generated=0)
+    with pytest.raises(ConfigError, match="but samples were given"):
+        compiled("mask,distill", calibration="none")
+
+
+# -- what cannot write -------------------------------------------------------------------------------------------------
+
+
+def bert() -> PreTrainedModel:
+    return zoo.build("bert", vocab_size=zoo.TINY["vocab_size"], num_hidden_layers=1)
+
+
+def t5() -> PreTrainedModel:
+    return test_seq2seq.build("t5")
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [(bert, "BertModel does not write text"), (t5, "T5.* is an encoder-decoder")],
+    ids=["encoder", "encoder-decoder"],
+)
+def test_models_that_cannot_write_are_refused(make, words):
+    with pytest.raises(ConfigError, match=f"--generated 5: {words}.*--generated 0"):
+        compiled("mask,distill", make())
+    with pytest.raises(ConfigError, match=f"--calibration none: {words}.*Give a text"):
+        compiled("mask,distill", make(), None, calibration="none", sequence_length=10)
+
+
+def test_samples_of_more_than_tokens_are_refused():
+    inputs = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
+    with pytest.raises(ConfigError, match=r"--generated 5: .* reads input_ids\+attention_mask"):
+        compiled("mask,distill", ids=inputs)
+
+
+def test_an_offload_folder_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"--generated 5: with --offload, each token"):
+        compiled("mask,reconstruct", offload=Offload(tmp_path))
+
+
+def test_a_recipe_that_asks_for_it_runs_without_it_where_it_must(read):
+    """The user asked for nothing, so that nothing is refused."""
+    progress = Recording()
+    config = config_from({"recipe": "best", "samples": 6, "distill_epochs": 1, "reconstruct_epochs": 1})
+    assert config.generated > 0
+    found = compile_model(bert(), None, config, ids=IDS, progress=progress)
+    assert "no text is generated: BertModel does not write text" in "\n".join(progress.lines)
+    assert found.config.calibration.generated == 0
+    assert found.report["generated"] is None
+
+
+def test_time_and_memory_of_writing():
+    """Nine texts of twelve tokens are kept of ten, which are written together; refitting reads fifteen samples."""
+    model, samples = tiny_model(), Samples.of(IDS)
+    plan = find_plan(model, NMPattern(2, 4))
+
+    def of(recipe: str, **more) -> tuple[dict[str, float], dict[str, dict[str, int]]]:
+        config = config_from({"recipe": recipe, "generated": 9, **more})
+        here = memory.Devices.of(torch.device("cpu"))
+        needs = memory.estimate(model, plan, config, samples, None, here)
+        facts = memory.facts_of(model, plan, config, samples)
+        return forecast.stage_seconds(config, facts, Speed(6.0, 6.0, 0.0, 0.0, 2.0), 0), needs.stages
+
+    seconds, stages = of("mask,distill", distill_epochs=3)
+    assert (seconds["generate"], seconds["distill"]) == (12 * 2.0, 3 * 15.0)
+    plain_seconds, plain = of("mask,distill", distill_epochs=3, generated=0)
+    assert "generate" not in plain_seconds
+    assert plain_seconds["distill"] == 3 * 6.0
+    assert stages["distill"]["targets"] == plain["distill"]["targets"] * 15 // 6
+    cached = texts_at_once(12) * 12 * 2 * 2 * 8 * 4  # two layers, keys and values, two heads of four channels, float32
+    assert stages["generation"]["keys and values"] == cached
+    assert "generation" not in plain
+    assert of("mask")[1].keys() == of("mask", generated=0)[1].keys()
+    both = "mask,distill", "mask"
+    assert forecast.measure(model, plan, config_from({"recipe": both[0], "generated": 9}), samples).token > 0
+    assert forecast.measure(model, plan, config_from({"recipe": both[1], "generated": 9}), samples).token == 0
+
+
+def test_the_dry_run_says_how_long_writing_takes(model_folder, tmp_path):
+    arguments = [
+        "compile", str(model_folder), "--recipe", "mask,distill", "--calibration", "none", "--generated", "4",
+        "--sequence-length", "16", "--dry-run", "--json", "--eval-text", "none", "--output", str(tmp_path / "out"),
+    ]  # fmt: skip
+    result = RUNNER.invoke(app, arguments)
+    assert result.exit_code == 0, result.stderr
+    report = json.loads(result.stdout)
+    assert report["seconds"]["stages"]["generate"] > 0
+    assert "keys and values" in report["memory"]["stages"]["generation"]
+
+
+def test_the_command_line_repeats_itself(model_folder, tmp_path):
+    arguments = [
+        "compile", str(model_folder), "--recipe", "mask,distill", "--calibration", "none", "--generated", "4",
+        "--distill-epochs", "1", "--sequence-length", "16", "--eval-text", "none",
+    ]  # fmt: skip
+    result = RUNNER.invoke(app, [*arguments, "--output", str(tmp_path / "out")])
+    assert result.exit_code == 0, result.stderr
+    record = json.loads((tmp_path / "out" / "permtriton.json").read_text())
+    assert "--calibration none --sequence-length 16 --generated 4" in record["command"]
+    assert not list(tmp_path.glob("*generated*"))
+    result = RUNNER.invoke(app, [*arguments, "--samples", "3", "--output", str(tmp_path / "other")])
+    assert (result.exit_code, "--samples has no effect" in result.stderr) == (2, True)
+
+
+def test_options_without_an_effect():
+    fast = config_from({"recipe": "fast", "generated": 3})
+    with pytest.raises(ConfigError, match=r"--generated has no effect with --recipe heuristic,sparsegpt, none of"):
+        check_given(["generated"], fast)
+    assert (fast.generated, fast.writes) == (0, 0)
+    alone = config_from({"recipe": "fast", "calibration": "none", "generated": 3, "samples": 5})
+    with pytest.raises(ConfigError, match=r"--samples has no effect with --calibration none"):
+        check_given(["generated", "samples"], alone)
+    assert (alone.generated, alone.writes) == (0, 3)
