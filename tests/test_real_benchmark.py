@@ -127,7 +127,7 @@ def test_seeds_have_calibration_of_their_own(stand, tmp_path):
 @pytest.mark.parametrize("row", OURS)
 def test_our_rows_are_commands_of_permtriton(row, monkeypatch):
     jobs = []
-    monkeypatch.setattr(compile_command, "run", jobs.append)
+    monkeypatch.setattr(compile_command, "run", lambda job, json: jobs.append(job))
     words = command(row, Job(Path("model"), Path("ids.safetensors"), 32, 512, 1, Path("peers")), Path("out"))
     assert words[:3] == [sys.executable, "-m", "permtriton"]
     result = RUNNER.invoke(app, words[3:])
