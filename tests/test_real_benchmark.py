@@ -1,6 +1,7 @@
 """The benchmark of a real model: which commands it runs, what it counts, and how it continues."""
 
 import json
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -82,6 +83,7 @@ def test_rows_are_written_one_by_one_and_kept(stand):
     dense, fast, peer = report["rows"]
     assert "pruning" not in dense
     assert fast["method"] == "--recipe fast"
+    assert re.fullmatch(r"[0-9a-f]{7,}\+?|unknown", fast["pruning"].pop("commit"))
     assert fast["pruning"] == {"seconds": 2.0, "cpu_seconds": 1.0, "peak_bytes": 5, "stages": {"prove": 3.0}}
     assert peer["pruning"]["stages"] == {"method": 4.5}
     assert fast["evaluation"]["perplexity"] == 7.0
@@ -125,7 +127,7 @@ def test_seeds_have_calibration_of_their_own(stand, tmp_path):
 @pytest.mark.parametrize("row", OURS)
 def test_our_rows_are_commands_of_permtriton(row, monkeypatch):
     jobs = []
-    monkeypatch.setattr(compile_command, "run", jobs.append)
+    monkeypatch.setattr(compile_command, "run", lambda job, json: jobs.append(job))
     words = command(row, Job(Path("model"), Path("ids.safetensors"), 32, 512, 1, Path("peers")), Path("out"))
     assert words[:3] == [sys.executable, "-m", "permtriton"]
     result = RUNNER.invoke(app, words[3:])
@@ -219,5 +221,5 @@ def test_table():
         "",
     ]
     assert "8 windows" in lines[7]
-    assert lines[7].endswith("peers: nvidia-modelopt 0.47.0. Other work ran.")
+    assert lines[7].endswith("peers: nvidia-modelopt 0.47.0. Note: other work ran.")
     assert lines[-2] == report["command"]

@@ -105,7 +105,7 @@ def measured(
         if "pruning" in kept and folder.is_dir():
             row["pruning"] = kept["pruning"]
         elif name != DENSE:
-            row["pruning"] = _pruned(name, job, folder, args.threads)
+            row["pruning"] = {**_pruned(name, job, folder, args.threads), "commit": _commit()}
         script = [sys.executable, "-m", "benchmarks.real.evaluate"]
         cost, printed = run([*script, folder, job.model, held_out, windows, args.kl_windows], args.threads)
         row["evaluation"] = {**json.loads(printed.splitlines()[-1]), "windows": windows, **cost}
@@ -141,6 +141,12 @@ def run(words: Sequence[object], threads: int) -> tuple[dict[str, float], str]:
     if done.returncode:
         raise subprocess.CalledProcessError(done.returncode, str(words[0]), printed or cost)
     return json.loads(cost), printed
+
+
+def _commit() -> str:
+    """Returns the commit of the code, with a plus where it was changed since."""
+    words = ["git", "-C", str(ROOT), "describe", "--always", "--exclude", "*", "--dirty=+"]
+    return subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
 
 
 def _last_line(text: str) -> str:

@@ -44,7 +44,7 @@ def _caption(report: Mapping[str, Any], windows: int) -> str:
     samples, length = report["inputs"]["calibration"]
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     peers = "; ".join(", ".join(line.replace("==", " ") for line in lines) for lines in report["peers"].values())
-    note = f" {report['note'].capitalize()}." if report["note"] else ""
+    note = f" Note: {report['note']}." if report["note"] else ""
     return (
         f"Perplexity on {windows} windows of WikiText-2's test split; calibration {samples} x {length} tokens of its "
         f"validation split, the same ids for all. Gap: log(perplexity / dense) as a share of that of {WHOLE_GAP}. "
