@@ -21,6 +21,7 @@ sys.path.insert(0, str(ROOT))  # python benchmarks/readme_tables.py has only its
 
 from benchmarks.architectures import table as architectures  # noqa: E402
 from benchmarks.gpu import table as gpu  # noqa: E402
+from benchmarks.real import table as real  # noqa: E402
 from permtriton.cli.main import app  # noqa: E402
 from permtriton.kernels.tools.issue_floor import GPUS  # noqa: E402
 from permtriton.recipe import all_options, defaults  # noqa: E402
@@ -232,6 +233,7 @@ TABLES = {
     "gpu-commands": lambda: f"```\n{gpu.plan()}\n```",
     "gpu": lambda: gpu.markdown(gpu.read(RESULTS / "gpu.json")),
     "issue-floor": lambda: issue_floor_table("issue-floor.json"),
+    "real": lambda: real.markdown(_load("real-smollm2-cpu.json")),
     "demo-recipe": lambda: comparison_table("compare-demo-recipe.json"),
     "refit": lambda: refit_table(*(f"compare-demo-refit{each}.json" for each in ("", "-share"))),
     "learning-step": lambda: learning_step_table("learning-step-cpu.jsonl"),

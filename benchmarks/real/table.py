@@ -18,7 +18,7 @@ def markdown(report: Mapping[str, Any]) -> str:
         rows.setdefault(row["name"], []).append(row)
     measured = {name: [row["evaluation"] for row in found] for name, found in rows.items() if "error" not in found[0]}
     means = {name: fmean(each["perplexity"] for each in found) for name, found in measured.items()}
-    lines = [HEADING, "|".join(["---"] * (HEADING.count("|") + 1))]
+    lines = [HEADING, " | ".join(["---"] * (HEADING.count("|") + 1))]
     for name, found in rows.items():
         if name not in means:
             lines.append(f"{name} | does not run here: {found[0]['error']} | | | |")
