@@ -68,11 +68,13 @@ _PLANS: dict = {}  # of this process
 
 
 @pytest.fixture(autouse=True)
-def _traced_once(monkeypatch):
+def _traced_once(monkeypatch, request):
     """Compilations trace equal models once: tracing takes half of the time of compiling a tiny model.
 
-    Tests of the trace and of the plan call `plan_model` and what it calls themselves.
+    Tests of the trace and of the plan call `plan_model` and what it calls themselves, or are marked `plans`.
     """
+    if request.node.get_closest_marker("plans"):
+        return
 
     def plan_model(model, config, samples):
         key = _traced(model, config, samples)

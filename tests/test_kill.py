@@ -58,6 +58,7 @@ for line in sys.stdin:
     job = json.loads(line)
     child = os.fork()
     if not child:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup, which may have started the tests, ignores it
         compile(**job)
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """

@@ -157,6 +157,7 @@ def test_a_call_off_the_path_is_found_and_verified(name, argument, tmp_path):
     assert report["proof"]["verified_inputs"] == ["input_ids", argument]
 
 
+@pytest.mark.plans
 def test_a_call_that_changes_is_refused(monkeypatch):
     """Where the plan overlooks a parameter, the comparison on images still finds it."""
     monkeypatch.setattr(Unseen, "reach", lambda *_: "")
