@@ -229,7 +229,7 @@ def default_tiles(of: launch.Launch) -> list[dict[str, int]]:
 
 @needs_triton
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("group", [2, 3, 4, 6, 8, 12, 16, 32])
+@pytest.mark.parametrize("group", [2, 4, 6, 32, *(pytest.param(g, marks=pytest.mark.slow) for g in (3, 8, 12, 16))])
 class TestDefaultLaunchesOfNmMask:
     """What runs without autotuning is a default build, which the doctor holds to be free of spills."""
 

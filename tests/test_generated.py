@@ -65,6 +65,7 @@ def test_the_text_continues_the_samples_and_depends_on_the_seed_alone(monkeypatc
     assert torch.equal(text(model), found), "three at a time"
 
 
+@pytest.mark.slow
 def test_memory_that_runs_out_changes_nothing(monkeypatch):
     found, write, sizes = text(), generated._write, []
 

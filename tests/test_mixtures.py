@@ -13,7 +13,12 @@ from . import zoo
 SUPPORTED = ("mixtral", "qwen3_moe", "qwen2_moe", "olmoe")
 
 
-@pytest.fixture(scope="module", params=[(n, layout) for n in SUPPORTED for layout in ("portable", "fused")], ids=str)
+CASES = [(name, layout) for name in SUPPORTED for layout in ("portable", "fused")]
+ALWAYS = {("mixtral", "portable"), ("qwen2_moe", "fused")}  # the others are slow
+PARAMS = [case if case in ALWAYS else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+
+
+@pytest.fixture(scope="module", params=PARAMS, ids=str)
 def case(request, tmp_path_factory):
     name, layout = request.param
     folder = tmp_path_factory.mktemp(f"{name}-{layout}")

@@ -58,6 +58,7 @@ def saving(desk: Desk, *more: str) -> dict[str, tuple[list[str], Path]]:
 @pytest.mark.skipif(not FULL.exists(), reason="this system has no /dev/full")
 @pytest.mark.parametrize("more", [(), ("--json",)], ids=["table", "json"])
 @pytest.mark.parametrize("command", ["compile", "evaluate"])
+@pytest.mark.slow(but=["compile-table", "evaluate-json"])
 def test_a_full_standard_output_says_what_is_saved(desk, command, more):
     arguments, saved = saving(desk, *more)[command]
     code, said = into_full_disk(arguments)
@@ -67,6 +68,7 @@ def test_a_full_standard_output_says_what_is_saved(desk, command, more):
 
 @pytest.mark.skipif(not FULL.exists(), reason="this system has no /dev/full")
 @pytest.mark.parametrize("more", [(), ("--json",), ("--graph",)])
+@pytest.mark.slow(but=["more0"])
 def test_a_full_standard_output_of_a_command_that_saves_nothing(desk, more):
     code, said = into_full_disk(["inspect", str(desk.model), *more])
     check_refusal(code, said, ("could not be printed: No space left on device",))
@@ -75,11 +77,13 @@ def test_a_full_standard_output_of_a_command_that_saves_nothing(desk, more):
 
 
 @pytest.mark.parametrize("more", [(), ("--json",), ("--graph",)])
+@pytest.mark.slow(but=["more2"])
 def test_a_pipe_that_nobody_reads_is_no_error(desk, more):
     assert into_closed_pipe(["inspect", str(desk.model), *more]) == (0, "")
 
 
 @pytest.mark.parametrize("command", ["compile", "evaluate"])
+@pytest.mark.slow(but=["compile"])
 def test_a_pipe_that_nobody_reads_stops_no_work(desk, command):
     arguments, saved = saving(desk)[command]
     code, said = into_closed_pipe(arguments)
@@ -88,6 +92,7 @@ def test_a_pipe_that_nobody_reads_stops_no_work(desk, command):
 
 
 @pytest.mark.parametrize("more", [(), ("--json",)])
+@pytest.mark.slow(but=["more1"])
 def test_no_standard_output_at_all(desk, more):
     code, said = started(["inspect", str(desk.model), *more], subprocess.DEVNULL, CLOSED)
     check_refusal(code, said, ("could not be printed: standard output is closed",))
