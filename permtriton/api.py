@@ -244,7 +244,7 @@ def _job(  # noqa: PLR0913
     if output is None and (overwrite or restart):
         raise ConfigError("overwrite and restart have no effect without output: name a folder, or leave them out")
     given = _parsed(options)
-    data = selected(data, text_column, split)
+    data, eval_data = selected(data, text_column, split), selected(eval_data)
     if data is not None and "calibration" in given:
         raise ConfigError("data and calibration are two names of one thing: give one of them")
     if is_named(data):

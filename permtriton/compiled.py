@@ -108,7 +108,7 @@ class CompiledModel:
         permuted = checkpoint_config(self.model, str(self.config.sparsity)) is not None
         check_format(format or Format.DENSE, permuted=permuted, what="the compiled model")
         with claimed(path, overwrite=overwrite):
-            if format != Format.PACKED:
+            if format in (None, Format.DENSE, Format.PLAIN):
                 save_checkpoint(self, path, overwrite=overwrite)
             else:
                 with working_folder(path) as place:

@@ -25,7 +25,7 @@ from permtriton.model.load import Source
 from permtriton.model.plan import Plan, linear_module
 from permtriton.offload import Offload, check_offload
 from permtriton.progress import Progress
-from permtriton.recipe import compile_command
+from permtriton.recipe import compile_command, with_suggested_text
 from permtriton.run import states_beside
 
 
@@ -133,7 +133,7 @@ class Job:
             compiled.report["command"] = compile_command(
                 source.name,
                 loaded.config,
-                eval_text=Path(name_of(self.eval_data)).name if self.eval_data else None,
+                eval_text=Path(name_of(self.eval_data)).name if self.eval_data is not None else None,
                 dtype=None if source.dtype == "auto" else source.dtype,
                 gguf_file=source.gguf_file,
                 trust_remote_code=source.trust_remote_code,
@@ -183,9 +183,11 @@ class Job:
 
     def _check_apart(self) -> None:
         """Refuses an output in the folder of the model; a GGUF file is a model by itself, whatever is beside it."""
-        if isinstance(self.model, Source) and self.model.folder is not None and self.model.gguf is None:
-            assert self.output is not None
-            check_apart(self.output, self.model.folder)
+        if not isinstance(self.model, Source):
+            return
+        assert self.output is not None
+        if (place := self.model.gguf.path if self.model.gguf else self.model.folder) is not None:
+            check_apart(self.output, place)
 
     def _offload(self) -> Offload | None:
         if self.offload is None:
@@ -206,6 +208,7 @@ class Job:
         samples, config = None, self.config
         if self.data is not None:
             samples, config = calibration_of(self.data, config, tokenizer, model, self.samples)
+            config = with_suggested_text(config, self.config)
         return _Loaded(model, tokenizer, config, samples, windows, text)
 
 

@@ -127,7 +127,7 @@ def _with_text(run: Run, samples: Samples) -> Samples:
     state = run.state(StateFile, WRITING)
     ids = None if state is None else _stored_text(state, shape, vocabulary_of(run.model))
     if ids is None:
-        starts = beginnings(samples, config.writes, 1 if config.alone else BEGINNING)
+        starts = beginnings(samples, config.writes, 1 if config.alone else min(BEGINNING, samples.tokens - 1))
         ids = generated_text(run.model, starts, *shape, config.seed, run.progress)
         if state is not None:
             state.write({"text": ids}, {})

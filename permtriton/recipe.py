@@ -241,6 +241,16 @@ def suggested_text(config: CompileConfig) -> int:
     return next(found, 0) * config.calibration.samples
 
 
+def with_suggested_text(config: CompileConfig, before: CompileConfig) -> CompileConfig:
+    """Returns a config whose samples are others than those of ``before``, with the recipe's share of generated text.
+
+    The number that the user asked for stays.
+    """
+    if before.calibration.generated != suggested_text(before):
+        return config
+    return replace(config, calibration=replace(config.calibration, generated=suggested_text(config)))
+
+
 def check_given(names: Sequence[str], config: CompileConfig) -> None:
     """Refuses options that a user gave and that have no effect with the rest of the config.
 

@@ -182,6 +182,25 @@ def test_tensors_are_the_samples_and_texts_are_cut(here):
     assert shape(rows.with_format("torch"), sequence_length=8)[0] == [4, 8]
 
 
+def test_held_out_data_are_of_the_same_kinds(here):
+    rows = Dataset.from_dict({"text": TEXTS})
+    for held_out in (IDS, IDS.numpy(), {"input_ids": IDS}, TEXTS, rows):
+        report = permtriton.compile("my-model", data=IDS, eval_data=held_out, **QUICK).report
+        assert (
+            report["evaluation"]["text"] == f"{type(held_out).__name__ if held_out is not rows else 'Column'} in memory"
+        )
+        assert "dense" in report["evaluation"]
+
+
+def test_the_text_that_a_recipe_lets_write_follows_the_number_of_rows(here):
+    """And what cannot write is not refused for text that nobody asked for."""
+    assert permtriton.dry_run("my-model", data=IDS, recipe="best").config.calibration.generated == 8 * len(IDS)
+    assert permtriton.dry_run("my-model", data=IDS, recipe="best", generated=3).config.calibration.generated == 3
+    torch.manual_seed(0)
+    found = permtriton.dry_run(zoo.build("bert"), data=IDS.clamp(max=60), recipe="best")
+    assert found.config.calibration.samples == 8
+
+
 def test_a_dataset_gives_the_texts_of_its_column(here):
     columns = Dataset.from_dict({"body": TEXTS, "text": ["other"] * len(TEXTS)})
     run = {"data": columns, **QUICK}
@@ -193,6 +212,7 @@ def test_a_dataset_gives_the_texts_of_its_column(here):
     ("options", "words"),
     [
         ({"data": 3}, "data is 3, a int: expected a name"),
+        ({"data": {"input_ids": [[1, 2], [3]]}}, "data cannot be made into tensors: expected sequence of length 2"),
         ({"data": []}, "data is [], a list"),
         ({"data": [{"text": "x"}]}, "a list of texts"),
         ({"data": (text for text in TEXTS)}, "a generator"),

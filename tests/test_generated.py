@@ -323,6 +323,13 @@ def test_an_offload_folder_is_refused(tmp_path):
         compiled("mask,reconstruct", offload=Offload(tmp_path))
 
 
+@pytest.mark.parametrize("length", [2, 4])
+def test_samples_that_are_no_longer_than_a_beginning(length):
+    config = config_from({"recipe": "mask,distill", "generated": 4, "distill_epochs": 1})
+    found = compile_model(tiny_model(), None, config, ids=IDS[:, :length])
+    assert found.report["generated"]["shape"][1] == length
+
+
 def test_a_recipe_that_asks_for_it_runs_without_it_where_it_must(read):
     """The user asked for nothing, so that nothing is refused."""
     progress = Recording()

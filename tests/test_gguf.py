@@ -165,6 +165,12 @@ def test_the_package_that_reads_the_files_may_be_missing(workplace, monkeypatch)
 # -- commands --------------------------------------------------------------------------------------------------------
 
 
+def test_an_output_that_holds_the_file_is_refused(workplace):
+    """With --overwrite, the file would be removed with what is replaced."""
+    refused = ["compile", FILE, "--output", "..", "--overwrite"]
+    workplace.refuses(refused, "is, contains or is in", FILE)
+
+
 def test_compile(pristine, workplace):
     words = ["compile", FILE, "--recipe", "sparsegpt", "--calibration", workplace.text, "--samples", 4]
     words += ["--sequence-length", 16, "--eval-text", workplace.text]

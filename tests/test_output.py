@@ -138,6 +138,12 @@ def test_an_output_that_was_moved_away_comes_back(place, output):
     assert ("restored" in said[0]) == (output == "is missing")
 
 
+def test_a_half_written_folder_of_an_output_with_old_in_its_name_is_no_earlier_output(place):
+    write(place / ".my.old-model.partial-1", "half written")
+    with claimed(place / "my.old-model", overwrite=False):
+        assert not (place / "my.old-model").exists()
+
+
 def test_half_removed_folders_are_not_restored(place, monkeypatch):
     """Killed while the replaced output is being deleted, a run leaves nothing that looks like an output."""
     write(place / "out", "earlier")

@@ -5,7 +5,7 @@ import os
 import shutil
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, assert_never
 
 import torch
 from torch import Tensor
@@ -110,10 +110,15 @@ def _write(source: Folder, partial: Path, format: Format, shard_bytes: int, prog
             if name in pruned:
                 matrix = tensor.movedim(pruned[name], -1).flatten(0, -2)
                 check_weight(name, matrix, pattern)
-                if format is Format.PACKED:
-                    values, positions = pack(matrix, pattern)
-                    parts = {f"{name}_values": values, f"{name}_positions": positions, name: tensor.new_empty(0)}
-                    packed[name] = {"shape": list(tensor.shape), "dim": pruned[name]}
+                match format:
+                    case Format.PACKED:
+                        values, positions = pack(matrix, pattern)
+                        parts = {f"{name}_values": values, f"{name}_positions": positions, name: tensor.new_empty(0)}
+                        packed[name] = {"shape": list(tensor.shape), "dim": pruned[name]}
+                    case Format.DENSE | Format.PLAIN:
+                        pass
+                    case _:
+                        assert_never(format)
                 dense_bytes += tensor.nbytes
                 stored_bytes += sum(part.nbytes for part in parts.values())
             for key, part in parts.items():

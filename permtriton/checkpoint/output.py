@@ -145,7 +145,7 @@ def _repair(output: Path, say: Say) -> None:
             shutil.rmtree(path)
         elif not re.fullmatch(LEFTOVER_FOLDER.format(name), path.name):
             continue
-        elif ".old-" in path.name and not output.exists():
+        elif path.name.startswith(f".{output.name}.old-") and not output.exists():
             path.rename(output)
             say(f"restored {output}: a killed run had moved it away")
         else:

@@ -34,9 +34,11 @@ def held_out_windows(model_name: str, data: Data | None, tokenizer: Any, model: 
     check_towers(model)
     if model.main_input_name != "input_ids" and data is None:
         return None, "give --eval-data a folder to compare the hidden states on"
-    documents, name = None, str(data or (DEMO if model_name == DEMO else "wikitext2"))
+    documents, name = None, DEMO if model_name == DEMO else "wikitext2"
+    if data is not None:
+        name = name_of(data)
     if data is not None and not is_named(data):
-        documents, name = documents_of(data), name_of(data)
+        documents = documents_of(data)
         if documents is None:
             return check_inputs(model, tensors_of(data, model, None, None)), name
     elif data is not None and is_media(model, name):

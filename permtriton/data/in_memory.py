@@ -15,7 +15,7 @@ from permtriton.config import CompileConfig
 from permtriton.data.media import Processor
 from permtriton.data.samples import Samples
 from permtriton.data.text import Documents, calibration_samples, text_column
-from permtriton.errors import CalibrationError, ConfigError, shown
+from permtriton.errors import CalibrationError, ConfigError, reading, shown
 from permtriton.model.core import takes_decoder_ids
 
 if TYPE_CHECKING:
@@ -132,7 +132,8 @@ def _first(loader: DataLoader, rows: int | None) -> Iterator[Any]:
 def _tensors(data: Any, model: PreTrainedModel) -> dict[str, Tensor]:
     """Returns the arguments of the model; without labels that it does not read, and masks that mask nothing."""
     given = data if isinstance(data, Mapping) else {model.main_input_name: data}
-    found = {name: torch.as_tensor(values) for name, values in given.items()}
+    with reading("data cannot be made into tensors", CalibrationError):
+        found = {name: torch.as_tensor(values) for name, values in given.items()}
     if not takes_decoder_ids(model):
         found.pop("labels", None)
     return {
