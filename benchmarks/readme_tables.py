@@ -235,6 +235,7 @@ TABLES = {
     "issue-floor": lambda: issue_floor_table("issue-floor.json"),
     "real": lambda: real.markdown(_load("real-smollm2-cpu.json")),
     "demo-recipe": lambda: comparison_table("compare-demo-recipe.json"),
+    "demo-best": lambda: comparison_table("compare-demo-best.json"),
     "refit": lambda: refit_table(*(f"compare-demo-refit{each}.json" for each in ("", "-share"))),
     "learning-step": lambda: learning_step_table("learning-step-cpu.jsonl"),
     "search-round": lambda: search_round_table("search-round-cpu.jsonl"),
