@@ -152,6 +152,33 @@ def compile_time_table(name: str) -> str:
     return "\n".join([*lines, "", f"{report['device']}; torch {report['versions']['torch']}; medians of {runs}."])
 
 
+def proof_time_table(name: str) -> str:
+    """Returns the rows of ``benchmarks/proof_time.py``."""
+    report = _load(name)
+    before, now = report["before"], report["now"]
+    lines = [[check, *(f"{each['seconds'][check]:.1f}" for each in (before, now))] for check in now["seconds"]]
+    lines.append(["the whole compilation, without saving", *(f"{each['whole_s']:.1f}" for each in (before, now))])
+    caption = (
+        f"CPU seconds, {now['parameters'] / 1e6:.0f}M parameters, {now['ids'][0]} x {now['ids'][1]} tokens; before: "
+        f"commit {before['commit']}, measured {before['measured']}; {_machine([now])}."
+    )
+    return _table("check | before | now", lines, caption)
+
+
+def seeded_faults_table(name: str) -> str:
+    """Returns the checks, each with the faults that ``python -m benchmarks.faults`` saw it refuse."""
+    report = _load(name)
+    alone: dict[str, list[str]] = {check: [] for check in report["checks"]}
+    shared: dict[str, list[str]] = {check: [] for check in report["checks"]}
+    for fault, checks in report["refused"].items():
+        for check in checks:
+            (alone if len(checks) == 1 else shared)[check].append(fault)
+    rows = [[check, "; ".join(alone[check]), "; ".join(shared[check])] for check in report["checks"]]
+    count = len(report["refused"])
+    caption = f"{count} faults that are refused. {len(report['tests'])} more only waste quality, and tests find them: "
+    return _table("check | only it refuses | others refuse, too", rows, f"{caption}{'; '.join(report['tests'])}.")
+
+
 def runtime_overhead_table(name: str) -> str:
     """Returns the rows of ``python -m benchmarks.costs fused``."""
 
@@ -229,6 +256,8 @@ TABLES = {
     "config-options": config_options_table,
     "other-options": other_options_table,
     "compile-time": lambda: compile_time_table("compile-time-cpu.json"),
+    "proof-time": lambda: proof_time_table("proof-time-cpu.json"),
+    "seeded-faults": lambda: seeded_faults_table("seeded-faults.json"),
     "runtime-overhead": lambda: runtime_overhead_table("runtime-overhead-cpu.jsonl"),
     "gpu-commands": lambda: f"```\n{gpu.plan()}\n```",
     "gpu": lambda: gpu.markdown(gpu.read(RESULTS / "gpu.json")),
