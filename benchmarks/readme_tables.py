@@ -170,7 +170,8 @@ def seeded_faults_table(name: str) -> str:
     report = _load(name)
     alone: dict[str, list[str]] = {check: [] for check in report["checks"]}
     shared: dict[str, list[str]] = {check: [] for check in report["checks"]}
-    for fault, checks in report["refused"].items():
+    for fault, found in report["refused"].items():
+        checks = [check for check in found if check in alone]  # not a crash
         for check in checks:
             (alone if len(checks) == 1 else shared)[check].append(fault)
     rows = [[check, "; ".join(alone[check]), "; ".join(shared[check])] for check in report["checks"]]

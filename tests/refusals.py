@@ -78,7 +78,7 @@ def refusals(fault: Fault) -> list[str]:
     found: list[str] = []
     while True:
         with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-            refused = _listening(patch, found)
+            refused = listening(patch, found)
             fault.plant(patch)
             try:
                 run(fault, Path(folder))
@@ -91,7 +91,7 @@ def refusals(fault: Fault) -> list[str]:
         found.append(refused[0])
 
 
-def _listening(patch: pytest.MonkeyPatch, deaf: list[str]) -> list[str]:
+def listening(patch: pytest.MonkeyPatch, deaf: list[str]) -> list[str]:
     """Returns a list to which checks add their names when they refuse; those that are deaf do not."""
     refused: list[str] = []
 

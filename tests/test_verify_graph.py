@@ -142,7 +142,7 @@ def test_an_index_that_is_no_bijection():
         index[0] = index[1]
 
     message = broken_run("llama", "portable", insert_permutations, repeat)
-    assert "joins channels that were not joined before the pass" in message
+    assert "joined before the pass are not joined any more" in message
 
 
 @pytest.mark.parametrize("numbers", [True, False])
