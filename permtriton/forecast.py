@@ -18,7 +18,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from permtriton import memory, ranks
-from permtriton.config import CompileConfig
+from permtriton.compilation import states_beside
+from permtriton.compile_config import CompileConfig
 from permtriton.data.generated import texts_at_once, written
 from permtriton.data.samples import Inputs, Samples
 from permtriton.errors import OutputError
@@ -28,7 +29,6 @@ from permtriton.machine import format_bytes
 from permtriton.methods.heuristic_order import MAX_ROWS, reassigned
 from permtriton.model.forward import last_hidden_state
 from permtriton.model.plan import Plan, layer_modules, linear_module, weight_in_out
-from permtriton.run import states_beside
 from permtriton.running.backward import checkpointed, frozen
 from permtriton.step import Facts, Speed, Stage
 

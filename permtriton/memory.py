@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from permtriton import ranks
-from permtriton.config import CompileConfig
+from permtriton.compile_config import CompileConfig
 from permtriton.data.generated import texts_at_once
 from permtriton.data.samples import Inputs, Samples
 from permtriton.evaluation.perplexity import windows_at_once

@@ -11,7 +11,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from permtriton.config import CalibrationConfig, CompileConfig, has_effect, why_no_effect
+from permtriton.compile_config import CompileConfig, has_effect, why_no_effect
+from permtriton.config import CalibrationConfig
 from permtriton.errors import ConfigError, first_line, near, reading, shown
 from permtriton.methods import steps
 from permtriton.methods.distill import Distill

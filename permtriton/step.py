@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from permtriton.config import CommonConfig
 from permtriton.option import check_options
 
 if TYPE_CHECKING:
-    from permtriton.config import CompileConfig
     from permtriton.run import Run
 
 FLOAT32 = 4  # bytes
@@ -204,8 +204,11 @@ class Step(Protocol):
         """Whether it reads the text that the dense model writes (``--generated``) beside the calibration samples."""
         return False
 
-    def conflicts(self, config: "CompileConfig") -> str:
-        """Returns why the step cannot run with the rest of a config, and what to do, in a sentence; empty if it can."""
+    def conflicts(self, config: CommonConfig, steps: Sequence["Step"]) -> str:
+        """Returns why the step cannot run with a config or with the other steps of the recipe, and what to do instead.
+
+        It is a sentence, empty if the step can run.
+        """
         return ""
 
     def uses_importance(self) -> bool:

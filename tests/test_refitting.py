@@ -15,7 +15,6 @@ from permtriton.methods import statistics as module_statistics
 from permtriton.methods.obs import Curvature, sparsegpt
 from permtriton.methods.refit import Refit
 from permtriton.methods.refitting import best_weight, least_squares, refit, row_errors
-from permtriton.methods.sparsegpt import SparseGPT
 from permtriton.methods.statistics import Moments
 from permtriton.methods.weights import update_weights
 from permtriton.model.checks import check_pruned
@@ -210,8 +209,7 @@ class Problem:
         return refit(self.model, self.plan, *arguments)
 
     def sparsegpt(self) -> float:
-        statistics = dict.fromkeys(site.name for site in self.plan.sites)
-        update_weights(self.model, self.plan, statistics, self.samples, 4, SparseGPT(), CONFIG, NoProgress())
+        update_weights(self.model, self.plan, None, self.samples, 4, CONFIG, NoProgress())
         error = self.error()
         self.reset()
         return error

@@ -43,8 +43,9 @@ class Distill(Training):
         from permtriton.methods.distillation import distill
         from permtriton.running.state import StateFile
 
+        samples = run.samples_with(self.generated)
         trained = distill(
-            run.model, run.plan, run.samples_of(self), run.objective(self), self, run.config, run.progress,
+            run.model, run.plan, samples, run.objective(self.loss, samples), self, run.config, run.progress,
             run.state(StateFile, self.name),
         )  # fmt: skip
         return Outcome("epoch", **trained.report())

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, ClassVar
 
+from permtriton.methods.options import Refitting
 from permtriton.option import documented, option
 from permtriton.step import FLOAT32, GENERATED, Facts, Outcome, Speed, Stage, Step
 
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 
 @documented
 @dataclass(frozen=True)
-class Refit(Step):
+class Refit(Refitting, Step):
     """Options of refitting."""
 
     name: ClassVar[str] = "refit"
@@ -25,13 +26,6 @@ class Refit(Step):
     dense_weights: ClassVar[bool] = True
     shards: ClassVar[bool] = False
 
-    dense_share: float = option(
-        0.5,
-        "Share of the dense model's own inputs in what weights are fitted to; the rest are the inputs of the model "
-        "as pruned so far.",
-        maximum=1.0,
-    )
-    iterations: int = option(30, "Most rounds of conjugate gradients per weight; 0 leaves SparseGPT's weights.")
     generated: bool = option(True, GENERATED)
 
     @property
@@ -65,7 +59,7 @@ class Refit(Step):
             run.model,
             run.plan,
             run.dense_weights,
-            run.samples_of(self),
+            run.samples_with(self.generated),
             run.batch,
             self,
             run.config,

@@ -17,16 +17,17 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from permtriton import ranks
-from permtriton.config import CompileConfig
+from permtriton.config import CommonConfig
 from permtriton.data.samples import Samples
 from permtriton.methods.obs import Curvature, curvatures, sparsegpt
+from permtriton.methods.options import Refitting
 from permtriton.methods.promises import check_no_worse
 from permtriton.methods.statistics import Moments, moments
 from permtriton.methods.weights import CANCELLED
@@ -35,9 +36,6 @@ from permtriton.model.plan import Plan, Site, linear_module, weight_in_out
 from permtriton.progress import Progress
 from permtriton.running.layer_calls import Empty
 from permtriton.running.layer_inputs import Within, layer_by_layer
-
-if TYPE_CHECKING:
-    from permtriton.methods.refit import Refit
 
 TOLERANCE = 1e-3  # residual, relative to the first one, that ends a fit: what is left is 1e-6 of the gain
 
@@ -49,8 +47,8 @@ def refit(
     dense_weights: Mapping[str, Tensor],
     samples: Samples,
     batch: int,
-    options: "Refit",
-    config: CompileConfig,
+    options: Refitting,
+    config: CommonConfig,
     progress: Progress,
     empty: Empty = torch.empty,
 ) -> list[dict[str, Any]]:
@@ -112,8 +110,8 @@ def _fit(
     site: str,
     moment: Moments,
     curvature: Callable[[str], Curvature],
-    options: "Refit",
-    config: CompileConfig,
+    options: Refitting,
+    config: CommonConfig,
 ) -> dict[str, Any]:
     """Prunes and fits the weight of one linear, and returns what `refit` does of it."""
     started = time.perf_counter()
