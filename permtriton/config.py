@@ -12,7 +12,7 @@ ObjectiveKind = Literal["kl", "cosine"]
 Layout = Literal["portable", "fused"]
 OProj = Literal["tied", "free"]
 
-METHOD, CALIBRATION, RUNNING = PANELS = ("What to do", "Calibration and evaluation", "Running")
+METHOD, CALIBRATION, RUNNING = ("What to do", "Calibration and evaluation", "Running")
 _method = partial(option, panel=METHOD)
 _calibration = partial(option, panel=CALIBRATION)
 _running = partial(option, panel=RUNNING)

@@ -18,6 +18,7 @@ from permtriton.data.generated import texts_at_once
 from permtriton.data.samples import Inputs, Samples
 from permtriton.evaluation.perplexity import windows_at_once
 from permtriton.machine import available_memory, format_bytes, resident_memory
+from permtriton.methods.importance import inverts_hessians
 from permtriton.model.core import has_head
 from permtriton.model.forward import TOKENS_WITHOUT_LOGITS
 from permtriton.model.plan import Plan, layer_modules, linear_module
@@ -219,7 +220,7 @@ def _stages(
     proof = 2 * largest * (facts.element + FLOAT32)  # of a permuted weight, widened
     activations = {RUNS_THE_MODEL: facts.forward}
     stages = {"calibration": activations, "masks": {"one layer": sum(facts.mask().values()) + proof}}
-    if config.importance == "obs" and config.uses_importance:
+    if config.uses_importance and inverts_hessians(config.importance):
         stages["hessians"] = facts.layer_by_layer()
     if windows is not None:
         held_out = Samples.of(windows)

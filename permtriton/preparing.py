@@ -22,6 +22,7 @@ from permtriton.errors import ConfigError, reasons_of
 from permtriton.evaluation.held_out import Evaluation
 from permtriton.forecast import Forecast, check_disk, make_forecast
 from permtriton.memory import IN_PLACE, Devices, Needs, describe_thrift, estimate, fits
+from permtriton.methods.importance import inverts_hessians
 from permtriton.methods.statistics import site_statistics
 from permtriton.model.forward import TOKENS_WITHOUT_LOGITS, check_length, with_tokens
 from permtriton.model.load import check_original
@@ -224,8 +225,8 @@ def check_spread(config: CompileConfig, samples: int) -> None:
             "spread over GPUs: leave it out of --recipe (and prune with mask), or use GPUs that hold the whole model "
             "(--no-shard)"
         )
-    # The layers that give obs its Hessians run on one sample at a time where they cannot take several.
-    ranks.check_in_step(samples, 1 if config.importance == "obs" else config.micro_batch_size)
+    # The layers that give Hessians run on one sample at a time where they cannot take several.
+    ranks.check_in_step(samples, 1 if inverts_hessians(config.importance) else config.micro_batch_size)
     for rows in {rows for step in config.steps for rows in step.batches(samples)}:
         ranks.check_in_step(rows, config.micro_batch_size)
 

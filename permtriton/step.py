@@ -16,7 +16,12 @@ if TYPE_CHECKING:
     from permtriton.run import Run
 
 FLOAT32 = 4  # bytes
-GENERATED = "Read what --generated adds to the samples, too."  # help of an option that several steps have
+# Help of options that several steps have.
+GENERATED = "Read what --generated adds to the samples, too."
+LOSS = (
+    "What it minimises: kl (of the logits), cosine (of the last hidden state), or auto: kl where there is a "
+    "language-model head."
+)
 
 
 class Stage(IntEnum):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from permtriton.config import CommonConfig
 from permtriton.methods.options import Searching
 from permtriton.option import documented, option
-from permtriton.step import FLOAT32, Facts, Outcome, Speed, Stage, Step
+from permtriton.step import FLOAT32, LOSS, Facts, Outcome, Speed, Stage, Step
 
 if TYPE_CHECKING:
     from permtriton.run import Run
@@ -26,11 +26,7 @@ class Searched(Searching, Step):
     stage: ClassVar[Stage] = Stage.ORDER
     offloads: ClassVar[bool] = False
 
-    loss: Literal["auto", "kl", "cosine"] = option(
-        "auto",
-        "What it minimises: kl (of the logits), cosine (of the last hidden state), or auto: kl where there is a "
-        "language-model head.",
-    )
+    loss: Literal["auto", "kl", "cosine"] = option("auto", LOSS)
 
     @property
     def gradients(self) -> bool:

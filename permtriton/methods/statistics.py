@@ -13,6 +13,7 @@ from permtriton import ranks
 from permtriton.config import ImportanceMethod
 from permtriton.data.samples import Samples
 from permtriton.errors import CalibrationError
+from permtriton.methods.importance import inverts_hessians, reads_activations
 from permtriton.methods.obs import inverse_diagonal
 from permtriton.model.edits import Move
 from permtriton.model.experts import expert_of, stacked_name
@@ -49,9 +50,9 @@ def site_statistics(
         CalibrationError: An activation is NaN or infinite, or a Hessian cannot be inverted.
     """
     empty = torch.empty if offload is None else offload.empty
-    if method == "magnitude":
+    if not reads_activations(method):
         return {site.name: torch.ones(site.channels, device=model.device) for site in plan.sites}
-    if method != "obs":
+    if not inverts_hessians(method):
         layers = None if offload is None else once_each(model, plan, samples, batch, empty)
         return channel_norms(model, plan.sites, samples, batch, progress, layers)
     diagonals: dict[str, Tensor] = {}
