@@ -56,7 +56,6 @@ def compile_model(  # noqa: PLR0913
             arguments of the model's ``forward`` to tensors with one row per sample, such as ``{"pixel_values": ...}``.
         evaluation_windows: held-out samples to evaluate dense and compiled models on: token ids, int64
             ``[windows, tokens]``, or a mapping as for ``ids``.
-        progress: progress reporter.
         resume_path: path of the files that keep the state of long stages, each with its stage's name before the suffix
             (``state.learned.safetensors``); a later call with equal inputs continues from them, and one with others is
             refused until they are deleted.

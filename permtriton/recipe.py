@@ -197,7 +197,6 @@ def resolved(options: Mapping[str, Any], model: str = "") -> dict[str, Any]:
 
     Args:
         options: values by option name; arguments as of `config_from`.
-        model: name of the model.
     """
     values = {name: option.default for name, option in all_options().items()}
     found = {**values, **(SMALL if model == DEMO else {}), **options}

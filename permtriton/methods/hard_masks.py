@@ -75,9 +75,6 @@ class _Masked:
 class HardMasks:
     """The masks of all pruned linears.
 
-    Args:
-        model: Model whose weights are masked.
-
     Attributes:
         spread: Whether each rank holds some rows of the weights only.
     """

@@ -38,12 +38,7 @@ def site_statistics(
     The statistic is ``diag(H^-1)`` for ``obs``, ones for ``magnitude``, else ``||X_j||``.
 
     Args:
-        model: Dense model.
-        plan: The model's plan.
         method: Kind of importance.
-        samples: Calibration samples.
-        batch: Samples per forward pass.
-        progress: Progress reporter.
         offload: Where weights and the layers' inputs are, so that the layers run one after another; None for memory.
 
     Raises:
@@ -90,7 +85,6 @@ def watch_inputs(
     module. An expert's intermediate channels are taken at the expert, which may see no token at all.
 
     Args:
-        model: Model that the layer is part of.
         layer: Sites to watch, and how their inputs are computed.
         consume: Called with a site and its input whenever the site's linears run.
         advance: Progress of the stage, advanced by the sequences of each forward pass.
@@ -204,7 +198,6 @@ def moments(model: PreTrainedModel, dense: LayerInputs, pruned: LayerInputs, adv
     """Returns site name -> the moments of its input, over the tokens of all ranks.
 
     Args:
-        model: Model that the layer is part of.
         dense: Sites to watch, as the dense model runs them.
         pruned: The same sites, as the model as pruned so far runs them.
         advance: As for `watch_inputs`; both models count.
