@@ -46,6 +46,7 @@ class Facts:
         hidden: channels of the hidden states.
         width: most channels that a linear reads, or `hidden` if there are more.
         widest: most channels that a pruned linear reads.
+        read: channels that the sites of a layer read together, in the layer with most; experts inside it count once.
         vocabulary: size of the logits of a token; 0 without a language-model head.
         hessians: most bytes that the Hessians of one layer take, with what inverting them takes.
         forward: bytes of the activations of a pass without gradients and logits.
@@ -72,6 +73,7 @@ class Facts:
     hidden: int
     width: int
     widest: int
+    read: int
     vocabulary: int
     hessians: int
     forward: int

@@ -204,9 +204,9 @@ class Problem:
             weight.copy_(self.dense[name])
         return self
 
-    def refit(self, progress=None, **options):
+    def refit(self, progress=None, thrifty=False, **options):
         arguments = (self.dense, self.samples, 4, Refit(**options), CONFIG, progress or NoProgress())
-        return refit(self.model, self.plan, *arguments)
+        return refit(self.model, self.plan, *arguments, thrifty=thrifty)
 
     def sparsegpt(self) -> float:
         update_weights(self.model, self.plan, None, self.samples, 4, CONFIG, NoProgress())
@@ -277,6 +277,15 @@ def inputs_of(problem: Problem, sites=None) -> dict[str, Tensor]:
         problem.model, layer, lambda site, inputs: found.setdefault(site.name, []).append(inputs), lambda *_: None
     )
     return {name: torch.cat(parts) for name, parts in found.items()}
+
+
+def test_where_memory_is_short_the_result_is_the_same():
+    problem, progress = Problem(tiny_model(layers=3), ids=zoo.tiny_ids(6, 16)), Recording()
+    problem.refit()
+    expected = {name: value.clone() for name, value in problem.model.state_dict().items()}
+    problem.reset().refit(progress, thrifty=True)
+    assert all(torch.equal(value, expected[name]) for name, value in problem.model.state_dict().items())
+    assert sum(progress.steps) == progress.total
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen2_moe"])

@@ -79,4 +79,4 @@ class Refitting:
         "as pruned so far.",
         maximum=1.0,
     )
-    iterations: int = option(30, "Most rounds of conjugate gradients per weight; 0 leaves SparseGPT's weights.")
+    iterations: int = option(20, "Most rounds of conjugate gradients per weight; 0 leaves SparseGPT's weights.")

@@ -25,6 +25,9 @@ class Refit(Refitting, Step):
     keeps_values: ClassVar[bool] = False
     dense_weights: ClassVar[bool] = True
     shards: ClassVar[bool] = False
+    thrift: ClassVar[str] = (
+        "refit runs each layer of the dense model anew for every site, because the inputs of all its sites do not fit"
+    )
 
     generated: bool = option(True, GENERATED)
 
@@ -36,21 +39,22 @@ class Refit(Refitting, Step):
         return False
 
     def needs(self, facts: Facts) -> dict[str, dict[str, int]]:
-        layer = facts.layer_by_layer()
+        layer, channels = facts.layer_by_layer(), facts.widest if facts.thrifty else facts.read
         return {
             "refit": {
                 "activations": 2 * layer["activations"],
                 "inputs of layers": 2 * layer["inputs of layers"],
+                "inputs of sites": facts.all_positions * channels * facts.element,
                 "hessians": layer["hessians"] * 3 // 2,  # and shift, inverse and factor of the site at hand
                 "one layer": facts.largest_weight * 10 * FLOAT32,
             }
         }
 
     def seconds(self, facts: Facts, speed: Speed) -> float:
-        # In both models the inputs, site by site, and the outputs of each layer. A round of conjugate gradients costs
+        # The pruned model runs a layer for every site, the dense one once. A round of conjugate gradients costs
         # about one token per column, SparseGPT and the targets three each.
         per_token = speed.forward / max(facts.positions, 1)
-        return 5 * speed.forward + (6 + self.iterations) * facts.widest * per_token
+        return (6 if facts.thrifty else 4.5) * speed.forward + (6 + self.iterations) * facts.widest * per_token
 
     def run(self, run: "Run") -> Outcome:
         from permtriton.methods.refitting import refit
@@ -64,7 +68,8 @@ class Refit(Refitting, Step):
             self,
             run.config,
             run.progress,
-            run.empty,
+            run.offload,
+            thrifty=run.thrifty,
         )
         return Outcome(parts=parts)
 

@@ -86,7 +86,7 @@ def layer_by_layer(
     groups = plan.layers()
     names = _names(model, plan, groups)
     layers = {name: model.get_submodule(name) for name in names if name}
-    weights = [linear_module(model, name).get_parameter("weight") for _, name in plan.linears()] if changing else []
+    weights = [linear_module(model, name).get_parameter("weight") for _, name in plan.linears()]
     chains = find_chains(model, layers, samples[:1], weights)[0] if len(layers) > 1 else []
     chain_of = {name: chain for chain in chains if len(chain) > 1 for name in chain}
     calls: dict[str, LayerCalls] = {}
