@@ -122,7 +122,7 @@ def _with_text(run: Compilation, samples: Samples) -> Samples:
     """Returns the calibration samples once the dense model has written its text, which may be all of them.
 
     Raises:
-        CalibrationError: what it writes is not finite.
+        CalibrationError: it cannot write, or what it writes is not finite.
         OutputError: the text of an interrupted run is damaged, or cannot be written.
     """
     config, shape = run.config, (run.config.writes, samples.tokens)
