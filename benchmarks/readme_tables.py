@@ -10,7 +10,6 @@ import math
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -224,8 +223,7 @@ def other_options_table() -> str:
 
 TABLES = {
     "architectures-summary": architectures.summary,
-    **{f"architectures-{name}": partial(architectures.classes, kinds) for name, kinds in architectures.GROUPS.items()},
-    "architectures-unbuilt": architectures.unbuilt,
+    "architectures-causes": architectures.causes,
     "config-options": config_options_table,
     "other-options": other_options_table,
     "compile-time": lambda: compile_time_table("compile-time-cpu.json"),
