@@ -192,9 +192,9 @@ def read(monkeypatch):
     def watch(module, name: str, place: int) -> None:
         own = getattr(module, name)
 
-        def watched(*arguments):
+        def watched(*arguments, **more):
             found[name] = len(arguments[place])
-            return own(*arguments)
+            return own(*arguments, **more)
 
         monkeypatch.setattr(module, name, watched)
 

@@ -82,7 +82,6 @@ def generated_text(
     together nor on the number of ranks, each of which writes its share.
 
     Args:
-        model: dense model.
         starts: what the texts begin with, int64 ``[texts, first tokens]``.
         count: number of texts to keep.
         tokens: length of a text.

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from permtriton import demo
-from permtriton.config import CalibrationConfig, CompileConfig
+from permtriton.config import CalibrationConfig, CommonConfig
 from permtriton.data.media import Processor, is_media, media_samples
 from permtriton.data.pairs import Pair, are_pairs, paired_windows
 from permtriton.data.samples import Inputs, Samples
@@ -126,7 +126,7 @@ def evaluation_ids(
 
 
 def calibration_samples(
-    config: CompileConfig, tokenizer: Processor | None, model: PreTrainedModel, documents: Documents | None = None
+    config: CommonConfig, tokenizer: Processor | None, model: PreTrainedModel, documents: Documents | None = None
 ) -> Samples:
     """Draws the calibration samples of a compilation.
 

@@ -368,8 +368,9 @@ def check_weights(model: PreTrainedModel) -> None:
         ModelError: a weight is not finite; the message names the first such parameter.
     """
     for name, parameter in model.named_parameters():
-        if not bool(parameter.isfinite().all()):
-            bad = int((~parameter.isfinite()).sum())
+        values = parameter.float() if parameter.dtype.itemsize == 1 else parameter  # torch has no isfinite of float8
+        if not bool(values.isfinite().all()):
+            bad = int((~values.isfinite()).sum())
             raise ModelError(
                 f"{name}: {bad} of {parameter.numel()} weights are NaN or infinite; the checkpoint is damaged"
             )
