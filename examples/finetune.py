@@ -2,9 +2,10 @@
 
     python examples/finetune.py my-model-2of4 --dense my-model --text train.txt --held-out test.txt --output tuned
 
-Each step reads one sequence and lowers the KL divergence from the dense model's next-token distribution, mixed with the
-usual cross entropy if ``--cross-entropy`` says so. Weights are trained in float32; forward and backward passes run in
-bfloat16. Perplexity and KL on held-out text are measured before and after. ``permtriton export tuned`` packs the result.
+Each step reads one sequence and lowers the KL divergence from the dense model's next-token distribution, mixed with
+the usual cross entropy if ``--cross-entropy`` says so. Weights are trained in float32; forward and backward passes run
+in bfloat16. With ``--lora`` an adapter is trained and then merged, and the zeros are set to zero again. Perplexity and
+KL on held-out text are measured before and after. ``permtriton export tuned`` packs the result.
 """
 
 import argparse
@@ -50,7 +51,7 @@ def learning_rate(step: int, steps: int) -> float:
 
 def train(model: PreTrainedModel, dense: PreTrainedModel, ids: Tensor, options: argparse.Namespace) -> list[float]:
     """Trains a step per sequence; returns the loss of each step."""
-    optimizer = torch.optim.AdamW(model.parameters(), options.learning_rate)
+    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], options.learning_rate)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate(step, options.steps))
     order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(options.seed))
     losses: list[float] = []
@@ -74,9 +75,17 @@ def train(model: PreTrainedModel, dense: PreTrainedModel, ids: Tensor, options: 
     return losses
 
 
-def measured(folder: str, ids: Tensor, dense: str) -> dict[str, float | None]:
-    found = permtriton.evaluate(folder, ids, against=dense, dtype="bfloat16")
-    console.print(f"{folder}: {found}")
+def adapter(model: PreTrainedModel, rank: int) -> Any:
+    """Returns the model with a LoRA adapter at every linear but the head (``pip install peft``)."""
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))
+
+
+def measured(what: str, model: str | PreTrainedModel, ids: Tensor, dense: str) -> dict[str, float | None]:
+    """Returns the perplexity of a folder or a model, that of the dense model, and the KL between them."""
+    found = permtriton.evaluate(model, ids, against=dense, dtype="bfloat16")
+    console.print(f"{what}: perplexity {found.perplexity:.4g}, dense {found.dense_perplexity:.4g}, KL {found.kl:.4g}")
     return {"perplexity": found.perplexity, "dense_perplexity": found.dense_perplexity, "kl": found.kl}
 
 
@@ -91,6 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--tokens", type=int, default=512, help="per step")
     parser.add_argument("--learning-rate", type=float, default=1e-4)
     parser.add_argument("--cross-entropy", type=float, default=0.0, help="share of it in the loss, from 0 to 1")
+    parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="train a LoRA adapter of this rank instead")
     parser.add_argument("--held-out-windows", type=int, default=16)
     parser.add_argument("--every", type=int, default=20, help="steps per line of the loss curve")
     parser.add_argument("--seed", type=int, default=0)
@@ -99,23 +109,28 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
 
     tokenizer = AutoTokenizer.from_pretrained(options.folder)
     held_out = windows(tokenizer, options.held_out, options.tokens, options.held_out_windows)
-    before = measured(options.folder, held_out, options.dense)
+    result: dict[str, Any] = {"before": measured("before", options.folder, held_out, options.dense)}
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dense = AutoModelForCausalLM.from_pretrained(options.dense, dtype=torch.bfloat16).to(device)
     model = AutoModelForCausalLM.from_pretrained(options.folder, dtype=torch.float32).to(device).train()
     kept = permtriton.keep_pattern(model)
+    trained = adapter(model, options.lora) if options.lora else model
     started, cpu_started = time.perf_counter(), time.process_time()
-    losses = train(model, dense, windows(tokenizer, options.text, options.tokens), options)
+    losses = train(trained, dense, windows(tokenizer, options.text, options.tokens), options)
     seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
-
+    if options.lora:
+        result["before_merging"] = measured("before merging", model.eval(), held_out, options.dense)
+        result["lost"] = kept.merge_and_unload(trained).lost
+        console.print(f"{result['lost']:.0%} of the adapter's change fell on zeros")
     model.to(getattr(torch, kept.record["dtype"]))  # that of the folder
     kept.save_pretrained(options.output, tokenizer, overwrite=True)
-    after = measured(options.output, held_out, options.dense)
-    result = {
+    result["after"] = measured("after", options.output, held_out, options.dense)
+    result |= {
         "command": f"python examples/finetune.py FOLDER --dense DENSE --text {Path(options.text).name} "
         f"--held-out {Path(options.held_out).name} --steps {options.steps} --tokens {options.tokens} "
-        f"--learning-rate {options.learning_rate:g} --cross-entropy {options.cross_entropy:g}",
+        f"--learning-rate {options.learning_rate:g} --cross-entropy {options.cross_entropy:g}"
+        + (f" --lora {options.lora}" if options.lora else ""),
         "compiled_by": kept.record["command"],
         "hardware": device_name(torch.device(device)),
         "versions": versions(),
@@ -123,8 +138,6 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         "cpu_seconds": round(cpu_seconds, 1),
         "peak_bytes": peak_memory(torch.device(device)),
         "held_out_tokens": held_out.numel(),
-        "before": before,
-        "after": after,
         "losses": [round(loss, 4) for loss in losses],
     }
     if options.result:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import optimizer as torch_optimizer
-from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Trainer, TrainingArguments
 
 import permtriton
 from permtriton.errors import ModelError, OutputError, VerificationError
@@ -25,6 +25,8 @@ from . import folders, zoo
 from .sentences import SENTENCE, trained_tokenizer
 
 ROOT = Path(__file__).parent.parent
+DEMO = ROOT / "permtriton" / "demo"
+TWO_FOUR = NMPattern(2, 4)
 PAGE = (ROOT / "docs" / "fine-tuning.md").read_text(encoding="utf-8")
 UP = "model.layers.0.mlp.up_proj.weight"
 
@@ -116,7 +118,7 @@ def test_a_kept_weight_may_pass_through_zero():
     assert weight[row, column] != 0
 
 
-def pruned(name: str, pattern: NMPattern = NMPattern(2, 4)) -> tuple[PreTrainedModel, list[str]]:
+def pruned(name: str, pattern: NMPattern = TWO_FOUR) -> tuple[PreTrainedModel, list[str]]:
     """Returns a pruned model of the zoo and the names of its pruned weights; some stacks of experts are transposed."""
     model = zoo.build(name)
     names = list(folders.pruned_weights(model))
@@ -126,7 +128,7 @@ def pruned(name: str, pattern: NMPattern = NMPattern(2, 4)) -> tuple[PreTrainedM
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt2", "gpt_oss", "llama_tied", "bert"])
-@pytest.mark.parametrize("pattern", [NMPattern(2, 4), NMPattern(4, 8), NMPattern(1, 4)], ids=str)
+@pytest.mark.parametrize("pattern", [TWO_FOUR, NMPattern(4, 8), NMPattern(1, 4)], ids=str)
 def test_weights_are_recognized(name, pattern):
     """Stacks of experts, transposed weights, tied embeddings; what is not pruned is left out."""
     model, names = pruned(name, pattern)
@@ -337,7 +339,7 @@ def changed_since(folder: Path) -> nn.Module:
 def packed(folder: Path) -> nn.Module:
     model = AutoModelForCausalLM.from_pretrained(folder)
     name = UP.removesuffix(".weight")
-    replace_module(model, name, SparseLinear.from_linear(model.get_submodule(name)).pack(NMPattern(2, 4)))
+    replace_module(model, name, SparseLinear.from_linear(model.get_submodule(name)).pack(TWO_FOUR))
     return model
 
 
@@ -413,16 +415,23 @@ def test_the_blocks_of_the_page_run(here):
         permtriton.export(name)
 
 
-def test_the_example(here, capsys):
+@pytest.mark.parametrize("lora", [[], pytest.param(["--lora", "4"], marks=pytest.mark.slow)], ids=["weights", "lora"])
+def test_the_example_on_the_demo(tmp_path, monkeypatch, capsys, lora):
+    monkeypatch.chdir(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(DEMO)
+    folders.prune(model)
+    folders.save(model, tmp_path / "pruned")
+    AutoTokenizer.from_pretrained(DEMO).save_pretrained(tmp_path / "pruned")
     spec = importlib.util.spec_from_file_location("finetune", ROOT / "examples" / "finetune.py")
     finetune = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(finetune)
-    arguments = ["my-model-2of4", "--dense", "my-model", "--text", "my-text.txt", "--held-out", "my-text.txt",
-                 "--output", "tuned", "--steps", "30", "--tokens", "16", "--every", "10", "--learning-rate", "1e-2",
-                 "--result", "result.json"]  # fmt: skip
-    result = finetune.main(arguments)
-    assert json.loads((here / "result.json").read_text()) == result
-    assert len(result["losses"]) == 30
+    arguments = ["pruned", "--dense", DEMO, "--text", DEMO / "calibration.txt", "--held-out", DEMO / "heldout.txt",
+                 "--output", "tuned", "--steps", 8, "--tokens", 64, "--every", 4, "--held-out-windows", 4,
+                 "--learning-rate", 1e-3, "--result", "result.json", *lora]  # fmt: skip
+    result = finetune.main([str(each) for each in arguments])
+    assert json.loads((tmp_path / "result.json").read_text()) == result
+    assert len(result["losses"]) == 8
     assert result["after"]["kl"] < result["before"]["kl"]
-    assert "step   30  loss" in capsys.readouterr().out
+    assert "lost" in result or not lora
+    assert "step    8  loss" in capsys.readouterr().out
     assert permtriton.export("tuned")["reloaded"] == "same model"

@@ -51,11 +51,13 @@ def main() -> None:
                 try:
                     run(rank, Path(sys.argv[1]), call)
                 except BaseException as error:
-                    print(f"rank {rank}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+                    sys.stderr.write(f"rank {rank}: {type(error).__name__}: {error}\n")
+                    sys.stderr.flush()
                     os._exit(1)
                 os._exit(0)
             children.append(child)
-        if any([os.waitpid(child, 0)[1] for child in children]):
+        ends = [os.waitpid(child, 0)[1] for child in children]
+        if any(ends):
             sys.exit(1)
 
 
