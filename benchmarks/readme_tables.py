@@ -10,7 +10,6 @@ import math
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 FUSED = " (fused)"
+FIRST_SCREEN = ("dense", "sparsegpt", "llm-compressor sparsegpt", "fast", "default")  # of all rows of the real model
 WHOLE_GAP = (
     "wanda + heuristic without row weights"  # the method whose gap to the dense model counts as 1 in each layout
 )
@@ -261,10 +261,9 @@ def other_options_table() -> str:
 
 TABLES = {
     "architectures-summary": architectures.summary,
-    **{f"architectures-{name}": partial(architectures.classes, kinds) for name, kinds in architectures.GROUPS.items()},
     "keep-variants": lambda: keep_variants_table("keep-variants-cpu.json"),
     "finetune": finetune_table,
-    "architectures-unbuilt": architectures.unbuilt,
+    "architectures-causes": architectures.causes,
     "config-options": config_options_table,
     "other-options": other_options_table,
     "compile-time": lambda: compile_time_table("compile-time-cpu.json"),
@@ -272,7 +271,8 @@ TABLES = {
     "gpu-commands": lambda: f"```\n{gpu.plan()}\n```",
     "gpu": lambda: gpu.markdown(gpu.read(RESULTS / "gpu.json")),
     "issue-floor": lambda: issue_floor_table("issue-floor.json"),
-    "real": lambda: real.markdown(_load("real-smollm2-cpu.json")),
+    "real": lambda: real.short(_load("real-smollm2-cpu.json"), FIRST_SCREEN),
+    "real-all": lambda: real.markdown(_load("real-smollm2-cpu.json")),
     "demo-recipe": lambda: comparison_table("compare-demo-recipe.json"),
     "demo-best": lambda: comparison_table("compare-demo-best.json"),
     "refit": lambda: refit_table(*(f"compare-demo-refit{each}.json" for each in ("", "-share"))),
