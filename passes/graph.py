@@ -24,7 +24,7 @@ RUNS = "permtriton_runs"  # key in an index node's meta: sizes of the runs of ch
 SITE = "permtriton_site"  # key in a permute node's meta: name of the site whose linears read it
 
 # Products with a weight -> the position of the activation among their arguments; the weight is the next argument.
-PRODUCTS: dict[Any, int] = {
+WEIGHT_PRODUCTS: dict[Any, int] = {
     aten.linear.default: 0,
     aten.addmm.default: 1,
     aten.mm.default: 0,
@@ -54,7 +54,7 @@ def tail(node: fx.Node) -> fx.Node:
     """Returns the last of the inserted nodes behind a parameter: what the model's own nodes read; else ``node``."""
     while len(node.users) == 1:
         (user,) = node.users
-        if OURS not in user.meta or user.target in PRODUCTS or user.args[0] is not node:
+        if OURS not in user.meta or user.target in WEIGHT_PRODUCTS or user.args[0] is not node:
             break
         node = user
     return node
@@ -66,8 +66,8 @@ def products(weight: fx.Node) -> Iterator[tuple[fx.Node, int]]:
     Transpositions, casts and inserted nodes between the weight and the product are passed through.
     """
     for user in weight.users:
-        if user.target in PRODUCTS and user.args[PRODUCTS[user.target]] is not weight:
-            yield user, PRODUCTS[user.target]
+        if user.target in WEIGHT_PRODUCTS and user.args[WEIGHT_PRODUCTS[user.target]] is not weight:
+            yield user, WEIGHT_PRODUCTS[user.target]
         elif user.args[0] is weight and (
             OURS in user.meta or transposes(user) or getattr(user.target, "overloadpacket", None) in CASTS
         ):
@@ -91,7 +91,7 @@ def input_dim(weight: fx.Node) -> int:
     dim, node = 0, weight
     while True:
         user = next(iter(node.users))
-        if user.target in PRODUCTS:
+        if user.target in WEIGHT_PRODUCTS:
             return 1 - dim if user.target is aten.linear.default else dim
         if transposes(user):
             dim = 1 - dim

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from permtriton.data.samples import Inputs, Samples
 from permtriton.errors import VerificationError
 from permtriton.model.checks import TOLERANCE, allowed_difference, relative_difference, with_rounding
-from permtriton.passes.graph import NM_MASK, NORM_PERMUTE, PERMUTE, PRODUCTS, RUNS, index_value, is_index
+from permtriton.passes.graph import NM_MASK, NORM_PERMUTE, PERMUTE, RUNS, WEIGHT_PRODUCTS, index_value, is_index
 from permtriton.passes.provenance import Unions, channel_unions
 from permtriton.permutation import is_permutation
 
@@ -203,7 +203,7 @@ class _Recorder(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         value = super().run_node(n)
         if n.op == "call_function" and isinstance(value, Tensor) and value.is_floating_point():
-            if self._generator is not None and n.target in PRODUCTS:
+            if self._generator is not None and n.target in WEIGHT_PRODUCTS:
                 value = with_rounding(value, self._generator)
             if self._record:
                 self.seen[n.name] = value.double().flatten().sort().values

@@ -16,8 +16,8 @@ from permtriton.checkpoint.registration import register_with_transformers
 
 if TYPE_CHECKING:
     from permtriton.api import compile, dry_run, export, inspect, report
+    from permtriton.compile_config import CompileConfig
     from permtriton.compiled import CompiledModel
-    from permtriton.config import CompileConfig
     from permtriton.errors import PermTritonError
     from permtriton.evaluating import evaluate
     from permtriton.evaluation.measure import Evaluated
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     __version__: str
 
 _MODULES = {
-    "CompileConfig": "config",
+    "CompileConfig": "compile_config",
     "CompiledModel": "compiled",
     "DryRun": "job",
     "Evaluated": "evaluation.measure",

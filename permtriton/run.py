@@ -12,13 +12,10 @@ import torch
 from torch import Tensor, fx
 from transformers import PreTrainedModel
 
-from permtriton import ranks
-from permtriton.config import CompileConfig
+from permtriton.config import CommonConfig
 from permtriton.data.samples import Samples
-from permtriton.errors import ConfigError
 from permtriton.kernels.importance import ImportanceFactors
-from permtriton.machine import device_name, release_memory, versions
-from permtriton.methods import steps
+from permtriton.machine import release_memory
 from permtriton.methods.fisher import fisher_information
 from permtriton.methods.importance import importances_of
 from permtriton.methods.objective import Objective, default_objective, dense_objective, objective_kind
@@ -28,7 +25,7 @@ from permtriton.micro_batch import MicroBatch
 from permtriton.model.apply import apply_edits
 from permtriton.model.checks import model_hash
 from permtriton.model.edits import edits_of, moves_of
-from permtriton.model.plan import Plan, linear_module
+from permtriton.model.plan import Plan
 from permtriton.model.reference import Reference
 from permtriton.offload import Offload
 from permtriton.passes.graph import absorb_folds
@@ -38,27 +35,8 @@ from permtriton.progress import Progress
 from permtriton.running.layer_calls import Empty
 from permtriton.running.sharding import running, twin_of
 from permtriton.running.state import StateFile
-from permtriton.step import Outcome, Step
 
 State = TypeVar("State", bound=StateFile)
-# What is lowered where memory ran out, and then continues the same run.
-ROUNDING_ONLY = ("micro_batch_size", "activation_checkpointing")
-WRITING = "generated"  # the state of the text that the dense model writes
-
-
-def states_beside(resume_path: Path) -> list[Path]:
-    """Returns the paths of the states that an interrupted run left, of whatever steps."""
-    names = (WRITING, *(kind.name for kind in steps.STEPS))
-    paths = (resume_path.with_suffix(f".{name}{resume_path.suffix}") for name in names)
-    return sorted(filter(Path.is_file, paths))
-
-
-def run_identity(model: PreTrainedModel, device: torch.device) -> dict[str, Any]:
-    """Returns what decides every result but the options and the text, as JSON values."""
-    machine = device_name(device)
-    if ranks.count() > 1:  # sums over ranks are rounded in another order, too
-        machine = f"{ranks.count()} ranks, each on {machine}"
-    return {"weights": model_hash(model), "versions": versions(), "machine": machine}
 
 
 @dataclass
@@ -75,7 +53,7 @@ class Promise:
 
 
 class Run:
-    """One compilation. `permtriton.preparing.prepare` fills in what is measured before the steps run.
+    """What a step may ask for and change.
 
     Args:
         model: model that the steps change in place.
@@ -98,7 +76,6 @@ class Run:
         dense_weights: pruned linear -> its weight before it was pruned; filled where a step needs it.
         passes: result of each compiler pass.
         difference: largest difference from the dense outputs, relative to the largest output.
-        outcomes: step name -> what it reports.
         seconds: time per step and stage, filled by `timed`.
         states: the files that keep a state.
         other_values: whether the graph computes other values than the model, which selects some by their values.
@@ -118,7 +95,7 @@ class Run:
     def __init__(
         self,
         model: PreTrainedModel,
-        config: CompileConfig,
+        config: CommonConfig,
         progress: Progress,
         resume_path: Path | None = None,
         offload: Offload | None = None,
@@ -128,7 +105,6 @@ class Run:
         self.seconds: dict[str, float] = {}
         self.states: list[StateFile] = []
         self.passes: list[PassResult] = []
-        self.outcomes: dict[str, Outcome] = {}
         self.retained: dict[str, float] = {}
         self.dense_weights: dict[str, Tensor] = {}
         self.generated: Tensor | None = None
@@ -156,27 +132,6 @@ class Run:
         """Makes a large tensor on the CPU, as ``torch.empty`` does."""
         return torch.empty if self.offload is None else self.offload.empty
 
-    def identify(self, samples: Samples, device: torch.device) -> None:
-        """Notes what decides the result, and refuses states of another run before any work is done.
-
-        Raises:
-            OutputError: a state beside the output belongs to another run, or is damaged.
-        """
-        if self.resume_path is None:
-            return
-        options = {name: value for name, value in self.config.to_dict().items() if name not in ROUNDING_ONLY}
-        self._inputs = {"config": options, "text": samples.sha256, **run_identity(self.model, device)}
-        beside = partial(states_beside, self.resume_path)
-        machines = ranks.on_first(lambda: {StateFile(path, self._inputs).check() for path in beside()})
-        for path in ranks.on_first(beside):
-            self.progress.say(f"found {path.name}: its step will continue where the interrupted run stopped")
-        here = self._inputs["machine"]
-        for machine in sorted(machines - {None, here}, key=str):
-            self.progress.say(
-                f"the interrupted run was on {machine}; this is {here}, which rounds sums differently: the result may "
-                "differ from that of an uninterrupted run"
-            )
-
     def state(self, kind: type[State], step: str) -> State | None:
         """Returns the file that keeps the state of a step; None without ``resume_path``."""
         if self.resume_path is None:
@@ -191,9 +146,9 @@ class Run:
         """Notes what the dense model wrote, which decides the results of all that follows."""
         self._inputs["generated"] = Samples.of(ids).sha256
 
-    def samples_of(self, step: Step) -> Samples:
-        """Returns the samples that a step reads."""
-        if self.generated is None or not step.reads_generated:
+    def samples_with(self, generated: bool) -> Samples:
+        """Returns the calibration samples, and with ``generated`` those that the dense model wrote, too."""
+        if self.generated is None or not generated:
             return self.samples
         assert self.samples.ids is not None
         return Samples.of(torch.cat([self.samples.ids, self.generated]))
@@ -274,12 +229,16 @@ class Run:
 
     # -- the distance from the dense model -----------------------------------------------------------------------------
 
-    def objective(self, step: Step) -> Objective:
-        """Returns the objective that a step minimises, with the dense outputs in the present order as its target.
+    def objective(self, loss: str, samples: Samples | None = None) -> Objective:
+        """Returns an objective, with the dense outputs in the present order as its target.
 
         They are computed where they are not known yet, which is possible only before the model is pruned.
+
+        Args:
+            loss: kl, cosine or auto.
+            samples: what it is measured on; None for the calibration samples.
         """
-        kind, samples = objective_kind(step.objective, self.model), self.samples_of(step)
+        kind, samples = objective_kind(loss, self.model), self.samples if samples is None else samples
         found = self._objective
         if found is None or (found.kind, len(found.target)) != (kind, len(samples)):
             with self.running() as model:
@@ -304,25 +263,3 @@ class Run:
             found = MicroBatch(self.config.micro_batch_size).run(mean)
         check_loss(self._promise.loss, found, self.model.dtype)
         self._promise = None
-
-    def keep_dense(self, steps: tuple[Step, ...]) -> None:
-        """Keeps what later steps need of the dense model, before the first one prunes it.
-
-        Args:
-            steps: the steps that are left.
-        """
-        if not self._dense_order and self.statistics:  # nothing was permuted
-            self._dense_order = self._retained({})
-            self.retained = {name: each.chosen for name, each in self._dense_order.items()}
-        if any(step.dense_weights for step in steps):
-            for _, name in self.plan.linears():
-                weight = linear_module(self.model, name).get_parameter("weight").detach()
-                self.dense_weights[name] = self.empty(weight.shape, dtype=weight.dtype).copy_(weight)
-        minimising = {objective_kind(step.objective, self.model): step for step in steps if step.objective}
-        if len(minimising) > 1:
-            raise ConfigError(
-                f"recipe {self.config.recipe}: steps after pruning minimise {' and '.join(sorted(minimising))}: give "
-                "them one loss"
-            )
-        for step in minimising.values():
-            self.objective(step)

@@ -3,9 +3,10 @@
 import shutil
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,9 @@ from permtriton.checkpoint.output import replacing_folder
 from permtriton.checkpoint.plan_entries import to_json
 from permtriton.checkpoint.quantizer import checkpoint_config
 from permtriton.checkpoint.shards import describe_files, read_tensors
+from permtriton.config import CommonConfig
+from permtriton.data.media import Processor
+from permtriton.data.samples import Samples
 from permtriton.errors import VerificationError, first_line
 from permtriton.machine import available_memory, peak_memory, release_memory
 from permtriton.micro_batch import is_out_of_memory
@@ -25,15 +29,36 @@ from permtriton.model.expert_linears import input_dim
 from permtriton.model.experts import stacked_name
 from permtriton.model.headers import CONFIG_FILE, REPORT_FILE
 from permtriton.model.plan import Plan
+from permtriton.offload import Offload
 from permtriton.sparsity import NMPattern
-
-if TYPE_CHECKING:
-    from permtriton.compiled import CompiledModel
 
 SHARD_SIZE = "5GB"
 
 
-def save_checkpoint(compiled: "CompiledModel", output: Path, *, overwrite: bool) -> Path:
+@dataclass
+class Pruned:
+    """A pruned model and what is saved with it.
+
+    Attributes:
+        model: transformers model with N:M weights; in layout ``fused`` some of its norms and linears permute channels.
+        tokenizer: tokenizer or processor of the model; None if there is none.
+        config: options, of which the pattern is checked.
+        plan: sites and channel spaces.
+        report: content of ``permtriton.json``, as `permtriton.record.compilation_record` builds it.
+        reference: samples on which a reloaded checkpoint must give the outputs of ``model``.
+        offload: where the model's large parameters are; None for memory.
+    """
+
+    model: PreTrainedModel
+    tokenizer: Processor | None
+    config: CommonConfig
+    plan: Plan
+    report: dict[str, Any]
+    reference: Samples
+    offload: Offload | None
+
+
+def save_checkpoint(compiled: Pruned, output: Path, *, overwrite: bool) -> Path:
     """Writes and verifies a checkpoint: a plain one, or one of format "dense" if modules permute at run time.
 
     Stacked experts are stored as the model holds them, one tensor per stack, whatever the original files look like; see
@@ -79,7 +104,7 @@ def pruned_parameters(model: nn.Module, plan: Plan) -> dict[str, int]:
 
 
 def verify_checkpoint(
-    compiled: "CompiledModel", folder: Path, pruned: Mapping[str, int], names: StoredNames
+    compiled: Pruned, folder: Path, pruned: Mapping[str, int], names: StoredNames
 ) -> dict[str, object]:
     """Checks a written checkpoint.
 
@@ -134,7 +159,7 @@ def _same(first: Tensor, second: Tensor) -> bool:
     return first.dtype == second.dtype and torch.equal(first, second)
 
 
-def _compare_reloaded(compiled: "CompiledModel", folder: Path) -> dict[str, object]:
+def _compare_reloaded(compiled: Pruned, folder: Path) -> dict[str, object]:
     """Loads the checkpoint as a user would and compares the outputs, if a second model fits into memory or files."""
     if compiled.offload is not None:
         with compiled.offload.loading(), compiled.offload.working(compiled.model):
@@ -152,7 +177,7 @@ def _compare_reloaded(compiled: "CompiledModel", folder: Path) -> dict[str, obje
     return {"reloaded": not_run}
 
 
-def _reloaded(compiled: "CompiledModel", folder: Path) -> dict[str, object]:
+def _reloaded(compiled: Pruned, folder: Path) -> dict[str, object]:
     model = compiled.model
     try:
         reloaded: PreTrainedModel = type(model).from_pretrained(folder, dtype=model.dtype, use_safetensors=True)
