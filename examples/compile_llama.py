@@ -37,7 +37,8 @@ def main(words: list[str] | None = None) -> None:
     words = pruned.generate(**prompt, max_new_tokens=16, do_sample=False)
     print(tokenizer.decode(words[0]))
 
-    packed = permtriton.export(output, f"{output}-packed", format="packed", overwrite=True)
+    packed = f"{output}-packed"
+    permtriton.export(output, packed, format="packed", overwrite=True)
     again = AutoModelForCausalLM.from_pretrained(packed)  # needs import permtriton
     with torch.no_grad():
         same = torch.equal(again(**prompt).logits, pruned(**prompt).logits)
