@@ -1,7 +1,7 @@
 """Plants every seeded fault of tests/faults.py, and writes which checks refuse it to results/seeded-faults.json.
 
-    python -m benchmarks.faults             all of them: minutes
-    python -m benchmarks.faults NAME ...    some of them
+    python -m benchmarks.faults             those that the file lacks; delete it to run all of them, for minutes
+    python -m benchmarks.faults NAME ...    these again, too
 
 A fault is planted again with the check deaf that refused it, until none refuses it any more: so all checks are found
 that refuse it, and if there is only one, the fault needs it.
@@ -23,17 +23,21 @@ RESULT = Path(__file__).resolve().parent / "results" / "seeded-faults.json"
 def main() -> None:
     torch.set_num_threads(1)
     transformers.logging.disable_progress_bar()
-    named = sys.argv[1:] or list(FAULTS)
     known = json.loads(RESULT.read_text(encoding="utf-8"))["refused"] if RESULT.exists() else {}
-    refused = {}
+    known = {name: checks for name, checks in known.items() if name not in sys.argv[1:]}
     for name, fault in FAULTS.items():
-        if fault.refused:
-            refused[name] = refusals(fault) if name in named else known[name]
-            print(name, refused[name], sep=": ", flush=True)
+        if fault.refused and name not in known:
+            known[name] = refusals(fault)
+            print(name, known[name], sep=": ", flush=True)
+            _write(known)
+    _write(known)
+
+
+def _write(known: dict[str, list[str]]) -> None:
     report = {
         "command": "python -m benchmarks.faults",
         "checks": [check.holds for check in CHECKS],
-        "refused": refused,
+        "refused": {name: known[name] for name in FAULTS if name in known},
         "tests": [name for name, fault in FAULTS.items() if fault.caught_by],
     }
     RESULT.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
