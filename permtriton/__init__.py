@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from permtriton.evaluating import evaluate
     from permtriton.evaluation.measure import Evaluated
     from permtriton.job import DryRun
+    from permtriton.keeping import KeepPattern, KeptPattern, MergedAdapter, keep_pattern
     from permtriton.planning import find_plan
     from permtriton.progress import Event
     from permtriton.recipe import config_from, recipes
@@ -35,6 +36,9 @@ _MODULES = {
     "DryRun": "job",
     "Evaluated": "evaluation.measure",
     "Event": "progress",
+    "KeepPattern": "keeping",
+    "KeptPattern": "keeping",
+    "MergedAdapter": "keeping",
     "NMPattern": "sparsity",
     "PermTritonError": "errors",
     "compile": "api",
@@ -44,6 +48,7 @@ _MODULES = {
     "export": "api",
     "find_plan": "planning",
     "inspect": "api",
+    "keep_pattern": "keeping",
     "recipes": "recipe",
     "report": "api",
 }
@@ -53,6 +58,9 @@ __all__ = [
     "DryRun",
     "Evaluated",
     "Event",
+    "KeepPattern",
+    "KeptPattern",
+    "MergedAdapter",
     "NMPattern",
     "PermTritonError",
     "__version__",
@@ -63,6 +71,7 @@ __all__ = [
     "export",
     "find_plan",
     "inspect",
+    "keep_pattern",
     "recipes",
     "report",
 ]

@@ -184,12 +184,11 @@ class Run:
         """Runs compiler passes on the graph, and verifies its outputs where samples of the traced shapes are given."""
         self.graph = run_passes(self.graph, passes, batches, self.passes.append)
 
-    def reorder(self, indices: Mapping[str, Tensor], block_size: int | None = None) -> None:
+    def reorder(self, indices: Mapping[str, Tensor]) -> None:
         """Writes permutations into graph, model and statistics, and checks that the outputs stay the same.
 
         Args:
             indices: space name -> unit index relative to the present order, int64 ``[units]``.
-            block_size: block size of the indices, if they are block permutations.
 
         Raises:
             VerificationError: an exact pass changed the outputs, or masks retain another importance than promised.
@@ -198,7 +197,7 @@ class Run:
             if space.name in indices:
                 space.check(indices[space.name])
         promised = self._retained(indices)
-        moves = moves_of(self.plan, indices, block_size)
+        moves = moves_of(self.plan, indices)
         self.run_passes(permutation_passes(moves), self.batches)
         apply_edits(self.model, edits_of(moves))
         self.difference = max(self.difference, self.reference.check(self.model, "after folding permutations"))

@@ -95,6 +95,7 @@ def test_the_table_of_levels_names_what_there_is():
         "compiled",
         "evaluating",
         "job",
+        "keeping",
         "self_test",
     }
     assert highest == {"permtriton", *expected}
