@@ -140,6 +140,18 @@ def _machine(rows: Sequence[Any]) -> str:
     return f"{rows[-1]['device']}; torch {rows[-1]['versions']['torch']}"
 
 
+def quantized_table(name: str) -> str:
+    """Returns the rows of ``python -m benchmarks.quantized``."""
+    report = _load(name)
+    counts = ("zeros", "lost_zeros", "further_zeros", "groups_above_pattern")
+    rows = [
+        [row["name"], f"{row['bytes'] / 1e6:.0f} MB", *(f"{row[key]:,}" if key in row else "" for key in counts)]
+        for row in report["rows"]
+    ]
+    heading = "folder | size | zeros before | zeros lost | further zeros | groups of 4 with more than 2 kept"
+    return _table(heading, rows, f"{_machine([report])}.")
+
+
 def compile_time_table(name: str) -> str:
     """Returns the rows of ``benchmarks/compile_time.py``."""
     report = _load(name)
@@ -301,6 +313,7 @@ TABLES = {
     "gpu-commands": lambda: f"```\n{gpu.plan()}\n```",
     "gpu": lambda: gpu.markdown(gpu.read(RESULTS / "gpu.json")),
     "issue-floor": lambda: issue_floor_table("issue-floor.json"),
+    "quantized": lambda: quantized_table("quantized-cpu.json"),
     "real": lambda: real.short(_load("real-smollm2-cpu.json"), FIRST_SCREEN),
     "real-all": lambda: real.markdown(_load("real-smollm2-cpu.json")),
     "demo-recipe": lambda: comparison_table("compare-demo-recipe.json"),

@@ -1,8 +1,8 @@
 """Compiles a LLaMA-like model end to end: prune, measure, generate, export packed, load again.
 
-    python examples/compile_llama.py                                          # the embedded demo model, a few minutes
-    python examples/compile_llama.py Qwen/Qwen3-0.6B --recipe default         # with texts of the hub
-    python examples/compile_llama.py ./my-model --data my-text.txt --eval-data my-heldout.txt --samples 16
+python examples/compile_llama.py                                          # the embedded demo model, a few minutes
+python examples/compile_llama.py Qwen/Qwen3-0.6B --recipe default         # with texts of the hub
+python examples/compile_llama.py ./my-model --data my-text.txt --eval-data my-heldout.txt --samples 16
 """
 
 import argparse
