@@ -269,7 +269,6 @@ TABLES = {
     "demo-best": lambda: comparison_table("compare-demo-best.json"),
     "refit": lambda: refit_table(*(f"compare-demo-refit{each}.json" for each in ("", "-share"))),
     "rotation-demo": lambda: rotation_table("rotation-demo.json"),
-    "rotation-real": lambda: rotation_table("rotation-smollm2.json"),
     "learning-step": lambda: learning_step_table("learning-step-cpu.jsonl"),
     "search-round": lambda: search_round_table("search-round-cpu.jsonl"),
     "swap-prediction": lambda: swap_prediction_table("swap-prediction-cpu.jsonl"),
