@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from typer.main import get_command
@@ -124,6 +125,36 @@ def refit_table(*names: str) -> str:
             lines.append([name, str(seeds), f"{row['mean']:.3f}{spread}", f"{row['kl']:.4f}", seconds])
     caption = f"{_machine([report])}. ± is the sample standard deviation over seeds; seconds are of one compilation."
     return _table("method | seeds | perplexity | KL, nats | seconds", lines, caption)
+
+
+def rotation_table(name: str) -> str:
+    """Returns the rows of ``python -m benchmarks.rotation``, the mean over seeds of each variant."""
+    report, lines, by_variant = _load(name), [], {}
+    for row in report["rows"]:
+        by_variant.setdefault(row["variant"], {})[row["seed"]] = row
+    base = by_variant["folded"]
+    for variant, rows in by_variant.items():
+        kl, perplexity, error = (
+            fmean(row[each] for row in rows.values()) for each in ("kl", "perplexity", "refit_error")
+        )
+        ratio = kl / fmean(base[seed]["kl"] for seed in rows)
+        lost = [_from_to(rows, f"{what}: share lost") for what in ("heads", "stream")]
+        lines.append([variant, str(len(rows)), f"{kl:.4f}", f"{ratio:.3f}", f"{perplexity:.3f}", f"{error:.4f}", *lost])
+    given = report["settings"]
+    caption = (
+        f"{given['model']}; calibration {given['samples']} x {given['sequence_length']} tokens, {given['windows']} "
+        f"windows of 1,024 tokens; {_machine([report])}. Ratio: the KL divided by that of `folded` with the same seeds."
+    )
+    heading = (
+        "variant | seeds | KL, nats | ratio | perplexity | error of the refit | share lost, heads | share lost, stream"
+    )
+    return _table(heading, lines, caption)
+
+
+def _from_to(rows: Mapping[int, Any], what: str) -> str:
+    """Returns "before to after" of a figure, the means over seeds; nothing where there is none."""
+    pairs = [row[what] for row in rows.values() if what in row]
+    return " to ".join(f"{fmean(each):.3f}" for each in zip(*pairs, strict=True))
 
 
 def _table(heading: str, rows: Iterable[Sequence[str]], caption: str) -> str:
@@ -319,6 +350,7 @@ TABLES = {
     "demo-recipe": lambda: comparison_table("compare-demo-recipe.json"),
     "demo-best": lambda: comparison_table("compare-demo-best.json"),
     "refit": lambda: refit_table(*(f"compare-demo-refit{each}.json" for each in ("", "-share"))),
+    "rotation-demo": lambda: rotation_table("rotation-demo.json"),
     "learning-step": lambda: learning_step_table("learning-step-cpu.jsonl"),
     "search-round": lambda: search_round_table("search-round-cpu.jsonl"),
     "swap-prediction": lambda: swap_prediction_table("swap-prediction-cpu.jsonl"),
