@@ -28,7 +28,7 @@ from permtriton.micro_batch import MicroBatch
 from permtriton.model.apply import apply_edits
 from permtriton.model.checks import model_hash
 from permtriton.model.edits import edits_of, moves_of
-from permtriton.model.plan import Plan, linear_module
+from permtriton.model.plan import Plan, linear_module, weight_in_out
 from permtriton.model.reference import Reference
 from permtriton.offload import Offload
 from permtriton.passes.graph import absorb_folds
@@ -40,6 +40,7 @@ from permtriton.running.sharding import running, twin_of
 from permtriton.running.state import StateFile
 from permtriton.step import Outcome, Step
 
+CORNER = 16  # rows and columns of the weights that a report shows
 State = TypeVar("State", bound=StateFile)
 # What is lowered where memory ran out, and then continues the same run.
 ROUNDING_ONLY = ("micro_batch_size", "activation_checkpointing")
@@ -96,6 +97,7 @@ class Run:
         indices: space name -> unit index from the dense order, int64 ``[units]``.
         retained: pruned linear -> importance that its mask retains in the present order.
         dense_weights: pruned linear -> its weight before it was pruned; filled where a step needs it.
+        dense_corners: the same of what `corners` returns, filled always.
         passes: result of each compiler pass.
         difference: largest difference from the dense outputs, relative to the largest output.
         outcomes: step name -> what it reports.
@@ -131,6 +133,7 @@ class Run:
         self.outcomes: dict[str, Outcome] = {}
         self.retained: dict[str, float] = {}
         self.dense_weights: dict[str, Tensor] = {}
+        self.dense_corners: dict[str, list[list[float]]] = {}
         self.generated: Tensor | None = None
         self.difference, self.other_values, self.thrifty = 0.0, False, False
         self.spread_on: torch.device | None = None
@@ -229,6 +232,24 @@ class Run:
         """Runs compiler passes on the graph, and verifies its outputs where samples of the traced shapes are given."""
         self.graph = run_passes(self.graph, passes, batches, self.passes.append)
 
+    def corners(self) -> dict[str, list[list[float]]]:
+        """Returns the first rows and columns of a few weights in the present order, with three digits.
+
+        The weights are one of each kind of site, from the first layer to the last: linear -> rows of its entries.
+        """
+        kinds: dict[str, list[str]] = {}
+        for site in self.plan.sites:
+            if site.linears:
+                kinds.setdefault(site.linears[0].rpartition(".")[2], []).append(site.linears[0])
+        last = max(len(kinds) - 1, 1)
+        names = [of[round(number * (len(of) - 1) / last)] for number, of in enumerate(kinds.values())]
+        weights = (weight_in_out(linear_module(self.model, name))[:CORNER, :CORNER].T for name in names)
+        rows = (weight.float().cpu().tolist() for weight in weights)
+        return {
+            name: [[float(f"{value:.3g}") for value in row] for row in corner]
+            for name, corner in zip(names, rows, strict=True)
+        }
+
     def reorder(self, indices: Mapping[str, Tensor], block_size: int | None = None) -> None:
         """Writes permutations into graph, model and statistics, and checks that the outputs stay the same.
 
@@ -306,7 +327,7 @@ class Run:
         self._promise = None
 
     def keep_dense(self, steps: tuple[Step, ...]) -> None:
-        """Keeps what later steps need of the dense model, before the first one prunes it.
+        """Keeps what later steps and the record need of the dense model, before the first one prunes it.
 
         Args:
             steps: the steps that are left.
@@ -314,6 +335,7 @@ class Run:
         if not self._dense_order and self.statistics:  # nothing was permuted
             self._dense_order = self._retained({})
             self.retained = {name: each.chosen for name, each in self._dense_order.items()}
+        self.dense_corners = self.dense_corners or self.corners()
         if any(step.dense_weights for step in steps):
             for _, name in self.plan.linears():
                 weight = linear_module(self.model, name).get_parameter("weight").detach()

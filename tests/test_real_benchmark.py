@@ -252,12 +252,10 @@ CROWDED = result(
 def test_labels_cover_neither_points_nor_each_other():
     dense, points = plot.points(CROWDED)
     axes = plot.Axes(dense, points)
-    boxes = plot.placed(axes, points)
-    marks = [
-        plot.Box(x - 5, y - 5, x + 5, y + 5) for x, y in ((axes.x(p.seconds), axes.y(p.perplexity)) for p in points)
-    ]
+    boxes = axes.labels()
+    marks = [plot.Box(x - 5, y - 5, x + 5, y + 5) for x, y in map(axes.place, points)]
     for number, box in enumerate(boxes):
-        assert not box.outside
+        assert box.within(plot.Box(0, 0, plot.WIDTH, plot.BOTTOM))
         assert not any(map(box.hits, [*marks, *boxes[:number]])), points[number].name
     text = plot.svg(CROWDED, "light")
     drawn = ElementTree.fromstring(text)

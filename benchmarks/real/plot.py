@@ -3,7 +3,6 @@
 ``python benchmarks/readme_tables.py`` writes it, beside the tables.
 """
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -11,6 +10,7 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.real.rows import DENSE, THEIRS
+from permtriton.reporting.plots import Box, Scale, anchored, place_labels
 
 SHOWN = ("wanda", "sparsegpt", "learned", "values", "fast", "default", "best", *THEIRS)
 WIDTH, HEIGHT = 700, 420
@@ -40,25 +40,6 @@ class Point:
         return "theirs" if self.name in THEIRS else "ours"
 
 
-@dataclass(frozen=True)
-class Box:
-    """A rectangle that text or a point covers."""
-
-    left: float
-    top: float
-    right: float
-    bottom: float
-
-    def hits(self, other: "Box") -> bool:
-        return (
-            self.left < other.right and other.left < self.right and self.top < other.bottom and other.top < self.bottom
-        )
-
-    @property
-    def outside(self) -> bool:
-        return self.left < LEFT or self.right > WIDTH or self.top < TOP - LINE or self.bottom > BOTTOM
-
-
 def points(report: Mapping[str, Any]) -> tuple[float, list[Point]]:
     """Returns the perplexity of the dense model, and the points of the rows that ran, from the left."""
     rows: dict[str, list[Mapping[str, Any]]] = {}
@@ -78,55 +59,33 @@ class Axes:
     """Where seconds and perplexities are drawn, both on logarithmic axes that the points fill."""
 
     def __init__(self, dense: float, points: Sequence[Point]) -> None:
-        self.dense = dense
+        self.dense, self.points = dense, points
+        self.seconds = Scale.around([p.seconds for p in points], LEFT, RIGHT, log=True, margin=0.08)
         inside = [point.high for point in points if point.perplexity <= WORST * dense]
-        self.seconds = min(p.seconds for p in points) / 1.3, max(p.seconds for p in points) * 1.5
-        self.perplexity = dense / 1.06, max(inside, default=2 * dense) * 1.15
+        self.perplexity = Scale.around([dense, *inside], BOTTOM, TOP, log=True, margin=0.08)
 
-    def x(self, seconds: float) -> float:
-        low, high = map(math.log, self.seconds)
-        return LEFT + (math.log(seconds) - low) / (high - low) * (RIGHT - LEFT)
-
-    def y(self, perplexity: float) -> float:
-        """Returns the height, at most that of the upper edge."""
-        low, high = map(math.log, self.perplexity)
-        return BOTTOM - min((math.log(perplexity) - low) / (high - low), 1) * (BOTTOM - TOP)
+    def place(self, point: Point) -> tuple[float, float]:
+        """Returns where a point is drawn: at the upper edge if it is beyond."""
+        return self.seconds.place(point.seconds), max(self.perplexity.place(point.perplexity), TOP)
 
     def label(self, point: Point) -> str:
         """Returns what is written beside a point."""
-        beyond = " (beyond the axis)" if point.perplexity > self.perplexity[1] else ""
+        beyond = " (beyond the axis)" if point.perplexity > self.perplexity.high else ""
         return f"{point.name} {point.perplexity:,.{1 if point.perplexity < 100 else 0}f}{beyond}"
 
+    def labels(self) -> list[Box]:
+        """Returns the place of each label, which covers no point, no range and no other label."""
+        dense = self.perplexity.place(self.dense)
+        taken = [Box(RIGHT - 10 * LETTER, dense - 1.2 * LINE, RIGHT, dense + 2)]
+        taken += [Box(x - 3, top, x + 3, bottom) for x, top, bottom in map(self.range, self.points)]
+        widths = [len(self.label(point)) * LETTER for point in self.points]
+        page = Box(LEFT, TOP - LINE, WIDTH, BOTTOM)
+        return place_labels([self.place(point) for point in self.points], widths, taken, page, LINE)
 
-def ticks(low: float, high: float) -> list[float]:
-    """Returns round numbers between two ends of a logarithmic axis, at most eight of them."""
-    for steps in ((1, 1.5, 2, 2.5, 3, 4, 5, 6, 8), (1, 1.5, 2, 3, 5, 7), (1, 2, 5), (1,)):
-        exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)))
-        found = [step * 10**exponent for exponent in exponents for step in steps if low <= step * 10**exponent <= high]
-        if len(found) <= 8:
-            break
-    return found
-
-
-def placed(axes: Axes, points: Sequence[Point]) -> list[Box]:
-    """Returns the place of each point's label: as near as it can be without covering a point or another label."""
-    marks = [Box(axes.x(p.seconds) - 6, axes.y(p.high) - 6, axes.x(p.seconds) + 6, axes.y(p.low) + 6) for p in points]
-    dense = axes.y(axes.dense)
-    taken = [*marks, Box(RIGHT - 10 * LETTER, dense - 1.2 * LINE, RIGHT, dense + 2)]
-    for point in points:
-        boxes = list(_around(axes.x(point.seconds), axes.y(point.perplexity), len(axes.label(point)) * LETTER))
-        free = (box for box in boxes if not box.outside and not any(map(box.hits, taken)))
-        taken.append(next(free, boxes[0]))
-    return taken[len(marks) + 1 :]
-
-
-def _around(x: float, y: float, width: float) -> Iterator[Box]:
-    """Yields places for a label of a point, the nearest first: beside it, above and below."""
-    for rise in range(0, 160, 8):
-        for middle in dict.fromkeys((y - rise, y + rise)):
-            sides = (x + 9, x - 9 - width) if rise < LINE else (x - width / 2, x + 4, x - 4 - width)
-            for left in sides:
-                yield Box(left, middle - LINE / 2, left + width, middle + LINE / 2)
+    def range(self, point: Point) -> tuple[float, float, float]:
+        """Returns the place of a point's range, and its upper and lower end."""
+        top, bottom = (max(self.perplexity.place(end), TOP) for end in (point.high, point.low))
+        return self.place(point)[0], top, bottom
 
 
 def svg(report: Mapping[str, Any], theme: str) -> str:
@@ -135,7 +94,7 @@ def svg(report: Mapping[str, Any], theme: str) -> str:
     dense, found = points(report)
     axes = Axes(dense, found)
     parts = [*_headings(report, colour), *_grid(axes, colour)]
-    for point, box in zip(found, placed(axes, found), strict=True):
+    for point, box in zip(found, axes.labels(), strict=True):
         parts += _drawn(point, box, axes, colour)
     lines = "\n".join(parts)
     return (
@@ -159,28 +118,31 @@ def _headings(report: Mapping[str, Any], colour: Colours) -> Iterator[str]:
 
 
 def _grid(axes: Axes, colour: Colours) -> Iterator[str]:
-    for seconds in ticks(*axes.seconds):
-        yield _text(axes.x(seconds), BOTTOM + 18, f"{seconds:,.0f}", colour["muted"], 'text-anchor="middle"')
-    for value in ticks(*axes.perplexity):
-        yield _line(LEFT, axes.y(value), RIGHT, axes.y(value), colour["line"])
-        yield _text(LEFT - 8, axes.y(value) + 4, f"{value:g}", colour["muted"], 'text-anchor="end"')
-    y = axes.y(axes.dense)
+    for seconds in axes.seconds.ticks(8):
+        yield _text(
+            axes.seconds.place(seconds), BOTTOM + 18, f"{seconds:,.0f}", colour["muted"], 'text-anchor="middle"'
+        )
+    for value in axes.perplexity.ticks(8):
+        y = axes.perplexity.place(value)
+        yield _line(LEFT, y, RIGHT, y, colour["line"])
+        yield _text(LEFT - 8, y + 4, f"{value:g}", colour["muted"], 'text-anchor="end"')
+    y = axes.perplexity.place(axes.dense)
     yield _line(LEFT, y, RIGHT, y, colour["ink"], 'stroke-dasharray="6 4"')
     yield _text(RIGHT, y - 6, f"dense {axes.dense:.1f}", colour["ink"], 'text-anchor="end"')
 
 
 def _drawn(point: Point, box: Box, axes: Axes, colour: Colours) -> Iterator[str]:
-    x, y = axes.x(point.seconds), axes.y(point.perplexity)
+    x, y = axes.place(point)
     if point.high > point.low:
-        yield _line(x, axes.y(point.high), x, axes.y(point.low), colour[point.side], 'stroke-width="2"')
+        _, top, bottom = axes.range(point)
+        yield _line(x, top, x, bottom, colour[point.side], 'stroke-width="2"')
     middle = (box.top + box.bottom) / 2
     if abs(middle - y) > 1.5 * LINE:
         yield _line(x, y, min(max(x, box.left), box.right), box.top if middle > y else box.bottom, colour["muted"])
     yield _mark(point.side, x, y, colour)
-    places = {"end": box.right, "start": box.left, "middle": (box.left + box.right) / 2}
-    anchor = "end" if box.right < x else "start" if box.left > x else "middle"
+    at, anchor = anchored(box, x)
     weight = ' font-weight="600"' if point.name == "default" else ""
-    yield _text(places[anchor], middle + 4, axes.label(point), colour[point.side], f'text-anchor="{anchor}"{weight}')
+    yield _text(at, middle + 4, axes.label(point), colour[point.side], f'text-anchor="{anchor}"{weight}')
 
 
 def _mark(side: str, x: float, y: float, colour: Colours) -> str:
