@@ -60,7 +60,9 @@ def save_checkpoint(compiled: "CompiledModel", output: Path, *, overwrite: bool)
         seconds = {"save": round(saved - started, 3), "verify": round(time.perf_counter() - saved, 3)}
         compiled.report["seconds"].update(seconds)
         compiled.report["memory"]["peak"] = peak_memory(compiled.model.device)
-        compiled.report["card"] = write_card(partial, compiled.report, WITH_PERMTRITON if permuted else ALONE)
+        compiled.report["card"] = write_card(
+            partial, compiled.report, WITH_PERMTRITON if permuted else ALONE, output.resolve().name
+        )
         (partial / REPORT_FILE).write_text(to_json(compiled.report) + "\n", encoding="utf-8")
     return output.resolve()
 

@@ -125,7 +125,7 @@ def weight_pictures(folders: Sequence[Compiled]) -> Section:
             pictures.append(Picture(svg, alt, name, [(colour(number), folder.label)]))
     text = (
         "The first rows and columns of a few weights in the new order of the channels, before and after pruning: the "
-        "darker, the larger. Vertical lines part the groups; red weights are lost, and most that are lost are small. "
+        "stronger the colour, the larger. Vertical lines part the groups; red weights are lost, most of them small. "
         "Methods that update weights change those that they keep."
     )
     return Section("weights", "Weights", text, pictures)
