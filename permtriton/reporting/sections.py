@@ -49,7 +49,8 @@ def result(folders: Sequence[Compiled], comparison: Mapping[str, Any] | None) ->
     tables = [Table(caption, head, list(cells), [colour(number) for number in range(len(folders))])]
     pictures = list(_quality(folders, measured, name))
     if comparison is not None:
-        pictures.append(_compared(comparison))
+        if any(row["method"] != DENSE for row in comparison["rows"]):
+            pictures.append(_compared(comparison))
         tables.append(_comparison(comparison))
     return Section("result", "Result", text, pictures, tables)
 
@@ -75,8 +76,8 @@ def _compared(found: Mapping[str, Any]) -> Picture:
     """Returns the picture of a comparison, with the names of the methods that no other one beats in both values."""
     sign = 1 if found["measure"] == "perplexity" else -1
     dense = next(row["mean"] for row in found["rows"] if row["method"] == DENSE)
-    rows = [row for row in found["rows"] if row["method"] != DENSE and row["compile_seconds"]]
-    points = [(row["compile_seconds"] / len(row["values"]), row["mean"]) for row in rows]
+    rows = [row for row in found["rows"] if row["method"] != DENSE]
+    points = [((row["compile_seconds"] or row["seconds"]) / len(row["values"]), row["mean"]) for row in rows]
     series = []
     for look, fused in (("dots", False), ("rings", True)):
         chosen = [number for number, row in enumerate(rows) if row["method"].endswith(FUSED) == fused]
