@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from benchmarks.shared import PATTERN, llama, random_importances, step_seconds, timed
 from permtriton import find_plan
-from permtriton.config import CompileConfig
+from permtriton.compile_config import CompileConfig
 from permtriton.data.samples import Samples
 from permtriton.machine import device_name, peak_memory, versions
 from permtriton.methods.fisher import fisher_information

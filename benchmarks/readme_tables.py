@@ -5,12 +5,12 @@ python benchmarks/readme_tables.py --check   exit with 1 if one is not up to dat
 """
 
 import argparse
+import functools
 import json
 import math
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 REAL = "real-smollm2-cpu.json"
 
 FUSED = " (fused)"
+FIRST_SCREEN = ("dense", "sparsegpt", "llm-compressor sparsegpt", "fast", "default")  # of all rows of the real model
 WHOLE_GAP = (
     "wanda + heuristic without row weights"  # the method whose gap to the dense model counts as 1 in each layout
 )
@@ -153,6 +154,34 @@ def compile_time_table(name: str) -> str:
     return "\n".join([*lines, "", f"{report['device']}; torch {report['versions']['torch']}; medians of {runs}."])
 
 
+def proof_time_table(name: str) -> str:
+    """Returns the rows of ``benchmarks/proof_time.py``."""
+    report = _load(name)
+    before, now = report["before"], report["now"]
+    lines = [[check, *(f"{each['seconds'][check]:.1f}" for each in (before, now))] for check in now["seconds"]]
+    lines.append(["the whole compilation, without saving", *(f"{each['whole_s']:.1f}" for each in (before, now))])
+    caption = (
+        f"CPU seconds, {now['parameters'] / 1e6:.0f}M parameters, {now['ids'][0]} x {now['ids'][1]} tokens; before: "
+        f"commit {before['commit']}, measured {before['measured']}; {_machine([now])}."
+    )
+    return _table("check | before | now", lines, caption)
+
+
+def seeded_faults_table(name: str) -> str:
+    """Returns the checks, each with the faults that ``python -m benchmarks.faults`` saw it refuse."""
+    report = _load(name)
+    alone: dict[str, list[str]] = {check: [] for check in report["checks"]}
+    shared: dict[str, list[str]] = {check: [] for check in report["checks"]}
+    for fault, found in report["refused"].items():
+        checks = [check for check in found if check in alone]  # not a crash
+        for check in checks:
+            (alone if len(checks) == 1 else shared)[check].append(fault)
+    rows = [[check, "; ".join(alone[check]), "; ".join(shared[check])] for check in report["checks"]]
+    count = len(report["refused"])
+    caption = f"{count} faults that are refused. {len(report['tests'])} more only waste quality, and tests find them: "
+    return _table("check | only it refuses | others refuse, too", rows, f"{caption}{'; '.join(report['tests'])}.")
+
+
 def runtime_overhead_table(name: str) -> str:
     """Returns the rows of ``python -m benchmarks.costs fused``."""
 
@@ -204,6 +233,43 @@ def _arrow(rows: list[Any], key: str, digits: int, unit: str = "") -> str:
     return f"{text} per {(rows[1] or rows[0])[unit]}" if unit and text != "-" else text
 
 
+def keep_variants_table(name: str) -> str:
+    """Returns the rows of ``benchmarks/keep_variants.py``."""
+    report = _load(name)
+    rows, lines = report["rows"], []
+    for row in rows:
+        fails = [what for what, works in row["works_with"].items() if not works]
+        numbers = [f"{row['cpu_seconds']:.2f} s", f"{row['seconds']:.1f} s", f"{row['peak_bytes'] / 1e9:.2f} GB"]
+        lines.append([row["variant"], *numbers, ", ".join(fails) if row is not rows[0] else ""])
+    caption = (
+        f"`{report['command']}`; {report['hardware']}; torch {report['versions']['torch']}; medians of a step, while "
+        "other work ran: compare CPU seconds. The bool masks are in memory in all rows."
+    )
+    return _table("variant | CPU seconds per step | seconds | peak memory | fails with", lines, caption)
+
+
+def finetune_table() -> str:
+    """Returns a row for each result of ``examples/finetune.py``, and the loss curves."""
+    lines, captions = [], []
+    for path in sorted(RESULTS.glob("finetune-*.json")):
+        report, name = _load(path.name), path.stem.removeprefix("finetune-")
+        versions = report["versions"]
+        before, after, losses = report["before"], report["after"], report["losses"]
+        between = report.get("before_merging", {}).get("perplexity")
+        cells = [before["dense_perplexity"], before["perplexity"], between, after["perplexity"]]
+        numbers = [f"{before['kl']:.3f} → {after['kl']:.3f}", f"{report['cpu_seconds']:.0f} ({report['seconds']:.0f})"]
+        lines.append([name, *("" if each is None else f"{each:.2f}" for each in cells), *numbers])
+        tenth = max(len(losses) // 10, 1)
+        curve = ", ".join(f"{sum(losses[at : at + tenth]) / tenth:.3f}" for at in range(0, tenth * 10, tenth))
+        captions.append(
+            f"{name}: `{report['command']}`, of a folder made by `{report['compiled_by']}`; "
+            f"{report['held_out_tokens']:,} held-out tokens; {report['hardware']}; torch "
+            f"{versions['torch']}, transformers {versions['transformers']}. Loss by tenths of the steps: {curve}."
+        )
+    heading = "model | dense perplexity | pruned | with the adapter, not merged | trained | KL | CPU seconds (seconds)"
+    return _table(heading, lines, "\n\n".join(captions))
+
+
 def config_options_table() -> str:
     """Returns every option of a compilation and its steps, under the headings of ``--help-all``."""
     lines = []
@@ -225,16 +291,20 @@ def other_options_table() -> str:
 
 TABLES = {
     "architectures-summary": architectures.summary,
-    **{f"architectures-{name}": partial(architectures.classes, kinds) for name, kinds in architectures.GROUPS.items()},
-    "architectures-unbuilt": architectures.unbuilt,
+    "keep-variants": lambda: keep_variants_table("keep-variants-cpu.json"),
+    "finetune": finetune_table,
+    "architectures-causes": architectures.causes,
     "config-options": config_options_table,
     "other-options": other_options_table,
     "compile-time": lambda: compile_time_table("compile-time-cpu.json"),
+    "proof-time": lambda: proof_time_table("proof-time-cpu.json"),
+    "seeded-faults": lambda: seeded_faults_table("seeded-faults.json"),
     "runtime-overhead": lambda: runtime_overhead_table("runtime-overhead-cpu.jsonl"),
     "gpu-commands": lambda: f"```\n{gpu.plan()}\n```",
     "gpu": lambda: gpu.markdown(gpu.read(RESULTS / "gpu.json")),
     "issue-floor": lambda: issue_floor_table("issue-floor.json"),
-    "real": lambda: real.markdown(_load(REAL)),
+    "real": lambda: real.short(_load(REAL), FIRST_SCREEN),
+    "real-all": lambda: real.markdown(_load(REAL)),
     "demo-recipe": lambda: comparison_table("compare-demo-recipe.json"),
     "demo-best": lambda: comparison_table("compare-demo-best.json"),
     "refit": lambda: refit_table(*(f"compare-demo-refit{each}.json" for each in ("", "-share"))),
@@ -245,7 +315,7 @@ TABLES = {
 
 
 PLOTS = {
-    ROOT / "docs" / "images" / f"real-{theme}.svg": partial(lambda theme: plot.svg(_load(REAL), theme), theme)
+    ROOT / "docs" / "images" / f"real-{theme}.svg": functools.partial(lambda name: plot.svg(_load(REAL), name), theme)
     for theme in plot.THEMES
 }
 

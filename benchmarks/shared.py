@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from permtriton import NMPattern
-from permtriton.config import CompileConfig
+from permtriton.compile_config import CompileConfig
 from permtriton.data.samples import Samples
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.methods.importance import importance_of

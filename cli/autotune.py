@@ -10,7 +10,7 @@ import torch
 from permtriton import planning
 from permtriton.bars import BarProgress, err
 from permtriton.cli.console import out, print_json, saved, table
-from permtriton.config import CompileConfig
+from permtriton.compile_config import CompileConfig
 from permtriton.errors import ConfigError
 from permtriton.kernels import autotune as cache
 from permtriton.kernels.launch import triton

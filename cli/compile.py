@@ -12,7 +12,7 @@ from permtriton.checkpoint.plan_entries import grouped
 from permtriton.cli import torchrun
 from permtriton.cli.console import out, print_json, saved, table
 from permtriton.cli.inspect import destination
-from permtriton.config import CompileConfig
+from permtriton.compile_config import CompileConfig
 from permtriton.job import Job
 from permtriton.machine import format_bytes
 from permtriton.methods import steps

@@ -11,7 +11,7 @@ from permtriton import planning
 from permtriton.bars import err
 from permtriton.checkpoint.plan_entries import grouped, permutation_report, plan_report
 from permtriton.cli.console import echo, out, print_json, table
-from permtriton.config import CompileConfig
+from permtriton.compile_config import CompileConfig
 from permtriton.errors import ConfigError, OutputError
 from permtriton.model import load
 from permtriton.model.plan import Placement, Plan

@@ -20,11 +20,10 @@ SPARSE_LINEAR = torch.ops.permtriton.sparse_linear.default
 INSERTED = "permtriton_"  # prefix of the names of all buffers and parameters that passes add
 INDEX = "permtriton_index"  # prefix of the names of index buffers
 OURS = "permtriton"  # key in ``node.meta``: the node was inserted by a pass
-RUNS = "permtriton_runs"  # key in an index node's meta: sizes of the runs of channels that it does not mix
 SITE = "permtriton_site"  # key in a permute node's meta: name of the site whose linears read it
 
 # Products with a weight -> the position of the activation among their arguments; the weight is the next argument.
-PRODUCTS: dict[Any, int] = {
+WEIGHT_PRODUCTS: dict[Any, int] = {
     aten.linear.default: 0,
     aten.addmm.default: 1,
     aten.mm.default: 0,
@@ -54,7 +53,7 @@ def tail(node: fx.Node) -> fx.Node:
     """Returns the last of the inserted nodes behind a parameter: what the model's own nodes read; else ``node``."""
     while len(node.users) == 1:
         (user,) = node.users
-        if OURS not in user.meta or user.target in PRODUCTS or user.args[0] is not node:
+        if OURS not in user.meta or user.target in WEIGHT_PRODUCTS or user.args[0] is not node:
             break
         node = user
     return node
@@ -66,8 +65,8 @@ def products(weight: fx.Node) -> Iterator[tuple[fx.Node, int]]:
     Transpositions, casts and inserted nodes between the weight and the product are passed through.
     """
     for user in weight.users:
-        if user.target in PRODUCTS and user.args[PRODUCTS[user.target]] is not weight:
-            yield user, PRODUCTS[user.target]
+        if user.target in WEIGHT_PRODUCTS and user.args[WEIGHT_PRODUCTS[user.target]] is not weight:
+            yield user, WEIGHT_PRODUCTS[user.target]
         elif user.args[0] is weight and (
             OURS in user.meta or transposes(user) or getattr(user.target, "overloadpacket", None) in CASTS
         ):
@@ -91,7 +90,7 @@ def input_dim(weight: fx.Node) -> int:
     dim, node = 0, weight
     while True:
         user = next(iter(node.users))
-        if user.target in PRODUCTS:
+        if user.target in WEIGHT_PRODUCTS:
             return 1 - dim if user.target is aten.linear.default else dim
         if transposes(user):
             dim = 1 - dim
@@ -152,23 +151,17 @@ class Constants:
         self._number = max(numbers, default=-1)  # names are numbered on from those of earlier passes
         for node in graph_module.graph.nodes:
             if is_index(node):
-                self._known[self._key(index_value(node), node.meta.get(RUNS))] = node
+                self._known[self._key(index_value(node))] = node
         placeholder = next(node for node in graph_module.graph.nodes if node.op == "placeholder")
         self._first = next(n for n in graph_module.graph.nodes if n.op not in ("placeholder", "get_attr"))
         self.device = placeholder.meta["val"].device
 
-    def index(self, index: Tensor, runs: Sequence[int] | None = None) -> fx.Node:
-        """Returns the node that reads an index, added to the graph if it is new.
-
-        Args:
-            index: int64 ``[C]``.
-            runs: Sizes of the runs of channels that the index does not mix; None where they are not known.
-        """
-        key = self._key(index, runs)
+    def index(self, index: Tensor) -> fx.Node:
+        """Returns the node that reads an index, int64 ``[C]``, added to the graph if it is new."""
+        key = self._key(index)
         if key not in self._known:
             device = "cpu" if self.device.type == "meta" else self.device
             self._known[key] = self.tensor(index.to(device), INDEX)
-            self._known[key].meta[RUNS] = None if runs is None else tuple(runs)
         return self._known[key]
 
     def tensor(self, value: Tensor, prefix: str) -> fx.Node:
@@ -195,8 +188,8 @@ class Constants:
         return node
 
     @staticmethod
-    def _key(index: Tensor, runs: Sequence[int] | None) -> bytes:
-        return index.cpu().numpy().tobytes() + repr(runs and tuple(runs)).encode()
+    def _key(index: Tensor) -> bytes:
+        return index.cpu().numpy().tobytes()
 
 
 def is_index(node: Any) -> bool:

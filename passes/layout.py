@@ -11,7 +11,7 @@ from permtriton.model.experts import stacked_name
 from permtriton.model.norms import match_norm
 from permtriton.model.plan import Axis, ChannelSpace, Norm, Placement, Plan, Site
 from permtriton.passes.graph import (
-    PRODUCTS,
+    WEIGHT_PRODUCTS,
     argument,
     input_dim,
     module_path,
@@ -127,7 +127,7 @@ class _NormFinder:
             but do not belong to the site.
         """
         calls = [call for name in site.linears for call, _ in products(self.parameters[f"{name}.weight"])]
-        sources = {source_of(argument(call, PRODUCTS[call.target])) for call in calls}
+        sources = {source_of(argument(call, WEIGHT_PRODUCTS[call.target])) for call in calls}
         if len(sources) != 1:
             return None, []
         source = sources.pop()
@@ -165,9 +165,9 @@ def _weights_that_read(source: fx.Node) -> list[str] | None:
             if source_of(user) is source and user is not source:
                 waiting.append(user)
                 continue
-            if user.target not in PRODUCTS or user.args[PRODUCTS[user.target]] is not node:
+            if user.target not in WEIGHT_PRODUCTS or user.args[WEIGHT_PRODUCTS[user.target]] is not node:
                 return None
-            weight = user.args[PRODUCTS[user.target] + 1]
+            weight = user.args[WEIGHT_PRODUCTS[user.target] + 1]
             while isinstance(weight, fx.Node) and weight.op == "call_function" and weight.args:
                 weight = weight.args[0]
             if not isinstance(weight, fx.Node) or weight.op != "get_attr" or weight.meta["val"].ndim != 2:

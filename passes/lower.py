@@ -13,9 +13,9 @@ from permtriton.passes.graph import (
     NM_MASK,
     PACK,
     PERMUTE,
-    PRODUCTS,
     SITE,
     SPARSE_LINEAR,
+    WEIGHT_PRODUCTS,
     argument,
     call_before,
     is_index,
@@ -41,7 +41,7 @@ def lower(graph_module: fx.GraphModule) -> fx.GraphModule:
 
 def _pack(call: fx.Node, kept: int, group: int) -> None:
     """Replaces one product by ``sparse_linear``."""
-    position = PRODUCTS[call.target]
+    position = WEIGHT_PRODUCTS[call.target]
     activation, weight = argument(call, position), argument(call, position + 1)
     bias = call.args[0] if call.target is aten.addmm.default else call.args[2] if len(call.args) > 2 else None
     if call.target is not aten.linear.default:

@@ -16,12 +16,13 @@ from permtriton.checkpoint.registration import register_with_transformers
 
 if TYPE_CHECKING:
     from permtriton.api import compile, dry_run, export, inspect, report
+    from permtriton.compile_config import CompileConfig
     from permtriton.compiled import CompiledModel
-    from permtriton.config import CompileConfig
     from permtriton.errors import PermTritonError
     from permtriton.evaluating import evaluate
     from permtriton.evaluation.measure import Evaluated
     from permtriton.job import DryRun
+    from permtriton.keeping import KeepPattern, KeptPattern, MergedAdapter, keep_pattern
     from permtriton.planning import find_plan
     from permtriton.progress import Event
     from permtriton.recipe import config_from, recipes
@@ -30,11 +31,14 @@ if TYPE_CHECKING:
     __version__: str
 
 _MODULES = {
-    "CompileConfig": "config",
+    "CompileConfig": "compile_config",
     "CompiledModel": "compiled",
     "DryRun": "job",
     "Evaluated": "evaluation.measure",
     "Event": "progress",
+    "KeepPattern": "keeping",
+    "KeptPattern": "keeping",
+    "MergedAdapter": "keeping",
     "NMPattern": "sparsity",
     "PermTritonError": "errors",
     "compile": "api",
@@ -44,6 +48,7 @@ _MODULES = {
     "export": "api",
     "find_plan": "planning",
     "inspect": "api",
+    "keep_pattern": "keeping",
     "recipes": "recipe",
     "report": "api",
 }
@@ -53,6 +58,9 @@ __all__ = [
     "DryRun",
     "Evaluated",
     "Event",
+    "KeepPattern",
+    "KeptPattern",
+    "MergedAdapter",
     "NMPattern",
     "PermTritonError",
     "__version__",
@@ -63,6 +71,7 @@ __all__ = [
     "export",
     "find_plan",
     "inspect",
+    "keep_pattern",
     "recipes",
     "report",
 ]

@@ -19,7 +19,7 @@ from permtriton.errors import ConfigError, near
 from permtriton.job import DryRun, Job
 from permtriton.model import load
 from permtriton.model.load import Source
-from permtriton.recipe import all_options, build_config
+from permtriton.recipe import all_options, build_config, given_by
 from permtriton.reporting import html_report
 from permtriton.step import Step
 
@@ -68,7 +68,7 @@ def compile(  # noqa: PLR0913
         tokenizer: tokenizer or processor of a loaded model; text needs it, and it is saved with the model.
         eval_data: held-out data, of the same kinds as ``data``, on which the dense and the compiled model are measured
             for the report; None for ``wikitext2`` (``demo`` for the demo model), ``none`` for no measurement.
-        config: TOML file of options; ``options`` win.
+        config: TOML file of options; ``options`` and ``data`` win.
         device: ``auto`` (a GPU if there is one), ``cpu`` or ``cuda``, for a model that is loaded here.
         dtype: ``auto`` (the checkpoint's), ``float32``, ``float16`` or ``bfloat16``, for a model that is loaded here.
         trust_remote_code: whether code that comes with the model may run.
@@ -249,11 +249,12 @@ def _job(  # noqa: PLR0913
         raise ConfigError("data and calibration are two names of one thing: give one of them")
     if is_named(data):
         given["calibration"], data = str(data), None
+    chosen = build_config(_name(model), recipe, _path(config), given)
     return Job(
         _source(model, dtype, device, trust_remote_code, gguf_file),
-        build_config(_name(model), recipe, _path(config), given),
+        chosen,
         data,
-        given.get("samples"),
+        given_by(_path(config), given).get("samples"),
         tokenizer,
         eval_data,
         _path(output),

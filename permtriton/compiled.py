@@ -8,53 +8,36 @@ from typing import Any
 
 from huggingface_hub import HfApi
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from permtriton.checkpoint.card import name_repository
 from permtriton.checkpoint.export import check_format, export
 from permtriton.checkpoint.format import Format
 from permtriton.checkpoint.output import claimed, working_folder
 from permtriton.checkpoint.quantizer import checkpoint_config
-from permtriton.checkpoint.save import save_checkpoint
-from permtriton.config import CompileConfig
+from permtriton.checkpoint.save import Pruned, save_checkpoint
+from permtriton.compile_config import CompileConfig
 from permtriton.data.in_memory import Data
-from permtriton.data.media import Processor
-from permtriton.data.samples import Samples
 from permtriton.errors import OutputError, first_line
 from permtriton.evaluating import Against, evaluate
 from permtriton.evaluation.measure import Evaluated
 from permtriton.model.load import Source
-from permtriton.model.plan import Plan
-from permtriton.offload import Offload
 from permtriton.running.state import StateFile
 
 
 @dataclass
-class CompiledModel:
+class CompiledModel(Pruned):
     """A pruned model and the record of its compilation.
 
     Attributes:
-        model: transformers model with N:M weights; in layout ``fused`` some of its norms and linears permute channels.
-        tokenizer: tokenizer or processor of the model, saved with it; None if there is none.
         config: every option.
-        plan: sites and channel spaces.
         indices: space name -> unit index from the dense order to the present one, int64 ``[units]``.
-        report: content of ``permtriton.json``, as `permtriton.record.compilation_record` builds it.
-        reference: samples on which a reloaded checkpoint must give the outputs of ``model``.
         states: files that hold the state of long stages, deleted once the model is saved.
-        offload: where the model's large parameters are; None for memory.
         source: where the dense model can be read again; None for a model that was given in memory.
     """
 
-    model: PreTrainedModel
-    tokenizer: Processor | None
     config: CompileConfig
-    plan: Plan
     indices: dict[str, Tensor]
-    report: dict[str, Any]
-    reference: Samples
     states: Sequence[StateFile] = ()
-    offload: Offload | None = None
     source: Source | None = None
 
     def evaluate(self, data: Data | None = None, *, against: Against | bool = True, **options: Any) -> Evaluated:

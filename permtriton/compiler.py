@@ -6,8 +6,9 @@ import torch
 from transformers import PreTrainedModel
 
 from permtriton.checkpoint.quantizer import attach
+from permtriton.compilation import Compilation
+from permtriton.compile_config import CompileConfig
 from permtriton.compiled import CompiledModel
-from permtriton.config import CompileConfig
 from permtriton.data.media import Processor
 from permtriton.data.samples import Inputs
 from permtriton.errors import ConfigError, VerificationError
@@ -23,11 +24,10 @@ from permtriton.offload import Offload, working
 from permtriton.passes.pipeline import pruning_passes, run_passes
 from permtriton.passes.verify_graph import count_operators
 from permtriton.passes.verify_graph import run as run_graph
-from permtriton.preparing import held_out_samples, planned, prepare
+from permtriton.preparing import check_offload, held_out_samples, planned, prepare
 from permtriton.progress import NoProgress, Progress
 from permtriton.recipe import check_recipe, config_from
 from permtriton.record import compilation_record
-from permtriton.run import Run
 from permtriton.step import Outcome, Stage
 
 
@@ -56,7 +56,6 @@ def compile_model(  # noqa: PLR0913
             arguments of the model's ``forward`` to tensors with one row per sample, such as ``{"pixel_values": ...}``.
         evaluation_windows: held-out samples to evaluate dense and compiled models on: token ids, int64
             ``[windows, tokens]``, or a mapping as for ``ids``.
-        progress: progress reporter.
         resume_path: path of the files that keep the state of long stages, each with its stage's name before the suffix
             (``state.learned.safetensors``); a later call with equal inputs continues from them, and one with others is
             refused until they are deleted.
@@ -73,8 +72,8 @@ def compile_model(  # noqa: PLR0913
     Raises:
         PermTritonError: bad input, too little memory or disk, or a failed check. The model may then be partly changed.
     """
-    run = Run(model.eval(), _checked(config), progress or NoProgress(), resume_path, offload)
-    with working(offload, model, run.config, device), unstacked_experts(model), shared_linears(model):
+    run = Compilation(model.eval(), _checked(config, offload), progress or NoProgress(), resume_path, offload)
+    with working(offload, model, device), unstacked_experts(model), shared_linears(model):
         prepared = prepare(run, tokenizer, ids, evaluation_windows, say_needs, device, spread)
         run_steps(run)
         comparison = prove(run)
@@ -83,7 +82,7 @@ def compile_model(  # noqa: PLR0913
             attach(model, str(run.config.sparsity))
         report = compilation_record(run, prepared.needs, comparison, evaluation)
     return CompiledModel(
-        model, tokenizer, run.config, run.plan, run.indices, report, run.reference.samples, run.states, offload
+        model, tokenizer, run.config, run.plan, report, run.reference.samples, offload, run.indices, run.states
     )
 
 
@@ -103,23 +102,25 @@ def forecast_model(
     Arguments and errors are those of `compile`, and ``devices``, for which the estimate is made; None means the one
     that the model is on. Too little memory is no error here, but then no time is measured.
     """
-    run = Run(model.eval(), _checked(config), NoProgress(), resume_path, offload)
-    with working(offload, model, run.config), unstacked_experts(model), shared_linears(model):
+    run = Compilation(model.eval(), _checked(config, offload), NoProgress(), resume_path, offload)
+    with working(offload, model), unstacked_experts(model), shared_linears(model):
         samples, plan, _ = planned(run, tokenizer, ids)
         held_out = held_out_samples(model, evaluation_windows)
         devices = devices or Devices.of(model.device, offloaded=offload is not None)
         return plan, make_forecast(model, plan, run.config, samples, held_out, resume_path, timed=True, devices=devices)
 
 
-def _checked(config: CompileConfig | None) -> CompileConfig:
+def _checked(config: CompileConfig | None, offload: Offload | None) -> CompileConfig:
     config = config_from() if config is None else config
     if not isinstance(config, CompileConfig):
         raise ConfigError(f"config is a {type(config).__name__}: make one with permtriton.config_from")
     check_recipe(config)
+    if offload is not None:
+        check_offload(config)
     return config
 
 
-def run_steps(run: Run) -> None:
+def run_steps(run: Compilation) -> None:
     """Runs the steps of the recipe, one after another.
 
     Raises:
@@ -135,7 +136,7 @@ def run_steps(run: Run) -> None:
                 run.dense_weights.clear()
 
 
-def prove(run: Run) -> str:
+def prove(run: Compilation) -> str:
     """Checks that the pruned model is N:M and gives the outputs of the lowered graph.
 
     Returns:
@@ -163,7 +164,7 @@ def prove(run: Run) -> str:
     return "same outputs"
 
 
-def _not_comparable(run: Run) -> str:
+def _not_comparable(run: Compilation) -> str:
     """Returns why the graph need not give the outputs of the model; empty where it must."""
     if run.other_values:
         return "not compared: the graph takes all rows where the model selects some by their values"
@@ -172,7 +173,7 @@ def _not_comparable(run: Run) -> str:
     return ""
 
 
-def measured(run: Run, evaluation: Evaluation | None) -> dict[str, object]:
+def measured(run: Compilation, evaluation: Evaluation | None) -> dict[str, object]:
     """Returns the held-out measure of the dense and the compiled model; empty without held-out samples."""
     if evaluation is None:
         return {}

@@ -6,10 +6,9 @@ from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.utils import cached_file
 
 from permtriton.bars import Shown, reporter
-from permtriton.checkpoint.forms import read_record
+from permtriton.checkpoint.forms import find_record
 from permtriton.checkpoint.plan_entries import hidden_order_of
 from permtriton.data.held_out import held_out_windows
 from permtriton.data.in_memory import Data, selected
@@ -20,7 +19,6 @@ from permtriton.evaluation.measure import Evaluated
 from permtriton.evaluation.task_request import TaskRequest
 from permtriton.machine import available_memory, format_bytes
 from permtriton.model import load
-from permtriton.model.headers import REPORT_FILE
 from permtriton.model.load import Source
 from permtriton.model_name import DEMO
 from permtriton.progress import Progress
@@ -144,7 +142,5 @@ def _hidden_order(source: Source, channels: int) -> Tensor | None:
     """Returns the order of the hidden states of a model that permtriton wrote; None if it is the dense model's."""
     if source.gguf is not None:  # not what lies beside the file
         return None
-    path: Any = Path(source.location, REPORT_FILE)
-    if not path.parent.is_dir():  # a name on the hub
-        path = cached_file(source.location, REPORT_FILE, _raise_exceptions_for_missing_entries=False)
-    return hidden_order_of(read_record(Path(path).parent), channels) if path and Path(path).is_file() else None
+    record = find_record(source.location)
+    return None if record is None else hidden_order_of(record, channels)

@@ -18,7 +18,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from permtriton import memory, ranks
-from permtriton.config import CompileConfig
+from permtriton.compilation import states_beside
+from permtriton.compile_config import CompileConfig
 from permtriton.data.generated import texts_at_once, written
 from permtriton.data.samples import Inputs, Samples
 from permtriton.errors import OutputError
@@ -26,9 +27,9 @@ from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.nm_mask import top_n_mask
 from permtriton.machine import format_bytes
 from permtriton.methods.heuristic_order import MAX_ROWS, reassigned
+from permtriton.methods.importance import reads_activations
 from permtriton.model.forward import last_hidden_state
 from permtriton.model.plan import Plan, layer_modules, linear_module, weight_in_out
-from permtriton.run import states_beside
 from permtriton.running.backward import checkpointed, frozen
 from permtriton.step import Facts, Speed, Stage
 
@@ -160,7 +161,7 @@ def stage_seconds(config: CompileConfig, facts: Facts, speed: Speed, held_out: i
     Args:
         held_out: number of held-out tokens.
     """
-    calibrates = config.uses_importance and config.importance != "magnitude"
+    calibrates = config.uses_importance and reads_activations(config.importance)
     found = {"calibrate": speed.forward if calibrates else 0, "prove": PROOF_MASKS * speed.masks}
     if held_out:
         found["evaluate"] = 2 * held_out * speed.forward / facts.positions

@@ -11,9 +11,10 @@ from transformers import PreTrainedModel
 from permtriton import ranks
 from permtriton.checkpoint.output import check_apart, check_output, claimed, resume_path
 from permtriton.checkpoint.plan_entries import plan_report
+from permtriton.compilation import states_beside
+from permtriton.compile_config import CompileConfig
 from permtriton.compiled import CompiledModel
 from permtriton.compiler import compile_model, forecast_model
-from permtriton.config import CompileConfig
 from permtriton.data.held_out import held_out_windows
 from permtriton.data.in_memory import Data, calibration_of, name_of
 from permtriton.data.media import Processor
@@ -23,10 +24,10 @@ from permtriton.memory import Devices
 from permtriton.model import load
 from permtriton.model.load import Source
 from permtriton.model.plan import Plan, linear_module
-from permtriton.offload import Offload, check_offload
+from permtriton.offload import Offload
+from permtriton.preparing import check_offload
 from permtriton.progress import Progress
 from permtriton.recipe import compile_command, with_suggested_text
-from permtriton.run import states_beside
 
 
 @dataclass(frozen=True)

@@ -13,14 +13,15 @@ import torch
 from transformers import PreTrainedModel
 
 from permtriton import ranks
-from permtriton.config import CompileConfig
+from permtriton.compile_config import CompileConfig
 from permtriton.data.generated import texts_at_once
 from permtriton.data.samples import Inputs, Samples
 from permtriton.evaluation.perplexity import windows_at_once
 from permtriton.machine import available_memory, format_bytes, resident_memory
+from permtriton.methods.importance import inverts_hessians
 from permtriton.model.core import has_head
 from permtriton.model.forward import TOKENS_WITHOUT_LOGITS
-from permtriton.model.plan import Plan, layer_modules, linear_module
+from permtriton.model.plan import Plan, layer_modules, linear_module, turns_of
 from permtriton.step import FLOAT32, Facts, Stage
 
 RUNS_THE_MODEL = "activations"  # a use of every stage that runs the model; the others work on the host
@@ -28,7 +29,7 @@ SPREAD = ("dense weights", "gradients")  # uses that each device holds its share
 RELOADING = "reloading"  # the stage that is left out where a second model does not fit
 IN_PLACE = "the model"
 # What stands in files of an offload folder, where there is one.
-IN_FILES = ("inputs of layers", "targets", "dense weights", "finished weights", "a second model")
+IN_FILES = ("inputs of layers", "inputs of sites", "targets", "dense weights", "finished weights", "a second model")
 
 
 @dataclass(frozen=True)
@@ -194,6 +195,7 @@ def facts_of(
         hidden=hidden,
         width=width,
         widest=widest,
+        read=max(sum(max(site.channels for site in turn) for turn in turns_of(layer)) for layer in plan.layers()),
         vocabulary=int(getattr(text, "vocab_size", 0)) if has_head(model) else 0,
         hessians=max(sum(site.channels**2 for site in layer) for layer in plan.layers()) * 4 * FLOAT32,
         forward=tokens * (hidden + 8 * width) * FLOAT32,
@@ -219,7 +221,7 @@ def _stages(
     proof = 2 * largest * (facts.element + FLOAT32)  # of a permuted weight, widened
     activations = {RUNS_THE_MODEL: facts.forward}
     stages = {"calibration": activations, "masks": {"one layer": sum(facts.mask().values()) + proof}}
-    if config.importance == "obs" and config.uses_importance:
+    if config.uses_importance and inverts_hessians(config.importance):
         stages["hessians"] = facts.layer_by_layer()
     if windows is not None:
         held_out = Samples.of(windows)

@@ -20,8 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from permtriton import ranks
-from permtriton.config import CompileConfig
 from permtriton.errors import ConfigError, OutputError
 from permtriton.machine import format_bytes
 from permtriton.output_files import problem_of
@@ -162,23 +160,8 @@ class Offload:
                 handle.remove()
 
 
-def check_offload(config: CompileConfig) -> None:
-    """Refuses several processes, and methods that need the gradients of all weights, as large as they, in memory.
-
-    Raises:
-        ConfigError: there are several, or the config asks for such a method; the message says what to choose.
-    """
-    if ranks.count() > 1:
-        raise ConfigError("--offload is for one process: start permtriton without torchrun, or leave --offload out")
-    if refused := [step.name for step in config.steps if not step.offloads]:
-        raise ConfigError(
-            f"the step {refused[0]} with --offload is refused: it needs the gradients of all weights in memory; leave "
-            f"{refused[0]} out of --recipe, or leave --offload out"
-        )
-
-
 def working(
-    offload: Offload | None, model: nn.Module, config: CompileConfig, device: torch.device | None = None
+    offload: Offload | None, model: nn.Module, device: torch.device | None = None
 ) -> AbstractContextManager[None]:
     """Returns the context in which a model is compiled: that of `Offload.working`, or one that does nothing.
 
@@ -186,12 +169,11 @@ def working(
         device: device that it shall run on; None where it is.
 
     Raises:
-        ConfigError: as `check_offload`, or the device is a GPU.
+        ConfigError: the device is a GPU.
         OutputError: as `Offload.empty`.
     """
     if offload is None:
         return nullcontext()
-    check_offload(config)
     if device is not None and device.type != "cpu":
         raise ConfigError(NO_GPU.format(device=device))
     return offload.working(model)

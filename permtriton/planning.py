@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import fx
 from transformers import PreTrainedModel
 
-from permtriton.config import CompileConfig, Layout, OProj
+from permtriton.config import CommonConfig, Layout, OProj
 from permtriton.data.samples import Samples
 from permtriton.model.experts import unstacked_experts
 from permtriton.model.plan import Plan
@@ -37,14 +37,14 @@ def find_plan(
         ConfigError: as `permtriton.passes.ignored.ignored`.
         ModelError: the model cannot be traced, or holds a linear that the pattern does not fit.
     """
-    config = CompileConfig(
+    config = CommonConfig(
         sparsity=pattern, skip_indivisible=skip_indivisible, layout=layout, o_proj=o_proj, ignore=tuple(ignore)
     )
     return plan_model(model, config)[0]
 
 
 def plan_model(
-    model: PreTrainedModel, config: CompileConfig, samples: Samples | None = None
+    model: PreTrainedModel, config: CommonConfig, samples: Samples | None = None
 ) -> tuple[Plan, fx.GraphModule]:
     """Returns the plan that `find_plan` makes, and the graph that it was made from.
 

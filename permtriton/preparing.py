@@ -11,6 +11,8 @@ from transformers import PreTrainedModel
 from permtriton import ranks
 from permtriton.checkpoint.names import stored_names
 from permtriton.checkpoint.save import pruned_parameters
+from permtriton.compilation import WRITING, Compilation
+from permtriton.compile_config import CompileConfig
 from permtriton.config import WRITTEN
 from permtriton.data.generated import BEGINNING, beginnings, first_token, generated_text, why_not
 from permtriton.data.media import Processor
@@ -20,6 +22,7 @@ from permtriton.errors import ConfigError, reasons_of
 from permtriton.evaluation.held_out import Evaluation
 from permtriton.forecast import Forecast, check_disk, make_forecast
 from permtriton.memory import IN_PLACE, Devices, Needs, describe_thrift, estimate, fits
+from permtriton.methods.importance import inverts_hessians
 from permtriton.methods.statistics import site_statistics
 from permtriton.model.forward import TOKENS_WITHOUT_LOGITS, check_length, with_tokens
 from permtriton.model.load import check_original
@@ -28,8 +31,7 @@ from permtriton.model.reference import Reference
 from permtriton.model.trace import OTHER_VALUES
 from permtriton.planning import plan_model
 from permtriton.recipe import suggested_text
-from permtriton.run import WRITING, Run
-from permtriton.running.sharding import check_spread, running
+from permtriton.running.sharding import running
 from permtriton.running.state import StateFile
 
 
@@ -47,7 +49,7 @@ class Prepared:
 
 
 def prepare(
-    run: Run,
+    run: Compilation,
     tokenizer: Processor | None,
     ids: Inputs | None,
     windows: Inputs | None,
@@ -116,11 +118,11 @@ def prepare(
     return Prepared(forecast.needs, evaluation)
 
 
-def _with_text(run: Run, samples: Samples) -> Samples:
+def _with_text(run: Compilation, samples: Samples) -> Samples:
     """Returns the calibration samples once the dense model has written its text, which may be all of them.
 
     Raises:
-        CalibrationError: what it writes is not finite.
+        CalibrationError: it cannot write, or what it writes is not finite.
         OutputError: the text of an interrupted run is damaged, or cannot be written.
     """
     config, shape = run.config, (run.config.writes, samples.tokens)
@@ -153,7 +155,7 @@ def _stored_text(state: StateFile, shape: tuple[int, int], vocabulary: int) -> T
     return ids
 
 
-def _no_text(run: Run, tokenizer: Processor | None) -> Samples:
+def _no_text(run: Compilation, tokenizer: Processor | None) -> Samples:
     """Returns what stands for calibration samples until the dense model has written them all: their first token.
 
     Raises:
@@ -170,7 +172,7 @@ def _no_text(run: Run, tokenizer: Processor | None) -> Samples:
     return Samples.of(torch.full((config.generated, config.sequence_length), token))
 
 
-def _check_writing(run: Run, samples: Samples) -> None:
+def _check_writing(run: Compilation, samples: Samples) -> None:
     """Leaves generated text out where the model cannot write it and only the recipe, not the user, asks for it.
 
     Raises:
@@ -183,6 +185,50 @@ def _check_writing(run: Run, samples: Samples) -> None:
         raise ConfigError(f"--generated {config.generated}: {reason}. Leave it out, or give --generated 0")
     run.progress.say(f"no text is generated: {reason}")
     run.config = replace(config, calibration=replace(config.calibration, generated=0))
+
+
+def check_offload(config: CompileConfig) -> None:
+    """Refuses several processes, and methods that need the gradients of all weights, as large as they, in memory.
+
+    Raises:
+        ConfigError: there are several, or the config asks for such a method; the message says what to choose.
+    """
+    if ranks.count() > 1:
+        raise ConfigError("--offload is for one process: start permtriton without torchrun, or leave --offload out")
+    if refused := [step.name for step in config.steps if not step.offloads]:
+        raise ConfigError(
+            f"the step {refused[0]} with --offload is refused: it needs the gradients of all weights in memory; leave "
+            f"{refused[0]} out of --recipe, or leave --offload out"
+        )
+
+
+def check_spread(config: CompileConfig, samples: int) -> None:
+    """Checks, before any work, that a compilation can run a model whose layers are spread.
+
+    Args:
+        samples: number of calibration samples.
+
+    Raises:
+        ConfigError: there is one rank only, not all ranks would run it equally often, or the config changes weights
+            while it runs.
+    """
+    if ranks.count() == 1:
+        raise ConfigError("--shard spreads weights over several processes: start permtriton with torchrun")
+    if config.writes:
+        raise ConfigError(
+            "the dense model does not write text while its layers are spread over GPUs: give --calibration a text and "
+            "--generated 0, or use GPUs that hold the whole model"
+        )
+    if refused := [step.name for step in config.steps if not step.shards]:
+        raise ConfigError(
+            f"the step {refused[0]} changes weights while the model runs, which is not done with layers that are "
+            "spread over GPUs: leave it out of --recipe (and prune with mask), or use GPUs that hold the whole model "
+            "(--no-shard)"
+        )
+    # The layers that give Hessians run on one sample at a time where they cannot take several.
+    ranks.check_in_step(samples, 1 if inverts_hessians(config.importance) else config.micro_batch_size)
+    for rows in {rows for step in config.steps for rows in step.batches(samples)}:
+        ranks.check_in_step(rows, config.micro_batch_size)
 
 
 def _batches(model: PreTrainedModel, graph: fx.GraphModule, given: Samples) -> list[Samples]:
@@ -198,7 +244,7 @@ def _batches(model: PreTrainedModel, graph: fx.GraphModule, given: Samples) -> l
     return list(Samples(taken).to(model.device, model.dtype).split(1))
 
 
-def _check_disks(run: Run, forecast: Forecast) -> Path | None:
+def _check_disks(run: Compilation, forecast: Forecast) -> Path | None:
     """Refuses disks that are too small, and returns the folder that the states are written to, if there is one."""
     folder = run.resume_path and run.resume_path.resolve().parent
     if folder is not None:
@@ -215,7 +261,7 @@ def held_out_samples(model: PreTrainedModel, windows: Inputs | None) -> Samples 
 
 
 def planned(
-    run: Run, tokenizer: Processor | None, ids: Inputs | None, device: torch.device | None = None
+    run: Compilation, tokenizer: Processor | None, ids: Inputs | None, device: torch.device | None = None
 ) -> tuple[Samples, Plan, fx.GraphModule]:
     """Reads the calibration samples and traces the model; arguments and errors are those of `prepare`."""
     model, config = run.model, run.config

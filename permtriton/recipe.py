@@ -11,7 +11,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from permtriton.config import CalibrationConfig, CompileConfig, has_effect, why_no_effect
+from permtriton.compile_config import CompileConfig, has_effect, why_no_effect
+from permtriton.config import CalibrationConfig
 from permtriton.errors import ConfigError, first_line, near, reading, shown
 from permtriton.methods import steps
 from permtriton.methods.distill import Distill
@@ -196,7 +197,6 @@ def resolved(options: Mapping[str, Any], model: str = "") -> dict[str, Any]:
 
     Args:
         options: values by option name; arguments as of `config_from`.
-        model: name of the model.
     """
     values = {name: option.default for name, option in all_options().items()}
     found = {**values, **(SMALL if model == DEMO else {}), **options}

@@ -10,16 +10,18 @@ from permtriton.checkpoint.plan_entries import (
     permutation_report,
     rows_report,
 )
+from permtriton.compilation import Compilation
 from permtriton.data.samples import Samples
 from permtriton.machine import determinism, device_name, peak_memory, versions
 from permtriton.memory import Needs
 from permtriton.model.plan import linear_module, weight_in_out
 from permtriton.permutation import moved
 from permtriton.recipe import compile_command
-from permtriton.run import Run
 
 
-def compilation_record(run: Run, needs: Needs, comparison: str, evaluation: Mapping[str, Any]) -> dict[str, Any]:
+def compilation_record(
+    run: Compilation, needs: Needs, comparison: str, evaluation: Mapping[str, Any]
+) -> dict[str, Any]:
     """Returns the content of ``permtriton.json``, except for the entries that saving adds.
 
     Args:

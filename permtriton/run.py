@@ -12,13 +12,10 @@ import torch
 from torch import Tensor, fx
 from transformers import PreTrainedModel
 
-from permtriton import ranks
-from permtriton.config import CompileConfig
+from permtriton.config import CommonConfig
 from permtriton.data.samples import Samples
-from permtriton.errors import ConfigError
 from permtriton.kernels.importance import ImportanceFactors
-from permtriton.machine import device_name, release_memory, versions
-from permtriton.methods import steps
+from permtriton.machine import release_memory
 from permtriton.methods.fisher import fisher_information
 from permtriton.methods.importance import importances_of
 from permtriton.methods.objective import Objective, default_objective, dense_objective, objective_kind
@@ -38,28 +35,9 @@ from permtriton.progress import Progress
 from permtriton.running.layer_calls import Empty
 from permtriton.running.sharding import running, twin_of
 from permtriton.running.state import StateFile
-from permtriton.step import Outcome, Step
 
 CORNER = 16  # rows and columns of the weights that a report shows
 State = TypeVar("State", bound=StateFile)
-# What is lowered where memory ran out, and then continues the same run.
-ROUNDING_ONLY = ("micro_batch_size", "activation_checkpointing")
-WRITING = "generated"  # the state of the text that the dense model writes
-
-
-def states_beside(resume_path: Path) -> list[Path]:
-    """Returns the paths of the states that an interrupted run left, of whatever steps."""
-    names = (WRITING, *(kind.name for kind in steps.STEPS))
-    paths = (resume_path.with_suffix(f".{name}{resume_path.suffix}") for name in names)
-    return sorted(filter(Path.is_file, paths))
-
-
-def run_identity(model: PreTrainedModel, device: torch.device) -> dict[str, Any]:
-    """Returns what decides every result but the options and the text, as JSON values."""
-    machine = device_name(device)
-    if ranks.count() > 1:  # sums over ranks are rounded in another order, too
-        machine = f"{ranks.count()} ranks, each on {machine}"
-    return {"weights": model_hash(model), "versions": versions(), "machine": machine}
 
 
 @dataclass
@@ -76,7 +54,7 @@ class Promise:
 
 
 class Run:
-    """One compilation. `permtriton.preparing.prepare` fills in what is measured before the steps run.
+    """What a step may ask for and change.
 
     Args:
         model: model that the steps change in place.
@@ -100,7 +78,6 @@ class Run:
         dense_corners: the same of what `corners` returns, filled always.
         passes: result of each compiler pass.
         difference: largest difference from the dense outputs, relative to the largest output.
-        outcomes: step name -> what it reports.
         seconds: time per step and stage, filled by `timed`.
         states: the files that keep a state.
         other_values: whether the graph computes other values than the model, which selects some by their values.
@@ -120,7 +97,7 @@ class Run:
     def __init__(
         self,
         model: PreTrainedModel,
-        config: CompileConfig,
+        config: CommonConfig,
         progress: Progress,
         resume_path: Path | None = None,
         offload: Offload | None = None,
@@ -130,7 +107,6 @@ class Run:
         self.seconds: dict[str, float] = {}
         self.states: list[StateFile] = []
         self.passes: list[PassResult] = []
-        self.outcomes: dict[str, Outcome] = {}
         self.retained: dict[str, float] = {}
         self.dense_weights: dict[str, Tensor] = {}
         self.dense_corners: dict[str, list[list[float]]] = {}
@@ -159,27 +135,6 @@ class Run:
         """Makes a large tensor on the CPU, as ``torch.empty`` does."""
         return torch.empty if self.offload is None else self.offload.empty
 
-    def identify(self, samples: Samples, device: torch.device) -> None:
-        """Notes what decides the result, and refuses states of another run before any work is done.
-
-        Raises:
-            OutputError: a state beside the output belongs to another run, or is damaged.
-        """
-        if self.resume_path is None:
-            return
-        options = {name: value for name, value in self.config.to_dict().items() if name not in ROUNDING_ONLY}
-        self._inputs = {"config": options, "text": samples.sha256, **run_identity(self.model, device)}
-        beside = partial(states_beside, self.resume_path)
-        machines = ranks.on_first(lambda: {StateFile(path, self._inputs).check() for path in beside()})
-        for path in ranks.on_first(beside):
-            self.progress.say(f"found {path.name}: its step will continue where the interrupted run stopped")
-        here = self._inputs["machine"]
-        for machine in sorted(machines - {None, here}, key=str):
-            self.progress.say(
-                f"the interrupted run was on {machine}; this is {here}, which rounds sums differently: the result may "
-                "differ from that of an uninterrupted run"
-            )
-
     def state(self, kind: type[State], step: str) -> State | None:
         """Returns the file that keeps the state of a step; None without ``resume_path``."""
         if self.resume_path is None:
@@ -194,9 +149,9 @@ class Run:
         """Notes what the dense model wrote, which decides the results of all that follows."""
         self._inputs["generated"] = Samples.of(ids).sha256
 
-    def samples_of(self, step: Step) -> Samples:
-        """Returns the samples that a step reads."""
-        if self.generated is None or not step.reads_generated:
+    def samples_with(self, generated: bool) -> Samples:
+        """Returns the calibration samples, and with ``generated`` those that the dense model wrote, too."""
+        if self.generated is None or not generated:
             return self.samples
         assert self.samples.ids is not None
         return Samples.of(torch.cat([self.samples.ids, self.generated]))
@@ -255,7 +210,6 @@ class Run:
 
         Args:
             indices: space name -> unit index relative to the present order, int64 ``[units]``.
-            block_size: block size of the indices, if they are block permutations.
 
         Raises:
             VerificationError: an exact pass changed the outputs, or masks retain another importance than promised.
@@ -264,7 +218,7 @@ class Run:
             if space.name in indices:
                 space.check(indices[space.name])
         promised = self._retained(indices)
-        moves = moves_of(self.plan, indices, block_size)
+        moves = moves_of(self.plan, indices)
         self.run_passes(permutation_passes(moves), self.batches)
         apply_edits(self.model, edits_of(moves))
         self.difference = max(self.difference, self.reference.check(self.model, "after folding permutations"))
@@ -295,12 +249,16 @@ class Run:
 
     # -- the distance from the dense model -----------------------------------------------------------------------------
 
-    def objective(self, step: Step) -> Objective:
-        """Returns the objective that a step minimises, with the dense outputs in the present order as its target.
+    def objective(self, loss: str, samples: Samples | None = None) -> Objective:
+        """Returns an objective, with the dense outputs in the present order as its target.
 
         They are computed where they are not known yet, which is possible only before the model is pruned.
+
+        Args:
+            loss: kl, cosine or auto.
+            samples: what it is measured on; None for the calibration samples.
         """
-        kind, samples = objective_kind(step.objective, self.model), self.samples_of(step)
+        kind, samples = objective_kind(loss, self.model), self.samples if samples is None else samples
         found = self._objective
         if found is None or (found.kind, len(found.target)) != (kind, len(samples)):
             with self.running() as model:
@@ -325,26 +283,3 @@ class Run:
             found = MicroBatch(self.config.micro_batch_size).run(mean)
         check_loss(self._promise.loss, found, self.model.dtype)
         self._promise = None
-
-    def keep_dense(self, steps: tuple[Step, ...]) -> None:
-        """Keeps what later steps and the record need of the dense model, before the first one prunes it.
-
-        Args:
-            steps: the steps that are left.
-        """
-        if not self._dense_order and self.statistics:  # nothing was permuted
-            self._dense_order = self._retained({})
-            self.retained = {name: each.chosen for name, each in self._dense_order.items()}
-        self.dense_corners = self.dense_corners or self.corners()
-        if any(step.dense_weights for step in steps):
-            for _, name in self.plan.linears():
-                weight = linear_module(self.model, name).get_parameter("weight").detach()
-                self.dense_weights[name] = self.empty(weight.shape, dtype=weight.dtype).copy_(weight)
-        minimising = {objective_kind(step.objective, self.model): step for step in steps if step.objective}
-        if len(minimising) > 1:
-            raise ConfigError(
-                f"recipe {self.config.recipe}: steps after pruning minimise {' and '.join(sorted(minimising))}: give "
-                "them one loss"
-            )
-        for step in minimising.values():
-            self.objective(step)

@@ -9,14 +9,19 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from permtriton.config import CommonConfig
 from permtriton.option import check_options
 
 if TYPE_CHECKING:
-    from permtriton.config import CompileConfig
     from permtriton.run import Run
 
 FLOAT32 = 4  # bytes
-GENERATED = "Read what --generated adds to the samples, too."  # help of an option that several steps have
+# Help of options that several steps have.
+GENERATED = "Read what --generated adds to the samples, too."
+LOSS = (
+    "What it minimises: kl (of the logits), cosine (of the last hidden state), or auto: kl where there is a "
+    "language-model head."
+)
 
 
 class Stage(IntEnum):
@@ -41,6 +46,7 @@ class Facts:
         hidden: channels of the hidden states.
         width: most channels that a linear reads, or `hidden` if there are more.
         widest: most channels that a pruned linear reads.
+        read: channels that the sites of a layer read together, in the layer with most; experts inside it count once.
         vocabulary: size of the logits of a token; 0 without a language-model head.
         hessians: most bytes that the Hessians of one layer take, with what inverting them takes.
         forward: bytes of the activations of a pass without gradients and logits.
@@ -67,6 +73,7 @@ class Facts:
     hidden: int
     width: int
     widest: int
+    read: int
     vocabulary: int
     hessians: int
     forward: int
@@ -204,8 +211,11 @@ class Step(Protocol):
         """Whether it reads the text that the dense model writes (``--generated``) beside the calibration samples."""
         return False
 
-    def conflicts(self, config: "CompileConfig") -> str:
-        """Returns why the step cannot run with the rest of a config, and what to do, in a sentence; empty if it can."""
+    def conflicts(self, config: CommonConfig, steps: Sequence["Step"]) -> str:
+        """Returns why the step cannot run with a config or with the other steps of the recipe, and what to do instead.
+
+        It is a sentence, empty if the step can run.
+        """
         return ""
 
     def uses_importance(self) -> bool:

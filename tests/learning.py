@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from permtriton.config import CompileConfig
+from permtriton.compile_config import CompileConfig
 from permtriton.data.samples import Samples
 from permtriton.methods.importance import importance_of
 from permtriton.methods.learned import Learned as Options

@@ -182,6 +182,22 @@ def test_tensors_are_the_samples_and_texts_are_cut(here):
     assert shape(rows.with_format("torch"), sequence_length=8)[0] == [4, 8]
 
 
+def test_a_file_of_options_counts_as_arguments_do(here):
+    """For data of every kind; what the call names wins, the data themselves included."""
+    file = here / "options.toml"
+    file.write_text('recipe = "mask"\nsamples = 4\nsequence-length = 8\ncalibration = "c4"\n')
+    unset = {"recipe": None, "samples": None, "sequence_length": None, "config": file}
+    assert shape(IDS, **unset) == ([4, 16], "Tensor in memory")
+    assert shape(DataLoader([{"input_ids": row} for row in IDS], batch_size=3), **unset)[0] == [4, 16]
+    assert shape(IDS.tolist(), **unset) == ([4, 8], "list in memory")
+    assert shape(TEXTS, **unset)[0] == [4, 8]
+    assert shape(IDS, **{**unset, "samples": 6})[0] == [6, 16]
+    assert permtriton.dry_run("my-model", data=IDS, config=file).config.calibration.samples == 4
+    file.write_text("samples = 9")
+    with pytest.raises(CalibrationError, match="data holds 8 samples, but 9 are needed"):
+        shape(IDS, **unset)
+
+
 def test_held_out_data_are_of_the_same_kinds(here):
     rows = Dataset.from_dict({"text": TEXTS})
     for held_out in (IDS, IDS.numpy(), {"input_ids": IDS}, TEXTS, rows):

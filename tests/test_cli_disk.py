@@ -13,7 +13,7 @@ import pytest
 from transformers import LlamaForCausalLM
 from typer.testing import CliRunner
 
-from permtriton import job, run
+from permtriton import compilation, job
 from permtriton.checkpoint.output import claimed
 from permtriton.cli.main import app
 
@@ -59,13 +59,13 @@ def test_the_same_run_continues_and_restarts_when_wanted(desk, interrupted):
 @pytest.mark.parametrize("change", [{}, {"new": "entry"}], ids=["same form", "another form"])
 def test_a_state_of_another_version_is_refused(desk, interrupted, monkeypatch, change):
     """Whatever else a state of that version holds or lacks."""
-    identity = run.run_identity
+    identity = compilation.run_identity
 
     def other(*arguments: object) -> dict[str, object]:
         found = identity(*arguments)
         return {**found, "versions": {**found["versions"], "permtriton": "9.9"}, **change}
 
-    monkeypatch.setattr(run, "run_identity", other)
+    monkeypatch.setattr(compilation, "run_identity", other)
     words = (f"belongs to another run: permtriton was {metadata.version('permtriton')} and is 9.9", "--restart")
     desk.refuses(desk.compile(*QUICK), str(interrupted), *words)
 

@@ -141,6 +141,8 @@ def test_c4_offline(desk):
         ("a.txt", b"caf\xe9 au lait", ["not UTF-8", "byte 3"]),
         ("a.txt", bytes(9999), ["character 0 is a NUL", "UTF-8"]),
         ("a.txt", SENTENCE.encode("utf-16-le"), ["character 1 is a NUL", "UTF-8"]),
+        ("a.jsonl", '{"text": "a"}\n{"text": "b\\u0000"}\n', ["line 2", "character 1 is a NUL", "UTF-8"]),
+        ("a.json", '{"text": "a", "labels": "\\u0000"}\n', ["line 1", "character 0 is a NUL", "UTF-8"]),
         ("a.jsonl", '{"text": "a"}\n{"text"\n', ["line 2", "not JSON"]),
         ("a.jsonl", '{"words": "a"}\n', ["line 1", '"text"', '"input_ids"']),
         ("a.jsonl", '{"input_ids": [1, 5000]}\n', ["1 to 5000", "vocabulary"]),

@@ -9,7 +9,8 @@ import pytest
 
 from permtriton import NMPattern, config_from
 from permtriton.cli.main import compare, compile
-from permtriton.config import CalibrationConfig, CompileConfig, has_effect
+from permtriton.compile_config import CompileConfig, has_effect
+from permtriton.config import CalibrationConfig
 from permtriton.errors import ConfigError
 from permtriton.methods.learned import Learned
 from permtriton.methods.reconstruct import Reconstruct

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from permtriton.checkpoint.export import export
-from permtriton.config import CalibrationConfig, CompileConfig
+from permtriton.compile_config import CompileConfig
+from permtriton.config import CalibrationConfig
 from permtriton.data.text import calibration_ids
 from permtriton.methods.steps import STEPS
 from permtriton.model.load import Source, load_empty_model, load_model, load_original

@@ -133,6 +133,24 @@ def test_weights_that_are_damaged_are_named():
         text(model)
 
 
+def test_a_model_whose_own_generate_fails_says_so(monkeypatch):
+    """Whatever it raises, but for memory that runs out: fewer texts are written together then."""
+    model = tiny_model()
+
+    def fails(*_arguments: object, **_options: object) -> None:
+        raise AttributeError("'Own' object has no attribute 'past'\nand more")
+
+    monkeypatch.setattr(model, "generate", fails)
+    settings = model.generation_config
+    with pytest.raises(CalibrationError) as caught:
+        text(model)
+    assert str(caught.value) == (
+        "the dense model itself, LlamaForCausalLM, cannot generate text: AttributeError: 'Own' object has no attribute "
+        "'past'. Give calibration text and --generated 0, so that it need not"
+    )
+    assert model.generation_config is settings
+
+
 @pytest.mark.parametrize("name", ["gpt2", "gemma2", "opt", "mixtral"])
 def test_models_write(name):
     model = zoo.build(name)
@@ -174,9 +192,9 @@ def read(monkeypatch):
     def watch(module, name: str, place: int) -> None:
         own = getattr(module, name)
 
-        def watched(*arguments):
+        def watched(*arguments, **more):
             found[name] = len(arguments[place])
-            return own(*arguments)
+            return own(*arguments, **more)
 
         monkeypatch.setattr(module, name, watched)
 

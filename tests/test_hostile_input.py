@@ -15,7 +15,7 @@ from transformers import BertConfig, BertModel
 from permtriton.checkpoint.export import export
 from permtriton.cli.main import app
 from permtriton.errors import CalibrationError, ModelError, OutputError, reading, shown
-from permtriton.model.load import Source, load_empty_model, load_model
+from permtriton.model.load import Source, load_empty_model, load_model, load_original
 from permtriton.model.sizes import check_numbers
 
 from . import folders
@@ -224,6 +224,7 @@ NOT_UTF8 = pyarrow.Array.from_buffers(
 TABLES = {
     "two columns of a name": pyarrow.Table.from_arrays([pyarrow.array(["a"])] * 2, ["text", "text"]),
     "not UTF-8": pyarrow.table({"text": NOT_UTF8}),
+    "NUL": pyarrow.table({"text": pyarrow.array(["a", "b\0"])}),
     "date": pyarrow.table({"text": pyarrow.array([2**31 - 1], pyarrow.date32())}),
     "time": pyarrow.table({"text": pyarrow.array([2**62], pyarrow.timestamp("us"))}),
     "duration": pyarrow.table({"input_ids": pyarrow.array([2**63 - 1], pyarrow.duration("s"))}),
@@ -235,7 +236,8 @@ TABLES = {
 def test_parquet(desk, case, option):
     path = desk.folder / "a.parquet"
     pyarrow.parquet.write_table(TABLES[case], path)
-    desk.refuses(desk.compile(option, path), str(path))
+    words = ("row 2", "character 1 is a NUL", "UTF-8") if case == "NUL" else ()
+    desk.refuses(desk.compile(option, path), str(path), *words)
 
 
 @pytest.mark.parametrize(
@@ -316,6 +318,19 @@ def test_only_regular_files_of_a_model_are_opened(desk, tmp_path, file, make):
     for read in (load_model, load_empty_model):
         with pytest.raises(ModelError, match=f"{file} is no regular file"):
             read(Source(str(model), device="cpu"))
+
+
+PLACES = ("additional_chat_templates/a.jinja", "qformer_tokenizer/tokenizer.json", "sub/model.safetensors")
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")], ids=["pipe", "device"])
+def test_nothing_opens_others_in_the_folders_inside(desk, tmp_path, make):
+    """transformers looks for chat templates and the parts of a processor there."""
+    model = Path(shutil.copytree(desk.model, tmp_path / "model"))
+    for place in PLACES:
+        (model / place).parent.mkdir()
+        make(model / place)
+    assert load_original(Source(str(model), device="cpu"), saved=True)[1] is not None
 
 
 def test_neither_code_nor_pickles_of_a_model_run(tmp_path, monkeypatch):

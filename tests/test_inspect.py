@@ -12,7 +12,7 @@ from transformers import BertConfig, LlamaConfig, MixtralConfig, Olmo2Config, Pr
 from permtriton import planning
 from permtriton.cli import console
 from permtriton.cli.main import app
-from permtriton.config import CompileConfig
+from permtriton.compile_config import CompileConfig
 from permtriton.model.plan import Plan
 from permtriton.passes.pipeline import PASS_NAMES
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from permtriton.config import CompileConfig
+from permtriton.compile_config import CompileConfig
 from permtriton.data.samples import Samples
 from permtriton.errors import MemoryTooSmallError
 from permtriton.methods.learned import Learned as Options

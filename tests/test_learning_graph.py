@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import fx
 
-from permtriton.config import CompileConfig
+from permtriton.compile_config import CompileConfig
 from permtriton.data.samples import Samples
 from permtriton.methods.learned import Learned as Options
 from permtriton.methods.learning import OrderTrainer, learned_spaces

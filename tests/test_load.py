@@ -1,9 +1,11 @@
 """Loading: any class that the config names, safetensors only, and one clear line for everything that is not a model."""
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import huggingface_hub.constants
 import pytest
 import torch
 import transformers
@@ -17,7 +19,7 @@ from permtriton.model import load
 from permtriton.model.load import Source, load_empty_model, load_model, load_tokenizer, resolve_device
 
 from . import zoo
-from .folders import LAST_UP, change_tensor, configure, edit_tensors
+from .folders import LAST_UP, configure, edit_tensors
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +39,21 @@ def poison(value: float) -> Callable[[Path], None]:
     return lambda folder: edit_tensors(folder, lambda weights: weights[LAST_UP][2, 3].fill_(value))
 
 
-def quantize(name: str) -> Callable[[Path], None]:
-    return change_tensor(name, lambda weight: (weight * 127).to(torch.int8))
+def quantize(name: str, file: str = "model.safetensors") -> Callable[[Path], None]:
+    def to_int8(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[name] = (tensors[name] * 127).to(torch.int8)
+
+    return lambda folder: edit_tensors(folder, to_int8, file)
+
+
+def name_weights(name: str) -> Callable[[Path], object]:
+    """Lets config.json name its file of weights, as transformers allows."""
+
+    def name_it(folder: Path) -> None:
+        configure(folder, transformers_weights=name)
+        torch.save({}, folder / "adapter_model.bin")
+
+    return name_it
 
 
 def truncate(folder: Path) -> None:
@@ -48,6 +63,13 @@ def truncate(folder: Path) -> None:
 
 def remove(name: str) -> Callable[[Path], None]:
     return lambda folder: (folder / name).unlink()
+
+
+def as_shard(folder: Path) -> None:
+    """Adds the same weights as a shard with an index, of which transformers reads neither."""
+    shutil.copy(folder / "model.safetensors", folder / "shard.safetensors")
+    index = {"metadata": {}, "weight_map": dict.fromkeys(load_file(folder / "model.safetensors"), "shard.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
 def rename_weights(name: str) -> Callable[[Path], object]:
@@ -78,6 +100,11 @@ DAMAGED: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "NaN": (poison(float("nan")), [LAST_UP, "1 of 384", "NaN or infinite"]),
     "infinity": (poison(float("-inf")), [LAST_UP, "1 of 384", "NaN or infinite"]),
     "integers": (quantize(LAST_UP), [LAST_UP, "I8", "scales", "dequantized"]),
+    "integers beside shards": (
+        lambda f: (as_shard(f), quantize(LAST_UP)(f)), [LAST_UP, "I8", "scales", "dequantized"]
+    ),
+    "weights that the config names": (name_weights("other.safetensors"), ["transformers_weights", "other.safetensors"]),
+    "a pickle that the config names": (name_weights("adapter_model.bin"), ["transformers_weights", "adapter_model"]),
 }  # fmt: skip
 
 
@@ -227,6 +254,37 @@ def test_a_models_own_code_runs_when_trusted(with_code):
     model = load_model(Source(source.name, trust_remote_code=True))
     assert type(model).__name__ == "OwnForCausalLM"
     assert mark.exists()
+
+
+def in_the_cache(folder: Path, name: str, cache: Path, monkeypatch) -> Path:
+    """Puts a model where the client of the hub would have put it, and cuts the network; returns the snapshot."""
+    repository, commit = cache / f"models--{name.replace('/', '--')}", "0" * 40
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(commit)
+    shutil.copytree(folder, repository / "snapshots" / commit)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    return repository / "snapshots" / commit
+
+
+def test_a_model_from_the_hub_is_checked_as_a_folder_is(folder, tmp_path, monkeypatch):
+    snapshot = in_the_cache(folder, "someone/model", tmp_path / "cache", monkeypatch)
+    expected = load_model(Source(str(folder)))
+    found = load_model(Source("someone/model"))
+    assert all(map(torch.equal, found.parameters(), expected.parameters()))
+    as_shard(snapshot)
+    quantize(LAST_UP)(snapshot)
+    with pytest.raises(ModelError, match=rf"{LAST_UP} is I8, expected floating-point.*dequantized model"):
+        load_model(Source("someone/model"))
+    (snapshot / "model.safetensors").unlink()
+    load_model(Source("someone/model"))
+    quantize(LAST_UP, "shard.safetensors")(snapshot)
+    with pytest.raises(ModelError, match=rf"{LAST_UP} is I8"):
+        load_model(Source("someone/model"))
+    name_weights("adapter_model.bin")(snapshot)
+    monkeypatch.setattr(torch, "load", lambda *args, **kwargs: pytest.fail("torch.load was called"))
+    with pytest.raises(ModelError, match=r"transformers_weights"):
+        load_model(Source("someone/model"))
 
 
 LOST = "[Errno -2] Name or service not known"

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from permtriton.config import CompileConfig
+from permtriton.compile_config import CompileConfig
 from permtriton.errors import CalibrationError
 from permtriton.kernels.assignment import assignment
 from permtriton.methods.learning import OrderTrainer, learned_spaces

@@ -38,7 +38,7 @@ class Own(Step):
 
     rounds: int = option(2, "How often kept weights are multiplied.", minimum=1)
 
-    def conflicts(self, config):
+    def conflicts(self, config, steps):
         return "step own is refused with 4:8: choose --sparsity 2:4" if config.sparsity.group == 8 else ""
 
     def needs(self, facts):

@@ -16,12 +16,11 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 from permtriton import CompileConfig, config_from, ranks
 from permtriton import run as run_module
+from permtriton.compilation import Compilation
 from permtriton.errors import ConfigError, ModelError
-from permtriton.offload import check_offload
-from permtriton.preparing import planned
+from permtriton.preparing import check_offload, check_spread, planned
 from permtriton.progress import NoProgress
-from permtriton.run import Run
-from permtriton.running.sharding import _around, _check, check_spread
+from permtriton.running.sharding import _around, _check
 from permtriton.running.state import StateFile
 
 from . import zoo
@@ -132,7 +131,7 @@ def test_an_offload_folder_is_refused_before_each_rank_loads_the_model_into_it(m
 def test_states_name_the_device_that_the_model_will_run_on(monkeypatch, tmp_path):
     """Under torchrun the model is loaded on the CPU."""
     monkeypatch.setattr(run_module, "device_name", str)
-    run = Run(zoo.tiny_llama(), config_from(), NoProgress(), tmp_path / "state.safetensors")
+    run = Compilation(zoo.tiny_llama(), config_from(), NoProgress(), tmp_path / "state.safetensors")
     planned(run, None, zoo.tiny_ids(2, 12), torch.device("cuda"))
     state = run.state(StateFile, "searched")
     state.write({}, {})

@@ -15,7 +15,6 @@ from permtriton.methods import statistics as module_statistics
 from permtriton.methods.obs import Curvature, sparsegpt
 from permtriton.methods.refit import Refit
 from permtriton.methods.refitting import best_weight, least_squares, refit, row_errors
-from permtriton.methods.sparsegpt import SparseGPT
 from permtriton.methods.statistics import Moments
 from permtriton.methods.weights import update_weights
 from permtriton.model.checks import check_pruned
@@ -205,13 +204,12 @@ class Problem:
             weight.copy_(self.dense[name])
         return self
 
-    def refit(self, progress=None, **options):
+    def refit(self, progress=None, thrifty=False, **options):
         arguments = (self.dense, self.samples, 4, Refit(**options), CONFIG, progress or NoProgress())
-        return refit(self.model, self.plan, *arguments)
+        return refit(self.model, self.plan, *arguments, thrifty=thrifty)
 
     def sparsegpt(self) -> float:
-        statistics = dict.fromkeys(site.name for site in self.plan.sites)
-        update_weights(self.model, self.plan, statistics, self.samples, 4, SparseGPT(), CONFIG, NoProgress())
+        update_weights(self.model, self.plan, None, self.samples, 4, CONFIG, NoProgress())
         error = self.error()
         self.reset()
         return error
@@ -279,6 +277,15 @@ def inputs_of(problem: Problem, sites=None) -> dict[str, Tensor]:
         problem.model, layer, lambda site, inputs: found.setdefault(site.name, []).append(inputs), lambda *_: None
     )
     return {name: torch.cat(parts) for name, parts in found.items()}
+
+
+def test_where_memory_is_short_the_result_is_the_same():
+    problem, progress = Problem(tiny_model(layers=3), ids=zoo.tiny_ids(6, 16)), Recording()
+    problem.refit()
+    expected = {name: value.clone() for name, value in problem.model.state_dict().items()}
+    problem.reset().refit(progress, thrifty=True)
+    assert all(torch.equal(value, expected[name]) for name, value in problem.model.state_dict().items())
+    assert sum(progress.steps) == progress.total
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen2_moe"])

@@ -1,9 +1,15 @@
-"""The tables of docs/architectures.md, from the results of ``python -m benchmarks.architectures``."""
+"""The tables of docs/architectures.md, from the results of ``python -m benchmarks.architectures``.
 
+python -m benchmarks.architectures.table LlamaForCausalLM    what the results say of one class
+"""
+
+import argparse
+import difflib
 import json
 import re
+import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +21,37 @@ TOLERANCE = 1e-3
 SHARE = 0.95
 GOAL = 0.9  # of the classes that run on text
 TEXT = ("causal language model", "masked language model", "text encoder", "encoder-decoder", "image and text")
-GROUPS = {
-    "decoders": ("causal language model",),
-    "encoders": ("masked language model", "text encoder"),
-    "encoder-decoders": ("encoder-decoder", "speech to text"),
-    "media": ("image", "audio", "image and text"),
-    "other": ("other",),
-}
+EXAMPLES = 4  # classes that are named per cause
+# What keeps a class from being complete, by what happens: how the recorded reason is found, and what it says.
+CAUSES = {
+    "refused": (
+        ("cannot be traced", "a branch of its code depends on the values of tensors"),
+        ("no linear layer", "it has no linears that can be pruned, such as a network of convolutions alone"),
+        ("random numbers", "it draws random numbers when it runs, so that its outputs cannot be compared"),
+        ("one by one", "it compares the outputs of two towers: each is compiled as a model of its own"),
+    ),
+    "keeps an order": (
+        ("may write or read|may read or write", "what token ids do not reach (an image projector) may use the channels"),
+        ("without a channel rule|no channel rule|outside the model", "an operator without a rule writes the channels"),
+        ("interleaved|separate groups", "its channels are read interleaved, or in separate groups"),
+        ("value of its own", "each channel meets a value of its own, such as a rotary angle"),
+        ("mixes tokens|other channels", "channels are mixed with tokens or with other channels"),
+        ("output of the model", "the channels are an output of the model"),
+    ),
+    "leaves linears dense": (
+        ("is read by", "other code than the linear's own reads its weight"),
+        ("dimensional weight", "the weight is no matrix"),
+        ("stacked experts", "the experts are stored in another form"),
+        ("not a multiple", "M does not divide its number of input channels"),
+    ),
+    "not tried": (
+        ("requires the|ImportError", "it needs another package (timm, natten)"),
+        ("its main input is|You must specify|You have to specify|Exactly 1 of|missing .* required|exactly one of",
+         "it reads other inputs than token ids, images or sound alone"),
+        ("still asks for", "its config does not get small by rules"),
+        ("", "its config, made small by rules, does not fit together"),
+    ),
+}  # fmt: skip
 # Reasons of linears that do not count: no pruning could touch them, or the text does not run through them.
 OUTSIDE = ("does not feed the last hidden state", "output head, tied", "not used when the model runs")
 
@@ -38,11 +68,6 @@ def share(entry: Record) -> float:
     """Returns the pruned share of the linear weights that the inputs run through, before the output head."""
     dense = sum(size for reason, size in entry["dense_weights"].items() if not reason.startswith(OUTSIDE))
     return entry["pruned_weights"] / (entry["pruned_weights"] + dense)
-
-
-def whole_share(entry: Record) -> float:
-    """Returns the pruned share of all linear weights, but for embeddings."""
-    return entry["pruned_weights"] / (entry["pruned_weights"] + sum(entry["dense_weights"].values()))
 
 
 def problem(record: Record) -> str:
@@ -108,45 +133,67 @@ def _counts(records: Sequence[Record]) -> list[str]:
     return [*map(str, figures), f"{complete / max(len(built), 1):.0%}"]
 
 
-def classes(kinds: Iterable[str]) -> str:
-    """Returns a row per class of some kinds that was built."""
-    heading = "class | pruned | of all | free, portable | free, fused | keeps its order, or went wrong"
-    chosen = [record for record in load()[1] if record["kind"] in kinds and "unbuilt" not in record]
-    rows = [f"| {' | '.join([record['class'], *_cells(record)])} |" for record in chosen]
-    return "\n".join([f"| {heading} |", "|---" * 6 + "|", *rows])
+def causes() -> str:
+    """Returns what keeps classes from being complete: a row per cause, with the classes or how many there are."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for record in load()[1]:
+        for outcome, reason in _outcomes(record):
+            words = next(words for pattern, words in CAUSES[outcome] if re.search(pattern, reason))
+            found.setdefault((outcome, words), []).append(record["class"])
+    rows = []
+    for outcome, words in ((outcome, words) for outcome in CAUSES for _, words in CAUSES[outcome]):
+        names = list(dict.fromkeys(found.get((outcome, words), ())))
+        if names:
+            rows.append(f"| {outcome} | {words} | {len(names)} | {', '.join(names[:EXAMPLES])} |")
+    return "\n".join(["| what happens | why | classes | such as |", "|---|---|---|---|", *rows])
 
 
-def _cells(record: Record) -> list[str]:
-    wrong = _short(problem(record))
-    entries = [record.get(layout, {}) for layout in LAYOUTS]
-    if "pruned_weights" not in entries[0]:
-        return ["", "", "", "", wrong]
-    free = [_free(entry) for entry in entries]
-    shares = [f"{figure(entries[0]):.0%}" for figure in (share, whole_share)]
-    return [*shares, *free, "; ".join(filter(None, [wrong, _frozen(entries)]))]
+def _outcomes(record: Record) -> list[tuple[str, str]]:
+    """Returns what keeps a class from being complete, as keys of `CAUSES` with the recorded reason."""
+    if "unbuilt" in record:
+        return [("not tried", record["unbuilt"])]
+    if wrong := problem(record):
+        return [(wrong.partition(":")[0], wrong)]
+    if is_complete(record):
+        return []
+    entry = record["portable"]
+    moved = [r for r, names in entry["frozen"].items() if not all(name.startswith("stream") for name in names)]
+    dense = [reason for reason in entry["dense_weights"] if share(entry) < SHARE and not reason.startswith(OUTSIDE)]
+    return [*(("keeps an order", reason) for reason in moved), *(("leaves linears dense", reason) for reason in dense)]
 
 
-def _free(entry: Record) -> str:
-    if "pruned_weights" not in entry:
-        return ""
-    return f"{entry['free']} of {entry['free'] + entry['kept']}"
+def described(name: str) -> str:
+    """Returns what the results say of one class.
+
+    Raises:
+        KeyError: no such class was tried.
+    """
+    record = {record["class"]: record for record in load()[1]}[name]
+    if "unbuilt" in record:
+        return f"{name}: not tried, because no tiny model of it could be built: {record['unbuilt']}"
+    lines = [f"{name} ({record['kind']}): {problem(record) or ('complete' if is_complete(record) else 'compiled')}"]
+    for layout in LAYOUTS:
+        entry = record.get(layout, {})
+        if "pruned_weights" in entry:
+            lines.append(
+                f"{layout}: {share(entry):.0%} of the linear weights before the output head are pruned; "
+                f"{entry['free']} of {entry['free'] + entry['kept']} orders are free"
+            )
+            lines += [f"  keeps its order: {', '.join(names)}: {why}" for why, names in entry["frozen"].items()]
+    return "\n".join(lines)
 
 
-def _frozen(entries: Sequence[Record]) -> str:
-    """Returns the names of spaces that keep their order, by reason; those of both layouts once."""
-    found: dict[str, set[str]] = {}
-    for entry in entries:
-        for reason, names in entry.get("frozen", {}).items():
-            found.setdefault(reason, set()).update(re.sub(r".*[.](?=[^.]+$)", "", name) for name in names)
-    return "; ".join(f"{', '.join(sorted(names))}: {_short(reason)}" for reason, names in found.items())
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Prints what the results say of a class of transformers.")
+    parser.add_argument("name", help="such as LlamaForCausalLM")
+    name = parser.parse_args().name
+    try:
+        print(described(name))
+    except KeyError:
+        known = [record["class"] for record in load()[1]]
+        near = difflib.get_close_matches(name, known)
+        sys.exit(f"{name} was not tried" + (f"; did you mean {' or '.join(near)}?" if near else ""))
 
 
-def _short(reason: str) -> str:
-    text = reason if len(reason) <= 160 else f"{reason[:160]}..."
-    return text.replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")
-
-
-def unbuilt() -> str:
-    """Returns the classes of which no tiny model could be built, with the reason."""
-    rows = [f"| {r['class']} | {_short(r['unbuilt'])} |" for r in load()[1] if "unbuilt" in r]
-    return "\n".join(["| class | reason |", "|---|---|", *rows])
+if __name__ == "__main__":
+    main()

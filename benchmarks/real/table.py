@@ -13,6 +13,26 @@ HEADING = "method | perplexity | gap | KL to dense | CPU seconds | peak memory"
 
 def markdown(report: Mapping[str, Any]) -> str:
     """Returns a row per method, with the mean over seeds, and below the table how it was measured."""
+    windows = next(row for row in report["rows"] if row["name"] == DENSE)["evaluation"]["windows"]
+    command = f"```\n{report['command']}\n```"
+    return f"{_table(report)}\n\n{_measures(report, windows)} {_versions(report)}\n\n{command}"
+
+
+def short(report: Mapping[str, Any], names: Sequence[str]) -> str:
+    """Returns the rows of some methods, and one sentence each of what is measured and where the rest stands.
+
+    Raises:
+        KeyError: a method has no row.
+    """
+    rows = [row for name in names for row in report["rows"] if row["name"] == name]
+    if missing := set(names) - {row["name"] for row in rows}:
+        raise KeyError(f"no rows of {', '.join(sorted(missing))}")
+    windows = next(row for row in rows if row["name"] == DENSE)["evaluation"]["windows"]
+    more = "[All rows, versions and the command](docs/benchmarks.md#a-real-language-model)."
+    return f"{_table({**report, 'rows': rows})}\n\n{_measures(report, windows)} {more}"
+
+
+def _table(report: Mapping[str, Any]) -> str:
     rows: dict[str, list[Mapping[str, Any]]] = {}
     for row in report["rows"]:
         rows.setdefault(row["name"], []).append(row)
@@ -27,8 +47,7 @@ def markdown(report: Mapping[str, Any]) -> str:
         else:
             gap = math.log(means[name] / means[DENSE]) / math.log(means[WHOLE_GAP] / means[DENSE])
             lines.append(f"{name} | {_numbers(found, means[name], gap)}")
-    tables = "\n".join(f"| {line} |" for line in lines)
-    return f"{tables}\n\n{_caption(report, measured[DENSE][0]['windows'])}\n\n```\n{report['command']}\n```"
+    return "\n".join(f"| {line} |" for line in lines)
 
 
 def _numbers(found: Sequence[Mapping[str, Any]], mean: float, gap: float) -> str:
@@ -40,14 +59,17 @@ def _numbers(found: Sequence[Mapping[str, Any]], mean: float, gap: float) -> str
     return f"{mean:.2f}{spread} | {gap:.2f} | {kl:.3f} | {seconds:.0f} | {peak:.1f} GiB"
 
 
-def _caption(report: Mapping[str, Any], windows: int) -> str:
+def _measures(report: Mapping[str, Any], windows: int) -> str:
     samples, length = report["inputs"]["calibration"]
-    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
-    peers = "; ".join(", ".join(line.replace("==", " ") for line in lines) for lines in report["peers"].values())
-    note = f" Note: {report['note']}." if report["note"] else ""
     return (
         f"Perplexity on {windows} windows of WikiText-2's test split; calibration {samples} x {length} tokens of its "
         f"validation split, the same ids for all. Gap: log(perplexity / dense) as a share of that of {WHOLE_GAP}. "
-        f"CPU seconds and peak memory are those of the whole command, from loading to the saved folder. "
-        f"{report['hardware']}; {versions}; peers: {peers}.{note}"
+        f"CPU seconds and peak memory are those of the whole command, from loading to the saved folder."
     )
+
+
+def _versions(report: Mapping[str, Any]) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+    peers = "; ".join(", ".join(line.replace("==", " ") for line in lines) for lines in report["peers"].values())
+    note = f" Note: {report['note']}." if report["note"] else ""
+    return f"{report['hardware']}; {versions}; peers: {peers}.{note}"

@@ -148,6 +148,8 @@ def _facts(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         shape = " x ".join(str(size) for size in report["generated"]["shape"])
         yield "text that the dense model wrote", f"{shape} tokens"
     yield "parameters pruned", f"{report['pruned_parameters']:,} of {report['parameters']:,}"
+    if "trained" in report:
+        yield "trained after pruning", "with its zeros kept"
     if "export" in report:
         yield "stored size of the pruned weights", f"{report['export']['ratio']:.1%} of dense"
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())

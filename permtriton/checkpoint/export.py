@@ -43,7 +43,6 @@ def export(
         format: a `Format`, or its name.
         overwrite: whether an earlier output of permtriton may be replaced.
         shard_bytes: bytes per file; at most one file, or one larger tensor, is held in memory.
-        progress: progress reporter.
 
     Returns:
         format, sparsity, weights, dense_bytes, stored_bytes, ratio, loads_with, reloaded (as `check_reloads`) and

@@ -6,6 +6,7 @@ from typing import Annotated, Any, NotRequired
 
 import torch
 from pydantic import AfterValidator, ConfigDict, Field
+from transformers.utils import cached_file
 from typing_extensions import TypedDict
 
 from permtriton.checkpoint.format import Format
@@ -286,6 +287,7 @@ class Record(TypedDict):
     rows: list[Rows]
     verification: Verification
     pruned_weights: Annotated[dict[str, Integer], Field(min_length=1)]
+    trained: NotRequired[str]  # the folder whose weights were trained, with the pattern kept
     files: dict[str, File]
     card: str | None
     gguf: NotRequired[Gguf]
@@ -342,6 +344,24 @@ def read_record(folder: Path) -> Record:
             f"{folder} was not written by permtriton (it holds no {REPORT_FILE}): give an output of permtriton compile"
         )
     return checked(Record, read_json(path), lambda problem: ModelError(f"{path}: {problem}: the file is damaged"))
+
+
+def find_record(location: str) -> Record | None:
+    """Returns ``permtriton.json`` of a folder or of a name on the hub; None where there is none.
+
+    Raises:
+        ModelError: as `read_record`.
+    """
+    path: Any = Path(location, REPORT_FILE)
+    if not path.parent.is_dir():
+        path = cached_file(
+            location,
+            REPORT_FILE,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_gated_repo=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+    return read_record(Path(path).parent) if location and path and Path(path).is_file() else None
 
 
 def read_comparison(path: Path) -> Comparison:

@@ -2,10 +2,11 @@
 
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,10 @@ from permtriton.checkpoint.output import replacing_folder
 from permtriton.checkpoint.plan_entries import to_json
 from permtriton.checkpoint.quantizer import checkpoint_config
 from permtriton.checkpoint.shards import describe_files, read_tensors
-from permtriton.errors import VerificationError, first_line
+from permtriton.config import CommonConfig
+from permtriton.data.media import Processor
+from permtriton.data.samples import Samples
+from permtriton.errors import ModelError, VerificationError, first_line
 from permtriton.machine import available_memory, peak_memory, release_memory
 from permtriton.micro_batch import is_out_of_memory
 from permtriton.model.checks import check_finite_tensor, check_same_outputs, check_weight, model_outputs
@@ -25,15 +29,36 @@ from permtriton.model.expert_linears import input_dim
 from permtriton.model.experts import stacked_name
 from permtriton.model.headers import CONFIG_FILE, REPORT_FILE
 from permtriton.model.plan import Plan
+from permtriton.offload import Offload
 from permtriton.sparsity import NMPattern
-
-if TYPE_CHECKING:
-    from permtriton.compiled import CompiledModel
 
 SHARD_SIZE = "5GB"
 
 
-def save_checkpoint(compiled: "CompiledModel", output: Path, *, overwrite: bool) -> Path:
+@dataclass
+class Pruned:
+    """A pruned model and what is saved with it.
+
+    Attributes:
+        model: transformers model with N:M weights; in layout ``fused`` some of its norms and linears permute channels.
+        tokenizer: tokenizer or processor of the model; None if there is none.
+        config: options, of which the pattern is checked.
+        plan: sites and channel spaces.
+        report: content of ``permtriton.json``, as `permtriton.record.compilation_record` builds it.
+        reference: samples on which a reloaded checkpoint must give the outputs of ``model``.
+        offload: where the model's large parameters are; None for memory.
+    """
+
+    model: PreTrainedModel
+    tokenizer: Processor | None
+    config: CommonConfig
+    plan: Plan
+    report: dict[str, Any]
+    reference: Samples
+    offload: Offload | None
+
+
+def save_checkpoint(compiled: Pruned, output: Path, *, overwrite: bool) -> Path:
     """Writes and verifies a checkpoint: a plain one, or one of format "dense" if modules permute at run time.
 
     Stacked experts are stored as the model holds them, one tensor per stack, whatever the original files look like; see
@@ -67,6 +92,54 @@ def save_checkpoint(compiled: "CompiledModel", output: Path, *, overwrite: bool)
     return output.resolve()
 
 
+def save_trained(
+    model: Any,
+    tokenizer: Any,
+    record: Mapping[str, Any],
+    pruned: Mapping[str, int],
+    output: Path,
+    *,
+    state: dict[str, Tensor] | None,
+    overwrite: bool,
+) -> Path:
+    """Writes and verifies the checkpoint of a model whose kept weights were trained; see `save_checkpoint`.
+
+    Args:
+        tokenizer: tokenizer or processor, or None.
+        record: content of ``permtriton.json`` of the folder that was trained.
+        pruned: parameter name -> input dimension.
+        state: whole tensors of a model that is divided among ranks; None to take the model's.
+
+    Raises:
+        OutputError, VerificationError, ModelError: as `save_checkpoint`.
+    """
+    pattern = NMPattern.parse(record["config"]["sparsity"])
+    permuted = checkpoint_config(model, str(pattern)) is not None
+    if permuted and state is not None:
+        raise ModelError("a model in layout fused cannot be saved while it is divided among ranks: use portable")
+    names = stored_names(model, pruned, original=not permuted)
+    with replacing_folder(output, overwrite=overwrite) as partial:
+        original = names.original
+        model.save_pretrained(partial, max_shard_size=SHARD_SIZE, save_original_format=original, state_dict=state)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(partial)
+        share_mode(partial)
+        checked = _verify_tensors(model, partial, pruned, names, pattern, state)
+        report = {
+            **{key: value for key, value in record.items() if key != "export"},
+            "trained": model.name_or_path,
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "evaluation": {"text": "not measured since the weights were trained"},
+            "verification": {**checked, "reloaded": "not run: every tensor was compared bit by bit instead"},
+            "pruned_weights": {names.stored[name]: dim for name, dim in pruned.items()},
+            "files": describe_files(sorted(partial.glob("*.safetensors"))),
+        }
+        name = output.resolve().name
+        report["card"] = write_card(partial, report, WITH_PERMTRITON if permuted else ALONE, name)
+        (partial / REPORT_FILE).write_text(to_json(report) + "\n", encoding="utf-8")
+    return output.resolve()
+
+
 def share_mode(folder: Path) -> None:
     """Gives the files of weights the mode of config.json, because safetensors makes them readable by the owner only."""
     for weights in folder.glob("*.safetensors"):
@@ -81,7 +154,7 @@ def pruned_parameters(model: nn.Module, plan: Plan) -> dict[str, int]:
 
 
 def verify_checkpoint(
-    compiled: "CompiledModel", folder: Path, pruned: Mapping[str, int], names: StoredNames
+    compiled: Pruned, folder: Path, pruned: Mapping[str, int], names: StoredNames
 ) -> dict[str, object]:
     """Checks a written checkpoint.
 
@@ -97,17 +170,27 @@ def verify_checkpoint(
     Raises:
         VerificationError: a check failed; the message names the first such tensor.
     """
-    model: Any = compiled.model
-    config = compiled.config
-    permuted = checkpoint_config(model, str(config.sparsity)) is not None
-    state = model.hf_quantizer.get_state_dict_and_metadata(model)[0] if permuted else model.state_dict()
+    checked = _verify_tensors(compiled.model, folder, pruned, names, compiled.config.sparsity)
+    return {**checked, **_compare_reloaded(compiled, folder)}
+
+
+def _verify_tensors(
+    model: Any,
+    folder: Path,
+    pruned: Mapping[str, int],
+    names: StoredNames,
+    pattern: NMPattern,
+    state: Mapping[str, Tensor] | None = None,
+) -> dict[str, object]:
+    """Checks the tensors of a checkpoint against ``state``, or against the model; returns how many were checked."""
+    permuted = checkpoint_config(model, str(pattern)) is not None
+    if state is None:
+        state = model.hf_quantizer.get_state_dict_and_metadata(model)[0] if permuted else model.state_dict()
     in_memory = names.tensors(model, state)
-    seen = _check_tensors(model, in_memory, folder, pruned, names, config.sparsity)
-    if missing := sorted(set(names.stored.values()) - seen):
-        raise VerificationError(f"{missing[0]} and {len(missing) - 1} more pruned weights are not in the checkpoint")
-    if permuted and (missing := sorted(name for name in in_memory if name.endswith(".index") and name not in seen)):
-        raise VerificationError(f"{missing[0]} and {len(missing) - 1} more permutations are not in the checkpoint")
-    return {"tensors": len(seen), "pruned_weights": len(pruned), **_compare_reloaded(compiled, folder)}
+    seen = _check_tensors(model, in_memory, folder, pruned, names, pattern)
+    indices = {name for name in in_memory if name.endswith(".index")} if permuted else set()
+    _check_complete(set(names.stored.values()) | indices, seen)
+    return {"tensors": len(seen), "pruned_weights": len(pruned)}
 
 
 def _check_tensors(
@@ -127,16 +210,24 @@ def _check_tensors(
         if parameter := parameters.get(name):
             weight = tensor.view(model.get_parameter(parameter).shape)
             check_weight(name, weight.movedim(pruned[parameter], -1).flatten(0, -2), pattern)
-        if name in in_memory and not _same(tensor, in_memory[name].detach().cpu()):
-            raise VerificationError(f"{name}: what was written differs from the model in memory")
+        if name in in_memory:
+            _check_same(name, tensor, in_memory[name].detach().cpu())
     return seen
 
 
-def _same(first: Tensor, second: Tensor) -> bool:
-    return first.dtype == second.dtype and torch.equal(first, second)
+def _check_same(name: str, written: Tensor, in_memory: Tensor) -> None:
+    if written.dtype != in_memory.dtype or not torch.equal(written, in_memory):
+        raise VerificationError(f"{name}: what was written differs from the model in memory")
 
 
-def _compare_reloaded(compiled: "CompiledModel", folder: Path) -> dict[str, object]:
+def _check_complete(expected: Set[str], written: Set[str]) -> None:
+    if missing := sorted(expected - written):
+        raise VerificationError(
+            f"{missing[0]} and {len(missing) - 1} more pruned weights or permutations are not in the checkpoint"
+        )
+
+
+def _compare_reloaded(compiled: Pruned, folder: Path) -> dict[str, object]:
     """Loads the checkpoint as a user would and compares the outputs, if a second model fits into memory or files."""
     if compiled.offload is not None:
         with compiled.offload.loading(), compiled.offload.working(compiled.model):
@@ -154,7 +245,7 @@ def _compare_reloaded(compiled: "CompiledModel", folder: Path) -> dict[str, obje
     return {"reloaded": not_run}
 
 
-def _reloaded(compiled: "CompiledModel", folder: Path) -> dict[str, object]:
+def _reloaded(compiled: Pruned, folder: Path) -> dict[str, object]:
     model = compiled.model
     try:
         reloaded: PreTrainedModel = type(model).from_pretrained(folder, dtype=model.dtype, use_safetensors=True)

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from permtriton.config import CompileConfig, has_effect
+from permtriton.compile_config import CompileConfig, has_effect
 from permtriton.errors import ConfigError
 from permtriton.option import Option
 from permtriton.recipe import DEFAULT, RECIPES, all_options, config_from

@@ -17,8 +17,8 @@ from permtriton import ranks
 from permtriton.data.media import Processor
 from permtriton.data.samples import Samples
 from permtriton.data.text import vocabulary_of
-from permtriton.errors import CalibrationError
-from permtriton.micro_batch import MicroBatch
+from permtriton.errors import CalibrationError, first_line
+from permtriton.micro_batch import MicroBatch, is_out_of_memory
 from permtriton.model.core import takes_decoder_ids
 from permtriton.offload import Offload
 from permtriton.progress import Advance, Progress
@@ -82,7 +82,6 @@ def generated_text(
     together nor on the number of ranks, each of which writes its share.
 
     Args:
-        model: dense model.
         starts: what the texts begin with, int64 ``[texts, first tokens]``.
         count: number of texts to keep.
         tokens: length of a text.
@@ -91,7 +90,7 @@ def generated_text(
         int64 ``[count, tokens]``, on the CPU.
 
     Raises:
-        CalibrationError: the probabilities of a next token are not finite.
+        CalibrationError: the model's own ``generate`` fails, or the probabilities of a next token are not finite.
     """
     every, length = torch.arange(len(starts)), tokens - starts.shape[1]
     numbers = torch.rand(len(starts), tokens, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
@@ -122,8 +121,16 @@ def _write(model: PreTrainedModel, starts: Tensor, numbers: Tensor, advance: Adv
     plain = GenerationConfig(max_length=numbers.shape[1], do_sample=False, use_cache=True)
     generate: Any = model.generate
     starts = starts.to(model.device)
-    with _without_habits(model):
-        texts = generate(starts, plain, LogitsProcessorList([drawing]), attention_mask=torch.ones_like(starts))
+    try:
+        with _without_habits(model):
+            texts = generate(starts, plain, LogitsProcessorList([drawing]), attention_mask=torch.ones_like(starts))
+    except Exception as error:  # the model's code may raise any kind
+        if is_out_of_memory(error):
+            raise
+        raise CalibrationError(
+            f"the dense model itself, {type(model).__name__}, cannot generate text: {type(error).__name__}: "
+            f"{first_line(error)}. Give calibration text and --generated 0, so that it need not"
+        ) from error
     return texts.cpu(), drawing.surprises.cpu()
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Union
+from typing import TYPE_CHECKING, Any, TypeVar, Union
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
-from permtriton.config import CompileConfig
+from permtriton.config import CommonConfig
 from permtriton.data.media import Processor
 from permtriton.data.samples import Samples
 from permtriton.data.text import Documents, calibration_samples, text_column
@@ -21,6 +21,7 @@ from permtriton.model.core import takes_decoder_ids
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
 
+Config = TypeVar("Config", bound=CommonConfig)
 # What ``data=`` takes: a name or a file (`is_named`), or what is in memory.
 Data = Union[
     str, Path, Sequence[str], Sequence[int], Sequence[Sequence[int]], Tensor, np.ndarray, Mapping[str, Tensor],
@@ -156,11 +157,11 @@ def _joined(batches: list[dict[str, Tensor]]) -> Samples:
 
 def calibration_of(
     data: Any,
-    config: CompileConfig,
+    config: Config,
     tokenizer: Processor | None,
     model: PreTrainedModel,
     most: int | None,
-) -> tuple[Samples, CompileConfig]:
+) -> tuple[Samples, Config]:
     """Returns calibration samples from data in memory, and the config that names them.
 
     Args:

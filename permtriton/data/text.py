@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from permtriton import demo
-from permtriton.config import CalibrationConfig, CompileConfig
+from permtriton.config import CalibrationConfig, CommonConfig
 from permtriton.data.media import Processor, is_media, media_samples
 from permtriton.data.pairs import Pair, are_pairs, paired_windows
 from permtriton.data.samples import Inputs, Samples
@@ -126,7 +126,7 @@ def evaluation_ids(
 
 
 def calibration_samples(
-    config: CompileConfig, tokenizer: Processor | None, model: PreTrainedModel, documents: Documents | None = None
+    config: CommonConfig, tokenizer: Processor | None, model: PreTrainedModel, documents: Documents | None = None
 ) -> Samples:
     """Draws the calibration samples of a compilation.
 
@@ -338,7 +338,11 @@ def _parquet(path: Path) -> Sequence[Any]:
     with reading(f"{path} is not a readable parquet file", CalibrationError):
         file = parquet.ParquetFile(path)
         name = text_column(file.schema_arrow.names, str(path))
-        return file.read([name]).column(name).to_pylist()
+        documents = file.read([name]).column(name).to_pylist()
+    for number, document in enumerate(documents, start=1):
+        if isinstance(document, str):
+            _without_nul(document, f"{path} row {number}")
+    return documents
 
 
 def _read(path: Path) -> str:
@@ -348,8 +352,13 @@ def _read(path: Path) -> str:
         raise CalibrationError(f"{path} cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         raise CalibrationError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
-    if (place := text.find("\0")) >= 0:
-        raise CalibrationError(f"{path} is no text, or not UTF-8: character {place} is a NUL")
+    return _without_nul(text, str(path))
+
+
+def _without_nul(text: str, place: str) -> str:
+    """Refuses what is not text: nobody writes NULs, but other encodings and binary files are full of them."""
+    if (position := text.find("\0")) >= 0:
+        raise CalibrationError(f"{place} is no text, or not UTF-8: character {position} is a NUL")
     return text
 
 
@@ -365,6 +374,8 @@ def _json_lines(path: Path) -> list[str | list[int] | Pair]:
         value: Any = row.get("input_ids", row.get("text")) if isinstance(row, dict) else None
         if not _is_document(value):
             raise CalibrationError(f'{path} line {number} needs "text" (a string) or "input_ids" (integers)')
+        for text in filter(lambda each: isinstance(each, str), (value, row.get("labels"))):
+            _without_nul(text, f"{path} line {number}")
         if "labels" in row:
             if not _is_document(row["labels"]):
                 raise CalibrationError(f'{path} line {number}: "labels" must be a string or integers')

@@ -84,7 +84,6 @@ def evaluate(  # noqa: PLR0913
     """Measures a model, dense or compiled in any format, as it is in memory.
 
     Args:
-        model: model to measure.
         tokenizer: its tokenizer, which the tasks need.
         windows: held-out token ids, int64 ``[windows, tokens]``, or other samples as `permtriton.compile` takes them;
             None measures the tasks only.
@@ -95,7 +94,6 @@ def evaluate(  # noqa: PLR0913
         tasks: tasks to run.
         batch: windows, or requests of tasks, per forward pass; by default 8 requests, and as many windows as make 2048
             tokens.
-        progress: progress reporter.
 
     Raises:
         ConfigError: there is nothing to measure, or the model is an encoder and there is no dense model, or there are

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from permtriton.methods.training import Training
 from permtriton.option import documented, option
-from permtriton.step import FLOAT32, Facts, Outcome
+from permtriton.step import FLOAT32, LOSS, Facts, Outcome
 
 if TYPE_CHECKING:
     from permtriton.run import Run
@@ -21,11 +21,7 @@ class Distill(Training):
     summary: ClassVar[str] = "kept weights trained together, to give the dense model's outputs: minutes to hours"
     offloads: ClassVar[bool] = False
 
-    loss: Literal["auto", "kl", "cosine"] = option(
-        "auto",
-        "What it minimises: kl (of the logits), cosine (of the last hidden state), or auto: kl where there is a "
-        "language-model head.",
-    )
+    loss: Literal["auto", "kl", "cosine"] = option("auto", LOSS)
 
     @property
     def objective(self) -> str:
@@ -43,8 +39,9 @@ class Distill(Training):
         from permtriton.methods.distillation import distill
         from permtriton.running.state import StateFile
 
+        samples = run.samples_with(self.generated)
         trained = distill(
-            run.model, run.plan, run.samples_of(self), run.objective(self), self, run.config, run.progress,
+            run.model, run.plan, samples, run.objective(self.loss, samples), self, run.config, run.progress,
             run.state(StateFile, self.name),
         )  # fmt: skip
         return Outcome("epoch", **trained.report())

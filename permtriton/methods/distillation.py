@@ -1,13 +1,12 @@
 """Distillation: all kept weights of a pruned model are trained together, to give the dense model's outputs back."""
 
 import json
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from permtriton.config import CompileConfig
+from permtriton.config import CommonConfig
 from permtriton.data.samples import Samples
 from permtriton.methods.kept_weights import (
     MOMENTS,
@@ -18,14 +17,12 @@ from permtriton.methods.kept_weights import (
     weights_of,
 )
 from permtriton.methods.objective import Objective
+from permtriton.methods.training import Training
 from permtriton.model.forward import last_hidden_state
 from permtriton.model.plan import Plan, layer_modules
 from permtriton.progress import Progress
 from permtriton.running.backward import checkpointed
 from permtriton.running.state import StateFile
-
-if TYPE_CHECKING:
-    from permtriton.methods.distill import Distill
 
 
 @torch.enable_grad()
@@ -34,8 +31,8 @@ def distill(
     plan: Plan,
     samples: Samples,
     objective: Objective,
-    options: "Distill",
-    config: CompileConfig,
+    options: Training,
+    config: CommonConfig,
     progress: Progress,
     state: StateFile | None = None,
 ) -> Trained:

@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy, normalize
 from transformers import PreTrainedModel
 
 from permtriton import ranks
-from permtriton.config import CompileConfig, ObjectiveKind
+from permtriton.config import CommonConfig, ObjectiveKind
 from permtriton.data.samples import Samples
 from permtriton.errors import CalibrationError
 from permtriton.micro_batch import MicroBatch
@@ -77,7 +77,7 @@ def fisher_information(
     plan: Plan,
     kind: ObjectiveKind,
     samples: Samples,
-    config: CompileConfig,
+    config: CommonConfig,
     progress: Progress,
     offload: Offload | None = None,
 ) -> dict[str, Fisher]:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from permtriton import ranks
-from permtriton.config import CompileConfig
+from permtriton.config import CommonConfig
 from permtriton.data.samples import Samples
 from permtriton.errors import CalibrationError, ConfigError
 from permtriton.kernels.importance import ImportanceFactors
@@ -75,14 +75,11 @@ class _Masked:
 class HardMasks:
     """The masks of all pruned linears.
 
-    Args:
-        model: Model whose weights are masked.
-
     Attributes:
         spread: Whether each rank holds some rows of the weights only.
     """
 
-    def __init__(self, model: PreTrainedModel, linears: Sequence[_Masked], config: CompileConfig) -> None:
+    def __init__(self, model: PreTrainedModel, linears: Sequence[_Masked], config: CommonConfig) -> None:
         self.spread = any(is_spread(linear.parameter) for linear in linears)
         self._model, self._linears, self._config = model, linears, config
         self._micro_batch = MicroBatch(config.micro_batch_size)
@@ -206,7 +203,7 @@ def hard_masked(
     plan: Plan,
     importances: Mapping[str, ImportanceFactors],
     fisher: Mapping[str, Fisher],
-    config: CompileConfig,
+    config: CommonConfig,
 ) -> Iterator[HardMasks]:
     """Inside the context, the pruned linears hold masked weights, and only they have gradients.
 

@@ -24,6 +24,16 @@ RIA_ACTIVATION_POWER = 0.5
 TINY = 1e-20  # a column or row of zeros scores zero, not NaN
 
 
+def reads_activations(method: ImportanceMethod) -> bool:
+    """Returns whether a score follows from activations, which calibration then measures."""
+    return method != "magnitude"
+
+
+def inverts_hessians(method: ImportanceMethod) -> bool:
+    """Returns whether what calibration measures for a score are the Hessians of one layer after another."""
+    return method == "obs"
+
+
 def importance_of(method: ImportanceMethod, weight_CO: Tensor, statistic: Tensor) -> ImportanceFactors:
     """Returns the importance of one linear's weights.
 

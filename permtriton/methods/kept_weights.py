@@ -10,23 +10,21 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from permtriton import ranks
-from permtriton.config import CompileConfig
+from permtriton.config import CommonConfig
 from permtriton.errors import CalibrationError, VerificationError
 from permtriton.methods.promises import check_loss
+from permtriton.methods.training import Training
 from permtriton.micro_batch import MicroBatch
 from permtriton.model.plan import linear_module
 from permtriton.progress import Advance
 from permtriton.running.backward import frozen, loss_scale
 from permtriton.running.state import read_records
-
-if TYPE_CHECKING:
-    from permtriton.methods.training import Training
 
 HELD_OUT = 0.1  # share of the calibration sequences that decides which epoch is kept
 WARM_UP = 0.05  # share of the steps in which the learning rate rises to its peak
@@ -196,8 +194,8 @@ class WeightTrainer:
         loss_of: Loss,
         sequences: int,
         tokens: int,
-        options: "Training",
-        config: CompileConfig,
+        options: Training,
+        config: CommonConfig,
         what: str,
     ) -> None:
         self._kept, self._loss_of, self._tokens, self._what = kept, loss_of, tokens, what
@@ -307,6 +305,6 @@ def split(sequences: int, seed: int) -> tuple[Tensor, Tensor]:
     return order[held_out:].sort().values, order[:held_out].sort().values
 
 
-def steps_per_epoch(sequences: int, options: "Training", config: CompileConfig) -> int:
+def steps_per_epoch(sequences: int, options: Training, config: CommonConfig) -> int:
     """Returns the number of optimizer steps in an epoch."""
     return math.ceil(split(sequences, config.seed)[0].numel() / options.batch_size)

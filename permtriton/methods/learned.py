@@ -1,19 +1,21 @@
 """Step ``learned``: PermLLM's learnable channel permutation, see `permtriton.methods.learning`."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from permtriton.config import CommonConfig
+from permtriton.methods.options import Learning
 from permtriton.option import documented, option
 from permtriton.step import FLOAT32, Facts, Outcome, Speed, Stage, Step
 
 if TYPE_CHECKING:
-    from permtriton.config import CompileConfig
     from permtriton.run import Run
 
 
 @documented
 @dataclass(frozen=True)
-class Learned(Step):
+class Learned(Learning, Step):
     """Options of learning, from the order that the steps before it left; the recipe ``published`` has the paper's."""
 
     name: ClassVar[str] = "learned"
@@ -26,39 +28,6 @@ class Learned(Step):
         "memory"
     )
 
-    block_size: int = option(
-        64,
-        "Channels per block of the block permutation, a multiple of M; "
-        "a value of at least the number of channels makes one block: the full permutation.",
-        minimum=1,
-    )
-    sinkhorn_rounds: int = option(5, "Rounds of row and column normalisation (eq. 3-5); 0 means a row softmax.")
-    tau_start: float = option(1.0, "Temperature at the first step.", positive=True)
-    tau_end: float = option(0.1, "Temperature at the last step, reached linearly.", positive=True)
-    epochs: int = option(50, "Passes over the calibration sequences.", minimum=1)
-    batch_size: int = option(16, "Sequences per optimiser step.", minimum=1)
-    learning_rate: float = option(
-        5e-3,
-        "Peak AdamW learning rate, with cosine decay; the recipe published takes 0.005 with the importance ria.",
-        positive=True,
-    )
-    weight_decay: float = option(0.1, "AdamW weight decay.")
-    layers: str = option(
-        "all",
-        "Layers whose permutations are learned; the others keep their order.",
-        pattern=r"all|last:[1-9]\d*",
-        values="all, or last:K with K at least 1",
-    )
-    init: Literal["identity", "random"] = option(
-        "identity", "Start of learning: near the order of the steps before (identity) or random."
-    )
-    init_noise: float = option(0.1, "Size of the random part when learning starts near the identity.")
-    clamp: float = option(0.0, "Limit on the absolute value of logits; 0 for none.")
-    group_scale: bool = option(True, "Divide scores by the mean of their group before the mask's softmax.")
-    keep: Literal["best", "last"] = option(
-        "best",
-        "Epoch to keep: best (the one with the lowest loss under the hard permutation, or the start) or last.",
-    )
     loss: Literal["cosine", "kl", "auto"] = option(
         "cosine",
         "What it minimises: cosine (of the last hidden state, as in the paper), kl (of the logits), or auto: kl where "
@@ -69,12 +38,7 @@ class Learned(Step):
     def gradients(self) -> bool:
         return True
 
-    @property
-    def last_layers(self) -> int | None:
-        """K of ``last:K``, or None for all layers."""
-        return None if self.layers == "all" else int(self.layers.removeprefix("last:"))
-
-    def conflicts(self, config: "CompileConfig") -> str:
+    def conflicts(self, config: CommonConfig, steps: Sequence[Step]) -> str:
         group = config.sparsity.group
         if self.block_size % group:
             return (
@@ -116,7 +80,7 @@ class Learned(Step):
         from permtriton.methods.learning import LearningFile, learn
         from permtriton.methods.promises import check_no_worse
 
-        objective = run.objective(self)
+        objective = run.objective(self.loss)
         masked = run.spread_twin()  # `learn` spreads the masked twin
         learned = learn(
             masked, run.plan, run.importances(), run.samples, objective.on(masked), self, run.config, run.progress,
@@ -125,6 +89,6 @@ class Learned(Step):
         start, kept = learned.history[0].loss, learned.history[learned.kept].loss
         if self.keep == "best":
             check_no_worse(start, kept, "learning")
-        run.reorder(learned.indices, self.block_size)
+        run.reorder(learned.indices)
         run.promise(kept)
         return Outcome("epoch", [asdict(epoch) for epoch in learned.history], learned.kept)

@@ -10,19 +10,19 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from permtriton import ranks
-from permtriton.config import CompileConfig
+from permtriton.config import CommonConfig
 from permtriton.data.samples import Samples
 from permtriton.errors import CalibrationError, ConfigError, MemoryTooSmallError
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.methods.masked_model import Masks, masked_model
 from permtriton.methods.objective import Objective
+from permtriton.methods.options import Learning
 from permtriton.methods.relaxation import Relaxation
 from permtriton.micro_batch import MicroBatch, Result
 from permtriton.model.forward import last_hidden_state
@@ -31,9 +31,6 @@ from permtriton.permutation import identity, moved
 from permtriton.progress import Progress
 from permtriton.running.backward import loss_scale
 from permtriton.running.state import StateFile, read_records
-
-if TYPE_CHECKING:
-    from permtriton.methods.learned import Learned as Options
 
 OPTIMIZER_KEYS = ("step", "exp_avg", "exp_avg_sq")
 
@@ -133,7 +130,7 @@ class LearningFile(StateFile):
         self.write(tensors, {"history": history, "kept": str(result.kept)})
 
 
-def learned_spaces(plan: Plan, options: "Options") -> list[ChannelSpace]:
+def learned_spaces(plan: Plan, options: Learning) -> list[ChannelSpace]:
     """Returns the spaces that learn: those that may move and are read only in layers that ``layers`` selects.
 
     Spaces that are read outside the layers of the model do not learn.
@@ -153,8 +150,8 @@ def learn(  # noqa: PLR0913
     importances: Mapping[str, ImportanceFactors],
     samples: Samples,
     objective: Objective,
-    options: "Options",
-    config: CompileConfig,
+    options: Learning,
+    config: CommonConfig,
     progress: Progress,
     resume: LearningFile | None = None,
     keep_masked: bool = True,
@@ -201,7 +198,7 @@ def learn(  # noqa: PLR0913
 
 
 def _learn_epoch(
-    trainer: "OrderTrainer", number: int, result: Learned, options: "Options", advance: Callable[..., None]
+    trainer: "OrderTrainer", number: int, result: Learned, options: Learning, advance: Callable[..., None]
 ) -> None:
     """Trains one epoch and records it in ``result``."""
     started = time.perf_counter()
@@ -223,7 +220,7 @@ def _learn_epoch(
         result.indices, result.kept = indices, number
 
 
-def _nothing_learns(options: "Options") -> str:
+def _nothing_learns(options: Learning) -> str:
     why = (
         "none of this model's channels may move (see permtriton inspect)"
         if options.last_layers is None
@@ -249,8 +246,8 @@ class OrderTrainer:
         optimizer: torch.optim.Optimizer,
         samples: Samples,
         objective: Objective,
-        options: "Options",
-        config: CompileConfig,
+        options: Learning,
+        config: CommonConfig,
     ) -> None:
         self._model, self._masks, self._relaxation, self._optimizer = model, masks, relaxation, optimizer
         self._samples, self._objective = samples.to(model.device, model.dtype), objective

@@ -10,7 +10,6 @@ and their gradients are computed whenever a linear runs.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -19,18 +18,16 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from permtriton import ranks
-from permtriton.config import CompileConfig
+from permtriton.config import CommonConfig
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.nm_mask import nm_mask, nm_mask_backward
+from permtriton.methods.options import Learning
 from permtriton.methods.relaxation import Relaxation, SiteBlocks
 from permtriton.model.plan import Plan, layer_modules, linear_module
 from permtriton.permutation import identity
 from permtriton.running.backward import checkpointed, frozen
 from permtriton.running.sharding import spread
 from permtriton.sparsity import NMPattern
-
-if TYPE_CHECKING:
-    from permtriton.methods.learned import Learned as Options
 
 
 class _MaskedWeight(nn.Module):
@@ -52,7 +49,7 @@ class _MaskedWeight(nn.Module):
         weight: Tensor,
         importance: ImportanceFactors,
         sizes: Sequence[int],
-        options: "Options",
+        options: Learning,
         pattern: NMPattern,
         in_out: bool,
     ) -> None:
@@ -188,8 +185,8 @@ def masked_model(
     plan: Plan,
     importances: Mapping[str, ImportanceFactors],
     relaxation: Relaxation,
-    options: "Options",
-    config: CompileConfig,
+    options: Learning,
+    config: CommonConfig,
     keep: bool = True,
     spread_on: torch.device | None = None,
 ) -> Iterator[Masks]:

@@ -1,10 +1,10 @@
 """Step ``reconstruct``: kept weights are trained layer by layer, see `permtriton.methods.reconstruction`."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar
 
-from permtriton.methods.training import Training
-from permtriton.option import documented, option
+from permtriton.methods.training import LayerTraining
+from permtriton.option import documented
 from permtriton.step import FLOAT32, Facts, Outcome
 
 if TYPE_CHECKING:
@@ -13,22 +13,13 @@ if TYPE_CHECKING:
 
 @documented
 @dataclass(frozen=True)
-class Reconstruct(Training):
+class Reconstruct(LayerTraining):
     """Options of reconstruction."""
 
     name: ClassVar[str] = "reconstruct"
     prefix: ClassVar[str] = "reconstruct"
     summary: ClassVar[str] = "kept weights trained layer by layer, to give each dense layer's output: minutes to hours"
     dense_weights: ClassVar[bool] = True
-
-    loss: Literal["cosine", "squared"] = option(
-        "cosine",
-        "Distance of a layer's output from the dense layer's, per token: cosine (1 - cosine) or squared (the squared "
-        "error divided by the squared norm of the dense output).",
-    )
-    window: Literal["layer", "mlp"] = option(
-        "layer", "What is trained at a time: a decoder layer, or its attention and its MLP apart (mlp)."
-    )
 
     def needs(self, facts: Facts) -> dict[str, dict[str, int]]:
         return {
@@ -49,7 +40,7 @@ class Reconstruct(Training):
         from permtriton.running.state import StateFile
 
         found = reconstruct(
-            run.model, run.plan, run.dense_weights, run.samples_of(self), self, run.config, run.progress,
+            run.model, run.plan, run.dense_weights, run.samples_with(self.generated), self, run.config, run.progress,
             run.state(StateFile, self.name), run.offload,
         )  # fmt: skip
         return Outcome(parts=found.parts, left=found.left)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,18 +18,16 @@ from transformers import PreTrainedModel
 from typing_extensions import TypedDict
 
 from permtriton import ranks
-from permtriton.config import CompileConfig
+from permtriton.config import CommonConfig
 from permtriton.data.samples import Samples
 from permtriton.methods.kept_weights import KeptWeights, Trained, WeightTrainer, steps_per_epoch, weights_of
+from permtriton.methods.training import LayerTraining
 from permtriton.model.forward import cosine_loss
 from permtriton.model.plan import Plan, layer_names, linear_module
 from permtriton.offload import Offload
 from permtriton.progress import Advance, Progress
 from permtriton.running.layer_calls import Empty, LayerCalls, find_chains, record_chain
 from permtriton.running.state import StateFile
-
-if TYPE_CHECKING:
-    from permtriton.methods.reconstruct import Reconstruct
 
 
 @dataclass
@@ -73,8 +71,8 @@ def reconstruct(  # noqa: PLR0913
     plan: Plan,
     dense_weights: Mapping[str, Tensor],
     samples: Samples,
-    options: "Reconstruct",
-    config: CompileConfig,
+    options: LayerTraining,
+    config: CommonConfig,
     progress: Progress,
     state: StateFile | None = None,
     offload: Offload | None = None,
@@ -131,8 +129,8 @@ def _problems(  # noqa: PLR0913
     samples: Samples,
     weights: Mapping[str, nn.Parameter],
     dense_weights: Mapping[str, Tensor],
-    options: "Reconstruct",
-    config: CompileConfig,
+    options: LayerTraining,
+    config: CommonConfig,
     empty: Empty,
 ) -> Iterator[tuple[str, "_Problem"]]:
     """Yields each layer's name and problem, in order; the next one's inputs follow from the weights at that time."""
@@ -152,7 +150,7 @@ def _problems(  # noqa: PLR0913
                 hidden = _outputs(calls[name], hidden, config, empty)
 
 
-def _outputs(layer: LayerCalls, hidden: Tensor, config: CompileConfig, empty: Empty) -> Tensor:
+def _outputs(layer: LayerCalls, hidden: Tensor, config: CommonConfig, empty: Empty) -> Tensor:
     """Returns a layer's output for all sequences, of which each rank runs its share."""
     share = ranks.own_rows(hidden.shape[0])
     return ranks.join(layer.run(hidden, config.micro_batch_size, share, empty), hidden.shape[0])
@@ -165,8 +163,8 @@ class _Problem:
     calls: LayerCalls
     hidden: Tensor
     target: Tensor
-    options: "Reconstruct"
-    config: CompileConfig
+    options: LayerTraining
+    config: CommonConfig
 
     def loss(self, rows: Tensor) -> Tensor:
         """Returns the mean loss over the tokens of some sequences, float32 ``[]``."""
@@ -223,7 +221,7 @@ def _copy(weights: Mapping[str, nn.Parameter], values: Mapping[str, Tensor]) -> 
         weight.copy_(values[name])
 
 
-def _layers(model: nn.Module, plan: Plan, options: "Reconstruct") -> tuple[dict[str, _Layer], dict[str, str]]:
+def _layers(model: nn.Module, plan: Plan, options: LayerTraining) -> tuple[dict[str, _Layer], dict[str, str]]:
     """Returns name -> layer in execution order, and name -> reason of the linears that no layer can train."""
     layer_of = layer_names(model, plan)
     owners: dict[int, set[str]] = {}  # id of a parameter -> the layers that use it; "" for what is outside of layers
@@ -251,7 +249,7 @@ def _layers(model: nn.Module, plan: Plan, options: "Reconstruct") -> tuple[dict[
 
 
 def _parts(
-    name: str, layer: nn.Module, weights: dict[str, nn.Parameter], options: "Reconstruct"
+    name: str, layer: nn.Module, weights: dict[str, nn.Parameter], options: LayerTraining
 ) -> tuple[dict[str, nn.Parameter], ...]:
     parts: dict[bool, dict[str, nn.Parameter]] = {}
     first = ""

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, ClassVar
 
+from permtriton.methods.options import Refitting
 from permtriton.option import documented, option
 from permtriton.step import FLOAT32, GENERATED, Facts, Outcome, Speed, Stage, Step
 
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 
 @documented
 @dataclass(frozen=True)
-class Refit(Step):
+class Refit(Refitting, Step):
     """Options of refitting."""
 
     name: ClassVar[str] = "refit"
@@ -24,14 +25,10 @@ class Refit(Step):
     keeps_values: ClassVar[bool] = False
     dense_weights: ClassVar[bool] = True
     shards: ClassVar[bool] = False
-
-    dense_share: float = option(
-        0.5,
-        "Share of the dense model's own inputs in what weights are fitted to; the rest are the inputs of the model "
-        "as pruned so far.",
-        maximum=1.0,
+    thrift: ClassVar[str] = (
+        "refit runs each layer of the dense model anew for every site, because the inputs of all its sites do not fit"
     )
-    iterations: int = option(30, "Most rounds of conjugate gradients per weight; 0 leaves SparseGPT's weights.")
+
     generated: bool = option(True, GENERATED)
 
     @property
@@ -42,21 +39,22 @@ class Refit(Step):
         return False
 
     def needs(self, facts: Facts) -> dict[str, dict[str, int]]:
-        layer = facts.layer_by_layer()
+        layer, channels = facts.layer_by_layer(), facts.widest if facts.thrifty else facts.read
         return {
             "refit": {
                 "activations": 2 * layer["activations"],
                 "inputs of layers": 2 * layer["inputs of layers"],
+                "inputs of sites": facts.all_positions * channels * facts.element,
                 "hessians": layer["hessians"] * 3 // 2,  # and shift, inverse and factor of the site at hand
                 "one layer": facts.largest_weight * 10 * FLOAT32,
             }
         }
 
     def seconds(self, facts: Facts, speed: Speed) -> float:
-        # In both models the inputs, site by site, and the outputs of each layer. A round of conjugate gradients costs
+        # The pruned model runs a layer for every site, the dense one once. A round of conjugate gradients costs
         # about one token per column, SparseGPT and the targets three each.
         per_token = speed.forward / max(facts.positions, 1)
-        return 5 * speed.forward + (6 + self.iterations) * facts.widest * per_token
+        return (6 if facts.thrifty else 4.5) * speed.forward + (6 + self.iterations) * facts.widest * per_token
 
     def run(self, run: "Run") -> Outcome:
         from permtriton.methods.refitting import refit
@@ -65,12 +63,13 @@ class Refit(Step):
             run.model,
             run.plan,
             run.dense_weights,
-            run.samples_of(self),
+            run.samples_with(self.generated),
             run.batch,
             self,
             run.config,
             run.progress,
-            run.empty,
+            run.offload,
+            thrifty=run.thrifty,
         )
         return Outcome(parts=parts)
 

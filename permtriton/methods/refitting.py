@@ -12,32 +12,29 @@ gradients then find the exact minimum on it. Dense targets: GPTAQ (arXiv 2504.02
 (arXiv 2406.07831).
 """
 
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from permtriton import ranks
-from permtriton.config import CompileConfig
+from permtriton.config import CommonConfig
 from permtriton.data.samples import Samples
 from permtriton.methods.obs import Curvature, curvatures, sparsegpt
+from permtriton.methods.options import Refitting
 from permtriton.methods.promises import check_no_worse
-from permtriton.methods.statistics import Moments, moments
+from permtriton.methods.statistics import Inputs, Moments, dense_inputs, moments
 from permtriton.methods.weights import CANCELLED
 from permtriton.model.checks import check_kept, zeros_in_groups
-from permtriton.model.plan import Plan, Site, linear_module, weight_in_out
+from permtriton.model.plan import Plan, linear_module, turns_of, weight_in_out
+from permtriton.offload import Offload
 from permtriton.progress import Progress
-from permtriton.running.layer_calls import Empty
 from permtriton.running.layer_inputs import Within, layer_by_layer
-
-if TYPE_CHECKING:
-    from permtriton.methods.refit import Refit
 
 TOLERANCE = 1e-3  # residual, relative to the first one, that ends a fit: what is left is 1e-6 of the gain
 
@@ -49,10 +46,12 @@ def refit(
     dense_weights: Mapping[str, Tensor],
     samples: Samples,
     batch: int,
-    options: "Refit",
-    config: CompileConfig,
+    options: Refitting,
+    config: CommonConfig,
     progress: Progress,
-    empty: Empty = torch.empty,
+    offload: Offload | None = None,
+    *,
+    thrifty: bool = False,
 ) -> list[dict[str, Any]]:
     """Prunes the model and fits the kept weights, layer by layer and inside a layer site by site.
 
@@ -65,7 +64,8 @@ def refit(
         options: options of refitting.
         config: options of the compilation: the pattern.
         progress: progress reporter.
-        empty: makes the tensors that hold the layers' inputs.
+        offload: where the inputs of layers and sites are kept; None for memory.
+        thrifty: whether the dense model runs a layer once per turn of sites, which keeps the inputs of one turn only.
 
     Returns:
         For each linear its ``name``, the error of SparseGPT's weight (``start``) and of the new one (``end``), which is
@@ -78,13 +78,19 @@ def refit(
     share, parts = ranks.own_rows(len(samples)).numel(), []
     turns = [turns_of(sites) for sites in plan.layers()]
     dense = _values_within(model, plan, dense_weights)
-    with progress.stage("refit", (2 * share + 1) * sum(map(len, turns))) as advance:
+    empty = torch.empty if offload is None else offload.empty
+    count = sum(map(len, turns))
+    with progress.stage("refit", (share + 1) * count + share * (count if thrifty else len(turns))) as advance:
         pruned_layers = layer_by_layer(model, plan, samples, batch, changing=True, empty=empty)
-        # Its weights do not change, but with `changing` it may end a run where the turn's sites have been seen.
-        dense_layers = layer_by_layer(model, plan, samples, batch, changing=True, empty=empty, within=dense)
+        dense_layers = layer_by_layer(model, plan, samples, batch, changing=False, empty=empty, within=dense)
         for groups, layer, reference in zip(turns, pruned_layers, dense_layers, strict=True):
+            both = max(layer.parts, reference.parts, key=len)
+            targets: Inputs = {}
             for sites in groups:
-                found = moments(model, replace(reference, sites=sites), replace(layer, sites=sites), advance)
+                if thrifty or sites is groups[0]:
+                    watched = sites if thrifty else reference.sites
+                    targets = dense_inputs(model, replace(reference, sites=watched, parts=both), advance, offload)
+                found = moments(model, replace(layer, sites=sites, parts=both), targets, advance)
                 curvature = curvatures({site: moment.hessian for site, moment in found.items()})
                 linears = [(name, site.name, found[site.name], curvature) for site in sites for name in site.linears]
                 parts += ranks.deal(linears, lambda linear: _fit(model, *linear, options, config))
@@ -94,26 +100,14 @@ def refit(
     return parts
 
 
-def turns_of(sites: list[Site]) -> list[list[Site]]:
-    """Returns a layer's sites in turns, each of which reads what the ones before made once pruned; experts share one.
-
-    Without turns, the linears of a layer are fitted to inputs that the pruned model never gives them: on SmolLM2-135M,
-    that trebles the perplexity.
-    """
-    turns: dict[str, list[Site]] = {}
-    for site in sites:
-        turns.setdefault(re.sub(r"\d+", "", site.name), []).append(site)
-    return list(turns.values())
-
-
 def _fit(
     model: nn.Module,
     name: str,
     site: str,
     moment: Moments,
     curvature: Callable[[str], Curvature],
-    options: "Refit",
-    config: CompileConfig,
+    options: Refitting,
+    config: CommonConfig,
 ) -> dict[str, Any]:
     """Prunes and fits the weight of one linear, and returns what `refit` does of it."""
     started = time.perf_counter()

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from operator import attrgetter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,11 +12,9 @@ from torch import Tensor, nn
 from permtriton.errors import CalibrationError, ModelError, VerificationError
 from permtriton.kernels.assignment import assignment_warm
 from permtriton.kernels.sinkhorn import sinkhorn
+from permtriton.methods.options import Learning
 from permtriton.model.plan import ChannelSpace, Site
 from permtriton.permutation import inverse, is_permutation
-
-if TYPE_CHECKING:
-    from permtriton.methods.learned import Learned as Options
 
 
 class Relaxation(nn.Module):
@@ -34,7 +32,7 @@ class Relaxation(nn.Module):
         block_size, rounds, clamp: Those options.
     """
 
-    def __init__(self, spaces: Sequence[ChannelSpace], options: "Options", seed: int, device: torch.device) -> None:
+    def __init__(self, spaces: Sequence[ChannelSpace], options: Learning, seed: int, device: torch.device) -> None:
         super().__init__()
         self.block_size, self.rounds, self.clamp = options.block_size, options.sinkhorn_rounds, options.clamp
         self._spaces = list(spaces)

@@ -1,13 +1,15 @@
 """Step ``searched``: an order found by exact gains of swaps, see `permtriton.methods.swap_search`."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from permtriton.config import CommonConfig
+from permtriton.methods.options import Searching
 from permtriton.option import documented, option
-from permtriton.step import FLOAT32, Facts, Outcome, Speed, Stage, Step
+from permtriton.step import FLOAT32, LOSS, Facts, Outcome, Speed, Stage, Step
 
 if TYPE_CHECKING:
-    from permtriton.config import CompileConfig
     from permtriton.run import Run
 
 TRIALS = 2  # of a round, typically
@@ -15,7 +17,7 @@ TRIALS = 2  # of a round, typically
 
 @documented
 @dataclass(frozen=True)
-class Searched(Step):
+class Searched(Searching, Step):
     """Options of the search, from the order that the steps before it left."""
 
     name: ClassVar[str] = "searched"
@@ -24,31 +26,14 @@ class Searched(Step):
     stage: ClassVar[Stage] = Stage.ORDER
     offloads: ClassVar[bool] = False
 
-    rounds: int = option(
-        12,
-        "Most rounds: a round measures all gains, swaps the best channels and keeps the swaps if the loss falls.",
-        minimum=1,
-    )
-    damping: float = option(
-        4.0,
-        "Weight of the curvature in the gains of the first round; it adapts to how well the gains predict.",
-        positive=True,
-    )
-    block: int = option(
-        0, "Swap channels only inside random blocks of this many, drawn anew every round; 0 means all pairs."
-    )
-    loss: Literal["auto", "kl", "cosine"] = option(
-        "auto",
-        "What it minimises: kl (of the logits), cosine (of the last hidden state), or auto: kl where there is a "
-        "language-model head.",
-    )
+    loss: Literal["auto", "kl", "cosine"] = option("auto", LOSS)
 
     @property
     def gradients(self) -> bool:
         return True
 
-    def conflicts(self, config: "CompileConfig") -> str:
-        chooses = [step.name for step in config.steps if step.stage is Stage.PRUNE and not step.keeps_values]
+    def conflicts(self, config: CommonConfig, steps: Sequence[Step]) -> str:
+        chooses = [step.name for step in steps if step.stage is Stage.PRUNE and not step.keeps_values]
         if chooses:
             return (
                 f"step {self.name} before {chooses[0]} is refused: an order searched for masks alone is no better than "
@@ -84,7 +69,7 @@ class Searched(Step):
         from permtriton.methods.swap_search import SearchFile, search
 
         state = run.state(SearchFile, self.name)
-        objective = run.objective(self)
+        objective = run.objective(self.loss)
         with run.running() as dense:
             found = search(
                 dense, run.plan, run.importances(), run.samples, objective.on(dense), self, run.config, run.progress,

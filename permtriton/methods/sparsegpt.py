@@ -41,6 +41,5 @@ class SparseGPT(Step):
     def run(self, run: "Run") -> None:
         from permtriton.methods.weights import update_weights
 
-        update_weights(
-            run.model, run.plan, run.statistics, run.samples, run.batch, self, run.config, run.progress, run.empty
-        )
+        statistics = run.statistics if self.mask == "keep" else None
+        update_weights(run.model, run.plan, statistics, run.samples, run.batch, run.config, run.progress, run.empty)

@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from permtriton import ranks
 from permtriton.config import ImportanceMethod
 from permtriton.data.samples import Samples
 from permtriton.errors import CalibrationError
+from permtriton.methods.importance import inverts_hessians, reads_activations
 from permtriton.methods.obs import inverse_diagonal
 from permtriton.model.edits import Move
 from permtriton.model.experts import expert_of, stacked_name
@@ -21,6 +22,8 @@ from permtriton.model.plan import Plan, Site, linear_module
 from permtriton.offload import Offload
 from permtriton.progress import Advance, Progress
 from permtriton.running.layer_inputs import LayerInputs, from_model, layer_by_layer, once_each
+
+GRAM_COLUMNS = 256  # fewer per product make products slower than what they spare
 
 
 def site_statistics(
@@ -37,21 +40,16 @@ def site_statistics(
     The statistic is ``diag(H^-1)`` for ``obs``, ones for ``magnitude``, else ``||X_j||``.
 
     Args:
-        model: Dense model.
-        plan: The model's plan.
         method: Kind of importance.
-        samples: Calibration samples.
-        batch: Samples per forward pass.
-        progress: Progress reporter.
         offload: Where weights and the layers' inputs are, so that the layers run one after another; None for memory.
 
     Raises:
         CalibrationError: An activation is NaN or infinite, or a Hessian cannot be inverted.
     """
     empty = torch.empty if offload is None else offload.empty
-    if method == "magnitude":
+    if not reads_activations(method):
         return {site.name: torch.ones(site.channels, device=model.device) for site in plan.sites}
-    if method != "obs":
+    if not inverts_hessians(method):
         layers = None if offload is None else once_each(model, plan, samples, batch, empty)
         return channel_norms(model, plan.sites, samples, batch, progress, layers)
     diagonals: dict[str, Tensor] = {}
@@ -89,7 +87,6 @@ def watch_inputs(
     module. An expert's intermediate channels are taken at the expert, which may see no token at all.
 
     Args:
-        model: Model that the layer is part of.
         layer: Sites to watch, and how their inputs are computed.
         consume: Called with a site and its input whenever the site's linears run.
         advance: Progress of the stage, advanced by the sequences of each forward pass.
@@ -177,8 +174,7 @@ def hessians(model: PreTrainedModel, layer: LayerInputs, advance: Advance) -> di
     sums = _zeros(model, layer.sites)
 
     def consume(site: Site, inputs: Tensor) -> None:
-        inputs = inputs.float()
-        sums[site.name].addmm_(inputs.T, inputs)
+        _add_gram(sums[site.name], inputs.float())
 
     watch_inputs(model, layer, consume, advance)
     _finish(sums)
@@ -199,41 +195,59 @@ class Moments:
     shift: Tensor | None
 
 
-def moments(model: PreTrainedModel, dense: LayerInputs, pruned: LayerInputs, advance: Advance) -> dict[str, Moments]:
-    """Returns site name -> the moments of its input, over the tokens of all ranks.
+Inputs = Mapping[str, deque[Tensor]]  # site name -> its inputs, part by part, [tokens, channels]
+
+
+def dense_inputs(
+    model: PreTrainedModel, layer: LayerInputs, advance: Advance, offload: Offload | None = None
+) -> Inputs:
+    """Returns the inputs of sites in the dense model, for those that read the same tokens in the pruned one.
 
     Args:
         model: Model that the layer is part of.
-        dense: Sites to watch, as the dense model runs them.
-        pruned: The same sites, as the model as pruned so far runs them.
-        advance: As for `watch_inputs`; both models count.
+        layer: Sites to watch, as the dense model runs them.
+        advance: As for `watch_inputs`.
+        offload: Keeps them in files; None for memory.
+    """
+    found = {site.name: deque[Tensor]() for site in layer.sites if reads_every_token(model, site)}
+
+    def keep(site: Site, inputs: Tensor) -> None:
+        if site.name in found:
+            found[site.name].append(offload.copied(inputs) if offload else inputs.clone())  # the model may overwrite it
+
+    watch_inputs(model, layer, keep, advance)
+    return found
+
+
+def moments(model: PreTrainedModel, layer: LayerInputs, dense: Inputs, advance: Advance) -> dict[str, Moments]:
+    """Returns site name -> the moments of its input, over the tokens of all ranks.
+
+    Args:
+        layer: Sites to watch, as the model as pruned so far runs them.
+        dense: What `dense_inputs` returns of the same parts; what is read of it is taken out.
+        advance: As for `watch_inputs`.
 
     Raises:
         CalibrationError: An activation is NaN or infinite.
     """
-    sums = _zeros(model, pruned.sites)
-    compared = [site for site in pruned.sites if _reads_every_token(model, site)]
-    shifts, targets = _zeros(model, compared), {site.name: deque[Tensor]() for site in compared}
-
-    def keep(site: Site, inputs: Tensor) -> None:
-        targets[site.name].append(inputs.clone())  # which the model may overwrite
+    sums = _zeros(model, layer.sites)
+    shifts = _zeros(model, [site for site in layer.sites if site.name in dense])
 
     def consume(site: Site, inputs: Tensor) -> None:
         inputs = inputs.float()
-        sums[site.name].addmm_(inputs.T, inputs)
+        _add_gram(sums[site.name], inputs)
         if site.name in shifts:
-            shifts[site.name].addmm_((targets[site.name].popleft().float() - inputs).T, inputs)
+            before = dense[site.name].popleft().to(inputs)
+            shifts[site.name].addmm_(before.sub_(inputs).T, inputs)
 
-    for rows in max(dense.parts, pruned.parts, key=len):
-        watch_inputs(model, replace(dense, sites=compared, parts=[rows]), keep, advance)
-        watch_inputs(model, replace(pruned, parts=[rows]), consume, advance)
-        assert not any(targets.values()), "the dense model ran some linears more often than the pruned one"
+    watch_inputs(model, layer, consume, advance)
+    assert not any(dense[name] for name in shifts), "the dense model ran some linears more often than the pruned one"
     _finish(sums)
     ranks.add_up(shifts.values())
     return {name: Moments(hessian, shifts.get(name)) for name, hessian in sums.items()}
 
 
-def _reads_every_token(model: nn.Module, site: Site) -> bool:
+def reads_every_token(model: nn.Module, site: Site) -> bool:
     """Whether a site reads the same tokens in two models that may send them to different experts."""
     name = site.linears[0]
     expert = expert_of(model, name)
@@ -244,10 +258,23 @@ def _zeros(model: PreTrainedModel, sites: Iterable[Site]) -> dict[str, Tensor]:
     return {site.name: torch.zeros(site.channels, site.channels, device=model.device) for site in sites}
 
 
+def _add_gram(total: Tensor, inputs: Tensor) -> None:
+    """Adds ``X^T X`` to its total, but for blocks below the diagonal, which are those above: nearly half of it.
+
+    Args:
+        total: float32 ``[channels, channels]``.
+        inputs: ``X``, float32 ``[tokens, channels]``.
+    """
+    width = max(GRAM_COLUMNS, -(-len(total) // 8))
+    for start in range(0, len(total), width):
+        total[start : start + width, start:].addmm_(inputs[:, start : start + width].T, inputs[:, start:])
+
+
 def _finish(sums: Mapping[str, Tensor]) -> None:
-    """Adds Hessians up over the ranks, in place, and gives a site without inputs the identity."""
+    """Completes sums of `_add_gram`, in place, over the ranks, and gives a site without inputs the identity."""
     ranks.add_up(sums.values())
     for name, hessian in sums.items():
+        hessian.triu_().add_(hessian.triu(1).T)
         check_finite(name, hessian.diagonal())
         if not bool(hessian.diagonal().any()):
             hessian.fill_diagonal_(1)

@@ -16,14 +16,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from permtriton import ranks
-from permtriton.config import CompileConfig
+from permtriton.config import CommonConfig
 from permtriton.data.samples import Samples
 from permtriton.errors import ConfigError
 from permtriton.kernels.importance import ImportanceFactors
@@ -31,13 +31,11 @@ from permtriton.kernels.swap_gains import swap_gains
 from permtriton.methods.fisher import fisher_information
 from permtriton.methods.hard_masks import HardMasks, hard_masked
 from permtriton.methods.objective import Objective
+from permtriton.methods.options import Searching
 from permtriton.model.plan import ChannelSpace, Plan
 from permtriton.permutation import identity, moved
 from permtriton.progress import Progress
 from permtriton.running.state import StateFile, read_records
-
-if TYPE_CHECKING:
-    from permtriton.methods.searched import Searched as Options
 
 PARTNERS = 8  # best partners of each channel that the matching chooses from
 GAINS_AT_ONCE = 1 << 24  # gains of a panel of channels with all their partners, in memory at once
@@ -166,8 +164,8 @@ def search(  # noqa: PLR0913
     importances: Mapping[str, ImportanceFactors],
     samples: Samples,
     objective: Objective,
-    options: "Options",
-    config: CompileConfig,
+    options: Searching,
+    config: CommonConfig,
     progress: Progress,
     state: SearchFile | None = None,
 ) -> Searched:
@@ -219,8 +217,8 @@ class Searcher:
         spaces: Sequence[ChannelSpace],
         samples: Samples,
         objective: Objective,
-        options: "Options",
-        config: CompileConfig,
+        options: Searching,
+        config: CommonConfig,
     ) -> None:
         self._masks, self._spaces, self._samples = masks, spaces, samples
         self._objective, self._options, self._config = objective, options, config
@@ -338,7 +336,7 @@ class _Panel(NamedTuple):
     right: Tensor
 
 
-def _panels(space: ChannelSpace, options: "Options", config: CompileConfig, number: int) -> list[list[_Panel]]:
+def _panels(space: ChannelSpace, options: Searching, config: CommonConfig, number: int) -> list[list[_Panel]]:
     """Returns the panels of a space in batches whose gains fit in memory together."""
     group, size = config.sparsity.group, 0
     batches: list[list[_Panel]] = [[]]
@@ -355,7 +353,7 @@ def _panels(space: ChannelSpace, options: "Options", config: CompileConfig, numb
     return batches
 
 
-def _pools(space: ChannelSpace, options: "Options", config: CompileConfig, number: int) -> list[Tensor]:
+def _pools(space: ChannelSpace, options: Searching, config: CommonConfig, number: int) -> list[Tensor]:
     """Returns sets of positions, int64 ``[positions]`` each, inside which channels are swapped: whole groups."""
     group, size = config.sparsity.group, options.block
     generator = torch.Generator().manual_seed(config.seed * 1_000_003 + number)

@@ -1,7 +1,7 @@
 """What the steps that train kept weights have in common, see `permtriton.methods.kept_weights`."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from permtriton.option import option
 from permtriton.step import GENERATED, Facts, Speed, Stage, Step
@@ -32,3 +32,17 @@ class Training(Step):
 
     def seconds(self, facts: Facts, speed: Speed) -> float:
         return self.epochs * speed.both
+
+
+@dataclass(frozen=True)
+class LayerTraining(Training):
+    """Options of training kept weights layer by layer."""
+
+    loss: Literal["cosine", "squared"] = option(
+        "cosine",
+        "Distance of a layer's output from the dense layer's, per token: cosine (1 - cosine) or squared (the squared "
+        "error divided by the squared norm of the dense output).",
+    )
+    window: Literal["layer", "mlp"] = option(
+        "layer", "What is trained at a time: a decoder layer, or its attention and its MLP apart (mlp)."
+    )

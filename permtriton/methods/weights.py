@@ -1,14 +1,13 @@
 """Prunes weights in place: by a mask, or by SparseGPT, which also updates what is kept."""
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from permtriton import ranks
-from permtriton.config import CompileConfig
+from permtriton.config import CommonConfig
 from permtriton.data.samples import Samples
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.nm_mask import top_n_mask
@@ -21,9 +20,6 @@ from permtriton.progress import Progress
 from permtriton.running.layer_calls import Empty
 from permtriton.running.layer_inputs import layer_by_layer
 from permtriton.sparsity import NMPattern
-
-if TYPE_CHECKING:
-    from permtriton.methods.sparsegpt import SparseGPT
 
 CANCELLED = 1e-3  # share of the groups in which an update may cancel a kept weight exactly
 
@@ -51,14 +47,13 @@ def mask_weights(
 
 
 @torch.no_grad()
-def update_weights(  # noqa: PLR0913
+def update_weights(
     model: PreTrainedModel,
     plan: Plan,
-    statistics: Mapping[str, Tensor],
+    statistics: Mapping[str, Tensor] | None,
     samples: Samples,
     batch: int,
-    options: "SparseGPT",
-    config: CompileConfig,
+    config: CommonConfig,
     progress: Progress,
     empty: Empty = torch.empty,
 ) -> None:
@@ -66,7 +61,7 @@ def update_weights(  # noqa: PLR0913
 
     Args:
         model: Dense model, its channels in their final order; changed in place.
-        statistics: Site name -> statistic, from which the masks follow where ``options.mask`` is ``keep``.
+        statistics: Site name -> statistic, from which the masks follow; None lets SparseGPT choose them.
         empty: Makes the tensors that hold the layers' inputs.
 
     Raises:
@@ -78,7 +73,7 @@ def update_weights(  # noqa: PLR0913
         for layer in layer_by_layer(model, plan, samples, batch, changing=True, empty=empty):
             curvature = curvatures(hessians(model, layer, advance))
             linears = [(name, site.name, curvature) for site in layer.sites for name in site.linears]
-            ranks.deal(linears, lambda linear: _update(model, *linear, statistics, options, config))
+            ranks.deal(linears, lambda linear: _update(model, *linear, statistics, config))
             ranks.send_dealt([linear_module(model, name).get_parameter("weight") for name, _, _ in linears])
             advance()
 
@@ -88,13 +83,12 @@ def _update(
     name: str,
     site: str,
     curvature: Callable[[str], Curvature],
-    statistics: Mapping[str, Tensor],
-    options: "SparseGPT",
-    config: CompileConfig,
+    statistics: Mapping[str, Tensor] | None,
+    config: CommonConfig,
 ) -> None:
     """Prunes and updates the weight of one linear; arguments and errors as of `update_weights`."""
     weight, pattern, mask, of_inputs = weight_in_out(linear_module(model, name)), config.sparsity, None, curvature(site)
-    if options.mask == "keep":
+    if statistics is not None:
         mask = top_n_mask(importance_of(config.importance, weight, statistics[site]).scores(weight), pattern).T
     zeros = zeros_in_groups(weight * ~of_inputs.dead.unsqueeze(1), pattern)
     updated = sparsegpt(weight.T, of_inputs, pattern, mask)

@@ -24,7 +24,6 @@ def apply_edits(model: nn.Module, edits: Iterable[Edit]) -> None:
     composed with the present one.
 
     Args:
-        model: model that the plan was made from.
     """
     parameters = dict(model.named_parameters())
     for edit in edits:

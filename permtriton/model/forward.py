@@ -179,7 +179,6 @@ def mean_cosine_loss(
     """Returns the mean of `cosine_loss` over samples.
 
     Args:
-        model: model whose last hidden states are compared.
         target: dense model's last hidden states, ``[samples, tokens, hidden]``.
         order: int64 ``[hidden]``, from the target's channel order to the model's; None where they are equal.
     """

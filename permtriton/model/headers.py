@@ -56,6 +56,8 @@ def read_json(path: Path) -> dict[str, Any]:
 def check_regular(folder: Path) -> None:
     """Refuses a folder with pipes or devices, or links to them: whoever opens one may wait or read without end.
 
+    Those in folders inside are left alone: nothing opens a file there without asking whether it is a regular one.
+
     Raises:
         ModelError: there is one.
     """
@@ -70,13 +72,11 @@ def checkpoint_files(folder: Path) -> list[Path]:
     Raises:
         ModelError: no weights, or an index that is damaged, incomplete or points outside the folder.
     """
-    if not (folder / INDEX_FILE).is_file():
-        if not (folder / WEIGHTS_FILE).is_file():
-            raise ModelError(
-                f"{folder} holds neither {WEIGHTS_FILE} nor {INDEX_FILE}: it is not a safetensors checkpoint"
-            )
+    if (folder / WEIGHTS_FILE).is_file():  # which transformers reads then, whatever an index says
         return [folder / WEIGHTS_FILE]
     index = folder / INDEX_FILE
+    if not index.is_file():
+        raise ModelError(f"{folder} holds neither {WEIGHTS_FILE} nor {INDEX_FILE}: it is not a safetensors checkpoint")
     names = sorted(set(_weight_map(index).values()))
     for name in names:
         if Path(name).name != name or not name.endswith(".safetensors"):

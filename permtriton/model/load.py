@@ -27,6 +27,7 @@ from permtriton.model.headers import (
     CONFIG_FILE,
     INDEX_FILE,
     REPORT_FILE,
+    WEIGHTS_FILE,
     StoredTensor,
     check_regular,
     checkpoint_files,
@@ -171,6 +172,7 @@ def load_model(source: Source, allow_compiled: bool = True, offload: Offload | N
     config = _config(source, stored)
     if not allow_compiled and _is_compiled(config):
         raise _compiled_already(source)
+    _check_named_weights(source, config)
     model_class = _model_class(source, config)
     if not source.trust_remote_code:  # code of the model's own may not build without memory
         build_empty(model_class, config, stored, source.name)
@@ -203,8 +205,8 @@ def load_model(source: Source, allow_compiled: bool = True, offload: Offload | N
             + (f" and {len(missing) - 1} more" if missing[1:] else "")
             + f", which {model_class.__name__} needs: the checkpoint is incomplete, or config.json names another class"
         )
-    if stored is not None and source.gguf is None and getattr(config, "quantization_config", None) is None:
-        _check_floating(model, stored)
+    if source.gguf is None and getattr(config, "quantization_config", None) is None:
+        _check_floating(model, _fetched(source) if stored is None else stored)
     check_weights(model)
     if source.gguf is not None:
         model.name_or_path = source.name  # not the folder that the file is in
@@ -366,8 +368,9 @@ def check_weights(model: PreTrainedModel) -> None:
         ModelError: a weight is not finite; the message names the first such parameter.
     """
     for name, parameter in model.named_parameters():
-        if not bool(parameter.isfinite().all()):
-            bad = int((~parameter.isfinite()).sum())
+        values = parameter.float() if parameter.dtype.itemsize == 1 else parameter  # torch has no isfinite of float8
+        if not bool(values.isfinite().all()):
+            bad = int((~values.isfinite()).sum())
             raise ModelError(
                 f"{name}: {bad} of {parameter.numel()} weights are NaN or infinite; the checkpoint is damaged"
             )
@@ -431,6 +434,23 @@ def _stored(source: Source) -> dict[str, StoredTensor] | None:
     if source.gguf is not None:
         return source.gguf.stored
     return None if source.folder is None else read_headers(checkpoint_files(source.folder))
+
+
+def _fetched(source: Source) -> dict[str, StoredTensor]:
+    """Returns the tensors of a model that was just loaded by its hub name; none of one that the hub had to convert."""
+    config = cached_file(source.location, CONFIG_FILE, local_files_only=True)
+    with suppress(ModelError):
+        return read_headers(checkpoint_files(Path(str(config)).parent))
+    return {}
+
+
+def _check_named_weights(source: Source, config: Any) -> None:
+    """Refuses a config that names the file of weights: transformers would read it, even if it is a pickle."""
+    if (named := getattr(config, "transformers_weights", None)) is not None:
+        raise ModelError(
+            f"{source.name}: config.json names the weights {shown(named)} (transformers_weights), but permtriton reads "
+            f"{WEIGHTS_FILE}, or the files that {INDEX_FILE} names, only: give them these names and remove the entry"
+        )
 
 
 def _config(source: Source, stored: Mapping[str, StoredTensor] | None) -> Any:

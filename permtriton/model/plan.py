@@ -1,5 +1,6 @@
 """The plan of a model: which channels one permutation orders, which parameters write them and which read them."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -288,6 +289,18 @@ def linear_module(model: nn.Module, name: str) -> nn.Module:
     module = model.get_submodule(name)
     assert isinstance(module, LINEAR_MODULES), f"{name} is a {type(module).__name__}"
     return module
+
+
+def turns_of(sites: list[Site]) -> list[list[Site]]:
+    """Returns a layer's sites in turns, each of which reads what the ones before made once pruned; experts share one.
+
+    Without turns, the linears of a layer are fitted to inputs that the pruned model never gives them: on SmolLM2-135M,
+    that trebles the perplexity.
+    """
+    turns: dict[str, list[Site]] = {}
+    for site in sites:
+        turns.setdefault(re.sub(r"\d+", "", site.name), []).append(site)
+    return list(turns.values())
 
 
 def layer_modules(model: nn.Module, plan: Plan) -> list[nn.Module]:

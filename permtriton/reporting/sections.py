@@ -44,7 +44,7 @@ def result(folders: Sequence[Compiled], comparison: Mapping[str, Any] | None) ->
     text = "Seconds are those of the compilation without the evaluation."
     if not all(folder.is_packed for folder in folders):
         text += " * follows from the pattern: the kept values, and the position of each in its group."
-    texts = dict.fromkeys(Path(each["text"]).name for each in found if "text" in each)
+    texts = dict.fromkeys(Path(each["text"]).name for each in found if {"dense", "text"} <= each.keys())
     caption = f"Held-out text: {', '.join(texts)}" if texts else "No held-out text was evaluated"
     tables = [Table(caption, head, list(cells), [colour(number) for number in range(len(folders))])]
     pictures = list(_quality(folders, measured, name))

@@ -52,10 +52,7 @@ def from_model(
     """Returns the inputs of sites as the model gives them, run from its start.
 
     Args:
-        model: model to run.
         sites: sites to watch.
-        samples: its inputs.
-        batch: samples per forward pass.
         within: the context that it runs in.
     """
 
@@ -81,10 +78,6 @@ def layer_by_layer(
     """Yields the inputs of each layer's sites, in order. All its parts must be run before the next one is asked for.
 
     Args:
-        model: model to run.
-        plan: the model's plan.
-        samples: its inputs.
-        batch: samples per forward pass.
         changing: whether the weights of a layer change before the next one is asked for: its inputs then follow from
             the new weights, which takes a second run of each layer.
         empty: makes the tensors that hold the hidden states of all sequences.
@@ -93,7 +86,7 @@ def layer_by_layer(
     groups = plan.layers()
     names = _names(model, plan, groups)
     layers = {name: model.get_submodule(name) for name in names if name}
-    weights = [linear_module(model, name).get_parameter("weight") for _, name in plan.linears()] if changing else []
+    weights = [linear_module(model, name).get_parameter("weight") for _, name in plan.linears()]
     chains = find_chains(model, layers, samples[:1], weights)[0] if len(layers) > 1 else []
     chain_of = {name: chain for chain in chains if len(chain) > 1 for name in chain}
     calls: dict[str, LayerCalls] = {}

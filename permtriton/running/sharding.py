@@ -21,8 +21,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from permtriton import ranks
-from permtriton.config import CompileConfig
-from permtriton.errors import ConfigError, ModelError
+from permtriton.errors import ModelError
 from permtriton.model.core import core_of
 from permtriton.model.plan import Plan, layer_modules
 
@@ -81,35 +80,6 @@ def running(model: PreTrainedModel, plan: Plan, spread_on: torch.device | None) 
     twin = twin_of(model)
     with spread(twin, plan, spread_on):
         yield twin
-
-
-def check_spread(config: CompileConfig, samples: int) -> None:
-    """Checks, before any work, that a compilation can run a model whose layers are spread.
-
-    Args:
-        samples: number of calibration samples.
-
-    Raises:
-        ConfigError: there is one rank only, not all ranks would run it equally often, or the config changes weights
-            while it runs.
-    """
-    if ranks.count() == 1:
-        raise ConfigError("--shard spreads weights over several processes: start permtriton with torchrun")
-    if config.writes:
-        raise ConfigError(
-            "the dense model does not write text while its layers are spread over GPUs: give --calibration a text and "
-            "--generated 0, or use GPUs that hold the whole model"
-        )
-    if refused := [step.name for step in config.steps if not step.shards]:
-        raise ConfigError(
-            f"the step {refused[0]} changes weights while the model runs, which is not done with layers that are "
-            "spread over GPUs: leave it out of --recipe (and prune with mask), or use GPUs that hold the whole model "
-            "(--no-shard)"
-        )
-    # The layers that give obs its Hessians run on one sample at a time where they cannot take several.
-    ranks.check_in_step(samples, 1 if config.importance == "obs" else config.micro_batch_size)
-    for rows in {rows for step in config.steps for rows in step.batches(samples)}:
-        ranks.check_in_step(rows, config.micro_batch_size)
 
 
 def is_spread(weight: Tensor) -> bool:

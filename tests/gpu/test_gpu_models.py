@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 import permtriton
 from permtriton import NMPattern
 from permtriton.checkpoint.export import export
+from permtriton.compile_config import CompileConfig
 from permtriton.compiler import compile_model
-from permtriton.config import CompileConfig
 from permtriton.kernels import autotune, cusparselt
 from permtriton.kernels.sparse_linear import CUSPARSELT, MMA, PACKED, ROUTE_CONFIGS, routed
 from permtriton.kernels.tools.timing import relative_error

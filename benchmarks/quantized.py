@@ -1,0 +1,66 @@
+"""Measures what quantizing a compiled folder costs, and checks in every group that its zeros stayed.
+
+python -m benchmarks.quantized FOLDER NAME=QUANTIZED ... --text FILE --output benchmarks/results/quantized-cpu.json
+
+Needs the package compressed-tensors beside permtriton.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+import permtriton
+from permtriton.machine import device_name, versions
+
+WEIGHT, PATTERN = "_proj.weight", (2, 4)
+
+
+def zeros(folder: Path, quantized: Path) -> dict[str, int]:
+    """Returns how many zeros of ``folder`` stayed, how many were added, and how many groups keep too many weights."""
+    kept, group = PATTERN
+    counts = {"linears": 0, "zeros": 0, "lost_zeros": 0, "further_zeros": 0, "groups_above_pattern": 0}
+    with safe_open(folder / "model.safetensors", "pt") as old, safe_open(quantized / "model.safetensors", "pt") as new:
+        for name in (name for name in old.keys() if name.endswith(WEIGHT)):  # noqa: SIM118, safe_open is no mapping
+            before, after = old.get_tensor(name) == 0, new.get_tensor(name).float() == 0
+            counts["linears"] += 1
+            counts["zeros"] += int(before.sum())
+            counts["lost_zeros"] += int((before & ~after).sum())
+            counts["further_zeros"] += int((after & ~before).sum())
+            counts["groups_above_pattern"] += int(((~after).unflatten(1, (-1, group)).sum(-1) > kept).sum())
+    return counts
+
+
+def row(name: str, folder: Path, text: Path, dtype: str) -> dict[str, Any]:
+    """Returns the size of a folder's weights in bytes and its perplexity on the text."""
+    found = permtriton.evaluate(str(folder), str(text), dtype=dtype)
+    size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    return {"name": name, "bytes": size, "perplexity": found.perplexity, "windows": found.windows, "window": found.window}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("quantized", nargs="+", metavar="NAME=FOLDER")
+    parser.add_argument("--text", type=Path, required=True)
+    parser.add_argument("--output", type=Path, required=True)
+    arguments = parser.parse_args()
+    rows = [row("bfloat16", arguments.folder, arguments.text, "bfloat16")]
+    for name, _, path in (each.partition("=") for each in arguments.quantized):
+        measured = row(name, Path(path), arguments.text, "auto")
+        rows.append({**measured, **zeros(arguments.folder, Path(path))})
+        print(rows[-1])
+    report = {
+        "command": "python -m benchmarks.quantized FOLDER FP8=FOLDER-fp8 INT8=FOLDER-int8 --text TEXT --output FILE",
+        "device": device_name(torch.device("cpu")),
+        "versions": versions(),
+        "rows": rows,
+    }
+    arguments.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""The options that an algorithm in a file of its own reads, where they are many; the step adds its other ones."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from permtriton.option import option
+
+
+@dataclass(frozen=True)
+class Learning:
+    """Options of `permtriton.methods.learning`."""
+
+    block_size: int = option(
+        64,
+        "Channels per block of the block permutation, a multiple of M; "
+        "a value of at least the number of channels makes one block: the full permutation.",
+        minimum=1,
+    )
+    sinkhorn_rounds: int = option(5, "Rounds of row and column normalisation (eq. 3-5); 0 means a row softmax.")
+    tau_start: float = option(1.0, "Temperature at the first step.", positive=True)
+    tau_end: float = option(0.1, "Temperature at the last step, reached linearly.", positive=True)
+    epochs: int = option(50, "Passes over the calibration sequences.", minimum=1)
+    batch_size: int = option(16, "Sequences per optimiser step.", minimum=1)
+    learning_rate: float = option(
+        5e-3,
+        "Peak AdamW learning rate, with cosine decay; the recipe published takes 0.005 with the importance ria.",
+        positive=True,
+    )
+    weight_decay: float = option(0.1, "AdamW weight decay.")
+    layers: str = option(
+        "all",
+        "Layers whose permutations are learned; the others keep their order.",
+        pattern=r"all|last:[1-9]\d*",
+        values="all, or last:K with K at least 1",
+    )
+    init: Literal["identity", "random"] = option(
+        "identity", "Start of learning: near the order of the steps before (identity) or random."
+    )
+    init_noise: float = option(0.1, "Size of the random part when learning starts near the identity.")
+    clamp: float = option(0.0, "Limit on the absolute value of logits; 0 for none.")
+    group_scale: bool = option(True, "Divide scores by the mean of their group before the mask's softmax.")
+    keep: Literal["best", "last"] = option(
+        "best",
+        "Epoch to keep: best (the one with the lowest loss under the hard permutation, or the start) or last.",
+    )
+
+    @property
+    def last_layers(self) -> int | None:
+        """K of ``last:K``, or None for all layers."""
+        return None if self.layers == "all" else int(self.layers.removeprefix("last:"))
+
+
+@dataclass(frozen=True)
+class Searching:
+    """Options of `permtriton.methods.swap_search`."""
+
+    rounds: int = option(
+        12,
+        "Most rounds: a round measures all gains, swaps the best channels and keeps the swaps if the loss falls.",
+        minimum=1,
+    )
+    damping: float = option(
+        4.0,
+        "Weight of the curvature in the gains of the first round; it adapts to how well the gains predict.",
+        positive=True,
+    )
+    block: int = option(
+        0, "Swap channels only inside random blocks of this many, drawn anew every round; 0 means all pairs."
+    )
+
+
+@dataclass(frozen=True)
+class Refitting:
+    """Options of `permtriton.methods.refitting`."""
+
+    dense_share: float = option(
+        0.5,
+        "Share of the dense model's own inputs in what weights are fitted to; the rest are the inputs of the model "
+        "as pruned so far.",
+        maximum=1.0,
+    )
+    iterations: int = option(20, "Most rounds of conjugate gradients per weight; 0 leaves SparseGPT's weights.")

@@ -1,0 +1,69 @@
+"""The programs in examples/: each runs as it is, on a tiny model, with a stand-in for the hub."""
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from permtriton import compiled
+
+from . import zoo
+from .sentences import SENTENCE, trained_tokenizer
+from .test_api import Hub
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+QUICK = ("--recipe", "mask", "--data", "text.txt", "--samples", "4", "--sequence-length", "16")
+LINES = 60
+
+
+def run(name: str, *words: str) -> None:
+    runpy.run_path(str(EXAMPLES / name))["main"](list(words))
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch) -> Path:
+    """A folder with a tiny model and a text, and a stand-in for the hub."""
+    tokenizer = trained_tokenizer()
+    zoo.tiny_llama(vocab_size=len(tokenizer), max_position_embeddings=64).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "text.txt").write_text(SENTENCE * 60, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(compiled, "HfApi", Hub)
+    monkeypatch.setattr(Hub, "root", tmp_path / "hub")
+    monkeypatch.setattr(Hub, "calls", [])
+    return tmp_path
+
+
+def test_a_model_end_to_end(here, capsys):
+    run("compile_llama.py", "model", "--eval-data", "text.txt", *QUICK)
+    printed = capsys.readouterr().out
+    assert "perplexity" in printed
+    assert "KL" in printed
+    assert "pruned-2of4-packed gives the same logits" in printed
+    packed = AutoModelForCausalLM.from_pretrained(here / "pruned-2of4-packed")
+    assert all((w.view(-1, 4) != 0).sum(1).max() == 2 for n, w in packed.named_parameters() if n.endswith("proj.weight"))
+
+
+def test_publishing(here, capsys):
+    run("publish.py", "model", "me/model-2of4", "--eval-data", "text.txt", *QUICK)
+    assert [call[:2] for call in Hub.calls] == [("me/model-2of4", True), ("me/model-2of4-packed", True)]
+    plain, packed = (AutoModelForCausalLM.from_pretrained(here / "hub" / name) for name, *_ in Hub.calls)
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), packed.parameters(), strict=True))
+    assert "perplexity on" in (here / "hub" / "me" / "model-2of4" / "README.md").read_text()
+    assert "https://hub/me/model-2of4-packed" in capsys.readouterr().out
+
+
+def test_vllm(here, monkeypatch, capsys):
+    pytest.importorskip("vllm")
+    run("compile_llama.py", "model", "--eval-data", "text.txt", *QUICK)
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules[__name__])
+    run("serve_vllm.py", "pruned-2of4-packed", "--dtype", "float32", "--prompt", "the quick", "--tokens", "4")
+    assert "'the quick' -> " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["compile_llama.py", "publish.py", "serve_vllm.py"])
+def test_an_example_is_read_in_a_minute(name):
+    assert len((EXAMPLES / name).read_text(encoding="utf-8").splitlines()) < LINES

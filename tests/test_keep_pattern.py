@@ -1,0 +1,437 @@
+"""Training that keeps the zeros of N:M weights: every optimizer and loop, saving, exporting, adapters, refusals."""
+
+import copy
+import gc
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import optimizer as torch_optimizer
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Trainer, TrainingArguments
+
+import permtriton
+from permtriton.errors import ModelError, OutputError, VerificationError
+from permtriton.model.expert_linears import input_dim
+from permtriton.model.modules import SparseLinear, replace_module
+from permtriton.sparsity import NMPattern
+
+from . import folders, zoo
+from .sentences import SENTENCE, trained_tokenizer
+
+ROOT = Path(__file__).parent.parent
+DEMO = ROOT / "permtriton" / "demo"
+TWO_FOUR = NMPattern(2, 4)
+PAGE = (ROOT / "docs" / "fine-tuning.md").read_text(encoding="utf-8")
+UP = "model.layers.0.mlp.up_proj.weight"
+
+
+@pytest.fixture(autouse=True)
+def no_hooks_stay():
+    yield
+    gc.collect()
+    for hooks in (torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks):
+        hooks.clear()
+
+
+def pruned_llama(**sizes: int) -> PreTrainedModel:
+    model = zoo.tiny_llama(**sizes)
+    folders.prune(model)
+    return model
+
+
+def zeros_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach() == 0 for name, parameter in model.named_parameters() if parameter.ndim > 1}
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) -> None:
+    for step in range(steps):
+        ids = zoo.tiny_ids(2, 8, seed=step)
+        model(input_ids=ids).logits.logsumexp(-1).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), 1e-2, weight_decay=0.1)
+
+
+def check_kept(model: nn.Module, before: dict[str, torch.Tensor], names: list[str]) -> None:
+    """Every weight that was zero is +0.0, and almost all others are not zero."""
+    for name in names:
+        weight, zeros = model.get_parameter(name).detach(), before[name]
+        assert not weight[zeros].any(), name
+        assert not weight[zeros].signbit().any(), name
+        assert weight[~zeros].count_nonzero() > 0.99 * (~zeros).sum(), name
+
+
+OPTIMIZERS = {
+    "sgd": lambda found: torch.optim.SGD(found, 0.1, momentum=0.9, weight_decay=0.1),
+    "adamw": lambda found: torch.optim.AdamW(found, 1e-2, weight_decay=0.1),
+    "adafactor": lambda found: torch.optim.Adafactor(found, 1e-2),
+    "muon": lambda found: torch.optim.Muon([each for each in found if each.ndim == 2], 1e-2),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_zeros_stay_whatever_the_optimizer(name):
+    model = pruned_llama()
+    before, start = zeros_of(model), model.get_parameter(UP).detach().clone()
+    kept = permtriton.keep_pattern(model)
+    train(model, OPTIMIZERS[name](list(model.parameters())))
+    check_kept(model, before, list(kept.patterns))
+    assert not torch.equal(model.get_parameter(UP), start)
+
+
+def test_zeros_stay_where_the_optimizer_has_the_state_of_other_training():
+    model = pruned_llama()
+    other = copy.deepcopy(model)
+    earlier = adamw(other)
+    train(other, earlier)
+    before, kept, optimizer = zeros_of(model), permtriton.keep_pattern(model), adamw(model)
+    optimizer.load_state_dict(earlier.state_dict())
+    train(model, optimizer)
+    check_kept(model, before, list(kept.patterns))
+
+
+def test_without_it_they_do_not():
+    model = pruned_llama()
+    before = zeros_of(model)
+    train(model, adamw(model), 1)
+    with pytest.raises(AssertionError):
+        check_kept(model, before, [UP])
+
+
+def test_a_kept_weight_may_pass_through_zero():
+    model = pruned_llama()
+    permtriton.keep_pattern(model)
+    weight = model.get_parameter(UP)
+    row, column = (int(each[0]) for each in weight.detach().nonzero(as_tuple=True))
+    with torch.no_grad():
+        weight[row, column] = 0
+    train(model, adamw(model))
+    assert weight[row, column] != 0
+
+
+def pruned(name: str, pattern: NMPattern = TWO_FOUR) -> tuple[PreTrainedModel, list[str]]:
+    """Returns a pruned model of the zoo and the names of its pruned weights; some stacks of experts are transposed."""
+    model = zoo.build(name)
+    names = list(folders.pruned_weights(model))
+    for each in names:
+        folders.prune_weight(model.get_parameter(each), input_dim(model, each), pattern)
+    return model, names
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt2", "gpt_oss", "llama_tied", "bert"])
+@pytest.mark.parametrize("pattern", [TWO_FOUR, NMPattern(4, 8), NMPattern(1, 4)], ids=str)
+def test_weights_are_recognized(name, pattern):
+    """Stacks of experts, transposed weights, tied embeddings; what is not pruned is left out."""
+    model, names = pruned(name, pattern)
+    assert permtriton.keep_pattern(model).patterns == dict.fromkeys(names, pattern)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt2", "gpt_oss"])
+def test_stacks_and_transposed_weights_keep_their_zeros(name):
+    model, names = pruned(name)
+    before, kept = zeros_of(model), permtriton.keep_pattern(model)
+    train(model, adamw(model), 2)
+    check_kept(model, before, names)
+    assert kept.patterns.keys() == set(names)
+
+
+def test_zeros_without_groups_are_no_pattern():
+    model = zoo.tiny_llama()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter[torch.rand(parameter.shape) < 0.5] = 0
+    with pytest.raises(ModelError, match="no weight of this LlamaForCausalLM is N:M, of 15 linears"):
+        permtriton.keep_pattern(model)
+
+
+def test_it_ends_when_asked_and_with_the_model():
+    def count() -> int:
+        return len(torch_optimizer._global_optimizer_post_hooks)
+
+    model, before = pruned_llama(), count()
+    kept = permtriton.keep_pattern(model)
+    assert count() == before + 1
+    kept.remove()
+    kept.remove()
+    assert count() == before
+    kept = permtriton.keep_pattern(model)
+    del model
+    gc.collect()
+    assert count() == before
+    with pytest.raises(ModelError, match="does not exist any more"):
+        kept.save_pretrained("anywhere")
+
+
+# -- what wraps a model ----------------------------------------------------------------------------------------------
+
+
+def test_compiled_without_a_break():
+    model = pruned_llama()
+    before = zeros_of(model)
+    wrapped = torch.compile(model, fullgraph=True, backend="aot_eager")
+    kept = permtriton.keep_pattern(wrapped)
+    train(wrapped, adamw(model))
+    check_kept(model, before, list(kept.patterns))
+
+
+def test_a_compiled_step_of_the_optimizer():
+    model = pruned_llama()
+    before, kept, optimizer = zeros_of(model), permtriton.keep_pattern(model), adamw(model)
+    optimizer.step = torch.compile(optimizer.step, backend="eager")
+    train(model, optimizer, 2)
+    check_kept(model, before, list(kept.patterns))
+
+
+def test_accelerate():
+    accelerate = pytest.importorskip("accelerate")
+    model = pruned_llama()
+    before, kept, optimizer = zeros_of(model), permtriton.keep_pattern(model), adamw(model)
+    accelerator = accelerate.Accelerator(cpu=True)
+    prepared, wrapped = accelerator.prepare(model, optimizer)
+    for step in range(2):
+        loss = prepared(input_ids=zoo.tiny_ids(2, 8, seed=step)).logits.logsumexp(-1).mean()
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(prepared.parameters(), 1.0)
+        wrapped.step()
+        wrapped.zero_grad()
+    check_kept(model, before, list(kept.patterns))
+
+
+def test_fsdp2_with_two_ranks(tmp_path):
+    """Divided before and after the call; the first rank saves, and the folder is exported."""
+    folder = folders.save(pruned_llama(num_attention_heads=1, num_key_value_heads=1), tmp_path / "pruned")
+    command = [sys.executable, "-m", "tests.two_ranks_keep", str(folder)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    assert result.returncode == 0, result.stderr
+    for trained in ("before", "after"):
+        export = permtriton.export(tmp_path / trained, tmp_path / f"{trained}-packed")
+        assert export["weights"] == 14
+    same = [AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in ("before", "after")]
+    assert all(torch.equal(same[0][name], same[1][name]) for name in same[0])
+
+
+# -- saving ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "fused"])
+def test_what_was_trained_is_saved_and_exported(tmp_path, name):
+    fused = name == "fused"
+    folder = folders.save(folders.model_of("llama" if fused else name, fused=fused), tmp_path / "pruned")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    before, kept = zeros_of(model), permtriton.keep_pattern(model)
+    assert kept.record["pruned_weights"].keys() == kept.patterns.keys()
+    train(model, adamw(model), 2)
+    saved = kept.save_pretrained(tmp_path / "trained", trained_tokenizer())
+    assert (saved / "tokenizer.json").is_file()
+    record = json.loads((saved / "permtriton.json").read_text())
+    assert record["trained"] == str(folder)
+    assert "with its zeros kept" in (saved / "README.md").read_text()
+    result = permtriton.export(saved, tmp_path / "packed")
+    assert result["reloaded"] == "same model"
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
+    check_kept(loaded, before, list(kept.patterns))
+    assert all(torch.equal(model.state_dict()[key], value) for key, value in loaded.state_dict().items())
+    with pytest.raises(OutputError, match="trained exists"):
+        kept.save_pretrained(saved)
+    again = permtriton.keep_pattern(AutoModelForCausalLM.from_pretrained(tmp_path / "packed"))
+    assert again.patterns == kept.patterns
+
+
+def test_a_packed_folder_loads_dense_on_a_cpu_and_is_trained(tmp_path):
+    folder = folders.save(pruned_llama(), tmp_path / "pruned")
+    permtriton.export(folder, tmp_path / "packed")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
+    kept = permtriton.keep_pattern(model)
+    train(model, adamw(model), 1)
+    saved = kept.save_pretrained(tmp_path / "trained")
+    assert "export" not in json.loads((saved / "permtriton.json").read_text())
+
+
+def test_a_folder_that_is_not_nm_is_not_written(tmp_path):
+    folder = folders.save(pruned_llama(), tmp_path / "pruned")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    kept = permtriton.keep_pattern(model)
+    kept.remove()
+    train(model, adamw(model), 1)
+    with pytest.raises(VerificationError, match="nonzero weights, but 2:4 allows 2"):
+        kept.save_pretrained(tmp_path / "trained")
+    kept.restore()
+    kept.save_pretrained(tmp_path / "trained")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["pruned", "trained"]
+
+
+# -- transformers' Trainer -------------------------------------------------------------------------------------------
+
+
+def test_trainer(tmp_path):
+    pytest.importorskip("accelerate")
+    model = AutoModelForCausalLM.from_pretrained(folders.save(pruned_llama(), tmp_path / "pruned"))
+    before, keep = zeros_of(model), permtriton.KeepPattern()
+    with pytest.raises(ModelError, match="nothing was trained with this KeepPattern"):
+        keep.save_pretrained(tmp_path / "trained")
+    ids = zoo.tiny_ids(8, 8)
+    arguments = TrainingArguments(
+        str(tmp_path / "runs"), max_steps=3, save_strategy="no", report_to="none", use_cpu=True, disable_tqdm=True,
+        learning_rate=1e-2, weight_decay=0.1, lr_scheduler_type="constant",
+    )  # fmt: skip
+    rows = [{"input_ids": row, "labels": row} for row in ids]
+    for _ in range(2):
+        Trainer(model, arguments, train_dataset=rows, callbacks=[keep]).train()
+    check_kept(model, before, list(keep.kept.patterns))
+    permtriton.export(keep.save_pretrained(tmp_path / "trained"), tmp_path / "packed")
+    assert len(torch_optimizer._global_optimizer_post_hooks) == 0
+
+
+# -- adapters --------------------------------------------------------------------------------------------------------
+
+
+def adapted(model: PreTrainedModel):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    return peft.get_peft_model(model, config)
+
+
+@pytest.mark.parametrize("call", ["before", "after"])
+def test_an_adapter_merges_onto_the_zeros(tmp_path, call):
+    """Whether the pattern is kept from before the adapter was added, or from afterwards."""
+    model = AutoModelForCausalLM.from_pretrained(folders.save(pruned_llama(), tmp_path / "pruned"))
+    before, start = zeros_of(model), model.get_parameter(UP).detach().clone()
+    if call == "before":
+        kept = permtriton.keep_pattern(model)
+    wrapped = adapted(model)
+    if call == "after":
+        kept = permtriton.keep_pattern(wrapped)
+    assert kept.patterns.keys() == kept.record["pruned_weights"].keys()
+    train(wrapped, torch.optim.AdamW([each for each in wrapped.parameters() if each.requires_grad], 1e-2), 2)
+    with pytest.raises(ModelError, match="the model has adapters: merge them first"):
+        kept.save_pretrained(tmp_path / "trained")
+    (delta,) = (layer.get_delta_weight("default").detach() for name, layer in wrapped.named_modules()
+                if name.endswith("layers.0.mlp.up_proj"))  # fmt: skip
+    merged = kept.merge_and_unload(wrapped)
+    assert merged.model is model
+    check_kept(model, before, list(kept.patterns))
+    torch.testing.assert_close(model.get_parameter(UP), start + delta.masked_fill(before[UP], 0))
+    share = float(delta[before[UP]].square().sum() / delta.square().sum())
+    assert merged.lost_by_weight[UP] == pytest.approx(share, rel=1e-4)
+    assert len(merged.lost_by_weight) == 4
+    assert 0.3 < merged.lost < 0.7
+    permtriton.export(kept.save_pretrained(tmp_path / "trained"), tmp_path / "packed")
+
+
+# -- refusals --------------------------------------------------------------------------------------------------------
+
+
+def changed_since(folder: Path) -> nn.Module:
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    nn.init.ones_(model.get_parameter(UP))
+    return model
+
+
+def packed(folder: Path) -> nn.Module:
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    name = UP.removesuffix(".weight")
+    replace_module(model, name, SparseLinear.from_linear(model.get_submodule(name)).pack(TWO_FOUR))
+    return model
+
+
+def of_another_class(folder: Path) -> nn.Module:
+    model = AutoModel.from_pretrained(folder)
+    del model.layers[1]
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (changed_since, f"{UP} is not 2:4, as permtriton.json of .* says: a group holds 4 nonzero weights"),
+        (packed, "up_proj: packed weights cannot be trained: write the folder with permtriton export --format dense"),
+        (of_another_class, r"lists the N:M weight model.layers.1\S+, which this LlamaModel does not have"),
+        (lambda folder: AutoModelForCausalLM.from_pretrained(folder).to("meta"), "has no values"),
+        (lambda folder: zoo.tiny_llama(), "no weight of this LlamaForCausalLM is N:M"),
+    ],
+    ids=["changed", "packed", "class", "meta", "dense"],
+)
+def test_refusals(tmp_path, make, words):
+    folder = folders.save(pruned_llama(), tmp_path / "pruned")
+    with pytest.raises(ModelError, match=words) as caught:
+        permtriton.keep_pattern(make(folder))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_without_its_head_is_kept(tmp_path):
+    model = AutoModel.from_pretrained(folders.save(pruned_llama(), tmp_path / "pruned"))
+    assert len(permtriton.keep_pattern(model).patterns) == 14
+
+
+def test_refusals_of_what_it_returns(tmp_path):
+    model = pruned_llama()
+    kept = permtriton.keep_pattern(model)
+    with pytest.raises(ModelError, match=r"holds no permtriton\.json, which would have to be saved"):
+        kept.save_pretrained(tmp_path / "trained")
+    with pytest.raises(ModelError, match="has no adapters to merge: give the PeftModel"):
+        kept.merge_and_unload(model)
+    torch.nn.utils.parametrize.register_parametrization(
+        model.get_submodule(UP.removesuffix(".weight")), "weight", nn.Identity()
+    )
+    with pytest.raises(ModelError, match="is no parameter any more"):
+        train(model, adamw(model), 1)
+
+
+# -- the page and the example ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch) -> Path:
+    tokenizer = trained_tokenizer()
+    sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 64}
+    model = zoo.tiny_llama(num_attention_heads=1, num_key_value_heads=1, **sizes)
+    for name in ("my-model", "my-model-2of4"):
+        tokenizer.save_pretrained(tmp_path / name)
+    model.save_pretrained(tmp_path / "my-model")
+    folders.prune(model)
+    folders.save(model, tmp_path / "my-model-2of4")
+    tokenizer.save_pretrained(tmp_path / "my-model-2of4")
+    (tmp_path / "my-text.txt").write_text(SENTENCE * 60, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_blocks_of_the_page_run(here):
+    pytest.importorskip("peft")
+    blocks = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 3
+    for block in blocks:
+        exec(compile(block, "docs/fine-tuning.md", "exec"), {})
+    for name in ("my-model-tuned", "my-model-by-trainer", "my-model-with-lora"):
+        permtriton.export(name)
+
+
+@pytest.mark.parametrize("lora", [[], pytest.param(["--lora", "4"], marks=pytest.mark.slow)], ids=["weights", "lora"])
+def test_the_example_on_the_demo(tmp_path, monkeypatch, capsys, lora):
+    monkeypatch.chdir(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(DEMO)
+    folders.prune(model)
+    folders.save(model, tmp_path / "pruned")
+    AutoTokenizer.from_pretrained(DEMO).save_pretrained(tmp_path / "pruned")
+    spec = importlib.util.spec_from_file_location("finetune", ROOT / "examples" / "finetune.py")
+    finetune = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(finetune)
+    arguments = ["pruned", "--dense", DEMO, "--text", DEMO / "calibration.txt", "--held-out", DEMO / "heldout.txt",
+                 "--output", "tuned", "--steps", 8, "--tokens", 64, "--every", 4, "--held-out-windows", 4,
+                 "--learning-rate", 1e-3, "--result", "result.json", *lora]  # fmt: skip
+    result = finetune.main([str(each) for each in arguments])
+    assert json.loads((tmp_path / "result.json").read_text()) == result
+    assert len(result["losses"]) == 8
+    assert result["after"]["kl"] < result["before"]["kl"]
+    assert "lost" in result or not lora
+    assert "step    8  loss" in capsys.readouterr().out
+    assert permtriton.export("tuned")["reloaded"] == "same model"
