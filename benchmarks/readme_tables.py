@@ -1,10 +1,11 @@
-"""Writes the tables of the Markdown pages from the committed result files and the code, so that none is typed by hand.
+"""Writes the tables and plots of the Markdown pages from the committed result files and the code.
 
-python benchmarks/readme_tables.py           rewrite the pages
-python benchmarks/readme_tables.py --check   exit with 1 if a page is not up to date
+python benchmarks/readme_tables.py           rewrite the pages and plots
+python benchmarks/readme_tables.py --check   exit with 1 if one is not up to date
 """
 
 import argparse
+import functools
 import json
 import math
 import re
@@ -21,6 +22,7 @@ sys.path.insert(0, str(ROOT))  # python benchmarks/readme_tables.py has only its
 
 from benchmarks.architectures import table as architectures  # noqa: E402
 from benchmarks.gpu import table as gpu  # noqa: E402
+from benchmarks.real import plot  # noqa: E402
 from benchmarks.real import table as real  # noqa: E402
 from permtriton.cli.main import app  # noqa: E402
 from permtriton.kernels.tools.issue_floor import GPUS  # noqa: E402
@@ -29,7 +31,7 @@ from permtriton.recipe import all_options, defaults  # noqa: E402
 NAMED_PAGES = (ROOT / "README.md", ROOT / "benchmarks" / "NOTES.md", ROOT / "kernels" / "README.md")
 PAGES = (*NAMED_PAGES, *sorted((ROOT / "docs").glob("*.md")))
 RESULTS = ROOT / "benchmarks" / "results"
-
+REAL = "real-smollm2-cpu.json"
 
 FUSED = " (fused)"
 FIRST_SCREEN = ("dense", "sparsegpt", "llm-compressor sparsegpt", "fast", "default")  # of all rows of the real model
@@ -345,8 +347,8 @@ TABLES = {
     "gpu": lambda: gpu.markdown(gpu.read(RESULTS / "gpu.json")),
     "issue-floor": lambda: issue_floor_table("issue-floor.json"),
     "quantized": lambda: quantized_table("quantized-cpu.json"),
-    "real": lambda: real.short(_load("real-smollm2-cpu.json"), FIRST_SCREEN),
-    "real-all": lambda: real.markdown(_load("real-smollm2-cpu.json")),
+    "real": lambda: real.short(_load(REAL), FIRST_SCREEN),
+    "real-all": lambda: real.markdown(_load(REAL)),
     "demo-recipe": lambda: comparison_table("compare-demo-recipe.json"),
     "demo-best": lambda: comparison_table("compare-demo-best.json"),
     "refit": lambda: refit_table(*(f"compare-demo-refit{each}.json" for each in ("", "-share"))),
@@ -354,6 +356,12 @@ TABLES = {
     "learning-step": lambda: learning_step_table("learning-step-cpu.jsonl"),
     "search-round": lambda: search_round_table("search-round-cpu.jsonl"),
     "swap-prediction": lambda: swap_prediction_table("swap-prediction-cpu.jsonl"),
+}
+
+
+PLOTS = {
+    ROOT / "docs" / "images" / f"real-{theme}.svg": functools.partial(lambda name: plot.svg(_load(REAL), name), theme)
+    for theme in plot.THEMES
 }
 
 
@@ -383,12 +391,12 @@ def main() -> None:
     found = sorted(name for text in before.values() for name in SECTION.findall(text))
     if found != sorted(TABLES):
         sys.exit(f"the pages have the tables {', '.join(found)}: expected each once of {', '.join(sorted(TABLES))}")
-    for page, text in before.items():
-        after = rewritten(text)
-        if check and after != text:
-            sys.exit(f"{page.relative_to(ROOT)} is not what benchmarks/readme_tables.py writes: run it")
+    after = {page: rewritten(text) for page, text in before.items()} | {path: draw() for path, draw in PLOTS.items()}
+    for path, text in after.items():
         if not check:
-            page.write_text(after, encoding="utf-8")
+            path.write_text(text, encoding="utf-8")
+        elif not path.is_file() or path.read_text(encoding="utf-8") != text:
+            sys.exit(f"{path.relative_to(ROOT)} is not what benchmarks/readme_tables.py writes: run it")
 
 
 if __name__ == "__main__":

@@ -356,6 +356,7 @@ def test_publishing(here, monkeypatch):
     assert {"config.json", "model.safetensors", "permtriton.json", "README.md"} <= {
         path.name for path in (here / "hub" / "me" / "it").iterdir()
     }
+    assert 'from_pretrained("me/it")' in (here / "hub" / "me" / "it" / "README.md").read_text()
     monkeypatch.setattr(type(compiled_model), "save_pretrained", lambda *_, **__: pytest.fail("it was saved"))
     with pytest.raises(OutputError, match="it cannot be written on the hub: 401 Client Error"):
         compiled_model.push_to_hub("it")

@@ -85,7 +85,9 @@ def save_checkpoint(compiled: Pruned, output: Path, *, overwrite: bool) -> Path:
         seconds = {"save": round(saved - started, 3), "verify": round(time.perf_counter() - saved, 3)}
         compiled.report["seconds"].update(seconds)
         compiled.report["memory"]["peak"] = peak_memory(compiled.model.device)
-        compiled.report["card"] = write_card(partial, compiled.report, WITH_PERMTRITON if permuted else ALONE)
+        compiled.report["card"] = write_card(
+            partial, compiled.report, WITH_PERMTRITON if permuted else ALONE, output.resolve().name
+        )
         (partial / REPORT_FILE).write_text(to_json(compiled.report) + "\n", encoding="utf-8")
     return output.resolve()
 
@@ -132,7 +134,8 @@ def save_trained(
             "pruned_weights": {names.stored[name]: dim for name, dim in pruned.items()},
             "files": describe_files(sorted(partial.glob("*.safetensors"))),
         }
-        report["card"] = write_card(partial, report, WITH_PERMTRITON if permuted else ALONE)
+        name = output.resolve().name
+        report["card"] = write_card(partial, report, WITH_PERMTRITON if permuted else ALONE, name)
         (partial / REPORT_FILE).write_text(to_json(report) + "\n", encoding="utf-8")
     return output.resolve()
 

@@ -131,7 +131,8 @@ def runs_of(site: Site) -> tuple[int, ...]:
 def _move(space: ChannelSpace, sites: list[Site], index: Tensor) -> Move:
     assert not space.frozen, f"{space.name} cannot be permuted: {space.reason}"
     pruned = {f"{name}.weight" for site in sites for name in site.linears}
-    columns, upstream = [], []
+    columns: list[Fold] = []
+    upstream: list[Fold] = []
     for axis in space.axes:
         fold = Fold(axis.parameter, axis.dim, axis.expand(index))
         (columns if axis.reads and axis.parameter in pruned else upstream).append(fold)
