@@ -326,5 +326,5 @@ def test_weights_of_float8_are_checked_to_be_finite():
     weight.data = weight.data.to(torch.float8_e4m3fn)
     load.check_weights(model)
     weight.data.view(torch.uint8)[0, 0] = 0x7F  # NaN
-    with pytest.raises(ModelError, match="up_proj.weight: 1 of "):
+    with pytest.raises(ModelError, match=r"up_proj\.weight: 1 of "):
         load.check_weights(model)
