@@ -97,7 +97,8 @@ def test_corners_are_the_weights_before_and_after(folders, name):
         assert torch.allclose(dense, ordered(found, weight, linear)[:16, :16], rtol=1e-2)
         assert torch.equal(pruned, dense * (pruned != 0))
         if name != "wanda":
-            assert torch.equal(pruned != 0, top_n_mask(dense.abs().T, TWO_FOUR).T.bool())
+            exact = ordered(found, weight, linear)[:16, :16].abs()  # rounded, some are equal
+            assert torch.equal(pruned != 0, top_n_mask(exact.T, TWO_FOUR).T.bool())
 
 
 def test_weights_that_are_lost_are_red():
@@ -188,14 +189,14 @@ def test_it_is_readable_everywhere(whole):
         'aria-label="16 x 16 weights of ',
     ):
         assert word in whole
-    assert whole.count('role="img"') == whole.count("<svg") > 10
+    assert whole.count('role="img"') == whole.count("<svg") == 10
     assert re.findall(r'(?:fill|stroke)="#', whole) == [], "a colour that does not follow the scheme"
 
 
 def test_every_section_says_what_was_recorded(folders, whole):
     record = json.loads((folders["learned"] / "permtriton.json").read_text())
     parts = dict(re.findall(r'<section id="(\w+)".*?>(.*?)</section>', whole, re.DOTALL))
-    for word in ("15.189", "0.1696", "±"):
+    for word in ("15.19", "0.170", "±"):
         assert word in parts["result"]
     learned = record["steps"][0]
     losses = [epoch["loss"] for epoch in learned["history"]]
@@ -286,7 +287,7 @@ def test_rows_of_a_comparison_are_told_apart(tmp_path):
     assert svg.count('fill="none" stroke="var(--c0)"') == 2, "rings for the layout fused"
     assert table.head[:4] == ["method", "pattern", "perplexity", "against dense"]
     assert table.head[4:] == ["KL, nats", "cosine", "foxes acc", "seconds"]
-    assert table.rows[3] == ("wanda", "4:8", "13.0", "1.30", "0.250", "0.750", "0.500", "9.00")
+    assert table.rows[3] == ("wanda", "4:8", "13.00", "1.30", "0.250", "0.750", "0.500", "9.00")
     assert table.rows[0][:2] == ("dense", "")
 
 

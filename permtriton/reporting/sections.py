@@ -105,7 +105,7 @@ def _comparison(found: Mapping[str, Any]) -> Table:
     shown = [
         (name, [row[n] for row in rows]) for n, name in enumerate(headers) if any(row[n] is not None for row in rows)
     ]
-    cells = [_column(values) for _, values in shown]
+    cells = [_column(values, 4 if name == found["measure"] else 3) for name, values in shown]
     seeds = len(found["seeds"])
     facts = (
         f"text {Path(found['text']).name}",
@@ -117,9 +117,9 @@ def _comparison(found: Mapping[str, Any]) -> Table:
     return Table(caption, [name for name, _ in shown], list(zip(*cells, strict=True)), folded=True)
 
 
-def _column(values: Sequence[Cell]) -> list[str]:
+def _column(values: Sequence[Cell], digits: int) -> list[str]:
     known = [value for value in values if not isinstance(value, str)]
-    return numbers(known) if len(known) == len(values) else [str(value or "") for value in values]
+    return numbers(known, digits) if len(known) == len(values) else [str(value or "") for value in values]
 
 
 def orders(folders: Sequence[Compiled]) -> Section:
