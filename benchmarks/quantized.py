@@ -1,12 +1,13 @@
 """Measures what quantizing a compiled folder costs, and checks in every group that its zeros stayed.
 
-python -m benchmarks.quantized FOLDER NAME=QUANTIZED ... --text FILE --output benchmarks/results/quantized-cpu.json
+python -m benchmarks.quantized FOLDER FP8=FOLDER-fp8 --text TEXT --output benchmarks/results/quantized-cpu.json
 
 Needs the package compressed-tensors beside permtriton.
 """
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -34,27 +35,35 @@ def zeros(folder: Path, quantized: Path) -> dict[str, int]:
     return counts
 
 
-def row(name: str, folder: Path, text: Path, dtype: str) -> dict[str, Any]:
-    """Returns the size of a folder's weights in bytes and its perplexity on the text."""
-    found = permtriton.evaluate(str(folder), str(text), dtype=dtype)
+def row(name: str, folder: Path, text: Path | None, dtype: str) -> dict[str, Any]:
+    """Returns the size of a folder's weights in bytes and, with a text, its perplexity."""
     size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    return {"name": name, "bytes": size, "perplexity": found.perplexity, "windows": found.windows, "window": found.window}
+    if text is None:
+        return {"name": name, "bytes": size}
+    found = permtriton.evaluate(str(folder), str(text), dtype=dtype)
+    return {
+        "name": name,
+        "bytes": size,
+        "perplexity": found.perplexity,
+        "windows": found.windows,
+        "window": found.window,
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("quantized", nargs="+", metavar="NAME=FOLDER")
-    parser.add_argument("--text", type=Path, required=True)
+    parser.add_argument("--text", type=Path, help="measure the perplexity on it, too")
     parser.add_argument("--output", type=Path, required=True)
     arguments = parser.parse_args()
-    rows = [row("bfloat16", arguments.folder, arguments.text, "bfloat16")]
+    rows = [row(arguments.folder.name, arguments.folder, arguments.text, "bfloat16")]
     for name, _, path in (each.partition("=") for each in arguments.quantized):
         measured = row(name, Path(path), arguments.text, "auto")
         rows.append({**measured, **zeros(arguments.folder, Path(path))})
         print(rows[-1])
     report = {
-        "command": "python -m benchmarks.quantized FOLDER FP8=FOLDER-fp8 INT8=FOLDER-int8 --text TEXT --output FILE",
+        "command": f"python -m benchmarks.quantized {' '.join(sys.argv[1:])}",
         "device": device_name(torch.device("cpu")),
         "versions": versions(),
         "rows": rows,

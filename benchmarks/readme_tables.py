@@ -1,16 +1,18 @@
-"""Writes the tables of the Markdown pages from the committed result files and the code, so that none is typed by hand.
+"""Writes the tables and plots of the Markdown pages from the committed result files and the code.
 
-python benchmarks/readme_tables.py           rewrite the pages
-python benchmarks/readme_tables.py --check   exit with 1 if a page is not up to date
+python benchmarks/readme_tables.py           rewrite the pages and plots
+python benchmarks/readme_tables.py --check   exit with 1 if one is not up to date
 """
 
 import argparse
+import functools
 import json
 import math
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from typer.main import get_command
@@ -20,6 +22,7 @@ sys.path.insert(0, str(ROOT))  # python benchmarks/readme_tables.py has only its
 
 from benchmarks.architectures import table as architectures  # noqa: E402
 from benchmarks.gpu import table as gpu  # noqa: E402
+from benchmarks.real import plot  # noqa: E402
 from benchmarks.real import table as real  # noqa: E402
 from permtriton.cli.main import app  # noqa: E402
 from permtriton.kernels.tools.issue_floor import GPUS  # noqa: E402
@@ -28,7 +31,7 @@ from permtriton.recipe import all_options, defaults  # noqa: E402
 NAMED_PAGES = (ROOT / "README.md", ROOT / "benchmarks" / "NOTES.md", ROOT / "kernels" / "README.md")
 PAGES = (*NAMED_PAGES, *sorted((ROOT / "docs").glob("*.md")))
 RESULTS = ROOT / "benchmarks" / "results"
-
+REAL = "real-smollm2-cpu.json"
 
 FUSED = " (fused)"
 FIRST_SCREEN = ("dense", "sparsegpt", "llm-compressor sparsegpt", "fast", "default")  # of all rows of the real model
@@ -126,6 +129,36 @@ def refit_table(*names: str) -> str:
     return _table("method | seeds | perplexity | KL, nats | seconds", lines, caption)
 
 
+def rotation_table(name: str) -> str:
+    """Returns the rows of ``python -m benchmarks.rotation``, the mean over seeds of each variant."""
+    report, lines, by_variant = _load(name), [], {}
+    for row in report["rows"]:
+        by_variant.setdefault(row["variant"], {})[row["seed"]] = row
+    base = by_variant["folded"]
+    for variant, rows in by_variant.items():
+        kl, perplexity, error = (
+            fmean(row[each] for row in rows.values()) for each in ("kl", "perplexity", "refit_error")
+        )
+        ratio = kl / fmean(base[seed]["kl"] for seed in rows)
+        lost = [_from_to(rows, f"{what}: share lost") for what in ("heads", "stream")]
+        lines.append([variant, str(len(rows)), f"{kl:.4f}", f"{ratio:.3f}", f"{perplexity:.3f}", f"{error:.4f}", *lost])
+    given = report["settings"]
+    caption = (
+        f"{given['model']}; calibration {given['samples']} x {given['sequence_length']} tokens, {given['windows']} "
+        f"windows of 1,024 tokens; {_machine([report])}. Ratio: the KL divided by that of `folded` with the same seeds."
+    )
+    heading = (
+        "variant | seeds | KL, nats | ratio | perplexity | error of the refit | share lost, heads | share lost, stream"
+    )
+    return _table(heading, lines, caption)
+
+
+def _from_to(rows: Mapping[int, Any], what: str) -> str:
+    """Returns "before to after" of a figure, the means over seeds; nothing where there is none."""
+    pairs = [row[what] for row in rows.values() if what in row]
+    return " to ".join(f"{fmean(each):.3f}" for each in zip(*pairs, strict=True))
+
+
 def _table(heading: str, rows: Iterable[Sequence[str]], caption: str) -> str:
     lines = [heading, *(" | ".join(cells) for cells in rows)]
     lines = [f"| {line} |" for line in lines]
@@ -140,6 +173,18 @@ def _machine(rows: Sequence[Any]) -> str:
     return f"{rows[-1]['device']}; torch {rows[-1]['versions']['torch']}"
 
 
+def quantized_table(name: str) -> str:
+    """Returns the rows of ``python -m benchmarks.quantized``."""
+    report = _load(name)
+    counts = ("zeros", "lost_zeros", "further_zeros", "groups_above_pattern")
+    rows = [
+        [row["name"], f"{row['bytes'] / 1e6:.0f} MB", *(f"{row[key]:,}" if key in row else "" for key in counts)]
+        for row in report["rows"]
+    ]
+    heading = "folder | size | zeros before | zeros lost | further zeros | groups of 4 with more than 2 kept"
+    return _table(heading, rows, f"{_machine([report])}.")
+
+
 def compile_time_table(name: str) -> str:
     """Returns the rows of ``benchmarks/compile_time.py``."""
     report = _load(name)
@@ -150,6 +195,34 @@ def compile_time_table(name: str) -> str:
         lines.append(f"| {row['layers']} | {seconds} | {row['total_s']:.1f} s | {row['peak_bytes'] / 1e9:.2f} GB |")
     runs = len(report["rows"][0]["samples_s"]["trace"])
     return "\n".join([*lines, "", f"{report['device']}; torch {report['versions']['torch']}; medians of {runs}."])
+
+
+def proof_time_table(name: str) -> str:
+    """Returns the rows of ``benchmarks/proof_time.py``."""
+    report = _load(name)
+    before, now = report["before"], report["now"]
+    lines = [[check, *(f"{each['seconds'][check]:.1f}" for each in (before, now))] for check in now["seconds"]]
+    lines.append(["the whole compilation, without saving", *(f"{each['whole_s']:.1f}" for each in (before, now))])
+    caption = (
+        f"CPU seconds, {now['parameters'] / 1e6:.0f}M parameters, {now['ids'][0]} x {now['ids'][1]} tokens; before: "
+        f"commit {before['commit']}, measured {before['measured']}; {_machine([now])}."
+    )
+    return _table("check | before | now", lines, caption)
+
+
+def seeded_faults_table(name: str) -> str:
+    """Returns the checks, each with the faults that ``python -m benchmarks.faults`` saw it refuse."""
+    report = _load(name)
+    alone: dict[str, list[str]] = {check: [] for check in report["checks"]}
+    shared: dict[str, list[str]] = {check: [] for check in report["checks"]}
+    for fault, found in report["refused"].items():
+        checks = [check for check in found if check in alone]  # not a crash
+        for check in checks:
+            (alone if len(checks) == 1 else shared)[check].append(fault)
+    rows = [[check, "; ".join(alone[check]), "; ".join(shared[check])] for check in report["checks"]]
+    count = len(report["refused"])
+    caption = f"{count} faults that are refused. {len(report['tests'])} more only waste quality, and tests find them: "
+    return _table("check | only it refuses | others refuse, too", rows, f"{caption}{'; '.join(report['tests'])}.")
 
 
 def runtime_overhead_table(name: str) -> str:
@@ -267,18 +340,28 @@ TABLES = {
     "config-options": config_options_table,
     "other-options": other_options_table,
     "compile-time": lambda: compile_time_table("compile-time-cpu.json"),
+    "proof-time": lambda: proof_time_table("proof-time-cpu.json"),
+    "seeded-faults": lambda: seeded_faults_table("seeded-faults.json"),
     "runtime-overhead": lambda: runtime_overhead_table("runtime-overhead-cpu.jsonl"),
     "gpu-commands": lambda: f"```\n{gpu.plan()}\n```",
     "gpu": lambda: gpu.markdown(gpu.read(RESULTS / "gpu.json")),
     "issue-floor": lambda: issue_floor_table("issue-floor.json"),
-    "real": lambda: real.short(_load("real-smollm2-cpu.json"), FIRST_SCREEN),
-    "real-all": lambda: real.markdown(_load("real-smollm2-cpu.json")),
+    "quantized": lambda: quantized_table("quantized-cpu.json"),
+    "real": lambda: real.short(_load(REAL), FIRST_SCREEN),
+    "real-all": lambda: real.markdown(_load(REAL)),
     "demo-recipe": lambda: comparison_table("compare-demo-recipe.json"),
     "demo-best": lambda: comparison_table("compare-demo-best.json"),
     "refit": lambda: refit_table(*(f"compare-demo-refit{each}.json" for each in ("", "-share"))),
+    "rotation-demo": lambda: rotation_table("rotation-demo.json"),
     "learning-step": lambda: learning_step_table("learning-step-cpu.jsonl"),
     "search-round": lambda: search_round_table("search-round-cpu.jsonl"),
     "swap-prediction": lambda: swap_prediction_table("swap-prediction-cpu.jsonl"),
+}
+
+
+PLOTS = {
+    ROOT / "docs" / "images" / f"real-{theme}.svg": functools.partial(lambda name: plot.svg(_load(REAL), name), theme)
+    for theme in plot.THEMES
 }
 
 
@@ -308,12 +391,12 @@ def main() -> None:
     found = sorted(name for text in before.values() for name in SECTION.findall(text))
     if found != sorted(TABLES):
         sys.exit(f"the pages have the tables {', '.join(found)}: expected each once of {', '.join(sorted(TABLES))}")
-    for page, text in before.items():
-        after = rewritten(text)
-        if check and after != text:
-            sys.exit(f"{page.relative_to(ROOT)} is not what benchmarks/readme_tables.py writes: run it")
+    after = {page: rewritten(text) for page, text in before.items()} | {path: draw() for path, draw in PLOTS.items()}
+    for path, text in after.items():
         if not check:
-            page.write_text(after, encoding="utf-8")
+            path.write_text(text, encoding="utf-8")
+        elif not path.is_file() or path.read_text(encoding="utf-8") != text:
+            sys.exit(f"{path.relative_to(ROOT)} is not what benchmarks/readme_tables.py writes: run it")
 
 
 if __name__ == "__main__":

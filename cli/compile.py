@@ -13,6 +13,7 @@ from permtriton.cli import torchrun
 from permtriton.cli.console import out, print_json, saved, table
 from permtriton.cli.inspect import destination
 from permtriton.compile_config import CompileConfig
+from permtriton.errors import reasons_of
 from permtriton.job import Job
 from permtriton.machine import format_bytes
 from permtriton.methods import steps
@@ -93,7 +94,7 @@ def _results(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield from known[entry["name"]]().words(outcome)
     yield "seconds", ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in report["seconds"].items())
     yield "peak memory", f"{format_bytes(report['memory']['peak'])} on {report['device']}"
-    yield "linears left dense", "; ".join(f"{name}: {why}" for name, why in report["skipped"].items()) or "none"
+    yield "linears left dense", "; ".join(reasons_of(report["skipped"])) or "none"
     verified = report["verification"]
     yield "verified", f"{verified['pruned_weights']} pruned weights; reloaded: {verified['reloaded']}"
 

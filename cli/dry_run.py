@@ -8,7 +8,7 @@ from permtriton.bars import reporter
 from permtriton.checkpoint.plan_entries import grouped
 from permtriton.cli.console import out, print_json, table
 from permtriton.cli.inspect import destination
-from permtriton.errors import ConfigError
+from permtriton.errors import ConfigError, reasons_of
 from permtriton.forecast import duration
 from permtriton.job import DryRun, Job
 from permtriton.machine import format_bytes
@@ -58,7 +58,7 @@ def print_dry_run(found: DryRun, folder: Path) -> None:
     pruned, total = found.pruned_parameters, found.parameters
     result = table("Estimate", "", "", show_header=False)
     result.add_row("share of parameters to prune", f"{pruned / total:.1%} ({pruned:,} of {total:,})")
-    result.add_row("linears left dense", "; ".join(f"{name}: {why}" for name, why in plan.skipped.items()) or "none")
+    result.add_row("linears left dense", "; ".join(reasons_of(plan.skipped)) or "none")
     devices = forecast.devices
     each = f"each of {devices.count} x {devices.kind}" if devices.count > 1 else devices.kind
     result.add_row(

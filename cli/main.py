@@ -170,7 +170,7 @@ def recipes(json: Json = False) -> None:
 
 
 @command()
-@takes("sparsity", "layout", "o_proj", "skip_indivisible", "ignore")
+@takes("sparsity", "layout", "o_proj", "skip_indivisible", "targets", "ignore")
 def inspect(
     model: Model,
     flags: Flags,

@@ -1,8 +1,8 @@
 """Compiles a LLaMA-like model end to end: prune, measure, generate, export packed, load again.
 
-    python examples/compile_llama.py                                          # the embedded demo model, a few minutes
-    python examples/compile_llama.py Qwen/Qwen3-0.6B --recipe default         # with texts of the hub
-    python examples/compile_llama.py ./my-model --data my-text.txt --eval-data my-heldout.txt --samples 16
+python examples/compile_llama.py                                          # the embedded demo model, a few minutes
+python examples/compile_llama.py Qwen/Qwen3-0.6B --recipe default         # with texts of the hub
+python examples/compile_llama.py ./my-model --data my-text.txt --eval-data my-heldout.txt --samples 16
 """
 
 import argparse
@@ -37,7 +37,8 @@ def main(words: list[str] | None = None) -> None:
     words = pruned.generate(**prompt, max_new_tokens=16, do_sample=False)
     print(tokenizer.decode(words[0]))
 
-    packed = permtriton.export(output, f"{output}-packed", format="packed", overwrite=True)
+    packed = f"{output}-packed"
+    permtriton.export(output, packed, format="packed", overwrite=True)
     again = AutoModelForCausalLM.from_pretrained(packed)  # needs import permtriton
     with torch.no_grad():
         same = torch.equal(again(**prompt).logits, pruned(**prompt).logits)

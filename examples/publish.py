@@ -1,7 +1,7 @@
 """Prunes a model, exports it packed, and uploads both to the hub, each into a repository of its own.
 
-    hf auth login
-    python examples/publish.py ./my-model me/my-model-2of4 --data my-text.txt --eval-data my-heldout.txt
+hf auth login
+python examples/publish.py ./my-model me/my-model-2of4 --data my-text.txt --eval-data my-heldout.txt
 """
 
 import argparse

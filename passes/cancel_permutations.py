@@ -2,7 +2,7 @@
 
 from torch import fx
 
-from permtriton.passes.graph import NORM_PERMUTE, PERMUTE, RUNS, Constants, argument, index_value, is_index
+from permtriton.passes.graph import NORM_PERMUTE, PERMUTE, Constants, argument, index_value, is_index
 from permtriton.permutation import compose, moved
 
 
@@ -46,5 +46,4 @@ def _dim(node: fx.Node) -> int:
 
 
 def _composed(first: fx.Node, second: fx.Node, constants: Constants) -> fx.Node:
-    runs = first.meta.get(RUNS) if first.meta.get(RUNS) == second.meta.get(RUNS) else None
-    return constants.index(compose(index_value(first), index_value(second)), runs)
+    return constants.index(compose(index_value(first), index_value(second)))

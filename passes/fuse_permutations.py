@@ -36,7 +36,7 @@ def fuse_permutations(graph_module: fx.GraphModule, *, moves: Sequence[Move]) ->
         for fold in move.upstream:
             if fold.parameter in parameters:
                 node = parameters[fold.parameter]
-                wrap(tail(node), PERMUTE, (constants.index(fold.index, fold.runs), fold.dim), node.meta["val"])
+                wrap(tail(node), PERMUTE, (constants.index(fold.index), fold.dim), node.meta["val"])
         if move.norm is not None:
             _into_norm(parameters, constants, move.norm, source_of(argument(inserted[0], 0)))
         if move.placement is not Placement.GATHER:
@@ -47,7 +47,7 @@ def fuse_permutations(graph_module: fx.GraphModule, *, moves: Sequence[Move]) ->
 
 def _into_norm(parameters: Mapping[str, fx.Node], constants: Constants, norm: PermuteNorm, source: fx.Node) -> None:
     """Makes the norm whose output is ``source`` write its channels in a new order."""
-    order = constants.index(norm.index, [norm.index.numel()])
+    order = constants.index(norm.index)
     if source.target is NORM_PERMUTE:
         wrap(source, PERMUTE, (order,))
         return

@@ -20,7 +20,6 @@ SPARSE_LINEAR = torch.ops.permtriton.sparse_linear.default
 INSERTED = "permtriton_"  # prefix of the names of all buffers and parameters that passes add
 INDEX = "permtriton_index"  # prefix of the names of index buffers
 OURS = "permtriton"  # key in ``node.meta``: the node was inserted by a pass
-RUNS = "permtriton_runs"  # key in an index node's meta: sizes of the runs of channels that it does not mix
 SITE = "permtriton_site"  # key in a permute node's meta: name of the site whose linears read it
 
 # Products with a weight -> the position of the activation among their arguments; the weight is the next argument.
@@ -152,23 +151,17 @@ class Constants:
         self._number = max(numbers, default=-1)  # names are numbered on from those of earlier passes
         for node in graph_module.graph.nodes:
             if is_index(node):
-                self._known[self._key(index_value(node), node.meta.get(RUNS))] = node
+                self._known[self._key(index_value(node))] = node
         placeholder = next(node for node in graph_module.graph.nodes if node.op == "placeholder")
         self._first = next(n for n in graph_module.graph.nodes if n.op not in ("placeholder", "get_attr"))
         self.device = placeholder.meta["val"].device
 
-    def index(self, index: Tensor, runs: Sequence[int] | None = None) -> fx.Node:
-        """Returns the node that reads an index, added to the graph if it is new.
-
-        Args:
-            index: int64 ``[C]``.
-            runs: Sizes of the runs of channels that the index does not mix; None where they are not known.
-        """
-        key = self._key(index, runs)
+    def index(self, index: Tensor) -> fx.Node:
+        """Returns the node that reads an index, int64 ``[C]``, added to the graph if it is new."""
+        key = self._key(index)
         if key not in self._known:
             device = "cpu" if self.device.type == "meta" else self.device
             self._known[key] = self.tensor(index.to(device), INDEX)
-            self._known[key].meta[RUNS] = None if runs is None else tuple(runs)
         return self._known[key]
 
     def tensor(self, value: Tensor, prefix: str) -> fx.Node:
@@ -195,8 +188,8 @@ class Constants:
         return node
 
     @staticmethod
-    def _key(index: Tensor, runs: Sequence[int] | None) -> bytes:
-        return index.cpu().numpy().tobytes() + repr(runs and tuple(runs)).encode()
+    def _key(index: Tensor) -> bytes:
+        return index.cpu().numpy().tobytes()
 
 
 def is_index(node: Any) -> bool:

@@ -31,7 +31,7 @@ def insert_masks(
 
 def _mask(weight: fx.Node, constants: Constants, site: Site, importance: ImportanceFactors, pattern: NMPattern) -> None:
     runs = [site.channels] if site.space.frozen else list(runs_of(site))
-    index = constants.index(identity(site.channels), runs)
+    index = constants.index(identity(site.channels))
     factors = [
         None if factor is None else constants.tensor(factor, "permtriton_factor")
         for factor in (importance.scale, importance.row, importance.column)

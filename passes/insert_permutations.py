@@ -17,12 +17,12 @@ def insert_permutations(graph_module: fx.GraphModule, *, moves: Sequence[Move]) 
     for move in moves:
         columns = {fold.parameter: fold for fold in move.columns}
         for gather in move.gathers:
-            index = constants.index(gather.index, gather.runs)
+            index = constants.index(gather.index)
             for name in gather.linears:
                 fold, weight = columns[f"{name}.weight"], weights[f"{name}.weight"]
                 assert fold.dim == input_dim(weight)
                 calls = list(products(weight))
-                wrap(weight, PERMUTE, (constants.index(fold.index, fold.runs), fold.dim))
+                wrap(weight, PERMUTE, (constants.index(fold.index), fold.dim))
                 for call, position in calls:
                     activation = call.args[position]
                     assert isinstance(activation, fx.Node)

@@ -18,7 +18,7 @@ from permtriton.passes.graph import absorb_folds, copied, one_thread
 from permtriton.passes.insert_masks import insert_masks
 from permtriton.passes.insert_permutations import insert_permutations
 from permtriton.passes.lower import lower
-from permtriton.passes.verify_graph import Verifier, check_indices, count_operators
+from permtriton.passes.verify_graph import Verifier, count_operators
 from permtriton.sparsity import NMPattern
 
 
@@ -137,7 +137,7 @@ def run_passes(
     batches: Sequence[Inputs] = (),
     observe: Callable[[PassResult], None] = lambda result: None,
 ) -> fx.GraphModule:
-    """Runs passes on a copy of a graph. After each, removes dead nodes, lints, recompiles and checks the indices.
+    """Runs passes on a copy of a graph. After each, removes dead nodes, lints and recompiles.
 
     Exact passes that follow one another are verified together. Where they are wrong, they run again, each verified
     alone, so that the error names the one that is.
@@ -191,7 +191,6 @@ def _verified(
         graph_module.graph.eliminate_dead_code()
         graph_module.graph.lint()
         graph_module.recompile()
-        check_indices(each.name, graph_module)
         difference = verifier.check(each.name, graph_module, exact=each.exact) if each is passes[-1] else None
         observe(PassResult(each.name, graph_module, before, count_operators(graph_module), difference))
     return graph_module

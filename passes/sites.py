@@ -10,8 +10,8 @@ from torch import Tensor, fx, nn
 
 from permtriton.errors import ModelError, reasons_of
 from permtriton.model.plan import LINEAR_MODULES, Axis, ChannelSpace, Plan, Site
+from permtriton.passes.chosen import left_out
 from permtriton.passes.graph import module_path, one_thread
-from permtriton.passes.ignored import ignored
 from permtriton.passes.provenance import Provenance
 from permtriton.passes.unseen import Unseen, layer_of
 from permtriton.passes.values import LinearCall
@@ -26,6 +26,7 @@ def find_sites(
     pattern: NMPattern,
     *,
     skip_indivisible: bool = False,
+    targets: Sequence[str] = (),
     ignore: Sequence[str] = (),
 ) -> Plan:
     """Decides which linears are pruned, groups them into sites and finds each site's permutable channels.
@@ -35,16 +36,17 @@ def find_sites(
         hidden: Graph node of the last hidden state; only linears that feed it are pruned.
         pattern: N:M pattern; the number of input channels must be a multiple of the group.
         skip_indivisible: Whether to leave other linears dense instead of refusing the model.
-        ignore: Linears to leave dense, as `permtriton.passes.ignored.ignored` takes them.
+        targets: The only linears to prune, as `permtriton.passes.chosen.left_out` takes them; nothing for all.
+        ignore: Linears to leave dense, whether ``targets`` names them or not.
 
     Returns:
         The plan of layout ``portable``.
 
     Raises:
-        ConfigError: As `permtriton.passes.ignored.ignored`.
+        ConfigError: As `permtriton.passes.chosen.left_out`.
         ModelError: A linear's input channels are not a multiple of the group, or nothing can be pruned.
     """
-    skipped = ignored(_linears(provenance, model), ignore)
+    skipped = left_out(_linears(provenance, model), targets, ignore)
     calls = [call for call in provenance.linears if call.parameter.rpartition(".")[0] not in skipped]
     sources: dict[str, dict[fx.Node, None]] = defaultdict(dict)  # of a linear that runs more than once: each of them
     for call in provenance.linears:

@@ -16,9 +16,8 @@ from torch import Tensor, fx
 from permtriton.data.samples import Inputs, Samples
 from permtriton.errors import VerificationError
 from permtriton.model.checks import TOLERANCE, allowed_difference, relative_difference, with_rounding
-from permtriton.passes.graph import NM_MASK, NORM_PERMUTE, PERMUTE, RUNS, WEIGHT_PRODUCTS, index_value, is_index
+from permtriton.passes.graph import NM_MASK, WEIGHT_PRODUCTS
 from permtriton.passes.provenance import Unions, channel_unions
-from permtriton.permutation import is_permutation
 
 SMALL = 1 << 24  # graphs with up to this many parameters are compared in float64 on a CPU
 BUG = ". Nothing was saved; this is a bug of permtriton, please report it with the output of permtriton inspect"
@@ -49,9 +48,7 @@ class Verifier:
         Raises:
             VerificationError: The graph is wrong; the message names the pass and the node.
         """
-        unions = channel_unions(after)
-        if unions.partition() != self._unions.partition():
-            raise VerificationError(f"pass {name}: {_other_channels(self._unions, unions)}" + BUG)
+        self._check_channels(name, after)
         outputs = [run(after, batch) for batch in self._batches]
         if exact:
             difference = self._compare(name, after, self._outputs, outputs, masks=True)
@@ -61,6 +58,11 @@ class Verifier:
                 unmasked = [_Recorder(after, masks=False).outputs(b)[0] for b in self._batches]
             difference = self._compare(name, after, expected, unmasked, masks=False)
         return difference
+
+    def _check_channels(self, name: str, after: fx.GraphModule) -> None:
+        unions = channel_unions(after)
+        if unions.partition() != self._unions.partition():
+            raise VerificationError(f"pass {name}: {_other_channels(self._unions, unions)}" + BUG)
 
     def _compare(
         self, name: str, after: fx.GraphModule, before: Sequence[Tensor], outputs: Sequence[Tensor], *, masks: bool
@@ -93,39 +95,6 @@ def _other_channels(before: Unions, after: Unions) -> str:
             "into one parameter and not into another"
         )
     return f"the channels that node {before.first_new(after)} joined before the pass are not joined any more"
-
-
-def check_indices(name: str, graph_module: fx.GraphModule) -> None:
-    """Checks the indices of the graph that a pass returned.
-
-    Raises:
-        VerificationError: One is no permutation, moves channels across runs, or is of the wrong length.
-    """
-    problems = []
-    for node in graph_module.graph.nodes:
-        if is_index(node):
-            problems += [f"index {node.name} {problem}" for problem in _problems_of(node)]
-        elif node.target in (PERMUTE, NORM_PERMUTE):
-            index = node.args[3 if node.target is NORM_PERMUTE else 1]
-            dim = node.args[2] if node.target is PERMUTE and len(node.args) > 2 else -1
-            size, length = node.args[0].meta["val"].shape[dim], index.meta["val"].numel()
-            if size != length:
-                problems.append(f"node {node.name} gathers {size} channels with an index of {length}")
-    if problems:
-        raise VerificationError(f"pass {name}: {problems[0]}" + BUG)
-
-
-def _problems_of(node: fx.Node) -> list[str]:
-    index = index_value(node)
-    if not is_permutation(index):
-        return ["is no permutation"]
-    start, runs = 0, node.meta.get(RUNS) or ()
-    for size in runs:
-        part = index[start : start + size]
-        if int(part.min()) != start or int(part.max()) != start + size - 1:
-            return [f"moves channels out of the run {start} to {start + size - 1} (a head, or a block)"]
-        start += size
-    return []
 
 
 def count_operators(graph_module: fx.GraphModule) -> dict[str, int]:

@@ -82,8 +82,8 @@ def compile(  # noqa: PLR0913
             where one cannot hold them.
         progress: True draws the bars of the command line; a function is called with each `permtriton.Event`.
         options: every other option of ``permtriton compile``, with underscores: ``sparsity``, ``samples``,
-            ``sequence_length``, ``layout``, ``ignore``, ``seed``, ``learn_epochs`` and so on; docs/options.md lists
-            them. Texts stand for what they mean on the command line.
+            ``sequence_length``, ``layout``, ``targets``, ``ignore``, ``seed``, ``learn_epochs`` and so on;
+            docs/options.md lists them. Texts stand for what they mean on the command line.
 
     Returns:
         The compiled model: `CompiledModel.evaluate`, `~CompiledModel.save_pretrained`, `~CompiledModel.push_to_hub`,
@@ -138,7 +138,8 @@ def inspect(
         model: folder, hub name or ``demo``, of which only the config is read; or a loaded transformers model.
         trust_remote_code: whether code that comes with the model may run.
         gguf_file: as `compile` takes it.
-        options: ``sparsity``, ``layout``, ``o_proj``, ``skip_indivisible`` and ``ignore``, as `compile` takes them.
+        options: ``sparsity``, ``layout``, ``o_proj``, ``skip_indivisible``, ``targets`` and ``ignore``, as `compile`
+            takes them.
 
     Returns:
         ``sites``, ``permutations``, ``skipped`` (what stays dense, and why) and ``barriers``; see docs/formats.md.

@@ -86,7 +86,7 @@ class Compilation(Run):
             )
 
     def keep_dense(self, steps: Sequence[Step]) -> None:
-        """Keeps what later steps need of the dense model, before the first one prunes it.
+        """Keeps what later steps and the record need of the dense model, before the first one prunes it.
 
         Args:
             steps: the steps that are left.
@@ -94,6 +94,7 @@ class Compilation(Run):
         if not self._dense_order and self.statistics:  # nothing was permuted
             self._dense_order = self._retained({})
             self.retained = {name: each.chosen for name, each in self._dense_order.items()}
+        self.dense_corners = self.dense_corners or self.corners()
         if any(step.dense_weights for step in steps):
             for _, name in self.plan.linears():
                 weight = linear_module(self.model, name).get_parameter("weight").detach()

@@ -9,6 +9,7 @@ from typing import Any
 from huggingface_hub import HfApi
 from torch import Tensor
 
+from permtriton.checkpoint.card import name_repository
 from permtriton.checkpoint.export import check_format, export
 from permtriton.checkpoint.format import Format
 from permtriton.checkpoint.output import claimed, working_folder
@@ -138,6 +139,7 @@ class CompiledModel(Pruned):
             except Exception as error:  # the hub client raises many kinds
                 raise _not_pushed(repo, error) from error
             folder = self.save_pretrained(Path(place, "model"), format=format)
+            name_repository(folder, repo)
             try:
                 return str(api.upload_folder(repo_id=repo, folder_path=folder, commit_message=message))
             except Exception as error:

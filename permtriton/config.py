@@ -16,6 +16,10 @@ METHOD, CALIBRATION, RUNNING = ("What to do", "Calibration and evaluation", "Run
 _method = partial(option, panel=METHOD)
 _calibration = partial(option, panel=CALIBRATION)
 _running = partial(option, panel=RUNNING)
+LINEARS = (
+    "names of linears or of modules that hold them, globs (*.down_proj), regular expressions after re:, or names of "
+    "classes"
+)
 WRITTEN = "none"  # the calibration source of a compilation that reads nothing but what the dense model writes
 
 
@@ -71,11 +75,13 @@ class CommonConfig:
     skip_indivisible: bool = _method(
         False, "Leave linears dense if their number of input channels is not a multiple of M."
     )
-    ignore: tuple[str, ...] = _method(
+    targets: tuple[str, ...] = _method(
         (),
-        "Linears that stay dense. Repeat the flag for several.",
-        values="names of linears or of modules that hold them, globs (*.down_proj), regular expressions after re:, or "
-        "names of classes",
+        "The only linears that are pruned; none for all that can be. Repeat the flag for several.",
+        values=LINEARS,
+    )
+    ignore: tuple[str, ...] = _method(
+        (), "Linears that stay dense, among the targets, too. Repeat the flag for several.", values="as for targets"
     )
     seed: int = _running(0, "Seed of all that is drawn at random, such as calibration sequences.", maximum=2**32 - 1)
     micro_batch_size: int = _running(

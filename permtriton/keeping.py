@@ -215,7 +215,7 @@ class KeptPattern:
             )
         if any(name.endswith(BASE_LAYER) for name, _ in model.named_modules()):
             raise ModelError("the model has adapters: merge them first, with merge_and_unload of keep_pattern's result")
-        state: Any = None
+        state: dict[str, Any] | None = None
         if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
             state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
         if ranks.number() == 0:

@@ -23,6 +23,7 @@ def find_plan(
     skip_indivisible: bool = False,
     layout: Layout = "portable",
     o_proj: OProj = "tied",
+    targets: Sequence[str] = (),
     ignore: Sequence[str] = (),
 ) -> Plan:
     """Traces a model and finds its sites; weights are not needed, so the model may be on the meta device.
@@ -31,14 +32,20 @@ def find_plan(
         skip_indivisible: whether to leave linears dense whose number of input channels is not a multiple of M.
         layout: ``portable`` or ``fused``.
         o_proj: permutation of the attention output in layout ``fused``: ``tied`` or ``free``.
-        ignore: linears to leave dense, as `permtriton.passes.ignored.ignored` takes them.
+        targets: the only linears to prune, as `permtriton.passes.chosen.left_out` takes them; nothing for all.
+        ignore: linears to leave dense, whether ``targets`` names them or not.
 
     Raises:
-        ConfigError: as `permtriton.passes.ignored.ignored`.
+        ConfigError: as `permtriton.passes.chosen.left_out`.
         ModelError: the model cannot be traced, or holds a linear that the pattern does not fit.
     """
     config = CommonConfig(
-        sparsity=pattern, skip_indivisible=skip_indivisible, layout=layout, o_proj=o_proj, ignore=tuple(ignore)
+        sparsity=pattern,
+        skip_indivisible=skip_indivisible,
+        layout=layout,
+        o_proj=o_proj,
+        targets=tuple(targets),
+        ignore=tuple(ignore),
     )
     return plan_model(model, config)[0]
 
@@ -57,8 +64,15 @@ def plan_model(
     with unstacked_experts(model) as experts:
         traced = trace(model, None if samples is None or samples.is_text else samples[:1])
         provenance = propagate(traced.graph_module, traced.outputs, traced.hidden)
-        skip, ignore = config.skip_indivisible, config.ignore
-        plan = find_sites(provenance, model, traced.hidden_node, config.sparsity, skip_indivisible=skip, ignore=ignore)
+        plan = find_sites(
+            provenance,
+            model,
+            traced.hidden_node,
+            config.sparsity,
+            skip_indivisible=config.skip_indivisible,
+            targets=config.targets,
+            ignore=config.ignore,
+        )
         if config.layout == "fused":
             plan = fused_plan(plan, traced.graph_module, model, o_proj=config.o_proj)
     plan.skipped.update(experts.refused)

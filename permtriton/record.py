@@ -53,6 +53,9 @@ def compilation_record(
         "hidden_states": hidden_states_report(plan.hidden_order(indices)),
         "steps": [{"name": name, **asdict(outcome)} for name, outcome in run.outcomes.items()],
         "retained_importance": run.importance_shares,
+        "corners": {
+            name: {"dense": run.dense_corners[name], "pruned": corner} for name, corner in run.corners().items()
+        },
         "evaluation": dict(evaluation),
         "passes": [{"name": p.name, "nodes": p.changes, "difference": p.difference} for p in run.passes],
         "proof": {

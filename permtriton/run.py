@@ -25,7 +25,7 @@ from permtriton.micro_batch import MicroBatch
 from permtriton.model.apply import apply_edits
 from permtriton.model.checks import model_hash
 from permtriton.model.edits import edits_of, moves_of
-from permtriton.model.plan import Plan
+from permtriton.model.plan import Plan, linear_module, weight_in_out
 from permtriton.model.reference import Reference
 from permtriton.offload import Offload
 from permtriton.passes.graph import absorb_folds
@@ -36,6 +36,7 @@ from permtriton.running.layer_calls import Empty
 from permtriton.running.sharding import running, twin_of
 from permtriton.running.state import StateFile
 
+CORNER = 16  # rows and columns of the weights that a report shows
 State = TypeVar("State", bound=StateFile)
 
 
@@ -74,6 +75,7 @@ class Run:
         indices: space name -> unit index from the dense order, int64 ``[units]``.
         retained: pruned linear -> importance that its mask retains in the present order.
         dense_weights: pruned linear -> its weight before it was pruned; filled where a step needs it.
+        dense_corners: the same of what `corners` returns, filled always.
         passes: result of each compiler pass.
         difference: largest difference from the dense outputs, relative to the largest output.
         seconds: time per step and stage, filled by `timed`.
@@ -107,6 +109,7 @@ class Run:
         self.passes: list[PassResult] = []
         self.retained: dict[str, float] = {}
         self.dense_weights: dict[str, Tensor] = {}
+        self.dense_corners: dict[str, list[list[float]]] = {}
         self.generated: Tensor | None = None
         self.difference, self.other_values, self.thrifty = 0.0, False, False
         self.spread_on: torch.device | None = None
@@ -184,12 +187,29 @@ class Run:
         """Runs compiler passes on the graph, and verifies its outputs where samples of the traced shapes are given."""
         self.graph = run_passes(self.graph, passes, batches, self.passes.append)
 
+    def corners(self) -> dict[str, list[list[float]]]:
+        """Returns the first rows and columns of a few weights in the present order, with three digits.
+
+        The weights are one of each kind of site, from the first layer to the last: linear -> rows of its entries.
+        """
+        kinds: dict[str, list[str]] = {}
+        for site in self.plan.sites:
+            if site.linears:
+                kinds.setdefault(site.linears[0].rpartition(".")[2], []).append(site.linears[0])
+        last = max(len(kinds) - 1, 1)
+        names = [of[round(number * (len(of) - 1) / last)] for number, of in enumerate(kinds.values())]
+        weights = (weight_in_out(linear_module(self.model, name))[:CORNER, :CORNER].T for name in names)
+        rows = (weight.float().cpu().tolist() for weight in weights)
+        return {
+            name: [[float(f"{value:.3g}") for value in row] for row in corner]
+            for name, corner in zip(names, rows, strict=True)
+        }
+
     def reorder(self, indices: Mapping[str, Tensor], block_size: int | None = None) -> None:
         """Writes permutations into graph, model and statistics, and checks that the outputs stay the same.
 
         Args:
             indices: space name -> unit index relative to the present order, int64 ``[units]``.
-            block_size: block size of the indices, if they are block permutations.
 
         Raises:
             VerificationError: an exact pass changed the outputs, or masks retain another importance than promised.
@@ -198,7 +218,7 @@ class Run:
             if space.name in indices:
                 space.check(indices[space.name])
         promised = self._retained(indices)
-        moves = moves_of(self.plan, indices, block_size)
+        moves = moves_of(self.plan, indices)
         self.run_passes(permutation_passes(moves), self.batches)
         apply_edits(self.model, edits_of(moves))
         self.difference = max(self.difference, self.reference.check(self.model, "after folding permutations"))

@@ -101,6 +101,6 @@ def _traced(model, config, samples):
         model.config._attn_implementation,
         *[(name, type(each), "forward" in vars(each)) for name, each in model.named_modules()],
         *[(name, each.shape, each.dtype, each.device, first.setdefault(id(each), name)) for name, each in tensors],
-        *[getattr(config, name) for name in ("sparsity", "layout", "o_proj", "skip_indivisible", "ignore")],
+        *[getattr(config, name) for name in ("sparsity", "layout", "o_proj", "skip_indivisible", "targets", "ignore")],
         *[(name, None if samples.is_text else str(each[:1].tolist())) for name, each in samples.inputs.items()],
     )

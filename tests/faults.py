@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import permtriton
+from permtriton import compiler
 from permtriton import run as running
 from permtriton.checkpoint import export as exporting
 from permtriton.kernels.nm_mask import top_n_mask
@@ -51,6 +52,8 @@ class Fault:
         caught_by: test that fails under the bug, if it is not.
         options: options of the compilation.
         model: name in the zoo; ``llama_eager`` has biases, grouped heads and an untied head.
+        changes: what is changed in its config.
+        dtype: its dtype.
         then: what is done with the compiled model: nothing, ``save`` or ``export``.
     """
 
@@ -59,6 +62,8 @@ class Fault:
     caught_by: str = ""
     options: dict[str, Any] = field(default_factory=lambda: HEURISTIC)
     model: str = "llama_eager"
+    changes: dict[str, Any] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float32
     then: str = ""
 
 
@@ -243,6 +248,42 @@ def of_another_linear(original: Callable[..., Any], model: Any, name: str) -> An
     return original(model, f"{owner}.{pair.get(last, last)}")
 
 
+def other_moves(change: Callable[[Any], Any]) -> Plant:
+    """Graph and model get the same edits, which are wrong."""
+    return replaced(running, "moves_of", lambda original, *args: tuple(change(move) for move in original(*args)))
+
+
+def other_eps(move: Any) -> Any:
+    """A norm that is written anew adds another number to the mean square."""
+    if move.norm is None:
+        return move
+    variant = dataclasses.replace(move.norm.variant, eps=2e-3)
+    return dataclasses.replace(move, norm=dataclasses.replace(move.norm, variant=variant))
+
+
+def without_upstream(name: str) -> Callable[[Any], Any]:
+    def change(move: Any) -> Any:
+        kept = tuple(fold for fold in move.upstream if name not in fold.parameter)
+        return dataclasses.replace(move, upstream=kept)
+
+    return change
+
+
+def after_proof(change: Callable[[Tensor], object], name: str = "layers.0.mlp.up_proj.weight") -> Plant:
+    """A weight changes between the proof and saving."""
+
+    def measured(original: Any, run: Any, evaluation: Any) -> Any:
+        change(run.model.model.get_parameter(name).data)
+        return original(run, evaluation)
+
+    return replaced(compiler, "measured", measured)
+
+
+def other_config(original: Callable[..., None], model: Any, folder: Path, **options: Any) -> None:
+    original(model, folder, **options)
+    folders.configure(Path(folder), rms_norm_eps=0.5)
+
+
 CLOSER = "tests/test_refitting.py::test_the_last_hidden_state_comes_closer_than_with_sparsegpt"
 RETAIN, FOLDING = "should retain an importance", "after folding permutations"
 FAULTS: dict[str, Fault] = {
@@ -266,6 +307,14 @@ FAULTS: dict[str, Fault] = {
     "norm with the inverse": Fault(
         replaced(apply, "_permute_norm", lambda f, model, e: f(model, dataclasses.replace(e, index=inverse(e.index)))),
         FOLDING, options=FUSED,
+    ),
+    "epsilon of a norm lost": Fault(
+        other_moves(other_eps), "outputs differ", options=FUSED, dtype=torch.bfloat16,
+    ),
+    "router not permuted": Fault(without("gate.weight"), "choices of experts|" + FOLDING, model="mixtral"),
+    "fold of an expert that no sample reaches forgotten": Fault(
+        other_moves(without_upstream("layers.0.mlp.experts.6.gate_up_proj")), "joins channels|joined", model="mixtral",
+        changes={"num_local_experts": 40},
     ),
     "statistics not moved": Fault(
         replaced(running, "reorder_statistics", lambda f, found, moves: dict(found)), RETAIN
@@ -337,6 +386,17 @@ FAULTS: dict[str, Fault] = {
     "saved weight not pruned": Fault(
         on_disk(lambda tensors: tensors["model.layers.0.mlp.up_proj.weight"].add_(1)),
         "allows 2", then="save",
+    ),
+    "weight changed after the proof": Fault(after_proof(lambda weight: weight.add_(1)), "allows 2", then="save"),
+    "NaN after the proof": Fault(
+        after_proof(lambda weight: weight.fill_(torch.nan), "norm.weight"), "are not finite", then="save"
+    ),
+    "tensor not saved": Fault(
+        on_disk(lambda tensors: tensors.pop("model.layers.0.mlp.up_proj.weight")), "are not in the checkpoint",
+        then="save",
+    ),
+    "saved config of another model": Fault(
+        replaced(PreTrainedModel, "save_pretrained", other_config), "reloading the saved checkpoint", then="save"
     ),
     "packed positions of other rows": Fault(
         replaced(exporting, "pack", lambda f, *args: (f(*args)[0], f(*args)[1].roll(1, 0))),

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from huggingface_hub import ModelCard
 
 import permtriton
-from permtriton.checkpoint.card import ALONE, WITH_PERMTRITON, model_card
+from permtriton.checkpoint.card import ALONE, WITH_PERMTRITON, model_card, name_repository
 from permtriton.checkpoint.export import export
 from permtriton.compiler import compile_model
 from permtriton.errors import OutputError
@@ -48,43 +49,78 @@ def front(text: str) -> dict:
 
 
 def test_front_matter():
-    found = front(model_card(REPORT, "LlamaForCausalLM", ALONE))
+    found = front(model_card(REPORT, "LlamaForCausalLM", ALONE, "out"))
+    [index] = found.pop("model-index")
+    assert index["name"] == "org/model-7b 2:4"
+    assert index["results"] == [
+        {"task": {"type": "text-generation"}, "dataset": {"name": "wikitext2", "type": "wikitext2"},
+         "metrics": [{"type": "perplexity", "value": 6.75}]}
+    ]  # fmt: skip
     assert found == {
         "library_name": "transformers",
         "base_model": "org/model-7b",
+        "base_model_relation": "quantized",
         "pipeline_tag": "text-generation",
         "tags": ["permtriton", "sparse", "2:4"],
     }
-    assert "base_model" not in front(model_card({**REPORT, "model": "/home/me/model"}, "LlamaForCausalLM", ALONE))
-    assert "pipeline_tag" not in front(model_card(REPORT, "BertModel", ALONE))
+    assert "base_model" not in front(
+        model_card({**REPORT, "model": "/home/me/model"}, "LlamaForCausalLM", ALONE, "out")
+    )
+    assert "pipeline_tag" not in front(model_card(REPORT, "BertModel", ALONE, "out"))
 
 
 def test_content():
-    text = model_card(REPORT, "LlamaForCausalLM", ALONE)
+    text = model_card(REPORT, "LlamaForCausalLM", ALONE, "out")
     for line in (
         "| perplexity on `wikitext2`, dense | 5.472 |",
         "| perplexity on `wikitext2`, this model | 6.750 |",
         "| calibration | `text.txt`, 8 x 256 tokens |",
-        'model = AutoModelForCausalLM.from_pretrained("FOLDER")',
+        'model = AutoModelForCausalLM.from_pretrained("out")',
+        "[permtriton](https://pypi.org/project/permtriton/) (`pip install permtriton`)",
         "- Not compared: pixel_values (none).",
         REPORT["command"],
     ):
         assert line in text
     assert "/home/me" not in text
-    wrote = model_card({**REPORT, "generated": {"sha256": "0", "shape": [32, 256]}}, "LlamaForCausalLM", ALONE)
+    wrote = model_card({**REPORT, "generated": {"sha256": "0", "shape": [32, 256]}}, "LlamaForCausalLM", ALONE, "out")
     assert "| text that the dense model wrote | 32 x 256 tokens |" in wrote
     assert "import permtriton" not in text
-    assert "import permtriton\nfrom transformers import AutoModel\n" in model_card(REPORT, "X", WITH_PERMTRITON)
+    assert "import permtriton\nfrom transformers import AutoModel\n" in model_card(REPORT, "X", WITH_PERMTRITON, "out")
+
+
+def test_the_hub_reads_the_front_matter():
+    card = ModelCard(model_card(REPORT, "LlamaForCausalLM", ALONE, "out"), ignore_metadata_errors=False)
+    [result] = card.data.eval_results
+    assert (card.data.base_model_relation, result.metric_type, result.metric_value) == ("quantized", "perplexity", 6.75)
+    local = {**REPORT, "model": "/home/me/model", "evaluation": {}}
+    data = ModelCard(model_card(local, "LlamaForCausalLM", ALONE, "out"), ignore_metadata_errors=False).data
+    assert (data.base_model, data.base_model_relation, data.eval_results) == (None, None, None)
+
+
+def test_a_card_says_why_it_needs_permtriton():
+    fused = {**REPORT, "config": {**REPORT["config"], "layout": "fused"}}
+    text = model_card(fused, "LlamaForCausalLM", WITH_PERMTRITON, "out")
+    assert "It needs `pip install permtriton`, because it permutes channels at run time: it loads after" in text
+
+
+def test_a_pushed_card_loads_from_its_repository(folders, tmp_path):
+    folder = shutil.copytree(folders["portable"], tmp_path / "portable")
+    name_repository(folder, "me/it")
+    assert 'from_pretrained("me/it")' in (folder / "README.md").read_text()
+    export(folder, tmp_path / "packed")  # it is still permtriton's own card, which the export rewrites
+    packed = (tmp_path / "packed" / "README.md").read_text()
+    assert 'from_pretrained("packed")' in packed
+    assert "because its weights are packed: it loads" in packed
 
 
 def test_a_model_that_was_not_measured():
-    text = model_card(record(versions={"torch": "2.11"}), "", ALONE)
+    text = model_card(record(versions={"torch": "2.11"}), "", ALONE, "out")
     assert "| held-out evaluation | not measured |" in text
     assert "| made on | cpu; torch 2.11 |" in text
 
 
 def test_names_are_no_markup():
-    text = model_card({**REPORT, "model": "/x/<script>a|b`\n# c"}, "", ALONE)
+    text = model_card({**REPORT, "model": "/x/<script>a|b`\n# c"}, "", ALONE, "out")
     assert "# `<script>a?b??# c`, pruned to 2:4" in text
 
 

@@ -26,6 +26,7 @@ OTHER = {
     "layout": "fused",
     "o_proj": "free",
     "skip_indivisible": True,
+    "targets": ["*.up_proj", "re:.*q"],
     "ignore": ["*.down_proj", "re:.*q"],
     "seed": 7,
     "micro_batch_size": 2,

@@ -1,9 +1,13 @@
 """The Markdown pages: links lead somewhere, every source file has its line, and the glossary is short."""
 
+import json
+import math
 import re
 from pathlib import Path
 
 import pytest
+
+from benchmarks.architectures import table as architectures
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(page for page in ROOT.rglob("*.md") if not str(page.relative_to(ROOT)).startswith("."))
@@ -56,3 +60,38 @@ def test_every_environment_variable_is_on_the_page():
     }
     assert len(used) > 10
     assert used - set(re.findall(r"`([A-Z_]+)`", page)) == set()
+
+
+def test_what_the_pages_say_of_classes_is_what_was_found():
+    _, records = architectures.load()
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        text = re.sub(r"<!-- table.*?<!-- end -->", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+        for sentence in re.split(r"(?<=[.:;])\s", text):
+            if not (bad := re.search("cannot be traced|fails a check", sentence)) and " work." not in sentence:
+                continue
+            for name in re.findall(r"\b[A-Z][\w-]*(?: \d\b)?", sentence):
+                stem = re.sub(r"\W", "", name).lower()
+                of_name = [r for r in records if "unbuilt" not in r and re.match(rf"{stem}for", r["class"].lower())]
+                if of_name:
+                    assert any(map(architectures.problem, of_name)) == bool(bad), f"{page.name}: {name} in {sentence!r}"
+
+
+def test_the_first_screen_says_what_was_measured():
+    words = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    rows = json.loads((ROOT / "benchmarks/results/real-smollm2-cpu.json").read_text())["rows"]
+    dense, plain, ours, theirs = (
+        next(row for row in rows if row["name"] == name)
+        for name in ("dense", "sparsegpt", "default", "llm-compressor sparsegpt")
+    )
+    loss = [math.log(r["evaluation"]["perplexity"] / dense["evaluation"]["perplexity"]) for r in (ours, plain)]
+    assert f"the default recipe loses {loss[0] / loss[1]:.0%}" in words
+    times = [round(ours["pruning"][key] / theirs["pruning"][key]) for key in ("cpu_seconds", "peak_bytes")]
+    number = {2: "two", 3: "three", 4: "four", 5: "five"}
+    assert times[0] == times[1]
+    assert f"in {number[times[0]]} times llm-compressor's CPU seconds and memory" in words
+
+
+def test_a_class_is_looked_up():
+    assert "100% of the linear weights" in architectures.described("LEDForConditionalGeneration")
+    assert "refused" in architectures.described("DbrxForCausalLM")
+    assert len((ROOT / "docs" / "architectures.md").read_text(encoding="utf-8").splitlines()) < 80

@@ -44,7 +44,9 @@ def test_a_model_end_to_end(here, capsys):
     assert "KL" in printed
     assert "pruned-2of4-packed gives the same logits" in printed
     packed = AutoModelForCausalLM.from_pretrained(here / "pruned-2of4-packed")
-    assert all((w.view(-1, 4) != 0).sum(1).max() == 2 for n, w in packed.named_parameters() if n.endswith("proj.weight"))
+    assert all(
+        (w.view(-1, 4) != 0).sum(1).max() == 2 for n, w in packed.named_parameters() if n.endswith("proj.weight")
+    )
 
 
 def test_publishing(here, capsys):

@@ -316,3 +316,15 @@ def test_a_lost_connection_to_the_hub_is_one_line(monkeypatch, folder):
     assert "\n" not in str(caught.value)
     (folder / "tokenizer_config.json").unlink()
     assert load_tokenizer(Source(str(folder))) is None, "a folder without a tokenizer has none"
+
+
+def test_weights_of_float8_are_checked_to_be_finite():
+    """torch has no isfinite of float8, which a quantized folder holds."""
+    model = zoo.tiny_llama()
+    weight = model.model.layers[0].mlp.up_proj.weight
+    weight.requires_grad_(False)
+    weight.data = weight.data.to(torch.float8_e4m3fn)
+    load.check_weights(model)
+    weight.data.view(torch.uint8)[0, 0] = 0x7F  # NaN
+    with pytest.raises(ModelError, match=r"up_proj\.weight: 1 of "):
+        load.check_weights(model)

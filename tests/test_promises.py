@@ -32,7 +32,7 @@ def compiled(name: str = "llama", **options: object) -> permtriton.CompiledModel
 
 def with_other_indices(change):
     """What `moves_of` returns when every index is another one than was found."""
-    return lambda plan, indices, block_size=None: moves_of(plan, {k: change(v) for k, v in indices.items()}, block_size)
+    return lambda plan, indices: moves_of(plan, {k: change(v) for k, v in indices.items()})
 
 
 @layouts

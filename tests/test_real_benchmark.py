@@ -5,12 +5,14 @@ import re
 import shlex
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from safetensors.torch import load_file
 
 import benchmarks.real.__main__ as benchmark
-from benchmarks.real import evaluate, inputs, table
+from benchmarks import readme_tables
+from benchmarks.real import evaluate, inputs, plot, table
 from benchmarks.real.rows import OURS, PEERS, ROWS, THEIRS, Job, command
 from permtriton.cli import compile as compile_command
 from permtriton.cli.main import app
@@ -223,3 +225,68 @@ def test_table():
     assert "8 windows" in lines[7]
     assert lines[7].endswith("peers: nvidia-modelopt 0.47.0. Note: other work ran.")
     assert lines[-2] == report["command"]
+
+
+# -- the plot ------------------------------------------------------------------------------------------------------
+
+
+def result(*rows: tuple[str, float, float], seeds: int = 1) -> dict:
+    """A result file with the dense model and rows of a name, CPU seconds and a perplexity that grows with the seed."""
+    found = [{"name": "dense", "seed": 0, "evaluation": {"perplexity": 21.16}}]
+    for name, seconds, perplexity in rows:
+        found += [
+            {"name": name, "seed": seed, "pruning": {"cpu_seconds": seconds},
+             "evaluation": {"perplexity": perplexity * (1 + 0.1 * seed)}}
+            for seed in range(seeds)
+        ]  # fmt: skip
+    return {"inputs": {"calibration": [32, 512]}, "rows": found}
+
+
+CROWDED = result(
+    ("wanda", 120, 88.0), ("sparsegpt", 286, 45.3), ("learned", 900, 80.0), ("values", 1500, 62.0),
+    ("fast", 340, 41.4), ("default", 833, 32.5), ("best", 5200, 22.0), ("llm-compressor sparsegpt", 202, 45.4),
+    ("llm-compressor wanda", 110, 90.0), ("modelopt sparsegpt", 260, 46.5), ("modelopt sparse_magnitude", 30, 4321.0),
+)  # fmt: skip
+
+
+def test_labels_cover_neither_points_nor_each_other():
+    dense, points = plot.points(CROWDED)
+    axes = plot.Axes(dense, points)
+    boxes = axes.labels()
+    marks = [plot.Box(x - 5, y - 5, x + 5, y + 5) for x, y in map(axes.place, points)]
+    for number, box in enumerate(boxes):
+        assert box.within(plot.Box(0, 0, plot.WIDTH, plot.BOTTOM))
+        assert not any(map(box.hits, [*marks, *boxes[:number]])), points[number].name
+    text = plot.svg(CROWDED, "light")
+    drawn = ElementTree.fromstring(text)
+    assert [each.text for each in drawn.iter() if each.text and "beyond" in each.text] == [
+        "modelopt sparse_magnitude 4,321 (beyond the axis)"
+    ]
+    assert text.count("<circle") == 7 + 1  # and the legend's
+    assert text.count("<rect") == 4 + 1
+
+
+def test_a_point_is_the_mean_over_seeds_with_its_range():
+    rows = result(("fast", 100, 40.0), ("sparsegpt", 90, 50.0), seeds=3)
+    rows["rows"].append({"name": "default", "seed": 0, "error": "no"})
+    _, (slow, fast) = plot.points(rows)
+    assert (slow.name, fast.name) == ("sparsegpt", "fast")
+    assert (fast.low, fast.perplexity, fast.high) == pytest.approx((40.0, 44.0, 48.0))
+    assert "mean and range over seeds" in plot.svg(rows, "dark")
+    assert "seeds" not in plot.svg(result(("fast", 100, 40.0)), "dark")
+
+
+def test_the_check_finds_a_plot_that_is_not_what_the_result_gives(tmp_path, monkeypatch):
+    path = tmp_path / "plot.svg"
+    monkeypatch.setattr(readme_tables, "ROOT", tmp_path)
+    monkeypatch.setattr(readme_tables, "PAGES", ())
+    monkeypatch.setattr(readme_tables, "TABLES", {})
+    monkeypatch.setattr(readme_tables, "PLOTS", {path: lambda: plot.svg(CROWDED, "light")})
+    monkeypatch.setattr(sys, "argv", ["readme_tables.py"])
+    readme_tables.main()
+    monkeypatch.setattr(sys, "argv", ["readme_tables.py", "--check"])
+    readme_tables.main()
+    for damage in (lambda: path.write_text("<svg/>"), path.unlink):
+        damage()
+        with pytest.raises(SystemExit, match=r"plot\.svg is not what"):
+            readme_tables.main()

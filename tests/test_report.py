@@ -1,6 +1,5 @@
 """The HTML report: its masks are those of the dense model's order, its text is escaped, and it loads nothing."""
 
-import copy
 import json
 import re
 import shutil
@@ -10,25 +9,21 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 import permtriton
 from permtriton.checkpoint.export import export
 from permtriton.checkpoint.forms import read_comparison, read_record
 from permtriton.cli.main import app
 from permtriton.compiler import compile_model
-from permtriton.data.samples import Samples
 from permtriton.errors import ModelError
 from permtriton.kernels.nm_mask import top_n_mask
-from permtriton.methods.statistics import site_statistics
 from permtriton.model.plan import linear_module, weight_in_out
-from permtriton.progress import NoProgress
 from permtriton.recipe import config_from
 from permtriton.reporting import sections
 from permtriton.reporting.compiled import layer_of, method_of, read_folders
 from permtriton.reporting.html_report import page_of, report
-from permtriton.reporting.masks import corner, pictured_linears
-from permtriton.reporting.pages import Part
+from permtriton.reporting.pages import Table, numbers
+from permtriton.reporting.plots import Scale, weights
 
 from . import zoo
 from .desk import RUNNER, check_refusal
@@ -79,56 +74,39 @@ def page(folders: list[Path], output: Path, **options: object) -> str:
     return report(folders, output, **options).read_text(encoding="utf-8")
 
 
-# -- masks ---------------------------------------------------------------------------------------------------------
+# -- weights -------------------------------------------------------------------------------------------------------
 
 
-def masked(scores: Tensor, index: Tensor) -> Tensor:
-    """The mask of scores ``[C, O]`` that are pruned in the order of ``index``, in the original order, ``[O, C]``."""
-    return top_n_mask(scores[index], TWO_FOUR)[index.argsort()].T.bool()
+def ordered(folder: dict, weight: Tensor, linear: str) -> Tensor:
+    """A dense weight ``[O, C]`` in the order that a folder records."""
+    site = next(site for site in folder["sites"] if linear in site["linears"])
+    rows = next((entry["index"] for entry in folder["rows"] if linear in entry["linears"]), range(len(weight)))
+    return weight[torch.tensor(rows)][:, torch.tensor(site["index"])]
 
 
-def test_without_a_permutation_the_corner_is_the_mask_of_the_dense_weights(folders):
-    model, plan = zoo.planned("llama")
-    statistics = site_statistics(model, plan, "wanda", Samples.of(zoo.token_ids()), 4, NoProgress())
-    (folder,) = read_folders([folders["wanda"]])
-    for site, name in plan.linears():
-        scores = weight_in_out(linear_module(model, name)).abs() * statistics[site.name][:, None]
-        assert torch.equal(corner(folder, name, 48), masked(scores, torch.arange(site.channels))[:48, :48])
+@pytest.mark.parametrize("name", ["portable", "fused", "portable-packed", "wanda"])
+def test_corners_are_the_weights_before_and_after(folders, name):
+    """By magnitude, without an update: what is kept has the dense value, and the two largest of a group are kept."""
+    found, model = read_record(folders[name]), zoo.build("llama")
+    kinds = [linear.rpartition(".")[2] for linear in found["corners"]]
+    assert kinds == ["q_proj", "o_proj", "gate_proj", "down_proj"]
+    assert [layer_of(linear) for linear in found["corners"]][::3] == [0, 1]
+    for linear, corner in found["corners"].items():
+        weight = weight_in_out(linear_module(model, linear)).T
+        dense, pruned = torch.tensor(corner["dense"]), torch.tensor(corner["pruned"])
+        assert torch.allclose(dense, ordered(found, weight, linear)[:16, :16], rtol=1e-2)
+        assert torch.equal(pruned, dense * (pruned != 0))
+        if name != "wanda":
+            assert torch.equal(pruned != 0, top_n_mask(dense.abs().T, TWO_FOUR).T.bool())
 
 
-@pytest.mark.parametrize("name", ["portable", "fused", "portable-packed", "fused-packed"])
-def test_permuted_corners_are_undone(folders, name):
-    """By magnitude the rows of a mask do not depend on each other: it follows from the dense weight and the site."""
-    check_corners(folders[name], zoo.build("llama"))
-
-
-@pytest.mark.parametrize(("name", "layers"), [("gpt2", "n_layer"), ("phi3", "num_hidden_layers")])
-def test_transposed_and_joined_weights_are_undone(name, layers, tmp_path):
-    dense = zoo.build(name, **{layers: 1})
-    config = config_from(MAGNITUDE)
-    folder = compile_model(copy.deepcopy(dense), None, config, ids=zoo.token_ids(2, 16)).save_pretrained(
-        tmp_path / "out"
-    )
-    check_corners(folder, dense)
-    export(folder, tmp_path / "packed")
-    check_corners(tmp_path / "packed", dense)
-
-
-def check_corners(path: Path, model: PreTrainedModel) -> None:
-    (folder,) = read_folders([path])
-    rows = {linear for entry in folder.record["rows"] for linear in entry["linears"]}
-    assert rows, "no test of rows"
-    for site in folder.record["sites"]:
-        for linear in site["linears"]:
-            weight = weight_in_out(linear_module(model, linear))
-            expected = masked(weight.abs(), torch.tensor(site["index"]))
-            assert torch.equal(corner(folder, linear, 40), expected[:40, :40]), linear
-
-
-def test_one_linear_of_each_kind_is_drawn_from_first_to_last_layer(folders):
-    chosen = pictured_linears(read_folders([folders["wanda"], folders["fused-packed"]]))
-    assert [name.rpartition(".")[2] for name in chosen] == ["q_proj", "o_proj", "gate_proj", "down_proj"]
-    assert [layer_of(name) for name in chosen][:: len(chosen) - 1] == [0, 1]
+def test_weights_that_are_lost_are_red():
+    dense = [[4.0, -3.0, 2.0, 1.0, 4.0, -3.0, 2.0, 1.0]]
+    drawn = weights(dense, [[4.0, -3.0, 0.0, 0.0, 4.0, -3.0, 0.0, 0.0]], 4)
+    red = re.findall(r'<path d="([^"]*)" fill="var\(--lost\)"', drawn)
+    assert sum(path.count("z") for path in red) == 4
+    assert sum(path.count("z") for path in re.findall(r'd="([^"]*)" fill="var\(--kept\)"', drawn)) == 8
+    assert len(re.findall(r'd="M[^M"]*" stroke', drawn)) == 2, "a line between the two groups of each matrix"
 
 
 def test_retained_importance_is_what_the_masks_keep(folders):
@@ -142,7 +120,8 @@ def test_retained_importance_is_what_the_masks_keep(folders):
         for linear in site["linears"]:
             scores = weight_in_out(linear_module(model, linear)).abs()
             for key, index in (("before", torch.arange(site["channels"])), ("after", torch.tensor(site["index"]))):
-                share = float(scores.T[masked(scores, index)].sum() / scores.sum())
+                kept = top_n_mask(scores[index], TWO_FOUR).bool()
+                share = float(scores[index][kept].sum() / scores.sum())
                 assert shares[linear][key] == pytest.approx(share, rel=1e-5)
     wanda = json.loads((folders["wanda"] / "permtriton.json").read_text())["retained_importance"]
     assert all(0.5 < entry["before"] == entry["after"] < 1 for entry in wanda.values())
@@ -202,10 +181,15 @@ def test_the_page_is_whole_and_loads_nothing(whole):
 
 
 def test_it_is_readable_everywhere(whole):
-    for word in ('name="viewport"', "prefers-color-scheme: dark", '<html lang="en">', 'aria-label="Mask of '):
+    for word in (
+        'name="viewport"',
+        "prefers-color-scheme: dark",
+        '<html lang="en">',
+        'aria-label="16 x 16 weights of ',
+    ):
         assert word in whole
-    assert whole.count('role="img"') == whole.count("<svg") > 20
-    assert re.findall(r"(?:fill|stroke): #", whole) == [], "a colour that does not follow the scheme"
+    assert whole.count('role="img"') == whole.count("<svg") > 10
+    assert re.findall(r'(?:fill|stroke)="#', whole) == [], "a colour that does not follow the scheme"
 
 
 def test_every_section_says_what_was_recorded(folders, whole):
@@ -215,18 +199,56 @@ def test_every_section_says_what_was_recorded(folders, whole):
         assert word in parts["result"]
     learned = record["steps"][0]
     losses = [epoch["loss"] for epoch in learned["history"]]
-    assert f"from {losses[0]:.4f} to {losses[learned['kept']]:.4f}" in parts["search"]
-    soft = [epoch["agreement"] for epoch in learned["history"]]
-    assert f"from {soft[0]:.3f} to {soft[-1]:.3f}" in parts["search"]
-    entry = [value for name, value in record["retained_importance"].items() if name.endswith("down_proj")]
-    mean = [100 * sum(each[key] for each in entry) / len(entry) for key in ("before", "after")]
-    assert f"{mean[0]:.2f}\u00a0→\u00a0{mean[1]:.2f}" in parts["importance"]
-    assert parts["masks"].count("<svg") == 12
-    assert "1 gather" in parts["cost"] or "gathers" in parts["cost"]
-    assert "not measured" in parts["sizes"]
-    assert f"{sum(record['seconds'].values()):.1f}" in parts["sizes"]
+    assert f"from {losses[0]:.4f} to {losses[-1]:.4f} in 2 epochs" in parts["search"]
+    assert parts["importance"].count("<svg") == 2
+    assert parts["weights"].count("<svg") == 6
+    assert "gathered before its linears" in parts["orders"]
+    assert "Speed at run time is not measured" in parts["details"]
+    assert f"{sum(record['seconds'].values()):,.1f}" in parts["details"]
     assert "permtriton compile" in parts["repeat"]
     assert record["versions"]["torch"] in parts["repeat"]
+
+
+def test_columns_have_one_number_format():
+    assert numbers([0.0079776, 0.17, None]) == ["0.00798", "0.17000", "–"]
+    assert numbers([13.675, 11.9974], 4) == ["13.68", "12.00"]
+    assert numbers([437.7, 1029.6]) == ["438", "1,030"]
+    assert numbers([0.0]) == ["0.00"]
+
+
+def test_stages_are_in_the_order_in_which_they_ran(folders, tmp_path):
+    def stages(*names: str):
+        return lambda record: record.update(seconds=dict.fromkeys(names, 1.0))
+
+    first = changed(folders["wanda"], tmp_path / "a", stages("trace", "mask", "save"))
+    second = changed(folders["learned"], tmp_path / "b", stages("trace", "learned", "mask", "prove", "save"))
+    tables = sections.details(read_folders([first, second])).tables
+    found = next(table for table in tables if table.caption == "Seconds by stage")
+    assert [cells[0] for cells in found.rows] == ["trace", "learned", "mask", "prove", "save", "in all"]
+    assert [cells[1] for cells in found.rows] == ["1.0", "–", "1.0", "–", "1.0", "3.0"]
+
+
+def test_what_folders_share_is_said_once(folders, tmp_path):
+    skipped = {"lm_head.weight": "output head"}
+    pair = [
+        changed(folders[name], tmp_path / name, lambda record: record.update(skipped=skipped))
+        for name in ("wanda", "learned")
+    ]
+    left = sections.orders(read_folders(pair)).tables[1]
+    assert left.rows == [("lm_head.weight", "output head", "all")]
+    text = page(pair, tmp_path / "out.html")
+    assert text.count("<td>output head</td>") == 1
+    assert '<td colspan="2">2:4</td>' in text
+
+
+@pytest.mark.parametrize("log", [True, False])
+def test_ticks_are_round_and_on_the_axis(log):
+    for low, high in ((0.012, 0.03), (1, 9000), (11.9, 13.9), (0.5, 0.5), (3e-9, 2e5)):
+        scale = Scale.around([low, high], 0, 100, log=log)
+        ticks = scale.ticks()
+        assert ticks
+        assert all(scale.low <= tick <= scale.high and 0 <= scale.place(tick) <= 100 for tick in ticks)
+        assert len(ticks) <= 7 or high / low > 1e6
 
 
 def row(method: str, pattern: str = "", mean: float = 10.0, setting: str = "", **more: object) -> dict:
@@ -248,32 +270,33 @@ def comparison(path: Path, rows: list[dict], **more: object) -> Path:
     return path
 
 
-def compared(path: Path, monkeypatch, rows: list[dict], **more: object) -> tuple[list, Part]:
-    """The lines of the picture, and the table, of a comparison with these rows."""
+def compared(path: Path, rows: list[dict], **more: object) -> tuple[str, Table]:
+    """The picture and the table of a comparison with these rows."""
     comparison(path, rows, **more)
-    lines, draw = [], sections.plots.ranking
-    monkeypatch.setattr(sections.plots, "ranking", lambda rows, *a, **k: lines.extend(rows) or draw(rows, *a, **k))
-    return lines, sections.result([], read_comparison(path)).parts[1]
+    found = read_comparison(path)
+    return sections._compared(found).svg, sections._comparison(found)
 
 
-def test_rows_of_a_comparison_are_told_apart(tmp_path, monkeypatch):
-    rows = [row("dense"), *(row(f"wanda{end}", pattern, mean)
-            for end, pattern, mean in (("", "2:4", 15.0), (" (fused)", "2:4", 14.0), ("", "4:8", 13.0),
-                                       (" (fused)", "4:8", 12.0)))]  # fmt: skip
-    lines, part = compared(tmp_path / "c.json", monkeypatch, rows, patterns=["2:4", "4:8"], ablation=None)
-    assert lines == [("wanda, 2:4", 15.0, 14.0), ("wanda, 4:8", 13.0, 12.0), ("dense", 10.0, None)]
-    assert part.head[:4] == ["method", "pattern", "perplexity", "against dense"]
-    assert part.head[4:] == ["KL, nats", "cosine", "foxes acc", "seconds"]
-    assert part.rows[3] == ["wanda", "4:8", "13", "1.3", "0.25", "0.75", "0.5", "7"]
-    assert part.rows[0][:2] == ["dense", ""]
+def test_rows_of_a_comparison_are_told_apart(tmp_path):
+    rows = [row("dense"), *(row(f"wanda{end}", pattern, mean, compile_seconds=seconds)
+            for end, pattern, mean, seconds in (("", "2:4", 15.0, 7.0), (" (fused)", "2:4", 14.0, 8.0),
+                                                ("", "4:8", 13.0, 9.0), (" (fused)", "4:8", 15.5, 9.5)))]  # fmt: skip
+    svg, table = compared(tmp_path / "c.json", rows, patterns=["2:4", "4:8"], ablation=None)
+    assert re.findall(r">(wanda[^<]*)<", svg) == ["wanda, 2:4", "wanda, 4:8", "wanda, 2:4"], "the last one is worse"
+    assert svg.count('fill="none" stroke="var(--c0)"') == 2, "rings for the layout fused"
+    assert table.head[:4] == ["method", "pattern", "perplexity", "against dense"]
+    assert table.head[4:] == ["KL, nats", "cosine", "foxes acc", "seconds"]
+    assert table.rows[3] == ("wanda", "4:8", "13.0", "1.30", "0.250", "0.750", "0.500", "9.00")
+    assert table.rows[0][:2] == ("dense", "")
 
 
-def test_settings_of_an_ablation_are_told_apart(tmp_path, monkeypatch):
+def test_settings_of_an_ablation_are_told_apart(tmp_path):
     method = "wanda + learned (fused)"
-    rows = [row("dense"), *(row(method, "2:4", mean, f"layers {mean:.0f}") for mean in (12.0, 11.0))]
-    lines, part = compared(tmp_path / "c.json", monkeypatch, rows, patterns=["2:4"], ablation="learn-layers")
-    assert lines[:2] == [("wanda + learned, layers 12", None, 12.0), ("wanda + learned, layers 11", None, 11.0)]
-    assert [cells[:2] for cells in part.rows[1:]] == [[method, "layers 12"], [method, "layers 11"]]
+    rows = [row("dense"), *(row(method, "2:4", mean, f"layers {mean:.0f}", compile_seconds=20 - mean)
+                            for mean in (12.0, 11.0))]  # fmt: skip
+    svg, table = compared(tmp_path / "c.json", rows, patterns=["2:4"], ablation="learn-layers")
+    assert re.findall(r">(wanda[^<]*)<", svg) == ["wanda + learned, layers 12", "wanda + learned, layers 11"]
+    assert [cells[:2] for cells in table.rows[1:]] == [(method, "layers 12"), (method, "layers 11")]
 
 
 @pytest.mark.parametrize(
@@ -310,10 +333,10 @@ def test_text_from_files_is_text(folders, tmp_path):
 def test_methods_are_told_apart(folders, tmp_path):
     same = read_folders([folders["portable"], folders["portable-packed"]])
     assert [folder.label for folder in same] == [
-        "magnitude: heuristic, mask (portable)",
-        "magnitude: heuristic, mask (portable-packed)",
+        "heuristic + magnitude (portable)",
+        "heuristic + magnitude (portable-packed)",
     ]
-    assert method_of({"importance": "obs", "recipe": "sparsegpt", "layout": "fused"}) == "obs: sparsegpt, fused"
+    assert method_of({"importance": "obs", "recipe": "sparsegpt", "layout": "fused"}) == "sparsegpt, fused"
     other = changed(folders["portable"], tmp_path / "other", lambda record: record.update(model="org/other"))
     warnings = page_of(read_folders([folders["portable"], other]), None).warnings
     assert [line.partition(":")[0] for line in warnings] == ["The folders come from different models"]
@@ -337,7 +360,7 @@ DAMAGE = {
     "seconds": (lambda path: edit(path, lambda r: r.update(seconds={"a": "b"})), "seconds.a is 'b'"),
     "a site": (lambda path: edit(path, lambda r: r["sites"][1].pop("linears")), "sites[1].linears is missing"),
     "an index": (lambda path: edit(path, lambda r: r["sites"][0]["index"].__setitem__(0, 1)), "expected a permutation"),
-    "a short index": (lambda path: edit(path, lambda r: r["sites"][0].update(index=[1, 0])), "2 columns"),
+    "a corner": (lambda path: edit(path, lambda r: next(iter(r["corners"].values()))["dense"].pop()), "of one size"),
     "a huge number": (lambda path: edit(path, lambda r: r.update(parameters=10**400)), "parameters is"),
     "weights": (lambda path: (path.parent / "model.safetensors").write_bytes(b"x" * 99), "damaged or truncated"),
 }

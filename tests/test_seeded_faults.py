@@ -5,31 +5,21 @@ cannot be told from a worse model, name the test that catches them, which runs h
 compilation of this file succeeds.
 """
 
+import json
 from pathlib import Path
 
 import pytest
 
-from permtriton import config_from
-from permtriton.checkpoint import export as exporting
-from permtriton.compiler import compile_model
+from benchmarks import readme_tables
 from permtriton.errors import PermTritonError, VerificationError
 
-from . import zoo
 from .faults import FAULTS, Fault
+from .refusals import CHECKS, listening, refusals, run
 
 ROOT = Path(__file__).parents[1]
-IDS = zoo.token_ids(4, 16)
+KNOWN = json.loads((readme_tables.RESULTS / "seeded-faults.json").read_text(encoding="utf-8"))
 REFUSED = [name for name, fault in FAULTS.items() if fault.refused]
 WASTEFUL = [name for name, fault in FAULTS.items() if fault.caught_by]
-
-
-def run(fault: Fault, folder: Path) -> None:
-    """Does with the tiny model what the fault would spoil."""
-    compiled = compile_model(zoo.build(fault.model), None, config_from(fault.options), ids=IDS)
-    if fault.then:
-        compiled.save_pretrained(folder / "out")
-    if fault.then == "export":
-        exporting.export(folder / "out", folder / "packed")
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -44,12 +34,30 @@ def run(fault: Fault, folder: Path) -> None:
     ]
 )
 def test_a_fault_is_refused(name, monkeypatch, tmp_path):
-    fault = FAULTS[name]
+    """By the check that the page names first."""
+    fault, refused = FAULTS[name], listening(monkeypatch, deaf=[])
     fault.plant(monkeypatch)
-    with pytest.raises(PermTritonError, match=fault.refused) as refused:
+    with pytest.raises(PermTritonError, match=fault.refused) as error:
         run(fault, tmp_path)
-    assert isinstance(refused.value, VerificationError)
+    assert isinstance(error.value, VerificationError)
+    assert refused[0] == KNOWN["refused"][name][0]
     assert not (tmp_path / ("packed" if fault.then == "export" else "out")).exists()
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.slow
+def test_all_checks_that_refuse_a_fault_are_known(name):
+    assert refusals(FAULTS[name]) == KNOWN["refused"][name]
+
+
+def test_the_page_has_every_fault_and_every_check():
+    assert list(KNOWN["refused"]) == REFUSED
+    assert KNOWN["tests"] == WASTEFUL
+    assert KNOWN["checks"] == [check.holds for check in CHECKS]
+    assert {check for found in KNOWN["refused"].values() for check in found} <= {*KNOWN["checks"], "crash"}
+    page = (ROOT / "docs" / "how-it-works.md").read_text(encoding="utf-8")
+    assert readme_tables.seeded_faults_table("seeded-faults.json") in page
+    assert readme_tables.proof_time_table("proof-time-cpu.json") in page
 
 
 def settings() -> list[Fault]:

@@ -36,7 +36,6 @@ from permtriton.passes.pipeline import (
     pruning_passes,
     run_passes,
 )
-from permtriton.permutation import identity
 
 from . import zoo
 from .graphs import (
@@ -143,30 +142,7 @@ def test_an_index_that_is_no_bijection():
         index[0] = index[1]
 
     message = broken_run("llama", "portable", insert_permutations, repeat)
-    assert re.search(r"index permtriton_index_\d+ is no permutation", message)
-
-
-def test_an_index_that_crosses_a_head():
-    """Here it is harmless, since nothing is folded yet: only the rule on indices sees it."""
-
-    def cross(graph_module: fx.GraphModule) -> None:
-        index = buffer_of(graph_module, activation_permutes(graph_module, "1.self_attn.o_proj")[0].args[1])
-        head = zoo.HEAD_DIM
-        index[[0, head]] = index[[head, 0]]
-
-    message = broken_run("llama", "portable", insert_permutations, cross)
-    assert "moves channels out of the run 0 to 15 (a head, or a block)" in message
-
-
-def test_an_index_that_crosses_a_block():
-    _, plan, graph_module = planned("llama", "portable")
-    inside = {
-        space.name: torch.cat([start + torch.randperm(size) for start, size in space.blocks(16)])
-        for space in plan.spaces
-    }
-    run_passes(graph_module, permutation_passes(moves_of(plan, inside, 16)), [BATCH])
-    with pytest.raises(VerificationError, match=r"pass insert_permutations: index .* out of the run 0 to 15"):
-        run_passes(graph_module, permutation_passes(moves_of(plan, zoo.random_indices(plan), 16)), [BATCH])
+    assert "joined before the pass are not joined any more" in message
 
 
 @pytest.mark.parametrize("numbers", [True, False])
@@ -196,15 +172,6 @@ def test_a_norm_that_writes_another_order(name, module, numbers):
     damage = partial(other_norm_index, module=module)
     message = broken_run(name, "fused", fuse_permutations, damage, numbers=numbers)
     assert "joins channels that were not joined before the pass" in message
-
-
-def test_a_norm_with_an_index_of_another_length():
-    def lengthen(graph_module: fx.GraphModule) -> None:
-        node = next(n for n in graph_module.graph.nodes if n.target is NORM_PERMUTE)
-        node.update_arg(3, Constants(graph_module).index(identity(zoo.INTERMEDIATE)))
-
-    message = broken_run("llama", "fused", fuse_permutations, lengthen)
-    assert re.search(r"node \w+ gathers 64 channels with an index of 112", message)
 
 
 def product_of(graph_module: fx.GraphModule, linear: str) -> fx.Node:

@@ -31,7 +31,7 @@ CAUSES = {
         ("one by one", "it compares the outputs of two towers: each is compiled as a model of its own"),
     ),
     "keeps an order": (
-        ("may write or read|may read or write", "what token ids do not reach (an image projector) may use the channels"),
+        ("may write or read", "what token ids do not reach (an image projector) may use the channels"),
         ("without a channel rule|no channel rule|outside the model", "an operator without a rule writes the channels"),
         ("interleaved|separate groups", "its channels are read interleaved, or in separate groups"),
         ("value of its own", "each channel meets a value of its own, such as a rotary angle"),
@@ -141,10 +141,10 @@ def causes() -> str:
             words = next(words for pattern, words in CAUSES[outcome] if re.search(pattern, reason))
             found.setdefault((outcome, words), []).append(record["class"])
     rows = []
-    for outcome, words in ((outcome, words) for outcome in CAUSES for _, words in CAUSES[outcome]):
-        names = list(dict.fromkeys(found.get((outcome, words), ())))
+    for key in ((outcome, words) for outcome, causes in CAUSES.items() for _, words in causes):
+        names = list(dict.fromkeys(found.get(key, ())))
         if names:
-            rows.append(f"| {outcome} | {words} | {len(names)} | {', '.join(names[:EXAMPLES])} |")
+            rows.append(f"| {' | '.join(key)} | {len(names)} | {', '.join(names[:EXAMPLES])} |")
     return "\n".join(["| what happens | why | classes | such as |", "|---|---|---|---|", *rows])
 
 

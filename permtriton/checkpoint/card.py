@@ -1,18 +1,22 @@
 """The model card of an output folder: ``README.md``, from which a pushed model explains itself."""
 
 import hashlib
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import ModelCardData
+from huggingface_hub import EvalResult, ModelCardData
 from transformers.models.auto import modeling_auto
 
+from permtriton.checkpoint.format import Format
+from permtriton.checkpoint.plan_entries import to_json
 from permtriton.model.gguf_file import in_words
-from permtriton.model.headers import CONFIG_FILE, read_json
+from permtriton.model.headers import CONFIG_FILE, REPORT_FILE, read_json
 from permtriton.model_name import is_hub_name, shown_name
 
 CARD_FILE = "README.md"
+PROJECT = "[permtriton](https://pypi.org/project/permtriton/)"
 ALONE, WITH_PERMTRITON = "transformers alone", "transformers after import permtriton"  # what loads a folder
 # Classes of transformers' models, the class that loads them, and the hub's name of what they do.
 _KINDS = (
@@ -33,13 +37,14 @@ _KINDS = (
 )
 
 
-def write_card(folder: Path, report: Mapping[str, Any], loads_with: str) -> str | None:
+def write_card(folder: Path, report: Mapping[str, Any], loads_with: str, name: str) -> str | None:
     """Writes the model card of a folder, unless the folder has a README.md that somebody else wrote.
 
     Args:
         folder: folder with ``config.json``.
         report: content of its ``permtriton.json``; its entry ``card`` is the hash of a card that may be replaced.
         loads_with: `ALONE` or `WITH_PERMTRITON`.
+        name: what the folder will be called.
 
     Returns:
         SHA-256 of the card, in hexadecimal; None if the folder keeps another README.md.
@@ -48,22 +53,38 @@ def write_card(folder: Path, report: Mapping[str, Any], loads_with: str) -> str 
     if path.exists() and hashlib.sha256(path.read_bytes()).hexdigest() != report.get("card"):
         return None
     architectures = read_json(folder / CONFIG_FILE).get("architectures") or [""]
-    content = model_card(report, str(architectures[0]), loads_with).encode("utf-8", "replace")
+    content = model_card(report, str(architectures[0]), loads_with, name).encode("utf-8", "replace")
     path.write_bytes(content)
     return hashlib.sha256(content).hexdigest()
 
 
-def model_card(report: Mapping[str, Any], architecture: str, loads_with: str) -> str:
+def name_repository(folder: Path, repo: str) -> None:
+    """Lets the card that was written into a folder load it from a repository of the hub."""
+    card, record = folder / CARD_FILE, read_json(folder / REPORT_FILE)
+    content = card.read_bytes().replace(_source(folder.name).encode(), _source(repo).encode())
+    card.write_bytes(content)
+    record["card"] = hashlib.sha256(content).hexdigest()
+    (folder / REPORT_FILE).write_text(to_json(record) + "\n", encoding="utf-8")
+
+
+def model_card(report: Mapping[str, Any], architecture: str, loads_with: str, name: str) -> str:
     """Returns a model card in Markdown, with front matter for the Hugging Face hub.
 
     Args:
         loads_with: `ALONE` or `WITH_PERMTRITON`.
+        name: folder or repository that it is loaded from.
     """
     source, sparsity = str(report["model"]), str(report["config"]["sparsity"])
     loader, task = next(((auto, task) for names, auto, task in _KINDS if architecture in names.values()), _NO_HEAD)
+    evaluated = _results(report, task)
     front = ModelCardData(
         library_name="transformers",
         base_model=source if is_hub_name(source) else None,
+        # The hub knows adapter, merge, quantized and finetune. Of these, quantized is what a pruned model is: the same
+        # model compressed; and the hub lists it under that heading on the page of the dense one.
+        base_model_relation="quantized" if is_hub_name(source) else None,
+        model_name=f"{shown_name(source)} {sparsity}" if evaluated else None,
+        eval_results=evaluated or None,
         pipeline_tag=task,
         tags=["permtriton", "sparse", sparsity],
     )
@@ -71,12 +92,12 @@ def model_card(report: Mapping[str, Any], architecture: str, loads_with: str) ->
         f"---\n{front.to_yaml()}\n---",
         f"# {_code(shown_name(source))}, pruned to {sparsity}",
         f"Of every {sparsity.partition(':')[2]} consecutive weights of a row, {sparsity.partition(':')[0]} are kept in "
-        f"the pruned linears. Made with permtriton, which searches the order of the channels in which pruning hurts "
-        "least.",
+        f"the pruned linears. Made with {PROJECT} (`pip install permtriton`), which prunes in an order of the channels "
+        "that hurts less.",
         "## Result",
         _table(("", ""), _facts(report)),
         "## Load it",
-        _loading(loader, loads_with),
+        _loading(report, loader, loads_with, name),
         "## What was verified",
         "\n".join(f"- {line}" for line in _checks(report)),
         "## Repeat it",
@@ -87,6 +108,23 @@ def model_card(report: Mapping[str, Any], architecture: str, loads_with: str) ->
 
 
 _NO_HEAD = "AutoModel", None
+
+
+def _results(report: Mapping[str, Any], task: str | None) -> list[EvalResult]:
+    """Returns what was measured of the model, as ``model-index`` has it."""
+    found = report["evaluation"]
+    if "dense" not in found:
+        return []
+    text = Path(found.get("text", "held-out text")).name
+    return [
+        EvalResult(
+            task_type=task or "feature-extraction",
+            dataset_type=text,
+            dataset_name=text,
+            metric_type=found["measure"],
+            metric_value=found["compiled"],
+        )
+    ]
 
 
 def _facts(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -118,14 +156,23 @@ def _facts(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "made on", f"{report['device']}; {versions}"
 
 
-def _loading(loader: str, loads_with: str) -> str:
-    lines = [f"from transformers import {loader}", "", f'model = {loader}.from_pretrained("FOLDER")']
+def _loading(report: Mapping[str, Any], loader: str, loads_with: str, name: str) -> str:
+    lines = [f"from transformers import {loader}", "", f"model = {loader}.{_source(name)}"]
     if loads_with == ALONE:
         text = "`transformers` alone loads it. It stores its zeros and multiplies them, too."
     else:
         lines.insert(0, "import permtriton")
-        text = "It loads after `import permtriton`."
+        packed = "export" in report and report["export"]["format"] == Format.PACKED
+        reasons = ["its weights are packed"] * packed
+        reasons += ["it permutes channels at run time"] * (not packed or report["config"]["layout"] == "fused")
+        text = (
+            f"It needs `pip install permtriton`, because {' and '.join(reasons)}: it loads after `import permtriton`."
+        )
     return "\n".join([text, "", "```python", *lines, "```"])
+
+
+def _source(name: str) -> str:
+    return f"from_pretrained({json.dumps(name)})"
 
 
 def _checks(report: Mapping[str, Any]) -> Iterator[str]:

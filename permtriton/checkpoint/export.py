@@ -73,7 +73,7 @@ def export(
             result["seconds"] = round(time.perf_counter() - started, 3)
             section = {key: value for key, value in result.items() if key != "files"}
             new_report: dict[str, Any] = {**source.record, "files": result["files"], "export": section}
-            new_report["card"] = write_card(partial, new_report, result["loads_with"])
+            new_report["card"] = write_card(partial, new_report, result["loads_with"], output.resolve().name)
             (partial / REPORT_FILE).write_text(to_json(new_report) + "\n", encoding="utf-8")
     return result
 

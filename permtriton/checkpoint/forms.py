@@ -66,6 +66,13 @@ def _evaluation(found: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def _corner(found: dict[str, Any]) -> dict[str, Any]:
+    sizes = {tuple(map(len, found[when])) for when in ("dense", "pruned")}
+    if len(sizes) > 1 or len(set(*sizes)) != 1 or not found["dense"][0]:
+        raise ValueError("two matrices of one size")
+    return found
+
+
 def _hidden_states(found: dict[str, Any]) -> dict[str, Any]:
     if found["permuted"] != ("index" in found):
         raise ValueError("an index if, and only if, they are permuted")
@@ -163,6 +170,13 @@ class Step(TypedDict):
     kept: Integer | None
     parts: list[Part]
     left: dict[str, str]
+
+
+class Corner(TypedDict):
+    """The first rows and columns of a weight in the new order, before and after it was pruned."""
+
+    dense: list[list[float]]
+    pruned: list[list[float]]
 
 
 class Gguf(TypedDict):
@@ -263,6 +277,7 @@ class Record(TypedDict):
     hidden_states: Annotated[HiddenStates, AfterValidator(_hidden_states)]
     steps: list[Step]
     retained_importance: dict[str, Retained]
+    corners: dict[str, Annotated[Corner, AfterValidator(_corner)]]
     evaluation: Annotated[Evaluation, AfterValidator(_evaluation)]
     passes: list[Pass]
     proof: Proof

@@ -2,7 +2,7 @@
 
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -85,7 +85,9 @@ def save_checkpoint(compiled: Pruned, output: Path, *, overwrite: bool) -> Path:
         seconds = {"save": round(saved - started, 3), "verify": round(time.perf_counter() - saved, 3)}
         compiled.report["seconds"].update(seconds)
         compiled.report["memory"]["peak"] = peak_memory(compiled.model.device)
-        compiled.report["card"] = write_card(partial, compiled.report, WITH_PERMTRITON if permuted else ALONE)
+        compiled.report["card"] = write_card(
+            partial, compiled.report, WITH_PERMTRITON if permuted else ALONE, output.resolve().name
+        )
         (partial / REPORT_FILE).write_text(to_json(compiled.report) + "\n", encoding="utf-8")
     return output.resolve()
 
@@ -132,7 +134,8 @@ def save_trained(
             "pruned_weights": {names.stored[name]: dim for name, dim in pruned.items()},
             "files": describe_files(sorted(partial.glob("*.safetensors"))),
         }
-        report["card"] = write_card(partial, report, WITH_PERMTRITON if permuted else ALONE)
+        name = output.resolve().name
+        report["card"] = write_card(partial, report, WITH_PERMTRITON if permuted else ALONE, name)
         (partial / REPORT_FILE).write_text(to_json(report) + "\n", encoding="utf-8")
     return output.resolve()
 
@@ -185,10 +188,8 @@ def _verify_tensors(
         state = model.hf_quantizer.get_state_dict_and_metadata(model)[0] if permuted else model.state_dict()
     in_memory = names.tensors(model, state)
     seen = _check_tensors(model, in_memory, folder, pruned, names, pattern)
-    if missing := sorted(set(names.stored.values()) - seen):
-        raise VerificationError(f"{missing[0]} and {len(missing) - 1} more pruned weights are not in the checkpoint")
-    if permuted and (missing := sorted(name for name in in_memory if name.endswith(".index") and name not in seen)):
-        raise VerificationError(f"{missing[0]} and {len(missing) - 1} more permutations are not in the checkpoint")
+    indices = {name for name in in_memory if name.endswith(".index")} if permuted else set()
+    _check_complete(set(names.stored.values()) | indices, seen)
     return {"tensors": len(seen), "pruned_weights": len(pruned)}
 
 
@@ -209,13 +210,21 @@ def _check_tensors(
         if parameter := parameters.get(name):
             weight = tensor.view(model.get_parameter(parameter).shape)
             check_weight(name, weight.movedim(pruned[parameter], -1).flatten(0, -2), pattern)
-        if name in in_memory and not _same(tensor, in_memory[name].detach().cpu()):
-            raise VerificationError(f"{name}: what was written differs from the model in memory")
+        if name in in_memory:
+            _check_same(name, tensor, in_memory[name].detach().cpu())
     return seen
 
 
-def _same(first: Tensor, second: Tensor) -> bool:
-    return first.dtype == second.dtype and torch.equal(first, second)
+def _check_same(name: str, written: Tensor, in_memory: Tensor) -> None:
+    if written.dtype != in_memory.dtype or not torch.equal(written, in_memory):
+        raise VerificationError(f"{name}: what was written differs from the model in memory")
+
+
+def _check_complete(expected: Set[str], written: Set[str]) -> None:
+    if missing := sorted(expected - written):
+        raise VerificationError(
+            f"{missing[0]} and {len(missing) - 1} more pruned weights or permutations are not in the checkpoint"
+        )
 
 
 def _compare_reloaded(compiled: Pruned, folder: Path) -> dict[str, object]:

@@ -101,7 +101,7 @@ def columns(report: Mapping[str, Any]) -> tuple[list[str], list[list[Cell]]]:
     accuracies = [name for name in rows[0]["tasks"] if name.endswith(" acc")]
     if len(accuracies) > 1:
         found["mean acc"] = [fmean(row["tasks"][name] for name in accuracies) for row in rows]
-    found["seconds"] = [row["compile_seconds"] / len(row["values"]) if row["pattern"] else None for row in rows]
+    found["seconds"] = [row["compile_seconds"] / len(row["values"]) if row["compile_seconds"] else None for row in rows]
     found["peak MiB"] = [row["peak_bytes"] // 2**20 if row["peak_bytes"] else None for row in rows]
     return list(found), [list(row) for row in zip(*found.values(), strict=True)]
 

@@ -89,6 +89,6 @@ class Learned(Learning, Step):
         start, kept = learned.history[0].loss, learned.history[learned.kept].loss
         if self.keep == "best":
             check_no_worse(start, kept, "learning")
-        run.reorder(learned.indices, self.block_size)
+        run.reorder(learned.indices)
         run.promise(kept)
         return Outcome("epoch", [asdict(epoch) for epoch in learned.history], learned.kept)

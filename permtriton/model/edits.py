@@ -24,13 +24,11 @@ class Fold:
         parameter: name in ``model.named_parameters()``.
         dim: dimension of the parameter.
         index: int64 ``[size of the dimension]``: new position ``j`` holds the old position ``index[j]``.
-        runs: sizes of the runs: consecutive positions that the index permutes among themselves. None if not known.
     """
 
     parameter: str
     dim: int
     index: Tensor
-    runs: tuple[int, ...] | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,13 +54,11 @@ class Gather:
         site: name of the site.
         linears: names of its linears.
         index: int64 ``[channels]``, applied to the linears' present input.
-        runs: sizes of the runs of channels, as in `Fold`.
     """
 
     site: str
     linears: tuple[str, ...]
     index: Tensor
-    runs: tuple[int, ...]
 
 
 Edit = Fold | PermuteNorm | Gather
@@ -104,7 +100,7 @@ class Move:
         return (*self.columns, *self.upstream, *at_run_time)
 
 
-def moves_of(plan: Plan, indices: Mapping[str, Tensor], block_size: int | None = None) -> tuple[Move, ...]:
+def moves_of(plan: Plan, indices: Mapping[str, Tensor]) -> tuple[Move, ...]:
     """Returns one move per space that has an index.
 
     New channel ``j`` is the old channel ``index[j]`` for writers and readers alike (eq. 11-12 of the paper:
@@ -113,13 +109,9 @@ def moves_of(plan: Plan, indices: Mapping[str, Tensor], block_size: int | None =
     Args:
         indices: space name -> unit index, int64 ``[units]``, relative to the present order; a space without an index
             keeps its order.
-        block_size: block size of the indices, if they are block permutations.
     """
-    return tuple(
-        _move(space, plan.sites_of(space), indices[space.name], block_size)
-        for space in plan.spaces
-        if space.name in indices
-    )
+    spaces = (space for space in plan.spaces if space.name in indices)
+    return tuple(_move(space, plan.sites_of(space), indices[space.name]) for space in spaces)
 
 
 def edits_of(moves: Iterable[Move]) -> tuple[Edit, ...]:
@@ -127,37 +119,23 @@ def edits_of(moves: Iterable[Move]) -> tuple[Edit, ...]:
     return tuple(edit for move in moves for edit in move.edits)
 
 
-def runs_of(site: Site, block_size: int | None = None) -> tuple[int, ...]:
-    """Returns the sizes of the runs of a site's input channels: its permutation moves no channel to another run.
-
-    Args:
-        block_size: channels per block; None if the permutation is not a block permutation.
-    """
+def runs_of(site: Site) -> tuple[int, ...]:
+    """Returns the sizes of the runs of a site's input channels: its permutation moves no channel to another run."""
     segments = torch.tensor(site.space.segments)
     segment_of = torch.repeat_interleave(torch.arange(segments.numel()), segments)[site.units]
     starts = (segment_of.diff() != 0) | (site.units.diff() < 0)  # another head, or another copy of the same head
     edges = [0, *(starts.nonzero().flatten() + 1).tolist(), site.channels]
-    runs = tuple(end - start for start, end in pairwise(edges))
-    if block_size is None:
-        return runs
-    return tuple(min(block_size, run - offset) for run in runs for offset in range(0, run, block_size))
+    return tuple(end - start for start, end in pairwise(edges))
 
 
-def _move(space: ChannelSpace, sites: list[Site], index: Tensor, block_size: int | None) -> Move:
+def _move(space: ChannelSpace, sites: list[Site], index: Tensor) -> Move:
     assert not space.frozen, f"{space.name} cannot be permuted: {space.reason}"
-    site_of = {f"{name}.weight": site for site in sites for name in site.linears}
-    columns, upstream = [], []
+    pruned = {f"{name}.weight" for site in sites for name in site.linears}
+    columns: list[Fold] = []
+    upstream: list[Fold] = []
     for axis in space.axes:
-        site = site_of.get(axis.parameter) if axis.reads else None
-        if site is not None:
-            columns.append(Fold(axis.parameter, axis.dim, axis.expand(index), runs_of(site, block_size)))
-        else:
-            runs = space.segments if _holds_every_unit_in_order(axis.units, space.units) else None
-            upstream.append(Fold(axis.parameter, axis.dim, axis.expand(index), runs))
-    gathers = tuple(Gather(s.name, s.linears, s.expand(index), runs_of(s, block_size)) for s in sites)
+        fold = Fold(axis.parameter, axis.dim, axis.expand(index))
+        (columns if axis.reads and axis.parameter in pruned else upstream).append(fold)
+    gathers = tuple(Gather(s.name, s.linears, s.expand(index)) for s in sites)
     norm = PermuteNorm(space.norm.module, space.norm.variant, sites[0].expand(index)) if space.norm else None
     return Move(space.name, space.placement, tuple(columns), gathers, tuple(upstream), norm)
-
-
-def _holds_every_unit_in_order(units: Tensor, count: int) -> bool:
-    return units.numel() == count and bool((units >= 0).all()) and bool((units.diff() >= 0).all())

@@ -28,6 +28,11 @@ class Compiled(Folder):
         return shown_name(self.record["model"])
 
     @property
+    def seconds(self) -> float:
+        """Seconds of the compilation without the evaluation."""
+        return sum(value for stage, value in self.record["seconds"].items() if stage != "evaluate")
+
+    @property
     def stored_bytes(self) -> int:
         """Bytes of the files of weights on disk."""
         return sum(file.stat().st_size for file in self.files)
@@ -64,8 +69,8 @@ def read_folders(folders: Sequence[Path]) -> list[Compiled]:
 
 
 def method_of(config: Mapping[str, Any]) -> str:
-    """Returns the name of a method, such as ``wanda: heuristic, mask``, from the options of a compilation."""
-    words = f"{config['importance']}: {config['recipe'].replace(',', ', ')}"
+    """Returns the name of a method, such as ``heuristic + wanda``, from the options of a compilation."""
+    words = " + ".join(config["importance"] if step == "mask" else step for step in config["recipe"].split(","))
     return f"{words}, fused" if config["layout"] == "fused" else words
 
 

@@ -31,7 +31,7 @@ def report(
         ModelError: a folder or the comparison is missing or damaged.
         OutputError: the file exists and may not be replaced, or cannot be written.
     """
-    require("a report", "matplotlib", "jinja2")
+    require("a report", "jinja2")
     if not folders:
         raise ConfigError("no folder: give at least one output of permtriton compile")
     output = output or Path(f"{folders[0].resolve().name}-report.html")
@@ -48,7 +48,7 @@ def page_of(folders: Sequence[Compiled], comparison: Mapping[str, Any] | None) -
         comparison: content of the JSON report of ``permtriton compare``, or None.
 
     Raises:
-        ModelError: a weight cannot be read.
+        ModelError: a folder is damaged.
     """
     models = list(dict.fromkeys(folder.model for folder in folders))
     patterns = list(dict.fromkeys(str(folder.pattern) for folder in folders))
@@ -61,18 +61,13 @@ def page_of(folders: Sequence[Compiled], comparison: Mapping[str, Any] | None) -
         title=f"{', '.join(models)} at {', '.join(patterns)}{ways}",
         lead=f"Pruned by permtriton: of every {group.group} consecutive weights of a row, {group.kept} are kept, after "
         "the channels were put into an order in which that hurts less.",
-        cards=[sections.card(folder) for folder in folders],
         sections=[
-            sections.done(folders),
             sections.result(folders, comparison),
             pictures.search(folders),
             pictures.importance(folders),
-            pictures.mask_pictures(folders),
-            pictures.permutations(folders),
-            sections.cost(folders),
-            sections.dense(folders),
-            sections.sizes(folders),
-            sections.verified(folders),
+            pictures.weight_pictures(folders),
+            sections.orders(folders),
+            sections.details(folders),
             sections.repeat(folders),
         ],
         warnings=warnings,

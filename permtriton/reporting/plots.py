@@ -1,183 +1,261 @@
 """Figures as SVG text. Colours are CSS variables of the page, so that a figure follows its light or dark scheme."""
 
-import hashlib
-import io
-import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
 
-import numpy as np
-from torch import Tensor
-
-WIDTH = 340  # of a figure, in units that are pixels on a phone
-# Colours that stand for CSS variables until the SVG is written.
-INK, MUTED, LINE, ACCENT = "#000001", "#000002", "#000003", "#000004"
-_VARIABLES = {INK: "--ink", MUTED: "--muted", LINE: "--line", ACCENT: "--accent"}
-PIXEL = (0.07, 0.53, 0.60)  # of pictures made of pixels: legible on white and on black
-_STYLE: Any = {
-    "svg.fonttype": "none", "svg.hashsalt": "permtriton", "text.parse_math": False, "font.size": 10,
-    "text.color": INK, "axes.labelcolor": MUTED, "xtick.color": MUTED, "ytick.color": MUTED, "axes.edgecolor": LINE,
-    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "axes.axisbelow": True, "grid.color": LINE,
-    "grid.linewidth": 0.6, "figure.facecolor": "none", "axes.facecolor": "none", "xtick.major.size": 0,
-    "ytick.major.size": 0,
-}  # fmt: skip
+WIDTH, HEIGHT = 380, 250  # of a figure, in units that are pixels on a phone
+EDGES = (44, 374, 12, 206)  # left, right, top and bottom of its axes
+LETTER, LINE = 6.8, 15  # width of a letter and height of a line, generously
+PANEL, GAP = 182, 4  # width of one of two matrices side by side, and between the groups of its columns
+SHADES = 6
+COLOURS = 6  # that tell series apart: --c0 to --c5
 
 
-def history(
-    steps: Sequence[int],
-    curves: Sequence[tuple[str, Sequence[float | None]]],
-    moved: Sequence[int] = (),
+@dataclass(frozen=True)
+class Series:
+    """Points of one thing in a figure.
+
+    Attributes:
+        name: what they are of.
+        points: horizontal and vertical value of each.
+        number: which of the colours they have.
+        look: ``line``, ``dashed``, ``dots`` or ``rings``.
+        labels: what is written beside the points; empty for nothing.
+    """
+
+    name: str
+    points: Sequence[tuple[float, float]]
+    number: int = 0
+    look: str = "line"
+    labels: Sequence[str] = ()
+
+    @property
+    def colour(self) -> str:
+        return colour(self.number)
+
+
+def colour(number: int) -> str:
+    """Returns the colour of the series with this number."""
+    return f"var(--c{number % COLOURS})"
+
+
+def legend(series: Sequence[Series]) -> list[tuple[str, str]]:
+    """Returns the colour and the name of each thing that series are of."""
+    return list({each.name: (each.colour, each.name) for each in series}.values())
+
+
+@dataclass(frozen=True)
+class Scale:
+    """An axis: the values ``low`` and ``high``, and where they are drawn."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+    log: bool = False
+
+    @classmethod
+    def around(
+        cls, values: Sequence[float], start: float, end: float, *, log: bool = False, margin: float = 0.06
+    ) -> "Scale":
+        """Returns an axis on which all values are, a little apart from its ends."""
+        low, high = min(values), max(values)
+        log = log and low > 0
+        if log:
+            ratio = max(high / low, 1.2) ** margin
+            return cls(low / ratio, high * ratio, start, end, log=True)
+        room = margin * ((high - low) or abs(high) or 1)
+        return cls(low - room, high + room, start, end)
+
+    def place(self, value: float) -> float:
+        """Returns where a value is drawn."""
+        low, high, value = map(math.log, (self.low, self.high, value)) if self.log else (self.low, self.high, value)
+        return self.start + (value - low) / (high - low) * (self.end - self.start)
+
+    def ticks(self, most: int = 6) -> list[float]:
+        """Returns round numbers on the axis, at most ``most`` but for many decades."""
+        if not self.log or self.high < 3 * self.low:
+            rough = 10 ** math.floor(math.log10((self.high - self.low) / most))
+            step = next(rough * n for n in (1, 2, 5, 10) if (self.high - self.low) / (rough * n) <= most)
+            return [n * step for n in range(math.ceil(self.low / step), math.floor(self.high / step) + 1)]
+        exponents = range(math.floor(math.log10(self.low)), math.floor(math.log10(self.high)) + 1)
+        for steps in ((1, 1.5, 2, 3, 4, 5, 6, 8), (1, 1.5, 2, 3, 5, 7), (1, 2, 5), (1,)):
+            found = [10.0**exponent * step for exponent in exponents for step in steps]
+            found = [value for value in found if self.low <= value <= self.high]
+            if len(found) <= most:
+                break
+        return found
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangle that text or a point covers."""
+
+    left: float
+    top: float
+    right: float
+    bottom: float
+
+    def hits(self, other: "Box") -> bool:
+        """Whether both cover some place."""
+        beside = self.right <= other.left or other.right <= self.left
+        return not (beside or self.bottom <= other.top or other.bottom <= self.top)
+
+    def within(self, other: "Box") -> bool:
+        """Whether the other one covers all of it."""
+        sides = self.left >= other.left and self.right <= other.right
+        return sides and self.top >= other.top and self.bottom <= other.bottom
+
+
+def place_labels(
+    points: Sequence[tuple[float, float]], widths: Sequence[float], taken: Sequence[Box], page: Box, line: float = LINE
+) -> list[Box]:
+    """Returns a place for the label of each point, as near to it as can be, that covers nothing.
+
+    Args:
+        points: places of the points.
+        widths: widths of the labels; 0 for none.
+        taken: what else must not be covered.
+        page: what the labels stay within.
+        line: height of a label.
+    """
+    covered = [*taken, *(Box(x - 5, y - 5, x + 5, y + 5) for x, y in points)]
+    found = []
+    for (x, y), width in zip(points, widths, strict=True):
+        boxes = list(_around(x, y, width, line))
+        free = (box for box in boxes if box.within(page) and not any(map(box.hits, covered)))
+        found.append(next(free, boxes[0]))
+        covered += found[-1:] if width else []
+    return found
+
+
+def _around(x: float, y: float, width: float, line: float) -> Iterator[Box]:
+    """Yields places for a label of a point, the nearest first: beside it, above and below."""
+    for rise in range(0, 160, 7):
+        for middle in dict.fromkeys((y - rise, y + rise)):
+            for left in (x + 8, x - 8 - width) if rise < line else (x - width / 2, x + 4, x - 4 - width):
+                yield Box(left, middle - line / 2, left + width, middle + line / 2)
+
+
+def anchored(box: Box, x: float) -> tuple[float, str]:
+    """Returns where a label in a box begins, so that it keeps to its point at ``x`` whatever its real width."""
+    if box.left > x:
+        return box.left, "start"
+    return (box.right, "end") if box.right < x else ((box.left + box.right) / 2, "middle")
+
+
+def chart(
+    series: Sequence[Series],
+    across: str,
+    up: str,
     *,
-    unit: str,
-    kept: int | None = None,
-    measure: str = "loss",
+    log: tuple[bool, bool] = (False, False),
+    names: Sequence[str] = (),
+    reference: tuple[str, float] | None = None,
 ) -> str:
-    """Draws curves by epoch or round and, below them, how many channels had moved.
+    """Draws series on common axes.
 
     Args:
-        steps: numbers of the epochs or rounds.
-        curves: name and values of each curve; the first is drawn in the accent colour.
-        moved: channels that were not where the base order has them, per step; empty leaves the lower part out.
-        unit: what a step is called.
-        kept: the step whose result was kept, which gets a ring.
-        measure: what the curves show.
+        series: at least one of them with a point.
+        across: name of the horizontal axis.
+        up: name of the vertical axis.
+        log: whether the horizontal and the vertical axis are logarithmic, where all values are positive.
+        names: names of the horizontal values 0, 1, 2 and so on, in place of numbers.
+        reference: name and value of a horizontal line.
     """
-    with _figure(250 if len(moved) else 190) as (figure, finish):
-        if len(moved):
-            upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
-            lower.bar(steps, moved, color=MUTED, width=0.6)
-            lower.set_ylabel("moved")
-            lower.grid(False, axis="x")
-        else:
-            upper = lower = figure.subplots()
-        for number, (name, values) in enumerate(curves):
-            shown = np.array([np.nan if value is None else value for value in values], dtype=float)
-            look = {"color": ACCENT, "marker": "o"} if number == 0 else {"color": MUTED, "linestyle": "--"}
-            upper.plot(steps, shown, label=name, markersize=4, linewidth=1.6, **look)
-        if kept is not None and kept in steps and curves:
-            value = curves[0][1][list(steps).index(kept)]
-            upper.plot([kept], [value], "o", markersize=10, markerfacecolor="none", markeredgecolor=INK, label="kept")
-        upper.set_ylabel(measure)
-        upper.grid(False, axis="x")
-        if len(curves) > 1 or kept is not None:
-            upper.legend(frameon=False)
-        lower.set_xlabel(unit)
-        lower.xaxis.get_major_locator().set_params(integer=True)
-    return finish()
+    left, right, top, bottom = EDGES
+    points = [point for each in series for point in each.points]
+    values = [y for _, y in points] + ([reference[1]] if reference else [])
+    xs = Scale.around([x for x, _ in points], left + 8, right - 8, log=log[0])
+    ys = Scale.around(values, bottom, top + LINE, log=log[1])
+    parts = [_text(2, top - 1, up), _text(right, HEIGHT - 8, across, "end")]
+    for value in ys.ticks():
+        parts += [
+            _line(left, ys.place(value), right, "--line"),
+            _text(left - 5, ys.place(value) + 4, _tick(value), "end"),
+        ]
+    ticks: dict[float, str] = dict(enumerate(names)) or {value: _tick(value) for value in xs.ticks()}
+    parts += [_text(xs.place(value), bottom + 16, name, "middle") for value, name in ticks.items()]
+    if reference:
+        height = ys.place(reference[1])
+        parts.append(_line(left, height, right, "--ink", ' stroke-dasharray="5 4"'))
+        parts.append(_text(left + 4, height - 5, reference[0], colour="--ink"))
+    drawn = [[(xs.place(x), ys.place(y)) for x, y in each.points] for each in series]
+    for each, places in zip(series, drawn, strict=True):
+        parts += _series(each, places)
+    parts += _labels(series, drawn, Box(left, top, right + 6, bottom))
+    return svg(parts, f"0 0 {WIDTH} {HEIGHT}")
 
 
-def dumbbells(rows: Sequence[str], before: Sequence[float], after: Sequence[float], limits: Any, *, unit: str) -> str:
-    """Draws one line per row, from an open circle (before) to a filled one (after).
+def _series(series: Series, places: Sequence[tuple[float, float]]) -> Iterator[str]:
+    if series.look in ("line", "dashed") and len(places) > 1:
+        path = "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
+        dashes = ' stroke-dasharray="4 3"' if series.look == "dashed" else ""
+        yield f'<path d="M{path}" fill="none" stroke="{series.colour}" stroke-width="1.6"{dashes}/>'
+    radius = 2.4 if series.look in ("line", "dashed") else 4.2
+    for x, y in places if series.look != "dashed" or len(places) == 1 else ():
+        fill = "none" if series.look in ("rings", "dashed") else series.colour
+        yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}" fill="{fill}" stroke="{series.colour}"/>'
+
+
+def _labels(series: Sequence[Series], drawn: Sequence[Sequence[tuple[float, float]]], page: Box) -> Iterator[str]:
+    labels = [label for each in series for label in each.labels or [""] * len(each.points)]
+    places = [place for each in drawn for place in each]
+    boxes = place_labels(places, [len(label) * LETTER for label in labels], (), page)
+    for label, (x, _), box in zip(labels, places, boxes, strict=True):
+        at, anchor = anchored(box, x)
+        if label:
+            yield _text(at, box.bottom - 3.5, label, anchor, "--ink")
+
+
+def weights(dense: Sequence[Sequence[float]], pruned: Sequence[Sequence[float]], group: int) -> str:
+    """Draws a corner of a weight before and after it was pruned: the larger an entry, the darker; lost ones are red.
 
     Args:
-        rows: name of each row, from the top.
-        before: value at the open circle.
-        after: value at the filled circle.
-        limits: smallest and largest value of the axis.
-        unit: label of the axis.
+        dense: entries before, ``[rows][columns]``.
+        pruned: entries after, of the same size; lost ones are 0.
+        group: columns of a group, which have lines between them.
     """
-    places = range(len(rows))
-    with _figure(64 + 16 * len(rows)) as (figure, finish):
-        axes = figure.subplots()
-        axes.hlines(places, before, after, color=ACCENT, linewidth=1.6)
-        axes.plot(before, places, "o", markersize=5, markerfacecolor="none", markeredgecolor=MUTED, label="before")
-        axes.plot(after, places, "o", markersize=5, color=ACCENT, label="after")
-        axes.set_yticks(places, [_plain(row) for row in rows])
-        axes.set_ylim(len(rows) - 0.5, -0.5)
-        axes.set_xlim(*limits)
-        axes.set_xlabel(unit)
-        axes.grid(False, axis="y")
-        figure.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=2, frameon=False)
-    return finish()
+    rows, columns = len(dense), len(dense[0])
+    groups = math.ceil(columns / group)
+    size = (PANEL - GAP * (groups - 1)) / columns
+    largest = sorted(abs(value) for row in dense for value in row)[-max(rows * columns // 50, 1)] or 1.0
+    cells: dict[tuple[str, int], list[str]] = {}
+    for shift, matrix in ((0.0, dense), (WIDTH - PANEL, pruned)):
+        for i, row in enumerate(matrix):
+            for j, value in enumerate(row):
+                shade = math.ceil(SHADES * min(abs(value) / largest, 1))
+                key = ("--kept" if pruned[i][j] else "--lost", shade)
+                left = shift + j * size + j // group * GAP
+                cell = f"M{left:.1f} {LINE + 4 + i * size:.1f}h{size:.1f}v{size:.1f}h-{size:.1f}z"
+                cells.setdefault(key, []).append(cell)
+    bottom = LINE + 4 + rows * size
+    parts = [_text(0, LINE - 2, "before"), _text(WIDTH - PANEL, LINE - 2, "after")]
+    for (name, shade), found in sorted(cells.items()):
+        if shade:
+            parts.append(f'<path d="{"".join(found)}" fill="var({name})" fill-opacity="{shade / SHADES:.2f}"/>')
+    for shift in (0, WIDTH - PANEL):
+        places = (shift + n * (group * size + GAP) - GAP / 2 for n in range(1, groups))
+        lines = "".join(f"M{place:.1f} {LINE + 4}V{bottom:.1f}" for place in places)
+        parts.append(f'<path d="{lines}" stroke="var(--muted)" fill="none"/>')
+    return svg(parts, f"0 0 {WIDTH} {bottom + 2:.0f}")
 
 
-def ranking(rows: Sequence[tuple[str, float | None, float | None]], reference: str, *, unit: str) -> str:
-    """Draws one line per method with its name above it, a filled dot and an open one.
-
-    Args:
-        rows: name, and values of the filled and of the open dot; None for no dot.
-        reference: name of the row that is drawn in ink.
-        unit: label of the axis.
-    """
-    with _figure(60 + 30 * len(rows)) as (figure, finish):
-        axes = figure.subplots()
-        for place, (name, filled, hollow) in enumerate(rows):
-            axes.axhline(place, color=LINE, linewidth=0.6)
-            axes.text(0, place - 0.34, _plain(name), transform=axes.get_yaxis_transform(), color=INK, fontsize=9.5)
-            if hollow is not None:
-                axes.plot([hollow], [place], "o", markersize=6, markerfacecolor="none", markeredgecolor=ACCENT)
-            if filled is not None:
-                axes.plot([filled], [place], "o", markersize=6, color=INK if name == reference else ACCENT)
-        axes.set_ylim(len(rows) - 0.5, -0.9)
-        axes.set_yticks([])
-        axes.set_xlabel(unit)
-        axes.grid(False)
-        axes.spines["left"].set_visible(False)
-    return finish()
+def svg(parts: Sequence[str], box: str) -> str:
+    """Returns a figure whose parts are drawn in the rectangle ``box``."""
+    return f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{box}" font-size="12">{"".join(parts)}</svg>'
 
 
-def mask(kept: Tensor) -> str:
-    """Draws which weights are kept, one pixel per weight, bool ``[rows, columns]``; pruned ones are transparent."""
-    with _figure(WIDTH, None) as (figure, finish):
-        axes = figure.add_axes((0.01, 0.01, 0.98, 0.98))
-        axes.imshow(_pixels(kept), interpolation="none", aspect="equal")
-        axes.set(xticks=[], yticks=[])
-        axes.grid(False)
-        for side in axes.spines.values():
-            side.set_visible(True)
-    return finish()
+def _line(left: float, height: float, right: float, colour: str, more: str = "") -> str:
+    return f'<path d="M{left:.1f} {height:.1f}H{right:.1f}" stroke="var({colour})"{more}/>'
 
 
-def permutation(index: Sequence[int]) -> str:
-    """Draws where each channel of an index comes from: new position to the right, dense position downwards."""
-    with _figure(WIDTH) as (figure, finish):
-        axes = figure.subplots()
-        size = min(max(2500 / max(len(index), 1), 1.2), 9)
-        axes.scatter(range(len(index)), index, s=size, color=PIXEL, linewidths=0, rasterized=True)
-        axes.set_xlabel("position now")
-        axes.set_ylabel("position in the dense model")
-        axes.set(xlim=(-0.5, len(index) - 0.5), ylim=(len(index) - 0.5, -0.5), aspect="equal")
-    return finish()
+def _text(x: float, y: float, words: str, anchor: str = "start", colour: str = "--muted") -> str:
+    shown = escape("".join(letter if letter.isprintable() else "?" for letter in words))
+    return f'<text x="{x:.1f}" y="{y:.1f}" fill="var({colour})" text-anchor="{anchor}">{shown}</text>'
 
 
-def _pixels(kept: Tensor) -> np.ndarray[Any, Any]:
-    pixels = np.zeros((*kept.shape, 4))
-    pixels[..., :3] = PIXEL
-    pixels[..., 3] = kept.numpy()
-    return pixels
-
-
-def _plain(text: str) -> str:
-    """Returns text without characters that XML does not allow."""
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
-
-
-@contextmanager
-def _figure(height: float, layout: Any = "constrained") -> Iterator[tuple[Any, Callable[[], str]]]:
-    """Yields a figure and a function that returns it as SVG, to be called after the ``with`` block."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    written = io.StringIO()
-    with matplotlib.rc_context(_STYLE):  # pyplot is left alone
-        figure = Figure(figsize=(WIDTH / 72, height / 72), layout=layout)
-        yield figure, lambda: _svg(written.getvalue())
-        figure.savefig(written, format="svg", dpi=200, metadata={"Date": None, "Creator": None})
-
-
-def _svg(text: str) -> str:
-    """Returns what a page needs of an SVG file: colours as variables, no identifiers but those that are used."""
-    text = text[text.index("<svg") :]
-    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)
-    text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1)
-    text = re.sub(r"<style.*?</style>|font-family:[^;]*; |<g/>", "", text, flags=re.DOTALL)
-    text = re.sub(r"\s*\n\s*", " ", text)
-    used = set(re.findall(r'(?:url\(|href=")#([^")]+)', text))
-    text = re.sub(r' id="([^"]+)"', lambda found: found[0] if found[1] in used else "", text)
-    digest = hashlib.sha256(text.encode()).hexdigest()[:8]  # identifiers are unique in the whole page
-    text = re.sub(r'( id="|url\(#|href="#)', rf"\g<1>{digest}-", text)
-    for colour, variable in _VARIABLES.items():
-        text = text.replace(colour, f"var({variable})")
-    return text.strip()
+def _tick(value: float) -> str:
+    return f"{value:,g}" if abs(value) < 10**6 else f"{value:.3g}"

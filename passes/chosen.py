@@ -1,0 +1,55 @@
+"""Which linears does a user want to prune, and which to stay dense?"""
+
+import re
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from permtriton.errors import ConfigError, shown
+
+REGEX = "re:"
+
+
+def left_out(linears: Mapping[str, nn.Module], targets: Iterable[str], ignore: Iterable[str]) -> dict[str, str]:
+    """Returns each linear that a user wants to stay dense -> why it does.
+
+    Args:
+        linears: name -> module.
+        targets: patterns of the only linears to prune; nothing for all. A pattern is the name of a linear or of a
+            module that holds some, a glob, a regular expression after ``re:`` (which matches from the start of a name),
+            or the name of a class.
+        ignore: patterns of linears that stay dense, whether ``targets`` names them or not.
+
+    Raises:
+        ConfigError: a pattern names no linear, or is no regular expression.
+    """
+    found = {name: f"named by ignore: {pattern}" for name, pattern in _named(linears, "ignore", ignore).items()}
+    wanted = _named(linears, "targets", targets) or linears
+    return found | {name: "not named by targets" for name in linears if name not in wanted and name not in found}
+
+
+def _named(linears: Mapping[str, nn.Module], option: str, patterns: Iterable[str]) -> dict[str, str]:
+    """Returns each linear that an option names -> the first pattern that names it."""
+    found: dict[str, str] = {}
+    for pattern in patterns:
+        named = [name for name, module in linears.items() if _matches(option, pattern, name, module)]
+        if not named:
+            text = pattern.removeprefix(REGEX).strip("*.")
+            near = [name for name in linears if text in name] or get_close_matches(text, linears, cutoff=0.3)
+            raise ConfigError(
+                f"{option}: {shown(pattern)} names no linear of this model, whose linears are such as "
+                f"{', '.join((near or list(linears))[:3])}"
+            )
+        found |= {name: pattern for name in named if name not in found}
+    return found
+
+
+def _matches(option: str, pattern: str, name: str, module: nn.Module) -> bool:
+    if pattern.startswith(REGEX):
+        try:
+            return re.match(pattern.removeprefix(REGEX), name) is not None
+        except re.error as error:
+            raise ConfigError(f"{option}: {shown(pattern)} is no regular expression: {error}") from error
+    return pattern == type(module).__name__ or fnmatchcase(name, pattern) or name.startswith(f"{pattern}.")
