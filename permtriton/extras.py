@@ -9,7 +9,7 @@ EXTRAS = {
     "data": ("datasets", "pyarrow", "PIL"),
     "eval": ("lm_eval", "accelerate"),
     "gguf": ("gguf", "accelerate"),
-    "report": ("matplotlib", "jinja2"),
+    "report": ("jinja2",),
 }
 
 

@@ -181,7 +181,7 @@ def test_the_report_draws_it(results, folder, record):
     words(results["report"])
     page = (folder / "report.html").read_text(encoding="utf-8")
     assert "Step own: from 0.7500 to 0.1667 in 3 rounds" in page
-    assert "Step own: 2 parts before and after" in page
+    assert "Step own: error by part, before and after" in page
     assert "heuristic, mask, own" in page
 
 

@@ -14,8 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import T5Config, T5ForConditionalGeneration
 
-from permtriton import CompileConfig, config_from, ranks
-from permtriton import run as run_module
+from permtriton import CompileConfig, compilation, config_from, ranks
 from permtriton.compilation import Compilation
 from permtriton.errors import ConfigError, ModelError
 from permtriton.preparing import check_offload, check_spread, planned
@@ -130,7 +129,7 @@ def test_an_offload_folder_is_refused_before_each_rank_loads_the_model_into_it(m
 
 def test_states_name_the_device_that_the_model_will_run_on(monkeypatch, tmp_path):
     """Under torchrun the model is loaded on the CPU."""
-    monkeypatch.setattr(run_module, "device_name", str)
+    monkeypatch.setattr(compilation, "device_name", str)
     run = Compilation(zoo.tiny_llama(), config_from(), NoProgress(), tmp_path / "state.safetensors")
     planned(run, None, zoo.tiny_ids(2, 12), torch.device("cuda"))
     state = run.state(StateFile, "searched")

@@ -58,16 +58,18 @@ def _histories(reported: Reported) -> Iterator[Picture]:
 
 def _errors(reported: Reported) -> Iterator[Picture]:
     for name, of in reported.items():
-        series = []
+        series, place = [], "layer"
         for number, folder, step in of:
             for when, look in (("start", "dashed"), ("end", "line")):
-                layers = _means((layer_of(f"{part['name']}."), part[when]) for part in step["parts"])
-                if layers:
-                    series.append(Series(folder.label, list(layers.items()), number, look))
+                errors = _means((layer_of(f"{part['name']}."), part[when]) for part in step["parts"])
+                if step["parts"] and not errors:
+                    place, errors = "part", dict(enumerate(part[when] for part in step["parts"]))
+                if errors:
+                    series.append(Series(folder.label, list(errors.items()), number, look))
         if series:
-            caption = f"Step {name}: error of each layer before the step (dashed) and after it, mean of its parts."
-            svg = chart(series, "layer", "error", log=(False, True))
-            yield Picture(svg, f"Step {name}: error by layer, before and after", caption, legend(series))
+            caption = f"Step {name}: error of each {place} before the step (dashed) and after it."
+            svg = chart(series, place, "error", log=(False, True))
+            yield Picture(svg, f"Step {name}: error by {place}, before and after", caption, legend(series))
 
 
 def importance(folders: Sequence[Compiled]) -> Section:
