@@ -129,6 +129,26 @@ def refit_table(*names: str) -> str:
     return _table("method | seeds | perplexity | KL, nats | seconds", lines, caption)
 
 
+def row_weights_table(name: str) -> str:
+    """Returns the rows of ``benchmarks/real`` seed by seed."""
+    report = _load(name)
+    lines = [
+        [
+            row["name"],
+            str(row["seed"]),
+            f"{row['evaluation']['perplexity']:.2f}",
+            f"{row['evaluation']['kl']:.3f}",
+            f"{row['pruning']['cpu_seconds']:.0f}",
+        ]
+        for row in report["rows"]
+        if "pruning" in row
+    ]
+    caption = (
+        f"{report['hardware']}; {report['note']}. Dense perplexity {report['rows'][0]['evaluation']['perplexity']:.2f}."
+    )
+    return _table("method | seed | perplexity | KL, nats | CPU seconds", lines, caption)
+
+
 def rotation_table(name: str) -> str:
     """Returns the rows of ``python -m benchmarks.rotation``, the mean over seeds of each variant."""
     report, lines, by_variant = _load(name), [], {}
@@ -351,6 +371,8 @@ TABLES = {
     "real-all": lambda: real.markdown(_load(REAL)),
     "demo-recipe": lambda: comparison_table("compare-demo-recipe.json"),
     "demo-best": lambda: comparison_table("compare-demo-best.json"),
+    "demo-default": lambda: comparison_table("compare-demo-default.json"),
+    "row-weights": lambda: row_weights_table("real-smollm2-16x512.json"),
     "refit": lambda: refit_table(*(f"compare-demo-refit{each}.json" for each in ("", "-share"))),
     "rotation-demo": lambda: rotation_table("rotation-demo.json"),
     "learning-step": lambda: learning_step_table("learning-step-cpu.jsonl"),

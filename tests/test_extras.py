@@ -77,9 +77,7 @@ def test_every_extra_installs_what_it_is_for():
 
 def test_one_sentence_names_the_extra(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "jinja2", None)
-    with pytest.raises(
-        MissingExtraError, match=r'^a report needs jinja2, which is not installed: pip install "permt'
-    ):
+    with pytest.raises(MissingExtraError, match=r'^a report needs jinja2, which is not installed: pip install "permt'):
         require("a report", "jinja2")
     require("zero-shot tasks", "lm_eval")
 
