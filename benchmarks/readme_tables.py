@@ -374,6 +374,7 @@ TABLES = {
     "demo-default": lambda: comparison_table("compare-demo-default.json"),
     "row-weights": lambda: row_weights_table("real-smollm2-16x512.json"),
     "refit": lambda: refit_table(*(f"compare-demo-refit{each}.json" for each in ("", "-share"))),
+    "rotation-real": lambda: rotation_table("rotation-smollm2.json"),
     "rotation-demo": lambda: rotation_table("rotation-demo.json"),
     "learning-step": lambda: learning_step_table("learning-step-cpu.jsonl"),
     "search-round": lambda: search_round_table("search-round-cpu.jsonl"),
