@@ -31,7 +31,7 @@ from permtriton.model.reference import Reference
 
 RESULT = Path(__file__).resolve().parent / "results" / "proof-time-cpu.json"
 SEQUENCES, TOKENS = 2, 128
-OPTIONS = {"importance": "magnitude", "heuristic_row_weights": "none"}
+OPTIONS = {"importance": "magnitude"}
 # What a check does -> where it is.
 CHECKS: dict[str, tuple[Any, str]] = {
     "passes, with their verification": (run, "run_passes"),

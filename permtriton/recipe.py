@@ -59,8 +59,11 @@ RECIPES: dict[str, Recipe] = {
         "the same, then trained layer by layer and as a whole, on text that the model writes: minutes to hours",
         generated=8,
     ),
-    "fast": Recipe((Heuristic(row_weights="none"), SparseGPT()), "the least time, without a backward pass"),
-    "values": Recipe((Heuristic(), Searched(), Mask()), "the best masks where kept weights must keep their values"),
+    "fast": Recipe((Heuristic(), SparseGPT()), "the least time, without a backward pass"),
+    "values": Recipe(
+        (Heuristic(row_weights="fisher"), Searched(), Mask()),
+        "the best masks where kept weights must keep their values",
+    ),
     # The paper's settings and its code's: no base order, random start, clamped logits, one softmax scale, last epoch.
     "published": Recipe(
         (Learned(init="random", clamp=1.0, group_scale=False, keep="last", learning_rate=1e-3), Mask()),

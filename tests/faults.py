@@ -29,7 +29,7 @@ from permtriton.running.layer_inputs import LayerInputs
 
 from . import folders, zoo
 
-HEURISTIC = {"recipe": "heuristic,mask", "heuristic_row_weights": "none"}
+HEURISTIC = {"recipe": "heuristic,mask"}
 FUSED = {**HEURISTIC, "layout": "fused", "o_proj": "free"}
 LEARNED = {
     **HEURISTIC, "recipe": "heuristic,learned,mask", "learn_epochs": 2, "learn_batch_size": 4,

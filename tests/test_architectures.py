@@ -386,7 +386,7 @@ def test_a_layer_that_runs_twice_is_calibrated_on_both_runs():
 
 
 def test_compare_resets_what_a_row_does_not_name():
-    base = {"importance": "obs", "heuristic_row_weights": "none", "layout": "fused"}
+    base = {"importance": "obs", "layout": "fused"}
     ids = torch.randint(0, zoo.VOCABULARY, (4, 16))
     model = zoo.build("llama")
     rows = compare(Yardstick(model, None, ids), method_rows(base, ("magnitude",), ()), ids=ids)

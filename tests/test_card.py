@@ -30,10 +30,7 @@ REPORT = record(
 
 @pytest.fixture(scope="module")
 def compiled() -> dict[str, permtriton.CompiledModel]:
-    configs = {
-        layout: permtriton.config_from({"heuristic_row_weights": "none", "layout": layout}, "heuristic,mask")
-        for layout in ("portable", "fused")
-    }
+    configs = {layout: permtriton.config_from({"layout": layout}, "heuristic,mask") for layout in ("portable", "fused")}
     ids = zoo.tiny_ids(4, 16)
     return {name: compile_model(zoo.tiny_llama(), None, config, ids=ids) for name, config in configs.items()}
 

@@ -35,7 +35,7 @@ OTHER = {
     "samples": 3,
     "sequence_length": 77,
     "generated": 9,
-    "heuristic_row_weights": "none",
+    "heuristic_row_weights": "fisher",
     "learn_block_size": 32,
     "learn_sinkhorn_rounds": 0,
     "learn_tau_start": 0.9,
@@ -310,8 +310,8 @@ def test_options_of_steps_that_do_not_run_are_refused(name, recipe):
 @pytest.mark.parametrize(
     ("option", "given", "wanted"),
     [
-        ("micro_batch_size", {"recipe": "heuristic,mask", "heuristic_row_weights": "none"}, "computes no gradients"),
-        ("micro_batch_size", {"recipe": "heuristic,mask"}, None),
+        ("micro_batch_size", {"recipe": "heuristic,mask"}, "computes no gradients"),
+        ("micro_batch_size", {"recipe": "heuristic,mask", "heuristic_row_weights": "fisher"}, None),
         ("micro_batch_size", {"recipe": "searched,mask"}, None),
         ("micro_batch_size", {"recipe": "sparsegpt,distill"}, None),
         ("activation_checkpointing", {"recipe": "sparsegpt"}, "computes no gradients"),

@@ -35,7 +35,7 @@ def test_compiled_saved_and_packed(soak, tmp_path):
 def _compile_and_reload(name, layout, folder):
     folder.mkdir()
     model = tiny.build(name)
-    config = config_from({"heuristic_row_weights": "none", "layout": layout}, "heuristic,mask")
+    config = config_from({"layout": layout}, "heuristic,mask")
     compiled = compile_model(model, None, config, ids=tiny.inputs(model))
     stacks = [key for key, parameter in model.named_parameters() if key.endswith(STACKS[name])]
     assert len(stacks) >= 4

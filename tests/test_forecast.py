@@ -51,8 +51,8 @@ def test_time_is_what_was_measured_times_the_passes(seconds):
     assert seconds(forward, 10, recipe="mask") == {"calibrate": 64, "prove": 0, "evaluate": 20}
     assert seconds(forward, recipe="learned,mask", learn_epochs=3)["learned"] == (3 + 2) * 64
     assert seconds(both, recipe="learned,mask", learn_epochs=3)["learned"] == 3 * 64
-    assert seconds(both, recipe="heuristic,mask")["heuristic"] == 64
-    assert "heuristic" not in seconds(both, recipe="heuristic,mask", heuristic_row_weights="none")
+    assert seconds(both, recipe="heuristic,mask", heuristic_row_weights="fisher")["heuristic"] == 64
+    assert "heuristic" not in seconds(both, recipe="heuristic,mask")
     assert seconds(both, recipe="searched,mask", search_rounds=7)["searched"] == (7 + 2) * 64
     assert seconds(both, recipe="mask,distill", distill_epochs=5)["distill"] == 5 * 64
     assert seconds(both, recipe="mask,reconstruct", reconstruct_epochs=5)["reconstruct"] == 5 * 64
@@ -76,7 +76,7 @@ def test_measuring_leaves_the_model_as_it_was(model, plan):
 
 
 def test_no_backward_pass_where_nothing_needs_it(model, plan):
-    config = config_from({"recipe": "heuristic,mask", "heuristic_row_weights": "none"})
+    config = config_from({"recipe": "heuristic,mask"})
     assert measure(model, plan, config, SAMPLES).both == 0
 
 

@@ -206,7 +206,7 @@ def read(monkeypatch):
 
 
 def test_the_steps_that_fit_to_the_dense_model_read_it(read):
-    found = compiled("heuristic,refit,reconstruct,distill")
+    found = compiled("heuristic,refit,reconstruct,distill", heuristic_row_weights="fisher")
     assert read == {"refit": 11, "reconstruct": 11, "distill": 11, "fisher_information": 6}
     assert found.report["calibration"]["shape"] == [6, 12]
     assert found.report["generated"]["shape"] == [5, 12]
@@ -288,7 +288,7 @@ def test_without_a_text_the_model_writes_all(read):
     found = compiled(
         "heuristic,refit,distill", model, None, calibration="none", generated=8, sequence_length=10, samples=128
     )
-    assert read == {"refit": 8, "distill": 8, "fisher_information": 8}
+    assert read == {"refit": 8, "distill": 8}
     assert found.report["calibration"]["shape"] == [8, 10]
     assert found.report["generated"] is None
     first = generated_text(tiny_model(), torch.full((9, 1), 7), 8, 10, 0, NoProgress())

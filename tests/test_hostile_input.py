@@ -284,7 +284,7 @@ def test_names_are_printed_as_text(desk, tmp_path):
     model = Path(shutil.copytree(desk.model, tmp_path / name))
     out = desk.folder / f"{name}-out"
     out.parent.mkdir()
-    result = RUNNER.invoke(app, desk.compile("--heuristic-row-weights", "none", model=model, output=out))
+    result = RUNNER.invoke(app, desk.compile(model=model, output=out))
     assert result.exit_code == 0, result.stderr
     assert "\x1b" not in result.stdout
     shown_name = "".join(line.strip("│┃ ") for line in result.stdout.splitlines())

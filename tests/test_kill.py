@@ -66,7 +66,7 @@ CHANGES = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmt
 RENAMES = ("os.rename",)
 QUICK = (
     *("--samples", 4, "--sequence-length", 16, "--micro-batch-size", 4, "--eval-text", "none", "--overwrite"),
-    *("--no-activation-checkpointing", "--heuristic-row-weights", "none"),
+    "--no-activation-checkpointing",
 )
 SEARCH = ("--search-rounds", 2)
 LEARN = ("--learn-epochs", 2, "--learn-batch-size", 4, "--learn-block-size", 8)

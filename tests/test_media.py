@@ -28,7 +28,7 @@ from permtriton.model.trace import trace
 from . import media, zoo
 
 PREPROCESSOR = {"image_processor_type": "ViTImageProcessor", "size": {"height": 16, "width": 16}}
-OPTIONS = {"heuristic_row_weights": "none", "importance": "wanda"}
+OPTIONS = {"importance": "wanda"}
 
 
 @pytest.fixture(scope="module")

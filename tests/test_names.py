@@ -22,7 +22,7 @@ from permtriton.model.modules import is_packed
 from . import off_path, zoo
 from .folders import WEIGHTS
 
-QUICK = {"recipe": "heuristic,mask", "importance": "magnitude", "heuristic_row_weights": "none"}
+QUICK = {"recipe": "heuristic,mask", "importance": "magnitude"}
 IDS = zoo.token_ids(4, 16).clamp(max=80)  # beyond are tokens that stand for images
 GROUPED = {**zoo.SIZES, "num_key_value_heads": zoo.KEY_VALUE_HEADS}
 ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}

@@ -74,8 +74,8 @@ def main(folder: Path) -> None:
     (folder / "own.toml").write_text('recipe = "heuristic,mask,own"\n[own]\nrounds = 3\n')
     (folder / "other.toml").write_text("[own]\nloops = 3\n")
     text = ("--samples", "2", "--sequence-length", "16", "--eval-text", "none", "--output", str(folder / "out"))
-    demo = ("compile", "demo", *text, "--recipe", "heuristic,mask,own", "--heuristic-row-weights", "none")
-    file = ("compile", "demo", *text, "--heuristic-row-weights", "none", "--config")
+    demo = ("compile", "demo", *text, "--recipe", "heuristic,mask,own")
+    file = ("compile", "demo", *text, "--config")
     found = {}
 
     def call(name: str, *arguments: str) -> None:

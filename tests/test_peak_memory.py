@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 METHODS = {
     "mask": ["--recipe", "mask"],
-    "heuristic": ["--recipe", "heuristic,mask", "--heuristic-row-weights", "none"],
+    "heuristic": ["--recipe", "heuristic,mask"],
     "sparsegpt": ["--recipe", "sparsegpt"],
     "learned": ["--recipe", "learned,mask", "--learn-epochs", "1"],
     "searched": ["--recipe", "searched,mask", "--search-rounds", "1", "--search-block", "64"],

@@ -373,7 +373,7 @@ def compiled(recipe: str, **options):
         tiny_model(),
         {name: options.pop(name) for name in ("progress", "resume_path", "offload") if name in options},
     )
-    config = config_from({"heuristic_row_weights": "none", **options}, recipe)
+    config = config_from({**options}, recipe)
     return compile_model(model, None, config, ids=zoo.tiny_ids(8, 16), **keywords)
 
 

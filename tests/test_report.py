@@ -30,7 +30,7 @@ from .desk import RUNNER, check_refusal
 from .folders import record
 from .kernel_inputs import TWO_FOUR
 
-MAGNITUDE = {"importance": "magnitude", "recipe": "heuristic,mask", "heuristic_row_weights": "none"}
+MAGNITUDE = {"importance": "magnitude", "recipe": "heuristic,mask"}
 LEARNED = {
     "recipe": "learned,mask",
     "learn_epochs": 2,

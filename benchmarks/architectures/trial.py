@@ -35,7 +35,6 @@ from permtriton.recipe import config_from
 
 OPTIONS = {
     "recipe": "heuristic,mask",
-    "heuristic_row_weights": "none",
     "importance": "magnitude",
     "skip_indivisible": True,
 }

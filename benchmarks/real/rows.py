@@ -20,7 +20,7 @@ OURS = {
     "values": "--recipe values",
     "fast": "--recipe fast",
     "default": "--recipe default",
-    "default without row weights": "--recipe default --heuristic-row-weights none",
+    "default with row weights": "--recipe default --heuristic-row-weights fisher",
     "best": "--recipe best",
     "wanda + heuristic (fused)": "--recipe heuristic,mask --importance wanda --layout fused",
     "fast (fused)": "--recipe fast --layout fused",

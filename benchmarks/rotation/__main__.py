@@ -105,9 +105,7 @@ class Experiment:
             stream, figures["stream: share lost"] = self.found(parts, variant.stream, variant)
         searched = time.process_time()
         model, figures["difference"] = self.turned(variant, rotations, stream)
-        compiled = permtriton.compile(
-            model, recipe="heuristic,refit", data=self.ids, heuristic_row_weights="none", seed=self.seed
-        )
+        compiled = permtriton.compile(model, recipe="heuristic,refit", data=self.ids, seed=self.seed)
         compiled_at = time.process_time()
         evaluated = compiled.evaluate(self.held_out, against=self.dense)
         errors = [part["end"] for step in compiled.report["steps"] if step["name"] == "refit" for part in step["parts"]]

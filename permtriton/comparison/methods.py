@@ -12,27 +12,27 @@ from permtriton.recipe import DEFAULT, RECIPES, all_options, config_from
 from permtriton.sparsity import NMPattern
 
 FUSED = " (fused)"
-_WITHOUT_ROW_WEIGHTS = {"heuristic_row_weights": "none"}
+_ROW_WEIGHTS = {"heuristic_row_weights": "fisher"}
 
 
 def _method(importance: str, recipe: str, **options: Any) -> dict[str, Any]:
     return {
         "importance": importance,
         "recipe": recipe,
-        "heuristic_row_weights": "fisher",
+        "heuristic_row_weights": "none",
         "layout": "portable",
     } | options
 
 
 _ORDERS: dict[str, dict[str, Any]] = {
-    "wanda + heuristic without row weights": _method("wanda", "heuristic,mask", **_WITHOUT_ROW_WEIGHTS),
     "wanda + heuristic": _method("wanda", "heuristic,mask"),
+    "wanda + heuristic with row weights": _method("wanda", "heuristic,mask", **_ROW_WEIGHTS),
     "ria + heuristic": _method("ria", "heuristic,mask"),
     "wanda + learned": _method("wanda", "heuristic,learned,mask"),
     "ria + learned": _method("ria", "heuristic,learned,mask"),
-    "wanda + searched": _method("wanda", "heuristic,searched,mask"),
-    "heuristic + sparsegpt without row weights": _method("obs", "heuristic,sparsegpt", **_WITHOUT_ROW_WEIGHTS),
+    "wanda + searched": _method("wanda", "heuristic,searched,mask", **_ROW_WEIGHTS),
     "heuristic + sparsegpt": _method("obs", "heuristic,sparsegpt"),
+    "heuristic + sparsegpt with row weights": _method("obs", "heuristic,sparsegpt", **_ROW_WEIGHTS),
     "heuristic + refit": _method("obs", "heuristic,refit"),
     "heuristic + sparsegpt + reconstruct": _method("obs", "heuristic,sparsegpt,reconstruct"),
     "heuristic + sparsegpt + distill": _method("obs", "heuristic,sparsegpt,distill"),

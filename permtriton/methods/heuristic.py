@@ -21,7 +21,7 @@ class Heuristic(Step):
     stage: ClassVar[Stage] = Stage.ORDER
 
     row_weights: Literal["fisher", "none"] = option(
-        "fisher", "How much each output row counts: fisher (by its effect on the loss) or none (all alike)."
+        "none", "How much each output row counts: fisher (by its effect on the loss) or none (all alike)."
     )
 
     @property
