@@ -86,7 +86,7 @@ def run(
     source: load.Source,
     request: Request,
     tasks: TaskRequest,
-    eval_text: str | None,
+    eval_data: str | None,
     outputs: Sequence[Path],
     *,
     overwrite: bool,
@@ -107,7 +107,7 @@ def run(
         loaded = tasks.load(progress)
         progress.say(f"loading {source.described}")
         model, tokenizer = load.load_original(source)
-        windows, text = held_out_windows(source.name, eval_text, tokenizer, model)
+        windows, text = held_out_windows(source.name, eval_data, tokenizer, model)
         if windows is None:
             fail(f"nothing to compare on: {text}", 2)
         yardstick = Yardstick(model, tokenizer, with_decoder_ids(model, Samples.of(windows)), loaded)

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from permtriton.bars import PlainConsole, discard, err, visible
-from permtriton.errors import MemoryTooSmallError, PermTritonError
+from permtriton.errors import MemoryTooSmallError, PermTritonError, as_flags
 
 
 class PrintError(PermTritonError):
@@ -137,8 +137,8 @@ def table(title: str, *columns: str, show_header: bool = True) -> Table:
 
 
 def fail(message: str, code: int) -> NoReturn:
-    """Prints an error message on standard error and exits with ``code``."""
-    line = "".join(map(visible, message))  # a line break in a file name, too
+    """Prints an error message on standard error, with flags for the options that it names, and exits with ``code``."""
+    line = "".join(map(visible, as_flags(message)))  # a line break in a file name, too
     err.print(Text.assemble(("error:", "bold red"), f" {line}"), soft_wrap=True, highlight=False)
     raise typer.Exit(code)
 

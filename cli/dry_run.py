@@ -8,7 +8,7 @@ from permtriton.bars import reporter
 from permtriton.checkpoint.plan_entries import grouped
 from permtriton.cli.console import out, print_json, table
 from permtriton.cli.inspect import destination
-from permtriton.errors import ConfigError, reasons_of
+from permtriton.errors import ConfigError, as_flags, reasons_of
 from permtriton.forecast import duration
 from permtriton.job import DryRun, Job
 from permtriton.machine import format_bytes
@@ -70,7 +70,9 @@ def print_dry_run(found: DryRun, folder: Path) -> None:
     if saved := describe_thrift(forecast.needs, found.config):
         result.add_row("to save memory", saved)
     if not forecast.seconds:
-        result.add_row("time", f"not measured: {forecast.refused or 'this machine does not have these devices'}")
+        result.add_row(
+            "time", f"not measured: {as_flags(forecast.refused) or 'this machine does not have these devices'}"
+        )
     else:
         stages = ", ".join(f"{stage} {duration(seconds)}" for stage, seconds in forecast.seconds.items())
         result.add_row("time", f"roughly {duration(least)} to {duration(most)} ({stages})")

@@ -22,7 +22,7 @@ RESULT = Result(HEADERS, ("model", "against", "protocol", "tokens_per_second"))
 def run(
     model: str,
     against: str | None,
-    perplexity: str | None,
+    eval_data: str | None,
     tasks: TaskRequest,
     batch: int | None,
     output: Path | None,
@@ -43,7 +43,7 @@ def run(
         check_table(output, overwrite=overwrite, like=RESULT)
     measured = evaluate(
         model,
-        perplexity,
+        eval_data,
         against=against,
         tasks=tasks.names,
         limit=tasks.limit,

@@ -21,7 +21,7 @@ from permtriton.cli.options import (
     Device,
     DryRun,
     Dtype,
-    EvalText,
+    EvalData,
     Flags,
     GgufName,
     Gpus,
@@ -114,7 +114,7 @@ def compile(
     model: Model,
     flags: Flags,
     recipe: Recipe = None,
-    eval_text: EvalText = None,
+    eval_data: EvalData = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     output: Annotated[
@@ -146,7 +146,7 @@ def compile(
     job = Job(
         source,
         chosen,
-        eval_data=eval_text,
+        eval_data=eval_data,
         output=output or default_output(source, chosen),
         overwrite=overwrite,
         restart=restart,
@@ -211,7 +211,7 @@ def inspect(
 def compare(
     model: Model,
     flags: Flags,
-    eval_text: EvalText = None,
+    eval_data: EvalData = None,
     seeds: Annotated[str, running_option(help="Seeds, separated by commas.")] = "0",
     methods: Annotated[
         str | None,
@@ -255,7 +255,7 @@ def compare(
     request = Request(model, given, flags, seeds, methods, patterns, ablate, values)
     wanted = TaskRequest(tasks, limit, tasks_dir)
     source = Source(model, dtype, device, trust_remote_code, gguf_file)
-    run(source, request, wanted, eval_text, output or [], overwrite=overwrite, json=json)
+    run(source, request, wanted, eval_data, output or [], overwrite=overwrite, json=json)
 
 
 @command()
@@ -270,15 +270,7 @@ def evaluate(
         str | None,
         typer.Option(help="The dense model, as MODEL is given: adds its perplexity, the KL and the cosine to it."),
     ] = None,
-    perplexity: Annotated[
-        str | None,
-        typer.Option(
-            "--perplexity",
-            "--eval-data",
-            help="Text: wikitext2, c4, demo, a file, or none. By default demo for the demo, else wikitext2. For a "
-            "model of images or sound: a folder of files or a .safetensors file; needs --against.",
-        ),
-    ] = None,
+    eval_data: EvalData = None,
     tasks: TaskNames = None,
     limit: TaskLimit = None,
     tasks_dir: TasksDir = None,
@@ -304,7 +296,7 @@ def evaluate(
     run(
         model,
         against,
-        perplexity,
+        eval_data,
         wanted,
         batch_size,
         output,

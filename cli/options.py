@@ -43,14 +43,13 @@ Recipe = Annotated[
         "recipes describes them."
     ),
 ]
-EvalText = Annotated[
+EvalData = Annotated[
     str | None,
     text_option(
-        "--eval-text",
         "--eval-data",
-        help="Held-out text: demo, wikitext2, c4, a file, or none. By default demo for the demo model, else "
-        "wikitext2. For a model of images or sound: a folder of files or a .safetensors file, on which hidden states "
-        "are compared.",
+        help="Held-out data, to measure on: demo, wikitext2, c4, a file, or none. By default demo for the demo model, "
+        "else wikitext2. For a model of images or sound: a folder of files or a .safetensors file, on which hidden "
+        "states are compared.",
     ),
 ]
 Patterns = Annotated[

@@ -4,7 +4,7 @@
 - `demo_text`: the perplexity of pieces of the text, per word and per byte.
 
     python examples/make_tasks.py
-    permtriton evaluate demo --perplexity none --tasks demo_continuation,demo_text --tasks-dir examples/tasks
+    permtriton evaluate demo --eval-data none --tasks demo_continuation,demo_text --tasks-dir examples/tasks
 """
 
 import json

@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from permtriton.errors import ConfigError, shown
+from permtriton.errors import ConfigError
 
 REGEX = "re:"
 
@@ -39,7 +39,7 @@ def _named(linears: Mapping[str, nn.Module], option: str, patterns: Iterable[str
             text = pattern.removeprefix(REGEX).strip("*.")
             near = [name for name in linears if text in name] or get_close_matches(text, linears, cutoff=0.3)
             raise ConfigError(
-                f"{option}: {shown(pattern)} names no linear of this model, whose linears are such as "
+                f"`{option}={pattern}` names no linear of this model, whose linears are such as "
                 f"{', '.join((near or list(linears))[:3])}"
             )
         found |= {name: pattern for name in named if name not in found}
@@ -51,5 +51,5 @@ def _matches(option: str, pattern: str, name: str, module: nn.Module) -> bool:
         try:
             return re.match(pattern.removeprefix(REGEX), name) is not None
         except re.error as error:
-            raise ConfigError(f"{option}: {shown(pattern)} is no regular expression: {error}") from error
+            raise ConfigError(f"`{option}={pattern}` is no regular expression: {error}") from error
     return pattern == type(module).__name__ or fnmatchcase(name, pattern) or name.startswith(f"{pattern}.")

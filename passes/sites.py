@@ -122,7 +122,9 @@ def _prunable(
             yield call
     if indivisible and not skip_indivisible:
         problems = "; ".join(reasons_of(indivisible))
-        raise ModelError(f"{problems}; choose another pattern, or leave such linears dense with --skip-indivisible")
+        raise ModelError(
+            f"{problems}; choose another pattern, or leave such linears dense with `skip_indivisible=True`"
+        )
 
 
 def _returns_one_tensor(module: nn.Module) -> bool:

@@ -243,11 +243,13 @@ def _job(  # noqa: PLR0913
 ) -> Job:
     """Returns the job that the arguments of `compile` ask for."""
     if output is None and (overwrite or restart):
-        raise ConfigError("overwrite and restart have no effect without output: name a folder, or leave them out")
+        raise ConfigError(
+            "`overwrite=` and `restart=` have no effect without `output=`: name a folder, or leave them out"
+        )
     given = _parsed(options)
     data, eval_data = selected(data, text_column, split), selected(eval_data)
     if data is not None and "calibration" in given:
-        raise ConfigError("data and calibration are two names of one thing: give one of them")
+        raise ConfigError("`data=` and `calibration=` are two names of one thing: give one of them")
     if is_named(data):
         given["calibration"], data = str(data), None
     chosen = build_config(_name(model), recipe, _path(config), given)
@@ -275,7 +277,8 @@ def _source(model: Model, *loading: Any) -> Source | PreTrainedModel:
         )
     if Source("", *loading) != Source(""):
         raise ConfigError(
-            "device, dtype, trust_remote_code and gguf_file have no effect on a loaded model: leave them out"
+            "`device=`, `dtype=`, `trust_remote_code=` and `gguf_file=` have no effect on a loaded model: leave them "
+            "out"
         )
     return model
 

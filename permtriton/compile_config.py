@@ -74,7 +74,7 @@ def has_effect(option: Option, config: CompileConfig) -> bool:
 
 def why_no_effect(option: Option, config: CompileConfig) -> str:
     """Returns with what an option has no effect, and what to do, as the end of a sentence; empty if it has one."""
-    recipe = f"--recipe {config.recipe}"
+    recipe = f"`recipe={config.recipe}`"
     if option.step and not config.has(option.step):
         return f"{recipe}: it is an option of the step {option.step}; leave it out, or add {option.step} to the recipe"
     if option.gradients and not any(step.gradients for step in config.steps):
@@ -84,9 +84,10 @@ def why_no_effect(option: Option, config: CompileConfig) -> str:
     if option.name == "generated" and not config.alone and not any(step.reads_generated for step in config.steps):
         return f"{recipe}, none of whose steps reads such text: leave it out"
     if option.name == "samples" and config.alone:
-        return f"--calibration {WRITTEN}, where all sequences are written: leave it out, and set --generated"
+        return f"`calibration={WRITTEN}`, where all sequences are written: leave it out, and set `generated=`"
     values = config.to_dict()
     for other, allowed in option.needs.items():
         if values[other] not in allowed:
-            return f"--{other} {values[other]}: leave it out, or choose --{other} {' or '.join(allowed)}"
+            choices = " or ".join(f"`{other}={value}`" for value in allowed)
+            return f"`{other}={values[other]}`: leave it out, or choose {choices}"
     return ""

@@ -40,7 +40,7 @@ class CompiledModel(Pruned):
     states: Sequence[StateFile] = ()
     source: Source | None = None
 
-    def evaluate(self, data: Data | None = None, *, against: Against | bool = True, **options: Any) -> Evaluated:
+    def evaluate(self, eval_data: Data | None = None, *, against: Against | bool = True, **options: Any) -> Evaluated:
         """Measures the model: perplexity, distance from the dense model, zero-shot tasks.
 
         The dense model is not kept while a model is compiled. It is read again from where it came from, for this call
@@ -49,7 +49,7 @@ class CompiledModel(Pruned):
         measured alone.
 
         Args:
-            data: held-out text or samples, as `permtriton.evaluate` takes them.
+            eval_data: held-out text or samples, as `permtriton.evaluate` takes them.
             against: True for the dense model that was compiled, False for none, or a model, folder or hub name.
             options: further arguments of `permtriton.evaluate`: text_column, split, tasks, limit, tasks_dir, batch_size
                 and progress.
@@ -64,7 +64,7 @@ class CompiledModel(Pruned):
         if isinstance(against, bool):
             against = self.source if against else None
         order = self.plan.hidden_order(self.indices)
-        return evaluate(self.model, data, against=against, tokenizer=self.tokenizer, hidden_order=order, **options)
+        return evaluate(self.model, eval_data, against=against, tokenizer=self.tokenizer, hidden_order=order, **options)
 
     def save_pretrained(self, folder: str | Path, *, format: str | None = None, overwrite: bool = False) -> Path:
         """Writes a Hugging Face checkpoint with ``permtriton.json``, and verifies it before it is renamed into place.

@@ -1,6 +1,7 @@
 """The errors that a user can meet. Each message says what is wrong, what was expected and what to do.
 
-The CLI prints the message on one line and exits with code 2.
+A message names options as Python does, in backticks: "lower `samples=`", "give `samples=64`". The command line prints
+it on one line with flags in their place (`as_flags`), and exits with code 2.
 """
 
 import math
@@ -14,6 +15,7 @@ from typing import Any
 
 LONGEST = 300  # characters of another library's message that are kept
 _SHORT = reprlib.Repr()
+_ARGUMENT = re.compile(r"`(\w+)=([^`]*)`")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 60
 
@@ -117,6 +119,16 @@ def near(name: str, known: Iterable[str]) -> str:
     """Returns the end of a message about an unknown name: those like it, if there are any."""
     found = get_close_matches(name, list(known))
     return f": did you mean {', '.join(found)}?" if found else ": permtriton compile --help-all lists all options"
+
+
+def as_flags(message: str) -> str:
+    """Returns a message with the options that it names as they are typed on the command line: ``--samples 64``."""
+
+    def flag(found: re.Match[str]) -> str:
+        name = found[1].replace("_", "-")
+        return {"True": f"--{name}", "False": f"--no-{name}"}.get(found[2]) or f"--{name} {found[2]}".rstrip()
+
+    return _ARGUMENT.sub(flag, message)
 
 
 def listed(names: Iterable[str]) -> str:

@@ -28,7 +28,7 @@ Against = PreTrainedModel | Source | str | Path | None
 
 def evaluate(  # noqa: PLR0913
     model: PreTrainedModel | str | Path,
-    data: Data | None = None,
+    eval_data: Data | None = None,
     *,
     against: Against = None,
     tokenizer: Processor | None = None,
@@ -49,9 +49,9 @@ def evaluate(  # noqa: PLR0913
 
     Args:
         model: folder, hub name or ``demo``, or a loaded model, which is measured as it is.
-        data: held-out text: ``wikitext2``, ``c4``, ``demo``, a file, or ``none`` for tasks alone; of a model of images
-            or sound, a folder; or texts, token ids or tensors in memory, as `permtriton.compile` takes them. None for
-            ``demo`` with the demo model, else ``wikitext2``.
+        eval_data: held-out text: ``wikitext2``, ``c4``, ``demo``, a file, or ``none`` for tasks alone; of a model of
+            images or sound, a folder; or texts, token ids or tensors in memory, as `permtriton.compile` takes them.
+            None for ``demo`` with the demo model, else ``wikitext2``.
         against: the dense model, or where it is: adds its perplexity, the KL and the cosine to it. A name is loaded for
             this call only, and both models are in memory at once.
         tokenizer: tokenizer or processor of a loaded model; text needs it.
@@ -86,7 +86,7 @@ def evaluate(  # noqa: PLR0913
     shown = reporter(progress)
     request = TaskRequest(tasks, limit, None if tasks_dir is None else Path(tasks_dir))
     chosen = request.load(shown)
-    data = selected(data, text_column, split)
+    eval_data = selected(eval_data, text_column, split)
     name = ""
     if not isinstance(model, PreTrainedModel):
         source = Source(str(model), dtype, device, trust_remote_code, gguf_file)
@@ -101,8 +101,8 @@ def evaluate(  # noqa: PLR0913
     if isinstance(against, Source):
         name = DEMO if against.name == DEMO else name
         against = _loaded_beside(model, tokenizer, against, shown)
-    windows, text = held_out_windows(name, data, tokenizer, model)
-    if windows is None and data is None:
+    windows, text = held_out_windows(name, eval_data, tokenizer, model)
+    if windows is None and eval_data is None:
         if chosen is None:
             raise CalibrationError(text)
         shown.say(f"no perplexity, tasks only: {text}")
@@ -125,7 +125,7 @@ def _loaded_beside(model: PreTrainedModel, tokenizer: Any, against: Source, show
     if model.device.type == "cuda" and size > (free := available_memory(model.device)):
         raise MemoryTooSmallError(
             f"the dense model {against.name} needs {format_bytes(size)} beside the other, but {format_bytes(free)} are "
-            "free: measure on a CPU, or the perplexity alone (without --against)"
+            "free: measure on a CPU, or the perplexity alone (without `against=`)"
         )
     shown.say(f"loading {against.described}")
     dense, dense_tokenizer = load.load_original(against)

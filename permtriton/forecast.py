@@ -134,7 +134,7 @@ def check_disk(disk: Mapping[str, int], folder: Path) -> None:
         parts = ", ".join(f"{format_bytes(size)} for {name}" for name, size in disk.items())
         raise OutputError(
             f"the disk of {folder} has {format_bytes(free)} free, but this compilation writes up to "
-            f"{format_bytes(needed)} ({parts}): free some space, or choose an --output on another disk"
+            f"{format_bytes(needed)} ({parts}): free some space, or choose an `output=` on another disk"
         )
 
 

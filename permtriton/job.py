@@ -134,7 +134,7 @@ class Job:
             compiled.report["command"] = compile_command(
                 source.name,
                 loaded.config,
-                eval_text=Path(name_of(self.eval_data)).name if self.eval_data is not None else None,
+                eval_data=Path(name_of(self.eval_data)).name if self.eval_data is not None else None,
                 dtype=None if source.dtype == "auto" else source.dtype,
                 gguf_file=source.gguf_file,
                 trust_remote_code=source.trust_remote_code,

@@ -264,7 +264,7 @@ def refusal(needs: Needs, devices: Devices) -> str:
     return (
         f"this compilation needs about {format_bytes(needs.added(stage))} more on {each} than it holds now, "
         f"including {format_bytes(uses[largest])} for {largest} ({stage}), but only {format_bytes(devices.free)} are "
-        "free: lower --sequence-length, --samples or --micro-batch-size, choose --dtype bfloat16, or use a larger "
+        "free: lower `sequence_length=`, `samples=` or `micro_batch_size=`, choose `dtype=bfloat16`, or use a larger "
         "machine"
     )
 

@@ -30,7 +30,7 @@ ASYNC_LOAD = "HF_DEACTIVATE_ASYNC_LOAD"  # else transformers reads tensors ahead
 
 NO_GPU = (
     "offload keeps weights in files, which only a CPU can work on in place, but the device is {device}: choose "
-    "--device cpu, or leave --offload out"
+    "`device=cpu`, or leave `offload=` out"
 )
 
 

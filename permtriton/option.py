@@ -96,7 +96,7 @@ class Option:
         try:
             return TRUTH[value.lower()] if self.type is bool else self.type(value)
         except (KeyError, ValueError):
-            raise ConfigError(f"{self.name} is {shown(value)}: expected {self.expected}") from None
+            raise self._wrong(value) from None
 
     def convert(self, value: Any) -> Any:
         """Returns the value that a user's text or number stands for; what does not fit stays as it is.
@@ -125,13 +125,16 @@ class Option:
             types = (int, float) if self.type is float else self.type
             if not isinstance(value, types) or (isinstance(value, bool) and self.type is not bool):
                 got = type(value).__name__
-                raise ConfigError(f"{self.name} is {shown(value)}: expected {self.type.__name__}, got {got}")
+                raise self._wrong(value, f"{self.type.__name__}, got {got}")
             if isinstance(value, int | float):  # NaN is in no range
                 allowed = self.minimum <= value <= self.maximum and (value > 0 or not self.positive)
             else:
                 allowed = not self.pattern or re.fullmatch(self.pattern, value) is not None
         if not allowed:
-            raise ConfigError(f"{self.name} is {shown(value)}: expected {self.expected}")
+            raise self._wrong(value)
+
+    def _wrong(self, value: Any, expected: str = "") -> ConfigError:
+        return ConfigError(f"`{self.name}=` is {shown(value)}: expected {expected or self.expected}")
 
 
 def option(default: Any, help: str, **facts: Any) -> Any:

@@ -46,7 +46,7 @@ def check_file(output: Path, *, overwrite: bool, ours: Callable[[Path], bool] = 
         if not output.is_file():
             raise OutputError(f"output {output} is no plain file: choose another name")
         if not overwrite and not ours(output):
-            raise OutputError(f"output {output} exists: choose another file, or replace it with --overwrite")
+            raise OutputError(f"output {output} exists: choose another file, or replace it with `overwrite=True`")
     check_parent(output)
 
 

@@ -164,9 +164,9 @@ def _no_text(run: Compilation, tokenizer: Processor | None) -> Samples:
     """
     config = run.config.calibration
     if reason := why_not(run.model, run.offload):
-        raise ConfigError(f"--calibration {WRITTEN}: {reason}. Give a text, or what else the model reads")
+        raise ConfigError(f"`calibration={WRITTEN}`: {reason}. Give a text, or what else the model reads")
     if not config.generated:
-        raise ConfigError(f"--calibration {WRITTEN}: the model writes all text; say how many sequences by --generated")
+        raise ConfigError(f"`calibration={WRITTEN}`: the model writes all text; say how many sequences by `generated=`")
     check_length(run.model, config.sequence_length)
     token = first_token(run.model, tokenizer)
     return Samples.of(torch.full((config.generated, config.sequence_length), token))
@@ -182,7 +182,7 @@ def _check_writing(run: Compilation, samples: Samples) -> None:
     if not config.generated or not (reason := why_not(run.model, run.offload, samples)):
         return
     if config.generated != suggested_text(config):
-        raise ConfigError(f"--generated {config.generated}: {reason}. Leave it out, or give --generated 0")
+        raise ConfigError(f"`generated={config.generated}`: {reason}. Leave it out, or give `generated=0`")
     run.progress.say(f"no text is generated: {reason}")
     run.config = replace(config, calibration=replace(config.calibration, generated=0))
 
@@ -194,11 +194,11 @@ def check_offload(config: CompileConfig) -> None:
         ConfigError: there are several, or the config asks for such a method; the message says what to choose.
     """
     if ranks.count() > 1:
-        raise ConfigError("--offload is for one process: start permtriton without torchrun, or leave --offload out")
+        raise ConfigError("`offload=` is for one process: start permtriton without torchrun, or leave `offload=` out")
     if refused := [step.name for step in config.steps if not step.offloads]:
         raise ConfigError(
-            f"the step {refused[0]} with --offload is refused: it needs the gradients of all weights in memory; leave "
-            f"{refused[0]} out of --recipe, or leave --offload out"
+            f"the step {refused[0]} with `offload=` is refused: it needs the gradients of all weights in memory; leave "
+            f"{refused[0]} out of `recipe=`, or leave `offload=` out"
         )
 
 
@@ -213,17 +213,17 @@ def check_spread(config: CompileConfig, samples: int) -> None:
             while it runs.
     """
     if ranks.count() == 1:
-        raise ConfigError("--shard spreads weights over several processes: start permtriton with torchrun")
+        raise ConfigError("`shard=True` spreads weights over several processes: start permtriton with torchrun")
     if config.writes:
         raise ConfigError(
-            "the dense model does not write text while its layers are spread over GPUs: give --calibration a text and "
-            "--generated 0, or use GPUs that hold the whole model"
+            "the dense model does not write text while its layers are spread over GPUs: give `calibration=` a text and "
+            "`generated=0`, or use GPUs that hold the whole model"
         )
     if refused := [step.name for step in config.steps if not step.shards]:
         raise ConfigError(
             f"the step {refused[0]} changes weights while the model runs, which is not done with layers that are "
-            "spread over GPUs: leave it out of --recipe (and prune with mask), or use GPUs that hold the whole model "
-            "(--no-shard)"
+            "spread over GPUs: leave it out of `recipe=` (and prune with mask), or use GPUs that hold the whole model "
+            "(`shard=False`)"
         )
     # The layers that give Hessians run on one sample at a time where they cannot take several.
     ranks.check_in_step(samples, 1 if inverts_hessians(config.importance) else config.micro_batch_size)

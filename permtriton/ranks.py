@@ -60,7 +60,7 @@ def check_shares(rows: int) -> None:
     if rows < count():
         raise ConfigError(
             f"{count()} processes cannot share {rows} calibration sequences: start at most {rows} (torchrun "
-            "--nproc-per-node), or raise --samples"
+            "--nproc-per-node), or raise `samples=`"
         )
 
 
@@ -98,7 +98,7 @@ def check_in_step(rows: int, size: int) -> None:
     if least < -(-most // size):
         raise ConfigError(
             f"{count()} processes that hold parts of the model must run equally often, but {rows} sequences are {most} "
-            f"for some and {least} for others: choose a multiple of {count()} for --samples and --batch-size, or "
+            f"for some and {least} for others: choose a multiple of {count()} for `samples=` and `batch_size=`, or "
             "another number of processes"
         )
 

@@ -263,7 +263,7 @@ def check_given(names: Sequence[str], config: CompileConfig) -> None:
     known = all_options()
     for each in (known[name] for name in names if name in known):
         if why := why_no_effect(each, config):
-            raise ConfigError(f"{each.flag} has no effect with {why}")
+            raise ConfigError(f"`{each.name}=` has no effect with {why}")
 
 
 def compile_command(model: str, config: CompileConfig, **running: str | bool | None) -> str:

@@ -50,7 +50,7 @@ class Desk:
         """Later options win over earlier ones."""
         arguments = [
             "compile", model or self.model, "--output", output or self.out, "--overwrite", "--recipe", "heuristic,mask",
-            "--calibration", self.text, "--samples", 4, "--sequence-length", 16, "--eval-text", "none", *more,
+            "--calibration", self.text, "--samples", 4, "--sequence-length", 16, "--eval-data", "none", *more,
         ]  # fmt: skip
         return [str(argument) for argument in arguments]
 

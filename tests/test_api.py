@@ -135,7 +135,7 @@ def test_every_name_of_the_page_is_public_and_the_other_way_round():
 
 def test_python_and_the_command_line_write_the_same(here):
     options = ["--recipe", "mask", "--samples", "4", "--sequence-length", "16", "--ignore", "*.down_proj"]
-    words = ["compile", "my-model", *options, "--calibration", "my-text.txt", "--eval-text", "my-heldout.txt"]
+    words = ["compile", "my-model", *options, "--calibration", "my-text.txt", "--eval-data", "my-heldout.txt"]
     result = CliRunner().invoke(app, [*words, "--output", "by-command"])
     assert result.exit_code == 0, result.stderr
     permtriton.compile(
@@ -156,7 +156,7 @@ def test_compile_names_every_argument_of_the_command():
     """An option of the command is one of `permtriton.compile`, or says how the command prints."""
     command = {each.name for each in app.registered_commands[0].callback.__signature__.parameters.values()}
     named = set(inspect.signature(permtriton.compile).parameters)
-    assert command - named - set(all_options()) == {"eval_text", "dry_run", "devices", "json", "help_all"}
+    assert command - named - set(all_options()) == {"dry_run", "devices", "json", "help_all"}
 
 
 # -- data ------------------------------------------------------------------------------------------------------------
@@ -242,14 +242,14 @@ def test_a_dataset_gives_the_texts_of_its_column(here):
         ({"data": DataLoader([torch.ones(3).long(), torch.ones(4).long()])}, "batch 2 of the DataLoader has samples"),
         ({"data": {"input_ids": IDS, "attention_mask": IDS % 2}}, "positions are padding"),
         ({"data": {"words": IDS}}, "words is no argument of LlamaModel"),
-        ({"data": IDS, "calibration": "c4"}, "data and calibration are two names"),
-        ({"data": TEXTS, "samples": "many"}, "samples is 'many': expected an integer of at least 1"),
-        ({"data": TEXTS, "skip_indivisible": "maybe"}, "skip_indivisible is 'maybe': expected true or false"),
+        ({"data": IDS, "calibration": "c4"}, "`data=` and `calibration=` are two names"),
+        ({"data": TEXTS, "samples": "many"}, "`samples=` is 'many': expected an integer of at least 1"),
+        ({"data": TEXTS, "skip_indivisible": "maybe"}, "`skip_indivisible=` is 'maybe': expected true or false"),
         ({"data": TEXTS, "sparsty": "2:4"}, "unknown option sparsty: did you mean sparsity?"),
         ({"data": TEXTS, "devise": "cpu"}, "unknown option devise: did you mean device"),
-        ({"data": TEXTS, "learn_epochs": 3}, "--learn-epochs has no effect with --recipe mask"),
-        ({"data": TEXTS, "restart": True}, "no effect without output"),
-        ({"data": TEXTS, "ignore": "*.nothing"}, "ignore: '*.nothing' names no linear of this model"),
+        ({"data": TEXTS, "learn_epochs": 3}, "`learn_epochs=` has no effect with `recipe=mask`"),
+        ({"data": TEXTS, "restart": True}, "no effect without `output=`"),
+        ({"data": TEXTS, "ignore": "*.nothing"}, "`ignore=*.nothing` names no linear of this model"),
         ({"data": TEXTS, "progress": 3}, "progress is 3: expected True, False, or a function"),
         ({"data": TEXTS, "model": 3}, "model is a int: expected a folder"),
         ({"data": TEXTS, "model": zoo.tiny_llama(), "dtype": "float16"}, "no effect on a loaded model"),

@@ -63,13 +63,15 @@ def test_patterns_that_name_everything(pattern, words):
 
 @pytest.mark.parametrize("option", ["targets", "ignore"])
 def test_targets_and_ignore_have_the_same_errors(option):
-    with pytest.raises(ConfigError, match=f"^{option}: 'layers.0.mlp.up' names no .* model.layers.0.mlp.up_proj"):
+    with pytest.raises(ConfigError, match=f"^`{option}=layers.0.mlp.up` names no .* model.layers.0.mlp.up_proj"):
         find_plan(zoo.build("llama"), TWO_FOUR, **{option: ["*.down_proj", "layers.0.mlp.up"]})
-    with pytest.raises(ConfigError, match=f"^{option}: .* as model.layers.0.mlp.gate_proj, model.layers.0.mlp.up_proj"):
+    with pytest.raises(
+        ConfigError, match=f"^`{option}=.*` .* as model.layers.0.mlp.gate_proj, model.layers.0.mlp.up_proj"
+    ):
         find_plan(zoo.build("llama"), TWO_FOUR, **{option: ["*.mlp"]})  # a module, which no linear's name ends with
-    with pytest.raises(ConfigError, match=f"^{option}: 're:\\(' is no regular expression"):
+    with pytest.raises(ConfigError, match=f"^`{option}=re:\\(` is no regular expression"):
         find_plan(zoo.build("llama"), TWO_FOUR, **{option: ["re:("]})
-    with pytest.raises(ConfigError, match=f"{option} is"):
+    with pytest.raises(ConfigError, match=f"`{option}=` is"):
         config_from({option: [""]})
 
 

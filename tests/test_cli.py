@@ -134,7 +134,7 @@ def test_default_output_is_named_after_the_model(desk, monkeypatch, name):
 
 
 def test_compile_replaces_the_earlier_output_and_prints_json_alone(desk):
-    options = (*LEARN, "--learn-epochs", "2", "--micro-batch-size", "16", "--eval-text", desk.text, "--json")
+    options = (*LEARN, "--learn-epochs", "2", "--micro-batch-size", "16", "--eval-data", desk.text, "--json")
     result = RUNNER.invoke(app, desk.compile(*options))
     assert result.exit_code == 0, result.stderr
     printed = json.loads(result.stdout)
@@ -150,7 +150,7 @@ def test_compile_replaces_the_earlier_output_and_prints_json_alone(desk):
 
 
 def test_compile_prints_tables(desk):
-    result = RUNNER.invoke(app, desk.compile("--eval-text", desk.text))
+    result = RUNNER.invoke(app, desk.compile("--eval-data", desk.text))
     assert result.exit_code == 0, result.stderr
     for word in ("held-out perplexity, dense", "held-out perplexity, compiled", "stream", "peak memory", "50.00%"):
         assert word in result.stdout

@@ -36,7 +36,7 @@ def _here(desk, monkeypatch):
 
 def command(desk: Desk, *more: object) -> list[str]:
     arguments = [
-        "compare", desk.model, "--calibration", desk.text, "--eval-text", desk.text, "--samples", 4,
+        "compare", desk.model, "--calibration", desk.text, "--eval-data", desk.text, "--samples", 4,
         "--sequence-length", 16, *more,
     ]  # fmt: skip
     return [str(argument) for argument in arguments]
@@ -156,7 +156,7 @@ def test_kept_results_of_another_comparison(desk):
     other = desk.write("other.txt", desk.text.read_text() + " the end")
     for more, words in (
         (("--samples", "3"), ["samples was 4, now 3"]),
-        (("--eval-text", other), ["held-out text was"]),
+        (("--eval-data", other), ["held-out text was"]),
         (("--calibration", other), ["calibration was", "other.txt"]),
         (("--ablate", "learn-layers", "--methods", "wanda + learned"), ["ablation was None, now 'learn-layers'"]),
     ):
@@ -181,7 +181,7 @@ def test_an_ablation_from_the_command_line(desk):
         (("--seeds", "a"), ["seeds 'a'", "0,1,2"]),
         (("--seeds", "-1"), ["seeds '-1'"]),
         (("--methods", "fancy"), ["'fancy'", "magnitude, wanda"]),
-        (("--eval-text", "none"), ["nothing to compare on"]),
+        (("--eval-data", "none"), ["nothing to compare on"]),
         (("--output", "no/such/report.json"), ["no/such"]),
         (("--output", "t.json", "--output", "report.pdf"), [".pdf", ".json, .csv, .md"]),
         (("--sparsity", "4:2"), ["4:2"]),

@@ -92,7 +92,7 @@ def test_activations_that_overflow(desk, tmp_path, importance, more):
 def test_activations_that_overflow_on_the_held_out_text(desk, tmp_path):
     model = Path(shutil.copytree(desk.model, tmp_path / "model"))
     overflow(model)
-    desk.refuses(desk.compile("--eval-text", desk.text, model=model), "not finite", "--dtype float32")
+    desk.refuses(desk.compile("--eval-data", desk.text, model=model), "not finite", "--dtype float32")
 
 
 @pytest.mark.parametrize("command", ["compile", "inspect", "compare"])
@@ -132,7 +132,7 @@ def test_c4_offline(desk):
 # -- texts ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("option", ["--calibration", "--eval-text"])
+@pytest.mark.parametrize("option", ["--calibration", "--eval-data"])
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [

@@ -16,7 +16,7 @@ BAD_OPTIONS = {
     "letters": (("--sparsity", "a:b"), ["'a:b'", "N:M"]),
     "pattern that does not fit": (("--sparsity", "3:5"), ["layers.0-1.", "16 input channels", "--skip-indivisible"]),
     "zero samples": (("--samples", "0"), ["samples is 0", "at least 1"]),
-    "one token": (("--sequence-length", "1"), ["sequence_length is 1", "at least 2"]),
+    "one token": (("--sequence-length", "1"), ["--sequence-length is 1", "at least 2"]),
     "beyond the positions": (("--sequence-length", "33"), ["33", "32 positions", "--sequence-length 32"]),
     "more samples than text": (("--samples", "9999"), ["9999 are needed", "--samples"]),
     "unknown recipe": (("--recipe", "fancy"), ["'fancy'", "default, best, fast, values, published"]),
@@ -39,12 +39,12 @@ BAD_OPTIONS = {
         ["--importance has no effect with --recipe sparsegpt", "its own mask"],
     ),
     "block no multiple": ((*LEARN, "--learn-block-size", "30"), ["learn_block_size 30", "2:4", "multiple of 4"]),
-    "no epochs": ((*LEARN, "--learn-epochs", "0"), ["learn_epochs is 0", "at least 1"]),
-    "endless decay": ((*LEARN, "--learn-weight-decay", "inf"), ["learn_weight_decay", "inf"]),
+    "no epochs": ((*LEARN, "--learn-epochs", "0"), ["--learn-epochs is 0", "at least 1"]),
+    "endless decay": ((*LEARN, "--learn-weight-decay", "inf"), ["--learn-weight-decay", "inf"]),
     "wrong layers": ((*LEARN, "--learn-layers", "first:2"), ["'first:2'", "last:K"]),
     "no config file": (("--config", "no.toml"), ["no.toml", "cannot be read"]),
     "no calibration file": (("--calibration", "no.txt"), ["no.txt", "demo, c4, wikitext2, pile"]),
-    "no evaluation file": (("--eval-text", "no.txt"), ["no.txt", "demo, wikitext2"]),
+    "no evaluation file": (("--eval-data", "no.txt"), ["no.txt", "demo, wikitext2"]),
 }
 
 

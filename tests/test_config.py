@@ -138,7 +138,7 @@ def test_every_option_is_a_flag_of_compile():
 def test_no_flag_of_the_commands_is_dropped_on_the_way():
     """A parameter of a command either reaches the config or steers the run."""
     running = {
-        "model", "recipe", "eval_text", "device", "dtype", "output", "overwrite", "config", "json",
+        "model", "recipe", "eval_data", "device", "dtype", "output", "overwrite", "config", "json",
         "trust_remote_code", "seeds", "methods", "patterns", "ablate", "values", "tasks", "tasks_dir", "limit",
         "restart", "dry_run", "devices", "shard", "offload", "help_all", "gguf_file",
     }  # fmt: skip
@@ -302,7 +302,7 @@ def test_options_of_steps_that_do_not_run_are_refused(name, recipe):
     if config.has(option.step):
         check_given([name], config)
         return
-    message = f"{option.flag} has no effect with --recipe {recipe}: .* step {option.step}; .* add {option.step} to"
+    message = f"`{option.name}=` has no effect with `recipe={recipe}`: .* step {option.step}; .* add {option.step} to"
     with pytest.raises(ConfigError, match=message):
         check_given([name], config)
 
@@ -319,7 +319,7 @@ def test_options_of_steps_that_do_not_run_are_refused(name, recipe):
         ("importance", {"recipe": "sparsegpt", "sparsegpt_mask": "keep"}, None),
         ("importance", {"recipe": "heuristic,sparsegpt"}, None),
         ("importance", {"recipe": "mask,distill"}, None),
-        ("o_proj", {}, "--layout portable: leave it out, or choose --layout fused"),
+        ("o_proj", {}, "`layout=portable`: leave it out, or choose `layout=fused`"),
         ("o_proj", {"layout": "fused"}, None),
         ("seed", {"recipe": "mask"}, None),
     ],
@@ -330,7 +330,7 @@ def test_options_of_the_compilation_that_change_nothing_are_refused(option, give
     if wanted is None:
         check_given([option], config)
         return
-    with pytest.raises(ConfigError, match=f"^{OPTIONS[option].flag} has no effect with .*{wanted}"):
+    with pytest.raises(ConfigError, match=f"^`{option}=` has no effect with .*{wanted}"):
         check_given([option], config)
 
 

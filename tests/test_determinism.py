@@ -40,7 +40,7 @@ def runs(model_folder, tmp_path_factory) -> list[Path]:
     for number, folder in enumerate(folders):
         commands = [
             ["compile", str(model_folder), "--calibration", str(model_folder.parent / "text.txt"), "--samples", "4",
-             "--sequence-length", "16", "--eval-text", "none", "--seed", "7", "--output", str(folder / name), *options]
+             "--sequence-length", "16", "--eval-data", "none", "--seed", "7", "--output", str(folder / name), *options]
             for name, options in RECIPES.items()
         ]  # fmt: skip
         environment = {**os.environ, "PYTHONHASHSEED": str(number + 1), "OMP_NUM_THREADS": "1"}

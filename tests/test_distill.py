@@ -178,7 +178,7 @@ def test_a_loss_that_is_not_finite_is_a_clear_error():
     pruned = tiny()
     pruned.objective = replace(pruned.objective, target=torch.full_like(pruned.objective.target, torch.nan))
     before = facts(pruned.model)
-    with pytest.raises(CalibrationError, match=r"distill: the loss .*--dtype float32"):
+    with pytest.raises(CalibrationError, match=r"distill: the loss .*`dtype=float32`"):
         pruned.distill()
     assert facts(pruned.model) == before
 

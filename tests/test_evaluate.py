@@ -71,7 +71,7 @@ def test_perplexity_of_an_ignorant_model_is_the_vocabulary(causal):
 
 def test_perplexity_that_is_not_finite_is_refused(causal):
     causal.model.norm.weight.data[0] = float("nan")
-    with pytest.raises(CalibrationError, match=r"held-out loss is nan.*--dtype float32"):
+    with pytest.raises(CalibrationError, match=r"held-out loss is nan.*`dtype=float32`"):
         perplexity(causal, windows(2), 2)
 
 

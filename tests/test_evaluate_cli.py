@@ -57,7 +57,7 @@ def compiled(model_folder, tmp_path_factory) -> dict[str, Path]:
 def options(model_folder, tmp_path) -> list[object]:
     tasks = write_tasks(tmp_path / "tasks")
     return [
-        "--against", model_folder, "--perplexity", model_folder.parent / "text.txt",
+        "--against", model_folder, "--eval-data", model_folder.parent / "text.txt",
         "--tasks", "foxes,dogs", "--tasks-dir", tasks, "--json",
     ]  # fmt: skip
 
@@ -131,7 +131,7 @@ def test_compiled_folders_load_straight_onto_the_device(compiled, model_folder, 
 def test_a_damaged_order_is_refused(desk, compiled, stored, words):
     folder = Path(shutil.copytree(compiled["portable"], desk.folder / "model"))
     edit_json(folder / "permtriton.json", lambda report: report.update(hidden_states=stored))
-    arguments = ["evaluate", folder, "--against", desk.model, "--perplexity", desk.text]
+    arguments = ["evaluate", folder, "--against", desk.model, "--eval-data", desk.text]
     desk.refuses([str(argument) for argument in arguments], "hidden_states", words)
 
 
@@ -175,7 +175,7 @@ def test_the_demo_has_a_text_of_its_own(monkeypatch):
 
 
 def test_tasks_alone_need_no_text(desk, options):
-    report = json.loads(run(desk.model, "--perplexity", "none", *options[4:], "--limit", 3))
+    report = json.loads(run(desk.model, "--eval-data", "none", *options[4:], "--limit", 3))
     assert (report["text"], report["protocol"], report["perplexity"]) == (None, None, None)
     assert [task["samples"] for task in report["tasks"]] == [3, 2]
 
@@ -193,9 +193,7 @@ def test_tasks_do_not_need_the_text_that_nobody_named(desk, options, monkeypatch
     report = json.loads(result.stdout)
     assert (report["text"], report["perplexity"], len(report["tasks"])) == (None, None, 2)
     desk.refuses(["evaluate", str(desk.model)], "wikitext2 cannot be fetched")
-    desk.refuses(
-        ["evaluate", str(desk.model), "--perplexity", "wikitext2", *map(str, options[4:])], "cannot be fetched"
-    )
+    desk.refuses(["evaluate", str(desk.model), "--eval-data", "wikitext2", *map(str, options[4:])], "cannot be fetched")
 
 
 def test_encoders_get_a_cosine(desk):
@@ -203,10 +201,10 @@ def test_encoders_get_a_cosine(desk):
         desk.folder / "b"
     )
     ids = desk.write("ids.jsonl", json.dumps({"input_ids": list(range(64))}))
-    report = json.loads(run(desk.folder / "b", "--against", desk.folder / "b", "--perplexity", ids, "--json"))
+    report = json.loads(run(desk.folder / "b", "--against", desk.folder / "b", "--eval-data", ids, "--json"))
     assert report["cosine"] == pytest.approx(1, abs=1e-6)
     assert (report["perplexity"], report["kl"]) == (None, None)
-    desk.refuses(["evaluate", str(desk.folder / "b"), "--perplexity", str(ids)], "no perplexity", "--against")
+    desk.refuses(["evaluate", str(desk.folder / "b"), "--eval-data", str(ids)], "no perplexity", "--against")
 
 
 # -- refusals ------------------------------------------------------------------------------------------------------
@@ -215,12 +213,12 @@ def test_encoders_get_a_cosine(desk):
 def test_wrong_arguments_are_refused_before_the_work(desk, compiled, options, monkeypatch):
     from permtriton.model import load
 
-    text = ["--perplexity", str(desk.text)]
+    text = ["--eval-data", str(desk.text)]
     portable = str(compiled["portable"])
     desk.refuses(["evaluate", str(desk.model), *text, "--against", portable], "already been compiled", "original model")
     desk.refuses(["evaluate", str(desk.model), *text, "--against", "demo"], "vocabular", "compiled from")
-    desk.refuses(["evaluate", str(desk.model), "--perplexity", "nothing.txt"], "nothing.txt is neither a file")
-    desk.refuses(["evaluate", str(desk.model), "--perplexity", "none"], "nothing to evaluate")
+    desk.refuses(["evaluate", str(desk.model), "--eval-data", "nothing.txt"], "nothing.txt is neither a file")
+    desk.refuses(["evaluate", str(desk.model), "--eval-data", "none"], "nothing to evaluate")
     desk.refuses(["evaluate", str(desk.model), *text, "--batch-size", "0"], "batch size is 0")
     monkeypatch.setattr(load, "load_model", lambda source: pytest.fail("the model was loaded"))
     desk.refuses(["evaluate", str(desk.model), *text, "--limit", "3"], "--limit", "without --tasks")
@@ -237,5 +235,5 @@ def test_lm_eval_is_imported_for_tasks_only(desk, options, monkeypatch):
     monkeypatch.delitem(sys.modules, "permtriton.evaluation.tasks")
     monkeypatch.setitem(sys.modules, "lm_eval", None)  # its import is now an error
     run(*options[:4], desk.model)
-    desk.refuses(["evaluate", str(desk.model), *map(str, options)], "--tasks needs lm_eval", '"permtriton[eval]"')
+    desk.refuses(["evaluate", str(desk.model), *map(str, options)], "by tasks needs lm_eval", '"permtriton[eval]"')
     monkeypatch.undo()

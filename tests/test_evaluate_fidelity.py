@@ -109,7 +109,7 @@ def test_models_that_cannot_be_compared_are_refused():
 def test_measures_that_are_not_finite_are_refused():
     model, dense = zoo.build("llama"), zoo.build("llama")
     model.lm_head.weight.data[0] = math.inf
-    with pytest.raises(CalibrationError, match="--dtype float32"):
+    with pytest.raises(CalibrationError, match="`dtype=float32`"):
         fidelity(model, dense, WINDOWS, 2)
 
 
@@ -141,10 +141,10 @@ def test_encoders_have_a_cosine_only(model_class):
 def test_what_cannot_be_measured_is_said():
     model = zoo.build("llama")
     for words, arguments in {
-        "BertModel predicts no next token, so it has no perplexity.*--against": (encoder(), {"windows": WINDOWS}),
+        "BertModel predicts no next token, so it has no perplexity.*`against=`": (encoder(), {"windows": WINDOWS}),
         "BertModel predicts no next token, so it has no tasks": (encoder(), {"tasks": object()}),
         "nothing to evaluate": (model, {}),
-        "--perplexity none leaves none": (model, {"dense": model, "tasks": object()}),
+        "with `eval_data=none` there is none": (model, {"dense": model, "tasks": object()}),
         "need the model's tokenizer": (model, {"tasks": object()}),
         "batch size is 0": (model, {"windows": WINDOWS, "batch": 0}),
     }.items():

@@ -160,7 +160,7 @@ def test_dense_and_plain_are_the_same_for_a_portable_model(sources, tmp_path):
 
 def test_a_fused_model_has_no_plain_form(sources, tmp_path):
     for folder in (sources["fused"], tmp_path / "packed"):
-        with pytest.raises(ConfigError, match=r"at run time .*--layout portable"):
+        with pytest.raises(ConfigError, match=r"at run time .*`layout=portable`"):
             export(folder, tmp_path / "plain", "plain")
         if folder is sources["fused"]:
             export(folder, tmp_path / "packed")

@@ -89,14 +89,14 @@ def test_the_core_compiles_exports_and_loads(tmp_path):
     (tmp_path / "text.jsonl").write_text(json.dumps({"input_ids": zoo.tiny_ids(1, 64)[0].tolist()}))
     said = core_only(
         """
-options = ["--recipe", "mask", "--samples", "2", "--sequence-length", "16", "--eval-text", "none"]
+options = ["--recipe", "mask", "--samples", "2", "--sequence-length", "16", "--eval-data", "none"]
 run("compile", "tiny", "--calibration", "text.jsonl", "--output", "out", *options)
 run("export", "out", "--output", "packed")
 from transformers import AutoModelForCausalLM
 AutoModelForCausalLM.from_pretrained("packed")
 run("report", "out")
-run("evaluate", "tiny", "--perplexity", "none", "--tasks", "arc_easy")
-run("evaluate", "tiny", "--perplexity", "wikitext2")
+run("evaluate", "tiny", "--eval-data", "none", "--tasks", "arc_easy")
+run("evaluate", "tiny", "--eval-data", "wikitext2")
 run("compile", "tiny", "--calibration", "text.parquet", "--output", "other", *options)
 """,
         tmp_path,

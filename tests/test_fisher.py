@@ -169,7 +169,7 @@ def test_gradients_that_are_not_finite_are_refused_by_name():
     model, plan = planned("llama")
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[0, 0] = float("inf")
-    with pytest.raises(CalibrationError, match=r"model\..*not finite.*--heuristic-row-weights none"):
+    with pytest.raises(CalibrationError, match=r"model\..*not finite.*`heuristic_row_weights=none`"):
         found(model, plan)
 
 

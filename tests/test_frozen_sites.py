@@ -47,7 +47,7 @@ def test_indivisible_channels_are_refused_or_skipped(name, changes, layer, chann
     with pytest.raises(ModelError) as refused:
         find_plan(model, TWO_FOUR)
     assert str(refused.value).startswith(f"{layer.replace('.0.', '.0-1.')}: {reason}; ")
-    assert "--skip-indivisible" in str(refused.value)
+    assert "`skip_indivisible=True`" in str(refused.value)
 
     plan = find_plan(model, TWO_FOUR, skip_indivisible=True)
     assert {n for n, r in plan.skipped.items() if r == reason} == {layer, layer.replace(".0.", ".1.")}

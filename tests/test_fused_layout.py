@@ -272,7 +272,7 @@ def test_a_saved_fused_model_needs_permtriton(tmp_path):
 
 
 def test_an_indivisible_site_is_refused_in_fused_too():
-    with pytest.raises(ModelError, match="--skip-indivisible"):
+    with pytest.raises(ModelError, match="`skip_indivisible=True`"):
         find_plan(zoo.build("llama", intermediate_size=110), TWO_FOUR, layout="fused")
 
 

@@ -301,7 +301,7 @@ def test_without_a_text_masks_alone_are_possible():
 
 
 def test_no_text_at_all_is_refused():
-    with pytest.raises(ConfigError, match="say how many sequences by --generated"):
+    with pytest.raises(ConfigError, match="say how many sequences by `generated=`"):
         compiled("mask,distill", ids=None, calibration="none", generated=0)
     with pytest.raises(ConfigError, match="but samples were given"):
         compiled("mask,distill", calibration="none")
@@ -324,20 +324,20 @@ def t5() -> PreTrainedModel:
     ids=["encoder", "encoder-decoder"],
 )
 def test_models_that_cannot_write_are_refused(make, words):
-    with pytest.raises(ConfigError, match=f"--generated 5: {words}.*--generated 0"):
+    with pytest.raises(ConfigError, match=f"`generated=5`: {words}.*`generated=0`"):
         compiled("mask,distill", make())
-    with pytest.raises(ConfigError, match=f"--calibration none: {words}.*Give a text"):
+    with pytest.raises(ConfigError, match=f"`calibration=none`: {words}.*Give a text"):
         compiled("mask,distill", make(), None, calibration="none", sequence_length=10)
 
 
 def test_samples_of_more_than_tokens_are_refused():
     inputs = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
-    with pytest.raises(ConfigError, match=r"--generated 5: .* reads input_ids\+attention_mask"):
+    with pytest.raises(ConfigError, match=r"`generated=5`: .* reads input_ids\+attention_mask"):
         compiled("mask,distill", ids=inputs)
 
 
 def test_an_offload_folder_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"--generated 5: with --offload, each token"):
+    with pytest.raises(ConfigError, match=r"`generated=5`: with `offload=`, each token"):
         compiled("mask,reconstruct", offload=Offload(tmp_path))
 
 
@@ -389,7 +389,7 @@ def test_time_and_memory_of_writing():
 def test_the_dry_run_says_how_long_writing_takes(model_folder, tmp_path):
     arguments = [
         "compile", str(model_folder), "--recipe", "mask,distill", "--calibration", "none", "--generated", "4",
-        "--sequence-length", "16", "--dry-run", "--json", "--eval-text", "none", "--output", str(tmp_path / "out"),
+        "--sequence-length", "16", "--dry-run", "--json", "--eval-data", "none", "--output", str(tmp_path / "out"),
     ]  # fmt: skip
     result = RUNNER.invoke(app, arguments)
     assert result.exit_code == 0, result.stderr
@@ -401,7 +401,7 @@ def test_the_dry_run_says_how_long_writing_takes(model_folder, tmp_path):
 def test_the_command_line_repeats_itself(model_folder, tmp_path):
     arguments = [
         "compile", str(model_folder), "--recipe", "mask,distill", "--calibration", "none", "--generated", "4",
-        "--distill-epochs", "1", "--sequence-length", "16", "--eval-text", "none",
+        "--distill-epochs", "1", "--sequence-length", "16", "--eval-data", "none",
     ]  # fmt: skip
     result = RUNNER.invoke(app, [*arguments, "--output", str(tmp_path / "out")])
     assert result.exit_code == 0, result.stderr
@@ -414,10 +414,10 @@ def test_the_command_line_repeats_itself(model_folder, tmp_path):
 
 def test_options_without_an_effect():
     fast = config_from({"recipe": "fast", "generated": 3})
-    with pytest.raises(ConfigError, match=r"--generated has no effect with --recipe heuristic,sparsegpt, none of"):
+    with pytest.raises(ConfigError, match=r"`generated=` has no effect with `recipe=` heuristic,sparsegpt, none of"):
         check_given(["generated"], fast)
     assert (fast.generated, fast.writes) == (0, 0)
     alone = config_from({"recipe": "fast", "calibration": "none", "generated": 3, "samples": 5})
-    with pytest.raises(ConfigError, match=r"--samples has no effect with --calibration none"):
+    with pytest.raises(ConfigError, match=r"`samples=` has no effect with `calibration=none`"):
         check_given(["generated", "samples"], alone)
     assert (alone.generated, alone.writes) == (0, 3)

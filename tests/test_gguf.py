@@ -153,7 +153,7 @@ def test_names_without_a_file(tmp_path):
 
 
 def test_a_file_and_a_name_inside(file):
-    with pytest.raises(ConfigError, match="is a file itself: leave --gguf-file out"):
+    with pytest.raises(ConfigError, match="is a file itself: leave `gguf_file=` out"):
         load_model(Source(str(file), gguf_file="another.gguf"))
 
 
@@ -173,7 +173,7 @@ def test_an_output_that_holds_the_file_is_refused(workplace):
 
 def test_compile(pristine, workplace):
     words = ["compile", FILE, "--recipe", "sparsegpt", "--calibration", workplace.text, "--samples", 4]
-    words += ["--sequence-length", 16, "--eval-text", workplace.text]
+    words += ["--sequence-length", 16, "--eval-data", workplace.text]
     result = RUNNER.invoke(app, list(map(str, words)))
     assert result.exit_code == 0, result.output
     assert f"loading {FILE}, dequantized: {WORDS}" in result.stderr
@@ -187,7 +187,7 @@ def test_compile(pristine, workplace):
     up = AutoModelForCausalLM.from_pretrained(folder).get_parameter("model.layers.0.mlp.up_proj.weight")
     assert int((up == 0).sum()) == up.numel() // 2
     result = RUNNER.invoke(
-        app, ["evaluate", str(folder), "--against", FILE, "--perplexity", str(workplace.text), "--json"]
+        app, ["evaluate", str(folder), "--against", FILE, "--eval-data", str(workplace.text), "--json"]
     )
     measured = json.loads(result.stdout)
     assert measured["dense_perplexity"] == pytest.approx(record["evaluation"]["dense"])
@@ -222,7 +222,7 @@ def test_commands_that_write_nothing(workplace):
         ["inspect", FILE],
         ["inspect", ".", "--gguf-file", FILE],
         workplace.compile("--dry-run", model=FILE),
-        ["evaluate", ".", "--gguf-file", FILE, "--perplexity", str(workplace.text)],
+        ["evaluate", ".", "--gguf-file", FILE, "--eval-data", str(workplace.text)],
     ):
         result = RUNNER.invoke(app, words)
         assert result.exit_code == 0, result.output

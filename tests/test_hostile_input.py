@@ -232,7 +232,7 @@ TABLES = {
 
 
 @pytest.mark.parametrize("case", TABLES)
-@pytest.mark.parametrize("option", ["--calibration", "--eval-text"])
+@pytest.mark.parametrize("option", ["--calibration", "--eval-data"])
 def test_parquet(desk, case, option):
     path = desk.folder / "a.parquet"
     pyarrow.parquet.write_table(TABLES[case], path)
@@ -262,7 +262,7 @@ LONG = "x" * 5000
     "arguments",
     [
         ("--calibration", f"{LONG}.txt"),
-        ("--eval-text", f"{LONG}.txt"),
+        ("--eval-data", f"{LONG}.txt"),
         ("--output", LONG),
         ("--config", f"{LONG}.toml"),
         ("--calibration", "a\0b.txt"),
@@ -368,7 +368,7 @@ def test_export_follows_no_links_to_folders(compiled, tmp_path):
 def test_export_does_not_write_into_what_it_copies(compiled, tmp_path):
     model = Path(shutil.copytree(compiled, tmp_path / "model"))
     for output in (model / "packed", model, tmp_path):
-        with pytest.raises(OutputError, match=r"is, contains or is in .*model, which is read: choose .* --output"):
+        with pytest.raises(OutputError, match=r"is, contains or is in .*model, which is read: choose .* `output=`"):
             export(model, output)
 
 

@@ -65,7 +65,7 @@ for line in sys.stdin:
 CHANGES = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
 RENAMES = ("os.rename",)
 QUICK = (
-    *("--samples", 4, "--sequence-length", 16, "--micro-batch-size", 4, "--eval-text", "none", "--overwrite"),
+    *("--samples", 4, "--sequence-length", 16, "--micro-batch-size", 4, "--eval-data", "none", "--overwrite"),
     "--no-activation-checkpointing",
 )
 SEARCH = ("--search-rounds", 2)

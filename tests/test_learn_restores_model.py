@@ -50,7 +50,7 @@ def test_a_loss_that_is_not_finite_is_refused(at):
     poison = lambda: broken.target.fill_(float("nan"))  # noqa: E731
     if not at:
         poison()
-    with unchanged(broken.model), pytest.raises(CalibrationError, match=r"learning loss is nan.*--dtype float32"):
+    with unchanged(broken.model), pytest.raises(CalibrationError, match=r"learning loss is nan.*`dtype=float32`"):
         broken.learn(progress=Counting(at, poison))
 
 

@@ -182,7 +182,7 @@ def test_device(monkeypatch, requested, has_gpu, got):
 
 def test_cuda_without_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ConfigError, match=r"no usable CUDA GPU .*--device cpu"):
+    with pytest.raises(ConfigError, match=r"no usable CUDA GPU .*`device=cpu`"):
         resolve_device("cuda")
 
 
@@ -244,7 +244,7 @@ def with_code(folder, tmp_path, monkeypatch) -> tuple[Source, Path]:
 
 def test_a_models_own_code_does_not_run_by_default(with_code):
     source, mark = with_code
-    with pytest.raises(ModelError, match=r"OwnForCausalLM .*--trust-remote-code"):
+    with pytest.raises(ModelError, match=r"OwnForCausalLM .*`trust_remote_code=True`"):
         load_model(source)
     assert not mark.exists()
 

@@ -126,7 +126,7 @@ def test_the_result_is_that_in_memory_and_no_file_is_left(layout, tmp_path):
 )
 def test_steps_that_need_all_gradients_are_refused(recipe, step, offload):
     model, config = zoo.planned("llama_eager")[0], config_from(recipe=recipe)
-    with pytest.raises(ConfigError, match=f"the step {step} .*leave {step} out of --recipe"):
+    with pytest.raises(ConfigError, match=f"the step {step} .*leave {step} out of `recipe=`"):
         compile_model(model, config=config, ids=IDS, offload=offload)
 
 
@@ -140,7 +140,7 @@ def test_folders_that_cannot_be_used_are_refused(tmp_path, monkeypatch):
 
 def test_a_gpu_is_refused(offload):
     parameter = SimpleNamespace(device=torch.device("cuda"))
-    with pytest.raises(ConfigError, match="choose --device cpu"):
+    with pytest.raises(ConfigError, match="choose `device=cpu`"):
         offload.move(SimpleNamespace(parameters=lambda: [parameter]))
 
 
@@ -190,7 +190,7 @@ def compiled_within(limit: int | None, model: Path, ids: Path, *options: str) ->
     """Compiles a stored model in a process of its own; returns the result's SHA-256, and the most memory in bytes."""
     output = ids.parent / f"{model.name}-{'memory' if limit is None else limit}{len(options)}"
     command = f"""{sys.executable} -m permtriton compile {model} --output {output} --calibration {ids} --samples 4
-        --sequence-length 64 --eval-text none --recipe sparsegpt"""
+        --sequence-length 64 --eval-data none --recipe sparsegpt"""
     with control_group("permtriton-test", limit) as group:
         enter = f"echo $$ > {group}/cgroup.procs && exec "
         run = ["sh", "-c", enter + " ".join([*command.split(), *options])]

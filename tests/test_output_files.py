@@ -32,8 +32,8 @@ def commands(desk: Desk, output: object) -> dict[str, list[str]]:
     """A command of each kind that writes a file, with its output."""
     model, text = desk.model, desk.text
     arguments = {
-        "evaluate": ["evaluate", model, "--perplexity", text, "--output", output],
-        "compare": ["compare", model, "--eval-text", text, "--calibration", text, "--output", output],
+        "evaluate": ["evaluate", model, "--eval-data", text, "--output", output],
+        "compare": ["compare", model, "--eval-data", text, "--calibration", text, "--output", output],
         "report": ["report", desk.out, "--output", output],
         "inspect": ["inspect", model, "--dot", output],
     }
@@ -62,7 +62,7 @@ def test_a_file_of_someone_else_is_not_replaced(desk, no_work, monkeypatch, comm
 
 def test_a_tokenizer_survives_its_evaluation(desk):
     model = Path(shutil.copytree(desk.model, desk.folder / "model"))
-    arguments = ["evaluate", str(model), "--perplexity", str(desk.text), "--output", str(model / "tokenizer.json")]
+    arguments = ["evaluate", str(model), "--eval-data", str(desk.text), "--output", str(model / "tokenizer.json")]
     desk.refuses(arguments, "tokenizer.json exists", "--overwrite")
     assert RUNNER.invoke(app, [*arguments, "--overwrite"]).exit_code == 0
     assert "perplexity" in json.loads((model / "tokenizer.json").read_text())

@@ -39,7 +39,7 @@ class Own(Step):
     rounds: int = option(2, "How often kept weights are multiplied.", minimum=1)
 
     def conflicts(self, config, steps):
-        return "step own is refused with 4:8: choose --sparsity 2:4" if config.sparsity.group == 8 else ""
+        return "step own is refused with 4:8: choose `sparsity=2:4`" if config.sparsity.group == 8 else ""
 
     def needs(self, facts):
         return {"scaling": {"factors": FACTORS}}
@@ -73,7 +73,7 @@ def main(folder: Path) -> None:
 
     (folder / "own.toml").write_text('recipe = "heuristic,mask,own"\n[own]\nrounds = 3\n')
     (folder / "other.toml").write_text("[own]\nloops = 3\n")
-    text = ("--samples", "2", "--sequence-length", "16", "--eval-text", "none", "--output", str(folder / "out"))
+    text = ("--samples", "2", "--sequence-length", "16", "--eval-data", "none", "--output", str(folder / "out"))
     demo = ("compile", "demo", *text, "--recipe", "heuristic,mask,own")
     file = ("compile", "demo", *text, "--config")
     found = {}
@@ -200,7 +200,7 @@ def test_it_is_listed_with_the_recipes(results):
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ("conflict", "error: step own is refused with 4:8: choose --sparsity 2:4"),
+        ("conflict", "error: step own is refused with 4:8: choose `sparsity=2:4`"),
         ("too few", "error: own_rounds is 0: expected an integer of at least 1"),
         ("unknown", "[own] has no option 'loops': its options are rounds"),
         ("idle", "--own-rounds has no effect with --recipe mask"),

@@ -259,7 +259,7 @@ def test_the_installed_wheel_works(wheel_file, tmp_path):
     pip = [sys.executable, "-m", "pip", "--python", str(home / "bin" / "python"), "install", "--no-deps", "--quiet"]
     built([*pip, "--force-reinstall", str(wheel_file)], tmp_path)
     command = str(home / "bin" / "permtriton")
-    options = ["--recipe", "mask", "--samples", "2", "--eval-text", "none", "--output", "out"]
+    options = ["--recipe", "mask", "--samples", "2", "--eval-data", "none", "--output", "out"]
     for words in (["--version"], ["compile", "demo", *options], ["export", "out"], ["report", "out"], ["doctor"]):
         built([command, *words], tmp_path)
     assert (tmp_path / "out-packed" / "permtriton.json").is_file()

@@ -20,7 +20,7 @@ METHODS = {
     "learned": ["--recipe", "learned,mask", "--learn-epochs", "1"],
     "searched": ["--recipe", "searched,mask", "--search-rounds", "1", "--search-block", "64"],
 }
-COMMON = ["--samples", "4", "--sequence-length", "32", "--eval-text", "none", "--json"]
+COMMON = ["--samples", "4", "--sequence-length", "32", "--eval-data", "none", "--json"]
 
 
 def write_model(folder: Path, **sizes: int) -> int:

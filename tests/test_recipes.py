@@ -138,11 +138,11 @@ def test_folders_lose_their_path(tmp_path):
     folder = tmp_path / "my model"
     folder.mkdir()
     config = config_from({"calibration": str(tmp_path / "text.txt")})
-    command = command_of(str(folder), config, eval_text="none", dtype=None, trust_remote_code=True)
+    command = command_of(str(folder), config, eval_data="none", dtype=None, trust_remote_code=True)
     assert str(tmp_path) not in command
     assert shlex.split(command)[2] == "my model"
     assert "--calibration text.txt" in command
-    assert command.endswith("--eval-text none --trust-remote-code")
+    assert command.endswith("--eval-data none --trust-remote-code")
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def test_a_state_that_does_not_belong_is_refused(problem, tmp_path, content):
         path.write_bytes(b"" if content == "empty" else b"garbage" * 9)
     before = path.read_bytes()
     words = "model is another one" if content == "another run" else "is damaged: it is not a whole safetensors file"
-    with unchanged(problem.model), pytest.raises(PermTritonError, match=f"{words}.*--restart"):
+    with unchanged(problem.model), pytest.raises(PermTritonError, match=f"{words}.*`restart=True`"):
         problem.learn(resume=LearningFile(path, MINE))
     assert path.read_bytes() == before
 

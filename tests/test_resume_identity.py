@@ -57,7 +57,7 @@ def test_a_changed_model_is_refused(tmp_path, change):
     run(path)
     with pytest.raises(OutputError, match="the model is another one") as caught:
         run(path, change)
-    assert "--restart" in str(caught.value)
+    assert "`restart=True`" in str(caught.value)
 
 
 def test_every_difference_is_named(tmp_path, monkeypatch):

@@ -126,7 +126,7 @@ def test_the_states_of_stages_go_once_the_result_is_saved(compiled, place, monke
 
 
 def test_existing_output_needs_overwrite(compiled, place, earlier):
-    with pytest.raises(OutputError, match="exists: choose another folder, or replace it with --overwrite"):
+    with pytest.raises(OutputError, match="exists: choose another folder, or replace it with `overwrite=True`"):
         compiled.save_pretrained(place / "out")
     assert folders.files(place) == earlier
 

@@ -70,7 +70,7 @@ def test_a_state_that_does_not_belong_is_refused(given, tmp_path, content):
     else:
         given.search(state=SearchFile(path, ANOTHER), search_rounds=1)
     words = "model is another one" if content == "another run" else "is damaged: it is not a whole safetensors file"
-    with unchanged(given.model), pytest.raises(OutputError, match=f"{words}.*--restart"):
+    with unchanged(given.model), pytest.raises(OutputError, match=f"{words}.*`restart=True`"):
         given.search(state=SearchFile(path, MINE), search_block=16)
 
 

@@ -89,7 +89,7 @@ def test_memory_is_that_of_the_longer_half():
 
 
 def test_sound_without_labels_has_no_perplexity():
-    with pytest.raises(ConfigError, match=r"WhisperForConditionalGeneration is given no labels.*--against"):
+    with pytest.raises(ConfigError, match=r"WhisperForConditionalGeneration is given no labels.*`against=`"):
         evaluate(build("whisper"), windows={"input_features": SOUND})
     with pytest.raises(ConfigError, match="reads input_features, not text, so it has no tasks"):
         evaluate(build("whisper"), tasks=object())

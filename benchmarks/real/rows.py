@@ -68,7 +68,7 @@ def command(row: str, job: Job, output: Path) -> list[str]:
         "--samples": job.samples,
         "--sequence-length": job.length,
         "--seed": job.seed,
-        "--eval-text": "none",
+        "--eval-data": "none",
         "--output": output,
     }
     words = [sys.executable, "-m", "permtriton", "compile", str(job.model), *OURS[row].split(), "--overwrite"]

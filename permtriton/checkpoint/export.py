@@ -93,7 +93,7 @@ def check_format(format: str, *, permuted: bool = False, what: str = "the model"
     if format == Format.PLAIN and permuted:
         raise ConfigError(
             f"{what} permutes channels at run time (layout fused), which transformers alone cannot do: compile the "
-            "original model with --layout portable for a plain checkpoint, or write this one as dense or packed"
+            "original model with `layout=portable` for a plain checkpoint, or write this one as dense or packed"
         )
 
 

@@ -49,11 +49,11 @@ def check_output(output: Path, *, overwrite: bool) -> None:
         raise OutputError(f"output {output} is a mount point, which no new folder can replace: give a folder inside it")
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         if not overwrite:
-            raise OutputError(f"output {output} exists: choose another folder, or replace it with --overwrite")
+            raise OutputError(f"output {output} exists: choose another folder, or replace it with `overwrite=True`")
         if not (path / REPORT_FILE).is_file():
             raise OutputError(
-                f"output {output} was not written by permtriton (it holds no {REPORT_FILE}), so --overwrite leaves it "
-                "alone: choose another folder"
+                f"output {output} was not written by permtriton (it holds no {REPORT_FILE}), so `overwrite=True` "
+                "leaves it alone: choose another folder"
             )
     check_parent(output)
 
@@ -67,7 +67,7 @@ def check_apart(output: Path, source: Path) -> None:
     inner, outer = source.resolve(), output.resolve()
     if inner.is_relative_to(outer) or outer.is_relative_to(inner):
         raise OutputError(
-            f"output {output} is, contains or is in {inner}, which is read: choose another folder with --output"
+            f"output {output} is, contains or is in {inner}, which is read: choose another folder with `output=`"
         )
 
 

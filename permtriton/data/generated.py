@@ -32,7 +32,7 @@ def why_not(model: PreTrainedModel, offload: Offload | None, samples: Samples | 
     """Returns why a model cannot write further samples, or the first ones where there are none; empty if it can."""
     name = type(model).__name__
     if offload is not None:
-        return "with --offload, each token of a text would take reading all weights from the disk"
+        return "with an offload folder, each token of a text would take reading all weights from the disk"
     if takes_decoder_ids(model):
         return f"{name} is an encoder-decoder, which writes only what belongs to the text that its encoder reads"
     if not model.can_generate():
@@ -105,8 +105,8 @@ def generated_text(
     texts, surprises = (ranks.join(each, len(starts)) for each in found)
     if not bool(surprises.isfinite().all()):
         raise CalibrationError(
-            "the text that the dense model writes is not finite: activations overflow (try --dtype "
-            "float32), or the weights are damaged"
+            "the text that the dense model writes is not finite: activations overflow (try "
+            "`dtype=float32`), or the weights are damaged"
         )
     kept = surprises.argsort(stable=True)[:count].sort().values
     perplexity = exp(float(surprises[kept].mean()) / length)
@@ -129,7 +129,7 @@ def _write(model: PreTrainedModel, starts: Tensor, numbers: Tensor, advance: Adv
             raise
         raise CalibrationError(
             f"the dense model itself, {type(model).__name__}, cannot generate text: {type(error).__name__}: "
-            f"{first_line(error)}. Give calibration text and --generated 0, so that it need not"
+            f"{first_line(error)}. Give calibration text and `generated=0`, so that it need not"
         ) from error
     return texts.cpu(), drawing.surprises.cpu()
 

@@ -30,10 +30,10 @@ def held_out_windows(model_name: str, data: Data | None, tokenizer: Any, model: 
         ModelError: the model only compares the outputs of others, as CLIP does.
     """
     if isinstance(data, str) and data == "none":
-        return None, "turned off by --eval-text (or --eval-data) none"
+        return None, "turned off"
     check_towers(model)
     if model.main_input_name != "input_ids" and data is None:
-        return None, "give --eval-data a folder to compare the hidden states on"
+        return None, f"{type(model).__name__} has no default text; name held-out data to compare the hidden states on"
     documents, name = None, DEMO if model_name == DEMO else "wikitext2"
     if data is not None:
         name = name_of(data)

@@ -71,7 +71,7 @@ def media_samples(
     kind, suffixes, part = KINDS[model.main_input_name]
     if not os.path.isdir(source):  # which, unlike Path.is_dir, takes names that are too long
         raise CalibrationError(
-            f"{source} is no folder, but {type(model).__name__} reads {kind}: give --calibration or --eval-data a "
+            f"{source} is no folder, but {type(model).__name__} reads {kind}: the option must name a "
             f"folder of {', '.join(suffixes)} files, or a {TENSORS} file with {model.main_input_name}"
         )
     if processor is None:
@@ -96,7 +96,7 @@ def _drawn(there: int, count: int | None, generator: torch.Generator | None, sou
     """Returns the numbers of the samples to take, int64 ``[count]``."""
     if count is not None and there < count:
         held = f"{there} sample{'' if there == 1 else 's'}"
-        raise CalibrationError(f"{source} holds {held}, but {count} are needed: lower --samples, or add more")
+        raise CalibrationError(f"{source} holds {held}, but {count} are needed: lower `samples=`, or add more")
     order = torch.arange(there) if generator is None else torch.randperm(there, generator=generator)
     return order[:count]
 

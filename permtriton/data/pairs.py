@@ -58,6 +58,6 @@ def paired_windows(
     if len(rows) < (wanted or 1):
         raise CalibrationError(
             f"{name} holds {len(pairs):,} pairs, which fill {len(rows)} sequences of {tokens} tokens, but "
-            f"{wanted or 1} are needed. Lower --samples or --sequence-length, or give more pairs"
+            f"{wanted or 1} are needed. Lower `samples=` or `sequence_length=`, or give more pairs"
         )
     return torch.stack(rows)

@@ -86,7 +86,7 @@ def calibration_ids(
     if windows < config.samples:
         raise CalibrationError(
             f"{config.calibration} holds {stream.numel():,} tokens, {windows} sequences of {config.sequence_length}, "
-            f"but {config.samples} are needed. Lower --samples or --sequence-length, or give more text"
+            f"but {config.samples} are needed. Lower `samples=` or `sequence_length=`, or give more text"
         )
     slack = stream.numel() - windows * config.sequence_length
     offset = int(torch.randint(0, slack + 1, (1,), generator=generator))

@@ -163,5 +163,5 @@ def _divergence(logits: Tensor, dense: Tensor) -> float:
 
 def _finite(name: str, value: float, model: PreTrainedModel) -> float:
     if not math.isfinite(value):
-        raise CalibrationError(f"the {name} is {value}: activations overflow in {model.dtype}; try --dtype float32")
+        raise CalibrationError(f"the {name} is {value}: activations overflow in {model.dtype}; try `dtype=float32`")
     return value

@@ -156,16 +156,16 @@ def _check(
     if batch is not None and batch < 1:
         raise ConfigError(f"batch size is {batch}: expected at least 1")
     if windows is None and tasks is None:
-        raise ConfigError("nothing to evaluate: give --perplexity, --tasks or both")
+        raise ConfigError("nothing to evaluate: give `eval_data=`, `tasks=` or both")
     if windows is None and dense is not None:
-        raise ConfigError("--against compares two models on a text: --perplexity none leaves none; name one")
+        raise ConfigError("`against=` compares two models on a text: with `eval_data=none` there is none: name one")
     if not (model.can_generate() and model.main_input_name == "input_ids") and tasks is not None:
         why = f"reads {model.main_input_name}, not text" if model.can_generate() else "predicts no next token"
-        raise ConfigError(f"{kind} {why}, so it has no tasks: leave --tasks out")
+        raise ConfigError(f"{kind} {why}, so it has no tasks: leave `tasks=` out")
     if windows is not None and dense is None and predicted(model, Samples.of(windows)) is None:
         why = "is given no labels to predict" if model.can_generate() else "predicts no next token"
         raise ConfigError(
-            f"{kind} {why}, so it has no perplexity: give the dense model with --against for the cosine of the hidden "
+            f"{kind} {why}, so it has no perplexity: give the dense model with `against=` for the cosine of the hidden "
             "states"
         )
     if tasks is not None and tokenizer is None:

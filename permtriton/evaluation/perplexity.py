@@ -73,7 +73,7 @@ def perplexity_of(model: PreTrainedModel, loss: float, tokens: int) -> float:
     """
     if not math.isfinite(loss):
         raise CalibrationError(
-            f"the held-out loss is {loss}: activations overflow in {model.dtype}; try --dtype float32"
+            f"the held-out loss is {loss}: activations overflow in {model.dtype}; try `dtype=float32`"
         )
     return math.exp(min(loss / tokens, MAX_LOSS))
 

@@ -33,9 +33,9 @@ class TaskRequest:
         """
         if self.names is None:
             if self.limit is not None or self.folder is not None:
-                raise ConfigError("--limit and --tasks-dir have no effect without --tasks: name tasks")
+                raise ConfigError("`limit=` and `tasks_dir=` have no effect without `tasks=`: name tasks")
             return None
-        require("--tasks", "lm_eval", "accelerate")
+        require("an evaluation by tasks", "lm_eval", "accelerate")
         progress.say(f"loading tasks {', '.join(self._parts())}")
         from permtriton.evaluation.tasks import Tasks  # imports lm_eval, which takes seconds
 

@@ -124,7 +124,7 @@ def fisher_information(
         if not bool(each.row.isfinite().all() & each.column.isfinite().all()):
             raise CalibrationError(
                 f"{name}: its inputs or the gradients of its outputs are not finite on the calibration text: try "
-                "--dtype float32, or --heuristic-row-weights none"
+                "`dtype=float32`, or `heuristic_row_weights=none`"
             )
     return found
 

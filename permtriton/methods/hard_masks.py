@@ -191,7 +191,7 @@ class HardMasks:
     def _check(self, loss: float) -> float:
         if not math.isfinite(loss):
             raise CalibrationError(
-                f"the loss of the search is {loss} in {self._model.dtype}: activations overflow (try --dtype float32), "
+                f"the loss of the search is {loss} in {self._model.dtype}: activations overflow (try `dtype=float32`), "
                 "or the weights are damaged"
             )
         return loss

@@ -279,7 +279,7 @@ class WeightTrainer:
     def _check(self, value: float, kind: str) -> float:
         if not math.isfinite(value):
             raise CalibrationError(
-                f"{self._what}: the {kind} is not finite: activations overflow (try --dtype float32), "
+                f"{self._what}: the {kind} is not finite: activations overflow (try `dtype=float32`), "
                 f"its learning rate, {self._options.learning_rate:g} is too high, or the weights are damaged"
             )
         return value

@@ -313,7 +313,7 @@ class OrderTrainer:
         if not 0 < largest < math.inf:
             raise CalibrationError(
                 f"the largest gradient of the permutations is {largest}: nothing can be learned in this dtype; try "
-                "--dtype float32 or bfloat16"
+                "`dtype=float32` or bfloat16"
             )
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
@@ -348,7 +348,7 @@ class OrderTrainer:
     def _check(self, loss: float) -> float:
         if not math.isfinite(loss):
             raise CalibrationError(
-                f"the learning loss is {loss} in {self._model.dtype}: activations overflow (try --dtype float32), or "
+                f"the learning loss is {loss} in {self._model.dtype}: activations overflow (try `dtype=float32`), or "
                 "the weights are damaged"
             )
         return loss

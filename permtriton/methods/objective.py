@@ -33,7 +33,7 @@ from permtriton.model.forward import (
 
 LOGITS_AT_ONCE = 1 << 24  # logits of one chunk of tokens; a few float32 copies of them are alive at once
 PROBE_TOKENS = 8
-CHOOSE = "choose the loss cosine (such as --search-loss cosine)"
+CHOOSE = "choose the loss cosine (such as `search_loss=cosine`)"
 
 
 class Head:

@@ -74,7 +74,7 @@ def inverse_diagonal(hessian: Tensor, name: str = "a layer") -> Tensor:
 
 def _singular(name: str) -> CalibrationError:
     return CalibrationError(
-        f"{name}: the Hessian of its inputs cannot be inverted: raise --samples, or choose another --importance "
+        f"{name}: the Hessian of its inputs cannot be inverted: raise `samples=`, or choose another `importance=` "
         "and prune with the step mask"
     )
 

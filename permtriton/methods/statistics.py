@@ -289,5 +289,5 @@ def check_finite(name: str, values: Tensor) -> None:
     if not bool(values.isfinite().all()):
         raise CalibrationError(
             f"{name}: {int((~values.isfinite()).sum())} of {values.numel()} input channels are NaN or infinite on the "
-            "calibration text: the model overflows in this dtype (try --dtype float32) or its weights are damaged"
+            "calibration text: the model overflows in this dtype (try `dtype=float32`) or its weights are damaged"
         )

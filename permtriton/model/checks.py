@@ -120,7 +120,7 @@ def check_same_outputs(before: Tensor, run: Callable[[], Tensor], model: PreTrai
             f"{stage}: outputs differ by {difference:.1e} of their size, but at most {allowed:.0e} is allowed in "
             f"{dtype}, in which rounding alone changes them by about {noise:.0e}. Nothing was saved; "
             + (
-                "a wider dtype (--dtype float32) may show that only rounding differs"
+                "a wider dtype (`dtype=float32`) may show that only rounding differs"
                 if dtype.itemsize < 4 and NOISE_MARGIN * noise > difference
                 else "please report this with the output of `permtriton inspect`"
             )

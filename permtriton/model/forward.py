@@ -158,7 +158,7 @@ def check_length(model: PreTrainedModel, tokens: int, *, of_a_half: bool = False
         limit //= 2
     if limit is not None and limit < tokens:
         raise CalibrationError(
-            f"sequence_length is {tokens}, but the model has {limit} positions: use --sequence-length {limit} or less"
+            f"sequence_length is {tokens}, but the model has {limit} positions: use `sequence_length={limit}` or less"
         )
 
 

@@ -81,8 +81,8 @@ class Source:
             return None
         if os.path.isfile(self.name):
             raise ConfigError(
-                f"--gguf-file {self.gguf_file} names a file in a folder, but {self.name} is a file itself: leave "
-                "--gguf-file out, or give the folder"
+                f"`gguf_file={self.gguf_file}` names a file in a folder, but {self.name} is a file itself: leave "
+                "`gguf_file=` out, or give the folder"
             )
         with reading(f"{self.name} holds no {self.gguf_file}, and none can be fetched from the hub", ModelError):
             return read_gguf(Path(str(cached_file(self.name, self.gguf_file))))
@@ -122,7 +122,7 @@ def resolve_device(device: str) -> torch.device:
         raise ConfigError(f"device {device!r} is unknown: choose auto, cpu or cuda")
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
-            "device cuda: this machine has no usable CUDA GPU (or torch is a CPU build); use --device cpu"
+            "device cuda: this machine has no usable CUDA GPU (or torch is a CPU build); use `device=cpu`"
         )
     return torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
 
@@ -494,7 +494,7 @@ def _model_class(source: Source, config: Any) -> Any:
     if not (isinstance(model_class, type) and issubclass(model_class, PreTrainedModel)):
         raise ModelError(
             f"{source.name}: {names[0]} is not a model class of transformers {transformers.__version__}: upgrade "
-            "transformers, or, if the model comes with its own code and you trust it, use --trust-remote-code"
+            "transformers, or, if the model comes with its own code and you trust it, use `trust_remote_code=True`"
         )
     if model_class.forward is nn.Module.forward:
         raise ModelError(

@@ -42,7 +42,7 @@ class Reference:
         if not bool(self.output.isfinite().all()):
             raise CalibrationError(
                 f"the dense model's outputs on the calibration samples are not finite in {model.dtype}: "
-                "activations overflow (try --dtype float32) or the weights are damaged"
+                "activations overflow (try `dtype=float32`) or the weights are damaged"
             )
 
     def check(self, model: PreTrainedModel, stage: str) -> float:

@@ -133,7 +133,7 @@ def _check(twin: PreTrainedModel, layers: list[nn.Module]) -> None:
         raise ModelError(
             f"a run up to the last hidden state of this {type(twin).__name__} ends inside the module that calls its "
             "layers, which FSDP2 does not allow, so they cannot be spread over GPUs: use a GPU that holds it, or "
-            "--device cpu"
+            "`device=cpu`"
         )
     owners: dict[int, nn.Module] = {}
     for layer in layers:
@@ -141,5 +141,5 @@ def _check(twin: PreTrainedModel, layers: list[nn.Module]) -> None:
             if owners.setdefault(id(parameter), layer) is not layer:
                 raise ModelError(
                     f"{name} is shared by several layers, so the layers of this {type(twin).__name__} cannot be spread "
-                    "over GPUs: use one GPU that holds it, or --device cpu"
+                    "over GPUs: use one GPU that holds it, or `device=cpu`"
                 )

@@ -60,7 +60,7 @@ class StateFile:
         if differences:
             raise OutputError(
                 f"state {self.path} belongs to another run: {'; '.join(differences)}. To continue that run, give "
-                "it what it had; to start from scratch, use --restart (from Python: delete the file)"
+                "it what it had; to start from scratch, use `restart=True`"
             )
         if missing := sorted(self._inputs.keys() - {*known, "machine"}):
             raise self.damaged(f"{INPUTS}.{missing[0]} is missing")
@@ -145,7 +145,7 @@ class StateFile:
     def damaged(self, problem: str) -> OutputError:
         """Returns the error for a state that cannot be used."""
         return OutputError(
-            f"state {self.path} is damaged: {problem}; delete the file to start from scratch, or use --restart"
+            f"state {self.path} is damaged: {problem}; delete the file to start from scratch, or use `restart=True`"
         )
 
     def delete(self) -> None:

@@ -15,7 +15,7 @@ os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 COMPILE = ("compile", "demo", "--sparsity", "2:4", "--recipe", "heuristic,refit",
-           "--samples", "4", "--sequence-length", "64", "--eval-text", "none")  # fmt: skip
+           "--samples", "4", "--sequence-length", "64", "--eval-data", "none")  # fmt: skip
 FOLDERS = ("portable", "portable-packed", "fused", "fused-packed")
 
 
