@@ -31,11 +31,15 @@ from permtriton.cli.options import (
     OffloadFolder,
     Overwrite,
     Patterns,
+    PushToHub,
     Recipe,
+    Revision,
+    SaveFormat,
     Shard,
     TaskLimit,
     TaskNames,
     TasksDir,
+    Token,
     TrustRemoteCode,
     method_option,
     options_to_compare,
@@ -120,6 +124,8 @@ def compile(
     output: Annotated[
         Path | None, output_option(help="Folder to write; MODEL-NofM here by default.", rich_help_panel=RUNNING)
     ] = None,
+    save_format: SaveFormat = None,
+    push_to_hub: PushToHub = None,
     overwrite: Annotated[bool, running_option("--overwrite", help="Replace an earlier output.")] = False,
     restart: Annotated[bool, running_option("--restart", help="Start from scratch instead of resuming.")] = False,
     dry_run: DryRun = False,
@@ -129,6 +135,8 @@ def compile(
     config: ConfigFile = None,
     json: Json = False,
     gguf_file: GgufName = None,
+    revision: Revision = None,
+    token: Token = None,
     trust_remote_code: TrustRemoteCode = False,
     help_all: HelpAll = False,
 ) -> None:
@@ -142,7 +150,7 @@ def compile(
     from permtriton.job import Job
     from permtriton.model.load import Source
 
-    source = Source(model, dtype, device, trust_remote_code, gguf_file)
+    source = Source(model, dtype, device, trust_remote_code, gguf_file, revision, token)
     job = Job(
         source,
         chosen,
@@ -152,6 +160,9 @@ def compile(
         restart=restart,
         shard=shard,
         offload=offload,
+        save_format=save_format,
+        push_to_hub=push_to_hub,
+        token=token,
     )
     if dry_run:
         from permtriton.cli.dry_run import run as show
@@ -187,6 +198,8 @@ def inspect(
     overwrite: Overwrite = False,
     json: Json = False,
     gguf_file: GgufName = None,
+    revision: Revision = None,
+    token: Token = None,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Show what would be pruned, where each permutation would go and what it costs. Reads only MODEL's config."""
@@ -195,7 +208,7 @@ def inspect(
     from permtriton.model.load import Source
 
     run(
-        Source(model, trust_remote_code=trust_remote_code, gguf_file=gguf_file),
+        Source(model, "auto", "auto", trust_remote_code, gguf_file, revision, token),
         config,
         graph,
         only,
@@ -243,6 +256,8 @@ def compare(
         running_option("--overwrite", help="Measure everything again, whatever is kept, and replace any earlier file."),
     ] = False,
     gguf_file: GgufName = None,
+    revision: Revision = None,
+    token: Token = None,
     trust_remote_code: TrustRemoteCode = False,
     help_all: HelpAll = False,
 ) -> None:
@@ -254,7 +269,7 @@ def compare(
 
     request = Request(model, given, flags, seeds, methods, patterns, ablate, values)
     wanted = TaskRequest(tasks, limit, tasks_dir)
-    source = Source(model, dtype, device, trust_remote_code, gguf_file)
+    source = Source(model, dtype, device, trust_remote_code, gguf_file, revision, token)
     run(source, request, wanted, eval_data, output or [], overwrite=overwrite, json=json)
 
 
@@ -286,6 +301,8 @@ def evaluate(
     ] = None,
     overwrite: Overwrite = False,
     gguf_file: GgufName = None,
+    revision: Revision = None,
+    token: Token = None,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Measure MODEL: perplexity, zero-shot tasks of lm-eval, KL and cosine to the dense model."""
@@ -305,6 +322,8 @@ def evaluate(
         device=device,
         dtype=dtype,
         gguf_file=gguf_file,
+        revision=revision,
+        token=token,
         trust_remote_code=trust_remote_code,
     )
 

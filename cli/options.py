@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
+from permtriton.checkpoint.format import HELP as FORMATS
 from permtriton.config import CALIBRATION, METHOD, RUNNING
 from permtriton.errors import ConfigError, OutputError
 from permtriton.option import Option
@@ -118,6 +119,23 @@ GgufName = Annotated[
         "--gguf-file",
         help="Read this GGUF file of MODEL, a folder or hub name; its weights are dequantized. Not needed where MODEL "
         "itself is a .gguf file.",
+    ),
+]
+Revision = Annotated[
+    str | None, running_option(help="Branch, tag or commit of a hub name; its main branch by default.")
+]
+Token = Annotated[
+    str | None,
+    running_option(
+        help="Token of the hub, which is never printed or saved; by default that of hf auth login, or HF_TOKEN."
+    ),
+]
+SaveFormat = Annotated[str | None, running_option(help=f"{FORMATS} By default dense.")]
+PushToHub = Annotated[
+    str | None,
+    running_option(
+        help="Repository on the hub to publish the output in, such as me/my-model-2of4; made before the work, so that "
+        "a wrong name or token is found then."
     ),
 ]
 TrustRemoteCode = Annotated[bool, running_option("--trust-remote-code", help="Run code that comes with the model.")]

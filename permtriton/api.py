@@ -40,7 +40,11 @@ def compile(  # noqa: PLR0913
     dtype: str = "auto",
     trust_remote_code: bool = False,
     gguf_file: str | None = None,
+    revision: str | None = None,
+    token: str | None = None,
     output: str | Path | None = None,
+    save_format: str | None = None,
+    push_to_hub: str | None = None,
     overwrite: bool = False,
     restart: bool = False,
     offload: str | Path | None = None,
@@ -56,15 +60,16 @@ def compile(  # noqa: PLR0913
             or a list of them. `permtriton.recipes` describes them.
         data: calibration data:
 
-            - a name: ``c4`` (the default), ``wikitext2``, ``pile`` or ``demo``;
+            - a name: ``c4`` (the default), ``wikitext2``, ``pile``, ``demo``, or that of a dataset on the hub;
             - a .txt, .jsonl or .parquet file; for a model of images or sound, a folder of files;
             - a list of texts or of lists of token ids, or a ``datasets.Dataset``; they are joined, and cut into
               ``samples`` sequences of ``sequence_length`` tokens;
             - token ids in a tensor ``[samples, tokens]``, a dict of tensors by the names of arguments of the model's
               ``forward``, or a ``DataLoader`` of batches of either. They are taken as they are: the first ``samples``
               rows; without ``samples``, all rows of tensors and 128 of a DataLoader.
-        text_column: column of a ``datasets.Dataset``; None for ``input_ids`` or ``text``.
-        split: name of the dataset to take from a ``DatasetDict``.
+        text_column: column of a ``datasets.Dataset``, a dataset on the hub or a .jsonl or .parquet file; None for
+            ``input_ids`` or ``text``.
+        split: name of the dataset to take from a ``DatasetDict``, or part of a dataset on the hub.
         tokenizer: tokenizer or processor of a loaded model; text needs it, and it is saved with the model.
         eval_data: held-out data, of the same kinds as ``data``, on which the dense and the compiled model are measured
             for the report; None for ``wikitext2`` (``demo`` for the demo model), ``none`` for no measurement.
@@ -73,8 +78,14 @@ def compile(  # noqa: PLR0913
         dtype: ``auto`` (the checkpoint's), ``float32``, ``float16`` or ``bfloat16``, for a model that is loaded here.
         trust_remote_code: whether code that comes with the model may run.
         gguf_file: name of a GGUF file in the folder or beside the hub name, which is read instead and dequantized.
+        revision: branch, tag or commit of a hub name; None for its main branch.
+        token: token of the hub, for reading and publishing; None for that of ``hf auth login`` or ``HF_TOKEN``. It is
+            never printed or saved.
         output: folder to write, too. It keeps the state of long stages beside it: after an interruption, the same call
             continues.
+        save_format: ``packed``, ``dense`` or ``plain``, as ``format`` of `CompiledModel.save_pretrained`.
+        push_to_hub: name of a repository on the hub to publish the result in, such as ``me/my-model-2of4``. It is made
+            before the work, so that a wrong name or token is found then.
         overwrite: whether an earlier output may be replaced.
         restart: whether to start from scratch instead of resuming.
         offload: folder on a fast disk, for a model on a CPU that is larger than memory.
@@ -130,7 +141,13 @@ def dry_run(model: Model, *, progress: Shown = False, **arguments: Any) -> DryRu
 
 
 def inspect(
-    model: Model, *, trust_remote_code: bool = False, gguf_file: str | None = None, **options: Any
+    model: Model,
+    *,
+    trust_remote_code: bool = False,
+    gguf_file: str | None = None,
+    revision: str | None = None,
+    token: str | None = None,
+    **options: Any,
 ) -> dict[str, Any]:
     """Returns what would be pruned, and where each permutation would go, as ``permtriton inspect --json`` prints it.
 
@@ -138,6 +155,8 @@ def inspect(
         model: folder, hub name or ``demo``, of which only the config is read; or a loaded transformers model.
         trust_remote_code: whether code that comes with the model may run.
         gguf_file: as `compile` takes it.
+        revision: as `compile` takes it.
+        token: as `compile` takes it.
         options: ``sparsity``, ``layout``, ``o_proj``, ``skip_indivisible``, ``targets`` and ``ignore``, as `compile`
             takes them.
 
@@ -154,7 +173,8 @@ def inspect(
     """
     chosen = build_config(_name(model), None, None, _parsed(options))
     if not isinstance(model, PreTrainedModel):
-        model = load.load_empty_model(Source(str(model), trust_remote_code=trust_remote_code, gguf_file=gguf_file))
+        source = Source(str(model), "auto", "auto", trust_remote_code, gguf_file, revision, token)
+        model = load.load_empty_model(source)
     return plan_report(planning.plan_model(model, chosen)[0])
 
 
@@ -234,7 +254,11 @@ def _job(  # noqa: PLR0913
     dtype: str = "auto",
     trust_remote_code: bool = False,
     gguf_file: str | None = None,
+    revision: str | None = None,
+    token: str | None = None,
     output: str | Path | None = None,
+    save_format: str | None = None,
+    push_to_hub: str | None = None,
     overwrite: bool = False,
     restart: bool = False,
     offload: str | Path | None = None,
@@ -246,15 +270,21 @@ def _job(  # noqa: PLR0913
         raise ConfigError(
             "`overwrite=` and `restart=` have no effect without `output=`: name a folder, or leave them out"
         )
+    if save_format is not None and output is None and push_to_hub is None:
+        raise ConfigError("`save_format=` has no effect without `output=` or `push_to_hub=`: leave it out")
     given = _parsed(options)
-    data, eval_data = selected(data, text_column, split), selected(eval_data)
+    if data is None or is_named(data):
+        given |= {name: value for name, value in (("text_column", text_column), ("split", split)) if value is not None}
+    else:
+        data = selected(data, text_column, split)
+    eval_data = selected(eval_data)
     if data is not None and "calibration" in given:
         raise ConfigError("`data=` and `calibration=` are two names of one thing: give one of them")
     if is_named(data):
         given["calibration"], data = str(data), None
     chosen = build_config(_name(model), recipe, _path(config), given)
     return Job(
-        _source(model, dtype, device, trust_remote_code, gguf_file),
+        _source(model, dtype, device, trust_remote_code, gguf_file, revision, token),
         chosen,
         data,
         given_by(_path(config), given).get("samples"),
@@ -265,6 +295,9 @@ def _job(  # noqa: PLR0913
         restart=restart,
         shard=shard,
         offload=_path(offload),
+        save_format=save_format,
+        push_to_hub=push_to_hub,
+        token=token,
     )
 
 
@@ -275,10 +308,10 @@ def _source(model: Model, *loading: Any) -> Source | PreTrainedModel:
         raise ConfigError(
             f"model is a {type(model).__name__}: expected a folder, a hub name, demo, or a transformers model"
         )
-    if Source("", *loading) != Source(""):
+    if Source("", *loading[:-1]) != Source(""):  # the token may be for publishing
         raise ConfigError(
-            "`device=`, `dtype=`, `trust_remote_code=` and `gguf_file=` have no effect on a loaded model: leave them "
-            "out"
+            "`device=`, `dtype=`, `trust_remote_code=`, `gguf_file=` and `revision=` have no effect on a loaded "
+            "model: leave them out"
         )
     return model
 

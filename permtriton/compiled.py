@@ -6,10 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi
 from torch import Tensor
 
-from permtriton.checkpoint.card import name_repository
 from permtriton.checkpoint.export import check_format, export
 from permtriton.checkpoint.format import Format
 from permtriton.checkpoint.output import claimed, working_folder
@@ -17,10 +15,10 @@ from permtriton.checkpoint.quantizer import checkpoint_config
 from permtriton.checkpoint.save import Pruned, save_checkpoint
 from permtriton.compile_config import CompileConfig
 from permtriton.data.in_memory import Data
-from permtriton.errors import OutputError, first_line
 from permtriton.evaluating import Against, evaluate
 from permtriton.evaluation.measure import Evaluated
 from permtriton.model.load import Source
+from permtriton.publishing import make_repository, upload
 from permtriton.running.state import StateFile
 
 
@@ -131,23 +129,12 @@ class CompiledModel(Pruned):
             >>> compiled.push_to_hub("me/my-model-2of4", private=True)
             'https://...'
         """
-        api = HfApi(token=token, library_name="permtriton")
-        message = message or f"Pruned to {self.config.sparsity} by permtriton, recipe {self.config.recipe}"
+        make_repository(repo, token, private)
         with tempfile.TemporaryDirectory(prefix="permtriton-") as place:
-            try:  # before the model is saved: a wrong name or token is found now
-                api.create_repo(repo, private=private, exist_ok=True)
-            except Exception as error:  # the hub client raises many kinds
-                raise _not_pushed(repo, error) from error
             folder = self.save_pretrained(Path(place, "model"), format=format)
-            name_repository(folder, repo)
-            try:
-                return str(api.upload_folder(repo_id=repo, folder_path=folder, commit_message=message))
-            except Exception as error:
-                raise _not_pushed(repo, error) from error
+            return upload(folder, repo, token, message or self.commit_message)
 
-
-def _not_pushed(repo: str, error: Exception) -> OutputError:
-    return OutputError(
-        f"{repo} cannot be written on the hub: {first_line(error)}. Check its name, the network, and the token (from "
-        "hf auth login, or HF_TOKEN)"
-    )
+    @property
+    def commit_message(self) -> str:
+        """Message of a commit on the hub."""
+        return f"Pruned to {self.config.sparsity} by permtriton, recipe {self.config.recipe}"

@@ -31,9 +31,9 @@ class CalibrationConfig:
     calibration: str = _calibration(
         "c4",
         "Calibration data: text (the demo model takes demo), or what else the model reads.",
-        values="demo, c4, wikitext2, pile, or a .txt, .jsonl (text or input_ids) or .parquet file; none for the text "
-        "that the model writes alone (--generated); for a model of images or sound a folder of images or .wav files; "
-        "for any model a .safetensors file with its inputs",
+        values="demo, c4, wikitext2, pile, a dataset on the hub (OWNER/NAME), or a .txt, .jsonl (text or input_ids) or "
+        ".parquet file; none for the text that the model writes alone (--generated); for a model of images or sound a "
+        "folder of images or .wav files; for any model a .safetensors file with its inputs",
     )
     samples: int = _calibration(128, "Number of calibration sequences, images or sounds.", minimum=1)
     sequence_length: int = _calibration(1024, "Tokens per calibration sequence.", minimum=2)
@@ -41,6 +41,16 @@ class CalibrationConfig:
         0,
         "Further sequences, which the dense model writes, for the steps that bring the pruned model back to it (refit, "
         "reconstruct, distill); only for models that write text.",
+    )
+    text_column: str = _calibration(
+        "",
+        "Column of the calibration data that holds the text; by default input_ids or text.",
+        values="name of a column of a dataset on the hub, or of a .jsonl or .parquet file",
+    )
+    split: str = _calibration(
+        "",
+        "Part of the calibration data, a dataset on the hub; by default train.",
+        values="name of a split, or a slice of one, such as train[:1000]",
     )
 
     def __post_init__(self) -> None:

@@ -43,6 +43,8 @@ def evaluate(  # noqa: PLR0913
     dtype: str = "auto",
     trust_remote_code: bool = False,
     gguf_file: str | None = None,
+    revision: str | None = None,
+    token: str | None = None,
     progress: Shown = False,
 ) -> Evaluated:
     """Measures a model, dense or compiled in any format: perplexity, distance from the dense model, zero-shot tasks.
@@ -68,6 +70,8 @@ def evaluate(  # noqa: PLR0913
         dtype: ``auto`` (the checkpoint's), ``float32``, ``float16`` or ``bfloat16``, for models that are loaded here.
         trust_remote_code: whether code that comes with a model may run.
         gguf_file: as `permtriton.compile` takes it, for ``model``.
+        revision: as `permtriton.compile` takes it, for ``model``.
+        token: as `permtriton.compile` takes it.
         progress: as `permtriton.compile` takes it.
 
     Raises:
@@ -89,7 +93,7 @@ def evaluate(  # noqa: PLR0913
     eval_data = selected(eval_data, text_column, split)
     name = ""
     if not isinstance(model, PreTrainedModel):
-        source = Source(str(model), dtype, device, trust_remote_code, gguf_file)
+        source = Source(str(model), dtype, device, trust_remote_code, gguf_file, revision, token)
         name = source.name
         shown.say(f"loading {source.described}")
         model = load.load_model(source)
@@ -97,7 +101,7 @@ def evaluate(  # noqa: PLR0913
         if against is not None:
             hidden_order = _hidden_order(source, getattr(model.config.get_text_config(), "hidden_size", 0))
     if isinstance(against, str | Path):
-        against = Source(str(against), dtype, device, trust_remote_code)
+        against = Source(str(against), dtype, device, trust_remote_code, token=token)
     if isinstance(against, Source):
         name = DEMO if against.name == DEMO else name
         against = _loaded_beside(model, tokenizer, against, shown)
@@ -142,5 +146,5 @@ def _hidden_order(source: Source, channels: int) -> Tensor | None:
     """Returns the order of the hidden states of a model that permtriton wrote; None if it is the dense model's."""
     if source.gguf is not None:  # not what lies beside the file
         return None
-    record = find_record(source.location)
+    record = find_record(source.location, source.hub)
     return None if record is None else hidden_order_of(record, channels)

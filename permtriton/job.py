@@ -2,13 +2,15 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
 
 from permtriton import ranks
+from permtriton.checkpoint.export import check_format
+from permtriton.checkpoint.format import Format
 from permtriton.checkpoint.output import check_apart, check_output, claimed, resume_path
 from permtriton.checkpoint.plan_entries import plan_report
 from permtriton.compilation import states_beside
@@ -27,6 +29,7 @@ from permtriton.model.plan import Plan, linear_module
 from permtriton.offload import Offload
 from permtriton.preparing import check_offload
 from permtriton.progress import Progress
+from permtriton.publishing import make_repository, upload
 from permtriton.recipe import compile_command, with_suggested_text
 
 
@@ -70,6 +73,9 @@ class Job:
         restart: whether the state of an interrupted run is deleted first.
         shard: as ``spread`` of `compile_model`.
         offload: folder for a model that is larger than memory.
+        save_format: as ``format`` of `CompiledModel.save_pretrained`.
+        push_to_hub: name of a repository on the hub to publish the result in; None for none.
+        token: token of the hub, for publishing.
     """
 
     model: Source | PreTrainedModel
@@ -83,14 +89,24 @@ class Job:
     restart: bool = False
     shard: bool | None = None
     offload: Path | None = None
+    save_format: str | None = None
+    push_to_hub: str | None = None
+    token: str | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        permuted = self.config.layout == "fused"
+        check_format(self.save_format or Format.DENSE, permuted=permuted, what="the compiled model")
 
     @contextmanager
     def claimed(self, progress: Progress) -> Iterator[None]:
         """Keeps other processes from the output inside the ``with`` block; of several ranks, the first one does.
 
         Raises:
-            OutputError: as `permtriton.checkpoint.output.claimed`, or it is in the folder of the model.
+            OutputError: as `permtriton.checkpoint.output.claimed`, it is in the folder of the model, or the hub refuses
+                the repository.
         """
+        if self.push_to_hub is not None and not ranks.number():
+            make_repository(self.push_to_hub, self.token)
         if self.output is None or ranks.number():
             yield
             return
@@ -137,19 +153,32 @@ class Job:
                 eval_data=Path(name_of(self.eval_data)).name if self.eval_data is not None else None,
                 dtype=None if source.dtype == "auto" else source.dtype,
                 gguf_file=source.gguf_file,
+                revision=source.revision,
+                save_format=self.save_format,
                 trust_remote_code=source.trust_remote_code,
             )
         return compiled
 
-    def save(self, compiled: CompiledModel, progress: Progress) -> None:
-        """Writes the output, if one was asked for; of several ranks, the first one does.
+    def save(self, compiled: CompiledModel, progress: Progress) -> str | None:
+        """Writes and publishes the output, as far as that was asked for; of several ranks, the first one does.
+
+        Returns:
+            The address of the commit on the hub; None where nothing was published.
 
         Raises:
-            PermTritonError: as `CompiledModel.save_pretrained`.
+            PermTritonError: as `CompiledModel.save_pretrained` and `CompiledModel.push_to_hub`.
         """
-        if self.output is not None and not ranks.number():
+        if ranks.number():
+            return None
+        if self.output is not None:
             progress.say(f"saving and verifying {self.output}")
-            compiled.save_pretrained(self.output, overwrite=self.overwrite)
+            compiled.save_pretrained(self.output, format=self.save_format, overwrite=self.overwrite)
+        if self.push_to_hub is None:
+            return None
+        progress.say(f"publishing {self.push_to_hub}")
+        if self.output is None:
+            return compiled.push_to_hub(self.push_to_hub, format=self.save_format, token=self.token)
+        return upload(self.output, self.push_to_hub, self.token, compiled.commit_message)
 
     def dry_run(self, progress: Progress, devices: Devices | None = None) -> DryRun:
         """Loads the model and returns what its compilation would do and need; writes nothing.

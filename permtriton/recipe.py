@@ -235,7 +235,7 @@ def defaults(option: Option) -> str:
     if option.name == "generated":
         texts += [(f"{name}: ", f"{r.generated} per sample") for name, r in RECIPES.items() if r.generated]
     texts += [("demo model: ", SMALL[option.name])] if option.name in SMALL else []
-    return "; ".join(f"{place}{'none' if value == () else str(value).lower()}" for place, value in texts)
+    return "; ".join(f"{place}{'none' if value in ((), '') else str(value).lower()}" for place, value in texts)
 
 
 def suggested_text(config: CompileConfig) -> int:
@@ -300,7 +300,7 @@ def _flag(option: Option, value: Any) -> list[str]:
         return [word for each in value for word in (option.flag, each)]
     if isinstance(value, bool):
         return [option.flag if value else option.flag.replace("--", "--no-", 1)]
-    return [option.flag, Path(value).name if option.name == "calibration" else str(value)]
+    return [option.flag, shown_name(value) if option.name == "calibration" else str(value)]
 
 
 def read_config_file(path: Path) -> dict[str, Any]:

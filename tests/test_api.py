@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 import permtriton
-from permtriton import api, compiled
+from permtriton import api, publishing
 from permtriton.cli.main import app
 from permtriton.errors import CalibrationError, ConfigError, MemoryTooSmallError, OutputError
 from permtriton.progress import NoProgress
@@ -70,7 +70,7 @@ def here(models, tmp_path, monkeypatch) -> Path:
     for each in models.iterdir():
         (tmp_path / each.name).symlink_to(each)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(compiled, "HfApi", Hub)
+    monkeypatch.setattr(publishing, "HfApi", Hub)
     monkeypatch.setattr(Hub, "root", tmp_path / "hub")
     monkeypatch.setattr(Hub, "calls", [])
     monkeypatch.setattr("permtriton.data.text._from_hub", lambda name, arguments: Dataset.from_dict({"text": TEXTS}))
@@ -234,8 +234,8 @@ def test_a_dataset_gives_the_texts_of_its_column(here):
         ({"data": (text for text in TEXTS)}, "a generator"),
         ({"data": IDS, "samples": 9}, "data holds 8 samples, but 9 are needed"),
         ({"data": IDS, "text_column": "text"}, "text_column has an effect on a datasets.Dataset only"),
-        ({"data": "my-text.txt", "split": "train"}, "split has an effect on a dictionary of datasets"),
-        ({"data": Dataset.from_dict({"a": ["x"]})}, "the Dataset has the columns a: one must be text or input_ids"),
+        ({"data": "my-text.txt", "split": "train"}, "`split=train` has an effect on a dataset on the hub only"),
+        ({"data": Dataset.from_dict({"a": ["x"]})}, "the Dataset has the columns a: one must be text or input_ids, or name it by `text_column=`"),
         ({"data": Dataset.from_dict({"a": ["x"]}), "text_column": "b"}, "text_column is 'b', but the Dataset has a"),
         ({"data": DatasetDict({"a": Dataset.from_dict({"text": ["x"]})})}, "no split is named, but"),
         ({"data": Dataset.from_dict({"text": ["x"]}).to_iterable_dataset()}, "a streamed dataset has no length"),
@@ -360,3 +360,48 @@ def test_publishing(here, monkeypatch):
     monkeypatch.setattr(type(compiled_model), "save_pretrained", lambda *_, **__: pytest.fail("it was saved"))
     with pytest.raises(OutputError, match="it cannot be written on the hub: 401 Client Error"):
         compiled_model.push_to_hub("it")
+
+
+def test_a_compilation_that_publishes_its_output(here, monkeypatch):
+    """The repository is made first; what is uploaded is what was saved, in its format; the token is written nowhere."""
+    words = [
+        "compile",
+        "my-model",
+        "--recipe",
+        "mask",
+        "--samples",
+        "4",
+        "--sequence-length",
+        "16",
+        "--eval-data",
+        "none",
+    ]
+    words += ["--calibration", "my-text.txt", "--save-format", "packed", "--push-to-hub", "me/out", "--token", "secret"]
+    said = CliRunner().invoke(app, [*words, "--output", "out"])
+    assert said.exit_code == 0, said.output
+    assert Hub.calls == [("me/out", None, True, "secret")]
+    assert "published: https://hub/me/out/commit: Pruned to 2:4" in said.output
+    published = here / "hub" / "me" / "out"
+    for path in (here / "out").iterdir():
+        assert (published / path.name).read_bytes() == path.read_bytes()
+        assert b"secret" not in path.read_bytes()
+    assert "secret" not in said.output
+    record = json.loads((published / "permtriton.json").read_text())
+    assert record["export"]["format"] == "packed"
+    assert "--save-format packed" in record["command"]
+    compiled = permtriton.compile("my-model", data=TEXTS, push_to_hub="me/by-call", **QUICK)
+    assert (here / "hub" / "me" / "by-call" / "model.safetensors").is_file()
+    assert compiled.source is not None
+
+    monkeypatch.setattr("permtriton.job.compile_model", lambda *_, **__: pytest.fail("it was compiled"))
+    assert CliRunner().invoke(app, [*words[:-4], "--push-to-hub", "it", "--output", "no"]).exit_code == 2
+    with pytest.raises(OutputError, match="it cannot be written on the hub"):
+        permtriton.compile("my-model", data=TEXTS, push_to_hub="it", **QUICK)
+    for options, message in [
+        ({"save_format": "zip", "output": "o"}, "format 'zip' is unknown"),
+        ({"save_format": "plain", "output": "o", "layout": "fused", "recipe": "heuristic,mask"}, "at run time"),
+        ({"save_format": "packed"}, "`save_format=` has no effect without `output=` or `push_to_hub=`"),
+        ({"revision": "v2"}, "`revision=v2` has no effect on my-model, a folder"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            permtriton.compile("my-model", data=TEXTS, **{**QUICK, **options})

@@ -108,6 +108,11 @@ def test_a_pushed_card_loads_from_its_repository(folders, tmp_path):
     packed = (tmp_path / "packed" / "README.md").read_text()
     assert 'from_pretrained("packed")' in packed
     assert "because its weights are packed: it loads" in packed
+    (folder / "README.md").write_text('mine: from_pretrained("me/it")')
+    record = (folder / "permtriton.json").read_bytes()
+    name_repository(folder, "me/other")
+    assert (folder / "README.md").read_text() == 'mine: from_pretrained("me/it")'
+    assert (folder / "permtriton.json").read_bytes() == record
 
 
 def test_a_model_that_was_not_measured():

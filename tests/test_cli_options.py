@@ -15,7 +15,7 @@ BAD_OPTIONS = {
     "three numbers": (("--sparsity", "2:3:4"), ["'2:3:4'", "N:M"]),
     "letters": (("--sparsity", "a:b"), ["'a:b'", "N:M"]),
     "pattern that does not fit": (("--sparsity", "3:5"), ["layers.0-1.", "16 input channels", "--skip-indivisible"]),
-    "zero samples": (("--samples", "0"), ["samples is 0", "at least 1"]),
+    "zero samples": (("--samples", "0"), ["--samples is 0", "at least 1"]),
     "one token": (("--sequence-length", "1"), ["--sequence-length is 1", "at least 2"]),
     "beyond the positions": (("--sequence-length", "33"), ["33", "32 positions", "--sequence-length 32"]),
     "more samples than text": (("--samples", "9999"), ["9999 are needed", "--samples"]),
@@ -27,7 +27,7 @@ BAD_OPTIONS = {
     "unknown layout": (("--layout", "folded"), ["'folded'", "portable, fused"]),
     "unknown dtype": (("--dtype", "int8"), ["'int8'", "bfloat16"]),
     "unknown device": (("--device", "tpu"), ["'tpu'", "auto, cpu or cuda"]),
-    "negative seed": (("--seed", "-1"), ["seed is -1"]),
+    "negative seed": (("--seed", "-1"), ["--seed is -1"]),
     "enormous seed": (("--seed", str(2**64)), ["seed"]),
     "epochs without learning": (
         ("--learn-epochs", "3"),

@@ -32,6 +32,8 @@ OTHER = {
     "micro_batch_size": 2,
     "activation_checkpointing": False,
     "calibration": "pile",
+    "text_column": "body",
+    "split": "validation",
     "samples": 3,
     "sequence_length": 77,
     "generated": 9,
@@ -138,9 +140,10 @@ def test_every_option_is_a_flag_of_compile():
 def test_no_flag_of_the_commands_is_dropped_on_the_way():
     """A parameter of a command either reaches the config or steers the run."""
     running = {
-        "model", "recipe", "eval_data", "device", "dtype", "output", "overwrite", "config", "json",
-        "trust_remote_code", "seeds", "methods", "patterns", "ablate", "values", "tasks", "tasks_dir", "limit",
-        "restart", "dry_run", "devices", "shard", "offload", "help_all", "gguf_file",
+        "model", "recipe", "eval_data", "device", "dtype", "output", "overwrite", "config", "json", "revision",
+        "token", "save_format", "push_to_hub", "trust_remote_code", "seeds", "methods", "patterns", "ablate",
+        "values", "tasks", "tasks_dir", "limit", "restart", "dry_run", "devices", "shard", "offload", "help_all",
+        "gguf_file",
     }  # fmt: skip
     for command in (compile, compare):
         assert set(inspect.signature(command).parameters) <= running | set(OPTIONS)
@@ -172,13 +175,13 @@ def test_every_limit_refuses(name):
     part = next(part for part in PARTS if option in options_of(part))
     bad = {bool: 1, int: option.minimum - 1, float: float("nan"), NMPattern: "2:4"}.get(option.type, "last:0")
     bad = [3] if option.several else bad
-    if name == "calibration":
+    if name in ("calibration", "text_column", "split"):
         bad = 3
-    with pytest.raises(ConfigError, match=f"^{name} is .*expected "):
+    with pytest.raises(ConfigError, match=f"^`{name}=` is .*expected "):
         part(**{option.field: bad})
     if option.type is not NMPattern:
         for recipe in (LEARN, UPDATE, REFIT):
-            with pytest.raises(ConfigError, match=f"^{name} is .*expected "):
+            with pytest.raises(ConfigError, match=f"^`{name}=` is .*expected "):
                 config_from({name: bad}, recipe)
 
 
@@ -255,20 +258,20 @@ def test_the_demo_model_is_small_in_every_recipe():
         ({"calibration": 3}, ["calibration", "expected str"]),
         ({"sparsity": "4:2"}, ["4:2", "2:4"]),
         ({"sparsity": 24}, ["'24'", "N:M"]),
-        ({"samples": 0}, ["samples is 0", "at least 1"]),
-        ({"samples": -3}, ["samples is -3"]),
-        ({"sequence_length": 1}, ["sequence_length is 1", "2"]),
-        ({"seed": -1}, ["seed is -1"]),
-        ({"learn_epochs": 0}, ["learn_epochs is 0", "at least 1"]),
-        ({"learn_batch_size": 0}, ["learn_batch_size is 0"]),
-        ({"micro_batch_size": -1}, ["micro_batch_size is -1"]),
-        ({"learn_learning_rate": 0.0}, ["learn_learning_rate is 0.0", "positive"]),
-        ({"learn_learning_rate": float("inf")}, ["learn_learning_rate is inf"]),
-        ({"learn_tau_start": 0}, ["learn_tau_start is 0.0"]),
-        ({"learn_tau_end": -0.1}, ["learn_tau_end is -0.1"]),
-        ({"learn_sinkhorn_rounds": -1}, ["learn_sinkhorn_rounds is -1", "negative"]),
-        ({"learn_weight_decay": float("inf")}, ["learn_weight_decay is inf"]),
-        ({"learn_clamp": -1}, ["learn_clamp is -1.0"]),
+        ({"samples": 0}, ["`samples=` is 0", "at least 1"]),
+        ({"samples": -3}, ["`samples=` is -3"]),
+        ({"sequence_length": 1}, ["`sequence_length=` is 1", "2"]),
+        ({"seed": -1}, ["`seed=` is -1"]),
+        ({"learn_epochs": 0}, ["`learn_epochs=` is 0", "at least 1"]),
+        ({"learn_batch_size": 0}, ["`learn_batch_size=` is 0"]),
+        ({"micro_batch_size": -1}, ["`micro_batch_size=` is -1"]),
+        ({"learn_learning_rate": 0.0}, ["`learn_learning_rate=` is 0.0", "positive"]),
+        ({"learn_learning_rate": float("inf")}, ["`learn_learning_rate=` is inf"]),
+        ({"learn_tau_start": 0}, ["`learn_tau_start=` is 0.0"]),
+        ({"learn_tau_end": -0.1}, ["`learn_tau_end=` is -0.1"]),
+        ({"learn_sinkhorn_rounds": -1}, ["`learn_sinkhorn_rounds=` is -1", "negative"]),
+        ({"learn_weight_decay": float("inf")}, ["`learn_weight_decay=` is inf"]),
+        ({"learn_clamp": -1}, ["`learn_clamp=` is -1.0"]),
         ({"recipe": "searched,refit"}, ["searched before refit is refused"]),
         ({"recipe": "searched,sparsegpt"}, ["searched", "sparsegpt", "no better", "heuristic", "leave searched out"]),
         ({"learn_layers": "first:1"}, ["'first:1'", "last:K"]),
@@ -279,9 +282,9 @@ def test_the_demo_model_is_small_in_every_recipe():
             ["learn_block_size 4", "4:8", "multiple of 8"],
         ),
         ({"learn_keep": "first"}, ["learn_keep", "'first'", "best, last"]),
-        ({"search_rounds": 0}, ["search_rounds is 0", "at least 1"]),
-        ({"search_damping": 0.0}, ["search_damping is 0.0", "positive"]),
-        ({"search_block": -4}, ["search_block is -4", "negative"]),
+        ({"search_rounds": 0}, ["`search_rounds=` is 0", "at least 1"]),
+        ({"search_damping": 0.0}, ["`search_damping=` is 0.0", "positive"]),
+        ({"search_block": -4}, ["`search_block=` is -4", "negative"]),
         ({"heuristic_row_weights": "all"}, ["heuristic_row_weights", "'all'", "fisher, none"]),
         ({"search_loss": "mse"}, ["search_loss", "'mse'", "kl", "cosine"]),
         ({"sparsegpt_mask": "none"}, ["sparsegpt_mask", "'none'", "own, keep"]),

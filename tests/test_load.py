@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import huggingface_hub.constants
 import pytest
@@ -296,6 +297,21 @@ def lost(*_arguments: object, **_options: object):
         raise LocalEntryNotFoundError("An error happened while trying to locate the file on the Hub.")
     except LocalEntryNotFoundError as error:
         raise OSError(f"We couldn't connect to 'https://huggingface.co' to load the files: {LOST}\nMore.") from error
+
+
+def test_the_hub_is_asked_for_the_revision_with_the_token(monkeypatch, folder):
+    asked = []
+
+    def from_pretrained(name, **options):
+        asked.append((name, options["revision"], options["token"]))
+        return AutoConfig.from_pretrained(folder)  # the real one
+
+    source = Source("someone/model", revision="v2", token="secret")
+    assert "secret" not in repr(source)
+    with monkeypatch.context() as patched:
+        patched.setattr(load, "AutoConfig", SimpleNamespace(from_pretrained=from_pretrained))
+        load_empty_model(source)
+    assert asked == [("someone/model", "v2", "secret")]
 
 
 def test_a_lost_connection_to_the_hub_is_one_line(monkeypatch, folder):

@@ -1,6 +1,7 @@
 """Calibration and held-out text as token ids, and the statistics of a dense model's activations."""
 
 import json
+from dataclasses import replace
 
 import datasets
 import pyarrow
@@ -12,7 +13,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from permtriton.config import CalibrationConfig
 from permtriton.data.samples import Samples
 from permtriton.data.text import HUB_DATASETS, calibration_ids, evaluation_ids
-from permtriton.errors import CalibrationError
+from permtriton.errors import CalibrationError, ConfigError
 from permtriton.methods.statistics import channel_norms, hessians
 from permtriton.model.plan import linear_module
 from permtriton.planning import find_plan
@@ -225,6 +226,43 @@ def test_hub_datasets_are_requested_by_their_subset(monkeypatch, tokenizer, name
     assert calibration_ids(config(name), tokenizer, VOCABULARY, 0).shape == (4, 16)
     assert requests == [HUB_DATASETS[name]]
     assert "test" not in json.dumps(requests), "calibration never sees the held-out split"
+
+
+@pytest.mark.parametrize(("split", "wanted"), [("", "train"), ("validation[:50]", "validation[:50]")])
+def test_any_dataset_of_the_hub_with_its_split_and_column(monkeypatch, tokenizer, split, wanted):
+    requests = []
+
+    def load_dataset(**arguments):
+        requests.append(arguments)
+        return datasets.Dataset.from_dict({"body": [SENTENCE] * 40, "url": ["x"] * 40})
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    asked = replace(config("someone/texts"), text_column="body", split=split)
+    assert calibration_ids(asked, tokenizer, VOCABULARY, 0).shape == (4, 16)
+    assert requests == [{"path": "someone/texts", "split": wanted}]
+    with pytest.raises(
+        CalibrationError, match=r"columns body, url: one must be text or input_ids, or name it by `text_column=`"
+    ):
+        calibration_ids(replace(asked, text_column=""), tokenizer, VOCABULARY, 0)
+    with pytest.raises(CalibrationError, match=r"`text_column=title`: someone/texts has the columns body, url"):
+        calibration_ids(replace(asked, text_column="title"), tokenizer, VOCABULARY, 0)
+
+
+def test_the_column_of_a_file(tmp_path, tokenizer):
+    lines, table = tmp_path / "a.jsonl", write_parquet(tmp_path / "a.parquet", body=[SENTENCE] * 40, text=["x"] * 40)
+    lines.write_text("\n".join([json.dumps({"text": "x", "body": SENTENCE})] * 40), encoding="utf-8")
+    found = [calibration_ids(replace(config(each), text_column="body"), tokenizer, VOCABULARY, 0)
+             for each in (lines, table)]  # fmt: skip
+    assert found[0].shape == (4, 16)
+    assert torch.equal(*found)
+    with pytest.raises(CalibrationError, match=r'line 1 needs "title" \(a string or integers\)'):
+        calibration_ids(replace(config(lines), text_column="title"), tokenizer, VOCABULARY, 0)
+    with pytest.raises(
+        ConfigError, match=r"`split=train` has an effect on a dataset on the hub only, not on .*a\.jsonl"
+    ):
+        calibration_ids(replace(config(lines), split="train"), tokenizer, VOCABULARY, 0)
+    with pytest.raises(ConfigError, match="`text_column=body` has no effect on demo"):
+        calibration_ids(replace(config("demo"), text_column="body"), tokenizer, VOCABULARY, 0)
 
 
 def test_the_lines_of_wikitext2_are_one_text(monkeypatch, tokenizer):

@@ -11,6 +11,7 @@ from transformers.models.auto import modeling_auto
 
 from permtriton.checkpoint.format import Format
 from permtriton.checkpoint.plan_entries import to_json
+from permtriton.durable import replace_file
 from permtriton.model.gguf_file import in_words
 from permtriton.model.headers import CONFIG_FILE, REPORT_FILE, read_json
 from permtriton.model_name import is_hub_name, shown_name
@@ -59,12 +60,15 @@ def write_card(folder: Path, report: Mapping[str, Any], loads_with: str, name: s
 
 
 def name_repository(folder: Path, repo: str) -> None:
-    """Lets the card that was written into a folder load it from a repository of the hub."""
+    """Lets the card that was written into a folder load it from a repository of the hub; leaves other cards alone."""
     card, record = folder / CARD_FILE, read_json(folder / REPORT_FILE)
-    content = card.read_bytes().replace(_source(folder.name).encode(), _source(repo).encode())
-    card.write_bytes(content)
+    content = card.read_bytes()
+    if hashlib.sha256(content).hexdigest() != record.get("card"):
+        return
+    content = content.replace(_source(folder.name).encode(), _source(repo).encode())
     record["card"] = hashlib.sha256(content).hexdigest()
-    (folder / REPORT_FILE).write_text(to_json(record) + "\n", encoding="utf-8")
+    replace_file(card, lambda path: path.write_bytes(content))
+    replace_file(folder / REPORT_FILE, lambda path: path.write_text(to_json(record) + "\n", encoding="utf-8"))
 
 
 def model_card(report: Mapping[str, Any], architecture: str, loads_with: str, name: str) -> str:

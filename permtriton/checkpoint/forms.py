@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, NotRequired
 
 import torch
@@ -346,8 +347,11 @@ def read_record(folder: Path) -> Record:
     return checked(Record, read_json(path), lambda problem: ModelError(f"{path}: {problem}: the file is damaged"))
 
 
-def find_record(location: str) -> Record | None:
+def find_record(location: str, hub: Mapping[str, str] = MappingProxyType({})) -> Record | None:
     """Returns ``permtriton.json`` of a folder or of a name on the hub; None where there is none.
+
+    Args:
+        hub: what the hub is asked with beside the name: ``revision``, ``token``.
 
     Raises:
         ModelError: as `read_record`.
@@ -360,6 +364,7 @@ def find_record(location: str) -> Record | None:
             _raise_exceptions_for_missing_entries=False,
             _raise_exceptions_for_gated_repo=False,
             _raise_exceptions_for_connection_errors=False,
+            **hub,
         )
     return read_record(Path(path).parent) if location and path and Path(path).is_file() else None
 

@@ -19,11 +19,12 @@ from permtriton.data.media import Processor, is_media, media_samples
 from permtriton.data.pairs import Pair, are_pairs, paired_windows
 from permtriton.data.samples import Inputs, Samples
 from permtriton.data.tokenize import token_ids
-from permtriton.errors import CalibrationError, first_line, reading, shown
+from permtriton.errors import CalibrationError, ConfigError, first_line, reading, shown
 from permtriton.extras import require
 from permtriton.model.core import DECODER_IDS, takes_decoder_ids
 from permtriton.model.forward import check_length
 from permtriton.model.seq2seq import arguments_of, samples_of
+from permtriton.model_name import is_hub_name
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -47,6 +48,7 @@ EVALUATION_WINDOWS = {"c4": 256}  # at most
 # Sources whose documents are customarily encoded as one text -> what joins them; wikitext2 has lines for documents.
 JOINED = {"wikitext2": "\n\n"}
 EVALUATION_JOINED = {**JOINED, "c4": " "}
+SUFFIXES = (".txt", ".jsonl", ".json", ".parquet", ".safetensors")
 SURPLUS = 4  # tokens encoded per token drawn, so that the windows are a sample of the documents
 Documents = Sequence[Any]  # each a text, token ids, or a `Pair` of them
 IGNORED = -100  # the label of transformers for a token that does not count
@@ -76,7 +78,9 @@ def calibration_ids(
     generator = torch.Generator().manual_seed(seed)
     wanted = config.samples * config.sequence_length
     if documents is None:
-        documents = _documents(config.calibration, HUB_DATASETS, JOINED, "calibration.txt")
+        documents = _documents(
+            config.calibration, HUB_DATASETS, JOINED, "calibration.txt", config.text_column, config.split
+        )
     if are_pairs(documents):
         encode = partial(_encode_pair, tokenizer=tokenizer, vocabulary=vocabulary, source=config.calibration)
         length, name = config.sequence_length, config.calibration
@@ -281,26 +285,33 @@ def _integers(document: Any, source: str) -> Tensor:
     )
 
 
-def _documents(source: str, hub: dict[str, dict], joined: dict[str, str], demo_file: str) -> Sequence[Any]:
+def _documents(
+    source: str, hub: dict[str, dict], joined: dict[str, str], demo_file: str, column: str = "", split: str = ""
+) -> Sequence[Any]:
+    if split and source not in hub and not _is_dataset(source):
+        raise ConfigError(f"`split={split}` has an effect on a dataset on the hub only, not on {source}: leave it out")
+    if column and (source == "demo" or source.endswith(".txt")):
+        raise ConfigError(f"`text_column={column}` has no effect on {source}, which has no columns: leave it out")
     with reading(f"{source} cannot be read", CalibrationError):
         if source == "demo":
             return [(demo.FOLDER / demo_file).read_text(encoding="utf-8")]
-        if source in hub:
-            dataset = _from_hub(source, hub[source])
-            documents = dataset[text_column(dataset.column_names, source)]
+        if source in hub or _is_dataset(source):
+            arguments = hub.get(source, {"path": source, "split": "train" if hub is HUB_DATASETS else "test"})
+            dataset = _from_hub(source, arguments | ({"split": split} if split else {}))
+            documents = dataset[text_column(dataset.column_names, source, column)]
             return [joined[source].join(documents)] if source in joined else documents
         path = Path(source)
         if not os.path.isfile(source):  # which, unlike Path.is_file, takes names that are too long
             raise CalibrationError(
                 f"{source} is neither a file nor one of {', '.join(['demo', *hub])}: give one of these, "
-                "or a local .txt, .jsonl or .parquet"
+                "a dataset on the hub (OWNER/NAME), or a local .txt, .jsonl or .parquet"
             )
         if path.suffix == ".txt":
             return [text] if (text := _read(path)).strip() else []
         if path.suffix in (".jsonl", ".json"):
-            return _json_lines(path)
+            return _json_lines(path, column)
         if path.suffix == ".parquet":
-            return _parquet(path)
+            return _parquet(path, column)
         raise CalibrationError(
             f"{source}: its suffix is {path.suffix or 'missing'}; expected a .txt, .jsonl or .parquet file"
         )
@@ -319,25 +330,39 @@ def _from_hub(name: str, arguments: dict) -> "Dataset":
         ) from error
 
 
-def text_column(names: Sequence[str], source: str) -> str:
+def _is_dataset(source: str) -> bool:
+    """Whether a name can only be that of a dataset on the hub: it has an owner, no suffix of a file, and is none."""
+    return is_hub_name(source) and "/" in source and Path(source).suffix not in SUFFIXES
+
+
+def text_column(names: Sequence[str], source: str, wanted: str = "") -> str:
     """Returns the name of the column that holds token ids or texts.
+
+    Args:
+        wanted: its name, where it is known.
 
     Raises:
         CalibrationError: there is none.
     """
+    if wanted:
+        if wanted not in names:
+            raise CalibrationError(f"`text_column={wanted}`: {source} has the columns {', '.join(names)}")
+        return wanted
     for name in ("input_ids", "text"):
         if name in names:
             return name
-    raise CalibrationError(f"{source} has the columns {', '.join(names)}: one must be text or input_ids")
+    raise CalibrationError(
+        f"{source} has the columns {', '.join(names)}: one must be text or input_ids, or name it by `text_column=`"
+    )
 
 
-def _parquet(path: Path) -> Sequence[Any]:
+def _parquet(path: Path, column: str) -> Sequence[Any]:
     require(str(path), "pyarrow")
     from pyarrow import parquet
 
     with reading(f"{path} is not a readable parquet file", CalibrationError):
         file = parquet.ParquetFile(path)
-        name = text_column(file.schema_arrow.names, str(path))
+        name = text_column(file.schema_arrow.names, str(path), column)
         documents = file.read([name]).column(name).to_pylist()
     for number, document in enumerate(documents, start=1):
         if isinstance(document, str):
@@ -362,7 +387,7 @@ def _without_nul(text: str, place: str) -> str:
     return text
 
 
-def _json_lines(path: Path) -> list[str | list[int] | Pair]:
+def _json_lines(path: Path, column: str) -> list[str | list[int] | Pair]:
     documents: list[str | list[int] | Pair] = []
     for number, line in enumerate(_read(path).split("\n"), start=1):
         if not line.strip():
@@ -371,9 +396,12 @@ def _json_lines(path: Path) -> list[str | list[int] | Pair]:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:  # also integers of too many digits
             raise CalibrationError(f"{path} line {number} is not JSON: {first_line(error)}") from error
-        value: Any = row.get("input_ids", row.get("text")) if isinstance(row, dict) else None
+        value: Any = None
+        if isinstance(row, dict):
+            value = row.get(column) if column else row.get("input_ids", row.get("text"))
         if not _is_document(value):
-            raise CalibrationError(f'{path} line {number} needs "text" (a string) or "input_ids" (integers)')
+            needed = f'"{column}" (a string or integers)' if column else '"text" (a string) or "input_ids" (integers)'
+            raise CalibrationError(f"{path} line {number} needs {needed}")
         for text in filter(lambda each: isinstance(each, str), (value, row.get("labels"))):
             _without_nul(text, f"{path} line {number}")
         if "labels" in row:

@@ -4,7 +4,7 @@ import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,8 @@ class Source:
         trust_remote_code: whether code that comes with the model may run.
         gguf_file: name of a GGUF file in the folder or beside the hub name; None where the model is in safetensors, or
             ``name`` is the file.
+        revision: branch, tag or commit of a hub name; None for its main branch.
+        token: token of the hub; None for that of ``hf auth login`` or ``HF_TOKEN``. It is never printed or saved.
     """
 
     name: str
@@ -64,6 +66,8 @@ class Source:
     device: str = "auto"
     trust_remote_code: bool = False
     gguf_file: str | None = None
+    revision: str | None = None
+    token: str | None = field(default=None, repr=False)
 
     @cached_property
     def gguf(self) -> GgufFile | None:
@@ -85,7 +89,13 @@ class Source:
                 "`gguf_file=` out, or give the folder"
             )
         with reading(f"{self.name} holds no {self.gguf_file}, and none can be fetched from the hub", ModelError):
-            return read_gguf(Path(str(cached_file(self.name, self.gguf_file))))
+            return read_gguf(Path(str(cached_file(self.name, self.gguf_file, **self.hub))))
+
+    @property
+    def hub(self) -> dict[str, str]:
+        """What the hub is asked with beside the name."""
+        given = {"revision": self.revision, "token": self.token}
+        return {name: value for name, value in given.items() if value is not None}
 
     @property
     def location(self) -> str:
@@ -474,6 +484,8 @@ def _check_folder(source: Source) -> None:
         if os.path.exists(source.name) or source.name.startswith((".", "/", "~")) or source.name.count("/") > 1:
             raise ModelError(f"{source.name} is not a folder: give a Hugging Face model folder, a hub name, or demo")
         return
+    if source.revision is not None:
+        raise ConfigError(f"`revision={source.revision}` has no effect on {source.name}, a folder: leave it out")
     check_regular(source.folder)
     if not source.holds(CONFIG_FILE):
         raise ModelError(f"{source.name} holds no config.json: it is not a Hugging Face model folder")
@@ -536,7 +548,7 @@ def _refuse_pickles(source: Source) -> None:
 def _arguments(source: Source) -> dict[str, Any]:
     """Returns what every ``from_pretrained`` is given beside the location."""
     file = {} if source.gguf is None else {"gguf_file": source.gguf.path.name}
-    return {"trust_remote_code": source.trust_remote_code, **file}
+    return {"trust_remote_code": source.trust_remote_code, **file, **source.hub}
 
 
 def _dequantizing(source: Source) -> dict[str, Any]:

@@ -1,0 +1,50 @@
+"""How is a folder published on the hub?"""
+
+from pathlib import Path
+
+from huggingface_hub import HfApi
+
+from permtriton.checkpoint.card import name_repository
+from permtriton.errors import OutputError, first_line
+
+
+def make_repository(repo: str, token: str | None, private: bool | None = None) -> None:
+    """Makes a repository if it is not there, so that a wrong name or token is found before any work.
+
+    Args:
+        repo: its name, such as ``me/my-model-2of4``.
+        token: token of the hub; None for the one of ``hf auth login`` or of ``HF_TOKEN``.
+        private: whether a new one is private; None for the default of its owner.
+
+    Raises:
+        OutputError: the hub refuses, or cannot be reached.
+    """
+    try:
+        HfApi(token=token, library_name="permtriton").create_repo(repo, private=private, exist_ok=True)
+    except Exception as error:  # the hub client raises many kinds
+        raise _not_pushed(repo, error) from error
+
+
+def upload(folder: Path, repo: str, token: str | None, message: str) -> str:
+    """Uploads a folder, whose card then names the repository; returns the address of the commit.
+
+    Args:
+        repo: as of `make_repository`, as is ``token``.
+        message: message of the commit.
+
+    Raises:
+        OutputError: the hub refuses, or cannot be reached.
+    """
+    api = HfApi(token=token, library_name="permtriton")
+    name_repository(folder, repo)
+    try:
+        return str(api.upload_folder(repo_id=repo, folder_path=folder, commit_message=message))
+    except Exception as error:
+        raise _not_pushed(repo, error) from error
+
+
+def _not_pushed(repo: str, error: Exception) -> OutputError:
+    return OutputError(
+        f"{repo} cannot be written on the hub: {first_line(error)}. Check its name, the network, and the token (from "
+        "hf auth login, or HF_TOKEN)"
+    )
