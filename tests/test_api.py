@@ -235,7 +235,7 @@ def test_a_dataset_gives_the_texts_of_its_column(here):
         ({"data": IDS, "samples": 9}, "data holds 8 samples, but 9 are needed"),
         ({"data": IDS, "text_column": "text"}, "text_column has an effect on a datasets.Dataset only"),
         ({"data": "my-text.txt", "split": "train"}, "`split=train` has an effect on a dataset on the hub only"),
-        ({"data": Dataset.from_dict({"a": ["x"]})}, "the Dataset has the columns a: one must be text or input_ids, or name it by `text_column=`"),
+        ({"data": Dataset.from_dict({"a": ["x"]})}, "the Dataset has the columns a: one must be text or"),
         ({"data": Dataset.from_dict({"a": ["x"]}), "text_column": "b"}, "text_column is 'b', but the Dataset has a"),
         ({"data": DatasetDict({"a": Dataset.from_dict({"text": ["x"]})})}, "no split is named, but"),
         ({"data": Dataset.from_dict({"text": ["x"]}).to_iterable_dataset()}, "a streamed dataset has no length"),
