@@ -146,7 +146,7 @@ def test_a_model_whose_own_generate_fails_says_so(monkeypatch):
         text(model)
     assert str(caught.value) == (
         "the dense model itself, LlamaForCausalLM, cannot generate text: AttributeError: 'Own' object has no attribute "
-        "'past'. Give calibration text and --generated 0, so that it need not"
+        "'past'. Give calibration text and `generated=0`, so that it need not"
     )
     assert model.generation_config is settings
 
@@ -337,7 +337,7 @@ def test_samples_of_more_than_tokens_are_refused():
 
 
 def test_an_offload_folder_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"`generated=5`: with `offload=`, each token"):
+    with pytest.raises(ConfigError, match=r"`generated=5`: with an offload folder, each token"):
         compiled("mask,reconstruct", offload=Offload(tmp_path))
 
 
@@ -414,7 +414,7 @@ def test_the_command_line_repeats_itself(model_folder, tmp_path):
 
 def test_options_without_an_effect():
     fast = config_from({"recipe": "fast", "generated": 3})
-    with pytest.raises(ConfigError, match=r"`generated=` has no effect with `recipe=` heuristic,sparsegpt, none of"):
+    with pytest.raises(ConfigError, match=r"`generated=` has no effect with `recipe=heuristic,sparsegpt`, none of"):
         check_given(["generated"], fast)
     assert (fast.generated, fast.writes) == (0, 0)
     alone = config_from({"recipe": "fast", "calibration": "none", "generated": 3, "samples": 5})

@@ -84,7 +84,7 @@ def test_exactly_enough_is_enough_and_one_less_is_not(tmp_path, tokens):
         assert calibration_ids(source, None, 1000, 0).flatten().sort().values.tolist() == list(range(64))
         return
     with pytest.raises(
-        CalibrationError, match=r"holds 63 tokens, 3 sequences of 16, but 4 are needed\. Lower --samples"
+        CalibrationError, match=r"holds 63 tokens, 3 sequences of 16, but 4 are needed\. Lower `samples=`"
     ):
         calibration_ids(source, None, 1000, 0)
 

@@ -1,6 +1,7 @@
 """What do ``permtriton.json`` and the JSON of ``permtriton compare`` hold? Files of any other form are refused."""
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, NotRequired
