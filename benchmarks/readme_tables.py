@@ -370,6 +370,7 @@ TABLES = {
     "demo-recipe": lambda: comparison_table("compare-demo-recipe.json"),
     "demo-default": lambda: comparison_table("compare-demo-default.json"),
     "row-weights": lambda: row_weights_table("real-smollm2-16x512.json"),
+    "dense-share": lambda: refit_table("compare-demo-dense-share.json"),
     "refit": lambda: refit_table(*(f"compare-demo-refit{each}.json" for each in ("", "-share"))),
     "rotation-real": lambda: rotation_table("rotation-smollm2.json"),
     "rotation-demo": lambda: rotation_table("rotation-demo.json"),

@@ -55,10 +55,12 @@ def print_dry_run(found: DryRun, folder: Path) -> None:
         shown.add_row(*row)
     out.print(shown)
     least, most = forecast.time_range
-    pruned, total = found.pruned_parameters, found.parameters
+    share, total = found.config.dense_share, found.parameters
+    pruned = round(found.pruned_parameters * (1 - share))
     result = table("Estimate", "", "", show_header=False)
     result.add_row("share of parameters to prune", f"{pruned / total:.1%} ({pruned:,} of {total:,})")
-    result.add_row("linears left dense", "; ".join(reasons_of(plan.skipped)) or "none")
+    dense = [*reasons_of(plan.skipped), *([f"a share of {share:.0%}, chosen by a backward pass"] if share else [])]
+    result.add_row("linears left dense", "; ".join(dense) or "none")
     devices = forecast.devices
     each = f"each of {devices.count} x {devices.kind}" if devices.count > 1 else devices.kind
     result.add_row(

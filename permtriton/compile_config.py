@@ -41,8 +41,13 @@ class CompileConfig(CommonConfig):
 
     @property
     def uses_importance(self) -> bool:
-        """Whether the importance decides anything in one of the steps."""
-        return any(step.uses_importance() for step in self.steps)
+        """Whether the importance decides anything."""
+        return bool(self.dense_share) or any(step.uses_importance() for step in self.steps)
+
+    @property
+    def gradients(self) -> bool:
+        """Whether gradients are computed."""
+        return bool(self.dense_share) or any(step.gradients for step in self.steps)
 
     @property
     def generated(self) -> int:
@@ -77,7 +82,7 @@ def why_no_effect(option: Option, config: CompileConfig) -> str:
     recipe = f"`recipe={config.recipe}`"
     if option.step and not config.has(option.step):
         return f"{recipe}: it is an option of the step {option.step}; leave it out, or add {option.step} to the recipe"
-    if option.gradients and not any(step.gradients for step in config.steps):
+    if option.gradients and not config.gradients:
         return f"{recipe}, which computes no gradients: leave it out"
     if option.name == "importance" and not config.uses_importance:
         return f"{recipe}, which chooses its own mask: leave it out"

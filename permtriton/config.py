@@ -93,6 +93,12 @@ class CommonConfig:
     ignore: tuple[str, ...] = _method(
         (), "Linears that stay dense, among the targets, too. Repeat the flag for several.", values="as for targets"
     )
+    dense_share: float = _method(
+        0.0,
+        "Share of the prunable weights that stays dense: the linears whose masks raise the loss most per weight, found "
+        "by one backward pass.",
+        maximum=0.9,
+    )
     seed: int = _running(0, "Seed of all that is drawn at random, such as calibration sequences.", maximum=2**32 - 1)
     micro_batch_size: int = _running(
         4,

@@ -26,6 +26,7 @@ from permtriton.errors import OutputError
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.nm_mask import top_n_mask
 from permtriton.machine import format_bytes
+from permtriton.methods.dense_share import DENSE_SHARE
 from permtriton.methods.heuristic_order import MAX_ROWS, reassigned
 from permtriton.methods.importance import reads_activations
 from permtriton.model.forward import last_hidden_state
@@ -168,6 +169,8 @@ def stage_seconds(config: CompileConfig, facts: Facts, speed: Speed, held_out: i
     if config.writes:
         batches = ceil(written(config.writes) / facts.ranks / texts_at_once(facts.longest))
         found["generate"] = batches * facts.longest * speed.token
+    if config.dense_share:
+        found[DENSE_SHARE] = speed.both
     for step in config.steps:
         read = facts.read_by(step)
         if seconds := step.seconds(read, speed.times(read.sequences / facts.sequences)):
@@ -181,8 +184,7 @@ def measure(model: PreTrainedModel, plan: Plan, config: CompileConfig, samples: 
     with torch.no_grad():
         forward = _seconds(model.device, lambda: last_hidden_state(model, rows))
         masks, assignments = _mask_seconds(model, plan, config), _assignment_seconds(model, plan, config)
-    gradients = any(step.gradients for step in config.steps)
-    both = _both_seconds(model, plan, config, rows) if gradients else 0.0
+    both = _both_seconds(model, plan, config, rows) if config.gradients else 0.0
     share = samples.positions / rows.positions / ranks.count()
     token = _token_seconds(model, config, samples) if config.writes else 0.0
     return Speed(forward * share, both * share, masks, assignments / ranks.count(), token)

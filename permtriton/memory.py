@@ -18,6 +18,7 @@ from permtriton.data.generated import texts_at_once
 from permtriton.data.samples import Inputs, Samples
 from permtriton.evaluation.perplexity import windows_at_once
 from permtriton.machine import available_memory, format_bytes, resident_memory
+from permtriton.methods.dense_share import DENSE_SHARE
 from permtriton.methods.importance import inverts_hessians
 from permtriton.model.core import has_head
 from permtriton.model.forward import TOKENS_WITHOUT_LOGITS
@@ -230,6 +231,8 @@ def _stages(
         stages["evaluation"] = {"logits": logits, **activations}
     if config.writes:
         stages["generation"] = {**activations, **_generation(model, facts)}
+    if config.dense_share:
+        stages[DENSE_SHARE] = facts.gradients()
     for number, step in enumerate(config.steps):
         # From pruning on, the dense weights are kept as long as a step needs them.
         keeps = step.stage is not Stage.ORDER and any(later.dense_weights for later in config.steps[number:])

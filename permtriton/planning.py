@@ -7,7 +7,8 @@ from transformers import PreTrainedModel
 
 from permtriton.config import CommonConfig, Layout, OProj
 from permtriton.data.samples import Samples
-from permtriton.model.experts import unstacked_experts
+from permtriton.errors import ConfigError
+from permtriton.model.experts import stacked_name, unstacked_experts
 from permtriton.model.plan import Plan
 from permtriton.model.trace import trace
 from permtriton.passes.layout import fused_plan
@@ -75,5 +76,25 @@ def plan_model(
         )
         if config.layout == "fused":
             plan = fused_plan(plan, traced.graph_module, model, o_proj=config.o_proj)
+        _check_stacks(model, plan, config)
     plan.skipped.update(experts.refused)
     return plan, traced.graph_module
+
+
+def _check_stacks(model: PreTrainedModel, plan: Plan, config: CommonConfig) -> None:
+    """Refuses a choice of linears that prunes some experts of a parameter that holds several, and leaves others dense.
+
+    Raises:
+        ConfigError: naming the parameter.
+    """
+    if not config.targets and not config.ignore:
+        return
+    pruned = {stack[0] for _, name in plan.linears() if (stack := stacked_name(model, name))}
+    for name in plan.skipped:
+        stack = stacked_name(model, name)
+        if stack and stack[0] in pruned:
+            option = "ignore" if config.ignore else "targets"
+            raise ConfigError(
+                f"`{option}=` leaves {name} dense, but not all the other experts that {stack[0]} holds: prune all of "
+                f"them, or none, such as by `ignore={stack[0].rpartition('.')[0]}`"
+            )

@@ -22,6 +22,7 @@ from permtriton.errors import ConfigError, reasons_of
 from permtriton.evaluation.held_out import Evaluation
 from permtriton.forecast import Forecast, check_disk, make_forecast
 from permtriton.memory import IN_PLACE, Devices, Needs, describe_thrift, estimate, fits
+from permtriton.methods.dense_share import DENSE_SHARE, costliest
 from permtriton.methods.importance import inverts_hessians
 from permtriton.methods.statistics import site_statistics
 from permtriton.model.forward import TOKENS_WITHOUT_LOGITS, check_length, with_tokens
@@ -115,7 +116,23 @@ def prepare(
     run.batches, run.indices = _batches(model, graph, reference.samples), run.unmoved()
     run.other_values = OTHER_VALUES in graph.meta
     run.spread_on, run.thrifty = spread_on, forecast.needs.thrifty
+    _leave_dense(run)
     return Prepared(forecast.needs, evaluation)
+
+
+def _leave_dense(run: Compilation) -> None:
+    """Chooses the linears of the dense share, if there is one, and plans anew without them."""
+    model, config, sites = run.model, run.config, {name: site.name for site, name in run.plan.linears()}
+    if not config.dense_share:
+        return
+    with run.timed(DENSE_SHARE):
+        chosen = costliest(model, run.plan, run.importances(), run.row_weights(), config.sparsity, config.dense_share)
+        run.note(dense=chosen)
+        run.progress.say(f"left dense, as the dense share: {', '.join(chosen) or 'nothing, as every linear is larger'}")
+        run.plan, run.graph = plan_model(model, replace(config, ignore=(*config.ignore, *chosen)), run.samples)
+    run.plan.skipped.update(dict.fromkeys(chosen, "of the dense share: its mask would raise the loss most per weight"))
+    run.statistics = {site.name: run.statistics[sites[site.linears[0]]] for site in run.plan.sites}
+    run.batches, run.indices = _batches(model, run.graph, run.reference.samples), run.unmoved()
 
 
 def _with_text(run: Compilation, samples: Samples) -> Samples:
@@ -133,7 +150,7 @@ def _with_text(run: Compilation, samples: Samples) -> Samples:
         ids = generated_text(run.model, starts, *shape, config.seed, run.progress)
         if state is not None:
             state.write({"text": ids}, {})
-    run.note_text(ids)
+    run.note(generated=Samples.of(ids).sha256)
     if config.alone:
         return Samples.of(ids)
     run.generated = ids

@@ -145,9 +145,9 @@ class Run:
         self.states.append(file)
         return file
 
-    def note_text(self, ids: Tensor) -> None:
-        """Notes what the dense model wrote, which decides the results of all that follows."""
-        self._inputs["generated"] = Samples.of(ids).sha256
+    def note(self, **found: Any) -> None:
+        """Notes what was found at the start of the run, as JSON values: it decides the results of all that follows."""
+        self._inputs |= found
 
     def samples_with(self, generated: bool) -> Samples:
         """Returns the calibration samples, and with ``generated`` those that the dense model wrote, too."""

@@ -101,3 +101,22 @@ def test_a_dense_linear_beside_pruned_ones_reads_the_new_order(layout):
     flags = "--targets '*.self_attn.*' --targets '*.mlp.*' "
     flags += "--ignore '*.q_proj' --ignore '*.0.mlp.up_proj' --ignore '*.1.mlp.down_proj'"
     assert flags in compile_command("model", config)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            {"ignore": [r"re:.*experts\.0\."]},
+            r"^`ignore=` leaves .*experts\.0\..* dense, but not all the other experts",
+        ),
+        (
+            {"targets": [r"re:.*experts\.[1-9]\."]},
+            r"^`targets=` leaves .*experts\.0\..* or none, such as by `ignore=.*ex",
+        ),
+    ],
+)
+def test_experts_of_one_parameter_are_pruned_together(options, words):
+    with pytest.raises(ConfigError, match=words):
+        find_plan(zoo.build("mixtral"), TWO_FOUR, **options)
+    assert find_plan(zoo.build("mixtral"), TWO_FOUR, ignore=["*.experts.*.down_proj"]).sites

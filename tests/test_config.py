@@ -58,7 +58,7 @@ OTHER = {
     "search_block": 128,
     "search_loss": "cosine",
     "sparsegpt_mask": "keep",
-    "refit_dense_share": 0.75,
+    "refit_dense_targets": 0.75,
     "refit_iterations": 7,
     "refit_generated": False,
     "reconstruct_epochs": 5,

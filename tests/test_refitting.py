@@ -116,7 +116,7 @@ def test_no_row_ends_worse_than_sparsegpt(dtype, iterations, tokens):
     curvature = Curvature.of(moment.hessian)
     target = best_weight(weight.float(), moment, curvature, 0.75)
     first = sparsegpt(target, curvature, PATTERN, None).to(dtype)
-    fitted, start, end = fit(weight, moment, dense_share=0.75, iterations=iterations)
+    fitted, start, end = fit(weight, moment, dense_targets=0.75, iterations=iterations)
     before, after = (row_errors(each, target, curvature.damped) for each in (first, fitted))
     assert fitted.dtype == dtype
     assert (after <= before).all()
@@ -232,7 +232,7 @@ def test_dense_targets_bring_the_model_closer_than_the_pruned_inputs_alone():
     problem = Problem(tiny_model(layers=4), ids=zoo.tiny_ids(24, 16))
     errors = []
     for share in (0.0, 0.5):
-        problem.reset().refit(dense_share=share)
+        problem.reset().refit(dense_targets=share)
         errors.append(problem.error())
     assert errors[1] < 0.95 * errors[0]
 

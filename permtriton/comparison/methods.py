@@ -74,13 +74,14 @@ class Ablation:
     methods: tuple[str, ...] = ("wanda + learned",)
 
 
-# The paper's ablations, and those of refitting. Under portable, the residual stream is read in every layer and learns
+# The paper's ablations, and ours. Under portable, the residual stream is read in every layer and learns
 # with "all" only.
 ABLATIONS: dict[str, Ablation] = {
     "sinkhorn": Ablation("learn_sinkhorn_rounds", ("0", "5")),
     "calibration": Ablation("calibration", ("pile", "wikitext2", "c4"), ("wanda", "wanda + learned")),
     "block-size": Ablation("learn_block_size", ("32", "64", "128")),
-    "dense-share": Ablation("refit_dense_share", ("0.0", "0.5", "0.75", "1.0"), ("heuristic + refit",)),
+    "dense-share": Ablation("dense_share", ("0.0", "0.05", "0.1", "0.2", "0.3"), (DEFAULT,)),
+    "dense-targets": Ablation("refit_dense_targets", ("0.0", "0.5", "0.75", "1.0"), ("heuristic + refit",)),
     "refit-iterations": Ablation("refit_iterations", ("5", "20", "50"), ("heuristic + refit",)),
     "learn-layers": Ablation("learn_layers", ("last:1", HALF, "all"), (f"wanda + learned{FUSED}",)),
 }

@@ -73,7 +73,7 @@ class Searching:
 class Refitting:
     """Options of `permtriton.methods.refitting`."""
 
-    dense_share: float = option(
+    dense_targets: float = option(
         0.5,
         "Share of the dense model's own inputs in what weights are fitted to; the rest are the inputs of the model "
         "as pruned so far.",

@@ -113,7 +113,7 @@ def _fit(
     started = time.perf_counter()
     weight, of_inputs = weight_in_out(linear_module(model, name)), curvature(site)
     zeros = zeros_in_groups(weight * ~of_inputs.dead.unsqueeze(1), config.sparsity)
-    target = best_weight(weight.T.float(), moment, of_inputs, options.dense_share)
+    target = best_weight(weight.T.float(), moment, of_inputs, options.dense_targets)
     start = sparsegpt(target, of_inputs, config.sparsity, None)
     found = least_squares(start, target, of_inputs.damped, options.iterations)
     start, found = start.to(weight.dtype), found.to(weight.dtype)
@@ -128,18 +128,18 @@ def _fit(
     return {"name": name, "start": start_error, "end": end_error, "seconds": time.perf_counter() - started}
 
 
-def best_weight(weight: Tensor, moment: Moments, curvature: Curvature, dense_share: float) -> Tensor:
+def best_weight(weight: Tensor, moment: Moments, curvature: Curvature, dense_targets: float) -> Tensor:
     """Returns ``W*``, float32 ``[out_features, in_features]``: what gives the targets best without a mask.
 
     Args:
         weight: dense, float32 ``[out_features, in_features]``.
         moment: moments of its inputs.
         curvature: of the same inputs.
-        dense_share: share ``a`` of the dense model's inputs in the targets.
+        dense_targets: share ``a`` of the dense model's inputs in the targets.
     """
-    if not dense_share or moment.shift is None:
+    if not dense_targets or moment.shift is None:
         return weight
-    return weight + dense_share * (weight @ moment.shift) @ curvature.inverse
+    return weight + dense_targets * (weight @ moment.shift) @ curvature.inverse
 
 
 def least_squares(

@@ -1,0 +1,137 @@
+"""The share of the prunable weights that stays dense: which linears it takes, and that the rest is pruned as ever."""
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import permtriton
+from permtriton import NMPattern, config_from, find_plan
+from permtriton.cli.main import app
+from permtriton.compiler import compile_model
+from permtriton.errors import ConfigError, OutputError
+from permtriton.kernels.importance import ImportanceFactors
+from permtriton.methods.dense_share import costliest
+from permtriton.methods.importance import importances_of
+from permtriton.model.plan import Plan, linear_module, weight_in_out
+
+from . import zoo
+
+TWO_FOUR = NMPattern(2, 4)
+REASON = "of the dense share: its mask would raise the loss most per weight"
+
+
+def alike(model: torch.nn.Module) -> tuple[Plan, dict, dict]:
+    plan = find_plan(model, TWO_FOUR)
+    shapes = {name: weight_in_out(linear_module(model, name)).shape for _, name in plan.linears()}
+    importances = importances_of(
+        model, plan, "magnitude", {site.name: torch.ones(site.channels) for site in plan.sites}
+    )
+    return plan, importances, {name: torch.ones(rows) for name, (_, rows) in shapes.items()}
+
+
+def sizes(model: torch.nn.Module, names: list[str]) -> int:
+    return sum(linear_module(model, name).get_parameter("weight").numel() for name in names)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.05, 0.3, 0.9])
+def test_the_share_is_not_exceeded(share):
+    model = zoo.build("llama")
+    plan, importances, rows = alike(model)
+    every = [name for _, name in plan.linears()]
+    found = costliest(model, plan, importances, rows, TWO_FOUR, share)
+    assert sizes(model, found) <= share * sizes(model, every)
+    left = share * sizes(model, every) - sizes(model, found)
+    passed_over = [name for name in every if name not in found]
+    assert all(sizes(model, [name]) > left for name in passed_over) or len(passed_over) == 1
+    assert len(set(found)) == len(found) < len(every)
+
+
+@pytest.mark.parametrize("power", [1, 2])
+def test_the_costliest_per_weight_come_first(power):
+    """What a mask drops, squared, times how much the loss feels its row, by the definition."""
+    model = zoo.build("llama")
+    plan, _, rows = alike(model)
+    generator = torch.Generator().manual_seed(0)
+    rows = {name: torch.rand(each.shape, generator=generator) for name, each in rows.items()}
+    weights = {name: weight_in_out(linear_module(model, name)) for _, name in plan.linears()}
+    importances = {
+        name: ImportanceFactors(power, 0.1 + torch.rand(each.shape[0], generator=generator))
+        for name, each in weights.items()
+    }
+    costs = {}
+    for name, weight in weights.items():
+        scores = importances[name].scale[:, None] * weight.abs() ** power
+        cost = 0.0
+        for row in range(weight.shape[1]):
+            for group in scores[:, row].split(4):
+                dropped = group.sort().values[:2]
+                cost += float(rows[name][row] * (dropped ** (2 / power)).sum())
+        costs[name] = cost / weight.numel()
+    found = costliest(model, plan, importances, rows, TWO_FOUR, 0.9)
+    assert found[:3] == sorted(costs, key=costs.__getitem__, reverse=True)[:3]
+    assert found[:3] != sorted(costs)[:3]
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+@pytest.mark.parametrize("layout", ["portable", "fused"])
+@pytest.mark.slow(but=["portable-llama", "fused-mixtral"])
+def test_a_share_stays_dense_and_the_rest_is_pruned(name, layout, tmp_path):
+    model = zoo.build(name)
+    before = {name: each.detach().clone() for name, each in model.named_parameters()}
+    every = [name for _, name in find_plan(model, TWO_FOUR).linears()]
+    config = config_from({"dense_share": 0.3, "layout": layout}, "heuristic,refit")
+    compiled = compile_model(model, None, config, ids=zoo.token_ids(4, 12))
+    pruned = set(compiled.report["sparsity_by_layer"])
+    dense = [name for name, why in compiled.report["skipped"].items() if why == REASON]
+    assert len(dense) > 1
+    assert pruned == set(every) - set(dense)
+    assert set(compiled.report["sparsity_by_layer"].values()) == {0.5}
+    for linear in dense:
+        if (old := before.get(f"{linear}.weight")) is not None:  # an expert's weight is a part of a parameter
+            weight = linear_module(model, linear).get_parameter("weight")
+            assert torch.equal(weight.flatten().sort().values, old.flatten().sort().values), "only its order changed"
+    assert config_from(compiled.report["config"]) == config
+    assert compiled.report["seconds"]["dense share"] >= 0
+    assert "dense share" in compiled.report["memory"]["estimate"]["stages"]
+    ids = zoo.token_ids(2, 12)
+    expected = model(ids).logits
+    for form in ("dense", "packed"):
+        folder = compiled.save_pretrained(tmp_path / form, format=form)
+        loaded = type(model).from_pretrained(folder)
+        torch.testing.assert_close(loaded(ids).logits, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_it_lowers_the_loss():
+    """By more than its share: on the demo, a tenth of the weights is worth a quarter of the KL."""
+    options = {"samples": 16, "sequence_length": 128, "recipe": "heuristic,sparsegpt", "eval_data": "demo"}
+    found = [permtriton.compile("demo", dense_share=share, progress=False, **options) for share in (0.0, 0.1)]
+    none, some = (compiled.report["evaluation"]["compiled"] for compiled in found)
+    assert some < none
+
+
+def test_an_interrupted_run_continues(tmp_path):
+    path = tmp_path / "state.safetensors"
+
+    def run(**more: object) -> permtriton.CompiledModel:
+        config = config_from({"search_rounds": 2, "dense_share": 0.2, **more}, "heuristic,searched,mask")
+        return compile_model(zoo.build("llama"), None, config, ids=zoo.token_ids(4, 12), resume_path=path)
+
+    first = run()
+    again = run()
+    assert again.report["steps"] == first.report["steps"], "to the second: it was not run again"
+    with pytest.raises(OutputError, match=r"dense_share was 0\.2 and is 0\.3"):
+        run(dense_share=0.3)
+
+
+def test_a_dry_run_says_what_stays_dense(tmp_path):
+    arguments = ["--recipe", "mask", "--samples", "2", "--sequence-length", "16", "--eval-data", "none", "--dry-run"]
+    words = ["compile", "demo", *arguments, "--dense-share", "0.25", "--output", str(tmp_path / "out")]
+    said = CliRunner().invoke(app, words)
+    assert said.exit_code == 0, said.output
+    assert "a share of 25%, chosen" in " ".join(said.output.split())
+
+
+@pytest.mark.parametrize("share", [-0.1, 0.95, float("nan")])
+def test_a_share_that_cannot_be(share):
+    with pytest.raises(ConfigError, match=r"`dense_share=` is .*: expected a finite number from 0 to 0\.9"):
+        config_from({"dense_share": share})
