@@ -72,9 +72,8 @@ def print_dry_run(found: DryRun, folder: Path) -> None:
     if saved := describe_thrift(forecast.needs, found.config):
         result.add_row("to save memory", saved)
     if not forecast.seconds:
-        result.add_row(
-            "time", f"not measured: {as_flags(forecast.refused) or 'this machine does not have these devices'}"
-        )
+        missing = "these devices" if found.fetched else "the weights yet"
+        result.add_row("time", f"not measured: {as_flags(forecast.refused) or f'this machine does not have {missing}'}")
     else:
         stages = ", ".join(f"{stage} {duration(seconds)}" for stage, seconds in forecast.seconds.items())
         result.add_row("time", f"roughly {duration(least)} to {duration(most)} ({stages})")

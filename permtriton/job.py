@@ -43,6 +43,7 @@ class DryRun:
         config: every option.
         pruned_parameters: number of weights that would be pruned, with those of them that are kept.
         parameters: number of the model's parameters.
+        fetched: whether the weights are on this machine; the time is not measured without them.
     """
 
     plan: Plan
@@ -50,6 +51,7 @@ class DryRun:
     config: CompileConfig
     pruned_parameters: int
     parameters: int
+    fetched: bool
 
     @property
     def report(self) -> dict[str, Any]:
@@ -183,6 +185,8 @@ class Job:
     def dry_run(self, progress: Progress, devices: Devices | None = None) -> DryRun:
         """Loads the model and returns what its compilation would do and need; writes nothing.
 
+        Of a model of the hub whose weights are not on this machine, only config, tokenizer and headers are fetched.
+
         Args:
             devices: devices to plan for; None for those that the model is on.
 
@@ -196,7 +200,10 @@ class Job:
         if source is not None and devices is not None:
             source = replace(source, device="cpu")
         offload = self._offload()
-        loaded = self._loaded(source, progress, offload)
+        fetched = source is None or load.is_here(source)
+        if source is not None and not fetched:
+            devices = devices or Devices.of(load.resolve_device(source.device), offloaded=offload is not None)
+        loaded = self._loaded(source, progress, offload, fetched)
         model = loaded.model
         plan, forecast = forecast_model(
             model,
@@ -204,12 +211,13 @@ class Job:
             loaded.config,
             ids=loaded.samples,
             evaluation_windows=loaded.windows,
-            resume_path=None if self.restart or self.output is None else resume_path(self.output),
+            resume_path=None if self.restart or self.output is None or not fetched else resume_path(self.output),
             devices=devices,
             offload=offload,
         )
         pruned = sum(linear_module(model, name).get_parameter("weight").numel() for _, name in plan.linears())
-        return DryRun(plan, forecast, loaded.config, pruned, sum(each.numel() for each in model.parameters()))
+        total = sum(each.numel() for each in model.parameters())
+        return DryRun(plan, forecast, loaded.config, pruned, total, fetched)
 
     def _check_apart(self) -> None:
         """Refuses an output in the folder of the model; a GGUF file is a model by itself, whatever is beside it."""
@@ -225,12 +233,17 @@ class Job:
         check_offload(self.config)
         return Offload(self.offload)
 
-    def _loaded(self, source: Source | None, progress: Progress, offload: Offload | None) -> "_Loaded":
+    def _loaded(
+        self, source: Source | None, progress: Progress, offload: Offload | None, fetched: bool = True
+    ) -> "_Loaded":
         model: Any = self.model
         tokenizer = self.tokenizer
         if source is not None:
             progress.say(f"loading {source.described}")
-            model, beside = load.load_original(source, offload=offload, saved=True)
+            if fetched:
+                model, beside = load.load_original(source, offload=offload, saved=True)
+            else:
+                model, beside = load.load_outline(source)
             tokenizer = tokenizer or beside
         windows, text = held_out_windows(source.name if source else "", self.eval_data, tokenizer, model)
         if windows is None:

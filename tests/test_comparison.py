@@ -117,7 +117,7 @@ def test_the_rows_of_an_ablation_differ_in_its_option_alone(name):
         (("sinkhorn", (), ("wanda",)), r"no effect on the method 'wanda'.*choose from wanda \+ learned, ria"),
         (("sinkhorn", ("five",), ()), "'five': --learn-sinkhorn-rounds takes integers"),
         (("block-size", ("30",), ()), "learn_block_size 30 is not a multiple"),
-        (("learn-layers", ("first:1",), ()), "learn_layers is 'first:1'"),
+        (("learn-layers", ("first:1",), ()), "`learn_layers=` is .first:1."),
     ],
 )
 def test_ablations_that_make_no_sense(arguments, message):

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
+import huggingface_hub
 import huggingface_hub.constants
 import pytest
 import torch
@@ -15,6 +16,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, models
 from transformers import AutoConfig, BertConfig, BertModel, LlamaForCausalLM, PreTrainedTokenizerFast
 
+import permtriton
 from permtriton.errors import ConfigError, ModelError
 from permtriton.model import load
 from permtriton.model.load import Source, load_empty_model, load_model, load_tokenizer, resolve_device
@@ -286,6 +288,36 @@ def test_a_model_from_the_hub_is_checked_as_a_folder_is(folder, tmp_path, monkey
     monkeypatch.setattr(torch, "load", lambda *args, **kwargs: pytest.fail("torch.load was called"))
     with pytest.raises(ModelError, match=r"transformers_weights"):
         load_model(Source("someone/model"))
+
+
+def test_a_dry_run_of_a_hub_name_fetches_no_weights(folder, tmp_path, monkeypatch):
+    """Only config and headers: the estimate is that of the folder, but for the time."""
+    headers = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        headers[name] = SimpleNamespace(shape=list(tensor.shape))
+    snapshot = in_the_cache(folder, "someone/model", tmp_path / "cache", monkeypatch)
+    options = {"recipe": "heuristic,sparsegpt", "data": zoo.tiny_ids(4, 12), "output": tmp_path / "out"}
+    expected = permtriton.dry_run(str(folder), **options)
+    assert permtriton.dry_run("someone/model", **options).forecast.seconds
+    (snapshot / "model.safetensors").unlink()
+    asked = []
+
+    def metadata(_api: object, name: str, revision: str | None) -> SimpleNamespace:
+        asked.append((name, revision))
+        return SimpleNamespace(files_metadata={"model.safetensors": SimpleNamespace(tensors=headers)})
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "get_safetensors_metadata", metadata)
+    found = permtriton.dry_run("someone/model", **options)
+    assert asked == [("someone/model", None)]
+    assert not found.forecast.seconds
+    assert (found.parameters, found.pruned_parameters) == (expected.parameters, expected.pruned_parameters)
+    assert found.forecast.disk == expected.forecast.disk
+    assert found.forecast.needs.stages == expected.forecast.needs.stages
+    half = permtriton.dry_run("someone/model", dtype="bfloat16", **options)
+    assert 2 * half.forecast.needs.model == found.forecast.needs.model
+    headers["model.norm.weight"].shape = [7]
+    with pytest.raises(ModelError, match=r"model.norm.weight has the shape \[7\]"):
+        permtriton.dry_run("someone/model", **options)
 
 
 LOST = "[Errno -2] Name or service not known"

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub import HfApi, try_to_load_from_cache
 from huggingface_hub.errors import LocalEntryNotFoundError
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -39,7 +40,12 @@ from permtriton.model.sizes import build_empty, check_numbers
 from permtriton.offload import NO_GPU, Offload
 from permtriton.output_files import disk_error
 
-DTYPES = {"auto": "auto", "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+DTYPES: dict[str, torch.dtype | str] = {
+    "auto": "auto",
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
 PICKLED = ("*.bin", "*.pt", "*.pth")
 ADAPTER = "adapter_config.json"
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
@@ -170,9 +176,7 @@ def load_model(source: Source, allow_compiled: bool = True, offload: Offload | N
         ConfigError: an unknown dtype, a device that is unknown or missing, or a GPU with ``offload``.
         OutputError: the disk of ``offload`` is full.
     """
-    if source.dtype not in DTYPES:
-        raise ConfigError(f"dtype {source.dtype!r} is unknown: choose one of {', '.join(DTYPES)}")
-    device = resolve_device(source.device)
+    dtype, device = _dtype(source), resolve_device(source.device)
     if offload is not None and device.type != "cpu":
         raise ConfigError(NO_GPU.format(device=device))
     if not allow_compiled and source.holds(REPORT_FILE):
@@ -193,7 +197,7 @@ def load_model(source: Source, allow_compiled: bool = True, offload: Offload | N
     ):
         model, info = model_class.from_pretrained(
             source.location,
-            dtype=DTYPES[source.dtype],
+            dtype=dtype,
             use_safetensors=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # so that they are in the info; the error of transformers does not name them
@@ -222,6 +226,12 @@ def load_model(source: Source, allow_compiled: bool = True, offload: Offload | N
         model.name_or_path = source.name  # not the folder that the file is in
     autotune.use_beside(Path(source.location))
     return model.to(device).eval()
+
+
+def _dtype(source: Source) -> torch.dtype | str:
+    if source.dtype not in DTYPES:
+        raise ConfigError(f"dtype {source.dtype!r} is unknown: choose one of {', '.join(DTYPES)}")
+    return DTYPES[source.dtype]
 
 
 def _placement(source: Source, config: Any, device: torch.device) -> dict[str, str]:
@@ -282,6 +292,48 @@ def load_empty_model(source: Source, allow_compiled: bool = False) -> PreTrained
             raise _compiled_already(source)
         del config.quantization_config
     return build_empty(model_class, config, stored, source.name)
+
+
+def is_here(source: Source) -> bool:
+    """Returns whether a model's weights are on this machine: in a folder or a file, or in the cache of the hub."""
+    if source.folder is not None or source.gguf is not None:
+        return True
+    config = cached(source, CONFIG_FILE)
+    with suppress(ModelError):
+        return config is not None and all(map(Path.is_file, checkpoint_files(config.parent)))
+    return False
+
+
+def load_outline(source: Source) -> tuple[PreTrainedModel, Any]:
+    """Builds a model of the hub on the meta device from its config and the headers of its weights, which stay there.
+
+    Returns:
+        The model, in the dtype that `load_model` would give it, and its tokenizer or processor.
+
+    Raises:
+        ModelError: the hub holds no such model, or cannot be reached; or a tensor does not fit the config.
+    """
+    model = load_empty_model(source)
+    with reading(f"{source.name}: the headers of its weights cannot be fetched from the hub", ModelError):
+        found = HfApi(token=source.token).get_safetensors_metadata(source.name, revision=source.revision)
+        files = found.files_metadata.values()
+    stored = {name: tensor for file in files for name, tensor in file.tensors.items()}
+    for name, parameter in model.named_parameters():
+        if name in stored and list(parameter.shape) != stored[name].shape:
+            raise ModelError(
+                f"{source.name}: {name} has the shape {stored[name].shape}, but {type(model).__name__} with this "
+                f"config.json needs {list(parameter.shape)}: a size in config.json is damaged, or it belongs to other "
+                "weights"
+            )
+    if isinstance(dtype := _dtype(source), torch.dtype):
+        model = nn.Module.to(model, dtype=dtype)
+    return model, load_processor(source, model)
+
+
+def cached(source: Source, file: str) -> Path | None:
+    """Returns a file of a hub name from the cache on this machine; None if it is not there."""
+    found = try_to_load_from_cache(source.name, file, revision=source.revision)
+    return Path(found) if isinstance(found, str) else None
 
 
 def load_processor(source: Source, model: PreTrainedModel) -> Any:
@@ -378,6 +430,8 @@ def check_weights(model: PreTrainedModel) -> None:
         ModelError: a weight is not finite; the message names the first such parameter.
     """
     for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            continue
         values = parameter.float() if parameter.dtype.itemsize == 1 else parameter  # torch has no isfinite of float8
         if not bool(values.isfinite().all()):
             bad = int((~values.isfinite()).sum())
