@@ -367,6 +367,7 @@ TABLES = {
     "quantized": lambda: quantized_table("quantized-cpu.json"),
     "real": lambda: real.short(_load(REAL), FIRST_SCREEN),
     "real-all": lambda: real.markdown(_load(REAL)),
+    "real-stages": lambda: real.stages(_load(REAL), ("sparsegpt", "fast", "default")),
     "demo-recipe": lambda: comparison_table("compare-demo-recipe.json"),
     "demo-default": lambda: comparison_table("compare-demo-default.json"),
     "row-weights": lambda: row_weights_table("real-smollm2-16x512.json"),
