@@ -10,7 +10,7 @@ from rich.table import Table
 from permtriton.bars import reporter
 from permtriton.checkpoint.plan_entries import grouped
 from permtriton.cli import torchrun
-from permtriton.cli.console import echo, out, print_json, saved, table
+from permtriton.cli.console import out, print_json, saved, table
 from permtriton.cli.inspect import destination
 from permtriton.compile_config import CompileConfig
 from permtriton.errors import reasons_of
@@ -47,14 +47,14 @@ def run(job: Job, *, json: bool) -> None:
             compiled = job.run(progress)
         if not first:
             return
-        published = job.save(compiled, progress)
+        job.save(compiled, progress)
     with saved(job.output):
         if json:
             print_json(compiled.report)
         else:
             print_report(compiled.report, job.output)
-            if published:
-                echo(f"published: {published}")
+    if published := job.publish(compiled, progress):
+        progress.say(f"published: {published}")
 
 
 def print_report(report: dict[str, Any], target: Path) -> None:

@@ -3,7 +3,7 @@
 import platform
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from permtriton.evaluating import evaluate
 from permtriton.evaluation.measure import Evaluated
 from permtriton.evaluation.task_request import TaskRequest
 
+TOKEN = "--token"
 HEADERS = ("measure", "value", "standard error", "dense")
 RESULT = Result(HEADERS, ("model", "against", "protocol", "tokens_per_second"))
 
@@ -34,7 +35,7 @@ def run(
     """Measures a model, prints the results and writes them.
 
     Args:
-        loading: device, dtype and trust_remote_code.
+        loading: how the model is read, as `permtriton.evaluate` takes it.
 
     Raises:
         PermTritonError: as `permtriton.evaluate`, or an output that cannot be written.
@@ -58,7 +59,7 @@ def run(
         **asdict(measured),
         "tokens": measured.tokens,
         "limit": tasks.limit,
-        "command": shlex.join(["permtriton", *sys.argv[1:]]),
+        "command": shlex.join(["permtriton", *_without_token(sys.argv[1:])]),
         "versions": tasks.versions(),
         "system": platform.platform(),
     }
@@ -70,6 +71,15 @@ def run(
             print_json(report)
         else:
             _print(report, rows)
+
+
+def _without_token(words: Sequence[str]) -> list[str]:
+    """Returns what was typed without the token of the hub, which is never written anywhere."""
+    return [
+        word
+        for before, word in zip(("", *words), words, strict=False)
+        if TOKEN not in (before, word) and not word.startswith(f"{TOKEN}=")
+    ]
 
 
 def _rows(measured: Evaluated) -> Iterator[tuple[Cell, ...]]:

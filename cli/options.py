@@ -127,7 +127,7 @@ Revision = Annotated[
 Token = Annotated[
     str | None,
     running_option(
-        help="Token of the hub, which is never printed or saved; by default that of hf auth login, or HF_TOKEN."
+        help="Token of the hub for models, never printed or saved; by default that of hf auth login, or HF_TOKEN."
     ),
 ]
 SaveFormat = Annotated[str | None, running_option(help=f"{FORMATS} By default dense.")]

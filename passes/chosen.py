@@ -10,6 +10,7 @@ from torch import nn
 from permtriton.errors import ConfigError
 
 REGEX = "re:"
+NOT_NAMED = "not named by targets"
 
 
 def left_out(linears: Mapping[str, nn.Module], targets: Iterable[str], ignore: Iterable[str]) -> dict[str, str]:
@@ -27,7 +28,7 @@ def left_out(linears: Mapping[str, nn.Module], targets: Iterable[str], ignore: I
     """
     found = {name: f"named by ignore: {pattern}" for name, pattern in _named(linears, "ignore", ignore).items()}
     wanted = _named(linears, "targets", targets) or linears
-    return found | {name: "not named by targets" for name in linears if name not in wanted and name not in found}
+    return found | {name: NOT_NAMED for name in linears if name not in wanted and name not in found}
 
 
 def _named(linears: Mapping[str, nn.Module], option: str, patterns: Iterable[str]) -> dict[str, str]:

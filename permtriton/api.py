@@ -19,6 +19,7 @@ from permtriton.errors import ConfigError, near
 from permtriton.job import DryRun, Job
 from permtriton.model import load
 from permtriton.model.load import Source
+from permtriton.model_name import checked_token
 from permtriton.recipe import all_options, build_config, given_by
 from permtriton.reporting import html_report
 from permtriton.step import Step
@@ -79,12 +80,12 @@ def compile(  # noqa: PLR0913
         trust_remote_code: whether code that comes with the model may run.
         gguf_file: name of a GGUF file in the folder or beside the hub name, which is read instead and dequantized.
         revision: branch, tag or commit of a hub name; None for its main branch.
-        token: token of the hub, for reading and publishing; None for that of ``hf auth login`` or ``HF_TOKEN``. It is
-            never printed or saved.
+        token: token of the hub, for reading the model and publishing; None for that of ``hf auth login`` or
+            ``HF_TOKEN``, which is used for datasets, too. It is never printed or saved.
         output: folder to write, too. It keeps the state of long stages beside it: after an interruption, the same call
             continues.
         save_format: ``packed``, ``dense`` or ``plain``, as ``format`` of `CompiledModel.save_pretrained`.
-        push_to_hub: name of a repository on the hub to publish the result in, such as ``me/my-model-2of4``. It is made
+        push_to_hub: name of a repository on the hub to publish ``output`` in, such as ``me/my-model-2of4``. It is made
             before the work, so that a wrong name or token is found then.
         overwrite: whether an earlier output may be replaced.
         restart: whether to start from scratch instead of resuming.
@@ -117,6 +118,7 @@ def compile(  # noqa: PLR0913
     with job.claimed(reports):
         compiled = job.run(reports)
         job.save(compiled, reports)
+    job.publish(compiled, reports)
     return compiled
 
 
@@ -270,8 +272,8 @@ def _job(  # noqa: PLR0913
         raise ConfigError(
             "`overwrite=` and `restart=` have no effect without `output=`: name a folder, or leave them out"
         )
-    if save_format is not None and output is None and push_to_hub is None:
-        raise ConfigError("`save_format=` has no effect without `output=` or `push_to_hub=`: leave it out")
+    if save_format is not None and output is None:
+        raise ConfigError("`save_format=` has no effect without `output=`: leave it out")
     given = _parsed(options)
     if data is None or is_named(data):
         given |= {name: value for name, value in (("text_column", text_column), ("split", split)) if value is not None}
@@ -297,7 +299,7 @@ def _job(  # noqa: PLR0913
         offload=_path(offload),
         save_format=save_format,
         push_to_hub=push_to_hub,
-        token=token,
+        token=checked_token(token),
     )
 
 

@@ -18,6 +18,7 @@ from permtriton.data.in_memory import Data
 from permtriton.evaluating import Against, evaluate
 from permtriton.evaluation.measure import Evaluated
 from permtriton.model.load import Source
+from permtriton.model_name import checked_token
 from permtriton.publishing import make_repository, upload
 from permtriton.running.state import StateFile
 
@@ -129,6 +130,7 @@ class CompiledModel(Pruned):
             >>> compiled.push_to_hub("me/my-model-2of4", private=True)
             'https://...'
         """
+        token = checked_token(token)
         make_repository(repo, token, private)
         with tempfile.TemporaryDirectory(prefix="permtriton-") as place:
             folder = self.save_pretrained(Path(place, "model"), format=format)

@@ -21,11 +21,13 @@ from permtriton.data.held_out import held_out_windows
 from permtriton.data.in_memory import Data, calibration_of, name_of
 from permtriton.data.media import Processor
 from permtriton.data.samples import Inputs, Samples
+from permtriton.errors import ConfigError, OutputError
 from permtriton.forecast import Forecast
 from permtriton.memory import Devices
 from permtriton.model import load
 from permtriton.model.load import Source
 from permtriton.model.plan import Plan, linear_module
+from permtriton.model_name import shown_name
 from permtriton.offload import Offload
 from permtriton.preparing import check_offload
 from permtriton.progress import Progress
@@ -77,7 +79,7 @@ class Job:
         offload: folder for a model that is larger than memory.
         save_format: as ``format`` of `CompiledModel.save_pretrained`.
         push_to_hub: name of a repository on the hub to publish the result in; None for none.
-        token: token of the hub, for publishing.
+        token: token of the hub, for publishing, as `permtriton.model_name.checked_token` returns it.
     """
 
     model: Source | PreTrainedModel
@@ -98,17 +100,19 @@ class Job:
     def __post_init__(self) -> None:
         permuted = self.config.layout == "fused"
         check_format(self.save_format or Format.DENSE, permuted=permuted, what="the compiled model")
+        if self.push_to_hub is not None and self.output is None:
+            raise ConfigError(
+                "`push_to_hub=` needs `output=`, a folder that keeps the result if the hub cannot be reached: name "
+                "one, or call push_to_hub of the compiled model"
+            )
 
     @contextmanager
     def claimed(self, progress: Progress) -> Iterator[None]:
         """Keeps other processes from the output inside the ``with`` block; of several ranks, the first one does.
 
         Raises:
-            OutputError: as `permtriton.checkpoint.output.claimed`, it is in the folder of the model, or the hub refuses
-                the repository.
+            OutputError: as `permtriton.checkpoint.output.claimed`, or it is in the folder of the model.
         """
-        if self.push_to_hub is not None and not ranks.number():
-            make_repository(self.push_to_hub, self.token)
         if self.output is None or ranks.number():
             yield
             return
@@ -123,7 +127,8 @@ class Job:
         """Reads the model and its data, and compiles it. The output has to be claimed, and is not written yet.
 
         Raises:
-            PermTritonError: as `compile_model`, or the model or the data cannot be read.
+            PermTritonError: as `compile_model`, the model or the data cannot be read, or the hub refuses the
+                repository.
         """
         source, device = self.model if isinstance(self.model, Source) else None, None
         if source is not None and ranks.count() > 1:  # only then is it known whether one GPU can hold the model
@@ -131,6 +136,8 @@ class Job:
         offload = self._offload()
         with nullcontext() if source is None else load.unchanged_weights(source):
             loaded = self._loaded(source, progress, offload)
+            if self.push_to_hub is not None and not ranks.number():
+                make_repository(self.push_to_hub, self.token)
             compiled = compile_model(
                 loaded.model,
                 loaded.tokenizer,
@@ -152,7 +159,7 @@ class Job:
             compiled.report["command"] = compile_command(
                 source.name,
                 loaded.config,
-                eval_data=Path(name_of(self.eval_data)).name if self.eval_data is not None else None,
+                eval_data=shown_name(name_of(self.eval_data)) if self.eval_data is not None else None,
                 dtype=None if source.dtype == "auto" else source.dtype,
                 gguf_file=source.gguf_file,
                 revision=source.revision,
@@ -161,26 +168,34 @@ class Job:
             )
         return compiled
 
-    def save(self, compiled: CompiledModel, progress: Progress) -> str | None:
-        """Writes and publishes the output, as far as that was asked for; of several ranks, the first one does.
+    def save(self, compiled: CompiledModel, progress: Progress) -> None:
+        """Writes the output, if there is one; of several ranks, the first one does.
+
+        Raises:
+            PermTritonError: as `CompiledModel.save_pretrained`.
+        """
+        if self.output is not None and not ranks.number():
+            progress.say(f"saving and verifying {self.output}")
+            compiled.save_pretrained(self.output, format=self.save_format, overwrite=self.overwrite)
+
+    def publish(self, compiled: CompiledModel, progress: Progress) -> str | None:
+        """Publishes the output that `save` wrote, if that was asked for; of several ranks, the first one does.
 
         Returns:
             The address of the commit on the hub; None where nothing was published.
 
         Raises:
-            PermTritonError: as `CompiledModel.save_pretrained` and `CompiledModel.push_to_hub`.
+            OutputError: the hub refuses, or cannot be reached; the folder stays, and the message names it.
         """
-        if ranks.number():
-            return None
-        if self.output is not None:
-            progress.say(f"saving and verifying {self.output}")
-            compiled.save_pretrained(self.output, format=self.save_format, overwrite=self.overwrite)
-        if self.push_to_hub is None:
+        if self.push_to_hub is None or self.output is None or ranks.number():
             return None
         progress.say(f"publishing {self.push_to_hub}")
-        if self.output is None:
-            return compiled.push_to_hub(self.push_to_hub, format=self.save_format, token=self.token)
-        return upload(self.output, self.push_to_hub, self.token, compiled.commit_message)
+        try:
+            return upload(self.output, self.push_to_hub, self.token, compiled.commit_message)
+        except OutputError as error:
+            raise OutputError(
+                f"{error}. {self.output} is complete: publish it by hf upload {self.push_to_hub} {self.output}"
+            ) from error
 
     def dry_run(self, progress: Progress, devices: Devices | None = None) -> DryRun:
         """Loads the model and returns what its compilation would do and need; writes nothing.

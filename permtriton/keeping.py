@@ -64,7 +64,8 @@ def keep_pattern(model: nn.Module) -> "KeptPattern":
     """
     inner = _unwrapped(model)
     _refuse_unsupported(inner)
-    record = find_record(str(getattr(inner, "name_or_path", "")))
+    commit = getattr(getattr(inner, "config", None), "_commit_hash", None)
+    record = find_record(str(getattr(inner, "name_or_path", "")), {"revision": commit} if commit else {})
     weights = _recorded(inner, record) if record else _recognized(inner)
     if not weights:
         count = sum(isinstance(module, LINEAR_MODULES) for module in inner.modules())
@@ -139,8 +140,9 @@ class KeptPattern:
         weakref.finalize(model, self.remove).atexit = False
 
     def _before_step(self, *_: Any) -> None:
-        for weight in self._weights.values():
+        for name, weight in self._weights.items():
             if weight.parameter is not weight.known:  # FSDP2 has divided it since
+                _check_pattern(name, weight)
                 weight.find_zeros()
 
     def _after_step(self, *_: Any) -> None:
@@ -305,14 +307,18 @@ def _recorded(model: Any, record: Record) -> dict[str, _Weight]:
                 f"{type(model).__name__} does not have: load it with the class of its config.json"
             )
         weight = _weight(model, name, dim, pattern)
-        fullest = int(_kept_in_groups(_whole(weight.parameter), dim, pattern.group).max())
-        if fullest > pattern.kept:
-            raise ModelError(
-                f"{name} is not {pattern}, as permtriton.json of {model.name_or_path} says: a group holds {fullest} "
-                "nonzero weights. It was changed since it was loaded: call keep_pattern before any training"
-            )
+        _check_pattern(name, weight)
         found[_plain(name)] = weight
     return found
+
+
+def _check_pattern(name: str, weight: _Weight) -> None:
+    fullest = int(_kept_in_groups(_whole(weight.parameter), weight.dim, weight.pattern.group).max())
+    if fullest > weight.pattern.kept:
+        raise ModelError(
+            f"{name} is not {weight.pattern} any more: a group holds {fullest} nonzero weights. It was changed since "
+            "it was loaded: call keep_pattern before any training, and load no dense weights after it"
+        )
 
 
 def _recognized(model: nn.Module) -> dict[str, _Weight]:

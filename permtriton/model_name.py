@@ -1,8 +1,10 @@
-"""What a model is called when others read it."""
+"""What a model is called when others read it, and with what it is asked for."""
 
 import os
 import re
 from pathlib import Path
+
+from permtriton.errors import ConfigError
 
 DEMO = "demo"
 
@@ -20,3 +22,14 @@ def shown_name(model: str) -> str:
 def is_hub_name(model: str) -> bool:
     """Whether a model's name can only be one on the hub: it has the form of one, and is no folder here or the demo."""
     return bool(re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", model)) and model != DEMO and not Path(model).exists()
+
+
+def checked_token(token: str | None) -> str | None:
+    """Returns a token of the hub without the space around it, such as the line break of the file that it was read from.
+
+    Raises:
+        ConfigError: it holds what no token does; the message does not show it, nor would the error of the hub's client.
+    """
+    if token is not None and not re.fullmatch(r"[!-~]+", token := token.strip()):
+        raise ConfigError("`token=` is empty, or holds a space or a letter that no token of the hub has: check it")
+    return token

@@ -11,6 +11,7 @@ from permtriton.errors import ConfigError
 from permtriton.model.experts import stacked_name, unstacked_experts
 from permtriton.model.plan import Plan
 from permtriton.model.trace import trace
+from permtriton.passes.chosen import NOT_NAMED
 from permtriton.passes.layout import fused_plan
 from permtriton.passes.provenance import propagate
 from permtriton.passes.sites import find_sites
@@ -93,7 +94,7 @@ def _check_stacks(model: PreTrainedModel, plan: Plan, config: CommonConfig) -> N
     for name in plan.skipped:
         stack = stacked_name(model, name)
         if stack and stack[0] in pruned:
-            option = "ignore" if config.ignore else "targets"
+            option = "targets" if plan.skipped[name] == NOT_NAMED else "ignore"
             raise ConfigError(
                 f"`{option}=` leaves {name} dense, but not all the other experts that {stack[0]} holds: prune all of "
                 f"them, or none, such as by `ignore={stack[0].rpartition('.')[0]}`"

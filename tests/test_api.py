@@ -19,6 +19,7 @@ import permtriton
 from permtriton import api, publishing
 from permtriton.cli.main import app
 from permtriton.errors import CalibrationError, ConfigError, MemoryTooSmallError, OutputError
+from permtriton.model.load import Source
 from permtriton.progress import NoProgress
 from permtriton.recipe import all_options
 
@@ -347,6 +348,23 @@ def test_a_packed_folder_is_what_export_makes_of_the_dense_one(here, layout):
     )
 
 
+def refused(*_arguments: object, **_named: object) -> None:
+    raise RuntimeError("403 Client Error.\nNo space")
+
+
+@pytest.mark.parametrize("token", ["hf secret", "hf_s\u00e9cret", " ", "hf_\nsecret"])
+def test_a_token_that_cannot_be_one_is_not_shown(token, here):
+    for call in (
+        lambda: permtriton.inspect("my-model", token=token),
+        lambda: permtriton.compile("my-model", data=TEXTS, token=token, **QUICK),
+        lambda: permtriton.evaluate("my-model", TEXTS, token=token),
+    ):
+        with pytest.raises(ConfigError, match="`token=` is empty, or holds") as caught:
+            call()
+        assert "cret" not in str(caught.value)
+    assert Source("my-model", token="hf_secret\n").token == "hf_secret", "as it is read from a file"
+
+
 def test_publishing(here, monkeypatch):
     compiled_model = permtriton.compile("my-model", data=TEXTS, **QUICK)
     assert compiled_model.push_to_hub("me/it", token="secret", private=True).startswith(
@@ -389,19 +407,31 @@ def test_a_compilation_that_publishes_its_output(here, monkeypatch):
     record = json.loads((published / "permtriton.json").read_text())
     assert record["export"]["format"] == "packed"
     assert "--save-format packed" in record["command"]
-    compiled = permtriton.compile("my-model", data=TEXTS, push_to_hub="me/by-call", **QUICK)
+    compiled = permtriton.compile("my-model", data=TEXTS, output="kept", push_to_hub="me/by-call", **QUICK)
     assert (here / "hub" / "me" / "by-call" / "model.safetensors").is_file()
     assert compiled.source is not None
+    monkeypatch.setattr(Hub, "upload_folder", refused)
+    failed = CliRunner().invoke(app, [*words[:-4], "--push-to-hub", "me/full", "--output", "full"])
+    assert failed.exit_code == 2
+    assert "403 Client Error" in failed.stderr
+    assert "full is complete: publish it by hf upload me/full full" in failed.stderr
+    assert "verification" in json.loads((here / "full" / "permtriton.json").read_text())
 
     monkeypatch.setattr("permtriton.job.compile_model", lambda *_, **__: pytest.fail("it was compiled"))
     assert CliRunner().invoke(app, [*words[:-4], "--push-to-hub", "it", "--output", "no"]).exit_code == 2
     with pytest.raises(OutputError, match="it cannot be written on the hub"):
-        permtriton.compile("my-model", data=TEXTS, push_to_hub="it", **QUICK)
+        permtriton.compile("my-model", data=TEXTS, output="no", push_to_hub="it", **QUICK)
+    calls = len(Hub.calls)
+    assert CliRunner().invoke(app, [*words[:-4], "--push-to-hub", "me/no", "--output", "out"]).exit_code == 2
+    assert CliRunner().invoke(app, ["compile", "no-model", "--push-to-hub", "me/no", "--output", "no"]).exit_code == 2
+    assert len(Hub.calls) == calls, "no repository is made for what cannot be compiled"
     for options, message in [
         ({"save_format": "zip", "output": "o"}, "format 'zip' is unknown"),
         ({"save_format": "plain", "output": "o", "layout": "fused", "recipe": "heuristic,mask"}, "at run time"),
-        ({"save_format": "packed"}, "`save_format=` has no effect without `output=` or `push_to_hub=`"),
-        ({"revision": "v2"}, "`revision=v2` has no effect on my-model, a folder"),
+        ({"save_format": "packed"}, "`save_format=` has no effect without `output=`"),
+        ({"push_to_hub": "me/it"}, "`push_to_hub=` needs `output=`, a folder that keeps the result"),
+        ({"calibration": "none", "generated": 2, "data": None, "split": "a"}, "no effect .* where no text is read"),
+        ({"revision": "v2"}, "`revision=v2` has no effect on my-model, which is on this machine"),
     ]:
         with pytest.raises(ConfigError, match=message):
-            permtriton.compile("my-model", data=TEXTS, **{**QUICK, **options})
+            permtriton.compile("my-model", **{"data": TEXTS, **QUICK, **options})

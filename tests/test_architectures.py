@@ -402,6 +402,6 @@ def test_positions_counted_from_behind_the_padding_are_respected():
     )  # fmt: skip
     model = RobertaModel(config).eval()
     assert max_tokens(model) == 32
-    with pytest.raises(CalibrationError, match="`sequence_length=` 32"):
+    with pytest.raises(CalibrationError, match="`sequence_length=32`"):
         compile_model(model, None, config_from(), ids=torch.randint(2, 64, (2, 34)))
     compile_model(model, None, config_from(HEURISTIC), ids=torch.randint(2, 64, (2, 32)))

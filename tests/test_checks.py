@@ -68,7 +68,7 @@ def test_outputs_may_differ_by_what_rounding_explains(monkeypatch):
         check_same_outputs(before * (1 + 30 * noise), lambda: model_outputs(model, samples), model, "folding")
 
 
-@pytest.mark.parametrize(("dtype", "advice"), [(torch.float32, "please report"), (torch.bfloat16, "--dtype float32")])
+@pytest.mark.parametrize(("dtype", "advice"), [(torch.float32, "please report"), (torch.bfloat16, "`dtype=float32`")])
 def test_no_noise_explains_every_difference(dtype, advice, monkeypatch):
     monkeypatch.setattr(checks, "rounding_noise", lambda *_: 1.0)
     model, before = zoo.tiny_llama().to(dtype), torch.randn(4)

@@ -28,6 +28,7 @@ OTHER = {
     "skip_indivisible": True,
     "targets": ["*.up_proj", "re:.*q"],
     "ignore": ["*.down_proj", "re:.*q"],
+    "dense_share": 0.25,
     "seed": 7,
     "micro_batch_size": 2,
     "activation_checkpointing": False,

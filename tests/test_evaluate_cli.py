@@ -91,6 +91,16 @@ def test_every_format_gives_the_numbers_of_the_model_in_memory(compiled, model_f
     assert fused["dense_perplexity"] == portable["dense_perplexity"]
 
 
+def test_the_token_is_in_no_report(model_folder, options, tmp_path, monkeypatch):
+    words = ["evaluate", str(model_folder), *map(str, options[2:4]), "--token", "hf_secret", "--token=hf_secret"]
+    monkeypatch.setattr(sys, "argv", ["permtriton", *words])
+    said = RUNNER.invoke(app, [*words, "--json", "--output", str(tmp_path / "out.json")])
+    assert said.exit_code == 0, said.output
+    assert "secret" not in said.output
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert report["command"] == f"permtriton evaluate {model_folder} {options[2]} {options[3]}"
+
+
 def test_the_order_of_hidden_states_is_read_from_the_folder(compiled, options, tmp_path):
     assert json.loads((compiled["portable"] / "permtriton.json").read_text())["hidden_states"]["permuted"]
     folder = Path(shutil.copytree(compiled["portable"], tmp_path / "model"))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from permtriton import compiled
+from permtriton import publishing
 
 from . import zoo
 from .sentences import SENTENCE, trained_tokenizer
@@ -31,7 +31,7 @@ def here(tmp_path, monkeypatch) -> Path:
     tokenizer.save_pretrained(tmp_path / "model")
     (tmp_path / "text.txt").write_text(SENTENCE * 60, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(compiled, "HfApi", Hub)
+    monkeypatch.setattr(publishing, "HfApi", Hub)
     monkeypatch.setattr(Hub, "root", tmp_path / "hub")
     monkeypatch.setattr(Hub, "calls", [])
     return tmp_path

@@ -389,8 +389,8 @@ def test_compile_does_not_write_into_the_model(desk, tmp_path, monkeypatch, more
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("learn_learning_rate = " + "9" * 400, ("learn_learning_rate", "finite number")),
-        ("[learned]\nlearning_rate = 0x" + "f" * 5000, ("learn_learning_rate", "bits")),
+        ("learn_learning_rate = " + "9" * 400, ("--learn-learning-rate", "finite number")),
+        ("[learned]\nlearning_rate = 0x" + "f" * 5000, ("--learn-learning-rate", "bits")),
         ("learn_epochs = " + "9" * 5000, ("not TOML", "5000 digits")),
         ("learn_epochs = " + "[" * 5000, ("not TOML", "recursion")),
         ("recipe = 0x" + "f" * 5000, ("recipe", "bits")),

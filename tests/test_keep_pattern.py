@@ -99,6 +99,23 @@ def test_zeros_stay_where_the_optimizer_has_the_state_of_other_training():
     check_kept(model, before, list(kept.patterns))
 
 
+def test_dense_weights_that_are_loaded_later_are_refused():
+    model = pruned_llama()
+    dense = {name: torch.randn_like(each) for name, each in model.state_dict().items()}
+    kept = permtriton.keep_pattern(model)
+    model.load_state_dict(dense, assign=True)
+    with pytest.raises(ModelError, match=r"is not 2:4 any more: a group holds [34] nonzero"):
+        train(model, adamw(model))
+    kept.remove()
+
+
+def test_a_folder_that_is_gone_has_no_record(tmp_path, monkeypatch):
+    """A relative path from another folder than the one that the model was loaded from."""
+    model = pruned_llama()
+    model.config._name_or_path = model.name_or_path = "runs/exp/a/m"
+    assert permtriton.keep_pattern(model).record is None
+
+
 def test_without_it_they_do_not():
     model = pruned_llama()
     before = zeros_of(model)
@@ -352,7 +369,7 @@ def of_another_class(folder: Path) -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (changed_since, f"{UP} is not 2:4, as permtriton.json of .* says: a group holds 4 nonzero weights"),
+        (changed_since, f"{UP} is not 2:4 any more: a group holds 4 nonzero weights"),
         (packed, "up_proj: packed weights cannot be trained: write the folder with permtriton export --format dense"),
         (of_another_class, r"lists the N:M weight model.layers.1\S+, which this LlamaModel does not have"),
         (lambda folder: AutoModelForCausalLM.from_pretrained(folder).to("meta"), "has no values"),

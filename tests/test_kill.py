@@ -78,7 +78,7 @@ COMMANDS = {
     "sparsegpt, reconstruct, distill": (
         *("--recipe", "heuristic,sparsegpt,reconstruct,distill", *RECONSTRUCT, *DISTILL),
     ),
-    "searched, fused": (*SEARCH, "--layout", "fused"),
+    "searched, fused": ("--recipe", "values", *SEARCH, "--layout", "fused"),
 }
 
 

@@ -22,7 +22,7 @@ from permtriton.model import load
 from permtriton.model.load import Source, load_empty_model, load_model, load_tokenizer, resolve_device
 
 from . import zoo
-from .folders import LAST_UP, configure, edit_tensors
+from .folders import LAST_UP, configure, edit_json, edit_tensors
 
 
 @pytest.fixture(scope="module")
@@ -259,6 +259,20 @@ def test_a_models_own_code_runs_when_trusted(with_code):
     assert mark.exists()
 
 
+def test_a_models_own_code_is_of_the_revision(monkeypatch, folder):
+    asked = []
+
+    def get_class(path: str, name: str, **named: object) -> type:
+        asked.append((path, name, named))
+        return LlamaForCausalLM
+
+    monkeypatch.setattr(transformers.dynamic_module_utils, "get_class_from_dynamic_module", get_class)
+    config = SimpleNamespace(auto_map={"AutoModelForCausalLM": "modeling_own.Own"}, architectures=["Own"])
+    source = Source("someone/model", trust_remote_code=True, revision="v2", token="secret")
+    assert load._model_class(source, config) is LlamaForCausalLM
+    assert asked == [("modeling_own.Own", "someone/model", {"revision": "v2", "token": "secret"})]
+
+
 def in_the_cache(folder: Path, name: str, cache: Path, monkeypatch) -> Path:
     """Puts a model where the client of the hub would have put it, and cuts the network; returns the snapshot."""
     repository, commit = cache / f"models--{name.replace('/', '--')}", "0" * 40
@@ -294,7 +308,7 @@ def test_a_dry_run_of_a_hub_name_fetches_no_weights(folder, tmp_path, monkeypatc
     """Only config and headers: the estimate is that of the folder, but for the time."""
     headers = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
-        headers[name] = SimpleNamespace(shape=list(tensor.shape))
+        headers[name] = SimpleNamespace(shape=list(tensor.shape), dtype="F32")
     snapshot = in_the_cache(folder, "someone/model", tmp_path / "cache", monkeypatch)
     options = {"recipe": "heuristic,sparsegpt", "data": zoo.tiny_ids(4, 12), "output": tmp_path / "out"}
     expected = permtriton.dry_run(str(folder), **options)
@@ -314,6 +328,10 @@ def test_a_dry_run_of_a_hub_name_fetches_no_weights(folder, tmp_path, monkeypatc
     assert found.forecast.disk == expected.forecast.disk
     assert found.forecast.needs.stages == expected.forecast.needs.stages
     half = permtriton.dry_run("someone/model", dtype="bfloat16", **options)
+    edit_json(snapshot / "config.json", lambda config: config.pop("dtype"))
+    for tensor in headers.values():
+        tensor.dtype = "BF16"
+    assert permtriton.dry_run("someone/model", **options).forecast.needs.model == half.forecast.needs.model
     assert 2 * half.forecast.needs.model == found.forecast.needs.model
     headers["model.norm.weight"].shape = [7]
     with pytest.raises(ModelError, match=r"model.norm.weight has the shape \[7\]"):

@@ -183,7 +183,7 @@ SOURCES = {
     "empty": (lambda folder: None, {}, ["holds no images", ".png"]),
     "only sound": (sounds, {}, ["holds no images", "end in .wav", "Convert"]),
     "not readable": (broken, {}, ["b.png", "cannot be read"]),
-    "too few": (lambda folder: media.image_folder(folder / "more", 3), {"count": 4}, ["holds 3 samples", "--samples"]),
+    "too few": (lambda folder: media.image_folder(folder / "more", 3), {"count": 4}, ["holds 3 samples", "`samples=`"]),
     "no processor": (lambda folder: media.image_folder(folder / "more", 3), {"processor": None}, ["no processor"]),
     "mixed sizes": (lambda folder: media.image_folder(folder / "more", 3), {"resize": False}, ["shape", "one size"]),
 }

@@ -72,7 +72,8 @@ def test_estimate_counts_the_elements_of_the_models_dtype(model, plan):
 
 @pytest.mark.parametrize("recipe", ["heuristic,mask", "heuristic,learned,mask"])
 def test_estimate_grows_with_the_sequence_length(model, plan, recipe):
-    totals = [beside(model, plan, recipe=recipe, sequence_length=length) for length in (512, 2048, 8192)]
+    options = {"recipe": recipe, "heuristic_row_weights": "fisher"}
+    totals = [beside(model, plan, **options, sequence_length=length) for length in (512, 2048, 8192)]
     assert totals[0] < totals[1] < totals[2]
 
 
@@ -154,7 +155,7 @@ def test_what_does_not_fit_is_refused_with_advice(monkeypatch):
     stages = {"masks": {"statistics": 400, "activations": 600}, "calibration": {"statistics": 700}}
     message = memory.refusal(memory.Needs(0, 10**15, 10**15, stages), memory.Devices.of(CPU))
     assert "\n" not in message
-    options = ("--sequence-length", "--samples", "--micro-batch-size")
+    options = ("`sequence_length=`", "`samples=`", "`micro_batch_size=`")
     assert [
         w for w in (*options, "1000 B", "600 B for activations (masks)", "999 B are free", "cpu") if w not in message
     ] == []

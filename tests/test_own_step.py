@@ -200,8 +200,8 @@ def test_it_is_listed_with_the_recipes(results):
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ("conflict", "error: step own is refused with 4:8: choose `sparsity=2:4`"),
-        ("too few", "error: own_rounds is 0: expected an integer of at least 1"),
+        ("conflict", "error: step own is refused with 4:8: choose --sparsity 2:4"),
+        ("too few", "error: --own-rounds is 0: expected an integer of at least 1"),
         ("unknown", "[own] has no option 'loops': its options are rounds"),
         ("idle", "--own-rounds has no effect with --recipe mask"),
     ],

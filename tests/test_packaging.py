@@ -96,6 +96,7 @@ def test_the_table_of_levels_names_what_there_is():
         "evaluating",
         "job",
         "keeping",
+        "publishing",
         "self_test",
     }
     assert highest == {"permtriton", *expected}

@@ -187,7 +187,7 @@ def test_a_device_map_is_taken(place, device_map):
 def test_tensor_parallelism_is_refused(place, monkeypatch):
     """Each GPU would hold whole packed tensors, but results are summed over the GPUs."""
     monkeypatch.setattr(transformers.LlamaForCausalLM, "_tp_size", 2)
-    with pytest.raises(ModelError, match=r"tensor parallelism.*`format=` dense"):
+    with pytest.raises(ModelError, match=r"tensor parallelism.*--format dense"):
         load(place("llama", "packed"))
 
 

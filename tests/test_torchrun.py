@@ -76,7 +76,7 @@ for line in sys.stdin:
             time.sleep(0.02)
     print(json.dumps([codes[rank] for rank in range(ranks)]), flush=True)
 """
-QUICK = ("--samples", 5, "--sequence-length", 16, "--eval-data", "none", "--overwrite", "--micro-batch-size", 2)
+QUICK = ("--samples", 5, "--sequence-length", 16, "--eval-data", "none", "--overwrite")
 SEARCH = ("--recipe", "heuristic,searched,mask", "--search-rounds", 3)
 
 

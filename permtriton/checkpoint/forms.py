@@ -14,6 +14,7 @@ from typing_extensions import TypedDict
 from permtriton.checkpoint.format import Format
 from permtriton.errors import ConfigError, ModelError, shown
 from permtriton.model.headers import DTYPES, REPORT_FILE, read_json
+from permtriton.model_name import is_hub_name
 from permtriton.permutation import is_permutation
 from permtriton.sparsity import NMPattern
 from permtriton.validated import checked
@@ -358,7 +359,7 @@ def find_record(location: str, hub: Mapping[str, str] = MappingProxyType({})) ->
         ModelError: as `read_record`.
     """
     path: Any = Path(location, REPORT_FILE)
-    if not path.parent.is_dir():
+    if is_hub_name(location):
         path = cached_file(
             location,
             REPORT_FILE,

@@ -246,9 +246,11 @@ class PermTritonQuantizer(HfQuantizer):
                     self._kept.add(name)
                 replace_by_packed(model, name, names[listed], dims[name], entry, stored, config.pattern)
                 set_parameter(model, self._copies[name], model.get_parameter(name))
-        changed = [owner_of(model, name)[0] for name in chain(self._packed, *self._copies.values())]
-        for module in [*changed, *filter(is_permuted, model.modules())]:
-            # transformers then does not initialize it: some classes ask for its weight's shape, which differs here.
+        changed = {owner_of(model, name)[0] for name in chain(self._packed, *self._copies.values())}
+        changed |= set(filter(is_permuted, model.modules()))
+        around = {module for module in model.modules() if changed & set(module.children())}
+        for module in changed | {each for each in around if not each._non_persistent_buffers_set}:
+            # transformers then does not initialize it: some classes ask for weights' shapes, which differ here.
             setattr(module, "_is_hf_initialized", True)  # noqa: B010
 
     def _headers(self, files: Sequence[Path], folder: Path) -> Mapping[str, StoredTensor]:

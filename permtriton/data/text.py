@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from permtriton import demo
@@ -146,6 +146,9 @@ def calibration_samples(
     """
     source, count = config.calibration.calibration, config.calibration.samples
     if is_media(model, source):
+        for name in ("text_column", "split"):
+            if value := getattr(config.calibration, name):
+                raise ConfigError(f"`{name}={value}` has no effect on {source}, which is no text: leave it out")
         generator = torch.Generator().manual_seed(config.seed)
         return check_samples(model, media_samples(source, model, tokenizer, count, generator))
     check_length(model, config.calibration.sequence_length)
@@ -212,8 +215,22 @@ def _check_ids(model: PreTrainedModel, name: str, ids: Tensor) -> None:
 
 
 def vocabulary_of(model: PreTrainedModel) -> int:
-    """Returns the number of rows of the model's token embedding."""
-    return model.get_input_embeddings().get_parameter("weight").shape[0]
+    """Returns the number of token ids that the model knows: the rows of its embedding, or of the smallest of several.
+
+    Some models name no embedding, such as those of characters or of speech; their config counts the ids.
+
+    Raises:
+        CalibrationError: neither says it.
+    """
+    try:
+        found = model.get_input_embeddings()
+        tables = found if isinstance(found, nn.ModuleList) else [found]
+        return min(int(table.get_parameter("weight").shape[0]) for table in tables)
+    except (NotImplementedError, AttributeError):
+        count = getattr(model.config.get_text_config(), "vocab_size", None)
+    if not isinstance(count, int) or count < 1:
+        raise CalibrationError(f"a {type(model).__name__} does not say which token ids it knows: give other samples")
+    return count
 
 
 def _encode(

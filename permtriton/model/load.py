@@ -22,6 +22,7 @@ from permtriton import demo
 from permtriton.errors import ConfigError, ModelError, OutputError, first_line, reading, shown, without_panics
 from permtriton.extras import require
 from permtriton.kernels import autotune
+from permtriton.model import headers
 from permtriton.model.core import check_towers
 from permtriton.model.gguf_file import SUFFIX, GgufFile, in_words, read_gguf
 from permtriton.model.headers import (
@@ -37,6 +38,7 @@ from permtriton.model.headers import (
 )
 from permtriton.model.modules import is_packed, is_permuted
 from permtriton.model.sizes import build_empty, check_numbers
+from permtriton.model_name import checked_token, is_hub_name
 from permtriton.offload import NO_GPU, Offload
 from permtriton.output_files import disk_error
 
@@ -74,6 +76,9 @@ class Source:
     gguf_file: str | None = None
     revision: str | None = None
     token: str | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "token", checked_token(self.token))
 
     @cached_property
     def gguf(self) -> GgufFile | None:
@@ -295,9 +300,14 @@ def load_empty_model(source: Source, allow_compiled: bool = False) -> PreTrained
 
 
 def is_here(source: Source) -> bool:
-    """Returns whether a model's weights are on this machine: in a folder or a file, or in the cache of the hub."""
-    if source.folder is not None or source.gguf is not None:
-        return True
+    """Returns whether a model's weights are on this machine: in a folder or a file, or in the cache of the hub.
+
+    Raises:
+        ModelError: the name is neither a folder nor one that the hub can have.
+    """
+    if source.gguf_file is not None or source.folder is not None or source.gguf is not None:
+        return True  # of a GGUF file beside a hub name, no part can be fetched alone
+    _check_folder(source)
     config = cached(source, CONFIG_FILE)
     with suppress(ModelError):
         return config is not None and all(map(Path.is_file, checkpoint_files(config.parent)))
@@ -325,14 +335,17 @@ def load_outline(source: Source) -> tuple[PreTrainedModel, Any]:
                 f"config.json needs {list(parameter.shape)}: a size in config.json is damaged, or it belongs to other "
                 "weights"
             )
-    if isinstance(dtype := _dtype(source), torch.dtype):
+    dtype = _dtype(source)
+    if dtype == "auto" and model.config.dtype is None:
+        dtype = next((headers.DTYPES[each.dtype] for each in stored.values() if each.dtype in headers.DTYPES), dtype)
+    if isinstance(dtype, torch.dtype):
         model = nn.Module.to(model, dtype=dtype)
     return model, load_processor(source, model)
 
 
 def cached(source: Source, file: str) -> Path | None:
     """Returns a file of a hub name from the cache on this machine; None if it is not there."""
-    found = try_to_load_from_cache(source.name, file, revision=source.revision)
+    found = try_to_load_from_cache(source.name, file, revision=source.revision) if is_hub_name(source.name) else None
     return Path(found) if isinstance(found, str) else None
 
 
@@ -518,6 +531,7 @@ def _check_named_weights(source: Source, config: Any) -> None:
 
 
 def _config(source: Source, stored: Mapping[str, StoredTensor] | None) -> Any:
+    _check_revision(source)
     if source.gguf is not None:
         with reading(f"{source.gguf.path}: transformers {transformers.__version__} cannot read it", ModelError):
             return AutoConfig.from_pretrained(source.location, **_arguments(source))
@@ -538,13 +552,19 @@ def _check_folder(source: Source) -> None:
         if os.path.exists(source.name) or source.name.startswith((".", "/", "~")) or source.name.count("/") > 1:
             raise ModelError(f"{source.name} is not a folder: give a Hugging Face model folder, a hub name, or demo")
         return
-    if source.revision is not None:
-        raise ConfigError(f"`revision={source.revision}` has no effect on {source.name}, a folder: leave it out")
+    _check_revision(source)
     check_regular(source.folder)
     if not source.holds(CONFIG_FILE):
         raise ModelError(f"{source.name} holds no config.json: it is not a Hugging Face model folder")
     if source.holds(ADAPTER):
         raise ModelError(f"{source.name} holds an adapter ({ADAPTER}): merge it into its model and save that first")
+
+
+def _check_revision(source: Source) -> None:
+    if source.revision is not None and os.path.exists(source.name):
+        raise ConfigError(
+            f"`revision={source.revision}` has no effect on {source.name}, which is on this machine: leave it out"
+        )
 
 
 def _model_class(source: Source, config: Any) -> Any:
@@ -556,7 +576,7 @@ def _model_class(source: Source, config: Any) -> Any:
     with reading(f"{source.name}: its class {shown(names[0])} cannot be imported", ModelError):
         model_class = getattr(transformers, names[0], None)
         if model_class is None and source.trust_remote_code:
-            model_class = _remote_class(config, names[0], source.location)
+            model_class = _remote_class(config, names[0], source)
     if not (isinstance(model_class, type) and issubclass(model_class, PreTrainedModel)):
         raise ModelError(
             f"{source.name}: {names[0]} is not a model class of transformers {transformers.__version__}: upgrade "
@@ -578,13 +598,13 @@ def _head(config: Any) -> list[str]:
     return [mapping[config.model_type] for mapping in mappings if config.model_type in mapping]
 
 
-def _remote_class(config: Any, name: str, location: str) -> Any:
+def _remote_class(config: Any, name: str, source: Source) -> Any:
     """Returns the class ``name`` from the code that comes with the model; None if there is none."""
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
     for auto_class, path in getattr(config, "auto_map", {}).items():
         if auto_class.startswith("AutoM") and str(path).endswith(name):
-            return get_class_from_dynamic_module(path, location)
+            return get_class_from_dynamic_module(path, source.location, revision=source.revision, token=source.token)
     return None
 
 

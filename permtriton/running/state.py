@@ -24,6 +24,7 @@ NEVER_NEGATIVE = ("step", "exp_avg_sq")  # parts of an optimizer's state
 DIFFERS = {
     "text": "the calibration sequences differ",
     "generated": "the dense model wrote another text",
+    "dense": "another choice of linears stays dense, as it may with another micro-batch size or processor",
     "weights": "the model is another one (its weights or its config differ)",
     "start": (
         "the stages before it ended with other weights, as they may with another number of threads, micro-batch size "
