@@ -430,7 +430,6 @@ def test_a_compilation_that_publishes_its_output(here, monkeypatch):
         ({"save_format": "plain", "output": "o", "layout": "fused", "recipe": "heuristic,mask"}, "at run time"),
         ({"save_format": "packed"}, "`save_format=` has no effect without `output=`"),
         ({"push_to_hub": "me/it"}, "`push_to_hub=` needs `output=`, a folder that keeps the result"),
-        ({"calibration": "none", "generated": 2, "data": None, "split": "a"}, "no effect .* where no text is read"),
         ({"revision": "v2"}, "`revision=v2` has no effect on my-model, which is on this machine"),
     ]:
         with pytest.raises(ConfigError, match=message):

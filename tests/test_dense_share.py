@@ -101,6 +101,7 @@ def test_a_share_stays_dense_and_the_rest_is_pruned(name, layout, tmp_path):
         torch.testing.assert_close(loaded(ids).logits, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_it_lowers_the_loss():
     """By more than its share: on the demo, a tenth of the weights is worth a quarter of the KL."""
     options = {"samples": 16, "sequence_length": 128, "recipe": "heuristic,sparsegpt", "eval_data": "demo"}

@@ -73,20 +73,3 @@ def _versions(report: Mapping[str, Any]) -> str:
     peers = "; ".join(", ".join(line.replace("==", " ") for line in lines) for lines in report["peers"].values())
     note = f" Note: {report['note']}." if report["note"] else ""
     return f"{report['hardware']}; {versions}; peers: {peers}.{note}"
-
-
-def stages(report: Mapping[str, Any], names: Sequence[str]) -> str:
-    """Returns where the seconds of some of our methods go: a row per stage, a column per method, means over seeds."""
-    runs = {name: [row["pruning"] for row in report["rows"] if row["name"] == name] for name in names}
-    kinds = dict.fromkeys(stage for found in runs.values() for each in found for stage in each["stages"])
-    known = {
-        stage: [fmean(each["stages"].get(stage, 0.0) for each in found) for found in runs.values()] for stage in kinds
-    }
-    whole = [fmean(each["seconds"] for each in found) for found in runs.values()]
-    known["start, imports, loading"] = [
-        total - sum(parts) for total, *parts in zip(whole, *known.values(), strict=True)
-    ]
-    lines = [["stage", *names], ["---"] * (len(names) + 1)]
-    lines += [[stage, *(f"{value:.1f}" for value in values)] for stage, values in known.items() if max(values) >= 0.05]
-    lines.append(["all", *(f"{value:.0f}" for value in whole)])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
