@@ -81,7 +81,7 @@ def measure(layers: int) -> dict[str, Any]:
     pattern = NMPattern(2, 4)
     plan = timed("sites", lambda: find_sites(provenance, model, traced.hidden_node, pattern))
     # The structure is verified after each pass.
-    timed("passes", lambda: run_with_stand_ins(plan, traced.graph_module, pattern))
+    timed("passes", lambda: run_with_stand_ins(plan, traced.graph_module))
     peak = peak_memory(cpu) - imported
     return {
         "layers": layers,

@@ -2,6 +2,7 @@
 
 import shutil
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ from permtriton.model.plan import Placement, Plan
 from permtriton.output_files import check_file, write_file
 from permtriton.passes import drawing
 from permtriton.passes.pipeline import PASS_NAMES, PassResult, run_with_stand_ins
-from permtriton.sparsity import NMPattern
 
 
 def run(
@@ -50,16 +50,14 @@ def run(
     empty = load.load_empty_model(source)
     plan, traced = planning.plan_model(empty, config)
     if graphs:
-        _graphs(plan, traced, config.sparsity, only, layer, dot)
+        _graphs(plan, traced, only, layer, dot)
     elif json:
         print_json(plan_report(plan))
     else:
         _print(plan)
 
 
-def _graphs(
-    plan: Plan, traced: fx.GraphModule, pattern: NMPattern, only: str | None, layer: int | None, file: Path | None
-) -> None:
+def _graphs(plan: Plan, traced: fx.GraphModule, only: str | None, layer: int | None, file: Path | None) -> None:
     """Runs the compiler passes with random permutations, and prints or draws the graph after each pass."""
     part = "" if layer is None and file is None else layer_name(plan, layer or 0)
     drawn = ""
@@ -78,7 +76,7 @@ def _graphs(
                 echo(f"# {space.name}: {destination(permutation_report(plan, space))}")
         echo("\n".join(drawing.listing(result.graph_module, part)) + "\n")
 
-    run_with_stand_ins(plan, traced, pattern, show)
+    run_with_stand_ins(plan, traced, show)
     if file is not None:
         write_drawing(drawn, file)
         err.print(f"{file}: {part} after {only or PASS_NAMES[-1]}", highlight=False, markup=False)
@@ -140,8 +138,8 @@ def write_drawing(text: str, file: Path) -> None:
 def _print(plan: Plan) -> None:
     report = plan_report(plan)
     permutations = {entry["name"]: entry for entry in report["permutations"]}
-    sites = table("Sites", "site", "linears", "channels", "permutation", "at run time")
-    for row, _ in grouped([_site_row(site, permutations[site["permutation"]]) for site in report["sites"]]):
+    sites = table("Sites", "site", "linears", "channels", "pattern", "permutation", "at run time")
+    for row, _ in grouped([_site_row(site, report["patterns"], permutations) for site in report["sites"]]):
         sites.add_row(*row)
     out.print(sites)
     shown = table("Permutations", "permutation", "channels", "produced by", "where it goes, or why there is none")
@@ -158,9 +156,13 @@ def _print(plan: Plan) -> None:
         out.print(f"barrier: {barrier}", highlight=False, markup=False)
 
 
-def _site_row(site: dict[str, Any], permutation: dict[str, Any]) -> tuple[str, ...]:
+def _site_row(
+    site: dict[str, Any], patterns: Mapping[str, str], permutations: Mapping[str, dict[str, Any]]
+) -> tuple[str, ...]:
+    permutation, linears = permutations[site["permutation"]], site["linears"]
     order = "its own" if permutation["name"] == site["name"] else permutation["name"]
-    return site["name"], str(len(site["linears"])), str(site["channels"]), order, at_run_time(permutation)
+    pattern = ", ".join(dict.fromkeys(patterns[name] for name in linears))
+    return site["name"], str(len(linears)), str(site["channels"]), pattern, order, at_run_time(permutation)
 
 
 def at_run_time(permutation: dict[str, Any]) -> str:

@@ -181,7 +181,7 @@ def recipes(json: Json = False) -> None:
 
 
 @command()
-@takes("sparsity", "layout", "o_proj", "skip_indivisible", "targets", "ignore")
+@takes("sparsity", "pattern", "layout", "o_proj", "skip_indivisible", "targets", "ignore")
 def inspect(
     model: Model,
     flags: Flags,

@@ -156,7 +156,17 @@ HelpAll = Annotated[
     ),
 ]
 # Those of an ordinary compilation, which --help shows; --help-all shows all.
-COMMON = ("sparsity", "importance", "layout", "targets", "ignore", "calibration", "samples", "sequence_length")
+COMMON = (
+    "sparsity",
+    "pattern",
+    "importance",
+    "layout",
+    "targets",
+    "ignore",
+    "calibration",
+    "samples",
+    "sequence_length",
+)
 
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an earlier file, whoever wrote it.")]
 

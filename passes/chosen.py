@@ -1,4 +1,4 @@
-"""Which linears does a user want to prune, and which to stay dense?"""
+"""Which linears does a user want to prune, which to stay dense, and which to have a pattern of their own?"""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from permtriton.errors import ConfigError
+from permtriton.sparsity import NMPattern
 
 REGEX = "re:"
 NOT_NAMED = "not named by targets"
@@ -29,6 +30,24 @@ def left_out(linears: Mapping[str, nn.Module], targets: Iterable[str], ignore: I
     found = {name: f"named by ignore: {pattern}" for name, pattern in _named(linears, "ignore", ignore).items()}
     wanted = _named(linears, "targets", targets) or linears
     return found | {name: NOT_NAMED for name in linears if name not in wanted and name not in found}
+
+
+def own_patterns(linears: Mapping[str, nn.Module], chosen: Iterable[str]) -> dict[str, NMPattern]:
+    """Returns each linear that has a sparsity pattern of its own -> that pattern.
+
+    Args:
+        linears: name -> module.
+        chosen: texts such as ``*.down_proj=4:8``, which name linears as `left_out` takes them. Where two name one, the
+            first one counts.
+
+    Raises:
+        ConfigError: a text has another form, or names no linear.
+    """
+    found: dict[str, NMPattern] = {}
+    for text in chosen:
+        named, pattern = NMPattern.of_some(text)
+        found = dict.fromkeys(_named(linears, "pattern", [named]), pattern) | found
+    return found
 
 
 def _named(linears: Mapping[str, nn.Module], option: str, patterns: Iterable[str]) -> dict[str, str]:

@@ -16,7 +16,7 @@ aten = torch.ops.aten
 
 
 def insert_masks(
-    graph_module: fx.GraphModule, *, plan: Plan, importances: Mapping[str, ImportanceFactors], pattern: NMPattern
+    graph_module: fx.GraphModule, *, plan: Plan, importances: Mapping[str, ImportanceFactors]
 ) -> fx.GraphModule:
     """Inserts ``permtriton::nm_mask`` behind every pruned weight.
 
@@ -25,7 +25,7 @@ def insert_masks(
     """
     constants, weights = Constants(graph_module), parameter_nodes(graph_module)
     for site, name in plan.linears():
-        _mask(weights[f"{name}.weight"], constants, site, importances[name], pattern)
+        _mask(weights[f"{name}.weight"], constants, site, importances[name], plan.patterns[name])
     return graph_module
 
 

@@ -61,7 +61,7 @@ def fused_plan(plan: Plan, graph_module: fx.GraphModule, model: nn.Module, *, o_
     spaces = {id(site.space): site.space for site in plan.sites}  # in order of first use
     in_use = id(plan.hidden_space) in spaces
     hidden = (plan.hidden_space, plan.hidden_units) if in_use else (None, torch.empty(0, dtype=torch.int64))
-    return Plan(plan.sites, list(spaces.values()), plan.skipped, barriers, *hidden, unseen=plan.unseen)
+    return Plan(plan.sites, list(spaces.values()), plan.patterns, plan.skipped, barriers, *hidden, unseen=plan.unseen)
 
 
 def _own_space(finder: "_NormFinder", site: Site) -> ChannelSpace | str:

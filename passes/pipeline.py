@@ -19,7 +19,6 @@ from permtriton.passes.insert_masks import insert_masks
 from permtriton.passes.insert_permutations import insert_permutations
 from permtriton.passes.lower import lower
 from permtriton.passes.verify_graph import Verifier, count_operators
-from permtriton.sparsity import NMPattern
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,7 @@ def permutation_passes(moves: Sequence[Move]) -> tuple[Pass, ...]:
 
 
 def pruning_passes(
-    plan: Plan, importances: Mapping[str, ImportanceFactors], pattern: NMPattern, *, exact: bool = False
+    plan: Plan, importances: Mapping[str, ImportanceFactors], *, exact: bool = False
 ) -> tuple[Pass, ...]:
     """Returns the passes from a graph in its final order to one that multiplies packed N:M weights.
 
@@ -86,7 +85,7 @@ def pruning_passes(
         exact: Whether the weights are N:M already, so that the masks change nothing.
     """
     return (
-        Pass(partial(insert_masks, plan=plan, importances=importances, pattern=pattern), exact=exact),
+        Pass(partial(insert_masks, plan=plan, importances=importances), exact=exact),
         Pass(lower),
     )
 
@@ -98,7 +97,6 @@ PASS_NAMES = ("insert_permutations", "fuse_permutations", "cancel_permutations",
 def run_with_stand_ins(
     plan: Plan,
     graph_module: fx.GraphModule,
-    pattern: NMPattern,
     observe: Callable[[PassResult], None] = lambda result: None,
     seed: int = 0,
 ) -> fx.GraphModule:
@@ -119,7 +117,7 @@ def run_with_stand_ins(
         name: ImportanceFactors(1, torch.ones(site.channels, device=device)) for site, name in plan.linears()
     }
     permuted = run_passes(graph_module, permutation_passes(moves_of(plan, indices)), observe=observe)
-    return run_passes(absorb_folds(permuted), pruning_passes(plan, importances, pattern), observe=observe)
+    return run_passes(absorb_folds(permuted), pruning_passes(plan, importances), observe=observe)
 
 
 def _random_index(space: ChannelSpace, generator: torch.Generator) -> Tensor:

@@ -2,7 +2,7 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 
 from permtriton.errors import ModelError, reasons_of
 from permtriton.model.plan import LINEAR_MODULES, Axis, ChannelSpace, Plan, Site
-from permtriton.passes.chosen import left_out
+from permtriton.passes.chosen import left_out, own_patterns
 from permtriton.passes.graph import module_path, one_thread
 from permtriton.passes.provenance import Provenance
 from permtriton.passes.unseen import Unseen, layer_of
@@ -23,8 +23,9 @@ def find_sites(
     provenance: Provenance,
     model: nn.Module,
     hidden: fx.Node,
-    pattern: NMPattern,
+    sparsity: NMPattern,
     *,
+    pattern: Sequence[str] = (),
     skip_indivisible: bool = False,
     targets: Sequence[str] = (),
     ignore: Sequence[str] = (),
@@ -34,7 +35,8 @@ def find_sites(
     Args:
         model: The traced model, for the types of its modules.
         hidden: Graph node of the last hidden state; only linears that feed it are pruned.
-        pattern: N:M pattern; the number of input channels must be a multiple of the group.
+        sparsity: N:M pattern; the number of input channels must be a multiple of the group.
+        pattern: Other patterns for some linears, as `permtriton.passes.chosen.own_patterns` takes them.
         skip_indivisible: Whether to leave other linears dense instead of refusing the model.
         targets: The only linears to prune, as `permtriton.passes.chosen.left_out` takes them; nothing for all.
         ignore: Linears to leave dense, whether ``targets`` names them or not.
@@ -46,20 +48,22 @@ def find_sites(
         ConfigError: As `permtriton.passes.chosen.left_out`.
         ModelError: A linear's input channels are not a multiple of the group, or nothing can be pruned.
     """
-    skipped = left_out(_linears(provenance, model), targets, ignore)
+    linears = _linears(provenance, model)
+    skipped = left_out(linears, targets, ignore)
+    patterns = dict.fromkeys(linears, sparsity) | own_patterns(linears, pattern)
     calls = [call for call in provenance.linears if call.parameter.rpartition(".")[0] not in skipped]
     sources: dict[str, dict[fx.Node, None]] = defaultdict(dict)  # of a linear that runs more than once: each of them
     for call in provenance.linears:
         sources[call.parameter][call.source] = None
     by_sources: dict[tuple[fx.Node, ...], list[LinearCall]] = defaultdict(list)
     feeding = _ancestors(hidden)
-    for call in _prunable(calls, provenance, model, feeding, pattern, skip_indivisible, skipped):
+    for call in _prunable(calls, provenance, model, feeding, patterns, skip_indivisible, skipped):
         by_sources[tuple(sources[call.parameter])].append(call)
     _skip_the_rest(model, provenance, feeding, skipped)
     if not by_sources:
         reasons = "; ".join(reasons_of(skipped))
         raise ModelError(f"no linear layer of this model can be pruned ({reasons or 'it has none'})")
-    builder = _SpaceBuilder(provenance, pattern)
+    builder = _SpaceBuilder(provenance, patterns)
     sites = [builder.site(model, calls) for calls in by_sources.values()]
     spaces = builder.finish(sites)
     hidden_space, hidden_units = builder.locate(provenance.hidden)
@@ -72,7 +76,8 @@ def find_sites(
         fixed = unsaved & {axis.parameter for axis in space.axes}
         if not space.frozen and fixed:
             space.freeze(f"{min(fixed)} is not saved with the model, so that its order cannot change")
-    return Plan(sites, spaces, skipped, provenance.barriers, hidden_space, hidden_units, tuple(unseen.shapes))
+    pruned = {name: patterns[name] for site in sites for name in site.linears}
+    return Plan(sites, spaces, pruned, skipped, provenance.barriers, hidden_space, hidden_units, tuple(unseen.shapes))
 
 
 def _linears(provenance: Provenance, model: nn.Module) -> dict[str, nn.Module]:
@@ -87,7 +92,7 @@ def _prunable(
     provenance: Provenance,
     model: nn.Module,
     feeding: set[fx.Node],
-    pattern: NMPattern,
+    patterns: Mapping[str, NMPattern],
     skip_indivisible: bool,
     skipped: dict[str, str],
 ) -> Iterable[LinearCall]:
@@ -112,7 +117,7 @@ def _prunable(
             skipped.setdefault(owner, "its weight is read by another module than itself, which need not call it")
         elif call.node not in feeding:
             skipped.setdefault(owner, "does not feed the last hidden state (output head or pooler)")
-        elif channels % pattern.group:
+        elif channels % (pattern := patterns[owner]).group:
             reason = f"its {channels} input channels are not a multiple of {pattern.group} ({pattern} sparsity)"
             indivisible.setdefault(owner, skipped.setdefault(owner, reason))
         elif provenance.axes[call.parameter, 1 - call.in_dim].size == 1:
@@ -207,9 +212,8 @@ def _ancestors(node: fx.Node) -> set[fx.Node]:
 class _SpaceBuilder:
     """Groups the labels of the sites' input channels into channel spaces; a label belongs to at most one space."""
 
-    def __init__(self, provenance: Provenance, pattern: NMPattern) -> None:
-        self._provenance = provenance
-        self._group = pattern.group
+    def __init__(self, provenance: Provenance, patterns: Mapping[str, NMPattern]) -> None:
+        self._provenance, self._patterns = provenance, patterns
         labels = provenance.contexts.size
         self._space_of = np.full(labels, -1, np.int64)
         self._unit_of = np.full(labels, -1, np.int64)
@@ -225,8 +229,9 @@ class _SpaceBuilder:
         count = sum(call.parameter == calls[0].parameter for call in self._provenance.linears)
         layer = layer_of(model, names[0])
         site = Site(name, tuple(names), labels.size, torch.from_numpy(units), space, layer, count)
-        if not space.frozen and (problem := _arrangement_problem(site, self._group)):
-            space.freeze(problem)
+        for group in dict.fromkeys(self._patterns[each].group for each in names):
+            if not space.frozen and (problem := _arrangement_problem(site, group)):
+                space.freeze(problem)
         return site
 
     def _space(self, name: str, labels: np.ndarray, problem: str) -> tuple[ChannelSpace, np.ndarray]:
@@ -250,9 +255,6 @@ class _SpaceBuilder:
         segments = tuple(int(size) for size in np.diff(edges))
         if not problem and max(segments) == 1:
             problem = self._provenance.reason(unique)
-        uneven = [size for size in segments if size % self._group]
-        if not problem and uneven:
-            problem = f"channels may move only inside segments of {uneven[0]}, not a multiple of {self._group}"
         space = ChannelSpace.kept(name, segments, problem) if problem else ChannelSpace(name, segments, ())
         free = self._space_of[unique] < 0  # all of them, unless sets overlap: a label keeps its first space
         self._space_of[unique[free]] = len(self._spaces)
@@ -298,8 +300,11 @@ def _uneven(units: Tensor, count: int) -> bool:
 def _arrangement_problem(site: Site, group: int) -> str:
     """Returns why blocks of units would not be blocks of a site's input channels; empty where they are.
 
-    The units of each segment must be at consecutive input channels that start at a multiple of the group.
+    The units of each segment must be at consecutive input channels that start at a multiple of the group, and fill
+    whole groups.
     """
+    if uneven := [size for size in site.space.segments if size % group]:
+        return f"channels may move only inside segments of {uneven[0]}, not a multiple of {group}"
     if _uneven(site.units, site.space.units):
         return f"{site.name} reads some of its channels more often than others"
     positions = torch.argsort(site.units, stable=True).view(site.space.units, -1)

@@ -159,11 +159,12 @@ def inspect(
         gguf_file: as `compile` takes it.
         revision: as `compile` takes it.
         token: as `compile` takes it.
-        options: ``sparsity``, ``layout``, ``o_proj``, ``skip_indivisible``, ``targets`` and ``ignore``, as `compile`
-            takes them.
+        options: ``sparsity``, ``pattern``, ``layout``, ``o_proj``, ``skip_indivisible``, ``targets`` and ``ignore``, as
+            `compile` takes them.
 
     Returns:
-        ``sites``, ``permutations``, ``skipped`` (what stays dense, and why) and ``barriers``; see docs/formats.md.
+        ``sites``, ``patterns`` (by linear), ``permutations``, ``skipped`` (what stays dense, and why) and
+            ``barriers``; see docs/formats.md.
 
     Raises:
         PermTritonError: a bad option, or a model that cannot be read or traced.

@@ -68,7 +68,8 @@ class CompileConfig(CommonConfig):
     def to_dict(self) -> dict[str, Any]:
         """Returns the flat options that `permtriton.recipe.config_from` reads back to an equal config."""
         own = {each.name: getattr(self, each.field) for each in options_of(self)}
-        own |= {"sparsity": str(self.sparsity), "targets": list(self.targets), "ignore": list(self.ignore)}
+        own = {name: list(value) if isinstance(value, tuple) else value for name, value in own.items()}
+        own["sparsity"] = str(self.sparsity)
         for step in self.steps:
             own |= {each.name: getattr(step, each.field) for each in options_of(step)}
         return {"recipe": self.recipe} | own | asdict(self.calibration)

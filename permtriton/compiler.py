@@ -147,9 +147,9 @@ def prove(run: Compilation) -> str:
     """
     model = run.model
     with run.timed("prove"):
-        check_pruned(model, run.plan, run.config.sparsity)
+        check_pruned(model, run.plan)
         # The model is N:M: masks by magnitude keep all of it.
-        passes = pruning_passes(run.plan, magnitudes(model, run.plan), run.config.sparsity, exact=True)
+        passes = pruning_passes(run.plan, magnitudes(model, run.plan), exact=True)
         if why_not := _not_comparable(run):
             run.run_passes(passes, run.batches)
             return why_not

@@ -67,6 +67,12 @@ class CommonConfig:
         "Sparsity pattern: N of every M consecutive weights of a row are kept.",
         values=f"N:M with 0 < N < M <= {MAX_GROUP}",
     )
+    pattern: tuple[str, ...] = _method(
+        (),
+        "Another sparsity pattern for some linears, such as *.down_proj=4:8. Repeat the flag for several; where two "
+        "name a linear, the first one counts.",
+        values="LINEARS=N:M, with linears as for targets",
+    )
     importance: ImportanceMethod = _method(
         "auto",
         "Score that decides which weights are kept. auto means obs in a recipe with sparsegpt or refit, else wanda.",
@@ -115,6 +121,13 @@ class CommonConfig:
 
     def __post_init__(self) -> None:
         check_options(self)
+        for text in self.pattern:
+            NMPattern.of_some(text)
+
+    @property
+    def patterns(self) -> tuple[NMPattern, ...]:
+        """Every pattern that a linear may have."""
+        return self.sparsity, *(NMPattern.of_some(text)[1] for text in self.pattern)
 
     @property
     def alone(self) -> bool:

@@ -183,7 +183,7 @@ def measure(model: PreTrainedModel, plan: Plan, config: CompileConfig, samples: 
     rows = samples.start(max(PROBE_TOKENS // samples.longest, 1), PROBE_TOKENS)
     with torch.no_grad():
         forward = _seconds(model.device, lambda: last_hidden_state(model, rows))
-        masks, assignments = _mask_seconds(model, plan, config), _assignment_seconds(model, plan, config)
+        masks, assignments = _mask_seconds(model, plan), _assignment_seconds(model, plan, config)
     both = _both_seconds(model, plan, config, rows) if config.gradients else 0.0
     share = samples.positions / rows.positions / ranks.count()
     token = _token_seconds(model, config, samples) if config.writes else 0.0
@@ -231,12 +231,12 @@ def _drop(weight: Tensor) -> None:
     weight.grad = None
 
 
-def _mask_seconds(model: PreTrainedModel, plan: Plan, config: CompileConfig) -> float:
-    weights = [weight_in_out(linear_module(model, name)).detach() for _, name in plan.linears()]
-    weight = weights[0]
+def _mask_seconds(model: PreTrainedModel, plan: Plan) -> float:
+    weights = {name: weight_in_out(linear_module(model, name)).detach() for _, name in plan.linears()}
+    first, weight = next(iter(weights.items()))
     ones = ImportanceFactors(1, torch.ones(weight.shape[0], device=weight.device))
-    seconds = _seconds(weight.device, lambda: top_n_mask(ones.scores(weight), config.sparsity))
-    return seconds * sum(each.numel() for each in weights) / weight.numel()
+    seconds = _seconds(weight.device, lambda: top_n_mask(ones.scores(weight), plan.patterns[first]))
+    return seconds * sum(each.numel() for each in weights.values()) / weight.numel()
 
 
 def _assignment_seconds(model: PreTrainedModel, plan: Plan, config: CompileConfig) -> float:

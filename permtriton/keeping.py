@@ -31,7 +31,7 @@ from permtriton.errors import ModelError, listed
 from permtriton.model.expert_linears import input_dim, stacks
 from permtriton.model.modules import is_packed
 from permtriton.model.plan import LINEAR_MODULES
-from permtriton.sparsity import MAX_GROUP, NMPattern
+from permtriton.sparsity import MAX_GROUP, NMPattern, PrunedWeight
 
 BASE_LAYER = ".base_layer"  # where PEFT puts the linear that it wraps
 REGULAR = 0.9  # share of the groups of an N:M weight that keep N values; a few hold zeros of their own
@@ -221,8 +221,8 @@ class KeptPattern:
         if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
             state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
         if ranks.number() == 0:
-            dims = {name: weight.dim for name, weight in self._weights.items()}
-            save_trained(model, tokenizer, self.record, dims, Path(folder), state=state, overwrite=overwrite)
+            pruned = {name: PrunedWeight(weight.dim, weight.pattern) for name, weight in self._weights.items()}
+            save_trained(model, tokenizer, self.record, pruned, Path(folder), state=state, overwrite=overwrite)
         return Path(folder).resolve()
 
 
@@ -293,7 +293,8 @@ def _refuse_unsupported(model: nn.Module) -> None:
 
 def _recorded(model: Any, record: Record) -> dict[str, _Weight]:
     """Returns the weights that ``permtriton.json`` lists, by their names in the model."""
-    pattern, found = NMPattern.parse(record["config"]["sparsity"]), dict[str, _Weight]()
+    found, own = dict[str, _Weight](), record.get("patterns", {})
+    sparsity = str(record["config"]["sparsity"])
     known = {_plain(name): name for name, _ in model.named_parameters()}
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
     names = loaded_names(model, record["pruned_weights"], known)
@@ -306,7 +307,7 @@ def _recorded(model: Any, record: Record) -> dict[str, _Weight]:
                 f"permtriton.json of {model.name_or_path} lists the N:M weight {stored}, which this "
                 f"{type(model).__name__} does not have: load it with the class of its config.json"
             )
-        weight = _weight(model, name, dim, pattern)
+        weight = _weight(model, name, dim, NMPattern.parse(own.get(stored, sparsity)))
         _check_pattern(name, weight)
         found[_plain(name)] = weight
     return found

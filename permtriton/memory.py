@@ -201,7 +201,7 @@ def facts_of(
         hessians=max(sum(site.channels**2 for site in layer) for layer in plan.layers()) * 4 * FLOAT32,
         forward=tokens * (hidden + 8 * width) * FLOAT32,
         spaces=tuple(space.units for space in plan.spaces if not space.frozen),
-        kept=config.sparsity.kept / config.sparsity.group,
+        kept=sum(size * (1 - plan.patterns[name].sparsity) for name, size in weights.items()) / sum(weights.values()),
         sequences=len(samples),
         tokens=samples.tokens,
         longest=samples.longest,

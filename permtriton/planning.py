@@ -20,8 +20,9 @@ from permtriton.sparsity import NMPattern
 
 def find_plan(
     model: PreTrainedModel,
-    pattern: NMPattern,
+    sparsity: NMPattern,
     *,
+    pattern: Sequence[str] = (),
     skip_indivisible: bool = False,
     layout: Layout = "portable",
     o_proj: OProj = "tied",
@@ -31,6 +32,8 @@ def find_plan(
     """Traces a model and finds its sites; weights are not needed, so the model may be on the meta device.
 
     Args:
+        sparsity: N:M pattern of the linears.
+        pattern: other patterns for some linears, as `permtriton.passes.chosen.own_patterns` takes them.
         skip_indivisible: whether to leave linears dense whose number of input channels is not a multiple of M.
         layout: ``portable`` or ``fused``.
         o_proj: permutation of the attention output in layout ``fused``: ``tied`` or ``free``.
@@ -42,7 +45,8 @@ def find_plan(
         ModelError: the model cannot be traced, or holds a linear that the pattern does not fit.
     """
     config = CommonConfig(
-        sparsity=pattern,
+        sparsity=sparsity,
+        pattern=tuple(pattern),
         skip_indivisible=skip_indivisible,
         layout=layout,
         o_proj=o_proj,
@@ -71,6 +75,7 @@ def plan_model(
             model,
             traced.hidden_node,
             config.sparsity,
+            pattern=config.pattern,
             skip_indivisible=config.skip_indivisible,
             targets=config.targets,
             ignore=config.ignore,
@@ -83,17 +88,24 @@ def plan_model(
 
 
 def _check_stacks(model: PreTrainedModel, plan: Plan, config: CommonConfig) -> None:
-    """Refuses a choice of linears that prunes some experts of a parameter that holds several, and leaves others dense.
+    """Refuses a choice of linears that treats some experts of a parameter that holds several unlike the others.
 
     Raises:
         ConfigError: naming the parameter.
     """
-    if not config.targets and not config.ignore:
+    if not config.targets and not config.ignore and not config.pattern:
         return
-    pruned = {stack[0] for _, name in plan.linears() if (stack := stacked_name(model, name))}
+    patterns: dict[str, NMPattern] = {}
+    for _, name in plan.linears():
+        stack = stacked_name(model, name)
+        if stack and patterns.setdefault(stack[0], plan.patterns[name]) != plan.patterns[name]:
+            raise ConfigError(
+                f"`pattern=` prunes {name} to {plan.patterns[name]}, and other experts that {stack[0]} holds to "
+                f"{patterns[stack[0]]}: give all of them one pattern"
+            )
     for name in plan.skipped:
         stack = stacked_name(model, name)
-        if stack and stack[0] in pruned:
+        if stack and stack[0] in patterns:
             option = "targets" if plan.skipped[name] == NOT_NAMED else "ignore"
             raise ConfigError(
                 f"`{option}=` leaves {name} dense, but not all the other experts that {stack[0]} holds: prune all of "

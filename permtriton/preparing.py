@@ -126,7 +126,7 @@ def _leave_dense(run: Compilation) -> None:
     if not config.dense_share:
         return
     with run.timed(DENSE_SHARE):
-        chosen = costliest(model, run.plan, run.importances(), run.row_weights(), config.sparsity, config.dense_share)
+        chosen = costliest(model, run.plan, run.importances(), run.row_weights(), config.dense_share)
         run.note(dense=chosen)
         run.progress.say(f"left dense, as the dense share: {', '.join(chosen) or 'nothing, as every linear is larger'}")
         run.plan, run.graph = plan_model(model, replace(config, ignore=(*config.ignore, *chosen)), run.samples)

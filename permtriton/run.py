@@ -235,8 +235,7 @@ class Run:
         self._promise = None
 
     def _retained(self, indices: Mapping[str, Tensor]) -> dict[str, Retained]:
-        pattern = self.config.sparsity
-        return retained_importance(self.model, self.plan, self.importances(), pattern, indices, self.retained)
+        return retained_importance(self.model, self.plan, self.importances(), indices, self.retained)
 
     @property
     def importance_shares(self) -> dict[str, dict[str, float]]:

@@ -1,4 +1,4 @@
-"""The N:M sparsity pattern."""
+"""What is an N:M pattern, and what is said of a weight that has one?"""
 
 import re
 from dataclasses import dataclass
@@ -42,6 +42,18 @@ class NMPattern:
             raise ConfigError(f"sparsity pattern {shown(text)} is not understood: write N:M with integers, such as 2:4")
         return cls(int(match[1]), int(match[2]))
 
+    @classmethod
+    def of_some(cls, text: str) -> "tuple[str, NMPattern]":
+        """Reads ``"*.down_proj=4:8"``: which linears have a pattern of their own, and which.
+
+        Raises:
+            ConfigError: the text has another form, or as `parse`.
+        """
+        linears, _, pattern = text.rpartition("=")
+        if not linears:
+            raise ConfigError(f"`pattern=` is {shown(text)}: expected LINEARS=N:M, such as *.down_proj=4:8")
+        return linears, cls.parse(pattern)
+
     @property
     def sparsity(self) -> float:
         """The fraction of weights that become zero."""
@@ -49,3 +61,16 @@ class NMPattern:
 
     def __str__(self) -> str:
         return f"{self.kept}:{self.group}"
+
+
+@dataclass(frozen=True)
+class PrunedWeight:
+    """What makes a parameter N:M, whatever its values.
+
+    Attributes:
+        dim: its input dimension, along which groups are counted.
+        pattern: its pattern.
+    """
+
+    dim: int
+    pattern: NMPattern

@@ -123,7 +123,7 @@ def moved_importances(
 
 def mask(model: nn.Module, plan: Plan, indices: dict[str, Tensor], importances: dict[str, ImportanceFactors]) -> None:
     """Zeroes what the importances, given in the order before ``indices`` were folded, do not keep."""
-    mask_weights(model, plan, moved_importances(plan, model, indices, importances), PATTERN)
+    mask_weights(model, plan, moved_importances(plan, model, indices, importances))
 
 
 def row_order(plan: Plan, indices: dict[str, Tensor], name: str, rows: int) -> Tensor:
@@ -174,7 +174,7 @@ def compiled(name: str, layout: str) -> Compiled:
     permuted = run_passes(graph_module, permutation_passes(moves_of(plan, indices)), [BATCH], observe)
     found.permuted, found.source_after = counted(permuted), described(graph_module)
     zoo.fold(model, plan, indices)
-    passes = pruning_passes(plan, moved_importances(plan, model, indices, importances), PATTERN)
+    passes = pruning_passes(plan, moved_importances(plan, model, indices, importances))
     found.graph_module = run_passes(absorb_folds(permuted), passes, [BATCH], observe)
     return found
 

@@ -21,7 +21,6 @@ from permtriton.passes.graph import NM_MASK, OURS, Constants, parameter_nodes
 from permtriton.passes.insert_masks import insert_masks
 from permtriton.passes.lower import INDEX_ARGUMENT, lower
 from permtriton.passes.pipeline import Pass
-from permtriton.sparsity import NMPattern
 
 aten = torch.ops.aten
 SOFT_ARGUMENT, SIZES_ARGUMENT = INDEX_ARGUMENT + 1, INDEX_ARGUMENT + 2  # of permtriton::nm_mask
@@ -121,12 +120,11 @@ def learning_passes(
     relaxation: Relaxation,
     tau: float,
     importances: Mapping[str, ImportanceFactors],
-    pattern: NMPattern,
 ) -> tuple[Pass, ...]:
     """From the model in base order to the graph that learns."""
     relaxed = partial(insert_relaxation, plan=plan, spaces=spaces, relaxation=relaxation, tau=tau)
     return (
-        Pass(partial(insert_masks, plan=plan, importances=importances, pattern=pattern), exact=False),
+        Pass(partial(insert_masks, plan=plan, importances=importances), exact=False),
         Pass(relaxed, exact=False),
         Pass(lower),
     )

@@ -26,6 +26,7 @@ OTHER = {
     "layout": "fused",
     "o_proj": "free",
     "skip_indivisible": True,
+    "pattern": ["*.up_proj=4:8"],
     "targets": ["*.up_proj", "re:.*q"],
     "ignore": ["*.down_proj", "re:.*q"],
     "dense_share": 0.25,

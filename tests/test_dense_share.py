@@ -38,7 +38,7 @@ def test_the_share_is_not_exceeded(share):
     model = zoo.build("llama")
     plan, importances, rows = alike(model)
     every = [name for _, name in plan.linears()]
-    found = costliest(model, plan, importances, rows, TWO_FOUR, share)
+    found = costliest(model, plan, importances, rows, share)
     assert sizes(model, found) <= share * sizes(model, every)
     left = share * sizes(model, every) - sizes(model, found)
     passed_over = [name for name in every if name not in found]
@@ -67,7 +67,7 @@ def test_the_costliest_per_weight_come_first(power):
                 dropped = group.sort().values[:2]
                 cost += float(rows[name][row] * (dropped ** (2 / power)).sum())
         costs[name] = cost / weight.numel()
-    found = costliest(model, plan, importances, rows, TWO_FOUR, 0.9)
+    found = costliest(model, plan, importances, rows, 0.9)
     assert found[:3] == sorted(costs, key=costs.__getitem__, reverse=True)[:3]
     assert found[:3] != sorted(costs)[:3]
 

@@ -199,7 +199,7 @@ def test_the_curvature_is_half_the_second_derivative_of_the_loss(kind):
     """Over many draws for one token, where rows and columns are independent: by how much removing a weight costs."""
     model, ids = Toy(), torch.full((40, 1000), 2)
     space = ChannelSpace("space", (4,), ())
-    plan = Plan([Site("linear", ("linear",), 4, torch.arange(4), space)], [space])
+    plan = Plan([Site("linear", ("linear",), 4, torch.arange(4), space)], [space], {"linear": TWO_FOUR})
     fisher = found(model, plan, kind, ids=ids, micro_batch_size=20)["linear"]
     weight, x = model.linear.weight.detach(), model.embedding.weight[2].detach()
     dense = weight @ x + model.linear.bias.detach()
@@ -218,7 +218,7 @@ def test_the_curvature_is_half_the_second_derivative_of_the_loss(kind):
 def test_directions_do_not_depend_on_micro_batches():
     """Also where a sequence has no multiple of 16 values, in which randn draws."""
     space = ChannelSpace("space", (4,), ())
-    plan = Plan([Site("linear", ("linear",), 4, torch.arange(4), space)], [space])
+    plan = Plan([Site("linear", ("linear",), 4, torch.arange(4), space)], [space], {"linear": TWO_FOUR})
     ids = torch.randint(0, 3, (5, 7), generator=torch.Generator().manual_seed(0))
     rows = [found(Toy(), plan, "cosine", ids, micro_batch_size=size)["linear"].row for size in (1, 2, 5)]
     torch.testing.assert_close(rows[1], rows[0])

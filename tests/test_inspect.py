@@ -93,12 +93,11 @@ def joined(text: str) -> str:
 
 def test_the_sites_say_what_runs(model):
     text = joined(invoke(model, "--layout", "fused"))
-    assert (
-        "self_attn.q_proj+k_proj+v_proj  (2x) | 3 | 64 | its own | in the norm model.layers.*.input_layernorm" in text
-    )
-    assert "self_attn.o_proj  (2x) | 1 | 64 | its own | nothing" in text
+    order = "its own | in the norm model.layers.*.input_layernorm"
+    assert f"self_attn.q_proj+k_proj+v_proj  (2x) | 3 | 64 | 2:4 | {order}" in text
+    assert "self_attn.o_proj  (2x) | 1 | 64 | 2:4 | its own | nothing" in text
     free = joined(invoke(model, "--layout", "fused", "--o-proj", "free"))
-    assert "self_attn.o_proj  (2x) | 1 | 64 | its own | a gather, 256 bytes per token in bfloat16" in free
+    assert "self_attn.o_proj  (2x) | 1 | 64 | 2:4 | its own | a gather, 256 bytes per token in bfloat16" in free
     portable = joined(invoke(model))
     assert "in the norm" not in portable
     assert "gather" not in portable
@@ -146,7 +145,7 @@ def test_a_deep_model_fits_on_a_screen(configs, model, options):
 
 def test_experts_and_layers_are_counted_together(configs, model):
     text = joined(invoke(configs / "mixtral"))
-    assert text.count("mlp.experts.*.down_proj  (10x) | 1 | 112 | its own | nothing") == 1
+    assert text.count("mlp.experts.*.down_proj  (10x) | 1 | 112 | 2:4 | its own | nothing") == 1
 
 
 def test_every_mode_reads_the_config_alone(configs, model):

@@ -76,7 +76,7 @@ def test_the_learning_graph_learns_as_the_trainer_does(name, layout):
     importances = random_importances(plan, model)
     spaces = learned_spaces(plan, OPTIONS)
     relaxation = Relaxation(spaces, OPTIONS, 0, torch.device("cpu"))
-    masked = insert_masks(absorb_folds(graph_module), plan=plan, importances=importances, pattern=PATTERN)
+    masked = insert_masks(absorb_folds(graph_module), plan=plan, importances=importances)
     learning = insert_relaxation(masked, plan=plan, spaces=spaces, relaxation=relaxation, tau=OPTIONS.tau_start)
     learning.graph.eliminate_dead_code()
     learning.graph.lint()
@@ -116,7 +116,7 @@ def test_only_the_spaces_that_learn_are_relaxed():
     options = Options(block_size=16, layers="last:1")
     spaces = learned_spaces(plan, options)
     relaxation = Relaxation(spaces, options, 0, torch.device("cpu"))
-    masked = insert_masks(copied(graph_module), plan=plan, importances=random_importances(plan, model), pattern=PATTERN)
+    masked = insert_masks(copied(graph_module), plan=plan, importances=random_importances(plan, model))
     learning = insert_relaxation(masked, plan=plan, spaces=spaces, relaxation=relaxation, tau=1.0)
     learning.graph.eliminate_dead_code()
     lowered = lower(learning)
@@ -131,7 +131,7 @@ def test_the_runner_proves_the_learning_passes(batches):
     model, plan, graph_module = private("llama", "portable")
     spaces = learned_spaces(plan, OPTIONS)
     relaxation = Relaxation(spaces, OPTIONS, 0, model.device)
-    passes = learning_passes(plan, spaces, relaxation, 1.0, random_importances(plan, model), PATTERN)
+    passes = learning_passes(plan, spaces, relaxation, 1.0, random_importances(plan, model))
     results: list[PassResult] = []
     learning = run_passes(graph_module, passes, batches, results.append)
     assert [result.name for result in results] == ["insert_masks", "insert_relaxation", "lower"]

@@ -101,7 +101,7 @@ def fit(weight: Tensor, moment: Moments, **options: float) -> tuple[Tensor, floa
     with torch.no_grad():
         linear.weight.copy_(weight)
         part = module._fit(
-            nn.ModuleDict({"x": linear}), "x", "s", moment, lambda _: curvature, Refit(**options), CONFIG
+            nn.ModuleDict({"x": linear}), {"x": PATTERN}, "x", "s", moment, lambda _: curvature, Refit(**options)
         )
     return linear.weight.detach(), part["start"], part["end"]
 
@@ -205,7 +205,7 @@ class Problem:
         return self
 
     def refit(self, progress=None, thrifty=False, **options):
-        arguments = (self.dense, self.samples, 4, Refit(**options), CONFIG, progress or NoProgress())
+        arguments = (self.dense, self.samples, 4, Refit(**options), progress or NoProgress())
         return refit(self.model, self.plan, *arguments, thrifty=thrifty)
 
     def sparsegpt(self) -> float:
@@ -222,7 +222,7 @@ def test_the_last_hidden_state_comes_closer_than_with_sparsegpt():
     parts = problem.refit(progress)
     assert problem.error() < 0.9 * before
     assert facts(problem.model) == start
-    check_pruned(problem.model, problem.plan, PATTERN)
+    check_pruned(problem.model, problem.plan)
     assert [part["name"] for part in parts] == [name for _, name in problem.plan.linears()]
     assert all(part["end"] < part["start"] for part in parts)
     assert sum(progress.steps) == progress.total
@@ -243,7 +243,7 @@ def test_families_of_models(name):
     before = problem.sparsegpt()
     problem.refit()
     assert problem.error() < before
-    check_pruned(problem.model, problem.plan, PATTERN)
+    check_pruned(problem.model, problem.plan)
 
 
 @pytest.mark.parametrize("name", ["t5", "bart"])
@@ -253,7 +253,7 @@ def test_encoder_decoders(name):
     before = problem.sparsegpt()
     problem.refit()
     assert problem.error() < before
-    check_pruned(problem.model, problem.plan, PATTERN)
+    check_pruned(problem.model, problem.plan)
 
 
 def test_moments_are_those_of_both_models():
@@ -297,7 +297,7 @@ def test_experts(name):
     assert problem.error() < before
     routed = {site for site, has_shift in shifts.items() if not has_shift}
     assert routed == {site for site in shifts if ".experts." in site and site.endswith("down_proj")}
-    check_pruned(problem.model, problem.plan, PATTERN)
+    check_pruned(problem.model, problem.plan)
 
 
 def test_experts_that_read_sorted_tokens_are_not_compared():
@@ -308,7 +308,7 @@ def test_experts_that_read_sorted_tokens_are_not_compared():
     experts = {site for site in shifts if "_linear." in site}
     assert len(experts) >= 4
     assert {site for site, has_shift in shifts.items() if not has_shift} == experts
-    check_pruned(problem.model, problem.plan, PATTERN)
+    check_pruned(problem.model, problem.plan)
 
 
 def shifts_of(problem: Problem) -> dict[str, bool]:
@@ -341,7 +341,7 @@ def test_layers_that_share_weights():
     before = problem.sparsegpt()
     problem.refit()
     assert problem.error() < before
-    check_pruned(problem.model, problem.plan, PATTERN)
+    check_pruned(problem.model, problem.plan)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -351,7 +351,7 @@ def test_sixteen_bits(dtype):
     problem.refit()
     assert problem.error() < before
     assert {weight.dtype for weight in problem.weights.values()} == {dtype}
-    check_pruned(problem.model, problem.plan, PATTERN)
+    check_pruned(problem.model, problem.plan)
 
 
 def test_the_dense_weights_come_and_go():

@@ -33,7 +33,7 @@ class Linears(nn.Module):
 
 SPACE = ChannelSpace("space", (CHANNELS,), ())
 SITE = Site("both", ("small", "large"), CHANNELS, torch.arange(CHANNELS), SPACE)
-PLAN = Plan([SITE], [SPACE])
+PLAN = Plan([SITE], [SPACE], dict.fromkeys(SITE.linears, TWO_FOUR))
 
 
 def importances(power: int = 1) -> dict[str, ImportanceFactors]:
@@ -49,7 +49,7 @@ def plain(name: str, power: int) -> Tensor:
 
 
 def order(row_weights: dict[str, Tensor] | None) -> Tensor:
-    found = heuristic_indices(Linears(), PLAN, [SPACE], importances(), row_weights, TWO_FOUR, NoProgress())
+    found = heuristic_indices(Linears(), PLAN, [SPACE], importances(), row_weights, NoProgress())
     return found["space"]
 
 
@@ -110,10 +110,8 @@ def test_rows_that_the_loss_does_not_feel_are_no_error():
     nothing = {"small": torch.zeros(6), "large": torch.zeros(40)}
     assert torch.equal(order(nothing), torch.arange(CHANNELS))
     with_large = order(weights(small=torch.zeros(6)))
-    alone = heuristic_indices(
-        Linears(), Plan([replace(SITE, linears=("large",))], [SPACE]), [SPACE], importances(), weights(), TWO_FOUR,
-        NoProgress(),
-    )["space"]  # fmt: skip
+    plan = Plan([replace(SITE, linears=("large",))], [SPACE], {"large": TWO_FOUR})
+    alone = heuristic_indices(Linears(), plan, [SPACE], importances(), weights(), NoProgress())["space"]
     assert torch.equal(with_large, alone)
     assert not torch.equal(alone, torch.arange(CHANNELS))
 

@@ -18,6 +18,7 @@ from permtriton.checkpoint import save as saving
 from permtriton.checkpoint.output import check_output
 from permtriton.compiler import compile_model
 from permtriton.errors import OutputError, VerificationError
+from permtriton.sparsity import NMPattern, PrunedWeight
 
 from . import folders, zoo
 from .folders import LAST_UP
@@ -322,7 +323,7 @@ def test_pruned_parameters_know_their_input_dimension():
     for name, dim in (("gpt2", 0), ("llama", 1)):
         model, plan = zoo.planned(name)
         found = saving.pruned_parameters(model, plan)
-        assert set(found.values()) == {dim}
+        assert set(found.values()) == {PrunedWeight(dim, NMPattern(2, 4))}
         assert all(model.get_parameter(parameter).ndim == 2 for parameter in found)
 
 

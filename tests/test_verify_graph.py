@@ -40,7 +40,6 @@ from permtriton.passes.pipeline import (
 from . import zoo
 from .graphs import (
     BATCH,
-    PATTERN,
     compiled,
     moved_importances,
     planned,
@@ -76,7 +75,7 @@ def broken_run(name: str, layout: str, function: Callable, damage: Callable, *, 
         permuted = run_passes(graph_module, with_damage(permutation_passes(moves_of(plan, indices))), batches)
         zoo.fold(model, plan, indices)
         importances = moved_importances(plan, model, indices, compiled(name, layout).importances)
-        run_passes(absorb_folds(permuted), with_damage(pruning_passes(plan, importances, PATTERN)), batches)
+        run_passes(absorb_folds(permuted), with_damage(pruning_passes(plan, importances)), batches)
 
     with pytest.raises(VerificationError, match=f"^pass {function.__name__}: ") as caught:
         run_all()

@@ -58,7 +58,7 @@ class Pruned:
         self.weights = {name: linear_module(model, name).get_parameter("weight") for _, name in self.plan.linears()}
         self.dense = {name: weight.detach().clone() for name, weight in self.weights.items()}
         ones = {site.name: torch.ones(site.channels) for site in self.plan.sites}
-        mask_weights(model, self.plan, importances_of(model, self.plan, "magnitude", ones), PATTERN)
+        mask_weights(model, self.plan, importances_of(model, self.plan, "magnitude", ones))
         self.before = {name: weight.detach().clone() for name, weight in self.weights.items()}
 
     def loss(self, rows: Tensor | None = None) -> float:
@@ -126,7 +126,7 @@ def only_kept_weights_change(pruned: Pruned) -> Iterator[None]:
         assert tensor.data_ptr() in own or torch.equal(tensor, tensors[name]), name
     for name, weight in pruned.weights.items():
         assert not (weight[pruned.before[name] == 0] != 0).any(), name
-    check_pruned(pruned.model, pruned.plan, PATTERN)
+    check_pruned(pruned.model, pruned.plan)
     assert weight_in_out(linear_module(pruned.model, name)).isfinite().all()
 
 

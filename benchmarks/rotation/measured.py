@@ -42,7 +42,7 @@ class Measured:
             diagonals[site.name] = inverse.diagonal().clone()
             self.inverses[site.linears[0]] = diagonals[site.name] if "down" in site.name else inverse
         importances = importances_of(model, self.plan, "obs", diagonals)
-        found = heuristic_indices(model, self.plan, self.plan.spaces, importances, None, PATTERN, NoProgress())
+        found = heuristic_indices(model, self.plan, self.plan.spaces, importances, None, NoProgress())
         self.orders = {site.linears[0]: site.expand(found[site.space.name]) for site in self.plan.sites}
         self._fisher: dict[str, Tensor] = {}
 

@@ -10,6 +10,7 @@ from huggingface_hub import EvalResult, ModelCardData
 from transformers.models.auto import modeling_auto
 
 from permtriton.checkpoint.format import Format
+from permtriton.checkpoint.forms import described_sparsity
 from permtriton.checkpoint.plan_entries import to_json
 from permtriton.durable import replace_file
 from permtriton.model.gguf_file import in_words
@@ -94,10 +95,10 @@ def model_card(report: Mapping[str, Any], architecture: str, loads_with: str, na
     )
     parts = [
         f"---\n{front.to_yaml()}\n---",
-        f"# {_code(shown_name(source))}, pruned to {sparsity}",
+        f"# {_code(shown_name(source))}, pruned to {described_sparsity(report)}",
         f"Of every {sparsity.partition(':')[2]} consecutive weights of a row, {sparsity.partition(':')[0]} are kept in "
-        f"the pruned linears. Made with {PROJECT} (`pip install permtriton`), which prunes in an order of the channels "
-        "that hurts less.",
+        f"the pruned linears{', but for those with a pattern of their own' * ('patterns' in report)}. Made with "
+        f"{PROJECT} (`pip install permtriton`), which prunes in an order of the channels that hurts less.",
         "## Result",
         _table(("", ""), _facts(report)),
         "## Load it",

@@ -13,9 +13,15 @@ from torch import Tensor
 from permtriton.checkpoint.card import ALONE, WITH_PERMTRITON, write_card
 from permtriton.checkpoint.folder import Folder
 from permtriton.checkpoint.format import Format
+from permtriton.checkpoint.forms import described_sparsity
 from permtriton.checkpoint.output import check_apart, claimed, replacing_folder
 from permtriton.checkpoint.plan_entries import to_json
-from permtriton.checkpoint.quantization_config import VERSION, Packed, PermTritonQuantizationConfig
+from permtriton.checkpoint.quantization_config import (
+    VERSION,
+    Packed,
+    PermTritonQuantizationConfig,
+    packed_entry,
+)
 from permtriton.checkpoint.reload import check_reloads
 from permtriton.checkpoint.save import share_mode
 from permtriton.checkpoint.shards import SHARD_BYTES, ShardWriter, describe_files
@@ -101,19 +107,19 @@ def _write(source: Folder, partial: Path, format: Format, shard_bytes: int, prog
     """Writes everything except the report; returns what `export` returns, except the seconds."""
     writer, dense_bytes, stored_bytes = ShardWriter(partial, shard_bytes), 0, 0
     packed: dict[str, Packed] = {}
-    names, pruned, pattern = source.names(), source.pruned, source.pattern
+    names, pruned, sparsity = source.names(), source.pruned, str(source.pattern)
     with progress.stage("export", len(names)) as advance:
         for name in names:
             tensor = source.tensor(name)
             parts = {name: tensor.unsqueeze(0) if source.has_more_dimensions(name) else tensor}
             if name in pruned:
-                matrix = tensor.movedim(pruned[name], -1).flatten(0, -2)
-                check_weight(name, matrix, pattern)
+                matrix = tensor.movedim(pruned[name].dim, -1).flatten(0, -2)
+                check_weight(name, matrix, pruned[name].pattern)
                 match format:
                     case Format.PACKED:
-                        values, positions = pack(matrix, pattern)
+                        values, positions = pack(matrix, pruned[name].pattern)
                         parts = {f"{name}_values": values, f"{name}_positions": positions, name: tensor.new_empty(0)}
-                        packed[name] = {"shape": list(tensor.shape), "dim": pruned[name]}
+                        packed[name] = packed_entry(tensor.shape, pruned[name], sparsity)
                     case Format.DENSE | Format.PLAIN:
                         pass
                     case _:
@@ -130,7 +136,7 @@ def _write(source: Folder, partial: Path, format: Format, shard_bytes: int, prog
     share_mode(partial)
     return {
         "format": str(format),
-        "sparsity": str(pattern),
+        "sparsity": described_sparsity(source.record),
         "weights": len(pruned),
         "dense_bytes": dense_bytes,
         "stored_bytes": stored_bytes,

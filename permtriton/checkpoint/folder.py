@@ -25,7 +25,7 @@ from permtriton.model.headers import (
     read_json,
 )
 from permtriton.model.modules import check_index
-from permtriton.sparsity import NMPattern
+from permtriton.sparsity import NMPattern, PrunedWeight
 
 
 class Folder:
@@ -111,7 +111,7 @@ class Folder:
 
     @property
     def pattern(self) -> NMPattern:
-        """N:M pattern of the pruned weights."""
+        """N:M pattern of the pruned weights that have none of their own."""
         return NMPattern.parse(self.record["config"]["sparsity"])
 
     @property
@@ -120,28 +120,37 @@ class Folder:
         return sorted({tensor.file for tensor in self.stored.values()})
 
     @cached_property
-    def pruned(self) -> Mapping[str, int]:
-        """Pruned parameter -> its input dimension. The record, the config and the tensors agree on them."""
-        path, pruned = self.path / REPORT_FILE, self.record["pruned_weights"]
-        listed = {name: entry["dim"] for name, entry in self.packed.items()}
-        if self.quantization and self.quantization.pattern != self.pattern:
+    def pruned(self) -> Mapping[str, PrunedWeight]:
+        """Pruned parameter -> its input dimension and pattern. The record, the config and the tensors agree on them."""
+        path, sparsity, own = self.path / REPORT_FILE, str(self.pattern), self.record.get("patterns", {})
+        pruned = {
+            name: PrunedWeight(dim, NMPattern.parse(own.get(name, sparsity)))
+            for name, dim in self.record["pruned_weights"].items()
+        }
+        listed = {
+            name: PrunedWeight(entry["dim"], self.entries.pattern_of(name)) for name, entry in self.packed.items()
+        }
+        if self.quantization and self.quantization.sparsity != sparsity:
             raise ModelError(
-                f"{path} has the sparsity {self.pattern}, but {CONFIG_FILE} has {self.quantization.pattern}: one of "
-                "them is damaged"
+                f"{path} has the sparsity {sparsity}, but {CONFIG_FILE} has {self.quantization.sparsity}: one of them "
+                "is damaged"
             )
+        if unknown := sorted(own.keys() - pruned.keys()):
+            raise ModelError(f"{path} has a pattern of {unknown[0]}, which it does not list as pruned: it is damaged")
         if listed and pruned != listed:
             raise ModelError(
                 f"{path} and {CONFIG_FILE}, quantization_config list different pruned weights: one of them is damaged"
             )
-        for name, dim in pruned.items() if not listed else ():
+        for name, weight in pruned.items() if not listed else ():
             if name not in self.stored:
                 raise ModelError(f"{path} lists the pruned weight {name}, which the checkpoint does not hold")
             tensor, shape = self.stored[name], self.shape(name)
-            fits = 2 <= len(shape) <= 4 and 0 <= dim < len(shape) and shape[dim] % self.pattern.group == 0
+            dim, pattern = weight.dim, weight.pattern
+            fits = 2 <= len(shape) <= 4 and 0 <= dim < len(shape) and shape[dim] % pattern.group == 0
             if not fits or tensor.dtype not in DTYPES:
                 raise ModelError(
                     f"{tensor.file}: {name} is {tensor.dtype} {list(shape)}, which cannot have been pruned to "
-                    f"{self.pattern} along dimension {dim}: the checkpoint or {REPORT_FILE} is damaged"
+                    f"{pattern} along dimension {dim}: the checkpoint or {REPORT_FILE} is damaged"
                 )
         return pruned
 
@@ -211,9 +220,8 @@ class Folder:
         if name not in self.packed:
             return self._read(name).view(self.shape(name))
         entry = self.packed[name]
-        assert self.quantization is not None
         values, positions = self._read(f"{name}_values"), self._read(f"{name}_positions")
-        return unpacked(name, values, positions, entry["shape"], entry["dim"], self.quantization.pattern)
+        return unpacked(name, values, positions, entry["shape"], entry["dim"], self.entries.pattern_of(name))
 
     def rows(self, name: str, rows: Sequence[int], dim: int = 0) -> Tensor:
         """Reads some rows of a stored matrix, whatever its size: entries ``rows`` of its dimension ``dim``, joined."""

@@ -1,6 +1,7 @@
 """What do ``permtriton.json`` and the JSON of ``permtriton compare`` hold? Files of any other form are refused."""
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -249,7 +250,7 @@ class Export(TypedDict):
     """What `permtriton.checkpoint.export.export` did."""
 
     format: Annotated[Format, Field(strict=False)]
-    sparsity: Pattern
+    sparsity: str
     weights: Integer
     dense_bytes: Integer
     stored_bytes: Integer
@@ -289,7 +290,8 @@ class Record(TypedDict):
     sites: list[Site]
     rows: list[Rows]
     verification: Verification
-    pruned_weights: Annotated[dict[str, Integer], Field(min_length=1)]
+    pruned_weights: Annotated[dict[str, Integer], Field(min_length=1)]  # parameter -> its input dimension
+    patterns: NotRequired[dict[str, Pattern]]  # parameter -> its pattern, where it is not that of the config
     trained: NotRequired[str]  # the folder whose weights were trained, with the pattern kept
     files: dict[str, File]
     card: str | None
@@ -331,6 +333,13 @@ class Comparison(TypedDict):
     device: str
     system: str
     rows: Annotated[list[Row], Field(min_length=1)]
+
+
+def described_sparsity(record: Mapping[str, Any]) -> str:
+    """Returns the patterns of a record in words: ``2:4``, or ``2:4 (4:8 in 30 weights)``."""
+    others = Counter(record.get("patterns", {}).values())
+    own = ", ".join(f"{pattern} in {count} weight{'s' * (count > 1)}" for pattern, count in others.items())
+    return f"{record['config']['sparsity']} ({own})" if own else str(record["config"]["sparsity"])
 
 
 def read_record(folder: Path) -> Record:

@@ -40,9 +40,10 @@ def rows_report(model: PreTrainedModel, plan: Plan, indices: Mapping[str, Tensor
 
 
 def plan_report(plan: Plan) -> dict[str, Any]:
-    """Returns ``sites``, ``permutations``, ``skipped`` and ``barriers`` of a plan."""
+    """Returns ``sites``, ``patterns`` (by linear), ``permutations``, ``skipped`` and ``barriers`` of a plan."""
     return {
         "sites": [site_report(site) for site in plan.sites],
+        "patterns": {name: str(pattern) for name, pattern in plan.patterns.items()},
         "permutations": [permutation_report(plan, space) for space in plan.spaces],
         "skipped": plan.skipped,
         "barriers": plan.barriers,

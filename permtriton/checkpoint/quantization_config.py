@@ -5,7 +5,8 @@
     format        "packed": the weights in ``packed`` are stored as ``P_values`` and ``P_positions`` (see
                   `permtriton.kernels.packing`); "dense": all weights are stored as they are
     sparsity      N:M pattern, such as "2:4"
-    packed        packed parameter P -> {"shape": its shape, "dim": its input dimension}
+    packed        packed parameter P -> {"shape": its shape, "dim": its input dimension}, and "sparsity" if P has
+                  another pattern
     gathers       linear that gathers its input -> number of its input channels
     norms         norm that writes its output in another order -> {"kind", "offset", "eps", "channels"}
     sha256        file of weights -> the SHA-256 of its bytes; may be missing
@@ -21,6 +22,7 @@ before the file is used, at one to two GB/s. To load without this check, remove 
 
 import copy
 import math
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import Field
@@ -32,7 +34,7 @@ from permtriton.checkpoint.forms import Pattern, Sha256
 from permtriton.checkpoint.registration import METHOD
 from permtriton.errors import ModelError, shown
 from permtriton.kernels.norm_permute import KINDS
-from permtriton.sparsity import NMPattern
+from permtriton.sparsity import NMPattern, PrunedWeight
 from permtriton.validated import checked
 
 VERSION = 1
@@ -46,6 +48,7 @@ class Packed(TypedDict):
 
     shape: Annotated[list[Size], Field(min_length=2, max_length=4)]
     dim: Annotated[int, Field(ge=0)]
+    sparsity: NotRequired[Pattern]
 
 
 class Norm(TypedDict):
@@ -95,8 +98,8 @@ class PermTritonQuantizationConfig(QuantizationConfigMixin):
         self.sha256 = found.get("sha256", {})
         for name, entry in self.packed.items():
             shape, dim = entry["shape"], entry["dim"]
-            if dim >= len(shape) or shape[dim] % self.pattern.group or math.prod(shape) >= 2**62:
-                group = self.pattern.group
+            group = self.pattern_of(name).group
+            if dim >= len(shape) or shape[dim] % group or math.prod(shape) >= 2**62:
                 raise _damaged(f"{name} is {entry}, expected a dimension of the shape that is a multiple of {group}")
         if bool(self.packed) != (self.format is Format.PACKED) or not (self.packed or self.permuted):
             raise _damaged(
@@ -104,10 +107,9 @@ class PermTritonQuantizationConfig(QuantizationConfigMixin):
                 "modules is contradictory"
             )
 
-    @property
-    def pattern(self) -> NMPattern:
-        """The entry ``sparsity`` as a pattern."""
-        return NMPattern.parse(self.sparsity)
+    def pattern_of(self, name: str) -> NMPattern:
+        """Returns the pattern of a packed parameter."""
+        return NMPattern.parse(self.packed[name].get("sparsity", self.sparsity))
 
     @property
     def permuted(self) -> list[str]:
@@ -120,6 +122,16 @@ class PermTritonQuantizationConfig(QuantizationConfigMixin):
         if not self.sha256:
             del entries["sha256"]
         return entries
+
+
+def packed_entry(shape: Sequence[int], pruned: PrunedWeight, sparsity: str) -> Packed:
+    """Returns the entry of a packed parameter.
+
+    Args:
+        sparsity: the entry ``sparsity`` of the config.
+    """
+    entry: Packed = {"shape": list(shape), "dim": pruned.dim}
+    return entry if str(pruned.pattern) == sparsity else {**entry, "sparsity": str(pruned.pattern)}
 
 
 def _damaged(problem: str) -> ModelError:

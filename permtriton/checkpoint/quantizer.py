@@ -25,7 +25,13 @@ from permtriton.checkpoint.folder import Folder
 from permtriton.checkpoint.format import Format
 from permtriton.checkpoint.names import loaded_names
 from permtriton.checkpoint.packed import cast_packed, check_content, runs_packed, unpacked
-from permtriton.checkpoint.quantization_config import VERSION, Norm, Packed, PermTritonQuantizationConfig
+from permtriton.checkpoint.quantization_config import (
+    VERSION,
+    Norm,
+    Packed,
+    PermTritonQuantizationConfig,
+    packed_entry,
+)
 from permtriton.checkpoint.replace_modules import (
     device_of,
     find_name,
@@ -54,7 +60,7 @@ from permtriton.model.modules import (
 )
 from permtriton.model.norms import match_norm
 from permtriton.model.sizes import check_numbers
-from permtriton.sparsity import NMPattern
+from permtriton.sparsity import NMPattern, PrunedWeight
 
 
 def checkpoint_config(model: nn.Module, sparsity: str) -> PermTritonQuantizationConfig | None:
@@ -64,7 +70,9 @@ def checkpoint_config(model: nn.Module, sparsity: str) -> PermTritonQuantization
     packed: dict[str, Packed] = {}
     for name, module in model.named_modules():
         if is_packed(module):
-            packed[f"{name}.weight"] = {"shape": [module.out_features, module.in_features], "dim": 1}
+            assert module.pattern is not None
+            shape = module.out_features, module.in_features
+            packed[f"{name}.weight"] = packed_entry(shape, PrunedWeight(1, module.pattern), sparsity)
         if isinstance(module, PermutedRMSNorm | PermutedLayerNorm):
             variant = module.variant
             norms[name] = {
@@ -241,10 +249,11 @@ class PermTritonQuantizer(HfQuantizer):
                 owner, attribute = owner_of(model, name)
                 dtype = self._target_dtype(model, name, getattr(owner, attribute))
                 device, alone = device_of(name, device_map), not self._copies[name]
-                if alone and _stays_packed(owner, attribute, dtype, config.pattern, device):
+                pattern = config.pattern_of(listed)
+                if alone and _stays_packed(owner, attribute, dtype, pattern, device):
                     replace_by_sparse_linear(model, name)
                     self._kept.add(name)
-                replace_by_packed(model, name, names[listed], dims[name], entry, stored, config.pattern)
+                replace_by_packed(model, name, names[listed], dims[name], entry, stored, pattern)
                 set_parameter(model, self._copies[name], model.get_parameter(name))
         changed = {owner_of(model, name)[0] for name in chain(self._packed, *self._copies.values())}
         changed |= set(filter(is_permuted, model.modules()))
@@ -334,7 +343,8 @@ class PermTritonQuantizer(HfQuantizer):
 
         Either is bit for bit the weight that was packed; only then it is cast to its dtype, as a dense weight would be.
         """
-        entry, pattern = self.quantization_config.packed[self._packed[name]], self.quantization_config.pattern
+        listed, config = self._packed[name], self.quantization_config
+        entry, pattern = config.packed[listed], config.pattern_of(listed)
         owner, attribute = owner_of(model, name)
         values, positions = getattr(owner, f"{attribute}_values"), getattr(owner, f"{attribute}_positions")
         arguments = (name, values, positions, entry["shape"], entry["dim"], pattern)

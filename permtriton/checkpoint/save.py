@@ -30,7 +30,7 @@ from permtriton.model.experts import stacked_name
 from permtriton.model.headers import CONFIG_FILE, REPORT_FILE
 from permtriton.model.plan import Plan
 from permtriton.offload import Offload
-from permtriton.sparsity import NMPattern
+from permtriton.sparsity import NMPattern, PrunedWeight
 
 SHARD_SIZE = "5GB"
 
@@ -80,7 +80,7 @@ def save_checkpoint(compiled: Pruned, output: Path, *, overwrite: bool) -> Path:
         share_mode(partial)
         saved = time.perf_counter()
         compiled.report["verification"] = verify_checkpoint(compiled, partial, pruned, names)
-        compiled.report["pruned_weights"] = {names.stored[name]: dim for name, dim in pruned.items()}
+        compiled.report.update(_pruned_report(names, pruned, str(compiled.config.sparsity)))
         compiled.report["files"] = describe_files(sorted(partial.glob("*.safetensors")))
         seconds = {"save": round(saved - started, 3), "verify": round(time.perf_counter() - saved, 3)}
         compiled.report["seconds"].update(seconds)
@@ -96,7 +96,7 @@ def save_trained(
     model: Any,
     tokenizer: Any,
     record: Mapping[str, Any],
-    pruned: Mapping[str, int],
+    pruned: Mapping[str, PrunedWeight],
     output: Path,
     *,
     state: dict[str, Tensor] | None,
@@ -107,14 +107,14 @@ def save_trained(
     Args:
         tokenizer: tokenizer or processor, or None.
         record: content of ``permtriton.json`` of the folder that was trained.
-        pruned: parameter name -> input dimension.
+        pruned: parameter name -> its input dimension and pattern.
         state: whole tensors of a model that is divided among ranks; None to take the model's.
 
     Raises:
         OutputError, VerificationError, ModelError: as `save_checkpoint`.
     """
-    pattern = NMPattern.parse(record["config"]["sparsity"])
-    permuted = checkpoint_config(model, str(pattern)) is not None
+    sparsity = record["config"]["sparsity"]
+    permuted = checkpoint_config(model, sparsity) is not None
     if permuted and state is not None:
         raise ModelError("a model in layout fused cannot be saved while it is divided among ranks: use portable")
     names = stored_names(model, pruned, original=not permuted)
@@ -124,14 +124,14 @@ def save_trained(
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
         share_mode(partial)
-        checked = _verify_tensors(model, partial, pruned, names, pattern, state)
+        checked = _verify_tensors(model, partial, pruned, names, permuted, state)
         report = {
             **{key: value for key, value in record.items() if key != "export"},
             "trained": model.name_or_path,
             "dtype": str(model.dtype).removeprefix("torch."),
             "evaluation": {"text": "not measured since the weights were trained"},
             "verification": {**checked, "reloaded": "not run: every tensor was compared bit by bit instead"},
-            "pruned_weights": {names.stored[name]: dim for name, dim in pruned.items()},
+            **_pruned_report(names, pruned, sparsity),
             "files": describe_files(sorted(partial.glob("*.safetensors"))),
         }
         name = output.resolve().name
@@ -146,15 +146,29 @@ def share_mode(folder: Path) -> None:
         shutil.copymode(folder / CONFIG_FILE, weights)
 
 
-def pruned_parameters(model: nn.Module, plan: Plan) -> dict[str, int]:
-    """Returns each pruned parameter with its input dimension; a stack of experts is one parameter."""
-    stacked = [stacked_name(model, name) for _, name in plan.linears()]
-    names = [each[0] if each else f"{name}.weight" for each, (_, name) in zip(stacked, plan.linears(), strict=True)]
-    return {name: input_dim(model, name) for name in dict.fromkeys(names)}
+def pruned_parameters(model: nn.Module, plan: Plan) -> dict[str, PrunedWeight]:
+    """Returns each pruned parameter with its input dimension and pattern; a stack of experts is one parameter."""
+    patterns: dict[str, NMPattern] = {}
+    for _, name in plan.linears():
+        stack = stacked_name(model, name)
+        patterns[stack[0] if stack else f"{name}.weight"] = plan.patterns[name]
+    return {name: PrunedWeight(input_dim(model, name), pattern) for name, pattern in patterns.items()}
+
+
+def _pruned_report(names: StoredNames, pruned: Mapping[str, PrunedWeight], sparsity: str) -> dict[str, Any]:
+    """Returns the entries of ``permtriton.json`` that say which weights are N:M.
+
+    Args:
+        sparsity: the pattern of the config, which goes without saying.
+    """
+    patterns = {names.stored[name]: str(weight.pattern) for name, weight in pruned.items()}
+    own = {name: pattern for name, pattern in patterns.items() if pattern != sparsity}
+    dims = {names.stored[name]: weight.dim for name, weight in pruned.items()}
+    return {"pruned_weights": dims} | ({"patterns": own} if own else {})
 
 
 def verify_checkpoint(
-    compiled: Pruned, folder: Path, pruned: Mapping[str, int], names: StoredNames
+    compiled: Pruned, folder: Path, pruned: Mapping[str, PrunedWeight], names: StoredNames
 ) -> dict[str, object]:
     """Checks a written checkpoint.
 
@@ -162,7 +176,7 @@ def verify_checkpoint(
     model must give the same outputs.
 
     Args:
-        pruned: parameter name -> input dimension, as `pruned_parameters` returns them.
+        pruned: parameter name -> its input dimension and pattern, as `pruned_parameters` returns them.
 
     Returns:
         The numbers of checked tensors and pruned weights, and how the reloaded model was compared.
@@ -170,24 +184,28 @@ def verify_checkpoint(
     Raises:
         VerificationError: a check failed; the message names the first such tensor.
     """
-    checked = _verify_tensors(compiled.model, folder, pruned, names, compiled.config.sparsity)
+    permuted = checkpoint_config(compiled.model, str(compiled.config.sparsity)) is not None
+    checked = _verify_tensors(compiled.model, folder, pruned, names, permuted)
     return {**checked, **_compare_reloaded(compiled, folder)}
 
 
 def _verify_tensors(
     model: Any,
     folder: Path,
-    pruned: Mapping[str, int],
+    pruned: Mapping[str, PrunedWeight],
     names: StoredNames,
-    pattern: NMPattern,
+    permuted: bool,
     state: Mapping[str, Tensor] | None = None,
 ) -> dict[str, object]:
-    """Checks the tensors of a checkpoint against ``state``, or against the model; returns how many were checked."""
-    permuted = checkpoint_config(model, str(pattern)) is not None
+    """Checks the tensors of a checkpoint against ``state``, or against the model; returns how many were checked.
+
+    Args:
+        permuted: whether modules of the model permute.
+    """
     if state is None:
         state = model.hf_quantizer.get_state_dict_and_metadata(model)[0] if permuted else model.state_dict()
     in_memory = names.tensors(model, state)
-    seen = _check_tensors(model, in_memory, folder, pruned, names, pattern)
+    seen = _check_tensors(model, in_memory, folder, pruned, names)
     indices = {name for name in in_memory if name.endswith(".index")} if permuted else set()
     _check_complete(set(names.stored.values()) | indices, seen)
     return {"tensors": len(seen), "pruned_weights": len(pruned)}
@@ -197,9 +215,8 @@ def _check_tensors(
     model: nn.Module,
     in_memory: Mapping[str, Tensor],
     folder: Path,
-    pruned: Mapping[str, int],
+    pruned: Mapping[str, PrunedWeight],
     names: StoredNames,
-    pattern: NMPattern,
 ) -> set[str]:
     """Checks every tensor of a checkpoint and returns their names; afterwards no tensor keeps its file mapped."""
     parameters = {stored: name for name, stored in names.stored.items()}
@@ -209,7 +226,8 @@ def _check_tensors(
         check_finite_tensor(name, tensor)
         if parameter := parameters.get(name):
             weight = tensor.view(model.get_parameter(parameter).shape)
-            check_weight(name, weight.movedim(pruned[parameter], -1).flatten(0, -2), pattern)
+            kept = pruned[parameter]
+            check_weight(name, weight.movedim(kept.dim, -1).flatten(0, -2), kept.pattern)
         if name in in_memory:
             _check_same(name, tensor, in_memory[name].detach().cpu())
     return seen

@@ -24,7 +24,6 @@ def costliest(
     plan: Plan,
     importances: Mapping[str, ImportanceFactors],
     rows: Mapping[str, Tensor],
-    pattern: NMPattern,
     share: float,
 ) -> list[str]:
     """Returns the linears that stay dense, by name: together at most a share of the prunable weights.
@@ -45,7 +44,9 @@ def costliest(
         stack = stacked_name(model, name)
         parameter = stack[0] if stack else name
         sizes[parameter] = sizes.get(parameter, 0) + weight_CO.numel()
-        costs[parameter] = costs.get(parameter, 0.0) + _cost(weight_CO, importances[name], rows[name], pattern)
+        costs[parameter] = costs.get(parameter, 0.0) + _cost(
+            weight_CO, importances[name], rows[name], plan.patterns[name]
+        )
         held.setdefault(parameter, []).append(name)
     left, found = share * sum(sizes.values()), list[str]()
     for parameter in sorted(costs, key=lambda each: costs[each] / sizes[each], reverse=True):

@@ -27,6 +27,7 @@ from permtriton.model.forward import last_hidden_state, to_numbers
 from permtriton.model.plan import ChannelSpace, Plan, Site, layer_modules, linear_module
 from permtriton.running.backward import checkpointed, frozen, loss_scale
 from permtriton.running.sharding import is_spread, rows_of_share, share
+from permtriton.sparsity import NMPattern
 
 
 @dataclass
@@ -42,6 +43,7 @@ class _Masked:
         dense: Copy of the dense weight, as stored.
         importance: Importance of the dense weight.
         fisher: Information of the dense weight.
+        pattern: N:M pattern of the masked weight.
         in_out: Whether the weight is stored ``[in_features, out_features]``.
         gradient: Sum of the gradients of the masked weight, float32 (float64 of float64), as stored; None if not taken.
     """
@@ -51,6 +53,7 @@ class _Masked:
     dense: Tensor
     importance: ImportanceFactors
     fisher: Fisher
+    pattern: NMPattern
     in_out: bool
     gradient: Tensor | None = None
 
@@ -79,10 +82,10 @@ class HardMasks:
         spread: Whether each rank holds some rows of the weights only.
     """
 
-    def __init__(self, model: PreTrainedModel, linears: Sequence[_Masked], config: CommonConfig) -> None:
+    def __init__(self, model: PreTrainedModel, linears: Sequence[_Masked], micro_batch_size: int) -> None:
         self.spread = any(is_spread(linear.parameter) for linear in linears)
-        self._model, self._linears, self._config = model, linears, config
-        self._micro_batch = MicroBatch(config.micro_batch_size)
+        self._model, self._linears = model, linears
+        self._micro_batch = MicroBatch(micro_batch_size)
 
     @torch.no_grad()
     def set(self, indices: Mapping[str, Tensor]) -> None:
@@ -90,11 +93,9 @@ class HardMasks:
         for linear in self._linears:
             weight, site = linear.oriented(linear.dense), linear.site
             soft = linear.importance.scale.new_empty(0)
-            group = self._config.sparsity.group  # runs of a frozen space may hold no whole groups
+            group = linear.pattern.group  # runs of a frozen space may hold no whole groups
             runs = [group] * (site.channels // group) if site.space.frozen else list(runs_of(site))
-            masked = nm_mask(
-                weight, linear.importance, self._order(site, indices), soft, runs, self._config.sparsity, False
-            )
+            masked = nm_mask(weight, linear.importance, self._order(site, indices), soft, runs, linear.pattern, False)
             share(linear.parameter).copy_(linear.oriented(masked))
 
     def _order(self, site: Site, indices: Mapping[str, Tensor]) -> Tensor:
@@ -182,7 +183,7 @@ class HardMasks:
             row, column = linear.fisher.curvature(tokens)
             terms = swap_terms(
                 linear.oriented(linear.dense), linear.importance, linear.oriented(linear.gradient),
-                self._order(linear.site, indices), self._config.sparsity, Curvature(row * damping, column),
+                self._order(linear.site, indices), linear.pattern, Curvature(row * damping, column),
             )  # fmt: skip
             by_unit = torch.argsort(linear.site.units, stable=True).view(linear.site.space.units, linear.site.copies)
             for copy in by_unit.unbind(1):
@@ -229,11 +230,13 @@ def hard_masked(
             in_out = isinstance(module, Conv1D)
             rows = rows_of_share(parameter, in_out)
             importance, information = importances[name].of_rows(rows, model.device), fisher[name].of_rows(rows)
-            masked = _Masked(site, parameter, share(parameter).clone(), importance, information, in_out)
+            masked = _Masked(
+                site, parameter, share(parameter).clone(), importance, information, plan.patterns[name], in_out
+            )
             linears.append(masked)
             handles.append(parameter.requires_grad_(True).register_post_accumulate_grad_hook(masked.add))
         try:
-            yield HardMasks(model, linears, config)
+            yield HardMasks(model, linears, config.micro_batch_size)
         finally:
             for handle in handles:
                 handle.remove()

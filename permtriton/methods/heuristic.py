@@ -45,6 +45,4 @@ class Heuristic(Step):
         if spaces := [space for space in run.plan.spaces if not space.frozen]:
             rows = run.row_weights() if self.row_weights == "fisher" else None
             importances = run.importances()
-            run.reorder(
-                heuristic_indices(run.model, run.plan, spaces, importances, rows, run.config.sparsity, run.progress)
-            )
+            run.reorder(heuristic_indices(run.model, run.plan, spaces, importances, rows, run.progress))

@@ -38,7 +38,6 @@ def heuristic_indices(
     spaces: Sequence[ChannelSpace],
     importances: Mapping[str, ImportanceFactors],
     row_weights: Mapping[str, Tensor] | None,
-    pattern: NMPattern,
     progress: Progress,
 ) -> dict[str, Tensor]:
     """Finds the heuristic order of channel spaces.
@@ -55,7 +54,7 @@ def heuristic_indices(
 
         def order(space: ChannelSpace) -> Tensor:
             scores = space_scores(model, plan.sites_of(space), importances, row_weights)
-            return heuristic_index(space, scores, pattern, advance)
+            return heuristic_index(space, scores, plan.pattern_of(space), advance)
 
         return {space.name: index for space, index in zip(spaces, ranks.deal(spaces, order), strict=True)}
 

@@ -39,12 +39,12 @@ class Learned(Learning, Step):
         return True
 
     def conflicts(self, config: CommonConfig, steps: Sequence[Step]) -> str:
-        group = config.sparsity.group
-        if self.block_size % group:
-            return (
-                f"learn_block_size {self.block_size} is not a multiple of the group of {config.sparsity}: choose a "
-                f"multiple of {group}"
-            )
+        for pattern in config.patterns:
+            if self.block_size % pattern.group:
+                return (
+                    f"learn_block_size {self.block_size} is not a multiple of the group of {pattern}: choose a "
+                    f"multiple of {pattern.group}"
+                )
         return ""
 
     @property

@@ -23,6 +23,6 @@ class Mask(Step):
         from permtriton.methods.weights import mask_weights
 
         importances = run.importances()
-        mask_weights(run.model, run.plan, importances, run.config.sparsity)
+        mask_weights(run.model, run.plan, importances)
         check_retained(run.retained, total_importance(run.model, run.plan, importances))
         run.check_promise()

@@ -205,16 +205,17 @@ def masked_model(
     Yields:
         The masks; `Masks.set` comes before the first run of the model.
     """
-    entries, fixed, pattern = [], [], config.sparsity
+    entries, fixed = [], []
     with ExitStack() as stack:
         stack.enter_context(frozen(model))
         if config.activation_checkpointing:
             stack.enter_context(checkpointed(layer_modules(model, plan)))
         for site in plan.sites:
             blocks = relaxation.blocks_of(site) if relaxation.learns(site) else None
-            sizes = blocks.sizes if blocks else [pattern.group] * (site.channels // pattern.group)
             weights = []
             for name in site.linears:
+                pattern = plan.patterns[name]
+                sizes = blocks.sizes if blocks else [pattern.group] * (site.channels // pattern.group)
                 module = linear_module(model, name)
                 in_out = isinstance(module, Conv1D)
                 weight = module.get_parameter("weight")

@@ -15,7 +15,6 @@ from permtriton.errors import VerificationError
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.methods.heuristic_order import retained
 from permtriton.model.plan import Plan, linear_module, weight_in_out
-from permtriton.sparsity import NMPattern
 
 RETAINED_TOLERANCE = 1e-3  # relative: a few scores may tie, and row sums round differently in another order
 LOSS_TOLERANCE = 1e-4  # relative: sums over channels in another order; a hundred times that in 16 bits
@@ -40,7 +39,6 @@ def retained_importance(
     model: nn.Module,
     plan: Plan,
     importances: Mapping[str, ImportanceFactors],
-    pattern: NMPattern,
     indices: Mapping[str, Tensor],
     present: Mapping[str, float] | None = None,
 ) -> dict[str, Retained]:
@@ -55,7 +53,7 @@ def retained_importance(
     found, known = {}, present or {}
     for site, name in plan.linears():
         scores = importances[name].scores(weight_in_out(linear_module(model, name)))
-        before = known.get(name)
+        pattern, before = plan.patterns[name], known.get(name)
         if before is None:
             before = retained(scores, torch.arange(site.channels, device=scores.device), pattern)
         index = indices.get(site.space.name)

@@ -66,7 +66,6 @@ class Refit(Refitting, Step):
             run.samples_with(self.generated),
             run.batch,
             self,
-            run.config,
             run.progress,
             run.offload,
             thrifty=run.thrifty,

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from permtriton import ranks
-from permtriton.config import CommonConfig
 from permtriton.data.samples import Samples
 from permtriton.methods.obs import Curvature, curvatures, sparsegpt
 from permtriton.methods.options import Refitting
@@ -35,6 +34,7 @@ from permtriton.model.plan import Plan, linear_module, turns_of, weight_in_out
 from permtriton.offload import Offload
 from permtriton.progress import Progress
 from permtriton.running.layer_inputs import Within, layer_by_layer
+from permtriton.sparsity import NMPattern
 
 TOLERANCE = 1e-3  # residual, relative to the first one, that ends a fit: what is left is 1e-6 of the gain
 
@@ -47,7 +47,6 @@ def refit(
     samples: Samples,
     batch: int,
     options: Refitting,
-    config: CommonConfig,
     progress: Progress,
     offload: Offload | None = None,
     *,
@@ -62,7 +61,6 @@ def refit(
         samples: calibration samples.
         batch: samples per forward pass.
         options: options of refitting.
-        config: options of the compilation: the pattern.
         progress: progress reporter.
         offload: where the inputs of layers and sites are kept; None for memory.
         thrifty: whether the dense model runs a layer once per turn of sites, which keeps the inputs of one turn only.
@@ -93,7 +91,7 @@ def refit(
                 found = moments(model, replace(layer, sites=sites, parts=both), targets, advance)
                 curvature = curvatures({site: moment.hessian for site, moment in found.items()})
                 linears = [(name, site.name, found[site.name], curvature) for site in sites for name in site.linears]
-                parts += ranks.deal(linears, lambda linear: _fit(model, *linear, options, config))
+                parts += ranks.deal(linears, lambda linear: _fit(model, plan.patterns, *linear, options))
                 ranks.send_dealt([linear_module(model, name).get_parameter("weight") for name, *_ in linears])
                 del found, curvature, linears  # before the next turn takes as much
                 advance()
@@ -102,23 +100,23 @@ def refit(
 
 def _fit(
     model: nn.Module,
+    patterns: Mapping[str, NMPattern],
     name: str,
     site: str,
     moment: Moments,
     curvature: Callable[[str], Curvature],
     options: Refitting,
-    config: CommonConfig,
 ) -> dict[str, Any]:
     """Prunes and fits the weight of one linear, and returns what `refit` does of it."""
     started = time.perf_counter()
-    weight, of_inputs = weight_in_out(linear_module(model, name)), curvature(site)
-    zeros = zeros_in_groups(weight * ~of_inputs.dead.unsqueeze(1), config.sparsity)
+    weight, of_inputs, pattern = weight_in_out(linear_module(model, name)), curvature(site), patterns[name]
+    zeros = zeros_in_groups(weight * ~of_inputs.dead.unsqueeze(1), pattern)
     target = best_weight(weight.T.float(), moment, of_inputs, options.dense_targets)
-    start = sparsegpt(target, of_inputs, config.sparsity, None)
+    start = sparsegpt(target, of_inputs, pattern, None)
     found = least_squares(start, target, of_inputs.damped, options.iterations)
     start, found = start.to(weight.dtype), found.to(weight.dtype)
     weight.copy_(better_rows(found, start, target, of_inputs.damped).T).add_(0.0)  # the sum turns -0.0 into 0.0
-    check_kept(name, weight, zeros, config.sparsity, CANCELLED)
+    check_kept(name, weight, zeros, pattern, CANCELLED)
     before, after, size = (
         row_errors(each, target, of_inputs.damped).sum() for each in (start, weight.T, torch.zeros_like(target))
     )

@@ -292,7 +292,7 @@ class Searcher:
             panels = _panels(self._spaces[place], self._options, self._config, number)
             parts = [self._partners(self._spaces[place], indices, damping, batch) for batch in panels]
             left, right, gain = (torch.cat(each) for each in zip(*parts, strict=True))
-            chosen = disjoint(left, right, gain, self._config.sparsity.group)
+            chosen = disjoint(left, right, gain, self._spaces[place].group)
             return torch.full_like(chosen, place), left[chosen], right[chosen], gain[chosen]
 
         places = range(len(self._spaces))
@@ -304,7 +304,7 @@ class Searcher:
         self, space: ChannelSpace, indices: Mapping[str, Tensor], damping: float, panels: "Sequence[_Panel]"
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns (left position, right position, gain) of the best partners of the left positions of some panels."""
-        group = self._config.sparsity.group
+        group = space.group
         totals: list[Tensor] = []
         for terms in self._masks.terms(space, indices, damping, self._samples.positions):
             gains = [swap_gains(terms.of_positions(each.left), terms.of_positions(each.right)) for each in panels]
@@ -338,7 +338,7 @@ class _Panel(NamedTuple):
 
 def _panels(space: ChannelSpace, options: Searching, config: CommonConfig, number: int) -> list[list[_Panel]]:
     """Returns the panels of a space in batches whose gains fit in memory together."""
-    group, size = config.sparsity.group, 0
+    group, size = space.group, 0
     batches: list[list[_Panel]] = [[]]
     for pool in _pools(space, options, config, number):
         height = max(GAINS_AT_ONCE // pool.numel() // group, 1) * group
@@ -355,7 +355,7 @@ def _panels(space: ChannelSpace, options: Searching, config: CommonConfig, numbe
 
 def _pools(space: ChannelSpace, options: Searching, config: CommonConfig, number: int) -> list[Tensor]:
     """Returns sets of positions, int64 ``[positions]`` each, inside which channels are swapped: whole groups."""
-    group, size = config.sparsity.group, options.block
+    group, size = space.group, options.block
     generator = torch.Generator().manual_seed(config.seed * 1_000_003 + number)
     pools, start = [], 0
     for segment in space.segments:

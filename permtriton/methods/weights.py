@@ -25,9 +25,7 @@ CANCELLED = 1e-3  # share of the groups in which an update may cancel a kept wei
 
 
 @torch.no_grad()
-def mask_weights(
-    model: nn.Module, plan: Plan, importances: Mapping[str, ImportanceFactors], pattern: NMPattern
-) -> None:
+def mask_weights(model: nn.Module, plan: Plan, importances: Mapping[str, ImportanceFactors]) -> None:
     """Sets the weights that the N:M masks drop to 0.0.
 
     Args:
@@ -38,7 +36,7 @@ def mask_weights(
         VerificationError: A weight keeps more or fewer values than the pattern says.
     """
     for _, name in plan.linears():
-        weight = weight_in_out(linear_module(model, name))
+        weight, pattern = weight_in_out(linear_module(model, name)), plan.patterns[name]
         mask = top_n_mask(importances[name].scores(weight), pattern)
         zeros = zeros_in_groups(weight, pattern)
         weight.masked_fill_(~mask, 0).add_(0.0)  # the sum turns -0.0 into 0.0
@@ -73,13 +71,14 @@ def update_weights(
         for layer in layer_by_layer(model, plan, samples, batch, changing=True, empty=empty):
             curvature = curvatures(hessians(model, layer, advance))
             linears = [(name, site.name, curvature) for site in layer.sites for name in site.linears]
-            ranks.deal(linears, lambda linear: _update(model, *linear, statistics, config))
+            ranks.deal(linears, lambda linear: _update(model, plan.patterns, *linear, statistics, config))
             ranks.send_dealt([linear_module(model, name).get_parameter("weight") for name, _, _ in linears])
             advance()
 
 
 def _update(
     model: nn.Module,
+    patterns: Mapping[str, NMPattern],
     name: str,
     site: str,
     curvature: Callable[[str], Curvature],
@@ -87,7 +86,8 @@ def _update(
     config: CommonConfig,
 ) -> None:
     """Prunes and updates the weight of one linear; arguments and errors as of `update_weights`."""
-    weight, pattern, mask, of_inputs = weight_in_out(linear_module(model, name)), config.sparsity, None, curvature(site)
+    weight, pattern, mask = weight_in_out(linear_module(model, name)), patterns[name], None
+    of_inputs = curvature(site)
     if statistics is not None:
         mask = top_n_mask(importance_of(config.importance, weight, statistics[site]).scores(weight), pattern).T
     zeros = zeros_in_groups(weight * ~of_inputs.dead.unsqueeze(1), pattern)

@@ -183,14 +183,14 @@ def check_finite_tensor(name: str, tensor: Tensor) -> None:
         raise VerificationError(f"{name}: {int((~tensor.isfinite()).sum())} of {tensor.numel()} values are not finite")
 
 
-def check_pruned(model: nn.Module, plan: Plan, pattern: NMPattern) -> None:
+def check_pruned(model: nn.Module, plan: Plan) -> None:
     """Checks every pruned weight in memory with `check_weight`.
 
     Raises:
         VerificationError: a weight fails; the message names the first one.
     """
     for _, name in plan.linears():
-        check_weight(name, weight_in_out(linear_module(model, name)).t(), pattern)
+        check_weight(name, weight_in_out(linear_module(model, name)).t(), plan.patterns[name])
 
 
 def model_hash(model: PreTrainedModel) -> str:

@@ -1,6 +1,8 @@
 """The plan of a model: which channels one permutation orders, which parameters write them and which read them."""
 
+import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -12,6 +14,7 @@ from transformers.pytorch_utils import Conv1D
 from permtriton.errors import VerificationError
 from permtriton.kernels.norm_permute import NormVariant
 from permtriton.permutation import is_permutation
+from permtriton.sparsity import NMPattern
 
 LINEAR_MODULES = (nn.Linear, Conv1D)
 
@@ -103,6 +106,7 @@ class ChannelSpace:
         placement: where the permutation ends.
         reason: why the channels keep their order, if ``placement`` is ``NONE``; else empty.
         norm: norm that writes the permuted order, if ``placement`` is ``IN_NORM``.
+        group: number of consecutive units that are whole groups of every linear that reads them; the plan sets it.
     """
 
     name: str
@@ -111,6 +115,7 @@ class ChannelSpace:
     placement: Placement = Placement.FOLDED
     reason: str = ""
     norm: "Norm | None" = None
+    group: int = 1
 
     @classmethod
     def kept(cls, name: str, segments: tuple[int, ...], reason: str) -> "ChannelSpace":
@@ -221,6 +226,7 @@ class Plan:
     Attributes:
         sites: sites in execution order.
         spaces: channel spaces in the order in which sites first use them.
+        patterns: name of each pruned linear -> its N:M pattern.
         skipped: name of a module or parameter that stays dense -> reason.
         barriers: reasons why channels could not be followed further, each once.
         hidden_space: channel space of the last hidden state, or None.
@@ -230,11 +236,17 @@ class Plan:
 
     sites: list[Site]
     spaces: list[ChannelSpace]
+    patterns: Mapping[str, NMPattern]
     skipped: dict[str, str] = field(default_factory=dict)
     barriers: list[str] = field(default_factory=list)
     hidden_space: ChannelSpace | None = None
     hidden_units: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     unseen: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for space in self.spaces:
+            readers = [name for site in self.sites_of(space) for name in site.linears]
+            space.group = math.lcm(*(self.patterns[name].group for name in readers))
 
     def linears(self) -> Iterator[tuple[Site, str]]:
         """Yields every pruned linear: its site and its name."""
@@ -245,6 +257,11 @@ class Plan:
     def sites_of(self, space: ChannelSpace) -> list[Site]:
         """Returns the sites that ``space`` orders."""
         return [site for site in self.sites if site.space is space]
+
+    def pattern_of(self, space: ChannelSpace) -> NMPattern:
+        """Returns the pattern of most of the linears that read a space: the one that its order is chosen for."""
+        patterns = Counter(self.patterns[name] for site in self.sites_of(space) for name in site.linears)
+        return patterns.most_common(1)[0][0]
 
     def hidden_order(self, indices: Mapping[str, Tensor]) -> Tensor | None:
         """Returns the order of the last hidden state's channels under ``indices``; None if it cannot change.

@@ -1,5 +1,6 @@
 """The compiled folders that a report is made of, and what their linears are called."""
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -49,10 +50,17 @@ class Compiled(Folder):
             exported = self.record["export"]
             dense = self.stored_bytes - exported["stored_bytes"] + exported["dense_bytes"]
             return {"dense": dense, "packed": self.stored_bytes}
-        element = getattr(torch, self.record["dtype"]).itemsize
-        ratio = self.pattern.kept / self.pattern.group * (1 + position_bits(self.pattern.group) / (8 * element))
-        saved = self.record["pruned_parameters"] * element * (1 - ratio)
-        return {"dense": self.stored_bytes, "packed": round(self.stored_bytes - saved)}
+        element, packed = getattr(torch, self.record["dtype"]).itemsize, float(self.stored_bytes)
+        for name, weight in self.pruned.items():
+            pattern = weight.pattern
+            ratio = pattern.kept / pattern.group * (1 + position_bits(pattern.group) / (8 * element))
+            packed -= math.prod(self.shape(name)) * element * (1 - ratio)
+        return {"dense": self.stored_bytes, "packed": round(packed)}
+
+    def group_of(self, linear: str) -> int:
+        """Returns the number of consecutive weights per group of a pruned linear."""
+        weight = self.pruned.get(f"{linear}.weight")  # absent where it is an expert of a stack
+        return (weight.pattern if weight else self.pattern).group
 
 
 def read_folders(folders: Sequence[Path]) -> list[Compiled]:

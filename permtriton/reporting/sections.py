@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from permtriton.checkpoint.forms import described_sparsity
 from permtriton.checkpoint.plan_entries import grouped
 from permtriton.comparison.methods import DENSE, FUSED
 from permtriton.comparison.summary import Cell, columns
@@ -188,7 +189,7 @@ def details(folders: Sequence[Compiled]) -> Section:
     done: dict[str, Value] = {
         "folder": lambda each: each.path.resolve().name,
         "model": lambda each: each.model,
-        "pattern": lambda each: str(each.pattern),
+        "pattern": lambda each: described_sparsity(each.record),
         "recipe": lambda each: each.record["config"]["recipe"].replace(",", ", "),
         "importance": lambda each: each.record["config"]["importance"],
         "layout": lambda each: each.record["config"]["layout"],

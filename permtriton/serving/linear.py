@@ -22,16 +22,16 @@ from permtriton.serving.order import Order
 from permtriton.sparsity import NMPattern
 
 
-class Weight(NamedTuple):
+class Stored(NamedTuple):
     """How a packed weight is stored.
 
     Attributes:
-        shape: of the dense weight.
         dtype: of its values.
+        pattern: of its groups.
     """
 
-    shape: tuple[int, ...]
     dtype: torch.dtype
+    pattern: NMPattern
 
 
 @register_weight_loader_v2_supported_method
@@ -44,15 +44,12 @@ class PermTritonLinearMethod(LinearMethodBase):
     Args:
         name: vLLM's name of the linear, for errors.
         parts: number of linears that vLLM joined to this one.
-        stored_dtype: dtype of the stored values; None if the weight is dense.
+        stored: how the packed weight is stored; None if it is dense.
         gathers: whether the linear gathers its input first.
     """
 
-    def __init__(
-        self, name: str, parts: int, pattern: NMPattern, stored_dtype: torch.dtype | None, gathers: bool
-    ) -> None:
-        self.name, self.parts, self.pattern = name, parts, pattern
-        self.stored_dtype, self.gathers = stored_dtype, gathers
+    def __init__(self, name: str, parts: int, stored: Stored | None, gathers: bool) -> None:
+        self.name, self.parts, self.stored, self.gathers = name, parts, stored, gathers
         self.dense = UnquantizedLinearMethod()
         self._loaded: dict[str, set[Any]] = {}  # parameter -> parts that were loaded; {None} for all at once
 
@@ -76,14 +73,15 @@ class PermTritonLinearMethod(LinearMethodBase):
         self.rows, self.columns, self.dtype = rows, columns, params_dtype
         if self.gathers:
             layer.gather = Order(self.name, input_size)
-        if self.stored_dtype is None:
+        stored = self.stored
+        if stored is None:
             weight = torch.empty(rows, columns, dtype=params_dtype)
             self._add(layer, "weight", weight, self._unwrapped(load))
             return
-        self._refuse_division(input_size)
-        values, positions = packed_shapes(rows, columns, self.pattern)
-        self._add(layer, "weight", torch.empty(0, dtype=self.stored_dtype), self._skip)
-        self._add(layer, "weight_values", torch.empty(values, dtype=self.stored_dtype), load)
+        self._refuse_division(input_size, stored.pattern)
+        values, positions = packed_shapes(rows, columns, stored.pattern)
+        self._add(layer, "weight", torch.empty(0, dtype=stored.dtype), self._skip)
+        self._add(layer, "weight_values", torch.empty(values, dtype=stored.dtype), load)
         self._add(layer, "weight_positions", torch.empty(positions, dtype=torch.uint8), load)
 
     def process_weights_after_loading(self, layer: Any) -> None:
@@ -96,13 +94,14 @@ class PermTritonLinearMethod(LinearMethodBase):
         self._check_loaded()
         if self.gathers:
             layer.gather.finish(layer.tp_rank * self.columns, self.columns)
-        if self.stored_dtype is not None:
+        if self.stored is not None:
+            pattern = self.stored.pattern
             values, positions = layer.weight_values.data, layer.weight_positions.data
             del layer.weight, layer.weight_values, layer.weight_positions
-            if runs_packed(self.columns, self.dtype, self.pattern, values.device):
-                layer.packed = self._packed(values, positions)
+            if runs_packed(self.columns, self.dtype, pattern, values.device):
+                layer.packed = self._packed(values, positions, pattern)
                 return
-            weight = unpacked(self.name, values, positions, (self.rows, self.columns), 1, self.pattern)
+            weight = unpacked(self.name, values, positions, (self.rows, self.columns), 1, pattern)
             layer.weight = nn.Parameter(weight.to(self.dtype), requires_grad=False)
         self.dense.process_weights_after_loading(layer)
 
@@ -111,8 +110,9 @@ class PermTritonLinearMethod(LinearMethodBase):
         packed: SparseLinear | None = getattr(layer, "packed", None)
         index = layer.gather.index if self.gathers else None
         if packed is not None:
+            assert packed.pattern is not None
             weight = (packed.weight_values, packed.weight_positions)
-            return sparse_linear(x, *weight, bias, index, self.columns, self.pattern, packed.weight_compressed)
+            return sparse_linear(x, *weight, bias, index, self.columns, packed.pattern, packed.weight_compressed)
         return self.dense.apply(layer, x if index is None else permute(x, index), bias)
 
     def _add(self, layer: Any, name: str, data: Tensor, load: Callable[..., None]) -> None:
@@ -141,13 +141,13 @@ class PermTritonLinearMethod(LinearMethodBase):
 
         return load_rows
 
-    def _refuse_division(self, input_size: int) -> None:
-        kept = self.columns // self.pattern.group * self.pattern.kept
-        whole = self.columns % self.pattern.group == 0 and kept * position_bits(self.pattern.group) % 8 == 0
+    def _refuse_division(self, input_size: int, pattern: NMPattern) -> None:
+        kept = self.columns // pattern.group * pattern.kept
+        whole = self.columns % pattern.group == 0 and kept * position_bits(pattern.group) % 8 == 0
         if self.columns != input_size and not whole:
             raise ModelError(
                 f"{self.name}: tensor parallelism would divide {input_size} packed input channels into parts of "
-                f"{self.columns}, which does not fit groups at {self.pattern} and whole bytes of their positions: use "
+                f"{self.columns}, which does not fit groups at {pattern} and whole bytes of their positions: use "
                 "fewer ranks, or export the folder again with --format plain"
             )
 
@@ -159,9 +159,9 @@ class PermTritonLinearMethod(LinearMethodBase):
                     "incomplete, or vLLM's model expects other names"
                 )
 
-    def _packed(self, values: Tensor, positions: Tensor) -> SparseLinear:
-        check_content(self.name, values, positions, (self.rows, self.columns), 1, self.pattern)
+    def _packed(self, values: Tensor, positions: Tensor, pattern: NMPattern) -> SparseLinear:
+        check_content(self.name, values, positions, (self.rows, self.columns), 1, pattern)
         if values.dtype != self.dtype:
-            values, positions = cast_packed(values, positions, self.columns, self.pattern, self.dtype)
+            values, positions = cast_packed(values, positions, self.columns, pattern, self.dtype)
         linear = SparseLinear(self.columns, self.rows, bias=False, device="meta")
-        return linear.set_packed(values, positions, self.pattern).compress()
+        return linear.set_packed(values, positions, pattern).compress()

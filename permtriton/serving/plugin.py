@@ -19,7 +19,7 @@ from permtriton.checkpoint.quantization_config import METHOD, PermTritonQuantiza
 from permtriton.errors import ModelError
 from permtriton.kernels import autotune
 from permtriton.model.headers import DTYPES
-from permtriton.serving.linear import PermTritonLinearMethod, Weight
+from permtriton.serving.linear import PermTritonLinearMethod, Stored
 from permtriton.serving.norm import use_permuted_norms
 from permtriton.serving.servable import check_folder, refuse_unknown_class, refuse_unservable
 
@@ -32,10 +32,9 @@ class PermTritonConfig(QuantizationConfig):
     Names are vLLM's, which differ from transformers' in some models; vLLM calls `apply_vllm_mapper` for them.
     """
 
-    def __init__(self, entries: PermTritonQuantizationConfig) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.pattern = entries.pattern
-        self.packed: dict[str, Weight] = {}  # packed parameter -> how it is stored
+        self.packed: dict[str, Stored] = {}  # packed parameter -> how it is stored
         self.gathers: dict[str, int] = {}  # linear that gathers its input -> number of its input channels
         self.norms: dict[str, Any] = {}  # norm that permutes its output -> its entry in the config
         self.folder: Path | None = None  # set, as all of these are, once the folder is checked
@@ -47,7 +46,8 @@ class PermTritonConfig(QuantizationConfig):
         Raises:
             ModelError: as `PermTritonQuantizationConfig`.
         """
-        return cls(PermTritonQuantizationConfig(**config))
+        PermTritonQuantizationConfig(**config)
+        return cls()
 
     def get_name(self) -> str:
         return METHOD
@@ -73,8 +73,8 @@ class PermTritonConfig(QuantizationConfig):
         refuse_unservable(folder)
         self.folder = folder.path
         self.packed = {
-            name: Weight(tuple(entry["shape"]), DTYPES[folder.stored[f"{name}_values"].dtype])
-            for name, entry in folder.packed.items()
+            name: Stored(DTYPES[folder.stored[f"{name}_values"].dtype], folder.entries.pattern_of(name))
+            for name in folder.packed
         }
         self.gathers, self.norms = dict(folder.entries.gathers), dict(folder.entries.norms)
 
@@ -100,22 +100,21 @@ class PermTritonConfig(QuantizationConfig):
                 )
             return None
         parts = self._parts(prefix)
-        weights = [self.packed.get(f"{part}.weight") for part in parts]
+        stored = [self.packed.get(f"{part}.weight") for part in parts]
         gathers = [part in self.gathers for part in parts]
-        if not any(weights) and not any(gathers):
+        if not any(stored) and not any(gathers):
             return UnquantizedLinearMethod()
         if not all(gathers) and any(gathers):
             raise ModelError(
                 f"{prefix}: vLLM joins {', '.join(parts)} to one linear, but only some of them gather their input: "
                 "compile the model with --layout portable"
             )
-        if len(set(weights)) > 1 and (None in weights or len({weight.dtype for weight in weights if weight}) > 1):
+        if len(set(stored)) > 1:
             raise ModelError(
-                f"{prefix}: vLLM joins {', '.join(parts)} to one linear, but only some of them are packed, or their "
-                "values have different dtypes: export the folder again with --format plain"
+                f"{prefix}: vLLM joins {', '.join(parts)} to one linear, but only some of them are packed, or they "
+                "differ in their pattern or the dtype of their values: export the folder again with --format plain"
             )
-        first = weights[0]
-        return PermTritonLinearMethod(prefix, len(parts), self.pattern, first and first.dtype, gathers[0])
+        return PermTritonLinearMethod(prefix, len(parts), stored[0], gathers[0])
 
     def _prepare(self) -> None:
         """Does in the process that builds the model what its modules need: norms that permute, tuned kernels."""

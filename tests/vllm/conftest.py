@@ -14,7 +14,7 @@ from ..desk import RUNNER
 os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1", VLLM_LOGGING_LEVEL="ERROR")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-COMPILE = ("compile", "demo", "--sparsity", "2:4", "--recipe", "heuristic,refit",
+COMPILE = ("compile", "demo", "--sparsity", "2:4", "--pattern", "*.1.mlp.down_proj=4:8", "--recipe", "heuristic,refit",
            "--samples", "4", "--sequence-length", "64", "--eval-data", "none")  # fmt: skip
 FOLDERS = ("portable", "portable-packed", "fused", "fused-packed")
 

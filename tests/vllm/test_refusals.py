@@ -12,7 +12,7 @@ from vllm.plugins import load_general_plugins
 from permtriton.checkpoint.export import export
 from permtriton.errors import ModelError
 from permtriton.model.modules import SparseLinear, replace_module
-from permtriton.serving.linear import PermTritonLinearMethod
+from permtriton.serving.linear import PermTritonLinearMethod, Stored
 from permtriton.serving.order import Order
 from permtriton.serving.servable import check_folder
 from permtriton.sparsity import NMPattern
@@ -133,6 +133,17 @@ def partly_packed(root):
     return root / "packed"
 
 
+def with_two_patterns(root):
+    """A folder in which k is 4:8, while q and v, which vLLM joins it to, are 2:4."""
+    model, name = zoo.build("llama", **LLAMA), "model.layers.1.self_attn.k_proj.weight"
+    folders.prune(model)
+    folders.prune_weight(model.get_parameter(name).data.normal_(), pattern=NMPattern(4, 8))
+    folders.save(model, root / "saved")
+    folders.edit_json(root / "saved" / "permtriton.json", lambda record: record.update(patterns={name: "4:8"}))
+    export(root / "saved", root / "packed", "packed")
+    return root / "packed"
+
+
 def gathering(seeds):
     """Returns a function that makes a folder in which q, k and v gather in the orders of seeds; None: no gather."""
 
@@ -153,10 +164,11 @@ def gathering(seeds):
     ("make", "message"),
     [
         (partly_packed, "only some of them are packed"),
+        (with_two_patterns, "or they differ in their pattern"),
         (gathering((1, 1, None)), "only some of them gather"),
         (gathering((1, 1, 2)), "in different orders"),
     ],
-    ids=["partly packed", "partly gathering", "different orders"],
+    ids=["partly packed", "two patterns", "partly gathering", "different orders"],
 )
 def test_linears_that_cannot_be_joined_are_refused(make, message, tmp_path):
     with pytest.raises(ModelError, match=message), engine(make(tmp_path), skip_tokenizer_init=True):
@@ -181,13 +193,13 @@ def test_a_gather_across_ranks_is_refused():
 
 @pytest.mark.parametrize(("kept", "group", "columns"), [(2, 4, 36), (2, 4, 6), (4, 8, 12), (1, 4, 8)])
 def test_ranks_that_would_divide_groups_or_bytes_are_refused(kept, group, columns):
-    method = PermTritonLinearMethod("down_proj", 1, NMPattern(kept, group), torch.float32, gathers=False)
+    method = PermTritonLinearMethod("down_proj", 1, Stored(torch.float32, NMPattern(kept, group)), gathers=False)
     with pytest.raises(ModelError, match="use fewer ranks"):
         method.create_weights(nn.Module(), columns, [8], 2 * columns, 8, torch.float32, weight_loader=None)
 
 
 def test_a_linear_of_which_a_part_is_missing_is_refused():
-    method = PermTritonLinearMethod("qkv_proj", 3, NMPattern(2, 4), torch.float32, gathers=False)
+    method = PermTritonLinearMethod("qkv_proj", 3, Stored(torch.float32, NMPattern(2, 4)), gathers=False)
     method._loaded = {"weight_values": {"q", "k", "v"}, "weight_positions": {"q", "k"}}
     with pytest.raises(ModelError, match="weight_positions: 2 of 3 parts were loaded"):
         method.process_weights_after_loading(nn.Module())
