@@ -29,8 +29,9 @@ from permtriton.methods.objective import dense_objective
 from permtriton.methods.searched import Searched
 from permtriton.methods.statistics import site_statistics
 from permtriton.methods.swap_search import Searcher, Swaps
-from permtriton.model.load import Source, load_original
+from permtriton.model.load import load_original
 from permtriton.model.plan import ChannelSpace
+from permtriton.model.source import Source
 from permtriton.permutation import identity
 from permtriton.planning import find_plan
 from permtriton.progress import NoProgress

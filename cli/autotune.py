@@ -19,6 +19,7 @@ from permtriton.kernels.tools.case import Case
 from permtriton.kernels.tools.tuning import Trial
 from permtriton.model import load
 from permtriton.model.plan import linear_module, weight_in_out
+from permtriton.model.source import Source
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -85,7 +86,7 @@ def _tokens(text: str) -> list[int]:
 
 def _shapes_of(folder: Path) -> tuple[list[tuple[int, int]], torch.dtype]:
     """Returns the different shapes (out, in) of a model's pruned linears, and their dtype; reads only its config."""
-    empty = load.load_empty_model(load.Source(str(folder)), allow_compiled=True)
+    empty = load.load_empty_model(Source(str(folder)), allow_compiled=True)
     plan, _ = planning.plan_model(empty, CompileConfig())
     weights = [weight_in_out(linear_module(empty, name)) for _, name in plan.linears()]
     shapes = dict.fromkeys((weight.shape[1], weight.shape[0]) for weight in weights)

@@ -22,6 +22,7 @@ from permtriton.errors import ConfigError, OutputError
 from permtriton.evaluation.task_request import TaskRequest
 from permtriton.model import load
 from permtriton.model.seq2seq import with_decoder_ids
+from permtriton.model.source import Source
 from permtriton.output_files import problem_of
 from permtriton.progress import Progress
 from permtriton.recipe import resolved
@@ -83,7 +84,7 @@ def _parts(text: str | None) -> list[str]:
 
 
 def run(
-    source: load.Source,
+    source: Source,
     request: Request,
     tasks: TaskRequest,
     eval_data: str | None,
@@ -130,7 +131,7 @@ def run(
 
 
 @contextmanager
-def _claimed(source: load.Source, outputs: Sequence[Path], progress: Progress) -> Iterator[Path]:
+def _claimed(source: Source, outputs: Sequence[Path], progress: Progress) -> Iterator[Path]:
     """Keeps other comparisons from the same outputs inside the ``with`` block.
 
     Yields:
@@ -153,7 +154,7 @@ def _claimed(source: load.Source, outputs: Sequence[Path], progress: Progress) -
 
 
 def _compare(
-    source: load.Source,
+    source: Source,
     request: Request,
     yardstick: Yardstick,
     text: str,

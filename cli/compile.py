@@ -18,7 +18,7 @@ from permtriton.job import Job
 from permtriton.machine import format_bytes
 from permtriton.methods import steps
 from permtriton.model.gguf_file import SUFFIX
-from permtriton.model.load import Source
+from permtriton.model.source import Source
 from permtriton.step import Outcome
 
 

@@ -16,13 +16,14 @@ from permtriton.compile_config import CompileConfig
 from permtriton.errors import ConfigError, OutputError
 from permtriton.model import load
 from permtriton.model.plan import Placement, Plan
+from permtriton.model.source import Source
 from permtriton.output_files import check_file, write_file
 from permtriton.passes import drawing
 from permtriton.passes.pipeline import PASS_NAMES, PassResult, run_with_stand_ins
 
 
 def run(
-    source: load.Source,
+    source: Source,
     config: CompileConfig,
     graph: bool,
     only: str | None,

@@ -148,7 +148,7 @@ def compile(
         raise ConfigError("--shard spreads weights over several processes: start permtriton with torchrun")
     from permtriton.cli.compile import default_output, run
     from permtriton.job import Job
-    from permtriton.model.load import Source
+    from permtriton.model.source import Source
 
     source = Source(model, dtype, device, trust_remote_code, gguf_file, revision, token)
     job = Job(
@@ -205,7 +205,7 @@ def inspect(
     """Show what would be pruned, where each permutation would go and what it costs. Reads only MODEL's config."""
     config = build_config(model, None, None, flags)
     from permtriton.cli.inspect import run
-    from permtriton.model.load import Source
+    from permtriton.model.source import Source
 
     run(
         Source(model, "auto", "auto", trust_remote_code, gguf_file, revision, token),
@@ -265,7 +265,7 @@ def compare(
     given = options_to_compare(model, config, flags)
     from permtriton.cli.compare import Request, run
     from permtriton.evaluation.task_request import TaskRequest
-    from permtriton.model.load import Source
+    from permtriton.model.source import Source
 
     request = Request(model, given, flags, seeds, methods, patterns, ablate, values)
     wanted = TaskRequest(tasks, limit, tasks_dir)

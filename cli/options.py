@@ -10,6 +10,7 @@ import typer
 from rich.markup import escape
 
 from permtriton.checkpoint.format import HELP as FORMATS
+from permtriton.comparison.methods import ABLATIONS
 from permtriton.config import CALIBRATION, METHOD, RUNNING
 from permtriton.errors import ConfigError, OutputError
 from permtriton.option import Option
@@ -59,8 +60,9 @@ Patterns = Annotated[
 Ablate = Annotated[
     str | None,
     method_option(
-        help="Run each method with several values of one option: sinkhorn (rounds 0 and 5), calibration (the texts "
-        "pile, wikitext2 and c4), block-size (32, 64 and 128) or learn-layers (the last layer, half of them, all)."
+        help="Run each method with several values of one option: "
+        + ", ".join(f"{name} ({', '.join(each.values)})" for name, each in ABLATIONS.items())
+        + "."
     ),
 ]
 AblateValues = Annotated[

@@ -90,7 +90,7 @@ def _store(hosts: bool = False) -> "Store":
 def _backend(device: str) -> str:
     import torch
 
-    from permtriton.model.load import resolve_device
+    from permtriton.model.source import resolve_device
 
     if resolve_device(device).type == "cpu":
         return "gloo"

@@ -18,7 +18,7 @@ from permtriton.data.media import Processor
 from permtriton.errors import ConfigError, near
 from permtriton.job import DryRun, Job
 from permtriton.model import load
-from permtriton.model.load import Source
+from permtriton.model.source import Source
 from permtriton.model_name import checked_token
 from permtriton.recipe import all_options, build_config, given_by
 from permtriton.reporting import html_report

@@ -17,7 +17,7 @@ from permtriton.compile_config import CompileConfig
 from permtriton.data.in_memory import Data
 from permtriton.evaluating import Against, evaluate
 from permtriton.evaluation.measure import Evaluated
-from permtriton.model.load import Source
+from permtriton.model.source import Source
 from permtriton.model_name import checked_token
 from permtriton.publishing import make_repository, upload
 from permtriton.running.state import StateFile

@@ -19,7 +19,7 @@ from permtriton.evaluation.measure import Evaluated
 from permtriton.evaluation.task_request import TaskRequest
 from permtriton.machine import available_memory, format_bytes
 from permtriton.model import load
-from permtriton.model.load import Source
+from permtriton.model.source import Source
 from permtriton.model_name import DEMO
 from permtriton.progress import Progress
 

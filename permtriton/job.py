@@ -24,9 +24,9 @@ from permtriton.data.samples import Inputs, Samples
 from permtriton.errors import ConfigError, OutputError
 from permtriton.forecast import Forecast
 from permtriton.memory import Devices
-from permtriton.model import load
-from permtriton.model.load import Source
+from permtriton.model import load, outline
 from permtriton.model.plan import Plan, linear_module
+from permtriton.model.source import Source, resolve_device
 from permtriton.model_name import shown_name
 from permtriton.offload import Offload
 from permtriton.preparing import check_offload
@@ -132,7 +132,7 @@ class Job:
         """
         source, device = self.model if isinstance(self.model, Source) else None, None
         if source is not None and ranks.count() > 1:  # only then is it known whether one GPU can hold the model
-            device, source = load.resolve_device(source.device), replace(source, device="cpu")
+            device, source = resolve_device(source.device), replace(source, device="cpu")
         offload = self._offload()
         with nullcontext() if source is None else load.unchanged_weights(source):
             loaded = self._loaded(source, progress, offload)
@@ -215,9 +215,9 @@ class Job:
         if source is not None and devices is not None:
             source = replace(source, device="cpu")
         offload = self._offload()
-        fetched = source is None or load.is_here(source)
+        fetched = source is None or outline.is_here(source)
         if source is not None and not fetched:
-            devices = devices or Devices.of(load.resolve_device(source.device), offloaded=offload is not None)
+            devices = devices or Devices.of(resolve_device(source.device), offloaded=offload is not None)
         loaded = self._loaded(source, progress, offload, fetched)
         model = loaded.model
         plan, forecast = forecast_model(
@@ -258,7 +258,7 @@ class Job:
             if fetched:
                 model, beside = load.load_original(source, offload=offload, saved=True)
             else:
-                model, beside = load.load_outline(source)
+                model, beside = outline.load_outline(source)
             tokenizer = tokenizer or beside
         windows, text = held_out_windows(source.name if source else "", self.eval_data, tokenizer, model)
         if windows is None:

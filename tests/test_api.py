@@ -19,7 +19,7 @@ import permtriton
 from permtriton import api, publishing
 from permtriton.cli.main import app
 from permtriton.errors import CalibrationError, ConfigError, MemoryTooSmallError, OutputError
-from permtriton.model.load import Source
+from permtriton.model.source import Source
 from permtriton.progress import NoProgress
 from permtriton.recipe import all_options
 

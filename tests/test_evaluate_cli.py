@@ -17,7 +17,8 @@ from permtriton.data.text import evaluation_ids
 from permtriton.errors import CalibrationError
 from permtriton.evaluation.measure import evaluate
 from permtriton.evaluation.tasks import Tasks
-from permtriton.model.load import Source, load_model, load_tokenizer
+from permtriton.model.load import load_model, load_tokenizer
+from permtriton.model.source import Source
 
 from . import zoo
 from .desk import RUNNER

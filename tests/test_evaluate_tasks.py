@@ -16,7 +16,8 @@ from permtriton.errors import ConfigError, TaskError
 from permtriton.evaluation import tasks as library
 from permtriton.evaluation.measure import evaluate
 from permtriton.evaluation.tasks import Tasks
-from permtriton.model.load import Source, load_model, load_tokenizer
+from permtriton.model.load import load_model, load_tokenizer
+from permtriton.model.source import Source
 
 from . import zoo
 from .lm_tasks import CHOICE, QUESTIONS, TEXTS, datasets_cache, write_task, write_tasks  # noqa: F401 (a fixture)

@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM
 
 from permtriton.checkpoint.export import export
 from permtriton.errors import ModelError, PermTritonError
-from permtriton.model.load import Source, load_model
+from permtriton.model.load import load_model
+from permtriton.model.source import Source
 
 from . import folders
 from .hostile import MEMORY, SECONDS, limited, places, put

@@ -19,7 +19,8 @@ from permtriton.compile_config import CompileConfig
 from permtriton.config import CalibrationConfig
 from permtriton.data.text import calibration_ids
 from permtriton.methods.steps import STEPS
-from permtriton.model.load import Source, load_empty_model, load_model, load_original
+from permtriton.model.load import load_empty_model, load_model, load_original
+from permtriton.model.source import Source
 from permtriton.planning import plan_model
 from permtriton.recipe import all_options, config_from, read_config_file
 from permtriton.sparsity import NMPattern

@@ -18,7 +18,8 @@ from permtriton.cli.main import app
 from permtriton.compiler import compile_model
 from permtriton.errors import ConfigError, ModelError
 from permtriton.model import load
-from permtriton.model.load import Source, load_empty_model, load_model, load_original, load_tokenizer, unchanged_weights
+from permtriton.model.load import load_empty_model, load_model, load_original, load_tokenizer, unchanged_weights
+from permtriton.model.source import Source
 
 from . import zoo
 from .desk import RUNNER, Desk

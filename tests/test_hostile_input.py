@@ -15,8 +15,9 @@ from transformers import BertConfig, BertModel
 from permtriton.checkpoint.export import export
 from permtriton.cli.main import app
 from permtriton.errors import CalibrationError, ModelError, OutputError, reading, shown
-from permtriton.model.load import Source, load_empty_model, load_model, load_original
+from permtriton.model.load import load_empty_model, load_model, load_original
 from permtriton.model.sizes import check_numbers
+from permtriton.model.source import Source
 
 from . import folders
 from .desk import RUNNER

@@ -19,7 +19,8 @@ from transformers import AutoConfig, BertConfig, BertModel, LlamaForCausalLM, Pr
 import permtriton
 from permtriton.errors import ConfigError, ModelError
 from permtriton.model import load
-from permtriton.model.load import Source, load_empty_model, load_model, load_tokenizer, resolve_device
+from permtriton.model.load import load_empty_model, load_model, load_tokenizer
+from permtriton.model.source import Source, resolve_device
 
 from . import zoo
 from .folders import LAST_UP, configure, edit_json, edit_tensors

@@ -21,8 +21,8 @@ from permtriton.data.media import media_samples
 from permtriton.data.samples import Samples
 from permtriton.errors import CalibrationError, MissingExtraError, ModelError
 from permtriton.evaluation.measure import evaluate
-from permtriton.model import load
 from permtriton.model.forward import last_hidden_state
+from permtriton.model.source import Source
 from permtriton.model.trace import trace
 
 from . import media, zoo
@@ -261,7 +261,7 @@ def test_a_model_with_two_towers_is_refused():
     inputs = {"input_ids": zoo.token_ids(4, 4) % 20, "pixel_values": torch.zeros(4, 3, 8, 8)}
     config = config_from({}, "mask")
     for refused in (
-        lambda: held_out_windows(load.Source("clip"), "images", None, model),
+        lambda: held_out_windows(Source("clip"), "images", None, model),
         lambda: find_plan(model, NMPattern(2, 4)),
         lambda: compile_model(model, None, config, ids=inputs),
     ):

@@ -25,8 +25,9 @@ from permtriton.evaluation.held_out import Evaluation
 from permtriton.forecast import check_disk
 from permtriton.methods.fisher import fisher_information
 from permtriton.methods.statistics import site_statistics
-from permtriton.model.load import Source, load_original
+from permtriton.model.load import load_original
 from permtriton.model.plan import named_layers
+from permtriton.model.source import Source
 from permtriton.offload import Offload
 from permtriton.progress import NoProgress
 from permtriton.running.layer_stream import LayerStream

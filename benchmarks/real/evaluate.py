@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 
 from permtriton import NMPattern
 from permtriton.evaluation.measure import evaluate
-from permtriton.model.load import Source, load_model
+from permtriton.model.load import load_model
+from permtriton.model.source import Source
 
 PATTERN = NMPattern(2, 4)
 

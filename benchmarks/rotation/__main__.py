@@ -41,7 +41,8 @@ from permtriton.data.text import calibration_ids, evaluation_ids, vocabulary_of
 from permtriton.demo import FOLDER
 from permtriton.durable import replace_file
 from permtriton.machine import device_name, versions
-from permtriton.model.load import Source, load_original
+from permtriton.model.load import load_original
+from permtriton.model.source import Source
 from permtriton.model_name import DEMO
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"

@@ -4,27 +4,21 @@ import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from huggingface_hub import HfApi, try_to_load_from_cache
 from huggingface_hub.errors import LocalEntryNotFoundError
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto import modeling_auto
 from transformers.utils import cached_file
 
-from permtriton import demo
 from permtriton.errors import ConfigError, ModelError, OutputError, first_line, reading, shown, without_panics
 from permtriton.extras import require
 from permtriton.kernels import autotune
-from permtriton.model import headers
 from permtriton.model.core import check_towers
-from permtriton.model.gguf_file import SUFFIX, GgufFile, in_words, read_gguf
 from permtriton.model.headers import (
     CONFIG_FILE,
     INDEX_FILE,
@@ -38,114 +32,14 @@ from permtriton.model.headers import (
 )
 from permtriton.model.modules import is_packed, is_permuted
 from permtriton.model.sizes import build_empty, check_numbers
-from permtriton.model_name import checked_token, is_hub_name
+from permtriton.model.source import Source, dtype_of, resolve_device
 from permtriton.offload import NO_GPU, Offload
 from permtriton.output_files import disk_error
 
-DTYPES: dict[str, torch.dtype | str] = {
-    "auto": "auto",
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-}
 PICKLED = ("*.bin", "*.pt", "*.pth")
 ADAPTER = "adapter_config.json"
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 MOST_TOKENS = 2**24
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where a model comes from and how to read it.
-
-    Attributes:
-        name: folder, hub name, ``demo``, or path of a GGUF file.
-        dtype: ``auto`` (the checkpoint's dtype), ``float32``, ``float16`` or ``bfloat16``.
-        device: ``auto`` (a GPU if there is one), ``cpu`` or ``cuda``.
-        trust_remote_code: whether code that comes with the model may run.
-        gguf_file: name of a GGUF file in the folder or beside the hub name; None where the model is in safetensors, or
-            ``name`` is the file.
-        revision: branch, tag or commit of a hub name; None for its main branch.
-        token: token of the hub; None for that of ``hf auth login`` or ``HF_TOKEN``. It is never printed or saved.
-    """
-
-    name: str
-    dtype: str = "auto"
-    device: str = "auto"
-    trust_remote_code: bool = False
-    gguf_file: str | None = None
-    revision: str | None = None
-    token: str | None = field(default=None, repr=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "token", checked_token(self.token))
-
-    @cached_property
-    def gguf(self) -> GgufFile | None:
-        """The GGUF file that the model is read from, and dequantized; None where it is in safetensors.
-
-        Raises:
-            ConfigError: a file and a name of one inside are given, or the package gguf is missing.
-            ModelError: there is no such file, or it is damaged.
-        """
-        if self.name.endswith(SUFFIX) and not os.path.isdir(self.name) and self.gguf_file is None:
-            if not os.path.isfile(self.name):
-                raise ModelError(f"{self.name} does not exist: give a GGUF file, a Hugging Face model folder or a name")
-            return read_gguf(Path(self.name))
-        if self.gguf_file is None:
-            return None
-        if os.path.isfile(self.name):
-            raise ConfigError(
-                f"`gguf_file={self.gguf_file}` names a file in a folder, but {self.name} is a file itself: leave "
-                "`gguf_file=` out, or give the folder"
-            )
-        with reading(f"{self.name} holds no {self.gguf_file}, and none can be fetched from the hub", ModelError):
-            return read_gguf(Path(str(cached_file(self.name, self.gguf_file, **self.hub))))
-
-    @property
-    def hub(self) -> dict[str, str]:
-        """What the hub is asked with beside the name."""
-        given = {"revision": self.revision, "token": self.token}
-        return {name: value for name, value in given.items() if value is not None}
-
-    @property
-    def location(self) -> str:
-        """The folder or hub name."""
-        if self.gguf is not None:
-            return str(self.gguf.path.parent)
-        return str(demo.FOLDER) if self.name == "demo" else self.name
-
-    @property
-    def described(self) -> str:
-        """The name, and what a GGUF file holds; raises as `gguf`."""
-        if self.gguf is None:
-            return self.name
-        file = "" if self.gguf_file is None else f" from {self.gguf_file}"
-        return f"{self.name}, dequantized{file}: {in_words(self.gguf.types)}"
-
-    @property
-    def folder(self) -> Path | None:
-        """The folder; None for a hub name. `os.path.isdir`, unlike `Path.is_dir`, takes names that are too long."""
-        return Path(self.location) if os.path.isdir(self.location) else None
-
-    def holds(self, file: str) -> bool:
-        """Returns whether the source is a folder that holds ``file``; a GGUF file holds all that belongs to it."""
-        return self.gguf is None and os.path.isfile(os.path.join(self.location, file))
-
-
-def resolve_device(device: str) -> torch.device:
-    """Returns the device that ``auto``, ``cpu`` or ``cuda`` means on this machine.
-
-    Raises:
-        ConfigError: another name, or ``cuda`` without a usable GPU.
-    """
-    if device not in ("auto", "cpu", "cuda"):
-        raise ConfigError(f"device {device!r} is unknown: choose auto, cpu or cuda")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            "device cuda: this machine has no usable CUDA GPU (or torch is a CPU build); use `device=cpu`"
-        )
-    return torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
 
 
 def load_original(
@@ -181,7 +75,7 @@ def load_model(source: Source, allow_compiled: bool = True, offload: Offload | N
         ConfigError: an unknown dtype, a device that is unknown or missing, or a GPU with ``offload``.
         OutputError: the disk of ``offload`` is full.
     """
-    dtype, device = _dtype(source), resolve_device(source.device)
+    dtype, device = dtype_of(source), resolve_device(source.device)
     if offload is not None and device.type != "cpu":
         raise ConfigError(NO_GPU.format(device=device))
     if not allow_compiled and source.holds(REPORT_FILE):
@@ -231,12 +125,6 @@ def load_model(source: Source, allow_compiled: bool = True, offload: Offload | N
         model.name_or_path = source.name  # not the folder that the file is in
     autotune.use_beside(Path(source.location))
     return model.to(device).eval()
-
-
-def _dtype(source: Source) -> torch.dtype | str:
-    if source.dtype not in DTYPES:
-        raise ConfigError(f"dtype {source.dtype!r} is unknown: choose one of {', '.join(DTYPES)}")
-    return DTYPES[source.dtype]
 
 
 def _placement(source: Source, config: Any, device: torch.device) -> dict[str, str]:
@@ -297,56 +185,6 @@ def load_empty_model(source: Source, allow_compiled: bool = False) -> PreTrained
             raise _compiled_already(source)
         del config.quantization_config
     return build_empty(model_class, config, stored, source.name)
-
-
-def is_here(source: Source) -> bool:
-    """Returns whether a model's weights are on this machine: in a folder or a file, or in the cache of the hub.
-
-    Raises:
-        ModelError: the name is neither a folder nor one that the hub can have.
-    """
-    if source.gguf_file is not None or source.folder is not None or source.gguf is not None:
-        return True  # of a GGUF file beside a hub name, no part can be fetched alone
-    _check_folder(source)
-    config = cached(source, CONFIG_FILE)
-    with suppress(ModelError):
-        return config is not None and all(map(Path.is_file, checkpoint_files(config.parent)))
-    return False
-
-
-def load_outline(source: Source) -> tuple[PreTrainedModel, Any]:
-    """Builds a model of the hub on the meta device from its config and the headers of its weights, which stay there.
-
-    Returns:
-        The model, in the dtype that `load_model` would give it, and its tokenizer or processor.
-
-    Raises:
-        ModelError: the hub holds no such model, or cannot be reached; or a tensor does not fit the config.
-    """
-    model = load_empty_model(source)
-    with reading(f"{source.name}: the headers of its weights cannot be fetched from the hub", ModelError):
-        found = HfApi(token=source.token).get_safetensors_metadata(source.name, revision=source.revision)
-        files = found.files_metadata.values()
-    stored = {name: tensor for file in files for name, tensor in file.tensors.items()}
-    for name, parameter in model.named_parameters():
-        if name in stored and list(parameter.shape) != stored[name].shape:
-            raise ModelError(
-                f"{source.name}: {name} has the shape {stored[name].shape}, but {type(model).__name__} with this "
-                f"config.json needs {list(parameter.shape)}: a size in config.json is damaged, or it belongs to other "
-                "weights"
-            )
-    dtype = _dtype(source)
-    if dtype == "auto" and model.config.dtype is None:
-        dtype = next((headers.DTYPES[each.dtype] for each in stored.values() if each.dtype in headers.DTYPES), dtype)
-    if isinstance(dtype, torch.dtype):
-        model = nn.Module.to(model, dtype=dtype)
-    return model, load_processor(source, model)
-
-
-def cached(source: Source, file: str) -> Path | None:
-    """Returns a file of a hub name from the cache on this machine; None if it is not there."""
-    found = try_to_load_from_cache(source.name, file, revision=source.revision) if is_hub_name(source.name) else None
-    return Path(found) if isinstance(found, str) else None
 
 
 def load_processor(source: Source, model: PreTrainedModel) -> Any:
@@ -535,7 +373,7 @@ def _config(source: Source, stored: Mapping[str, StoredTensor] | None) -> Any:
     if source.gguf is not None:
         with reading(f"{source.gguf.path}: transformers {transformers.__version__} cannot read it", ModelError):
             return AutoConfig.from_pretrained(source.location, **_arguments(source))
-    _check_folder(source)
+    check_folder(source)
     if source.folder is None:
         missing = "there is no such folder, and no such model can be fetched from the hub"
         with reading(f"{source.name}: {missing}", ModelError):
@@ -546,8 +384,13 @@ def _config(source: Source, stored: Mapping[str, StoredTensor] | None) -> Any:
         return AutoConfig.from_pretrained(source.location, **_arguments(source))
 
 
-def _check_folder(source: Source) -> None:
-    """Refuses a path that is not a folder, and a folder that is not a model's or holds pipes or devices."""
+def check_folder(source: Source) -> None:
+    """Refuses a path that is not a folder, and a folder that is not a model's or holds pipes or devices.
+
+    Raises:
+        ModelError: saying which.
+        ConfigError: a revision of a folder.
+    """
     if source.folder is None:
         if os.path.exists(source.name) or source.name.startswith((".", "/", "~")) or source.name.count("/") > 1:
             raise ModelError(f"{source.name} is not a folder: give a Hugging Face model folder, a hub name, or demo")
@@ -611,7 +454,7 @@ def _remote_class(config: Any, name: str, source: Source) -> Any:
 def _refuse_pickles(source: Source) -> None:
     if source.gguf is not None:
         return
-    _check_folder(source)
+    check_folder(source)
     if source.folder is None or source.holds(INDEX_FILE) or any(source.folder.glob("*.safetensors")):
         return
     pickles = sorted(file.name for pattern in PICKLED for file in source.folder.glob(pattern))

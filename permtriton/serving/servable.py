@@ -6,7 +6,8 @@ from pathlib import Path
 from permtriton.checkpoint.folder import Folder
 from permtriton.checkpoint.quantizer import PermTritonQuantizer
 from permtriton.errors import ModelError
-from permtriton.model.load import Source, load_empty_model
+from permtriton.model.load import load_empty_model
+from permtriton.model.source import Source
 
 # Model classes of vLLM whose outputs are tested against transformers' (tests/vllm), and whether their norms and linears
 # may permute, too: those call each of them as a module, and take the weight of none for anything else.

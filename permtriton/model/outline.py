@@ -1,0 +1,66 @@
+"""What is known of a model of the hub whose weights are not on this machine?"""
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import HfApi, try_to_load_from_cache
+from torch import nn
+from transformers import PreTrainedModel
+
+from permtriton.errors import ModelError, reading
+from permtriton.model.headers import CONFIG_FILE, DTYPES, checkpoint_files
+from permtriton.model.load import check_folder, load_empty_model, load_processor
+from permtriton.model.source import Source, dtype_of
+from permtriton.model_name import is_hub_name
+
+
+def is_here(source: Source) -> bool:
+    """Returns whether a model's weights are on this machine: in a folder or a file, or in the cache of the hub.
+
+    Raises:
+        ModelError: the name is neither a folder nor one that the hub can have.
+    """
+    if source.gguf_file is not None or source.folder is not None or source.gguf is not None:
+        return True  # of a GGUF file beside a hub name, no part can be fetched alone
+    check_folder(source)
+    config = cached(source, CONFIG_FILE)
+    with suppress(ModelError):
+        return config is not None and all(map(Path.is_file, checkpoint_files(config.parent)))
+    return False
+
+
+def load_outline(source: Source) -> tuple[PreTrainedModel, Any]:
+    """Builds a model of the hub on the meta device from its config and the headers of its weights, which stay there.
+
+    Returns:
+        The model, in the dtype that `load_model` would give it, and its tokenizer or processor.
+
+    Raises:
+        ModelError: the hub holds no such model, or cannot be reached; or a tensor does not fit the config.
+    """
+    model = load_empty_model(source)
+    with reading(f"{source.name}: the headers of its weights cannot be fetched from the hub", ModelError):
+        found = HfApi(token=source.token).get_safetensors_metadata(source.name, revision=source.revision)
+        files = found.files_metadata.values()
+    stored = {name: tensor for file in files for name, tensor in file.tensors.items()}
+    for name, parameter in model.named_parameters():
+        if name in stored and list(parameter.shape) != stored[name].shape:
+            raise ModelError(
+                f"{source.name}: {name} has the shape {stored[name].shape}, but {type(model).__name__} with this "
+                f"config.json needs {list(parameter.shape)}: a size in config.json is damaged, or it belongs to other "
+                "weights"
+            )
+    dtype = dtype_of(source)
+    if dtype == "auto" and model.config.dtype is None:
+        dtype = next((DTYPES[each.dtype] for each in stored.values() if each.dtype in DTYPES), dtype)
+    if isinstance(dtype, torch.dtype):
+        model = nn.Module.to(model, dtype=dtype)
+    return model, load_processor(source, model)
+
+
+def cached(source: Source, file: str) -> Path | None:
+    """Returns a file of a hub name from the cache on this machine; None if it is not there."""
+    found = try_to_load_from_cache(source.name, file, revision=source.revision) if is_hub_name(source.name) else None
+    return Path(found) if isinstance(found, str) else None

@@ -1,0 +1,126 @@
+"""Where does a model come from: a folder, the hub, a GGUF file, the demo? On which device, and in which dtype?"""
+
+import os
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from transformers.utils import cached_file
+
+from permtriton import demo
+from permtriton.errors import ConfigError, ModelError, reading
+from permtriton.model.gguf_file import SUFFIX, GgufFile, in_words, read_gguf
+from permtriton.model_name import checked_token
+
+DTYPES: dict[str, torch.dtype | str] = {
+    "auto": "auto",
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a model comes from and how to read it.
+
+    Attributes:
+        name: folder, hub name, ``demo``, or path of a GGUF file.
+        dtype: ``auto`` (the checkpoint's dtype), ``float32``, ``float16`` or ``bfloat16``.
+        device: ``auto`` (a GPU if there is one), ``cpu`` or ``cuda``.
+        trust_remote_code: whether code that comes with the model may run.
+        gguf_file: name of a GGUF file in the folder or beside the hub name; None where the model is in safetensors, or
+            ``name`` is the file.
+        revision: branch, tag or commit of a hub name; None for its main branch.
+        token: token of the hub; None for that of ``hf auth login`` or ``HF_TOKEN``. It is never printed or saved.
+    """
+
+    name: str
+    dtype: str = "auto"
+    device: str = "auto"
+    trust_remote_code: bool = False
+    gguf_file: str | None = None
+    revision: str | None = None
+    token: str | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "token", checked_token(self.token))
+
+    @cached_property
+    def gguf(self) -> GgufFile | None:
+        """The GGUF file that the model is read from, and dequantized; None where it is in safetensors.
+
+        Raises:
+            ConfigError: a file and a name of one inside are given, or the package gguf is missing.
+            ModelError: there is no such file, or it is damaged.
+        """
+        if self.name.endswith(SUFFIX) and not os.path.isdir(self.name) and self.gguf_file is None:
+            if not os.path.isfile(self.name):
+                raise ModelError(f"{self.name} does not exist: give a GGUF file, a Hugging Face model folder or a name")
+            return read_gguf(Path(self.name))
+        if self.gguf_file is None:
+            return None
+        if os.path.isfile(self.name):
+            raise ConfigError(
+                f"`gguf_file={self.gguf_file}` names a file in a folder, but {self.name} is a file itself: leave "
+                "`gguf_file=` out, or give the folder"
+            )
+        with reading(f"{self.name} holds no {self.gguf_file}, and none can be fetched from the hub", ModelError):
+            return read_gguf(Path(str(cached_file(self.name, self.gguf_file, **self.hub))))
+
+    @property
+    def hub(self) -> dict[str, str]:
+        """What the hub is asked with beside the name."""
+        given = {"revision": self.revision, "token": self.token}
+        return {name: value for name, value in given.items() if value is not None}
+
+    @property
+    def location(self) -> str:
+        """The folder or hub name."""
+        if self.gguf is not None:
+            return str(self.gguf.path.parent)
+        return str(demo.FOLDER) if self.name == "demo" else self.name
+
+    @property
+    def described(self) -> str:
+        """The name, and what a GGUF file holds; raises as `gguf`."""
+        if self.gguf is None:
+            return self.name
+        file = "" if self.gguf_file is None else f" from {self.gguf_file}"
+        return f"{self.name}, dequantized{file}: {in_words(self.gguf.types)}"
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder; None for a hub name. `os.path.isdir`, unlike `Path.is_dir`, takes names that are too long."""
+        return Path(self.location) if os.path.isdir(self.location) else None
+
+    def holds(self, file: str) -> bool:
+        """Returns whether the source is a folder that holds ``file``; a GGUF file holds all that belongs to it."""
+        return self.gguf is None and os.path.isfile(os.path.join(self.location, file))
+
+
+def resolve_device(device: str) -> torch.device:
+    """Returns the device that ``auto``, ``cpu`` or ``cuda`` means on this machine.
+
+    Raises:
+        ConfigError: another name, or ``cuda`` without a usable GPU.
+    """
+    if device not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"device {device!r} is unknown: choose auto, cpu or cuda")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "device cuda: this machine has no usable CUDA GPU (or torch is a CPU build); use `device=cpu`"
+        )
+    return torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def dtype_of(source: Source) -> torch.dtype | str:
+    """Returns the dtype that a model is loaded in, or ``auto``.
+
+    Raises:
+        ConfigError: the source names an unknown one.
+    """
+    if source.dtype not in DTYPES:
+        raise ConfigError(f"dtype {source.dtype!r} is unknown: choose one of {', '.join(DTYPES)}")
+    return DTYPES[source.dtype]
