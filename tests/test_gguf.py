@@ -80,7 +80,8 @@ def test_a_file_in_a_folder(pristine, file):
 
 def test_a_file_beside_a_hub_name(pristine, monkeypatch):
     asked = []
-    monkeypatch.setattr("permtriton.model.source.cached_file", lambda *names: asked.append(names) or str(pristine / FILE))
+    path = str(pristine / FILE)
+    monkeypatch.setattr("permtriton.model.source.cached_file", lambda *names: asked.append(names) or path)
     source = Source("someone/model", gguf_file=FILE)
     same_as_file(load_original(source)[0], pristine)
     assert asked == [("someone/model", FILE)]
