@@ -101,8 +101,11 @@ def test_every_block_of_the_page_runs_as_written(here, capsys):
     assert not list(here.glob(".*partial*")) + list(here.glob(".*dense*")), "nothing is left beside the outputs"
 
 
-@pytest.mark.parametrize("name", [*permtriton.__all__, "CompiledModel.evaluate", "CompiledModel.save_pretrained",
-                                  "CompiledModel.push_to_hub"])  # fmt: skip
+PUBLIC = [*permtriton.__all__, "CompiledModel.evaluate", "CompiledModel.save_pretrained", "CompiledModel.push_to_hub"]
+LONG_EXAMPLES = {"compile", "KeepPattern", "inspect", "dry_run", "CompiledModel.push_to_hub"}  # the pages show the same
+
+
+@pytest.mark.parametrize("name", zoo.slow_but([name for name in PUBLIC if name not in LONG_EXAMPLES], PUBLIC))
 def test_public_names_are_described_and_their_examples_run(here, name):
     value = permtriton
     for part in name.split("."):
@@ -268,6 +271,7 @@ def test_refusals(here, options, words):
 # -- progress --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_function_gets_every_step(here):
     events: list[permtriton.Event] = []
     permtriton.compile("my-model", data=TEXTS, progress=events.append, **{**QUICK, "recipe": "heuristic,mask"})
@@ -280,6 +284,7 @@ def test_a_function_gets_every_step(here):
     assert "loading my-model" in [event.text for event in events if not event.stage]
 
 
+@pytest.mark.slow
 def test_true_draws_what_the_command_draws_and_false_nothing(here, capfd):
     permtriton.inspect("my-model")
     capfd.readouterr()
@@ -294,6 +299,7 @@ def test_true_draws_what_the_command_draws_and_false_nothing(here, capfd):
 # -- evaluating ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_dense_model_is_read_again_or_given(here, monkeypatch):
     compiled_model = permtriton.compile("my-model", data=TEXTS, **QUICK)
     found = compiled_model.evaluate("my-heldout.txt")
@@ -324,6 +330,7 @@ def test_a_dense_model_that_does_not_fit_a_gpu_is_refused(here, monkeypatch):
 
 
 @pytest.mark.parametrize("layout", ["portable", "fused"])
+@pytest.mark.slow(but=["portable"])
 def test_a_packed_folder_is_what_export_makes_of_the_dense_one(here, layout):
     compiled_model = permtriton.compile("my-model", data=TEXTS, layout=layout, **{**QUICK, "recipe": "heuristic,mask"})
     compiled_model.save_pretrained("dense")

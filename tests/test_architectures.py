@@ -65,7 +65,7 @@ def compiled_with(name: str, **options: object) -> CompiledModel:
     return compiled_model(zoo.build(name), **options)
 
 
-@pytest.fixture(scope="module", params=COMPILED)
+@pytest.fixture(scope="module", params=zoo.slow_but(["llama_eager", "gpt2", "bert_mlm"], COMPILED))
 def case(request, tmp_path_factory) -> Case:
     compiled = compiled_with(request.param, **LEARN)
     path = compiled.save_pretrained(tmp_path_factory.mktemp("models") / request.param)
@@ -252,6 +252,7 @@ def test_patterns(pattern, tmp_path):
     ("importance", "options"),
     [("magnitude", LEARN), ("ria", LEARN), ("obs", LEARN), ("wanda", HEURISTIC), ("obs", MASK)],
 )
+@pytest.mark.slow(but=["ria-options1", "obs-options2"])
 def test_importances_and_orders(importance, options):
     compiled = compiled_with("llama", importance=importance, **options)
     for name, weight in linears_in_layers(compiled.model).items():
@@ -272,6 +273,7 @@ def test_magnitude_keeps_the_largest_weights():
         assert torch.equal(linears_in_layers(compiled.model)[name], expected.flatten(1)), name
 
 
+@pytest.mark.slow
 def test_importances_choose_different_weights():
     chosen = [
         linears_in_layers(compiled_with("llama", importance=importance, **MASK).model)
@@ -282,6 +284,7 @@ def test_importances_choose_different_weights():
         assert len(masks) == 4, name
 
 
+@pytest.mark.slow
 def test_spaces_that_do_not_learn_keep_the_order_of_the_step_before():
     compiled = compiled_with("llama", learn_layers="last:1", **LEARN)
     heuristic = compiled_with("llama", **HEURISTIC)
@@ -297,6 +300,7 @@ def test_learning_never_ends_worse_than_it_starts():
     assert losses[learned["kept"]] == min(losses)
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_weights():
     first, second, other = (compiled_with("gpt2", seed=seed, **LEARN).model for seed in (0, 0, 1))
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))

@@ -319,6 +319,7 @@ class TestCommand:
         assert str(DEMO / autotune.BESIDE_MODEL) in shown.output.replace("\n", "")
 
     @pytest.mark.parametrize("format", ["saved", "packed"])
+    @pytest.mark.slow(but=["packed"])
     def test_the_shapes_of_a_compiled_model_are_those_of_the_original(self, format, tmp_path):
         folder = folders.save(folders.model_of("llama", fused=True), tmp_path / "saved")
         if format == "packed":

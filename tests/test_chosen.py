@@ -24,6 +24,7 @@ TWO_FOUR = NMPattern(2, 4)
         ("lm_head", set()),
     ],
 )
+@pytest.mark.slow(but=["*.down_proj-dense2", "lm_head-dense4"])
 def test_patterns(pattern, dense):
     every = {name for _, name in find_plan(zoo.build("llama"), TWO_FOUR).linears()}
     plan = find_plan(zoo.build("llama"), TWO_FOUR, ignore=[pattern])
@@ -62,6 +63,7 @@ def test_patterns_that_name_everything(pattern, words):
 
 
 @pytest.mark.parametrize("option", ["targets", "ignore"])
+@pytest.mark.slow(but=["targets"])
 def test_targets_and_ignore_have_the_same_errors(option):
     with pytest.raises(ConfigError, match=f"^`{option}=layers.0.mlp.up` names no .* model.layers.0.mlp.up_proj"):
         find_plan(zoo.build("llama"), TWO_FOUR, **{option: ["*.down_proj", "layers.0.mlp.up"]})
@@ -82,6 +84,7 @@ def test_targets_of_which_none_can_be_pruned(targets, reason):
 
 
 @pytest.mark.parametrize("layout", ["portable", "fused"])
+@pytest.mark.slow(but=["fused"])
 def test_a_dense_linear_beside_pruned_ones_reads_the_new_order(layout):
     """The compilation itself checks that the outputs stay the same while channels move."""
     model = zoo.build("llama")
@@ -110,9 +113,10 @@ def test_a_dense_linear_beside_pruned_ones_reads_the_new_order(layout):
             {"ignore": [r"re:.*experts\.0\."]},
             r"^`ignore=` leaves .*experts\.0\..* dense, but not all the other experts",
         ),
-        (
+        pytest.param(
             {"targets": [r"re:.*experts\.[1-9]\."]},
             r"^`targets=` leaves .*experts\.0\..* or none, such as by `ignore=.*ex",
+            marks=pytest.mark.slow,
         ),
     ],
 )

@@ -57,6 +57,7 @@ def test_version():
     "arguments",
     [["--help"], ["--version"], ["compile", "--help-all"], ["recipes"], ["compile", "demo", "--learn-epochs", "0"]],
 )
+@pytest.mark.slow(but=["arguments0", "arguments4"])
 def test_help_and_wrong_options_import_no_library(arguments):
     """torch and transformers take seconds to import."""
     code = (
@@ -167,6 +168,7 @@ def test_inspect_needs_no_weights(desk, tmp_path):
     assert RUNNER.invoke(app, ["inspect", str(model)]).stdout.startswith("Sites")
 
 
+@pytest.mark.slow
 def test_inspect_demo():
     result = RUNNER.invoke(app, ["inspect", "demo", "--json"])
     assert result.exit_code == 0, result.stderr

@@ -164,6 +164,7 @@ def test_kept_results_of_another_comparison(desk):
     compare(desk, *arguments, "--samples", "3", "--overwrite")
 
 
+@pytest.mark.slow
 def test_an_ablation_from_the_command_line(desk):
     file = desk.write("c.toml", '[learned]\ninit = "random"\n')
     options = ("--learn-epochs", 1, "--micro-batch-size", 4, "--config", file)

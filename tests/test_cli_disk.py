@@ -57,6 +57,7 @@ def test_the_same_run_continues_and_restarts_when_wanted(desk, interrupted):
 
 
 @pytest.mark.parametrize("change", [{}, {"new": "entry"}], ids=["same form", "another form"])
+@pytest.mark.slow(but=["same form"])
 def test_a_state_of_another_version_is_refused(desk, interrupted, monkeypatch, change):
     """Whatever else a state of that version holds or lacks."""
     identity = compilation.run_identity
@@ -152,6 +153,7 @@ def test_a_mount_that_is_read_only(desk, read_only):
         desk.refuses(arguments, str(read_only), result)
 
 
+@pytest.mark.slow
 def test_standard_output_that_has_no_such_characters(desk, tmp_path):
     """As in a locale of an old encoding, such as a Turkish one; what depends on it otherwise is nothing of ours."""
     model = shutil.copytree(desk.model, tmp_path / "ılık-漢")

@@ -83,6 +83,7 @@ def test_bad_models(desk, tmp_path, case):
 
 @pytest.mark.parametrize("importance", ["magnitude", "wanda", "ria", "obs"])
 @pytest.mark.parametrize("more", [(), ("--recipe", "mask"), (*LEARN, "--learn-epochs", "1")])
+@pytest.mark.slow(but=["more0-magnitude", "more1-obs", "more2-ria"])
 def test_activations_that_overflow(desk, tmp_path, importance, more):
     model = Path(shutil.copytree(desk.model, tmp_path / "model"))
     overflow(model)
@@ -115,6 +116,7 @@ def offline(desk: Desk, *arguments: str) -> subprocess.CompletedProcess:
     )
 
 
+@pytest.mark.slow
 def test_hub_name_that_cannot_be_fetched(desk):
     before = desk.files()
     result = offline(desk, *desk.compile(model="nobody/no-such-model"))
@@ -128,6 +130,7 @@ def test_a_dry_run_of_a_name_that_is_none(desk, name):
     check_refusal(result.returncode, result.stderr, (name,))
 
 
+@pytest.mark.slow
 def test_c4_offline(desk):
     before = desk.files()
     result = offline(desk, *desk.compile("--calibration", "c4"))

@@ -137,6 +137,7 @@ def test_options_that_change_no_row_are_refused():
 # -- runs ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_rows_without_a_text_are_compiled_on_what_the_model_writes(model, compiled):
     rows = method_rows(given(calibration="none", generated=3), ("wanda",), ())
     (_, result) = compare(Yardstick(model, None, WINDOWS), rows, seeds=(0, 1))
@@ -144,6 +145,7 @@ def test_rows_without_a_text_are_compiled_on_what_the_model_writes(model, compil
     assert len({each.perplexity for each in result.measured}) == 2, "the seed decides the text"
 
 
+@pytest.mark.slow
 def test_all_rows_of_a_seed_share_one_draw(model, compiled, tmp_path, monkeypatch):
     draws = []
     draw = comparison.calibration_samples
@@ -175,7 +177,7 @@ def test_all_rows_of_a_seed_share_one_draw(model, compiled, tmp_path, monkeypatc
     ("name", "values"),
     [("sinkhorn", ()), ("block-size", ("8", "16")), ("learn-layers", ("last:1", "all")), ("calibration", ("a", "b"))],
 )
-@pytest.mark.slow(but=["sinkhorn-values0", "calibration-values3"])
+@pytest.mark.slow(but=["calibration-values3"])
 def test_the_rows_of_every_ablation_give_different_models(model, tmp_path, name, values):
     if name == "calibration":
         values = [str(tmp_path / f"{value}.jsonl") for value in values]
@@ -192,6 +194,7 @@ def test_the_rows_of_every_ablation_give_different_models(model, tmp_path, name,
 
 
 @pytest.mark.parametrize("name", ["bert", "vit"])
+@pytest.mark.slow(but=["bert"])
 def test_encoders_are_compared_by_the_cosine(name):
     if name == "vit":
         model, windows, ids = media.build(name), media.inputs(name), media.inputs(name)

@@ -62,6 +62,7 @@ OTHER = {
     "sparsegpt_mask": "keep",
     "refit_dense_targets": 0.75,
     "refit_iterations": 7,
+    "refit_exchanges": 2,
     "refit_generated": False,
     "reconstruct_epochs": 5,
     "reconstruct_learning_rate": 0.03,

@@ -244,7 +244,9 @@ class TestDefaultLaunchesOfNmMask:
         assert launches[0].kernel is getattr(nm_mask_triton, name).jitted
         assert tile_of(launches[0]) in default_tiles(launches[0])
 
-    @pytest.mark.parametrize("size", [16, 32, 48, 64, 96, 128, 256])
+    @pytest.mark.parametrize(
+        "size", [16, 48, 256, *(pytest.param(n, marks=pytest.mark.slow) for n in (32, 64, 96, 128))]
+    )
     @pytest.mark.parametrize("rows", [32, 33])
     def test_backward(self, group, dtype, size, rows):
         size = -(-size // group) * group

@@ -98,6 +98,7 @@ def test_a_text_is_scored_as_the_naive_sum(folder, model, tokenizer):
     assert score.stderr is None
 
 
+@pytest.mark.slow
 def test_the_example_tasks_tell_a_trained_model_from_a_random_one():
     """Chance is 0.25; 16 questions have a standard error of 0.11 there."""
     source = Source("demo")

@@ -27,6 +27,7 @@ STACKS = {
 
 
 @pytest.mark.soak
+@pytest.mark.slow
 def test_compiled_saved_and_packed(soak, tmp_path):
     for name in STACKS if soak else ["Llama4ForCausalLM"]:
         _compile_and_reload(name, "fused" if name == "Llama4ForCausalLM" else "portable", tmp_path / name)

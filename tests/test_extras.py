@@ -82,6 +82,7 @@ def test_one_sentence_names_the_extra(monkeypatch, tmp_path):
     require("zero-shot tasks", "lm_eval")
 
 
+@pytest.mark.slow
 def test_the_core_compiles_exports_and_loads(tmp_path):
     """And every command that needs an extra says so in one line, with exit code 2."""
     zoo.tiny_llama().save_pretrained(tmp_path / "tiny")

@@ -41,6 +41,7 @@ def test_heads_that_hold_no_whole_groups_are_frozen():
         ("gpt2", {"n_inner": 106}, "transformer.h.0.mlp.c_proj", 106),
     ],
 )
+@pytest.mark.slow(but=["gpt2-changes1-transformer.h.0.mlp.c_proj-106"])
 def test_indivisible_channels_are_refused_or_skipped(name, changes, layer, channels):
     model = zoo.build(name, **changes)
     reason = f"its {channels} input channels are not a multiple of 4 (2:4 sparsity)"
@@ -134,7 +135,7 @@ HYBRIDS = {
 
 
 @pytest.mark.parametrize("family", HYBRIDS)
-@pytest.mark.slow(but=["Mamba", "Lfm2"])
+@pytest.mark.slow(but=["Lfm2"])
 def test_latent_attention_and_state_space_layers_are_free(family):
     config = getattr(transformers, f"{family}Config")(**{**zoo.SIZES, **HYBRIDS[family]})
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()

@@ -75,7 +75,9 @@ def case_of(case: str) -> tuple[str, CompiledModel]:
     return name, compiled(name, **options)
 
 
-every_case = pytest.mark.parametrize("case", list(CASES))
+# The others are slow.
+ALWAYS = ("llama learned", "phi3 learned, free", "gpt2 sparsegpt, obs", "bert learned", "qwen2_moe")
+every_case = pytest.mark.parametrize("case", zoo.slow_but(ALWAYS, CASES))
 
 
 @every_case
@@ -182,6 +184,7 @@ def test_a_free_attention_output_is_said_to_gather():
 
 
 @pytest.mark.parametrize("name", ["llama", "bert"])
+@pytest.mark.slow(but=["bert"])
 def test_no_permutation_leaves_the_modules_alone(name):
     result, dense = compiled(name, recipe="mask"), zoo.build(name)
     assert [(n, type(module)) for n, module in result.model.named_modules()] == [
@@ -213,6 +216,7 @@ def test_learning_in_fused_moves_every_space():
 
 
 @pytest.mark.parametrize("case", ["llama learned", "gpt2 learned", "phi3 learned, free", "mixtral"])
+@pytest.mark.slow(but=["llama learned", "phi3 learned, free"])
 def test_generation_with_a_cache(case):
     name, result = case_of(case)
     prompt = zoo.token_ids(2, 6)
@@ -240,6 +244,7 @@ def test_batches_with_padding():
 
 @torch.no_grad()
 @pytest.mark.parametrize("case", ["llama learned", "olmo2"])
+@pytest.mark.slow(but=["llama learned"])
 def test_torch_compile_in_one_graph(case):
     _, result = case_of(case)
     ids = zoo.token_ids(2, 12)

@@ -168,6 +168,7 @@ DATA: dict[str, Damage] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow(but=["fused packed"])
 def test_a_flipped_value_is_found_by_its_hash(intact, tmp_path, kind):
     assert run(intact, kind, tmp_path, DATA, hashes=True) == len(DATA) * len(WAYS), "all of them"
 
@@ -230,7 +231,7 @@ HEADERS: dict[str, Damage] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.slow(but=["fused packed"])
+@pytest.mark.slow
 def test_damaged_headers(intact, tmp_path, kind):
     run(intact, kind, tmp_path, HEADERS)
 
@@ -331,12 +332,13 @@ REPORTS: dict[str, Damage] = {**texts(REPORT), **{f"report {n}": edit_entry(REPO
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow(but=["portable packed"])
 def test_damaged_quantization_config(intact, tmp_path, kind):
     assert run(intact, kind, tmp_path, QUANTIZATION) > len(QUANTIZATION)
 
 
 @pytest.mark.parametrize("kind", ["portable packed", "fused dense"])
-@pytest.mark.slow(but=["fused dense"])
+@pytest.mark.slow
 def test_damaged_config(intact, tmp_path, kind):
     """Exporting a portable model gives a plain transformers folder, whose config we do not check."""
     run(intact, kind, tmp_path, CONFIGS, ways=("load_model", "from_pretrained"))

@@ -102,6 +102,7 @@ def damaged_json(trap: Trap, file: str, case: tuple, work) -> bool:
         ("tokenizer.json", (), 25, load),
     ],
 )
+@pytest.mark.slow(but=["config.json-more1-8-inspect", "tokenizer.json-more4-25-load"])
 def test_json_of_a_model_folder(trap, soak, file, more, count, work):
     """Some cases are refused and some are not, or the test shows nothing."""
     cases = json_edits(json.loads((trap.pristine / file).read_text()), more)

@@ -260,6 +260,7 @@ def test_text_of_another_run_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["shape", "dtype", "negative", "outside", "missing"])
+@pytest.mark.slow(but=["shape", "missing"])
 def test_damaged_text_is_refused(tmp_path, damage):
     path = tmp_path / "state.safetensors"
     compiled("mask,distill", resume_path=path, distill_epochs=1)
@@ -282,6 +283,7 @@ def _inputs(state) -> str:
 # -- without a text ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_without_a_text_the_model_writes_all(read):
     model = tiny_model()
     model.config.bos_token_id = 7
@@ -348,6 +350,7 @@ def test_samples_that_are_no_longer_than_a_beginning(length):
     assert found.report["generated"]["shape"][1] == length
 
 
+@pytest.mark.slow
 def test_a_recipe_that_asks_for_it_runs_without_it_where_it_must(read):
     """The user asked for nothing, so that nothing is refused."""
     progress = Recording()

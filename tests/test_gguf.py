@@ -218,6 +218,7 @@ def test_a_compilation_of_a_file_in_a_folder(workplace):
     assert f"--gguf-file {FILE}" in record["command"]
 
 
+@pytest.mark.slow
 def test_commands_that_write_nothing(workplace):
     before = workplace.files()
     for words in (

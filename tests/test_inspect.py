@@ -132,7 +132,7 @@ def test_json_says_what_runs(model):
 
 
 @pytest.mark.parametrize("options", [(), ("--layout", "fused", "--o-proj", "free")])
-@pytest.mark.slow(but=["options0"])
+@pytest.mark.slow
 def test_a_deep_model_fits_on_a_screen(configs, model, options):
     """Layers that are alike are one row."""
     text = invoke(configs / "deep", *options)
@@ -143,6 +143,7 @@ def test_a_deep_model_fits_on_a_screen(configs, model, options):
     assert not [cell for cell in first if re.search(r"layers\.\d+\.", cell)]
 
 
+@pytest.mark.slow
 def test_experts_and_layers_are_counted_together(configs, model):
     text = joined(invoke(configs / "mixtral"))
     assert text.count("mlp.experts.*.down_proj  (10x) | 1 | 112 | 2:4 | its own | nothing") == 1
@@ -178,6 +179,7 @@ def test_decisions_are_printed_with_the_pass_that_takes_them(model):
 
 
 @pytest.mark.parametrize("name", PASS_NAMES)
+@pytest.mark.slow(but=["lower"])
 def test_pass_prints_one_alone(model, name):
     text = invoke(model, "--pass", name)
     assert [found for found in headings(text) if found in PASS_NAMES] == [name]
@@ -211,6 +213,7 @@ def statements(text: str) -> tuple[dict[str, str], list[tuple[str, str]]]:
 
 
 @pytest.mark.parametrize("options", [(), ("--pass", "insert_permutations"), ("--layer", "1", "--layout", "fused")])
+@pytest.mark.slow(but=["options2"])
 def test_dot_is_dot(model, tmp_path, options):
     file = tmp_path / "layer.dot"
     assert invoke(model, "--dot", file, *options) == ""

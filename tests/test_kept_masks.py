@@ -89,7 +89,7 @@ def difference(found: Tensor, expected: Tensor) -> float:
         ("mixtral", "fused", {}),
     ],
 )
-@pytest.mark.slow(but=["llama-portable-options0", "llama-fused-options1", "gpt2-fused-options2"])
+@pytest.mark.slow(but=["llama-portable-options0"])
 def test_the_gradient_is_the_same_in_exact_arithmetic(name, layout, options):
     """A mask's gradient is linear in that of the weight: of the sum over micro-batches, it is the sum of theirs."""
     with unstacked_experts(model := zoo.build(name)), zoo.float32_means_float64():
@@ -102,6 +102,7 @@ def test_the_gradient_is_the_same_in_exact_arithmetic(name, layout, options):
             assert (step.loss, step.evaluated) == pytest.approx(losses, rel=1e-12)
 
 
+@pytest.mark.slow
 def test_experts_that_no_token_visits():
     """Eight tokens with an expert each, of twelve."""
     with unstacked_experts(model := zoo.build("mixtral", num_local_experts=12, num_experts_per_tok=1)):
@@ -164,6 +165,7 @@ def test_kept_weights_and_gradients_lie_in_memory_as_the_weights_do(step, monkey
     assert strides == {(True, 1)}
 
 
+@pytest.mark.slow
 def test_where_one_sequence_does_not_fit_masked_weights_are_no_longer_kept(step):
     """The error comes in the backward pass; evaluation then goes on without them."""
     expected, sizes = step.run(keep=True), []

@@ -69,6 +69,7 @@ def test_layers_one_by_one_read_what_they_read_in_the_model(name, changing):
 
 
 @pytest.mark.parametrize("changing", [False, True])
+@pytest.mark.slow(but=["True"])
 def test_time_is_linear_in_the_depth(changing):
     """Each layer runs once per part, and if its weights change once more for the next one, beside the recording."""
     model = zoo.tiny_llama(num_hidden_layers=6)

@@ -16,7 +16,7 @@ from .kernel_inputs import TWO_FOUR
 from .zoo import fold
 
 KINDS = {**dict.fromkeys(("opt", "gpt_neox", "phi", "falcon", "gpt2"), "layer"), "gemma2": "rms_float"}
-every_name = pytest.mark.parametrize("name", list(EXPECTED))
+every_name = pytest.mark.parametrize("name", zoo.slow_but([*zoo.TELLING, "qwen2_moe"], EXPECTED))
 
 
 # -- which site goes where ---------------------------------------------------------------------------------------------
@@ -168,6 +168,7 @@ def masked(model: PreTrainedModel, plan: Plan, indices: dict[str, Tensor]) -> Pr
 @pytest.mark.parametrize(
     "name", ["llama", "llama_eager", "qwen3", "phi3", "gemma2", "opt", "gpt_neox", "phi", "falcon", "olmo2", "gpt2"]
 )
+@pytest.mark.slow(but=["llama", "phi3", "gemma2", "olmo2", "gpt2"])
 def test_both_layouts_agree_where_their_permutations_are_equal(name):
     portable, fused = plan_of(name, "portable"), plan_of(name)
     indices = zoo.random_indices(portable)

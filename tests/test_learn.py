@@ -46,6 +46,7 @@ def test_indices_are_permutations_inside_their_blocks(problem):
 
 @pytest.mark.parametrize("pattern", [NMPattern(1, 4), NMPattern(4, 8)])
 @pytest.mark.parametrize("block_size", [8, 4096])
+@pytest.mark.slow(but=["8-pattern1"])
 def test_other_patterns_and_block_sizes(pattern, block_size):
     other = Problem(plant(tiny()), pattern)
     result = other.learn(replace(QUICK, block_size=block_size, epochs=1, keep="last", init="random"))
@@ -100,6 +101,7 @@ def test_last_layers_learn_and_the_others_stay(problem, last):
     assert result.history[-1].loss == pytest.approx(problem.hard_loss(result.indices), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_model_whose_channels_may_not_move_is_a_clear_error():
     """A headless model's stream is its output, heads of 6 hold no whole groups, and nothing else is pruned."""
     model = tiny(model_class=LlamaModel, hidden_size=24, intermediate_size=30)

@@ -44,6 +44,7 @@ def test_a_forward_of_a_layers_own_comes_back():
 
 
 @pytest.mark.parametrize("at", [0, 2])
+@pytest.mark.slow(but=["0"])
 def test_a_loss_that_is_not_finite_is_refused(at):
     """The loss is NaN from the start, or only from the second step on."""
     broken = Problem(plant(tiny()))

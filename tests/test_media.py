@@ -50,6 +50,7 @@ def vit(tmp_path_factory):
 
 @pytest.mark.parametrize("name", media.MODELS)
 @torch.no_grad()
+@pytest.mark.slow(but=["vit", "whisper"])
 def test_channels_move_and_outputs_stay(name):
     model, given = media.build(name), media.inputs(name)
     plan = find_plan(model, NMPattern(2, 4))
@@ -64,6 +65,7 @@ def test_channels_move_and_outputs_stay(name):
 
 
 @pytest.mark.parametrize(("name", "layout"), [("vit", "fused"), ("wav2vec2", "portable"), ("whisper", "fused")])
+@pytest.mark.slow(but=["vit-fused"])
 def test_compiled_from_a_dict_of_inputs(name, layout):
     """The held-out measure is the cosine of the hidden states, computed here from a second model."""
     config = config_from({**OPTIONS, "layout": layout}, "heuristic,sparsegpt")
@@ -236,6 +238,7 @@ def test_a_sampling_rate_that_no_filter_can_change_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["opt", "kosmos2"])
+@pytest.mark.slow(but=["opt"])
 def test_images_and_token_ids_together(name):
     model = media.image_and_text(name)
     inputs = media.image_and_text_inputs(name)
@@ -245,6 +248,7 @@ def test_images_and_token_ids_together(name):
     assert compiled.report["proof"]["unverified_inputs"] == {}
 
 
+@pytest.mark.slow
 def test_an_encoder_decoder_inside_of_a_model_writes_no_text():
     model, inputs = media.image_and_text("t5"), media.image_and_text_inputs("t5")
     with pytest.raises(CalibrationError, match="give decoder_input_ids or labels beside input_ids, pixel_values"):

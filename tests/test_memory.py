@@ -98,6 +98,7 @@ def test_estimate_grows_with_samples_and_micro_batch_when_learning(model, plan):
         ),
     ],
 )
+@pytest.mark.slow(but=["less0-more0", "less5-more5"])
 def test_estimate_knows_what_costs_more(model, plan, less, more):
     large = LlamaForCausalLM._from_config(LlamaConfig(**{**zoo.SIZES, "intermediate_size": 4096}))
     large_plan = find_plan(large, NMPattern(2, 4))

@@ -83,7 +83,7 @@ def outputs(folder, like: PreTrainedModel) -> list[torch.Tensor]:
     ("name", "layout"),
     [*((name, "portable") for name in RENAMED), ("llava", "fused"), ("nomic_bert", "fused"), ("nemotron_h", "fused")],
 )
-@pytest.mark.slow(but=["llava-portable", "nemotron_h-fused", "gemma3-portable"])
+@pytest.mark.slow(but=["llava-portable"])
 def test_renamed_models_are_saved_exported_and_loaded(name, layout, tmp_path):
     result = compiled(build(name), layout)
     result.save_pretrained(tmp_path / "out")
@@ -112,6 +112,7 @@ def test_a_model_that_was_loaded_under_published_names_is_saved_under_them(tmp_p
     assert load_file(tmp_path / "out" / WEIGHTS).keys() == load_file(tmp_path / "dense" / WEIGHTS).keys()
 
 
+@pytest.mark.slow
 def test_what_stays_packed_on_a_gpu_is_saved_under_published_names_and_loads(tmp_path, monkeypatch):
     compiled(build("llava").bfloat16()).save_pretrained(tmp_path / "out")
     export(tmp_path / "out", tmp_path / "packed")

@@ -233,6 +233,7 @@ def test_values_of_soft_do_not_matter():
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("column_major", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.slow(but=["dtype0-False-row and column", "dtype1-True-power 2"])
 def test_opcheck(form, column_major, dtype):
     sizes = [8, 4]
     weight, factors = weight_of(3, 12, dtype, column_major), factors_of(form, 3, 12, torch.float32)

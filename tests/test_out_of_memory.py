@@ -56,19 +56,20 @@ def problem():
     return learning.Problem(learning.plant(learning.tiny()))
 
 
-def test_learning(problem):
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.slow(but=["True"])
+def test_learning(problem, backward):
     options = replace(learning.QUICK, epochs=1)
     expected = problem.learn(options, micro_batch_size=4)
-    for backward in (False, True):
-        with small_memory(problem.model, problem.plan, 1, backward) as refused:
-            found = problem.learn(options, micro_batch_size=4)
-        assert refused == [4, 2], "once each: the smaller size stays"
-        losses = [[epoch.loss for epoch in result.history] for result in (found, expected)]
-        assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    with small_memory(problem.model, problem.plan, 1, backward) as refused:
+        found = problem.learn(options, micro_batch_size=4)
+    assert refused == [4, 2], "once each: the smaller size stays"
+    losses = [[epoch.loss for epoch in result.history] for result in (found, expected)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
 @pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.slow(but=["False"])
+@pytest.mark.slow
 def test_search_and_row_weights(backward):
     problem = searching.planted()
     expected = problem.search(micro_batch_size=8, search_rounds=1)
@@ -79,6 +80,7 @@ def test_search_and_row_weights(backward):
     assert learning.same_indices(found, expected)
 
 
+@pytest.mark.slow
 def test_progress_of_a_pass_that_starts_again_counts_each_sequence_once():
     problem, steps = searching.planted(), []
     with problem.masked(micro_batch_size=4) as masks, small_memory(problem.model, problem.plan, 2, backward=True):
@@ -89,7 +91,7 @@ def test_progress_of_a_pass_that_starts_again_counts_each_sequence_once():
 
 @pytest.mark.parametrize("stage", ["distill", "reconstruct"])
 @pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.slow(but=["True-distill", "False-reconstruct"])
+@pytest.mark.slow(but=["True-distill"])
 def test_training_kept_weights(stage, backward):
     pruned = updating.tiny()
     getattr(pruned, stage)(epochs=1)

@@ -68,6 +68,7 @@ def test_a_tokenizer_survives_its_evaluation(desk):
     assert "perplexity" in json.loads((model / "tokenizer.json").read_text())
 
 
+@pytest.mark.slow
 def test_a_drawing_is_drawn_again(desk):
     arguments = commands(desk, desk.folder / "graph.dot")["inspect"]
     for more in ((), (), ("--overwrite",)):

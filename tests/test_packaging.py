@@ -1,6 +1,7 @@
 """The package as a whole: imports go downward, nothing heavy or unsafe is imported, and every file is installed."""
 
 import ast
+import functools
 import json
 import os
 import shutil
@@ -66,6 +67,7 @@ def syntax(path: Path) -> Iterator[ast.AST]:
     return ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path)))
 
 
+@functools.cache
 def imported(path: Path) -> set[str]:
     """Every module that a file imports anywhere in it, for types alone too; a name from a package may be a module."""
     found = set()
@@ -308,6 +310,7 @@ def test_the_wheel_offers_the_command(wheel):
 
 
 @pytest.mark.parametrize("first", ["installed", "checkout"])
+@pytest.mark.slow(but=["installed"])
 def test_the_wheel_works_in_the_repositorys_root(wheel, tmp_path, first):
     """``python -c`` in the root finds the checkout's ``permtriton/`` first, with its links."""
     wheel.extractall(tmp_path)

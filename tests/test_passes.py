@@ -35,18 +35,7 @@ from .zoo import fold
 
 
 @every_case
-@pytest.mark.slow(
-    but=[
-        "llama_eager-fused",
-        "qwen2_moe-portable",
-        "gpt2-free",
-        "falcon-portable",
-        "bert_mlm-fused",
-        "gpt_neox-portable",
-        "phi3-fused",
-        "olmo2-free",
-    ]
-)
+@pytest.mark.slow(but=["gpt2-free", "falcon-portable", "olmo2-free"])
 def test_every_graph_is_valid_runs_and_prints(name, layout):
     case = compiled(name, layout)
     assert tuple(result.name for result in case.results) == PASS_NAMES
@@ -190,7 +179,9 @@ def test_the_lowered_graph_is_what_the_modules_compute(name, layout):
 
 
 @pytest.mark.parametrize("layout", ["fused", "free"])
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "gpt_oss"])  # torch has no such product in float64
+@pytest.mark.parametrize(  # torch has no such product as gpt_oss's in float64
+    "name", zoo.slow_but([*zoo.TELLING, "mixtral"], [name for name in NAMES if name != "gpt_oss"])
+)
 def test_run_time_permutations_are_exact_in_float64(name, layout, monkeypatch):
     monkeypatch.setattr(norm_permute.norm_reference, "__defaults__", (None, torch.float64))
     model, plan = built(name).double(), planned(name, layout)[1]
@@ -240,6 +231,7 @@ def test_a_model_on_meta_gets_the_same_graph():
 
 
 @pytest.mark.parametrize("recipe", ["heuristic,mask", "heuristic,sparsegpt"])
+@pytest.mark.slow(but=["heuristic,mask"])
 def test_compile_runs_the_passes_that_inspect_shows(recipe):
     config = permtriton.config_from(recipe=recipe)
     compiled = compile_model(zoo.build("llama"), None, config, ids=zoo.token_ids())

@@ -29,6 +29,7 @@ def place(tmp_path_factory):
     return folders.places(tmp_path_factory.mktemp("quantizer"))
 
 
+@pytest.mark.slow
 def test_transformers_alone_refuses(place):
     """It warns that it does not know the method, then fails on the shapes; it must not return a model."""
     code = (

@@ -93,6 +93,7 @@ def test_micro_batches_do_not_change_the_result():
 
 
 @pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.slow(but=["gpt2", "gemma2", "bert"])
 def test_families_of_models(name):
     """Calls of layers differ: positional arguments, masks, tuples, two kinds of layers."""
     pruned = Pruned(*zoo.planned(name), zoo.token_ids(10, 12))

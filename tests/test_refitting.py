@@ -1,5 +1,7 @@
 """Refitting: exact least-squares weights on SparseGPT's mask, and a pruned model that is closer to the dense one."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -10,6 +12,7 @@ from permtriton.compiler import compile_model
 from permtriton.data.samples import Inputs
 from permtriton.data.text import check_samples
 from permtriton.errors import VerificationError
+from permtriton.methods import exchange
 from permtriton.methods import refitting as module
 from permtriton.methods import statistics as module_statistics
 from permtriton.methods.obs import Curvature, sparsegpt
@@ -153,7 +156,7 @@ def test_a_weight_that_is_worse_than_sparsegpts_is_refused(monkeypatch):
 def test_more_iterations_are_never_worse_and_the_tolerance_ends_them():
     weight, dense, pruned = problem(96, rows=20)
     moment = moment_of(dense, pruned)
-    ends = [fit(weight, moment, iterations=count)[2] for count in (0, 1, 2, 5, 200)]
+    ends = [fit(weight, moment, iterations=count, exchanges=0)[2] for count in (0, 1, 2, 5, 200)]
     assert ends == sorted(ends, reverse=True)
     curvature = Curvature.of(moment.hessian)
     start = sparsegpt(weight, curvature, PATTERN, None)
@@ -162,6 +165,66 @@ def test_more_iterations_are_never_worse_and_the_tolerance_ends_them():
     )
     assert torch.equal(one, loose)
     assert not torch.equal(one, tight)
+
+
+@pytest.mark.parametrize("pattern", [PATTERN, NMPattern(4, 8), NMPattern(1, 3)])
+@pytest.mark.parametrize("at_once", [1, exchange.AT_ONCE])
+def test_the_best_pair_of_each_group_changes_places(pattern, at_once, monkeypatch):
+    """Against every pair of every group, tried one by one with a line search by the quadratic's own vertex."""
+    monkeypatch.setattr(exchange, "AT_ONCE", at_once)
+    weight, _, pruned = problem(24, rows=5)
+    curvature = Curvature.of((pruned @ pruned.T).float())
+    hessian = curvature.damped.double()
+    start = sparsegpt(weight, curvature, pattern, None)
+    gradient = (start - weight) @ curvature.damped
+    found = exchange.exchanged(start, gradient, curvature, pattern, torch.ones(5))
+
+    def error(row: int, values: Tensor) -> Tensor:
+        difference = values.double() - weight[row].double()
+        return difference @ hessian @ difference
+
+    for row in range(5):
+        for first in range(0, 24, pattern.group):
+            group = range(first, first + pattern.group)
+            best, expected = error(row, start[row]), start[row, first : first + pattern.group]
+            for out in (i for i in group if start[row, i]):
+                for into in (j for j in group if not start[row, j]):
+                    values = start[row].double()
+                    values[out] = 0
+                    slope = ((values - weight[row].double()) @ hessian)[into]
+                    values[into] = -slope / hessian[into, into]
+                    if error(row, values) < best * (1 - 1e-9):
+                        best, expected = error(row, values), values[first : first + pattern.group].float()
+            torch.testing.assert_close(found[row, first : first + pattern.group], expected, rtol=1e-3, atol=1e-4)
+
+
+def test_a_share_of_the_groups_that_gain_most():
+    weight, _, pruned = problem(64, rows=20)
+    curvature = Curvature.of(pruned @ pruned.T)
+    start = sparsegpt(weight, curvature, PATTERN, None)
+    gradient = (start - weight) @ curvature.damped
+    counts = [
+        ((exchange.exchanged(start, gradient, curvature, PATTERN, torch.full((20,), share)) != 0) != (start != 0))
+        .sum(1).div(2)
+        for share in (0.0, 0.5, 1.0)
+    ]  # fmt: skip
+    assert not counts[0].any()
+    assert torch.equal(counts[1], (counts[2] / 2).ceil())
+    assert (counts[2] > 1).any()
+
+
+@pytest.mark.parametrize("pattern", [PATTERN, NMPattern(4, 8)])
+def test_exchanges_lower_the_error_of_every_row_and_keep_the_pattern(pattern):
+    weight, _, pruned = problem(96, rows=30)
+    curvature = Curvature.of(pruned @ pruned.T)
+    start = least_squares(sparsegpt(weight, curvature, pattern, None), weight, curvature.damped, 50)
+    errors = [row_errors(module.better_mask(start, weight, curvature, pattern, rounds), weight, curvature.damped)
+              for rounds in (0, 1, 2, 4, 8)]  # fmt: skip
+    for before, after in pairwise(errors):
+        assert (after <= before * (1 + 1e-5)).all()
+    assert errors[2].sum() < 0.99 * errors[0].sum()
+    found = module.better_mask(start, weight, curvature, pattern, 8)
+    assert ((found != 0).unflatten(1, (-1, pattern.group)).sum(2) == pattern.kept).all()
 
 
 def test_dead_channels_and_dead_inputs():
@@ -238,6 +301,7 @@ def test_dense_targets_bring_the_model_closer_than_the_pruned_inputs_alone():
 
 
 @pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.slow(but=["gpt2", "gemma2", "bert"])
 def test_families_of_models(name):
     problem = Problem(*zoo.planned(name))
     before = problem.sparsegpt()
@@ -247,6 +311,7 @@ def test_families_of_models(name):
 
 
 @pytest.mark.parametrize("name", ["t5", "bart"])
+@pytest.mark.slow(but=["bart"])
 def test_encoder_decoders(name):
     """The decoder of the dense model reads what the dense encoder made."""
     problem = Problem(test_seq2seq.build(name))
@@ -289,6 +354,7 @@ def test_where_memory_is_short_the_result_is_the_same():
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen2_moe"])
+@pytest.mark.slow(but=["mixtral"])
 def test_experts(name):
     """Which tokens an expert's second linear reads depends on the routing; what enters the experts does not."""
     problem = Problem(*unstacked(name))
@@ -345,6 +411,7 @@ def test_layers_that_share_weights():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.slow(but=["dtype0"])
 def test_sixteen_bits(dtype):
     problem = Problem(tiny_model(layers=4).to(dtype), ids=zoo.tiny_ids(24, 16))
     before = problem.sparsegpt()
@@ -382,6 +449,7 @@ def weights_of(found) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("layout", ["portable", "fused"])
+@pytest.mark.slow(but=["fused"])
 def test_a_recipe_with_refit_is_proved_and_reported(layout):
     found = compiled("heuristic,refit", layout=layout)
     assert found.report["proof"]["lowered_graph"] == "same outputs"
@@ -401,6 +469,7 @@ def test_an_interrupted_recipe_continues_to_the_same_bytes(tmp_path):
     assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
 
 
+@pytest.mark.slow
 def test_weights_in_files_give_the_same_bytes(tmp_path):
     expected = weights_of(compiled("heuristic,refit"))
     found = weights_of(compiled("heuristic,refit", offload=Offload(tmp_path)))

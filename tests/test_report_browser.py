@@ -55,6 +55,7 @@ def test_it_loads_without_errors(tmp_path):
     assert document.count("<section") == document.count("</section>") == 7
 
 
+@pytest.mark.slow
 def test_an_error_would_be_seen(tmp_path):
     page = tmp_path / "bad.html"
     page.write_text("<script>missing()</script>")
@@ -62,6 +63,7 @@ def test_an_error_would_be_seen(tmp_path):
 
 
 @pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.slow(but=["390"])
 def test_nothing_is_wider_than_the_window(width, tmp_path):
     window, document, figures, _, height = measured(EXAMPLE, tmp_path, width)
     assert (int(window), int(document)) == (width, width)
@@ -69,6 +71,7 @@ def test_nothing_is_wider_than_the_window(width, tmp_path):
     assert int(height) <= {390: 10_000, 1280: 6_000}[width]
 
 
+@pytest.mark.slow
 def test_what_is_too_wide_would_be_seen(tmp_path):
     wide = tmp_path / "wide.html"
     wide.write_text(EXAMPLE.read_text(encoding="utf-8").replace("overflow-x: auto", "overflow-x: visible"))
@@ -76,6 +79,7 @@ def test_what_is_too_wide_would_be_seen(tmp_path):
     assert int(document) > int(window)
 
 
+@pytest.mark.slow
 def test_dark_and_light_differ(tmp_path):
     papers = {measured(EXAMPLE, tmp_path, 390, dark=dark)[3] for dark in (False, True)}
     assert papers == {"#fbfbf9", "#14171a"}

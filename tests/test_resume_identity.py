@@ -52,6 +52,7 @@ def change_the_config(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("change", [change_an_embedding, change_a_weight, change_the_config])
+@pytest.mark.slow(but=["change_a_weight"])
 def test_a_changed_model_is_refused(tmp_path, change):
     path = tmp_path / "state.safetensors"
     run(path)
@@ -72,6 +73,7 @@ def test_every_difference_is_named(tmp_path, monkeypatch):
     assert "permtriton was" not in str(caught.value), "it is the same"
 
 
+@pytest.mark.slow
 def test_another_number_of_threads_is_said_and_continues(tmp_path, monkeypatch):
     """Sums in another order may differ in their last bits: no reason to throw hours away."""
     path = tmp_path / "state.safetensors"
@@ -85,6 +87,7 @@ def test_another_number_of_threads_is_said_and_continues(tmp_path, monkeypatch):
     assert "this is cpu, 64 threads" in said[0]
 
 
+@pytest.mark.slow
 def test_what_is_lowered_where_memory_ran_out_continues_the_run(tmp_path, monkeypatch):
     path = tmp_path / "state.safetensors"
     first = run(path)

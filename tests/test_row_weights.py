@@ -117,7 +117,7 @@ def test_rows_that_the_loss_does_not_feel_are_no_error():
 
 
 @pytest.mark.parametrize("name", ["llama", "bert", "mixtral"])
-@pytest.mark.slow(but=["llama", "bert"])
+@pytest.mark.slow(but=["llama"])
 def test_compile_weighs_rows_only_if_asked(name):
     """With one token, most experts are never visited."""
     indices = {}

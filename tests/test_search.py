@@ -33,6 +33,7 @@ def result(given) -> Searched:
 @pytest.mark.parametrize(
     "options", [{}, {"search_block": 16}, {"search_damping": 0.02}, {"seed": 3, "micro_batch_size": 3}]
 )
+@pytest.mark.slow(but=["options0", "options3"])
 def test_the_loss_falls_to_what_is_reported(given, options):
     with unchanged(given.model):
         found = given.search(**options)
@@ -106,6 +107,7 @@ def test_swaps_stay_in_the_blocks_of_their_round(given, block):
 
 
 @pytest.mark.parametrize("gains", [1, 64, 1000])
+@pytest.mark.slow(but=["64"])
 def test_panels_make_no_difference(given, result, gains, monkeypatch):
     monkeypatch.setattr(file, "GAINS_AT_ONCE", gains)
     batches = file._panels(given.spaces[0], *given.settings(), 1)
@@ -146,6 +148,7 @@ def test_a_start_that_nothing_betters_is_kept(given, monkeypatch):
 
 
 @pytest.mark.parametrize("damping", [LEAST_DAMPING / 10, LEAST_DAMPING, LEAST_DAMPING * 1.5])
+@pytest.mark.slow(but=["0.01"])
 def test_a_small_damping_searches_too(given, damping):
     found = given.search(search_damping=damping)
     assert found.history[1].swaps > 0

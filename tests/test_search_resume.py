@@ -115,6 +115,17 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("name", DAMAGE)
+@pytest.mark.slow(
+    but=[
+        "an index is missing",
+        "an index is no permutation",
+        "a round is missing",
+        "a loss that is no number",
+        "inputs without the weights",
+        "no history",
+        "a space too many",
+    ]
+)
 def test_a_damaged_state_is_refused_by_name(given, tmp_path, name):
     path = tmp_path / "state.safetensors"
     given.search(state=SearchFile(path, MINE), search_rounds=2)
@@ -157,7 +168,7 @@ def compiled(name: str, layout: str, **options: object) -> permtriton.CompiledMo
     ("name", "layout"),
     [("llama", "portable"), ("llama", "fused"), ("gpt2", "fused"), ("bert", "portable"), ("mixtral", "portable")],
 )
-@pytest.mark.slow(but=["llama-fused", "mixtral-portable"])
+@pytest.mark.slow(but=["llama-fused"])
 def test_what_is_searched_right_passes(name, layout):
     """The promise is checked: the loss and the retained importance are those that the search measured."""
     found = compiled(name, layout)
@@ -167,6 +178,7 @@ def test_what_is_searched_right_passes(name, layout):
 
 
 @pytest.mark.parametrize("layout", ["portable", "fused"])
+@pytest.mark.slow(but=["fused"])
 def test_an_order_that_is_not_the_one_measured_is_refused(layout, monkeypatch):
     def search_another(*arguments, **options) -> Searched:
         found = search(*arguments, **options)

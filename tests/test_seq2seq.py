@@ -77,7 +77,7 @@ def inputs_of(name: str):
     ("name", "layout", "pruning"),
     [("t5", "portable", "sparsegpt"), ("bart", "fused", "mask"), ("whisper", "portable", "mask")],
 )
-@pytest.mark.slow(but=["t5-portable-sparsegpt", "bart-fused-mask"])
+@pytest.mark.slow(but=["t5-portable-sparsegpt"])
 def test_compiled_saved_and_generating(name, layout, pruning, tmp_path):
     model = build(name)
     compiled = compile_model(
@@ -103,6 +103,7 @@ def test_compiled_saved_and_generating(name, layout, pruning, tmp_path):
 
 
 @pytest.mark.parametrize(("name", "layout"), [("bart", "portable"), ("t5", "fused")])
+@pytest.mark.slow(but=["bart-portable"])
 def test_the_encoders_state_is_read_by_one_site_of_all_decoder_layers(name, layout):
     plan = find_plan(build(name), NMPattern(2, 4), layout=layout)
     (cross,) = [site for site in plan.sites if len(site.layer_paths) > 1]
@@ -150,6 +151,7 @@ def test_t5_in_float16_keeps_its_float32_weights(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["t5", "bart"])
+@pytest.mark.slow(but=["bart"])
 def test_a_window_of_mlp_divides_every_layer(name):
     """T5 holds its attentions and its MLP in a list inside of each layer, BART beside each other."""
     model = build(name)
@@ -217,6 +219,7 @@ def test_sequences_may_fill_both_halves():
         check_samples(build("bart"), token_ids(2, 33))
 
 
+@pytest.mark.slow
 def test_both_halves_are_chains_of_layers():
     """The decoder's layers read the encoder's output, which does not depend on the decoder's weights."""
     model = build("t5")

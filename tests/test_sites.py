@@ -198,6 +198,9 @@ EXPECTED = {
 }
 
 
+every_name = pytest.mark.parametrize("name", zoo.slow_but(zoo.TELLING, EXPECTED))
+
+
 def plan_of(name: str) -> Plan:
     return zoo.planned(name)[1]
 
@@ -222,7 +225,7 @@ def test_every_architecture_is_written_out():
     assert set(EXPECTED) == set(zoo.ARCHITECTURES)
 
 
-@pytest.mark.parametrize("name", EXPECTED)
+@every_name
 def test_sites(name):
     expected, plan, rows = EXPECTED[name], plan_of(name), []
     for number in range(zoo.LAYERS):
@@ -238,7 +241,7 @@ def test_sites(name):
     assert plan.barriers == []
 
 
-@pytest.mark.parametrize("name", EXPECTED)
+@every_name
 def test_spaces(name):
     expected, plan = EXPECTED[name], plan_of(name)
     segments = {"stream": ((1,) * zoo.HIDDEN if expected.frozen else (zoo.HIDDEN,), expected.frozen)}
@@ -249,7 +252,7 @@ def test_spaces(name):
     assert {space.name: (space.segments, space.reason) for space in plan.spaces} == segments
 
 
-@pytest.mark.parametrize("name", EXPECTED)
+@every_name
 def test_producers_and_readers(name):
     expected, plan = EXPECTED[name], plan_of(name)
     column = 0 if name == "gpt2" else 1
@@ -269,12 +272,12 @@ def test_producers_and_readers(name):
         assert len(set(written + read)) == len(written + read), "an axis listed twice would be folded twice"
 
 
-@pytest.mark.parametrize("name", EXPECTED)
+@every_name
 def test_skipped(name):
     assert plan_of(name).skipped == EXPECTED[name].skipped
 
 
-@pytest.mark.parametrize("name", EXPECTED)
+@every_name
 def test_hidden_state_is_the_stream(name):
     plan = plan_of(name)
     assert plan.hidden_space is plan.spaces[0]
@@ -282,7 +285,7 @@ def test_hidden_state_is_the_stream(name):
     assert torch.equal(plan.hidden_units, torch.arange(zoo.HIDDEN))
 
 
-@pytest.mark.parametrize("name", [name for name in EXPECTED if name != "falcon"])
+@pytest.mark.parametrize("name", zoo.slow_but(zoo.TELLING, [name for name in EXPECTED if name != "falcon"]))
 def test_same_plan_from_the_meta_device(name):
     with torch.device("meta"):
         model = zoo.build(name)

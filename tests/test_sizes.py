@@ -10,6 +10,7 @@ from permtriton.errors import ModelError
 from permtriton.model.sizes import LARGEST_DIMENSION, check_numbers
 
 
+@pytest.mark.slow
 def test_no_config_of_transformers_is_refused(caplog):
     """Not even beside a checkpoint of two layers: other entries that name layers or depths are no counts of them."""
     caplog.set_level(logging.CRITICAL)

@@ -58,7 +58,7 @@ def saving(desk: Desk, *more: str) -> dict[str, tuple[list[str], Path]]:
 @pytest.mark.skipif(not FULL.exists(), reason="this system has no /dev/full")
 @pytest.mark.parametrize("more", [(), ("--json",)], ids=["table", "json"])
 @pytest.mark.parametrize("command", ["compile", "evaluate"])
-@pytest.mark.slow(but=["compile-table", "evaluate-json"])
+@pytest.mark.slow(but=["compile-table"])
 def test_a_full_standard_output_says_what_is_saved(desk, command, more):
     arguments, saved = saving(desk, *more)[command]
     code, said = into_full_disk(arguments)
@@ -68,7 +68,7 @@ def test_a_full_standard_output_says_what_is_saved(desk, command, more):
 
 @pytest.mark.skipif(not FULL.exists(), reason="this system has no /dev/full")
 @pytest.mark.parametrize("more", [(), ("--json",), ("--graph",)])
-@pytest.mark.slow(but=["more0"])
+@pytest.mark.slow
 def test_a_full_standard_output_of_a_command_that_saves_nothing(desk, more):
     code, said = into_full_disk(["inspect", str(desk.model), *more])
     check_refusal(code, said, ("could not be printed: No space left on device",))
@@ -83,7 +83,7 @@ def test_a_pipe_that_nobody_reads_is_no_error(desk, more):
 
 
 @pytest.mark.parametrize("command", ["compile", "evaluate"])
-@pytest.mark.slow(but=["compile"])
+@pytest.mark.slow
 def test_a_pipe_that_nobody_reads_stops_no_work(desk, command):
     arguments, saved = saving(desk)[command]
     code, said = into_closed_pipe(arguments)
@@ -99,6 +99,7 @@ def test_no_standard_output_at_all(desk, more):
 
 
 @pytest.mark.skipif(not FULL.exists(), reason="this system has no /dev/full")
+@pytest.mark.slow
 def test_a_comparison_is_kept_until_it_is_printed(desk, monkeypatch):
     monkeypatch.chdir(desk.folder)
     arguments = [argument for argument in commands(desk, "t.md")["compare"] if argument not in ("--output", "t.md")]
@@ -126,6 +127,7 @@ def test_help_that_nobody_reads(arguments):
 
 
 @pytest.mark.skipif(not FULL.exists(), reason="this system has no /dev/full")
+@pytest.mark.slow
 def test_a_full_standard_error_stops_no_work(desk):
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     for arguments, code in ((desk.compile(), 0), (["inspect", "./nowhere"], 2)):

@@ -163,6 +163,7 @@ def test_a_killed_rank_ends_the_run_and_the_same_command_continues(torchrun, tmp
         assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_noticed_without_torchrun(torchrun, tmp_path):
     command = torchrun.command(tmp_path / "out", *SEARCH)
     codes = torchrun.run(command, command, kill=(19, 1), after="round 1", agent=False)

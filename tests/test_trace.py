@@ -17,7 +17,7 @@ from . import zoo
 ARCHITECTURES = ("llama", "llama_tied", "llama_eager", "qwen3", "phi3", "gemma2", "opt", "gpt_neox", "gpt2", "bert_mlm")
 
 
-@pytest.fixture(scope="module", params=ARCHITECTURES)
+@pytest.fixture(scope="module", params=zoo.slow_but(["llama_tied", "gemma2", "gpt2", "bert_mlm"], ARCHITECTURES))
 def traced(request) -> tuple[nn.Module, Traced]:
     model = zoo.build(request.param)
     return model, trace(model)
@@ -71,6 +71,7 @@ def test_the_only_placeholder_is_input_ids(traced):
 
 
 @pytest.mark.parametrize("name", ["llama_tied", "gpt2", "bert_mlm"])
+@pytest.mark.slow(but=["gpt2"])
 def test_new_data_of_a_parameter_is_seen(name):
     model = zoo.build(name)
     graph = trace(model)
@@ -90,6 +91,7 @@ def test_tied_parameters_have_one_node_under_the_first_name():
     assert {str(user.target) for user in node.users} == {"aten.embedding.default", "aten.linear.default"}
 
 
+@pytest.mark.slow
 def test_a_meta_model_gives_the_same_parameters_and_outputs():
     with torch.device("meta"):
         model = zoo.build("llama")
@@ -116,6 +118,7 @@ def test_buffers_and_constants_are_attributes():
 
 
 @pytest.mark.parametrize("config", [T5Config, BartConfig])
+@pytest.mark.slow(but=["BartConfig"])
 def test_both_halves_of_an_encoder_decoder_are_traced_and_the_encoders_state_is_no_output(config):
     sizes = {"vocab_size": zoo.VOCABULARY, "d_model": 16, "d_ff": 24, "d_kv": 8, "num_hidden_layers": 1}
     with torch.device("meta"):

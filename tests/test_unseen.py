@@ -31,6 +31,7 @@ def output(model: PreTrainedModel, arguments: dict[str, Tensor]) -> list[Tensor]
 
 @pytest.mark.parametrize("layout", ["portable", "fused"])
 @pytest.mark.parametrize("name", off_path.MODELS)
+@pytest.mark.slow(but=["llava-fused", "gpt2_cross-fused", "bart_decoder-portable", "long_rope-portable"])
 def test_permuting_changes_no_output_off_the_traced_path(name, layout):
     arguments = off_path.arguments(name)
     dense = output(off_path.build(name), arguments)
@@ -43,6 +44,7 @@ def test_permuting_changes_no_output_off_the_traced_path(name, layout):
 
 
 @pytest.mark.parametrize("name", [name for name in off_path.MODELS if name != "long_rope"])
+@pytest.mark.slow(but=["llava", "bart_decoder"])
 def test_the_stream_stays_and_the_reason_names_the_parameter(name):
     plan = find_plan(off_path.build(name), PATTERN)
     (stream,) = (space for space in plan.spaces if space.name == "stream")
@@ -115,17 +117,7 @@ def described(value: object) -> object:
 
 @pytest.mark.parametrize("layout", ["portable", "fused"])
 @pytest.mark.parametrize("name", [*zoo.ARCHITECTURES, *zoo.MIXTURES, *off_path.MODELS])
-@pytest.mark.slow(
-    but=[
-        "llama-portable",
-        "mixtral-fused",
-        "bert-portable",
-        "gpt2-fused",
-        "gemma3-portable",
-        "long_rope-fused",
-        "paligemma-portable",
-    ]
-)
+@pytest.mark.slow(but=["llama-portable", "gpt2-fused", "paligemma-portable"])
 def test_planning_leaves_the_model_as_it_is(name, layout):
     builders = {**zoo.ARCHITECTURES, **zoo.MIXTURES, **off_path.MODELS}
     torch.manual_seed(0)
@@ -145,6 +137,7 @@ def test_planning_leaves_the_model_as_it_is(name, layout):
     ("name", "argument"),
     [("llava", "pixel_values"), ("idefics3", "pixel_values"), ("bart_decoder", "encoder_hidden_states")],
 )
+@pytest.mark.slow(but=["llava-pixel_values"])
 def test_a_call_off_the_path_is_found_and_verified(name, argument, tmp_path):
     model = off_path.build(name)
     compiled = compile_model(
@@ -182,6 +175,7 @@ def in_order(plan: Plan, report: dict) -> bool:
 
 
 @pytest.mark.parametrize("layout", ["portable", "fused"])
+@pytest.mark.slow(but=["fused"])
 def test_the_report_says_in_which_order_hidden_states_come(layout):
     ids = zoo.token_ids()
     dense, model = zoo.build("llama"), zoo.build("llama")

@@ -110,6 +110,9 @@ PRODUCERS = {
 @pytest.mark.parametrize("layout", ["portable", "fused"])
 @pytest.mark.parametrize("numbers", [True, False])
 @pytest.mark.parametrize("producer", PRODUCERS)
+@pytest.mark.slow(
+    but=["mlp.gate_proj.weight-True-portable", "mlp.gate_proj.weight-False-fused", "self_attn.v_proj.weight-True-fused"]
+)
 def test_a_producer_that_is_not_folded(producer, numbers, layout):
     damage = partial(undo, parameter=f"model.layers.1.{producer}")
     message = broken_run("llama", layout, fuse_permutations, damage, numbers=numbers)
@@ -184,6 +187,7 @@ def scale_output(graph_module: fx.GraphModule, linear: str, factor: float) -> No
 
 @pytest.mark.parametrize("factor", [1.01, float("nan")])
 @pytest.mark.parametrize("function", [insert_permutations, fuse_permutations, cancel_permutations, lower])
+@pytest.mark.slow(but=["insert_permutations-nan", "cancel_permutations-1.01", "fuse_permutations-nan", "lower-1.01"])
 def test_numbers_that_are_wrong(function, factor):
     """The channels are right, so only outputs differ; the first node whose values differ in both graphs is named."""
     linear = "model.layers.1.mlp.up_proj"

@@ -3,7 +3,7 @@
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import pytest
 import torch
@@ -97,6 +97,16 @@ MIXTURES: dict[str, Callable[..., PreTrainedModel]] = {
     "olmoe": _causal("Olmoe", **_EXPERTS, num_experts=5),
     "gpt_oss": _causal("GptOss", **_EXPERTS, num_local_experts=5, head_dim=WIDE_HEAD_DIM, sliding_window=8),
 }
+
+
+# Architectures of which each folds, joins, ties or transposes as none of the others does; tests of one run always.
+TELLING = ("llama", "phi3", "gemma2", "olmo2", "gpt2", "bert", "bert_mlm")
+
+
+def slow_but(kept: Collection[str], names: Collection[str]) -> list:
+    """The names as cases of a test, of which those that are not kept are slow; several tests may share what is made."""
+    assert set(kept) <= set(names), set(kept) - set(names)
+    return [name if name in kept else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
 def build(name: str, **changes: object) -> PreTrainedModel:

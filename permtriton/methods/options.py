@@ -5,6 +5,8 @@ from typing import Literal
 
 from permtriton.option import option
 
+FIT_AFTER_EXCHANGE = 4  # rounds of conjugate gradients after each round of exchanges
+
 
 @dataclass(frozen=True)
 class Learning:
@@ -80,3 +82,6 @@ class Refitting:
         maximum=1.0,
     )
     iterations: int = option(20, "Most rounds of conjugate gradients per weight; 0 leaves SparseGPT's weights.")
+    exchanges: int = option(
+        4, "Most rounds in which pruned weights take the place of kept ones, each followed by a further fit."
+    )

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, ClassVar
 
-from permtriton.methods.options import Refitting
+from permtriton.methods.options import FIT_AFTER_EXCHANGE, Refitting
 from permtriton.option import documented, option
 from permtriton.step import FLOAT32, GENERATED, Facts, Outcome, Speed, Stage, Step
 
@@ -46,15 +46,16 @@ class Refit(Refitting, Step):
                 "inputs of layers": 2 * layer["inputs of layers"],
                 "inputs of sites": facts.all_positions * channels * facts.element,
                 "hessians": layer["hessians"] * 3 // 2,  # and shift, inverse and factor of the site at hand
-                "one layer": facts.largest_weight * 10 * FLOAT32,
+                "one layer": facts.largest_weight * 14 * FLOAT32,
             }
         }
 
     def seconds(self, facts: Facts, speed: Speed) -> float:
         # The pruned model runs a layer for every site, the dense one once. A round of conjugate gradients costs
-        # about one token per column, SparseGPT and the targets three each.
+        # about one token per column, SparseGPT and the targets three each, a round of exchanges two and its fit.
+        rounds = 6 + self.iterations + (2 + FIT_AFTER_EXCHANGE) * self.exchanges
         per_token = speed.forward / max(facts.positions, 1)
-        return (6 if facts.thrifty else 4.5) * speed.forward + (6 + self.iterations) * facts.widest * per_token
+        return (6 if facts.thrifty else 4.5) * speed.forward + rounds * facts.widest * per_token
 
     def run(self, run: "Run") -> Outcome:
         from permtriton.methods.refitting import refit

@@ -7,8 +7,9 @@ Without a mask, the best weight is
 
     W* = W + a W (X_d - X_p) X_p^T H^-1
 
-and any other one is worse by ``tr((V - W*) H (V - W*)^T)``. SparseGPT, started from ``W*``, chooses the mask; conjugate
-gradients then find the exact minimum on it. Dense targets: GPTAQ (arXiv 2504.02692); least squares on a mask: ALPS
+and any other one is worse by ``tr((V - W*) H (V - W*)^T)``. SparseGPT, started from ``W*``, chooses a mask; conjugate
+gradients then find the exact minimum on it; and pruned weights take the place of kept ones while that lowers the error
+(`permtriton.methods.exchange`). Dense targets: GPTAQ (arXiv 2504.02692); least squares on a mask: ALPS
 (arXiv 2406.07831).
 """
 
@@ -24,8 +25,9 @@ from transformers import PreTrainedModel
 
 from permtriton import ranks
 from permtriton.data.samples import Samples
+from permtriton.methods.exchange import exchanged
 from permtriton.methods.obs import Curvature, curvatures, sparsegpt
-from permtriton.methods.options import Refitting
+from permtriton.methods.options import FIT_AFTER_EXCHANGE, Refitting
 from permtriton.methods.promises import check_no_worse
 from permtriton.methods.statistics import Inputs, Moments, dense_inputs, moments
 from permtriton.methods.weights import CANCELLED
@@ -114,6 +116,8 @@ def _fit(
     target = best_weight(weight.T.float(), moment, of_inputs, options.dense_targets)
     start = sparsegpt(target, of_inputs, pattern, None)
     found = least_squares(start, target, of_inputs.damped, options.iterations)
+    if options.iterations:
+        found = better_mask(found, target, of_inputs, pattern, options.exchanges)
     start, found = start.to(weight.dtype), found.to(weight.dtype)
     weight.copy_(better_rows(found, start, target, of_inputs.damped).T).add_(0.0)  # the sum turns -0.0 into 0.0
     check_kept(name, weight, zeros, pattern, CANCELLED)
@@ -172,6 +176,37 @@ def least_squares(
         before, size = size, (residual * scaled).sum(1, keepdim=True)
         direction = scaled + size / before.clamp_min(tiny) * direction
     return found
+
+
+def better_mask(weight: Tensor, target: Tensor, curvature: Curvature, pattern: NMPattern, rounds: int) -> Tensor:
+    """Returns a weight whose mask is at least as good in every row: pruned weights take the place of kept ones.
+
+    After each round, the weights are fitted to the new mask. A row whose error does not fall keeps the old one, and
+    tries half as many exchanges next time.
+
+    Args:
+        weight: ``V``, float32 ``[out_features, in_features]``, fitted to its mask.
+        target: ``W*``, of the same shape.
+        curvature: of the inputs.
+        pattern: of the mask.
+        rounds: most rounds.
+    """
+    hessian, share = curvature.damped, torch.ones(len(weight), device=weight.device)
+    difference = weight - target
+    gradient = difference @ hessian
+    errors = (gradient * difference).sum(1)
+    for _ in range(rounds):
+        tried = exchanged(weight, gradient, curvature, pattern, share)
+        tried = least_squares(tried, target, hessian, FIT_AFTER_EXCHANGE)
+        difference = tried - target
+        changed = difference @ hessian
+        found = (changed * difference).sum(1)
+        better = (found < errors).unsqueeze(1)
+        if not bool(better.any()):
+            break
+        weight, gradient = torch.where(better, tried, weight), torch.where(better, changed, gradient)
+        errors, share = torch.where(better[:, 0], found, errors), torch.where(better[:, 0], share, share / 2)
+    return weight
 
 
 def better_rows(found: Tensor, start: Tensor, target: Tensor, hessian: Tensor) -> Tensor:
