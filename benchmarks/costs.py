@@ -1,4 +1,4 @@
-"""What a learning step, a round of the search, and layout fused cost, on a random LLaMA. Prints one line of JSON.
+"""What a learning step, a search round, layout fused and an evaluation cost, on a random LLaMA. Prints a line of JSON.
 
     python -m benchmarks.costs step --hidden 2048 --intermediate 5632 --layers 1 --tokens 1024
     python -m benchmarks.costs round --hidden 2048 --intermediate 5632 --layers 1 --tokens 1024 --samples 128
@@ -10,11 +10,15 @@ round   the gains of a round of the search, compared with its forward and backwa
         sequence and multiplied by the number of sequences, because their time is proportional to it.
 fused   a forward pass of the dense model; of one whose norms gather for q/k/v and gate/up; and of one with a gather
         before ``o_proj`` as well. Their outputs must be the same. They run in turn, in an order that changes.
+evaluation
+        the perplexity on as many sequences as --sequences says, and a plain loop of transformers over the same ones, in
+        turn. Both must find the same.
 """
 
 import argparse
 import copy
 import json
+import math
 import platform
 import statistics
 from collections.abc import Callable
@@ -29,6 +33,7 @@ from benchmarks.shared import PATTERN, llama, random_importances, step_seconds, 
 from permtriton import find_plan
 from permtriton.compile_config import CompileConfig
 from permtriton.data.samples import Samples
+from permtriton.evaluation.measure import evaluate
 from permtriton.machine import device_name, peak_memory, versions
 from permtriton.methods.fisher import fisher_information
 from permtriton.methods.hard_masks import hard_masked
@@ -57,7 +62,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--sequences", type=int, default=1, help="of a step")
+    parser.add_argument("--sequences", type=int, default=1, help="of a step, or of an evaluation")
     parser.add_argument("--micro-batch", type=int, default=1, help="sequences per forward and backward pass of a step")
     parser.add_argument("--discard-masks", action="store_true", help="a step computes masks for each micro-batch")
     parser.add_argument("--samples", type=int, default=128, help="calibration sequences of a round")
@@ -158,7 +163,29 @@ def _permute_columns(linear: nn.Module, index: Tensor) -> None:
     linear.weight.copy_(linear.weight[:, index])  # type: ignore[operator, index]
 
 
-MEASURES = {"step": step, "round": search_round, "fused": fused}
+def evaluation(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns the seconds of an evaluation and of the plain loop, and the median of their ratios."""
+    model, ids = llama(args), torch.randint(0, args.vocabulary, (args.sequences, args.tokens))
+    found: dict[str, float] = {}
+    device = torch.device(args.device)
+
+    @torch.no_grad()
+    def plain() -> None:
+        losses = [float(model(input_ids=each.to(device), labels=each.to(device)).loss) for each in ids.split(1)]
+        found["plain"] = math.exp(statistics.fmean(losses))
+
+    def ours() -> None:
+        found["ours"] = float(evaluate(model, windows=ids).perplexity or 0)
+
+    rounds = [(timed(ours, device), timed(plain, device)) for _ in range(args.repeats + 1)][1:]  # the first warms up
+    if abs(found["ours"] / found["plain"] - 1) > TOLERANCE[args.dtype]:
+        raise SystemExit(f"the perplexities differ, so their times mean nothing: {found}")
+    ratio = statistics.median(one / other for one, other in rounds)
+    medians = [statistics.median(each) for each in zip(*rounds, strict=True)]
+    return {"seconds": {"ours": medians[0], "plain": medians[1]}, "ratio": ratio, "samples_s": rounds}
+
+
+MEASURES = {"step": step, "round": search_round, "fused": fused, "evaluation": evaluation}
 
 if __name__ == "__main__":
     main()

@@ -258,6 +258,22 @@ def runtime_overhead_table(name: str) -> str:
     return _table("dtype | unpermuted | norms permuted | norms permuted, gather before o", map(cells, rows), caption)
 
 
+def evaluation_table(name: str) -> str:
+    """Returns the rows of ``python -m benchmarks.costs evaluation``."""
+
+    def cells(row: Any) -> list[str]:
+        shape, seconds = row["shape"], row["seconds"]
+        size = f"{shape['layers']} layers, hidden {shape['hidden']}, vocabulary {shape['vocabulary']:,}"
+        windows = f"{shape['sequences']} x {shape['tokens']}"
+        return [size, windows, f"{seconds['ours']:.1f} s", f"{seconds['plain']:.1f} s", f"{row['ratio']:.2f}"]
+
+    rows = _load_lines(name)
+    caption = (
+        f"{_machine(rows)}; {len(rows[-1]['samples_s'])} rounds: medians, and the median of the ratios in a round."
+    )
+    return _table("model | windows | evaluation | plain loop | ratio", map(cells, rows), caption)
+
+
 def issue_floor_table(name: str) -> str:
     """Returns the rows of ``benchmarks/issue_floor.py``, before and after the kernels were redesigned."""
     report = _load(name)
@@ -363,15 +379,18 @@ TABLES = {
     "runtime-overhead": lambda: runtime_overhead_table("runtime-overhead-cpu.jsonl"),
     "gpu-commands": lambda: f"```\n{gpu.plan()}\n```",
     "gpu": lambda: gpu.markdown(gpu.read(RESULTS / "gpu.json")),
+    "evaluation": lambda: evaluation_table("evaluation-cpu.jsonl"),
     "issue-floor": lambda: issue_floor_table("issue-floor.json"),
     "quantized": lambda: quantized_table("quantized-cpu.json"),
     "real": lambda: real.short(_load(REAL), FIRST_SCREEN),
+    "real-stages": lambda: real.where_the_seconds_go(_load(REAL), ("sparsegpt", "fast", "default")),
     "real-all": lambda: real.markdown(_load(REAL)),
     "demo-recipe": lambda: comparison_table("compare-demo-recipe.json"),
     "demo-best": lambda: comparison_table("compare-demo-best.json"),
     "demo-default": lambda: comparison_table("compare-demo-default.json"),
     "row-weights": lambda: row_weights_table("real-smollm2-16x512.json"),
     "dense-share": lambda: refit_table("compare-demo-dense-share.json"),
+    "exchanges": lambda: refit_table("compare-demo-exchanges.json"),
     "refit": lambda: refit_table(*(f"compare-demo-refit{each}.json" for each in ("", "-share"))),
     "rotation-real": lambda: rotation_table("rotation-smollm2.json"),
     "rotation-demo": lambda: rotation_table("rotation-demo.json"),

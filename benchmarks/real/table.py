@@ -8,6 +8,8 @@ from typing import Any
 from benchmarks.real.rows import DENSE
 
 WHOLE_GAP = "sparsegpt"  # the row whose gap to the dense model counts as 1
+METHOD = ("calibrate", "heuristic", "sparsegpt", "refit")  # the stages that are the method itself
+REST, LEAST_SHARE = "start and load", 0.005
 HEADING = "method | perplexity | gap | KL to dense | CPU seconds | peak memory"
 
 
@@ -30,6 +32,32 @@ def short(report: Mapping[str, Any], names: Sequence[str]) -> str:
     windows = next(row for row in rows if row["name"] == DENSE)["evaluation"]["windows"]
     more = "[All rows, versions and the command](docs/benchmarks.md#a-real-language-model)."
     return f"{_table({**report, 'rows': rows})}\n\n{_measures(report, windows)} {more}"
+
+
+def where_the_seconds_go(report: Mapping[str, Any], names: Sequence[str]) -> str:
+    """Returns a row per stage of the commands of some methods, of their first seeds: CPU seconds and their share.
+
+    A stage's wall time is known, the CPU seconds of the whole command, too; other work on the machine stretches all
+    stages alike, so that each has its share of the CPU seconds. What no stage has is starting Python and loading.
+    """
+    rows = {name: next(row for row in report["rows"] if row["name"] == name)["pruning"] for name in names}
+    stages = {name: {**row["stages"], REST: row["seconds"] - sum(row["stages"].values())} for name, row in rows.items()}
+    order = list(dict.fromkeys(stage for found in stages.values() for stage in found))
+    lines = [f"stage | {' | '.join(names)}", " | ".join(["---"] * (len(names) + 1))]
+    for stage in sorted(order, key=[*METHOD, *order].index):
+        shares = [stages[name].get(stage, 0) / rows[name]["seconds"] for name in names]
+        if max(shares) >= LEAST_SHARE:
+            cells = (
+                _seconds(share * rows[name]["cpu_seconds"], share) for name, share in zip(names, shares, strict=True)
+            )
+            lines.append(f"{stage} | {' | '.join(cells)}")
+    own = [sum(stages[name].get(stage, 0) for stage in METHOD) / rows[name]["seconds"] for name in names]
+    lines.append(f"all but the method | {' | '.join(f'**{1 - share:.0%}**' for share in own)}")
+    return "\n".join(f"| {line} |" for line in lines)
+
+
+def _seconds(seconds: float, share: float) -> str:
+    return f"{seconds:.0f} ({share:.0%})" if seconds else ""
 
 
 def _table(report: Mapping[str, Any]) -> str:
