@@ -8,6 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from permtriton.bars import reporter
+from permtriton.checkpoint.forms import described_sparsity
 from permtriton.checkpoint.plan_entries import grouped
 from permtriton.cli import torchrun
 from permtriton.cli.console import out, print_json, saved, table
@@ -87,6 +88,7 @@ def _results(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
         name = "perplexity" if evaluation["measure"] == "perplexity" else "cosine with dense"
         yield f"held-out {name}, dense", f"{evaluation['dense']:.3f}"
         yield f"held-out {name}, compiled", f"{evaluation['compiled']:.3f}"
+    yield "pattern", described_sparsity(report)
     yield "zeros in pruned weights", _range(report["sparsity_by_layer"].values(), "{:.2%}")
     pruned, total = report["pruned_parameters"], report["parameters"]
     yield "share of parameters pruned", f"{pruned / total:.1%} ({pruned:,} of {total:,})"

@@ -31,6 +31,7 @@ from permtriton.cli.options import (
     OffloadFolder,
     Overwrite,
     Patterns,
+    Private,
     PushToHub,
     Recipe,
     Revision,
@@ -126,6 +127,7 @@ def compile(
     ] = None,
     save_format: SaveFormat = None,
     push_to_hub: PushToHub = None,
+    private: Private = None,
     overwrite: Annotated[bool, running_option("--overwrite", help="Replace an earlier output.")] = False,
     restart: Annotated[bool, running_option("--restart", help="Start from scratch instead of resuming.")] = False,
     dry_run: DryRun = False,
@@ -162,6 +164,7 @@ def compile(
         offload=offload,
         save_format=save_format,
         push_to_hub=push_to_hub,
+        private=private,
         token=token,
     )
     if dry_run:

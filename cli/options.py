@@ -140,6 +140,13 @@ PushToHub = Annotated[
         "a wrong name or token is found then."
     ),
 ]
+Private = Annotated[
+    bool | None,
+    running_option(
+        "--private",
+        help="Make the repository of --push-to-hub private, to look at it before others do; else as the hub does.",
+    ),
+]
 TrustRemoteCode = Annotated[bool, running_option("--trust-remote-code", help="Run code that comes with the model.")]
 
 

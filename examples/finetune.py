@@ -25,6 +25,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 import permtriton
 from permtriton.machine import device_name, peak_memory, versions
+from permtriton.model.load import load_model
+from permtriton.model.source import Source
 
 console = Console()
 
@@ -92,7 +94,11 @@ def measured(what: str, model: str | PreTrainedModel, ids: Tensor, dense: str) -
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", help="a folder that permtriton compile wrote")
-    parser.add_argument("--dense", required=True, help="the model that it was compiled from")
+    parser.add_argument(
+        "--dense",
+        required=True,
+        help="the model that it was compiled from: a folder, a .gguf file, a name on the hub, or demo",
+    )
     parser.add_argument("--text", required=True, help="text file to train on")
     parser.add_argument("--held-out", required=True, help="text file to measure on")
     parser.add_argument("--output", required=True, help="folder to write")
@@ -112,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     result: dict[str, Any] = {"before": measured("before", options.folder, held_out, options.dense)}
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    dense = AutoModelForCausalLM.from_pretrained(options.dense, dtype=torch.bfloat16).to(device)
+    dense = load_model(Source(options.dense, dtype="bfloat16", device=device))
     model = AutoModelForCausalLM.from_pretrained(options.folder, dtype=torch.float32).to(device).train()
     kept = permtriton.keep_pattern(model)
     trained = adapter(model, options.lora) if options.lora else model

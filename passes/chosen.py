@@ -56,14 +56,22 @@ def _named(linears: Mapping[str, nn.Module], option: str, patterns: Iterable[str
     for pattern in patterns:
         named = [name for name, module in linears.items() if _matches(option, pattern, name, module)]
         if not named:
-            text = pattern.removeprefix(REGEX).strip("*.")
-            near = [name for name in linears if text in name] or get_close_matches(text, linears, cutoff=0.3)
             raise ConfigError(
                 f"`{option}={pattern}` names no linear of this model, whose linears are such as "
-                f"{', '.join((near or list(linears))[:3])}"
+                f"{', '.join(_near(pattern.removeprefix(REGEX).strip('*.'), linears)[:3])}"
             )
         found |= {name: pattern for name in named if name not in found}
     return found
+
+
+def _near(text: str, linears: Mapping[str, nn.Module]) -> list[str]:
+    """Returns names like a text, or all: no embedding, which is among the linears where the head is tied to it."""
+    names = [name for name, module in linears.items() if not isinstance(module, nn.Embedding)]
+    if found := [name for name in names if text in name]:
+        return found
+    last = {name.rpartition(".")[2] for name in names}
+    alike = get_close_matches(text.rpartition(".")[2], last, n=1)
+    return [name for name in names if name.rpartition(".")[2] in alike] or get_close_matches(text, names) or names
 
 
 def _matches(option: str, pattern: str, name: str, module: nn.Module) -> bool:

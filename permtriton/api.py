@@ -46,6 +46,7 @@ def compile(  # noqa: PLR0913
     output: str | Path | None = None,
     save_format: str | None = None,
     push_to_hub: str | None = None,
+    private: bool | None = None,
     overwrite: bool = False,
     restart: bool = False,
     offload: str | Path | None = None,
@@ -87,6 +88,7 @@ def compile(  # noqa: PLR0913
         save_format: ``packed``, ``dense`` or ``plain``, as ``format`` of `CompiledModel.save_pretrained`.
         push_to_hub: name of a repository on the hub to publish ``output`` in, such as ``me/my-model-2of4``. It is made
             before the work, so that a wrong name or token is found then.
+        private: whether that repository, where it is new, is private; None for the default of its owner.
         overwrite: whether an earlier output may be replaced.
         restart: whether to start from scratch instead of resuming.
         offload: folder on a fast disk, for a model on a CPU that is larger than memory.
@@ -262,6 +264,7 @@ def _job(  # noqa: PLR0913
     output: str | Path | None = None,
     save_format: str | None = None,
     push_to_hub: str | None = None,
+    private: bool | None = None,
     overwrite: bool = False,
     restart: bool = False,
     offload: str | Path | None = None,
@@ -300,6 +303,7 @@ def _job(  # noqa: PLR0913
         offload=_path(offload),
         save_format=save_format,
         push_to_hub=push_to_hub,
+        private=private,
         token=checked_token(token),
     )
 

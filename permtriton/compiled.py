@@ -23,7 +23,7 @@ from permtriton.publishing import make_repository, upload
 from permtriton.running.state import StateFile
 
 
-@dataclass
+@dataclass(repr=False)
 class CompiledModel(Pruned):
     """A pruned model and the record of its compilation.
 
@@ -38,6 +38,12 @@ class CompiledModel(Pruned):
     indices: dict[str, Tensor]
     states: Sequence[StateFile] = ()
     source: Source | None = None
+
+    def __repr__(self) -> str:
+        """The class, the pattern and the recipe, without the model's modules and orders."""
+        config, linears = self.config, len(self.plan.patterns)
+        found = f"{type(self.model).__name__}, {linears} linears at {config.sparsity}, recipe {config.recipe}"
+        return f"<CompiledModel: {found}, layout {config.layout}>"
 
     def evaluate(self, eval_data: Data | None = None, *, against: Against | bool = True, **options: Any) -> Evaluated:
         """Measures the model: perplexity, distance from the dense model, zero-shot tasks.

@@ -30,7 +30,7 @@ from permtriton.methods.dense_share import DENSE_SHARE
 from permtriton.methods.heuristic_order import MAX_ROWS, reassigned
 from permtriton.methods.importance import reads_activations
 from permtriton.model.forward import last_hidden_state
-from permtriton.model.plan import Plan, layer_modules, linear_module, weight_in_out
+from permtriton.model.plan import ChannelSpace, Plan, layer_modules, linear_module, weight_in_out
 from permtriton.running.backward import checkpointed, frozen
 from permtriton.step import Facts, Speed, Stage
 
@@ -240,7 +240,8 @@ def _mask_seconds(model: PreTrainedModel, plan: Plan) -> float:
 
 
 def _assignment_seconds(model: PreTrainedModel, plan: Plan, config: CompileConfig) -> float:
-    segments = [size for space in plan.spaces if not space.frozen for size in space.segments]
+    spaces = [space for space in plan.spaces if not space.frozen]
+    segments = [size for space in spaces for size in space.segments]
     if not segments or all(step.stage is not Stage.ORDER for step in config.steps):
         return 0.0
     group = config.sparsity.group
@@ -250,7 +251,19 @@ def _assignment_seconds(model: PreTrainedModel, plan: Plan, config: CompileConfi
     index = torch.arange(channels, device=model.device)
     seconds = _seconds(model.device, lambda: reassigned(scores, index, 0, config.sparsity, generator))
     # In parts, sweeps are shorter by the factor by which there are more of them.
-    return seconds * SWEEPS * group * sum((size / channels) ** 2 for size in segments)
+    shares = {space.name: _rows(model, plan, space) / MAX_ROWS for space in spaces}
+    sizes = sum(shares[space.name] * (size / channels) ** 2 for space in spaces for size in space.segments)
+    return seconds * SWEEPS * group * sizes
+
+
+def _rows(model: PreTrainedModel, plan: Plan, space: ChannelSpace) -> int:
+    """Returns how many rows of scores decide the order of a space."""
+    rows = sum(
+        site.copies * weight_in_out(linear_module(model, name)).shape[1]
+        for site in plan.sites_of(space)
+        for name in site.linears
+    )
+    return min(rows, MAX_ROWS)
 
 
 def duration(seconds: float) -> str:

@@ -79,6 +79,7 @@ class Job:
         offload: folder for a model that is larger than memory.
         save_format: as ``format`` of `CompiledModel.save_pretrained`.
         push_to_hub: name of a repository on the hub to publish the result in; None for none.
+        private: whether a new repository is private; None for the default of its owner.
         token: token of the hub, for publishing, as `permtriton.model_name.checked_token` returns it.
     """
 
@@ -95,6 +96,7 @@ class Job:
     offload: Path | None = None
     save_format: str | None = None
     push_to_hub: str | None = None
+    private: bool | None = None
     token: str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -105,6 +107,8 @@ class Job:
                 "`push_to_hub=` needs `output=`, a folder that keeps the result if the hub cannot be reached: name "
                 "one, or call push_to_hub of the compiled model"
             )
+        if self.private is not None and self.push_to_hub is None:
+            raise ConfigError("`private=` has no effect without `push_to_hub=`: leave it out")
 
     @contextmanager
     def claimed(self, progress: Progress) -> Iterator[None]:
@@ -137,7 +141,7 @@ class Job:
         with nullcontext() if source is None else load.unchanged_weights(source):
             loaded = self._loaded(source, progress, offload)
             if self.push_to_hub is not None and not ranks.number():
-                make_repository(self.push_to_hub, self.token)
+                make_repository(self.push_to_hub, self.token, self.private)
             compiled = compile_model(
                 loaded.model,
                 loaded.tokenizer,
@@ -210,7 +214,9 @@ class Job:
         """
         if self.output is not None:
             self._check_apart()
-            check_output(self.output, overwrite=self.overwrite)
+            check_output(self.output, overwrite=True)
+            if self.output.exists() and not self.overwrite:
+                progress.say(f"{self.output} exists: a compilation would refuse to replace it unless it is told to")
         source = self.model if isinstance(self.model, Source) else None
         if source is not None and devices is not None:
             source = replace(source, device="cpu")

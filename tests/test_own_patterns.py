@@ -114,9 +114,9 @@ def test_from_the_compiled_folder_to_the_packed_one(tmp_path):
         "model.layers.0.mlp.down_proj": "4:8", "model.layers.1.mlp.down_proj": "4:8",
         "model.layers.1.self_attn.q_proj": "1:4", "model.layers.1.self_attn.k_proj": "1:4",
     }  # fmt: skip
-    assert "pruned to 2:4 (4:8 in 2 weights, 1:4 in 2 weights)" in (plain / "README.md").read_text()
+    assert "pruned to 2:4, but 4:8 in 2 and 1:4 in 2 of 14 weights" in (plain / "README.md").read_text()
     result = export(plain, tmp_path / "packed")
-    assert result["sparsity"] == "2:4 (4:8 in 2 weights, 1:4 in 2 weights)"
+    assert result["sparsity"] == "2:4, but 4:8 in 2 and 1:4 in 2 of 14 weights"
     entries = json.loads((tmp_path / "packed" / "config.json").read_text())["quantization_config"]["packed"]
     assert {entries[f"{name}.weight"].get("sparsity") for name in (DOWN, Q, GATE)} == {"4:8", "1:4", None}
     packed = folders.load(tmp_path / "packed")
@@ -125,7 +125,7 @@ def test_from_the_compiled_folder_to_the_packed_one(tmp_path):
     export(tmp_path / "packed", tmp_path / "dense", "dense")
     assert not folders.differing(folders.state(packed), folders.state(folders.load(tmp_path / "dense")))
     report([tmp_path / "packed"], tmp_path / "report.html")
-    assert "2:4 (4:8 in 2 weights, 1:4 in 2 weights)" in (tmp_path / "report.html").read_text()
+    assert "2:4, but 4:8 in 2 and 1:4 in 2 of 14 weights" in (tmp_path / "report.html").read_text()
 
 
 def test_training_keeps_them(tmp_path):

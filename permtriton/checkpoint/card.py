@@ -97,7 +97,7 @@ def model_card(report: Mapping[str, Any], architecture: str, loads_with: str, na
         f"---\n{front.to_yaml()}\n---",
         f"# {_code(shown_name(source))}, pruned to {described_sparsity(report)}",
         f"Of every {sparsity.partition(':')[2]} consecutive weights of a row, {sparsity.partition(':')[0]} are kept in "
-        f"the pruned linears{', but for those with a pattern of their own' * ('patterns' in report)}. Made with "
+        f"the pruned linears{' without a pattern of their own' * ('patterns' in report)}. Made with "
         f"{PROJECT} (`pip install permtriton`), which prunes in an order of the channels that hurts less.",
         "## Result",
         _table(("", ""), _facts(report)),

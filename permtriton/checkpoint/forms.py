@@ -336,10 +336,10 @@ class Comparison(TypedDict):
 
 
 def described_sparsity(record: Mapping[str, Any]) -> str:
-    """Returns the patterns of a record in words: ``2:4``, or ``2:4 (4:8 in 30 weights)``."""
-    others = Counter(record.get("patterns", {}).values())
-    own = ", ".join(f"{pattern} in {count} weight{'s' * (count > 1)}" for pattern, count in others.items())
-    return f"{record['config']['sparsity']} ({own})" if own else str(record["config"]["sparsity"])
+    """Returns the patterns of a record in words: ``2:4``, or ``2:4, but 4:8 in 30 of 210 weights``."""
+    others, total = Counter(record.get("patterns", {}).values()), len(record["pruned_weights"])
+    own = " and ".join(f"{pattern} in {count}" for pattern, count in others.items())
+    return f"{record['config']['sparsity']}, but {own} of {total} weights" if own else record["config"]["sparsity"]
 
 
 def read_record(folder: Path) -> Record:

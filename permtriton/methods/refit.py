@@ -1,4 +1,4 @@
-"""Step ``refit``: exact weights on a mask that SparseGPT begins and they improve, see `permtriton.methods.refitting`."""
+"""Step ``refit``: exact weights on a mask that SparseGPT begins, and they improve: `permtriton.methods.refitting`."""
 
 from dataclasses import dataclass
 from statistics import fmean
@@ -19,7 +19,7 @@ class Refit(Refitting, Step):
 
     name: ClassVar[str] = "refit"
     prefix: ClassVar[str] = "refit"
-    summary: ClassVar[str] = "SparseGPT's mask, exact least-squares weights on it, and exchanges that lower their error: minutes"
+    summary: ClassVar[str] = "exact weights, on SparseGPT's mask and on better ones that follow from them: minutes"
     stage: ClassVar[Stage] = Stage.PRUNE
     importance: ClassVar[str] = "obs"
     keeps_values: ClassVar[bool] = False

@@ -67,7 +67,7 @@ def update_weights(
         VerificationError: A weight keeps more or fewer values than the pattern says.
     """
     share = ranks.own_rows(len(samples)).numel()
-    with progress.stage("update", (share + 1) * len(plan.layers())) as advance:
+    with progress.stage("sparsegpt", (share + 1) * len(plan.layers())) as advance:
         for layer in layer_by_layer(model, plan, samples, batch, changing=True, empty=empty):
             curvature = curvatures(hessians(model, layer, advance))
             linears = [(name, site.name, curvature) for site in layer.sites for name in site.linears]
