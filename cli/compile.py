@@ -26,7 +26,7 @@ from permtriton.step import Outcome
 def default_output(source: Source, config: CompileConfig) -> Path:
     """Returns the folder that is written where none is named, such as ``MODEL-2of4``."""
     pattern, name = config.sparsity, Path(source.name).resolve().name.removesuffix(SUFFIX)
-    return Path(f"{name}-{pattern.kept}of{pattern.group}")
+    return Path(f"{name}-{pattern.kept}of{pattern.group}{'-mixed' * bool(config.pattern)}")
 
 
 def run(job: Job, *, json: bool) -> None:

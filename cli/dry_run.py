@@ -5,7 +5,6 @@ import shutil
 from pathlib import Path
 
 from permtriton.bars import reporter
-from permtriton.checkpoint.forms import described_sparsity
 from permtriton.checkpoint.plan_entries import grouped
 from permtriton.cli.console import out, print_json, table
 from permtriton.cli.inspect import destination
@@ -59,7 +58,7 @@ def print_dry_run(found: DryRun, folder: Path) -> None:
     share, total = found.config.dense_share, found.parameters
     pruned = round(found.pruned_parameters * (1 - share))
     result = table("Estimate", "", "", show_header=False)
-    result.add_row("pattern", _patterns(found))
+    result.add_row("pattern", plan.sparsity(found.config.sparsity))
     result.add_row("share of parameters to prune", f"{pruned / total:.1%} ({pruned:,} of {total:,})")
     dense = [*reasons_of(plan.skipped), *([f"a share of {share:.0%}, chosen by a backward pass"] if share else [])]
     result.add_row("linears left dense", "; ".join(dense) or "none")
@@ -86,9 +85,3 @@ def print_dry_run(found: DryRun, folder: Path) -> None:
         result.add_row("offload folder", parts)
     out.print(result)
     out.print("dry run: nothing was written")
-
-
-def _patterns(found: DryRun) -> str:
-    sparsity, patterns = found.config.sparsity, found.plan.patterns
-    own = {name: str(pattern) for name, pattern in patterns.items() if pattern != sparsity}
-    return described_sparsity({"config": {"sparsity": str(sparsity)}, "pruned_weights": patterns, "patterns": own})

@@ -12,6 +12,7 @@ from permtriton.sparsity import NMPattern
 
 REGEX = "re:"
 NOT_NAMED = "not named by targets"
+IGNORED = "named by ignore: "
 
 
 def left_out(linears: Mapping[str, nn.Module], targets: Iterable[str], ignore: Iterable[str]) -> dict[str, str]:
@@ -27,13 +28,13 @@ def left_out(linears: Mapping[str, nn.Module], targets: Iterable[str], ignore: I
     Raises:
         ConfigError: a pattern names no linear, or is no regular expression.
     """
-    found = {name: f"named by ignore: {pattern}" for name, pattern in _named(linears, "ignore", ignore).items()}
+    found = {name: f"{IGNORED}{pattern}" for name, pattern in _named(linears, "ignore", ignore).items()}
     wanted = _named(linears, "targets", targets) or linears
     return found | {name: NOT_NAMED for name in linears if name not in wanted and name not in found}
 
 
-def own_patterns(linears: Mapping[str, nn.Module], chosen: Iterable[str]) -> dict[str, NMPattern]:
-    """Returns each linear that has a sparsity pattern of its own -> that pattern.
+def own_patterns(linears: Mapping[str, nn.Module], chosen: Iterable[str]) -> dict[str, str]:
+    """Returns each linear that has a sparsity pattern of its own -> the text that gives it.
 
     Args:
         linears: name -> module.
@@ -43,11 +44,30 @@ def own_patterns(linears: Mapping[str, nn.Module], chosen: Iterable[str]) -> dic
     Raises:
         ConfigError: a text has another form, or names no linear.
     """
-    found: dict[str, NMPattern] = {}
+    found: dict[str, str] = {}
     for text in chosen:
-        named, pattern = NMPattern.of_some(text)
-        found = dict.fromkeys(_named(linears, "pattern", [named]), pattern) | found
+        found = dict.fromkeys(_named(linears, "pattern", [NMPattern.of_some(text)[0]]), text) | found
     return found
+
+
+def check_own_patterns(own: Mapping[str, str], chosen: Iterable[str], skipped: Mapping[str, str]) -> None:
+    """Refuses a text that decides the pattern of no pruned linear; linears that are ignored stay out of account.
+
+    Args:
+        own: what `own_patterns` returned for ``chosen``.
+        skipped: each linear that stays dense -> why.
+
+    Raises:
+        ConfigError: naming the text, and why.
+    """
+    for text in chosen:
+        reasons = [skipped.get(name, "") for name in own if own[name] == text]
+        if not reasons:
+            raise ConfigError(f"`pattern={text}` names no linear that an earlier one does not name: leave it out")
+        if all(reasons) and not any(reason.startswith(IGNORED) for reason in reasons):
+            raise ConfigError(
+                f"`pattern={text}` names no linear that is pruned, but one that stays dense: {reasons[0]}"
+            )
 
 
 def _named(linears: Mapping[str, nn.Module], option: str, patterns: Iterable[str]) -> dict[str, str]:

@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 
 from permtriton.errors import ModelError, reasons_of
 from permtriton.model.plan import LINEAR_MODULES, Axis, ChannelSpace, Plan, Site
-from permtriton.passes.chosen import left_out, own_patterns
+from permtriton.passes.chosen import check_own_patterns, left_out, own_patterns
 from permtriton.passes.graph import module_path, one_thread
 from permtriton.passes.provenance import Provenance
 from permtriton.passes.unseen import Unseen, layer_of
@@ -45,12 +45,13 @@ def find_sites(
         The plan of layout ``portable``.
 
     Raises:
-        ConfigError: As `permtriton.passes.chosen.left_out`.
+        ConfigError: As `permtriton.passes.chosen.left_out`, `own_patterns` and `check_own_patterns` there.
         ModelError: A linear's input channels are not a multiple of the group, or nothing can be pruned.
     """
     linears = _linears(provenance, model)
     skipped = left_out(linears, targets, ignore)
-    patterns = dict.fromkeys(linears, sparsity) | own_patterns(linears, pattern)
+    own = own_patterns(linears, pattern)
+    patterns = dict.fromkeys(linears, sparsity) | {name: NMPattern.of_some(text)[1] for name, text in own.items()}
     calls = [call for call in provenance.linears if call.parameter.rpartition(".")[0] not in skipped]
     sources: dict[str, dict[fx.Node, None]] = defaultdict(dict)  # of a linear that runs more than once: each of them
     for call in provenance.linears:
@@ -60,6 +61,7 @@ def find_sites(
     for call in _prunable(calls, provenance, model, feeding, patterns, skip_indivisible, skipped):
         by_sources[tuple(sources[call.parameter])].append(call)
     _skip_the_rest(model, provenance, feeding, skipped)
+    check_own_patterns(own, pattern, skipped)
     if not by_sources:
         reasons = "; ".join(reasons_of(skipped))
         raise ModelError(f"no linear layer of this model can be pruned ({reasons or 'it has none'})")

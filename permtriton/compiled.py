@@ -41,9 +41,9 @@ class CompiledModel(Pruned):
 
     def __repr__(self) -> str:
         """The class, the pattern and the recipe, without the model's modules and orders."""
-        config, linears = self.config, len(self.plan.patterns)
-        found = f"{type(self.model).__name__}, {linears} linears at {config.sparsity}, recipe {config.recipe}"
-        return f"<CompiledModel: {found}, layout {config.layout}>"
+        config, pattern = self.config, self.plan.sparsity(self.config.sparsity)
+        found = f"{type(self.model).__name__}, {len(self.plan.patterns)} linears at {pattern}"
+        return f"<CompiledModel: {found}, recipe {config.recipe}, layout {config.layout}>"
 
     def evaluate(self, eval_data: Data | None = None, *, against: Against | bool = True, **options: Any) -> Evaluated:
         """Measures the model: perplexity, distance from the dense model, zero-shot tasks.
@@ -145,4 +145,4 @@ class CompiledModel(Pruned):
     @property
     def commit_message(self) -> str:
         """Message of a commit on the hub."""
-        return f"Pruned to {self.config.sparsity} by permtriton, recipe {self.config.recipe}"
+        return f"Pruned to {self.plan.sparsity(self.config.sparsity)} by permtriton, recipe {self.config.recipe}"

@@ -244,12 +244,13 @@ def _assignment_seconds(model: PreTrainedModel, plan: Plan, config: CompileConfi
     segments = [size for space in spaces for size in space.segments]
     if not segments or all(step.stage is not Stage.ORDER for step in config.steps):
         return 0.0
-    group = config.sparsity.group
+    pattern = plan.pattern_of(max(spaces, key=lambda space: max(space.segments)))
+    group = pattern.group
     channels = min(PROBE_CHANNELS, max(segments)) // group * group
     generator = torch.Generator().manual_seed(0)
     scores = torch.rand(channels, MAX_ROWS, generator=generator).to(model.device)
     index = torch.arange(channels, device=model.device)
-    seconds = _seconds(model.device, lambda: reassigned(scores, index, 0, config.sparsity, generator))
+    seconds = _seconds(model.device, lambda: reassigned(scores, index, 0, pattern, generator))
     # In parts, sweeps are shorter by the factor by which there are more of them.
     shares = {space.name: _rows(model, plan, space) / MAX_ROWS for space in spaces}
     sizes = sum(shares[space.name] * (size / channels) ** 2 for space in spaces for size in space.segments)

@@ -214,9 +214,11 @@ class Job:
         """
         if self.output is not None:
             self._check_apart()
-            check_output(self.output, overwrite=True)
-            if self.output.exists() and not self.overwrite:
-                progress.say(f"{self.output} exists: a compilation would refuse to replace it unless it is told to")
+            check_output(self.output, overwrite=True)  # a dry run needs no free place, but one that may be written
+            try:
+                check_output(self.output, overwrite=self.overwrite)
+            except OutputError:
+                progress.say(f"{self.output} exists: to compile, name another folder, or overwrite it")
         source = self.model if isinstance(self.model, Source) else None
         if source is not None and devices is not None:
             source = replace(source, device="cpu")

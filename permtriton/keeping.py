@@ -308,6 +308,12 @@ def _recorded(model: Any, record: Record) -> dict[str, _Weight]:
                 f"{type(model).__name__} does not have: load it with the class of its config.json"
             )
         weight = _weight(model, name, dim, NMPattern.parse(own.get(stored, sparsity)))
+        shape = weight.parameter.shape
+        if not 0 <= dim < len(shape) or shape[dim] % weight.pattern.group:
+            raise ModelError(
+                f"permtriton.json of {model.name_or_path} has {stored} at {weight.pattern} along dimension {dim}, "
+                f"which its shape {list(shape)} does not fit: the file is damaged"
+            )
         _check_pattern(name, weight)
         found[_plain(name)] = weight
     return found

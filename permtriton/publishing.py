@@ -20,9 +20,13 @@ def make_repository(repo: str, token: str | None, private: bool | None = None) -
         OutputError: the hub refuses, or cannot be reached.
     """
     try:
-        HfApi(token=token, library_name="permtriton").create_repo(repo, private=private, exist_ok=True)
+        api = HfApi(token=token, library_name="permtriton")
+        api.create_repo(repo, private=private, exist_ok=True)
+        public = bool(private) and not api.repo_info(repo).private  # it was there, and was left as it was
     except Exception as error:  # the hub client raises many kinds
         raise _not_pushed(repo, error) from error
+    if public:
+        raise OutputError(f"{repo} is there already, and is public: name another, or publish without `private=True`")
 
 
 def upload(folder: Path, repo: str, token: str | None, message: str) -> str:

@@ -59,7 +59,7 @@ RECIPES: dict[str, Recipe] = {
         "the same, then trained layer by layer and as a whole, on text that the model writes: minutes to hours",
         generated=8,
     ),
-    "fast": Recipe((Heuristic(), SparseGPT()), "the least time, without a backward pass"),
+    "fast": Recipe((Heuristic(), SparseGPT()), "half the time of the default"),
     "values": Recipe(
         (Heuristic(row_weights="fisher"), Searched(), Mask()),
         "the best masks where kept weights must keep their values",

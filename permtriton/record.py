@@ -54,7 +54,8 @@ def compilation_record(
         "steps": [{"name": name, **asdict(outcome)} for name, outcome in run.outcomes.items()],
         "retained_importance": run.importance_shares,
         "corners": {
-            name: {"dense": run.dense_corners[name], "pruned": corner} for name, corner in run.corners().items()
+            name: {"dense": run.dense_corners[name], "pruned": corner, "group": plan.patterns[name].group}
+            for name, corner in run.corners().items()
         },
         "evaluation": dict(evaluation),
         "passes": [{"name": p.name, "nodes": p.changes, "difference": p.difference} for p in run.passes],

@@ -1,6 +1,8 @@
 """What is an N:M pattern, and what is said of a weight that has one?"""
 
 import re
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from permtriton.errors import ConfigError, shown
@@ -61,6 +63,18 @@ class NMPattern:
 
     def __str__(self) -> str:
         return f"{self.kept}:{self.group}"
+
+
+def in_words(sparsity: str, own: Iterable[str], total: int) -> str:
+    """Returns the patterns of pruned weights in words: ``2:4``, or ``2:4, but 4:8 in 30 of 210 weights``.
+
+    Args:
+        sparsity: the pattern of those that have none of their own.
+        own: the patterns of the others.
+        total: number of all.
+    """
+    others = " and ".join(f"{pattern} in {count}" for pattern, count in Counter(own).items())
+    return f"{sparsity}, but {others} of {total} weights" if others else sparsity
 
 
 @dataclass(frozen=True)

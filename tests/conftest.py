@@ -102,6 +102,10 @@ def _traced_once(monkeypatch, request):
     monkeypatch.setattr(preparing, "plan_model", plan_model)
 
 
+# The options that a plan depends on.
+PLANNED = ("sparsity", "pattern", "layout", "o_proj", "skip_indivisible", "targets", "ignore")
+
+
 def _traced(model, config, samples):
     """Everything that a plan and a graph depend on but the values of weights."""
     first: dict = {}
@@ -112,6 +116,6 @@ def _traced(model, config, samples):
         model.config._attn_implementation,
         *[(name, type(each), "forward" in vars(each)) for name, each in model.named_modules()],
         *[(name, each.shape, each.dtype, each.device, first.setdefault(id(each), name)) for name, each in tensors],
-        *[getattr(config, name) for name in ("sparsity", "layout", "o_proj", "skip_indivisible", "targets", "ignore")],
+        *[getattr(config, name) for name in PLANNED],
         *[(name, None if samples.is_text else str(each[:1].tolist())) for name, each in samples.inputs.items()],
     )

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -45,6 +46,9 @@ class Hub:
         if "/" not in repo_id:
             raise ValueError(f"401 Client Error.\nno such owner: {repo_id}")
         self.calls.append((repo_id, private, exist_ok, self.token))
+
+    def repo_info(self, repo_id: str) -> SimpleNamespace:
+        return SimpleNamespace(private=repo_id != "me/public")
 
     def upload_folder(self, *, repo_id: str, folder_path: Path, commit_message: str) -> str:
         shutil.copytree(folder_path, self.root / repo_id)
@@ -374,6 +378,10 @@ def test_a_token_that_cannot_be_one_is_not_shown(token, here):
 
 def test_publishing(here, monkeypatch):
     compiled_model = permtriton.compile("my-model", data=TEXTS, **QUICK)
+    with pytest.raises(OutputError, match="me/public is there already, and is public"):
+        compiled_model.push_to_hub("me/public", private=True)
+    Hub.calls.clear()
+    assert repr(compiled_model).startswith("<CompiledModel: LlamaForCausalLM, 14 linears at 2:4, recipe mask")
     assert compiled_model.push_to_hub("me/it", token="secret", private=True).startswith(
         "https://hub/me/it/commit: Prun"
     )

@@ -71,11 +71,41 @@ def test_the_first_that_names_a_linear_counts():
         ("*.down_proj=8:4", "8:4 is not possible"),
         ("*.down_proj=dense", "'dense' is not understood"),
         ("*.down=4:8", "`pattern=.*down` names no linear of this model, .*down_proj"),
+        ("*.dwn_proj=4:8", "whose linears are such as model.layers.0.mlp.down_proj, model.layers.1.mlp.down_proj$"),
+        (
+            "lm_head=4:8",
+            "names no linear that is pruned, but one that stays dense: does not feed the last hidden state",
+        ),
     ],
 )
 def test_what_is_refused(pattern, words):
     with pytest.raises(ConfigError, match=words):
         find_plan(zoo.build("llama"), TWO_FOUR, pattern=[pattern])
+
+
+def test_one_that_an_earlier_one_leaves_nothing_is_refused():
+    with pytest.raises(ConfigError, match=r"down_proj=1:4` names no linear that an earlier one does not"):
+        find_plan(zoo.build("llama"), TWO_FOUR, pattern=["Linear=4:8", "*.down_proj=1:4"])
+    assert find_plan(zoo.build("llama"), TWO_FOUR, pattern=["*.down_proj=4:8"], ignore=["*.down_proj"]).sites
+
+
+def test_with_a_dense_share():
+    found = compiled(recipe="mask", dense_share=0.3)
+    left = [name for name, pattern in found.plan.patterns.items() if str(pattern) == "4:8"]
+    assert all((counts(found.model, name, 8) == 4).float().mean() > 0.99 for name in left)
+    assert len(found.plan.patterns) < 14
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mixtral"])
+def test_transposed_weights_and_stacks_of_experts(name, tmp_path):
+    linears = {"gpt2": "*.mlp.c_proj", "mixtral": "re:.*experts.*down_proj"}[name]
+    config = config_from({"recipe": "heuristic,mask", "pattern": [f"{linears}=4:8"]})
+    plain = compile_model(zoo.build(name), None, config, ids=zoo.token_ids()).save_pretrained(tmp_path / "plain")
+    own = json.loads((plain / "permtriton.json").read_text())["patterns"]
+    assert len(own) == 2
+    assert set(own.values()) == {"4:8"}
+    export(plain, tmp_path / "packed")
+    assert not folders.differing(folders.state(folders.load(plain)), folders.state(folders.load(tmp_path / "packed")))
 
 
 def test_a_group_that_does_not_fit_its_linear():
@@ -151,3 +181,6 @@ def test_a_damaged_record_is_refused(tmp_path):
     folders.edit_json(plain / "permtriton.json", lambda record: record["patterns"].update({"other": "4:8"}))
     with pytest.raises(ModelError, match="has a pattern of other, which it does not list as pruned"):
         _ = Folder.open(plain).pruned
+    folders.edit_json(plain / "permtriton.json", lambda record: record.update(patterns={f"{DOWN}.weight": "3:11"}))
+    with pytest.raises(ModelError, match="does not fit: the file is damaged"):
+        permtriton.keep_pattern(AutoModelForCausalLM.from_pretrained(plain))

@@ -1,4 +1,4 @@
-"""Refitting: exact least-squares weights on SparseGPT's mask, and a pruned model that is closer to the dense one."""
+"""Refitting: exact weights on SparseGPT's mask and on better ones, and a model that is closer to the dense one."""
 
 from itertools import pairwise
 

@@ -1,7 +1,6 @@
 """What do ``permtriton.json`` and the JSON of ``permtriton compare`` hold? Files of any other form are refused."""
 
 import math
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -17,7 +16,7 @@ from permtriton.errors import ConfigError, ModelError, shown
 from permtriton.model.headers import DTYPES, REPORT_FILE, read_json
 from permtriton.model_name import is_hub_name
 from permtriton.permutation import is_permutation
-from permtriton.sparsity import NMPattern
+from permtriton.sparsity import NMPattern, in_words
 from permtriton.validated import checked
 
 SHOWN = {
@@ -181,6 +180,7 @@ class Corner(TypedDict):
 
     dense: list[list[float]]
     pruned: list[list[float]]
+    group: NotRequired[Annotated[Integer, Field(gt=0)]]  # of its pattern; of the config's where it is not there
 
 
 class Gguf(TypedDict):
@@ -336,10 +336,8 @@ class Comparison(TypedDict):
 
 
 def described_sparsity(record: Mapping[str, Any]) -> str:
-    """Returns the patterns of a record in words: ``2:4``, or ``2:4, but 4:8 in 30 of 210 weights``."""
-    others, total = Counter(record.get("patterns", {}).values()), len(record["pruned_weights"])
-    own = " and ".join(f"{pattern} in {count}" for pattern, count in others.items())
-    return f"{record['config']['sparsity']}, but {own} of {total} weights" if own else record["config"]["sparsity"]
+    """Returns the patterns of a record, as `permtriton.sparsity.in_words` has them."""
+    return in_words(record["config"]["sparsity"], record.get("patterns", {}).values(), len(record["pruned_weights"]))
 
 
 def read_record(folder: Path) -> Record:

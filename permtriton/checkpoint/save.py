@@ -42,7 +42,7 @@ class Pruned:
     Attributes:
         model: transformers model with N:M weights; in layout ``fused`` some of its norms and linears permute channels.
         tokenizer: tokenizer or processor of the model; None if there is none.
-        config: options, of which the pattern is checked.
+        config: every option.
         plan: sites and channel spaces.
         report: content of ``permtriton.json``, as `permtriton.record.compilation_record` builds it.
         reference: samples on which a reloaded checkpoint must give the outputs of ``model``.

@@ -81,7 +81,9 @@ class Refitting:
         "as pruned so far.",
         maximum=1.0,
     )
-    iterations: int = option(20, "Most rounds of conjugate gradients per weight; 0 leaves SparseGPT's weights.")
+    iterations: int = option(
+        20, "Most rounds of conjugate gradients per weight; 0 leaves SparseGPT's weights and mask."
+    )
     exchanges: int = option(
         4, "Most rounds in which pruned weights take the place of kept ones, each followed by a further fit."
     )

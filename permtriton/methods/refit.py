@@ -1,4 +1,4 @@
-"""Step ``refit``: exact weights on a mask that SparseGPT begins, and they improve: `permtriton.methods.refitting`."""
+"""Step ``refit``: exact weights, on SparseGPT's mask and on better ones, see `permtriton.methods.refitting`."""
 
 from dataclasses import dataclass
 from statistics import fmean
@@ -46,14 +46,15 @@ class Refit(Refitting, Step):
                 "inputs of layers": 2 * layer["inputs of layers"],
                 "inputs of sites": facts.all_positions * channels * facts.element,
                 "hessians": layer["hessians"] * 3 // 2,  # and shift, inverse and factor of the site at hand
-                "one layer": facts.largest_weight * 14 * FLOAT32,
+                "one layer": facts.largest_weight * 17 * FLOAT32,
             }
         }
 
     def seconds(self, facts: Facts, speed: Speed) -> float:
         # The pruned model runs a layer for every site, the dense one once. A round of conjugate gradients costs
         # about one token per column, SparseGPT and the targets three each, a round of exchanges two and its fit.
-        rounds = 6 + self.iterations + (2 + FIT_AFTER_EXCHANGE) * self.exchanges
+        exchanges = self.exchanges if self.iterations else 0
+        rounds = 6 + self.iterations + (2 + FIT_AFTER_EXCHANGE) * exchanges
         per_token = speed.forward / max(facts.positions, 1)
         return (6 if facts.thrifty else 4.5) * speed.forward + rounds * facts.widest * per_token
 

@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 from permtriton.errors import VerificationError
 from permtriton.kernels.norm_permute import NormVariant
 from permtriton.permutation import is_permutation
-from permtriton.sparsity import NMPattern
+from permtriton.sparsity import NMPattern, in_words
 
 LINEAR_MODULES = (nn.Linear, Conv1D)
 
@@ -253,6 +253,11 @@ class Plan:
         for site in self.sites:
             for name in site.linears:
                 yield site, name
+
+    def sparsity(self, default: NMPattern) -> str:
+        """Returns the patterns of its linears in words, beside the one of those that have none of their own."""
+        own = [str(pattern) for pattern in self.patterns.values() if pattern != default]
+        return in_words(str(default), own, len(self.patterns))
 
     def sites_of(self, space: ChannelSpace) -> list[Site]:
         """Returns the sites that ``space`` orders."""

@@ -57,11 +57,6 @@ class Compiled(Folder):
             packed -= math.prod(self.shape(name)) * element * (1 - ratio)
         return {"dense": self.stored_bytes, "packed": round(packed)}
 
-    def group_of(self, linear: str) -> int:
-        """Returns the number of consecutive weights per group of a pruned linear."""
-        weight = self.pruned.get(f"{linear}.weight")  # absent where it is an expert of a stack
-        return (weight.pattern if weight else self.pattern).group
-
 
 def read_folders(folders: Sequence[Path]) -> list[Compiled]:
     """Reads what permtriton recorded in each folder.

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from permtriton.checkpoint.forms import read_comparison
+from permtriton.checkpoint.forms import described_sparsity, read_comparison
 from permtriton.errors import ConfigError
 from permtriton.extras import require
 from permtriton.output_files import check_file
@@ -51,7 +51,7 @@ def page_of(folders: Sequence[Compiled], comparison: Mapping[str, Any] | None) -
         ModelError: a folder is damaged.
     """
     models = list(dict.fromkeys(folder.model for folder in folders))
-    patterns = list(dict.fromkeys(str(folder.pattern) for folder in folders))
+    patterns = list(dict.fromkeys(described_sparsity(folder.record) for folder in folders))
     ways = f", {len(folders)} methods side by side" if len(folders) > 1 else ""
     warnings = []
     if len(models) > 1:
@@ -59,7 +59,8 @@ def page_of(folders: Sequence[Compiled], comparison: Mapping[str, Any] | None) -
     group = folders[0].pattern
     return Page(
         title=f"{', '.join(models)} at {', '.join(patterns)}{ways}",
-        lead=f"Pruned by permtriton: of every {group.group} consecutive weights of a row, {group.kept} are kept, after "
+        lead=f"Pruned by permtriton: of every {group.group} consecutive weights of a row, {group.kept} are kept"
+        f"{', but in linears with a pattern of their own' * any('patterns' in each.record for each in folders)}, after "
         "the channels were put into an order in which that hurts less.",
         sections=[
             sections.result(folders, comparison),

@@ -122,7 +122,7 @@ def weight_pictures(folders: Sequence[Compiled]) -> Section:
     for name in common[-most:]:
         for number, (folder, each) in enumerate(zip(folders, corners, strict=True)):
             dense, pruned = each[name]["dense"], each[name]["pruned"]
-            svg = weights(dense, pruned, folder.group_of(name))
+            svg = weights(dense, pruned, each[name].get("group", folder.pattern.group))
             alt = f"{len(dense)} x {len(dense[0])} weights of {name}, {folder.label}, before and after"
             pictures.append(Picture(svg, alt, name, [(colour(number), folder.label)]))
     text = (
