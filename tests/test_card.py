@@ -19,6 +19,7 @@ from . import zoo
 from .folders import record
 
 REPORT = record(
+    pruned_weights={"a": 1},
     model="org/model-7b",
     command="permtriton compile org/model-7b --recipe heuristic,mask",
     config={**record()["config"], "calibration": "/home/me/text.txt"},
