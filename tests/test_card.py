@@ -117,7 +117,7 @@ def test_a_pushed_card_loads_from_its_repository(folders, tmp_path):
 
 
 def test_a_model_that_was_not_measured():
-    text = model_card(record(versions={"torch": "2.11"}), "", ALONE, "out")
+    text = model_card(record(versions={"torch": "2.11"}, pruned_weights={"a": 1}), "", ALONE, "out")
     assert "| held-out evaluation | not measured |" in text
     assert "| made on | cpu; torch 2.11 |" in text
 
