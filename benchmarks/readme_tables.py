@@ -127,6 +127,18 @@ def refit_table(*names: str) -> str:
     return _table("method | seeds | perplexity | KL, nats | seconds", lines, caption)
 
 
+def encoder_table(name: str) -> str:
+    """Returns the rows of a comparison by the cosine between last hidden states."""
+    report, lines = _load(name), []
+    seeds = len(report["seeds"])
+    for row in report["rows"]:
+        if row["method"] != "dense":
+            mean = f"{1 - row['mean']:.4f} ± {row['spread']:.4f}"
+            lines.append([row["method"], mean, f"{row['compile_seconds'] / seeds:.0f}"])
+    caption = f"{_machine([report])}; {seeds} seeds; seconds are of one compilation, while other work ran."
+    return _table("method | 1 - cosine to dense | seconds", lines, caption)
+
+
 def row_weights_table(name: str) -> str:
     """Returns the rows of ``benchmarks/real`` seed by seed."""
     report = _load(name)
@@ -390,6 +402,7 @@ TABLES = {
     "demo-default": lambda: comparison_table("compare-demo-default.json"),
     "row-weights": lambda: row_weights_table("real-smollm2-16x512.json"),
     "dense-share": lambda: refit_table("compare-demo-dense-share.json"),
+    "encoder": lambda: encoder_table("compare-minilm.json"),
     "exchanges": lambda: refit_table("compare-demo-exchanges.json"),
     "refit": lambda: refit_table(*(f"compare-demo-refit{each}.json" for each in ("", "-share"))),
     "rotation-real": lambda: rotation_table("rotation-smollm2.json"),
