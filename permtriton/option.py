@@ -177,6 +177,7 @@ def check_options(config: Any) -> None:
 def documented(cls: type[Config]) -> type[Config]:
     """Class decorator: adds to the docstring of a dataclass of options what its options say."""
     lines = [f"{each.field}: {each.help} Expects {each.expected}." for each in options_of(cls)]
-    wrapped = [fill(line, 120, initial_indent=" " * 8, subsequent_indent=" " * 12) for line in lines]
+    inner, outer = " " * 12, " " * 8
+    wrapped = [fill(each, 120, initial_indent=outer, subsequent_indent=inner, break_on_hyphens=False) for each in lines]
     cls.__doc__ = "\n".join([f"{cls.__doc__}\n\n    Attributes:", *wrapped])
     return cls

@@ -146,7 +146,7 @@ def test_no_flag_of_the_commands_is_dropped_on_the_way():
         "model", "recipe", "eval_data", "device", "dtype", "output", "overwrite", "config", "json", "revision",
         "token", "save_format", "push_to_hub", "trust_remote_code", "seeds", "methods", "patterns", "ablate",
         "values", "tasks", "tasks_dir", "limit", "restart", "dry_run", "devices", "shard", "offload", "help_all",
-        "gguf_file",
+        "gguf_file", "private",
     }  # fmt: skip
     for command in (compile, compare):
         assert set(inspect.signature(command).parameters) <= running | set(OPTIONS)
