@@ -102,7 +102,7 @@ def heuristic_index(space: ChannelSpace, scores: Tensor, pattern: NMPattern, adv
     index, start = identity(space.units), 0
     for size in space.segments:
         segment = slice(start, start + size)
-        index[segment] = start + _two_stages(scores[segment], pattern).cpu()
+        index[segment] = start + two_stages(scores[segment], pattern).cpu()
         start += size
         advance()
     return index
@@ -114,7 +114,8 @@ def retained(scores: Tensor, index: Tensor, pattern: NMPattern) -> float:
     return float(grouped.topk(pattern.kept, dim=1).values.sum(dtype=torch.float64))
 
 
-def _two_stages(scores: Tensor, pattern: NMPattern) -> Tensor:
+def two_stages(scores: Tensor, pattern: NMPattern) -> Tensor:
+    """Returns the order ``[channels]`` that the two stages find for scores ``[channels, rows]``."""
     channels = scores.shape[0]
     unchanged = torch.arange(channels, device=scores.device)
     if channels <= pattern.group:
