@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from permtriton import ranks
 from permtriton.methods.heuristic_order import MAX_ROWS, two_stages
@@ -27,7 +27,7 @@ from permtriton.methods.obs import inverse_of
 from permtriton.methods.statistics import hessians
 from permtriton.model.apply import apply_edits
 from permtriton.model.edits import rotations_of
-from permtriton.model.plan import Axis, ChannelSpace, Placement, Site, linear_module, weight_in_out
+from permtriton.model.plan import Axis, ChannelSpace, Placement, Plan, Site, linear_module, weight_in_out
 from permtriton.passes.linear_paths import passes_linearly
 from permtriton.progress import Advance
 from permtriton.run import Run
@@ -98,7 +98,7 @@ def rotate_values(run: Run, entropy_steps: int, loss_steps: int) -> Outcome:
         CalibrationError: an activation is NaN or infinite, or a Hessian cannot be inverted.
         VerificationError: the outputs changed.
     """
-    spaces = [space for space in run.plan.spaces if may_turn(run, space)]
+    spaces = [space for space in run.plan.spaces if may_turn(run.graph, run.plan, space)]
     if not spaces:
         run.progress.say("rotate: this model has no attention values that may be rotated; nothing was changed")
         return Outcome()
@@ -123,13 +123,13 @@ def rotate_values(run: Run, entropy_steps: int, loss_steps: int) -> Outcome:
     return Outcome(parts=[part for _, part in found])
 
 
-def may_turn(run: Run, space: ChannelSpace) -> bool:
+def may_turn(graph: fx.GraphModule, plan: Plan, space: ChannelSpace) -> bool:
     """Whether a space is heads of one size, whose channels reach all that reads them by linear operators alone."""
-    if space.placement is not Placement.FOLDED or not run.plan.sites_of(space) or len(set(space.segments)) != 1:
+    if space.placement is not Placement.FOLDED or not plan.sites_of(space) or len(set(space.segments)) != 1:
         return False
     if any(axis.blocks(space.units, space.segments[0]) is None for axis in space.axes):
         return False
-    return passes_linearly(run.graph, space)
+    return passes_linearly(graph, space)
 
 
 def searched(scored: Sequence[Scored], entropy_steps: int, loss_steps: int, seed: int) -> tuple[Tensor, float, float]:
