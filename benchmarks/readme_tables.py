@@ -25,6 +25,7 @@ from benchmarks.gpu import table as gpu  # noqa: E402
 from benchmarks.real import plot  # noqa: E402
 from benchmarks.real import table as real  # noqa: E402
 from permtriton.cli.main import app  # noqa: E402
+from permtriton.comparison.methods import ABLATIONS  # noqa: E402
 from permtriton.kernels.tools.issue_floor import GPUS  # noqa: E402
 from permtriton.recipe import all_options, defaults  # noqa: E402
 
@@ -192,7 +193,7 @@ def _from_to(rows: Mapping[int, Any], what: str) -> str:
 def _table(heading: str, rows: Iterable[Sequence[str]], caption: str) -> str:
     lines = [heading, *(" | ".join(cells) for cells in rows)]
     lines = [f"| {line} |" for line in lines]
-    return "\n".join([lines[0], "|---" * (heading.count("|") + 1) + "|", *lines[1:], "", caption])
+    return "\n".join([lines[0], "|---" * (heading.count("|") + 1) + "|", *lines[1:], "", caption]).rstrip()
 
 
 def _sizes(row: Any) -> str:
@@ -371,6 +372,15 @@ def config_options_table() -> str:
     return "\n".join(lines).rstrip()
 
 
+def ablations_table() -> str:
+    """Returns a row for each ablation of ``permtriton compare``."""
+    lines = [
+        [f"`{name}`", f"`{each.option}`", ", ".join(each.values), "; ".join(each.methods)]
+        for name, each in ABLATIONS.items()
+    ]
+    return _table("`--ablate` | option | values | method", lines, "")
+
+
 def other_options_table() -> str:
     """Returns the options of ``permtriton compile`` that are not the config's."""
     flags = [p for p in get_command(app).commands["compile"].params if p.opts[0].startswith("--")]
@@ -381,6 +391,7 @@ def other_options_table() -> str:
 TABLES = {
     "architectures-summary": architectures.summary,
     "keep-variants": lambda: keep_variants_table("keep-variants-cpu.json"),
+    "ablations": ablations_table,
     "finetune": finetune_table,
     "architectures-causes": architectures.causes,
     "config-options": config_options_table,
@@ -398,7 +409,6 @@ TABLES = {
     "real-stages": lambda: real.where_the_seconds_go(_load(REAL), ("sparsegpt", "fast", "default")),
     "real-all": lambda: real.markdown(_load(REAL)),
     "demo-recipe": lambda: comparison_table("compare-demo-recipe.json"),
-    "demo-best": lambda: comparison_table("compare-demo-best.json"),
     "demo-default": lambda: comparison_table("compare-demo-default.json"),
     "row-weights": lambda: row_weights_table("real-smollm2-16x512.json"),
     "dense-share": lambda: refit_table("compare-demo-dense-share.json"),

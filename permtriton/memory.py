@@ -267,8 +267,8 @@ def refusal(needs: Needs, devices: Devices) -> str:
     return (
         f"this compilation needs about {format_bytes(needs.added(stage))} more on {each} than it holds now, "
         f"including {format_bytes(uses[largest])} for {largest} ({stage}), but only {format_bytes(devices.free)} are "
-        "free: lower `sequence_length=`, `samples=` or `micro_batch_size=`, choose `dtype=bfloat16`, or use a larger "
-        "machine"
+        "free: lower `sequence_length=` or `samples=` (`micro_batch_size=` first, where gradients are computed), or "
+        "choose `dtype=bfloat16`, or use a larger machine"
     )
 
 

@@ -207,7 +207,7 @@ def test_table():
     failed = {"name": "modelopt sparsegpt", "seed": 0, "error": "no GPU"}
     report = {
         "rows": [row("dense", 10.0), row("sparsegpt", 40.0), row("fast", 19.0), row("fast", 21.0, 1), failed],
-        "inputs": {"calibration": [32, 512]},
+        "inputs": {"calibration": [32, 512], "kl_windows": 8},
         "versions": {"torch": "2.13"},
         "peers": {"modelopt": ["nvidia-modelopt==0.47.0"]},
         "hardware": "a machine",
@@ -216,10 +216,10 @@ def test_table():
     }
     lines = table.markdown(report).splitlines()
     assert lines[2:7] == [
-        "| dense | 10.00 | 0 | | | |",
-        "| sparsegpt | 40.00 | 1.00 | 0.250 | 100 | 1.5 GiB |",
-        "| fast | 20.00 ± 1.41 | 0.50 | 0.250 | 100 | 1.5 GiB |",
-        "| modelopt sparsegpt | does not run here: no GPU | | | | |",
+        "| dense | | 10.00 | 0 | | | |",
+        "| sparsegpt | 1 | 40.00 | 1.00 | 0.250 | 100 | 1.5 GiB |",
+        "| fast | 2 | 20.00 ± 1.41 | 0.50 | 0.250 | 100 | 1.5 GiB |",
+        "| modelopt sparsegpt | | does not run here: no GPU | | | | |",
         "",
     ]
     assert "8 windows" in lines[7]
@@ -243,9 +243,10 @@ def result(*rows: tuple[str, float, float], seeds: int = 1) -> dict:
 
 
 CROWDED = result(
-    ("wanda", 120, 88.0), ("sparsegpt", 286, 45.3), ("learned", 900, 80.0), ("values", 1500, 62.0),
-    ("fast", 340, 41.4), ("default", 833, 32.5), ("best", 5200, 22.0), ("llm-compressor sparsegpt", 202, 45.4),
-    ("llm-compressor wanda", 110, 90.0), ("modelopt sparsegpt", 260, 46.5), ("modelopt sparse_magnitude", 30, 4321.0),
+    ("wanda", 120, 88.0), ("sparsegpt", 286, 45.3), ("published, 2 of 50 epochs", 900, 80.0), ("values", 1500, 62.0),
+    ("fast", 340, 41.4), ("default", 833, 32.5), ("best, cut short", 5200, 22.0),
+    ("llm-compressor sparsegpt", 202, 45.4), ("llm-compressor wanda", 110, 90.0), ("modelopt sparsegpt", 260, 46.5),
+    ("modelopt sparse_magnitude", 30, 4321.0),
 )  # fmt: skip
 
 

@@ -16,13 +16,13 @@ OURS = {
     "wanda + heuristic": "--recipe heuristic,mask --importance wanda",
     "ria + heuristic": "--recipe heuristic,mask --importance ria",
     "heuristic + sparsegpt": "--recipe heuristic,sparsegpt",
-    "learned": "--recipe published --learn-epochs 2",  # of the 50 that the paper has, to end within minutes
+    "published, 2 of 50 epochs": "--recipe published --learn-epochs 2",  # to end within minutes
     "values": "--recipe values",
     "fast": "--recipe fast",
     "default": "--recipe default",
     "default with row weights": "--recipe default --heuristic-row-weights fisher",
     "default with rotated values": "--recipe rotate,heuristic,refit",
-    "best": "--recipe best --generated 0 --reconstruct-epochs 1 --distill-epochs 1",  # of 20 and 4
+    "best, cut short": "--recipe best --generated 0 --reconstruct-epochs 1 --distill-epochs 1",  # of 8, 20 and 4
     "wanda + heuristic (fused)": "--recipe heuristic,mask --importance wanda --layout fused",
     "fast (fused)": "--recipe fast --layout fused",
     "default (fused)": "--recipe default --layout fused",

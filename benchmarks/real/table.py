@@ -10,7 +10,7 @@ from benchmarks.real.rows import DENSE
 WHOLE_GAP = "sparsegpt"  # the row whose gap to the dense model counts as 1
 METHOD = ("calibrate", "heuristic", "sparsegpt", "refit")  # the stages that are the method itself
 REST, LEAST_SHARE = "start and load", 0.005
-HEADING = "method | perplexity | gap | KL to dense | CPU seconds | peak memory"
+HEADING = "method | seeds | perplexity | gap | KL to dense | CPU seconds | peak memory"
 
 
 def markdown(report: Mapping[str, Any]) -> str:
@@ -35,12 +35,14 @@ def short(report: Mapping[str, Any], names: Sequence[str]) -> str:
 
 
 def where_the_seconds_go(report: Mapping[str, Any], names: Sequence[str]) -> str:
-    """Returns a row per stage of the commands of some methods, of their first seeds: CPU seconds and their share.
+    """Returns a row per stage of the commands of some methods: CPU seconds, and their share of the whole command.
 
-    A stage's wall time is known, the CPU seconds of the whole command, too; other work on the machine stretches all
-    stages alike, so that each has its share of the CPU seconds. What no stage has is starting Python and loading.
+    What is known are the wall time of each stage and the CPU seconds of the whole command, which are given to the
+    stages in proportion. Other work on the machine may stretch some of them; so the seed that waited least is taken.
+    What no stage has is starting Python and loading.
     """
-    rows = {name: next(row for row in report["rows"] if row["name"] == name)["pruning"] for name in names}
+    runs = {name: [row["pruning"] for row in report["rows"] if row["name"] == name] for name in names}
+    rows = {name: min(found, key=lambda row: row["seconds"] / row["cpu_seconds"]) for name, found in runs.items()}
     stages = {name: {**row["stages"], REST: row["seconds"] - sum(row["stages"].values())} for name, row in rows.items()}
     order = list(dict.fromkeys(stage for found in stages.values() for stage in found))
     lines = [f"stage | {' | '.join(names)}", " | ".join(["---"] * (len(names) + 1))]
@@ -69,9 +71,9 @@ def _table(report: Mapping[str, Any]) -> str:
     lines = [HEADING, " | ".join(["---"] * (HEADING.count("|") + 1))]
     for name, found in rows.items():
         if name not in means:
-            lines.append(f"{name} | does not run here: {found[0]['error']} | | | |")
+            lines.append(f"{name} | | does not run here: {found[0]['error']} | | | |")
         elif name == DENSE:
-            lines.append(f"{name} | {means[name]:.2f} | 0 | | |")
+            lines.append(f"{name} | | {means[name]:.2f} | 0 | | |")
         else:
             gap = math.log(means[name] / means[DENSE]) / math.log(means[WHOLE_GAP] / means[DENSE])
             lines.append(f"{name} | {_numbers(found, means[name], gap)}")
@@ -84,15 +86,17 @@ def _numbers(found: Sequence[Mapping[str, Any]], mean: float, gap: float) -> str
     kl = fmean(row["evaluation"]["kl"] for row in found)
     seconds = fmean(row["pruning"]["cpu_seconds"] for row in found)
     peak = max(row["pruning"]["peak_bytes"] for row in found) / 2**30
-    return f"{mean:.2f}{spread} | {gap:.2f} | {kl:.3f} | {seconds:.0f} | {peak:.1f} GiB"
+    return f"{len(values)} | {mean:.2f}{spread} | {gap:.2f} | {kl:.3f} | {seconds:.0f} | {peak:.1f} GiB"
 
 
 def _measures(report: Mapping[str, Any], windows: int) -> str:
-    samples, length = report["inputs"]["calibration"]
+    (samples, length), compared = report["inputs"]["calibration"], report["inputs"]["kl_windows"]
     return (
-        f"Perplexity on {windows} windows of WikiText-2's test split; calibration {samples} x {length} tokens of its "
-        f"validation split, the same ids for all. Gap: log(perplexity / dense) as a share of that of {WHOLE_GAP}. "
-        f"CPU seconds and peak memory are those of the whole command, from loading to the saved folder."
+        f"Perplexity on {windows} windows of WikiText-2's test split, KL on the first {compared}; calibration "
+        f"{samples} x {length} tokens of its validation split, the same ids for all rows of a seed; ± is the sample "
+        f"standard deviation over seeds. Gap: log(perplexity / dense) as a share of that of {WHOLE_GAP}. The dense "
+        "weights are those of a GGUF file (Q4_1), dequantized. CPU seconds and peak memory are those of the whole "
+        "command, from loading to the saved folder."
     )
 
 
