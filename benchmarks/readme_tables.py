@@ -342,7 +342,7 @@ def finetune_table() -> str:
     """Returns a row for each result of ``examples/finetune.py``, and the loss curves."""
     lines, captions = [], []
     for path in sorted(RESULTS.glob("finetune-*.json")):
-        report, name = _load(path.name), path.stem.removeprefix("finetune-")
+        report, name = _load(path.name), path.stem.removeprefix("finetune-").removesuffix("-cpu")
         versions = report["versions"]
         before, after, losses = report["before"], report["after"], report["losses"]
         between = report.get("before_merging", {}).get("perplexity")
@@ -355,6 +355,7 @@ def finetune_table() -> str:
             f"{name}: `{report['command']}`, of a folder made by `{report['compiled_by']}`; "
             f"{report['held_out_tokens']:,} held-out tokens; {report['hardware']}; torch "
             f"{versions['torch']}, transformers {versions['transformers']}. Loss by tenths of the steps: {curve}."
+            + (f" {report['lost']:.0%} of the adapter's change fell on zeros." if "lost" in report else "")
         )
     heading = "model | dense perplexity | pruned | with the adapter, not merged | trained | KL | CPU seconds (seconds)"
     return _table(heading, lines, "\n\n".join(captions))

@@ -85,10 +85,7 @@ def save_checkpoint(compiled: Pruned, output: Path, *, overwrite: bool) -> Path:
         seconds = {"save": round(saved - started, 3), "verify": round(time.perf_counter() - saved, 3)}
         compiled.report["seconds"].update(seconds)
         compiled.report["memory"]["peak"] = peak_memory(compiled.model.device)
-        compiled.report["card"] = write_card(
-            partial, compiled.report, WITH_PERMTRITON if permuted else ALONE, output.resolve().name
-        )
-        (partial / REPORT_FILE).write_text(to_json(compiled.report) + "\n", encoding="utf-8")
+        _describe(partial, compiled.report, output.resolve().name, permuted)
     return output.resolve()
 
 
@@ -134,10 +131,14 @@ def save_trained(
             **_pruned_report(names, pruned, sparsity),
             "files": describe_files(sorted(partial.glob("*.safetensors"))),
         }
-        name = output.resolve().name
-        report["card"] = write_card(partial, report, WITH_PERMTRITON if permuted else ALONE, name)
-        (partial / REPORT_FILE).write_text(to_json(report) + "\n", encoding="utf-8")
+        _describe(partial, report, output.resolve().name, permuted)
     return output.resolve()
+
+
+def _describe(folder: Path, report: dict[str, Any], name: str, permuted: bool) -> None:
+    """Writes the card and ``permtriton.json`` of a folder that will be called ``name``."""
+    report["card"] = write_card(folder, report, WITH_PERMTRITON if permuted else ALONE, name)
+    (folder / REPORT_FILE).write_text(to_json(report) + "\n", encoding="utf-8")
 
 
 def share_mode(folder: Path) -> None:
