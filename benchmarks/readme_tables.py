@@ -165,7 +165,8 @@ def rotation_table(name: str) -> str:
     report, lines, by_variant = _load(name), [], {}
     for row in report["rows"]:
         by_variant.setdefault(row["variant"], {})[row["seed"]] = row
-    base = by_variant["folded"]
+    first = next(iter(sorted(by_variant, key=["folded", "unfolded", *by_variant].index)))  # what others compare with
+    base = by_variant[first]
     for variant, rows in by_variant.items():
         kl, perplexity, error = (
             fmean(row[each] for row in rows.values()) for each in ("kl", "perplexity", "refit_error")
@@ -176,7 +177,8 @@ def rotation_table(name: str) -> str:
     given = report["settings"]
     caption = (
         f"{given['model']}; calibration {given['samples']} x {given['sequence_length']} tokens, {given['windows']} "
-        f"windows of 1,024 tokens; {_machine([report])}. Ratio: the KL divided by that of `folded` with the same seeds."
+        f"windows of 1,024 tokens, on which the dense perplexity is {report['rows'][0]['dense_perplexity']:.3f}; "
+        f"{_machine([report])}. Ratio: the KL divided by that of `{first}` with the same seeds."
     )
     heading = (
         "variant | seeds | KL, nats | ratio | perplexity | error of the refit | share lost, heads | share lost, stream"
@@ -417,6 +419,7 @@ TABLES = {
     "exchanges": lambda: refit_table("compare-demo-exchanges.json"),
     "refit": lambda: refit_table(*(f"compare-demo-refit{each}.json" for each in ("", "-share"))),
     "rotation-real": lambda: rotation_table("rotation-smollm2.json"),
+    "rotation-real-32": lambda: rotation_table("rotation-smollm2-32x512.json"),
     "rotation-demo": lambda: rotation_table("rotation-demo.json"),
     "learning-step": lambda: learning_step_table("learning-step-cpu.jsonl"),
     "search-round": lambda: search_round_table("search-round-cpu.jsonl"),

@@ -136,8 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         "command": f"python examples/finetune.py FOLDER --dense DENSE --text {Path(options.text).name} "
         f"--held-out {Path(options.held_out).name} --held-out-windows {options.held_out_windows} --output OUTPUT "
         f"--steps {options.steps} --tokens {options.tokens} --learning-rate {options.learning_rate:g} "
-        f"--cross-entropy {options.cross_entropy:g}"
-        + (f" --lora {options.lora}" if options.lora else ""),
+        f"--cross-entropy {options.cross_entropy:g}" + (f" --lora {options.lora}" if options.lora else ""),
         "compiled_by": kept.record["command"],
         "hardware": device_name(torch.device(device)),
         "versions": versions(),

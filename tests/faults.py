@@ -428,7 +428,7 @@ FAULTS: dict[str, Fault] = {
         caught_by="tests/test_fisher.py::test_rows_and_columns_are_those_of_plain_autograd",
     ),
     "heuristic order inverted": Fault(
-        replaced(heuristic_order, "two_stages", lambda f, *args: inverse(f(*args))),
+        replaced(heuristic_order, "_two_stages", lambda f, *args: inverse(f(*args))),
         caught_by="tests/test_heuristic.py::test_finds_a_planted_order",
     ),
     "gains of swaps with the wrong sign": Fault(

@@ -34,7 +34,6 @@ _ORDERS: dict[str, dict[str, Any]] = {
     "heuristic + sparsegpt": _method("obs", "heuristic,sparsegpt"),
     "heuristic + sparsegpt with row weights": _method("obs", "heuristic,sparsegpt", **_ROW_WEIGHTS),
     "heuristic + refit": _method("obs", "heuristic,refit"),
-    "rotate + heuristic + refit": _method("obs", "rotate,heuristic,refit"),
     "heuristic + sparsegpt + reconstruct": _method("obs", "heuristic,sparsegpt,reconstruct"),
     "heuristic + sparsegpt + distill": _method("obs", "heuristic,sparsegpt,distill"),
 }

@@ -102,7 +102,7 @@ def heuristic_index(space: ChannelSpace, scores: Tensor, pattern: NMPattern, adv
     index, start = identity(space.units), 0
     for size in space.segments:
         segment = slice(start, start + size)
-        index[segment] = start + two_stages(scores[segment], pattern).cpu()
+        index[segment] = start + _two_stages(scores[segment], pattern).cpu()
         start += size
         advance()
     return index
@@ -114,8 +114,7 @@ def retained(scores: Tensor, index: Tensor, pattern: NMPattern) -> float:
     return float(grouped.topk(pattern.kept, dim=1).values.sum(dtype=torch.float64))
 
 
-def two_stages(scores: Tensor, pattern: NMPattern) -> Tensor:
-    """Returns the order ``[channels]`` that the two stages find for scores ``[channels, rows]``."""
+def _two_stages(scores: Tensor, pattern: NMPattern) -> Tensor:
     channels = scores.shape[0]
     unchanged = torch.arange(channels, device=scores.device)
     if channels <= pattern.group:

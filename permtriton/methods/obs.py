@@ -60,21 +60,16 @@ def curvatures(hessians: Mapping[str, Tensor]) -> Callable[[str], Curvature]:
     return lru_cache(maxsize=1)(lambda site: Curvature.of(hessians[site], site))
 
 
-def inverse_of(hessian: Tensor, name: str = "a layer") -> Tensor:
-    """Returns ``(H + damping)^-1``, float32 ``[channels, channels]``.
+def inverse_diagonal(hessian: Tensor, name: str = "a layer") -> Tensor:
+    """Returns ``diag((H + damping)^-1)``, float32 ``[channels]``, the denominator of the OBS score.
 
     Raises:
         CalibrationError: The damped Hessian is singular; the error has the layer's ``name``.
     """
     try:
-        return torch.cholesky_inverse(torch.linalg.cholesky(damped(hessian)))
+        return torch.cholesky_inverse(torch.linalg.cholesky(damped(hessian))).diagonal().clone()
     except torch.linalg.LinAlgError as error:
         raise _singular(name) from error
-
-
-def inverse_diagonal(hessian: Tensor, name: str = "a layer") -> Tensor:
-    """Returns ``diag((H + damping)^-1)``, float32 ``[channels]``, the denominator of the OBS score; as `inverse_of`."""
-    return inverse_of(hessian, name).diagonal().clone()
 
 
 def _singular(name: str) -> CalibrationError:

@@ -6,11 +6,8 @@ from permtriton.methods.learned import Learned
 from permtriton.methods.mask import Mask
 from permtriton.methods.reconstruct import Reconstruct
 from permtriton.methods.refit import Refit
-from permtriton.methods.rotate import Rotate
 from permtriton.methods.searched import Searched
 from permtriton.methods.sparsegpt import SparseGPT
 from permtriton.step import Step
 
-STEPS: tuple[type[Step], ...] = (
-    Rotate, Heuristic, Learned, Searched, Mask, SparseGPT, Refit, Reconstruct, Distill,
-)  # fmt: skip
+STEPS: tuple[type[Step], ...] = (Heuristic, Learned, Searched, Mask, SparseGPT, Refit, Reconstruct, Distill)

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from permtriton.model.edits import Edit, Fold, Gather, PermuteNorm, Rotate
+from permtriton.model.edits import Edit, Fold, Gather, PermuteNorm
 from permtriton.model.modules import (
     ChannelGather,
     GatheredLinear,
@@ -18,7 +18,7 @@ from permtriton.model.modules import (
 
 @torch.no_grad()
 def apply_edits(model: nn.Module, edits: Iterable[Edit]) -> None:
-    """Permutes or rotates the channels of ``model`` in place; its outputs stay the same.
+    """Permutes the channels of ``model`` in place; its outputs stay the same.
 
     A module that is replaced keeps its Parameter objects. In a norm or linear that already permutes, the new index is
     composed with the present one.
@@ -28,23 +28,12 @@ def apply_edits(model: nn.Module, edits: Iterable[Edit]) -> None:
         if isinstance(edit, Fold):
             tensor = parameters[edit.parameter].data
             tensor.copy_(tensor.index_select(edit.dim, edit.index.to(tensor.device)))
-        elif isinstance(edit, Rotate):
-            _rotate(parameters[edit.parameter].data, edit)
         elif isinstance(edit, PermuteNorm):
             _permute_norm(model, edit)
         else:
             assert isinstance(edit, Gather)
             for name in edit.linears:
                 _gather_input(model, name, edit.index)
-
-
-def _rotate(tensor: Tensor, edit: Rotate) -> None:
-    """Rotates a parameter in place, in at least float32."""
-    channels, positions = tensor.movedim(edit.dim, -1), edit.positions.to(tensor.device)
-    wide = torch.promote_types(tensor.dtype, torch.float32)
-    rotation = edit.rotation.to(tensor.device, wide)
-    rotated = torch.einsum("...bi,bij->...bj", channels[..., positions].to(wide), rotation)
-    channels[..., positions] = rotated.to(tensor.dtype)
 
 
 def _permute_norm(model: nn.Module, edit: PermuteNorm) -> None:

@@ -61,25 +61,7 @@ class Gather:
     index: Tensor
 
 
-@dataclass(frozen=True, eq=False)
-class Rotate:
-    """Rotates blocks of one dimension of one parameter, whether it writes the channels or reads them.
-
-    Attributes:
-        parameter: name in ``model.named_parameters()``.
-        dim: dimension of the parameter.
-        positions: those of each block, int64 ``[blocks, size]``.
-        rotation: orthogonal, ``[blocks, size, size]``: new position ``j`` of a block holds the sum over ``i`` of its
-            old positions ``i``, each times ``rotation[i, j]``.
-    """
-
-    parameter: str
-    dim: int
-    positions: Tensor
-    rotation: Tensor
-
-
-Edit = Fold | PermuteNorm | Gather | Rotate
+Edit = Fold | PermuteNorm | Gather
 
 
 @dataclass(frozen=True)
@@ -130,23 +112,6 @@ def moves_of(plan: Plan, indices: Mapping[str, Tensor]) -> tuple[Move, ...]:
     """
     spaces = (space for space in plan.spaces if space.name in indices)
     return tuple(_move(space, plan.sites_of(space), indices[space.name]) for space in spaces)
-
-
-def rotations_of(space: ChannelSpace, rotations: Tensor) -> tuple[Rotate, ...]:
-    """Returns the edits that rotate the units of each segment of a space, in all that writes and reads them.
-
-    They leave the outputs the same where the channels pass through linear operators alone.
-
-    Args:
-        rotations: orthogonal, ``[segments, size, size]``; see `Rotate`.
-    """
-    edits = []
-    for axis in space.axes:
-        blocks = axis.blocks(space.units, rotations.shape[-1])
-        assert blocks is not None, f"{axis.parameter}: the units of {space.name} have no blocks"
-        of_block = rotations.repeat_interleave(blocks.shape[1], 0)
-        edits.append(Rotate(axis.parameter, axis.dim, blocks.flatten(0, 1), of_block))
-    return tuple(edits)
 
 
 def edits_of(moves: Iterable[Move]) -> tuple[Edit, ...]:

@@ -84,19 +84,6 @@ class Axis:
         offsets = torch.arange(positions.numel()) - starts[units]
         return torch.equal(roles, roles[starts[first[units]] + offsets])
 
-    def blocks(self, units: int, size: int) -> Tensor | None:
-        """Returns the positions of every ``size`` consecutive units, int64 ``[units / size, copies, size]``.
-
-        None where units have unequal numbers of positions, or those of a block have several roles.
-        """
-        positions, starts = self._by_unit(units)
-        counts = starts.diff(append=torch.tensor([positions.numel()]))
-        if counts.unique().numel() != 1:
-            return None
-        found = positions.view(-1, size, int(counts[0])).transpose(1, 2)
-        roles = self.roles[found]
-        return found if torch.equal(roles, roles[:, :1, :1].expand_as(roles)) else None
-
     def _by_unit(self, units: int) -> tuple[Tensor, Tensor]:
         """Returns the positions inside the space, sorted by (unit, role, position), and where each unit starts."""
         positions = torch.nonzero(self.units >= 0).squeeze(1)
