@@ -211,11 +211,18 @@ def quantized_table(name: str) -> str:
     report = _load(name)
     counts = ("zeros", "lost_zeros", "further_zeros", "groups_above_pattern")
     rows = [
-        [row["name"], f"{row['bytes'] / 1e6:.0f} MB", *(f"{row[key]:,}" if key in row else "" for key in counts)]
+        [
+            row["name"], f"{row['bytes'] / 1e6:.0f} MB", f"{row['perplexity']:.2f}",
+            *(f"{row[key]:,}" if key in row else "" for key in counts),
+        ]
         for row in report["rows"]
-    ]
-    heading = "folder | size | zeros before | zeros lost | further zeros | groups of 4 with more than 2 kept"
-    return _table(heading, rows, f"{_machine([report])}.")
+    ]  # fmt: skip
+    heading = (
+        "folder | size | perplexity | zeros before | zeros lost | further zeros | groups of 4 with more than 2 kept"
+    )
+    measured = report["rows"][0]
+    of = f"Perplexity on {measured['windows']} windows of {measured['window']:,} tokens, the first one in bfloat16"
+    return _table(heading, rows, f"{of}; {_machine([report])}.")
 
 
 def compile_time_table(name: str) -> str:
