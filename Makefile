@@ -65,7 +65,7 @@ $(VLLM)/.installed: pyproject.toml
 # make real TEXTS=FOLDER, where FOLDER holds valid.txt and test.txt of WikiText-2; started again, it continues.
 # PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu spares gigabytes, unless pip finds torch's CPU build elsewhere.
 real: $(INSTALLED) peers
-	$(BIN)/python -m benchmarks.real --texts "$(TEXTS)" --peers $(PEERS) --output real-work/results.json
+	$(BIN)/python -m benchmarks.real --texts "$(TEXTS)" --peers $(PEERS) --threads 1 --output real-work/results.json
 
 peers: $(PEERS)/llmcompressor/.installed $(PEERS)/modelopt/.installed
 

@@ -136,7 +136,7 @@ def encoder_table(name: str) -> str:
         if row["method"] != "dense":
             mean = f"{1 - row['mean']:.4f} ± {row['spread']:.4f}"
             lines.append([row["method"], mean, f"{row['compile_seconds'] / seeds:.0f}"])
-    caption = f"{_machine([report])}; {seeds} seeds; seconds are of one compilation, while other work ran."
+    caption = f"{_machine([report])}; {seeds} seeds; seconds are of one compilation."
     return _table("method | 1 - cosine to dense | seconds", lines, caption)
 
 
@@ -165,7 +165,7 @@ def rotation_table(name: str) -> str:
     report, lines, by_variant = _load(name), [], {}
     for row in report["rows"]:
         by_variant.setdefault(row["variant"], {})[row["seed"]] = row
-    first = next(iter(sorted(by_variant, key=["folded", "unfolded", *by_variant].index)))  # what others compare with
+    first = min(by_variant, key=["folded", "unfolded", *by_variant].index)  # what others compare with
     base = by_variant[first]
     for variant, rows in by_variant.items():
         kl, perplexity, error = (

@@ -1,4 +1,4 @@
-"""Prunes language models to N:M sparsity: the best order of channels, exact weights, packed checkpoints.
+"""Prunes language models to N:M sparsity: the best order of channels, least-squares weights, packed checkpoints.
 
     import permtriton
     compiled = permtriton.compile("Qwen/Qwen3-0.6B", sparsity="2:4", data=texts, samples=128)

@@ -53,7 +53,10 @@ class Recipe:
 
 
 RECIPES: dict[str, Recipe] = {
-    DEFAULT: Recipe((Heuristic(), Refit()), "a low perplexity in minutes: exact weights, on a mask that follows them"),
+    DEFAULT: Recipe(
+        (Heuristic(), Refit()),
+        "a low perplexity in minutes: weights fitted by least squares, on a mask that follows them",
+    ),
     "best": Recipe(
         (Heuristic(), Refit(generated=False), Reconstruct(generated=False), Distill(epochs=4)),
         "the same, then trained layer by layer and as a whole, on text that the model writes: minutes to hours",

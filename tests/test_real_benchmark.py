@@ -192,6 +192,8 @@ def pruned_copy(folder: Path) -> Path:
 
 def test_rows_have_names_of_their_own():
     assert len(set(ROWS)) == len(ROWS) == 1 + len(OURS) + len(THEIRS)
+    assert not any("," in name for name in ROWS)  # which divides them in --rows
+    assert set(plot.SHOWN) <= set(ROWS)
 
 
 def test_table():
@@ -243,8 +245,8 @@ def result(*rows: tuple[str, float, float], seeds: int = 1) -> dict:
 
 
 CROWDED = result(
-    ("wanda", 120, 88.0), ("sparsegpt", 286, 45.3), ("published, 2 of 50 epochs", 900, 80.0), ("values", 1500, 62.0),
-    ("fast", 340, 41.4), ("default", 833, 32.5), ("best, cut short", 5200, 22.0),
+    ("wanda", 120, 88.0), ("sparsegpt", 286, 45.3), ("published (2 of 50 epochs)", 900, 80.0), ("values", 1500, 62.0),
+    ("fast", 340, 41.4), ("default", 833, 32.5), ("best (cut short)", 5200, 22.0),
     ("llm-compressor sparsegpt", 202, 45.4), ("llm-compressor wanda", 110, 90.0), ("modelopt sparsegpt", 260, 46.5),
     ("modelopt sparse_magnitude", 30, 4321.0),
 )  # fmt: skip
@@ -291,3 +293,18 @@ def test_the_check_finds_a_plot_that_is_not_what_the_result_gives(tmp_path, monk
         damage()
         with pytest.raises(SystemExit, match=r"plot\.svg is not what"):
             readme_tables.main()
+
+
+def test_the_seconds_of_stages_are_those_of_the_seed_that_waited_least():
+    def row(seed: int, wall: float) -> dict:
+        stages = {"refit": 0.5 * wall, "save": 0.25 * wall}
+        return {"name": "default", "seed": seed, "pruning": {"seconds": wall, "cpu_seconds": 40.0, "stages": stages}}
+
+    waited = row(0, 200.0)
+    waited["pruning"]["stages"]["save"] = 150.0
+    failed = {"name": "default", "seed": 2, "error": "no memory"}
+    lines = table.where_the_seconds_go({"rows": [waited, row(1, 40.0), failed]}, ["default"]).splitlines()
+    assert lines[2:] == [
+        "| refit | 20 (50%) |", "| save | 10 (25%) |", "| start and load | 10 (25%) |",
+        "| all but the method | **50%** |",
+    ]  # fmt: skip

@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.real.rows import DENSE, THEIRS
 from permtriton.reporting.plots import Box, Scale, anchored, place_labels
 
-SHOWN = ("wanda", "sparsegpt", "published, 2 of 50 epochs", "values", "fast", "default", "best, cut short", *THEIRS)
+SHOWN = ("wanda", "sparsegpt", "published (2 of 50 epochs)", "values", "fast", "default", "best (cut short)", *THEIRS)
 WIDTH, HEIGHT = 700, 420
 LEFT, RIGHT, TOP, BOTTOM = 46, 686, 76, 376  # the edges of the axes
 LETTER, LINE = 7.2, 16  # width of a letter and height of a line, generously

@@ -16,12 +16,12 @@ OURS = {
     "wanda + heuristic": "--recipe heuristic,mask --importance wanda",
     "ria + heuristic": "--recipe heuristic,mask --importance ria",
     "heuristic + sparsegpt": "--recipe heuristic,sparsegpt",
-    "published, 2 of 50 epochs": "--recipe published --learn-epochs 2",  # to end within minutes
+    "published (2 of 50 epochs)": "--recipe published --learn-epochs 2",  # to end within minutes
     "values": "--recipe values",
     "fast": "--recipe fast",
     "default": "--recipe default",
     "default with row weights": "--recipe default --heuristic-row-weights fisher",
-    "best, cut short": "--recipe best --generated 0 --reconstruct-epochs 1 --distill-epochs 1",  # of 8, 20 and 4
+    "best (cut short)": "--recipe best --generated 0 --reconstruct-epochs 1 --distill-epochs 1",  # of 8, 20 and 4
     "wanda + heuristic (fused)": "--recipe heuristic,mask --importance wanda --layout fused",
     "fast (fused)": "--recipe fast --layout fused",
     "default (fused)": "--recipe default --layout fused",

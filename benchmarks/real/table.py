@@ -41,7 +41,9 @@ def where_the_seconds_go(report: Mapping[str, Any], names: Sequence[str]) -> str
     stages in proportion. Other work on the machine may stretch some of them; so the seed that waited least is taken.
     What no stage has is starting Python and loading.
     """
-    runs = {name: [row["pruning"] for row in report["rows"] if row["name"] == name] for name in names}
+    runs = {
+        name: [row["pruning"] for row in report["rows"] if row["name"] == name and "pruning" in row] for name in names
+    }
     rows = {name: min(found, key=lambda row: row["seconds"] / row["cpu_seconds"]) for name, found in runs.items()}
     stages = {name: {**row["stages"], REST: row["seconds"] - sum(row["stages"].values())} for name, row in rows.items()}
     order = list(dict.fromkeys(stage for found in stages.values() for stage in found))

@@ -1,4 +1,4 @@
-"""Step ``refit``: exact weights, on SparseGPT's mask and on better ones, see `permtriton.methods.refitting`."""
+"""Step ``refit``: least-squares weights, on SparseGPT's mask and on better ones, see `permtriton.methods.refitting`."""
 
 from dataclasses import dataclass
 from statistics import fmean
@@ -19,7 +19,9 @@ class Refit(Refitting, Step):
 
     name: ClassVar[str] = "refit"
     prefix: ClassVar[str] = "refit"
-    summary: ClassVar[str] = "exact weights, on SparseGPT's mask and on better ones that follow from them: minutes"
+    summary: ClassVar[str] = (
+        "least-squares weights, on SparseGPT's mask and on better ones that follow from them: minutes"
+    )
     stage: ClassVar[Stage] = Stage.PRUNE
     importance: ClassVar[str] = "obs"
     keeps_values: ClassVar[bool] = False
