@@ -258,6 +258,7 @@ def test_what_was_trained_is_saved_and_exported(tmp_path, name):
     record = json.loads((saved / "permtriton.json").read_text())
     assert record["trained"] == str(folder)
     assert "with its zeros kept" in (saved / "README.md").read_text()
+    assert "how it was trained afterwards is not recorded" in (saved / "README.md").read_text()
     result = permtriton.export(saved, tmp_path / "packed")
     assert result["reloaded"] == "same model"
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "packed")

@@ -98,7 +98,7 @@ def model_card(report: Mapping[str, Any], architecture: str, loads_with: str, na
         f"# {_code(shown_name(source))}, pruned to {described_sparsity(report)}",
         f"Of every {sparsity.partition(':')[2]} consecutive weights of a row, {sparsity.partition(':')[0]} are kept in "
         f"the pruned linears{' without a pattern of their own' * ('patterns' in report)}. Made with "
-        f"{PROJECT} (`pip install permtriton`), which prunes in an order of the channels that hurts less.",
+        f"{PROJECT} (`pip install permtriton`), which chooses the order of channels so that pruning hurts less.",
         "## Result",
         _table(("", ""), _facts(report)),
         "## Load it",
@@ -106,6 +106,11 @@ def model_card(report: Mapping[str, Any], architecture: str, loads_with: str, na
         "## What was verified",
         "\n".join(f"- {line}" for line in _checks(report)),
         "## Repeat it",
+        *(
+            ["This command pruned the model; how it was trained afterwards is not recorded."]
+            if "trained" in report
+            else []
+        ),
         f"```\n{report['command']}\n```",
         "All options, every permutation and all checks: see `permtriton.json`, or `permtriton report FOLDER`.",
     ]
