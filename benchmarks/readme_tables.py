@@ -423,6 +423,7 @@ TABLES = {
     "row-weights": lambda: row_weights_table("real-smollm2-16x512.json"),
     "dense-share": lambda: refit_table("compare-demo-dense-share.json"),
     "encoder": lambda: encoder_table("compare-minilm.json"),
+    "written": lambda: refit_table("compare-demo-written.json"),
     "exchanges": lambda: refit_table("compare-demo-exchanges.json"),
     "refit": lambda: refit_table(*(f"compare-demo-refit{each}.json" for each in ("", "-share"))),
     "rotation-real": lambda: rotation_table("rotation-smollm2.json"),
