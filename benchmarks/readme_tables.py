@@ -10,7 +10,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -28,6 +28,7 @@ from permtriton.cli.main import app  # noqa: E402
 from permtriton.comparison.methods import ABLATIONS  # noqa: E402
 from permtriton.kernels.tools.issue_floor import GPUS  # noqa: E402
 from permtriton.recipe import all_options, defaults  # noqa: E402
+from permtriton.reporting.plots import Series, chart  # noqa: E402
 
 NAMED_PAGES = (ROOT / "README.md", ROOT / "benchmarks" / "NOTES.md", ROOT / "kernels" / "README.md")
 PAGES = (*NAMED_PAGES, *sorted((ROOT / "docs").glob("*.md")))
@@ -423,6 +424,7 @@ TABLES = {
     "row-weights": lambda: row_weights_table("real-smollm2-16x512.json"),
     "dense-share": lambda: refit_table("compare-demo-dense-share.json"),
     "encoder": lambda: encoder_table("compare-minilm.json"),
+    "dense-share-real": lambda: refit_table("compare-smollm2-dense-share.json"),
     "written": lambda: refit_table("compare-demo-written.json"),
     "exchanges": lambda: refit_table("compare-demo-exchanges.json"),
     "refit": lambda: refit_table(*(f"compare-demo-refit{each}.json" for each in ("", "-share"))),
@@ -435,8 +437,27 @@ TABLES = {
 }
 
 
+def dense_share_plot(theme: str) -> str:
+    """Draws what is left of the KL to the dense model when a share of the prunable weights stays dense."""
+    series = []
+    for name, file in DENSE_SHARES.items():
+        rows = [row for row in _load(file)["rows"] if row["method"] != "dense"]
+        points = [(100 * float(row["setting"].split()[-1]), row["kl"] / rows[0]["kl"]) for row in rows]
+        series.append(Series(name, points, len(series), labels=[*[""] * (len(points) - 2), name, ""]))
+    drawn = chart(series, "share left dense, %", "KL to the dense model; 1 with nothing left dense")
+    colours = plot.THEMES[theme]
+    names = {**colours, "c0": colours["ours"], "c1": colours["theirs"]}
+    return re.sub(r"var\(--(\w+)\)", lambda found: names[found[1]], drawn).replace("<svg", f"<svg {plot.FONT}") + "\n"
+
+
+DENSE_SHARES = {"demo": "compare-demo-dense-share.json", "SmolLM2-135M": "compare-smollm2-dense-share.json"}
+DRAWINGS: dict[str, Callable[[str], str]] = {
+    "real": lambda theme: plot.svg(_load(REAL), theme),
+    "dense-share": dense_share_plot,
+}
 PLOTS = {
-    ROOT / "docs" / "images" / f"real-{theme}.svg": functools.partial(lambda name: plot.svg(_load(REAL), name), theme)
+    ROOT / "docs" / "images" / f"{name}-{theme}.svg": functools.partial(draw, theme)
+    for name, draw in DRAWINGS.items()
     for theme in plot.THEMES
 }
 

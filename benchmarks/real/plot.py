@@ -21,6 +21,7 @@ THEMES = {
     "light": {"ink": "#1c2024", "muted": "#5b646d", "line": "#dfe3e6", "ours": "#0b7285", "theirs": "#c2410c"},
     "dark": {"ink": "#e8eaec", "muted": "#a3acb5", "line": "#353b41", "ours": "#4fc1d0", "theirs": "#f0a05a"},
 }
+FONT = "font-family=\"system-ui, -apple-system, 'Segoe UI', Roboto, 'Noto Sans', 'DejaVu Sans', sans-serif\""
 Colours = Mapping[str, str]
 
 
@@ -99,8 +100,7 @@ def svg(report: Mapping[str, Any], theme: str) -> str:
     lines = "\n".join(parts)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
-        "font-family=\"system-ui, -apple-system, 'Segoe UI', Roboto, 'Noto Sans', 'DejaVu Sans', sans-serif\" "
-        f'font-size="12.5">\n{lines}\n</svg>\n'
+        f'{FONT} font-size="12.5">\n{lines}\n</svg>\n'
     )
 
 
