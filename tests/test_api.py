@@ -239,6 +239,7 @@ def test_a_dataset_gives_the_texts_of_its_column(here):
         ({"data": 3}, "data is 3, a int: expected a name"),
         ({"data": {"input_ids": [[1, 2], [3]]}}, "data cannot be made into tensors: expected sequence of length 2"),
         ({"data": []}, "data is [], a list"),
+        ({"data": TEXTS[0] * 90}, "' is neither a file nor one of demo"),
         ({"data": [{"text": "x"}]}, "a list of texts"),
         ({"data": (text for text in TEXTS)}, "a generator"),
         ({"data": IDS, "samples": 9}, "data holds 8 samples, but 9 are needed"),

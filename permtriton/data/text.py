@@ -319,9 +319,10 @@ def _documents(
             return [joined[source].join(documents)] if source in joined else documents
         path = Path(source)
         if not os.path.isfile(source):  # which, unlike Path.is_file, takes names that are too long
+            name = source if len(source) < 100 else shown(source)  # it may be a text itself
             raise CalibrationError(
-                f"{source} is neither a file nor one of {', '.join(['demo', *hub])}: give one of these, "
-                "a dataset on the hub (OWNER/NAME), or a local .txt, .jsonl or .parquet"
+                f"{name} is neither a file nor one of {', '.join(['demo', *hub])}: give one of these, "
+                "a dataset on the hub (OWNER/NAME), a local .txt, .jsonl or .parquet or, in Python, a list of texts"
             )
         if path.suffix == ".txt":
             return [text] if (text := _read(path)).strip() else []
