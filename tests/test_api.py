@@ -8,7 +8,6 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
-import huggingface_hub
 import pytest
 import torch
 from datasets import Dataset, DatasetDict
@@ -440,7 +439,6 @@ def test_a_compilation_that_publishes_its_output(here, monkeypatch):
         permtriton.compile("my-model", data=TEXTS, output="no", push_to_hub="it", **QUICK)
     calls = len(Hub.calls)
     assert CliRunner().invoke(app, [*words[:-4], "--push-to-hub", "me/no", "--output", "out"]).exit_code == 2
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     assert CliRunner().invoke(app, ["compile", "no-model", "--push-to-hub", "me/no", "--output", "no"]).exit_code == 2
     assert len(Hub.calls) == calls, "no repository is made for what cannot be compiled"
     for options, message in [

@@ -47,7 +47,7 @@ HIDDEN = {*OPTIONAL, "pandas", "dill", "sacrebleu", "nltk", "evaluate", "peft", 
 
 def core_only(code: str, folder: Path) -> str:
     """Runs code where no package of an extra can be imported, and returns what it wrote on standard error."""
-    environment = {**os.environ, "COLUMNS": "200", "HF_HUB_OFFLINE": "1"}
+    environment = {**os.environ, "COLUMNS": "200"}
     text = CORE_ONLY.format(names=sorted(HIDDEN)) + code
     done = subprocess.run(
         [sys.executable, "-c", text],

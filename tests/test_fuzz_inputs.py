@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
-import huggingface_hub.constants
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -67,8 +66,7 @@ def trap(tmp_path_factory) -> Trap:
 
 
 @pytest.fixture(autouse=True)
-def _offline(monkeypatch, tmp_path):
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+def _here(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
 
 

@@ -281,7 +281,6 @@ def in_the_cache(folder: Path, name: str, cache: Path, monkeypatch) -> Path:
     (repository / "refs" / "main").write_text(commit)
     shutil.copytree(folder, repository / "snapshots" / commit)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     return repository / "snapshots" / commit
 
 
