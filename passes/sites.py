@@ -2,7 +2,7 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from permtriton.model.plan import LINEAR_MODULES, Axis, ChannelSpace, Plan, Site
 from permtriton.passes.chosen import check_own_patterns, left_out, own_patterns
 from permtriton.passes.graph import module_path, one_thread
 from permtriton.passes.provenance import Provenance
+from permtriton.passes.residual import residual_readers
 from permtriton.passes.unseen import Unseen, layer_of
 from permtriton.passes.values import LinearCall
 from permtriton.sparsity import NMPattern
@@ -65,7 +66,7 @@ def find_sites(
     if not by_sources:
         reasons = "; ".join(reasons_of(skipped))
         raise ModelError(f"no linear layer of this model can be pruned ({reasons or 'it has none'})")
-    builder = _SpaceBuilder(provenance, patterns)
+    builder = _SpaceBuilder(provenance, patterns, residual_readers(hidden.graph))
     sites = [builder.site(model, calls) for calls in by_sources.values()]
     spaces = builder.finish(sites)
     hidden_space, hidden_units = builder.locate(provenance.hidden)
@@ -214,8 +215,10 @@ def _ancestors(node: fx.Node) -> set[fx.Node]:
 class _SpaceBuilder:
     """Groups the labels of the sites' input channels into channel spaces; a label belongs to at most one space."""
 
-    def __init__(self, provenance: Provenance, patterns: Mapping[str, NMPattern]) -> None:
-        self._provenance, self._patterns = provenance, patterns
+    def __init__(
+        self, provenance: Provenance, patterns: Mapping[str, NMPattern], residual: Callable[[fx.Node], str]
+    ) -> None:
+        self._provenance, self._patterns, self._residual = provenance, patterns, residual
         labels = provenance.contexts.size
         self._space_of = np.full(labels, -1, np.int64)
         self._unit_of = np.full(labels, -1, np.int64)
@@ -230,7 +233,10 @@ class _SpaceBuilder:
         space, units = self._space(name, labels, problem)
         count = sum(call.parameter == calls[0].parameter for call in self._provenance.linears)
         layer = layer_of(model, names[0])
-        site = Site(name, tuple(names), labels.size, torch.from_numpy(units), space, layer, count)
+        residual = self._residual(calls[0].node) if len(calls) == 1 else ""
+        site = Site(name, tuple(names), labels.size, torch.from_numpy(units), space, layer, count, residual)
+        if not all(residual.startswith(f"{path}.") for path in site.layer_paths or {residual}):
+            site.residual = ""  # a layer runs alone
         for group in dict.fromkeys(self._patterns[each].group for each in names):
             if not space.frozen and (problem := _arrangement_problem(site, group)):
                 space.freeze(problem)

@@ -196,7 +196,10 @@ def facts_of(
         hidden=hidden,
         width=width,
         widest=widest,
-        read=max(sum(max(site.channels for site in turn) for turn in turns_of(layer)) for layer in plan.layers()),
+        read=max(
+            sum(max(site.channels + hidden * bool(site.residual) for site in turn) for turn in turns_of(layer))
+            for layer in plan.layers()
+        ),
         vocabulary=int(getattr(text, "vocab_size", 0)) if has_head(model) else 0,
         hessians=max(sum(site.channels**2 for site in layer) for layer in plan.layers()) * 4 * FLOAT32,
         forward=tokens * (hidden + 8 * width) * FLOAT32,

@@ -46,7 +46,8 @@ class Facts:
         hidden: channels of the hidden states.
         width: most channels that a linear reads, or `hidden` if there are more.
         widest: most channels that a pruned linear reads.
-        read: channels that the sites of a layer read together, in the layer with most; experts inside it count once.
+        read: channels that the sites of a layer read together, and those of the residual stream that their outputs are
+            added to, in the layer with most; experts inside it count once.
         vocabulary: size of the logits of a token; 0 without a language-model head.
         hessians: most bytes that the Hessians of one layer take, with what inverting them takes.
         forward: bytes of the activations of a pass without gradients and logits.

@@ -206,7 +206,10 @@ def watched(consume_other: Callable[[Callable[..., None], list[Site], Site, Tens
     """Calibration consumes other activations than those of the site."""
 
     def watch(original: Any, model: Any, layer: LayerInputs, consume: Any, *more: Any) -> None:
-        original(model, layer, lambda site, inputs: consume_other(consume, layer.sites, site, inputs), *more)
+        def changed(site: Site, inputs: Tensor, residual: Tensor | None) -> None:
+            consume_other(lambda site, inputs: consume(site, inputs, residual), layer.sites, site, inputs)
+
+        original(model, layer, changed, *more)
 
     return replaced(statistics, "watch_inputs", watch)
 
@@ -367,6 +370,10 @@ FAULTS: dict[str, Fault] = {
     "refit with the shift of another layer": Fault(
         of_the_first_layer(lambda first, own: dataclasses.replace(own, shift=first.shift)),
         caught_by="tests/test_refitting.py::test_moments_are_those_of_both_models",
+    ),
+    "refit with the residual stream of another layer": Fault(
+        of_the_first_layer(lambda first, own: dataclasses.replace(own, residual=first.residual)),
+        caught_by="tests/test_refitting.py::test_the_residual_moments_are_those_of_both_models",
     ),
     "refit with statistics left behind": Fault(of_the_first_layer(lambda first, own: first), caught_by=CLOSER),
     "refit with dense and pruned inputs exchanged": Fault(

@@ -61,6 +61,7 @@ OTHER = {
     "search_loss": "cosine",
     "sparsegpt_mask": "keep",
     "refit_dense_targets": 0.75,
+    "refit_residual_targets": 0.5,
     "refit_iterations": 7,
     "refit_exchanges": 2,
     "refit_generated": False,

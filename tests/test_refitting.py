@@ -1,5 +1,6 @@
 """Refitting: exact weights on SparseGPT's mask and on better ones, and a model that is closer to the dense one."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -23,7 +24,7 @@ from permtriton.methods.weights import update_weights
 from permtriton.model.checks import check_pruned
 from permtriton.model.experts import unstack_experts
 from permtriton.model.forward import last_hidden_state
-from permtriton.model.plan import linear_module
+from permtriton.model.plan import Site, linear_module
 from permtriton.offload import Offload
 from permtriton.progress import NoProgress
 from permtriton.running.layer_inputs import from_model
@@ -66,7 +67,7 @@ def test_least_squares_on_the_mask(pattern, channels, rows):
     weight, dense, pruned = problem(channels, rows)
     moment = moment_of(dense, pruned)
     curvature = Curvature.of(moment.hessian)
-    hessian, target = curvature.damped, best_weight(weight, moment, curvature, 0.75)
+    hessian, target = curvature.damped, best_weight(weight, moment, curvature, Refit(dense_targets=0.75))
     start = sparsegpt(target, curvature, pattern, None)
     found, expected = least_squares(start, target, hessian, 200, 1e-7), exact(start, target, hessian)
     torch.testing.assert_close(found.double(), expected, rtol=1e-3, atol=1e-4)
@@ -76,25 +77,29 @@ def test_least_squares_on_the_mask(pattern, channels, rows):
     assert errors[1] == pytest.approx(errors[2], rel=1e-4)
 
 
-@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-def test_the_best_weight_gives_the_targets_with_the_least_error(share):
+@pytest.mark.parametrize(("of_inputs", "of_residual"), [(0.0, 0.0), (0.5, 0.0), (1.0, 0.25), (0.0, 1.0)])
+def test_the_best_weight_gives_the_targets_with_the_least_error(of_inputs, of_residual):
     """It is the minimum of ``|T - V X_p|^2 + damping |W - V|^2``, the normal equations of which are solved by hand."""
     weight, dense, pruned = (each.double() for each in problem(40))
-    moment = moment_of(dense.float(), pruned.float())
+    lacking = torch.randn(6, 160, generator=torch.Generator().manual_seed(1)).double()  # of the residual stream
+    moment = replace(moment_of(dense.float(), pruned.float()), residual=(lacking @ pruned.T).float())
     curvature = Curvature.of(moment.hessian)
     hessian = curvature.damped.double()
-    damping = hessian - pruned @ pruned.T
-    right = ((1 - share) * weight @ pruned + share * weight @ dense) @ pruned.T + weight @ damping
-    found = best_weight(weight.float(), moment, curvature, share)
+    target = weight @ pruned + of_inputs * weight @ (dense - pruned) + of_residual * lacking
+    right = target @ pruned.T + weight @ (hessian - pruned @ pruned.T)
+    options = Refit(dense_targets=of_inputs, residual_targets=of_residual)
+    found = best_weight(weight.float(), moment, curvature, options)
     torch.testing.assert_close(found.double(), right @ torch.linalg.inv(hessian), rtol=1e-3, atol=1e-4)
 
 
 def test_without_dense_targets_the_best_weight_is_the_dense_one():
     weight, dense, pruned = problem(40)
     curvature = Curvature.of(pruned @ pruned.T)
-    assert best_weight(weight, moment_of(dense, pruned), curvature, 0.0) is weight
-    assert best_weight(weight, Moments(pruned @ pruned.T, None), curvature, 0.75) is weight
-    torch.testing.assert_close(best_weight(weight, moment_of(pruned, pruned), curvature, 0.75), weight)
+    assert torch.equal(best_weight(weight, moment_of(dense, pruned), curvature, Refit(dense_targets=0.0)), weight)
+    assert best_weight(weight, Moments(pruned @ pruned.T, None), curvature, Refit(dense_targets=0.75)) is weight
+    torch.testing.assert_close(
+        best_weight(weight, moment_of(pruned, pruned), curvature, Refit(dense_targets=0.75)), weight
+    )
 
 
 def fit(weight: Tensor, moment: Moments, **options: float) -> tuple[Tensor, float, float]:
@@ -117,7 +122,7 @@ def test_no_row_ends_worse_than_sparsegpt(dtype, iterations, tokens):
     weight, dense, pruned = problem(64, rows=50, tokens=tokens)
     weight, moment = weight.to(dtype), moment_of(dense, pruned)
     curvature = Curvature.of(moment.hessian)
-    target = best_weight(weight.float(), moment, curvature, 0.75)
+    target = best_weight(weight.float(), moment, curvature, Refit(dense_targets=0.75))
     first = sparsegpt(target, curvature, PATTERN, None).to(dtype)
     fitted, start, end = fit(weight, moment, dense_targets=0.75, iterations=iterations)
     before, after = (row_errors(each, target, curvature.damped) for each in (first, fitted))
@@ -334,12 +339,37 @@ def test_moments_are_those_of_both_models():
     assert found[last[0].name].shift.abs().max() > 0.1
 
 
+def test_the_residual_moments_are_those_of_both_models():
+    """The last linear's output is added to what the norm before its MLP reads, which is fixed once it is its turn."""
+    problem = Problem(tiny_model(layers=3), ids=zoo.tiny_ids(6, 16))
+    last = problem.plan.sites[-1]
+    dense = residual_of(problem, last)
+    found = moments_of(problem)
+    pruned, inputs = residual_of(problem, last), inputs_of(problem, [last])[last.name]
+    torch.testing.assert_close(found[last.name].residual, (dense - pruned).T @ inputs, rtol=1e-3, atol=1e-3)
+    assert found[last.name].residual.abs().max() > 0.1
+    writers = {site.name for site in problem.plan.sites if site.residual}
+    assert {name for name, moment in found.items() if moment.residual is not None} == writers
+    assert len(writers) == 6
+
+
+def residual_of(problem: Problem, site: Site) -> Tensor:
+    """What a site's output is added to in the model as it is, ``[tokens, hidden]``."""
+    found = []
+    hook = problem.model.get_submodule(site.residual).register_forward_pre_hook(
+        lambda _, inputs: found.append(inputs[0])
+    )
+    problem.hidden()
+    hook.remove()
+    return found[0].flatten(0, 1)
+
+
 def inputs_of(problem: Problem, sites=None) -> dict[str, Tensor]:
     """What each site reads in the model as it is, ``[tokens, channels]``."""
     found: dict[str, list[Tensor]] = {}
     layer = from_model(problem.model, list(sites or problem.plan.sites), problem.samples, 4)
     module_statistics.watch_inputs(
-        problem.model, layer, lambda site, inputs: found.setdefault(site.name, []).append(inputs), lambda *_: None
+        problem.model, layer, lambda site, inputs, _: found.setdefault(site.name, []).append(inputs), lambda *_: None
     )
     return {name: torch.cat(parts) for name, parts in found.items()}
 

@@ -82,6 +82,7 @@ ABLATIONS: dict[str, Ablation] = {
     "block-size": Ablation("learn_block_size", ("32", "64", "128")),
     "dense-share": Ablation("dense_share", ("0.0", "0.05", "0.1", "0.2", "0.3"), (DEFAULT,)),
     "dense-targets": Ablation("refit_dense_targets", ("0.0", "0.5", "0.75", "1.0"), ("heuristic + refit",)),
+    "residual-targets": Ablation("refit_residual_targets", ("0.0", "0.25", "0.5", "1.0"), ("heuristic + refit",)),
     "exchanges": Ablation("refit_exchanges", ("0", "2", "4", "8"), ("heuristic + refit",)),
     "refit-iterations": Ablation("refit_iterations", ("5", "20", "50"), ("heuristic + refit",)),
     "learn-layers": Ablation("learn_layers", ("last:1", HALF, "all"), (f"wanda + learned{FUSED}",)),

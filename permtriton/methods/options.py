@@ -81,6 +81,12 @@ class Refitting:
         "as pruned so far.",
         maximum=1.0,
     )
+    residual_targets: float = option(
+        0.25,
+        "Share of what the residual stream lacks, compared with the dense model's, in what the linears that write into "
+        "it are fitted to.",
+        maximum=1.0,
+    )
     iterations: int = option(
         20, "Most rounds of conjugate gradients per weight; 0 leaves SparseGPT's weights and mask."
     )

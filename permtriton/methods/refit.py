@@ -41,14 +41,14 @@ class Refit(Refitting, Step):
         return False
 
     def needs(self, facts: Facts) -> dict[str, dict[str, int]]:
-        layer, channels = facts.layer_by_layer(), facts.widest if facts.thrifty else facts.read
+        layer, channels = facts.layer_by_layer(), facts.widest + facts.hidden if facts.thrifty else facts.read
         return {
             "refit": {
                 "activations": 2 * layer["activations"],
                 "inputs of layers": 2 * layer["inputs of layers"],
                 "inputs of sites": facts.all_positions * channels * facts.element,
                 "hessians": layer["hessians"] * 3 // 2,  # and shift, inverse and factor of the site at hand
-                "one layer": facts.largest_weight * 17 * FLOAT32,
+                "one layer": facts.largest_weight * 18 * FLOAT32,
             }
         }
 

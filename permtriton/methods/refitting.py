@@ -1,16 +1,17 @@
 """Refitting: exact weights for a mask, layer by layer, that make up for what the layers before have lost.
 
 Two activations run through the layers: ``X_p`` of the model as pruned so far, which is what a linear will read, and
-``X_d`` of the dense model, which is what its outputs should come from. For each linear, with ``H = X_p X_p^T +
-damping`` and the share ``a`` of dense targets, the weight ``V`` should give ``(1 - a) W X_p + a W X_d`` on ``X_p``.
+``X_d`` of the dense model, which is what its outputs should come from. A linear that writes into the residual stream
+may also make up for what that lacks already, ``R_d - R_p``, with ``R`` what its output is added to. For each linear,
+with ``H = X_p X_p^T + damping``, the weight ``V`` should give ``W X_p + a W (X_d - X_p) + b (R_d - R_p)`` on ``X_p``.
 Without a mask, the best weight is
 
-    W* = W + a W (X_d - X_p) X_p^T H^-1
+    W* = W + (a W (X_d - X_p) + b (R_d - R_p)) X_p^T H^-1
 
 and any other one is worse by ``tr((V - W*) H (V - W*)^T)``. SparseGPT, started from ``W*``, chooses a mask; conjugate
 gradients then find the exact minimum on it; and pruned weights take the place of kept ones while that lowers the error
-(`permtriton.methods.exchange`). Dense targets: GPTAQ (arXiv 2504.02692); least squares on a mask: ALPS
-(arXiv 2406.07831).
+(`permtriton.methods.exchange`). Dense targets: GPTAQ (arXiv 2504.02692), those of the residual stream: LoaQ
+(arXiv 2509.06297), both for quantization; least squares on a mask: ALPS (arXiv 2406.07831).
 """
 
 import time
@@ -113,7 +114,7 @@ def _fit(
     started = time.perf_counter()
     weight, of_inputs, pattern = weight_in_out(linear_module(model, name)), curvature(site), patterns[name]
     zeros = zeros_in_groups(weight * ~of_inputs.dead.unsqueeze(1), pattern)
-    target = best_weight(weight.T.float(), moment, of_inputs, options.dense_targets)
+    target = best_weight(weight.T.float(), moment, of_inputs, options)
     start = sparsegpt(target, of_inputs, pattern, None)
     found = least_squares(start, target, of_inputs.damped, options.iterations)
     if options.iterations:
@@ -130,18 +131,21 @@ def _fit(
     return {"name": name, "start": start_error, "end": end_error, "seconds": time.perf_counter() - started}
 
 
-def best_weight(weight: Tensor, moment: Moments, curvature: Curvature, dense_targets: float) -> Tensor:
+def best_weight(weight: Tensor, moment: Moments, curvature: Curvature, options: Refitting) -> Tensor:
     """Returns ``W*``, float32 ``[out_features, in_features]``: what gives the targets best without a mask.
 
     Args:
         weight: dense, float32 ``[out_features, in_features]``.
         moment: moments of its inputs.
         curvature: of the same inputs.
-        dense_targets: share ``a`` of the dense model's inputs in the targets.
+        options: with the shares ``a`` and ``b`` of the dense model in the targets.
     """
-    if not dense_targets or moment.shift is None:
+    if moment.shift is None:
         return weight
-    return weight + dense_targets * (weight @ moment.shift) @ curvature.inverse
+    lacking = options.dense_targets * (weight @ moment.shift)
+    if moment.residual is not None:
+        lacking += options.residual_targets * moment.residual
+    return weight + lacking @ curvature.inverse
 
 
 def least_squares(

@@ -18,7 +18,7 @@ from permtriton.methods.obs import inverse_diagonal
 from permtriton.model.edits import Move
 from permtriton.model.experts import expert_of, stacked_name
 from permtriton.model.modules import GatheredLinear
-from permtriton.model.plan import Plan, Site, linear_module
+from permtriton.model.plan import Plan, Site, linear_module, weight_in_out
 from permtriton.offload import Offload
 from permtriton.progress import Advance, Progress
 from permtriton.running.layer_inputs import LayerInputs, from_model, layer_by_layer, once_each
@@ -79,24 +79,31 @@ class _EverySiteSeen(Exception):
 
 @torch.no_grad()
 def watch_inputs(
-    model: PreTrainedModel, layer: LayerInputs, consume: Callable[[Site, Tensor], None], advance: Advance
+    model: PreTrainedModel, layer: LayerInputs, consume: Callable[[Site, Tensor, Tensor | None], None], advance: Advance
 ) -> None:
-    """Runs a layer and passes each site's input ``[tokens, channels]`` to ``consume`` when it appears; stores none.
+    """Runs a layer and passes each site's input to ``consume`` when it appears; stores none.
 
     Since no expert sees every token, the input that all experts of a layer read is taken where it enters the experts'
     module. An expert's intermediate channels are taken at the expert, which may see no token at all.
 
     Args:
         layer: Sites to watch, and how their inputs are computed.
-        consume: Called with a site and its input whenever the site's linears run.
+        consume: Called whenever a site's linears run, with the site, its input ``[tokens, channels]`` and, where the
+            plan knows it, the residual stream that the linear's output is added to, ``[tokens, out_features]``.
         advance: Progress of the stage, advanced by the sequences of each forward pass.
     """
     pending: dict[str, int] = {}  # site name -> calls of its linears still to come in this forward pass
+    residuals: dict[str, Tensor] = {}  # name of a module -> what it read
+
+    def keep(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        return lambda _module, inputs: residuals.update({name: inputs[0].flatten(0, -2)})
 
     def record(site: Site) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
         reader = linear_module(model, site.linears[0])
         gather = reader.gather if isinstance(reader, GatheredLinear) and reader.gather is not None else nn.Identity()
-        return lambda _module, inputs: consume(site, gather(inputs[0]).reshape(-1, site.channels))
+        return lambda _module, inputs: consume(
+            site, gather(inputs[0]).reshape(-1, site.channels), residuals.get(site.residual)
+        )
 
     def count(site: Site) -> Callable[..., None]:
         def hook(*_: object) -> None:
@@ -106,7 +113,10 @@ def watch_inputs(
 
         return hook
 
-    handles = []
+    handles = [
+        model.get_submodule(name).register_forward_pre_hook(keep(name))
+        for name in {site.residual for site in layer.sites if site.residual}
+    ]
     for site in layer.sites:
         reader = linear_module(model, site.linears[0])
         expert = expert_of(model, site.linears[0])
@@ -120,6 +130,7 @@ def watch_inputs(
     try:
         for rows in layer.parts:
             pending |= {site.name: site.calls for site in layer.sites}
+            residuals.clear()
             with suppress(_EverySiteSeen):
                 layer.run(rows)
             advance(rows.shape[0])
@@ -147,7 +158,7 @@ def channel_norms(
     """
     sums = {s.name: torch.zeros(s.channels, dtype=torch.float64, device=model.device) for s in sites}
 
-    def consume(site: Site, inputs: Tensor) -> None:
+    def consume(site: Site, inputs: Tensor, _residual: Tensor | None) -> None:
         sums[site.name] += inputs.float().square().sum(0)
 
     with progress.stage("calibrate", ranks.own_rows(len(samples)).numel()) as advance:
@@ -173,7 +184,7 @@ def hessians(model: PreTrainedModel, layer: LayerInputs, advance: Advance) -> di
     """
     sums = _zeros(model, layer.sites)
 
-    def consume(site: Site, inputs: Tensor) -> None:
+    def consume(site: Site, inputs: Tensor, _residual: Tensor | None) -> None:
         _add_gram(sums[site.name], inputs.float())
 
     watch_inputs(model, layer, consume, advance)
@@ -189,13 +200,16 @@ class Moments:
         hessian: ``X_p^T X_p``, float32 ``[channels, channels]``, as of `hessians`.
         shift: ``(X_d - X_p)^T X_p``, of the same shape; None where both do not see the same tokens, because the
             routing to experts decides which they are.
+        residual: ``(R_d - R_p)^T X_p``, float32 ``[out_features, channels]``, of the residual stream that the linear's
+            output is added to; None where the plan does not know it, and where there is no shift.
     """
 
     hessian: Tensor
     shift: Tensor | None
+    residual: Tensor | None = None
 
 
-Inputs = Mapping[str, deque[Tensor]]  # site name -> its inputs, part by part, [tokens, channels]
+Inputs = Mapping[str, deque[tuple[Tensor, Tensor | None]]]  # site name -> part by part, what `watch_inputs` gives of it
 
 
 def dense_inputs(
@@ -209,11 +223,12 @@ def dense_inputs(
         advance: As for `watch_inputs`.
         offload: Keeps them in files; None for memory.
     """
-    found = {site.name: deque[Tensor]() for site in layer.sites if reads_every_token(model, site)}
+    found: Inputs = {site.name: deque() for site in layer.sites if reads_every_token(model, site)}
+    copied = offload.copied if offload else Tensor.clone  # the model may overwrite what it gives
 
-    def keep(site: Site, inputs: Tensor) -> None:
+    def keep(site: Site, inputs: Tensor, residual: Tensor | None) -> None:
         if site.name in found:
-            found[site.name].append(offload.copied(inputs) if offload else inputs.clone())  # the model may overwrite it
+            found[site.name].append((copied(inputs), None if residual is None else copied(residual)))
 
     watch_inputs(model, layer, keep, advance)
     return found
@@ -231,20 +246,25 @@ def moments(model: PreTrainedModel, layer: LayerInputs, dense: Inputs, advance: 
         CalibrationError: An activation is NaN or infinite.
     """
     sums = _zeros(model, layer.sites)
-    shifts = _zeros(model, [site for site in layer.sites if site.name in dense])
+    compared = [site for site in layer.sites if site.name in dense]
+    shifts = _zeros(model, compared)
+    residuals = _zeros(model, [site for site in compared if site.residual], rows_of_output=True)
 
-    def consume(site: Site, inputs: Tensor) -> None:
+    def consume(site: Site, inputs: Tensor, residual: Tensor | None) -> None:
         inputs = inputs.float()
         _add_gram(sums[site.name], inputs)
-        if site.name in shifts:
-            before = dense[site.name].popleft().to(inputs)
-            shifts[site.name].addmm_(before.sub_(inputs).T, inputs)
+        if site.name not in shifts:
+            return
+        before, residual_before = dense[site.name].popleft()
+        shifts[site.name].addmm_(before.to(inputs).sub_(inputs).T, inputs)
+        if residual is not None and residual_before is not None:
+            residuals[site.name].addmm_(residual_before.to(inputs).sub_(residual.float()).T, inputs)
 
     watch_inputs(model, layer, consume, advance)
     assert not any(dense[name] for name in shifts), "the dense model ran some linears more often than the pruned one"
     _finish(sums)
-    ranks.add_up(shifts.values())
-    return {name: Moments(hessian, shifts.get(name)) for name, hessian in sums.items()}
+    ranks.add_up([*shifts.values(), *residuals.values()])
+    return {name: Moments(hessian, shifts.get(name), residuals.get(name)) for name, hessian in sums.items()}
 
 
 def reads_every_token(model: nn.Module, site: Site) -> bool:
@@ -254,8 +274,16 @@ def reads_every_token(model: nn.Module, site: Site) -> bool:
     return stacked_name(model, name) is None if expert is None else expert[1]
 
 
-def _zeros(model: PreTrainedModel, sites: Iterable[Site]) -> dict[str, Tensor]:
-    return {site.name: torch.zeros(site.channels, site.channels, device=model.device) for site in sites}
+def _zeros(model: PreTrainedModel, sites: Iterable[Site], *, rows_of_output: bool = False) -> dict[str, Tensor]:
+    """Returns site name -> zeros, float32, a row per input channel or per output of the site's linear."""
+    return {
+        site.name: torch.zeros(
+            weight_in_out(linear_module(model, site.linears[0])).shape[1] if rows_of_output else site.channels,
+            site.channels,
+            device=model.device,
+        )
+        for site in sites
+    }
 
 
 def _add_gram(total: Tensor, inputs: Tensor) -> None:
