@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._functorch.predispatch import _vmap_increment_nesting
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from transformers import PreTrainedModel
@@ -231,12 +232,14 @@ def _quiet() -> Iterator[None]:
 def export(module: nn.Module, *inputs: Tensor, **named: Tensor) -> ExportedProgram:
     """Returns a module as an exported program in which no operator writes into memory that another one reads.
 
-    Writing into a slice, say, becomes an operator that returns the whole tensor with that slice replaced.
+    Writing into a slice, say, becomes an operator that returns the whole tensor with that slice replaced. Code under
+    ``torch.vmap`` becomes operators on whole tensors: what starts and ends it has no result that a graph could follow.
     """
     exported = torch.export.export(module, inputs, named, strict=False)
-    schemas = [getattr(node.target, "_schema", None) for node in exported.graph.nodes]
-    writes = any(schema is not None and schema.is_mutable for schema in schemas)
-    return exported.run_decompositions({}) if writes else exported
+    targets = {node.target for node in exported.graph.nodes}
+    schemas = [getattr(target, "_schema", None) for target in targets]
+    rewritten = _vmap_increment_nesting in targets or any(each is not None and each.is_mutable for each in schemas)
+    return exported.run_decompositions({}) if rewritten else exported
 
 
 @contextmanager
