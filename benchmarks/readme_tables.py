@@ -141,7 +141,7 @@ def encoder_table(name: str) -> str:
     return _table("method | 1 - cosine to dense | seconds", lines, caption)
 
 
-def row_weights_table(name: str) -> str:
+def rows_by_seed_table(name: str) -> str:
     """Returns the rows of ``benchmarks/real`` seed by seed."""
     report = _load(name)
     lines = [
@@ -421,12 +421,14 @@ TABLES = {
     "real-all": lambda: real.markdown(_load(REAL)),
     "demo-recipe": lambda: comparison_table("compare-demo-recipe.json"),
     "demo-default": lambda: comparison_table("compare-demo-default.json"),
-    "row-weights": lambda: row_weights_table("real-smollm2-16x512.json"),
+    "row-weights": lambda: rows_by_seed_table("real-smollm2-16x512.json"),
     "dense-share": lambda: refit_table("compare-demo-dense-share.json"),
     "encoder": lambda: encoder_table("compare-minilm.json"),
     "dense-share-real": lambda: refit_table("compare-smollm2-dense-share.json"),
     "written": lambda: refit_table("compare-demo-written.json"),
     "exchanges": lambda: refit_table("compare-demo-exchanges.json"),
+    "residual-targets": lambda: refit_table("compare-demo-residual-targets.json"),
+    "residual-targets-real": lambda: rows_by_seed_table("residual-smollm2.json"),
     "refit": lambda: refit_table(*(f"compare-demo-refit{each}.json" for each in ("", "-share"))),
     "rotation-real": lambda: rotation_table("rotation-smollm2.json"),
     "rotation-real-32": lambda: rotation_table("rotation-smollm2-32x512.json"),

@@ -216,9 +216,9 @@ class _SpaceBuilder:
     """Groups the labels of the sites' input channels into channel spaces; a label belongs to at most one space."""
 
     def __init__(
-        self, provenance: Provenance, patterns: Mapping[str, NMPattern], residual: Callable[[fx.Node], str]
+        self, provenance: Provenance, patterns: Mapping[str, NMPattern], residual_reader: Callable[[fx.Node, str], str]
     ) -> None:
-        self._provenance, self._patterns, self._residual = provenance, patterns, residual
+        self._provenance, self._patterns, self._residual_reader = provenance, patterns, residual_reader
         labels = provenance.contexts.size
         self._space_of = np.full(labels, -1, np.int64)
         self._unit_of = np.full(labels, -1, np.int64)
@@ -233,10 +233,9 @@ class _SpaceBuilder:
         space, units = self._space(name, labels, problem)
         count = sum(call.parameter == calls[0].parameter for call in self._provenance.linears)
         layer = layer_of(model, names[0])
-        residual = self._residual(calls[0].node) if len(calls) == 1 else ""
-        site = Site(name, tuple(names), labels.size, torch.from_numpy(units), space, layer, count, residual)
-        if not all(residual.startswith(f"{path}.") for path in site.layer_paths or {residual}):
-            site.residual = ""  # a layer runs alone
+        site = Site(name, tuple(names), labels.size, torch.from_numpy(units), space, layer, count)
+        if len(names) == count == 1 and site.layer_paths:
+            site.residual_reader = self._residual_reader(calls[0].node, *site.layer_paths)
         for group in dict.fromkeys(self._patterns[each].group for each in names):
             if not space.frozen and (problem := _arrangement_problem(site, group)):
                 space.freeze(problem)

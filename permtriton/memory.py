@@ -22,7 +22,7 @@ from permtriton.methods.dense_share import DENSE_SHARE
 from permtriton.methods.importance import inverts_hessians
 from permtriton.model.core import has_head
 from permtriton.model.forward import TOKENS_WITHOUT_LOGITS
-from permtriton.model.plan import Plan, layer_modules, linear_module, turns_of
+from permtriton.model.plan import Plan, Site, layer_modules, linear_module, turns_of
 from permtriton.step import FLOAT32, Facts, Stage
 
 RUNS_THE_MODEL = "activations"  # a use of every stage that runs the model; the others work on the host
@@ -184,6 +184,10 @@ def facts_of(
     weights = {name: linear_module(model, name).get_parameter("weight").numel() for _, name in plan.linears()}
     widest = max(site.channels for site in plan.sites)
     hidden = int(getattr(text, "hidden_size", None) or widest)
+
+    def kept_channels(site: Site) -> int:
+        return site.channels + (weights[site.linears[0]] // site.channels if site.residual_reader else 0)
+
     width, all_positions = max(widest, hidden), len(samples) * samples.longest
     tokens = max(samples.longest, min(TOKENS_WITHOUT_LOGITS, all_positions))
     return Facts(
@@ -196,10 +200,7 @@ def facts_of(
         hidden=hidden,
         width=width,
         widest=widest,
-        read=max(
-            sum(max(site.channels + hidden * bool(site.residual) for site in turn) for turn in turns_of(layer))
-            for layer in plan.layers()
-        ),
+        read=max(sum(max(map(kept_channels, turn)) for turn in turns_of(layer)) for layer in plan.layers()),
         vocabulary=int(getattr(text, "vocab_size", 0)) if has_head(model) else 0,
         hessians=max(sum(site.channels**2 for site in layer) for layer in plan.layers()) * 4 * FLOAT32,
         forward=tokens * (hidden + 8 * width) * FLOAT32,

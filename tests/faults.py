@@ -372,7 +372,7 @@ FAULTS: dict[str, Fault] = {
         caught_by="tests/test_refitting.py::test_moments_are_those_of_both_models",
     ),
     "refit with the residual stream of another layer": Fault(
-        of_the_first_layer(lambda first, own: dataclasses.replace(own, residual=first.residual)),
+        of_the_first_layer(lambda first, own: dataclasses.replace(own, residual_shift=first.residual_shift)),
         caught_by="tests/test_refitting.py::test_the_residual_moments_are_those_of_both_models",
     ),
     "refit with statistics left behind": Fault(of_the_first_layer(lambda first, own: first), caught_by=CLOSER),

@@ -82,7 +82,7 @@ def test_the_best_weight_gives_the_targets_with_the_least_error(of_inputs, of_re
     """It is the minimum of ``|T - V X_p|^2 + damping |W - V|^2``, the normal equations of which are solved by hand."""
     weight, dense, pruned = (each.double() for each in problem(40))
     lacking = torch.randn(6, 160, generator=torch.Generator().manual_seed(1)).double()  # of the residual stream
-    moment = replace(moment_of(dense.float(), pruned.float()), residual=(lacking @ pruned.T).float())
+    moment = replace(moment_of(dense.float(), pruned.float()), residual_shift=(lacking @ pruned.T).float())
     curvature = Curvature.of(moment.hessian)
     hessian = curvature.damped.double()
     target = weight @ pruned + of_inputs * weight @ (dense - pruned) + of_residual * lacking
@@ -95,7 +95,7 @@ def test_the_best_weight_gives_the_targets_with_the_least_error(of_inputs, of_re
 def test_without_dense_targets_the_best_weight_is_the_dense_one():
     weight, dense, pruned = problem(40)
     curvature = Curvature.of(pruned @ pruned.T)
-    assert torch.equal(best_weight(weight, moment_of(dense, pruned), curvature, Refit(dense_targets=0.0)), weight)
+    assert best_weight(weight, moment_of(dense, pruned), curvature, Refit(0.0, 0.0)) is weight
     assert best_weight(weight, Moments(pruned @ pruned.T, None), curvature, Refit(dense_targets=0.75)) is weight
     torch.testing.assert_close(
         best_weight(weight, moment_of(pruned, pruned), curvature, Refit(dense_targets=0.75)), weight
@@ -305,6 +305,15 @@ def test_dense_targets_bring_the_model_closer_than_the_pruned_inputs_alone():
     assert errors[1] < 0.95 * errors[0]
 
 
+def test_residual_targets_bring_the_model_closer():
+    problem = Problem(tiny_model(layers=4), ids=zoo.tiny_ids(24, 16))
+    errors = []
+    for share in (0.0, 0.5):
+        problem.reset().refit(residual_targets=share)
+        errors.append(problem.error())
+    assert errors[1] < 0.95 * errors[0]
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.slow(but=["gpt2", "gemma2", "bert"])
 def test_families_of_models(name):
@@ -346,17 +355,17 @@ def test_the_residual_moments_are_those_of_both_models():
     dense = residual_of(problem, last)
     found = moments_of(problem)
     pruned, inputs = residual_of(problem, last), inputs_of(problem, [last])[last.name]
-    torch.testing.assert_close(found[last.name].residual, (dense - pruned).T @ inputs, rtol=1e-3, atol=1e-3)
-    assert found[last.name].residual.abs().max() > 0.1
-    writers = {site.name for site in problem.plan.sites if site.residual}
-    assert {name for name, moment in found.items() if moment.residual is not None} == writers
+    torch.testing.assert_close(found[last.name].residual_shift, (dense - pruned).T @ inputs, rtol=1e-3, atol=1e-3)
+    assert found[last.name].residual_shift.abs().max() > 0.1
+    writers = {site.name for site in problem.plan.sites if site.residual_reader}
+    assert {name for name, moment in found.items() if moment.residual_shift is not None} == writers
     assert len(writers) == 6
 
 
 def residual_of(problem: Problem, site: Site) -> Tensor:
     """What a site's output is added to in the model as it is, ``[tokens, hidden]``."""
     found = []
-    hook = problem.model.get_submodule(site.residual).register_forward_pre_hook(
+    hook = problem.model.get_submodule(site.residual_reader).register_forward_pre_hook(
         lambda _, inputs: found.append(inputs[0])
     )
     problem.hidden()

@@ -21,6 +21,7 @@ OURS = {
     "fast": "--recipe fast",
     "default": "--recipe default",
     "default with row weights": "--recipe default --heuristic-row-weights fisher",
+    "default without residual targets": "--recipe default --refit-residual-targets 0",
     "best (cut short)": "--recipe best --generated 0 --reconstruct-epochs 1 --distill-epochs 1",  # of 8, 20 and 4
     "wanda + heuristic (fused)": "--recipe heuristic,mask --importance wanda --layout fused",
     "fast (fused)": "--recipe fast --layout fused",

@@ -83,8 +83,8 @@ class Refitting:
     )
     residual_targets: float = option(
         0.25,
-        "Share of what the residual stream lacks, compared with the dense model's, in what the linears that write into "
-        "it are fitted to.",
+        "How much of the error that the residual stream has so far (dense minus pruned) the linears that write into it "
+        "make up for: 0 for none, 1 for all of it.",
         maximum=1.0,
     )
     iterations: int = option(

@@ -2,9 +2,9 @@
 
 Two activations run through the layers: ``X_p`` of the model as pruned so far, which is what a linear will read, and
 ``X_d`` of the dense model, which is what its outputs should come from. A linear that writes into the residual stream
-may also make up for what that lacks already, ``R_d - R_p``, with ``R`` what its output is added to. For each linear,
-with ``H = X_p X_p^T + damping``, the weight ``V`` should give ``W X_p + a W (X_d - X_p) + b (R_d - R_p)`` on ``X_p``.
-Without a mask, the best weight is
+may also make up for what the stream lacks already, ``R_d - R_p``, with ``R`` what its output is added to. For each
+linear, with ``H = X_p X_p^T + damping``, the weight ``V`` should give ``W X_p + a W (X_d - X_p) + b (R_d - R_p)`` on
+``X_p``. Without a mask, the best weight is
 
     W* = W + (a W (X_d - X_p) + b (R_d - R_p)) X_p^T H^-1
 
@@ -140,11 +140,11 @@ def best_weight(weight: Tensor, moment: Moments, curvature: Curvature, options: 
         curvature: of the same inputs.
         options: with the shares ``a`` and ``b`` of the dense model in the targets.
     """
-    if moment.shift is None:
+    if moment.shift is None or not (options.dense_targets or options.residual_targets):
         return weight
     lacking = options.dense_targets * (weight @ moment.shift)
-    if moment.residual is not None:
-        lacking += options.residual_targets * moment.residual
+    if moment.residual_shift is not None:
+        lacking += options.residual_targets * moment.residual_shift
     return weight + lacking @ curvature.inverse
 
 

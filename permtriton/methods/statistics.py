@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from permtriton import ranks
@@ -93,16 +94,13 @@ def watch_inputs(
         advance: Progress of the stage, advanced by the sequences of each forward pass.
     """
     pending: dict[str, int] = {}  # site name -> calls of its linears still to come in this forward pass
-    residuals: dict[str, Tensor] = {}  # name of a module -> what it read
-
-    def keep(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-        return lambda _module, inputs: residuals.update({name: inputs[0].flatten(0, -2)})
+    residuals, handles = _watch_residuals(model, layer.sites)
 
     def record(site: Site) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
         reader = linear_module(model, site.linears[0])
         gather = reader.gather if isinstance(reader, GatheredLinear) and reader.gather is not None else nn.Identity()
         return lambda _module, inputs: consume(
-            site, gather(inputs[0]).reshape(-1, site.channels), residuals.get(site.residual)
+            site, gather(inputs[0]).reshape(-1, site.channels), residuals.pop(site.name, None)
         )
 
     def count(site: Site) -> Callable[..., None]:
@@ -113,10 +111,6 @@ def watch_inputs(
 
         return hook
 
-    handles = [
-        model.get_submodule(name).register_forward_pre_hook(keep(name))
-        for name in {site.residual for site in layer.sites if site.residual}
-    ]
     for site in layer.sites:
         reader = linear_module(model, site.linears[0])
         expert = expert_of(model, site.linears[0])
@@ -130,13 +124,26 @@ def watch_inputs(
     try:
         for rows in layer.parts:
             pending |= {site.name: site.calls for site in layer.sites}
-            residuals.clear()
             with suppress(_EverySiteSeen):
                 layer.run(rows)
             advance(rows.shape[0])
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _watch_residuals(model: nn.Module, sites: Iterable[Site]) -> tuple[dict[str, Tensor], list[RemovableHandle]]:
+    """Returns site name -> the residual stream that its output will be added to, as it is seen, and the hooks."""
+    residuals: dict[str, Tensor] = {}
+
+    def keep(site: Site) -> Callable[..., None]:
+        def hook(_module: nn.Module, positional: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
+            residuals[site.name] = next(iter((*positional, *named.values()))).flatten(0, -2)
+
+        return hook
+
+    readers = [(site, model.get_submodule(site.residual_reader)) for site in sites if site.residual_reader]
+    return residuals, [module.register_forward_pre_hook(keep(site), with_kwargs=True) for site, module in readers]
 
 
 def channel_norms(
@@ -200,16 +207,16 @@ class Moments:
         hessian: ``X_p^T X_p``, float32 ``[channels, channels]``, as of `hessians`.
         shift: ``(X_d - X_p)^T X_p``, of the same shape; None where both do not see the same tokens, because the
             routing to experts decides which they are.
-        residual: ``(R_d - R_p)^T X_p``, float32 ``[out_features, channels]``, of the residual stream that the linear's
-            output is added to; None where the plan does not know it, and where there is no shift.
+        residual_shift: ``(R_d - R_p)^T X_p``, float32 ``[out_features, channels]``, with ``R`` the residual stream that
+            the linear's output is added to; None where the plan does not know it, and where there is no shift.
     """
 
     hessian: Tensor
     shift: Tensor | None
-    residual: Tensor | None = None
+    residual_shift: Tensor | None = None
 
 
-Inputs = Mapping[str, deque[tuple[Tensor, Tensor | None]]]  # site name -> part by part, what `watch_inputs` gives of it
+Inputs = Mapping[str, deque[tuple[Tensor, Tensor | None]]]  # site name -> for each part, its input and residual stream
 
 
 def dense_inputs(
@@ -248,7 +255,11 @@ def moments(model: PreTrainedModel, layer: LayerInputs, dense: Inputs, advance: 
     sums = _zeros(model, layer.sites)
     compared = [site for site in layer.sites if site.name in dense]
     shifts = _zeros(model, compared)
-    residuals = _zeros(model, [site for site in compared if site.residual], rows_of_output=True)
+    residual_shifts = {
+        site.name: torch.zeros(_out_features(model, site), site.channels, device=model.device)
+        for site in compared
+        if site.residual_reader
+    }
 
     def consume(site: Site, inputs: Tensor, residual: Tensor | None) -> None:
         inputs = inputs.float()
@@ -258,13 +269,13 @@ def moments(model: PreTrainedModel, layer: LayerInputs, dense: Inputs, advance: 
         before, residual_before = dense[site.name].popleft()
         shifts[site.name].addmm_(before.to(inputs).sub_(inputs).T, inputs)
         if residual is not None and residual_before is not None:
-            residuals[site.name].addmm_(residual_before.to(inputs).sub_(residual.float()).T, inputs)
+            residual_shifts[site.name].addmm_(residual_before.to(inputs).sub_(residual.float()).T, inputs)
 
     watch_inputs(model, layer, consume, advance)
     assert not any(dense[name] for name in shifts), "the dense model ran some linears more often than the pruned one"
     _finish(sums)
-    ranks.add_up([*shifts.values(), *residuals.values()])
-    return {name: Moments(hessian, shifts.get(name), residuals.get(name)) for name, hessian in sums.items()}
+    ranks.add_up([*shifts.values(), *residual_shifts.values()])
+    return {name: Moments(hessian, shifts.get(name), residual_shifts.get(name)) for name, hessian in sums.items()}
 
 
 def reads_every_token(model: nn.Module, site: Site) -> bool:
@@ -274,16 +285,12 @@ def reads_every_token(model: nn.Module, site: Site) -> bool:
     return stacked_name(model, name) is None if expert is None else expert[1]
 
 
-def _zeros(model: PreTrainedModel, sites: Iterable[Site], *, rows_of_output: bool = False) -> dict[str, Tensor]:
-    """Returns site name -> zeros, float32, a row per input channel or per output of the site's linear."""
-    return {
-        site.name: torch.zeros(
-            weight_in_out(linear_module(model, site.linears[0])).shape[1] if rows_of_output else site.channels,
-            site.channels,
-            device=model.device,
-        )
-        for site in sites
-    }
+def _zeros(model: PreTrainedModel, sites: Iterable[Site]) -> dict[str, Tensor]:
+    return {site.name: torch.zeros(site.channels, site.channels, device=model.device) for site in sites}
+
+
+def _out_features(model: PreTrainedModel, site: Site) -> int:
+    return weight_in_out(linear_module(model, site.linears[0])).shape[1]
 
 
 def _add_gram(total: Tensor, inputs: Tensor) -> None:

@@ -192,7 +192,8 @@ class Site:
         space: channel space of the input channels; its permutation orders them.
         layer: number of the layer in its module list, or -1.
         calls: number of times that the linears run in one forward pass; above 1 if layers share their weights.
-        residual: name of the module whose input the linear's output is added to: the residual stream; "" if none shows.
+        residual_reader: name of the module whose input the linear's output is added to, the residual stream; empty if
+            the graph shows none.
     """
 
     name: str
@@ -202,7 +203,7 @@ class Site:
     space: ChannelSpace
     layer: int = -1
     calls: int = 1
-    residual: str = ""
+    residual_reader: str = ""
 
     def expand(self, index: Tensor) -> Tensor:
         """Returns the index over this site's input channels, int64 ``[channels]``, for a unit index of its space."""
