@@ -314,6 +314,15 @@ def test_residual_targets_bring_the_model_closer():
     assert errors[1] < 0.95 * errors[0]
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "said"), [("gemma2", {}, 1), ("gemma2", {"residual_targets": 0}, 0), ("gpt2", {}, 0)]
+)
+def test_residual_targets_without_effect_are_said(name, options, said):
+    progress = Recording()
+    Problem(*zoo.planned(name), ids=zoo.token_ids(2, 8)).refit(progress, **options)
+    assert sum("adds its output to the residual stream" in line for line in progress.lines) == said
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.slow(but=["gpt2", "gemma2", "bert"])
 def test_families_of_models(name):

@@ -76,6 +76,11 @@ def refit(
         CalibrationError: an activation is NaN or infinite, or a Hessian cannot be inverted.
         VerificationError: a weight keeps more or fewer values than the pattern says, or is worse than SparseGPT's.
     """
+    if options.residual_targets and not any(site.residual_reader for site in plan.sites):
+        progress.say(
+            "refit: no pruned linear of this model adds its output to the residual stream as it is; each is fitted to its "
+            "own outputs alone"
+        )
     share, parts = ranks.own_rows(len(samples)).numel(), []
     turns = [turns_of(sites) for sites in plan.layers()]
     dense = _values_within(model, plan, dense_weights)
