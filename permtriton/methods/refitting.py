@@ -78,8 +78,8 @@ def refit(
     """
     if options.residual_targets and not any(site.residual_reader for site in plan.sites):
         progress.say(
-            "refit: no pruned linear of this model adds its output to the residual stream as it is; each is fitted to its "
-            "own outputs alone"
+            "refit: no pruned linear of this model adds its output to the residual stream as it is; each is fitted to "
+            "its own outputs alone"
         )
     share, parts = ranks.own_rows(len(samples)).numel(), []
     turns = [turns_of(sites) for sites in plan.layers()]
