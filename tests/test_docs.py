@@ -77,6 +77,15 @@ def test_what_the_pages_say_of_classes_is_what_was_found():
                     assert any(map(architectures.problem, of_name)) == bool(bad), f"{page.name}: {name} in {sentence!r}"
 
 
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "benchmarks/results").glob("*-smollm2*.json")), ids=lambda path: path.name
+)
+def test_no_row_of_the_real_model_counts_twice(path):
+    rows = json.loads(path.read_text()).get("rows", [])
+    found = [tuple(row.get(key) for key in ("name", "method", "variant", "setting", "seed")) for row in rows]
+    assert len(found) == len(set(found))
+
+
 def test_the_first_screen_says_what_was_measured():
     words = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     rows = json.loads((ROOT / "benchmarks/results/real-smollm2-cpu.json").read_text())["rows"]
