@@ -1,6 +1,7 @@
 """What the passes share: finding weights and what reads them, wrapping a weight, constants."""
 
 import copy
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -220,6 +221,11 @@ def module_path(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack") or {}
     path = list(stack.values())[-1][0] if stack else ""
     return path.removeprefix("model.") if path != "model" else ""
+
+
+def module_name(node: fx.Node) -> str:
+    """Returns `module_path` without the number that a further call of the same module has."""
+    return re.sub(r"@\d+", "", module_path(node))
 
 
 def norm_input(source: fx.Node, module: str) -> fx.Node | None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import fx
 
-from permtriton.passes.graph import aten, module_path, source_of
+from permtriton.passes.graph import aten, module_name, source_of
 
 
 def residual_readers(graph: fx.Graph) -> Callable[[fx.Node, str], str]:
@@ -20,11 +20,11 @@ def residual_readers(graph: fx.Graph) -> Callable[[fx.Node, str], str]:
     inside: dict[str, list[fx.Node]] = defaultdict(list)
     for node in graph.nodes:
         if node.op == "call_function":
-            inside[_module(node)].append(node)
+            inside[module_name(node)].append(node)  # of all calls: whatever one of them reads counts
     holders = {path[: dot.start()] for path in inside for dot in re.finditer(r"\.", path)}
     readers: dict[fx.Node, list[tuple[fx.Node, str]]] = defaultdict(list)  # activation -> first node and name of each
     for path, nodes in inside.items():
-        before = {each for node in nodes for each in node.all_input_nodes if _module(each) != path}
+        before = {each for node in nodes for each in node.all_input_nodes if module_name(each) != path}
         inputs = {source_of(each) for each in before if each.op != "get_attr"}
         if len(inputs) == 1 and path not in holders:  # what a module with submodules computes need not read its input
             readers[inputs.pop()].append((nodes[0], path))
@@ -35,11 +35,6 @@ def residual_readers(graph: fx.Graph) -> Callable[[fx.Node, str], str]:
         return next((path for start, path in found if start < product and path.startswith(f"{layer}.")), "")
 
     return reader
-
-
-def _module(node: fx.Node) -> str:
-    """Returns the name of a node's module, the same for all calls of the module: whatever one of them reads counts."""
-    return re.sub(r"@\d+", "", module_path(node))
 
 
 def _added_to(product: fx.Node) -> fx.Node | None:

@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from permtriton.errors import ModelError, reasons_of
 from permtriton.model.plan import LINEAR_MODULES, Axis, ChannelSpace, Plan, Site
 from permtriton.passes.chosen import check_own_patterns, left_out, own_patterns
-from permtriton.passes.graph import module_path, one_thread
+from permtriton.passes.graph import module_name, one_thread
 from permtriton.passes.provenance import Provenance
 from permtriton.passes.residual import residual_readers
 from permtriton.passes.unseen import Unseen, layer_of
@@ -105,7 +105,7 @@ def _prunable(
     elsewhere = {
         call.parameter
         for call in provenance.linears
-        if not _holds(_module_at(model, module_path(call.node)), model.get_parameter(call.parameter))
+        if not _holds(_module_at(model, module_name(call.node)), model.get_parameter(call.parameter))
     }
     for call in calls:
         owner, _, attribute = call.parameter.rpartition(".")
@@ -160,7 +160,7 @@ def _module_at(model: nn.Module, path: str) -> nn.Module | None:
     ``layers.slice(None, 4, None).3``.
     """
     module = model
-    for name in re.sub(r"@\d+", "", path).split(".") if path else ():  # a further call of the module has a number
+    for name in path.split(".") if path else ():
         try:
             part = re.fullmatch(r"slice\((.+), (.+), (.+)\)", name)
             if part and isinstance(module, nn.ModuleList):

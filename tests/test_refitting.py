@@ -296,20 +296,12 @@ def test_the_last_hidden_state_comes_closer_than_with_sparsegpt():
     assert sum(progress.steps) == progress.total
 
 
-def test_dense_targets_bring_the_model_closer_than_the_pruned_inputs_alone():
+@pytest.mark.parametrize("option", ["dense_targets", "residual_targets"])
+def test_targets_of_the_dense_model_bring_the_pruned_one_closer(option):
     problem = Problem(tiny_model(layers=4), ids=zoo.tiny_ids(24, 16))
     errors = []
     for share in (0.0, 0.5):
-        problem.reset().refit(dense_targets=share)
-        errors.append(problem.error())
-    assert errors[1] < 0.95 * errors[0]
-
-
-def test_residual_targets_bring_the_model_closer():
-    problem = Problem(tiny_model(layers=4), ids=zoo.tiny_ids(24, 16))
-    errors = []
-    for share in (0.0, 0.5):
-        problem.reset().refit(residual_targets=share)
+        problem.reset().refit(**{option: share})
         errors.append(problem.error())
     assert errors[1] < 0.95 * errors[0]
 
