@@ -85,7 +85,7 @@ def compile(  # noqa: PLR0913
             ``HF_TOKEN``, which is used for datasets, too. It is never printed or saved.
         output: folder to write, too. It keeps the state of long stages beside it: after an interruption, the same call
             continues.
-        save_format: ``packed``, ``dense`` or ``plain``, as ``format`` of `CompiledModel.save_pretrained`.
+        save_format: ``packed``, ``dense``, ``plain`` or ``fp8``, as ``format`` of `CompiledModel.save_pretrained`.
         push_to_hub: name of a repository on the hub to publish ``output`` in, such as ``me/my-model-2of4``. It is made
             before the work, so that a wrong name or token is found then.
         private: whether that repository, where it is new, is private; None for the default of its owner.
@@ -191,17 +191,19 @@ def export(
     overwrite: bool = False,
     progress: Shown = False,
 ) -> dict[str, Any]:
-    """Rewrites a compiled folder in another format, bit for bit the same weights, as ``permtriton export`` does.
+    """Rewrites a compiled folder in another format, as ``permtriton export`` does.
 
     Args:
         folder: folder that permtriton wrote.
         output: folder to write; None for ``FOLDER-FORMAT`` in the present folder.
-        format: ``packed``, ``dense`` or ``plain``.
+        format: ``packed``, ``dense`` or ``plain``: the same weights bit for bit; or ``fp8``: 8 bits, whose zeros are
+            the same.
         overwrite: whether an earlier output of permtriton may be replaced.
         progress: as `compile` takes it.
 
     Returns:
-        ``output``, and the entry ``export`` of its ``permtriton.json``: sizes, and how it was compared.
+        ``output``, and the entry ``export`` of its ``permtriton.json``: sizes, how it was compared, and of ``fp8``
+            the loss that it adds.
 
     Raises:
         PermTritonError: an unknown format, a folder that cannot be read or written, or a failed check.

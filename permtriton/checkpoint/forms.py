@@ -246,6 +246,18 @@ class File(TypedDict):
     sha256: Sha256
 
 
+class Loss(TypedDict, total=False):
+    """What a format with fewer bits costs; see `permtriton.checkpoint.fp8.Fp8.check_loads`."""
+
+    text: str
+    tokens: Integer
+    before: float | None
+    after: float | None
+    kl: float | None
+    cosine: float
+    not_measured: str
+
+
 class Export(TypedDict):
     """What `permtriton.checkpoint.export.export` did."""
 
@@ -258,6 +270,9 @@ class Export(TypedDict):
     loads_with: str
     reloaded: str
     seconds: float
+    quantized: NotRequired[Integer]
+    further_zeros: NotRequired[Integer]
+    loss: NotRequired[Loss]
 
 
 class Record(TypedDict):
