@@ -20,7 +20,7 @@ from permtriton.errors import ConfigError, near
 from permtriton.model import load
 from permtriton.model.name import checked_token
 from permtriton.model.source import Source
-from permtriton.recipe import all_options, build_config, given_by
+from permtriton.recipe import all_options, build_config, given_by, steps_of
 from permtriton.reporting import html_report
 from permtriton.util.bars import Shown, reporter
 
@@ -280,7 +280,7 @@ def _job(  # noqa: PLR0913
         )
     if save_format is not None and output is None:
         raise ConfigError("`save_format=` has no effect without `output=`: leave it out")
-    given = _parsed(options)
+    given = _parsed(options, recipe)
     if data is None or is_named(data):
         given |= {name: value for name, value in (("text_column", text_column), ("split", split)) if value is not None}
     else:
@@ -333,13 +333,13 @@ def _name(model: Model) -> str:
     return str(model) if isinstance(model, str | Path) else ""
 
 
-def _parsed(options: Mapping[str, Any]) -> dict[str, Any]:
+def _parsed(options: Mapping[str, Any], recipe: str | Sequence[Step] | None = None) -> dict[str, Any]:
     """Returns options with texts as the values that they stand for on the command line; None is the default.
 
     Raises:
         ConfigError: an unknown option; the message names those like it.
     """
-    known = all_options()
+    known = all_options(None if recipe is None else steps_of(recipe))
     arguments = [each for each in signature(compile).parameters if each not in ("model", "options")]
     for name in options:
         if name not in known:

@@ -99,27 +99,32 @@ def recipes() -> dict[str, dict[str, Any]]:
     return {"recipes": named, "steps": {step.name: step.summary for step in steps.STEPS}}
 
 
-def all_options() -> dict[str, Option]:
-    """Returns name -> option, of the compilation and of every step."""
-    return {o.name: o for kind in (CompileConfig, CalibrationConfig, *steps.STEPS) for o in options_of(kind)}
+def all_options(recipe: str | Sequence[Step] | None = None) -> dict[str, Option]:
+    """Returns name -> option, of the compilation, of every step that is known, and of those of a recipe."""
+    own = [] if recipe is None or isinstance(recipe, str) else map(type, recipe)
+    kinds = dict.fromkeys((CompileConfig, CalibrationConfig, *steps.STEPS, *own))
+    return {o.name: o for kind in kinds for o in options_of(kind)}
 
 
 def steps_of(recipe: str | Sequence[Step]) -> tuple[Step, ...]:
     """Returns the steps of a recipe.
 
     Args:
-        recipe: a key of `RECIPES`, names of steps separated by commas, or the steps themselves.
+        recipe: a key of `RECIPES`, names of steps separated by commas, or the steps themselves: ours or others.
 
     Raises:
         ConfigError: there is no such recipe or step.
     """
     if not isinstance(recipe, str):
-        if not isinstance(recipe, Sequence) or not all(isinstance(step, steps.STEPS) for step in recipe):
+        if not isinstance(recipe, Sequence) or not all(Step in type(step).__mro__ for step in recipe):
             raise ConfigError(
                 f"recipe is {shown(recipe)}: expected one of {', '.join(RECIPES)}, or steps: their names separated by "
-                "commas, or a tuple of them, such as (Mask(),)"
+                "commas, or a list of them, such as [Heuristic(), Mask()] from permtriton.methods"
             )
-        return tuple(recipe)  # type: ignore[arg-type]
+        for kind in map(type, recipe):
+            if problem := steps.problem_of(kind):
+                raise ConfigError(f"recipe holds a {kind.__name__}, which {problem}")
+        return tuple(recipe)
     if recipe in RECIPES:
         return RECIPES[recipe].steps
     known = {kind.name: kind for kind in steps.STEPS}
@@ -150,7 +155,8 @@ def config_from(
     given = {name.replace("-", "_"): value for name, value in (options or {}).items()}
     named = given.pop("recipe", None)
     chosen = next((each for each in (recipe, named) if each is not None), DEFAULT)
-    known = all_options()
+    steps_given = steps_of(chosen)
+    known = all_options(steps_given)
     if unknown := sorted(set(given) - set(known)):
         raise ConfigError(f"unknown option {shown(unknown[0])}{near(unknown[0], known)}")
     for name, value in given.items():  # those of steps that the recipe lacks, too
@@ -164,7 +170,7 @@ def config_from(
     config = CompileConfig(
         **given_options(CompileConfig, values),
         calibration=CalibrationConfig(**given_options(CalibrationConfig, values)),
-        steps=tuple(replace(step, **given_options(type(step), values)) for step in steps_of(chosen)),  # type: ignore[type-var]
+        steps=tuple(replace(step, **given_options(type(step), values)) for step in steps_given),  # type: ignore[type-var]
     )
     check_recipe(config)
     return config
@@ -263,7 +269,7 @@ def check_given(names: Sequence[str], config: CompileConfig) -> None:
     Raises:
         ConfigError: for example ``learn_epochs`` in a recipe without learning.
     """
-    known = all_options()
+    known = all_options(config.steps)
     for each in (known[name] for name in names if name in known):
         if why := why_no_effect(each, config):
             raise ConfigError(f"`{each.name}=` has no effect with {why}")
@@ -279,12 +285,14 @@ def compile_command(model: str, config: CompileConfig, **running: str | bool | N
         model: folder, hub name, or ``demo``.
         running: further flags by name, with dashes for underscores; None and False leave a flag out.
     """
-    name, known, wanted = shown_name(model), all_options(), config.to_dict()
+    name, known, wanted = shown_name(model), all_options(config.steps), config.to_dict()
     shortest: tuple[str, list[str]] | None = None
-    for recipe in (*(each for each in RECIPES if RECIPES[each].names == config.recipe), config.recipe):
+    bare = tuple(type(step)() for step in config.steps)
+    named: dict[str, str | Sequence[Step]] = {each: each for each in RECIPES if RECIPES[each].names == config.recipe}
+    for recipe, steps_given in (named | {config.recipe: bare}).items():
         given: dict[str, Any] = {}
         for _ in range(2):  # the second time for defaults that another option decides
-            start = config_from(given, recipe, name).to_dict()
+            start = config_from(given, steps_given, name).to_dict()
             differing = (o for o in wanted if o in known and wanted[o] != start[o] and has_effect(known[o], config))
             given |= {option: wanted[option] for option in differing}
         if shortest is None or len(given) < len(shortest[1]):

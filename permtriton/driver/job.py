@@ -123,7 +123,7 @@ class Job:
             return
         self._check_apart()
         with claimed(self.output, overwrite=self.overwrite, say=progress.say):
-            for path in states_beside(resume_path(self.output)) if self.restart else ():
+            for path in states_beside(resume_path(self.output), self.config.steps) if self.restart else ():
                 path.unlink()
                 progress.say(f"deleted {path.name}, the state of an interrupted run")
             yield
