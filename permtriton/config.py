@@ -42,6 +42,11 @@ class CalibrationConfig:
         "Further sequences, which the dense model writes, for the steps that bring the pruned model back to it (refit, "
         "reconstruct, distill); only for models that write text.",
     )
+    one_document: bool = _calibration(
+        False,
+        "Draw each sequence from one document that is longer than it, as SparseGPT and Wanda do; by default documents "
+        "are joined.",
+    )
     text_column: str = _calibration(
         "",
         "Column of the calibration data that holds the text; by default input_ids or text.",

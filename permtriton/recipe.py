@@ -15,6 +15,7 @@ from permtriton.config import CalibrationConfig
 from permtriton.driver.options import CompileConfig, has_effect, why_no_effect
 from permtriton.driver.step import Stage, Step
 from permtriton.errors import ConfigError, first_line, near, reading, shown
+from permtriton.evaluation.protocol import protocol_of
 from permtriton.methods import steps
 from permtriton.methods.order.heuristic import Heuristic
 from permtriton.methods.order.learned import Learned
@@ -121,10 +122,10 @@ def steps_of(recipe: str | Sequence[Step]) -> tuple[Step, ...]:
                 f"recipe is {shown(recipe)}: expected one of {', '.join(RECIPES)}, or steps: their names separated by "
                 "commas, or a list of them, such as [Heuristic(), Mask()] from permtriton.methods"
             )
-        for kind in map(type, recipe):
-            if problem := steps.problem_of(kind):
-                raise ConfigError(f"recipe holds a {kind.__name__}, which {problem}")
-        return tuple(recipe)
+        for step in recipe:
+            if problem := steps.problem_of(type(step)):
+                raise ConfigError(f"recipe holds a {type(step).__name__}, which {problem}")
+        return tuple(recipe)  # type: ignore[arg-type]
     if recipe in RECIPES:
         return RECIPES[recipe].steps
     known = {kind.name: kind for kind in steps.STEPS}
@@ -177,31 +178,41 @@ def config_from(
 
 
 def build_config(
-    model: str, recipe: str | Sequence[Step] | None, config_file: Path | None, options: Mapping[str, Any]
+    model: str,
+    recipe: str | Sequence[Step] | None,
+    config_file: Path | None,
+    options: Mapping[str, Any],
+    protocol: str | None = None,
 ) -> CompileConfig:
-    """Lays what a user gave over a file over the recipe.
+    """Lays what a user gave over a file over a protocol over the recipe.
 
     Args:
         model: as for `config_from`.
         recipe: as for `config_from`.
         config_file: TOML file of options; None for none.
         options: values by option name.
+        protocol: key of `permtriton.evaluation.protocol.PROTOCOLS`, or None.
 
     Raises:
-        ConfigError: an unknown option, a bad value, or an option that has no effect.
+        ConfigError: an unknown option or protocol, a bad value, or an option that has no effect.
     """
-    config = config_from(given_by(config_file, options), recipe, model)
+    config = config_from(given_by(config_file, options, protocol), recipe, model)
     check_given(list(options), config)
     return config
 
 
-def given_by(config_file: Path | None, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what a user gave: options over those of the file.
+def given_by(config_file: Path | None, options: Mapping[str, Any], protocol: str | None = None) -> dict[str, Any]:
+    """Returns what a user gave: options over those of the file, and these over those of the protocol.
 
     Raises:
-        ConfigError: the file cannot be read, or holds a table that is no step's.
+        ConfigError: the file cannot be read, or holds a table that is no step's, or there is no such protocol.
     """
-    return {**(read_config_file(config_file) if config_file else {}), **options}
+    set_by = protocol_of(protocol)
+    return {
+        **(set_by.options if set_by else {}),
+        **(read_config_file(config_file) if config_file else {}),
+        **options,
+    }
 
 
 def resolved(options: Mapping[str, Any], model: str = "") -> dict[str, Any]:

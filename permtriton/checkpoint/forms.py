@@ -338,6 +338,7 @@ class Comparison(TypedDict):
     model: str
     measure: str
     text: str
+    media: NotRequired[bool]  # whether its windows are of images, sound or other tensors
     tokens: Integer
     window: Integer
     seeds: list[Integer]

@@ -30,7 +30,7 @@ WRITING = "generated"  # the state of the text that the dense model writes
 
 def states_beside(resume_path: Path, recipe: Sequence[Step]) -> list[Path]:
     """Returns the paths of the states that an interrupted run left, of whatever steps that are known."""
-    names = dict.fromkeys((WRITING, *(kind.name for kind in (*steps.STEPS, *recipe))))
+    names = dict.fromkeys((WRITING, *(kind.name for kind in steps.STEPS), *(step.name for step in recipe)))
     paths = (resume_path.with_suffix(f".{name}{resume_path.suffix}") for name in names)
     return sorted(filter(Path.is_file, paths))
 

@@ -15,6 +15,7 @@ from permtriton.data.media import Processor
 from permtriton.errors import CalibrationError, MemoryTooSmallError, ModelError
 from permtriton.evaluation import measure
 from permtriton.evaluation.measure import Evaluated
+from permtriton.evaluation.protocol import measured_by
 from permtriton.evaluation.task_request import TaskRequest
 from permtriton.model import load
 from permtriton.model.name import DEMO
@@ -30,6 +31,8 @@ def evaluate(  # noqa: PLR0913
     model: PreTrainedModel | str | Path,
     eval_data: Data | None = None,
     *,
+    protocol: str | None = None,
+    window: int | None = None,
     against: Against = None,
     tokenizer: Processor | None = None,
     hidden_order: Tensor | None = None,
@@ -54,6 +57,9 @@ def evaluate(  # noqa: PLR0913
         eval_data: held-out text: ``wikitext2``, ``c4``, ``demo``, a file, or ``none`` for tasks alone; of a model of
             images or sound, a folder; or texts, token ids or tensors in memory, as `permtriton.compile` takes them.
             None for ``demo`` with the demo model, else ``wikitext2``.
+        protocol: ``paper`` for what the literature measures: ``wikitext2`` in windows of 2048 tokens, and the seven
+            tasks of Wanda's table; each of ``eval_data``, ``window`` and ``tasks`` wins over it.
+        window: tokens per window; None for 2048, or as many as the model can take.
         against: the dense model, or where it is: adds its perplexity, the KL and the cosine to it. A name is loaded for
             this call only, and both models are in memory at once.
         tokenizer: tokenizer or processor of a loaded model; text needs it.
@@ -88,6 +94,7 @@ def evaluate(  # noqa: PLR0913
         perplexity ..., dense ..., KL ..., cosine ... on my-heldout.txt (...)
     """
     shown = reporter(progress)
+    eval_data, window, tasks = measured_by(protocol, eval_data, window, tasks)
     request = TaskRequest(tasks, limit, None if tasks_dir is None else Path(tasks_dir))
     chosen = request.load(shown)
     eval_data = selected(eval_data, text_column, split)
@@ -105,7 +112,7 @@ def evaluate(  # noqa: PLR0913
     if isinstance(against, Source):
         name = DEMO if against.name == DEMO else name
         against = _loaded_beside(model, tokenizer, against, shown)
-    windows, text = held_out_windows(name, eval_data, tokenizer, model)
+    windows, text = held_out_windows(name, eval_data, tokenizer, model, window)
     if windows is None and eval_data is None:
         if chosen is None:
             raise CalibrationError(text)
