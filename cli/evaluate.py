@@ -46,7 +46,7 @@ def run(
         model,
         eval_data,
         against=against,
-        tasks=tasks.names or "none",
+        tasks="none" if tasks.names is None else tasks.names,
         limit=tasks.limit,
         tasks_dir=tasks.folder,
         batch_size=batch,

@@ -110,6 +110,11 @@ class CommonConfig:
         "by one backward pass.",
         maximum=0.9,
     )
+    calibrate_all_experts: bool = _calibration(
+        False,
+        "In a mixture, let every expert see every token while statistics are taken: for experts that few tokens are "
+        "sent to. The tokens go the model's own way all the same; calibration takes as long as all experts take.",
+    )
     seed: int = _running(0, "Seed of all that is drawn at random, such as calibration sequences.", maximum=2**32 - 1)
     micro_batch_size: int = _running(
         4,

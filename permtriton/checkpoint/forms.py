@@ -311,6 +311,7 @@ class Record(TypedDict):
     files: dict[str, File]
     card: str | None
     gguf: NotRequired[Gguf]
+    expert_tokens: NotRequired[dict[str, list[Integer]]]  # experts -> calibration tokens sent to each
     export: NotRequired[Export]
 
 
