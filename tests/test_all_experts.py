@@ -117,7 +117,7 @@ def test_the_statistics_are_those_of_all_tokens():
 def test_a_rare_expert_is_pruned_better():
     """What an expert makes of tokens that it was not sent while it was calibrated, over several mixtures."""
     differences = []
-    for seed in range(3):
+    for seed in range(2):
         errors = {}
         for wanted in (False, True):
             model = mixture(seed)
@@ -131,7 +131,7 @@ def test_a_rare_expert_is_pruned_better():
                 pruned, exact = (each(states, *sent) for each in experts)
             errors[wanted] = float((pruned - exact).norm() / exact.norm())
         differences.append(errors[False] - errors[True])
-    assert sum(differences) > 9, differences
+    assert min(differences) > 0, differences
 
 
 def test_it_needs_experts():

@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from permtriton.checkpoint.forms import find_record
+from permtriton.checkpoint.patterns import broken_claim, pattern_in_words
 from permtriton.checkpoint.plan_entries import hidden_order_of
 from permtriton.data.held_out import held_out_windows
 from permtriton.data.in_memory import Data, selected
@@ -104,6 +105,7 @@ def evaluate(  # noqa: PLR0913
         name = source.name
         shown.say(f"loading {source.described}")
         model = load.load_model(source)
+        _say_pattern(source, model, shown)
         tokenizer = tokenizer or load.load_processor(source, model)
         if against is not None:
             hidden_order = _hidden_order(source, getattr(model.config.get_text_config(), "hidden_size", 0))
@@ -128,6 +130,16 @@ def evaluate(  # noqa: PLR0913
         batch=batch_size,
         progress=shown,
     )
+
+
+def _say_pattern(source: Source, model: PreTrainedModel, shown: Progress) -> None:
+    """Says of a folder that permtriton did not write what it is, and warns of one whose pattern was lost."""
+    record = None if source.gguf is not None else find_record(source.location, source.hub)
+    if record is None:
+        if (found := pattern_in_words(model)) != "dense":
+            shown.say(f"{source.name} was pruned by another tool, and is measured as it is: {found}")
+    elif problem := broken_claim(model, record):
+        shown.say(f"warning: {problem}")
 
 
 def _loaded_beside(model: PreTrainedModel, tokenizer: Any, against: Source, shown: Progress) -> PreTrainedModel:
