@@ -58,11 +58,11 @@ def measure(layers: int) -> dict[str, Any]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from permtriton import NMPattern
-    from permtriton.machine import device_name, peak_memory, versions
-    from permtriton.model.trace import trace
     from permtriton.passes.pipeline import run_with_stand_ins
     from permtriton.passes.provenance import propagate
     from permtriton.passes.sites import find_sites
+    from permtriton.passes.trace import trace
+    from permtriton.util.machine import device_name, peak_memory, versions
 
     cpu = torch.device("cpu")
     with torch.device("meta"):

@@ -31,20 +31,20 @@ from torch import Tensor, nn
 
 from benchmarks.shared import PATTERN, llama, random_importances, step_seconds, timed
 from permtriton import find_plan
-from permtriton.compile_config import CompileConfig
 from permtriton.data.samples import Samples
+from permtriton.driver.options import CompileConfig
 from permtriton.evaluation.measure import evaluate
-from permtriton.machine import device_name, peak_memory, versions
-from permtriton.methods.fisher import fisher_information
-from permtriton.methods.hard_masks import hard_masked
-from permtriton.methods.objective import dense_objective
-from permtriton.methods.searched import Searched
-from permtriton.methods.swap_search import Searcher
+from permtriton.methods.measure.fisher import fisher_information
+from permtriton.methods.measure.objective import dense_objective
+from permtriton.methods.order.hard_masks import hard_masked
+from permtriton.methods.order.searched import Searched
+from permtriton.methods.order.swap_search import Searcher
 from permtriton.model.forward import hidden_states
 from permtriton.model.modules import GatheredLinear, from_norm, replace_module
 from permtriton.model.norms import match_norm
-from permtriton.permutation import identity
-from permtriton.progress import NoProgress
+from permtriton.util.machine import device_name, peak_memory, versions
+from permtriton.util.permutation import identity
+from permtriton.util.progress import NoProgress
 
 NORMS = {
     "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from permtriton.machine import device_name, versions
+from permtriton.util.machine import device_name, versions
 
 Weights = list[tuple[nn.Module, Tensor]]  # each linear that is N:M, and where its weight is zero
 Attach = Callable[[Weights, torch.optim.Optimizer], None]

@@ -23,11 +23,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import permtriton
-from permtriton import compiler, run
 from permtriton.checkpoint import save
-from permtriton.machine import device_name, versions
-from permtriton.methods import heuristic_order
+from permtriton.driver import pipeline as compiler
+from permtriton.driver import run
+from permtriton.methods.order import heuristic_order
 from permtriton.model.reference import Reference
+from permtriton.util.machine import device_name, versions
 
 RESULT = Path(__file__).resolve().parent / "results" / "proof-time-cpu.json"
 SEQUENCES, TOKENS = 2, 128

@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 
 import permtriton
-from permtriton.machine import device_name, versions
+from permtriton.util.machine import device_name, versions
 
 WEIGHT, PATTERN = "_proj.weight", (2, 4)
 

@@ -10,17 +10,17 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from permtriton import NMPattern
-from permtriton.compile_config import CompileConfig
 from permtriton.data.samples import Samples
+from permtriton.driver.options import CompileConfig
 from permtriton.kernels.importance import ImportanceFactors
-from permtriton.methods.importance import importance_of
-from permtriton.methods.learned import Learned
-from permtriton.methods.learning import OrderTrainer, learned_spaces
-from permtriton.methods.masked_model import masked_model
-from permtriton.methods.objective import Objective
-from permtriton.methods.relaxation import Relaxation
+from permtriton.methods.measure.importance import importance_of
+from permtriton.methods.measure.objective import Objective
+from permtriton.methods.order.learned import Learned
+from permtriton.methods.order.learning import OrderTrainer, learned_spaces
+from permtriton.methods.order.masked_model import masked_model
+from permtriton.methods.order.relaxation import Relaxation
 from permtriton.model.forward import last_hidden_state
-from permtriton.model.plan import Plan, layer_modules, linear_module, weight_in_out
+from permtriton.passes.plan import Plan, layer_modules, linear_module, weight_in_out
 from permtriton.running.backward import checkpointed
 
 PATTERN = NMPattern(2, 4)

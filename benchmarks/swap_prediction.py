@@ -20,22 +20,22 @@ from torch import Tensor
 from permtriton.data.samples import Samples
 from permtriton.data.text import calibration_ids
 from permtriton.demo import FOLDER
+from permtriton.driver.planning import find_plan
 from permtriton.kernels.swap_gains import swap_gains
-from permtriton.machine import device_name, versions
-from permtriton.methods.fisher import fisher_information
-from permtriton.methods.hard_masks import HardMasks, hard_masked
-from permtriton.methods.importance import importances_of
-from permtriton.methods.objective import dense_objective
-from permtriton.methods.searched import Searched
-from permtriton.methods.statistics import site_statistics
-from permtriton.methods.swap_search import Searcher, Swaps
+from permtriton.methods.measure.fisher import fisher_information
+from permtriton.methods.measure.importance import importances_of
+from permtriton.methods.measure.objective import dense_objective
+from permtriton.methods.measure.statistics import site_statistics
+from permtriton.methods.order.hard_masks import HardMasks, hard_masked
+from permtriton.methods.order.searched import Searched
+from permtriton.methods.order.swap_search import Searcher, Swaps
 from permtriton.model.load import load_original
-from permtriton.model.plan import ChannelSpace
 from permtriton.model.source import Source
-from permtriton.permutation import identity
-from permtriton.planning import find_plan
-from permtriton.progress import NoProgress
+from permtriton.passes.plan import ChannelSpace
 from permtriton.recipe import config_from
+from permtriton.util.machine import device_name, versions
+from permtriton.util.permutation import identity
+from permtriton.util.progress import NoProgress
 
 
 def main() -> None:

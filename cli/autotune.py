@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 
-from permtriton import planning
-from permtriton.bars import BarProgress, err
 from permtriton.cli.console import out, print_json, saved, table
-from permtriton.compile_config import CompileConfig
+from permtriton.driver import planning
+from permtriton.driver.options import CompileConfig
 from permtriton.errors import ConfigError
 from permtriton.kernels import autotune as cache
 from permtriton.kernels.launch import triton
@@ -18,8 +17,9 @@ from permtriton.kernels.tools import timing, tuning
 from permtriton.kernels.tools.case import Case
 from permtriton.kernels.tools.tuning import Trial
 from permtriton.model import load
-from permtriton.model.plan import linear_module, weight_in_out
 from permtriton.model.source import Source
+from permtriton.passes.plan import linear_module, weight_in_out
+from permtriton.util.bars import BarProgress, err
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 

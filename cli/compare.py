@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from permtriton.bars import BarProgress, err
 from permtriton.checkpoint.output import locked
 from permtriton.cli.console import fail, out, print_json, saved, table
 from permtriton.cli.options import Flags
@@ -23,10 +22,11 @@ from permtriton.evaluation.task_request import TaskRequest
 from permtriton.model import load
 from permtriton.model.seq2seq import with_decoder_ids
 from permtriton.model.source import Source
-from permtriton.output_files import problem_of
-from permtriton.progress import Progress
 from permtriton.recipe import resolved
-from permtriton.sparsity import NMPattern
+from permtriton.util.bars import BarProgress, err
+from permtriton.util.output_files import problem_of
+from permtriton.util.progress import Progress
+from permtriton.util.sparsity import NMPattern
 
 RESULT = Result(("method", "cosine", "seconds", "peak MiB"), ("measure", "patterns", "rows", "versions"))
 

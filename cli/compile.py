@@ -7,20 +7,20 @@ from typing import Any
 
 from rich.table import Table
 
-from permtriton.bars import reporter
 from permtriton.checkpoint.forms import described_sparsity
 from permtriton.checkpoint.plan_entries import grouped
 from permtriton.cli import torchrun
 from permtriton.cli.console import out, print_json, saved, table
 from permtriton.cli.inspect import destination
-from permtriton.compile_config import CompileConfig
+from permtriton.driver.job import Job
+from permtriton.driver.options import CompileConfig
+from permtriton.driver.step import Outcome
 from permtriton.errors import reasons_of
-from permtriton.job import Job
-from permtriton.machine import format_bytes
 from permtriton.methods import steps
 from permtriton.model.gguf_file import SUFFIX
 from permtriton.model.source import Source
-from permtriton.step import Outcome
+from permtriton.util.bars import reporter
+from permtriton.util.machine import format_bytes
 
 
 def default_output(source: Source, config: CompileConfig) -> Path:

@@ -1,4 +1,4 @@
-"""What all commands print with: tables, error messages, JSON. Progress is drawn by `permtriton.bars`."""
+"""What all commands print with: tables, error messages, JSON. Progress is drawn by `permtriton.util.bars`."""
 
 import io
 import os
@@ -14,8 +14,8 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from permtriton.bars import PlainConsole, discard, err, visible
 from permtriton.errors import MemoryTooSmallError, PermTritonError, as_flags
+from permtriton.util.bars import PlainConsole, discard, err, visible
 
 
 class PrintError(PermTritonError):
@@ -115,7 +115,7 @@ def clear_errors(to_lower: Callable[[], str]) -> Iterator[None]:
     except (RuntimeError, MemoryError) as error:
         if "torch" not in sys.modules:  # importing it takes seconds
             raise
-        from permtriton.micro_batch import is_out_of_memory, out_of_memory
+        from permtriton.running.micro_batch import is_out_of_memory, out_of_memory
 
         if not is_out_of_memory(error):
             raise

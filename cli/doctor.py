@@ -12,15 +12,15 @@ from typing import Any
 
 import torch
 
-from permtriton.bars import BarProgress
 from permtriton.cli.console import echo, fail, out, print_json, table
+from permtriton.cli.self_test import FAILS, self_test
 from permtriton.errors import PermTritonError
 from permtriton.kernels import autotune
 from permtriton.kernels.launch import triton
 from permtriton.kernels.tools import compile_check, issue_floor
 from permtriton.kernels.tools.compile_check import Compiled
-from permtriton.machine import versions
-from permtriton.self_test import FAILS, self_test
+from permtriton.util.bars import BarProgress
+from permtriton.util.machine import versions
 
 
 def run(*, compile_kernels: bool, defaults_only: bool, test: bool, json: bool) -> None:

@@ -4,15 +4,15 @@ import re
 import shutil
 from pathlib import Path
 
-from permtriton.bars import reporter
 from permtriton.checkpoint.plan_entries import grouped
 from permtriton.cli.console import out, print_json, table
 from permtriton.cli.inspect import destination
+from permtriton.driver.forecast import duration
+from permtriton.driver.job import DryRun, Job
+from permtriton.driver.memory import Devices, describe_thrift, describe_weights
 from permtriton.errors import ConfigError, as_flags, reasons_of
-from permtriton.forecast import duration
-from permtriton.job import DryRun, Job
-from permtriton.machine import format_bytes
-from permtriton.memory import Devices, describe_thrift, describe_weights
+from permtriton.util.bars import reporter
+from permtriton.util.machine import format_bytes
 
 GIB = 1 << 30
 

@@ -11,7 +11,7 @@ from typing import Any
 from permtriton.cli.console import out, print_json, saved, table
 from permtriton.cli.tables import Result, check_table, write_table
 from permtriton.comparison.summary import Cell, cell
-from permtriton.evaluating import evaluate
+from permtriton.evaluation.evaluate import evaluate
 from permtriton.evaluation.measure import Evaluated
 from permtriton.evaluation.task_request import TaskRequest
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from permtriton import api
 from permtriton.cli.console import out, print_json, saved, table
-from permtriton.machine import format_bytes
+from permtriton.util.machine import format_bytes
 
 
 def run(folder: Path, format: str, output: Path | None, *, overwrite: bool, json: bool) -> None:

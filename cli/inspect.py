@@ -8,18 +8,18 @@ from typing import Any
 
 from torch import fx
 
-from permtriton import planning
-from permtriton.bars import err
 from permtriton.checkpoint.plan_entries import grouped, permutation_report, plan_report
 from permtriton.cli.console import echo, out, print_json, table
-from permtriton.compile_config import CompileConfig
+from permtriton.driver import planning
+from permtriton.driver.options import CompileConfig
 from permtriton.errors import ConfigError, OutputError
 from permtriton.model import load
-from permtriton.model.plan import Placement, Plan
 from permtriton.model.source import Source
-from permtriton.output_files import check_file, write_file
 from permtriton.passes import drawing
 from permtriton.passes.pipeline import PASS_NAMES, PassResult, run_with_stand_ins
+from permtriton.passes.plan import Placement, Plan
+from permtriton.util.bars import err
+from permtriton.util.output_files import check_file, write_file
 
 
 def run(
@@ -36,8 +36,8 @@ def run(
     """Prints the plan of a model, or its graph after each compiler pass.
 
     Raises:
-        PermTritonError: as `permtriton.planning.plan_model`, options that exclude each other, or a drawing that cannot
-            be written.
+        PermTritonError: as `permtriton.driver.planning.plan_model`, options that exclude each other, or a drawing that
+            cannot be written.
     """
     if only is not None and only not in PASS_NAMES:
         raise ConfigError(f"pass {only!r} is unknown: choose one of {', '.join(PASS_NAMES)}")
@@ -102,7 +102,7 @@ def check_drawing(file: Path, *, overwrite: bool) -> None:
 
     Raises:
         ConfigError: another suffix than .dot and .svg, or an SVG without Graphviz.
-        OutputError: as `permtriton.output_files.check_file`.
+        OutputError: as `permtriton.util.output_files.check_file`.
     """
     if file.suffix not in (".dot", ".svg"):
         raise ConfigError(f"--dot {file}: write a file that ends in .dot or .svg")

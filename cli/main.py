@@ -149,7 +149,7 @@ def compile(
     if shard and devices is None and not torchrun.launched():
         raise ConfigError("--shard spreads weights over several processes: start permtriton with torchrun")
     from permtriton.cli.compile import default_output, run
-    from permtriton.job import Job
+    from permtriton.driver.job import Job
     from permtriton.model.source import Source
 
     source = Source(model, dtype, device, trust_remote_code, gguf_file, revision, token)

@@ -13,8 +13,8 @@ from permtriton.checkpoint.format import HELP as FORMATS
 from permtriton.comparison.methods import ABLATIONS
 from permtriton.config import CALIBRATION, METHOD, RUNNING
 from permtriton.errors import ConfigError, OutputError
-from permtriton.option import Option
 from permtriton.recipe import RECIPES, all_options, config_from, defaults, given_by
+from permtriton.util.option import Option
 
 Flags = dict[str, Any]
 

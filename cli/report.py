@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from permtriton import api
-from permtriton.bars import err
-from permtriton.machine import format_bytes
+from permtriton.util.bars import err
+from permtriton.util.machine import format_bytes
 
 
 def run(folders: Sequence[Path], output: Path | None, comparison: Path | None, *, overwrite: bool) -> None:

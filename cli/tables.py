@@ -10,7 +10,7 @@ from typing import Any
 
 from permtriton.comparison.summary import Rows, cell
 from permtriton.errors import OutputError
-from permtriton.output_files import check_file, write_file
+from permtriton.util.output_files import check_file, write_file
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def check_table(path: Path, *, overwrite: bool, like: Result | None = None) -> N
         like: results that may be replaced in any case.
 
     Raises:
-        OutputError: another extension than .json, .csv or .md, or as `permtriton.output_files.check_file`.
+        OutputError: another extension than .json, .csv or .md, or as `permtriton.util.output_files.check_file`.
     """
     if path.suffix not in _WRITERS:
         raise OutputError(
@@ -57,7 +57,7 @@ def check_table(path: Path, *, overwrite: bool, like: Result | None = None) -> N
 
 
 def write_table(path: Path, headers: Sequence[str], rows: Rows, report: Any) -> None:
-    """Writes a result as `permtriton.output_files.write_file` does, in place of whatever is there.
+    """Writes a result as `permtriton.util.output_files.write_file` does, in place of whatever is there.
 
     Args:
         path: file to write. ``.json`` holds the report; ``.csv`` and ``.md`` hold the rows.

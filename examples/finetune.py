@@ -24,9 +24,9 @@ from torch.nn.functional import cross_entropy, kl_div, log_softmax
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 import permtriton
-from permtriton.machine import device_name, peak_memory, versions
 from permtriton.model.load import load_model
 from permtriton.model.source import Source
+from permtriton.util.machine import device_name, peak_memory, versions
 
 console = Console()
 

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from permtriton.durable import replace_file
 from permtriton.errors import OutputError
 from permtriton.kernels.launch import Config, triton
+from permtriton.util.durable import replace_file
 
 VERSION = 1
 BESIDE_MODEL = "permtriton-autotune.json"

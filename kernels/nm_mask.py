@@ -31,8 +31,8 @@ from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.nm_mask_backward_triton import nm_mask_backward_triton
 from permtriton.kernels.nm_mask_triton import nm_mask_triton, supports
 from permtriton.kernels.operator import operator
-from permtriton.permutation import inverse
-from permtriton.sparsity import NMPattern
+from permtriton.util.permutation import inverse
+from permtriton.util.sparsity import NMPattern
 
 
 def top_n_mask(scores_CO: Tensor, pattern: NMPattern) -> Tensor:

@@ -22,7 +22,7 @@ from torch import Tensor
 from permtriton.kernels.autotune import config_for
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.launch import Config, Kernel, jit, tl, triton
-from permtriton.sparsity import NMPattern
+from permtriton.util.sparsity import NMPattern
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MOST_SLOTS = 4  # larger groups do not hold each slot as a tensor: ranks are counted in a loop, rows read twice

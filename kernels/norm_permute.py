@@ -28,7 +28,7 @@ from permtriton.errors import ModelError
 from permtriton.kernels import norm_permute_triton as kernels
 from permtriton.kernels.operator import operator
 from permtriton.kernels.permute import check_shapes, permute, permute_reference
-from permtriton.permutation import inverse
+from permtriton.util.permutation import inverse
 
 KINDS = ("rms", "rms_float", "layer")
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from permtriton.kernels.autotune import config_for
 from permtriton.kernels.launch import Config, Kernel, jit, tl, triton
 from permtriton.kernels.permute_triton import gather_rows, programs_for, warps_for
-from permtriton.permutation import inverse
+from permtriton.util.permutation import inverse
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 RMS, RMS_FLOAT, LAYER = 0, 1, 2

@@ -23,7 +23,7 @@ from torch.nn.functional import pad
 from permtriton.errors import ModelError
 from permtriton.kernels import packing_triton as kernels
 from permtriton.kernels.operator import operator
-from permtriton.sparsity import NMPattern
+from permtriton.util.sparsity import NMPattern
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 CHUNK = 1 << 20  # weights whose positions are unpacked at once: 64-bit temporaries take a few MiB each

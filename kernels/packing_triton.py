@@ -13,7 +13,7 @@ from torch import Tensor
 
 from permtriton.kernels.autotune import config_for
 from permtriton.kernels.launch import Config, Kernel, jit, tl, triton
-from permtriton.sparsity import NMPattern
+from permtriton.util.sparsity import NMPattern
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 PATTERN = NMPattern(2, 4)  # the only one that the kernels read

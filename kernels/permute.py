@@ -16,7 +16,7 @@ from torch import Tensor
 from permtriton.errors import ModelError
 from permtriton.kernels.operator import operator
 from permtriton.kernels.permute_triton import WORDS, gather_rows
-from permtriton.permutation import inverse
+from permtriton.util.permutation import inverse
 
 INDEX_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 

@@ -32,8 +32,8 @@ from permtriton.kernels.operator import operator
 from permtriton.kernels.packing import check_packed_shapes, unpack
 from permtriton.kernels.packing_triton import PATTERN
 from permtriton.kernels.permute import check_shapes, permute
-from permtriton.permutation import inverse
-from permtriton.sparsity import NMPattern
+from permtriton.util.permutation import inverse
+from permtriton.util.sparsity import NMPattern
 
 PACKED, CUSPARSELT, DENSE, MMA = 0, 1, 2, 3
 ROUTE_CONFIGS: tuple[Config, ...] = tuple(Config({"ROUTE": route}) for route in (MMA, CUSPARSELT, PACKED, DENSE))

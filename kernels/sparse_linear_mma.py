@@ -42,7 +42,7 @@ from permtriton.kernels.packing import pack
 from permtriton.kernels.packing_triton import PATTERN
 from permtriton.kernels.permute import permute
 from permtriton.kernels.sparse_linear_triton import MAX_TOKENS, sparse_linear_triton
-from permtriton.sparsity import NMPattern
+from permtriton.util.sparsity import NMPattern
 
 DTYPES = (torch.bfloat16, torch.float16)
 CHANNELS = 32  # in_features must be a multiple of it: then a row's positions are whole 32-bit words

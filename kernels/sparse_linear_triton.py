@@ -28,7 +28,7 @@ from permtriton.kernels.launch import Config, Kernel, jit, tl, triton
 from permtriton.kernels.packing_triton import WORD, dense_tile, load_pairs
 from permtriton.kernels.packing_triton import supports as supports_weight
 from permtriton.kernels.permute import permute
-from permtriton.sparsity import NMPattern
+from permtriton.util.sparsity import NMPattern
 
 MAX_TOKENS = 64
 MAX_FLOAT32_TOKENS = 16  # exact products take registers

@@ -34,7 +34,7 @@ from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.nm_mask import group_ranks
 from permtriton.kernels.operator import operator
 from permtriton.kernels.swap_gains_triton import supports, swap_gains_triton
-from permtriton.sparsity import NMPattern
+from permtriton.util.sparsity import NMPattern
 
 Tile = TypeVar("Tile")
 

@@ -3,7 +3,7 @@
 from torch import fx
 
 from permtriton.passes.graph import NORM_PERMUTE, PERMUTE, Constants, argument, index_value, is_index
-from permtriton.permutation import compose, moved
+from permtriton.util.permutation import compose, moved
 
 
 def cancel_permutations(graph_module: fx.GraphModule) -> fx.GraphModule:

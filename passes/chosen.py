@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from permtriton.errors import ConfigError
-from permtriton.sparsity import NMPattern
+from permtriton.util.sparsity import NMPattern
 
 REGEX = "re:"
 NOT_NAMED = "not named by targets"

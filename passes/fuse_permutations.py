@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import fx
 
-from permtriton.model.edits import Move, PermuteNorm
-from permtriton.model.plan import Placement
+from permtriton.passes.edits import Move, PermuteNorm
 from permtriton.passes.graph import (
     NORM_PERMUTE,
     PERMUTE,
@@ -25,6 +24,7 @@ from permtriton.passes.graph import (
     tail,
     wrap,
 )
+from permtriton.passes.plan import Placement
 
 
 def fuse_permutations(graph_module: fx.GraphModule, *, moves: Sequence[Move]) -> fx.GraphModule:

@@ -6,11 +6,11 @@ import torch
 from torch import fx
 
 from permtriton.kernels.importance import ImportanceFactors
-from permtriton.model.edits import runs_of
-from permtriton.model.plan import Plan, Site
+from permtriton.passes.edits import runs_of
 from permtriton.passes.graph import NM_MASK, Constants, input_dim, parameter_nodes, wrap
-from permtriton.permutation import identity
-from permtriton.sparsity import NMPattern
+from permtriton.passes.plan import Plan, Site
+from permtriton.util.permutation import identity
+from permtriton.util.sparsity import NMPattern
 
 aten = torch.ops.aten
 

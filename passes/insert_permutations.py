@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from permtriton.model.edits import Gather, Move
+from permtriton.passes.edits import Gather, Move
 from permtriton.passes.graph import PERMUTE, SITE, Constants, call_before, input_dim, parameter_nodes, products, wrap
 
 

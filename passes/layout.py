@@ -9,7 +9,6 @@ from torch import fx, nn
 from permtriton.config import OProj
 from permtriton.model.experts import stacked_name
 from permtriton.model.norms import match_norm
-from permtriton.model.plan import Axis, ChannelSpace, Norm, Placement, Plan, Site
 from permtriton.passes.graph import (
     WEIGHT_PRODUCTS,
     argument,
@@ -21,8 +20,9 @@ from permtriton.passes.graph import (
     source_of,
     tail,
 )
+from permtriton.passes.plan import Axis, ChannelSpace, Norm, Placement, Plan, Site
 from permtriton.passes.unseen import Unseen
-from permtriton.permutation import identity
+from permtriton.util.permutation import identity
 
 
 def fused_plan(plan: Plan, graph_module: fx.GraphModule, model: nn.Module, *, o_proj: OProj = "tied") -> Plan:

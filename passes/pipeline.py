@@ -10,14 +10,14 @@ from torch import Tensor, fx
 from permtriton.data.samples import Inputs
 from permtriton.errors import VerificationError
 from permtriton.kernels.importance import ImportanceFactors
-from permtriton.model.edits import Move, moves_of
-from permtriton.model.plan import ChannelSpace, Plan
 from permtriton.passes.cancel_permutations import cancel_permutations
+from permtriton.passes.edits import Move, moves_of
 from permtriton.passes.fuse_permutations import fuse_permutations
 from permtriton.passes.graph import absorb_folds, copied, one_thread
 from permtriton.passes.insert_masks import insert_masks
 from permtriton.passes.insert_permutations import insert_permutations
 from permtriton.passes.lower import lower
+from permtriton.passes.plan import ChannelSpace, Plan
 from permtriton.passes.verify_graph import Verifier, count_operators
 
 

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, fx, nn
 
 from permtriton.errors import ModelError, reasons_of
-from permtriton.model.plan import LINEAR_MODULES, Axis, ChannelSpace, Plan, Site
 from permtriton.passes.chosen import check_own_patterns, left_out, own_patterns
 from permtriton.passes.graph import module_name, one_thread
+from permtriton.passes.plan import LINEAR_MODULES, Axis, ChannelSpace, Plan, Site
 from permtriton.passes.provenance import Provenance
 from permtriton.passes.residual import residual_readers
 from permtriton.passes.unseen import Unseen, layer_of
 from permtriton.passes.values import LinearCall
-from permtriton.sparsity import NMPattern
+from permtriton.util.sparsity import NMPattern
 
 
 @one_thread()

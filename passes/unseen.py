@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from torch import nn
 
-from permtriton.model.plan import Site
+from permtriton.passes.plan import Site
 
 
 class Unseen:

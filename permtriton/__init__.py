@@ -16,39 +16,39 @@ from permtriton.checkpoint.registration import register_with_transformers
 
 if TYPE_CHECKING:
     from permtriton.api import compile, dry_run, export, inspect, report
-    from permtriton.compile_config import CompileConfig
-    from permtriton.compiled import CompiledModel
+    from permtriton.driver.job import DryRun
+    from permtriton.driver.options import CompileConfig
+    from permtriton.driver.planning import find_plan
+    from permtriton.driver.result import CompiledModel
     from permtriton.errors import PermTritonError
-    from permtriton.evaluating import evaluate
+    from permtriton.evaluation.evaluate import evaluate
     from permtriton.evaluation.measure import Evaluated
-    from permtriton.job import DryRun
-    from permtriton.keeping import KeepPattern, KeptPattern, MergedAdapter, keep_pattern
-    from permtriton.planning import find_plan
-    from permtriton.progress import Event
+    from permtriton.methods.train.keep_pattern import KeepPattern, KeptPattern, MergedAdapter, keep_pattern
     from permtriton.recipe import config_from, recipes
-    from permtriton.sparsity import NMPattern
+    from permtriton.util.progress import Event
+    from permtriton.util.sparsity import NMPattern
 
     __version__: str
 
 _MODULES = {
-    "CompileConfig": "compile_config",
-    "CompiledModel": "compiled",
-    "DryRun": "job",
+    "CompileConfig": "driver.options",
+    "CompiledModel": "driver.result",
+    "DryRun": "driver.job",
     "Evaluated": "evaluation.measure",
-    "Event": "progress",
-    "KeepPattern": "keeping",
-    "KeptPattern": "keeping",
-    "MergedAdapter": "keeping",
-    "NMPattern": "sparsity",
+    "Event": "util.progress",
+    "KeepPattern": "methods.train.keep_pattern",
+    "KeptPattern": "methods.train.keep_pattern",
+    "MergedAdapter": "methods.train.keep_pattern",
+    "NMPattern": "util.sparsity",
     "PermTritonError": "errors",
     "compile": "api",
     "config_from": "recipe",
     "dry_run": "api",
-    "evaluate": "evaluating",
+    "evaluate": "evaluation.evaluate",
     "export": "api",
-    "find_plan": "planning",
+    "find_plan": "driver.planning",
     "inspect": "api",
-    "keep_pattern": "keeping",
+    "keep_pattern": "methods.train.keep_pattern",
     "recipes": "recipe",
     "report": "api",
 }

@@ -7,22 +7,22 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from permtriton import planning
-from permtriton.bars import Shown, reporter
 from permtriton.checkpoint import export as exporting
 from permtriton.checkpoint.format import Format
 from permtriton.checkpoint.plan_entries import plan_report
-from permtriton.compiled import CompiledModel
 from permtriton.data.in_memory import Data, is_named, selected
 from permtriton.data.media import Processor
+from permtriton.driver import planning
+from permtriton.driver.job import DryRun, Job
+from permtriton.driver.result import CompiledModel
+from permtriton.driver.step import Step
 from permtriton.errors import ConfigError, near
-from permtriton.job import DryRun, Job
 from permtriton.model import load
+from permtriton.model.name import checked_token
 from permtriton.model.source import Source
-from permtriton.model_name import checked_token
 from permtriton.recipe import all_options, build_config, given_by
 from permtriton.reporting import html_report
-from permtriton.step import Step
+from permtriton.util.bars import Shown, reporter
 
 Model = PreTrainedModel | str | Path
 

@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
-from permtriton.option import check_options, documented, option
-from permtriton.sparsity import MAX_GROUP, NMPattern
+from permtriton.util.option import check_options, documented, option
+from permtriton.util.sparsity import MAX_GROUP, NMPattern
 
 ImportanceMethod = Literal["auto", "magnitude", "wanda", "ria", "obs"]
 ObjectiveKind = Literal["kl", "cosine"]
@@ -60,7 +60,7 @@ class CalibrationConfig:
 @documented
 @dataclass(frozen=True)
 class CommonConfig:
-    """What a compilation has beside its steps; `permtriton.compile_config.CompileConfig` adds them."""
+    """What a compilation has beside its steps; `permtriton.driver.options.CompileConfig` adds them."""
 
     sparsity: NMPattern = _method(
         NMPattern(2, 4),

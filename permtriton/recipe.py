@@ -11,21 +11,21 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from permtriton.compile_config import CompileConfig, has_effect, why_no_effect
 from permtriton.config import CalibrationConfig
+from permtriton.driver.options import CompileConfig, has_effect, why_no_effect
+from permtriton.driver.step import Stage, Step
 from permtriton.errors import ConfigError, first_line, near, reading, shown
 from permtriton.methods import steps
-from permtriton.methods.distill import Distill
-from permtriton.methods.heuristic import Heuristic
-from permtriton.methods.learned import Learned
-from permtriton.methods.mask import Mask
-from permtriton.methods.reconstruct import Reconstruct
-from permtriton.methods.refit import Refit
-from permtriton.methods.searched import Searched
-from permtriton.methods.sparsegpt import SparseGPT
-from permtriton.model_name import DEMO, shown_name
-from permtriton.option import Option, given_options, options_of
-from permtriton.step import Stage, Step
+from permtriton.methods.order.heuristic import Heuristic
+from permtriton.methods.order.learned import Learned
+from permtriton.methods.order.searched import Searched
+from permtriton.methods.prune.mask import Mask
+from permtriton.methods.prune.refit import Refit
+from permtriton.methods.prune.sparsegpt import SparseGPT
+from permtriton.methods.train.distill import Distill
+from permtriton.methods.train.reconstruct import Reconstruct
+from permtriton.model.name import DEMO, shown_name
+from permtriton.util.option import Option, given_options, options_of
 
 DEFAULT = "default"
 MAX_TOML_BYTES = 10**6

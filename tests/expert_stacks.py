@@ -12,7 +12,7 @@ from permtriton import NMPattern, find_plan
 from permtriton.model.experts import (
     unstack_experts,
 )
-from permtriton.model.plan import Plan
+from permtriton.passes.plan import Plan
 
 from . import zoo
 

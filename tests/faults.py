@@ -13,19 +13,21 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import permtriton
-from permtriton import compiler
-from permtriton import run as running
 from permtriton.checkpoint import export as exporting
+from permtriton.driver import pipeline as compiler
+from permtriton.driver import run as running
 from permtriton.kernels.nm_mask import top_n_mask
-from permtriton.methods import fisher, heuristic_order, learning, obs, refitting, statistics, swap_search, weights
-from permtriton.methods.kept_weights import KeptWeights
-from permtriton.methods.mask import Mask
-from permtriton.methods.swap_search import Searcher
-from permtriton.model import apply
-from permtriton.model.edits import Fold
-from permtriton.model.plan import ChannelSpace, Site, linear_module
-from permtriton.permutation import compose, inverse
+from permtriton.methods.measure import fisher, statistics
+from permtriton.methods.order import heuristic_order, learning, swap_search
+from permtriton.methods.order.swap_search import Searcher
+from permtriton.methods.prune import obs, refitting, weights
+from permtriton.methods.prune.mask import Mask
+from permtriton.methods.train.kept_weights import KeptWeights
+from permtriton.passes import apply
+from permtriton.passes.edits import Fold
+from permtriton.passes.plan import ChannelSpace, Site, linear_module
 from permtriton.running.layer_inputs import LayerInputs
+from permtriton.util.permutation import compose, inverse
 
 from . import folders, zoo
 

@@ -18,7 +18,7 @@ from permtriton.kernels.nm_mask import top_n_mask
 from permtriton.model.headers import REPORT_FILE
 from permtriton.model.modules import SparseLinear, from_norm, replace_module
 from permtriton.model.norms import match_norm
-from permtriton.sparsity import NMPattern
+from permtriton.util.sparsity import NMPattern
 
 from . import zoo
 from .kernel_inputs import TWO_FOUR

@@ -1,6 +1,6 @@
 """Where the `fused` layout puts the permutation of each site, architecture by architecture."""
 
-from permtriton.model.plan import Plan
+from permtriton.passes.plan import Plan
 
 from .graphs import planned
 

@@ -10,12 +10,10 @@ from torch import Tensor, fx, nn
 from transformers import PreTrainedModel
 
 from permtriton.kernels.importance import ImportanceFactors
-from permtriton.methods.weights import mask_weights
-from permtriton.model.edits import moves_of
+from permtriton.methods.prune.weights import mask_weights
 from permtriton.model.experts import unstack_experts
-from permtriton.model.plan import Plan, linear_module, weight_in_out
-from permtriton.model.trace import Traced, trace
 from permtriton.passes import drawing
+from permtriton.passes.edits import moves_of
 from permtriton.passes.graph import (
     NM_MASK,
     NORM_PERMUTE,
@@ -29,11 +27,13 @@ from permtriton.passes.graph import (
 )
 from permtriton.passes.layout import fused_plan
 from permtriton.passes.pipeline import PassResult, permutation_passes, pruning_passes, run_passes
+from permtriton.passes.plan import Plan, linear_module, weight_in_out
 from permtriton.passes.provenance import propagate
 from permtriton.passes.sites import find_sites
+from permtriton.passes.trace import Traced, trace
 from permtriton.passes.verify_graph import run
-from permtriton.permutation import compose, identity
-from permtriton.sparsity import NMPattern
+from permtriton.util.permutation import compose, identity
+from permtriton.util.sparsity import NMPattern
 
 from . import zoo
 

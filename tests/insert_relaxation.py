@@ -15,12 +15,12 @@ from torch.utils._pytree import tree_map_only
 
 from permtriton.kernels import assignment, sinkhorn  # noqa: F401 (registers the operators)
 from permtriton.kernels.importance import ImportanceFactors
-from permtriton.methods.relaxation import Relaxation, SiteBlocks
-from permtriton.model.plan import ChannelSpace, Plan
+from permtriton.methods.order.relaxation import Relaxation, SiteBlocks
 from permtriton.passes.graph import NM_MASK, OURS, Constants, parameter_nodes
 from permtriton.passes.insert_masks import insert_masks
 from permtriton.passes.lower import INDEX_ARGUMENT, lower
 from permtriton.passes.pipeline import Pass
+from permtriton.passes.plan import ChannelSpace, Plan
 
 aten = torch.ops.aten
 SOFT_ARGUMENT, SIZES_ARGUMENT = INDEX_ARGUMENT + 1, INDEX_ARGUMENT + 2  # of permtriton::nm_mask

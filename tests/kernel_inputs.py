@@ -9,7 +9,7 @@ from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.nm_mask import top_n_mask
 from permtriton.kernels.packing import pack, packed_shapes
 from permtriton.model.modules import SparseLinear
-from permtriton.sparsity import NMPattern
+from permtriton.util.sparsity import NMPattern
 
 TWO_FOUR = NMPattern(2, 4)
 PATTERNS = [

@@ -10,19 +10,19 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from permtriton.compile_config import CompileConfig
 from permtriton.data.samples import Samples
-from permtriton.methods.importance import importance_of
-from permtriton.methods.learned import Learned as Options
-from permtriton.methods.learning import Learned, learn
-from permtriton.methods.objective import Objective
-from permtriton.methods.statistics import channel_norms
+from permtriton.driver.options import CompileConfig
+from permtriton.driver.planning import find_plan
+from permtriton.methods.measure.importance import importance_of
+from permtriton.methods.measure.objective import Objective
+from permtriton.methods.measure.statistics import channel_norms
+from permtriton.methods.order.learned import Learned as Options
+from permtriton.methods.order.learning import Learned, learn
 from permtriton.model.forward import cosine_loss, hidden_states
-from permtriton.model.plan import linear_module, weight_in_out
-from permtriton.permutation import identity
-from permtriton.planning import find_plan
-from permtriton.progress import NoProgress
-from permtriton.sparsity import NMPattern
+from permtriton.passes.plan import linear_module, weight_in_out
+from permtriton.util.permutation import identity
+from permtriton.util.progress import NoProgress
+from permtriton.util.sparsity import NMPattern
 
 from . import zoo
 

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from permtriton import NMPattern
-from permtriton.model.plan import ChannelSpace, Plan
-from permtriton.model.trace import export, unlifted
+from permtriton.passes.plan import ChannelSpace, Plan
 from permtriton.passes.provenance import propagate
 from permtriton.passes.sites import find_sites
+from permtriton.passes.trace import export, unlifted
 
 from . import zoo
 from .zoo import fold

@@ -8,14 +8,18 @@ from typing import Any
 
 import pytest
 
-from permtriton import compiler, config_from
-from permtriton import run as running
+from permtriton import config_from
 from permtriton.checkpoint import export as exporting
 from permtriton.checkpoint import save as saving
+from permtriton.driver import pipeline as compiler
+from permtriton.driver import run as running
 from permtriton.errors import VerificationError
-from permtriton.methods import kept_weights, promises, refitting, relaxation, weights
-from permtriton.methods.kept_weights import KeptWeights
-from permtriton.model.plan import ChannelSpace
+from permtriton.methods.measure import promises
+from permtriton.methods.order import relaxation
+from permtriton.methods.prune import refitting, weights
+from permtriton.methods.train import kept_weights
+from permtriton.methods.train.kept_weights import KeptWeights
+from permtriton.passes.plan import ChannelSpace
 from permtriton.passes.verify_graph import Verifier
 
 from . import zoo

@@ -7,15 +7,15 @@ from transformers import PreTrainedModel
 
 from permtriton import CompileConfig, NMPattern, config_from, find_plan
 from permtriton.data.samples import Samples
-from permtriton.methods.fisher import fisher_information
-from permtriton.methods.hard_masks import hard_masked
-from permtriton.methods.importance import importances_of
-from permtriton.methods.objective import dense_objective, has_head
-from permtriton.methods.searched import Searched as Options
-from permtriton.methods.statistics import channel_norms
-from permtriton.methods.swap_search import Searched, search
-from permtriton.model.plan import Plan
-from permtriton.progress import NoProgress
+from permtriton.methods.measure.fisher import fisher_information
+from permtriton.methods.measure.importance import importances_of
+from permtriton.methods.measure.objective import dense_objective, has_head
+from permtriton.methods.measure.statistics import channel_norms
+from permtriton.methods.order.hard_masks import hard_masked
+from permtriton.methods.order.searched import Searched as Options
+from permtriton.methods.order.swap_search import Searched, search
+from permtriton.passes.plan import Plan
+from permtriton.util.progress import NoProgress
 
 from . import zoo
 from .learning import plant, same_indices, tiny

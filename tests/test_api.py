@@ -17,12 +17,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 import permtriton
-from permtriton import api, publishing
+from permtriton import api
+from permtriton.checkpoint import publishing
 from permtriton.cli.main import app
 from permtriton.errors import CalibrationError, ConfigError, MemoryTooSmallError, OutputError
 from permtriton.model.source import Source
-from permtriton.progress import NoProgress
 from permtriton.recipe import all_options
+from permtriton.util.progress import NoProgress
 
 from . import zoo
 from .sentences import SENTENCE, trained_tokenizer
@@ -324,7 +325,7 @@ def test_the_dense_model_is_read_again_or_given(here, monkeypatch):
 def test_a_dense_model_that_does_not_fit_a_gpu_is_refused(here, monkeypatch):
     compiled_model = permtriton.compile("my-model", data=TEXTS, **QUICK)
     monkeypatch.setattr(type(compiled_model.model), "device", torch.device("cuda"))
-    monkeypatch.setattr("permtriton.evaluating.available_memory", lambda device: 1000)
+    monkeypatch.setattr("permtriton.evaluation.evaluate.available_memory", lambda device: 1000)
     with pytest.raises(
         MemoryTooSmallError, match=r"the dense model my-model needs .* beside the other, but 1000 B are"
     ):
@@ -433,7 +434,7 @@ def test_a_compilation_that_publishes_its_output(here, monkeypatch):
     assert "full is complete: publish it by hf upload me/full full" in failed.stderr
     assert "verification" in json.loads((here / "full" / "permtriton.json").read_text())
 
-    monkeypatch.setattr("permtriton.job.compile_model", lambda *_, **__: pytest.fail("it was compiled"))
+    monkeypatch.setattr("permtriton.driver.job.compile_model", lambda *_, **__: pytest.fail("it was compiled"))
     assert CliRunner().invoke(app, [*words[:-4], "--push-to-hub", "it", "--output", "no"]).exit_code == 2
     with pytest.raises(OutputError, match="it cannot be written on the hub"):
         permtriton.compile("my-model", data=TEXTS, output="no", push_to_hub="it", **QUICK)

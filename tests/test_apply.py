@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from permtriton.data.samples import Samples
 from permtriton.model.forward import last_hidden_state
-from permtriton.model.plan import Placement
-from permtriton.permutation import compose, inverse
+from permtriton.passes.plan import Placement
+from permtriton.util.permutation import compose, inverse
 
 from . import zoo
 from .zoo import fold

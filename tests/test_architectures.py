@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 from permtriton import CompiledModel, config_from
 from permtriton.comparison.methods import method_rows
 from permtriton.comparison.run import Yardstick, compare
-from permtriton.compiler import compile_model
+from permtriton.driver.pipeline import compile_model
 from permtriton.errors import CalibrationError
 from permtriton.evaluation.perplexity import perplexity
 from permtriton.model.forward import max_tokens
@@ -359,7 +359,7 @@ def test_other_dtypes(name, dtype, tmp_path):
 
 def test_an_indivisible_layer_stays_dense_and_is_named_first(tmp_path, monkeypatch):
     said: list[str] = []
-    monkeypatch.setattr("permtriton.progress.NoProgress.say", lambda _, text: said.append(text))
+    monkeypatch.setattr("permtriton.util.progress.NoProgress.say", lambda _, text: said.append(text))
     compiled = compiled_model(zoo.build("llama", intermediate_size=110), skip_indivisible=True, **LEARN)
     reloaded = type(compiled.model).from_pretrained(compiled.save_pretrained(tmp_path / "model"))
     expected = dict(folded("llama", compiled, intermediate_size=110).named_parameters())

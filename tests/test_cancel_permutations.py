@@ -11,7 +11,7 @@ from permtriton.passes.graph import (
     Constants,
     index_value,
 )
-from permtriton.permutation import identity, inverse
+from permtriton.util.permutation import identity, inverse
 
 X = torch.randn(3, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 FIRST, SECOND = (torch.randperm(8, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))

@@ -12,7 +12,7 @@ from huggingface_hub import ModelCard
 import permtriton
 from permtriton.checkpoint.card import ALONE, WITH_PERMTRITON, model_card, name_repository
 from permtriton.checkpoint.export import export
-from permtriton.compiler import compile_model
+from permtriton.driver.pipeline import compile_model
 from permtriton.errors import OutputError
 
 from . import zoo

@@ -11,13 +11,13 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from permtriton import NMPattern, config_from, find_plan
-from permtriton.compiler import compile_model
+from permtriton.driver.pipeline import compile_model
 from permtriton.kernels import nm_mask, norm_permute, permute, sparse_linear  # noqa: F401 (registers the operators)
-from permtriton.model.trace import export, unlifted
 from permtriton.passes import channel_rules
 from permtriton.passes.channels import Channels
 from permtriton.passes.provenance import Provenance, channel_unions, propagate
-from permtriton.permutation import inverse
+from permtriton.passes.trace import export, unlifted
+from permtriton.util.permutation import inverse
 
 from . import zoo
 

@@ -14,7 +14,7 @@ from permtriton.model.checks import (
     relative_difference,
     rounding_noise,
 )
-from permtriton.sparsity import NMPattern
+from permtriton.util.sparsity import NMPattern
 
 from . import zoo
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from permtriton import NMPattern, config_from, find_plan
-from permtriton.compiler import compile_model
+from permtriton.driver.pipeline import compile_model
 from permtriton.errors import ConfigError, ModelError
-from permtriton.model.plan import linear_module
+from permtriton.passes.plan import linear_module
 from permtriton.recipe import compile_command
 
 from . import zoo

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from permtriton import job
 from permtriton.cli.main import app
 from permtriton.cli.options import COMMON
+from permtriton.driver import job
 from permtriton.errors import ConfigError
 from permtriton.recipe import all_options, defaults
 

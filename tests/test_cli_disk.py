@@ -13,9 +13,9 @@ import pytest
 from transformers import LlamaForCausalLM
 from typer.testing import CliRunner
 
-from permtriton import compilation, job
 from permtriton.checkpoint.output import claimed
 from permtriton.cli.main import app
+from permtriton.driver import compilation, job
 
 from .desk import RUNNER, check_refusal
 
@@ -241,5 +241,5 @@ def test_other_files_that_may_not_be_read(desk, monkeypatch):
     def refuse(*_args: object, **_options: object) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "/somewhere/file")
 
-    monkeypatch.setattr("permtriton.job.held_out_windows", refuse)
+    monkeypatch.setattr("permtriton.driver.job.held_out_windows", refuse)
     desk.refuses(desk.compile(), "/somewhere/file: Permission denied")

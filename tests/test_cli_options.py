@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from permtriton import job, memory
 from permtriton.cli import evaluate as evaluate_command
 from permtriton.cli.main import app
+from permtriton.driver import job, memory
 
 from .desk import LEARN, RUNNER
 

@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from permtriton import machine
 from permtriton.comparison import run as comparison
 from permtriton.comparison.methods import ABLATIONS, METHODS, ablation_rows, check_effect, method_rows
 from permtriton.comparison.results import ResultFile
 from permtriton.comparison.run import Yardstick, compare
 from permtriton.comparison.summary import columns, report_of
 from permtriton.errors import ConfigError, OutputError
-from permtriton.progress import NoProgress
 from permtriton.recipe import RECIPES, resolved
-from permtriton.sparsity import NMPattern
+from permtriton.util import machine
+from permtriton.util.progress import NoProgress
+from permtriton.util.sparsity import NMPattern
 
 from . import media, zoo
 
@@ -330,7 +330,7 @@ def test_results_of_another_comparison_are_refused_by_what_differs(model, stored
 
 def test_results_of_other_versions_are_refused(model, stored_rows, monkeypatch):
     present = machine.versions()
-    monkeypatch.setattr("permtriton.compilation.versions", lambda: {**present, "torch": "1.0"})
+    monkeypatch.setattr("permtriton.driver.compilation.versions", lambda: {**present, "torch": "1.0"})
     with pytest.raises(OutputError, match=f"version of torch was '{torch.__version__}'.*, now '1.0'".replace("+", ".")):
         run(stored_rows, model, ("magnitude",))
 

@@ -9,14 +9,14 @@ import pytest
 
 from permtriton import NMPattern, config_from
 from permtriton.cli.main import compare, compile
-from permtriton.compile_config import CompileConfig, has_effect
 from permtriton.config import CalibrationConfig
+from permtriton.driver.options import CompileConfig, has_effect
 from permtriton.errors import ConfigError
-from permtriton.methods.learned import Learned
-from permtriton.methods.reconstruct import Reconstruct
+from permtriton.methods.order.learned import Learned
 from permtriton.methods.steps import STEPS
-from permtriton.option import options_of
+from permtriton.methods.train.reconstruct import Reconstruct
 from permtriton.recipe import RECIPES, SMALL, all_options, build_config, check_given, defaults, read_config_file
+from permtriton.util.option import options_of
 
 OPTIONS = all_options()
 # A value of every option that is not its default.

@@ -7,12 +7,12 @@ from typer.testing import CliRunner
 import permtriton
 from permtriton import NMPattern, config_from, find_plan
 from permtriton.cli.main import app
-from permtriton.compiler import compile_model
+from permtriton.driver.pipeline import compile_model
 from permtriton.errors import ConfigError, OutputError
 from permtriton.kernels.importance import ImportanceFactors
-from permtriton.methods.dense_share import costliest
-from permtriton.methods.importance import importances_of
-from permtriton.model.plan import Plan, linear_module, weight_in_out
+from permtriton.methods.measure.importance import importances_of
+from permtriton.methods.prune.dense_share import costliest
+from permtriton.passes.plan import Plan, linear_module, weight_in_out
 
 from . import zoo
 

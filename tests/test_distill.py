@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from permtriton.errors import CalibrationError
-from permtriton.methods.kept_weights import schedule, split
+from permtriton.methods.train.kept_weights import schedule, split
 from permtriton.model.experts import unstacked_experts
 from permtriton.model.forward import last_hidden_state
 

@@ -19,7 +19,7 @@ from permtriton.kernels.tools import compile_check, issue_floor
 from permtriton.kernels.tools.builds import distinct
 from permtriton.kernels.tools.cases import KERNELS, nm_mask
 from permtriton.kernels.tools.compile_check import TARGETS, compile_one
-from permtriton.sparsity import NMPattern
+from permtriton.util.sparsity import NMPattern
 
 needs_triton = pytest.mark.skipif(triton is None, reason="triton is not installed")
 SM_80, SM_90, SM_100, GFX942 = TARGETS

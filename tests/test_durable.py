@@ -11,10 +11,10 @@ import torch
 
 from permtriton.cli.tables import write_table
 from permtriton.comparison.results import Key, Measured, ResultFile
-from permtriton.durable import replace_file
 from permtriton.kernels.autotune import write_entries
 from permtriton.reporting.pages import Page, write
 from permtriton.running.state import StateFile
+from permtriton.util.durable import replace_file
 
 WRITERS = {
     "results": lambda path: ResultFile(path, {}).put(Key("dense"), Measured(1.0, 0.0, 1.0, {}, 1.0, 1.0, None)),
@@ -26,7 +26,7 @@ WRITERS = {
 HOLD = """
 import sys, time
 from pathlib import Path
-from permtriton.durable import replace_file
+from permtriton.util.durable import replace_file
 
 def write(temporary):
     temporary.write_text("half")

@@ -7,14 +7,14 @@ import torch
 from transformers import BertConfig, BertForMaskedLM, BertModel, LlamaForCausalLM
 
 import permtriton
-from permtriton.compiler import compile_model
+from permtriton.driver.pipeline import compile_model
+from permtriton.driver.planning import find_plan
 from permtriton.errors import CalibrationError
 from permtriton.evaluation.held_out import MAX_ENCODER_WINDOWS, Evaluation
 from permtriton.evaluation.perplexity import perplexity
-from permtriton.model.plan import Axis
-from permtriton.planning import find_plan
-from permtriton.progress import NoProgress
-from permtriton.sparsity import NMPattern
+from permtriton.passes.plan import Axis
+from permtriton.util.progress import NoProgress
+from permtriton.util.sparsity import NMPattern
 
 from . import zoo
 from .zoo import fold

@@ -12,8 +12,8 @@ from transformers import BertConfig, BertModel, LlamaForCausalLM
 
 import permtriton
 from permtriton.cli.main import app
-from permtriton.compiler import compile_model
 from permtriton.data.text import evaluation_ids
+from permtriton.driver.pipeline import compile_model
 from permtriton.errors import CalibrationError
 from permtriton.evaluation.measure import evaluate
 from permtriton.evaluation.tasks import Tasks

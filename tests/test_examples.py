@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from permtriton import publishing
+from permtriton.checkpoint import publishing
 
 from . import zoo
 from .sentences import SENTENCE, trained_tokenizer

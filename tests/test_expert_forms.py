@@ -8,14 +8,14 @@ from benchmarks.architectures import tiny
 from benchmarks.architectures.trial import difference, outputs
 from permtriton import config_from, find_plan
 from permtriton.checkpoint.export import export
-from permtriton.compiler import compile_model
 from permtriton.data.samples import Samples
-from permtriton.methods.statistics import channel_norms
+from permtriton.driver.pipeline import compile_model
+from permtriton.methods.measure.statistics import channel_norms
 from permtriton.model.checks import check_weight
 from permtriton.model.expert_linears import input_dim
 from permtriton.model.experts import restack_experts, unstack_experts, unstacked_experts
-from permtriton.model.plan import Placement
-from permtriton.progress import NoProgress
+from permtriton.passes.plan import Placement
+from permtriton.util.progress import NoProgress
 
 from .expert_stacks import PATTERN, Holder
 

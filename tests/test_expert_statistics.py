@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from permtriton import config_from
-from permtriton.compiler import compile_model
 from permtriton.data.samples import Samples
+from permtriton.driver.pipeline import compile_model
 from permtriton.kernels.nm_mask import top_n_mask
-from permtriton.methods.statistics import channel_norms, hessians
+from permtriton.methods.measure.statistics import channel_norms, hessians
 from permtriton.model.forward import last_hidden_state
-from permtriton.model.plan import linear_module
-from permtriton.progress import NoProgress
+from permtriton.passes.plan import linear_module
 from permtriton.running.layer_inputs import from_model
+from permtriton.util.progress import NoProgress
 
 from . import zoo
 from .expert_stacks import EXPERTS, NAMES, PATTERN, unstacked

@@ -7,7 +7,7 @@ from torch import nn
 from transformers.models.recurrent_gemma.modeling_recurrent_gemma import RecurrentGemmaRglru
 
 from permtriton import config_from, find_plan
-from permtriton.compiler import compile_model
+from permtriton.driver.pipeline import compile_model
 from permtriton.errors import VerificationError
 from permtriton.model.checks import check_weight
 from permtriton.model.expert_linears import input_dim

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from permtriton.errors import MissingExtraError
-from permtriton.extras import EXTRAS, require
+from permtriton.util.extras import EXTRAS, require
 
 from . import zoo
 

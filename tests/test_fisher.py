@@ -11,9 +11,9 @@ from transformers import AlbertConfig, AlbertForMaskedLM, OlmoConfig, OlmoForCau
 from permtriton import config_from, find_plan
 from permtriton.data.samples import Samples
 from permtriton.errors import CalibrationError
-from permtriton.methods.fisher import Fisher, fisher_information
-from permtriton.model.plan import ChannelSpace, Plan, Site, linear_module, weight_in_out
-from permtriton.progress import NoProgress
+from permtriton.methods.measure.fisher import Fisher, fisher_information
+from permtriton.passes.plan import ChannelSpace, Plan, Site, linear_module, weight_in_out
+from permtriton.util.progress import NoProgress
 
 from . import zoo
 from .expert_stacks import unstacked

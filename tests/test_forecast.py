@@ -9,14 +9,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from permtriton import config_from, forecast, memory
-from permtriton.compiler import compile_model
+from permtriton import config_from
 from permtriton.data.samples import Samples
+from permtriton.driver import forecast, memory
+from permtriton.driver.forecast import check_disk, disk_needs, duration, make_forecast, measure, stage_seconds
+from permtriton.driver.pipeline import compile_model
+from permtriton.driver.planning import find_plan
+from permtriton.driver.step import Speed
 from permtriton.errors import OutputError
-from permtriton.forecast import check_disk, disk_needs, duration, make_forecast, measure, stage_seconds
-from permtriton.planning import find_plan
-from permtriton.sparsity import NMPattern
-from permtriton.step import Speed
+from permtriton.util.sparsity import NMPattern
 
 from . import zoo
 from .desk import LEARN, RUNNER, app

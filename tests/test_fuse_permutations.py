@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from permtriton.checkpoint.plan_entries import permutation_report
-from permtriton.model.edits import PermuteNorm, moves_of
-from permtriton.model.plan import Placement
+from permtriton.passes.edits import PermuteNorm, moves_of
+from permtriton.passes.plan import Placement
 
 from . import zoo
 from .graphs import built, compiled

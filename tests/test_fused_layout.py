@@ -10,12 +10,12 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from permtriton import CompiledModel, config_from, find_plan
-from permtriton.compiler import compile_model
+from permtriton.driver.pipeline import compile_model
 from permtriton.errors import ModelError
 from permtriton.model.experts import stacked_name, unstacked_experts
 from permtriton.model.modules import GatheredLinear, PermutedLayerNorm, PermutedRMSNorm
-from permtriton.model.plan import Placement, linear_module, weight_in_out
-from permtriton.permutation import identity
+from permtriton.passes.plan import Placement, linear_module, weight_in_out
+from permtriton.util.permutation import identity
 
 from . import zoo
 from .fused_sites import EXPECTED, plan_of

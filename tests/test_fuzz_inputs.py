@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from permtriton.checkpoint.export import export
-from permtriton.compile_config import CompileConfig
 from permtriton.config import CalibrationConfig
 from permtriton.data.text import calibration_ids
+from permtriton.driver.options import CompileConfig
+from permtriton.driver.planning import plan_model
 from permtriton.methods.steps import STEPS
 from permtriton.model.load import load_empty_model, load_model, load_original
 from permtriton.model.source import Source
-from permtriton.planning import plan_model
 from permtriton.recipe import all_options, config_from, read_config_file
-from permtriton.sparsity import NMPattern
+from permtriton.util.sparsity import NMPattern
 
 from . import folders
 from .folders import files as files_of

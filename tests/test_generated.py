@@ -10,20 +10,22 @@ from torch.nn.functional import log_softmax
 from transformers import PreTrainedModel
 
 import permtriton
-from permtriton import config_from, forecast, memory
-from permtriton import run as running
-from permtriton.compiler import compile_model
+from permtriton import config_from
 from permtriton.data import generated
 from permtriton.data.generated import beginnings, first_token, generated_text, texts_at_once, written
 from permtriton.data.samples import Samples
+from permtriton.driver import forecast, memory
+from permtriton.driver import run as running
+from permtriton.driver.pipeline import compile_model
+from permtriton.driver.planning import find_plan
+from permtriton.driver.step import Speed
 from permtriton.errors import CalibrationError, ConfigError, OutputError
-from permtriton.methods import distillation, reconstruction, refitting
-from permtriton.offload import Offload
-from permtriton.planning import find_plan
-from permtriton.progress import NoProgress, Progress
+from permtriton.methods.prune import refitting
+from permtriton.methods.train import distillation, reconstruction
 from permtriton.recipe import check_given, compile_command
-from permtriton.sparsity import NMPattern
-from permtriton.step import Speed
+from permtriton.running.offload import Offload
+from permtriton.util.progress import NoProgress, Progress
+from permtriton.util.sparsity import NMPattern
 
 from . import test_seq2seq, zoo
 from .desk import RUNNER, app
@@ -238,7 +240,7 @@ def test_an_interrupted_compilation_continues_with_the_same_text(tmp_path, monke
         compiled("refit,distill", tiny_model(), resume_path=path, progress=Interrupting("distill", 5))
     state = tmp_path / "state.generated.safetensors"
     assert load_file(state)["text"].shape == (5, 12)
-    monkeypatch.setattr("permtriton.preparing.generated_text", lambda *_: pytest.fail("written again"))
+    monkeypatch.setattr("permtriton.driver.prepare.generated_text", lambda *_: pytest.fail("written again"))
     compiled("refit,distill", again, resume_path=path)
     for name, tensor in whole.state_dict().items():
         assert torch.equal(tensor, again.state_dict()[name]), name
@@ -251,9 +253,9 @@ def test_text_of_another_run_is_refused(tmp_path):
         compiled("mask,distill", resume_path=path, seed=1)
     state, trained = (path.with_suffix(f".{name}.safetensors") for name in ("generated", "distill"))
     state.unlink()
-    own = permtriton.preparing.generated_text
+    own = permtriton.driver.prepare.generated_text
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("permtriton.preparing.generated_text", lambda *a: own(*a).roll(1, 0))
+        patch.setattr("permtriton.driver.prepare.generated_text", lambda *a: own(*a).roll(1, 0))
         with pytest.raises(OutputError, match=r"distill.* belongs to another run: the dense model wrote another text"):
             compiled("mask,distill", resume_path=path)
     assert trained.is_file()

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 import permtriton
 from permtriton.checkpoint.card import CARD_FILE
 from permtriton.cli.main import app
-from permtriton.compiler import compile_model
+from permtriton.driver.pipeline import compile_model
 from permtriton.errors import ConfigError, ModelError
 from permtriton.model import load
 from permtriton.model.load import load_empty_model, load_model, load_original, load_tokenizer, unchanged_weights
@@ -235,7 +235,7 @@ def test_commands_that_write_nothing(workplace):
 def test_another_file_is_another_run(pristine, workplace, monkeypatch):
     """Its state must not continue a run of other weights, though the name is the same."""
     learn = ["--recipe", "heuristic,learned,mask", "--learn-epochs", "1", "--learn-batch-size", "2"]
-    monkeypatch.setattr("permtriton.compiled.save_checkpoint", interrupted)
+    monkeypatch.setattr("permtriton.driver.result.save_checkpoint", interrupted)
     assert RUNNER.invoke(app, workplace.compile(*learn, model=FILE)).exit_code == 130
     model = llama()
     with torch.no_grad():

@@ -10,13 +10,13 @@ from permtriton import NMPattern, config_from, find_plan
 from permtriton.data.samples import Samples
 from permtriton.kernels import nm_mask as kernel
 from permtriton.kernels.nm_mask import top_n_mask
-from permtriton.methods.fisher import Fisher
-from permtriton.methods.hard_masks import hard_masked
-from permtriton.methods.importance import importances_of
-from permtriton.methods.objective import dense_objective, has_head
+from permtriton.methods.measure.fisher import Fisher
+from permtriton.methods.measure.importance import importances_of
+from permtriton.methods.measure.objective import dense_objective, has_head
+from permtriton.methods.order.hard_masks import hard_masked
 from permtriton.model.forward import last_hidden_state
-from permtriton.model.plan import Plan, linear_module, weight_in_out
-from permtriton.permutation import identity
+from permtriton.passes.plan import Plan, linear_module, weight_in_out
+from permtriton.util.permutation import identity
 
 from . import zoo
 from .expert_stacks import unstacked

@@ -6,11 +6,11 @@ from torch import Tensor, nn
 
 from permtriton.kernels.assignment import assignment
 from permtriton.kernels.importance import ImportanceFactors
-from permtriton.methods import heuristic_order as heuristic
-from permtriton.methods.heuristic_order import heuristic_index, retained, space_scores
-from permtriton.model.plan import ChannelSpace, Site
-from permtriton.permutation import is_permutation
-from permtriton.sparsity import NMPattern
+from permtriton.methods.order import heuristic_order as heuristic
+from permtriton.methods.order.heuristic_order import heuristic_index, retained, space_scores
+from permtriton.passes.plan import ChannelSpace, Site
+from permtriton.util.permutation import is_permutation
+from permtriton.util.sparsity import NMPattern
 
 TWO_FOUR = NMPattern(2, 4)
 PATTERNS = [TWO_FOUR, NMPattern(4, 8), NMPattern(1, 4), NMPattern(3, 4), NMPattern(1, 2)]

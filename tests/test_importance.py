@@ -3,8 +3,8 @@ import torch
 from torch import Tensor
 
 from permtriton.kernels.importance import ImportanceFactors
-from permtriton.methods.importance import importance_of
-from permtriton.methods.obs import inverse_diagonal
+from permtriton.methods.measure.importance import importance_of
+from permtriton.methods.prune.obs import inverse_diagonal
 
 IN, OUT = 12, 7
 

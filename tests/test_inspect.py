@@ -9,12 +9,12 @@ import pytest
 from torch import fx
 from transformers import BertConfig, LlamaConfig, MixtralConfig, Olmo2Config, PreTrainedConfig, PreTrainedModel
 
-from permtriton import planning
 from permtriton.cli import console
 from permtriton.cli.main import app
-from permtriton.compile_config import CompileConfig
-from permtriton.model.plan import Plan
+from permtriton.driver import planning
+from permtriton.driver.options import CompileConfig
 from permtriton.passes.pipeline import PASS_NAMES
+from permtriton.passes.plan import Plan
 
 from . import zoo
 from .desk import RUNNER, check_refusal

@@ -19,7 +19,7 @@ import permtriton
 from permtriton.errors import ModelError, OutputError, VerificationError
 from permtriton.model.expert_linears import input_dim
 from permtriton.model.modules import SparseLinear, replace_module
-from permtriton.sparsity import NMPattern
+from permtriton.util.sparsity import NMPattern
 
 from . import folders, zoo
 from .sentences import SENTENCE, trained_tokenizer

@@ -8,18 +8,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from permtriton.compile_config import CompileConfig
 from permtriton.data.samples import Samples
+from permtriton.driver.options import CompileConfig
+from permtriton.driver.planning import find_plan
 from permtriton.errors import MemoryTooSmallError
-from permtriton.methods.learned import Learned as Options
-from permtriton.methods.learning import OrderTrainer, learned_spaces
-from permtriton.methods.masked_model import masked_model
-from permtriton.methods.objective import Objective
-from permtriton.methods.relaxation import Relaxation
+from permtriton.methods.measure.objective import Objective
+from permtriton.methods.order.learned import Learned as Options
+from permtriton.methods.order.learning import OrderTrainer, learned_spaces
+from permtriton.methods.order.masked_model import masked_model
+from permtriton.methods.order.relaxation import Relaxation
 from permtriton.model.experts import unstacked_experts
 from permtriton.model.forward import hidden_states
-from permtriton.model.plan import layer_modules
-from permtriton.planning import find_plan
+from permtriton.passes.plan import layer_modules
 
 from . import zoo
 from .graphs import random_importances

@@ -5,14 +5,14 @@ import pytest
 import torch
 from transformers import AlbertConfig, AlbertModel, OPTConfig, OPTForCausalLM
 
-from permtriton import ranks
 from permtriton.data.samples import Samples
-from permtriton.methods.statistics import hessians
-from permtriton.model.plan import layer_modules, linear_module
-from permtriton.planning import find_plan
+from permtriton.driver.planning import find_plan
+from permtriton.methods.measure.statistics import hessians
+from permtriton.passes.plan import layer_modules, linear_module
+from permtriton.running import ranks
 from permtriton.running.layer_calls import _half_negated, find_chains
 from permtriton.running.layer_inputs import from_model, layer_by_layer
-from permtriton.sparsity import NMPattern
+from permtriton.util.sparsity import NMPattern
 
 from . import zoo
 from .expert_stacks import unstacked

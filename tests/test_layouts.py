@@ -7,8 +7,8 @@ from transformers import PreTrainedModel
 
 from permtriton import find_plan
 from permtriton.model.experts import unstacked_experts
-from permtriton.model.plan import Placement, Plan, Site, linear_module, weight_in_out
-from permtriton.permutation import identity
+from permtriton.passes.plan import Placement, Plan, Site, linear_module, weight_in_out
+from permtriton.util.permutation import identity
 
 from . import folders, zoo
 from .fused_sites import EXPECTED, plan_of

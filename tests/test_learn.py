@@ -7,12 +7,12 @@ import torch
 from transformers import LlamaModel
 
 import permtriton
-from permtriton.compiler import compile_model
+from permtriton.driver.pipeline import compile_model
+from permtriton.driver.planning import find_plan
 from permtriton.errors import ConfigError
-from permtriton.methods.learning import learned_spaces
-from permtriton.permutation import identity, is_permutation, moved
-from permtriton.planning import find_plan
-from permtriton.sparsity import NMPattern
+from permtriton.methods.order.learning import learned_spaces
+from permtriton.util.permutation import identity, is_permutation, moved
+from permtriton.util.sparsity import NMPattern
 
 from . import zoo
 from .learning import PATTERN, QUICK, Problem, plant, same_history, same_indices, tiny

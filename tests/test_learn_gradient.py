@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from permtriton.methods.learned import Learned as Options
-from permtriton.methods.learning import learned_spaces
-from permtriton.methods.relaxation import Relaxation
-from permtriton.model.plan import linear_module
-from permtriton.permutation import moved
+from permtriton.methods.order.learned import Learned as Options
+from permtriton.methods.order.learning import learned_spaces
+from permtriton.methods.order.relaxation import Relaxation
+from permtriton.passes.plan import linear_module
+from permtriton.util.permutation import moved
 
 from .learning import PATTERN, QUICK, Problem, tiny
 

@@ -4,15 +4,15 @@ import pytest
 import torch
 from torch import fx
 
-from permtriton.compile_config import CompileConfig
 from permtriton.data.samples import Samples
-from permtriton.methods.learned import Learned as Options
-from permtriton.methods.learning import OrderTrainer, learned_spaces
-from permtriton.methods.masked_model import masked_model
-from permtriton.methods.objective import Objective
-from permtriton.methods.relaxation import Relaxation
-from permtriton.model.edits import moves_of
+from permtriton.driver.options import CompileConfig
+from permtriton.methods.measure.objective import Objective
+from permtriton.methods.order.learned import Learned as Options
+from permtriton.methods.order.learning import OrderTrainer, learned_spaces
+from permtriton.methods.order.masked_model import masked_model
+from permtriton.methods.order.relaxation import Relaxation
 from permtriton.model.forward import cosine_loss, last_hidden_state
+from permtriton.passes.edits import moves_of
 from permtriton.passes.graph import (
     NM_MASK,
     absorb_folds,
@@ -26,7 +26,7 @@ from permtriton.passes.pipeline import (
     run_passes,
 )
 from permtriton.passes.verify_graph import relative_difference, run
-from permtriton.permutation import identity
+from permtriton.util.permutation import identity
 
 from . import zoo
 from .graphs import BATCH, PATTERN, counted, planned, private, random_importances, traced

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from permtriton.machine import available_memory, resident_memory
+from permtriton.util.machine import available_memory, resident_memory
 
 CPU = torch.device("cpu")
 GIB = 2**30

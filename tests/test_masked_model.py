@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from permtriton.compile_config import CompileConfig
+from permtriton.driver.options import CompileConfig
 from permtriton.errors import CalibrationError
 from permtriton.kernels.assignment import assignment
-from permtriton.methods.learning import OrderTrainer, learned_spaces
-from permtriton.methods.masked_model import Masks, masked_model
-from permtriton.methods.objective import Objective
-from permtriton.methods.relaxation import Relaxation
-from permtriton.model.plan import ChannelSpace, Site, linear_module
-from permtriton.permutation import identity
+from permtriton.methods.measure.objective import Objective
+from permtriton.methods.order.learning import OrderTrainer, learned_spaces
+from permtriton.methods.order.masked_model import Masks, masked_model
+from permtriton.methods.order.relaxation import Relaxation
+from permtriton.passes.plan import ChannelSpace, Site, linear_module
+from permtriton.util.permutation import identity
 
 from .learning import CPU, PATTERN, QUICK, STEPS, Problem, tiny
 
@@ -135,7 +135,7 @@ def test_every_hardening_starts_from_the_prices_of_the_last(problem, monkeypatch
         given.append((score.shape, prices))
         return assignment(score), torch.full_like(prices, len(given))
 
-    monkeypatch.setattr("permtriton.methods.relaxation.assignment_warm", solve)
+    monkeypatch.setattr("permtriton.methods.order.relaxation.assignment_warm", solve)
     problem.learn()
     sizes = len({shape for shape, _ in given})
     assert sizes == 2

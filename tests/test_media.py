@@ -15,15 +15,15 @@ from transformers import (
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 from permtriton import NMPattern, config_from, find_plan
-from permtriton.compiler import compile_model
 from permtriton.data.held_out import held_out_windows
 from permtriton.data.media import media_samples
 from permtriton.data.samples import Samples
+from permtriton.driver.pipeline import compile_model
 from permtriton.errors import CalibrationError, MissingExtraError, ModelError
 from permtriton.evaluation.measure import evaluate
 from permtriton.model.forward import last_hidden_state
 from permtriton.model.source import Source
-from permtriton.model.trace import trace
+from permtriton.passes.trace import trace
 
 from . import media, zoo
 

@@ -8,14 +8,15 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from permtriton import config_from, memory
-from permtriton.compiler import compile_model
+from permtriton import config_from
 from permtriton.data.samples import Samples
+from permtriton.driver import memory
+from permtriton.driver.pipeline import compile_model
+from permtriton.driver.planning import find_plan
 from permtriton.errors import ConfigError
-from permtriton.machine import available_memory, format_bytes, peak_memory
-from permtriton.methods import learning
-from permtriton.planning import find_plan
-from permtriton.sparsity import NMPattern
+from permtriton.methods.order import learning
+from permtriton.util.machine import available_memory, format_bytes, peak_memory
+from permtriton.util.sparsity import NMPattern
 
 from . import zoo
 from .updating import Recording

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from permtriton.checkpoint.export import export
-from permtriton.compiler import compile_model
+from permtriton.driver.pipeline import compile_model
 from permtriton.recipe import config_from
 
 from . import zoo

@@ -24,7 +24,7 @@ from permtriton.model.modules import (
     replace_module,
 )
 from permtriton.model.norms import match_norm
-from permtriton.permutation import inverse
+from permtriton.util.permutation import inverse
 
 from . import folders, zoo
 from .kernel_inputs import TWO_FOUR, index_of

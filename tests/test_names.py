@@ -11,10 +11,11 @@ from transformers import PreTrainedModel, conversion_mapping
 from transformers.core_model_loading import WeightRenaming
 
 import permtriton
-from permtriton import NMPattern, config_from, preparing
+from permtriton import NMPattern, config_from
 from permtriton.checkpoint import packed, quantizer
 from permtriton.checkpoint.export import export
-from permtriton.compiler import compile_model
+from permtriton.driver import prepare as preparing
+from permtriton.driver.pipeline import compile_model
 from permtriton.errors import ModelError
 from permtriton.model.checks import check_weight
 from permtriton.model.modules import is_packed

@@ -5,7 +5,7 @@ from torch import Tensor
 from permtriton.kernels import nm_mask as nm_mask_file
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.nm_mask import nm_mask, top_n_mask
-from permtriton.sparsity import NMPattern
+from permtriton.util.sparsity import NMPattern
 
 from .kernel_inputs import TWO_FOUR, block_index, factors_of, rng
 

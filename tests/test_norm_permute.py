@@ -12,7 +12,7 @@ from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from permtriton.errors import ModelError
 from permtriton.kernels.norm_permute import NormVariant, norm_backward_reference, norm_permute, norm_reference
-from permtriton.permutation import inverse
+from permtriton.util.permutation import inverse
 
 from .kernel_inputs import KERNEL_DTYPES, index_of, rng
 

@@ -9,11 +9,18 @@ from transformers import CohereConfig, CohereForCausalLM, PreTrainedModel
 from benchmarks.architectures import tiny
 from permtriton.data.samples import Samples
 from permtriton.errors import ConfigError
-from permtriton.methods import objective as file
-from permtriton.methods.distill import Distill
-from permtriton.methods.learned import Learned
-from permtriton.methods.objective import Head, Objective, default_objective, dense_objective, has_head, objective_kind
-from permtriton.methods.searched import Searched
+from permtriton.methods.measure import objective as file
+from permtriton.methods.measure.objective import (
+    Head,
+    Objective,
+    default_objective,
+    dense_objective,
+    has_head,
+    objective_kind,
+)
+from permtriton.methods.order.learned import Learned
+from permtriton.methods.order.searched import Searched
+from permtriton.methods.train.distill import Distill
 from permtriton.model.forward import hidden_states, last_hidden_state
 
 from . import zoo

@@ -17,20 +17,20 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from permtriton import CompileConfig, config_from
-from permtriton import offload as module
-from permtriton.compiler import compile_model
 from permtriton.data.samples import Samples
+from permtriton.driver.forecast import check_disk
+from permtriton.driver.pipeline import compile_model
 from permtriton.errors import ConfigError, OutputError
 from permtriton.evaluation.held_out import Evaluation
-from permtriton.forecast import check_disk
-from permtriton.methods.fisher import fisher_information
-from permtriton.methods.statistics import site_statistics
+from permtriton.methods.measure.fisher import fisher_information
+from permtriton.methods.measure.statistics import site_statistics
 from permtriton.model.load import load_original
-from permtriton.model.plan import named_layers
 from permtriton.model.source import Source
-from permtriton.offload import Offload
-from permtriton.progress import NoProgress
+from permtriton.passes.plan import named_layers
+from permtriton.running import offload as module
 from permtriton.running.layer_stream import LayerStream
+from permtriton.running.offload import Offload
+from permtriton.util.progress import NoProgress
 
 from . import zoo
 from .expert_stacks import unstacked

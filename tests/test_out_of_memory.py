@@ -14,13 +14,13 @@ from torch import Tensor
 
 from permtriton import config_from
 from permtriton.checkpoint import save
-from permtriton.compiler import compile_model
 from permtriton.data.samples import Samples
+from permtriton.driver.pipeline import compile_model
 from permtriton.errors import MemoryTooSmallError, VerificationError
 from permtriton.evaluation.perplexity import perplexity
-from permtriton.micro_batch import MicroBatch, is_out_of_memory
 from permtriton.model.forward import hidden_states
-from permtriton.model.plan import layer_modules
+from permtriton.passes.plan import layer_modules
+from permtriton.running.micro_batch import MicroBatch, is_out_of_memory
 
 from . import learning, searching, updating, zoo
 

@@ -11,7 +11,7 @@ from permtriton.cli.main import app
 from permtriton.cli.tables import check_table, write_table
 from permtriton.errors import OutputError
 from permtriton.model import load
-from permtriton.output_files import check_file
+from permtriton.util.output_files import check_file
 
 from .desk import RUNNER, Desk
 

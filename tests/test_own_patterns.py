@@ -10,9 +10,9 @@ import permtriton
 from permtriton import NMPattern, config_from, find_plan
 from permtriton.checkpoint.export import export
 from permtriton.checkpoint.folder import Folder
-from permtriton.compiler import compile_model
+from permtriton.driver.pipeline import compile_model
 from permtriton.errors import ConfigError, ModelError
-from permtriton.model.plan import linear_module, weight_in_out
+from permtriton.passes.plan import linear_module, weight_in_out
 from permtriton.recipe import compile_command
 from permtriton.reporting.html_report import report
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from permtriton.driver.step import Outcome, Stage, Step
 from permtriton.methods import steps
-from permtriton.model.plan import linear_module
-from permtriton.option import documented, option
+from permtriton.passes.plan import linear_module
 from permtriton.running.state import StateFile
-from permtriton.step import Outcome, Stage, Step
+from permtriton.util.option import documented, option
 
 ROOT = Path(__file__).parent.parent
 FACTORS, STATE, SECONDS = 7 << 20, 5 << 20, 6000.0  # what the step says that it needs

@@ -22,21 +22,21 @@ from scipy.sparse.csgraph import connected_components
 ROOT = Path(__file__).parent.parent
 LINKED = ("kernels", "passes", "cli")  # folders of the root that the package links to
 
-BASE = ("errors", "extras", "sparsity", "option", "config", "model_name", "permutation", "durable",
-        "output_files", "progress", "bars", "ranks", "machine", "micro_batch", "offload", "validated",
-        "demo")  # fmt: skip
 # A module may import from its own level and from lower ones; a line covers what is in a folder, but for other lines.
 LEVELS: tuple[tuple[str, ...], ...] = (
-    tuple(f"permtriton.{name}" for name in BASE),
+    (
+        *("permtriton.errors", "permtriton.util", "permtriton.demo", "permtriton.config"),
+        *("permtriton.running.ranks", "permtriton.running.micro_batch", "permtriton.running.offload"),
+    ),
     ("permtriton.kernels",),
-    ("permtriton.model", "permtriton.data"),
+    ("permtriton.model", "permtriton.data", "permtriton.passes.plan"),
     ("permtriton.passes",),
     ("permtriton.running",),
-    ("permtriton.methods", "permtriton.run", "permtriton.step"),
+    ("permtriton.methods", "permtriton.driver.run", "permtriton.driver.step"),
     ("permtriton.evaluation",),
     ("permtriton.checkpoint",),
-    ("permtriton.serving",),
-    ("permtriton",),
+    ("permtriton.serving", "permtriton.methods.train.keep_pattern"),
+    ("permtriton", "permtriton.evaluation.evaluate"),
     ("permtriton.comparison",),
     ("permtriton.reporting",),
     ("permtriton.api",),
@@ -83,25 +83,8 @@ def imported(path: Path) -> set[str]:
 
 def test_the_table_of_levels_names_what_there_is():
     assert set(LEVEL) <= set(MODULES)
-    highest = {name.rpartition(".")[2] for name in MODULES if level_of(name) == LEVEL["permtriton"]}
-    expected = {
-        "planning",
-        "memory",
-        "forecast",
-        "compile_config",
-        "recipe",
-        "compilation",
-        "record",
-        "preparing",
-        "compiler",
-        "compiled",
-        "evaluating",
-        "job",
-        "keeping",
-        "publishing",
-        "self_test",
-    }
-    assert highest == {"permtriton", *expected}
+    at_the_root = {name for name in MODULES if name.count(".") == 1 and MODULES[name].name != "__init__.py"}
+    assert at_the_root == {f"permtriton.{name}" for name in ("__main__", "api", "config", "errors", "recipe")}
 
 
 @pytest.mark.parametrize("module", [name for name in MODULES if name not in ("permtriton", "permtriton.demo")])

@@ -19,7 +19,7 @@ from permtriton.kernels.packing import (
     unpack_positions,
     unpack_reference,
 )
-from permtriton.sparsity import NMPattern
+from permtriton.util.sparsity import NMPattern
 
 from .kernel_inputs import DTYPES, PATTERNS, TWO_FOUR, rng, sparse
 

@@ -6,12 +6,10 @@ import pytest
 import torch
 
 import permtriton
-from permtriton.compiler import compile_model
+from permtriton.driver.pipeline import compile_model
 from permtriton.kernels import norm_permute
 from permtriton.model.checks import relative_difference
-from permtriton.model.edits import moves_of
-from permtriton.model.plan import linear_module, weight_in_out
-from permtriton.model.trace import trace
+from permtriton.passes.edits import moves_of
 from permtriton.passes.graph import (
     absorb_folds,
 )
@@ -23,8 +21,10 @@ from permtriton.passes.pipeline import (
     run_passes,
     run_with_stand_ins,
 )
+from permtriton.passes.plan import linear_module, weight_in_out
 from permtriton.passes.provenance import propagate
 from permtriton.passes.sites import find_sites
+from permtriton.passes.trace import trace
 from permtriton.passes.verify_graph import run
 
 from . import zoo

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from permtriton.permutation import compose, identity, inverse, is_permutation, moved
+from permtriton.util.permutation import compose, identity, inverse, is_permutation, moved
 
 from .kernel_inputs import index_of
 

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from permtriton.errors import ModelError
 from permtriton.kernels.permute import permute
-from permtriton.permutation import compose, inverse
+from permtriton.util.permutation import compose, inverse
 
 from .kernel_inputs import index_of
 

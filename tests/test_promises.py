@@ -7,14 +7,16 @@ import torch
 from torch import Tensor
 
 import permtriton
-from permtriton import config_from, run
-from permtriton.compiler import compile_model
+from permtriton import config_from
+from permtriton.driver import run
+from permtriton.driver.pipeline import compile_model
 from permtriton.errors import VerificationError
 from permtriton.kernels.nm_mask import top_n_mask
-from permtriton.methods import learning, weights
-from permtriton.methods.learning import learn
-from permtriton.model.edits import moves_of
-from permtriton.permutation import compose, inverse
+from permtriton.methods.order import learning
+from permtriton.methods.order.learning import learn
+from permtriton.methods.prune import weights
+from permtriton.passes.edits import moves_of
+from permtriton.util.permutation import compose, inverse
 
 from . import zoo
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from permtriton.model.trace import export, unlifted
 from permtriton.passes.provenance import propagate
+from permtriton.passes.trace import export, unlifted
 
 from .networks import HALF, OUT, TOKENS, WIDE, axes_of, check, describe, space_of
 

@@ -14,13 +14,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import T5Config, T5ForConditionalGeneration
 
-from permtriton import CompileConfig, compilation, config_from, ranks
-from permtriton.compilation import Compilation
+from permtriton import CompileConfig, config_from
+from permtriton.driver import compilation
+from permtriton.driver.compilation import Compilation
+from permtriton.driver.prepare import check_offload, check_spread, planned
 from permtriton.errors import ConfigError, ModelError
-from permtriton.preparing import check_offload, check_spread, planned
-from permtriton.progress import NoProgress
+from permtriton.running import ranks
 from permtriton.running.sharding import _around, _check
 from permtriton.running.state import StateFile
+from permtriton.util.progress import NoProgress
 
 from . import zoo
 

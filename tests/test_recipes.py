@@ -9,13 +9,13 @@ from permtriton import config_from
 from permtriton.cli import compile as compile_command  # the module
 from permtriton.cli import console
 from permtriton.cli.main import app
-from permtriton.compilation import states_beside
-from permtriton.compile_config import CompileConfig, has_effect
-from permtriton.compiler import compile_model
+from permtriton.driver.compilation import states_beside
+from permtriton.driver.options import CompileConfig, has_effect
+from permtriton.driver.pipeline import compile_model
 from permtriton.errors import ConfigError
-from permtriton.methods.mask import Mask
+from permtriton.methods.prune.mask import Mask
 from permtriton.methods.steps import STEPS
-from permtriton.model_name import is_hub_name, shown_name
+from permtriton.model.name import is_hub_name, shown_name
 from permtriton.recipe import RECIPES, all_options, check_recipe, read_config_file, steps_of
 from permtriton.recipe import compile_command as command_of
 

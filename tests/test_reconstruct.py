@@ -11,11 +11,11 @@ from transformers import AlbertConfig, AlbertModel
 from permtriton import NMPattern, find_plan
 from permtriton.data.samples import Samples
 from permtriton.errors import CalibrationError
-from permtriton.methods import reconstruction as module
-from permtriton.methods.kept_weights import split
-from permtriton.methods.reconstruction import squared_loss
+from permtriton.methods.train import reconstruction as module
+from permtriton.methods.train.kept_weights import split
+from permtriton.methods.train.reconstruction import squared_loss
 from permtriton.model.experts import unstacked_experts
-from permtriton.model.plan import layer_modules
+from permtriton.passes.plan import layer_modules
 from permtriton.running.layer_calls import find_chains, record_chain
 
 from . import zoo

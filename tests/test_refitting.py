@@ -9,26 +9,26 @@ from torch import Tensor, nn
 
 from benchmarks.architectures import tiny as tiny_architectures
 from permtriton import CompileConfig, NMPattern, config_from, find_plan
-from permtriton.compiler import compile_model
 from permtriton.data.samples import Inputs
 from permtriton.data.text import check_samples
+from permtriton.driver.pipeline import compile_model
+from permtriton.driver.step import Outcome
 from permtriton.errors import VerificationError
-from permtriton.methods import exchange
-from permtriton.methods import refitting as module
-from permtriton.methods import statistics as module_statistics
-from permtriton.methods.obs import Curvature, sparsegpt
-from permtriton.methods.refit import Refit
-from permtriton.methods.refitting import best_weight, least_squares, refit, row_errors
-from permtriton.methods.statistics import Moments
-from permtriton.methods.weights import update_weights
+from permtriton.methods.measure import statistics as module_statistics
+from permtriton.methods.measure.statistics import Moments
+from permtriton.methods.prune import exchange
+from permtriton.methods.prune import refitting as module
+from permtriton.methods.prune.obs import Curvature, sparsegpt
+from permtriton.methods.prune.refit import Refit
+from permtriton.methods.prune.refitting import best_weight, least_squares, refit, row_errors
+from permtriton.methods.prune.weights import update_weights
 from permtriton.model.checks import check_pruned
 from permtriton.model.experts import unstack_experts
 from permtriton.model.forward import last_hidden_state
-from permtriton.model.plan import Site, linear_module
-from permtriton.offload import Offload
-from permtriton.progress import NoProgress
+from permtriton.passes.plan import Site, linear_module
 from permtriton.running.layer_inputs import from_model
-from permtriton.step import Outcome
+from permtriton.running.offload import Offload
+from permtriton.util.progress import NoProgress
 
 from . import test_seq2seq, zoo
 from .expert_stacks import unstacked

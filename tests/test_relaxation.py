@@ -7,10 +7,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from permtriton.errors import CalibrationError
 from permtriton.kernels.assignment import assignment_warm
-from permtriton.methods.learned import Learned as Options
-from permtriton.methods.relaxation import Relaxation
-from permtriton.model.plan import ChannelSpace, Site
-from permtriton.permutation import is_permutation
+from permtriton.methods.order.learned import Learned as Options
+from permtriton.methods.order.relaxation import Relaxation
+from permtriton.passes.plan import ChannelSpace, Site
+from permtriton.util.permutation import is_permutation
 
 CPU = torch.device("cpu")
 
@@ -220,7 +220,7 @@ def test_prices_do_not_decide_the_permutation(monkeypatch):
     expected = relaxation.assign(soft)
     generator = torch.Generator().manual_seed(0)
     stale = lambda score, prices: assignment_warm(score, 1e3 * torch.randn(prices.shape, generator=generator))  # noqa: E731
-    monkeypatch.setattr("permtriton.methods.relaxation.assignment_warm", stale)
+    monkeypatch.setattr("permtriton.methods.order.relaxation.assignment_warm", stale)
     assert torch.equal(relaxation.assign(soft), expected)
 
 

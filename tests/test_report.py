@@ -14,10 +14,10 @@ import permtriton
 from permtriton.checkpoint.export import export
 from permtriton.checkpoint.forms import read_comparison, read_record
 from permtriton.cli.main import app
-from permtriton.compiler import compile_model
+from permtriton.driver.pipeline import compile_model
 from permtriton.errors import ModelError
 from permtriton.kernels.nm_mask import top_n_mask
-from permtriton.model.plan import linear_module, weight_in_out
+from permtriton.passes.plan import linear_module, weight_in_out
 from permtriton.recipe import config_from
 from permtriton.reporting import sections
 from permtriton.reporting.compiled import layer_of, method_of, read_folders

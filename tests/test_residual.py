@@ -12,12 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.architectures import tiny
 from permtriton import NMPattern, find_plan
 from permtriton.data.samples import Samples
-from permtriton.methods.statistics import watch_inputs
+from permtriton.methods.measure.statistics import watch_inputs
 from permtriton.model.experts import unstacked_experts
-from permtriton.model.plan import Plan, linear_module
-from permtriton.model.trace import export, unlifted
 from permtriton.passes.graph import WEIGHT_PRODUCTS, module_path
+from permtriton.passes.plan import Plan, linear_module
 from permtriton.passes.residual import residual_readers
+from permtriton.passes.trace import export, unlifted
 from permtriton.running.layer_inputs import from_model
 
 from . import zoo

@@ -15,7 +15,7 @@ from permtriton.model.experts import (
     unstack_experts,
     unstacked_experts,
 )
-from permtriton.model.plan import linear_module
+from permtriton.passes.plan import linear_module
 
 from . import folders, zoo
 from .expert_stacks import NAMES, PATTERN, Holder, Stack, unstacked

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 import permtriton
-from permtriton.compiler import compile_model
+from permtriton.driver.pipeline import compile_model
 from permtriton.errors import OutputError, PermTritonError
-from permtriton.methods.learning import LearningFile
+from permtriton.methods.order.learning import LearningFile
 
 from . import zoo
 from .learning import QUICK, STEPS, Counting, plant, same_history, stop, tiny, unchanged

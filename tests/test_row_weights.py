@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from permtriton import config_from
-from permtriton.compiler import compile_model
+from permtriton.driver.pipeline import compile_model
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.nm_mask import top_n_mask
-from permtriton.methods.heuristic_order import heuristic_indices, retained, space_scores
-from permtriton.model.plan import ChannelSpace, Plan, Site
-from permtriton.progress import NoProgress
+from permtriton.methods.order.heuristic_order import heuristic_indices, retained, space_scores
+from permtriton.passes.plan import ChannelSpace, Plan, Site
+from permtriton.util.progress import NoProgress
 
 from . import zoo
 from .kernel_inputs import TWO_FOUR, rng

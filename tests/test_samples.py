@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from permtriton import config_from
-from permtriton.compiler import compile_model
 from permtriton.data.samples import Samples
+from permtriton.driver.pipeline import compile_model
 from permtriton.errors import CalibrationError
 
 from . import media, zoo

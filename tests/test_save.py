@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM
 import permtriton
 from permtriton.checkpoint import save as saving
 from permtriton.checkpoint.output import check_output
-from permtriton.compiler import compile_model
+from permtriton.driver.pipeline import compile_model
 from permtriton.errors import OutputError, VerificationError
-from permtriton.sparsity import NMPattern, PrunedWeight
+from permtriton.util.sparsity import NMPattern, PrunedWeight
 
 from . import folders, zoo
 from .folders import LAST_UP

@@ -10,9 +10,9 @@ from torch import nn
 
 from permtriton import NMPattern, find_plan
 from permtriton.errors import CalibrationError, ConfigError
-from permtriton.methods import swap_search as file
-from permtriton.methods.swap_search import LEAST_DAMPING, Searched
-from permtriton.permutation import is_permutation, moved
+from permtriton.methods.order import swap_search as file
+from permtriton.methods.order.swap_search import LEAST_DAMPING, Searched
+from permtriton.util.permutation import is_permutation, moved
 
 from . import zoo
 from .expert_stacks import unstacked

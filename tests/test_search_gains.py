@@ -9,9 +9,9 @@ from torch import Tensor
 
 from permtriton import NMPattern, find_plan
 from permtriton.kernels.swap_gains import swap_gains
-from permtriton.methods import swap_search as file
-from permtriton.methods.swap_search import Swaps, disjoint
-from permtriton.model.plan import ChannelSpace
+from permtriton.methods.order import swap_search as file
+from permtriton.methods.order.swap_search import Swaps, disjoint
+from permtriton.passes.plan import ChannelSpace
 
 from . import zoo
 from .expert_stacks import unstacked

@@ -9,11 +9,11 @@ from safetensors.torch import save_file
 
 import permtriton
 from permtriton import config_from
-from permtriton.compiler import compile_model
+from permtriton.driver.pipeline import compile_model
 from permtriton.errors import OutputError, VerificationError
-from permtriton.methods import swap_search
-from permtriton.methods.swap_search import Searched, SearchFile, search
-from permtriton.permutation import inverse
+from permtriton.methods.order import swap_search
+from permtriton.methods.order.swap_search import Searched, SearchFile, search
+from permtriton.util.permutation import inverse
 
 from . import zoo
 from .learning import Counting, plant, stop, tiny, unchanged

@@ -7,13 +7,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from permtriton import self_test as module
+from permtriton.cli import self_test as module
 from permtriton.cli.main import app
-from permtriton.compiled import CompiledModel
+from permtriton.cli.self_test import ABSENT, FAILS, WORKS, Check, self_test
+from permtriton.driver.result import CompiledModel
 from permtriton.errors import VerificationError
 from permtriton.kernels.launch import triton
 from permtriton.kernels.tools.cases import permute
-from permtriton.self_test import ABSENT, FAILS, WORKS, Check, self_test
 
 NO_GPU = not torch.cuda.is_available()
 

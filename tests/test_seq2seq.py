@@ -24,17 +24,17 @@ from transformers import (
 )
 
 from permtriton import NMPattern, config_from, find_plan
-from permtriton.compiler import compile_model
 from permtriton.config import CalibrationConfig
 from permtriton.data.text import calibration_ids, check_samples, evaluation_ids
+from permtriton.driver.pipeline import compile_model
 from permtriton.errors import CalibrationError
 from permtriton.evaluation.perplexity import perplexity
-from permtriton.methods.objective import Head, has_head
-from permtriton.methods.reconstruct import Reconstruct
-from permtriton.methods.reconstruction import _layers
+from permtriton.methods.measure.objective import Head, has_head
+from permtriton.methods.train.reconstruct import Reconstruct
+from permtriton.methods.train.reconstruction import _layers
 from permtriton.model.forward import last_hidden_state, max_tokens
-from permtriton.model.plan import Placement
 from permtriton.model.seq2seq import arguments_of, samples_of
+from permtriton.passes.plan import Placement
 from permtriton.running.layer_calls import find_chains
 
 from .zoo import VOCABULARY, fold, random_indices, randomize, token_ids

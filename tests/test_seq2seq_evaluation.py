@@ -5,15 +5,15 @@ import torch
 
 from permtriton.data.samples import Samples
 from permtriton.data.text import check_samples
+from permtriton.driver.prepare import held_out_samples
 from permtriton.errors import CalibrationError, ConfigError
 from permtriton.evaluation.held_out import Evaluation
 from permtriton.evaluation.measure import evaluate
 from permtriton.evaluation.tasks import _Harness
 from permtriton.model.forward import last_hidden_state
 from permtriton.model.seq2seq import arguments_of
-from permtriton.preparing import held_out_samples
-from permtriton.progress import NoProgress
 from permtriton.running.layer_calls import record_chain, recorded
+from permtriton.util.progress import NoProgress
 
 from .sentences import trained_tokenizer
 from .test_seq2seq import IDS, build, inputs_of

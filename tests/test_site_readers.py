@@ -4,9 +4,9 @@ import torch
 from torch import nn
 
 from permtriton import NMPattern
-from permtriton.model.trace import export, unlifted
 from permtriton.passes.provenance import propagate
 from permtriton.passes.sites import find_sites
+from permtriton.passes.trace import export, unlifted
 
 from .networks import HALF, check, results_of, space_of
 

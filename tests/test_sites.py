@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from permtriton import NMPattern, find_plan
-from permtriton.model.plan import Plan
+from permtriton.passes.plan import Plan
 
 from . import zoo
 

@@ -14,7 +14,7 @@ from permtriton.kernels import sparse_linear_mma as mma
 from permtriton.kernels import sparse_linear_triton as kernels
 from permtriton.kernels.packing import pack
 from permtriton.kernels.sparse_linear import CUSPARSELT, DENSE, MMA, PACKED, ROUTE_CONFIGS, routed, sparse_linear
-from permtriton.sparsity import NMPattern
+from permtriton.util.sparsity import NMPattern
 
 from .kernel_inputs import DTYPES, PATTERNS, TWO_FOUR, index_of, rng, sparse
 

@@ -4,9 +4,9 @@ from torch import Tensor
 
 from permtriton.errors import CalibrationError
 from permtriton.kernels.nm_mask import top_n_mask
-from permtriton.methods import obs as update
-from permtriton.methods.obs import Curvature, damped, inverse_diagonal
-from permtriton.sparsity import NMPattern
+from permtriton.methods.prune import obs as update
+from permtriton.methods.prune.obs import Curvature, damped, inverse_diagonal
+from permtriton.util.sparsity import NMPattern
 
 TWO_FOUR = NMPattern(2, 4)
 PATTERNS = [TWO_FOUR, NMPattern(4, 8), NMPattern(1, 4), NMPattern(3, 4)]

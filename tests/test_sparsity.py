@@ -1,7 +1,7 @@
 import pytest
 
 from permtriton.errors import ConfigError
-from permtriton.sparsity import MAX_GROUP, NMPattern
+from permtriton.util.sparsity import MAX_GROUP, NMPattern
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,10 @@ import torch
 from torch import Tensor
 
 from permtriton.data.samples import Samples
-from permtriton.methods.statistics import hessians, site_statistics
-from permtriton.model.plan import linear_module
-from permtriton.progress import NoProgress
+from permtriton.methods.measure.statistics import hessians, site_statistics
+from permtriton.passes.plan import linear_module
 from permtriton.running.layer_inputs import from_model
+from permtriton.util.progress import NoProgress
 
 from . import zoo
 

@@ -11,7 +11,7 @@ from permtriton.kernels import swap_gains as file
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.nm_mask import top_n_mask
 from permtriton.kernels.swap_gains import Curvature, SwapTerms, swap_gains, swap_terms
-from permtriton.sparsity import NMPattern
+from permtriton.util.sparsity import NMPattern
 
 from .kernel_inputs import TWO_FOUR, factors_of, index_of, rng
 

@@ -13,13 +13,13 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from permtriton.config import CalibrationConfig
 from permtriton.data.samples import Samples
 from permtriton.data.text import HUB_DATASETS, calibration_ids, evaluation_ids
+from permtriton.driver.planning import find_plan
 from permtriton.errors import CalibrationError, ConfigError
-from permtriton.methods.statistics import channel_norms, hessians
-from permtriton.model.plan import linear_module
-from permtriton.planning import find_plan
-from permtriton.progress import NoProgress
+from permtriton.methods.measure.statistics import channel_norms, hessians
+from permtriton.passes.plan import linear_module
 from permtriton.running.layer_inputs import from_model
-from permtriton.sparsity import NMPattern
+from permtriton.util.progress import NoProgress
+from permtriton.util.sparsity import NMPattern
 
 from . import zoo
 from .sentences import SENTENCE, VOCABULARY, trained_tokenizer

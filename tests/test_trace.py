@@ -9,8 +9,8 @@ from transformers import AutoModelForSeq2SeqLM, BartConfig, T5Config
 
 from permtriton import NMPattern, find_plan
 from permtriton.errors import ModelError
-from permtriton.model.trace import OTHER_VALUES, Traced, export, trace, unlifted
-from permtriton.model.trace_inputs import TRACE_TOKENS
+from permtriton.passes.trace import OTHER_VALUES, Traced, export, trace, unlifted
+from permtriton.passes.trace_inputs import TRACE_TOKENS
 
 from . import zoo
 

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-import permtriton.model.plan
+import permtriton.passes.plan
 from permtriton import NMPattern, config_from, find_plan
-from permtriton.compiler import compile_model
 from permtriton.data.samples import Samples
+from permtriton.driver.pipeline import compile_model
 from permtriton.errors import VerificationError
 from permtriton.model.other_calls import other_inputs
-from permtriton.model.plan import Plan
+from permtriton.passes.plan import Plan
 from permtriton.passes.unseen import Unseen
 
 from . import off_path, zoo
@@ -76,8 +76,8 @@ class Adapted(nn.Module):
 def test_only_parameters_in_reach_and_of_a_multiple_of_the_width_count(inside, out_features, reached):
     model = nn.Sequential()
     model.add_module("layers", nn.ModuleList([Adapted(inside, out_features)]))
-    space = permtriton.model.plan.ChannelSpace("down", (16,), ())
-    site = permtriton.model.plan.Site("down", ("layers.0.mlp.down",), 16, torch.arange(16), space)
+    space = permtriton.passes.plan.ChannelSpace("down", (16,), ())
+    site = permtriton.passes.plan.Site("down", ("layers.0.mlp.down",), 16, torch.arange(16), space)
     used = {name for name, _ in model.named_parameters() if "adapter" not in name}
     names = ["layers.0.mlp.up.weight", "layers.0.mlp.up.bias", "layers.0.mlp.down.weight"]
     assert bool(Unseen(model, used).reach(names, [site])) == reached

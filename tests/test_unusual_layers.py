@@ -7,12 +7,13 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from permtriton import config_from, preparing
+from permtriton import config_from
 from permtriton.checkpoint import quantizer
 from permtriton.checkpoint.export import export
-from permtriton.compiler import compile_model
+from permtriton.driver import prepare as preparing
+from permtriton.driver.pipeline import compile_model
 from permtriton.errors import VerificationError
-from permtriton.methods.statistics import site_statistics
+from permtriton.methods.measure.statistics import site_statistics
 
 from . import folders, zoo
 

@@ -12,8 +12,8 @@ from torch import Tensor, fx
 
 from permtriton.errors import VerificationError
 from permtriton.model.checks import TOLERANCE
-from permtriton.model.edits import moves_of
 from permtriton.passes.cancel_permutations import cancel_permutations
+from permtriton.passes.edits import moves_of
 from permtriton.passes.fuse_permutations import fuse_permutations
 from permtriton.passes.graph import (
     NORM_PERMUTE,

@@ -7,7 +7,7 @@ import transformers
 
 from benchmarks.architectures import table, tiny, trial
 from benchmarks.architectures.__main__ import Worker
-from permtriton import planning
+from permtriton.driver import planning
 
 # Every family whose operators, names or modules differ from the others in a way that was once wrong or lost.
 SAMPLE = (

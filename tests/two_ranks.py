@@ -18,15 +18,16 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import permtriton
-from permtriton import PermTritonError, config_from, ranks
-from permtriton.compiler import compile_model
+from permtriton import PermTritonError, config_from
 from permtriton.data.generated import generated_text
 from permtriton.data.samples import Samples
-from permtriton.methods.fisher import fisher_information
+from permtriton.driver.pipeline import compile_model
+from permtriton.driver.planning import find_plan
+from permtriton.methods.measure.fisher import fisher_information
 from permtriton.model.experts import unstacked_experts
 from permtriton.model.forward import last_hidden_state
-from permtriton.planning import find_plan
-from permtriton.progress import NoProgress
+from permtriton.running import ranks
+from permtriton.util.progress import NoProgress
 from tests import updating, zoo
 
 RANKS = 2

@@ -12,18 +12,18 @@ from transformers import PreTrainedModel
 
 from permtriton import CompileConfig, NMPattern, find_plan
 from permtriton.data.samples import Samples
-from permtriton.methods.distill import Distill
-from permtriton.methods.distillation import distill
-from permtriton.methods.importance import importances_of
-from permtriton.methods.kept_weights import Trained
-from permtriton.methods.objective import Objective, dense_objective, has_head
-from permtriton.methods.reconstruct import Reconstruct
-from permtriton.methods.reconstruction import Reconstructed, reconstruct
-from permtriton.methods.training import Training
-from permtriton.methods.weights import mask_weights
+from permtriton.methods.measure.importance import importances_of
+from permtriton.methods.measure.objective import Objective, dense_objective, has_head
+from permtriton.methods.prune.weights import mask_weights
+from permtriton.methods.train.distill import Distill
+from permtriton.methods.train.distillation import distill
+from permtriton.methods.train.kept_weights import Trained
+from permtriton.methods.train.reconstruct import Reconstruct
+from permtriton.methods.train.reconstruction import Reconstructed, reconstruct
+from permtriton.methods.train.training import Training
 from permtriton.model.checks import check_pruned
-from permtriton.model.plan import Plan, linear_module, weight_in_out
-from permtriton.progress import NoProgress
+from permtriton.passes.plan import Plan, linear_module, weight_in_out
+from permtriton.util.progress import NoProgress
 
 from . import zoo
 

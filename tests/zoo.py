@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from permtriton import NMPattern, find_plan
-from permtriton.model.apply import apply_edits
-from permtriton.model.edits import edits_of, moves_of
-from permtriton.model.plan import ChannelSpace, Plan
+from permtriton.passes.apply import apply_edits
+from permtriton.passes.edits import edits_of, moves_of
+from permtriton.passes.plan import ChannelSpace, Plan
 
 VOCABULARY, HIDDEN, INTERMEDIATE, POSITIONS, LAYERS, HEADS, KEY_VALUE_HEADS = 90, 64, 112, 48, 2, 4, 2
 HEAD_DIM = HIDDEN // HEADS

@@ -22,7 +22,7 @@ import transformers
 
 from benchmarks.architectures import tiny, trial
 from benchmarks.architectures.table import RESULTS, load
-from permtriton.machine import versions
+from permtriton.util.machine import versions
 
 SECONDS = 240  # per class
 CLASSES = 50  # per process, so that what earlier classes left in memory goes

@@ -20,17 +20,17 @@ from transformers.pytorch_utils import Conv1D
 
 from benchmarks.architectures import tiny
 from benchmarks.architectures.table import LAYOUTS, TOLERANCE
-from permtriton import planning
 from permtriton.checkpoint.export import export
-from permtriton.compiler import compile_model
 from permtriton.data.samples import Samples
+from permtriton.driver import planning
+from permtriton.driver.pipeline import compile_model
 from permtriton.errors import PermTritonError
-from permtriton.methods import heuristic_order
-from permtriton.model.apply import apply_edits
+from permtriton.methods.order import heuristic_order
 from permtriton.model.core import ENCODER_STATE, has_head
-from permtriton.model.edits import edits_of, moves_of
 from permtriton.model.experts import unstacked_experts
-from permtriton.model.plan import ChannelSpace, Plan
+from permtriton.passes.apply import apply_edits
+from permtriton.passes.edits import edits_of, moves_of
+from permtriton.passes.plan import ChannelSpace, Plan
 from permtriton.recipe import config_from
 
 OPTIONS = {

@@ -17,7 +17,7 @@ from benchmarks.gpu.table import COPIES, COPY, OURS, ROWS, SPEED, read
 from permtriton.kernels.launch import triton
 from permtriton.kernels.tools.case import Case, Inputs
 from permtriton.kernels.tools.timing import Timing, ceilings, measure, sets_of_inputs
-from permtriton.machine import device_name, versions
+from permtriton.util.machine import device_name, versions
 
 T = TypeVar("T")
 Prepare = Callable[[Inputs], Callable[[], Any]]  # a set of inputs -> the call that is timed

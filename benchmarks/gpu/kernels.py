@@ -24,7 +24,7 @@ from permtriton.kernels.tools.cases.permute import permute_case
 from permtriton.kernels.tools.cases.sinkhorn import sinkhorn_backward_case, sinkhorn_case
 from permtriton.kernels.tools.cases.swap_gains import swap_gains_case
 from permtriton.kernels.tools.timing import relative_error
-from permtriton.sparsity import NMPattern
+from permtriton.util.sparsity import NMPattern
 
 BLOCKS_7B = 32 * (3 * 4096 + 11008) // 64  # of one step on LLaMA-2-7B shapes: q/k/v, o, gate/up and down, 32 layers
 

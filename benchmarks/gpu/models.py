@@ -19,18 +19,18 @@ from benchmarks.gpu.kernels import rms_norm_alone
 from benchmarks.gpu.table import OURS, SHAPES_7B
 from benchmarks.shared import PATTERN, step_seconds
 from permtriton import find_plan
-from permtriton.compiler import compile_model
 from permtriton.data.samples import Samples
+from permtriton.driver.pipeline import compile_model
 from permtriton.kernels import cusparselt
 from permtriton.kernels.packing import unpack
 from permtriton.kernels.tools.case import Case, Inputs, Random, larger_half
 from permtriton.kernels.tools.cases.norm_permute import norm_permute_case
 from permtriton.kernels.tools.cases.sparse_linear import sparse_linear_case
 from permtriton.kernels.tools.timing import Timing, captured, measure, relative_error
-from permtriton.machine import peak_memory
 from permtriton.model.forward import hidden_states
 from permtriton.model.modules import SparseLinear, replace_module
 from permtriton.recipe import config_from
+from permtriton.util.machine import peak_memory
 
 SAME_MODEL = 5e-2  # bfloat16 through 32 layers, sums in another order
 MASKLESS = "sdpa_without_mask"

@@ -24,8 +24,8 @@ from safetensors import safe_open
 from benchmarks.real.inputs import calibration_file, held_out_file, made_model
 from benchmarks.real.rows import DENSE, OURS, ROWS, THEIRS, Job, command
 from permtriton.checkpoint.shards import file_sha256
-from permtriton.durable import replace_file
-from permtriton.machine import versions
+from permtriton.util.durable import replace_file
+from permtriton.util.machine import versions
 
 ROOT = Path(__file__).resolve().parents[2]
 COST = Path(__file__).resolve().parent / "cost.py"

@@ -3,9 +3,9 @@
 The gains of the norms are folded into the linears that read them. Then the outputs of the dense model stay the same if
 one orthogonal matrix R turns the residual stream (readers ``W R``, writers ``R^T W``) and one matrix per key-value head
 turns its values (rows of v, columns of o), which is proved in float64 on a short text. R is searched with Adam by the
-scores of `permtriton.methods.obs`, ``S = (W R)^2 / diag(R^T H^-1 R)``: first the entropy of each row's scores, then,
-with the columns of R in the heuristic order, the share of the scores that 2:4 masks lose. Some linears and rows are
-drawn per step. The turned model is compiled with ``heuristic,refit`` in layout ``portable`` and measured beside the
+scores of `permtriton.methods.prune.obs`, ``S = (W R)^2 / diag(R^T H^-1 R)``: first the entropy of each row's scores,
+then, with the columns of R in the heuristic order, the share of the scores that 2:4 masks lose. Some linears and rows
+are drawn per step. The turned model is compiled with ``heuristic,refit`` in layout ``portable`` and measured beside the
 dense one. A rotation of some layers alone is impossible: all of them share one stream.
 
     python -m benchmarks.rotation demo --variants unfolded,folded,stream,heads,both --seeds 0,1,2
@@ -39,11 +39,11 @@ from benchmarks.rotation.turn import fold_gains, in_full_precision, turn_heads, 
 from permtriton.config import CalibrationConfig
 from permtriton.data.text import calibration_ids, evaluation_ids, vocabulary_of
 from permtriton.demo import FOLDER
-from permtriton.durable import replace_file
-from permtriton.machine import device_name, versions
 from permtriton.model.load import load_original
+from permtriton.model.name import DEMO
 from permtriton.model.source import Source
-from permtriton.model_name import DEMO
+from permtriton.util.durable import replace_file
+from permtriton.util.machine import device_name, versions
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 SETTINGS = ("samples", "sequence_length", "windows", "entropy_steps", "loss_steps", "parts", "rows")

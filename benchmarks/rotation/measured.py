@@ -10,15 +10,15 @@ from transformers import PreTrainedModel
 from benchmarks.rotation.search import PATTERN, Part
 from benchmarks.rotation.turn import per_query_head, turn_heads
 from permtriton.data.samples import Samples
-from permtriton.methods.fisher import fisher_information
-from permtriton.methods.heuristic_order import heuristic_indices
-from permtriton.methods.importance import importances_of
-from permtriton.methods.obs import Curvature
-from permtriton.methods.statistics import hessians
-from permtriton.planning import find_plan
-from permtriton.progress import NoProgress
+from permtriton.driver.planning import find_plan
+from permtriton.methods.measure.fisher import fisher_information
+from permtriton.methods.measure.importance import importances_of
+from permtriton.methods.measure.statistics import hessians
+from permtriton.methods.order.heuristic_order import heuristic_indices
+from permtriton.methods.prune.obs import Curvature
 from permtriton.recipe import config_from
 from permtriton.running.layer_inputs import from_model
+from permtriton.util.progress import NoProgress
 
 BATCH = 4  # sequences per forward pass
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from permtriton import NMPattern
-from permtriton.methods.heuristic_order import MAX_ROWS, heuristic_index
-from permtriton.model.plan import ChannelSpace
+from permtriton.methods.order.heuristic_order import MAX_ROWS, heuristic_index
+from permtriton.passes.plan import ChannelSpace
 
 PATTERN = NMPattern(2, 4)  # which `lost` has in its code
 ENTROPY_RATE, LOSS_RATE = 0.01, 0.003

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from permtriton.sparsity import NMPattern
+from permtriton.util.sparsity import NMPattern
 
 BLOCK = 64
 META = torch.device("meta")

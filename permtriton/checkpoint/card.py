@@ -12,10 +12,10 @@ from transformers.models.auto import modeling_auto
 from permtriton.checkpoint.format import Format
 from permtriton.checkpoint.forms import described_sparsity
 from permtriton.checkpoint.plan_entries import to_json
-from permtriton.durable import replace_file
 from permtriton.model.gguf_file import in_words
 from permtriton.model.headers import CONFIG_FILE, REPORT_FILE, read_json
-from permtriton.model_name import is_hub_name, shown_name
+from permtriton.model.name import is_hub_name, shown_name
+from permtriton.util.durable import replace_file
 
 CARD_FILE = "README.md"
 PROJECT = "[permtriton](https://pypi.org/project/permtriton/)"

@@ -29,7 +29,7 @@ from permtriton.errors import ConfigError, ModelError, VerificationError, shown
 from permtriton.kernels.packing import pack
 from permtriton.model.checks import check_weight
 from permtriton.model.headers import CONFIG_FILE, INDEX_FILE, REPORT_FILE
-from permtriton.progress import NoProgress, Progress
+from permtriton.util.progress import NoProgress, Progress
 
 
 def export(

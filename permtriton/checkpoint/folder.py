@@ -25,7 +25,7 @@ from permtriton.model.headers import (
     read_json,
 )
 from permtriton.model.modules import check_index
-from permtriton.sparsity import NMPattern, PrunedWeight
+from permtriton.util.sparsity import NMPattern, PrunedWeight
 
 
 class Folder:

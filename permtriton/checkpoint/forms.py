@@ -14,10 +14,10 @@ from typing_extensions import TypedDict
 from permtriton.checkpoint.format import Format
 from permtriton.errors import ConfigError, ModelError, shown
 from permtriton.model.headers import DTYPES, REPORT_FILE, read_json
-from permtriton.model_name import is_hub_name
-from permtriton.permutation import is_permutation
-from permtriton.sparsity import NMPattern, in_words
-from permtriton.validated import checked
+from permtriton.model.name import is_hub_name
+from permtriton.util.permutation import is_permutation
+from permtriton.util.sparsity import NMPattern, in_words
+from permtriton.util.validation import checked
 
 SHOWN = {
     "sparsity": str,
@@ -165,7 +165,7 @@ class Part(TypedDict):
 
 
 class Step(TypedDict):
-    """What a step of the recipe did; see `permtriton.step.Outcome`."""
+    """What a step of the recipe did; see `permtriton.driver.step.Outcome`."""
 
     name: str
     unit: str
@@ -336,7 +336,7 @@ class Comparison(TypedDict):
 
 
 def described_sparsity(record: Mapping[str, Any]) -> str:
-    """Returns the patterns of a record, as `permtriton.sparsity.in_words` has them."""
+    """Returns the patterns of a record, as `permtriton.util.sparsity.in_words` has them."""
     return in_words(record["config"]["sparsity"], record.get("patterns", {}).values(), len(record["pruned_weights"]))
 
 

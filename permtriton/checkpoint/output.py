@@ -16,10 +16,10 @@ from pathlib import Path
 import psutil
 from filelock import FileLock, Timeout
 
-from permtriton.durable import RANDOM_END, sync, sync_names
 from permtriton.errors import OutputError
 from permtriton.model.headers import REPORT_FILE
-from permtriton.output_files import check_name, check_parent, disk_error
+from permtriton.util.durable import RANDOM_END, sync, sync_names
+from permtriton.util.output_files import check_name, check_parent, disk_error
 
 Say = Callable[[str], None]
 

@@ -10,7 +10,7 @@ from permtriton.kernels.launch import has_kernels
 from permtriton.kernels.packing import check_packed, pack, unpack
 from permtriton.kernels.packing_triton import supports
 from permtriton.model.headers import StoredTensor
-from permtriton.sparsity import NMPattern
+from permtriton.util.sparsity import NMPattern
 
 
 def unpacked(

@@ -12,10 +12,10 @@ from transformers.pytorch_utils import Conv1D
 
 from permtriton.checkpoint.forms import Record
 from permtriton.errors import ModelError
-from permtriton.model.edits import moves_of
 from permtriton.model.headers import REPORT_FILE
-from permtriton.model.plan import ChannelSpace, Placement, Plan, Site, linear_module
-from permtriton.permutation import inverse, moved
+from permtriton.passes.edits import moves_of
+from permtriton.passes.plan import ChannelSpace, Placement, Plan, Site, linear_module
+from permtriton.util.permutation import inverse, moved
 
 
 def to_json(report: Any) -> str:
@@ -73,9 +73,9 @@ def permutation_report(plan: Plan, space: ChannelSpace, element: int = 2) -> dic
         element: bytes per activation; 2 for bfloat16.
 
     Returns:
-        ``placement`` is a value of `permtriton.model.plan.Placement`; ``reason`` says why there is no permutation, else
-        it is empty. ``gathers`` is the number of gathers at run time, ``bytes_per_token`` the bytes that they read and
-        write. A permuted norm adds no bytes, because a norm moves the same number in any order.
+        ``placement`` is a value of `permtriton.passes.plan.Placement`; ``reason`` says why there is no permutation,
+        else it is empty. ``gathers`` is the number of gathers at run time, ``bytes_per_token`` the bytes that they read
+        and write. A permuted norm adds no bytes, because a norm moves the same number in any order.
     """
     sites = plan.sites_of(space)
     gathers = sum(len(site.linears) for site in sites) if space.placement is Placement.GATHER else 0

@@ -34,8 +34,8 @@ from permtriton.checkpoint.forms import Pattern, Sha256
 from permtriton.checkpoint.registration import METHOD
 from permtriton.errors import ModelError, shown
 from permtriton.kernels.norm_permute import KINDS
-from permtriton.sparsity import NMPattern, PrunedWeight
-from permtriton.validated import checked
+from permtriton.util.sparsity import NMPattern, PrunedWeight
+from permtriton.util.validation import checked
 
 VERSION = 1
 WHERE = "config.json, quantization_config"

@@ -60,7 +60,7 @@ from permtriton.model.modules import (
 )
 from permtriton.model.norms import match_norm
 from permtriton.model.sizes import check_numbers
-from permtriton.sparsity import NMPattern, PrunedWeight
+from permtriton.util.sparsity import NMPattern, PrunedWeight
 
 
 def checkpoint_config(model: nn.Module, sparsity: str) -> PermTritonQuantizationConfig | None:

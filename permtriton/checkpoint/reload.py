@@ -5,11 +5,11 @@ from pathlib import Path
 import torch
 
 from permtriton.errors import PermTritonError, VerificationError, first_line
-from permtriton.machine import available_memory, release_memory
-from permtriton.micro_batch import is_out_of_memory
 from permtriton.model.checks import model_hash
 from permtriton.model.load import load_model
 from permtriton.model.source import Source
+from permtriton.running.micro_batch import is_out_of_memory
+from permtriton.util.machine import available_memory, release_memory
 
 
 def check_reloads(folder: Path, written: Path, model_bytes: int) -> str:

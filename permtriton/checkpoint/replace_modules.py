@@ -19,7 +19,7 @@ from permtriton.model.modules import (
     index_dtype,
     replace_module,
 )
-from permtriton.sparsity import NMPattern
+from permtriton.util.sparsity import NMPattern
 
 
 def device_of(name: str, device_map: Mapping[str, Any] | str | None) -> torch.device:

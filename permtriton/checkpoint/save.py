@@ -22,15 +22,15 @@ from permtriton.config import CommonConfig
 from permtriton.data.media import Processor
 from permtriton.data.samples import Samples
 from permtriton.errors import ModelError, VerificationError, first_line
-from permtriton.machine import available_memory, peak_memory, release_memory
-from permtriton.micro_batch import is_out_of_memory
 from permtriton.model.checks import check_finite_tensor, check_same_outputs, check_weight, model_outputs
 from permtriton.model.expert_linears import input_dim
 from permtriton.model.experts import stacked_name
 from permtriton.model.headers import CONFIG_FILE, REPORT_FILE
-from permtriton.model.plan import Plan
-from permtriton.offload import Offload
-from permtriton.sparsity import NMPattern, PrunedWeight
+from permtriton.passes.plan import Plan
+from permtriton.running.micro_batch import is_out_of_memory
+from permtriton.running.offload import Offload
+from permtriton.util.machine import available_memory, peak_memory, release_memory
+from permtriton.util.sparsity import NMPattern, PrunedWeight
 
 SHARD_SIZE = "5GB"
 
@@ -44,7 +44,7 @@ class Pruned:
         tokenizer: tokenizer or processor of the model; None if there is none.
         config: every option.
         plan: sites and channel spaces.
-        report: content of ``permtriton.json``, as `permtriton.record.compilation_record` builds it.
+        report: content of ``permtriton.json``, as `permtriton.driver.record.compilation_record` builds it.
         reference: samples on which a reloaded checkpoint must give the outputs of ``model``.
         offload: where the model's large parameters are; None for memory.
     """

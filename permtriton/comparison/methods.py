@@ -5,11 +5,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from permtriton.compile_config import CompileConfig, has_effect
+from permtriton.driver.options import CompileConfig, has_effect
 from permtriton.errors import ConfigError
-from permtriton.option import Option
 from permtriton.recipe import DEFAULT, RECIPES, all_options, config_from
-from permtriton.sparsity import NMPattern
+from permtriton.util.option import Option
+from permtriton.util.sparsity import NMPattern
 
 FUSED = " (fused)"
 _ROW_WEIGHTS = {"heuristic_row_weights": "fisher"}

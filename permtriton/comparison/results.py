@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from permtriton.durable import replace_file
 from permtriton.errors import OutputError
-from permtriton.validated import checked
+from permtriton.util.durable import replace_file
+from permtriton.util.validation import checked
 
 VERSION = 1  # of the file
 

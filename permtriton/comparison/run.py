@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from permtriton import machine
 from permtriton.comparison.methods import ABLATIONS, DENSE, SET_BY_METHODS, Row
 from permtriton.comparison.results import Key, Measured, ResultFile, RowResult
-from permtriton.compilation import run_identity
-from permtriton.compile_config import CompileConfig
-from permtriton.compiler import compile_model
 from permtriton.config import CalibrationConfig
 from permtriton.data.samples import Inputs, Samples
 from permtriton.data.text import calibration_samples, check_samples
+from permtriton.driver.compilation import run_identity
+from permtriton.driver.options import CompileConfig
+from permtriton.driver.pipeline import compile_model
 from permtriton.errors import ConfigError
 from permtriton.evaluation.measure import evaluate
-from permtriton.progress import NoProgress, Progress
+from permtriton.util import machine
+from permtriton.util.progress import NoProgress, Progress
 
 if TYPE_CHECKING:  # it imports lm_eval, which takes seconds
     from permtriton.evaluation.tasks import Tasks

@@ -6,13 +6,13 @@ from dataclasses import asdict
 from statistics import fmean
 from typing import Any
 
-from permtriton import machine
 from permtriton.comparison.methods import DENSE
 from permtriton.comparison.results import RowResult
 from permtriton.comparison.run import Yardstick
 from permtriton.data.samples import Samples
 from permtriton.model.forward import with_tokens
 from permtriton.model.seq2seq import with_decoder_ids
+from permtriton.util import machine
 
 Cell = str | int | float | None
 Rows = Sequence[Sequence[Cell]]

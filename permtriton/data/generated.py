@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
-from permtriton import ranks
 from permtriton.data.media import Processor
 from permtriton.data.samples import Samples
 from permtriton.data.text import vocabulary_of
 from permtriton.errors import CalibrationError, first_line
-from permtriton.micro_batch import MicroBatch, is_out_of_memory
 from permtriton.model.core import takes_decoder_ids
-from permtriton.offload import Offload
-from permtriton.progress import Advance, Progress
+from permtriton.running import ranks
+from permtriton.running.micro_batch import MicroBatch, is_out_of_memory
+from permtriton.running.offload import Offload
+from permtriton.util.progress import Advance, Progress
 
 BEGINNING = 4  # first tokens of a calibration sample, which a text continues
 KEPT = 0.9  # share of the texts that are kept: those of the lowest perplexity

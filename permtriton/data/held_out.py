@@ -9,7 +9,7 @@ from permtriton.data.text import check_inputs, evaluation_ids, vocabulary_of
 from permtriton.errors import CalibrationError, MissingExtraError
 from permtriton.model.core import check_towers
 from permtriton.model.forward import max_tokens
-from permtriton.model_name import DEMO
+from permtriton.model.name import DEMO
 
 EVALUATION_TOKENS = 2048  # per window, or the model's limit if that is lower
 

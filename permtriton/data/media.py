@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from permtriton.data.samples import Samples
 from permtriton.errors import CalibrationError, first_line, reading
-from permtriton.extras import require
+from permtriton.util.extras import require
 
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp")
 SOUNDS = (".wav",)

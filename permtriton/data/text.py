@@ -20,11 +20,11 @@ from permtriton.data.pairs import Pair, are_pairs, paired_windows
 from permtriton.data.samples import Inputs, Samples
 from permtriton.data.tokenize import token_ids
 from permtriton.errors import CalibrationError, ConfigError, first_line, reading, shown
-from permtriton.extras import require
 from permtriton.model.core import DECODER_IDS, takes_decoder_ids
 from permtriton.model.forward import check_length
+from permtriton.model.name import is_hub_name
 from permtriton.model.seq2seq import arguments_of, samples_of
-from permtriton.model_name import is_hub_name
+from permtriton.util.extras import require
 
 if TYPE_CHECKING:
     from datasets import Dataset

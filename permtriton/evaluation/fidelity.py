@@ -1,8 +1,8 @@
 """How close a model stays to the dense one on the same windows: KL of the next token, cosine of the last hidden states.
 
-The KL is that of `permtriton.methods.objective`, ``KL(dense || model)`` in nats per token. Here each model computes its
-own logits, since the head of the model may differ from the dense one's, and nothing but sums outlives a forward pass.
-"""
+The KL is that of `permtriton.methods.measure.objective`, ``KL(dense || model)`` in nats per token. Here each model
+computes its own logits, since the head of the model may differ from the dense one's, and nothing but sums outlives a
+forward pass."""
 
 import math
 from dataclasses import dataclass, replace
@@ -15,12 +15,12 @@ from transformers import PreTrainedModel
 from permtriton.data.samples import Inputs, Samples
 from permtriton.errors import CalibrationError, ModelError
 from permtriton.evaluation.perplexity import Stopwatch, next_token_loss, perplexity_of
-from permtriton.methods.objective import LOGITS_AT_ONCE
-from permtriton.micro_batch import MicroBatch
+from permtriton.methods.measure.objective import LOGITS_AT_ONCE
 from permtriton.model.core import recorded_states
 from permtriton.model.forward import last_hidden_state, max_tokens, with_tokens, without_cache
 from permtriton.model.seq2seq import arguments_of, predicted, with_decoder_ids
-from permtriton.progress import NoProgress, Progress
+from permtriton.running.micro_batch import MicroBatch
+from permtriton.util.progress import NoProgress, Progress
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from permtriton.data.samples import Inputs, Samples
 from permtriton.evaluation.perplexity import perplexity, perplexity_by_layers, windows_at_once
 from permtriton.model.forward import hidden_states, mean_cosine_loss, with_tokens
 from permtriton.model.seq2seq import arguments_of, predicted
-from permtriton.offload import Offload
-from permtriton.progress import Progress
 from permtriton.running.layer_stream import LayerStream
+from permtriton.running.offload import Offload
+from permtriton.util.progress import Progress
 
 MAX_ENCODER_WINDOWS = 64  # the dense model's hidden states on these samples stay in memory
 

@@ -13,11 +13,11 @@ from permtriton.data.text import check_inputs
 from permtriton.errors import ConfigError
 from permtriton.evaluation.fidelity import Fidelity, fidelity
 from permtriton.evaluation.perplexity import Stopwatch, perplexity, windows_at_once
-from permtriton.machine import device_name
 from permtriton.model.core import takes_decoder_ids
 from permtriton.model.forward import with_tokens
 from permtriton.model.seq2seq import predicted, with_decoder_ids
-from permtriton.progress import Progress
+from permtriton.util.machine import device_name
+from permtriton.util.progress import Progress
 
 if TYPE_CHECKING:  # it imports lm_eval, which takes seconds
     from permtriton.evaluation.tasks import TaskResult, Tasks

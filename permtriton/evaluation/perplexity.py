@@ -13,14 +13,14 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
-from permtriton import ranks
 from permtriton.data.samples import Inputs, Samples
 from permtriton.errors import CalibrationError
-from permtriton.micro_batch import MicroBatch
 from permtriton.model.forward import without_cache
 from permtriton.model.seq2seq import arguments_of, predicted
-from permtriton.progress import NoProgress, Progress
+from permtriton.running import ranks
 from permtriton.running.layer_stream import LayerStream
+from permtriton.running.micro_batch import MicroBatch
+from permtriton.util.progress import NoProgress, Progress
 
 TOKENS_WITH_LOGITS = 2048  # at once
 MAX_LOSS = 700.0  # nats; exp of more overflows a float

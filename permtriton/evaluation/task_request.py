@@ -7,10 +7,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from permtriton import machine
 from permtriton.errors import ConfigError
-from permtriton.extras import require
-from permtriton.progress import Progress
+from permtriton.util import machine
+from permtriton.util.extras import require
+from permtriton.util.progress import Progress
 
 if TYPE_CHECKING:
     from permtriton.evaluation.tasks import Tasks

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from permtriton.errors import ConfigError, PermTritonError, TaskError, first_line
 from permtriton.model.core import takes_decoder_ids
 from permtriton.model.forward import max_tokens
-from permtriton.progress import Advance, NoProgress, Progress
+from permtriton.util.progress import Advance, NoProgress, Progress
 
 REQUESTS_AT_ONCE = 8
 BOOTSTRAPS = 1000  # resamples for the standard error of metrics that are no means; lm-eval's 100,000 take minutes

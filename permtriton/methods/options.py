@@ -3,14 +3,14 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from permtriton.option import option
+from permtriton.util.option import option
 
 FIT_AFTER_EXCHANGE = 4  # rounds of conjugate gradients after each round of exchanges
 
 
 @dataclass(frozen=True)
 class Learning:
-    """Options of `permtriton.methods.learning`."""
+    """Options of `permtriton.methods.order.learning`."""
 
     block_size: int = option(
         64,
@@ -54,7 +54,7 @@ class Learning:
 
 @dataclass(frozen=True)
 class Searching:
-    """Options of `permtriton.methods.swap_search`."""
+    """Options of `permtriton.methods.order.swap_search`."""
 
     rounds: int = option(
         12,
@@ -73,7 +73,7 @@ class Searching:
 
 @dataclass(frozen=True)
 class Refitting:
-    """Options of `permtriton.methods.refitting`."""
+    """Options of `permtriton.methods.prune.refitting`."""
 
     dense_targets: float = option(
         0.5,

@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 from permtriton.data.samples import Samples
 from permtriton.errors import VerificationError
 from permtriton.model.forward import without_cache
-from permtriton.model.plan import Plan, linear_module, weight_in_out
-from permtriton.sparsity import NMPattern
+from permtriton.passes.plan import Plan, linear_module, weight_in_out
+from permtriton.util.sparsity import NMPattern
 
 # Largest allowed difference between two computations of the same function in different orders, relative to the largest
 # output. The one for float64 is loose because norms and rotary angles are computed in float32 in any model.

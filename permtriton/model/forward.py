@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from permtriton import ranks
 from permtriton.data.samples import Samples
 from permtriton.errors import CalibrationError, first_line
-from permtriton.micro_batch import MicroBatch, is_out_of_memory
 from permtriton.model.core import core_of, takes_decoder_ids
 from permtriton.model.seq2seq import arguments_of
+from permtriton.running import ranks
+from permtriton.running.micro_batch import MicroBatch, is_out_of_memory
 
 TOKENS_WITHOUT_LOGITS = 4096  # at once, in forward passes without gradients up to the last hidden state
 

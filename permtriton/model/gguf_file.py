@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from permtriton.errors import ModelError, reading
-from permtriton.extras import require
 from permtriton.model.headers import StoredTensor
 from permtriton.model.sizes import check_numbers
+from permtriton.util.extras import require
 
 SUFFIX = ".gguf"
 COUNTS = {"block_count": "layers", "expert_count": "experts"}  # what GGUF calls the parts that sizes limits

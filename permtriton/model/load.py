@@ -16,7 +16,6 @@ from transformers.models.auto import modeling_auto
 from transformers.utils import cached_file
 
 from permtriton.errors import ConfigError, ModelError, OutputError, first_line, reading, shown, without_panics
-from permtriton.extras import require
 from permtriton.kernels import autotune
 from permtriton.model.core import check_towers
 from permtriton.model.headers import (
@@ -33,8 +32,9 @@ from permtriton.model.headers import (
 from permtriton.model.modules import is_packed, is_permuted
 from permtriton.model.sizes import build_empty, check_numbers
 from permtriton.model.source import Source, dtype_of, resolve_device
-from permtriton.offload import NO_GPU, Offload
-from permtriton.output_files import disk_error
+from permtriton.running.offload import NO_GPU, Offload
+from permtriton.util.extras import require
+from permtriton.util.output_files import disk_error
 
 PICKLED = ("*.bin", "*.pt", "*.pth")
 ADAPTER = "adapter_config.json"

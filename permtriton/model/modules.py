@@ -1,7 +1,7 @@
 """The modules that run permuted and N:M weights: ordinary ``nn.Module``s with state dicts.
 
 An index is a buffer in the smallest of uint8, int16 and int32 that holds its entries; its convention is that of
-`permtriton.permutation`. The operators convert it, because torch takes a uint8 index for a mask.
+`permtriton.util.permutation`. The operators convert it, because torch takes a uint8 index for a mask.
 """
 
 from collections.abc import Callable
@@ -17,8 +17,8 @@ from permtriton.kernels.norm_permute import NormVariant, norm_permute
 from permtriton.kernels.packing import pack, unpack
 from permtriton.kernels.permute import INDEX_DTYPES, permute
 from permtriton.kernels.sparse_linear import sparse_linear
-from permtriton.permutation import compose, is_permutation
-from permtriton.sparsity import NMPattern
+from permtriton.util.permutation import compose, is_permutation
+from permtriton.util.sparsity import NMPattern
 
 
 def index_dtype(channels: int) -> torch.dtype:

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 from permtriton.errors import ModelError, reading
 from permtriton.model.headers import CONFIG_FILE, DTYPES, checkpoint_files
 from permtriton.model.load import check_folder, load_empty_model, load_processor
+from permtriton.model.name import is_hub_name
 from permtriton.model.source import Source, dtype_of
-from permtriton.model_name import is_hub_name
 
 
 def is_here(source: Source) -> bool:

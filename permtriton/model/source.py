@@ -11,7 +11,7 @@ from transformers.utils import cached_file
 from permtriton import demo
 from permtriton.errors import ConfigError, ModelError, reading
 from permtriton.model.gguf_file import SUFFIX, GgufFile, in_words, read_gguf
-from permtriton.model_name import checked_token
+from permtriton.model.name import checked_token
 
 DTYPES: dict[str, torch.dtype | str] = {
     "auto": "auto",

@@ -11,7 +11,7 @@ import torch
 from permtriton.checkpoint.folder import Folder
 from permtriton.checkpoint.format import Format
 from permtriton.kernels.packing import position_bits
-from permtriton.model_name import shown_name
+from permtriton.model.name import shown_name
 
 
 class Compiled(Folder):

@@ -6,11 +6,11 @@ from typing import Any
 
 from permtriton.checkpoint.forms import described_sparsity, read_comparison
 from permtriton.errors import ConfigError
-from permtriton.extras import require
-from permtriton.output_files import check_file
 from permtriton.reporting import pictures, sections
 from permtriton.reporting.compiled import Compiled, read_folders
 from permtriton.reporting.pages import Page, write
+from permtriton.util.extras import require
+from permtriton.util.output_files import check_file
 
 
 def report(

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from importlib import metadata, resources
 from pathlib import Path
 
-from permtriton.output_files import check_file, write_file
+from permtriton.util.output_files import check_file, write_file
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def html(page: Page) -> str:
 
 
 def write(page: Page, output: Path, *, overwrite: bool) -> Path:
-    """Writes a page as `permtriton.output_files.write_file` does.
+    """Writes a page as `permtriton.util.output_files.write_file` does.
 
     Returns:
         The absolute path of the file.

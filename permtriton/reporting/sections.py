@@ -8,10 +8,10 @@ from permtriton.checkpoint.forms import described_sparsity
 from permtriton.checkpoint.plan_entries import grouped
 from permtriton.comparison.methods import DENSE, FUSED
 from permtriton.comparison.summary import Cell, columns
-from permtriton.machine import format_bytes
 from permtriton.reporting.compiled import Compiled
 from permtriton.reporting.pages import Picture, Section, Table, numbers
 from permtriton.reporting.plots import Series, chart, colour, legend
+from permtriton.util.machine import format_bytes
 
 _PLACEMENTS = {
     "folded": "folded into neighbouring weights",

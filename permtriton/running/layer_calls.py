@@ -15,9 +15,9 @@ from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
 from permtriton.data.samples import Samples
-from permtriton.micro_batch import MicroBatch
 from permtriton.model.checks import TOLERANCE, relative_difference
 from permtriton.model.forward import last_hidden_state, replaced_forwards
+from permtriton.running.micro_batch import MicroBatch
 
 Empty = Callable[..., Tensor]  # makes a tensor of a shape and a dtype on the CPU, as torch.empty does
 PLAIN = (Tensor, bool, int, float, str, torch.dtype, torch.device, type(None))

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from permtriton import ranks
 from permtriton.data.samples import Samples
 from permtriton.model.forward import last_hidden_state
-from permtriton.model.plan import Plan, Site, layer_names, linear_module
+from permtriton.passes.plan import Plan, Site, layer_names, linear_module
+from permtriton.running import ranks
 from permtriton.running.layer_calls import Empty, LayerCalls, find_chains, record_chain
 from permtriton.running.sharding import is_spread
 

@@ -20,10 +20,10 @@ from torch.nn.utils.parametrize import is_parametrized
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from permtriton import ranks
 from permtriton.errors import ModelError
 from permtriton.model.core import core_of
-from permtriton.model.plan import Plan, layer_modules
+from permtriton.passes.plan import Plan, layer_modules
+from permtriton.running import ranks
 
 
 def twin_of(model: PreTrainedModel) -> PreTrainedModel:

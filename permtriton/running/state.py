@@ -11,11 +11,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from permtriton import ranks
-from permtriton.durable import replace_file
 from permtriton.errors import OutputError
-from permtriton.permutation import is_permutation
-from permtriton.validated import checked, checked_list
+from permtriton.running import ranks
+from permtriton.util.durable import replace_file
+from permtriton.util.permutation import is_permutation
+from permtriton.util.validation import checked, checked_list
 
 Record = TypeVar("Record")
 Value = TypeVar("Value")
@@ -132,7 +132,7 @@ class StateFile:
                 raise self.damaged(f"{name} holds negative values")
 
     def value(self, texts: Mapping[str, str], name: str, form: type[Value]) -> Value:
-        """Returns a JSON text of the state, if it has a form; see `permtriton.validated.checked`.
+        """Returns a JSON text of the state, if it has a form; see `permtriton.util.validation.checked`.
 
         Raises:
             OutputError: The state is damaged: the text is missing, no JSON, or of another form.

@@ -19,7 +19,7 @@ from permtriton.kernels.permute import permute
 from permtriton.kernels.sparse_linear import sparse_linear
 from permtriton.model.modules import SparseLinear
 from permtriton.serving.order import Order
-from permtriton.sparsity import NMPattern
+from permtriton.util.sparsity import NMPattern
 
 
 class Stored(NamedTuple):

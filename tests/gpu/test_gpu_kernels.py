@@ -20,7 +20,7 @@ from permtriton.kernels.tools.case import Random
 from permtriton.kernels.tools.cases import KERNELS
 from permtriton.kernels.tools.cases.assignment import assignment_case
 from permtriton.kernels.tools.timing import relative_error
-from permtriton.sparsity import NMPattern
+from permtriton.util.sparsity import NMPattern
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 SHAPES = [(64, 128), (96, 320), (256, 704), (4096, 4096)]

@@ -9,21 +9,21 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 import permtriton
 from permtriton import NMPattern
 from permtriton.checkpoint.export import export
-from permtriton.compile_config import CompileConfig
-from permtriton.compiler import compile_model
+from permtriton.driver.options import CompileConfig
+from permtriton.driver.pipeline import compile_model
+from permtriton.driver.planning import find_plan
 from permtriton.kernels import autotune, cusparselt
 from permtriton.kernels.sparse_linear import CUSPARSELT, MMA, PACKED, ROUTE_CONFIGS, routed
 from permtriton.kernels.tools.timing import relative_error
-from permtriton.methods.importance import importance_of
-from permtriton.methods.learned import Learned
-from permtriton.methods.learning import learn
-from permtriton.methods.objective import Objective
-from permtriton.methods.statistics import channel_norms
+from permtriton.methods.measure.importance import importance_of
+from permtriton.methods.measure.objective import Objective
+from permtriton.methods.measure.statistics import channel_norms
+from permtriton.methods.order.learned import Learned
+from permtriton.methods.order.learning import learn
 from permtriton.model.forward import hidden_states
 from permtriton.model.modules import SparseLinear
-from permtriton.model.plan import linear_module, weight_in_out
-from permtriton.planning import find_plan
-from permtriton.progress import NoProgress
+from permtriton.passes.plan import linear_module, weight_in_out
+from permtriton.util.progress import NoProgress
 
 from .. import folders
 

@@ -7,7 +7,7 @@ from permtriton.kernels import nm_mask_backward_triton as backward
 from permtriton.kernels import nm_mask_triton as forward
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.launch import Config
-from permtriton.sparsity import NMPattern
+from permtriton.util.sparsity import NMPattern
 
 from ..kernel_inputs import KERNEL_DTYPES, TWO_FOUR, block_index, factors_of, poison
 

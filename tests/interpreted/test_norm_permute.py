@@ -10,7 +10,7 @@ from permtriton.kernels.norm_permute_triton import (
     norm_permute_backward_triton,
     norm_permute_triton,
 )  # fmt: skip
-from permtriton.permutation import inverse
+from permtriton.util.permutation import inverse
 
 from ..kernel_inputs import KERNEL_DTYPES, poison
 

@@ -6,7 +6,7 @@ from permtriton.kernels import permute_triton as permute_file
 from permtriton.kernels.launch import Config
 from permtriton.kernels.permute import permute_triton
 from permtriton.kernels.permute_triton import CONFIGS, gather_rows
-from permtriton.permutation import inverse
+from permtriton.util.permutation import inverse
 
 from ..kernel_inputs import poison
 

@@ -9,7 +9,7 @@ from permtriton.kernels import sparse_linear_triton as kernels
 from permtriton.kernels.launch import Config
 from permtriton.kernels.packing import pack
 from permtriton.kernels.sparse_linear import sparse_linear_reference
-from permtriton.sparsity import NMPattern
+from permtriton.util.sparsity import NMPattern
 
 from ..kernel_inputs import KERNEL_DTYPES, TWO_FOUR, poison, sparse
 

@@ -15,7 +15,7 @@ from permtriton.model.modules import SparseLinear, replace_module
 from permtriton.serving.linear import PermTritonLinearMethod, Stored
 from permtriton.serving.order import Order
 from permtriton.serving.servable import check_folder
-from permtriton.sparsity import NMPattern
+from permtriton.util.sparsity import NMPattern
 
 from .. import folders, zoo
 from .engine import engine

@@ -21,7 +21,7 @@ from permtriton.kernels.nm_mask import (
 from permtriton.kernels.tools.builds import Build, builds_of, name_of
 from permtriton.kernels.tools.case import BLOCK, META, PATTERN, Case, Floor, Inputs, Random
 from permtriton.kernels.tools.timing import relative_error
-from permtriton.sparsity import NMPattern
+from permtriton.util.sparsity import NMPattern
 
 
 def cases(

@@ -1,0 +1,151 @@
+"""Does permtriton work here? A compilation of a tiny model from end to end, and every way in which kernels can run."""
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from permtriton.driver.pipeline import compile_model
+from permtriton.errors import PermTritonError
+from permtriton.kernels import cusparselt
+from permtriton.kernels.launch import has_kernels, triton
+from permtriton.kernels.tools.case import Random
+from permtriton.kernels.tools.cases import KERNELS
+from permtriton.recipe import config_from
+
+BUDGET = 10.0  # seconds; what has not started by then is left out
+WORKS, ABSENT, FAILS = "works", "not here", "fails"
+SHAPE, TOKENS = (128, 128), 16  # of the linear that kernels are tried on
+INTERPRETED = """
+import torch
+from permtriton.kernels.permute import permute_reference, permute_triton
+x, index = torch.randn(4, 32), torch.randperm(32)
+assert torch.equal(permute_triton(x, index), permute_reference(x, index)), "another result than the reference"
+"""
+
+
+@dataclass(frozen=True)
+class Check:
+    """The outcome of one check.
+
+    Attributes:
+        name: what was tried.
+        outcome: ``works``, ``not here`` (this machine lacks what it needs, which is no fault) or ``fails``.
+        detail: what ran, or why it did not work.
+        seconds: time that it took.
+    """
+
+    name: str
+    outcome: str
+    detail: str
+    seconds: float
+
+
+def self_test() -> list[Check]:
+    """Runs all checks and returns their outcomes; takes about ten seconds at most, nothing is left on the disk."""
+    started = time.perf_counter()
+    interpreter = _start_interpreter()
+    checks = [_checked("compile, save and reload", _compile)]
+    gpu = torch.device("cuda", 0) if torch.cuda.is_available() else None
+    checks.append(_checked("Triton", lambda: _kernels(gpu, started + BUDGET)))
+    checks.append(_checked("cuSPARSELt", lambda: _cusparselt(gpu)))
+    checks.append(_checked("Triton's interpreter", lambda: _interpreter(interpreter, started + BUDGET)))
+    return checks
+
+
+class _Absent(Exception):
+    """What a check needs is not on this machine; the message says what."""
+
+
+def _checked(name: str, check: Callable[[], str]) -> Check:
+    """Returns the outcome of a check, which returns what ran and raises where something is missing or wrong."""
+    started = time.perf_counter()
+    try:
+        outcome, detail = WORKS, check()
+    except _Absent as missing:
+        outcome, detail = ABSENT, str(missing)
+    except Exception as error:  # whatever is wrong with an installation is what this reports
+        words = next(iter(str(error).strip().splitlines()), "")
+        outcome, detail = FAILS, words if isinstance(error, PermTritonError) else f"{type(error).__name__}: {words}"
+    return Check(name, outcome, detail, round(time.perf_counter() - started, 2))
+
+
+def _compile() -> str:
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=32,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):  # the caller's random numbers stay as they are
+        torch.manual_seed(0)
+        model = LlamaForCausalLM._from_config(config)
+        ids = torch.randint(0, config.vocab_size, (4, 16))
+    options = config_from(recipe="heuristic,mask")
+    compiled = compile_model(model, None, options, ids=ids)
+    with tempfile.TemporaryDirectory(prefix="permtriton-") as folder:
+        compiled.save_pretrained(Path(folder) / "tiny")
+    verified = compiled.report["verification"]
+    moved = sum(entry["moved"] for entry in compiled.report["permutations"])
+    assert moved, "the heuristic order moved no channel"
+    return f"{verified['pruned_weights']} weights 2:4, {moved} channels moved, reloaded: {verified['reloaded']}"
+
+
+def _kernels(device: torch.device | None, deadline: float) -> str:
+    if device is None:
+        raise _Absent("no GPU that torch can use: the references in plain torch run on the CPU")
+    if not has_kernels(device):
+        why = "triton is not installed" if triton is None else "the GPU is older than compute capability 8.0"
+        raise _Absent(f"{why}: the references in plain torch run on the GPU")
+    done, left = 0, 0
+    for kernel in KERNELS:
+        for case in kernel.cases([SHAPE], [TOKENS], torch.float16, device):
+            if time.perf_counter() > deadline:
+                left += 1
+                continue
+            if problem := case.check():
+                raise RuntimeError(f"kernel {case.name}: {problem}")
+            done += 1
+    return f"{done} kernels agree with their references" + (f"; no time for {left} more" if left else "")
+
+
+def _cusparselt(device: torch.device | None) -> str:
+    if device is None:
+        raise _Absent("no GPU that torch can use")
+    if not cusparselt.supports(torch.float16, *SHAPE, device):
+        raise _Absent("this build of torch comes without it, or the GPU has no sparse tensor cores")
+    random = Random(0, device)
+    weight, x = random.two_of_four(*SHAPE, torch.float16), random.normal(TOKENS, SHAPE[1], dtype=torch.float16)
+    found = cusparselt.product(x, cusparselt.compress(weight), None, SHAPE[0])
+    difference = float((found - x @ weight.T).abs().max())
+    if not difference <= 0.05:
+        raise RuntimeError(f"its product differs from the dense one by {difference:.1e}")
+    return "its 2:4 product is that of the dense weight"
+
+
+def _start_interpreter() -> "subprocess.Popen[str] | None":
+    """Starts the interpreted kernel in its own process: Triton reads the variable when a kernel is made."""
+    if triton is None:
+        return None
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", INTERPRETED]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+
+
+def _interpreter(process: "subprocess.Popen[str] | None", deadline: float) -> str:
+    if process is None:
+        raise _Absent("triton is not installed" + (" (there is none for macOS)" if sys.platform == "darwin" else ""))
+    try:
+        _, errors = process.communicate(timeout=max(deadline - time.perf_counter(), 0.1))
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        raise _Absent("not finished in time on this machine; TRITON_INTERPRET=1 turns it on") from None
+    if process.returncode:
+        raise RuntimeError(next(iter(errors.strip().splitlines()[-1:]), f"exit code {process.returncode}"))
+    return "the gather kernel agrees with its reference; TRITON_INTERPRET=1 turns it on"

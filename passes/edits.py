@@ -1,0 +1,141 @@
+"""Permutations as data: the edits that a new channel order makes in a model.
+
+`moves_of` turns a plan and the chosen indices into edits, once. Three interpreters read them: the passes
+`insert_permutations` and `fuse_permutations` write them into the graph, where they are proved; `apply_edits` writes
+them into the model, which is what runs; `reorder_statistics` reorders the calibration statistics.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from permtriton.kernels.norm_permute import NormVariant
+from permtriton.passes.plan import ChannelSpace, Placement, Plan, Site
+
+
+@dataclass(frozen=True, eq=False)
+class Fold:
+    """Reorders one dimension of one parameter.
+
+    Attributes:
+        parameter: name in ``model.named_parameters()``.
+        dim: dimension of the parameter.
+        index: int64 ``[size of the dimension]``: new position ``j`` holds the old position ``index[j]``.
+    """
+
+    parameter: str
+    dim: int
+    index: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class PermuteNorm:
+    """Makes a norm write its output in a new order.
+
+    Attributes:
+        module: name of the norm module.
+        variant: norm that the module computes.
+        index: int64 ``[channels]``, applied to the norm's present output.
+    """
+
+    module: str
+    variant: NormVariant
+    index: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Gather:
+    """Gathers the input of a site's linears.
+
+    Attributes:
+        site: name of the site.
+        linears: names of its linears.
+        index: int64 ``[channels]``, applied to the linears' present input.
+    """
+
+    site: str
+    linears: tuple[str, ...]
+    index: Tensor
+
+
+Edit = Fold | PermuteNorm | Gather
+
+
+@dataclass(frozen=True)
+class Move:
+    """The edits of one channel space.
+
+    A permutation starts at the space's sites: because ``W x = W[:, index] x[index]``, ``columns`` and ``gathers``
+    together leave the outputs the same. The gathers are then replaced as the space's placement says: by ``upstream``,
+    by ``norm``, or not at all.
+
+    Attributes:
+        space: name of the space.
+        placement: where the permutation ends.
+        columns: folds of the columns of the sites' linears.
+        gathers: gathers before the sites' linears, one per site.
+        upstream: folds of the rows, biases, norm vectors and embedding columns that write the channels, and of the
+            columns of all other linears that read them.
+        norm: edit of the norm, if the placement is ``in_norm``.
+    """
+
+    space: str
+    placement: Placement
+    columns: tuple[Fold, ...]
+    gathers: tuple[Gather, ...]
+    upstream: tuple[Fold, ...]
+    norm: PermuteNorm | None
+
+    @property
+    def edits(self) -> tuple[Edit, ...]:
+        """The edits that stay in the model."""
+        at_run_time: tuple[Edit, ...] = ()
+        if self.placement is Placement.GATHER:
+            at_run_time = self.gathers
+        elif self.norm is not None:
+            at_run_time = (self.norm,)
+        return (*self.columns, *self.upstream, *at_run_time)
+
+
+def moves_of(plan: Plan, indices: Mapping[str, Tensor]) -> tuple[Move, ...]:
+    """Returns one move per space that has an index.
+
+    New channel ``j`` is the old channel ``index[j]`` for writers and readers alike (eq. 11-12 of the paper:
+    ``rows_new[j] = rows_old[index[j]]``, ``W_new[:, j] = W[:, index[j]]``).
+
+    Args:
+        indices: space name -> unit index, int64 ``[units]``, relative to the present order; a space without an index
+            keeps its order.
+    """
+    spaces = (space for space in plan.spaces if space.name in indices)
+    return tuple(_move(space, plan.sites_of(space), indices[space.name]) for space in spaces)
+
+
+def edits_of(moves: Iterable[Move]) -> tuple[Edit, ...]:
+    """Returns the edits that stay in the model, of all moves in a row."""
+    return tuple(edit for move in moves for edit in move.edits)
+
+
+def runs_of(site: Site) -> tuple[int, ...]:
+    """Returns the sizes of the runs of a site's input channels: its permutation moves no channel to another run."""
+    segments = torch.tensor(site.space.segments)
+    segment_of = torch.repeat_interleave(torch.arange(segments.numel()), segments)[site.units]
+    starts = (segment_of.diff() != 0) | (site.units.diff() < 0)  # another head, or another copy of the same head
+    edges = [0, *(starts.nonzero().flatten() + 1).tolist(), site.channels]
+    return tuple(end - start for start, end in pairwise(edges))
+
+
+def _move(space: ChannelSpace, sites: list[Site], index: Tensor) -> Move:
+    assert not space.frozen, f"{space.name} cannot be permuted: {space.reason}"
+    pruned = {f"{name}.weight" for site in sites for name in site.linears}
+    columns: list[Fold] = []
+    upstream: list[Fold] = []
+    for axis in space.axes:
+        fold = Fold(axis.parameter, axis.dim, axis.expand(index))
+        (columns if axis.reads and axis.parameter in pruned else upstream).append(fold)
+    gathers = tuple(Gather(s.name, s.linears, s.expand(index)) for s in sites)
+    norm = PermuteNorm(space.norm.module, space.norm.variant, sites[0].expand(index)) if space.norm else None
+    return Move(space.name, space.placement, tuple(columns), gathers, tuple(upstream), norm)

@@ -1,0 +1,318 @@
+"""Traces a model to a `torch.fx` graph over the model's own parameters, with the last hidden state as an output."""
+
+import copy
+import inspect
+import io
+import logging
+import traceback
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._functorch.predispatch import _vmap_increment_nesting
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind
+from transformers import PreTrainedModel
+
+from permtriton.data.samples import Samples
+from permtriton.errors import ModelError
+from permtriton.model.core import ENCODER_STATE, check_towers, has_head, recorded_states
+from permtriton.model.forward import without_cache
+from permtriton.model.other_calls import CONTROLS
+from permtriton.passes.branches import Answers, converted, samples_like
+from permtriton.passes.trace_inputs import examples
+
+OTHER_VALUES = "other_values"  # in the meta of a graph that has the model's channels but computes other values
+GUARDS = {torch.ops.aten._assert_tensor_metadata.default}  # checks that the graph does not need
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A model as a graph.
+
+    Attributes:
+        graph_module: ``graph_module(*inputs)`` returns the model's outputs and its last hidden state as a flat tuple.
+            The placeholders have the names and shapes of the sample that was traced, such as ``input_ids`` (int64
+            ``[1, TRACE_TOKENS]``). Every parameter is one ``get_attr`` node whose target is its first name in
+            ``model.named_parameters()`` and whose value is the model's own ``nn.Parameter``; buffers and constants are
+            ``get_attr`` nodes, too. Its ``meta`` has `OTHER_VALUES` where the model selects rows by values: the graph
+            takes all of them (`permtriton.passes.branches`).
+        outputs: positions of the model's own outputs in that tuple.
+        hidden: position of the last hidden state in that tuple.
+    """
+
+    graph_module: fx.GraphModule
+    outputs: tuple[int, ...]
+    hidden: int
+
+    @property
+    def hidden_node(self) -> fx.Node:
+        """The graph node of the last hidden state."""
+        output = next(node for node in reversed(self.graph_module.graph.nodes) if node.op == "output")
+        results: Any = output.args[0]
+        return results[self.hidden]
+
+
+class _Probed(nn.Module):
+    """Returns every tensor that the model returns, and the last hidden state after them."""
+
+    def __init__(self, model: PreTrainedModel, masked: bool) -> None:
+        super().__init__()
+        self.model, self.masked = model, masked
+
+    def forward(self, **arguments: Tensor) -> tuple[Tensor, ...]:
+        if self.masked:
+            arguments["attention_mask"] = torch.ones_like(arguments["input_ids"])
+        with recorded_states(self.model) as states:
+            output = self.model(**arguments)
+        inner = ENCODER_STATE if has_head(self.model) else ""
+        return (*(v for name, v in output.items() if isinstance(v, Tensor) and name != inner), states[-1])
+
+
+def trace(model: PreTrainedModel, sample: Samples | None = None) -> Traced:
+    """Traces ``model`` on one sample. No weight is copied, and the model may be on the meta device.
+
+    Args:
+        sample: sample whose shapes are traced; None for the first of
+            `permtriton.passes.trace_inputs.examples` that the model takes.
+
+    The encoder's last hidden state, which an encoder-decoder with a head returns beside its logits, is not among the
+    outputs of the graph: as the states between layers, it is the model's own, and its channels may move.
+
+    Raises:
+        ModelError: the model does not run on such a sample by itself, cannot be exported by ``torch.export``, draws
+            random numbers, or only compares the outputs of others.
+    """
+    check_towers(model)
+    samples = [sample] if sample is not None else examples(model)
+    problems: list[Exception] = []
+    for inputs, masked in product(samples, (False, True)):
+        if masked and ("input_ids" not in inputs.inputs or inputs is not samples[0]):
+            continue
+        try:
+            exported, alike = _exported(model, dict(inputs.to(model.device, model.dtype).inputs), masked=masked)
+        except Exception as error:  # torch.export raises many kinds
+            problems.append(error)
+            continue
+        graph_module = unlifted(exported, model, prefix="model.")
+        _check_not_random(model, graph_module)
+        if not alike:
+            graph_module.meta[OTHER_VALUES] = True
+        count = len(exported.graph_signature.user_outputs)
+        return Traced(graph_module, tuple(range(count - 1)), count - 1)
+    _check_runs(model, samples)
+    raise ModelError(
+        f"{type(model).__name__} cannot be traced: {_described(problems[0])}. permtriton needs a model that runs on "
+        f"{model.main_input_name} alone, and whose branches do not depend on the values of its inputs; of a model with "
+        "towers for text and images, save one tower as a model of its own"
+    ) from problems[0]
+
+
+def _check_runs(model: PreTrainedModel, samples: Sequence[Samples]) -> None:
+    """Refuses a model that does not run on any of the samples by itself, either."""
+    called = _on_cpu(_Probed(model, masked=False)).model
+    problems: list[Exception] = []
+    for sample in samples:
+        try:
+            with torch.no_grad(), without_cache(called), _quiet():
+                called(**sample.to(called.device, called.dtype).inputs)
+            return
+        except Exception as error:  # the model's code may raise any kind
+            problems.append(error)
+    tried = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in samples[0].inputs.items())
+    raise ModelError(
+        f"{type(model).__name__} cannot be traced, because it does not run by itself on {tried}: "
+        f"{_described(problems[0])}. {_remedy(model)}"
+    ) from problems[0]
+
+
+def _remedy(model: PreTrainedModel) -> str:
+    main, taken = model.main_input_name, inspect.signature(model.forward).parameters
+    if main == "input_ids" or "input_ids" not in taken:
+        return "Check config.json, and that transformers alone can run the model"
+    more = [name for name, each in taken.items() if name not in CONTROLS | {main} and each.kind is not each.VAR_KEYWORD]
+    return (
+        f"Calibrate it on a mapping of input_ids and {main}, one row for each sample, and what else it needs of "
+        f"{', '.join(more) or 'its inputs'}: in Python by ids=, on the command line by a .safetensors file of these "
+        "tensors"
+    )
+
+
+def _check_not_random(model: PreTrainedModel, graph_module: fx.GraphModule) -> None:
+    """Refuses a model whose outputs differ from run to run."""
+    random = torch.Tag.nondeterministic_seeded
+    for node in graph_module.graph.nodes:
+        operator = node.target
+        # Attention and dropout have the tag, too; both take a rate of dropout, which is 0 outside of training.
+        if (
+            isinstance(operator, torch._ops.OpOverload)
+            and random in operator.tags
+            and "drop" not in str(operator._schema)
+        ):
+            raise ModelError(
+                f"{type(model).__name__} draws random numbers when it runs ({operator}), so that its outputs cannot be "
+                "compared with the dense model's: permtriton needs a model that returns the same for the same inputs"
+            )
+
+
+def _described(error: Exception) -> str:
+    """Returns an error in one line, with the last line of the model's code that ran before it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    code = [f"{Path(frame.filename).name}:{frame.lineno}" for frame in frames if "/torch/" not in frame.filename]
+    return f"{type(error).__name__} at {code[-1]}: {next(iter(str(error).strip().splitlines()), 'no message')}"
+
+
+def _exported(model: PreTrainedModel, arguments: dict[str, Tensor], *, masked: bool) -> tuple[ExportedProgram, bool]:
+    """Exports a model, ``masked`` with an attention mask of ones, which some (LongT5) make only if not exported.
+
+    Returns:
+        The program, and whether it computes the model's values.
+    """
+    probed = _Probed(model, masked)
+    with torch.no_grad(), without_cache(model), _attributes_kept(model), _quiet():
+        try:
+            return export(probed, **arguments), True
+        except Exception as error:  # torch.export raises many kinds
+            exported = _exported_with_answers(_on_cpu(probed), arguments)
+            if exported is None:
+                raise error from None
+            return exported
+
+
+def _exported_with_answers(probed: _Probed, arguments: dict[str, Tensor]) -> tuple[ExportedProgram, bool] | None:
+    """Exports a model that has branches which depend on values but are the same for all samples; None if it cannot.
+
+    Returns:
+        The program, and whether it computes the model's values.
+    """
+    found = []
+    try:
+        arguments = {name: torch.zeros_like(value, device=probed.model.device) for name, value in arguments.items()}
+        for sample in samples_like(arguments):
+            with Answers() as answers:
+                probed(**sample)
+            found.append(answers)
+        if not all(answers.same(found[0]) for answers in found):
+            return None
+        with Answers(found[0]) as given, converted():
+            return export(probed, **arguments), not given.takes_all
+    except Exception:  # torch.export's and the model's, of any kind
+        return None
+
+
+def _on_cpu(probed: _Probed) -> _Probed:
+    """Returns a model that can run: of one on the meta device, a copy of zeros, which take no memory until written."""
+    if probed.model.device.type != "meta":
+        return probed
+    return copy.deepcopy(probed)._apply(lambda tensor: torch.zeros_like(tensor, device="cpu"))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Drops what is logged and printed: of a model that it cannot follow, torch.export prints the graph so far.
+
+    What the error says is one line. Attributes that torch.export warns of are restored.
+    """
+    disabled = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
+
+
+def export(module: nn.Module, *inputs: Tensor, **named: Tensor) -> ExportedProgram:
+    """Returns a module as an exported program in which no operator writes into memory that another one reads.
+
+    Writing into a slice, say, becomes an operator that returns the whole tensor with that slice replaced. Code under
+    ``torch.vmap`` becomes operators on whole tensors: what starts and ends it has no result that a graph could follow.
+    """
+    exported = torch.export.export(module, inputs, named, strict=False)
+    targets = {node.target for node in exported.graph.nodes}
+    schemas = [getattr(target, "_schema", None) for target in targets]
+    rewritten = _vmap_increment_nesting in targets or any(each is not None and each.is_mutable for each in schemas)
+    return exported.run_decompositions({}) if rewritten else exported
+
+
+@contextmanager
+def _attributes_kept(model: nn.Module) -> Iterator[None]:
+    """Restores every module attribute that running the model changes, such as the frequencies of a rotary embedding.
+
+    During an export the model runs on tensors without values. If it stored them, later runs would fail.
+    """
+    before = [(vars(module), {k: (v, _copied(v)) for k, v in vars(module).items()}) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for attributes, values in before:
+            attributes.clear()
+            for name, (value, copied) in values.items():
+                attributes[name] = value
+                if isinstance(value, dict | set):
+                    value.clear()
+                    value.update(copied)
+                elif isinstance(value, list):
+                    value[:] = copied
+
+
+def _copied(value: Any) -> Any:
+    return value.copy() if isinstance(value, dict | set | list) else None
+
+
+def unlifted(exported: ExportedProgram, model: nn.Module, prefix: str = "") -> fx.GraphModule:
+    """Returns an exported program as a graph that reads the model's own parameters and buffers by ``get_attr`` nodes.
+
+    Args:
+        exported: exported program; its parameters and buffers are lifted to placeholders.
+        model: module that holds the parameters and buffers.
+        prefix: prefix of the program's names for them, which the names in ``model`` lack.
+    """
+    first_names = _first_names(model)
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    readers: dict[str, fx.Node] = {}
+    attributes: dict[str, Any] = {}
+    inputs = {spec.arg.name: spec for spec in exported.graph_signature.input_specs}
+    for node in exported.graph.nodes:
+        if node.op == "output":
+            kept = [s.kind is OutputKind.USER_OUTPUT for s in exported.graph_signature.output_specs]
+            results = [value for value, keep in zip(node.args[0], kept, strict=True) if keep]
+            graph.output(tuple(copies.get(value, value) for value in results))
+        elif node.op == "placeholder" and inputs[node.name].kind is not InputKind.USER_INPUT:
+            spec = inputs[node.name]
+            name = str(spec.target)
+            if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
+                name = name.removeprefix(prefix)
+                name = first_names.get(name, name)
+                value = model.get_parameter(name) if spec.kind is InputKind.PARAMETER else model.get_buffer(name)
+            else:
+                value = exported.constants[name]
+            if name not in readers:
+                attributes[name] = value
+                readers[name] = graph.create_node("get_attr", name, name=node.name)
+                readers[name].meta = dict(node.meta)
+            copies[node] = readers[name]
+        elif node.target not in GUARDS:
+            if node.op == "get_attr":
+                attributes[str(node.target)] = getattr(exported.graph_module, str(node.target))
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    for node in reversed(graph.nodes):  # remove what is computed for its shape only, as one channel in BART
+        weighs = any(before.op == "get_attr" for before in node.all_input_nodes)
+        if node.op == "call_function" and not node.users and not weighs and not node.is_impure():
+            graph.erase_node(node)
+    return fx.GraphModule(attributes, graph, f"{type(model).__name__}Graph")
+
+
+def _first_names(model: nn.Module) -> dict[str, str]:
+    """Returns every name of each parameter -> the first name of that parameter."""
+    first: dict[int, str] = {}
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: first.setdefault(id(parameter), name) for name, parameter in named}

@@ -1,0 +1,275 @@
+"""How long a compilation will take and how much memory and disk it needs, before the work starts.
+
+Memory and disk follow from the sizes of model and text. The time is measured on the model: that of one short forward
+and backward pass, of the masks of one weight and of one assignment of channels, times how often each stage does them.
+What depends on the text or on chance (when a search ends, a busy machine) makes it a rough range.
+"""
+
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from permtriton.data.generated import texts_at_once, written
+from permtriton.data.samples import Inputs, Samples
+from permtriton.driver import memory
+from permtriton.driver.compilation import states_beside
+from permtriton.driver.options import CompileConfig
+from permtriton.driver.step import Facts, Speed, Stage
+from permtriton.errors import OutputError
+from permtriton.kernels.importance import ImportanceFactors
+from permtriton.kernels.nm_mask import top_n_mask
+from permtriton.methods.measure.importance import reads_activations
+from permtriton.methods.order.heuristic_order import MAX_ROWS, reassigned
+from permtriton.methods.prune.dense_share import DENSE_SHARE
+from permtriton.model.forward import last_hidden_state
+from permtriton.passes.plan import ChannelSpace, Plan, layer_modules, linear_module, weight_in_out
+from permtriton.running import ranks
+from permtriton.running.backward import checkpointed, frozen
+from permtriton.util.machine import format_bytes
+
+PROBE_TOKENS = 512  # of the passes that are timed, at most
+PROBES, PROBE_SECONDS = 5, 1.0  # most runs of what is timed, and the time after which no more are made
+PROBE_CHANNELS = 256  # of the assignment that is timed; its time grows with their square
+SWEEPS = 5  # of assignments, typically
+PROOF_MASKS = 10  # times that all masks are computed to prove the passes and check the result
+FASTER, SLOWER = 0.6, 2.0  # ends of the range
+SMALL_FILES = 1 << 24  # bytes of tokenizer, configs and report
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a compilation needs.
+
+    Attributes:
+        needs: memory.
+        disk: what is written -> bytes.
+        seconds: stage -> expected time in seconds; empty where it was not measured.
+        refused: why the memory is too small; empty if it is not.
+        devices: what the compilation runs on.
+    """
+
+    needs: memory.Needs
+    disk: Mapping[str, int]
+    seconds: Mapping[str, float]
+    refused: str
+    devices: memory.Devices
+
+    @property
+    def time_range(self) -> tuple[float, float]:
+        """The rough range of the time of all stages, in seconds; 0 where it was not measured."""
+        total = sum(self.seconds.values())
+        return FASTER * total, SLOWER * total
+
+    def describe(self, folder: Path | None) -> str:
+        """Returns memory, time and disk as one line; ``folder`` is where the output goes, None if that is not known."""
+        free = f", {format_bytes(shutil.disk_usage(folder).free)} free" if folder is not None else ""
+        time = "not measured"
+        if self.seconds:
+            longest = max(self.seconds, key=lambda stage: self.seconds[stage])
+            least, most = map(duration, self.time_range)
+            time = f"roughly {least} to {most}, most of it {longest}"
+        disk = f"{format_bytes(sum(self.disk.values()))}{free}"
+        return f"{memory.describe(self.needs, self.devices)}; time: {time}; disk: {disk}" + (
+            f"; offload folder: {format_bytes(sum(self.needs.offloaded.values()))}" if self.needs.offloaded else ""
+        )
+
+    def report(self) -> dict[str, Any]:
+        """Returns everything, as JSON can hold it; ``seconds`` is None where it was not measured."""
+        least, most = self.time_range
+        return {
+            "memory": self.needs.report(),
+            "seconds": {"least": least, "most": most, "stages": dict(self.seconds)} if self.seconds else None,
+            "disk": dict(self.disk),
+            "refused": self.refused,
+            "offloaded": dict(self.needs.offloaded),
+        }
+
+
+def make_forecast(
+    model: PreTrainedModel,
+    plan: Plan,
+    config: CompileConfig,
+    samples: Samples,
+    windows: Inputs | None,
+    resume_path: Path | None = None,
+    *,
+    timed: bool,
+    devices: memory.Devices,
+) -> Forecast:
+    """Returns what a compilation needs.
+
+    Args:
+        model: dense model; unchanged on return.
+        resume_path: as `permtriton.compile` takes it.
+        timed: whether to run the model on a short sequence and to estimate the time, where the memory is enough and the
+            model is whole on such a device.
+    """
+    needs = memory.estimate(model, plan, config, samples, windows, devices)
+    refused, seconds = memory.refusal(needs, devices), {}
+    if timed and not refused and not needs.spread and model.device.type == devices.kind:
+        held_out = 0 if windows is None else Samples.of(windows).positions
+        facts = replace(memory.facts_of(model, plan, config, samples), thrifty=needs.thrifty)
+        speed = measure(model, plan, config, samples)
+        seconds = stage_seconds(config, facts, speed, held_out)
+    return Forecast(needs, disk_needs(model, plan, config, samples, resume_path), seconds, refused, devices)
+
+
+def check_disk(disk: Mapping[str, int], folder: Path) -> None:
+    """Refuses a compilation whose files do not fit on the disk.
+
+    Args:
+        disk: what is written -> bytes.
+
+    Raises:
+        OutputError: the free space is too small.
+    """
+    needed, free = sum(disk.values()), shutil.disk_usage(folder).free
+    if needed > free:
+        parts = ", ".join(f"{format_bytes(size)} for {name}" for name, size in disk.items())
+        raise OutputError(
+            f"the disk of {folder} has {format_bytes(free)} free, but this compilation writes up to "
+            f"{format_bytes(needed)} ({parts}): free some space, or choose an `output=` on another disk"
+        )
+
+
+def disk_needs(
+    model: PreTrainedModel, plan: Plan, config: CompileConfig, samples: Samples, resume_path: Path | None = None
+) -> dict[str, int]:
+    """Returns what a compilation writes -> bytes, in addition to the states that are on the disk already.
+
+    A state counts twice, because a new one is written beside the old.
+
+    Args:
+        resume_path: as `permtriton.compile` takes it; None for a compilation that starts from scratch.
+    """
+    facts = memory.facts_of(model, plan, config, samples)
+    states = sum(step.state_bytes(facts) for step in config.steps)
+    found = {"the output": facts.model + SMALL_FILES}
+    there = sum(path.stat().st_size for path in states_beside(resume_path)) if resume_path else 0
+    return found | ({"states of interrupted runs": max(2 * states - there, 0)} if states else {})
+
+
+def stage_seconds(config: CompileConfig, facts: Facts, speed: Speed, held_out: int) -> dict[str, float]:
+    """Returns step or stage -> expected time, where the ranks share sequences, channel spaces and linears evenly.
+
+    Args:
+        held_out: number of held-out tokens.
+    """
+    calibrates = config.uses_importance and reads_activations(config.importance)
+    found = {"calibrate": speed.forward if calibrates else 0, "prove": PROOF_MASKS * speed.masks}
+    if held_out:
+        found["evaluate"] = 2 * held_out * speed.forward / facts.positions
+    if config.writes:
+        batches = ceil(written(config.writes) / facts.ranks / texts_at_once(facts.longest))
+        found["generate"] = batches * facts.longest * speed.token
+    if config.dense_share:
+        found[DENSE_SHARE] = speed.both
+    for step in config.steps:
+        read = facts.read_by(step)
+        if seconds := step.seconds(read, speed.times(read.sequences / facts.sequences)):
+            found[step.name] = seconds
+    return found
+
+
+def measure(model: PreTrainedModel, plan: Plan, config: CompileConfig, samples: Samples) -> Speed:
+    """Measures the model; arguments as in `make_forecast`."""
+    rows = samples.start(max(PROBE_TOKENS // samples.longest, 1), PROBE_TOKENS)
+    with torch.no_grad():
+        forward = _seconds(model.device, lambda: last_hidden_state(model, rows))
+        masks, assignments = _mask_seconds(model, plan), _assignment_seconds(model, plan, config)
+    both = _both_seconds(model, plan, config, rows) if config.gradients else 0.0
+    share = samples.positions / rows.positions / ranks.count()
+    token = _token_seconds(model, config, samples) if config.writes else 0.0
+    return Speed(forward * share, both * share, masks, assignments / ranks.count(), token)
+
+
+def _seconds(device: torch.device, work: Callable[[], object]) -> float:
+    """Returns the shortest time of at least two runs; the first one warms up."""
+    times: list[float] = []
+    while len(times) < 2 or (len(times) < PROBES and sum(times) < PROBE_SECONDS):
+        started = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - started)
+    return min(times)
+
+
+@torch.enable_grad()
+def _both_seconds(model: PreTrainedModel, plan: Plan, config: CompileConfig, rows: Samples) -> float:
+    """Returns the time of a forward and a backward pass with gradients of the pruned weights, which are dropped."""
+    weights = {id(w): w for _, name in plan.linears() for w in [linear_module(model, name).get_parameter("weight")]}
+    layers = layer_modules(model, plan) if config.activation_checkpointing else []
+    with frozen(model), checkpointed(layers):
+        handles = [w.requires_grad_(True).register_post_accumulate_grad_hook(_drop) for w in weights.values()]
+        try:
+            return _seconds(model.device, lambda: last_hidden_state(model, rows).float().sum().backward())
+        finally:
+            for handle in handles:
+                handle.remove()
+            for weight in weights.values():
+                weight.requires_grad_(False)
+                weight.grad = None
+
+
+@torch.no_grad()
+def _token_seconds(model: PreTrainedModel, config: CompileConfig, samples: Samples) -> float:
+    """Returns the time of one token of each text that is written together, without what was written before it."""
+    texts = min(texts_at_once(samples.longest), written(config.writes))
+    ids = samples.start(1, 1).to(model.device).inputs["input_ids"].expand(texts, 1)
+    return _seconds(model.device, lambda: model(input_ids=ids, use_cache=False))
+
+
+def _drop(weight: Tensor) -> None:
+    weight.grad = None
+
+
+def _mask_seconds(model: PreTrainedModel, plan: Plan) -> float:
+    weights = {name: weight_in_out(linear_module(model, name)).detach() for _, name in plan.linears()}
+    first, weight = next(iter(weights.items()))
+    ones = ImportanceFactors(1, torch.ones(weight.shape[0], device=weight.device))
+    seconds = _seconds(weight.device, lambda: top_n_mask(ones.scores(weight), plan.patterns[first]))
+    return seconds * sum(each.numel() for each in weights.values()) / weight.numel()
+
+
+def _assignment_seconds(model: PreTrainedModel, plan: Plan, config: CompileConfig) -> float:
+    spaces = [space for space in plan.spaces if not space.frozen]
+    segments = [size for space in spaces for size in space.segments]
+    if not segments or all(step.stage is not Stage.ORDER for step in config.steps):
+        return 0.0
+    pattern = plan.pattern_of(max(spaces, key=lambda space: max(space.segments)))
+    group = pattern.group
+    channels = min(PROBE_CHANNELS, max(segments)) // group * group
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.rand(channels, MAX_ROWS, generator=generator).to(model.device)
+    index = torch.arange(channels, device=model.device)
+    seconds = _seconds(model.device, lambda: reassigned(scores, index, 0, pattern, generator))
+    # In parts, sweeps are shorter by the factor by which there are more of them.
+    shares = {space.name: _rows(model, plan, space) / MAX_ROWS for space in spaces}
+    sizes = sum(shares[space.name] * (size / channels) ** 2 for space in spaces for size in space.segments)
+    return seconds * SWEEPS * group * sizes
+
+
+def _rows(model: PreTrainedModel, plan: Plan, space: ChannelSpace) -> int:
+    """Returns how many rows of scores decide the order of a space."""
+    rows = sum(
+        site.copies * weight_in_out(linear_module(model, name)).shape[1]
+        for site in plan.sites_of(space)
+        for name in site.linears
+    )
+    return min(rows, MAX_ROWS)
+
+
+def duration(seconds: float) -> str:
+    """Returns a time in readable form, such as ``40 s``, ``3 min`` or ``2.5 h``."""
+    if seconds < 100:
+        return f"{max(round(seconds), 1)} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"

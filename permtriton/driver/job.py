@@ -1,0 +1,288 @@
+"""What was asked of a compilation, by a command or a call, and how is it run?"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from permtriton.checkpoint.export import check_format
+from permtriton.checkpoint.format import Format
+from permtriton.checkpoint.output import check_apart, check_output, claimed, resume_path
+from permtriton.checkpoint.plan_entries import plan_report
+from permtriton.checkpoint.publishing import make_repository, upload
+from permtriton.data.held_out import held_out_windows
+from permtriton.data.in_memory import Data, calibration_of, name_of
+from permtriton.data.media import Processor
+from permtriton.data.samples import Inputs, Samples
+from permtriton.driver.compilation import states_beside
+from permtriton.driver.forecast import Forecast
+from permtriton.driver.memory import Devices
+from permtriton.driver.options import CompileConfig
+from permtriton.driver.pipeline import compile_model, forecast_model
+from permtriton.driver.prepare import check_offload
+from permtriton.driver.result import CompiledModel
+from permtriton.errors import ConfigError, OutputError
+from permtriton.model import load, outline
+from permtriton.model.name import shown_name
+from permtriton.model.source import Source, resolve_device
+from permtriton.passes.plan import Plan, linear_module
+from permtriton.recipe import compile_command, with_suggested_text
+from permtriton.running import ranks
+from permtriton.running.offload import Offload
+from permtriton.util.progress import Progress
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What a compilation would do and need.
+
+    Attributes:
+        plan: sites and channel spaces.
+        forecast: time, memory and disk.
+        config: every option.
+        pruned_parameters: number of weights that would be pruned, with those of them that are kept.
+        parameters: number of the model's parameters.
+        fetched: whether the weights are on this machine; the time is not measured without them.
+    """
+
+    plan: Plan
+    forecast: Forecast
+    config: CompileConfig
+    pruned_parameters: int
+    parameters: int
+    fetched: bool
+
+    @property
+    def report(self) -> dict[str, Any]:
+        """Everything as JSON can hold it, as ``permtriton compile --dry-run --json`` prints it."""
+        return {**plan_report(self.plan), **self.forecast.report()}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One compilation as it was asked for.
+
+    Attributes:
+        model: where the model is, or the model in memory.
+        config: every option.
+        data: calibration data in memory, in place of the config's; None for none.
+        samples: number of samples that were asked for; None for the default.
+        tokenizer: tokenizer or processor of a model in memory; None for the one beside the model.
+        eval_data: held-out data, as `held_out_windows` takes it.
+        output: folder to write, beside which the state of long stages is kept; None writes nothing.
+        overwrite: whether an earlier output may be replaced.
+        restart: whether the state of an interrupted run is deleted first.
+        shard: as ``spread`` of `compile_model`.
+        offload: folder for a model that is larger than memory.
+        save_format: as ``format`` of `CompiledModel.save_pretrained`.
+        push_to_hub: name of a repository on the hub to publish the result in; None for none.
+        private: whether a new repository is private; None for the default of its owner.
+        token: token of the hub, for publishing, as `permtriton.model.name.checked_token` returns it.
+    """
+
+    model: Source | PreTrainedModel
+    config: CompileConfig
+    data: Any = None
+    samples: int | None = None
+    tokenizer: Processor | None = None
+    eval_data: Data | None = "none"
+    output: Path | None = None
+    overwrite: bool = False
+    restart: bool = False
+    shard: bool | None = None
+    offload: Path | None = None
+    save_format: str | None = None
+    push_to_hub: str | None = None
+    private: bool | None = None
+    token: str | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        permuted = self.config.layout == "fused"
+        check_format(self.save_format or Format.DENSE, permuted=permuted, what="the compiled model")
+        if self.push_to_hub is not None and self.output is None:
+            raise ConfigError(
+                "`push_to_hub=` needs `output=`, a folder that keeps the result if the hub cannot be reached: name "
+                "one, or call push_to_hub of the compiled model"
+            )
+        if self.private is not None and self.push_to_hub is None:
+            raise ConfigError("`private=` has no effect without `push_to_hub=`: leave it out")
+
+    @contextmanager
+    def claimed(self, progress: Progress) -> Iterator[None]:
+        """Keeps other processes from the output inside the ``with`` block; of several ranks, the first one does.
+
+        Raises:
+            OutputError: as `permtriton.checkpoint.output.claimed`, or it is in the folder of the model.
+        """
+        if self.output is None or ranks.number():
+            yield
+            return
+        self._check_apart()
+        with claimed(self.output, overwrite=self.overwrite, say=progress.say):
+            for path in states_beside(resume_path(self.output)) if self.restart else ():
+                path.unlink()
+                progress.say(f"deleted {path.name}, the state of an interrupted run")
+            yield
+
+    def run(self, progress: Progress) -> CompiledModel:
+        """Reads the model and its data, and compiles it. The output has to be claimed, and is not written yet.
+
+        Raises:
+            PermTritonError: as `compile_model`, the model or the data cannot be read, or the hub refuses the
+                repository.
+        """
+        source, device = self.model if isinstance(self.model, Source) else None, None
+        if source is not None and ranks.count() > 1:  # only then is it known whether one GPU can hold the model
+            device, source = resolve_device(source.device), replace(source, device="cpu")
+        offload = self._offload()
+        with nullcontext() if source is None else load.unchanged_weights(source):
+            loaded = self._loaded(source, progress, offload)
+            if self.push_to_hub is not None and not ranks.number():
+                make_repository(self.push_to_hub, self.token, self.private)
+            compiled = compile_model(
+                loaded.model,
+                loaded.tokenizer,
+                loaded.config,
+                ids=loaded.samples,
+                evaluation_windows=loaded.windows,
+                progress=progress,
+                resume_path=self.output and resume_path(self.output),
+                say_needs=True,
+                device=device,
+                spread=self.shard,
+                offload=offload,
+            )
+        compiled.report["evaluation"]["text"] = loaded.text
+        if source is not None:
+            compiled.source = source
+            if source.gguf is not None:
+                compiled.report["gguf"] = {"file": source.gguf.path.name, "tensors": source.gguf.types}
+            compiled.report["command"] = compile_command(
+                source.name,
+                loaded.config,
+                eval_data=shown_name(name_of(self.eval_data)) if self.eval_data is not None else None,
+                dtype=None if source.dtype == "auto" else source.dtype,
+                gguf_file=source.gguf_file,
+                revision=source.revision,
+                save_format=self.save_format,
+                trust_remote_code=source.trust_remote_code,
+            )
+        return compiled
+
+    def save(self, compiled: CompiledModel, progress: Progress) -> None:
+        """Writes the output, if there is one; of several ranks, the first one does.
+
+        Raises:
+            PermTritonError: as `CompiledModel.save_pretrained`.
+        """
+        if self.output is not None and not ranks.number():
+            progress.say(f"saving and verifying {self.output}")
+            compiled.save_pretrained(self.output, format=self.save_format, overwrite=self.overwrite)
+
+    def publish(self, compiled: CompiledModel, progress: Progress) -> str | None:
+        """Publishes the output that `save` wrote, if that was asked for; of several ranks, the first one does.
+
+        Returns:
+            The address of the commit on the hub; None where nothing was published.
+
+        Raises:
+            OutputError: the hub refuses, or cannot be reached; the folder stays, and the message names it.
+        """
+        if self.push_to_hub is None or self.output is None or ranks.number():
+            return None
+        progress.say(f"publishing {self.push_to_hub}")
+        try:
+            return upload(self.output, self.push_to_hub, self.token, compiled.commit_message)
+        except OutputError as error:
+            raise OutputError(
+                f"{error}. {self.output} is complete: publish it by hf upload {self.push_to_hub} {self.output}"
+            ) from error
+
+    def dry_run(self, progress: Progress, devices: Devices | None = None) -> DryRun:
+        """Loads the model and returns what its compilation would do and need; writes nothing.
+
+        Of a model of the hub whose weights are not on this machine, only config, tokenizer and headers are fetched.
+
+        Args:
+            devices: devices to plan for; None for those that the model is on.
+
+        Raises:
+            PermTritonError: as `forecast_model`, or the output could not be written.
+        """
+        if self.output is not None:
+            self._check_apart()
+            check_output(self.output, overwrite=True)  # a dry run needs no free place, but one that may be written
+            try:
+                check_output(self.output, overwrite=self.overwrite)
+            except OutputError:
+                progress.say(f"{self.output} exists: to compile, name another folder, or overwrite it")
+        source = self.model if isinstance(self.model, Source) else None
+        if source is not None and devices is not None:
+            source = replace(source, device="cpu")
+        offload = self._offload()
+        fetched = source is None or outline.is_here(source)
+        if source is not None and not fetched:
+            devices = devices or Devices.of(resolve_device(source.device), offloaded=offload is not None)
+        loaded = self._loaded(source, progress, offload, fetched)
+        model = loaded.model
+        plan, forecast = forecast_model(
+            model,
+            loaded.tokenizer,
+            loaded.config,
+            ids=loaded.samples,
+            evaluation_windows=loaded.windows,
+            resume_path=None if self.restart or self.output is None or not fetched else resume_path(self.output),
+            devices=devices,
+            offload=offload,
+        )
+        pruned = sum(linear_module(model, name).get_parameter("weight").numel() for _, name in plan.linears())
+        total = sum(each.numel() for each in model.parameters())
+        return DryRun(plan, forecast, loaded.config, pruned, total, fetched)
+
+    def _check_apart(self) -> None:
+        """Refuses an output in the folder of the model; a GGUF file is a model by itself, whatever is beside it."""
+        if not isinstance(self.model, Source):
+            return
+        assert self.output is not None
+        if (place := self.model.gguf.path if self.model.gguf else self.model.folder) is not None:
+            check_apart(self.output, place)
+
+    def _offload(self) -> Offload | None:
+        if self.offload is None:
+            return None
+        check_offload(self.config)
+        return Offload(self.offload)
+
+    def _loaded(
+        self, source: Source | None, progress: Progress, offload: Offload | None, fetched: bool = True
+    ) -> "_Loaded":
+        model: Any = self.model
+        tokenizer = self.tokenizer
+        if source is not None:
+            progress.say(f"loading {source.described}")
+            if fetched:
+                model, beside = load.load_original(source, offload=offload, saved=True)
+            else:
+                model, beside = outline.load_outline(source)
+            tokenizer = tokenizer or beside
+        windows, text = held_out_windows(source.name if source else "", self.eval_data, tokenizer, model)
+        if windows is None:
+            progress.say(f"no held-out evaluation: {text}")
+        samples, config = None, self.config
+        if self.data is not None:
+            samples, config = calibration_of(self.data, config, tokenizer, model, self.samples)
+            config = with_suggested_text(config, self.config)
+        return _Loaded(model, tokenizer, config, samples, windows, text)
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    model: Any
+    tokenizer: Processor | None
+    config: CompileConfig
+    samples: Samples | None
+    windows: Inputs | None
+    text: str

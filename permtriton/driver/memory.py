@@ -1,0 +1,299 @@
+"""Estimates the memory that a compilation needs at its peak, so that one that does not fit is refused at the start.
+
+On a CPU the estimate is of the whole process, as ``top`` shows it (resident memory): Python and its libraries, the
+model, and what the largest stage needs beside it. Pages of a safetensors file that is mapped count while they are in
+memory, though the kernel can give them up: weights are read that way, and become the process's own memory as soon as
+they change. On a GPU the estimate is of the tensors there.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from transformers import PreTrainedModel
+
+from permtriton.data.generated import texts_at_once
+from permtriton.data.samples import Inputs, Samples
+from permtriton.driver.options import CompileConfig
+from permtriton.driver.step import FLOAT32, Facts, Stage
+from permtriton.evaluation.perplexity import windows_at_once
+from permtriton.methods.measure.importance import inverts_hessians
+from permtriton.methods.prune.dense_share import DENSE_SHARE
+from permtriton.model.core import has_head
+from permtriton.model.forward import TOKENS_WITHOUT_LOGITS
+from permtriton.passes.plan import Plan, Site, layer_modules, linear_module, turns_of
+from permtriton.running import ranks
+from permtriton.util.machine import available_memory, format_bytes, resident_memory
+
+RUNS_THE_MODEL = "activations"  # a use of every stage that runs the model; the others work on the host
+SPREAD = ("dense weights", "gradients")  # uses that each device holds its share of, where weights are spread
+RELOADING = "reloading"  # the stage that is left out where a second model does not fit
+IN_PLACE = "the model"
+# What stands in files of an offload folder, where there is one.
+IN_FILES = ("inputs of layers", "inputs of sites", "targets", "dense weights", "finished weights", "a second model")
+
+
+@dataclass(frozen=True)
+class Devices:
+    """What a compilation runs on.
+
+    Attributes:
+        kind: ``cpu`` or ``cuda``.
+        count: number of processes, each with a device of its own; on one CPU they share its memory.
+        free: bytes that are free for each.
+        spread: whether the weights of layers are spread over the devices while the model runs, see
+            `permtriton.running.sharding`; None where memory decides.
+        offloaded: whether the model and the largest tensors beside it are in files, of which few pages are in memory.
+    """
+
+    kind: str
+    count: int
+    free: int
+    spread: bool | None = None
+    offloaded: bool = False
+
+    @classmethod
+    def of(
+        cls, device: torch.device, count: int = 1, spread: bool | None = None, *, offloaded: bool = False
+    ) -> "Devices":
+        """Returns the devices of this process and of the others like it."""
+        free = available_memory(device)
+        return cls(device.type, count, free // count if device.type == "cpu" else free, spread, offloaded)
+
+
+@dataclass(frozen=True)
+class Needs:
+    """The memory of one compilation, in bytes.
+
+    Attributes:
+        program: what the process holds beside the model before the work begins; 0 on a GPU.
+        model: parameters; with an offload folder, those of one layer and of what stands outside of layers.
+        held: what is in memory already and is not given up: the program, and a model that is not mapped from its files.
+        stages: stage -> use -> bytes beside program and model.
+        thrifty: whether steps save memory, because what they could keep does not fit.
+        spread: whether the weights of layers are spread over the devices, because they do not fit one.
+        offloaded: what stands in files of the offload folder -> bytes; empty without one.
+    """
+
+    program: int
+    model: int
+    held: int
+    stages: Mapping[str, Mapping[str, int]]
+    thrifty: bool = False
+    spread: bool = False
+    offloaded: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def largest(self) -> str:
+        """The stage that needs the most."""
+        return max(self.stages, key=self.extra)
+
+    def extra(self, stage: str) -> int:
+        """Returns what a stage needs beside program and model."""
+        return sum(self.stages[stage].values())
+
+    def added(self, stage: str) -> int:
+        """Returns what a stage needs beyond what is held."""
+        return self.program + self.model + self.extra(stage) - self.held
+
+    @property
+    def largest_needed(self) -> str:
+        """The stage that needs the most of those that no compilation leaves out."""
+        return max((stage for stage in self.stages if stage != RELOADING), key=self.extra)
+
+    @property
+    def peak(self) -> int:
+        """The most that is in use at once."""
+        return self.program + self.model + self.extra(self.largest)
+
+    def report(self) -> dict[str, object]:
+        """Returns everything, for the report."""
+        return {
+            "peak": self.peak,
+            "program": self.program,
+            "model": self.model,
+            "stages": {stage: dict(uses) for stage, uses in self.stages.items()},
+            "thrifty": self.thrifty,
+            "spread": self.spread,
+        }
+
+
+def estimate(
+    model: PreTrainedModel,
+    plan: Plan,
+    config: CompileConfig,
+    samples: Samples,
+    windows: Inputs | None,
+    devices: Devices,
+) -> Needs:
+    """Estimates the memory of a compilation on each device.
+
+    It also decides whether weights are spread over the devices, and whether steps save memory.
+    """
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    facts = facts_of(model, plan, config, samples, one_layer=devices.offloaded)
+    if devices.offloaded:
+        return _offloaded(model, plan, facts, _stages(model, config, facts, windows))
+    program, held = 0, size if model.device.type == devices.kind else 0
+    if devices.kind == "cpu":
+        resident, mapped = resident_memory()
+        program, held = max(resident - size, 0), resident - min(mapped, size)
+    found = Needs(program, size, held, _stages(model, config, facts, windows))
+    if not fits(found, devices):
+        stages = _stages(model, config, replace(facts, thrifty=True), windows)
+        if stages != found.stages:
+            found = replace(found, stages=stages, thrifty=True)
+    may_spread = devices.count > 1 and devices.kind == "cuda" and devices.spread is None
+    if devices.spread or (may_spread and not fits(found, devices)):
+        return _spread(found, model, plan, devices.count)
+    return found
+
+
+def fits(needs: Needs, devices: Devices, stage: str | None = None) -> bool:
+    """Whether a stage fits on each device; by default the largest one, but for the check that may be left out."""
+    return needs.added(stage or needs.largest_needed) <= devices.free
+
+
+def _spread(whole: Needs, model: PreTrainedModel, plan: Plan, count: int) -> Needs:
+    """Returns the needs where each device holds a share of the layers, and two layers at a time as a whole."""
+    element = next(model.parameters()).element_size()
+    layers = [sum(p.numel() for p in layer.parameters()) * element for layer in layer_modules(model, plan)]
+    resident = whole.model - sum(layers) + -(-sum(layers) // count) + 2 * max(layers)
+    stages = {
+        stage: {use: -(-size // count) if use in SPREAD else size for use, size in uses.items()}
+        for stage, uses in whole.stages.items()
+        if RUNS_THE_MODEL in uses
+    }
+    return Needs(whole.program, resident, 0, stages, whole.thrifty, spread=True)
+
+
+def _offloaded(model: PreTrainedModel, plan: Plan, facts: Facts, stages: dict[str, dict[str, int]]) -> Needs:
+    filed = {stage: sum(uses.pop(name, 0) for name in IN_FILES) for stage, uses in stages.items()}
+    filed[RELOADING] = facts.model
+    program = resident_memory()[0]
+    one_layer = facts.model - (facts.pruned - facts.layer) * facts.element
+    offloaded = {IN_PLACE: facts.model, "copies of weights and inputs of layers": max(filed.values())}
+    return Needs(program, one_layer, program, stages, offloaded=offloaded)
+
+
+def facts_of(
+    model: PreTrainedModel, plan: Plan, config: CompileConfig, samples: Samples, *, one_layer: bool = False
+) -> Facts:
+    """Returns the sizes that the needs of all steps follow from; arguments as of `estimate`."""
+    text = model.config.get_text_config()
+    weights = {name: linear_module(model, name).get_parameter("weight").numel() for _, name in plan.linears()}
+    widest = max(site.channels for site in plan.sites)
+    hidden = int(getattr(text, "hidden_size", None) or widest)
+
+    def kept_channels(site: Site) -> int:
+        return site.channels + (weights[site.linears[0]] // site.channels if site.residual_reader else 0)
+
+    width, all_positions = max(widest, hidden), len(samples) * samples.longest
+    tokens = max(samples.longest, min(TOKENS_WITHOUT_LOGITS, all_positions))
+    return Facts(
+        model=sum(p.numel() * p.element_size() for p in model.parameters()),
+        element=next(model.parameters()).element_size(),
+        pruned=sum(weights.values()),
+        layer=max(sum(weights[name] for site in layer for name in site.linears) for layer in plan.layers()),
+        largest_weight=max(weights.values()),
+        layers=len(plan.layers()),
+        hidden=hidden,
+        width=width,
+        widest=widest,
+        read=max(sum(max(map(kept_channels, turn)) for turn in turns_of(layer)) for layer in plan.layers()),
+        vocabulary=int(getattr(text, "vocab_size", 0)) if has_head(model) else 0,
+        hessians=max(sum(site.channels**2 for site in layer) for layer in plan.layers()) * 4 * FLOAT32,
+        forward=tokens * (hidden + 8 * width) * FLOAT32,
+        spaces=tuple(space.units for space in plan.spaces if not space.frozen),
+        kept=sum(size * (1 - plan.patterns[name].sparsity) for name, size in weights.items()) / sum(weights.values()),
+        sequences=len(samples),
+        tokens=samples.tokens,
+        longest=samples.longest,
+        positions=samples.positions,
+        micro_batch_size=config.micro_batch_size,
+        checkpointing=config.activation_checkpointing,
+        one_layer=one_layer,
+        ranks=ranks.count(),
+        generated=config.generated,
+    )
+
+
+def _stages(
+    model: PreTrainedModel, config: CompileConfig, facts: Facts, windows: Inputs | None
+) -> dict[str, dict[str, int]]:
+    """Returns what a compilation is doing -> use -> bytes."""
+    largest = max(p.numel() for p in model.parameters())
+    proof = 2 * largest * (facts.element + FLOAT32)  # of a permuted weight, widened
+    activations = {RUNS_THE_MODEL: facts.forward}
+    stages = {"calibration": activations, "masks": {"one layer": sum(facts.mask().values()) + proof}}
+    if config.uses_importance and inverts_hessians(config.importance):
+        stages["hessians"] = facts.layer_by_layer()
+    if windows is not None:
+        held_out = Samples.of(windows)
+        at_once = windows_at_once(held_out.longest) * held_out.tokens
+        logits = at_once * facts.vocabulary * 3 * FLOAT32  # logits, their float32 copy, the softmax
+        stages["evaluation"] = {"logits": logits, **activations}
+    if config.writes:
+        stages["generation"] = {**activations, **_generation(model, facts)}
+    if config.dense_share:
+        stages[DENSE_SHARE] = facts.gradients()
+    for number, step in enumerate(config.steps):
+        # From pruning on, the dense weights are kept as long as a step needs them.
+        keeps = step.stage is not Stage.ORDER and any(later.dense_weights for later in config.steps[number:])
+        held = {"dense weights": facts.pruned * facts.element} if keeps else {}
+        stages |= {stage: {**held, **uses} for stage, uses in step.needs(facts.read_by(step)).items()}
+    return stages | {RELOADING: {"a second model": facts.model}}
+
+
+def _generation(model: PreTrainedModel, facts: Facts) -> dict[str, int]:
+    """Returns the bytes of what is kept of the texts that are written together."""
+    text, texts = model.config.get_text_config(), texts_at_once(facts.longest)
+    heads = int(getattr(text, "num_attention_heads", None) or 1)
+    size = int(getattr(text, "head_dim", None) or facts.hidden // heads)
+    cached = 2 * size * int(getattr(text, "num_key_value_heads", None) or heads)  # keys and values
+    return {
+        "keys and values": texts * facts.longest * facts.layers * cached * facts.element,
+        "logits": texts * facts.vocabulary * 4 * 2 * FLOAT32,  # and, in float64, their logarithms, powers and sums
+    }
+
+
+def refusal(needs: Needs, devices: Devices) -> str:
+    """Returns why a compilation cannot run: it needs more memory, in addition to what it holds already, than is free.
+
+    The text names the largest use and the options to lower; it is empty if the memory is enough.
+    """
+    stage = needs.largest_needed
+    if fits(needs, devices):
+        return ""
+    uses = needs.stages[stage]
+    largest = max(uses, key=lambda use: uses[use])
+    each = f"each {devices.kind} device" if devices.count > 1 else devices.kind
+    return (
+        f"this compilation needs about {format_bytes(needs.added(stage))} more on {each} than it holds now, "
+        f"including {format_bytes(uses[largest])} for {largest} ({stage}), but only {format_bytes(devices.free)} are "
+        "free: lower `sequence_length=` or `samples=` (`micro_batch_size=` first, where gradients are computed), or "
+        "choose `dtype=bfloat16`, or use a larger machine"
+    )
+
+
+def describe_thrift(needs: Needs, config: CompileConfig) -> str:
+    """Returns what steps do because memory is short; empty if it is not."""
+    return "; ".join(step.thrift for step in config.steps if needs.thrifty and step.thrift)
+
+
+def describe(needs: Needs, devices: Devices) -> str:
+    """Returns the estimate as one line."""
+    program = f", program {format_bytes(needs.program)}" if needs.program else ""
+    each = f"{devices.count} x {devices.kind}, on each" if devices.count > 1 else devices.kind
+    return (
+        f"memory on {each}: about {format_bytes(needs.peak)} at the peak (model {format_bytes(needs.model)}"
+        f"{program}, {needs.largest} {format_bytes(needs.extra(needs.largest))}); "
+        f"{format_bytes(devices.free)} free" + (f"; weights: {describe_weights(needs)}" if devices.count > 1 else "")
+    )
+
+
+def describe_weights(needs: Needs) -> str:
+    """Returns where the weights are while the model runs on several devices."""
+    if needs.spread:
+        return "spread over the devices layer by layer (FSDP2), and whole in host memory"
+    return "whole on each device"

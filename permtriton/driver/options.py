@@ -1,0 +1,103 @@
+"""A whole compilation as its options say: a recipe's steps, and what they have in common."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from permtriton.config import WRITTEN, CommonConfig
+from permtriton.driver.step import Step
+from permtriton.errors import ConfigError
+from permtriton.util.option import Option, documented, options_of
+
+OF_TEXT = ("text_column", "split")  # options that say what to read of a text
+
+
+@documented
+@dataclass(frozen=True)
+class CompileConfig(CommonConfig):
+    """Everything that decides a compilation's result; `permtriton.recipe.config_from` makes one from a recipe."""
+
+    steps: tuple[Step, ...] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.importance == "auto":
+            wanted = (step.importance for step in self.steps if step.importance)
+            object.__setattr__(self, "importance", next(wanted, "wanda"))
+        names = [step.name for step in self.steps]
+        if repeated := [name for name in names if names.count(name) > 1]:
+            raise ConfigError(f"recipe {self.recipe} has the step {repeated[0]} more than once: name each step once")
+        for first, second in zip(self.steps, self.steps[1:], strict=False):
+            if second.stage < first.stage:
+                raise ConfigError(
+                    f"recipe {self.recipe}: {second.name} cannot follow {first.name}: first come the steps that order "
+                    "channels, then the one that prunes, then those that train the kept weights"
+                )
+        for step in self.steps:
+            if problem := step.conflicts(self, self.steps):
+                raise ConfigError(problem)
+
+    @property
+    def recipe(self) -> str:
+        """The names of the steps, separated by commas."""
+        return ",".join(step.name for step in self.steps)
+
+    @property
+    def uses_importance(self) -> bool:
+        """Whether the importance decides anything."""
+        return bool(self.dense_share) or any(step.uses_importance() for step in self.steps)
+
+    @property
+    def gradients(self) -> bool:
+        """Whether gradients are computed."""
+        return bool(self.dense_share) or any(step.gradients for step in self.steps)
+
+    @property
+    def generated(self) -> int:
+        """Number of sequences that it writes beside the calibration samples: 0 where no step reads them."""
+        return 0 if self.alone or not any(step.reads_generated for step in self.steps) else self.calibration.generated
+
+    @property
+    def writes(self) -> int:
+        """Number of all sequences that it writes."""
+        return self.calibration.generated if self.alone else self.generated
+
+    def has(self, name: str) -> bool:
+        """Whether the recipe has a step of this name."""
+        return any(step.name == name for step in self.steps)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the flat options that `permtriton.recipe.config_from` reads back to an equal config."""
+        own = {each.name: getattr(self, each.field) for each in options_of(self)}
+        own = {name: list(value) if isinstance(value, tuple) else value for name, value in own.items()}
+        own["sparsity"] = str(self.sparsity)
+        for step in self.steps:
+            own |= {each.name: getattr(step, each.field) for each in options_of(step)}
+        return {"recipe": self.recipe} | own | asdict(self.calibration)
+
+
+def has_effect(option: Option, config: CompileConfig) -> bool:
+    """Returns whether an option has an effect with the rest of a config."""
+    return not why_no_effect(option, config)
+
+
+def why_no_effect(option: Option, config: CompileConfig) -> str:
+    """Returns with what an option has no effect, and what to do, as the end of a sentence; empty if it has one."""
+    recipe = f"`recipe={config.recipe}`"
+    if option.step and not config.has(option.step):
+        return f"{recipe}: it is an option of the step {option.step}; leave it out, or add {option.step} to the recipe"
+    if option.gradients and not config.gradients:
+        return f"{recipe}, which computes no gradients: leave it out"
+    if option.name == "importance" and not config.uses_importance:
+        return f"{recipe}, which chooses its own mask: leave it out"
+    if option.name == "generated" and not config.alone and not any(step.reads_generated for step in config.steps):
+        return f"{recipe}, none of whose steps reads such text: leave it out"
+    if option.name in OF_TEXT and config.alone:
+        return f"`calibration={WRITTEN}`, where no text is read: leave it out"
+    if option.name == "samples" and config.alone:
+        return f"`calibration={WRITTEN}`, where all sequences are written: leave it out, and set `generated=`"
+    values = config.to_dict()
+    for other, allowed in option.needs.items():
+        if values[other] not in allowed:
+            choices = " or ".join(f"`{other}={value}`" for value in allowed)
+            return f"`{other}={values[other]}`: leave it out, or choose {choices}"
+    return ""

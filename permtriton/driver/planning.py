@@ -1,0 +1,113 @@
+"""From a model to its plan: traces it, follows its channels through the graph and finds the sites."""
+
+from collections.abc import Sequence
+
+from torch import fx
+from transformers import PreTrainedModel
+
+from permtriton.config import CommonConfig, Layout, OProj
+from permtriton.data.samples import Samples
+from permtriton.errors import ConfigError
+from permtriton.model.experts import stacked_name, unstacked_experts
+from permtriton.passes.chosen import NOT_NAMED
+from permtriton.passes.layout import fused_plan
+from permtriton.passes.plan import Plan
+from permtriton.passes.provenance import propagate
+from permtriton.passes.sites import find_sites
+from permtriton.passes.trace import trace
+from permtriton.util.sparsity import NMPattern
+
+
+def find_plan(
+    model: PreTrainedModel,
+    sparsity: NMPattern,
+    *,
+    pattern: Sequence[str] = (),
+    skip_indivisible: bool = False,
+    layout: Layout = "portable",
+    o_proj: OProj = "tied",
+    targets: Sequence[str] = (),
+    ignore: Sequence[str] = (),
+) -> Plan:
+    """Traces a model and finds its sites; weights are not needed, so the model may be on the meta device.
+
+    Args:
+        sparsity: N:M pattern of the linears.
+        pattern: other patterns for some linears, as `permtriton.passes.chosen.own_patterns` takes them.
+        skip_indivisible: whether to leave linears dense whose number of input channels is not a multiple of M.
+        layout: ``portable`` or ``fused``.
+        o_proj: permutation of the attention output in layout ``fused``: ``tied`` or ``free``.
+        targets: the only linears to prune, as `permtriton.passes.chosen.left_out` takes them; nothing for all.
+        ignore: linears to leave dense, whether ``targets`` names them or not.
+
+    Raises:
+        ConfigError: as `permtriton.passes.chosen.left_out`.
+        ModelError: the model cannot be traced, or holds a linear that the pattern does not fit.
+    """
+    config = CommonConfig(
+        sparsity=sparsity,
+        pattern=tuple(pattern),
+        skip_indivisible=skip_indivisible,
+        layout=layout,
+        o_proj=o_proj,
+        targets=tuple(targets),
+        ignore=tuple(ignore),
+    )
+    return plan_model(model, config)[0]
+
+
+def plan_model(
+    model: PreTrainedModel, config: CommonConfig, samples: Samples | None = None
+) -> tuple[Plan, fx.GraphModule]:
+    """Returns the plan that `find_plan` makes, and the graph that it was made from.
+
+    Args:
+        samples: inputs that the graph will be run on; it has the shapes of one. Text is traced on a few tokens.
+
+    Raises:
+        ModelError: as `find_plan`.
+    """
+    with unstacked_experts(model) as experts:
+        traced = trace(model, None if samples is None or samples.is_text else samples[:1])
+        provenance = propagate(traced.graph_module, traced.outputs, traced.hidden)
+        plan = find_sites(
+            provenance,
+            model,
+            traced.hidden_node,
+            config.sparsity,
+            pattern=config.pattern,
+            skip_indivisible=config.skip_indivisible,
+            targets=config.targets,
+            ignore=config.ignore,
+        )
+        if config.layout == "fused":
+            plan = fused_plan(plan, traced.graph_module, model, o_proj=config.o_proj)
+        _check_stacks(model, plan, config)
+    plan.skipped.update(experts.refused)
+    return plan, traced.graph_module
+
+
+def _check_stacks(model: PreTrainedModel, plan: Plan, config: CommonConfig) -> None:
+    """Refuses a choice of linears that treats some experts of a parameter that holds several unlike the others.
+
+    Raises:
+        ConfigError: naming the parameter.
+    """
+    if not config.targets and not config.ignore and not config.pattern:
+        return
+    patterns: dict[str, NMPattern] = {}
+    for _, name in plan.linears():
+        stack = stacked_name(model, name)
+        if stack and patterns.setdefault(stack[0], plan.patterns[name]) != plan.patterns[name]:
+            raise ConfigError(
+                f"`pattern=` prunes {name} to {plan.patterns[name]}, and other experts that {stack[0]} holds to "
+                f"{patterns[stack[0]]}: give all of them one pattern"
+            )
+    for name in plan.skipped:
+        stack = stacked_name(model, name)
+        if stack and stack[0] in patterns:
+            option = "targets" if plan.skipped[name] == NOT_NAMED else "ignore"
+            raise ConfigError(
+                f"`{option}=` leaves {name} dense, but not all the other experts that {stack[0]} holds: prune all of "
+                f"them, or none, such as by `ignore={stack[0].rpartition('.')[0]}`"
+            )

@@ -1,0 +1,72 @@
+"""What ``permtriton.json`` says of a compilation."""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from permtriton.checkpoint.plan_entries import (
+    hidden_states_report,
+    ordered_site_report,
+    permutation_report,
+    rows_report,
+)
+from permtriton.data.samples import Samples
+from permtriton.driver.compilation import Compilation
+from permtriton.driver.memory import Needs
+from permtriton.passes.plan import linear_module, weight_in_out
+from permtriton.recipe import compile_command
+from permtriton.util.machine import determinism, device_name, peak_memory, versions
+from permtriton.util.permutation import moved
+
+
+def compilation_record(
+    run: Compilation, needs: Needs, comparison: str, evaluation: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Returns the content of ``permtriton.json``, except for the entries that saving adds.
+
+    Args:
+        comparison: how the pruned model was compared with the lowered graph.
+        evaluation: measure, with its values for the dense and the compiled model; empty if nothing was measured.
+    """
+    model, config, plan, indices = run.model, run.config, run.plan, run.indices
+    weights = {name: weight_in_out(linear_module(model, name)) for _, name in plan.linears()}
+    return {
+        "model": model.name_or_path,
+        "command": compile_command(model.name_or_path or "", config),
+        "versions": versions(),
+        "device": device_name(model.device),
+        "determinism": {"seed": config.seed, **determinism()},
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "config": config.to_dict(),
+        "calibration": {"sha256": run.samples.sha256, "shape": [len(run.samples), run.samples.tokens]},
+        "generated": None
+        if run.generated is None
+        else {"sha256": Samples.of(run.generated).sha256, "shape": list(run.generated.shape)},
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "pruned_parameters": sum(weight.numel() for weight in weights.values()),
+        "sparsity_by_layer": {name: float((weight == 0).float().mean()) for name, weight in weights.items()},
+        "permutations": [
+            {**permutation_report(plan, space), "moved": moved(indices[space.name])} for space in plan.spaces
+        ],
+        "skipped": plan.skipped,
+        "barriers": plan.barriers,
+        "hidden_states": hidden_states_report(plan.hidden_order(indices)),
+        "steps": [{"name": name, **asdict(outcome)} for name, outcome in run.outcomes.items()],
+        "retained_importance": run.importance_shares,
+        "corners": {
+            name: {"dense": run.dense_corners[name], "pruned": corner, "group": plan.patterns[name].group}
+            for name, corner in run.corners().items()
+        },
+        "evaluation": dict(evaluation),
+        "passes": [{"name": p.name, "nodes": p.changes, "difference": p.difference} for p in run.passes],
+        "proof": {
+            "fold_difference": run.difference,
+            "lowered_graph": comparison,
+            "verified_inputs": list(run.reference.verified),
+            "unverified_inputs": run.reference.unverified,
+        },
+        "seconds": {stage: round(value, 3) for stage, value in run.seconds.items()},
+        "memory": {"peak": peak_memory(model.device), "estimate": needs.report()},
+        "sites": [ordered_site_report(site, site.expand(indices[site.space.name])) for site in plan.sites],
+        "rows": rows_report(model, plan, indices),
+    }

@@ -1,0 +1,148 @@
+"""What `permtriton.compile` returns: a pruned model that can be measured, saved and published."""
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from permtriton.checkpoint.export import check_format, export
+from permtriton.checkpoint.format import Format
+from permtriton.checkpoint.output import claimed, working_folder
+from permtriton.checkpoint.publishing import make_repository, upload
+from permtriton.checkpoint.quantizer import checkpoint_config
+from permtriton.checkpoint.save import Pruned, save_checkpoint
+from permtriton.data.in_memory import Data
+from permtriton.driver.options import CompileConfig
+from permtriton.evaluation.evaluate import Against, evaluate
+from permtriton.evaluation.measure import Evaluated
+from permtriton.model.name import checked_token
+from permtriton.model.source import Source
+from permtriton.running.state import StateFile
+
+
+@dataclass(repr=False)
+class CompiledModel(Pruned):
+    """A pruned model and the record of its compilation.
+
+    Attributes:
+        config: every option.
+        indices: space name -> unit index from the dense order to the present one, int64 ``[units]``.
+        states: files that hold the state of long stages, deleted once the model is saved.
+        source: where the dense model can be read again; None for a model that was given in memory.
+    """
+
+    config: CompileConfig
+    indices: dict[str, Tensor]
+    states: Sequence[StateFile] = ()
+    source: Source | None = None
+
+    def __repr__(self) -> str:
+        """The class, the pattern and the recipe, without the model's modules and orders."""
+        config, pattern = self.config, self.plan.sparsity(self.config.sparsity)
+        found = f"{type(self.model).__name__}, {len(self.plan.patterns)} linears at {pattern}"
+        return f"<CompiledModel: {found}, recipe {config.recipe}, layout {config.layout}>"
+
+    def evaluate(self, eval_data: Data | None = None, *, against: Against | bool = True, **options: Any) -> Evaluated:
+        """Measures the model: perplexity, distance from the dense model, zero-shot tasks.
+
+        The dense model is not kept while a model is compiled. It is read again from where it came from, for this call
+        only: on a CPU its weights are mapped from their files, on a GPU it needs as much memory as before compiling. A
+        model that was given in memory was changed in place: give a copy of it as ``against``, or the perplexity is
+        measured alone.
+
+        Args:
+            eval_data: held-out text or samples, as `permtriton.evaluate` takes them.
+            against: True for the dense model that was compiled, False for none, or a model, folder or hub name.
+            options: further arguments of `permtriton.evaluate`: text_column, split, tasks, limit, tasks_dir, batch_size
+                and progress.
+
+        Raises:
+            PermTritonError: as `permtriton.evaluate`.
+
+        Example:
+            >>> print(compiled.evaluate("my-heldout.txt"))
+            perplexity ..., dense ..., KL ..., cosine ... on my-heldout.txt (...)
+        """
+        if isinstance(against, bool):
+            against = self.source if against else None
+        order = self.plan.hidden_order(self.indices)
+        return evaluate(self.model, eval_data, against=against, tokenizer=self.tokenizer, hidden_order=order, **options)
+
+    def save_pretrained(self, folder: str | Path, *, format: str | None = None, overwrite: bool = False) -> Path:
+        """Writes a Hugging Face checkpoint with ``permtriton.json``, and verifies it before it is renamed into place.
+
+        Args:
+            folder: folder to write.
+            format: ``packed`` (kept values and positions), ``dense`` (zeros stored, too) or ``plain`` (dense, and
+                refused where transformers alone cannot load it). None for dense. A packed folder is written by way of
+                a dense one beside it, as `permtriton.export` writes it.
+            overwrite: whether an earlier output of permtriton may be replaced.
+
+        Returns:
+            The absolute path of the folder.
+
+        Raises:
+            ConfigError: an unknown format, or ``plain`` in layout ``fused``.
+            OutputError: the folder exists and may not be replaced, or cannot be written.
+            VerificationError: the written checkpoint fails a check; nothing is left behind.
+
+        Example:
+            >>> compiled.save_pretrained("my-model-packed", format="packed").name
+            'my-model-packed'
+        """
+        path = Path(folder)
+        permuted = checkpoint_config(self.model, str(self.config.sparsity)) is not None
+        check_format(format or Format.DENSE, permuted=permuted, what="the compiled model")
+        with claimed(path, overwrite=overwrite):
+            if format in (None, Format.DENSE, Format.PLAIN):
+                save_checkpoint(self, path, overwrite=overwrite)
+            else:
+                with working_folder(path) as place:
+                    dense = save_checkpoint(self, place / path.resolve().name, overwrite=False)
+                    export(dense, path, format, overwrite=overwrite)
+        for state in self.states:
+            state.delete()
+        return path.resolve()
+
+    def push_to_hub(
+        self,
+        repo: str,
+        *,
+        format: str | None = None,
+        private: bool | None = None,
+        token: str | None = None,
+        message: str | None = None,
+    ) -> str:
+        """Saves the model to a temporary folder, verified as `save_pretrained` does, and uploads it to the hub.
+
+        Args:
+            repo: name of the repository, such as ``me/my-model-2of4``; it is made if it is not there.
+            format: as `save_pretrained` takes it.
+            private: whether a new repository is private; None for the default of its owner.
+            token: token of the hub; None for the one of ``hf auth login`` or of ``HF_TOKEN``.
+            message: message of the commit; None for one that names the recipe.
+
+        Returns:
+            The address of the commit.
+
+        Raises:
+            OutputError: the hub refuses the repository or the upload, or cannot be reached.
+            PermTritonError: as `save_pretrained`.
+
+        Example:
+            >>> compiled.push_to_hub("me/my-model-2of4", private=True)
+            'https://...'
+        """
+        token = checked_token(token)
+        make_repository(repo, token, private)
+        with tempfile.TemporaryDirectory(prefix="permtriton-") as place:
+            folder = self.save_pretrained(Path(place, "model"), format=format)
+            return upload(folder, repo, token, message or self.commit_message)
+
+    @property
+    def commit_message(self) -> str:
+        """Message of a commit on the hub."""
+        return f"Pruned to {self.plan.sparsity(self.config.sparsity)} by permtriton, recipe {self.config.recipe}"

@@ -1,0 +1,284 @@
+"""One compilation while it runs: the model as it is now, what is known of it, and what every step may ask for."""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, fx
+from transformers import PreTrainedModel
+
+from permtriton.config import CommonConfig
+from permtriton.data.samples import Samples
+from permtriton.kernels.importance import ImportanceFactors
+from permtriton.methods.measure.fisher import fisher_information
+from permtriton.methods.measure.importance import importances_of
+from permtriton.methods.measure.objective import Objective, default_objective, dense_objective, objective_kind
+from permtriton.methods.measure.promises import Retained, check_loss, check_retained, retained_importance
+from permtriton.methods.measure.statistics import reorder_statistics
+from permtriton.model.checks import model_hash
+from permtriton.model.reference import Reference
+from permtriton.passes.apply import apply_edits
+from permtriton.passes.edits import edits_of, moves_of
+from permtriton.passes.graph import absorb_folds
+from permtriton.passes.pipeline import Pass, PassResult, permutation_passes, run_passes
+from permtriton.passes.plan import Plan, linear_module, weight_in_out
+from permtriton.running.layer_calls import Empty
+from permtriton.running.micro_batch import MicroBatch
+from permtriton.running.offload import Offload
+from permtriton.running.sharding import running, twin_of
+from permtriton.running.state import StateFile
+from permtriton.util.machine import release_memory
+from permtriton.util.permutation import compose, identity
+from permtriton.util.progress import Progress
+
+CORNER = 16  # rows and columns of the weights that a report shows
+State = TypeVar("State", bound=StateFile)
+
+
+@dataclass
+class Promise:
+    """A loss that masks alone must have in the order that was found.
+
+    Attributes:
+        objective: what was measured, with the dense outputs in that order.
+        loss: its mean over the calibration samples.
+    """
+
+    objective: Objective
+    loss: float
+
+
+class Run:
+    """What a step may ask for and change.
+
+    Args:
+        model: model that the steps change in place.
+        resume_path: path of the files that keep the states of steps, each with its step's name before the suffix; None
+            keeps no state.
+        offload: where weights are that do not fit in memory, and large tensors beside them; None for memory.
+
+    Attributes:
+        samples: calibration samples on the CPU.
+        generated: further samples that the dense model wrote, int64 ``[samples, tokens]``; None where it wrote none.
+        batch: samples per forward pass without gradients.
+        plan: sites and channel spaces.
+        graph: graph of the model in the present order, over the model's own parameters.
+        batches: single samples of the traced shapes, on which passes are verified.
+        reference: outputs of the dense model, which exact steps must reproduce.
+        statistics: site name -> statistic of its input channels in the present order, float32 ``[channels]``; empty
+            where no step uses the importance.
+        indices: space name -> unit index from the dense order, int64 ``[units]``.
+        retained: pruned linear -> importance that its mask retains in the present order.
+        dense_weights: pruned linear -> its weight before it was pruned; filled where a step needs it.
+        dense_corners: the same of what `corners` returns, filled always.
+        passes: result of each compiler pass.
+        difference: largest difference from the dense outputs, relative to the largest output.
+        seconds: time per step and stage, filled by `timed`.
+        states: the files that keep a state.
+        other_values: whether the graph computes other values than the model, which selects some by their values.
+        thrifty: whether steps shall save memory, because what they could keep does not fit.
+        spread_on: device on which the model runs with its layers spread over the ranks; None where it runs as it is.
+    """
+
+    samples: Samples
+    batch: int
+    plan: Plan
+    graph: fx.GraphModule
+    batches: list[Samples]
+    reference: Reference
+    statistics: dict[str, Tensor]
+    indices: dict[str, Tensor]
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: CommonConfig,
+        progress: Progress,
+        resume_path: Path | None = None,
+        offload: Offload | None = None,
+    ) -> None:
+        self.model, self.config, self.progress, self.offload = model, config, progress, offload
+        self.resume_path = resume_path
+        self.seconds: dict[str, float] = {}
+        self.states: list[StateFile] = []
+        self.passes: list[PassResult] = []
+        self.retained: dict[str, float] = {}
+        self.dense_weights: dict[str, Tensor] = {}
+        self.dense_corners: dict[str, list[list[float]]] = {}
+        self.generated: Tensor | None = None
+        self.difference, self.other_values, self.thrifty = 0.0, False, False
+        self.spread_on: torch.device | None = None
+        self._inputs: dict[str, Any] = {}
+        self._dense_order: dict[str, Retained] = {}
+        self._objective: Objective | None = None
+        self._promise: Promise | None = None
+
+    # -- time, memory and states ---------------------------------------------------------------------------------------
+
+    @contextmanager
+    def timed(self, stage: str) -> Iterator[None]:
+        """Adds the time that the ``with`` block takes to ``seconds[stage]``, and returns the memory that it freed."""
+        started = time.perf_counter()
+        yield
+        release_memory()
+        if self.offload is not None:
+            self.offload.release()
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - started
+
+    @property
+    def empty(self) -> Empty:
+        """Makes a large tensor on the CPU, as ``torch.empty`` does."""
+        return torch.empty if self.offload is None else self.offload.empty
+
+    def state(self, kind: type[State], step: str) -> State | None:
+        """Returns the file that keeps the state of a step; None without ``resume_path``."""
+        if self.resume_path is None:
+            return None
+        path = self.resume_path.with_suffix(f".{step}{self.resume_path.suffix}")
+        with self.timed("identify"):
+            file = kind(path, {**self._inputs, "start": model_hash(self.model)})
+        self.states.append(file)
+        return file
+
+    def note(self, **found: Any) -> None:
+        """Notes what was found at the start of the run, as JSON values: it decides the results of all that follows."""
+        self._inputs |= found
+
+    def samples_with(self, generated: bool) -> Samples:
+        """Returns the calibration samples, and with ``generated`` those that the dense model wrote, too."""
+        if self.generated is None or not generated:
+            return self.samples
+        assert self.samples.ids is not None
+        return Samples.of(torch.cat([self.samples.ids, self.generated]))
+
+    # -- the model -----------------------------------------------------------------------------------------------------
+
+    def running(self) -> AbstractContextManager[PreTrainedModel]:
+        """Returns a context that yields what runs in place of the model, see `permtriton.running.sharding.running`."""
+        return running(self.model, self.plan, self.spread_on)
+
+    def spread_twin(self) -> PreTrainedModel:
+        """Returns a twin of the model that a step may spread over the ranks, or the model where it runs as it is."""
+        return self.model if self.spread_on is None else twin_of(self.model)
+
+    def importances(self) -> dict[str, ImportanceFactors]:
+        """Returns linear name -> importance of its present weight, for every pruned linear."""
+        return importances_of(self.model, self.plan, self.config.importance, self.statistics)
+
+    def row_weights(self) -> dict[str, Tensor]:
+        """Returns linear name -> how much the loss feels each of its rows, float32 ``[out_features]``."""
+        kind = default_objective(self.model)
+        with self.running() as model:
+            found = fisher_information(model, self.plan, kind, self.samples, self.config, self.progress, self.offload)
+        return {name: fisher.row.to(self.model.device) for name, fisher in found.items()}
+
+    # -- the order of channels -----------------------------------------------------------------------------------------
+
+    def unmoved(self) -> dict[str, Tensor]:
+        """Returns space name -> identity, int64 ``[units]``."""
+        return {space.name: identity(space.units) for space in self.plan.spaces}
+
+    def run_passes(self, passes: Sequence[Pass], batches: Sequence[Samples] = ()) -> None:
+        """Runs compiler passes on the graph, and verifies its outputs where samples of the traced shapes are given."""
+        self.graph = run_passes(self.graph, passes, batches, self.passes.append)
+
+    def corners(self) -> dict[str, list[list[float]]]:
+        """Returns the first rows and columns of a few weights in the present order, with three digits.
+
+        The weights are one of each kind of site, from the first layer to the last: linear -> rows of its entries.
+        """
+        kinds: dict[str, list[str]] = {}
+        for site in self.plan.sites:
+            if site.linears:
+                kinds.setdefault(site.linears[0].rpartition(".")[2], []).append(site.linears[0])
+        last = max(len(kinds) - 1, 1)
+        names = [of[round(number * (len(of) - 1) / last)] for number, of in enumerate(kinds.values())]
+        weights = (weight_in_out(linear_module(self.model, name))[:CORNER, :CORNER].T for name in names)
+        rows = (weight.float().cpu().tolist() for weight in weights)
+        return {
+            name: [[float(f"{value:.3g}") for value in row] for row in corner]
+            for name, corner in zip(names, rows, strict=True)
+        }
+
+    def reorder(self, indices: Mapping[str, Tensor], block_size: int | None = None) -> None:
+        """Writes permutations into graph, model and statistics, and checks that the outputs stay the same.
+
+        Args:
+            indices: space name -> unit index relative to the present order, int64 ``[units]``.
+
+        Raises:
+            VerificationError: an exact pass changed the outputs, or masks retain another importance than promised.
+        """
+        for space in self.plan.spaces:
+            if space.name in indices:
+                space.check(indices[space.name])
+        promised = self._retained(indices)
+        moves = moves_of(self.plan, indices)
+        self.run_passes(permutation_passes(moves), self.batches)
+        apply_edits(self.model, edits_of(moves))
+        self.difference = max(self.difference, self.reference.check(self.model, "after folding permutations"))
+        self.statistics = reorder_statistics(self.statistics, moves)
+        self.retained = {}
+        retained = {name: each.present for name, each in self._retained({}).items()}
+        check_retained({name: each.chosen for name, each in promised.items()}, retained)
+        self.indices |= {name: compose(self.indices[name], index) for name, index in indices.items()}
+        self.graph = absorb_folds(self.graph)
+        self._dense_order = self._dense_order or promised
+        self.retained = retained
+        if self._objective is not None:
+            self._objective = self._objective.reordered(self.plan.hidden_order({**self.unmoved(), **indices}))
+        self._promise = None
+
+    def _retained(self, indices: Mapping[str, Tensor]) -> dict[str, Retained]:
+        return retained_importance(self.model, self.plan, self.importances(), indices, self.retained)
+
+    @property
+    def importance_shares(self) -> dict[str, dict[str, float]]:
+        """Pruned linear -> share of its importance that a mask retains, in the dense and in the new channel order."""
+        return {
+            name: {"before": dense.present / dense.total, "after": self.retained[name] / dense.total}
+            for name, dense in self._dense_order.items()
+            if dense.total > 0
+        }
+
+    # -- the distance from the dense model -----------------------------------------------------------------------------
+
+    def objective(self, loss: str, samples: Samples | None = None) -> Objective:
+        """Returns an objective, with the dense outputs in the present order as its target.
+
+        They are computed where they are not known yet, which is possible only before the model is pruned.
+
+        Args:
+            loss: kl, cosine or auto.
+            samples: what it is measured on; None for the calibration samples.
+        """
+        kind, samples = objective_kind(loss, self.model), self.samples if samples is None else samples
+        found = self._objective
+        if found is None or (found.kind, len(found.target)) != (kind, len(samples)):
+            with self.running() as model:
+                found = self._objective = dense_objective(model, kind, samples, self.batch).on(self.model)
+        return found
+
+    def promise(self, loss: float) -> None:
+        """Notes the loss of the last objective that masks alone must have in the present order."""
+        assert self._objective is not None
+        self._promise = Promise(self._objective, loss)
+
+    def check_promise(self) -> None:
+        """Compares the loss of the model, pruned by masks, with the one that was promised, if one was.
+
+        Raises:
+            VerificationError: they differ.
+        """
+        if self._promise is None:
+            return
+        with self.running() as model:
+            mean = partial(self._promise.objective.on(model).mean, model, self.samples)
+            found = MicroBatch(self.config.micro_batch_size).run(mean)
+        check_loss(self._promise.loss, found, self.model.dtype)
+        self._promise = None

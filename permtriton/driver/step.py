@@ -1,0 +1,266 @@
+"""What a step of a recipe is: one method, with its options, what it needs, and what it does.
+
+A recipe is a tuple of steps, which run one after another. Memory, time, disk, resume, dry run, report and ``--help``
+follow from what each step says of itself, so that a new method is one file in ``permtriton/methods``.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from permtriton.config import CommonConfig
+from permtriton.util.option import check_options
+
+if TYPE_CHECKING:
+    from permtriton.driver.run import Run
+
+FLOAT32 = 4  # bytes
+# Help of options that several steps have.
+GENERATED = "Read what --generated adds to the samples, too."
+LOSS = (
+    "What it minimises: kl (of the logits), cosine (of the last hidden state), or auto: kl where there is a "
+    "language-model head."
+)
+
+
+class Stage(IntEnum):
+    """What a step does; the steps of a recipe stand in this order, and exactly one of them prunes."""
+
+    ORDER = 0  # changes the order of channels, not what the model computes
+    PRUNE = 1  # makes every weight N:M
+    TRAIN = 2  # changes the values of kept weights
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The sizes of a model and its calibration samples that memory, time and disk follow from.
+
+    Attributes:
+        model: bytes of all parameters.
+        element: bytes of a weight.
+        pruned: number of weights that are pruned, kept ones included.
+        layer: the same, in the largest layer.
+        largest_weight: number of weights in the largest linear that is pruned.
+        layers: number of layers.
+        hidden: channels of the hidden states.
+        width: most channels that a linear reads, or `hidden` if there are more.
+        widest: most channels that a pruned linear reads.
+        read: channels that the sites of a layer read together, and those of the residual stream that their outputs are
+            added to, in the layer with most; experts inside it count once.
+        vocabulary: size of the logits of a token; 0 without a language-model head.
+        hessians: most bytes that the Hessians of one layer take, with what inverting them takes.
+        forward: bytes of the activations of a pass without gradients and logits.
+        spaces: number of units of each channel space that may move.
+        kept: share of the weights that are kept.
+        sequences: number of calibration samples.
+        generated: number of sequences that the dense model writes beside them, for the steps that read such text.
+        tokens: tokens of a sample that have logits.
+        longest: positions of a sample, in the longer half of an encoder-decoder.
+        positions: positions of all samples that the last hidden state has.
+        micro_batch_size: as the option.
+        checkpointing: whether activations are recomputed.
+        one_layer: whether gradients are of one layer at a time, as with an offload folder.
+        thrifty: whether steps shall save memory, because what they could keep does not fit.
+        ranks: number of processes that share the samples.
+    """
+
+    model: int
+    element: int
+    pruned: int
+    layer: int
+    largest_weight: int
+    layers: int
+    hidden: int
+    width: int
+    widest: int
+    read: int
+    vocabulary: int
+    hessians: int
+    forward: int
+    spaces: tuple[int, ...]
+    kept: float
+    sequences: int
+    tokens: int
+    longest: int
+    positions: int
+    micro_batch_size: int
+    checkpointing: bool
+    one_layer: bool = False
+    thrifty: bool = False
+    ranks: int = 1
+    generated: int = 0
+
+    def read_by(self, step: "Step") -> "Facts":
+        """Returns the facts of all samples that a step reads, which may be more than the calibration samples."""
+        if not step.reads_generated:
+            return self
+        sequences = self.sequences + self.generated
+        return replace(self, sequences=sequences, positions=self.positions // self.sequences * sequences, generated=0)
+
+    @property
+    def all_positions(self) -> int:
+        """Positions that a layer reads of all samples."""
+        return self.sequences * self.longest
+
+    def gradients(self) -> dict[str, int]:
+        """Returns the bytes that forward and backward passes keep."""
+        layers = 1 if self.one_layer else self.layers
+        kept = layers if self.checkpointing else 12 * layers
+        return {
+            "activations": self.micro_batch_size * self.longest * (kept * self.hidden + 16 * self.width) * FLOAT32,
+            "logits": self.micro_batch_size * self.tokens * self.vocabulary * 4 * FLOAT32,
+        }
+
+    def targets(self) -> dict[str, int]:
+        """Returns the bytes of the dense model's last hidden states."""
+        return {"targets": self.positions * self.hidden * self.element}
+
+    def layer_by_layer(self) -> dict[str, int]:
+        """Returns the bytes of the Hessians of one layer, and of the inputs of that layer and the next one."""
+        between = 3 * self.all_positions * self.hidden * self.element  # which are joined from parts
+        return {
+            "activations": self.forward, "hessians": self.hessians, **self.mask(), "inputs of layers": between,
+        }  # fmt: skip
+
+    def mask(self) -> dict[str, int]:
+        """Returns the bytes of the temporaries of one mask."""
+        return {"one layer": self.largest_weight * 6 * FLOAT32}
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What was measured of a model on this machine, in seconds.
+
+    Attributes:
+        forward: a pass over all calibration samples without gradients, of one rank.
+        both: a forward and a backward pass over them; 0 where no step needs gradients.
+        masks: the masks of all pruned weights.
+        assignments: assigning the channels of all spaces to groups, of one rank.
+        token: the next token of the texts that the dense model writes together; 0 where it writes none.
+    """
+
+    forward: float
+    both: float
+    masks: float
+    assignments: float
+    token: float = 0.0
+
+    def times(self, factor: float) -> "Speed":
+        """Returns the speed with passes over so many times the calibration samples."""
+        return replace(self, forward=factor * self.forward, both=factor * self.both)
+
+
+@dataclass
+class Outcome:
+    """What a step reports of its run, as ``permtriton.json`` holds it.
+
+    Attributes:
+        unit: what a line of ``history`` is of: ``round`` or ``epoch``.
+        history: the rounds or epochs, from 0, the state before; each with its number under ``unit``, its ``loss`` on
+            the calibration samples or ``held_out``, and whatever else is known of it.
+        kept: number of the epoch whose result was kept; None if it is the last.
+        parts: what was changed part by part, such as layers: ``name``, the error at its ``start`` and ``end``,
+            ``seconds``, and whatever else is known of it.
+        left: name of what the step left as it was -> the reason.
+    """
+
+    unit: str = ""
+    history: list[dict[str, Any]] = field(default_factory=list)
+    kept: int | None = None
+    parts: list[dict[str, Any]] = field(default_factory=list)
+    left: dict[str, str] = field(default_factory=dict)
+
+
+class Step(Protocol):
+    """One method of a recipe: a frozen dataclass whose fields are its options, see `permtriton.util.option.option`.
+
+    Attributes:
+        name: name in ``--recipe``, in TOML, in files and in reports.
+        prefix: what the flags of its options begin with.
+        summary: what it does, in one line.
+        stage: what it does to the model.
+        importance: score that decides which weights are kept, where the user chooses none; empty if it does not matter.
+        keeps_values: whether the weights that are kept keep their values.
+        dense_weights: whether it needs the dense weights after the model is pruned.
+        shards: whether it can run while the weights of layers are spread over several GPUs.
+        offloads: whether it can run on a model in files, with the gradients of one layer at a time.
+        thrift: what it does where memory is short, in words; empty if it has no choice.
+    """
+
+    name: ClassVar[str]
+    prefix: ClassVar[str]
+    summary: ClassVar[str]
+    stage: ClassVar[Stage]
+    importance: ClassVar[str] = ""
+    keeps_values: ClassVar[bool] = True
+    dense_weights: ClassVar[bool] = False
+    shards: ClassVar[bool] = True
+    offloads: ClassVar[bool] = True
+    thrift: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+    @property
+    def gradients(self) -> bool:
+        """Whether it runs backward passes."""
+        return False
+
+    @property
+    def reads_generated(self) -> bool:
+        """Whether it reads the text that the dense model writes (``--generated``) beside the calibration samples."""
+        return False
+
+    def conflicts(self, config: CommonConfig, steps: Sequence["Step"]) -> str:
+        """Returns why the step cannot run with a config or with the other steps of the recipe, and what to do instead.
+
+        It is a sentence, empty if the step can run.
+        """
+        return ""
+
+    def uses_importance(self) -> bool:
+        """Returns whether the importance that the user chooses decides anything in this step."""
+        return True
+
+    @property
+    def objective(self) -> str:
+        """The distance from the dense model's outputs that it minimises: kl, cosine or auto; empty if it has none."""
+        return ""
+
+    def needs(self, facts: Facts) -> Mapping[str, Mapping[str, int]]:
+        """Returns what it is doing -> use -> bytes, beside the program and the model."""
+        return {}
+
+    def seconds(self, facts: Facts, speed: Speed) -> float:
+        """Returns how long it will take."""
+        return 0.0
+
+    def state_bytes(self, facts: Facts) -> int:
+        """Returns the size of the state from which it continues after an interruption; 0 if it has none."""
+        return 0
+
+    def batches(self, sequences: int) -> Sequence[int]:
+        """Returns the numbers of sequences that it runs together, which ranks in step must be able to share."""
+        return ()
+
+    def run(self, run: "Run") -> Outcome | None:
+        """Changes the model of a run; returns what to report.
+
+        Raises:
+            PermTritonError: it fails, or a check of its result does.
+        """
+        ...
+
+    def words(self, outcome: Outcome) -> Sequence[tuple[str, str]]:
+        """Returns lines for the table of results, each with its name and its value."""
+        lines = []
+        if len(outcome.history) > 1:
+            kept = outcome.history[-1 if outcome.kept is None else outcome.kept]
+            measure = "held_out" if "held_out" in kept else "loss"
+            before, after = outcome.history[0][measure], kept[measure]
+            done = f"{outcome.unit} {kept[outcome.unit]} of {len(outcome.history) - 1}"
+            lines.append((f"{self.name}: {measure.replace('_', '-')}", f"{before:.4f} to {after:.4f} ({done})"))
+        changed = [(part["name"], f"{part['start']:.4f} to {part['end']:.4f}") for part in outcome.parts]
+        changed += [(name, f"left as it was: {why}") for name, why in outcome.left.items()]
+        return lines + [(f"{self.name}: {name}", values) for name, values in changed]

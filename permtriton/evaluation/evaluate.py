@@ -1,0 +1,150 @@
+"""How is a model measured that a user names or holds: on which text, and against which dense model?"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from permtriton.checkpoint.forms import find_record
+from permtriton.checkpoint.plan_entries import hidden_order_of
+from permtriton.data.held_out import held_out_windows
+from permtriton.data.in_memory import Data, selected
+from permtriton.data.media import Processor
+from permtriton.errors import CalibrationError, MemoryTooSmallError, ModelError
+from permtriton.evaluation import measure
+from permtriton.evaluation.measure import Evaluated
+from permtriton.evaluation.task_request import TaskRequest
+from permtriton.model import load
+from permtriton.model.name import DEMO
+from permtriton.model.source import Source
+from permtriton.util.bars import Shown, reporter
+from permtriton.util.machine import available_memory, format_bytes
+from permtriton.util.progress import Progress
+
+Against = PreTrainedModel | Source | str | Path | None
+
+
+def evaluate(  # noqa: PLR0913
+    model: PreTrainedModel | str | Path,
+    eval_data: Data | None = None,
+    *,
+    against: Against = None,
+    tokenizer: Processor | None = None,
+    hidden_order: Tensor | None = None,
+    text_column: str | None = None,
+    split: str | None = None,
+    tasks: str | Sequence[str] | None = None,
+    limit: int | None = None,
+    tasks_dir: str | Path | None = None,
+    batch_size: int | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    trust_remote_code: bool = False,
+    gguf_file: str | None = None,
+    revision: str | None = None,
+    token: str | None = None,
+    progress: Shown = False,
+) -> Evaluated:
+    """Measures a model, dense or compiled in any format: perplexity, distance from the dense model, zero-shot tasks.
+
+    Args:
+        model: folder, hub name or ``demo``, or a loaded model, which is measured as it is.
+        eval_data: held-out text: ``wikitext2``, ``c4``, ``demo``, a file, or ``none`` for tasks alone; of a model of
+            images or sound, a folder; or texts, token ids or tensors in memory, as `permtriton.compile` takes them.
+            None for ``demo`` with the demo model, else ``wikitext2``.
+        against: the dense model, or where it is: adds its perplexity, the KL and the cosine to it. A name is loaded for
+            this call only, and both models are in memory at once.
+        tokenizer: tokenizer or processor of a loaded model; text needs it.
+        hidden_order: index ``[C]`` from the dense model's channels of the last hidden state to those of a loaded model;
+            None where they did not move. A folder's own record says it.
+        text_column: as `permtriton.compile` takes it.
+        split: as `permtriton.compile` takes it.
+        tasks: tasks of lm-eval: names in a list, or separated by commas.
+        limit: documents per task; None for all.
+        tasks_dir: folder with more tasks: lm-eval's YAML files. A task may run code: trust the folder.
+        batch_size: windows, or requests of tasks, per forward pass; None for as many windows as make 2048 tokens, and 8
+            requests.
+        device: ``auto``, ``cpu`` or ``cuda``, for models that are loaded here.
+        dtype: ``auto`` (the checkpoint's), ``float32``, ``float16`` or ``bfloat16``, for models that are loaded here.
+        trust_remote_code: whether code that comes with a model may run.
+        gguf_file: as `permtriton.compile` takes it, for ``model``.
+        revision: as `permtriton.compile` takes it, for ``model``.
+        token: as `permtriton.compile` takes it.
+        progress: as `permtriton.compile` takes it.
+
+    Raises:
+        ConfigError: there is nothing to measure, or an option makes no sense.
+        ModelError: a model cannot be loaded, or the two cannot be compared.
+        CalibrationError: the text cannot be read, or a measure is not finite.
+        TaskError: a task cannot be run.
+        MemoryTooSmallError: the GPU cannot hold the dense model beside the other.
+
+    Example:
+        >>> import permtriton
+        >>> measured = permtriton.evaluate("my-model-2of4", "my-heldout.txt", against="my-model")
+        >>> print(measured)
+        perplexity ..., dense ..., KL ..., cosine ... on my-heldout.txt (...)
+    """
+    shown = reporter(progress)
+    request = TaskRequest(tasks, limit, None if tasks_dir is None else Path(tasks_dir))
+    chosen = request.load(shown)
+    eval_data = selected(eval_data, text_column, split)
+    name = ""
+    if not isinstance(model, PreTrainedModel):
+        source = Source(str(model), dtype, device, trust_remote_code, gguf_file, revision, token)
+        name = source.name
+        shown.say(f"loading {source.described}")
+        model = load.load_model(source)
+        tokenizer = tokenizer or load.load_processor(source, model)
+        if against is not None:
+            hidden_order = _hidden_order(source, getattr(model.config.get_text_config(), "hidden_size", 0))
+    if isinstance(against, str | Path):
+        against = Source(str(against), dtype, device, trust_remote_code, token=token)
+    if isinstance(against, Source):
+        name = DEMO if against.name == DEMO else name
+        against = _loaded_beside(model, tokenizer, against, shown)
+    windows, text = held_out_windows(name, eval_data, tokenizer, model)
+    if windows is None and eval_data is None:
+        if chosen is None:
+            raise CalibrationError(text)
+        shown.say(f"no perplexity, tasks only: {text}")
+    return measure.evaluate(
+        model,
+        tokenizer,
+        windows=windows,
+        text=text,
+        dense=against,
+        hidden_order=hidden_order,
+        tasks=chosen,
+        batch=batch_size,
+        progress=shown,
+    )
+
+
+def _loaded_beside(model: PreTrainedModel, tokenizer: Any, against: Source, shown: Progress) -> PreTrainedModel:
+    """Loads the dense model on the other's machine. On a CPU its weights are mapped from files and need no memory."""
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    if model.device.type == "cuda" and size > (free := available_memory(model.device)):
+        raise MemoryTooSmallError(
+            f"the dense model {against.name} needs {format_bytes(size)} beside the other, but {format_bytes(free)} are "
+            "free: measure on a CPU, or the perplexity alone (without `against=`)"
+        )
+    shown.say(f"loading {against.described}")
+    dense, dense_tokenizer = load.load_original(against)
+    vocabularies = [each.get_vocab() for each in (tokenizer, dense_tokenizer) if hasattr(each, "get_vocab")]
+    if len(vocabularies) == 2 and vocabularies[0] != vocabularies[1]:
+        raise ModelError(
+            "the tokenizers of both models have different vocabularies, so the same text is not the same for them: "
+            "give the dense model that the model was compiled from"
+        )
+    return dense
+
+
+def _hidden_order(source: Source, channels: int) -> Tensor | None:
+    """Returns the order of the hidden states of a model that permtriton wrote; None if it is the dense model's."""
+    if source.gguf is not None:  # not what lies beside the file
+        return None
+    record = find_record(source.location, source.hub)
+    return None if record is None else hidden_order_of(record, channels)

@@ -1,0 +1,236 @@
+"""How much the loss feels each weight: the diagonal Fisher information, as two vectors per linear.
+
+For a linear ``y = W x``, the information of ``W[o, j]`` is the sum over tokens of ``(dL/dy_o)^2 x_j^2``, where the
+labels of the loss are drawn from the dense model's own prediction. It is kept as ``row_o * column_j``: the sum of
+squares of the gradients at output o times the mean square of input j, as if the two were independent.
+
+The rows alone are weights for the heuristic order (``--heuristic-row-weights fisher``): an N:M mask compares the
+weights of one row, so a factor per row changes no mask, but the order sums scores over rows, which matter unequally.
+"""
+
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, normalize
+from transformers import PreTrainedModel
+
+from permtriton.config import CommonConfig, ObjectiveKind
+from permtriton.data.samples import Samples
+from permtriton.errors import CalibrationError
+from permtriton.model.forward import last_hidden_state, without_cache
+from permtriton.passes.plan import Plan, layer_modules, linear_module, named_layers, weight_in_out
+from permtriton.running import ranks
+from permtriton.running.backward import checkpointed, frozen
+from permtriton.running.layer_stream import LayerStream
+from permtriton.running.micro_batch import MicroBatch
+from permtriton.running.offload import Offload
+from permtriton.util.progress import Advance, Progress
+
+
+@dataclass
+class Fisher:
+    """The diagonal Fisher information of one linear's weights, ``row_O * column_C / tokens``.
+
+    Attributes:
+        row: Sum over tokens of the squared gradient at each output, float32 ``[out_features]``.
+        column: Sum over tokens of the square of each input, float32 ``[in_features]``.
+        tokens: Number of tokens that the linear has seen; fewer than there are for an expert.
+    """
+
+    row: Tensor
+    column: Tensor
+    tokens: int = 0
+
+    def of_rows(self, rows: slice) -> "Fisher":
+        """Returns the information of some of the output rows."""
+        return Fisher(self.row[rows], self.column, self.tokens)
+
+    def add_up(self) -> None:
+        """Adds up what the ranks have added."""
+        ranks.add_up([self.row, self.column])
+        self.tokens = round(ranks.total(self.tokens))
+
+    def clear(self) -> None:
+        """Forgets what was added."""
+        self.row.zero_()
+        self.column.zero_()
+        self.tokens = 0
+
+    def curvature(self, tokens: int) -> tuple[Tensor, Tensor]:
+        """Returns factors ``(row, column)`` of the second derivative of the mean loss, halved.
+
+        The loss rises to second order by ``row_o * column_j * w^2`` when a weight ``w`` is removed.
+
+        Args:
+            tokens: Number of tokens that the mean is over.
+        """
+        return self.row / (2 * tokens), self.column / max(self.tokens, 1)
+
+
+@torch.enable_grad()
+def fisher_information(
+    model: PreTrainedModel,
+    plan: Plan,
+    kind: ObjectiveKind,
+    samples: Samples,
+    config: CommonConfig,
+    progress: Progress,
+    offload: Offload | None = None,
+) -> dict[str, Fisher]:
+    """Returns linear name -> Fisher information of its weights, from one backward pass over all sequences.
+
+    For ``kl``, the loss is the cross-entropy of a label drawn from the model's own prediction, summed over tokens. For
+    ``cosine``, it is the normalised last hidden state along a random direction per token, drawn from the normal
+    distribution: the expected square of its gradient is the second derivative of ``1 - cos``.
+
+    Args:
+        model: Dense model; unchanged on return.
+        kind: Objective whose second derivative is wanted.
+        config: Options: the seed, ``micro_batch_size`` and ``activation_checkpointing``.
+
+    Raises:
+        CalibrationError: A gradient is NaN or infinite.
+    """
+    found: dict[str, Fisher] = {}
+    for _, name in plan.linears():
+        channels, rows = weight_in_out(linear_module(model, name)).shape
+        found[name] = Fisher(torch.zeros(rows, device=model.device), torch.zeros(channels, device=model.device))
+    layers = layer_modules(model, plan) if config.activation_checkpointing else []
+    own = ranks.own_rows(len(samples))
+
+    def backward(size: int) -> None:
+        for each in found.values():
+            each.clear()
+        draw = _Draws(config.seed, skip=int(own[0]) if own.numel() else 0)
+        with progress.stage("row weights", own.numel()) as advance:
+            parts = [samples[rows] for rows in ranks.parts(torch.arange(len(samples)), size)]
+            for batches, stream in _together(model, plan, parts, offload):
+                if stream is not None and stream.differentiable:
+                    _backward(stream, lambda batch: _loss(model, kind, batch, draw), batches, advance)
+                    continue
+                for batch in batches:
+                    with checkpointed(layers):
+                        _loss(model, kind, batch, draw).backward()
+                    advance(len(batch))
+
+    with frozen(model), _watched(model, found):
+        MicroBatch(config.micro_batch_size).run(backward)
+    for name, each in found.items():
+        each.add_up()
+        if not bool(each.row.isfinite().all() & each.column.isfinite().all()):
+            raise CalibrationError(
+                f"{name}: its inputs or the gradients of its outputs are not finite on the calibration text: try "
+                "`dtype=float32`, or `heuristic_row_weights=none`"
+            )
+    return found
+
+
+def _together(
+    model: PreTrainedModel, plan: Plan, batches: Sequence[Samples], offload: Offload | None
+) -> Iterator[tuple[Sequence[Samples], LayerStream | None]]:
+    """Yields as many batches at a time as half the free disk holds the inputs of all layers for, and their stream."""
+    if offload is None:
+        yield batches, None
+        return
+    hidden = batches[0].positions * int(model.config.get_text_config().hidden_size) * model.dtype.itemsize
+    count = max(shutil.disk_usage(offload.folder).free // 2 // (hidden * len(named_layers(model, plan))), 1)
+    for start in range(0, len(batches), count):
+        part = batches[start : start + count]
+        yield part, LayerStream(model, named_layers(model, plan), part, offload.empty)
+
+
+def _backward(
+    stream: LayerStream, loss: Callable[[Samples], Tensor], batches: Sequence[Samples], advance: Advance
+) -> None:
+    """Runs the backward pass of ``loss`` on each batch, layer by layer; the sums are those of whole passes."""
+    inputs = stream.forward(inputs=True)
+    gradients = []
+    for batch, hidden in zip(batches, stream.hidden, strict=True):
+        last = hidden.detach().requires_grad_()
+        with stream.returning(last):
+            loss(batch).backward()
+        assert last.grad is not None
+        gradients.append(hidden.copy_(last.grad))  # the hidden states are not needed any more
+    for layer in reversed(range(len(stream.layers))):
+        for number, gradient in enumerate(gradients):
+            read = inputs[layer][number].detach().requires_grad_()
+            stream.call(layer, number, read).backward(gradient)
+            assert read.grad is not None
+            gradient.copy_(read.grad)
+    for number, batch in enumerate(batches):
+        start = stream.start(number)
+        if start.requires_grad:  # there are linears before the layers
+            start.backward(gradients[number])
+        advance(len(batch))
+
+
+@contextmanager
+def _watched(model: PreTrainedModel, found: Mapping[str, Fisher]) -> Iterator[None]:
+    """Inside the context, every forward and backward pass adds to the information of each linear."""
+    handles = [linear_module(model, name).register_forward_hook(_adding(each)) for name, each in found.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _adding(fisher: Fisher):  # type: ignore[no-untyped-def]
+    def hook(_module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return output
+        if not output.requires_grad:
+            # No weight of the model requires a gradient: the first linears start the graph. Their outputs are no
+            # leaves of it, which a model could not change in place (OLMo clamps its queries, keys and values).
+            output = output.requires_grad_().clone()
+        flat = inputs[0].detach().reshape(-1, inputs[0].shape[-1])
+        squares, tokens = flat.float().square().sum(0), flat.shape[0]  # of an input that need not stay in memory
+
+        def add(grad: Tensor) -> None:
+            fisher.row += grad.reshape(-1, grad.shape[-1]).float().square().sum(0)
+            fisher.column += squares
+            fisher.tokens += tokens
+
+        output.register_hook(add)  # a layer that is recomputed runs twice, but only one output has a gradient
+        return output
+
+    return hook
+
+
+class _Draws:
+    """Draws random numbers for one sample after another, the same whatever the micro-batches and the ranks.
+
+    Args:
+        seed: seed of the first sample.
+        skip: number of samples before the first one: the numbers of those are drawn and forgotten.
+    """
+
+    def __init__(self, seed: int, skip: int) -> None:
+        self._generator, self._skip = torch.Generator().manual_seed(seed), skip
+
+    def __call__(self, draw: Callable[..., Tensor], like: Tensor) -> Tensor:
+        """Returns what ``draw`` (`torch.rand` or `torch.randn`) gives for each sample.
+
+        Args:
+            draw: called with the shape for one sample: `torch.randn` fills whole tensors.
+            like: ``[samples, ...]``, of the shape and on the device that the numbers shall have.
+        """
+        for _ in range(self._skip):
+            draw(like.shape[1:], generator=self._generator)
+        self._skip = 0
+        return torch.stack([draw(like.shape[1:], generator=self._generator) for _ in like]).to(like.device)
+
+
+def _loss(model: PreTrainedModel, kind: ObjectiveKind, samples: Samples, draw: _Draws) -> Tensor:
+    if kind == "cosine":
+        hidden = normalize(last_hidden_state(model, samples).float(), dim=-1)
+        return (hidden * draw(torch.randn, hidden)).sum()
+    with without_cache(model):
+        logits = model(**samples.to(model.device, model.dtype).inputs).logits.float()
+    noise = draw(torch.rand, logits)
+    labels = (logits.detach() - (-noise.log()).log()).argmax(-1)  # the Gumbel-max draw from softmax(logits)
+    return cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")

@@ -1,0 +1,81 @@
+"""Importance of weights, kept as factors: no score matrix of a weight's size is stored.
+
+Every score has the form ``S = |W|^power * scale_C * (row_O + column_C)``, so a few vectors describe a linear:
+
+* magnitude: ``|W|``;
+* Wanda: ``|W| * ||X_j||_2``;
+* RIA: ``(|W| / column sum + |W| / row sum) * ||X_j||_2^a`` with ``a = 0.5``;
+* OBS (SparseGPT): ``W^2 / diag(H^-1)_j`` with ``H = X^T X``, damped.
+
+``||X_j||`` is the root of the sum of squares of input channel j, averaged over sequences.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from permtriton.config import ImportanceMethod
+from permtriton.kernels.importance import ImportanceFactors
+from permtriton.passes.plan import Plan, linear_module, weight_in_out
+
+RIA_ACTIVATION_POWER = 0.5
+TINY = 1e-20  # a column or row of zeros scores zero, not NaN
+
+
+def reads_activations(method: ImportanceMethod) -> bool:
+    """Returns whether a score follows from activations, which calibration then measures."""
+    return method != "magnitude"
+
+
+def inverts_hessians(method: ImportanceMethod) -> bool:
+    """Returns whether what calibration measures for a score are the Hessians of one layer after another."""
+    return method == "obs"
+
+
+def importance_of(method: ImportanceMethod, weight_CO: Tensor, statistic: Tensor) -> ImportanceFactors:
+    """Returns the importance of one linear's weights.
+
+    Args:
+        method: Kind of score.
+        weight_CO: ``[in_features, out_features]``.
+        statistic: float32 ``[in_features]``: ``diag(H^-1)`` for ``obs``, ``||X_j||`` otherwise.
+    """
+    if method == "magnitude":
+        return ImportanceFactors(1, torch.ones_like(statistic))
+    if method == "wanda":
+        return ImportanceFactors(1, statistic)
+    if method == "obs":
+        return ImportanceFactors(2, statistic.reciprocal())
+    if method != "ria":
+        raise ValueError(f"importance {method} has no score")
+    column_sums = weight_CO.abs().sum(1, dtype=torch.float32)
+    row_sums = weight_CO.abs().sum(0, dtype=torch.float32)
+    return ImportanceFactors(
+        1,
+        statistic.pow(RIA_ACTIVATION_POWER),
+        row_sums.clamp_min(TINY).reciprocal(),
+        column_sums.clamp_min(TINY).reciprocal(),
+    )
+
+
+def importances_of(
+    model: nn.Module, plan: Plan, method: ImportanceMethod, statistics: Mapping[str, Tensor]
+) -> dict[str, ImportanceFactors]:
+    """Returns linear name -> importance, for every pruned linear.
+
+    Args:
+        method: Kind of score.
+        statistics: Site name -> statistic, float32 ``[channels]``, as in `importance_of`.
+    """
+    return {
+        name: importance_of(method, weight_in_out(linear_module(model, name)), statistics[site.name])
+        for site, name in plan.linears()
+    }
+
+
+def magnitudes(model: PreTrainedModel, plan: Plan) -> dict[str, ImportanceFactors]:
+    """Returns linear name -> importance by magnitude, which needs no statistics; arguments as of `importances_of`."""
+    ones = {site.name: torch.ones(site.channels, device=model.device) for site in plan.sites}
+    return importances_of(model, plan, "magnitude", ones)

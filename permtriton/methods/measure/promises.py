@@ -1,0 +1,117 @@
+"""Checks that a compilation keeps what the search for a channel order promised.
+
+Outputs alone do not show an order that was lost on the way: the inverse permutation, a fold applied twice or statistics
+of another order leave a consistent model that is pruned badly. Two quantities are therefore measured when an order is
+chosen, and again on the model that is in this order: the importance that the masks retain, and the loss.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from permtriton.errors import VerificationError
+from permtriton.kernels.importance import ImportanceFactors
+from permtriton.methods.order.heuristic_order import retained
+from permtriton.passes.plan import Plan, linear_module, weight_in_out
+
+RETAINED_TOLERANCE = 1e-3  # relative: a few scores may tie, and row sums round differently in another order
+LOSS_TOLERANCE = 1e-4  # relative: sums over channels in another order; a hundred times that in 16 bits
+
+
+@dataclass(frozen=True)
+class Retained:
+    """Importance that N:M masks retain in one pruned linear, as sums of scores.
+
+    Attributes:
+        total: sum of all scores.
+        present: what a mask retains in the present channel order.
+        chosen: what it retains in the order that was given.
+    """
+
+    total: float
+    present: float
+    chosen: float
+
+
+def retained_importance(
+    model: nn.Module,
+    plan: Plan,
+    importances: Mapping[str, ImportanceFactors],
+    indices: Mapping[str, Tensor],
+    present: Mapping[str, float] | None = None,
+) -> dict[str, Retained]:
+    """Returns the importance that an N:M mask retains in each pruned linear, by name.
+
+    Args:
+        importances: of every pruned linear, by name, in the model's present order.
+        indices: space name -> unit index, int64 ``[units]``, of the given order; spaces without one keep the present
+            order.
+        present: linear -> what a mask retains in the present order, where that is known.
+    """
+    found, known = {}, present or {}
+    for site, name in plan.linears():
+        scores = importances[name].scores(weight_in_out(linear_module(model, name)))
+        pattern, before = plan.patterns[name], known.get(name)
+        if before is None:
+            before = retained(scores, torch.arange(site.channels, device=scores.device), pattern)
+        index = indices.get(site.space.name)
+        chosen = before if index is None else retained(scores, site.expand(index).to(scores.device), pattern)
+        found[name] = Retained(float(scores.sum(dtype=torch.float64)), before, chosen)
+    return found
+
+
+def total_importance(model: nn.Module, plan: Plan, importances: Mapping[str, ImportanceFactors]) -> dict[str, float]:
+    """Returns the sum of all scores of each pruned linear, by name: of a masked weight, what its mask retained."""
+    weights = {name: weight_in_out(linear_module(model, name)) for _, name in plan.linears()}
+    return {name: float(importances[name].scores(w).sum(dtype=torch.float64)) for name, w in weights.items()}
+
+
+def check_retained(promised: Mapping[str, float], found: Mapping[str, float]) -> None:
+    """Compares the importance that a mask should retain with what it does retain, in every linear.
+
+    Raises:
+        VerificationError: naming the first linear where they differ.
+    """
+    for name, expected in promised.items():
+        if not abs(found[name] - expected) <= RETAINED_TOLERANCE * abs(expected):
+            raise VerificationError(
+                f"{name}: the mask should retain an importance of {expected:.6g} in the chosen channel order and "
+                f"retains {found[name]:.6g}: the order or the mask was not applied as it was found. Nothing was saved; "
+                "this is a bug of permtriton, please report it"
+            )
+
+
+def check_no_worse(start: float, found: float, what: str) -> None:
+    """Checks that the order or the weights that were kept are no worse than those that the stage began with.
+
+    Raises:
+        VerificationError: the loss is higher.
+    """
+    if not found <= start:
+        raise VerificationError(
+            f"{what} began with a loss of {start:.6g} and kept one of {found:.6g}, although it must never end worse. "
+            "Nothing was saved; this is a bug of permtriton, please report it"
+        )
+
+
+def check_loss(
+    measured: float, found: float, dtype: torch.dtype, when: str = "calibration, when the order was chosen"
+) -> None:
+    """Compares the last loss that a stage measured with that of the model that it leaves.
+
+    Args:
+        measured: loss that the stage reported.
+        found: loss of the model now.
+        when: what was measured and when, for the error.
+
+    Raises:
+        VerificationError: they differ by more than ``dtype`` explains.
+    """
+    tolerance = LOSS_TOLERANCE * (1 if dtype.itemsize >= 4 else 100)
+    if not abs(found - measured) <= tolerance * measured + 4 * torch.finfo(torch.float32).eps:
+        raise VerificationError(
+            f"the loss ({when}) was {measured:.6g} and is {found:.6g} in the pruned model: what was found was not "
+            "applied as it was measured. Nothing was saved; this is a bug of permtriton, please report it"
+        )

@@ -1,0 +1,328 @@
+"""Statistics of the input channels of every site, measured on the calibration text."""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+
+from permtriton.config import ImportanceMethod
+from permtriton.data.samples import Samples
+from permtriton.errors import CalibrationError
+from permtriton.methods.measure.importance import inverts_hessians, reads_activations
+from permtriton.methods.prune.obs import inverse_diagonal
+from permtriton.model.experts import expert_of, stacked_name
+from permtriton.model.modules import GatheredLinear
+from permtriton.passes.edits import Move
+from permtriton.passes.plan import Plan, Site, linear_module, weight_in_out
+from permtriton.running import ranks
+from permtriton.running.layer_inputs import LayerInputs, from_model, layer_by_layer, once_each
+from permtriton.running.offload import Offload
+from permtriton.util.progress import Advance, Progress
+
+GRAM_COLUMNS = 256  # fewer per product make products slower than what they spare
+
+
+def site_statistics(
+    model: PreTrainedModel,
+    plan: Plan,
+    method: ImportanceMethod,
+    samples: Samples,
+    batch: int,
+    progress: Progress,
+    offload: Offload | None = None,
+) -> dict[str, Tensor]:
+    """Returns site name -> the statistic that an importance needs of the site's input, float32 ``[channels]``.
+
+    The statistic is ``diag(H^-1)`` for ``obs``, ones for ``magnitude``, else ``||X_j||``.
+
+    Args:
+        method: Kind of importance.
+        offload: Where weights and the layers' inputs are, so that the layers run one after another; None for memory.
+
+    Raises:
+        CalibrationError: An activation is NaN or infinite, or a Hessian cannot be inverted.
+    """
+    empty = torch.empty if offload is None else offload.empty
+    if not reads_activations(method):
+        return {site.name: torch.ones(site.channels, device=model.device) for site in plan.sites}
+    if not inverts_hessians(method):
+        layers = None if offload is None else once_each(model, plan, samples, batch, empty)
+        return channel_norms(model, plan.sites, samples, batch, progress, layers)
+    diagonals: dict[str, Tensor] = {}
+    share = ranks.own_rows(len(samples)).numel()
+    with progress.stage("calibrate", share * len(plan.layers())) as advance:
+        for layer in layer_by_layer(model, plan, samples, batch, changing=False, empty=empty):
+            layer_hessians = hessians(model, layer, advance)
+            found = ranks.deal(list(layer_hessians.items()), lambda each: inverse_diagonal(each[1], each[0]).cpu())
+            diagonals.update({name: each.to(model.device) for name, each in zip(layer_hessians, found, strict=True)})
+    for name, diagonal in diagonals.items():
+        check_finite(name, diagonal)
+    return diagonals
+
+
+def reorder_statistics(statistics: Mapping[str, Tensor], moves: Sequence[Move]) -> dict[str, Tensor]:
+    """Returns the statistics of all sites, each in the order that its channels have after ``moves``."""
+    orders = {gather.site: gather.index for move in moves for gather in move.gathers}
+    return {
+        name: statistic[orders[name].to(statistic.device)] if name in orders else statistic
+        for name, statistic in statistics.items()
+    }
+
+
+class _EverySiteSeen(Exception):
+    """Ends a forward pass early: every site's input has been seen, so the remaining layers need not run."""
+
+
+@torch.no_grad()
+def watch_inputs(
+    model: PreTrainedModel, layer: LayerInputs, consume: Callable[[Site, Tensor, Tensor | None], None], advance: Advance
+) -> None:
+    """Runs a layer and passes each site's input to ``consume`` when it appears; stores none.
+
+    Since no expert sees every token, the input that all experts of a layer read is taken where it enters the experts'
+    module. An expert's intermediate channels are taken at the expert, which may see no token at all.
+
+    Args:
+        layer: Sites to watch, and how their inputs are computed.
+        consume: Called whenever a site's linears run, with the site, its input ``[tokens, channels]`` and, where the
+            plan knows it, the residual stream that the linear's output is added to, ``[tokens, out_features]``.
+        advance: Progress of the stage, advanced by the sequences of each forward pass.
+    """
+    pending: dict[str, int] = {}  # site name -> calls of its linears still to come in this forward pass
+    residuals, handles = _watch_residuals(model, layer.sites)
+
+    def record(site: Site) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        reader = linear_module(model, site.linears[0])
+        gather = reader.gather if isinstance(reader, GatheredLinear) and reader.gather is not None else nn.Identity()
+        return lambda _module, inputs: consume(
+            site, gather(inputs[0]).reshape(-1, site.channels), residuals.pop(site.name, None)
+        )
+
+    def count(site: Site) -> Callable[..., None]:
+        def hook(*_: object) -> None:
+            pending[site.name] -= 1
+            if layer.may_end and all(calls <= 0 for calls in pending.values()):
+                raise _EverySiteSeen
+
+        return hook
+
+    for site in layer.sites:
+        reader = linear_module(model, site.linears[0])
+        expert = expert_of(model, site.linears[0])
+        if expert is None:
+            handles.append(reader.register_forward_pre_hook(record(site)))
+            handles.append(reader.register_forward_pre_hook(count(site)))
+        else:
+            experts, reads_every_token = expert
+            handles.append((experts if reads_every_token else reader).register_forward_pre_hook(record(site)))
+            handles.append(experts.register_forward_hook(count(site)))
+    try:
+        for rows in layer.parts:
+            pending |= {site.name: site.calls for site in layer.sites}
+            with suppress(_EverySiteSeen):
+                layer.run(rows)
+            advance(rows.shape[0])
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _watch_residuals(model: nn.Module, sites: Iterable[Site]) -> tuple[dict[str, Tensor], list[RemovableHandle]]:
+    """Returns site name -> the residual stream that its output will be added to, as it is seen, and the hooks."""
+    residuals: dict[str, Tensor] = {}
+
+    def keep(site: Site) -> Callable[..., None]:
+        def hook(_module: nn.Module, positional: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
+            residuals[site.name] = next(iter((*positional, *named.values()))).flatten(0, -2)
+
+        return hook
+
+    readers = [(site, model.get_submodule(site.residual_reader)) for site in sites if site.residual_reader]
+    return residuals, [module.register_forward_pre_hook(keep(site), with_kwargs=True) for site, module in readers]
+
+
+def channel_norms(
+    model: PreTrainedModel,
+    sites: Sequence[Site],
+    samples: Samples,
+    batch: int,
+    progress: Progress,
+    layers: Iterable[LayerInputs] | None = None,
+) -> dict[str, Tensor]:
+    """Returns site name -> ``||X_j||``, float32 ``[channels]``: root of the sum of squares, averaged over sequences.
+
+    A site whose input is all zeros or empty (an expert that no token is sent to) gets ones, so that its weights are
+    scored by their size alone; ``progress`` reports it. Arguments are those of `site_statistics`, and ``layers``, which
+    gives the sites their inputs in place of one run of the model.
+
+    Raises:
+        CalibrationError: An activation is NaN or infinite.
+    """
+    sums = {s.name: torch.zeros(s.channels, dtype=torch.float64, device=model.device) for s in sites}
+
+    def consume(site: Site, inputs: Tensor, _residual: Tensor | None) -> None:
+        sums[site.name] += inputs.float().square().sum(0)
+
+    with progress.stage("calibrate", ranks.own_rows(len(samples)).numel()) as advance:
+        for layer in layers or [from_model(model, list(sites), samples, batch)]:
+            watch_inputs(model, layer, consume, advance)
+    ranks.add_up(sums.values())
+    for name, total in sums.items():
+        check_finite(name, total)
+        if not bool(total.any()):
+            total.fill_(len(samples))
+            progress.say(f"{name}: its input is all zeros or empty; its weights are scored by their size alone")
+    return {name: (total / len(samples)).sqrt().float() for name, total in sums.items()}
+
+
+def hessians(model: PreTrainedModel, layer: LayerInputs, advance: Advance) -> dict[str, Tensor]:
+    """Returns site name -> ``X^T X`` over the tokens of all ranks, float32 ``[channels, channels]``.
+
+    A site whose input is all zeros or empty (an expert that no token is sent to) gets the identity: its weights are
+    then scored by their size alone, and no update changes them. Arguments are those of `watch_inputs`.
+
+    Raises:
+        CalibrationError: An activation is NaN or infinite.
+    """
+    sums = _zeros(model, layer.sites)
+
+    def consume(site: Site, inputs: Tensor, _residual: Tensor | None) -> None:
+        _add_gram(sums[site.name], inputs.float())
+
+    watch_inputs(model, layer, consume, advance)
+    _finish(sums)
+    return sums
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Second moments of a site's input, with ``X_p`` in the model as pruned so far and ``X_d`` in the dense one.
+
+    Attributes:
+        hessian: ``X_p^T X_p``, float32 ``[channels, channels]``, as of `hessians`.
+        shift: ``(X_d - X_p)^T X_p``, of the same shape; None where both do not see the same tokens, because the
+            routing to experts decides which they are.
+        residual_shift: ``(R_d - R_p)^T X_p``, float32 ``[out_features, channels]``, with ``R`` the residual stream that
+            the linear's output is added to; None where the plan does not know it, and where there is no shift.
+    """
+
+    hessian: Tensor
+    shift: Tensor | None
+    residual_shift: Tensor | None = None
+
+
+Inputs = Mapping[str, deque[tuple[Tensor, Tensor | None]]]  # site name -> for each part, its input and residual stream
+
+
+def dense_inputs(
+    model: PreTrainedModel, layer: LayerInputs, advance: Advance, offload: Offload | None = None
+) -> Inputs:
+    """Returns the inputs of sites in the dense model, for those that read the same tokens in the pruned one.
+
+    Args:
+        model: Model that the layer is part of.
+        layer: Sites to watch, as the dense model runs them.
+        advance: As for `watch_inputs`.
+        offload: Keeps them in files; None for memory.
+    """
+    found: Inputs = {site.name: deque() for site in layer.sites if reads_every_token(model, site)}
+    copied = offload.copied if offload else Tensor.clone  # the model may overwrite what it gives
+
+    def keep(site: Site, inputs: Tensor, residual: Tensor | None) -> None:
+        if site.name in found:
+            found[site.name].append((copied(inputs), None if residual is None else copied(residual)))
+
+    watch_inputs(model, layer, keep, advance)
+    return found
+
+
+def moments(model: PreTrainedModel, layer: LayerInputs, dense: Inputs, advance: Advance) -> dict[str, Moments]:
+    """Returns site name -> the moments of its input, over the tokens of all ranks.
+
+    Args:
+        layer: Sites to watch, as the model as pruned so far runs them.
+        dense: What `dense_inputs` returns of the same parts; what is read of it is taken out.
+        advance: As for `watch_inputs`.
+
+    Raises:
+        CalibrationError: An activation is NaN or infinite.
+    """
+    sums = _zeros(model, layer.sites)
+    compared = [site for site in layer.sites if site.name in dense]
+    shifts = _zeros(model, compared)
+    residual_shifts = {
+        site.name: torch.zeros(_out_features(model, site), site.channels, device=model.device)
+        for site in compared
+        if site.residual_reader
+    }
+
+    def consume(site: Site, inputs: Tensor, residual: Tensor | None) -> None:
+        inputs = inputs.float()
+        _add_gram(sums[site.name], inputs)
+        if site.name not in shifts:
+            return
+        before, residual_before = dense[site.name].popleft()
+        shifts[site.name].addmm_(before.to(inputs).sub_(inputs).T, inputs)
+        if residual is not None and residual_before is not None:
+            residual_shifts[site.name].addmm_(residual_before.to(inputs).sub_(residual.float()).T, inputs)
+
+    watch_inputs(model, layer, consume, advance)
+    assert not any(dense[name] for name in shifts), "the dense model ran some linears more often than the pruned one"
+    _finish(sums)
+    ranks.add_up([*shifts.values(), *residual_shifts.values()])
+    return {name: Moments(hessian, shifts.get(name), residual_shifts.get(name)) for name, hessian in sums.items()}
+
+
+def reads_every_token(model: nn.Module, site: Site) -> bool:
+    """Whether a site reads the same tokens in two models that may send them to different experts."""
+    name = site.linears[0]
+    expert = expert_of(model, name)
+    return stacked_name(model, name) is None if expert is None else expert[1]
+
+
+def _zeros(model: PreTrainedModel, sites: Iterable[Site]) -> dict[str, Tensor]:
+    return {site.name: torch.zeros(site.channels, site.channels, device=model.device) for site in sites}
+
+
+def _out_features(model: PreTrainedModel, site: Site) -> int:
+    return weight_in_out(linear_module(model, site.linears[0])).shape[1]
+
+
+def _add_gram(total: Tensor, inputs: Tensor) -> None:
+    """Adds ``X^T X`` to its total, but for blocks below the diagonal, which are those above: nearly half of it.
+
+    Args:
+        total: float32 ``[channels, channels]``.
+        inputs: ``X``, float32 ``[tokens, channels]``.
+    """
+    width = max(GRAM_COLUMNS, -(-len(total) // 8))
+    for start in range(0, len(total), width):
+        total[start : start + width, start:].addmm_(inputs[:, start : start + width].T, inputs[:, start:])
+
+
+def _finish(sums: Mapping[str, Tensor]) -> None:
+    """Completes sums of `_add_gram`, in place, over the ranks, and gives a site without inputs the identity."""
+    ranks.add_up(sums.values())
+    for name, hessian in sums.items():
+        hessian.triu_().add_(hessian.triu(1).T)
+        check_finite(name, hessian.diagonal())
+        if not bool(hessian.diagonal().any()):
+            hessian.fill_diagonal_(1)
+
+
+def check_finite(name: str, values: Tensor) -> None:
+    """Checks that a site's statistics are finite.
+
+    Raises:
+        CalibrationError: A value is NaN or infinite.
+    """
+    if not bool(values.isfinite().all()):
+        raise CalibrationError(
+            f"{name}: {int((~values.isfinite()).sum())} of {values.numel()} input channels are NaN or infinite on the "
+            "calibration text: the model overflows in this dtype (try `dtype=float32`) or its weights are damaged"
+        )

@@ -1,0 +1,246 @@
+"""The model with hard N:M masks written into its weights, and the gradient of the loss by the masked weights."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from permtriton.config import CommonConfig
+from permtriton.data.samples import Samples
+from permtriton.errors import CalibrationError, ConfigError
+from permtriton.kernels.importance import ImportanceFactors
+from permtriton.kernels.nm_mask import nm_mask
+from permtriton.kernels.swap_gains import Curvature, SwapTerms, swap_terms
+from permtriton.methods.measure.fisher import Fisher
+from permtriton.methods.measure.objective import Objective
+from permtriton.model.experts import expert_of
+from permtriton.model.forward import last_hidden_state, to_numbers
+from permtriton.passes.edits import runs_of
+from permtriton.passes.plan import ChannelSpace, Plan, Site, layer_modules, linear_module
+from permtriton.running import ranks
+from permtriton.running.backward import checkpointed, frozen, loss_scale
+from permtriton.running.micro_batch import MicroBatch
+from permtriton.running.sharding import is_spread, rows_of_share, share
+from permtriton.util.sparsity import NMPattern
+
+
+@dataclass
+class _Masked:
+    """A pruned linear: its parameter holds the masked weight meanwhile.
+
+    Where weights are spread over the ranks (`permtriton.running.sharding`), all but the parameter is of this rank's
+    rows.
+
+    Attributes:
+        site: Site that it reads.
+        parameter: Weight as stored.
+        dense: Copy of the dense weight, as stored.
+        importance: Importance of the dense weight.
+        fisher: Information of the dense weight.
+        pattern: N:M pattern of the masked weight.
+        in_out: Whether the weight is stored ``[in_features, out_features]``.
+        gradient: Sum of the gradients of the masked weight, float32 (float64 of float64), as stored; None if not taken.
+    """
+
+    site: Site
+    parameter: nn.Parameter
+    dense: Tensor
+    importance: ImportanceFactors
+    fisher: Fisher
+    pattern: NMPattern
+    in_out: bool
+    gradient: Tensor | None = None
+
+    def oriented(self, weight: Tensor) -> Tensor:
+        """Returns a stored weight as ``[out_features, in_features]``."""
+        return weight.t() if self.in_out else weight
+
+    def add(self, parameter: Tensor) -> None:
+        """Adds the parameter's gradient to ``gradient`` and frees it."""
+        assert parameter.grad is not None
+        self.total.add_(share(parameter.grad))
+        parameter.grad = None
+
+    @property
+    def total(self) -> Tensor:
+        """``gradient``, zeros if it was not taken."""
+        if self.gradient is None:
+            self.gradient = torch.zeros_like(self.dense, dtype=torch.promote_types(self.dense.dtype, torch.float32))
+        return self.gradient
+
+
+class HardMasks:
+    """The masks of all pruned linears.
+
+    Attributes:
+        spread: Whether each rank holds some rows of the weights only.
+    """
+
+    def __init__(self, model: PreTrainedModel, linears: Sequence[_Masked], micro_batch_size: int) -> None:
+        self.spread = any(is_spread(linear.parameter) for linear in linears)
+        self._model, self._linears = model, linears
+        self._micro_batch = MicroBatch(micro_batch_size)
+
+    @torch.no_grad()
+    def set(self, indices: Mapping[str, Tensor]) -> None:
+        """Masks every weight in an order: space name -> unit index, int64 ``[units]``; the base order without one."""
+        for linear in self._linears:
+            weight, site = linear.oriented(linear.dense), linear.site
+            soft = linear.importance.scale.new_empty(0)
+            group = linear.pattern.group  # runs of a frozen space may hold no whole groups
+            runs = [group] * (site.channels // group) if site.space.frozen else list(runs_of(site))
+            masked = nm_mask(weight, linear.importance, self._order(site, indices), soft, runs, linear.pattern, False)
+            share(linear.parameter).copy_(linear.oriented(masked))
+
+    def _order(self, site: Site, indices: Mapping[str, Tensor]) -> Tensor:
+        index = indices.get(site.space.name)
+        order = torch.arange(site.channels) if index is None else site.expand(index)
+        return order.to(self._model.device)
+
+    def loss(self, objective: Objective, samples: Samples) -> float:
+        """Returns the mean loss over all sequences.
+
+        Raises:
+            CalibrationError: The loss is not finite.
+        """
+        return self._check(self._micro_batch.run(partial(objective.mean, self._model, samples)))
+
+    @torch.enable_grad()
+    def take_gradients(
+        self, objective: Objective, samples: Samples, advance: Callable[[int], None] | None = None
+    ) -> float:
+        """Sums the gradient of the mean loss by each masked weight, and returns the mean loss.
+
+        Args:
+            advance: Called with the number of sequences after each backward pass.
+
+        Raises:
+            CalibrationError: The loss is not finite.
+        """
+        scale = loss_scale(samples.positions)
+        reported = 0
+
+        def backward(size: int) -> float:
+            nonlocal reported
+            self.drop_gradients()
+            losses, done = [], 0
+            for rows in ranks.parts(torch.arange(len(samples)), size):
+                loss = objective.loss(last_hidden_state(self._model, samples[rows]), rows) * (
+                    rows.numel() / len(samples)
+                )
+                (loss * scale).backward()
+                losses.append(loss.detach())
+                done += rows.numel()
+                more = done - reported
+                if advance is not None and more > 0:  # less where memory was too small and the pass starts again
+                    advance(more)
+                    reported += more
+            return sum(to_numbers(losses))
+
+        loss = self._check(ranks.total(self._micro_batch.run(backward)))
+        self._add_up_gradients()
+        for linear in self._linears:
+            if linear.gradient is not None:
+                linear.gradient /= scale
+        return loss
+
+    def _add_up_gradients(self) -> None:
+        """Adds the gradients up over all ranks: an expert that no token of this rank visits may have some elsewhere.
+
+        FSDP2 has done so for weights that are spread.
+        """
+        if self.spread:
+            return
+        reached = torch.tensor([linear.gradient is not None for linear in self._linears], dtype=torch.int64)
+        ranks.add_up([reached])
+        linears = [linear for linear, found in zip(self._linears, reached.tolist(), strict=True) if found]
+        ranks.add_up(linear.total for linear in linears)
+
+    def drop_gradients(self) -> None:
+        """Frees the gradients."""
+        for linear in self._linears:
+            linear.gradient = linear.parameter.grad = None
+
+    def terms(
+        self, space: ChannelSpace, indices: Mapping[str, Tensor], damping: float, tokens: int
+    ) -> Iterator[SwapTerms]:
+        """Yields what the gains of swapping a space's units follow from, once per linear and copy of the units.
+
+        Args:
+            indices: Space name -> unit index of the present order.
+            damping: Factor of the curvature; 0 for gains that are exact to first order.
+            tokens: Number of tokens that the mean loss is over.
+        """
+        for linear in self._linears:
+            if linear.gradient is None or linear.site.space is not space:
+                continue
+            row, column = linear.fisher.curvature(tokens)
+            terms = swap_terms(
+                linear.oriented(linear.dense), linear.importance, linear.oriented(linear.gradient),
+                self._order(linear.site, indices), linear.pattern, Curvature(row * damping, column),
+            )  # fmt: skip
+            by_unit = torch.argsort(linear.site.units, stable=True).view(linear.site.space.units, linear.site.copies)
+            for copy in by_unit.unbind(1):
+                yield terms.of_positions(copy.to(self._model.device))
+
+    def _check(self, loss: float) -> float:
+        if not math.isfinite(loss):
+            raise CalibrationError(
+                f"the loss of the search is {loss} in {self._model.dtype}: activations overflow (try `dtype=float32`), "
+                "or the weights are damaged"
+            )
+        return loss
+
+
+@contextmanager
+def hard_masked(
+    model: PreTrainedModel,
+    plan: Plan,
+    importances: Mapping[str, ImportanceFactors],
+    fisher: Mapping[str, Fisher],
+    config: CommonConfig,
+) -> Iterator[HardMasks]:
+    """Inside the context, the pruned linears hold masked weights, and only they have gradients.
+
+    Args:
+        model: Dense model, its channels in base order; unchanged afterwards.
+        fisher: Linear name -> Fisher information of the dense weight, for every pruned linear.
+    """
+    linears, handles = [], []
+    experts = next((name for _, name in plan.linears() if expert_of(model, name) is not None), None)
+    if experts is not None and any(is_spread(parameter) for parameter in model.parameters()):
+        raise ConfigError(
+            f"{experts}: the gradients of experts cannot be spread over GPUs, because not every GPU sends tokens to "
+            "each: leave the step searched out, or use GPUs that hold the whole model"
+        )
+    with ExitStack() as stack:
+        stack.enter_context(frozen(model))
+        if config.activation_checkpointing:
+            stack.enter_context(checkpointed(layer_modules(model, plan)))
+        for site, name in plan.linears():
+            module = linear_module(model, name)
+            parameter = module.get_parameter("weight")
+            assert isinstance(parameter, nn.Parameter)
+            in_out = isinstance(module, Conv1D)
+            rows = rows_of_share(parameter, in_out)
+            importance, information = importances[name].of_rows(rows, model.device), fisher[name].of_rows(rows)
+            masked = _Masked(
+                site, parameter, share(parameter).clone(), importance, information, plan.patterns[name], in_out
+            )
+            linears.append(masked)
+            handles.append(parameter.requires_grad_(True).register_post_accumulate_grad_hook(masked.add))
+        try:
+            yield HardMasks(model, linears, config.micro_batch_size)
+        finally:
+            for handle in handles:
+                handle.remove()
+            for linear in linears:
+                share(linear.parameter).copy_(linear.dense)
+                linear.parameter.requires_grad_(False)
+                linear.parameter.grad = None

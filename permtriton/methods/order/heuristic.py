@@ -1,0 +1,48 @@
+"""Step ``heuristic``: RIA's two-stage channel order, see `permtriton.methods.order.heuristic_order`."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from permtriton.driver.step import FLOAT32, Facts, Speed, Stage, Step
+from permtriton.util.option import documented, option
+
+if TYPE_CHECKING:
+    from permtriton.driver.run import Run
+
+
+@documented
+@dataclass(frozen=True)
+class Heuristic(Step):
+    """Options of the heuristic order."""
+
+    name: ClassVar[str] = "heuristic"
+    prefix: ClassVar[str] = "heuristic"
+    summary: ClassVar[str] = "channels dealt out and reassigned by importance (RIA's two stages): seconds to minutes"
+    stage: ClassVar[Stage] = Stage.ORDER
+
+    row_weights: Literal["fisher", "none"] = option(
+        "none", "How much each output row counts: fisher (by its effect on the loss) or none (all alike)."
+    )
+
+    @property
+    def gradients(self) -> bool:
+        return self.row_weights == "fisher"
+
+    def needs(self, facts: Facts) -> dict[str, dict[str, int]]:
+        from permtriton.methods.order.heuristic_order import MAX_ROWS
+
+        rows = min(MAX_ROWS, facts.pruned // facts.width)
+        scores = 4 * max(facts.spaces, default=0) * rows * FLOAT32
+        found = {"heuristic": {"scores": scores, **facts.mask()}}
+        return found | ({"row weights": facts.gradients()} if self.gradients else {})
+
+    def seconds(self, facts: Facts, speed: Speed) -> float:
+        return speed.assignments + (speed.both if self.gradients else 0)
+
+    def run(self, run: "Run") -> None:
+        from permtriton.methods.order.heuristic_order import heuristic_indices
+
+        if spaces := [space for space in run.plan.spaces if not space.frozen]:
+            rows = run.row_weights() if self.row_weights == "fisher" else None
+            importances = run.importances()
+            run.reorder(heuristic_indices(run.model, run.plan, spaces, importances, rows, run.progress))

@@ -1,0 +1,174 @@
+"""The heuristic channel order: RIA's two stages (Zhang et al., 2024), for any N:M.
+
+1. Channel allocation: channels sorted by total importance are dealt out, so that every group gets one of each rank.
+2. Refinement: one channel is taken out of each group, and all of them are put back by the linear assignment that
+   retains the most importance. A sweep does this for every slot of the group; sweeps end when one gains little.
+   The time of an assignment grows with the cube of its groups. Where there are more than `MOST_GROUPS`, random parts
+   of them exchange channels, all parts in one batched assignment, and every slot of every sweep draws other parts.
+
+The importance that group g retains when channel c joins it is ``sum_o relu(s_oc - t_og)`` plus a constant, where
+``t_og`` is the N-th largest score in row o of the channels that stayed. Since ``relu(a) = (|a| + a) / 2`` and the
+linear parts sum to the same for every assignment, the best assignment maximises the L1 distances between scores and
+thresholds, which one `torch.cdist` computes.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from permtriton.kernels.assignment import assignment
+from permtriton.kernels.importance import ImportanceFactors
+from permtriton.passes.plan import ChannelSpace, Plan, Site, linear_module, weight_in_out
+from permtriton.running import ranks
+from permtriton.util.permutation import identity
+from permtriton.util.progress import Advance, Progress
+from permtriton.util.sparsity import NMPattern
+
+# In parts a sweep tries fewer exchanges: the first is multiplied by the number of parts, the second divided by it.
+MAX_SWEEPS = 10
+MIN_GAIN = 1e-4  # fraction of the retained importance; a sweep that gains no more is the last
+MOST_GROUPS = 256  # in one assignment; the assignment kernel takes no more
+MAX_ROWS = 4096  # rows of scores that decide the order of one space; more are sampled evenly
+
+
+def heuristic_indices(
+    model: nn.Module,
+    plan: Plan,
+    spaces: Sequence[ChannelSpace],
+    importances: Mapping[str, ImportanceFactors],
+    row_weights: Mapping[str, Tensor] | None,
+    progress: Progress,
+) -> dict[str, Tensor]:
+    """Finds the heuristic order of channel spaces.
+
+    Args:
+        row_weights: Linear name -> how much the loss feels each row, float32 ``[out_features]``; None weights all rows
+            of a linear alike, and all linears.
+
+    Returns:
+        Space name -> unit index, int64 ``[units]``.
+    """
+    steps = sum(len(space.segments) for space in ranks.dealt(spaces))
+    with progress.stage("heuristic", steps) as advance:
+
+        def order(space: ChannelSpace) -> Tensor:
+            scores = space_scores(model, plan.sites_of(space), importances, row_weights)
+            return heuristic_index(space, scores, plan.pattern_of(space), advance)
+
+        return {space.name: index for space, index in zip(spaces, ranks.deal(spaces, order), strict=True)}
+
+
+def space_scores(
+    model: nn.Module,
+    sites: Sequence[Site],
+    importances: Mapping[str, ImportanceFactors],
+    row_weights: Mapping[str, Tensor] | None = None,
+    max_rows: int = MAX_ROWS,
+) -> Tensor:
+    """Returns the scores of a space's units in all linears that read them, float32 ``[units, rows]``.
+
+    With row weights ``f``, scores that are linear in ``|W|`` are multiplied by ``sqrt(f)`` and quadratic ones by ``f``.
+    Without them, each linear's scores are divided by their mean, so that no layer outweighs another. Rows are sampled
+    evenly where all linears together have more than ``max_rows``. Where several channels of a site share a unit, each
+    of them adds its own rows.
+    """
+    linears = [(site, name) for site in sites for name in site.linears]
+    quota = max(max_rows // sum(site.copies for site, _ in linears), 1)
+    rows = []
+    for site, name in linears:
+        scores = importances[name].scores(weight_in_out(linear_module(model, name)))
+        if row_weights is not None:
+            scores *= row_weights[name].pow(importances[name].power / 2)
+        if (size := scores.shape[1]) > quota:
+            scores = scores[:, torch.linspace(0, size - 1, quota, device=scores.device).long()]
+            scores *= size / quota  # each stands for several, so that linears keep their weights against each other
+        if row_weights is None:
+            scores /= scores.mean().clamp_min(torch.finfo(scores.dtype).tiny)
+        by_unit = torch.argsort(site.units, stable=True).view(site.space.units, site.copies)
+        rows += [scores[by_unit[:, copy].to(scores.device)] for copy in range(site.copies)]
+    return torch.cat(rows, 1)
+
+
+def heuristic_index(space: ChannelSpace, scores: Tensor, pattern: NMPattern, advance: Advance) -> Tensor:
+    """Returns the unit index ``[units]`` that the two stages find inside each segment of a space.
+
+    A segment keeps its order where the new one retains no more importance.
+
+    Args:
+        scores: ``[units, rows]``, from `space_scores`.
+        advance: Progress of the stage, advanced once per segment.
+    """
+    index, start = identity(space.units), 0
+    for size in space.segments:
+        segment = slice(start, start + size)
+        index[segment] = start + _two_stages(scores[segment], pattern).cpu()
+        start += size
+        advance()
+    return index
+
+
+def retained(scores: Tensor, index: Tensor, pattern: NMPattern) -> float:
+    """Returns the total importance that N:M keeps in the order of ``index``; scores are ``[channels, rows]``."""
+    grouped = scores[index].unflatten(0, (-1, pattern.group))
+    return float(grouped.topk(pattern.kept, dim=1).values.sum(dtype=torch.float64))
+
+
+def _two_stages(scores: Tensor, pattern: NMPattern) -> Tensor:
+    channels = scores.shape[0]
+    unchanged = torch.arange(channels, device=scores.device)
+    if channels <= pattern.group:
+        return unchanged
+    by_importance = scores.sum(1).argsort(descending=True, stable=True)
+    index = by_importance.view(pattern.group, -1).T.reshape(-1)
+    before, parts = retained(scores, index, pattern), _parts(channels // pattern.group)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(MAX_SWEEPS * parts):
+        for slot in range(pattern.group):
+            index = reassigned(scores, index, slot, pattern, generator)
+        after = retained(scores, index, pattern)
+        if after - before <= MIN_GAIN / parts * before:
+            break
+        before = after
+    return index if after > retained(scores, unchanged, pattern) else unchanged
+
+
+def _parts(groups: int) -> int:
+    return -(-groups // MOST_GROUPS)
+
+
+def reassigned(scores: Tensor, index: Tensor, slot: int, pattern: NMPattern, generator: torch.Generator) -> Tensor:
+    """Returns ``index`` with the channels at one slot of the groups reassigned, inside random parts if there are many.
+
+    Args:
+        scores: ``[channels, rows]``.
+        index: int64 ``[channels]``.
+        slot: Place in the groups, 0 to ``group - 1``.
+        generator: Draws the parts, on the CPU. Groups that fill no part stay as they are this time.
+    """
+    groups = index.view(-1, pattern.group).clone()
+    parts = _parts(len(groups))
+    chosen: Tensor | slice = slice(None)
+    if parts > 1:
+        chosen = torch.randperm(len(groups), generator=generator)[: len(groups) // parts * parts].to(groups.device)
+    members = groups[chosen]
+    others = [scores[members[:, position]] for position in range(pattern.group) if position != slot]
+    threshold = _largest(others, pattern.kept)
+    taken = members[:, slot].view(parts, -1)
+    gain = torch.cdist(scores[taken], threshold.view(*taken.shape, -1), p=1)
+    groups[chosen, slot] = taken.gather(1, assignment(gain).long()).flatten()
+    return groups.flatten()
+
+
+def _largest(values: list[Tensor], place: int) -> Tensor:
+    """Returns, element by element, the value at ``place`` (1 is the largest) of equally shaped tensors.
+
+    For a few large tensors, bubble sort's maxima and minima are much faster than ``torch.topk`` over short rows.
+    """
+    for _ in range(place):
+        highest, rest = values[0], []
+        for value in values[1:]:
+            rest.append(torch.minimum(highest, value))
+            highest = torch.maximum(highest, value)
+        values = rest
+    return highest

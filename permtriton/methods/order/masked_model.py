@@ -1,0 +1,254 @@
+"""The model with N:M masks on its pruned linears, computed in the order that is being learned (eq. 8-9).
+
+The stored weights do not change: each pruned linear sees its weight through a mask that follows the permutations.
+
+Where memory allows, a masked weight is kept as long as its order, through all micro-batches of a step. It is a leaf, so
+autograd adds up its gradients as it does those of a dense model's weights, and the gradient of the mask, which is
+linear in them, is taken once, of their sum. A step then costs a dense one and one pass over all masks. Otherwise masks
+and their gradients are computed whenever a linear runs.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from permtriton.config import CommonConfig
+from permtriton.kernels.importance import ImportanceFactors
+from permtriton.kernels.nm_mask import nm_mask, nm_mask_backward
+from permtriton.methods.options import Learning
+from permtriton.methods.order.relaxation import Relaxation, SiteBlocks
+from permtriton.passes.plan import Plan, layer_modules, linear_module
+from permtriton.running import ranks
+from permtriton.running.backward import checkpointed, frozen
+from permtriton.running.sharding import spread
+from permtriton.util.permutation import identity
+from permtriton.util.sparsity import NMPattern
+
+
+class _MaskedWeight(nn.Module):
+    """The parametrization of a pruned linear's weight; it needs `set` before the first call.
+
+    Args:
+        weight: Weight as stored.
+        importance: Importance of the weight.
+        sizes: Sizes of the site's blocks, in channel order.
+        in_out: Whether the weight is stored ``[in_features, out_features]``, as by Conv1D.
+
+    Attributes:
+        channels: Number of input channels.
+        index, soft: As given to `set`.
+    """
+
+    def __init__(
+        self,
+        weight: Tensor,
+        importance: ImportanceFactors,
+        sizes: Sequence[int],
+        options: Learning,
+        pattern: NMPattern,
+        in_out: bool,
+    ) -> None:
+        super().__init__()
+        self._weight = (weight,)  # in a tuple, so that it does not become a parameter
+        self._importance, self._sizes, self._in_out = importance, list(sizes), in_out
+        self._pattern, self._group_scale, self.channels = pattern, options.group_scale, sum(sizes)
+
+    @torch.no_grad()
+    def set(self, index: Tensor, soft: Tensor, keep: bool) -> None:
+        """Makes the mask follow a hard permutation.
+
+        Args:
+            index: int64 ``[channels]``.
+            soft: The flat soft blocks that ``index`` was assigned from, a leaf; empty where there is no backward pass.
+            keep: Whether to compute the masked weight now, and to keep it until the next call.
+        """
+        self.index, self.soft = index, soft
+        self._kept: Tensor | None = None  # frees the last one before the next one is computed
+        if keep:
+            self._kept = self(*self._weight).requires_grad_(soft.requires_grad)
+
+    def forward(self, weight: Tensor) -> Tensor:
+        if self._kept is not None:
+            return self._kept
+        masked = nm_mask(
+            self._oriented(weight), self._importance, self.index, self.soft, self._sizes, self._pattern,
+            self._group_scale,
+        )  # fmt: skip
+        return self._oriented(masked)
+
+    def take_gradient(self) -> Tensor | None:
+        """Returns the gradient of the flat soft blocks that follows from that of the kept weight, which is freed.
+
+        None if the weight is not kept, so that autograd computes the former itself, or if no token visited the expert.
+        """
+        if self._kept is None or self._kept.grad is None:
+            return None
+        grad, self._kept.grad = self._oriented(self._kept.grad), None
+        weight = self._oriented(*self._weight)
+        grad_soft = nm_mask_backward(
+            grad, weight, self._importance, self.index, self._sizes, self._pattern.group, self._group_scale
+        )
+        return grad_soft.to(self.soft.dtype)
+
+    def _oriented(self, weight: Tensor) -> Tensor:
+        return weight.t() if self._in_out else weight
+
+
+class Masks:
+    """The masks of all pruned linears.
+
+    Args:
+        entries: Per site whose order learns, its blocks and the masked weights of its linears.
+        fixed: The masked weights of all other linears, which keep the base order.
+        keep: Whether masked weights are kept as long as their order.
+
+    Attributes:
+        keep: The same.
+    """
+
+    def __init__(
+        self,
+        entries: Sequence[tuple[SiteBlocks, Sequence[_MaskedWeight]]],
+        fixed: Sequence[_MaskedWeight] = (),
+        keep: bool = True,
+    ) -> None:
+        self.keep = keep
+        self._entries, self._fixed = list(entries), list(fixed)
+        self._soft: Sequence[Tensor] = ()
+        self._leaves: list[Tensor] = []  # per site, its soft blocks detached from the logits
+        self._channels = [blocks.units.numel() for blocks, _ in entries]
+        self._units = torch.cat([blocks.units for blocks, _ in entries])
+        channels = [torch.arange(count, device=self._units.device) for count in self._channels]
+        self._shifts = torch.cat(channels) - self._units  # constant per block, so its channels move as its units do
+        self._set_fixed()
+
+    def stop_keeping(self) -> None:
+        """From now on computes masked weights whenever a linear runs: less memory, more time."""
+        self.keep = False
+        self._set_fixed()
+
+    @torch.no_grad()
+    def set(self, index: Tensor, soft: Sequence[Tensor] | None) -> None:
+        """Makes the masks of every site that learns follow a hard permutation, and drops all gradients.
+
+        Args:
+            index: int64 ``[units of all spaces]``, as `Relaxation.assign` returns it.
+            soft: The soft permutations that ``index`` was assigned from, to which `backward` sends gradients; None
+                where there is no backward pass.
+        """
+        self._soft, self._leaves = soft or (), []
+        orders = (index[self._units] + self._shifts).split(self._channels)
+        leaf = torch.empty(0, device=index.device)
+        for (blocks, weights), order in zip(self._entries, orders, strict=True):
+            if soft is not None:
+                leaf = blocks.flat(soft).detach().requires_grad_()
+                self._leaves.append(leaf)
+            for weight in weights:
+                weight.set(order, leaf, self.keep)
+
+    def _set_fixed(self) -> None:
+        none = torch.empty(0, device=self._units.device)
+        for weight in self._fixed:
+            weight.set(identity(weight.channels).to(none.device), none, self.keep)
+
+    @torch.no_grad()
+    def backward(self, scale: float) -> Tensor:
+        """Propagates the gradients that have accumulated since `set` to the logits, and frees those of weights.
+
+        The gradients of all ranks are added up.
+
+        Args:
+            scale: Factor by which the loss was multiplied; the gradients are divided by it.
+
+        Returns:
+            The largest gradient of the soft permutations, ``[]``; 0, infinity or NaN mean that nothing can be learned.
+        """
+        grads = [torch.zeros_like(matrices) for matrices in self._soft]
+        for (blocks, weights), leaf in zip(self._entries, self._leaves, strict=True):
+            for flat in (leaf.grad, *(weight.take_gradient() for weight in weights)):
+                if flat is not None:
+                    blocks.add_gradient(flat, grads)
+        ranks.add_up(grads)
+        largest = torch.stack([grad.div_(scale).abs().amax() for grad in grads]).amax()
+        torch.autograd.backward(self._soft, grads)
+        return largest
+
+
+@contextmanager
+def masked_model(
+    model: PreTrainedModel,
+    plan: Plan,
+    importances: Mapping[str, ImportanceFactors],
+    relaxation: Relaxation,
+    options: Learning,
+    config: CommonConfig,
+    keep: bool = True,
+    spread_on: torch.device | None = None,
+) -> Iterator[Masks]:
+    """Inside the context, masks every pruned linear, freezes the model and recomputes activations layer by layer.
+
+    Weights of ``nn.Linear`` are stored input-major meanwhile, so that the masks gather contiguous rows.
+
+    Args:
+        model: Dense model, its channels in base order; unchanged afterwards.
+        relaxation: Logits of the spaces that learn; the masks of all other sites keep the base order.
+        keep: Whether masked weights are kept as long as their order: they and their gradients take twice the memory of
+            the pruned weights.
+        spread_on: Device on which the weights of a `twin_of` the model are spread over the ranks; None where they are
+            not. Nothing is kept then, and weights keep their layout.
+
+    Yields:
+        The masks; `Masks.set` comes before the first run of the model.
+    """
+    entries, fixed = [], []
+    with ExitStack() as stack:
+        stack.enter_context(frozen(model))
+        if config.activation_checkpointing:
+            stack.enter_context(checkpointed(layer_modules(model, plan)))
+        for site in plan.sites:
+            blocks = relaxation.blocks_of(site) if relaxation.learns(site) else None
+            weights = []
+            for name in site.linears:
+                pattern = plan.patterns[name]
+                sizes = blocks.sizes if blocks else [pattern.group] * (site.channels // pattern.group)
+                module = linear_module(model, name)
+                in_out = isinstance(module, Conv1D)
+                weight = module.get_parameter("weight")
+                importance = importances[name].of_rows(slice(None), spread_on or weight.device)
+                weights.append(_MaskedWeight(weight, importance, sizes, options, pattern, in_out))
+                stack.enter_context(_parametrized(module, weights[-1], in_out or spread_on is not None))
+            if blocks:
+                entries.append((blocks, weights))
+            else:
+                fixed += weights
+        if spread_on is not None:  # FSDP2 must see the parametrizations
+            stack.enter_context(spread(model, plan, spread_on))
+        yield Masks(entries, fixed, keep and spread_on is None)
+
+
+@contextmanager
+def _parametrized(module: nn.Module, masked: _MaskedWeight, as_stored: bool) -> Iterator[None]:
+    weight, names = module.get_parameter("weight"), list(module._parameters)
+    if not as_stored:
+        weight.data = _turned(weight.data).t()
+    parametrize.register_parametrization(module, "weight", masked, unsafe=True)
+    try:
+        yield
+    finally:
+        parametrize.remove_parametrizations(module, "weight", leave_parametrized=False)
+        weight = module.get_parameter("weight")
+        if not as_stored:
+            weight.data = _turned(weight.data.t())
+        for name in names:  # restores their order, in which the weight has become the last
+            module._parameters[name] = module._parameters.pop(name)
+
+
+def _turned(matrix: Tensor) -> Tensor:
+    """Returns the transpose of a matrix, contiguous and in the same memory, where a second one may not fit."""
+    turned = matrix.t().contiguous()
+    return matrix.contiguous().view(turned.shape).copy_(turned)

@@ -1,0 +1,238 @@
+"""The logits that learn, and the soft and hard permutations that follow from them (eq. 2-6)."""
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from operator import attrgetter
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from permtriton.errors import CalibrationError, ModelError, VerificationError
+from permtriton.kernels.assignment import assignment_warm
+from permtriton.kernels.sinkhorn import sinkhorn
+from permtriton.methods.options import Learning
+from permtriton.passes.plan import ChannelSpace, Site
+from permtriton.util.permutation import inverse, is_permutation
+
+
+class Relaxation(nn.Module):
+    """Logits ``scale * w`` for every block of every learned space; blocks of one size are one batch.
+
+    ``scale`` is one number per space and starts at the square root of its largest block size: without it, logits hardly
+    move at the published learning rate. ``w`` starts at ``(eye + noise * u) / sqrt(B)``, near the base order, or at
+    ``u / sqrt(B)``, with ``u`` uniform on (-1, 1).
+
+    Attributes:
+        sizes: Block size of each batch, ascending.
+        weights: ``w`` of each batch, float32 ``[blocks, size, size]``.
+        owners: For each batch, int64 ``[blocks]`` on the logits' device: the number of the space of each block.
+        scale: float32 ``[spaces]``.
+        block_size, rounds, clamp: Those options.
+    """
+
+    def __init__(self, spaces: Sequence[ChannelSpace], options: Learning, seed: int, device: torch.device) -> None:
+        super().__init__()
+        self.block_size, self.rounds, self.clamp = options.block_size, options.sinkhorn_rounds, options.clamp
+        self._spaces = list(spaces)
+        self._first: dict[str, int] = {}  # space name -> its first unit; units are numbered through all spaces
+        blocks: dict[int, list[tuple[int, int]]] = {}  # block size -> (number of the space, first unit)
+        units = 0
+        for number, space in enumerate(spaces):
+            self._first[space.name] = units
+            for start, size in space.blocks(options.block_size):
+                blocks.setdefault(size, []).append((number, units + start))
+            units += space.units
+        self.sizes = sorted(blocks)
+        self._batches = {
+            first: (batch, row) for batch, size in enumerate(self.sizes) for row, (_, first) in enumerate(blocks[size])
+        }
+        self.owners = [torch.tensor([number for number, _ in blocks[size]], device=device) for size in self.sizes]
+        self._starts = [torch.tensor([[first] for _, first in blocks[size]], device=device) for size in self.sizes]
+        inside = [torch.arange(size, device=device) for size in self.sizes]
+        by_size = [(starts + more).flatten() for starts, more in zip(self._starts, inside, strict=True)]
+        self._order = inverse(_checked(torch.cat(by_size)))  # unit -> its position in the batches, one after another
+        self._prices = [torch.full((len(blocks[size]), size), math.nan, device=device) for size in self.sizes]
+        generator = torch.Generator().manual_seed(seed)
+        weights = []
+        for size in self.sizes:
+            noise = torch.rand(len(blocks[size]), size, size, generator=generator) * 2 - 1
+            near = torch.eye(size) + options.init_noise * noise if options.init == "identity" else noise
+            weights.append(nn.Parameter((near / size**0.5).to(device)))
+        self.weights = nn.ParameterList(weights)
+        largest = [max(size for _, size in space.blocks(options.block_size)) for space in spaces]
+        self.scale = nn.Parameter(torch.tensor(largest, dtype=torch.float32).sqrt().to(device))
+
+    @property
+    def units(self) -> dict[str, int]:
+        """Space name -> number of units, of every space that learns."""
+        return {space.name: space.units for space in self._spaces}
+
+    def learns(self, site: Site) -> bool:
+        """Whether a site's permutation is one of those that learn."""
+        return site.space.name in self._first
+
+    def soft(self, tau: float) -> list[Tensor]:
+        """Returns the soft permutations of each batch, float32 ``[blocks, size, size]``."""
+        batches = []
+        for owners, weight in zip(self.owners, self.weights, strict=True):
+            logits = self.scale[owners].view(-1, 1, 1) * weight
+            if self.clamp:
+                logits = logits.clamp(-self.clamp, self.clamp)
+            batches.append(sinkhorn(logits, tau, self.rounds))
+        return batches
+
+    def harden(self, soft: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Returns space name -> unit index, int64 ``[units]`` on the CPU: the result of `assign`, split by space.
+
+        Raises:
+            CalibrationError: A soft permutation is not finite.
+        """
+        parts = self.assign(soft).cpu().split([space.units for space in self._spaces])
+        return {space.name: part - self._first[space.name] for space, part in zip(self._spaces, parts, strict=True)}
+
+    @torch.no_grad()
+    def assign(self, soft: Sequence[Tensor]) -> Tensor:
+        """Returns the hard permutation nearest to each block's soft one, for all spaces at once.
+
+        Every assignment starts from the prices of the previous call. It is optimal from any prices, but where several
+        permutations are optimal, the prices may decide: on a GPU, a resumed run may diverge from an uninterrupted one
+        at an exact tie.
+
+        Args:
+            soft: Soft permutations, as `soft` returns them.
+
+        Returns:
+            int64 ``[units of all spaces]`` on the logits' device; units are numbered through all spaces.
+
+        Raises:
+            CalibrationError: A soft permutation is not finite.
+        """
+        batches = []
+        for batch, (matrices, starts) in enumerate(zip(soft, self._starts, strict=True)):
+            try:
+                inside, self._prices[batch] = assignment_warm(matrices, self._prices[batch])
+            except ModelError as error:  # the solver checks every score, so there is no check before it
+                raise CalibrationError(
+                    "the permutation logits are no longer finite: lower learning_rate or weight_decay, or raise tau_end"
+                ) from error
+            batches.append((starts + inside).flatten())
+        return torch.cat(batches)[self._order]
+
+    @torch.no_grad()
+    def agreement(self, soft: Sequence[Tensor], index: Tensor) -> float:
+        """Returns the mean entry of the soft permutations where the hard ones have a 1.
+
+        It is 1 where the soft permutations are hard already, and 1 / size where they are uniform.
+
+        Args:
+            soft: Soft permutations, as `soft` returns them.
+            index: Hard permutations, as `assign` returns them.
+        """
+        batches = index[inverse(self._order)].split([matrices.shape[0] * matrices.shape[1] for matrices in soft])
+        picked = [
+            matrices.gather(1, (part.view(matrices.shape[:2]) - starts)[:, None]).flatten()
+            for matrices, part, starts in zip(soft, batches, self._starts, strict=True)
+        ]
+        return float(torch.cat(picked).mean())
+
+    def join(self, indices: Mapping[str, Tensor]) -> Tensor:
+        """Converts the unit indices of each space, as from `harden`, to one for all spaces, as from `assign`."""
+        for space in self._spaces:
+            space.check(indices[space.name])
+        joined = torch.cat([indices[space.name] + self._first[space.name] for space in self._spaces])
+        return joined.to(self._order.device)
+
+    def blocks_of(self, site: Site) -> "SiteBlocks":
+        """Returns where the blocks of a site's channels are in the batches."""
+        return SiteBlocks(self, site)
+
+    def position(self, space: ChannelSpace, start: int) -> tuple[int, int]:
+        """Returns (batch, row in the batch) of the block that starts at unit ``start`` of ``space``."""
+        return self._batches[self._first[space.name] + start]
+
+    def units_of(self, site: Site) -> Tensor:
+        """Returns the unit of each channel of a site, int64 ``[channels]``, numbered through all spaces."""
+        return (site.units + self._first[site.space.name]).to(self._order.device)
+
+
+def _checked(units: Tensor) -> Tensor:
+    if not is_permutation(units):
+        raise VerificationError(
+            "the blocks of the channel spaces do not hold every unit exactly once. Nothing was saved; this is a bug of "
+            "permtriton, please report it"
+        )
+    return units
+
+
+class _Block(NamedTuple):
+    """A block of a site.
+
+    Attributes:
+        channel: First channel of the site in the block.
+        start: First unit of the space in the block.
+        size: Number of channels.
+        batch: Number of the batch with the block's logits.
+        row: Row in the batch.
+    """
+
+    channel: int
+    start: int
+    size: int
+    batch: int
+    row: int
+
+
+class SiteBlocks:
+    """A site's blocks in channel order.
+
+    Under grouped-query attention, a block appears once per query head that shares it.
+
+    Attributes:
+        sizes: Size of each block.
+        parts: (batch, rows in the batch) for each sequence of blocks of one size, in channel order.
+        units: int64 ``[channels]``: the unit of each channel, numbered as in `Relaxation.assign`.
+    """
+
+    def __init__(self, relaxation: Relaxation, site: Site) -> None:
+        by_unit = torch.argsort(site.units, stable=True).view(site.space.units, -1)
+        blocks = sorted(
+            _Block(int(channel), start, size, *relaxation.position(site.space, start))
+            for start, size in site.space.blocks(relaxation.block_size)
+            for channel in by_unit[start]
+        )
+        units = torch.cat([torch.arange(block.start, block.start + block.size) for block in blocks])
+        assert torch.equal(site.units, units), f"{site.name}: the channels of a block are apart"
+        self.sizes = [block.size for block in blocks]
+        self.parts = [(batch, [block.row for block in run]) for batch, run in groupby(blocks, attrgetter("batch"))]
+        self.units = relaxation.units_of(site)
+        self._rows = [(batch, _slice_or_tensor(rows, self.units.device)) for batch, rows in self.parts]
+        self._lengths = [len(rows) * relaxation.sizes[batch] ** 2 for batch, rows in self.parts]
+
+    def flat(self, soft: Sequence[Tensor]) -> Tensor:
+        """Returns the blocks' matrices in channel order, float32 ``[sum of sizes^2]``, differentiable in ``soft``.
+
+        The result is a view where the matrices are consecutive in ``soft`` already.
+        """
+        parts = [soft[batch][rows].reshape(-1) for batch, rows in self._rows]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def add_gradient(self, flat: Tensor, grads: Sequence[Tensor]) -> None:
+        """Adds the gradient of what `flat` returned to ``grads``, the gradients of its argument, in place.
+
+        Autograd would instead allocate a gradient of all blocks for every site.
+        """
+        for (batch, rows), part in zip(self._rows, flat.split(self._lengths), strict=True):
+            grad = grads[batch]
+            matrices = part.view(-1, *grad.shape[1:])
+            if isinstance(rows, slice):
+                grad[rows].add_(matrices)
+            else:
+                grad.index_put_((rows,), matrices, accumulate=True)
+
+
+def _slice_or_tensor(rows: list[int], device: torch.device) -> slice | Tensor:
+    if rows == list(range(rows[0], rows[-1] + 1)):
+        return slice(rows[0], rows[-1] + 1)
+    return torch.tensor(rows, device=device)

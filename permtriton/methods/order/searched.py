@@ -1,0 +1,81 @@
+"""Step ``searched``: an order found by exact gains of swaps, see `permtriton.methods.order.swap_search`."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from permtriton.config import CommonConfig
+from permtriton.driver.step import FLOAT32, LOSS, Facts, Outcome, Speed, Stage, Step
+from permtriton.methods.options import Searching
+from permtriton.util.option import documented, option
+
+if TYPE_CHECKING:
+    from permtriton.driver.run import Run
+
+TRIALS = 2  # of a round, typically
+
+
+@documented
+@dataclass(frozen=True)
+class Searched(Searching, Step):
+    """Options of the search, from the order that the steps before it left."""
+
+    name: ClassVar[str] = "searched"
+    prefix: ClassVar[str] = "search"
+    summary: ClassVar[str] = "swaps of channels chosen by their exact gains, round by round: minutes to hours"
+    stage: ClassVar[Stage] = Stage.ORDER
+    offloads: ClassVar[bool] = False
+
+    loss: Literal["auto", "kl", "cosine"] = option("auto", LOSS)
+
+    @property
+    def gradients(self) -> bool:
+        return True
+
+    def conflicts(self, config: CommonConfig, steps: Sequence[Step]) -> str:
+        chooses = [step.name for step in steps if step.stage is Stage.PRUNE and not step.keeps_values]
+        if chooses:
+            return (
+                f"step {self.name} before {chooses[0]} is refused: an order searched for masks alone is no better than "
+                f"the heuristic one once {chooses[0]} changes the weights; leave {self.name} out, or prune with mask"
+            )
+        return ""
+
+    @property
+    def objective(self) -> str:
+        return self.loss
+
+    def needs(self, facts: Facts) -> dict[str, dict[str, int]]:
+        from permtriton.methods.order.swap_search import GAINS_AT_ONCE
+
+        search = {
+            **facts.gradients(),
+            **facts.targets(),
+            "dense weights": facts.pruned * facts.element,
+            "gradients": facts.pruned * max(FLOAT32, facts.element),
+            "gains": (4 * facts.largest_weight + 3 * GAINS_AT_ONCE) * FLOAT32,
+        }
+        return {"row weights": facts.gradients(), "search": search}
+
+    def seconds(self, facts: Facts, speed: Speed) -> float:
+        trials = TRIALS * (speed.forward + 3 * speed.masks)
+        return speed.both + (self.rounds + 1) * (speed.both + trials)
+
+    def state_bytes(self, facts: Facts) -> int:
+        return sum(facts.spaces) * 8
+
+    def run(self, run: "Run") -> Outcome:
+        from permtriton.methods.measure.promises import check_no_worse
+        from permtriton.methods.order.swap_search import SearchFile, search
+
+        state = run.state(SearchFile, self.name)
+        objective = run.objective(self.loss)
+        with run.running() as dense:
+            found = search(
+                dense, run.plan, run.importances(), run.samples, objective.on(dense), self, run.config, run.progress,
+                state,
+            )  # fmt: skip
+        check_no_worse(found.history[0].loss, found.loss, "the search")
+        run.reorder(found.indices)
+        run.promise(found.loss)
+        return Outcome("round", [asdict(each) for each in found.history])

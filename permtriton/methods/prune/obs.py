@@ -1,0 +1,141 @@
+"""SparseGPT's weight update: each row's kept weights compensate for its pruned ones (Frantar and Alistarh, 2023)."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from permtriton.errors import CalibrationError
+from permtriton.kernels.nm_mask import top_n_mask
+from permtriton.util.sparsity import NMPattern
+
+DAMPING = 0.01  # fraction of the mean diagonal, as published
+COLUMNS_AT_ONCE = 128  # columns between updates of all later ones, as published; rounded down to whole groups
+
+
+def damped(hessian: Tensor) -> Tensor:
+    """Returns ``H`` with 1% of its mean diagonal added, and ones where a channel was never active."""
+    hessian = hessian.clone()
+    diagonal = hessian.diagonal()
+    diagonal[diagonal == 0] = 1
+    diagonal.add_(DAMPING * diagonal.mean())
+    return hessian
+
+
+@dataclass(frozen=True)
+class Curvature:
+    """A site's Hessian, and what is computed of it once for all linears that read the site.
+
+    Attributes:
+        dead: bool ``[channels]``, True where a channel was never active.
+        damped: the damped Hessian, float32 ``[channels, channels]``, as are the others.
+        inverse: its inverse.
+        factor: upper Cholesky factor of the inverse.
+    """
+
+    dead: Tensor
+    damped: Tensor
+    inverse: Tensor
+    factor: Tensor
+
+    @classmethod
+    def of(cls, hessian: Tensor, name: str = "a layer") -> "Curvature":
+        """Returns the curvature of a Hessian, float32 ``[channels, channels]``; ``name`` is for the error.
+
+        Raises:
+            CalibrationError: The damped Hessian is singular.
+        """
+        try:
+            full = damped(hessian)
+            inverse = torch.cholesky_inverse(torch.linalg.cholesky(full))
+            return cls(hessian.diagonal() == 0, full, inverse, torch.linalg.cholesky(inverse, upper=True))
+        except torch.linalg.LinAlgError as error:
+            raise _singular(name) from error
+
+
+def curvatures(hessians: Mapping[str, Tensor]) -> Callable[[str], Curvature]:
+    """Returns a function of a site's name that gives its curvature, and computes it again only for another site."""
+    return lru_cache(maxsize=1)(lambda site: Curvature.of(hessians[site], site))
+
+
+def inverse_diagonal(hessian: Tensor, name: str = "a layer") -> Tensor:
+    """Returns ``diag((H + damping)^-1)``, float32 ``[channels]``, the denominator of the OBS score.
+
+    Raises:
+        CalibrationError: The damped Hessian is singular; the error has the layer's ``name``.
+    """
+    try:
+        return torch.cholesky_inverse(torch.linalg.cholesky(damped(hessian))).diagonal().clone()
+    except torch.linalg.LinAlgError as error:
+        raise _singular(name) from error
+
+
+def _singular(name: str) -> CalibrationError:
+    return CalibrationError(
+        f"{name}: the Hessian of its inputs cannot be inverted: raise `samples=`, or choose another `importance=` "
+        "and prune with the step mask"
+    )
+
+
+@torch.no_grad()
+def sparsegpt(weight: Tensor, curvature: Curvature, pattern: NMPattern, mask: Tensor | None) -> Tensor:
+    """Prunes a weight to N:M and updates what is kept, channel by channel.
+
+    Args:
+        weight: ``[out_features, in_features]``, in the final channel order.
+        curvature: of its inputs, from the model as pruned so far.
+        mask: bool ``[out_features, in_features]``, True where a weight is kept; None chooses a mask group by group,
+            by the OBS score of the weights as updated so far.
+
+    Returns:
+        The new weight, float32 ``[out_features, in_features]``, zero where pruned (a zero may be negative).
+    """
+    # Channels first: what belongs to one channel, or to one group, is then contiguous.
+    w = weight.t().to(torch.float32, memory_format=torch.contiguous_format, copy=True)
+    upper = curvature.factor
+    w[curvature.dead] = 0
+    width = COLUMNS_AT_ONCE // pattern.group * pattern.group
+    choose = _chooser(pattern, mask)
+    for start in range(0, len(w), width):
+        end = min(start + width, len(w))
+        block, local = w[start:end], upper[start:end, start:end]
+        errors = torch.empty_like(block)
+        for first in range(0, end - start, pattern.group):
+            last = first + pattern.group
+            inside = local[first:last, first:last]
+            errors[first:last] = _eliminate(block[first:last], inside, choose(start + first, block[first:last], inside))
+            block[last:].addmm_(local[first:last, last:].t(), errors[first:last], alpha=-1)
+        w[end:].addmm_(upper[start:end, end:].t(), errors, alpha=-1)
+    return w.t()
+
+
+def _eliminate(group: Tensor, factor: Tensor, keep: Tensor) -> Tensor:
+    """Prunes the channels of a group one after another, each of which moves its error to those after it.
+
+    Args:
+        group: float32 ``[channels, out_features]``, changed in place.
+        factor: their part of the inverse's Cholesky factor, ``[channels, channels]``.
+        keep: bool, shaped like ``group``.
+
+    Returns:
+        The errors divided by the diagonal of ``factor``, shaped like ``group``, which later groups have to make up for.
+    """
+    errors = torch.empty_like(group)
+    for channel in range(len(group)):
+        kept = group[channel] * keep[channel]
+        errors[channel] = (group[channel] - kept) / factor[channel, channel]
+        group[channel + 1 :].addr_(factor[channel, channel + 1 :], errors[channel], alpha=-1)
+        group[channel] = kept
+    return errors
+
+
+def _chooser(pattern: NMPattern, mask: Tensor | None) -> Callable[[int, Tensor, Tensor], Tensor]:
+    """Returns the function (first channel of a group, its weights, their part of the factor) -> mask of the group.
+
+    Weights and mask are ``[channels, out_features]``.
+    """
+    if mask is not None:
+        return lambda start, weights, factor: mask[:, start : start + pattern.group].t()
+    return lambda start, weights, factor: top_n_mask((weights / factor.diagonal()[:, None]).square(), pattern)

@@ -1,0 +1,81 @@
+"""Step ``refit``: least-squares weights, on SparseGPT's mask and on better ones (see `refitting` beside it)."""
+
+from dataclasses import dataclass
+from statistics import fmean
+from typing import TYPE_CHECKING, ClassVar
+
+from permtriton.driver.step import FLOAT32, GENERATED, Facts, Outcome, Speed, Stage, Step
+from permtriton.methods.options import FIT_AFTER_EXCHANGE, Refitting
+from permtriton.util.option import documented, option
+
+if TYPE_CHECKING:
+    from permtriton.driver.run import Run
+
+
+@documented
+@dataclass(frozen=True)
+class Refit(Refitting, Step):
+    """Options of refitting."""
+
+    name: ClassVar[str] = "refit"
+    prefix: ClassVar[str] = "refit"
+    summary: ClassVar[str] = (
+        "least-squares weights, on SparseGPT's mask and on better ones that follow from them: minutes"
+    )
+    stage: ClassVar[Stage] = Stage.PRUNE
+    importance: ClassVar[str] = "obs"
+    keeps_values: ClassVar[bool] = False
+    dense_weights: ClassVar[bool] = True
+    shards: ClassVar[bool] = False
+    thrift: ClassVar[str] = (
+        "refit runs each layer of the dense model anew for every site, because the inputs of all its sites do not fit"
+    )
+
+    generated: bool = option(True, GENERATED)
+
+    @property
+    def reads_generated(self) -> bool:
+        return self.generated
+
+    def uses_importance(self) -> bool:
+        return False
+
+    def needs(self, facts: Facts) -> dict[str, dict[str, int]]:
+        layer, channels = facts.layer_by_layer(), facts.widest + facts.hidden if facts.thrifty else facts.read
+        return {
+            "refit": {
+                "activations": 2 * layer["activations"],
+                "inputs of layers": 2 * layer["inputs of layers"],
+                "inputs of sites": facts.all_positions * channels * facts.element,
+                "hessians": layer["hessians"] * 3 // 2,  # and shift, inverse and factor of the site at hand
+                "one layer": facts.largest_weight * 18 * FLOAT32,
+            }
+        }
+
+    def seconds(self, facts: Facts, speed: Speed) -> float:
+        # The pruned model runs a layer for every site, the dense one once. A round of conjugate gradients costs
+        # about one token per column, SparseGPT and the targets three each, a round of exchanges two and its fit.
+        exchanges = self.exchanges if self.iterations else 0
+        rounds = 6 + self.iterations + (2 + FIT_AFTER_EXCHANGE) * exchanges
+        per_token = speed.forward / max(facts.positions, 1)
+        return (6 if facts.thrifty else 4.5) * speed.forward + rounds * facts.widest * per_token
+
+    def run(self, run: "Run") -> Outcome:
+        from permtriton.methods.prune.refitting import refit
+
+        parts = refit(
+            run.model,
+            run.plan,
+            run.dense_weights,
+            run.samples_with(self.generated),
+            run.batch,
+            self,
+            run.progress,
+            run.offload,
+            thrifty=run.thrifty,
+        )
+        return Outcome(parts=parts)
+
+    def words(self, outcome: Outcome) -> list[tuple[str, str]]:
+        start, end = (fmean(part[when] for part in outcome.parts) for when in ("start", "end"))
+        return [("refit: error", f"{start:.4f} to {end:.4f} (mean of {len(outcome.parts)} linears)")]

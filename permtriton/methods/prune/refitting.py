@@ -1,0 +1,259 @@
+"""Refitting: exact weights for a mask, layer by layer, that make up for what the layers before have lost.
+
+Two activations run through the layers: ``X_p`` of the model as pruned so far, which is what a linear will read, and
+``X_d`` of the dense model, which is what its outputs should come from. A linear that writes into the residual stream
+may also make up for what the stream lacks already, ``R_d - R_p``, with ``R`` what its output is added to. For each
+linear, with ``H = X_p X_p^T + damping``, the weight ``V`` should give ``W X_p + a W (X_d - X_p) + b (R_d - R_p)`` on
+``X_p``. Without a mask, the best weight is
+
+    W* = W + (a W (X_d - X_p) + b (R_d - R_p)) X_p^T H^-1
+
+and any other one is worse by ``tr((V - W*) H (V - W*)^T)``. SparseGPT, started from ``W*``, chooses a mask; conjugate
+gradients then find the exact minimum on it; and pruned weights take the place of kept ones while that lowers the error
+(`permtriton.methods.prune.exchange`). Dense targets: GPTAQ (arXiv 2504.02692), those of the residual stream: LoaQ
+(arXiv 2509.06297), both for quantization; least squares on a mask: ALPS (arXiv 2406.07831).
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from permtriton.data.samples import Samples
+from permtriton.methods.measure.promises import check_no_worse
+from permtriton.methods.measure.statistics import Inputs, Moments, dense_inputs, moments
+from permtriton.methods.options import FIT_AFTER_EXCHANGE, Refitting
+from permtriton.methods.prune.exchange import exchanged
+from permtriton.methods.prune.obs import Curvature, curvatures, sparsegpt
+from permtriton.methods.prune.weights import CANCELLED
+from permtriton.model.checks import check_kept, zeros_in_groups
+from permtriton.passes.plan import Plan, linear_module, turns_of, weight_in_out
+from permtriton.running import ranks
+from permtriton.running.layer_inputs import Within, layer_by_layer
+from permtriton.running.offload import Offload
+from permtriton.util.progress import Progress
+from permtriton.util.sparsity import NMPattern
+
+TOLERANCE = 1e-3  # residual, relative to the first one, that ends a fit: what is left is 1e-6 of the gain
+
+
+@torch.no_grad()
+def refit(
+    model: PreTrainedModel,
+    plan: Plan,
+    dense_weights: Mapping[str, Tensor],
+    samples: Samples,
+    batch: int,
+    options: Refitting,
+    progress: Progress,
+    offload: Offload | None = None,
+    *,
+    thrifty: bool = False,
+) -> list[dict[str, Any]]:
+    """Prunes the model and fits the kept weights, layer by layer and inside a layer site by site.
+
+    Args:
+        model: dense model, its channels in their final order; changed in place.
+        plan: the model's plan.
+        dense_weights: name of each pruned linear -> its weight now, as the dense model has it, in a tensor of its own.
+        samples: calibration samples.
+        batch: samples per forward pass.
+        options: options of refitting.
+        progress: progress reporter.
+        offload: where the inputs of layers and sites are kept; None for memory.
+        thrifty: whether the dense model runs a layer once per turn of sites, which keeps the inputs of one turn only.
+
+    Returns:
+        For each linear its ``name``, the error of SparseGPT's weight (``start``) and of the new one (``end``), which is
+        the squared distance from the best unpruned weight's outputs, relative to the square of those, and ``seconds``.
+
+    Raises:
+        CalibrationError: an activation is NaN or infinite, or a Hessian cannot be inverted.
+        VerificationError: a weight keeps more or fewer values than the pattern says, or is worse than SparseGPT's.
+    """
+    if options.residual_targets and not any(site.residual_reader for site in plan.sites):
+        progress.say(
+            "refit: no pruned linear of this model adds its output to the residual stream as it is; each is fitted to "
+            "its own outputs alone"
+        )
+    share, parts = ranks.own_rows(len(samples)).numel(), []
+    turns = [turns_of(sites) for sites in plan.layers()]
+    dense = _values_within(model, plan, dense_weights)
+    empty = torch.empty if offload is None else offload.empty
+    count = sum(map(len, turns))
+    with progress.stage("refit", (share + 1) * count + share * (count if thrifty else len(turns))) as advance:
+        pruned_layers = layer_by_layer(model, plan, samples, batch, changing=True, empty=empty)
+        dense_layers = layer_by_layer(model, plan, samples, batch, changing=False, empty=empty, within=dense)
+        for groups, layer, reference in zip(turns, pruned_layers, dense_layers, strict=True):
+            both = max(layer.parts, reference.parts, key=len)
+            targets: Inputs = {}
+            for sites in groups:
+                if thrifty or sites is groups[0]:
+                    watched = sites if thrifty else reference.sites
+                    targets = dense_inputs(model, replace(reference, sites=watched, parts=both), advance, offload)
+                found = moments(model, replace(layer, sites=sites, parts=both), targets, advance)
+                curvature = curvatures({site: moment.hessian for site, moment in found.items()})
+                linears = [(name, site.name, found[site.name], curvature) for site in sites for name in site.linears]
+                parts += ranks.deal(linears, lambda linear: _fit(model, plan.patterns, *linear, options))
+                ranks.send_dealt([linear_module(model, name).get_parameter("weight") for name, *_ in linears])
+                del found, curvature, linears  # before the next turn takes as much
+                advance()
+    return parts
+
+
+def _fit(
+    model: nn.Module,
+    patterns: Mapping[str, NMPattern],
+    name: str,
+    site: str,
+    moment: Moments,
+    curvature: Callable[[str], Curvature],
+    options: Refitting,
+) -> dict[str, Any]:
+    """Prunes and fits the weight of one linear, and returns what `refit` does of it."""
+    started = time.perf_counter()
+    weight, of_inputs, pattern = weight_in_out(linear_module(model, name)), curvature(site), patterns[name]
+    zeros = zeros_in_groups(weight * ~of_inputs.dead.unsqueeze(1), pattern)
+    target = best_weight(weight.T.float(), moment, of_inputs, options)
+    start = sparsegpt(target, of_inputs, pattern, None)
+    found = least_squares(start, target, of_inputs.damped, options.iterations)
+    if options.iterations:
+        found = better_mask(found, target, of_inputs, pattern, options.exchanges)
+    start, found = start.to(weight.dtype), found.to(weight.dtype)
+    weight.copy_(better_rows(found, start, target, of_inputs.damped).T).add_(0.0)  # the sum turns -0.0 into 0.0
+    check_kept(name, weight, zeros, pattern, CANCELLED)
+    before, after, size = (
+        row_errors(each, target, of_inputs.damped).sum() for each in (start, weight.T, torch.zeros_like(target))
+    )
+    size = size.clamp_min(torch.finfo(torch.float32).tiny)
+    start_error, end_error = float(before / size), float(after / size)
+    check_no_worse(start_error, end_error, f"refitting {name}")
+    return {"name": name, "start": start_error, "end": end_error, "seconds": time.perf_counter() - started}
+
+
+def best_weight(weight: Tensor, moment: Moments, curvature: Curvature, options: Refitting) -> Tensor:
+    """Returns ``W*``, float32 ``[out_features, in_features]``: what gives the targets best without a mask.
+
+    Args:
+        weight: dense, float32 ``[out_features, in_features]``.
+        moment: moments of its inputs.
+        curvature: of the same inputs.
+        options: with the shares ``a`` and ``b`` of the dense model in the targets.
+    """
+    if moment.shift is None or not (options.dense_targets or options.residual_targets):
+        return weight
+    lacking = options.dense_targets * (weight @ moment.shift)
+    if moment.residual_shift is not None:
+        lacking += options.residual_targets * moment.residual_shift
+    return weight + lacking @ curvature.inverse
+
+
+def least_squares(
+    start: Tensor, target: Tensor, hessian: Tensor, iterations: int, tolerance: float = TOLERANCE
+) -> Tensor:
+    """Minimises ``tr((V - W*) H (V - W*)^T)`` over the weights that are not zero, by conjugate gradients in each row.
+
+    Args:
+        start: ``[out_features, in_features]``, zero where pruned.
+        target: ``W*``, of the same shape.
+        hessian: ``H``, damped, ``[in_features, in_features]``.
+        iterations: most rounds.
+        tolerance: residual, relative to the first one, that ends them.
+
+    Returns:
+        ``V``, float32 ``[out_features, in_features]``.
+    """
+    found, mask, scale = start.clone(), start != 0, hessian.diagonal()
+    residual = (target - start) @ hessian * mask
+    direction = residual / scale
+    size = (residual * direction).sum(1, keepdim=True)
+    enough = tolerance**2 * size.sum()
+    tiny = torch.finfo(size.dtype).tiny
+    for _ in range(iterations):
+        if size.sum() <= enough:
+            break
+        change = direction @ hessian * mask
+        step = size / (direction * change).sum(1, keepdim=True).clamp_min(tiny)
+        found += step * direction
+        residual -= step * change
+        scaled = residual / scale
+        before, size = size, (residual * scaled).sum(1, keepdim=True)
+        direction = scaled + size / before.clamp_min(tiny) * direction
+    return found
+
+
+def better_mask(weight: Tensor, target: Tensor, curvature: Curvature, pattern: NMPattern, rounds: int) -> Tensor:
+    """Returns a weight whose mask is at least as good in every row: pruned weights take the place of kept ones.
+
+    After each round, the weights are fitted to the new mask. A row whose error does not fall keeps the old one, and
+    tries half as many exchanges next time.
+
+    Args:
+        weight: ``V``, float32 ``[out_features, in_features]``, fitted to its mask.
+        target: ``W*``, of the same shape.
+        curvature: of the inputs.
+        pattern: of the mask.
+        rounds: most rounds.
+    """
+    hessian, share = curvature.damped, torch.ones(len(weight), device=weight.device)
+    difference = weight - target
+    gradient = difference @ hessian
+    errors = (gradient * difference).sum(1)
+    for _ in range(rounds):
+        tried = exchanged(weight, gradient, curvature, pattern, share)
+        tried = least_squares(tried, target, hessian, FIT_AFTER_EXCHANGE)
+        difference = tried - target
+        changed = difference @ hessian
+        found = (changed * difference).sum(1)
+        better = (found < errors).unsqueeze(1)
+        if not bool(better.any()):
+            break
+        weight, gradient = torch.where(better, tried, weight), torch.where(better, changed, gradient)
+        errors, share = torch.where(better[:, 0], found, errors), torch.where(better[:, 0], share, share / 2)
+    return weight
+
+
+def better_rows(found: Tensor, start: Tensor, target: Tensor, hessian: Tensor) -> Tensor:
+    """Returns ``found`` with the rows of ``start`` that have no larger error: rounding or overflow may spoil a fit."""
+    errors = [row_errors(each, target, hessian) for each in (found, start)]
+    return torch.where((errors[0] < errors[1]).unsqueeze(1), found, start)
+
+
+def row_errors(weight: Tensor, target: Tensor, hessian: Tensor) -> Tensor:
+    """Returns ``(V - W*) H (V - W*)^T`` of each row, float32 ``[out_features]``; arguments as of `least_squares`.
+
+    The same weight has the same errors, bit for bit, however it lies in memory.
+    """
+    difference = weight.float().contiguous() - target
+    return (difference @ hessian * difference).sum(1)
+
+
+def _values_within(model: nn.Module, plan: Plan, values: Mapping[str, Tensor]) -> Within:
+    """Returns a context for `layer_by_layer`: inside, a layer's weights (the model's, for "") have other values.
+
+    A layer runs in the context many times: its values are brought to its device once, until another layer runs.
+    """
+    of = {id(linear_module(model, name).get_parameter("weight")): values[name] for _, name in plan.linears()}
+    here: dict[int, Tensor] = {}  # those of the layer that ran last, on its device
+
+    @contextmanager
+    def within(layer: str) -> Iterator[None]:
+        own = [each for each in model.get_submodule(layer).parameters() if id(each) in of]
+        before = [each.data for each in own]
+        try:
+            if here.keys() != {id(each) for each in own}:
+                here.clear()
+                here.update({id(each): of[id(each)].to(each.device) for each in own})
+            for each in own:
+                each.data = here[id(each)]
+            yield
+        finally:
+            for each, value in zip(own, before, strict=True):
+                each.data = value
+
+    return within

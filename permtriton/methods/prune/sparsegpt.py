@@ -1,0 +1,45 @@
+"""Step ``sparsegpt``: kept weights make up for pruned ones in closed form, see `permtriton.methods.prune.obs`."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from permtriton.driver.step import Facts, Speed, Stage, Step
+from permtriton.util.option import documented, option
+
+if TYPE_CHECKING:
+    from permtriton.driver.run import Run
+
+
+@documented
+@dataclass(frozen=True)
+class SparseGPT(Step):
+    """Options of SparseGPT."""
+
+    name: ClassVar[str] = "sparsegpt"
+    prefix: ClassVar[str] = "sparsegpt"
+    summary: ClassVar[str] = "pruning that updates the kept weights in closed form (SparseGPT): minutes"
+    stage: ClassVar[Stage] = Stage.PRUNE
+    importance: ClassVar[str] = "obs"
+    keeps_values: ClassVar[bool] = False
+    shards: ClassVar[bool] = False
+
+    mask: Literal["own", "keep"] = option(
+        "own", "own (SparseGPT chooses the mask as it goes) or keep (the importance chooses it)."
+    )
+
+    def uses_importance(self) -> bool:
+        return self.mask == "keep"
+
+    def needs(self, facts: Facts) -> dict[str, dict[str, int]]:
+        return {"hessians": facts.layer_by_layer()}
+
+    def seconds(self, facts: Facts, speed: Speed) -> float:
+        # Inputs, and outputs of the new weights; the update costs about one token per column.
+        per_token = speed.forward / max(facts.positions, 1)
+        return 2 * speed.forward + 3 * facts.widest * per_token
+
+    def run(self, run: "Run") -> None:
+        from permtriton.methods.prune.weights import update_weights
+
+        statistics = run.statistics if self.mask == "keep" else None
+        update_weights(run.model, run.plan, statistics, run.samples, run.batch, run.config, run.progress, run.empty)

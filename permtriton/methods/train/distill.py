@@ -1,0 +1,47 @@
+"""Step ``distill``: all kept weights are trained together, see `permtriton.methods.train.distillation`."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from permtriton.driver.step import FLOAT32, LOSS, Facts, Outcome
+from permtriton.methods.train.training import Training
+from permtriton.util.option import documented, option
+
+if TYPE_CHECKING:
+    from permtriton.driver.run import Run
+
+
+@documented
+@dataclass(frozen=True)
+class Distill(Training):
+    """Options of distillation."""
+
+    name: ClassVar[str] = "distill"
+    prefix: ClassVar[str] = "distill"
+    summary: ClassVar[str] = "kept weights trained together, to give the dense model's outputs: minutes to hours"
+    offloads: ClassVar[bool] = False
+
+    loss: Literal["auto", "kl", "cosine"] = option("auto", LOSS)
+
+    @property
+    def objective(self) -> str:
+        return self.loss
+
+    def needs(self, facts: Facts) -> dict[str, dict[str, int]]:
+        kept = int(facts.pruned * facts.kept)
+        optimizer = kept * 6 * FLOAT32 + facts.pruned  # and one byte per mask
+        return {"distill": {**facts.gradients(), **facts.targets(), "optimizer": optimizer, **facts.mask()}}
+
+    def state_bytes(self, facts: Facts) -> int:
+        return int(facts.pruned * facts.kept) * (facts.element + 3 * FLOAT32)
+
+    def run(self, run: "Run") -> Outcome:
+        from permtriton.methods.train.distillation import distill
+        from permtriton.running.state import StateFile
+
+        samples = run.samples_with(self.generated)
+        trained = distill(
+            run.model, run.plan, samples, run.objective(self.loss, samples), self, run.config, run.progress,
+            run.state(StateFile, self.name),
+        )  # fmt: skip
+        return Outcome("epoch", **trained.report())

@@ -1,0 +1,61 @@
+"""Distillation: all kept weights of a pruned model are trained together, to give the dense model's outputs back."""
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from permtriton.config import CommonConfig
+from permtriton.data.samples import Samples
+from permtriton.methods.measure.objective import Objective
+from permtriton.methods.train.kept_weights import Course, KeptWeights, Trained, WeightTrainer, weights_of
+from permtriton.methods.train.training import Training
+from permtriton.model.forward import last_hidden_state
+from permtriton.passes.plan import Plan, layer_modules
+from permtriton.running.backward import checkpointed
+from permtriton.running.state import StateFile
+from permtriton.util.progress import Progress
+
+
+@torch.enable_grad()
+def distill(
+    model: PreTrainedModel,
+    plan: Plan,
+    samples: Samples,
+    objective: Objective,
+    options: Training,
+    config: CommonConfig,
+    progress: Progress,
+    state: StateFile | None = None,
+) -> Trained:
+    """Trains the kept weights of all pruned linears on ``objective``; nothing else of the model changes.
+
+    A tenth of the sequences is held out. The weights of the epoch with the lowest loss on it are kept, which may be
+    those before training.
+
+    Args:
+        model: pruned model; its weights change in place.
+        objective: the loss, with the dense model's outputs on ``samples``, their channels in the order of ``model``.
+        state: file that keeps the state between epochs, to continue from and to write to; None keeps no state. Its
+            inputs must cover the pruned weights, or what they follow from.
+
+    Raises:
+        CalibrationError: a loss or a gradient is not finite; the weights are then those of the last step.
+        OutputError: the state belongs to another run, is damaged, or cannot be written.
+    """
+    kept = KeptWeights(weights_of(model, [name for _, name in plan.linears()]))
+    samples = samples.to(model.device, model.dtype)
+
+    def loss_of(rows: Tensor) -> Tensor:
+        return objective.loss(last_hidden_state(model, samples[rows]), rows)
+
+    layers = layer_modules(model, plan) if config.activation_checkpointing else []
+    course = Course.of(len(samples), samples.tokens, options, config.seed)
+    with kept.trainable(model), checkpointed(layers):
+        trainer = WeightTrainer(kept, loss_of, course, config, "distill")
+        result = trainer.load(state)
+        if result.history:
+            progress.say(f"distill: continuing after epoch {len(result.history) - 1} of an interrupted run")
+        with progress.stage("distill", course.steps) as advance:
+            advance(course.steps_until(len(result.history) - 1) if result.history else 0)
+            trainer.fit(result, advance, lambda: trainer.save(state, result))
+    return result

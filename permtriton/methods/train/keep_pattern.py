@@ -1,0 +1,383 @@
+"""How does training keep the zeros of N:M weights?
+
+After every step of any optimizer, the weights that were zero are set to zero again: torch calls hooks for that,
+whoever wrote the loop. The model itself is not changed, so that it compiles, is divided among GPUs and is saved as
+before. Two other ways were measured (``benchmarks/keep_variants.py``): a parametrization changes the names of the
+weights and loses what PEFT merges; masks on gradients fail with an optimizer whose step is not zero where the gradient
+is.
+"""
+
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from transformers import TrainerCallback
+
+from permtriton.checkpoint.forms import Record, find_record
+from permtriton.checkpoint.names import loaded_names
+from permtriton.checkpoint.save import save_trained
+from permtriton.data.media import Processor
+from permtriton.errors import ModelError, listed
+from permtriton.model.expert_linears import input_dim, stacks
+from permtriton.model.modules import is_packed
+from permtriton.passes.plan import LINEAR_MODULES
+from permtriton.running import ranks
+from permtriton.util.sparsity import MAX_GROUP, NMPattern, PrunedWeight
+
+BASE_LAYER = ".base_layer"  # where PEFT puts the linear that it wraps
+REGULAR = 0.9  # share of the groups of an N:M weight that keep N values; a few hold zeros of their own
+
+
+def keep_pattern(model: nn.Module) -> "KeptPattern":
+    """Keeps the zeros of every N:M weight of a model while it is trained, whatever the optimizer and the loop.
+
+    After every step of an optimizer of torch, the weights that were zero are zero again. Call it once the weights are
+    loaded; the model may be wrapped before or afterwards (``torch.compile``, ``fully_shard``, accelerate, PEFT). The
+    weights are those that ``permtriton.json`` lists in the folder that the model was loaded from; without that file,
+    every linear and every stack of experts whose groups keep N of M values. A mask takes a byte per weight. A kept
+    weight may pass through zero, but one that is zero at this call stays zero.
+
+    Args:
+        model: model whose weights are N:M, in the layout ``portable`` or ``fused``.
+
+    Returns:
+        What saves the trained model, merges an adapter, or ends it.
+
+    Raises:
+        ModelError: no weight is N:M, a listed one is not, or the weights are packed, empty or flattened by FSDP1.
+
+    Example:
+        >>> from transformers import AutoModelForCausalLM
+        >>> model = AutoModelForCausalLM.from_pretrained("my-model-2of4")
+        >>> kept = permtriton.keep_pattern(model)
+        >>> kept.patterns["model.layers.0.mlp.up_proj.weight"]
+        NMPattern(kept=2, group=4)
+    """
+    inner = _unwrapped(model)
+    _refuse_unsupported(inner)
+    commit = getattr(getattr(inner, "config", None), "_commit_hash", None)
+    record = find_record(str(getattr(inner, "name_or_path", "")), {"revision": commit} if commit else {})
+    weights = _recorded(inner, record) if record else _recognized(inner)
+    if not weights:
+        count = sum(isinstance(module, LINEAR_MODULES) for module in inner.modules())
+        raise ModelError(
+            f"no weight of this {type(inner).__name__} is N:M, of {count} linears: expected a model that was pruned, "
+            "with its zeros in groups. Load a folder that permtriton compile wrote"
+        )
+    return KeptPattern(inner, weights, record)
+
+
+class _Weight:
+    """An N:M weight: where it is, and where it is zero."""
+
+    def __init__(self, owner: nn.Module, key: str, dim: int, pattern: NMPattern) -> None:
+        self.owner, self.key, self.dim, self.pattern = owner, key, dim, pattern
+        self.find_zeros()
+
+    @property
+    def parameter(self) -> Tensor:
+        """The present parameter; FSDP2 replaces it."""
+        parameter = self.owner._parameters.get(self.key)
+        if parameter is None:
+            raise ModelError(
+                f"the {self.key} of a {type(self.owner).__name__} is no parameter any more, so that its N:M pattern "
+                "cannot be kept: use FSDP2 (fully_shard) in place of FSDP1, and no parametrization"
+            )
+        return parameter
+
+    def find_zeros(self) -> None:
+        self.known = self.parameter
+        self.zeros = _local(self.known).detach() == 0
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        value = _local(self.parameter)
+        if self.zeros.device != value.device:
+            self.zeros = self.zeros.to(value.device)
+        value.masked_fill_(self.zeros, 0)
+
+
+@dataclass(frozen=True)
+class MergedAdapter:
+    """What `KeptPattern.merge_and_unload` returns.
+
+    Attributes:
+        model: the model without adapters, whose weights are N:M.
+        lost: share of the adapter's changes to N:M weights, by their squared norm, that fell on zeros and is lost.
+        lost_by_weight: the same of each weight that the adapter changed.
+    """
+
+    model: nn.Module
+    lost: float
+    lost_by_weight: dict[str, float]
+
+
+class KeptPattern:
+    """The N:M weights of a model in training; `permtriton.keep_pattern` makes it.
+
+    Attributes:
+        patterns: name of each weight -> its pattern.
+        record: content of ``permtriton.json`` where the model was loaded from; None without one.
+    """
+
+    def __init__(self, model: nn.Module, weights: dict[str, _Weight], record: Record | None) -> None:
+        self._weights, self.record = weights, record
+        self.patterns = {name: weight.pattern for name, weight in weights.items()}
+        self._model = weakref.ref(model)  # the hooks below would keep it in memory
+        self._hooks = [
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        ]
+        weakref.finalize(model, self.remove).atexit = False
+
+    def _before_step(self, *_: Any) -> None:
+        for name, weight in self._weights.items():
+            if weight.parameter is not weight.known:  # FSDP2 has divided it since
+                _check_pattern(name, weight)
+                weight.find_zeros()
+
+    def _after_step(self, *_: Any) -> None:
+        for weight in self._weights.values():
+            if weight.parameter.requires_grad:
+                weight.restore()
+
+    def restore(self) -> None:
+        """Sets the weights that were zero to zero now, such as after a change that no optimizer made."""
+        for weight in self._weights.values():
+            weight.restore()
+
+    def remove(self) -> None:
+        """Ends it: later steps change all weights."""
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def merge_and_unload(self, model: Any, **options: Any) -> MergedAdapter:
+        """Merges the adapters of PEFT into the weights, and sets those that were zero to zero again.
+
+        An adapter changes all weights, so merging loses what it does to zeros: measure the model before and after.
+        While it merges, a second copy of the N:M weights is in memory.
+
+        Args:
+            model: the ``PeftModel``.
+            options: further arguments of its ``merge_and_unload``.
+
+        Raises:
+            ModelError: the model has no adapters that can be merged.
+        """
+        if not hasattr(model, "merge_and_unload"):
+            raise ModelError(f"a {type(model).__name__} has no adapters to merge: give the PeftModel")
+        before = {name: weight.parameter.detach().clone() for name, weight in self._weights.items()}
+        merged = model.merge_and_unload(**options)
+        total, lost = dict[str, float](), dict[str, float]()
+        for name, weight in self._weights.items():
+            changes = (weight.parameter.detach() - before.pop(name)).float().square()
+            if size := float(changes.sum()):
+                total[name], lost[name] = size, float(changes[weight.zeros].sum())
+        self.restore()
+        shares = {name: lost[name] / size for name, size in total.items()}
+        return MergedAdapter(merged, sum(lost.values()) / (sum(total.values()) or 1.0), shares)
+
+    def save_pretrained(
+        self, folder: str | Path, tokenizer: Processor | None = None, *, overwrite: bool = False
+    ) -> Path:
+        """Writes the trained model with ``permtriton.json``, so that ``permtriton export`` packs it.
+
+        Every tensor is read back and compared with the model, and every N:M weight is checked, before the folder is
+        renamed into place. Of several ranks, all call it and the first one writes.
+
+        Args:
+            folder: folder to write.
+            tokenizer: tokenizer or processor, which is saved, too.
+            overwrite: whether an earlier output of permtriton may be replaced.
+
+        Returns:
+            The absolute path of the folder.
+
+        Raises:
+            ModelError: the model was not loaded from a folder that permtriton wrote, or its adapters are not merged.
+            OutputError: the folder exists and may not be replaced, or cannot be written.
+            VerificationError: the written folder fails a check; nothing is left behind.
+        """
+        model: Any = self._model()
+        if model is None:
+            raise ModelError("the model does not exist any more: keep a reference to it until it is saved")
+        if self.record is None:
+            raise ModelError(
+                f"{model.name_or_path or 'the model'} holds no permtriton.json, which would have to be saved, too: "
+                "load the model from a folder that permtriton compile wrote, or save it with its own save_pretrained"
+            )
+        if any(name.endswith(BASE_LAYER) for name, _ in model.named_modules()):
+            raise ModelError("the model has adapters: merge them first, with merge_and_unload of keep_pattern's result")
+        state: dict[str, Any] | None = None
+        if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+            state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        if ranks.number() == 0:
+            pruned = {name: PrunedWeight(weight.dim, weight.pattern) for name, weight in self._weights.items()}
+            save_trained(model, tokenizer, self.record, pruned, Path(folder), state=state, overwrite=overwrite)
+        return Path(folder).resolve()
+
+
+class KeepPattern(TrainerCallback):
+    """Does what `permtriton.keep_pattern` does, as a callback of ``transformers.Trainer``.
+
+    Attributes:
+        kept: what `permtriton.keep_pattern` returned; None before training.
+
+    Example:
+        >>> from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+        >>> model = AutoModelForCausalLM.from_pretrained("my-model-2of4")
+        >>> keep = permtriton.KeepPattern()
+        >>> arguments = TrainingArguments("training", max_steps=2, report_to="none", disable_tqdm=True, use_cpu=True)
+        >>> sample = {"input_ids": list(range(16)), "labels": list(range(16))}
+        >>> trained = Trainer(model, arguments, train_dataset=[sample] * 16, callbacks=[keep]).train()
+        {...
+        >>> keep.save_pretrained("my-model-trained").name
+        'my-model-trained'
+    """
+
+    kept: KeptPattern | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+        """Keeps the pattern of the Trainer's model from now on."""
+        if self.kept is not None:
+            self.kept.remove()
+        self.kept = keep_pattern(named["model"])
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+        """Ends it; the weights are N:M."""
+        assert self.kept is not None
+        self.kept.remove()
+
+    def save_pretrained(
+        self, folder: str | Path, tokenizer: Processor | None = None, *, overwrite: bool = False
+    ) -> Path:
+        """Saves the trained model as `KeptPattern.save_pretrained` does."""
+        if self.kept is None:
+            raise ModelError("nothing was trained with this KeepPattern: give it to a Trainer, and train")
+        return self.kept.save_pretrained(folder, tokenizer, overwrite=overwrite)
+
+
+def _unwrapped(model: Any) -> nn.Module:
+    """Returns the model inside what torch.compile, DistributedDataParallel and PEFT wrap around it."""
+    while True:
+        if hasattr(model, "_orig_mod"):
+            model = model._orig_mod
+        elif isinstance(model, DistributedDataParallel):
+            model = model.module
+        elif hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
+            model = model.get_base_model()
+        else:
+            return model
+
+
+def _refuse_unsupported(model: nn.Module) -> None:
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        raise ModelError("FSDP1 flattens weights, so that their N:M pattern is lost: use FSDP2 (fully_shard)")
+    if packed := [name for name, module in model.named_modules() if is_packed(module)]:
+        raise ModelError(
+            f"{listed(packed)}: packed weights cannot be trained: write the folder with permtriton export --format "
+            "dense, and load that"
+        )
+    if empty := [name for name, parameter in model.named_parameters() if parameter.is_meta]:
+        raise ModelError(f"{empty[0]} has no values, so where it is zero is not known: load the weights first")
+
+
+def _recorded(model: Any, record: Record) -> dict[str, _Weight]:
+    """Returns the weights that ``permtriton.json`` lists, by their names in the model."""
+    found, own = dict[str, _Weight](), record.get("patterns", {})
+    sparsity = str(record["config"]["sparsity"])
+    known = {_plain(name): name for name, _ in model.named_parameters()}
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    names = loaded_names(model, record["pruned_weights"], known)
+    for stored, dim in record["pruned_weights"].items():
+        loaded = names[stored]
+        choices = (loaded, loaded.removeprefix(prefix), prefix + loaded)  # with or without a head
+        name = next((known[choice] for choice in choices if choice in known), None)
+        if name is None:
+            raise ModelError(
+                f"permtriton.json of {model.name_or_path} lists the N:M weight {stored}, which this "
+                f"{type(model).__name__} does not have: load it with the class of its config.json"
+            )
+        weight = _weight(model, name, dim, NMPattern.parse(own.get(stored, sparsity)))
+        shape = weight.parameter.shape
+        if not 0 <= dim < len(shape) or shape[dim] % weight.pattern.group:
+            raise ModelError(
+                f"permtriton.json of {model.name_or_path} has {stored} at {weight.pattern} along dimension {dim}, "
+                f"which its shape {list(shape)} does not fit: the file is damaged"
+            )
+        _check_pattern(name, weight)
+        found[_plain(name)] = weight
+    return found
+
+
+def _check_pattern(name: str, weight: _Weight) -> None:
+    fullest = int(_kept_in_groups(_whole(weight.parameter), weight.dim, weight.pattern.group).max())
+    if fullest > weight.pattern.kept:
+        raise ModelError(
+            f"{name} is not {weight.pattern} any more: a group holds {fullest} nonzero weights. It was changed since "
+            "it was loaded: call keep_pattern before any training, and load no dense weights after it"
+        )
+
+
+def _recognized(model: nn.Module) -> dict[str, _Weight]:
+    """Returns the weights of linears and stacked experts whose groups all keep N of M values."""
+    found = {}
+    for name, parameter in _linear_weights(model):
+        dim = input_dim(model, name)
+        if pattern := _pattern_of(_whole(parameter).detach(), dim):
+            found[_plain(name)] = _weight(model, name, dim, pattern)
+    return found
+
+
+def _linear_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for name, parameter in model.named_parameters():  # shared ones once
+        path, _, key = name.rpartition(".")
+        owner = model.get_submodule(path)
+        if (key == "weight" and isinstance(owner, LINEAR_MODULES)) or key in stacks(owner):
+            yield name, parameter
+
+
+def _pattern_of(weight: Tensor, dim: int) -> NMPattern | None:
+    """Returns the N:M pattern with the smallest groups that almost all groups of a weight fill; None without one."""
+    if float((weight == 0).float().mean()) < 1 / MAX_GROUP:
+        return None
+    for group in range(2, MAX_GROUP + 1):
+        if weight.shape[dim] % group == 0:
+            counts = _kept_in_groups(weight, dim, group)
+            most = int(counts.max())
+            if 0 < most < group and float((counts == most).float().mean()) > REGULAR:
+                return NMPattern(most, group)
+    return None
+
+
+def _kept_in_groups(weight: Tensor, dim: int, group: int) -> Tensor:
+    """Returns the number of nonzero weights in each group along ``dim``, int64 ``[..., groups]``."""
+    return (weight != 0).movedim(dim, -1).unflatten(-1, (-1, group)).sum(-1)
+
+
+def _weight(model: nn.Module, name: str, dim: int, pattern: NMPattern) -> _Weight:
+    owner, _, key = name.rpartition(".")
+    return _Weight(model.get_submodule(owner), key, dim, pattern)
+
+
+def _plain(name: str) -> str:
+    """Returns the name that a parameter has without adapters."""
+    return name.replace(BASE_LAYER, "")
+
+
+def _local(tensor: Any) -> Tensor:
+    """Returns this rank's part of a tensor that is divided among ranks."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _whole(tensor: Any) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

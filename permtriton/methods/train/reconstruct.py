@@ -1,0 +1,46 @@
+"""Step ``reconstruct``: kept weights are trained layer by layer, see `permtriton.methods.train.reconstruction`."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from permtriton.driver.step import FLOAT32, Facts, Outcome
+from permtriton.methods.train.training import LayerTraining
+from permtriton.util.option import documented
+
+if TYPE_CHECKING:
+    from permtriton.driver.run import Run
+
+
+@documented
+@dataclass(frozen=True)
+class Reconstruct(LayerTraining):
+    """Options of reconstruction."""
+
+    name: ClassVar[str] = "reconstruct"
+    prefix: ClassVar[str] = "reconstruct"
+    summary: ClassVar[str] = "kept weights trained layer by layer, to give each dense layer's output: minutes to hours"
+    dense_weights: ClassVar[bool] = True
+
+    def needs(self, facts: Facts) -> dict[str, dict[str, int]]:
+        return {
+            "reconstruct": {
+                **facts.gradients(),
+                "targets": 2 * facts.all_positions * facts.hidden * facts.element,
+                "finished weights": int(facts.pruned * facts.kept) * facts.element,
+                "optimizer": int(facts.layer * facts.kept) * 6 * FLOAT32,
+                **facts.mask(),
+            }
+        }
+
+    def state_bytes(self, facts: Facts) -> int:
+        return int(facts.pruned * facts.kept) * facts.element
+
+    def run(self, run: "Run") -> Outcome:
+        from permtriton.methods.train.reconstruction import reconstruct
+        from permtriton.running.state import StateFile
+
+        found = reconstruct(
+            run.model, run.plan, run.dense_weights, run.samples_with(self.generated), self, run.config, run.progress,
+            run.state(StateFile, self.name), run.offload,
+        )  # fmt: skip
+        return Outcome(parts=found.parts, left=found.left)

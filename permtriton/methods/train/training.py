@@ -1,0 +1,48 @@
+"""What the steps that train kept weights have in common, see `permtriton.methods.train.kept_weights`."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from permtriton.driver.step import GENERATED, Facts, Speed, Stage, Step
+from permtriton.util.option import option
+
+
+@dataclass(frozen=True)
+class Training(Step):
+    """Options of training kept weights."""
+
+    stage: ClassVar[Stage] = Stage.TRAIN
+    shards: ClassVar[bool] = False
+
+    epochs: int = option(20, "Passes over the calibration sequences.", minimum=1)
+    learning_rate: float = option(5e-4, "Peak Adam learning rate, with cosine decay to 0.", positive=True)
+    batch_size: int = option(8, "Sequences per optimiser step.", minimum=1)
+    generated: bool = option(True, GENERATED)
+
+    @property
+    def reads_generated(self) -> bool:
+        return self.generated
+
+    @property
+    def gradients(self) -> bool:
+        return True
+
+    def uses_importance(self) -> bool:
+        return False
+
+    def seconds(self, facts: Facts, speed: Speed) -> float:
+        return self.epochs * speed.both
+
+
+@dataclass(frozen=True)
+class LayerTraining(Training):
+    """Options of training kept weights layer by layer."""
+
+    loss: Literal["cosine", "squared"] = option(
+        "cosine",
+        "Distance of a layer's output from the dense layer's, per token: cosine (1 - cosine) or squared (the squared "
+        "error divided by the squared norm of the dense output).",
+    )
+    window: Literal["layer", "mlp"] = option(
+        "layer", "What is trained at a time: a decoder layer, or its attention and its MLP apart (mlp)."
+    )

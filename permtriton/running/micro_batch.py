@@ -1,0 +1,73 @@
+"""How many sequences go through the model at once, and fewer of them where memory runs out."""
+
+import gc
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from permtriton.errors import MemoryTooSmallError, first_line
+from permtriton.running import ranks
+
+Result = TypeVar("Result")
+
+# What torch's CPU allocator says: DefaultCPUAllocator on Linux, and the message of other systems.
+NO_MEMORY = ("can't allocate memory", "not enough memory")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out, on a GPU or on the CPU."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in NO_MEMORY)
+
+
+class MicroBatch:
+    """The sequences per forward and backward pass of one stage.
+
+    Where ranks run in step (`permtriton.running.ranks.in_step`), no work starts again: the others would wait for its
+    end.
+
+    Args:
+        size: number to start with.
+
+    Attributes:
+        size: present number: halved whenever memory ran out, and never raised again.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def run(self, work: Callable[[int], Result]) -> Result:
+        """Returns ``work(size)``; where memory runs out, starts it again with half the size.
+
+        Args:
+            work: what to do with that many sequences at a time. It must not build on what an attempt that failed has
+                left, such as gradients.
+
+        Raises:
+            MemoryTooSmallError: one sequence does not fit, either.
+        """
+        while True:
+            try:
+                return work(self.size)
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                if self.size == 1 or ranks.are_in_step():
+                    raise MemoryTooSmallError(out_of_memory(error, self._at_a_time())) from error
+            # Not before the handler ends: the error's traceback keeps the tensors of the failed attempt alive.
+            self.size = self.size // 2
+            gc.collect()
+            torch.cuda.empty_cache()
+
+    def _at_a_time(self) -> str:
+        return " even with one sequence at a time" if self.size == 1 else f" with {self.size} sequences at a time"
+
+
+def out_of_memory(error: BaseException, when: str = "") -> str:
+    """Returns one line that says what any work can lower, and ends with the allocator's own words."""
+    return (
+        f"out of memory{when}: choose shorter or fewer sequences, or dtype bfloat16, or use a larger machine "
+        f"({first_line(error)})"
+    )

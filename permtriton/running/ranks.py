@@ -1,0 +1,247 @@
+"""Ranks: the processes that ``torchrun`` starts. Each runs the model on its share of the sequences.
+
+Sums over sequences (losses, gradients, Hessians) are added up over the ranks, so that all hold the same ones. What is
+decided from them is decided on one rank and sent to the others, and only the first rank writes files. The library
+starts no group: it uses ``torch.distributed``'s default one, and without one there is a single rank.
+
+All ranks must come to the same collective operations in the same order. So there is none in work that one rank may
+start again where its memory runs out (`permtriton.running.micro_batch`), except at its end.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from permtriton.errors import ConfigError, PermTritonError
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+_IN_STEP = ContextVar("_IN_STEP", default=False)
+
+
+def count() -> int:
+    """Returns the number of ranks."""
+    return dist.get_world_size() if _started() else 1
+
+
+def number() -> int:
+    """Returns the number of this rank, from 0."""
+    return dist.get_rank() if _started() else 0
+
+
+# -- sequences: each rank runs its share, and sums are added up --------------------------------------------------------
+
+
+def own(rows: Tensor) -> Tensor:
+    """Returns this rank's share of the rows of a tensor, ``[share, ...]``: neighbours, and maybe none.
+
+    Args:
+        rows: ``[rows, ...]``, mostly the numbers of sequences.
+    """
+    return rows.tensor_split(count())[number()]
+
+
+def own_rows(rows: int) -> Tensor:
+    """Returns this rank's share of the numbers from 0 to ``rows - 1``, int64 ``[share]``."""
+    return own(torch.arange(rows))
+
+
+def check_shares(rows: int) -> None:
+    """Refuses to share fewer sequences than there are ranks.
+
+    Raises:
+        ConfigError: a rank would have none.
+    """
+    if rows < count():
+        raise ConfigError(
+            f"{count()} processes cannot share {rows} calibration sequences: start at most {rows} (torchrun "
+            "--nproc-per-node), or raise `samples=`"
+        )
+
+
+def parts(rows: Tensor, size: int) -> Sequence[Tensor]:
+    """Returns this rank's share of some sequence numbers in parts that run together; no part where it has no share.
+
+    Where it can be, all ranks have the same number of parts.
+
+    Args:
+        rows: int64 ``[sequences]``.
+        size: most sequences in a part.
+
+    Raises:
+        ConfigError: inside `in_step`, a rank would have fewer parts than another.
+    """
+    if are_in_step():
+        check_in_step(rows.numel(), size)
+    share, wanted = own(rows), -(-_most(rows.numel()) // size)
+    if share.numel() < wanted or -(-share.numel() // size) == wanted:
+        return share.split(size) if share.numel() else ()
+    return share.tensor_split(wanted)
+
+
+def check_in_step(rows: int, size: int) -> None:
+    """Checks that all ranks run equally often where they share some sequences.
+
+    Args:
+        rows: number of sequences.
+        size: most sequences that run together.
+
+    Raises:
+        ConfigError: a rank would run less often than another.
+    """
+    least, most = rows // count(), _most(rows)
+    if least < -(-most // size):
+        raise ConfigError(
+            f"{count()} processes that hold parts of the model must run equally often, but {rows} sequences are {most} "
+            f"for some and {least} for others: choose a multiple of {count()} for `samples=` and `batch_size=`, or "
+            "another number of processes"
+        )
+
+
+def _most(rows: int) -> int:
+    return -(-rows // count())
+
+
+@contextmanager
+def in_step() -> Iterator[None]:
+    """Inside the ``with`` block, every rank must run the model equally often: runs are collective operations."""
+    token = _IN_STEP.set(True)
+    try:
+        yield
+    finally:
+        _IN_STEP.reset(token)
+
+
+def are_in_step() -> bool:
+    """Whether this is inside the ``with`` block of `in_step`."""
+    return _IN_STEP.get()
+
+
+def add_up(tensors: Iterable[Tensor]) -> None:
+    """Adds each tensor up over all ranks, in place. Every rank must give tensors of the same shapes and dtypes."""
+    if _started():
+        _each(tensors, lambda tensor, _: dist.all_reduce(tensor, async_op=True))
+
+
+def total(value: float) -> float:
+    """Returns the sum of a number over all ranks."""
+    sums = torch.tensor(value, dtype=torch.float64)
+    add_up([sums])
+    return float(sums)
+
+
+def join(part: Tensor, rows: int) -> Tensor:
+    """Returns the parts of all ranks as one tensor: ``[share, ...]`` each, as `own` divides, to ``[rows, ...]``.
+
+    Args:
+        part: this rank's part, on the CPU; a rank without a share may give any empty tensor.
+        rows: number of rows of all parts.
+    """
+    if not _started():
+        return part
+    shape, dtype = on_first(lambda: (part.shape[1:], part.dtype))
+    joined = torch.empty((rows, *shape), dtype=dtype)
+    for source, place in enumerate(joined.tensor_split(count())):
+        if place.shape[0]:
+            if source == number():
+                place.copy_(part)
+            dist.broadcast(place, src=source)
+    return joined
+
+
+# -- decisions: taken on one rank, and sent to the others --------------------------------------------------------------
+
+
+def on_first(decide: Callable[[], Result]) -> Result:
+    """Runs ``decide`` on the first rank, and returns on every rank what it returned there, tensors on the CPU.
+
+    A `PermTritonError` that it raises there is raised on every rank.
+    """
+    if not _started():
+        return decide()
+    results = [_attempt(decide) if number() == 0 else None]
+    dist.broadcast_object_list(results, src=0, device=torch.device("cpu"))
+    assert results[0] is not None
+    return _result(*results[0])
+
+
+def gather(value: Result) -> list[Result]:
+    """Returns the value of each rank, tensors on the CPU."""
+    if not _started():
+        return [value]
+    values: list[Result | None] = [None] * count()
+    dist.all_gather_object(values, value)
+    return values  # type: ignore[return-value]
+
+
+def dealt(items: Sequence[Item]) -> Sequence[Item]:
+    """Returns the items that this rank works on where they are dealt out, one after another."""
+    return items[number() :: count()]
+
+
+def deal(items: Sequence[Item], work: Callable[[Item], Result]) -> list[Result]:
+    """Returns ``work(item)`` of every item on every rank; each rank does its `dealt` share of the work.
+
+    A `PermTritonError` of any rank is raised on every rank. Results hold tensors on the CPU only.
+    """
+    if not _started():
+        return [work(item) for item in items]
+    shares = [_result(*each) for each in gather(_attempt(lambda: [work(item) for item in dealt(items)]))]
+    return [shares[place % count()][place // count()] for place in range(len(items))]
+
+
+def send_dealt(tensors: Sequence[Tensor]) -> None:
+    """Sends each tensor, in place, from the rank that it is `dealt` to."""
+    if _started():
+        _each(tensors, lambda tensor, place: dist.broadcast(tensor, src=place % count(), async_op=True))
+
+
+def send_from_first(tensors: Iterable[Tensor]) -> None:
+    """Sends each tensor, in place, from the first rank."""
+    if _started():
+        _each(tensors, lambda tensor, _: dist.broadcast(tensor, src=0, async_op=True))
+
+
+def named_from_first(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the tensors that the first rank gives, on the CPU; those of the other ranks are not used."""
+    described = on_first(lambda: {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()})
+    if number():
+        tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in described.items()}
+    send_from_first(tensors.values())
+    return dict(tensors)
+
+
+@torch.no_grad()
+def _each(tensors: Iterable[Tensor], start: Callable[[Tensor, int], Any]) -> None:
+    """Runs a collective operation on each tensor, in place; ``start`` takes the tensor and its number.
+
+    NCCL refuses tensors that are not contiguous, and gloo takes their memory for contiguous.
+    """
+    pairs = [(tensor, tensor.detach().contiguous()) for tensor in tensors]
+    for work in [start(dense, place) for place, (_, dense) in enumerate(pairs)]:
+        work.wait()
+    for tensor, dense in pairs:
+        if not tensor.is_contiguous():
+            tensor.copy_(dense)
+
+
+def _attempt(work: Callable[[], Result]) -> tuple[Result | None, PermTritonError | None]:
+    try:
+        return work(), None
+    except PermTritonError as error:
+        return None, error
+
+
+def _result(result: Result | None, error: PermTritonError | None) -> Result:
+    if error is not None:
+        raise error
+    return result  # type: ignore[return-value]
+
+
+def _started() -> bool:
+    return dist.is_available() and dist.is_initialized()

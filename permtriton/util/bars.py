@@ -1,0 +1,111 @@
+"""How is progress drawn? As one bar per stage on standard error, or as lines where that is no terminal."""
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import IO, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as RichProgress
+from rich.text import Text
+
+from permtriton.errors import ConfigError, shown
+from permtriton.util.progress import Advance, Event, EventProgress, NoProgress, Progress
+
+Shown = bool | Callable[[Event], object] | Progress | None  # what ``progress=`` takes
+
+
+class PlainConsole(Console):
+    """Prints text as it is: no markup, and control characters of file names are written as ``\\n`` and the like."""
+
+    def on_broken_pipe(self) -> None:
+        """Goes on without a reader: to stop after some lines, as ``head`` does, is no error."""
+        discard(self.file)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        lines = ("".join(map(visible, line)) for line in text.split("\n"))
+        return super().render_str("\n".join(lines), **options)
+
+
+def visible(character: str) -> str:
+    return character if character.isprintable() else repr(character)[1:-1]
+
+
+def discard(stream: IO[str]) -> None:
+    """Discards what is written to a stream from now on, and what it still holds, so that no later write fails."""
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, stream.fileno())
+    os.close(nothing)
+
+
+class _Err(PlainConsole):
+    """Prints on standard error; where that takes nothing, as on a full disk, the work goes on without words."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        try:
+            super().print(*objects, **options)
+        except OSError:
+            discard(sys.stderr)
+
+
+err = _Err(stderr=True, markup=False, emoji=False)
+
+
+class BarProgress:
+    """Progress reporter that draws one bar per stage on standard error, or prints lines if that is not a terminal."""
+
+    @contextmanager
+    def stage(self, name: str, total: int) -> Iterator[Advance]:
+        if not err.is_terminal:
+            yield self._lines(name, total)
+            return
+        columns = (
+            TextColumn("{task.description:<10}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+            TextColumn("left"), TimeRemainingColumn(), TextColumn("{task.fields[note]}"),
+        )  # fmt: skip
+        with RichProgress(*columns, console=err) as bars:
+            task = bars.add_task(name, total=total, note="")
+
+            def advance(steps: int = 1, note: str = "") -> None:
+                bars.advance(task, steps)
+                if note:
+                    bars.update(task, note=note)
+
+            yield advance
+
+    def _lines(self, name: str, total: int) -> Advance:
+        started, done = time.perf_counter(), 0
+
+        def advance(steps: int = 1, note: str = "") -> None:
+            nonlocal done
+            tenths = 10 * done // max(total, 1)
+            done += steps
+            if 10 * done // max(total, 1) > tenths:
+                self.say(f"{name} {done}/{total}, {time.perf_counter() - started:.0f} s {note}".rstrip())
+
+        return advance
+
+    def say(self, text: str) -> None:
+        err.print(text, highlight=False, soft_wrap=True)
+
+
+def reporter(progress: Shown) -> Progress:
+    """Returns the progress reporter that the argument ``progress`` of a public function stands for.
+
+    Args:
+        progress: True for the bars of the command line, a function that is called with each `Event`, or a reporter;
+            False and None report nothing.
+
+    Raises:
+        ConfigError: anything else.
+    """
+    if isinstance(progress, bool) or progress is None:
+        return BarProgress() if progress else NoProgress()
+    if hasattr(progress, "stage") and hasattr(progress, "say"):
+        return progress
+    if callable(progress):
+        return EventProgress(progress)
+    raise ConfigError(f"progress is {shown(progress)}: expected True, False, or a function that takes an Event")

@@ -1,0 +1,147 @@
+"""Facts about this machine and this installation: versions, device, memory."""
+
+import ctypes
+import platform
+import resource
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import psutil
+import torch
+
+from permtriton.running import ranks
+
+PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+
+
+def versions() -> dict[str, str]:
+    """Returns the version of each package that a result may depend on, by name."""
+    return {
+        "permtriton": metadata.version("permtriton"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": metadata.version("transformers"),
+    }
+
+
+def device_name(device: torch.device) -> str:
+    """Returns the GPU's name, or ``cpu`` with the number of threads."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"cpu, {torch.get_num_threads()} threads, {platform.machine()}"
+
+
+def determinism() -> dict[str, Any]:
+    """Returns the settings, apart from the seed, on which the last bits of sums depend.
+
+    On a CPU, the same seed, versions, machine and numbers of threads and ranks give the same bytes. On a GPU they need
+    not: atomic sums have no fixed order.
+    """
+    return {
+        "threads": torch.get_num_threads(),
+        "ranks": ranks.count(),
+        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+        "tf32": torch.backends.cuda.matmul.allow_tf32,
+        "float32_matmul": torch.get_float32_matmul_precision(),
+    }
+
+
+def available_memory(device: torch.device, *, proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
+    """Returns the number of free bytes on ``device``.
+
+    On a CPU this is the smallest of what the system says is available and, on Linux, what each control group (the
+    limits of containers and batch systems) leaves. File cache counts as free, because the kernel gives it up.
+    """
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return max(min([psutil.virtual_memory().available, *_left_in_groups(proc, cgroups)]), 0)
+
+
+def _fields(path: Path) -> dict[str, int]:
+    """Returns name -> number of the lines of one of the kernel's files, which start with a name and a number."""
+    lines = [line.split() for line in path.read_text(encoding="ascii").splitlines()]
+    return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}
+
+
+def _left_in_groups(proc: Path, cgroups: Path) -> Iterator[int]:
+    """Yields the bytes that each limited control group of this process, and each of its ancestors, leaves free."""
+    try:
+        lines = (proc / "self" / "cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:  # version 2, mounted alone or beside version 1
+            roots, names = [cgroups, cgroups / "unified"], ("memory.max", "memory.current", "")
+        elif "memory" in controllers.split(","):
+            roots, names = [cgroups / "memory"], ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+        else:
+            continue
+        inside = PurePosixPath(path).relative_to("/")
+        for root in roots:
+            # Inside a container the path may be the host's: folders that are not there are passed over.
+            for group in (inside, *inside.parents):
+                left = _left(root / group, *names)
+                if left is not None:
+                    yield left
+
+
+def _left(group: Path, limit: str, usage: str, prefix: str) -> int | None:
+    try:
+        allowed = int((group / limit).read_text())
+        used = int((group / usage).read_text())
+        cache = _fields(group / "memory.stat")
+    except (OSError, ValueError):  # no such folder, or "max": no limit
+        return None
+    return allowed - used + cache.get(f"{prefix}inactive_file", 0) + cache.get(f"{prefix}active_file", 0)
+
+
+def resident_memory() -> tuple[int, int]:
+    """Returns the bytes of this process that are in memory, and those of them that are pages of files.
+
+    Where the system does not tell them apart (macOS), none are.
+    """
+    found = psutil.Process().memory_info()
+    return found.rss, getattr(found, "shared", 0)
+
+
+def release_memory() -> None:
+    """Returns to the system what was freed: glibc keeps it, in holes that later stages may not fit in."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
+
+
+def reset_peak_memory(device: torch.device) -> bool:
+    """Starts the count of `peak_memory` anew; returns False where the system cannot (on a CPU, only Linux can)."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return True
+    try:
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+        return True
+    except OSError:
+        return False
+
+
+def peak_memory(device: torch.device) -> int:
+    """Returns the peak memory in bytes: of torch on the GPU, or of this process on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    with suppress(OSError, KeyError):  # what follows counts from the start of the process, whatever was reset
+        return _fields(PROC / "self" / "status")["VmHWM:"] * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def format_bytes(count: int) -> str:
+    """Returns a number of bytes in readable form, such as ``1.5 GiB``."""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}"
+        value /= 1024
+    return f"{value:.1f} GiB"

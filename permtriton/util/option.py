@@ -1,0 +1,183 @@
+"""What an option is. Its help, choices and limits stand beside its default; flags and docs are made from them."""
+
+import dataclasses
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from textwrap import fill
+from typing import Any, Literal, TypeVar, get_args, get_origin
+
+from permtriton.errors import ConfigError, shown
+from permtriton.util.sparsity import NMPattern
+
+Config = TypeVar("Config")
+TRUTH = {"true": True, "false": False}
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option, as its field in a dataclass of options describes it.
+
+    Attributes:
+        field: name of the field.
+        type: type of the value; a ``Literal`` lists the choices.
+        default: value where neither the user nor the recipe gives one.
+        help: what it sets, in a sentence or two.
+        panel: heading that it stands under in ``--help-all`` and docs/options.md.
+        step: name of the step of a recipe that it belongs to; empty for an option of the whole compilation.
+        prefix: what its name begins with: the step's prefix and an underscore.
+        minimum: smallest number allowed.
+        maximum: largest number allowed; by default every finite one.
+        positive: whether the number must be greater than 0.
+        pattern: regular expression that the whole text must match.
+        values: allowed values in words, where type, choices and limits do not say it all.
+        needs: name of another option -> its values with which this one has an effect; empty if it always has one.
+        gradients: whether it has an effect only on steps that compute gradients.
+    """
+
+    field: str
+    type: Any
+    default: Any
+    help: str
+    panel: str
+    step: str = ""
+    prefix: str = ""
+    minimum: float = 0
+    maximum: float = sys.float_info.max
+    positive: bool = False
+    pattern: str = ""
+    values: str = ""
+    needs: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict, hash=False)
+    gradients: bool = False
+
+    @property
+    def name(self) -> str:
+        """Name in Python, such as ``learn_epochs``."""
+        return f"{self.prefix}{self.field}"
+
+    @property
+    def flag(self) -> str:
+        """Name on the command line, such as ``--learn-epochs``."""
+        return f"--{self.name.replace('_', '-')}"
+
+    @property
+    def several(self) -> bool:
+        """Whether it has any number of texts as its value."""
+        return get_origin(self.type) is tuple
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The only values allowed, or nothing where there are too many to list."""
+        return get_args(self.type) if get_origin(self.type) is Literal else ()
+
+    @property
+    def expected(self) -> str:
+        """The allowed values in words."""
+        if self.values or self.choices:
+            return self.values or f"one of {', '.join(self.choices)}"
+        if self.type is bool:
+            return "true or false"
+        number, a = ("integer", "an") if self.type is int else ("finite number", "a")
+        if self.positive:
+            return f"a positive {number}"
+        if self.maximum < sys.float_info.max:
+            return f"{a} {number} from {self.minimum} to {self.maximum}"
+        return f"{a} {number} of at least {self.minimum}" if self.minimum else f"a non-negative {number}"
+
+    def parse(self, value: Any) -> Any:
+        """Returns what a text stands for on the command line; what is no text stays as it is.
+
+        Raises:
+            ConfigError: the text is no such value.
+        """
+        if not isinstance(value, str) or self.type not in (int, float, bool):
+            return value
+        try:
+            return TRUTH[value.lower()] if self.type is bool else self.type(value)
+        except (KeyError, ValueError):
+            raise self._wrong(value) from None
+
+    def convert(self, value: Any) -> Any:
+        """Returns the value that a user's text or number stands for; what does not fit stays as it is.
+
+        Raises:
+            ConfigError: a sparsity pattern that cannot be read.
+        """
+        if self.type is NMPattern and not isinstance(value, NMPattern):
+            return NMPattern.parse(value if isinstance(value, str) else shown(value))
+        if self.several:
+            return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+        exact = type(value) is int and abs(value) <= sys.float_info.max
+        return float(value) if self.type is float and exact else value
+
+    def check(self, value: Any) -> None:
+        """Checks type, choices and limits.
+
+        Raises:
+            ConfigError: the value is not allowed.
+        """
+        if self.several:
+            allowed = isinstance(value, tuple) and all(isinstance(each, str) and each for each in value)
+        elif self.choices:
+            allowed = value in self.choices
+        else:
+            types = (int, float) if self.type is float else self.type
+            if not isinstance(value, types) or (isinstance(value, bool) and self.type is not bool):
+                got = type(value).__name__
+                raise self._wrong(value, f"{self.type.__name__}, got {got}")
+            if isinstance(value, int | float):  # NaN is in no range
+                allowed = self.minimum <= value <= self.maximum and (value > 0 or not self.positive)
+            else:
+                allowed = not self.pattern or re.fullmatch(self.pattern, value) is not None
+        if not allowed:
+            raise self._wrong(value)
+
+    def _wrong(self, value: Any, expected: str = "") -> ConfigError:
+        return ConfigError(f"`{self.name}=` is {shown(value)}: expected {expected or self.expected}")
+
+
+def option(default: Any, help: str, **facts: Any) -> Any:
+    """Returns the dataclass field of an option; ``facts`` are further attributes of `Option`."""
+    return dataclasses.field(default=default, metadata={"help": help, **facts})
+
+
+def options_of(config: Any) -> list[Option]:
+    """Returns the options among the fields of a dataclass of options, or of an instance of one.
+
+    A dataclass with a ``name`` and a ``prefix`` is a step of a recipe: its options bear its prefix, and stand under a
+    heading of their own.
+    """
+    step = getattr(config, "name", "")
+    own = {"step": step, "prefix": f"{config.prefix}_", "panel": f"Step {step}"} if step else {}
+    return [Option(f.name, f.type, f.default, **{**own, **f.metadata}) for f in fields(config) if f.metadata]
+
+
+def given_options(kind: type[Config], values: Mapping[str, Any], also: Iterable[str] = ()) -> dict[str, Any]:
+    """Returns the arguments with which to make a dataclass of options from values by option name.
+
+    Args:
+        values: values by option name; those of other dataclasses are left out.
+        also: names of fields that are no options, and are taken as they are.
+    """
+    found = {each.field: each.convert(values[each.name]) for each in options_of(kind) if each.name in values}
+    return found | {name: values[name] for name in also if name in values}
+
+
+def check_options(config: Any) -> None:
+    """Checks every option of an instance.
+
+    Raises:
+        ConfigError: a value is not allowed.
+    """
+    for each in options_of(config):
+        each.check(getattr(config, each.field))
+
+
+def documented(cls: type[Config]) -> type[Config]:
+    """Class decorator: adds to the docstring of a dataclass of options what its options say."""
+    lines = [f"{each.field}: {each.help} Expects {each.expected}." for each in options_of(cls)]
+    inner, outer = " " * 12, " " * 8
+    wrapped = [fill(each, 120, initial_indent=outer, subsequent_indent=inner, break_on_hyphens=False) for each in lines]
+    cls.__doc__ = "\n".join([f"{cls.__doc__}\n\n    Attributes:", *wrapped])
+    return cls

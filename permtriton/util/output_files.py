@@ -1,0 +1,92 @@
+"""Output files of commands: refused before any work where they must not be replaced, and written as a whole."""
+
+import os
+import re
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from permtriton.errors import OutputError, PermTritonError
+from permtriton.util.durable import replace_file
+
+LONGEST = 200  # bytes of a name; file systems take 255, and working files add up to 50
+
+
+def check_name(output: Path) -> None:
+    """Refuses a file or folder whose name other libraries, or the working files beside it, cannot have.
+
+    Raises:
+        OutputError: its path is not UTF-8, or its name is too long.
+    """
+    try:
+        str(output).encode()
+    except UnicodeEncodeError:
+        raise OutputError(f"the path of output {output} is not UTF-8: choose another one") from None
+    if (size := len(output.name.encode())) > LONGEST:
+        raise OutputError(
+            f"output {output.name[:40]}... has {size} bytes, but at most {LONGEST} fit: choose a shorter name"
+        )
+
+
+def check_file(output: Path, *, overwrite: bool, ours: Callable[[Path], bool] = lambda path: False) -> None:
+    """Refuses, before any work, an output file that could not be written at the end, or that is someone else's.
+
+    Args:
+        overwrite: whether an earlier file may be replaced, whoever wrote it.
+        ours: returns whether an earlier file is a result that may be replaced in any case.
+
+    Raises:
+        OutputError: as `check_name`, or it may not be replaced, or is no plain file, or its folder does not exist or
+            cannot be written.
+    """
+    check_name(output)
+    if output.is_dir():
+        raise OutputError(f"output {output} is a folder: give the name of a file")
+    if output.exists():
+        if not output.is_file():
+            raise OutputError(f"output {output} is no plain file: choose another name")
+        if not overwrite and not ours(output):
+            raise OutputError(f"output {output} exists: choose another file, or replace it with `overwrite=True`")
+    check_parent(output)
+
+
+def check_parent(output: Path) -> None:
+    """Refuses an output whose folder does not take a file.
+
+    Raises:
+        OutputError: the folder does not exist, or cannot be written.
+    """
+    folder = output.resolve().parent
+    if not folder.is_dir():
+        raise OutputError(f"output {output}: the folder {folder} does not exist; make it first")
+    if problem := problem_of(folder):
+        raise OutputError(f"output {output}: the folder {folder} cannot be written: {problem}")
+
+
+def problem_of(folder: Path) -> str:
+    """Returns why no file can be made in a folder; empty if one can. Permissions alone do not say it, as in /proc."""
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def disk_error(error: Exception) -> OSError | None:
+    """Returns what the disk reports, if an error is of the disk; Rust code words it as ``... (os error 28)``."""
+    if isinstance(error, OSError):
+        return error
+    number = None if isinstance(error, PermTritonError) else re.search(r"\(os error (\d+)\)", str(error))
+    return OSError(int(number[1]), os.strerror(int(number[1]))) if number else None
+
+
+def write_file(output: Path, content: bytes) -> None:
+    """Writes a file as `permtriton.util.durable.replace_file` does: an earlier one stays until the new one is whole.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    try:
+        replace_file(output, lambda temporary: temporary.write_bytes(content))
+    except OSError as error:
+        raise OutputError(f"output {output} cannot be written: {error.strerror or error}") from error

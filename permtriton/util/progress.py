@@ -1,0 +1,74 @@
+"""Progress of long work. The library only reports it; `permtriton.util.bars` draws it."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class Advance(Protocol):
+    """Reports that ``steps`` more steps of a stage are done, with a short note on the present state."""
+
+    def __call__(self, steps: int = 1, note: str = "") -> None: ...
+
+
+class Progress(Protocol):
+    """Progress reporter."""
+
+    def stage(self, name: str, total: int) -> AbstractContextManager[Advance]:
+        """Opens a stage of ``total`` steps; the context gives the function that reports each step."""
+        ...
+
+    def say(self, text: str) -> None:
+        """Reports a line of text between stages."""
+        ...
+
+
+class NoProgress:
+    """Progress reporter that ignores everything."""
+
+    @contextmanager
+    def stage(self, name: str, total: int) -> Iterator[Advance]:
+        yield lambda steps=1, note="": None
+
+    def say(self, text: str) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Event:
+    """What a function that is given as ``progress=`` is called with.
+
+    Attributes:
+        stage: name of the stage, such as ``calibrate``; empty for a line of text between stages.
+        done: steps of the stage that are done; 0 when it opens.
+        total: steps of the stage.
+        text: a short note on the present state, or the line of text.
+    """
+
+    stage: str = ""
+    done: int = 0
+    total: int = 0
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class EventProgress:
+    """Progress reporter that hands each event to a function, in whose hands errors are, too."""
+
+    handle: Callable[[Event], object]
+
+    @contextmanager
+    def stage(self, name: str, total: int) -> Iterator[Advance]:
+        done = 0
+
+        def advance(steps: int = 1, note: str = "") -> None:
+            nonlocal done
+            done += steps
+            self.handle(Event(name, done, total, note))
+
+        advance(0)
+        yield advance
+
+    def say(self, text: str) -> None:
+        self.handle(Event(text=text))
