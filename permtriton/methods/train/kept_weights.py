@@ -140,10 +140,9 @@ class KeptWeights:
         self._weights = dict(weights)
         self._masks = {name: self._trained(weight.detach()) for name, weight in weights.items()}
         self.values: dict[str, Tensor] = {}
-        for name, kept in self.snapshot(None).items():
-            values = kept.to(torch.promote_types(kept.dtype, torch.float32), copy=True).requires_grad_()
-            values.grad = torch.zeros_like(values)
-            self.values[name] = values
+        for name, weight in weights.items():
+            kept = weight.detach().masked_select(self._masks[name])
+            self.values[name] = with_gradient(kept.to(torch.promote_types(kept.dtype, torch.float32)))
 
     def _trained(self, weight: Tensor) -> Tensor:
         """Returns which entries of a weight are trained, bool of its shape."""
@@ -222,6 +221,12 @@ class KeptWeights:
     def dtype(self) -> torch.dtype:
         """Dtype of the model's weights."""
         return next(iter(self._weights.values())).dtype
+
+
+def with_gradient(values: Tensor) -> Tensor:
+    """Returns a tensor as a leaf whose gradient is 0 so far."""
+    values.requires_grad_().grad = torch.zeros_like(values)
+    return values
 
 
 class WeightTrainer:
