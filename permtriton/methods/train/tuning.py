@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from permtriton.config import CommonConfig
 from permtriton.data.samples import Samples
 from permtriton.methods.measure.objective import Objective
-from permtriton.methods.measure.promises import check_loss, check_no_worse
+from permtriton.methods.measure.promises import check_loss
 from permtriton.methods.train.kept_weights import Course, KeptWeights, Trained, WeightTrainer, weights_of, with_gradient
 from permtriton.methods.train.tune import ROUNDS, Tune, held_out
 from permtriton.model.core import body_of
@@ -74,13 +74,12 @@ def tune(
             advance(course.steps_until(len(result.history) - 1) if result.history else 0)
             trainer.fit(result, advance, lambda: trainer.save(state, result))
         before = tuned.fold()
-        first, best, folded = result.history[0], result.history[result.kept], trainer.held_out_loss()
-        check_loss(best.held_out, folded, tuned.dtype, "tune, held out, before its scales were folded into the weights")
-        if folded > first.held_out:  # rounding of the folded weights outweighs what was gained
+        best, folded = result.history[result.kept].held_out, trainer.held_out_loss()
+        check_loss(best, folded, tuned.dtype, "tune, held out, before its scales were folded into the weights")
+        if folded > result.history[0].held_out:  # rounding of the folded weights outweighs what was gained
             tuned.unfold(before)
             tuned.write(start)
             result.kept = 0
-    check_no_worse(first.held_out, result.history[result.kept].held_out, "tuning")
     return result
 
 
