@@ -22,7 +22,7 @@ from permtriton.driver.pipeline import compile_model
 from permtriton.driver.step import Speed
 from permtriton.errors import CalibrationError, ConfigError, OutputError
 from permtriton.methods.train.kept_weights import Trained, schedule
-from permtriton.methods.train.tune import Tune, held_out
+from permtriton.methods.train.tune import Tune
 from permtriton.methods.train.tuning import TunedValues, tune
 from permtriton.model.experts import unstacked_experts
 from permtriton.model.forward import last_hidden_state
@@ -100,7 +100,7 @@ def test_vectors_and_scales_move_and_the_loss_falls():
     assert moved == expected
     assert pruned.loss() < 0.97 * before
     assert result.kept == 4
-    held = torch.arange(held_out(len(IDS)))
+    held = torch.arange(Tune.held_out(len(IDS)))
     assert pruned.loss(held) == pytest.approx(result.history[-1].held_out, rel=1e-5)
     assert result.history[-1].held_out < result.history[0].held_out
     assert progress.steps == [0, *[1] * 8]
@@ -197,7 +197,7 @@ def test_micro_batches_and_checkpointing_do_not_change_the_result():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_in_half_precision_folded_scales_are_never_worse(dtype):
     pruned = pruned_tiny(dtype)
-    start, held = parameters(pruned.model), torch.arange(held_out(len(IDS)))
+    start, held = parameters(pruned.model), torch.arange(Tune.held_out(len(IDS)))
     before = pruned.loss(held)
     with only_vectors_and_scales_change(pruned, 4 * torch.finfo(dtype).eps):
         tuned(pruned)

@@ -71,8 +71,8 @@ class Compilation(Run):
         if self.resume_path is None:
             return
         options = {name: value for name, value in self.config.to_dict().items() if name not in ROUNDING_ONLY}
-        draws = samples.spare is not None and any(step.draws for step in self.config.steps)
-        text = samples.joined(samples.spare) if draws else samples
+        draws = any(step.draws for step in self.config.steps)
+        text = samples.joined(samples.spare) if draws and samples.spare is not None else samples
         self._inputs = {"config": options, "text": text.sha256, **run_identity(self.model, device)}
         beside = partial(states_beside, self.resume_path)
         machines = ranks.on_first(lambda: {StateFile(path, self._inputs).check() for path in beside()})

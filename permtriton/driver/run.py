@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, fx
@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 
 from permtriton.config import CommonConfig
 from permtriton.data.samples import Samples
-from permtriton.driver.step import Step
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.methods.measure.fisher import fisher_information
 from permtriton.methods.measure.importance import importances_of
@@ -39,6 +38,17 @@ from permtriton.util.progress import Progress
 
 CORNER = 16  # rows and columns of the weights that a report shows
 State = TypeVar("State", bound=StateFile)
+
+
+class Reader(Protocol):
+    """What a step says of what it reads, see `permtriton.driver.step.Step`."""
+
+    @property
+    def reads_generated(self) -> bool: ...
+    @property
+    def draws(self) -> int: ...
+    @property
+    def objective(self) -> str: ...
 
 
 @dataclass
@@ -150,7 +160,7 @@ class Run:
         """Notes what was found at the start of the run, as JSON values: it decides the results of all that follows."""
         self._inputs |= found
 
-    def read_by(self, step: Step) -> Samples:
+    def read_by(self, step: Reader) -> Samples:
         """Returns the samples that a step reads.
 
         They are the calibration samples and, for a step that reads such text, what the dense model wrote. A step that
@@ -259,7 +269,7 @@ class Run:
 
     # -- the distance from the dense model -----------------------------------------------------------------------------
 
-    def objective(self, step: Step) -> Objective:
+    def objective(self, step: Reader) -> Objective:
         """Returns what a step minimises, with the dense outputs in the present order as its target.
 
         They are computed where they are not known yet, which is possible only before the model is pruned.
@@ -273,18 +283,18 @@ class Run:
             self._objectives[key] = found.on(self.model)
         return self._objectives[key]
 
-    def keep_objectives(self, steps: Sequence[Step]) -> None:
+    def keep_objectives(self, steps: Sequence[Reader]) -> None:
         """Computes what some steps minimise, and drops what others did."""
         keys = {self._objective_key(step): step for step in steps if step.objective}
         self._objectives = {key: found for key, found in self._objectives.items() if key in keys}
         for step in keys.values():
             self.objective(step)
 
-    def _objective_key(self, step: Step) -> tuple[str, int, bool]:
+    def _objective_key(self, step: Reader) -> tuple[str, int, bool]:
         written = step.reads_generated and self.generated is not None
         return objective_kind(step.objective, self.model), step.draws, written
 
-    def promise(self, step: Step, loss: float) -> None:
+    def promise(self, step: Reader, loss: float) -> None:
         """Notes the loss that masks alone must have in the present order, by what a step minimised."""
         self._promise = Promise(self.objective(step), loss)
 

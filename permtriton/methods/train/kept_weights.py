@@ -331,8 +331,7 @@ class WeightTrainer:
         Raises:
             OutputError: the state belongs to another run, or is damaged.
         """
-        found = state and state.read()
-        if state is None or found is None:
+        if state is None or (found := state.read()) is None:
             return Trained()
         tensors, texts = found
         try:

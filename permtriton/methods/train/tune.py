@@ -2,23 +2,22 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from permtriton.config import CommonConfig
 from permtriton.driver.step import FLOAT32, GENERATED, LOSS, Facts, Outcome, Speed, Stage, Step
+from permtriton.methods.options import Tuning
 from permtriton.util.option import documented, option
 
 if TYPE_CHECKING:
     from permtriton.driver.run import Run
 
-ROUNDS = 4  # that all steps are divided into: after each, the held-out samples are measured
-TRAINED, MOST = 10, 16  # samples that are trained on per sample that is held out, and most that are held out
+MEASURED = 7  # times that the held-out samples are, in rounds and at the end
 
 
 @documented
 @dataclass(frozen=True)
-class Tune(Step):
+class Tune(Tuning, Step):
     """Options of tuning."""
 
     name: ClassVar[str] = "tune"
@@ -30,16 +29,6 @@ class Tune(Step):
     offloads: ClassVar[bool] = False
     not_offloaded: ClassVar[str] = "each of its steps would read all weights from the disk three times"
 
-    steps: int = option(
-        16, "Optimiser steps, each on sequences that no step before has read, as far as there are.", minimum=1
-    )
-    learning_rate: float = option(
-        5e-3,
-        "Peak Adam learning rate, with cosine decay to 0: relative to a scale, and to the root mean square of a norm's "
-        "gains or of a bias.",
-        positive=True,
-    )
-    batch_size: int = option(8, "Sequences per optimiser step.", minimum=1)
     generated: bool = option(True, GENERATED)
     loss: Literal["auto", "kl", "cosine"] = option("auto", LOSS)
 
@@ -50,11 +39,6 @@ class Tune(Step):
     @property
     def reads_generated(self) -> bool:
         return self.generated
-
-    @property
-    def draws(self) -> int:
-        trained = self.steps * self.batch_size
-        return trained + min(ceil(trained / TRAINED), MOST)
 
     @property
     def objective(self) -> str:
@@ -80,8 +64,8 @@ class Tune(Step):
         }
 
     def seconds(self, facts: Facts, speed: Speed) -> float:
-        one, trained = speed.times(1 / facts.sequences), self.steps * self.batch_size
-        return trained * one.both + (ROUNDS + 3) * held_out(facts.sequences) * one.forward + speed.forward
+        one = speed.times(1 / facts.sequences)
+        return self.trained * one.both + MEASURED * self.held_out(facts.sequences) * one.forward + speed.forward
 
     def state_bytes(self, facts: Facts) -> int:
         return facts.vectors * (facts.element + 3 * FLOAT32)
@@ -96,8 +80,3 @@ class Tune(Step):
         )  # fmt: skip
         history = [{"round": each.pop("epoch"), **each} for each in tuned.report()["history"]]
         return Outcome("round", history, tuned.kept)
-
-
-def held_out(samples: int) -> int:
-    """Returns how many of so many samples decide which round is kept."""
-    return min(max(samples // (TRAINED + 1), 1), MOST)

@@ -19,14 +19,16 @@ from permtriton.config import CommonConfig
 from permtriton.data.samples import Samples
 from permtriton.methods.measure.objective import Objective
 from permtriton.methods.measure.promises import check_loss
+from permtriton.methods.options import Tuning
 from permtriton.methods.train.kept_weights import Course, KeptWeights, Trained, WeightTrainer, weights_of, with_gradient
-from permtriton.methods.train.tune import ROUNDS, Tune, held_out
 from permtriton.model.core import body_of
 from permtriton.model.forward import last_hidden_state
 from permtriton.passes.plan import LINEAR_MODULES, Plan, layer_modules, weight_in_out
 from permtriton.running.backward import checkpointed
 from permtriton.running.state import StateFile
 from permtriton.util.progress import Progress
+
+ROUNDS = 4  # that all steps are divided into: after each, the held-out samples are measured
 
 
 @torch.enable_grad()
@@ -35,7 +37,7 @@ def tune(
     plan: Plan,
     samples: Samples,
     objective: Objective,
-    options: Tune,
+    options: Tuning,
     config: CommonConfig,
     progress: Progress,
     state: StateFile | None = None,
@@ -83,14 +85,14 @@ def tune(
     return result
 
 
-def _course(samples: int, tokens: int, options: Tune) -> Course:
+def _course(samples: int, tokens: int, options: Tuning) -> Course:
     """Returns rounds of steps over all samples but those held out, again from the first one where they are too few.
 
     The samples are in random order already. A single one is both trained on and held out.
     """
-    first = held_out(samples)
+    first = options.held_out(samples)
     rows = torch.arange(first if samples > 1 else 0, samples)
-    wanted = torch.arange(options.steps * options.batch_size)
+    wanted = torch.arange(options.trained)
     batches = rows[wanted % rows.numel()].split(options.batch_size)
     ends = [round(options.steps * number / ROUNDS) for number in range(ROUNDS + 1)]
     rounds = [batches[start:end] for start, end in pairwise(ends) if end > start]
