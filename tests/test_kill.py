@@ -74,8 +74,10 @@ RECONSTRUCT = ("--reconstruct-epochs", 2, "--reconstruct-batch-size", 4)
 TUNE = ("--tune-steps", 4, "--tune-batch-size", 2)
 DISTILL = ("--distill-epochs", 2, "--distill-batch-size", 4)
 COMMANDS = {
-    "searched, reconstruct": ("--recipe", "heuristic,searched,mask,reconstruct", *SEARCH, *RECONSTRUCT),
-    "learned, tune, distill": ("--recipe", "heuristic,learned,mask,tune,distill", *LEARN, *TUNE, *DISTILL),
+    "searched, reconstruct, tune": (
+        *("--recipe", "heuristic,searched,mask,reconstruct,tune", *SEARCH, *RECONSTRUCT, *TUNE),
+    ),
+    "learned, distill": ("--recipe", "heuristic,learned,mask,distill", *LEARN, *DISTILL),
     "sparsegpt, reconstruct, distill": (
         *("--recipe", "heuristic,sparsegpt,reconstruct,distill", *RECONSTRUCT, *DISTILL),
     ),
