@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from permtriton.methods.prune.sparsegpt import SparseGPT
     from permtriton.methods.train.distill import Distill
     from permtriton.methods.train.reconstruct import Reconstruct
+    from permtriton.methods.train.tune import Tune
     from permtriton.passes.plan import linear_module, weight_in_out
     from permtriton.util.option import documented, option
 
@@ -31,6 +32,7 @@ _MODULES = {
     "SparseGPT": "methods.prune.sparsegpt",
     "Stage": "driver.step",
     "Step": "driver.step",
+    "Tune": "methods.train.tune",
     "documented": "util.option",
     "linear_module": "passes.plan",
     "option": "util.option",
@@ -50,6 +52,7 @@ __all__ = [
     "SparseGPT",
     "Stage",
     "Step",
+    "Tune",
     "documented",
     "linear_module",
     "option",

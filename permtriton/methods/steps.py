@@ -19,9 +19,10 @@ from permtriton.methods.prune.refit import Refit
 from permtriton.methods.prune.sparsegpt import SparseGPT
 from permtriton.methods.train.distill import Distill
 from permtriton.methods.train.reconstruct import Reconstruct
+from permtriton.methods.train.tune import Tune
 
 GROUP = "permtriton.steps"
-OURS: tuple[type[Step], ...] = (Heuristic, Learned, Searched, Mask, SparseGPT, Refit, Reconstruct, Distill)
+OURS: tuple[type[Step], ...] = (Heuristic, Learned, Searched, Mask, SparseGPT, Refit, Reconstruct, Tune, Distill)
 
 
 def problem_of(kind: Any) -> str:
