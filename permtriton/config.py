@@ -57,6 +57,11 @@ class CalibrationConfig:
         "Part of the calibration data, a dataset on the hub; by default train.",
         values="name of a split, or a slice of one, such as train[:1000]",
     )
+    calibrate_all_experts: bool = _calibration(
+        False,
+        "In a mixture, let every expert see every token while statistics are taken: for experts that few tokens are "
+        "sent to. The tokens go the model's own way all the same; calibration takes as long as all experts take.",
+    )
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -109,11 +114,6 @@ class CommonConfig:
         "Share of the prunable weights that stays dense: the linears whose masks raise the loss most per weight, found "
         "by one backward pass.",
         maximum=0.9,
-    )
-    calibrate_all_experts: bool = _calibration(
-        False,
-        "In a mixture, let every expert see every token while statistics are taken: for experts that few tokens are "
-        "sent to. The tokens go the model's own way all the same; calibration takes as long as all experts take.",
     )
     seed: int = _running(0, "Seed of all that is drawn at random, such as calibration sequences.", maximum=2**32 - 1)
     micro_batch_size: int = _running(

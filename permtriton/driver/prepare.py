@@ -104,7 +104,7 @@ def prepare(
         with run.timed("generate"):
             samples = _with_text(run, samples)
     reference = Reference(model, samples, plan.unseen)
-    measure_all_experts(model, config.calibrate_all_experts)
+    measure_all_experts(model, config.calibration.calibrate_all_experts)
     with running(model, plan, spread_on) as runs:
         if held_out is not None:
             with run.timed("evaluate"):
@@ -126,7 +126,7 @@ def prepare(
 def _note_experts(run: Compilation, runs: PreTrainedModel, samples: Samples) -> None:
     """Notes how many tokens each expert of a mixture was sent, and says so where they are few."""
     run.expert_tokens = tokens_of_experts(runs, len(samples) * samples.longest)
-    if not run.config.calibrate_all_experts and (few := describe_few(runs, run.expert_tokens)):
+    if not run.config.calibration.calibrate_all_experts and (few := describe_few(runs, run.expert_tokens)):
         run.progress.say(few)
 
 
