@@ -373,6 +373,16 @@ def test_it_reads_windows_that_no_other_step_reads(read, tmp_path, windows, spar
         assert not torch.isin(rows, used).any()
 
 
+def test_rows_of_a_file_that_calibration_does_not_draw_are_read(read, tmp_path):
+    save_file({"input_ids": IDS}, tmp_path / "rows.safetensors")
+    source = {"calibration": str(tmp_path / "rows.safetensors"), "activation_checkpointing": False}
+    compiled("mask,tune", ids=None, **source)
+    assert torch.cat(read).unique(dim=0).shape[0] == 16
+    save_file({"input_ids": IDS + 1000 * (torch.arange(18) == 17)[:, None]}, tmp_path / "rows.safetensors")
+    with pytest.raises(CalibrationError, match="expected integers"):
+        compiled("mask,tune", ids=None, **source)
+
+
 def test_it_reads_what_the_dense_model_wrote(read):
     compiled("mask,tune", ids=IDS[:3], generated=20, activation_checkpointing=False)
     rows = torch.cat(read)
