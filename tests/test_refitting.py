@@ -69,7 +69,7 @@ def test_least_squares_on_the_mask(pattern, channels, rows):
     curvature = Curvature.of(moment.hessian)
     hessian, target = curvature.damped, best_weight(weight, moment, curvature, Refit(dense_targets=0.75))
     start = sparsegpt(target, curvature, pattern, None)
-    found, expected = least_squares(start, target, hessian, 200, 1e-7), exact(start, target, hessian)
+    found, expected = least_squares(start, target, hessian, 200), exact(start, target, hessian)
     torch.testing.assert_close(found.double(), expected, rtol=1e-3, atol=1e-4)
     assert torch.equal(found != 0, start != 0)
     errors = [float(row_errors(each, target, hessian).sum()) for each in (start, found, expected.float())]
@@ -158,18 +158,11 @@ def test_a_weight_that_is_worse_than_sparsegpts_is_refused(monkeypatch):
         fit(weight, moment_of(dense, pruned))
 
 
-def test_more_iterations_are_never_worse_and_the_tolerance_ends_them():
+def test_more_iterations_are_never_worse():
     weight, dense, pruned = problem(96, rows=20)
     moment = moment_of(dense, pruned)
     ends = [fit(weight, moment, iterations=count, exchanges=0)[2] for count in (0, 1, 2, 5, 200)]
     assert ends == sorted(ends, reverse=True)
-    curvature = Curvature.of(moment.hessian)
-    start = sparsegpt(weight, curvature, PATTERN, None)
-    one, loose, tight = (
-        least_squares(start, weight, curvature.damped, *limits) for limits in ((1, 0.0), (200, 0.9), (200, 1e-6))
-    )
-    assert torch.equal(one, loose)
-    assert not torch.equal(one, tight)
 
 
 @pytest.mark.parametrize("pattern", [PATTERN, NMPattern(4, 8), NMPattern(1, 3)])
@@ -379,7 +372,10 @@ def inputs_of(problem: Problem, sites=None) -> dict[str, Tensor]:
     found: dict[str, list[Tensor]] = {}
     layer = from_model(problem.model, list(sites or problem.plan.sites), problem.samples, 4)
     module_statistics.watch_inputs(
-        problem.model, layer, lambda site, inputs, _: found.setdefault(site.name, []).append(inputs), lambda *_: None
+        problem.model,
+        layer,
+        lambda site, inputs, _: found.setdefault(site.name, []).append(inputs.flatten(0, -2)),
+        lambda *_: None,
     )
     return {name: torch.cat(parts) for name, parts in found.items()}
 

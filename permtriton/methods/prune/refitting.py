@@ -39,7 +39,7 @@ from permtriton.running.offload import Offload
 from permtriton.util.progress import Progress
 from permtriton.util.sparsity import NMPattern
 
-TOLERANCE = 1e-3  # residual, relative to the first one, that ends a fit: what is left is 1e-6 of the gain
+HOOK = None
 
 
 @torch.no_grad()
@@ -124,6 +124,7 @@ def _fit(
     found = least_squares(start, target, of_inputs.damped, options.iterations)
     if options.iterations:
         found = better_mask(found, target, of_inputs, pattern, options.exchanges)
+    if HOOK is not None: found = HOOK(name, found, target, of_inputs.damped, start)
     start, found = start.to(weight.dtype), found.to(weight.dtype)
     weight.copy_(better_rows(found, start, target, of_inputs.damped).T).add_(0.0)  # the sum turns -0.0 into 0.0
     check_kept(name, weight, zeros, pattern, CANCELLED)
@@ -153,17 +154,16 @@ def best_weight(weight: Tensor, moment: Moments, curvature: Curvature, options: 
     return weight + lacking @ curvature.inverse
 
 
-def least_squares(
-    start: Tensor, target: Tensor, hessian: Tensor, iterations: int, tolerance: float = TOLERANCE
-) -> Tensor:
+def least_squares(start: Tensor, target: Tensor, hessian: Tensor, iterations: int) -> Tensor:
     """Minimises ``tr((V - W*) H (V - W*)^T)`` over the weights that are not zero, by conjugate gradients in each row.
+
+    The number of rounds is fixed: a residual that ends them would let rounding decide a whole round.
 
     Args:
         start: ``[out_features, in_features]``, zero where pruned.
         target: ``W*``, of the same shape.
         hessian: ``H``, damped, ``[in_features, in_features]``.
-        iterations: most rounds.
-        tolerance: residual, relative to the first one, that ends them.
+        iterations: rounds.
 
     Returns:
         ``V``, float32 ``[out_features, in_features]``.
@@ -172,11 +172,8 @@ def least_squares(
     residual = (target - start) @ hessian * mask
     direction = residual / scale
     size = (residual * direction).sum(1, keepdim=True)
-    enough = tolerance**2 * size.sum()
     tiny = torch.finfo(size.dtype).tiny
     for _ in range(iterations):
-        if size.sum() <= enough:
-            break
         change = direction @ hessian * mask
         step = size / (direction * change).sum(1, keepdim=True).clamp_min(tiny)
         found += step * direction
@@ -185,6 +182,41 @@ def least_squares(
         before, size = size, (residual * scaled).sum(1, keepdim=True)
         direction = scaled + size / before.clamp_min(tiny) * direction
     return found
+
+
+def coupled_least_squares(start: Tensor, target: Tensor, hessian: Tensor, metric: Tensor, iterations: int) -> Tensor:
+    """Minimises ``tr(K (V - W*) H (V - W*)^T)`` over the weights that are not zero, by conjugate gradients.
+
+    Arguments are those of `least_squares`, and the metric ``K`` of the outputs, ``[out_features, out_features]``.
+    """
+    found, mask = start.clone(), start != 0
+    scale = metric.diagonal().unsqueeze(1) * hessian.diagonal()
+    residual = metric @ ((target - start) @ hessian) * mask
+    direction = residual / scale
+    size = (residual * direction).sum()
+    tiny = torch.finfo(size.dtype).tiny
+    for _ in range(iterations):
+        change = metric @ (direction @ hessian) * mask
+        step = size / (direction * change).sum().clamp_min(tiny)
+        found += step * direction
+        residual -= step * change
+        scaled = residual / scale
+        before, size = size, (residual * scaled).sum()
+        direction = scaled + size / before.clamp_min(tiny) * direction
+    return found
+
+
+def metric_of(gradients: Tensor, shrinkage: float, device: torch.device) -> Tensor:
+    """Returns ``K / mean(diag K) + shrinkage * I`` with ``K = E[g g^T]``, float32 ``[out_features, out_features]``.
+
+    Args:
+        gradients: ``g``, ``[tokens, out_features]``.
+    """
+    gradients = gradients.to(device).float()
+    metric = gradients.T @ gradients
+    metric /= metric.diagonal().mean().clamp_min(torch.finfo(metric.dtype).tiny)
+    metric.diagonal().add_(shrinkage)
+    return metric
 
 
 def better_mask(weight: Tensor, target: Tensor, curvature: Curvature, pattern: NMPattern, rounds: int) -> Tensor:
