@@ -78,7 +78,7 @@ def test_the_result_is_that_of_one_process_up_to_rounding(folder, case):
 
 @pytest.mark.parametrize("case", ["every_update", "refitted"])
 def test_weights_that_follow_from_hessians_are_those_of_one_process_bit_for_bit(folder, case):
-    """A fit magnifies the rounding of its moments, and masks are chosen by comparison; so the moments must not differ."""
+    """A fit magnifies the rounding of its moments, and masks are chosen by comparison: the moments must not differ."""
     alone, shared = tensors(folder, case, "alone"), tensors(folder, case, "rank0")
     assert [name for name, tensor in alone.items() if not torch.equal(shared[name], tensor)] == []
 

@@ -110,7 +110,10 @@ def searched_mixture(_folder: Path) -> dict:
 
     In float64, as the others, because swaps are chosen by comparison; the grouped products of experts know it not.
     """
-    model, ids = zoo.build("mixtral", num_hidden_layers=1, experts_implementation="eager").double(), zoo.token_ids(5, 12)
+    model, ids = (
+        zoo.build("mixtral", num_hidden_layers=1, experts_implementation="eager").double(),
+        zoo.token_ids(5, 12),
+    )
     ids[:3] = 7
     with unstacked_experts(model):
         linears = [name for name, module in model.named_modules() if name.endswith("gate_up_proj")]

@@ -9,7 +9,7 @@ weights of one row, so a factor per row changes no mask, but the order sums scor
 """
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -31,7 +31,6 @@ from permtriton.running.layer_stream import LayerStream
 from permtriton.running.micro_batch import MicroBatch
 from permtriton.running.offload import Offload
 from permtriton.util.progress import Advance, Progress
-
 
 Watch = Callable[[str, Tensor], Callable[[Tensor], None]]
 
@@ -162,13 +161,13 @@ def output_gradients(
             found[name] = torch.cat([each for each in ranks.gather(own) if each.numel()])
             if not bool(found[name].isfinite().all()):
                 raise CalibrationError(
-                    f"{name}: the gradients of its outputs are not finite on the calibration text: try `dtype=float32`, "
-                    "or `refit_metric_tokens=0`"
+                    f"{name}: the gradients of its outputs are not finite on the calibration text: try "
+                    "`dtype=float32`, or `refit_metric_tokens=0`"
                 )
     return found
 
 
-def _backward_passes(
+def _backward_passes(  # noqa: PLR0913
     model: PreTrainedModel,
     plan: Plan,
     kind: ObjectiveKind,

@@ -100,9 +100,7 @@ def watch_inputs(
     def record(site: Site) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
         reader = linear_module(model, site.linears[0])
         gather = reader.gather if isinstance(reader, GatheredLinear) and reader.gather is not None else nn.Identity()
-        return lambda _module, inputs: consume(
-            site, gather(inputs[0]), residuals.pop(site.name, None)
-        )
+        return lambda _module, inputs: consume(site, gather(inputs[0]), residuals.pop(site.name, None))
 
     def count(site: Site) -> Callable[..., None]:
         def hook(*_: object) -> None:
