@@ -20,7 +20,14 @@ from permtriton.methods.prune import exchange
 from permtriton.methods.prune import refitting as module
 from permtriton.methods.prune.obs import Curvature, sparsegpt
 from permtriton.methods.prune.refit import Refit
-from permtriton.methods.prune.refitting import best_weight, least_squares, refit, row_errors
+from permtriton.methods.prune.refitting import (
+    best_weight,
+    coupled_least_squares,
+    least_squares,
+    metric_of,
+    refit,
+    row_errors,
+)
 from permtriton.methods.prune.weights import update_weights
 from permtriton.model.checks import check_pruned
 from permtriton.model.experts import unstack_experts
@@ -102,16 +109,73 @@ def test_without_dense_targets_the_best_weight_is_the_dense_one():
     )
 
 
-def fit(weight: Tensor, moment: Moments, **options: float) -> tuple[Tensor, float, float]:
+def fit(
+    weight: Tensor, moment: Moments, outputs: Tensor | None = None, **options: float
+) -> tuple[Tensor, float, float]:
     """Fits the weight of a linear; returns what it is then, and the errors that are reported."""
     linear = nn.Linear(*reversed(weight.shape), bias=False, dtype=weight.dtype)
-    curvature = Curvature.of(moment.hessian)
+    curvature, options = Curvature.of(moment.hessian), Refit(**given)
     with torch.no_grad():
         linear.weight.copy_(weight)
         part = module._fit(
-            nn.ModuleDict({"x": linear}), {"x": PATTERN}, "x", "s", moment, lambda _: curvature, Refit(**options)
+            nn.ModuleDict({"x": linear}),
+            {"x": PATTERN},
+            "x",
+            "s",
+            moment,
+            lambda _: curvature,
+            Refit(**options),
+            outputs,
         )
     return linear.weight.detach(), part["start"], part["end"]
+
+
+def gradients(rows: int, tokens: int = 200) -> Tensor:
+    """Of outputs that are related."""
+    generator = torch.Generator().manual_seed(7)
+    mixing = torch.eye(rows) + torch.randn(rows, rows, generator=generator) / rows**0.5
+    return 1e-3 * torch.randn(tokens, rows, generator=generator) @ mixing
+
+
+def test_least_squares_in_a_metric():
+    """Against one float64 system of all kept weights."""
+    weight, _, pruned = problem(24, rows=7)
+    curvature, metric = Curvature.of(pruned @ pruned.T), metric_of(gradients(7))
+    start = sparsegpt(weight, curvature, PATTERN, None)
+    found = coupled_least_squares(start, weight, curvature.damped, metric, 300)
+    whole, kept = torch.kron(metric.double(), curvature.damped.double()), (start != 0).flatten()
+    expected = torch.zeros(kept.numel(), dtype=torch.float64)
+    expected[kept] = torch.linalg.solve(whole[kept][:, kept], (whole @ weight.flatten().double())[kept])
+    torch.testing.assert_close(found.double().flatten(), expected, rtol=1e-3, atol=1e-4)
+    errors = [module.error_of(each, weight, curvature.damped, metric) for each in (start, found)]
+    difference = (found - weight).double().flatten()
+    assert errors[1] == pytest.approx(float(difference @ whole @ difference), rel=1e-4)
+    assert errors[1] < 0.9 * errors[0]
+
+
+def test_in_the_metric_of_unrelated_outputs_each_row_is_on_its_own():
+    weight, _, pruned = problem(24, rows=7)
+    curvature = Curvature.of(pruned @ pruned.T)
+    start = sparsegpt(weight, curvature, PATTERN, None)
+    found = coupled_least_squares(start, weight, curvature.damped, torch.eye(7), 300)
+    torch.testing.assert_close(found, least_squares(start, weight, curvature.damped, 300), rtol=1e-3, atol=1e-4)
+
+
+def test_a_metric_does_not_depend_on_the_size_of_the_loss():
+    torch.testing.assert_close(metric_of(gradients(9)), metric_of(1000 * gradients(9)))
+    assert torch.equal(metric_of(torch.zeros(5, 9)), torch.eye(9))
+
+
+def test_the_loss_falls_further_in_the_metric_of_the_outputs():
+    """In the loss to second order, on which the rows' own errors, which are a little larger then, have no say."""
+    weight, dense, pruned = problem(64, rows=50)
+    moment, outputs = moment_of(dense, pruned), gradients(50, 2000)
+    curvature, metric = Curvature.of(moment.hessian), metric_of(outputs)
+    target = best_weight(weight, moment, curvature, Refit())
+    ends = [fit(weight, moment, outputs=each)[0] for each in (None, outputs)]
+    coupled, own = ([module.error_of(end, target, curvature.damped, m) for end in ends] for m in (metric, None))
+    assert coupled[1] < 0.95 * coupled[0]
+    assert own[1] > own[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -202,9 +202,9 @@ class Run:
         """Returns linear name -> gradients of its outputs on about so many calibration tokens, ``[tokens, rows]``."""
         kind, count = default_objective(self.model), max(tokens // self.samples.tokens, 1)
         with self.running() as model:
-            return output_gradients(
-                model, self.plan, kind, self.samples[:count], self.config, self.progress, self.offload
-            )
+            # One sequence at a time: they are few, and the logits of more would take more memory than all else.
+            config = replace(self.config, micro_batch_size=1)
+            return output_gradients(model, self.plan, kind, self.samples[:count], config, self.progress, self.offload)
 
     # -- the order of channels -----------------------------------------------------------------------------------------
 

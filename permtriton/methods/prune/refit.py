@@ -1,6 +1,6 @@
 """Step ``refit``: least-squares weights, on SparseGPT's mask and on better ones (see `refitting` beside it)."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import TYPE_CHECKING, ClassVar
 
@@ -47,16 +47,16 @@ class Refit(Refitting, Step):
     def needs(self, facts: Facts) -> dict[str, dict[str, int]]:
         layer, channels = facts.layer_by_layer(), facts.widest + facts.hidden if facts.thrifty else facts.read
         kept = {"output gradients": self.metric_tokens * facts.vectors * 2} if self.gradients else {}
+        backward = {**replace(facts, micro_batch_size=1).gradients(), **kept}
         return {
-            **({"output gradients": {**facts.gradients(), **kept}} if self.gradients else {}),
+            **({"output gradients": backward} if self.gradients else {}),
             "refit": {
                 **kept,
                 "activations": 2 * layer["activations"],
                 "inputs of layers": 2 * layer["inputs of layers"],
                 "inputs of sites": facts.all_positions * channels * facts.element,
-                "hessians": layer["hessians"]
-                * 5
-                // 2,  # sums in float64, and shift, inverse and factor of the site at hand
+                # The sums are in float64; shift, inverse and factor are those of the site at hand.
+                "hessians": layer["hessians"] * 5 // 2,
                 "one layer": facts.largest_weight * 18 * FLOAT32,
             },
         }

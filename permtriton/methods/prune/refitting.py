@@ -8,7 +8,7 @@ linear, with ``H = X_p X_p^T + damping``, the weight ``V`` should give ``W X_p +
 
     W* = W + (a W (X_d - X_p) + b (R_d - R_p)) X_p^T H^-1
 
-and any other one is worse by ``tr((V - W*) H (V - W*)^T)``.SparseGPT, started from ``W*``, chooses a mask; conjugate
+and any other one is worse by ``tr((V - W*) H (V - W*)^T)``. SparseGPT, started from ``W*``, chooses a mask; conjugate
 gradients then find the minimum on it; and pruned weights take the place of kept ones while that lowers the error
 (`permtriton.methods.prune.exchange`). Last, with ``K = E[g g^T]`` of the gradients of the linear's outputs, the same
 weights minimise ``tr(K (V - W*) H (V - W*)^T)``: rows that the loss feels together make up for each other.
