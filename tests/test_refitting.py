@@ -110,7 +110,7 @@ def test_without_dense_targets_the_best_weight_is_the_dense_one():
 
 
 def fit(
-    weight: Tensor, moment: Moments, outputs: Tensor | None = None, **options: float
+    weight: Tensor, moment: Moments, outputs: Tensor | None = None, **given: float
 ) -> tuple[Tensor, float, float]:
     """Fits the weight of a linear; returns what it is then, and the errors that are reported."""
     linear = nn.Linear(*reversed(weight.shape), bias=False, dtype=weight.dtype)
