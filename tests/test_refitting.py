@@ -109,23 +109,14 @@ def test_without_dense_targets_the_best_weight_is_the_dense_one():
     )
 
 
-def fit(
-    weight: Tensor, moment: Moments, outputs: Tensor | None = None, **given: float
-) -> tuple[Tensor, float, float]:
+def fit(weight: Tensor, moment: Moments, outputs: Tensor | None = None, **given: float) -> tuple[Tensor, float, float]:
     """Fits the weight of a linear; returns what it is then, and the errors that are reported."""
     linear = nn.Linear(*reversed(weight.shape), bias=False, dtype=weight.dtype)
     curvature, options = Curvature.of(moment.hessian), Refit(**given)
     with torch.no_grad():
         linear.weight.copy_(weight)
         part = module._fit(
-            nn.ModuleDict({"x": linear}),
-            {"x": PATTERN},
-            "x",
-            "s",
-            moment,
-            lambda _: curvature,
-            Refit(**options),
-            outputs,
+            nn.ModuleDict({"x": linear}), {"x": PATTERN}, "x", "s", moment, lambda _: curvature, options, outputs
         )
     return linear.weight.detach(), part["start"], part["end"]
 
