@@ -87,6 +87,7 @@ class Run:
         retained: pruned linear -> importance that its mask retains in the present order.
         dense_weights: pruned linear -> its weight before it was pruned; filled where a step needs it.
         dense_corners: the same of what `corners` returns, filled always.
+        expert_tokens: experts -> calibration tokens that are sent to each; empty where nothing was measured.
         passes: result of each compiler pass.
         difference: largest difference from the dense outputs, relative to the largest output.
         seconds: time per step and stage, filled by `timed`.
@@ -121,6 +122,7 @@ class Run:
         self.retained: dict[str, float] = {}
         self.dense_weights: dict[str, Tensor] = {}
         self.dense_corners: dict[str, list[list[float]]] = {}
+        self.expert_tokens: dict[str, list[int]] = {}
         self.generated: Tensor | None = None
         self.difference, self.other_values, self.thrifty = 0.0, False, False
         self.spread_on: torch.device | None = None

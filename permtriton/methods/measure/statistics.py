@@ -15,7 +15,8 @@ from permtriton.data.samples import Samples
 from permtriton.errors import CalibrationError
 from permtriton.methods.measure.importance import inverts_hessians, reads_activations
 from permtriton.methods.prune.obs import inverse_diagonal
-from permtriton.model.experts import expert_of, stacked_name
+from permtriton.model.expert_linears import SECOND, RoutedExperts
+from permtriton.model.experts import expert_of, measure_experts, stacked_name
 from permtriton.model.modules import GatheredLinear
 from permtriton.passes.edits import Move
 from permtriton.passes.plan import Plan, Site, linear_module, weight_in_out
@@ -121,14 +122,50 @@ def watch_inputs(
             handles.append((experts if reads_every_token else reader).register_forward_pre_hook(record(site)))
             handles.append(experts.register_forward_hook(count(site)))
     try:
+        measure_experts(model, True)
         for rows in layer.parts:
             pending |= {site.name: site.calls for site in layer.sites}
             with suppress(_EverySiteSeen):
                 layer.run(rows)
             advance(rows.shape[0])
     finally:
+        measure_experts(model, False)
         for handle in handles:
             handle.remove()
+
+
+def tokens_of_experts(model: nn.Module, positions: int) -> dict[str, list[int]]:
+    """Returns experts -> calibration tokens that were sent to each of them, of all ranks, once statistics are taken.
+
+    A layer may have run several times, each time on all samples.
+
+    Args:
+        positions: positions of all samples.
+    """
+    counts = {name: each.sent for name, each in model.named_modules() if isinstance(each, RoutedExperts)}
+    found = {name: count for name, count in counts.items() if count is not None}
+    ranks.add_up(found.values())
+    return {name: (count[:-1] * positions // count[-1]).tolist() for name, count in found.items()}
+
+
+def describe_few(model: nn.Module, tokens: Mapping[str, Sequence[int]]) -> str:
+    """Returns in a sentence which experts were sent fewer tokens than they have channels; empty if none were.
+
+    Args:
+        tokens: what `tokens_of_experts` returns.
+    """
+    few = {}
+    for name, counts in tokens.items():
+        channels = weight_in_out(model.get_submodule(f"{name}.0.{SECOND}")).shape[0]
+        few.update({f"{name}.{number}": count for number, count in enumerate(counts) if count < channels})
+    if not few:
+        return ""
+    rarest = min(few, key=lambda name: few[name])
+    return (
+        f"{len(few)} of {sum(map(len, tokens.values()))} experts were sent fewer calibration tokens than they have "
+        f"intermediate channels ({rarest}: {few[rarest]:,}), so that little is known of their inputs: raise "
+        "`samples=`, or set `calibrate_all_experts=true`"
+    )
 
 
 def _watch_residuals(model: nn.Module, sites: Iterable[Site]) -> tuple[dict[str, Tensor], list[RemovableHandle]]:
