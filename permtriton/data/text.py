@@ -208,7 +208,8 @@ def check_samples(model: PreTrainedModel, inputs: Inputs) -> Samples:
     Arguments and errors are those of `check_inputs`.
     """
     samples = check_inputs(model, inputs)
-    return replace(samples, inputs=arguments_of(model, samples.inputs))
+    spare = None if samples.spare is None else check_samples(model, samples.spare)
+    return replace(samples, inputs=arguments_of(model, samples.inputs), spare=spare)
 
 
 def check_inputs(model: PreTrainedModel, inputs: Inputs) -> Samples:
