@@ -52,10 +52,8 @@ class Request:
         """
         if self.values and not self.ablate:
             raise ConfigError("--values has no effect without --ablate: drop it, or name an ablation")
-        if self.patterns and "sparsity" in self.flags:
-            raise ConfigError("--sparsity has no effect with --patterns: drop one of them")
         if self.patterns and "pattern" in self.flags:
-            raise ConfigError("--pattern decides some linears, and --patterns the rows: drop one of them")
+            raise ConfigError("--pattern needs one --sparsity for the other linears: name one, or drop --pattern")
         methods, patterns = _parts(self.methods), [NMPattern.parse(part) for part in _parts(self.patterns)]
         if self.ablate:
             rows = ablation_rows(self.options, self.ablate, _parts(self.values), methods, patterns, layers, self.model)

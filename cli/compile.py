@@ -73,7 +73,7 @@ def print_report(report: dict[str, Any], target: Path) -> None:
 
 
 def _permutations(report: dict[str, Any]) -> Table:
-    shown = table("Permutations", "permutation", "channels", "where it went", "moved")
+    shown = table("Permutations", "permutation", "units", "where it went", "moved")
     rows = [(entry["name"], str(entry["channels"]), destination(entry)) for entry in report["permutations"]]
     for row, members in grouped(rows):
         moved = [report["permutations"][number]["moved"] for number in members]

@@ -49,7 +49,7 @@ def print_dry_run(found: DryRun, folder: Path) -> None:
         folder: folder whose disk it would write to.
     """
     report, plan, forecast = found.report, found.plan, found.forecast
-    shown = table("Plan", "permutation", "channels", "where it would go")
+    shown = table("Plan", "permutation", "units", "where it would go")
     rows = [(entry["name"], str(entry["channels"]), destination(entry)) for entry in report["permutations"]]
     for row, _ in grouped(rows):
         shown.add_row(*row)

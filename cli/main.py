@@ -12,7 +12,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from permtriton.checkpoint.format import HELP as FORMATS
 from permtriton.checkpoint.format import Format
-from permtriton.cli import torchrun
+from permtriton.cli import help, torchrun
 from permtriton.cli.console import clear_errors, printing
 from permtriton.cli.options import (
     Ablate,
@@ -30,13 +30,14 @@ from permtriton.cli.options import (
     Model,
     OffloadFolder,
     Overwrite,
-    Patterns,
     Private,
     PushToHub,
     Recipe,
     Revision,
     SaveFormat,
+    SET_BY_ROWS,
     Shard,
+    Sparsities,
     TaskLimit,
     TaskNames,
     TasksDir,
@@ -56,7 +57,10 @@ SAVE_MEMORY = ("--sequence-length", "--samples", "--micro-batch-size", "--activa
 
 
 class Command(TyperCommand):
-    """A command whose help may be printed anywhere."""
+    """A command whose help may be printed anywhere, and is whole at any width."""
+
+    def get_help(self, ctx: Any) -> str:
+        return help.text_of(self, ctx)
 
     def make_context(self, *arguments: Any, **options: Any) -> Any:
         with printing():
@@ -66,6 +70,9 @@ class Command(TyperCommand):
 
 class Commands(TyperGroup):
     """Commands whose errors are one line."""
+
+    def get_help(self, ctx: Any) -> str:
+        return help.text_of(self, ctx)
 
     def make_context(self, *arguments: Any, **options: Any) -> Any:
         with clear_errors(lambda: ""), printing():
@@ -223,10 +230,11 @@ def inspect(
 
 
 @command()
-@takes()
+@takes(without=SET_BY_ROWS)
 def compare(
     model: Model,
     flags: Flags,
+    sparsity: Sparsities = None,
     eval_data: EvalData = None,
     seeds: Annotated[str, running_option(help="Seeds, separated by commas.")] = "0",
     methods: Annotated[
@@ -236,7 +244,6 @@ def compare(
             "--ablate."
         ),
     ] = None,
-    patterns: Patterns = None,
     ablate: Ablate = None,
     values: AblateValues = None,
     tasks: TaskNames = None,
@@ -265,6 +272,9 @@ def compare(
     help_all: HelpAll = False,
 ) -> None:
     """Prune MODEL with every method on the same text and show how much each one hurts. Saves no model."""
+    patterns = sparsity if sparsity and "," in sparsity else None
+    if sparsity and patterns is None:
+        flags["sparsity"] = sparsity
     given = options_to_compare(model, config, flags)
     from permtriton.cli.compare import Request, run
     from permtriton.evaluation.task_request import TaskRequest
@@ -286,7 +296,7 @@ def evaluate(
     ],
     against: Annotated[
         str | None,
-        typer.Option(help="The dense model, as MODEL is given: adds its perplexity, the KL and the cosine to it."),
+        typer.Option(metavar="MODEL", help="The dense model, as MODEL is given: adds its perplexity, the KL and the cosine to it."),
     ] = None,
     eval_data: EvalData = None,
     tasks: TaskNames = None,
