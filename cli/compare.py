@@ -10,6 +10,7 @@ from permtriton.checkpoint.output import locked
 from permtriton.cli.console import fail, out, print_json, saved, table
 from permtriton.cli.options import Flags
 from permtriton.cli.tables import Result, check_table, write_table
+from permtriton.cli.threads import spare_threads
 from permtriton.comparison.methods import Row, ablation_rows, check_effect, method_rows
 from permtriton.comparison.results import ResultFile, RowResult
 from permtriton.comparison.run import Yardstick, compare
@@ -104,6 +105,7 @@ def run(
     for output in outputs:
         check_table(output, overwrite=overwrite, like=RESULT)
     progress = BarProgress()
+    spare_threads(source, progress)
     with _claimed(source, outputs, progress) as place:
         loaded = tasks.load(progress)
         progress.say(f"loading {source.described}")

@@ -15,6 +15,7 @@ from permtriton.checkpoint.format import Format
 from permtriton.cli import help, torchrun
 from permtriton.cli.console import clear_errors, printing
 from permtriton.cli.options import (
+    SET_BY_ROWS,
     Ablate,
     AblateValues,
     ConfigFile,
@@ -35,7 +36,6 @@ from permtriton.cli.options import (
     Recipe,
     Revision,
     SaveFormat,
-    SET_BY_ROWS,
     Shard,
     Sparsities,
     TaskLimit,
@@ -296,7 +296,10 @@ def evaluate(
     ],
     against: Annotated[
         str | None,
-        typer.Option(metavar="MODEL", help="The dense model, as MODEL is given: adds its perplexity, the KL and the cosine to it."),
+        typer.Option(
+            metavar="MODEL",
+            help="The dense model, as MODEL is given: adds its perplexity, the KL and the cosine to it.",
+        ),
     ] = None,
     eval_data: EvalData = None,
     tasks: TaskNames = None,

@@ -13,8 +13,8 @@ from permtriton.comparison.methods import ABLATIONS
 from permtriton.config import CALIBRATION, METHOD, RUNNING
 from permtriton.errors import ConfigError, OutputError
 from permtriton.recipe import RECIPES, all_options, config_from, defaults, given_by
-from permtriton.util.sparsity import NMPattern
 from permtriton.util.option import Option
+from permtriton.util.sparsity import NMPattern
 
 Flags = dict[str, Any]
 
@@ -88,7 +88,8 @@ TasksDir = Annotated[
 Device = Annotated[str, running_option(help="auto, cpu or cuda.")]
 Dtype = Annotated[str, running_option(help="auto (the checkpoint's), float32, float16 or bfloat16.")]
 ConfigFile = Annotated[
-    Path | None, running_option("--config", metavar="FILE", help="TOML file of options, with a table per step; flags win.")
+    Path | None,
+    running_option("--config", metavar="FILE", help="TOML file of options, with a table per step; flags win."),
 ]
 Json = Annotated[bool, running_option("--json", help="Print the report as JSON on standard output.")]
 DryRun = Annotated[
@@ -131,9 +132,7 @@ GgufName = Annotated[
         "itself is a .gguf file.",
     ),
 ]
-Revision = Annotated[
-    str | None, hub_option(help="Branch, tag or commit of a hub name; its main branch by default.")
-]
+Revision = Annotated[str | None, hub_option(help="Branch, tag or commit of a hub name; its main branch by default.")]
 Token = Annotated[
     str | None,
     hub_option(
@@ -146,7 +145,7 @@ PushToHub = Annotated[
     hub_option(
         metavar="REPOSITORY",
         help="Repository on the hub to publish the output in, such as me/my-model-2of4; made before the work, so that "
-        "a wrong name or token is found then."
+        "a wrong name or token is found then.",
     ),
 ]
 Private = Annotated[
