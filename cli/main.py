@@ -79,6 +79,9 @@ class Commands(TyperGroup):
             return super().make_context(*arguments, **options)
         raise typer.Exit  # nobody reads it
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, args or ["--help"])
+
     def invoke(self, ctx: Any) -> Any:
         with clear_errors(lambda: self._to_lower(ctx)):
             return super().invoke(ctx)
@@ -95,7 +98,6 @@ class Commands(TyperGroup):
 
 app = typer.Typer(
     cls=Commands,
-    no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
