@@ -180,10 +180,14 @@ def seeded_faults_table(name: str) -> str:
         checks = [check for check in found if check in alone]  # not a crash
         for check in checks:
             (alone if len(checks) == 1 else shared)[check].append(fault)
-    rows = [[check, "; ".join(alone[check]), "; ".join(shared[check])] for check in report["checks"]]
+    rows = [[check, "; ".join(alone[check]), str(len(shared[check]) or "")] for check in report["checks"]]
     count = len(report["refused"])
     caption = f"{count} faults that are refused. {len(report['tests'])} more only waste quality, and tests find them: "
-    return _table("check | only it refuses | others refuse, too", rows, f"{caption}{'; '.join(report['tests'])}.")
+    return _table(
+        "check | only it refuses | further faults, which others refuse, too",
+        rows,
+        f"{caption}{'; '.join(report['tests'])}.",
+    )
 
 
 def runtime_overhead_table(name: str) -> str:
@@ -269,26 +273,24 @@ def keep_variants_table(name: str) -> str:
 
 
 def finetune_table() -> str:
-    """Returns a row for each result of ``examples/finetune.py``, and the loss curves."""
-    lines, captions = [], []
+    """Returns a row for each result of ``examples/finetune.py``."""
+    lines, lost, report = [], "", {}
     for path in sorted(RESULTS.glob("finetune-*.json")):
         report, name = _load(path.name), path.stem.removeprefix("finetune-").removesuffix("-cpu")
-        versions = report["versions"]
-        before, after, losses = report["before"], report["after"], report["losses"]
+        before, after = report["before"], report["after"]
         between = report.get("before_merging", {}).get("perplexity")
         cells = [before["dense_perplexity"], before["perplexity"], between, after["perplexity"]]
         numbers = [f"{before['kl']:.3f} → {after['kl']:.3f}", f"{report['cpu_seconds']:.0f} ({report['seconds']:.0f})"]
-        lines.append([name, *("" if each is None else f"{each:.2f}" for each in cells), *numbers])
-        tenth = max(len(losses) // 10, 1)
-        curve = ", ".join(f"{sum(losses[at : at + tenth]) / tenth:.3f}" for at in range(0, tenth * 10, tenth))
-        captions.append(
-            f"{name}: `{report['command']}`, of a folder made by `{report['compiled_by']}`; "
-            f"{report['held_out_tokens']:,} held-out tokens; {report['hardware']}; torch "
-            f"{versions['torch']}, transformers {versions['transformers']}. Loss by tenths of the steps: {curve}."
-            + (f" {report['lost']:.0%} of the adapter's change fell on zeros." if "lost" in report else "")
-        )
+        link = f"[{name}](../benchmarks/results/{path.name})"
+        lines.append([link, *("" if each is None else f"{each:.2f}" for each in cells), *numbers])
+        if "lost" in report:
+            lost = f" {report['lost']:.0%} of the adapter's change fell on zeros."
+    versions = f"torch {report['versions']['torch']}, transformers {report['versions']['transformers']}"
+    caption = (
+        f"{report['hardware']}; {versions}; the files have the commands, that of {name}: `{report['command']}`.{lost}"
+    )
     heading = "model | dense perplexity | pruned | with the adapter, not merged | trained | KL | CPU seconds (seconds)"
-    return _table(heading, lines, "\n\n".join(captions))
+    return _table(heading, lines, caption)
 
 
 def config_options_table() -> str:
