@@ -290,7 +290,7 @@ def finetune_table() -> str:
         f"{report['hardware']}; {versions}; the files have the commands, that of {name}: `{report['command']}`.{lost}"
     )
     heading = "model | dense perplexity | pruned | with the adapter, not merged | trained | KL | CPU seconds (seconds)"
-    return _table(heading, lines, caption)
+    return _table(heading, lines, caption + lost)
 
 
 def config_options_table() -> str:
