@@ -293,6 +293,18 @@ def finetune_table() -> str:
     return _table(heading, lines, caption + lost)
 
 
+SHORTER = (  # the words of error messages, as a column has room for them
+    ("a positive finite number", "> 0"),
+    ("a non-negative finite number", "≥ 0"),
+    ("a finite number from", "from"),
+    ("a non-negative integer", "integer ≥ 0"),
+    ("an integer of at least", "integer ≥"),
+    ("an integer from", "integer from"),
+    ("one of ", ""),
+    (" or false", ", false"),
+)
+
+
 def config_options_table() -> str:
     """Returns every option of a compilation and its steps, under the headings of ``--help-all``."""
     lines = []
@@ -300,7 +312,8 @@ def config_options_table() -> str:
     for panel in dict.fromkeys(option.panel for option in options):
         lines += [f"**{panel}**", "", "| option | values | default | meaning |", "|---|---|---|---|"]
         for option in (option for option in options if option.panel == panel):
-            lines.append(f"| `{option.name}` | {option.expected} | {defaults(option)} | {option.help} |")
+            values = functools.reduce(lambda text, short: text.replace(*short), SHORTER, option.expected)
+            lines.append(f"| `{option.name}` | {values} | {defaults(option)} | {option.help} |")
         lines.append("")
     return "\n".join(lines).rstrip()
 
