@@ -36,11 +36,6 @@ def first_column(page: Path) -> str:
     return "\n".join(line.split("|")[1] for line in lines if line.startswith("| "))
 
 
-def test_every_file_of_the_passes_has_its_line():
-    named = set(re.findall(r"`(\w+)(?:\.py)?`", first_column(ROOT / "passes" / "README.md")))
-    assert {path.stem for path in (ROOT / "passes").glob("*.py")} - named == {"__init__"}
-
-
 def test_every_package_has_its_line():
     """The files are described by their first lines."""
     library = ROOT / "permtriton"
@@ -49,9 +44,8 @@ def test_every_package_has_its_line():
     held |= {path.name for path in library.glob("*.py")} - {"__init__.py", "__main__.py"}
     above = {name.split("/")[0] for name in named if "/" in name}
     assert named - {"cli", "kernels", "passes"} == held - above - {"cli", "kernels", "passes"}
-    for path in library.rglob("*.py"):
-        if path.name != "__init__.py":
-            assert path.read_text(encoding="utf-8").startswith('"""'), path
+    for path in (path for folder in (library, ROOT / "passes") for path in folder.rglob("*.py")):
+        assert path.name == "__init__.py" or path.read_text(encoding="utf-8").startswith('"""'), path
 
 
 def test_the_glossary_is_short_and_names_each_word_once():
@@ -59,6 +53,12 @@ def test_the_glossary_is_short_and_names_each_word_once():
     words = re.findall(r"^\| ([\w ]+) \|", glossary, re.MULTILINE)[1:]
     assert 20 < len(words) <= 30
     assert len(set(words)) == len(words)
+
+
+def test_the_glossary_is_linked_where_its_words_are_met():
+    link = "permtriton/README.md#glossary"
+    pages = ("README", "recipes", "architectures", "how-it-works", "tried", "formats", "serving", "tutorial", "faq")
+    assert [name for name in pages if link not in (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")] == []
 
 
 def test_every_environment_variable_is_on_the_page():
