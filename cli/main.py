@@ -117,7 +117,7 @@ def _permtriton(
         bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """N:M sparsity for language models, with searched channel permutations. Start with: permtriton compile demo"""
+    """Prune language models to N:M sparsity, such as 2:4. Start with: permtriton compile demo"""
     if torchrun.launched() and ctx.invoked_subcommand != "compile":
         raise ConfigError(f"permtriton {ctx.invoked_subcommand} is one process: start it without torchrun")
 
@@ -151,7 +151,7 @@ def compile(
     trust_remote_code: TrustRemoteCode = False,
     help_all: HelpAll = False,
 ) -> None:
-    """Prune MODEL to N:M sparsity in the best channel order and write a Hugging Face checkpoint (see --layout)."""
+    """Prune MODEL to N:M sparsity and write a Hugging Face checkpoint. All options: --help-all."""
     chosen = build_config(model, recipe, config, flags)
     if devices is not None and not dry_run:
         raise ConfigError("--devices needs --dry-run: add it, or leave --devices out to run on the devices at hand")
