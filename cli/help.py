@@ -15,16 +15,25 @@ def text_of(command: Any, context: Any) -> str:
     """Returns the help of a command, or of the program with its list of commands."""
     width = min(shutil.get_terminal_size().columns, WIDEST) - 1
     shown = [each for each in command.get_params(context) if not getattr(each, "hidden", False)]
-    arguments = [each for each in shown if each.param_type_name == "argument"]
+    arguments = _arguments(command, context)
     commands = getattr(command, "commands", {})
-    usage = [context.command_path, *(["COMMAND"] if commands else []), *map(_argument, arguments), "[OPTIONS]"]
     paragraphs = (command.help or "").partition("\f")[0].split("\n\n")
-    blocks = [f"Usage: {' '.join(usage)}", *("\n".join(_wrapped(each, width)) for each in paragraphs)]
+    blocks = [usage_of(command, context), *("\n".join(_wrapped(each, width)) for each in paragraphs)]
     blocks += _section("Commands", [(name, commands[name].help.split("\n\n")[0]) for name in commands], width)
     blocks += _section("Arguments", [(_argument(each), each.help) for each in arguments], width)
     for title, options in _panels([each for each in shown if each not in arguments]).items():
         blocks += _section(title, [(_flags(each), _words(each)) for each in options], width)
     return "\n\n".join(blocks)
+
+
+def usage_of(command: Any, context: Any) -> str:
+    """Returns how a command is called, in one line."""
+    named = map(_argument, _arguments(command, context))
+    return " ".join(["Usage:", context.command_path, *["COMMAND"] * hasattr(command, "commands"), *named, "[OPTIONS]"])
+
+
+def _arguments(command: Any, context: Any) -> list[Any]:
+    return [each for each in command.get_params(context) if each.param_type_name == "argument"]
 
 
 def _panels(options: list[Any]) -> dict[str, list[Any]]:

@@ -62,6 +62,9 @@ class Command(TyperCommand):
     def get_help(self, ctx: Any) -> str:
         return help.text_of(self, ctx)
 
+    def get_usage(self, ctx: Any) -> str:
+        return help.usage_of(self, ctx)
+
     def make_context(self, *arguments: Any, **options: Any) -> Any:
         with printing():
             return super().make_context(*arguments, **options)
@@ -73,6 +76,9 @@ class Commands(TyperGroup):
 
     def get_help(self, ctx: Any) -> str:
         return help.text_of(self, ctx)
+
+    def get_usage(self, ctx: Any) -> str:
+        return help.usage_of(self, ctx)
 
     def make_context(self, *arguments: Any, **options: Any) -> Any:
         with clear_errors(lambda: ""), printing():

@@ -53,6 +53,13 @@ def test_help_speaks_of_no_type_and_keeps_to_the_width(command):
     assert max(map(len, text.splitlines())) < 80
 
 
+def test_a_wrong_call_names_the_model_as_help_does():
+    result = RUNNER.invoke(app, ["compile"])
+    assert result.exit_code == 2
+    assert "compile MODEL [OPTIONS]" in result.stderr
+    assert "{" not in result.stderr
+
+
 def test_help_begins_with_what_decides_most():
     lines = shown("compile", "--help").splitlines()
     named = [line.split()[0] for line in lines if line.startswith("  --")]
