@@ -1,4 +1,4 @@
-"""Writes the tables and plots of the Markdown pages from the committed result files and the code.
+"""Writes the tables and plots of the Markdown pages, and the demo's report, from the result files and the code.
 
 python benchmarks/readme_tables.py           rewrite the pages and plots
 python benchmarks/readme_tables.py --check   exit with 1 if one is not up to date
@@ -10,21 +10,18 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import Any
-
-from typer.main import get_command
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # python benchmarks/readme_tables.py has only its own folder there
 
+from benchmarks import report_demo, trials  # noqa: E402
 from benchmarks.architectures import table as architectures  # noqa: E402
 from benchmarks.gpu import table as gpu  # noqa: E402
 from benchmarks.real import plot  # noqa: E402
 from benchmarks.real import table as real  # noqa: E402
-from permtriton.cli.main import app  # noqa: E402
 from permtriton.comparison.methods import ABLATIONS  # noqa: E402
 from permtriton.kernels.tools.issue_floor import GPUS  # noqa: E402
 from permtriton.recipe import all_options, defaults  # noqa: E402
@@ -33,45 +30,46 @@ from permtriton.reporting.plots import Series, chart  # noqa: E402
 NAMED_PAGES = (ROOT / "README.md", ROOT / "benchmarks" / "NOTES.md", ROOT / "kernels" / "README.md")
 PAGES = (*NAMED_PAGES, *sorted((ROOT / "docs").glob("*.md")))
 RESULTS = ROOT / "benchmarks" / "results"
+REPORT = ROOT / "examples" / "report-demo.html"
 REAL = "real-smollm2-cpu.json"
 
 FUSED = " (fused)"
 FIRST_SCREEN = ("dense", "sparsegpt", "llm-compressor sparsegpt", "fast", "default")  # of all rows of the real model
-WHOLE_GAP = "wanda + heuristic"  # the method whose gap to the dense model counts as 1 in each layout
 
 
-def comparison_table(name: str) -> str:
-    """Returns the method table of ``permtriton compare --output``: a row per method, both layouts side by side."""
-    report = _load(name)
-    rows = {row["method"]: row for row in report["rows"]}
-    dense, seeds = rows.pop("dense")["mean"], len(report["seeds"])
+def comparison_table(*names: str) -> str:
+    """Returns the methods of several files of ``permtriton compare --output``, both layouts side by side.
+
+    A method that several files have is taken from the last of them; that of a recipe has the recipe's name.
+    """
+    reports = [_load(name) for name in names]
+    rows = {row["method"]: row for report in reports for row in report["rows"]}
+    for name in ("heuristic + sparsegpt", f"heuristic + sparsegpt{FUSED}"):
+        rows.pop(name, None)  # the recipe fast
+    report, dense = reports[-1], rows.pop("dense")["mean"]
+    config, versions, seeds = report["config"], report["versions"], len(report["seeds"])
+    assert all((each["tokens"], each["seeds"]) == (report["tokens"], report["seeds"]) for each in reports)
+    unit = math.log(rows["sparsegpt"]["mean"] / dense)
+
+    def cells(method: str) -> str:
+        row = rows.get(method)
+        if row is None:
+            return " | | "
+        loss = math.log(row["mean"] / dense) / unit
+        return f"{row['mean']:.3f} ± {row['spread']:.3f} | {loss:.2f} | {row['seconds'] / seeds:.0f}"
+
     lines = [
-        f"| method, {seeds} seeds | portable: perplexity | gap | seconds | fused: perplexity | gap | seconds |",
+        f"| method, {seeds} seeds | portable: perplexity | loss | seconds | fused: perplexity | loss | seconds |",
         "|---|---|---|---|---|---|---|",
         f"| dense | {dense:.3f} | 0 | | | | |",
-    ]
-    for method in (method for method in rows if not method.endswith(FUSED)):
-        cells = [_cells(rows, method, layout, dense, seeds) for layout in ("", FUSED)]
-        lines.append(f"| {method} | {' | '.join(cells)} |")
-    config, versions = report["config"], report["versions"]
-    lines += [
+        *(f"| {name} | {cells(name)} | {cells(name + FUSED)} |" for name in rows if not name.endswith(FUSED)),
         "",
-        f"{report['tokens']:,} held-out tokens; calibration {config['samples']} x {config['sequence_length']} tokens; "
-        f"{report['device']}; torch {versions['torch']}, transformers {versions['transformers']}, permtriton "
-        f"{versions['permtriton']}. ± is the sample standard deviation over seeds; a seed draws the calibration "
-        f"sequences. Gap: log(perplexity / dense) as a share of that of {WHOLE_GAP}, in the same layout. Seconds per "
-        "seed, with the evaluation. Methods without an order are the same in both layouts.",
+        f"{report['tokens']:,} held-out tokens; calibration {config['samples']} x {config['sequence_length']} tokens "
+        f"(the same domain); {report['device']}; torch {versions['torch']}, transformers {versions['transformers']}. "
+        "± is the sample standard deviation over seeds; a seed draws the calibration sequences. "
+        f"{real.LOSS} Seconds per seed, with the evaluation. Methods without an order are the same in both layouts.",
     ]
     return "\n".join(lines)
-
-
-def _cells(rows: Mapping[str, Any], method: str, layout: str, dense: float, seeds: int) -> str:
-    row = rows.get(method + layout)
-    if row is None:
-        return " | | "
-    gap = math.log(row["mean"] / dense) / math.log(rows[WHOLE_GAP + layout]["mean"] / dense)
-    spread = f" ± {row['spread']:.3f}" if seeds > 1 else ""
-    return f"{row['mean']:.3f}{spread} | {gap:.2f} | {row['seconds'] / seeds:.0f}"
 
 
 def learning_step_table(name: str) -> str:
@@ -85,32 +83,6 @@ def learning_step_table(name: str) -> str:
     heading = "hidden, intermediate, layers, tokens | dense forward + backward | learning step | ratio | peak memory"
     rows = _load_lines(name)
     return _table(heading, map(cells, rows), f"{_machine(rows)}; medians of {len(rows[-1]['learn_samples_s'])}.")
-
-
-def search_round_table(name: str) -> str:
-    """Returns the rows of ``python -m benchmarks.costs round``."""
-
-    def cells(row: Any) -> list[str]:
-        shape = row["shape"]
-        sizes = f"{_sizes(row)}, {shape['samples']} x {shape['tokens']} {shape['dtype']}"
-        pairs = f"in blocks of {shape['search_block']}" if shape["search_block"] else "all"
-        return [sizes, pairs, f"{row['forward_backward_s']:.0f} s", f"{row['gains_s']:.1f} s", f"{row['ratio']:.2f}"]
-
-    heading = "hidden, intermediate, layers, samples x tokens | pairs | forward + backward | gains | ratio"
-    rows = _load_lines(name)
-    return _table(heading, map(cells, rows), f"{_machine(rows)}.")
-
-
-def swap_prediction_table(name: str) -> str:
-    """Returns the rows of ``benchmarks/swap_prediction.py``."""
-    rows, lines = _load_lines(name), []
-    for row in rows:
-        for damping, gains in (("damping 0", "first order"), ("damping 1", "less the curvature")):
-            found = row[damping]
-            correlation, ratio = found["rank_correlation"], found["median_true_over_predicted"]
-            lines.append([row["layout"], gains, f"{correlation:.2f}", f"{ratio:.2f}"])
-    caption = f"{rows[-1]['damping 0']['swaps']} single swaps each; {_machine(rows)}."
-    return _table("layout | gains | rank correlation | true over predicted, median", lines, caption)
 
 
 def refit_table(*names: str) -> str:
@@ -139,58 +111,6 @@ def encoder_table(name: str) -> str:
             lines.append([row["method"], mean, f"{row['compile_seconds'] / seeds:.0f}"])
     caption = f"{_machine([report])}; {seeds} seeds; seconds are of one compilation."
     return _table("method | 1 - cosine to dense | seconds", lines, caption)
-
-
-def rows_by_seed_table(name: str) -> str:
-    """Returns the rows of ``benchmarks/real`` seed by seed."""
-    report = _load(name)
-    lines = [
-        [
-            row["name"],
-            str(row["seed"]),
-            f"{row['evaluation']['perplexity']:.2f}",
-            f"{row['evaluation']['kl']:.3f}",
-            f"{row['pruning']['cpu_seconds']:.0f}",
-        ]
-        for row in report["rows"]
-        if "pruning" in row
-    ]
-    caption = (
-        f"{report['hardware']}; {report['note']}. Dense perplexity {report['rows'][0]['evaluation']['perplexity']:.2f}."
-    )
-    return _table("method | seed | perplexity | KL, nats | CPU seconds", lines, caption)
-
-
-def rotation_table(name: str) -> str:
-    """Returns the rows of ``python -m benchmarks.rotation``, the mean over seeds of each variant."""
-    report, lines, by_variant = _load(name), [], {}
-    for row in report["rows"]:
-        by_variant.setdefault(row["variant"], {})[row["seed"]] = row
-    first = min(by_variant, key=["folded", "unfolded", *by_variant].index)  # what others compare with
-    base = by_variant[first]
-    for variant, rows in by_variant.items():
-        kl, perplexity, error = (
-            fmean(row[each] for row in rows.values()) for each in ("kl", "perplexity", "refit_error")
-        )
-        ratio = kl / fmean(base[seed]["kl"] for seed in rows)
-        lost = [_from_to(rows, f"{what}: share lost") for what in ("heads", "stream")]
-        lines.append([variant, str(len(rows)), f"{kl:.4f}", f"{ratio:.3f}", f"{perplexity:.3f}", f"{error:.4f}", *lost])
-    given = report["settings"]
-    caption = (
-        f"{given['model']}; calibration {given['samples']} x {given['sequence_length']} tokens, {given['windows']} "
-        f"windows of 1,024 tokens, on which the dense perplexity is {report['rows'][0]['dense_perplexity']:.3f}; "
-        f"{_machine([report])}. Ratio: the KL divided by that of `{first}` with the same seeds."
-    )
-    heading = (
-        "variant | seeds | KL, nats | ratio | perplexity | error of the refit | share lost, heads | share lost, stream"
-    )
-    return _table(heading, lines, caption)
-
-
-def _from_to(rows: Mapping[int, Any], what: str) -> str:
-    """Returns "before to after" of a figure, the means over seeds; nothing where there is none."""
-    pairs = [row[what] for row in rows.values() if what in row]
-    return " to ".join(f"{fmean(each):.3f}" for each in zip(*pairs, strict=True))
 
 
 def _table(heading: str, rows: Iterable[Sequence[str]], caption: str) -> str:
@@ -260,10 +180,14 @@ def seeded_faults_table(name: str) -> str:
         checks = [check for check in found if check in alone]  # not a crash
         for check in checks:
             (alone if len(checks) == 1 else shared)[check].append(fault)
-    rows = [[check, "; ".join(alone[check]), "; ".join(shared[check])] for check in report["checks"]]
+    rows = [[check, "; ".join(alone[check]), str(len(shared[check]) or "")] for check in report["checks"]]
     count = len(report["refused"])
     caption = f"{count} faults that are refused. {len(report['tests'])} more only waste quality, and tests find them: "
-    return _table("check | only it refuses | others refuse, too", rows, f"{caption}{'; '.join(report['tests'])}.")
+    return _table(
+        "check | only it refuses | further faults, which others refuse, too",
+        rows,
+        f"{caption}{'; '.join(report['tests'])}.",
+    )
 
 
 def runtime_overhead_table(name: str) -> str:
@@ -349,26 +273,36 @@ def keep_variants_table(name: str) -> str:
 
 
 def finetune_table() -> str:
-    """Returns a row for each result of ``examples/finetune.py``, and the loss curves."""
-    lines, captions = [], []
+    """Returns a row for each result of ``examples/finetune.py``."""
+    lines, lost, report = [], "", {}
     for path in sorted(RESULTS.glob("finetune-*.json")):
         report, name = _load(path.name), path.stem.removeprefix("finetune-").removesuffix("-cpu")
-        versions = report["versions"]
-        before, after, losses = report["before"], report["after"], report["losses"]
+        before, after = report["before"], report["after"]
         between = report.get("before_merging", {}).get("perplexity")
         cells = [before["dense_perplexity"], before["perplexity"], between, after["perplexity"]]
         numbers = [f"{before['kl']:.3f} → {after['kl']:.3f}", f"{report['cpu_seconds']:.0f} ({report['seconds']:.0f})"]
-        lines.append([name, *("" if each is None else f"{each:.2f}" for each in cells), *numbers])
-        tenth = max(len(losses) // 10, 1)
-        curve = ", ".join(f"{sum(losses[at : at + tenth]) / tenth:.3f}" for at in range(0, tenth * 10, tenth))
-        captions.append(
-            f"{name}: `{report['command']}`, of a folder made by `{report['compiled_by']}`; "
-            f"{report['held_out_tokens']:,} held-out tokens; {report['hardware']}; torch "
-            f"{versions['torch']}, transformers {versions['transformers']}. Loss by tenths of the steps: {curve}."
-            + (f" {report['lost']:.0%} of the adapter's change fell on zeros." if "lost" in report else "")
-        )
+        link = f"[{name}](../benchmarks/results/{path.name})"
+        lines.append([link, *("" if each is None else f"{each:.2f}" for each in cells), *numbers])
+        if "lost" in report:
+            lost = f" {report['lost']:.0%} of the adapter's change fell on zeros."
+    versions = f"torch {report['versions']['torch']}, transformers {report['versions']['transformers']}"
+    caption = (
+        f"{report['hardware']}; {versions}; the files have the commands, that of {name}: `{report['command']}`.{lost}"
+    )
     heading = "model | dense perplexity | pruned | with the adapter, not merged | trained | KL | CPU seconds (seconds)"
-    return _table(heading, lines, "\n\n".join(captions))
+    return _table(heading, lines, caption + lost)
+
+
+SHORTER = (  # the words of error messages, as a column has room for them
+    ("a positive finite number", "> 0"),
+    ("a non-negative finite number", "≥ 0"),
+    ("a finite number from", "from"),
+    ("a non-negative integer", "integer ≥ 0"),
+    ("an integer of at least", "integer ≥"),
+    ("an integer from", "integer from"),
+    ("one of ", ""),
+    (" or false", ", false"),
+)
 
 
 def config_options_table() -> str:
@@ -378,7 +312,8 @@ def config_options_table() -> str:
     for panel in dict.fromkeys(option.panel for option in options):
         lines += [f"**{panel}**", "", "| option | values | default | meaning |", "|---|---|---|---|"]
         for option in (option for option in options if option.panel == panel):
-            lines.append(f"| `{option.name}` | {option.expected} | {defaults(option)} | {option.help} |")
+            values = functools.reduce(lambda text, short: text.replace(*short), SHORTER, option.expected)
+            lines.append(f"| `{option.name}` | {values} | {defaults(option)} | {option.help} |")
         lines.append("")
     return "\n".join(lines).rstrip()
 
@@ -392,13 +327,6 @@ def ablations_table() -> str:
     return _table("`--ablate` | option | values | method", lines, "")
 
 
-def other_options_table() -> str:
-    """Returns the options of ``permtriton compile`` that are not the config's."""
-    flags = [p for p in get_command(app).commands["compile"].params if p.opts[0].startswith("--")]
-    lines = [f"| `{flag.opts[0]}` | {flag.help} |" for flag in flags if flag.name not in all_options()]
-    return "\n".join(["| option | meaning |", "|---|---|", *lines])
-
-
 TABLES = {
     "architectures-summary": architectures.summary,
     "keep-variants": lambda: keep_variants_table("keep-variants-cpu.json"),
@@ -406,7 +334,6 @@ TABLES = {
     "finetune": finetune_table,
     "architectures-causes": architectures.causes,
     "config-options": config_options_table,
-    "other-options": other_options_table,
     "compile-time": lambda: compile_time_table("compile-time-cpu.json"),
     "proof-time": lambda: proof_time_table("proof-time-cpu.json"),
     "seeded-faults": lambda: seeded_faults_table("seeded-faults.json"),
@@ -419,23 +346,13 @@ TABLES = {
     "real": lambda: real.short(_load(REAL), FIRST_SCREEN),
     "real-stages": lambda: real.where_the_seconds_go(_load(REAL), ("sparsegpt", "fast", "default")),
     "real-all": lambda: real.markdown(_load(REAL)),
-    "demo-recipe": lambda: comparison_table("compare-demo-recipe.json"),
-    "demo-default": lambda: comparison_table("compare-demo-default.json"),
-    "row-weights": lambda: rows_by_seed_table("real-smollm2-16x512.json"),
+    "real-words": lambda: real.in_words(_load(REAL), "default", "llm-compressor sparsegpt"),
+    "demo-methods": lambda: comparison_table("compare-demo-recipe.json", "compare-demo-default.json"),
+    "trials": lambda: trials.table(RESULTS),
     "dense-share": lambda: refit_table("compare-demo-dense-share.json"),
     "encoder": lambda: encoder_table("compare-minilm.json"),
     "dense-share-real": lambda: refit_table("compare-smollm2-dense-share.json"),
-    "written": lambda: refit_table("compare-demo-written.json"),
-    "exchanges": lambda: refit_table("compare-demo-exchanges.json"),
-    "residual-targets": lambda: refit_table("compare-demo-residual-targets.json"),
-    "residual-targets-real": lambda: rows_by_seed_table("residual-smollm2.json"),
-    "refit": lambda: refit_table(*(f"compare-demo-refit{each}.json" for each in ("", "-share"))),
-    "rotation-real": lambda: rotation_table("rotation-smollm2.json"),
-    "rotation-real-32": lambda: rotation_table("rotation-smollm2-32x512.json"),
-    "rotation-demo": lambda: rotation_table("rotation-demo.json"),
     "learning-step": lambda: learning_step_table("learning-step-cpu.jsonl"),
-    "search-round": lambda: search_round_table("search-round-cpu.jsonl"),
-    "swap-prediction": lambda: swap_prediction_table("swap-prediction-cpu.jsonl"),
 }
 
 
@@ -457,11 +374,11 @@ DRAWINGS: dict[str, Callable[[str], str]] = {
     "real": lambda theme: plot.svg(_load(REAL), theme),
     "dense-share": dense_share_plot,
 }
-PLOTS = {
+PLOTS: dict[Path, Callable[[], str]] = {
     ROOT / "docs" / "images" / f"{name}-{theme}.svg": functools.partial(draw, theme)
     for name, draw in DRAWINGS.items()
     for theme in plot.THEMES
-}
+} | {REPORT: lambda: report_demo.page(RESULTS)}
 
 
 SECTION = re.compile(r"<!-- table ([\w-]+) -->\n.*?<!-- end -->", re.DOTALL)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from permtriton.cli.console import out, print_json, saved, table
+from permtriton.cli.threads import spare_threads
 from permtriton.comparison.request import Request
 from permtriton.comparison.results import RowResult
 from permtriton.comparison.summary import Rows, cell, columns
@@ -12,7 +13,9 @@ from permtriton.util.bars import BarProgress, err
 
 def run(request: Request, *, json: bool) -> None:
     """Compares the rows and prints one line per row; errors are those of `Request.run`."""
-    report = request.run(BarProgress(), _say)
+    progress = BarProgress()
+    spare_threads(request.source, progress)
+    report = request.run(progress, _say)
     with saved(*(request.outputs or [request.place])):
         if json:
             print_json(report)

@@ -12,6 +12,7 @@ from permtriton.checkpoint.plan_entries import grouped
 from permtriton.cli import torchrun
 from permtriton.cli.console import out, print_json, saved, table
 from permtriton.cli.inspect import destination
+from permtriton.cli.threads import spare_threads
 from permtriton.driver.job import Job
 from permtriton.driver.options import CompileConfig
 from permtriton.driver.step import Outcome
@@ -42,6 +43,7 @@ def run(job: Job, *, json: bool) -> None:
     assert isinstance(job.model, Source)
     first = torchrun.is_first()
     progress = reporter(first)
+    spare_threads(job.model, progress)
     with ExitStack() as stack:
         with torchrun.joined(job.model.device):
             stack.enter_context(job.claimed(progress))
@@ -73,7 +75,7 @@ def print_report(report: dict[str, Any], target: Path) -> None:
 
 
 def _permutations(report: dict[str, Any]) -> Table:
-    shown = table("Permutations", "permutation", "channels", "where it went", "moved")
+    shown = table("Permutations", "permutation", "units", "where it went", "moved")
     rows = [(entry["name"], str(entry["channels"]), destination(entry)) for entry in report["permutations"]]
     for row, members in grouped(rows):
         moved = [report["permutations"][number]["moved"] for number in members]

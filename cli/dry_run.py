@@ -7,10 +7,12 @@ from pathlib import Path
 from permtriton.checkpoint.plan_entries import grouped
 from permtriton.cli.console import out, print_json, table
 from permtriton.cli.inspect import destination
+from permtriton.cli.threads import spare_threads
 from permtriton.driver.forecast import duration
 from permtriton.driver.job import DryRun, Job
 from permtriton.driver.memory import Devices, describe_thrift, describe_weights
 from permtriton.errors import ConfigError, as_flags, reasons_of
+from permtriton.model.source import Source
 from permtriton.util.bars import reporter
 from permtriton.util.machine import format_bytes
 
@@ -28,7 +30,10 @@ def run(job: Job, devices: str | None, *, json: bool) -> None:
     """
     assert job.output is not None
     wanted = None if devices is None else _devices(devices, job.shard)
-    found = job.dry_run(reporter(True), wanted)
+    progress = reporter(True)
+    assert isinstance(job.model, Source)
+    spare_threads(job.model, progress)
+    found = job.dry_run(progress, wanted)
     if json:
         print_json(found.report)
     else:
@@ -49,7 +54,7 @@ def print_dry_run(found: DryRun, folder: Path) -> None:
         folder: folder whose disk it would write to.
     """
     report, plan, forecast = found.report, found.plan, found.forecast
-    shown = table("Plan", "permutation", "channels", "where it would go")
+    shown = table("Plan", "permutation", "units", "where it would go")
     rows = [(entry["name"], str(entry["channels"]), destination(entry)) for entry in report["permutations"]]
     for row, _ in grouped(rows):
         shown.add_row(*row)

@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from permtriton.cli.console import out, print_json, saved, table
+from permtriton.cli.threads import spare_threads
 from permtriton.comparison.summary import Cell, cell
 from permtriton.comparison.tables import Result, check_table, write_table
 from permtriton.evaluation.evaluate import evaluate
 from permtriton.evaluation.measure import Evaluated
 from permtriton.evaluation.task_request import TaskRequest
+from permtriton.model.source import Source
+from permtriton.util.bars import BarProgress
 
 TOKEN = "--token"
 HEADERS = ("measure", "value", "standard error", "dense")
@@ -42,6 +45,8 @@ def run(
     """
     if output is not None:
         check_table(output, overwrite=overwrite, like=RESULT)
+    progress = BarProgress()
+    spare_threads(Source(model, **loading), progress)
     measured = evaluate(
         model,
         eval_data,
@@ -50,7 +55,7 @@ def run(
         limit=tasks.limit,
         tasks_dir=tasks.folder,
         batch_size=batch,
-        progress=True,
+        progress=progress,
         **loading,
     )
     report = {

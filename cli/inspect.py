@@ -143,7 +143,7 @@ def _print(plan: Plan) -> None:
     for row, _ in grouped([_site_row(site, report["patterns"], permutations) for site in report["sites"]]):
         sites.add_row(*row)
     out.print(sites)
-    shown = table("Permutations", "permutation", "channels", "produced by", "where it goes, or why there is none")
+    shown = table("Permutations", "permutation", "units", "produced by", "where it goes, or why there is none")
     rows = [(p["name"], str(p["channels"]), _shortened(p["producers"]), destination(p)) for p in permutations.values()]
     for row, _ in grouped(rows):
         shown.add_row(*row)
@@ -182,7 +182,8 @@ def destination(permutation: dict[str, Any]) -> str:
         return f"stays: {permutation['reason']}"
     if permutation["placement"] != Placement.FOLDED:
         return at_run_time(permutation)
-    text = f"folded into {len(permutation['producers'])} producers, {len(permutation['readers'])} readers"
+    writers, readers = len(permutation["producers"]), len(permutation["readers"])
+    text = f"folded into {writers} producer{'s' * (writers != 1)}, {readers} reader{'s' * (readers != 1)}"
     if permutation["segments"] > 1:
         text += f"; within {permutation['segments']} heads"
     if permutation["tied"] > 1:

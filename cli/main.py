@@ -12,9 +12,10 @@ from typer.core import TyperCommand, TyperGroup
 
 from permtriton.checkpoint.format import HELP as FORMATS
 from permtriton.checkpoint.format import Format
-from permtriton.cli import torchrun
+from permtriton.cli import help, torchrun
 from permtriton.cli.console import clear_errors, printing
 from permtriton.cli.options import (
+    SET_BY_ROWS,
     Ablate,
     AblateValues,
     ConfigFile,
@@ -30,7 +31,6 @@ from permtriton.cli.options import (
     Model,
     OffloadFolder,
     Overwrite,
-    Patterns,
     Private,
     ProtocolName,
     PushToHub,
@@ -38,6 +38,7 @@ from permtriton.cli.options import (
     Revision,
     SaveFormat,
     Shard,
+    Sparsities,
     TaskLimit,
     TaskNames,
     TasksDir,
@@ -58,7 +59,13 @@ SAVE_MEMORY = ("--sequence-length", "--samples", "--micro-batch-size", "--activa
 
 
 class Command(TyperCommand):
-    """A command whose help may be printed anywhere."""
+    """A command whose help may be printed anywhere, and is whole at any width."""
+
+    def get_help(self, ctx: Any) -> str:
+        return help.text_of(self, ctx)
+
+    def get_usage(self, ctx: Any) -> str:
+        return help.usage_of(self, ctx)
 
     def make_context(self, *arguments: Any, **options: Any) -> Any:
         with printing():
@@ -69,10 +76,19 @@ class Command(TyperCommand):
 class Commands(TyperGroup):
     """Commands whose errors are one line."""
 
+    def get_help(self, ctx: Any) -> str:
+        return help.text_of(self, ctx)
+
+    def get_usage(self, ctx: Any) -> str:
+        return help.usage_of(self, ctx)
+
     def make_context(self, *arguments: Any, **options: Any) -> Any:
         with clear_errors(lambda: ""), printing():
             return super().make_context(*arguments, **options)
         raise typer.Exit  # nobody reads it
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, args or ["--help"])
 
     def invoke(self, ctx: Any) -> Any:
         with clear_errors(lambda: self._to_lower(ctx)):
@@ -90,7 +106,6 @@ class Commands(TyperGroup):
 
 app = typer.Typer(
     cls=Commands,
-    no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -110,7 +125,7 @@ def _permtriton(
         bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """N:M sparsity for language models, with searched channel permutations. Start with: permtriton compile demo"""
+    """Prune language models to N:M sparsity, such as 2:4. Start with: permtriton compile demo"""
     if torchrun.launched() and ctx.invoked_subcommand != "compile":
         raise ConfigError(f"permtriton {ctx.invoked_subcommand} is one process: start it without torchrun")
 
@@ -145,7 +160,7 @@ def compile(
     trust_remote_code: TrustRemoteCode = False,
     help_all: HelpAll = False,
 ) -> None:
-    """Prune MODEL to N:M sparsity in the best channel order and write a Hugging Face checkpoint (see --layout)."""
+    """Prune MODEL to N:M sparsity and write a Hugging Face checkpoint. All options: --help-all."""
     chosen = build_config(model, recipe, config, flags, protocol)
     eval_data, *_ = measured_by(protocol, eval_data, None, None)
     if devices is not None and not dry_run:
@@ -227,11 +242,12 @@ def inspect(
 
 
 @command()
-@takes()
+@takes(without=SET_BY_ROWS)
 def compare(
     model: Model,
     flags: Flags,
     protocol: ProtocolName = None,
+    sparsity: Sparsities = None,
     eval_data: EvalData = None,
     window: Window = None,
     seeds: Annotated[str, running_option(help="Seeds, separated by commas.")] = "0",
@@ -242,7 +258,6 @@ def compare(
             "--ablate."
         ),
     ] = None,
-    patterns: Patterns = None,
     ablate: Ablate = None,
     values: AblateValues = None,
     tasks: TaskNames = None,
@@ -271,8 +286,9 @@ def compare(
     help_all: HelpAll = False,
 ) -> None:
     """Prune MODEL with every method on the same text and show how much each one hurts. Saves no model."""
-    from permtriton.comparison.request import Request, options_to_compare
+    from permtriton.comparison.request import Request, options_to_compare, several_patterns
 
+    patterns = several_patterns(sparsity, flags)
     given = options_to_compare(model, config, flags, protocol)
     from permtriton.cli.compare import run
     from permtriton.evaluation.task_request import TaskRequest
@@ -307,7 +323,10 @@ def evaluate(
     ],
     against: Annotated[
         str | None,
-        typer.Option(help="The dense model, as MODEL is given: adds its perplexity, the KL and the cosine to it."),
+        typer.Option(
+            metavar="MODEL",
+            help="The dense model, as MODEL is given: adds its perplexity, the KL and the cosine to it.",
+        ),
     ] = None,
     protocol: ProtocolName = None,
     eval_data: EvalData = None,

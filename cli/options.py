@@ -2,12 +2,11 @@
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
 
 from permtriton.checkpoint.format import HELP as FORMATS
 from permtriton.comparison.methods import ABLATIONS
@@ -15,6 +14,7 @@ from permtriton.config import CALIBRATION, METHOD, RUNNING
 from permtriton.errors import OutputError
 from permtriton.recipe import RECIPES, all_options, defaults
 from permtriton.util.option import Option
+from permtriton.util.sparsity import NMPattern
 
 Flags = dict[str, Any]
 
@@ -30,8 +30,9 @@ def output_path(name: str) -> Path:
     return Path(name)
 
 
-method_option, text_option, running_option = (
-    functools.partial(typer.Option, rich_help_panel=panel) for panel in (METHOD, CALIBRATION, RUNNING)
+HUB = "Where the model comes from, and publishing"
+method_option, text_option, running_option, hub_option = (
+    functools.partial(typer.Option, rich_help_panel=panel) for panel in (METHOD, CALIBRATION, RUNNING, HUB)
 )
 output_option = functools.partial(typer.Option, parser=output_path, metavar="PATH")
 
@@ -54,8 +55,13 @@ EvalData = Annotated[
         "states are compared.",
     ),
 ]
-Patterns = Annotated[
-    str | None, method_option(help="Sparsity patterns, separated by commas, such as 2:4,4:8; --sparsity by default.")
+Sparsities = Annotated[
+    str | None,
+    method_option(
+        metavar="N:M,...",
+        help="Sparsity pattern, or several, separated by commas, such as 2:4,4:8: each method runs with each of them. "
+        "[default: 2:4]",
+    ),
 ]
 Ablate = Annotated[
     str | None,
@@ -94,7 +100,8 @@ TasksDir = Annotated[
 Device = Annotated[str, running_option(help="auto, cpu or cuda.")]
 Dtype = Annotated[str, running_option(help="auto (the checkpoint's), float32, float16 or bfloat16.")]
 ConfigFile = Annotated[
-    Path | None, running_option("--config", help="TOML file of options, with a table per step; flags win.")
+    Path | None,
+    running_option("--config", metavar="FILE", help="TOML file of options, with a table per step; flags win."),
 ]
 Json = Annotated[bool, running_option("--json", help="Print the report as JSON on standard output.")]
 DryRun = Annotated[
@@ -107,6 +114,7 @@ Gpus = Annotated[
     str | None,
     running_option(
         "--devices",
+        metavar="COUNTxGIB",
         help="With --dry-run: plan for this many GPUs of torchrun with this many GiB each, such as 8x80.",
         hidden=True,
     ),
@@ -122,6 +130,7 @@ Shard = Annotated[
 OffloadFolder = Annotated[
     Path | None,
     running_option(
+        metavar="DIR",
         help="For a model larger than memory, on a CPU: a folder on a fast disk, where weights and layers' inputs are "
         "kept while it runs. The result is the same. Not for steps that need all weights or their gradients in "
         "memory.",
@@ -130,37 +139,36 @@ OffloadFolder = Annotated[
 ]
 GgufName = Annotated[
     str | None,
-    running_option(
+    hub_option(
         "--gguf-file",
         help="Read this GGUF file of MODEL, a folder or hub name; its weights are dequantized. Not needed where MODEL "
         "itself is a .gguf file.",
     ),
 ]
-Revision = Annotated[
-    str | None, running_option(help="Branch, tag or commit of a hub name; its main branch by default.")
-]
+Revision = Annotated[str | None, hub_option(help="Branch, tag or commit of a hub name; its main branch by default.")]
 Token = Annotated[
     str | None,
-    running_option(
+    hub_option(
         help="Token of the hub for models, never printed or saved; by default that of hf auth login, or HF_TOKEN."
     ),
 ]
 SaveFormat = Annotated[str | None, running_option(help=f"{FORMATS} By default dense.")]
 PushToHub = Annotated[
     str | None,
-    running_option(
+    hub_option(
+        metavar="REPOSITORY",
         help="Repository on the hub to publish the output in, such as me/my-model-2of4; made before the work, so that "
-        "a wrong name or token is found then."
+        "a wrong name or token is found then.",
     ),
 ]
 Private = Annotated[
     bool | None,
-    running_option(
+    hub_option(
         "--private",
         help="Make the repository of --push-to-hub private, to look at it before others do; else as the hub does.",
     ),
 ]
-TrustRemoteCode = Annotated[bool, running_option("--trust-remote-code", help="Run code that comes with the model.")]
+TrustRemoteCode = Annotated[bool, hub_option("--trust-remote-code", help="Run code that comes with the model.")]
 
 
 def _show_all(ctx: typer.Context, wanted: bool) -> None:
@@ -193,16 +201,16 @@ COMMON = (
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an earlier file, whoever wrote it.")]
 
 
-def takes(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def takes(*names: str, without: Sequence[str] = ()) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Returns a decorator that gives a command a flag for each of these options, and for those of all steps.
 
     They stand where the command has its parameter ``flags``, which receives the values of those that the user set.
 
     Args:
         names: names of options of the compilation; none means all, and those of the steps.
+        without: names of options to leave out of all.
     """
-    known = all_options()
-    taken = [known[name] for name in names] if names else list(known.values())
+    taken = [option for name, option in all_options().items() if name in (names or set(all_options()) - {*without})]
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(command)
@@ -222,12 +230,25 @@ def takes(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
 def _flag(option: Option, *, hidden: bool) -> inspect.Parameter:
     """Returns the parameter that typer makes an option's flag of: None unless the user sets it."""
     kind = list[str] if option.several else option.type if option.type in (int, float, bool) else str
-    values = "|".join(option.choices) or option.values
+    values = option.values or "|".join(option.choices)
     info = typer.Option(
         *([option.flag] if option.default is False else []),  # without a --no- form
-        help=escape(f"{option.help} [{values}{values and '; '}default: {defaults(option)}]"),
+        metavar=_metavar(option),
+        help=f"{option.help} [{values}{values and '; '}default: {defaults(option)}]",
         rich_help_panel=option.panel,
         hidden=hidden,
     )
     annotation = Annotated[kind | None, info]  # type: ignore[valid-type]
     return inspect.Parameter(option.name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=annotation)
+
+
+def _metavar(option: Option) -> str | None:
+    """Returns what stands for an option's value beside its flag; None for its last word."""
+    if option.type is NMPattern:
+        return "N:M"
+    if len(choices := "|".join(option.choices)) in range(1, 20):
+        return choices
+    return {int: "N", float: "X"}.get(option.type) or ("LINEARS" if option.several else None)
+
+
+SET_BY_ROWS = ("sparsity", "importance", "layout", "seed")  # of a comparison, which has --sparsity and --seeds for all

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from permtriton.checkpoint import export as exporting
 from permtriton.checkpoint.format import Format
 from permtriton.checkpoint.plan_entries import plan_report
-from permtriton.comparison.request import Request, options_to_compare
+from permtriton.comparison.request import Request, options_to_compare, several_patterns
 from permtriton.data.in_memory import Data, is_named, selected
 from permtriton.data.media import Processor
 from permtriton.driver import planning
@@ -197,7 +197,7 @@ def compare(  # noqa: PLR0913
     window: int | None = None,
     seeds: int | str | Sequence[int] = (0,),
     methods: str | Sequence[str] | None = None,
-    patterns: str | Sequence[str] | None = None,
+    sparsity: str | Sequence[str] | None = None,
     ablate: str | None = None,
     values: str | Sequence[Any] | None = None,
     tasks: str | Sequence[str] | None = None,
@@ -225,7 +225,7 @@ def compare(  # noqa: PLR0913
         window: as `permtriton.evaluate` takes it.
         seeds: seeds of the calibration draw and of learning.
         methods: some of the methods, or recipes; None for all.
-        patterns: N:M patterns, such as ``["2:4", "4:8"]``; None for that of ``sparsity``.
+        sparsity: N:M pattern, or several, such as ``["2:4", "4:8"]``; None for 2:4.
         ablate: option of which each method is run with several values.
         values: other values of it.
         tasks: as `permtriton.evaluate` takes it.
@@ -258,6 +258,7 @@ def compare(  # noqa: PLR0913
         >>> [row["method"] for row in found["rows"]]
         ['dense', 'wanda']
     """
+    patterns = several_patterns(sparsity, options)
     given = _parsed(options)
     eval_data, window, tasks = measured_by(protocol, eval_data, window, tasks)
     request = Request(

@@ -10,10 +10,11 @@ import yaml
 from huggingface_hub import ModelCard
 
 import permtriton
-from permtriton.checkpoint.card import ALONE, WITH_PERMTRITON, model_card, name_repository
+from permtriton.checkpoint.card import ALONE, PROJECT, WITH_PERMTRITON, model_card, name_repository
 from permtriton.checkpoint.export import export
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import OutputError
+from permtriton.util.extras import WHERE, install_command
 
 from . import zoo
 from .folders import record
@@ -74,7 +75,7 @@ def test_content():
         "| perplexity on `wikitext2`, this model | 6.750 |",
         "| calibration | `text.txt`, 8 x 256 tokens |",
         'model = AutoModelForCausalLM.from_pretrained("out")',
-        "[permtriton](https://pypi.org/project/permtriton/) (`pip install permtriton`)",
+        f"Made with {PROJECT} (`{install_command()}`{WHERE}), which",
         "- Not compared: pixel_values (none).",
         REPORT["command"],
     ):
@@ -98,7 +99,7 @@ def test_the_hub_reads_the_front_matter():
 def test_a_card_says_why_it_needs_permtriton():
     fused = {**REPORT, "config": {**REPORT["config"], "layout": "fused"}}
     text = model_card(fused, "LlamaForCausalLM", WITH_PERMTRITON, "out")
-    assert "It needs `pip install permtriton`, because it permutes channels at run time: it loads after" in text
+    assert f"(`{install_command()}`{WHERE}), because it permutes channels at run time: it loads after" in text
 
 
 def test_a_pushed_card_loads_from_its_repository(folders, tmp_path):

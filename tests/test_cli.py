@@ -1,6 +1,7 @@
 """The command line: help, what each command writes and prints, and an earlier output that survives every failure."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from typer.main import get_command
 
 from permtriton.cli.main import app
 from permtriton.cli.options import COMMON
@@ -22,31 +24,69 @@ from .folders import LAST_UP
 # -- help ----------------------------------------------------------------------------------------------------------
 
 
-def shown(*arguments: str) -> str:
-    result = RUNNER.invoke(app, arguments, env={"COLUMNS": "250"})
+def shown(*arguments: str, columns: int = 80) -> str:
+    result = RUNNER.invoke(app, arguments, env={"COLUMNS": str(columns)})
     assert result.exit_code == 0
-    return " ".join(result.stdout.split())
+    return result.stdout
 
 
+def flags_of(command: str) -> set[str]:
+    return {name for each in get_command(app).commands[command].params for name in (*each.opts, *each.secondary_opts)}
+
+
+@pytest.mark.parametrize("columns", [40, 80])
 @pytest.mark.parametrize("command", ["compile", "compare"])
-def test_help_all_shows_every_option_with_its_defaults(command):
-    text = shown(command, "--help-all")
+def test_help_all_shows_every_flag_whole_with_its_default(command, columns):
+    text = shown(command, "--help-all", columns=columns)
+    flags = {flag for flag in flags_of(command) if flag.startswith("--")}
+    assert flags <= {word.rstrip(",") for word in text.split()}
+    words = " ".join(text.split())
     for option in all_options().values():
-        assert f"{option.flag} " in text
-        assert f"default: {defaults(option)}]" in text, option.name
+        if option.flag in flags:
+            assert f"default: {defaults(option)}]" in words, option.name
+
+
+@pytest.mark.parametrize("command", list(get_command(app).commands))
+def test_help_speaks_of_no_type_and_keeps_to_the_width(command):
+    text = shown(command, "--help")
+    assert not re.search(r"<\w+>|\{\w+\}|TEXT|INTEGER", text)
+    assert max(map(len, text.splitlines())) < 80
+
+
+def test_a_wrong_call_names_the_model_as_help_does():
+    result = RUNNER.invoke(app, ["compile"])
+    assert result.exit_code == 2
+    assert "compile MODEL [OPTIONS]" in result.stderr
+    assert "{" not in result.stderr
+
+
+def test_help_begins_with_what_decides_most():
+    lines = shown("compile", "--help").splitlines()
+    named = [line.split()[0] for line in lines if line.startswith("  --")]
+    assert named[:3] == ["--recipe", "--calibration", "--output"]
+    hub = lines[next(number for number, line in enumerate(lines) if line.startswith("Where the model comes from")) :]
+    assert {"--revision", "--token", "--push-to-hub", "--private"} <= {line.split()[0] for line in hub if line.strip()}
+
+
+def test_compare_offers_only_what_its_rows_leave_open():
+    assert flags_of("compare") & {"--importance", "--layout", "--seed", "--patterns"} == set()
+    assert {"--sparsity", "--pattern", "--seeds"} <= flags_of("compare")
 
 
 def test_help_shows_the_options_of_an_ordinary_compilation():
-    text = shown("compile", "--help")
+    words = set(shown("compile", "--help").split())
     running = ("recipe", "eval-data", "device", "dtype", "output", "overwrite", "config", "json", "trust-remote-code",
                "dry-run", "restart", "help-all")  # fmt: skip
-    for flag in (*running, *(name.replace("_", "-") for name in COMMON)):
-        assert f"--{flag} " in text
-    hidden = [option.flag for name, option in all_options().items() if name not in COMMON]
-    assert [flag for flag in (*hidden, "--offload", "--shard", "--devices") if f"{flag} " in text] == []
+    assert {f"--{flag}" for flag in (*running, *(name.replace("_", "-") for name in COMMON))} <= words
+    hidden = {option.flag for name, option in all_options().items() if name not in COMMON}
+    hidden |= {"--offload", "--shard", "--devices"}
+    listed = {
+        line.split()[0].rstrip(",") for line in shown("compile", "--help").splitlines() if line.startswith("  --")
+    }
+    assert hidden & listed == set()
     everything = shown("compile", "--help-all")
-    assert [flag for flag in (*hidden, "--offload", "--shard", "--devices") if f"{flag} " not in everything] == []
-    assert shown("compile", "--help") == text, "what --help-all shows stays hidden in the next --help"
+    assert hidden <= {word.rstrip(",") for word in everything.split()}
+    assert set(shown("compile", "--help").split()) == words, "what --help-all shows stays hidden in the next --help"
 
 
 def test_version():

@@ -90,7 +90,7 @@ def test_every_format_has_the_same_numbers(desk, tasks):
     outputs = [desk.folder / f"table.{suffix}" for suffix in ("json", "csv", "md")]
     more = [part for output in outputs for part in ("--output", output)]
     result = compare(
-        desk, "--methods", "wanda", "--seeds", "0,1", "--patterns", "2:4,4:8",
+        desk, "--methods", "wanda", "--seeds", "0,1", "--sparsity", "2:4,4:8",
         "--tasks", "short", "--tasks-dir", tasks, "--limit", 3, "--json", *more,
     )  # fmt: skip
     report = json.loads(outputs[0].read_text())
@@ -186,8 +186,8 @@ def test_an_ablation_from_the_command_line(desk):
         (("--output", "no/such/report.json"), ["no/such"]),
         (("--output", "t.json", "--output", "report.pdf"), [".pdf", ".json, .csv, .md"]),
         (("--sparsity", "4:2"), ["4:2"]),
-        (("--patterns", "2:4,5"), ["'5'"]),
-        (("--patterns", "2:4", "--sparsity", "4:8"), ["--sparsity has no effect with --patterns"]),
+        (("--sparsity", "2:4,5"), ["'5'"]),
+        (("--sparsity", "2:4,4:8", "--pattern", "*.down_proj=1:4"), ["--pattern needs one --sparsity"]),
         (("--ablate", "heat"), ["'heat'", "sinkhorn, calibration"]),
         (("--values", "1"), ["--values has no effect without --ablate"]),
         (("--ablate", "sinkhorn"), ["no effect on the method 'magnitude'", "wanda + learned"]),

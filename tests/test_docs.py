@@ -4,15 +4,15 @@ import json
 import math
 import re
 from pathlib import Path
-from statistics import fmean
 
 import pytest
+from typer.main import get_command
 
 from benchmarks.architectures import table as architectures
+from permtriton.cli.main import app
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(page for page in ROOT.rglob("*.md") if not str(page.relative_to(ROOT)).startswith("."))
-NAMED = {"permtriton": ROOT / "permtriton", "passes": ROOT / "passes"}  # folders whose README names every file
 
 
 def anchors(page: Path) -> set[str]:
@@ -31,14 +31,21 @@ def test_links_lead_somewhere(page):
             assert not anchor or anchor in anchors(linked), target
 
 
-@pytest.mark.parametrize("folder", NAMED.values(), ids=NAMED)
-def test_every_file_has_its_line(folder):
-    lines = [line for line in (folder / "README.md").read_text(encoding="utf-8").splitlines() if line[:2] == "| "]
-    named = {Path(name).name for line in lines for name in re.findall(r"`([\w/]+\.py)`", line.split("|")[1])}
-    files = {path.name for path in folder.rglob("*.py") if path.name != "__init__.py"}
-    passes = {f"{name}.py" for line in lines for name in re.findall(r"`(\w+)`", line.split("|")[1])}
-    assert files - named - passes == set()
-    assert {name for name in named if name not in files} <= {"main.py", "options.py"}  # of cli/
+def first_column(page: Path) -> str:
+    lines = page.read_text(encoding="utf-8").splitlines()
+    return "\n".join(line.split("|")[1] for line in lines if line.startswith("| "))
+
+
+def test_every_package_has_its_line():
+    """The files are described by their first lines."""
+    library = ROOT / "permtriton"
+    named = {name.rstrip("/") for name in re.findall(r"`([\w/.]+)`", first_column(library / "README.md"))}
+    held = {str(path.parent.relative_to(library)) for path in library.rglob("*.py")} - {"."}
+    held |= {path.name for path in library.glob("*.py")} - {"__init__.py", "__main__.py"}
+    above = {name.split("/")[0] for name in named if "/" in name}
+    assert named - {"cli", "kernels", "passes"} == held - above - {"cli", "kernels", "passes"}
+    for path in (path for folder in (library, ROOT / "passes") for path in folder.rglob("*.py")):
+        assert path.name == "__init__.py" or path.read_text(encoding="utf-8").startswith('"""'), path
 
 
 def test_the_glossary_is_short_and_names_each_word_once():
@@ -48,8 +55,14 @@ def test_the_glossary_is_short_and_names_each_word_once():
     assert len(set(words)) == len(words)
 
 
+def test_the_glossary_is_linked_where_its_words_are_met():
+    link = "permtriton/README.md#glossary"
+    pages = ("README", "recipes", "architectures", "how-it-works", "tried", "formats", "serving", "tutorial", "faq")
+    assert [name for name in pages if link not in (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")] == []
+
+
 def test_every_environment_variable_is_on_the_page():
-    page = (ROOT / "docs" / "environment.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "running.md").read_text(encoding="utf-8")
     sources = [path for folder in ("permtriton", "cli", "kernels", "passes") for path in (ROOT / folder).rglob("*.py")]
     used = {
         name
@@ -87,29 +100,37 @@ def test_no_row_of_the_real_model_counts_twice(path):
 
 
 def test_the_first_screen_says_what_was_measured():
-    words = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
-    rows = json.loads((ROOT / "benchmarks/results/real-smollm2-cpu.json").read_text())["rows"]
+    """The numbers are written by lint's check; here is that the words around them are true of them."""
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    said = page.partition("<!-- table real-words -->")[2].partition("<!-- end -->")[0]
+    dense, theirs, ours = map(float, re.findall(r"(?:perplexity of|has|and) (\d+\.\d)", said)[:3])
+    assert dense < ours < theirs
+    assert f"{1 - math.log(ours / dense) / math.log(theirs / dense):.0%} smaller" in said
+    assert page.index("make demo") < page.index("<picture>") < page.index("```python") < page.index("## Limits")
+    assert "make test" in page[: page.index("<picture>")]
 
-    def mean(name: str, part: str, key: str) -> float:
-        return fmean(row[part][key] for row in rows if row["name"] == name)
 
-    ours, theirs = "default", "llm-compressor sparsegpt"
-    dense, worse, better = (mean(name, "evaluation", "perplexity") for name in ("dense", theirs, ours))
-    assert f"perplexity rises from {dense:.1f} to {worse:.1f} with the SparseGPT of [llm-compressor]" in words
-    less = 1 - math.log(better / dense) / math.log(worse / dense)
-    assert (
-        f"and to {better:.1f} with the default recipe of permtriton: the rise in log perplexity is {less:.0%} smaller"
-        in words
-    )
-    seconds = [mean(name, "pruning", "cpu_seconds") for name in (ours, theirs)]
-    peaks = [
-        max(row["pruning"]["peak_bytes"] for row in rows if row["name"] == name) / 2**30 for name in (ours, theirs)
-    ]
-    assert f"{seconds[0]:.0f} CPU seconds against {seconds[1]:.0f}, and {peaks[0]:.1f} GiB of memory" in words
-    assert f"GiB of memory against {peaks[1]:.1f}" in words
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_is_lost_has_one_unit(page):
+    """The rise in log perplexity as a share of SparseGPT's."""
+    text = page.read_text(encoding="utf-8")
+    assert not re.search(r"\| gap \||\bGap: |the gap that", text)
+
+
+@pytest.mark.parametrize(
+    "page", [*PAGES, *sorted((ROOT / "examples").glob("*.py"))], ids=lambda page: str(page.relative_to(ROOT))
+)
+def test_commands_have_the_flags_that_they_name(page):
+    commands = get_command(app).commands
+    blocks = re.findall(r"^ *```\w*\n(.*?)^ *```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    for line in re.findall(r"permtriton (\w+) ((?:.|\\\n)*?)(?=[#\n]|$)", "\n".join(blocks)):
+        name, words = line
+        if name not in commands:
+            continue
+        known = {flag for each in commands[name].params for flag in (*each.opts, *each.secondary_opts)}
+        assert set(re.findall(r"(?<!\S)--[\w-]+", words)) <= known | {"--help"}, line
 
 
 def test_a_class_is_looked_up():
     assert "100% of the linear weights" in architectures.described("LEDForConditionalGeneration")
     assert "refused" in architectures.described("DbrxForCausalLM")
-    assert len((ROOT / "docs" / "architectures.md").read_text(encoding="utf-8").splitlines()) < 80

@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 
 from permtriton.errors import MissingExtraError
-from permtriton.util.extras import EXTRAS, require
+from permtriton.util.extras import EXTRAS, RELEASE, install_command, require
 
 from . import zoo
 
-PROJECT = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 OPTIONAL = sorted({module for modules in EXTRAS.values() for module in modules})
 # A finder that hides the packages of the extras, and what they alone need, as where only the core is installed.
 CORE_ONLY = """
@@ -75,9 +76,21 @@ def test_every_extra_installs_what_it_is_for():
     assert "permtriton[all]" in extras["dev"]
 
 
+def test_only_one_place_says_how_permtriton_is_installed():
+    """Until there is a release, ``pip install permtriton`` fetches nothing."""
+    said = re.compile(r'pip install "?permtriton')
+    pages = [path for kind in ("*.py", "*.md", "*.html", "*.jinja") for path in ROOT.rglob(kind)]
+    pages = [path for path in pages if not any(part.startswith(".") or part == "build" for part in path.parts)]
+    assert len(pages) > 300
+    found = [str(path.relative_to(ROOT)) for path in pages if said.search(path.read_text(encoding="utf-8"))]
+    assert [name for name in found if name != "tests/test_extras.py"] == []
+
+
 def test_one_sentence_names_the_extra(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "jinja2", None)
-    with pytest.raises(MissingExtraError, match=r'^a report needs jinja2, which is not installed: pip install "permt'):
+    with pytest.raises(
+        MissingExtraError, match=re.escape(f"jinja2, which is not installed: {install_command('report')}")
+    ):
         require("a report", "jinja2")
     require("zero-shot tasks", "lm_eval")
 
@@ -105,7 +118,7 @@ run("compile", "tiny", "--calibration", "text.parquet", "--output", "other", *op
     assert "compile 0" in said
     assert "export 0" in said
     lines = [line for line in said.splitlines() if line.startswith("error:")]
-    words = r'needs (\w+), which is not installed: pip install "permtriton\[(\w+)\]"$'
+    words = rf'needs (\w+), which is not installed: pip install "{re.escape(RELEASE)}\[(\w+)\]"'
     found = [re.search(words, line).groups() for line in lines]
     assert found == [("jinja2", "report"), ("lm_eval", "eval"), ("datasets", "data"), ("pyarrow", "data")]
     assert said.count(" 2\n") == 4

@@ -20,6 +20,7 @@ from permtriton.errors import ConfigError, ModelError
 from permtriton.model import load
 from permtriton.model.load import load_empty_model, load_model, load_original, load_tokenizer, unchanged_weights
 from permtriton.model.source import Source
+from permtriton.util.extras import install_command
 
 from . import zoo
 from .desk import RUNNER, Desk
@@ -161,7 +162,7 @@ def test_a_file_and_a_name_inside(file):
 
 def test_the_package_that_reads_the_files_may_be_missing(workplace, monkeypatch):
     monkeypatch.setitem(sys.modules, "gguf", None)
-    workplace.refuses(workplace.compile(), f"{FILE} needs gguf", 'pip install "permtriton[gguf]"')
+    workplace.refuses(workplace.compile(), f"{FILE} needs gguf", install_command("gguf"))
 
 
 # -- commands --------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import permtriton
 from permtriton.checkpoint.export import export
 from permtriton.checkpoint.forms import read_comparison, read_record
 from permtriton.cli.main import app
+from permtriton.comparison.methods import KNOWN, method_rows
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import ModelError
 from permtriton.kernels.nm_mask import top_n_mask
@@ -331,13 +332,47 @@ def test_text_from_files_is_text(folders, tmp_path):
     parsed(text)
 
 
+def test_a_method_has_the_name_that_compare_gives_it():
+    """A recipe and a row of the same steps are one method, which bears the recipe's name."""
+    named = {row.method: method_of(row.config.to_dict()) for row in method_rows({}, list(KNOWN), [])}
+    others = {method: name for method, name in named.items() if method != name}
+    assert others == {
+        f"{method}{layout}": f"{recipe}{layout}"
+        for method, recipe in (
+            ("heuristic + refit", "default"),
+            ("heuristic + sparsegpt", "fast"),
+            ("wanda + searched", "values"),
+        )
+        for layout in ("", " (fused)")
+    }
+
+
+def test_changed_options_are_not_the_recipe():
+    fewer = config_from({"refit_exchanges": 0})
+    assert method_of(fewer.to_dict()) == "heuristic + refit"
+    assert method_of(config_from({}).to_dict()) == "default"
+
+
+def test_the_first_sentence_is_the_verdict(folders):
+    def of(*numbers: tuple[float, float], measure: str = "perplexity") -> str:
+        found = read_folders([folders["portable"], folders["wanda"]][: len(numbers)])
+        for folder, (dense, compiled) in zip(found, numbers, strict=True):
+            folder.record["evaluation"] = {"measure": measure, "dense": dense, "compiled": compiled}
+        return page_of(found, None).lead
+
+    assert of((10.0, 12.5)).startswith("The perplexity of MODEL on the held-out text goes from 10.00 to 12.50 (+25.0%)")
+    assert "when it is pruned by magnitude + heuristic. Of every 4" in of((10.0, 12.5))
+    assert "by wanda, the best of the 2 methods here. Of every" in of((10.0, 12.5), (10.0, 12.0))
+    assert "pruned by magnitude + heuristic, the best" in of((1.0, 0.9), (1.0, 0.8), measure="cosine")
+    assert "was not measured" in page_of(read_folders([folders["portable"]]), None).lead
+
+
 def test_methods_are_told_apart(folders, tmp_path):
     same = read_folders([folders["portable"], folders["portable-packed"]])
     assert [folder.label for folder in same] == [
-        "heuristic + magnitude (portable)",
-        "heuristic + magnitude (portable-packed)",
+        "magnitude + heuristic (portable)",
+        "magnitude + heuristic (portable-packed)",
     ]
-    assert method_of({"importance": "obs", "recipe": "sparsegpt", "layout": "fused"}) == "sparsegpt, fused"
     other = changed(folders["portable"], tmp_path / "other", lambda record: record.update(model="org/other"))
     warnings = page_of(read_folders([folders["portable"], other]), None).warnings
     assert [line.partition(":")[0] for line in warnings] == ["The folders come from different models"]

@@ -284,7 +284,7 @@ def test_a_decoder_alone_needs_a_cache_for_each_attention():
         return EncoderDecoderCache(DynamicCache(), DynamicCache())
 
     plain = written(use_cache=False)
-    assert written() != plain, "the limit in docs/encoder-decoders.md is gone"
+    assert written() != plain, "the limit in docs/architectures.md is gone"
     assert written(past_key_values=caches()) == plain
     plan = find_plan(model, NMPattern(2, 4))
     fold(model, plan, random_indices(plan))

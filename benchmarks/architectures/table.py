@@ -21,7 +21,7 @@ TOLERANCE = 1e-3
 SHARE = 0.95
 GOAL = 0.9  # of the classes that run on text
 TEXT = ("causal language model", "masked language model", "text encoder", "encoder-decoder", "image and text")
-EXAMPLES = 4  # classes that are named per cause
+EXAMPLES = 2  # classes that are named per cause
 # What keeps a class from being complete, by what happens: how the recorded reason is found, and what it says.
 CAUSES = {
     "refused": (

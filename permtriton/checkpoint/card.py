@@ -16,9 +16,10 @@ from permtriton.model.gguf_file import in_words
 from permtriton.model.headers import CONFIG_FILE, REPORT_FILE, read_json
 from permtriton.model.name import is_hub_name, shown_name
 from permtriton.util.durable import replace_file
+from permtriton.util.extras import HOME, WHERE, install_command
 
 CARD_FILE = "README.md"
-PROJECT = "[permtriton](https://pypi.org/project/permtriton/)"
+PROJECT = f"[permtriton]({HOME})" if HOME else "permtriton"
 ALONE, WITH_PERMTRITON = "transformers alone", "transformers after import permtriton"  # what loads a folder
 WITH_COMPRESSED_TENSORS = "vLLM alone, and transformers where compressed-tensors is installed"
 # Classes of transformers' models, the class that loads them, and the hub's name of what they do.
@@ -99,7 +100,7 @@ def model_card(report: Mapping[str, Any], architecture: str, loads_with: str, na
         f"# {_code(shown_name(source))}, pruned to {described_sparsity(report)}",
         f"Of every {sparsity.partition(':')[2]} consecutive weights of a row, {sparsity.partition(':')[0]} are kept in "
         f"the pruned linears{' without a pattern of their own' * ('patterns' in report)}. Made with "
-        f"{PROJECT} (`pip install permtriton`), which chooses the order of channels so that pruning hurts less.",
+        f"{PROJECT} (`{install_command()}`{WHERE}), which chooses the order of channels so that pruning hurts less.",
         "## Result",
         _table(("", ""), _facts(report)),
         "## Load it",
@@ -199,7 +200,8 @@ def _loading(report: Mapping[str, Any], loader: str, loads_with: str, name: str)
         reasons = ["its weights are packed"] * packed
         reasons += ["it permutes channels at run time"] * (not packed or report["config"]["layout"] == "fused")
         text = (
-            f"It needs `pip install permtriton`, because {' and '.join(reasons)}: it loads after `import permtriton`."
+            f"It needs permtriton (`{install_command()}`{WHERE}), because {' and '.join(reasons)}: it loads after "
+            "`import permtriton`."
         )
     return "\n".join([text, "", "```python", *lines, "```"])
 

@@ -71,10 +71,8 @@ class Request:
         """
         if self.values and not self.ablate:
             raise ConfigError("`values=` has no effect without `ablate=`: drop it, or name an ablation")
-        if self.patterns and "sparsity" in self.given:
-            raise ConfigError("`sparsity=` has no effect with `patterns=`: drop one of them")
         if self.patterns and "pattern" in self.given:
-            raise ConfigError("`pattern=` decides some linears, and `patterns=` the rows: drop one of them")
+            raise ConfigError("`pattern=` needs one `sparsity=` for the other linears: name one, or drop `pattern=`")
         methods, patterns = _parts(self.methods), [NMPattern.parse(part) for part in _parts(self.patterns)]
         options, model = dict(self.options), self.source.name
         if self.ablate:
@@ -173,6 +171,15 @@ class Request:
             for output in self.outputs or [Path(self._stem)]:
                 stack.enter_context(locked(output.resolve(), progress.say))
             yield
+
+
+def several_patterns(sparsity: Words, options: dict[str, Any]) -> Words:
+    """Returns the patterns of the rows, where there are several; a single one goes into ``options``, as any option."""
+    if len(parts := _parts(sparsity)) > 1:
+        return sparsity
+    if parts:
+        options["sparsity"] = parts[0]
+    return None
 
 
 def options_to_compare(

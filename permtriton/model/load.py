@@ -368,6 +368,15 @@ def _check_named_weights(source: Source, config: Any) -> None:
         )
 
 
+def config_of(source: Source) -> Any:
+    """Returns a model's config; its weights need not be there.
+
+    Raises:
+        ModelError: no such model, or its config is damaged.
+    """
+    return _config(source, None)
+
+
 def _config(source: Source, stored: Mapping[str, StoredTensor] | None) -> Any:
     _check_revision(source)
     if source.gguf is not None:

@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,11 @@ import torch
 
 from permtriton.checkpoint.folder import Folder
 from permtriton.checkpoint.format import Format
+from permtriton.comparison.methods import FUSED, KNOWN
+from permtriton.errors import ConfigError
 from permtriton.kernels.packing import position_bits
 from permtriton.model.name import shown_name
+from permtriton.recipe import RECIPES, config_from
 
 
 class Compiled(Folder):
@@ -66,16 +70,32 @@ def read_folders(folders: Sequence[Path]) -> list[Compiled]:
         ModelError: a folder was not written by permtriton, or is damaged.
     """
     found = [Compiled.open(folder) for folder in folders]
-    labels = [method_of(each.record["config"]) + (", fp8" if each.is_quantized else "") for each in found]
+    labels = [
+        method_of(each.record["config"], each.record["model"]) + (", fp8" if each.is_quantized else "")
+        for each in found
+    ]
     for each, label in zip(found, labels, strict=True):
         each.label = label if len(set(labels)) == len(labels) else f"{label} ({each.path.resolve().name})"
     return found
 
 
-def method_of(config: Mapping[str, Any]) -> str:
-    """Returns the name of a method, such as ``heuristic + wanda``, from the options of a compilation."""
-    words = " + ".join(config["importance"] if step == "mask" else step for step in config["recipe"].split(","))
-    return f"{words}, fused" if config["layout"] == "fused" else words
+def method_of(config: Mapping[str, Any], model: str = "") -> str:
+    """Returns the name of a method as ``permtriton compare`` has it, such as ``wanda + heuristic`` or ``default``.
+
+    Args:
+        config: options of a compilation, as its record holds them.
+        model: name of the model, as `permtriton.recipe.config_from` takes it.
+    """
+    with suppress(ConfigError):  # a record of another version
+        made = config_from(config)
+        for name, options in sorted(KNOWN.items(), key=lambda known: known[0].removesuffix(FUSED) not in RECIPES):
+            known = config_from(options, model=model)
+            if (known.steps, known.importance, known.layout) == (made.steps, made.importance, made.layout):
+                return name
+    steps = config["recipe"].split(",")
+    score = [config["importance"]] * ("mask" in steps)
+    words = " + ".join([*score, *(step for step in steps if step != "mask")])
+    return words + FUSED * (config["layout"] == "fused")
 
 
 def layer_of(name: str) -> int | None:

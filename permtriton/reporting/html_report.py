@@ -59,9 +59,8 @@ def page_of(folders: Sequence[Compiled], comparison: Mapping[str, Any] | None) -
     group = folders[0].pattern
     return Page(
         title=f"{', '.join(models)} at {', '.join(patterns)}{ways}",
-        lead=f"Pruned by permtriton: of every {group.group} consecutive weights of a row, {group.kept} are kept"
-        f"{', but in linears with a pattern of their own' * any('patterns' in each.record for each in folders)}, after "
-        "the channels were put into an order in which that hurts less.",
+        lead=f"{sections.verdict(folders)} Of every {group.group} consecutive weights of a row, {group.kept} are kept"
+        f"{', but in linears with a pattern of their own' * any('patterns' in each.record for each in folders)}.",
         sections=[
             sections.result(folders, comparison),
             pictures.search(folders),

@@ -23,6 +23,25 @@ _PLACEMENTS = {
 Value = Callable[[Compiled], str]
 
 
+def verdict(folders: Sequence[Compiled]) -> str:
+    """Returns in one sentence how good the best of the compiled models is."""
+    measured = [folder for folder in folders if "dense" in folder.record["evaluation"]]
+    if not measured:
+        return f"{folders[0].model} was pruned; how good it still is was not measured."
+    sign = 1 if measured[0].record["evaluation"]["measure"] == "perplexity" else -1
+    best = min(measured, key=lambda folder: sign * folder.record["evaluation"]["compiled"])
+    found = best.record["evaluation"]
+    dense, compiled = numbers([found["dense"], found["compiled"]], 4)
+    way = f"pruned by {best.label}" + f", the best of the {len(measured)} methods here" * (len(measured) > 1)
+    if sign < 0:
+        return f"The last hidden states of {best.model}, {way}, have a cosine of {compiled} with the dense model's."
+    change = found["compiled"] / found["dense"] - 1
+    return (
+        f"The perplexity of {best.model} on the held-out text goes from {dense} to {compiled} ({change:+.1%}) when it "
+        f"is {way}."
+    )
+
+
 def result(folders: Sequence[Compiled], comparison: Mapping[str, Any] | None) -> Section:
     """How good the dense and the compiled models are, what they took, and the result of ``permtriton compare``."""
     found = [folder.record["evaluation"] for folder in folders]
@@ -194,7 +213,7 @@ def details(folders: Sequence[Compiled]) -> Section:
         "folder": lambda each: each.path.resolve().name,
         "model": lambda each: each.model,
         "pattern": lambda each: described_sparsity(each.record),
-        "recipe": lambda each: each.record["config"]["recipe"].replace(",", ", "),
+        "steps": lambda each: each.record["config"]["recipe"].replace(",", ", "),
         "importance": lambda each: each.record["config"]["importance"],
         "layout": lambda each: each.record["config"]["layout"],
         "stored": lambda each: each.record["export"]["format"] if "export" in each.record else "dense, zeros included",

@@ -4,6 +4,11 @@ from importlib.util import find_spec
 
 from permtriton.errors import MissingExtraError
 
+# There is no release yet. The first one sets these two, and every message, model card and page follows them:
+# RELEASE = "permtriton" and the address of the repository.
+RELEASE = "."  # what pip installs
+HOME = ""  # where permtriton is to be found
+
 # Extra of pyproject.toml -> the modules that it is for.
 EXTRAS = {
     "data": ("datasets", "pyarrow", "PIL"),
@@ -12,6 +17,14 @@ EXTRAS = {
     "gguf": ("gguf", "accelerate"),
     "report": ("jinja2",),
 }
+
+
+def install_command(extra: str = "") -> str:
+    """Returns the command that installs permtriton, in its checkout as long as there is no release."""
+    return f'pip install "{RELEASE}[{extra}]"' if extra else f"pip install {RELEASE}"
+
+
+WHERE = " in the checkout of permtriton" * (RELEASE == ".")
 
 
 def require(what: str, *modules: str) -> None:
@@ -27,4 +40,4 @@ def require(what: str, *modules: str) -> None:
     for module in modules:
         if find_spec(module) is None:
             extra = next(extra for extra, known in EXTRAS.items() if module in known)
-            raise MissingExtraError(f'{what} needs {module}, which is not installed: pip install "permtriton[{extra}]"')
+            raise MissingExtraError(f"{what} needs {module}, which is not installed: {install_command(extra)}{WHERE}")
