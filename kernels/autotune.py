@@ -1,8 +1,8 @@
 """Chooses the configuration of a launch: the fastest one measured on this GPU, else the first of the kernel's table.
 
-Measured winners are looked up first in a file beside the loaded model, then in the user's cache folder, then in the
-files shipped with permtriton (``kernels/tuned``). Files are read once, at the first launch on a GPU; after that, a
-lookup is one dictionary access. Launchers run inside opaque operators, so ``torch.compile`` sees none of this.
+Measured winners are looked up first in a file beside the loaded model, then in the user's cache folder. Files are read
+once, at the first launch on a GPU; after that, a lookup is one dictionary access. Launchers run inside opaque
+operators, so ``torch.compile`` sees none of this.
 
 Entries are keyed by shape, with the first number (rows or tokens) rounded up to a power of two, so that similar token
 counts share one measurement.
@@ -25,7 +25,6 @@ from permtriton.util.durable import replace_file
 
 VERSION = 1
 BESIDE_MODEL = "permtriton-autotune.json"
-SHIPPED = Path(__file__).parent / "tuned"
 
 
 @dataclass(frozen=True)
@@ -53,6 +52,7 @@ class _State:
     beside_models: list[Path] = field(default_factory=list)
     forced: dict[str, Config] = field(default_factory=dict)
     requests: list[Request] | None = None
+    choices: dict[str, str] | None = None
 
     def forget(self) -> None:
         """Makes the next launch read the files again."""
@@ -76,7 +76,14 @@ def config_for(
         searched: Whether a library found the other configurations while tuning, so that the table holds none of them.
     """
     if _STATE.requests is not None:
-        return _noted(op, configs, shape, dtype)
+        return _requested(op, configs, shape, dtype)
+    config = _chosen(op, configs, shape, dtype, searched)
+    if _STATE.choices is not None:
+        _STATE.choices[entry_key(op, shape, dtype)] = describe(config)
+    return config
+
+
+def _chosen(op: str, configs: Sequence[Config], shape: Sequence[int], dtype: torch.dtype, searched: bool) -> Config:
     if op in _STATE.forced:
         return _STATE.forced[op]
     key = (op, bucket(shape), dtype, torch.cuda.current_device() if torch.cuda.is_initialized() else -1)
@@ -106,10 +113,15 @@ def machine_key(device: int | None = None) -> str:
     return f"{torch.cuda.get_device_name(device)}, triton {triton.__version__}, torch {torch.__version__}"
 
 
-def cache_file() -> Path:
-    """Returns the file with this user's winners: ``autotune.json`` in ``$XDG_CACHE_HOME/permtriton``."""
+def cache_folder() -> Path:
+    """Returns the folder for what is measured or compiled once: ``permtriton`` in ``$XDG_CACHE_HOME``."""
     base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "permtriton" / "autotune.json"
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "permtriton"
+
+
+def cache_file() -> Path:
+    """Returns the file with this user's winners."""
+    return cache_folder() / "autotune.json"
 
 
 def use_beside(folder: Path) -> bool:
@@ -147,6 +159,22 @@ def requests() -> Iterator[list[Request]]:
         yield _STATE.requests
     finally:
         _STATE.requests = before
+
+
+@contextmanager
+def choices() -> Iterator[dict[str, str]]:
+    """Within the context, collects what launches ran as: table and shape -> configuration, and what `note` is told."""
+    before, _STATE.choices = _STATE.choices, {}
+    try:
+        yield _STATE.choices
+    finally:
+        _STATE.choices = before
+
+
+def note(what: str, found: str) -> None:
+    """Adds to what `choices` collects, if it does: ``note("route 16x4096x4096", "mma")``."""
+    if _STATE.choices is not None:
+        _STATE.choices[what] = found
 
 
 def collecting() -> bool:
@@ -189,7 +217,7 @@ def write_entries(path: Path, machine: str, entries: Mapping[str, Any]) -> None:
     _STATE.forget()
 
 
-def _noted(op: str, configs: Sequence[Config], shape: Sequence[int], dtype: torch.dtype) -> Config:
+def _requested(op: str, configs: Sequence[Config], shape: Sequence[int], dtype: torch.dtype) -> Config:
     """Records a request and returns the default, so that later requests do not depend on measurements."""
     assert _STATE.requests is not None
     request = Request(op, tuple(configs), tuple(map(int, shape)), dtype, dict(_STATE.forced))
@@ -208,12 +236,8 @@ def _look_up(op: str, shape: tuple[int, ...], dtype: torch.dtype, device: int) -
 
 
 def _load(device: int) -> dict[str, Any]:
-    machine, gpu = machine_key(device), torch.cuda.get_device_name(device)
+    machine = machine_key(device)
     found: dict[str, Any] = {}
-    for path in sorted(SHIPPED.glob("*.json")):  # whatever the versions that they were measured with
-        for name, entries in _read(path).items():
-            if name.startswith(f"{gpu}, "):
-                found |= entries
     for path in (cache_file(), *reversed(_STATE.beside_models)):
         found |= read_entries(path, machine)
     return {key: entry["config"] for key, entry in found.items()}

@@ -26,7 +26,7 @@ from permtriton.errors import ModelError
 from permtriton.kernels import cusparselt
 from permtriton.kernels import sparse_linear_mma as mma
 from permtriton.kernels import sparse_linear_triton as kernels
-from permtriton.kernels.autotune import config_for
+from permtriton.kernels.autotune import config_for, note
 from permtriton.kernels.launch import Config
 from permtriton.kernels.operator import operator
 from permtriton.kernels.packing import check_packed_shapes, unpack
@@ -36,6 +36,7 @@ from permtriton.util.permutation import inverse
 from permtriton.util.sparsity import NMPattern
 
 PACKED, CUSPARSELT, DENSE, MMA = 0, 1, 2, 3
+ROUTES = {PACKED: "packed", CUSPARSELT: "cusparselt", DENSE: "dense", MMA: "mma"}
 ROUTE_CONFIGS: tuple[Config, ...] = tuple(Config({"ROUTE": route}) for route in (MMA, CUSPARSELT, PACKED, DENSE))
 
 
@@ -80,7 +81,9 @@ def routed(
     config = configs[0]
     if len(configs) > 1:
         config = config_for("sparse_linear_route", configs, (tokens, out_features, in_features), x.dtype)
-    return possible[config.constants["ROUTE"]]()
+    route = config.constants["ROUTE"]
+    note(f"route {tokens}x{out_features}x{in_features}", ROUTES[route])
+    return possible[route]()
 
 
 def _by_cusparselt(

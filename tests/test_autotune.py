@@ -29,9 +29,8 @@ needs_triton = pytest.mark.skipif(triton is None, reason="triton is not installe
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch, tmp_path):
-    """A cache folder and a state of its own for each test, and no files that come with permtriton."""
+    """A cache folder and a state of its own for each test."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(autotune, "SHIPPED", tmp_path / "tuned")
     monkeypatch.setattr(autotune, "_STATE", autotune._State())
 
 
@@ -95,12 +94,6 @@ class TestChoice:
         assert autotune.use_beside(tmp_path)
         assert chosen() is TABLE[2]
 
-    def test_shipped_ones_come_last_and_for_every_version(self, gpu):
-        keep("NVIDIA H200, triton 3.6.0, torch 2.11.0", TABLE[1], path=autotune.SHIPPED / "h200.json")
-        assert chosen() is TABLE[1]
-        keep(gpu, TABLE[2])
-        assert chosen() is TABLE[2]
-
     def test_files_are_read_once(self, gpu, monkeypatch):
         keep(gpu, TABLE[1])
         assert chosen() is TABLE[1]
@@ -136,6 +129,14 @@ class TestChoice:
                 assert config_for("scatter", TABLE, (1,), torch.int8) is TABLE[0]
         assert [request.key for request in requested] == [KEY, "scatter 1 int8"]
         assert chosen() is TABLE[1]
+
+    def test_what_ran_is_collected(self, gpu):
+        keep(gpu, TABLE[1])
+        with autotune.choices() as ran:
+            assert chosen() is TABLE[1]
+            autotune.note("route", "packed")
+        chosen(64)
+        assert ran == {KEY: "SIZE=128 num_warps=4 num_stages=2", "route": "packed"}
 
     def test_torch_compile_does_not_see_it(self, gpu):
         keep(gpu, TABLE[2])
