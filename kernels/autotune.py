@@ -187,6 +187,11 @@ def describe(config: Config) -> str:
     return " ".join(f"{name}={value}" for name, value in config.arguments().items())
 
 
+def described(entry: Mapping[str, Any]) -> str:
+    """Does the same for a configuration as cache files store it."""
+    return describe(Config(**entry))
+
+
 def stored(config: Config) -> dict[str, Any]:
     """Returns a configuration as cache files store it."""
     return {"constants": dict(config.constants), "num_warps": config.num_warps, "num_stages": config.num_stages}

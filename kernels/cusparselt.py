@@ -9,6 +9,7 @@ The library has dozens of algorithms and ways to split the sum. While tuning, it
 all for a shape; what it finds is a trial of the table ``cusparselt``, beside the default, and used if it was faster.
 """
 
+import threading
 from typing import Any
 
 import torch
@@ -27,10 +28,30 @@ CONFIGS = (Config({"ALGORITHM": 0, "SPLIT_K": 1, "SPLIT_K_MODE": -1}),)  # the l
 def supports(weight_dtype: torch.dtype, out_features: int, in_features: int, device: torch.device) -> bool:
     """Whether cuSPARSELt is available and takes such a weight: 16 bits, both dimensions multiples of 16.
 
-    Only on NVIDIA GPUs, and only on the first one: torch's handle belongs to the GPU that used it first.
+    Only on NVIDIA GPUs, and only on one of them, see `serves`.
     """
-    there = has_kernels(device) and torch.version.hip is None and device.index in (None, 0)
-    return takes(weight_dtype, out_features, in_features) and there and torch.backends.cusparselt.is_available()
+    there = has_kernels(device) and torch.version.hip is None and torch.backends.cusparselt.is_available()
+    return takes(weight_dtype, out_features, in_features) and there and serves(device)
+
+
+_THREAD = threading.local()
+
+
+def serves(device: torch.device) -> bool:
+    """Whether cuSPARSELt can run on a GPU: the one that this thread used it on first, to which torch's handle belongs.
+
+    So it serves each rank of a group of processes, and in a single process with several GPUs one of them.
+    """
+    return getattr(_THREAD, "device", None) in (None, _number(device))
+
+
+def _number(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+def _used_on(tensor: Tensor) -> None:
+    if tensor.is_cuda and not hasattr(_THREAD, "device"):
+        _THREAD.device = _number(tensor.device)
 
 
 def takes(weight_dtype: torch.dtype, out_features: int, in_features: int) -> bool:
@@ -41,10 +62,13 @@ def takes(weight_dtype: torch.dtype, out_features: int, in_features: int) -> boo
 
 def compress(weight_OC: Tensor) -> Tensor:
     """Returns cuSPARSELt's form of a dense 2:4 weight that it supports: flat, in the weight's dtype."""
+    _used_on(weight_OC)
     return torch._cslt_compress(weight_OC.contiguous()).view(-1)
 
 
-def product(x_TC: Tensor, compressed: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
+def product(
+    x_TC: Tensor, compressed: Tensor, bias: Tensor | None, out_features: int, config: Config | None = None
+) -> Tensor:
     """Returns ``x W^T + bias`` for a compressed weight: ``[T, out_features]``, contiguous.
 
     Args:
@@ -52,13 +76,17 @@ def product(x_TC: Tensor, compressed: Tensor, bias: Tensor | None, out_features:
         compressed: The weight, from `compress`.
         bias: ``[out_features]`` or None.
         out_features: O.
+        config: Algorithm and split of the sum; None for the one that was measured for the shape, or the library's.
     """
+    _used_on(x_TC)
     tokens = x_TC.shape[0]
-    padded = pad(x_TC, (0, 0, 0, -tokens % TOKENS)) if tokens % TOKENS else x_TC.contiguous()
-    weight = compressed.view(out_features, -1)
-    configs = (*CONFIGS, *_searched(weight, padded, bias)) if collecting() else CONFIGS
-    shape = (tokens, out_features, x_TC.shape[1])
-    chosen = config_for("cusparselt", configs, shape, x_TC.dtype, searched=True).constants
+    padded, weight = _padded(x_TC), compressed.view(out_features, -1)
+    if config is None:
+        configs = [*CONFIGS]
+        if collecting() and (found := searched(x_TC, compressed, bias, out_features)) not in configs:
+            configs.append(found)
+        config = config_for("cusparselt", configs, (tokens, out_features, x_TC.shape[1]), x_TC.dtype, searched=True)
+    chosen = config.constants
     y = torch._cslt_sparse_mm(
         weight, padded.t(), bias=bias, transpose_result=True, alg_id=chosen["ALGORITHM"], split_k=chosen["SPLIT_K"],
         split_k_mode=chosen["SPLIT_K_MODE"],
@@ -66,11 +94,16 @@ def product(x_TC: Tensor, compressed: Tensor, bias: Tensor | None, out_features:
     return y if y.shape[0] == tokens else y[:tokens].contiguous()
 
 
-def _searched(weight: Tensor, padded: Tensor, bias: Tensor | None) -> tuple[Config, ...]:
-    """Returns what the library's search finds for a product, unless that is the default or there is no search."""
+def searched(x_TC: Tensor, compressed: Tensor, bias: Tensor | None, out_features: int) -> Config:
+    """Returns what the library's search finds for a product, or its default where there is no search."""
     library: Any = getattr(torch._C, "_cusparselt", None)
     if not hasattr(library, "mm_search"):
-        return ()
-    algorithm, split_k, mode, _ = library.mm_search(weight, padded.t(), bias, None, None, True)
-    found = Config({"ALGORITHM": algorithm, "SPLIT_K": split_k, "SPLIT_K_MODE": mode})
-    return () if found in CONFIGS else (found,)
+        return CONFIGS[0]
+    weight = compressed.view(out_features, -1)
+    algorithm, split_k, mode, _ = library.mm_search(weight, _padded(x_TC).t(), bias, None, None, True)
+    return Config({"ALGORITHM": algorithm, "SPLIT_K": split_k, "SPLIT_K_MODE": mode})
+
+
+def _padded(x_TC: Tensor) -> Tensor:
+    missing = -x_TC.shape[0] % TOKENS
+    return pad(x_TC, (0, 0, 0, missing)) if missing else x_TC.contiguous()
