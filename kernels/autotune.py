@@ -12,7 +12,7 @@ import json
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -96,6 +96,23 @@ def _chosen(op: str, configs: Sequence[Config], shape: Sequence[int], dtype: tor
         return Config(**entry)
     # A stored configuration is used only if the table still has it and this call can use it.
     return next((config for config in configs if stored(config) == entry), configs[0])
+
+
+def is_open(op: str, shape: Sequence[int], dtype: torch.dtype) -> bool:
+    """Whether a choice was neither measured on this GPU nor forced."""
+    if op in _STATE.forced or not torch.cuda.is_initialized():
+        return False
+    key = (op, bucket(shape), dtype, torch.cuda.current_device())
+    if key not in _STATE.measured:
+        _STATE.measured[key] = _look_up(op, key[1], dtype, key[3])
+    return _STATE.measured[key] is None
+
+
+def keep(op: str, shape: Sequence[int], dtype: torch.dtype, config: Config) -> None:
+    """Keeps a choice that a library made on this GPU, for this process and, if possible, for later ones."""
+    with suppress(OutputError):
+        write_entries(cache_file(), machine_key(), {entry_key(op, shape, dtype): {"config": stored(config)}})
+    _STATE.measured[op, bucket(shape), dtype, torch.cuda.current_device()] = stored(config)
 
 
 def bucket(shape: Sequence[int]) -> tuple[int, ...]:

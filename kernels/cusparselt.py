@@ -5,8 +5,9 @@ stores them, then its metadata, together 9/16 of the dense weight at 16 bits, pl
 `torch.sparse.to_sparse_semi_structured` holds; its operators are called directly here, because a tensor of that
 subclass cannot pass through an operator.
 
-The library has dozens of algorithms and ways to split the sum. While tuning, its own search (``mm_search``) times them
-all for a shape; what it finds is a trial of the table ``cusparselt``, beside the default, and used if it was faster.
+The library has dozens of algorithms and ways to split the sum. Its own search (``mm_search``) times them all: at the
+first product of a shape (the number of tokens rounded up to a power of two), unless a CUDA graph is captured. What it
+finds is kept in the user's cache; `permtriton autotune` compares it with the default once more.
 """
 
 import threading
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from permtriton.kernels.autotune import collecting, config_for
+from permtriton.kernels.autotune import collecting, config_for, is_open, keep
 from permtriton.kernels.launch import Config, has_kernels
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -42,7 +43,8 @@ def serves(device: torch.device) -> bool:
 
     So it serves each rank of a group of processes, and in a single process with several GPUs one of them.
     """
-    return getattr(_THREAD, "device", None) in (None, _number(device))
+    first = getattr(_THREAD, "device", None)
+    return first is None or first == _number(device)
 
 
 def _number(device: torch.device) -> int:
@@ -76,22 +78,27 @@ def product(
         compressed: The weight, from `compress`.
         bias: ``[out_features]`` or None.
         out_features: O.
-        config: Algorithm and split of the sum; None for the one that was measured for the shape, or the library's.
+        config: Algorithm and split of the sum; None for those that were found for the shape.
     """
     _used_on(x_TC)
     tokens = x_TC.shape[0]
     padded, weight = _padded(x_TC), compressed.view(out_features, -1)
-    if config is None:
-        configs = [*CONFIGS]
-        if collecting() and (found := searched(x_TC, compressed, bias, out_features)) not in configs:
-            configs.append(found)
-        config = config_for("cusparselt", configs, (tokens, out_features, x_TC.shape[1]), x_TC.dtype, searched=True)
+    config = config or _chosen(x_TC, compressed, bias, out_features)
     chosen = config.constants
     y = torch._cslt_sparse_mm(
         weight, padded.t(), bias=bias, transpose_result=True, alg_id=chosen["ALGORITHM"], split_k=chosen["SPLIT_K"],
         split_k_mode=chosen["SPLIT_K_MODE"],
     )  # fmt: skip
     return y if y.shape[0] == tokens else y[:tokens].contiguous()
+
+
+def _chosen(x_TC: Tensor, compressed: Tensor, bias: Tensor | None, out_features: int) -> Config:
+    shape, configs = (x_TC.shape[0], out_features, x_TC.shape[1]), [*CONFIGS]
+    if collecting() and (found := searched(x_TC, compressed, bias, out_features)) not in configs:
+        configs.append(found)
+    if is_open("cusparselt", shape, x_TC.dtype) and not torch.cuda.is_current_stream_capturing():
+        keep("cusparselt", shape, x_TC.dtype, searched(x_TC, compressed, bias, out_features))
+    return config_for("cusparselt", configs, shape, x_TC.dtype, searched=True)
 
 
 def searched(x_TC: Tensor, compressed: Tensor, bias: Tensor | None, out_features: int) -> Config:
