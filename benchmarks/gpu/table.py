@@ -93,7 +93,7 @@ GOALS: dict[str, dict[str, Bounds]] = {  # how a result's name and case begin ->
     "permute": {f"{SPEED}the kernel in CUDA": (0.95, None)},
     "RMSNorm": {f"{SPEED}our RMSNorm alone": (0.97, None)},
 }
-HEADINGS = ("result", "case", "ours, us", "best peer, us", "floor, us", "figure", "goal", "met", "ran as")
+HEADINGS = ("result", "case", "ours, us", "best peer, us", "floor, us", "figures", "goal", "met", "ran as")
 
 
 def read(file: Path) -> dict[str, Any]:
@@ -136,7 +136,7 @@ def goals_of(name: str, case: str = "") -> dict[str, Bounds]:
 
 
 def lines(rows: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """Returns a line per figure of each result, then one per failure, then one per row that has not run.
+    """Returns a line per result, one per failure, one per row that was cut off, and one of those that have not run.
 
     Args:
         rows: of the result file.
@@ -144,8 +144,7 @@ def lines(rows: Mapping[str, Any]) -> list[tuple[str, ...]]:
     found = []
     for name in (name for name in ROWS if name in rows):
         row = rows[name]
-        for result in row["results"]:
-            found += _lines_of(name, result, row["tiny"])
+        found += [_line(name, result, row["tiny"]) for result in row["results"]]
         found += [(failure["what"], *"----", f"failed: {failure['why'][:160]}", "", "NO", "")
                   for failure in row["failures"]]  # fmt: skip
         if row["seconds"] is None:
@@ -154,23 +153,25 @@ def lines(rows: Mapping[str, Any]) -> list[tuple[str, ...]]:
     return found + [(missing, *"----", "not run yet", "", "-", "")] * bool(missing)
 
 
-def _lines_of(row: str, result: Mapping[str, Any], tiny: bool) -> list[tuple[str, ...]]:
+def _line(row: str, result: Mapping[str, Any], tiny: bool) -> tuple[str, ...]:
     ours, rejected = result["times"].get(OURS), result.get("rejected", [])
     peers = {peer: time["p50_us"] for peer, time in result["times"].items() if peer not in (OURS, *COPIES)}
     best = min(peers, key=peers.__getitem__, default=None)
-    tuned = ", tuned" * row.endswith("_tuned")
-    first = (result["name"] + tuned, result["case"], f"{ours['p50_us']:.1f}" if ours else "-",
-             f"{peers[best]:.1f} {best}" if best else "-",
-             f"{result['floor_us']:.1f}" if result["floor_us"] else "-")  # fmt: skip
-    bounds, found = goals_of(result["name"], result["case"]), []
-    ran = ", ".join(result.get("routes", [])) + "; REJECTED: " * bool(rejected) + ", ".join(rejected)
-    for number, (figure, value) in enumerate(result["figures"].items()):
-        low, high = bounds.get(figure, (None, None))
-        inside = (low is None or value >= low) and (high is None or value <= high)
-        met = "-" if tiny or figure not in bounds else "yes" if inside and not rejected else "NO"
-        start = ("",) * 5 if number else first
-        found.append((*start, f"{value:.3g} {figure}", _words(low, high), met, "" if number else ran))
-    return found
+    goals = {figure: bounds for figure, bounds in goals_of(result["name"], result["case"]).items()
+             if figure in result["figures"]}  # fmt: skip
+    inside = (
+        (low is None or result["figures"][figure] >= low) and (high is None or result["figures"][figure] <= high)
+        for figure, (low, high) in goals.items()
+    )
+    met = "-" if tiny or not goals else "yes" if all(inside) and not rejected else "NO"
+    return (
+        result["name"] + ", tuned" * row.endswith("_tuned"), result["case"], f"{ours['p50_us']:.1f}" if ours else "-",
+        f"{peers[best]:.1f} {best}" if best else "-", f"{result['floor_us']:.1f}" if result["floor_us"] else "-",
+        "; ".join(f"{value:.3g} {figure}" for figure, value in result["figures"].items()),
+        "; ".join(f"{_words(*bounds)} {figure}" if len(result["figures"]) > 1 else _words(*bounds)
+                  for figure, bounds in goals.items()), met,
+        ", ".join(result.get("routes", [])) + "; REJECTED: " * bool(rejected) + ", ".join(rejected),
+    )  # fmt: skip
 
 
 def captions(rows: Mapping[str, Any]) -> list[str]:
