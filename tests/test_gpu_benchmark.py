@@ -61,8 +61,8 @@ def test_kernels_are_compared_with_their_floor(rows):
 
 
 def test_a_layer_is_the_sum_of_its_linears(rows):
-    results = {result["case"]: result["times"][table.DENSE]["p50_us"]
-               for result in rows["sparse_linear"]["results"] if result["name"] == "sparse_linear, 1 token"}  # fmt: skip
+    one = [result for result in rows["sparse_linear"]["results"] if result["name"] == "sparse_linear, 1 token"]
+    results = {result["case"]: result["times"][table.DENSE]["p50_us"] for result in one}
     expected = sum(count * results[f"{o}x{c}"] for (o, c), count in models.TINY_LAYER.items())
     assert results[table.LAYER] == pytest.approx(expected, rel=1e-3)
 
@@ -272,9 +272,11 @@ def test_the_commit_is_read_from_the_file_that_packing_writes(tmp_path, monkeypa
 
 
 STALLED = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
-NCU = [["ID", "Kernel Name", "Grid Size", *checks.COUNTERS.split(",")[:2], STALLED.format("wait"), STALLED.format("bar")],
-       ["", "", "", "us", "%", "inst", "inst"],
-       ["0", "sparse_linear_mma", "(43, 4, 1)", "14.5", "81.25", "1.5", "12.25"]]  # fmt: skip
+NCU = [
+    ["ID", "Kernel Name", "Grid Size", *checks.COUNTERS.split(",")[:2], *map(STALLED.format, ("wait", "bar"))],
+    ["", "", "", "us", "%", "inst", "inst"],
+    ["0", "sparse_linear_mma", "(43, 4, 1)", "14.5", "81.25", "1.5", "12.25"],
+]
 
 
 def test_what_ncu_counts():

@@ -59,7 +59,35 @@ extern "C" int run(const char* name, const void* x, const void* values, const vo
         for (int column = 0; column < columns; ++column) run_cluster(column, layer, blocks, threads, bytes, seed);
     return error;
 }}
+// Which rows' sums change, by which word of the channels, if half of a thread's metadata says other positions.
+extern "C" int rows_of(int selector, int lane, int half, int word) {{
+    static unsigned rows;
+    static int at_lane, at_half, at_word;
+    rows = 0, error = 0, eager = false, at_lane = lane, at_half = half, at_word = word;
+    const auto product = [](auto multiply_one) {{
+        float d[4] = {{}};
+        const int me_lane = me->thread.x;
+        const u32 ones = 0x3F803F80, a[4] = {{ones, ones, ones, ones}};
+        u32 b[4], metadata = 0x44444444;  // the positions 0 and 1 of every group
+        for (int i = 0; i < 4; ++i) b[i] = me_lane % 2 && i / 2 == at_word ? ones : 0;  // channels 2 and 3
+        if (me_lane == at_lane) metadata = at_half ? 0xEEEE4444 : 0x4444EEEE;
+        multiply_one(d, a, b, metadata);
+        for (int i = 0; i < 4; ++i) if (d[i] != 0) rows |= 1u << (me_lane / 4 + i / 2 * 8);
+    }};
+    if (selector) body = [=] {{ product([](auto&... x) {{ multiply<1, 1>(x...); }}); }};
+    else body = [=] {{ product([](auto&... x) {{ multiply<1, 0>(x...); }}); }};
+    run_cluster(0, 0, 1, 32, 256, 0);
+    return error ? -1 : int(rows);
+}}
 """
+# The rows of a tile of 32 whose metadata the halves of each thread's register hold, and the word (of 16 channels) of
+# both, after CUTLASS's reorder for 16-bit operands: rows 0 to 15 are those of selector 0, the others of selector 1.
+REORDERED_ROWS = (
+    (0, 8), (0, 8), (16, 24), (16, 24), (1, 9), (1, 9), (17, 25), (17, 25), (2, 10), (2, 10), (18, 26), (18, 26),
+    (3, 11), (3, 11), (19, 27), (19, 27), (4, 12), (4, 12), (20, 28), (20, 28), (5, 13), (5, 13), (21, 29), (21, 29),
+    (6, 14), (6, 14), (22, 30), (22, 30), (7, 15), (7, 15), (23, 31), (23, 31),
+)  # fmt: skip
+REORDERED_WORDS = (0, 1) * 16
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +114,14 @@ def emulated(library, request, monkeypatch):
         assert library.run(kernel.name.encode(), *pointers, *numbers.values(), *launch) == 0
 
     monkeypatch.setattr(CudaKernel, "__call__", call)
+
+
+def test_the_emulated_metadata_is_that_of_cutlass(library):
+    """Each half of each thread's register speaks of the row and the word that the reorder puts there, or of none."""
+    for selector, lane, half, word in product_of((0, 1), range(32), (0, 1), (0, 1)):
+        row = REORDERED_ROWS[lane][half]
+        holds = row // 16 == selector and REORDERED_WORDS[lane] == word
+        assert library.rows_of(selector, lane, half, word) == (1 << row % 16 if holds else 0), (selector, lane, half)
 
 
 @pytest.mark.parametrize("variant", EMULATED, ids=lambda variant: variant.kernel.name)
