@@ -179,7 +179,8 @@ def _tool(name: str) -> str | None:
 
 def tests(bench: Bench) -> None:
     """Runs tests/gpu; rows also check their own results."""
-    command = [sys.executable, "-m", "pytest", "tests/gpu", "-v", "--tb=short", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "tests/gpu", "-v", "--tb=short", "-p", "no:cacheprovider",
+               "--confcutdir", "tests/gpu", "--continue-on-collection-errors"]  # fmt: skip
     processes = min((os.cpu_count() or 1) // 2, 8)
     if processes > 1 and importlib.util.find_spec("xdist") is not None:  # most of the time goes into compiling
         command += ["-n", str(processes)]

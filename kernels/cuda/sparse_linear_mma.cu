@@ -281,6 +281,13 @@ __global__ void CLUSTER_OF(SPLITS) __launch_bounds__(32 * WARPS)
 #pragma unroll 1
     for (int i = blockIdx.y * 32 * WARPS + threadIdx.x; i < end; i += BATCH * THREADS) {
         float totals[BATCH][4] = {};
+        if (has_bias) {  // all at once: they come from far away
+#pragma unroll
+            for (int k = 0; k < BATCH; ++k)
+#pragma unroll
+                for (int j = 0; j < 4; ++j)
+                    totals[k][j] = widen<BF16>(bias[block_row + min(i + k * THREADS, end - 1) % FOURS * 4 + j]);
+        }
 #pragma unroll
         for (int k = 0; k < BATCH; ++k) {
             const int at = min(i + k * THREADS, end - 1);
@@ -298,10 +305,8 @@ __global__ void CLUSTER_OF(SPLITS) __launch_bounds__(32 * WARPS)
             const int at = i + k * THREADS, row = block_row + at % FOURS * 4;
             if (at >= end) break;
 #pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                const float total = has_bias ? totals[k][j] + widen<BF16>(bias[row + j]) : totals[k][j];
-                y[(long long)(at / FOURS) * out_features + row + j] = narrow<BF16>(total);
-            }
+            for (int j = 0; j < 4; ++j)
+                y[(long long)(at / FOURS) * out_features + row + j] = narrow<BF16>(totals[k][j]);
         }
     }
     if (SPLITS > 1) meet<(SPLITS > 1)>();  // no block ends while others read its sums
