@@ -204,6 +204,75 @@ def markdown(rows: Mapping[str, Any]) -> str:
     return "\n".join([text[0], "|" + "---|" * len(body[0]), *text[1:], "", *notes])
 
 
+PREDICTED = ("row", "case", "bytes", "instructions", "issue floor", "latency", "waves", "in flight per SM", "limited by",
+             "predicted", "dense", "ratio", "goal", "reaches it", "measured")  # fmt: skip
+PEERS = {  # how a counted kernel's name begins -> the result that has its goal, and the figure
+    "permute": ("permute, 16384 rows", COPY), "sinkhorn backward": ("sinkhorn backward", COPY),
+    "sinkhorn": ("sinkhorn forward", COPY), "nm_mask backward": ("nm_mask backward", COPY),
+    "nm_mask": ("nm_mask forward", COPY), "norm_permute": ("RMSNorm", ""), "packing": ("", ""),
+    "swap_gains": ("swap_gains", ""),
+}  # fmt: skip
+FIXED_US = 2.0  # of a launch in a CUDA graph: its first bytes, its last stores
+
+
+def predicted(report: Mapping[str, Any], rows: Mapping[str, Any]) -> str:
+    """Returns what is predicted for an H200: the products of an 8B layer, then the named shapes of other kernels.
+
+    Args:
+        report: of ``benchmarks/issue_floor.py``.
+        rows: of the result file; what they measured stands in the last column.
+    """
+    found = [_predicted_product(one, rows) for one in report["predicted"]]
+    found += [_predicted_kernel(one) for one in report["now"]["rows"]
+              if one["gpu"] == "H200" and not one["name"].startswith("sparse_linear")]  # fmt: skip
+    text = [f"| {' | '.join(line)} |" for line in (PREDICTED, *found)]
+    return "\n".join([text[0], "|" + "---|" * len(PREDICTED), *text[1:]])
+
+
+def _predicted_product(one: Mapping[str, Any], rows: Mapping[str, Any]) -> tuple[str, ...]:
+    tokens = one["tokens"]
+    name = f"sparse_linear, {tokens} token{'s' * (tokens > 1)}"
+    low = goals_of(name, one["case"]).get(f"{SPEED}{DENSE}", (None, None))[0]
+    measured = [
+        f"{result['figures'][f'{SPEED}{DENSE}']:.2f}"
+        for row in rows.values()
+        for result in row["results"]
+        if (result["name"], result["case"]) == (name, one["case"]) and f"{SPEED}{DENSE}" in result["figures"]
+    ]
+    counted = ("",) * 6 if "bytes" not in one else (
+        f"{one['bytes'] / 1e6:.1f} MB", f"{one['per_unit']:.1f} per {one['unit']}", f"{one['issue_us']:.1f} us",
+        f"{one['latency_us']:.1f} us", f"{one['waves']:.2f}", f"{one['in_flight'] / 1024:.0f} KB",
+    )  # fmt: skip
+    return (
+        name, one["case"], *counted, one["limit"], f"{one['us']:.1f} us", f"{one['dense_us']:.1f} us",
+        f"{one['ratio']:.2f}", "" if low is None else f">= {low:g}",
+        "" if low is None else "yes" if one["ratio"] >= low else "NO", ", then ".join(measured) or "-",
+    )  # fmt: skip
+
+
+def _predicted_kernel(one: Mapping[str, Any]) -> tuple[str, ...]:
+    parts = {"bytes": one["memory_us"], "issuing": one["issue_us"], "latency": one["latency_us"]}
+    known = {of: us for of, us in parts.items() if us is not None}
+    limit = max(known, key=known.__getitem__) if len(known) == len(parts) else "the data"
+    us = max(known.values()) + FIXED_US
+    ratio = (one["memory_us"] + FIXED_US) / us
+    start, figure = next((PEERS[start] for start in PEERS if one["name"].startswith(start)), ("", ""))
+    low = goals_of(start).get(figure, (None, None))[0] if figure else None
+
+    def shown(value: float | None, words: str) -> str:
+        return "-" if value is None else words.format(value)
+
+    certain = len(known) == len(parts)
+    return (
+        one["name"].split()[0], " ".join(one["name"].split()[1:]), f"{one['bytes'] / 1e6:.0f} MB",
+        shown(one["per_unit"], "{:.1f} per " + one["unit"]), shown(one["issue_us"], "{:.1f} us"),
+        shown(one["latency_us"], "{:.1f} us"), f"{one['waves']:.2f}", "", limit,
+        f"{us:.0f} us" if certain else "-", f"{one['memory_us'] + FIXED_US:.0f} us, a copy",
+        f"{ratio:.2f}" if certain else "-", "" if low is None else f">= {low:g}",
+        "" if low is None or not certain else "yes" if ratio >= low else "NO", "-",
+    )  # fmt: skip
+
+
 def _words(least: float | None, most: float | None) -> str:
     parts = [f">= {least:g}"] if least is not None else []
     return ", ".join(parts + ([f"<= {most:g}"] if most is not None else []))

@@ -278,8 +278,8 @@ __global__ void CLUSTER_OF(SPLITS) __launch_bounds__(32 * WARPS)
     constexpr int FOURS = ROWS / 4, THREADS = 32 * WARPS * SPLITS, EACH = (TOKENS * FOURS + THREADS - 1) / THREADS;
     constexpr int BATCH = EACH < 4 ? EACH : 4;
     const int end = tokens * FOURS;
-#pragma unroll 1
-    for (int i = blockIdx.y * 32 * WARPS + threadIdx.x; i < end; i += BATCH * THREADS) {
+    int i = blockIdx.y * 32 * WARPS + threadIdx.x;
+    if (i < end) do {
         float totals[BATCH][4] = {};
         if (has_bias) {  // all at once: they come from far away
 #pragma unroll
@@ -308,6 +308,7 @@ __global__ void CLUSTER_OF(SPLITS) __launch_bounds__(32 * WARPS)
             for (int j = 0; j < 4; ++j)
                 y[(long long)(at / FOURS) * out_features + row + j] = narrow<BF16>(totals[k][j]);
         }
-    }
+        i += BATCH * THREADS;
+    } while (EACH > BATCH && i < end);
     if (SPLITS > 1) meet<(SPLITS > 1)>();  // no block ends while others read its sums
 }

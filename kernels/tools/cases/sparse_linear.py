@@ -111,8 +111,8 @@ def _loops(launch: Launch) -> tuple[float, ...]:  # the kernel that adds partial
     return (launch.numbers["tiles_per_split"],) if "tiles_per_split" in launch.numbers else ()
 
 
-def _mma_loops(launch: CudaLaunch) -> tuple[float, ...]:  # over a block's chunks, over its results
+def _mma_loops(launch: CudaLaunch) -> tuple[float, ...]:  # over a block's chunks, and over its results if they are many
     numbers = launch.numbers
     chunk = numbers["CHUNK"] * numbers["WARPS"] // numbers["ROW_WARPS"] * numbers["SPLITS"]
     each = -(-numbers["TOKENS"] * numbers["ROWS"] // (4 * launch.threads * numbers["SPLITS"]))
-    return numbers["in_features"] / chunk, -(-each // min(each, 4))
+    return (numbers["in_features"] / chunk, *([-(-each // 4)] if each > 4 else []))
