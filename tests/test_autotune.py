@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -369,6 +370,25 @@ def test_a_kernel_is_tuned_though_another_was_chosen_before(gpu, monkeypatch):
     monkeypatch.setattr(tuning, "measure", lambda runs, *_: {name: Timing((1.0,), "host") for name in runs})
     tuning.tune([case], torch.device("cpu"), gpu, [autotune.cache_file()])
     assert {config.constants["SIZE"] for config in tried} == {128, 256}
+
+
+def test_tuning_stops_when_the_time_is_up_and_goes_on_later(gpu, monkeypatch):
+    """After the trial that was running, which is kept."""
+    clock, tried = [0.0], []
+
+    def measure(runs, *_):
+        clock[0] += 10
+        return {name: Timing((1.0,), "host") for name in runs}
+
+    monkeypatch.setattr(tuning, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(tuning, "measure", measure)
+    case = Case("it", "8", torch.int8, lambda seed: (), lambda: config_for("it", TABLE, (8,), torch.int8),
+                lambda: None, lambda *_: 0.0, 0.0, 1)  # fmt: skip
+    how = ([case], torch.device("cpu"), gpu, [autotune.cache_file()], lambda trial: tried.append(trial.known))
+    assert tuning.tune(*how, until=15) is None
+    assert tried == [False, False]
+    assert tuning.tune(*how, until=1000) is not None
+    assert tried[2:] == [True, True, False]
 
 
 def test_the_kernels_of_every_route_are_tuned_on_it(gpu, monkeypatch):
