@@ -204,8 +204,8 @@ def markdown(rows: Mapping[str, Any]) -> str:
     return "\n".join([text[0], "|" + "---|" * len(body[0]), *text[1:], "", *notes])
 
 
-PREDICTED = ("row", "case", "bytes", "instructions", "issue floor", "latency", "waves", "in flight per SM", "limited by",
-             "predicted", "dense", "ratio", "goal", "reaches it", "measured")  # fmt: skip
+PREDICTED = ("row", "case", "bytes", "instructions", "issue floor", "latency", "waves", "in flight per SM",
+             "limited by", "predicted", "dense", "ratio", "goal", "reaches it", "measured")  # fmt: skip
 PEERS = {  # how a counted kernel's name begins -> the result that has its goal, and the figure
     "permute": ("permute, 16384 rows", COPY), "sinkhorn backward": ("sinkhorn backward", COPY),
     "sinkhorn": ("sinkhorn forward", COPY), "nm_mask backward": ("nm_mask backward", COPY),
