@@ -85,7 +85,7 @@ def routed(
             del possible[MMA]
             route = _route(tokens, out_features, in_features, x.dtype, list(possible))
         else:
-            possible[MMA] = partial(possible[MMA], variant)
+            possible[MMA] = partial(mma.sparse_linear_mma, *arguments, variant)
     note(f"route {tokens}x{out_features}x{in_features}", ROUTES[route])
     return possible[route]()
 
