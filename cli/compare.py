@@ -1,183 +1,23 @@
 """The command ``permtriton compare``: compares methods, or the settings of an ablation, and prints the table."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
-from permtriton.checkpoint.output import locked
-from permtriton.cli.console import fail, out, print_json, saved, table
-from permtriton.cli.options import Flags
-from permtriton.cli.tables import Result, check_table, write_table
-from permtriton.comparison.methods import Row, ablation_rows, check_effect, method_rows
-from permtriton.comparison.results import ResultFile, RowResult
-from permtriton.comparison.run import Yardstick, compare
-from permtriton.comparison.summary import Rows, cell, columns, report_of
-from permtriton.data.held_out import held_out_windows
-from permtriton.data.media import is_media
-from permtriton.data.samples import Samples
-from permtriton.errors import ConfigError, OutputError
-from permtriton.evaluation.task_request import TaskRequest
-from permtriton.model import load
-from permtriton.model.seq2seq import with_decoder_ids
-from permtriton.model.source import Source
-from permtriton.recipe import resolved
+from permtriton.cli.console import out, print_json, saved, table
+from permtriton.comparison.request import Request
+from permtriton.comparison.results import RowResult
+from permtriton.comparison.summary import Rows, cell, columns
 from permtriton.util.bars import BarProgress, err
-from permtriton.util.output_files import problem_of
-from permtriton.util.progress import Progress
-from permtriton.util.sparsity import NMPattern
-
-RESULT = Result(("method", "cosine", "seconds", "peak MiB"), ("measure", "patterns", "rows", "versions"))
 
 
-@dataclass(frozen=True)
-class Request:
-    """What to compare, as the user wrote it; lists are separated by commas."""
-
-    model: str
-    options: Flags
-    flags: Flags
-    seeds: str
-    methods: str | None
-    patterns: str | None
-    ablate: str | None
-    values: str | None
-
-    def rows(self, layers: int) -> list[Row]:
-        """Returns the rows to run on a model with this many layers.
-
-        Raises:
-            ConfigError: a name or a value is unknown, or a flag has no effect.
-        """
-        if self.values and not self.ablate:
-            raise ConfigError("--values has no effect without --ablate: drop it, or name an ablation")
-        if self.patterns and "sparsity" in self.flags:
-            raise ConfigError("--sparsity has no effect with --patterns: drop one of them")
-        if self.patterns and "pattern" in self.flags:
-            raise ConfigError("--pattern decides some linears, and --patterns the rows: drop one of them")
-        methods, patterns = _parts(self.methods), [NMPattern.parse(part) for part in _parts(self.patterns)]
-        if self.ablate:
-            rows = ablation_rows(self.options, self.ablate, _parts(self.values), methods, patterns, layers, self.model)
+def run(request: Request, *, json: bool) -> None:
+    """Compares the rows and prints one line per row; errors are those of `Request.run`."""
+    report = request.run(BarProgress(), _say)
+    with saved(*(request.outputs or [request.place])):
+        if json:
+            print_json(report)
         else:
-            rows = method_rows(self.options, methods, patterns, self.model)
-        check_effect(self.flags, rows, self.ablate)
-        return rows
-
-    def numbers(self) -> list[int]:
-        """Returns the seeds.
-
-        Raises:
-            ConfigError: they are not non-negative integers.
-        """
-        try:
-            numbers = [int(part) for part in self.seeds.split(",")]
-            if min(numbers) >= 0:
-                return list(dict.fromkeys(numbers))
-            raise ValueError
-        except ValueError:
-            raise ConfigError(
-                f"seeds {self.seeds!r}: expected non-negative integers separated by commas, such as 0,1,2"
-            ) from None
-
-
-def _parts(text: str | None) -> list[str]:
-    return [part.strip() for part in text.split(",")] if text else []
-
-
-def run(
-    source: Source,
-    request: Request,
-    tasks: TaskRequest,
-    eval_data: str | None,
-    outputs: Sequence[Path],
-    *,
-    overwrite: bool,
-    json: bool,
-) -> None:
-    """Compares the rows and prints one line per row.
-
-    Raises:
-        PermTritonError: as `permtriton.comparison.run.compare`, a request that makes no sense, or an output that cannot
-            be written.
-    """
-    request.numbers()
-    request.rows(layers=1)  # a wrong name is found before the model is loaded
-    for output in outputs:
-        check_table(output, overwrite=overwrite, like=RESULT)
-    progress = BarProgress()
-    with _claimed(source, outputs, progress) as place:
-        loaded = tasks.load(progress)
-        progress.say(f"loading {source.described}")
-        model, tokenizer = load.load_original(source)
-        windows, text = held_out_windows(source.name, eval_data, tokenizer, model)
-        if windows is None:
-            fail(f"nothing to compare on: {text}", 2)
-        yardstick = Yardstick(model, tokenizer, with_decoder_ids(model, Samples.of(windows)), loaded)
-        kept = ResultFile(
-            place, yardstick.identity(resolved(request.options, request.model), request.ablate, tasks.identity())
-        )
-        if not overwrite:
-            kept.read()
-        report = _compare(source, request, yardstick, text, kept, tasks.versions(), progress)
-        headers, rows = columns(report)
-        for output in outputs:
-            write_table(output, headers, rows, report)
-        with saved(*(outputs or [place])):
-            if json:
-                print_json(report)
-            else:
-                _print(report, headers, rows, media=is_media(model, text))
-        if not outputs:
-            kept.delete()
-
-
-@contextmanager
-def _claimed(source: Source, outputs: Sequence[Path], progress: Progress) -> Iterator[Path]:
-    """Keeps other comparisons from the same outputs inside the ``with`` block.
-
-    Yields:
-        The file that keeps finished results: beside the first output, else in the present folder.
-
-    Raises:
-        OutputError: another process writes one of them, or the folder cannot be written.
-    """
-    stem = f"compare-{Path(source.name).resolve().name}"
-    place = outputs[0].with_name(f".{outputs[0].name}.rows.json") if outputs else Path(f".{stem}.rows.json")
-    if problem := problem_of(place.resolve().parent):
-        raise OutputError(
-            f"the folder {place.resolve().parent}, where finished results are kept, cannot be written: {problem}; run "
-            "in another folder, or give --output a file in another one"
-        )
-    with ExitStack() as stack:
-        for output in outputs or [Path(stem)]:
-            stack.enter_context(locked(output.resolve(), progress.say))
-        yield place
-
-
-def _compare(
-    source: Source,
-    request: Request,
-    yardstick: Yardstick,
-    text: str,
-    kept: ResultFile,
-    versions: dict[str, str],
-    progress: Progress,
-) -> dict[str, Any]:
-    """Runs the rows that are missing, and returns the report."""
-    seeds = request.numbers()
-    layers = yardstick.dense.config.get_text_config().num_hidden_layers
-    results = compare(yardstick, request.rows(layers), seeds=seeds, kept=kept, progress=progress, finished=_say)
-    return report_of(
-        results,
-        yardstick,
-        resolved(request.options, request.model),
-        model=source.name,
-        text=text,
-        seeds=seeds,
-        ablation=request.ablate,
-        versions=versions,
-    )
+            _print(report, *columns(report), media=report["media"])
 
 
 def _say(result: RowResult) -> None:

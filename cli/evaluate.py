@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from permtriton.cli.console import out, print_json, saved, table
-from permtriton.cli.tables import Result, check_table, write_table
 from permtriton.comparison.summary import Cell, cell
+from permtriton.comparison.tables import Result, check_table, write_table
 from permtriton.evaluation.evaluate import evaluate
 from permtriton.evaluation.measure import Evaluated
 from permtriton.evaluation.task_request import TaskRequest
@@ -46,7 +46,7 @@ def run(
         model,
         eval_data,
         against=against,
-        tasks=tasks.names,
+        tasks="none" if tasks.names is None else tasks.names,
         limit=tasks.limit,
         tasks_dir=tasks.folder,
         batch_size=batch,

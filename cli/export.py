@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from permtriton import api
+from permtriton.checkpoint.card import loss_in_words
 from permtriton.cli.console import out, print_json, saved, table
 from permtriton.util.machine import format_bytes
 
@@ -24,6 +25,10 @@ def _print(report: dict[str, Any]) -> None:
     result.add_row("dense bytes", f"{report['dense_bytes']:,}")
     result.add_row(f"{report['format']} bytes", f"{report['stored_bytes']:,}")
     result.add_row("ratio", f"{report['ratio']:.4f}")
+    if "loss" in report:
+        result.add_row("linears in 8 bits", f"{report['quantized']}")
+        result.add_row("kept weights that became zeros", f"{report['further_zeros']:,}")
+        result.add_row("what it costs", loss_in_words(report["loss"]))
     for name, file in report["files"].items():
         result.add_row(name, format_bytes(file["bytes"]))
     result.add_row("seconds", f"{report['seconds']:.1f}")

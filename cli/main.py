@@ -32,6 +32,7 @@ from permtriton.cli.options import (
     Overwrite,
     Patterns,
     Private,
+    ProtocolName,
     PushToHub,
     Recipe,
     Revision,
@@ -42,14 +43,15 @@ from permtriton.cli.options import (
     TasksDir,
     Token,
     TrustRemoteCode,
+    Window,
     method_option,
-    options_to_compare,
     output_option,
     running_option,
     takes,
 )
 from permtriton.config import RUNNING
 from permtriton.errors import ConfigError
+from permtriton.evaluation.protocol import measured_by
 from permtriton.recipe import build_config
 
 SAVE_MEMORY = ("--sequence-length", "--samples", "--micro-batch-size", "--activation-checkpointing", "--dtype")
@@ -119,6 +121,7 @@ def compile(
     model: Model,
     flags: Flags,
     recipe: Recipe = None,
+    protocol: ProtocolName = None,
     eval_data: EvalData = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
@@ -143,7 +146,8 @@ def compile(
     help_all: HelpAll = False,
 ) -> None:
     """Prune MODEL to N:M sparsity in the best channel order and write a Hugging Face checkpoint (see --layout)."""
-    chosen = build_config(model, recipe, config, flags)
+    chosen = build_config(model, recipe, config, flags, protocol)
+    eval_data, *_ = measured_by(protocol, eval_data, None, None)
     if devices is not None and not dry_run:
         raise ConfigError("--devices needs --dry-run: add it, or leave --devices out to run on the devices at hand")
     if shard and devices is None and not torchrun.launched():
@@ -227,7 +231,9 @@ def inspect(
 def compare(
     model: Model,
     flags: Flags,
+    protocol: ProtocolName = None,
     eval_data: EvalData = None,
+    window: Window = None,
     seeds: Annotated[str, running_option(help="Seeds, separated by commas.")] = "0",
     methods: Annotated[
         str | None,
@@ -265,15 +271,30 @@ def compare(
     help_all: HelpAll = False,
 ) -> None:
     """Prune MODEL with every method on the same text and show how much each one hurts. Saves no model."""
-    given = options_to_compare(model, config, flags)
-    from permtriton.cli.compare import Request, run
+    from permtriton.comparison.request import Request, options_to_compare
+
+    given = options_to_compare(model, config, flags, protocol)
+    from permtriton.cli.compare import run
     from permtriton.evaluation.task_request import TaskRequest
     from permtriton.model.source import Source
 
-    request = Request(model, given, flags, seeds, methods, patterns, ablate, values)
-    wanted = TaskRequest(tasks, limit, tasks_dir)
-    source = Source(model, dtype, device, trust_remote_code, gguf_file, revision, token)
-    run(source, request, wanted, eval_data, output or [], overwrite=overwrite, json=json)
+    eval_data, window, task_names = measured_by(protocol, eval_data, window, tasks)
+    request = Request(
+        Source(model, dtype, device, trust_remote_code, gguf_file, revision, token),
+        given,
+        flags,
+        seeds,
+        methods,
+        patterns,
+        ablate,
+        values,
+        TaskRequest(task_names, limit, tasks_dir),
+        eval_data,
+        window,
+        output or [],
+        overwrite,
+    )
+    run(request, json=json)
 
 
 @command()
@@ -288,7 +309,9 @@ def evaluate(
         str | None,
         typer.Option(help="The dense model, as MODEL is given: adds its perplexity, the KL and the cosine to it."),
     ] = None,
+    protocol: ProtocolName = None,
     eval_data: EvalData = None,
+    window: Window = None,
     tasks: TaskNames = None,
     limit: TaskLimit = None,
     tasks_dir: TasksDir = None,
@@ -312,7 +335,8 @@ def evaluate(
     from permtriton.cli.evaluate import run
     from permtriton.evaluation.task_request import TaskRequest
 
-    wanted = TaskRequest(tasks, limit, tasks_dir)
+    eval_data, window, task_names = measured_by(protocol, eval_data, window, tasks)
+    wanted = TaskRequest(task_names, limit, tasks_dir)
     run(
         model,
         against,
@@ -322,6 +346,7 @@ def evaluate(
         output,
         overwrite=overwrite,
         json=json,
+        window=window,
         device=device,
         dtype=dtype,
         gguf_file=gguf_file,

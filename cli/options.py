@@ -12,8 +12,8 @@ from rich.markup import escape
 from permtriton.checkpoint.format import HELP as FORMATS
 from permtriton.comparison.methods import ABLATIONS
 from permtriton.config import CALIBRATION, METHOD, RUNNING
-from permtriton.errors import ConfigError, OutputError
-from permtriton.recipe import RECIPES, all_options, config_from, defaults, given_by
+from permtriton.errors import OutputError
+from permtriton.recipe import RECIPES, all_options, defaults
 from permtriton.util.option import Option
 
 Flags = dict[str, Any]
@@ -73,6 +73,18 @@ TaskNames = Annotated[
     str | None, text_option("--tasks", help="Tasks of lm-eval, separated by commas, such as arc_easy,hellaswag.")
 ]
 TaskLimit = Annotated[int | None, text_option("--limit", help="Documents per task; all by default.")]
+ProtocolName = Annotated[
+    str | None,
+    text_option(
+        "--protocol",
+        help="paper: calibrate on 128 x 2048 tokens of C4, each drawn from one document, measure WikiText-2 in windows "
+        "of 2048, and, except in compile, run the seven tasks of Wanda's table. Other flags win.",
+    ),
+]
+Window = Annotated[
+    int | None,
+    text_option("--window", help="Tokens per window of held-out text; by default 2048, or as many as the model takes."),
+]
 TasksDir = Annotated[
     Path | None,
     text_option(
@@ -219,16 +231,3 @@ def _flag(option: Option, *, hidden: bool) -> inspect.Parameter:
     )
     annotation = Annotated[kind | None, info]  # type: ignore[valid-type]
     return inspect.Parameter(option.name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=annotation)
-
-
-def options_to_compare(model: str, config_file: Path | None, flags: Flags) -> Flags:
-    """Returns what the user gave for a comparison, whose rows have recipes of their own.
-
-    Raises:
-        ConfigError: an unknown option, a bad value, or a file that names a recipe.
-    """
-    given = given_by(config_file, flags)
-    if "recipe" in given:
-        raise ConfigError(f"config file {config_file} names a recipe: leave it out, and name it in --methods")
-    config_from(given, model=model)
-    return given

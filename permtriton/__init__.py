@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from permtriton.checkpoint.registration import register_with_transformers
 
 if TYPE_CHECKING:
-    from permtriton.api import compile, dry_run, export, inspect, report
+    from permtriton.api import compare, compile, dry_run, export, inspect, report
     from permtriton.driver.job import DryRun
     from permtriton.driver.options import CompileConfig
     from permtriton.driver.planning import find_plan
@@ -41,6 +41,7 @@ _MODULES = {
     "MergedAdapter": "methods.train.keep_pattern",
     "NMPattern": "util.sparsity",
     "PermTritonError": "errors",
+    "compare": "api",
     "compile": "api",
     "config_from": "recipe",
     "dry_run": "api",
@@ -64,6 +65,7 @@ __all__ = [
     "NMPattern",
     "PermTritonError",
     "__version__",
+    "compare",
     "compile",
     "config_from",
     "dry_run",

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from permtriton.checkpoint import export as exporting
 from permtriton.checkpoint.format import Format
 from permtriton.checkpoint.plan_entries import plan_report
+from permtriton.comparison.request import Request, options_to_compare
 from permtriton.data.in_memory import Data, is_named, selected
 from permtriton.data.media import Processor
 from permtriton.driver import planning
@@ -17,10 +18,12 @@ from permtriton.driver.job import DryRun, Job
 from permtriton.driver.result import CompiledModel
 from permtriton.driver.step import Step
 from permtriton.errors import ConfigError, near
+from permtriton.evaluation.protocol import measured_by
+from permtriton.evaluation.task_request import TaskRequest
 from permtriton.model import load
 from permtriton.model.name import checked_token
 from permtriton.model.source import Source
-from permtriton.recipe import all_options, build_config, given_by
+from permtriton.recipe import all_options, build_config, given_by, steps_of
 from permtriton.reporting import html_report
 from permtriton.util.bars import Shown, reporter
 
@@ -31,6 +34,7 @@ def compile(  # noqa: PLR0913
     model: Model,
     *,
     recipe: str | Sequence[Step] | None = None,
+    protocol: str | None = None,
     data: Data | None = None,
     text_column: str | None = None,
     split: str | None = None,
@@ -60,6 +64,8 @@ def compile(  # noqa: PLR0913
         model: folder, hub name, .gguf file or ``demo``; or a loaded transformers model, which is changed in place.
         recipe: ``default``, ``best``, ``fast``, ``values`` or ``published``, or steps: their names separated by commas,
             or a list of them. `permtriton.recipes` describes them.
+        protocol: ``paper`` for the calibration data of the literature: 128 sequences of 2048 tokens of ``c4``, each
+            drawn from one document; options that are given win over it.
         data: calibration data:
 
             - a name: ``c4`` (the default), ``wikitext2``, ``pile``, ``demo``, or that of a dataset on the hub;
@@ -85,7 +91,7 @@ def compile(  # noqa: PLR0913
             ``HF_TOKEN``, which is used for datasets, too. It is never printed or saved.
         output: folder to write, too. It keeps the state of long stages beside it: after an interruption, the same call
             continues.
-        save_format: ``packed``, ``dense`` or ``plain``, as ``format`` of `CompiledModel.save_pretrained`.
+        save_format: ``packed``, ``dense``, ``plain`` or ``fp8``, as ``format`` of `CompiledModel.save_pretrained`.
         push_to_hub: name of a repository on the hub to publish ``output`` in, such as ``me/my-model-2of4``. It is made
             before the work, so that a wrong name or token is found then.
         private: whether that repository, where it is new, is private; None for the default of its owner.
@@ -183,6 +189,95 @@ def inspect(
     return plan_report(planning.plan_model(model, chosen)[0])
 
 
+def compare(  # noqa: PLR0913
+    model: str | Path,
+    *,
+    protocol: str | None = None,
+    eval_data: Data | None = None,
+    window: int | None = None,
+    seeds: int | str | Sequence[int] = (0,),
+    methods: str | Sequence[str] | None = None,
+    patterns: str | Sequence[str] | None = None,
+    ablate: str | None = None,
+    values: str | Sequence[Any] | None = None,
+    tasks: str | Sequence[str] | None = None,
+    limit: int | None = None,
+    tasks_dir: str | Path | None = None,
+    config: str | Path | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    trust_remote_code: bool = False,
+    gguf_file: str | None = None,
+    revision: str | None = None,
+    token: str | None = None,
+    output: str | Path | Sequence[str | Path] = (),
+    overwrite: bool = False,
+    progress: Shown = False,
+    **options: Any,
+) -> dict[str, Any]:
+    """Prunes a model by every method on the same text and measures each, as ``permtriton compare``; saves no model.
+
+    Args:
+        model: folder, hub name, .gguf file or ``demo``.
+        protocol: ``paper`` for what the literature does: calibration as `compile` takes it, text, windows and tasks as
+            `permtriton.evaluate` does; what is given beside it wins.
+        eval_data: as `permtriton.evaluate` takes it.
+        window: as `permtriton.evaluate` takes it.
+        seeds: seeds of the calibration draw and of learning.
+        methods: some of the methods, or recipes; None for all.
+        patterns: N:M patterns, such as ``["2:4", "4:8"]``; None for that of ``sparsity``.
+        ablate: option of which each method is run with several values.
+        values: other values of it.
+        tasks: as `permtriton.evaluate` takes it.
+        limit: as `permtriton.evaluate` takes it.
+        tasks_dir: as `permtriton.evaluate` takes it.
+        config: as `compile` takes it.
+        device: as `compile` takes it.
+        dtype: as `compile` takes it.
+        trust_remote_code: as `compile` takes it.
+        gguf_file: as `compile` takes it.
+        revision: as `compile` takes it.
+        token: as `compile` takes it.
+        output: file to write the report to, or several: .json, .csv or .md. Finished results are kept beside the first,
+            so that the same call, also with more methods, continues.
+        overwrite: whether everything is measured again, and earlier files are replaced.
+        progress: as `compile` takes it.
+        options: as `compile` takes them, but for the recipe, which each row has.
+
+    Returns:
+        What ``permtriton compare --json`` prints: ``rows``, the dense model's first, each with ``method``, ``mean``,
+            ``kl``, ``cosine``, ``tasks`` and what else is known of it.
+
+    Raises:
+        PermTritonError: as `compile` and `permtriton.evaluate`, or a method that is unknown.
+
+    Example:
+        >>> import permtriton
+        >>> calibration = {"calibration": "my-text.txt", "samples": 4, "sequence_length": 32}
+        >>> found = permtriton.compare("my-model", eval_data="my-heldout.txt", methods=["wanda"], **calibration)
+        >>> [row["method"] for row in found["rows"]]
+        ['dense', 'wanda']
+    """
+    given = _parsed(options)
+    eval_data, window, tasks = measured_by(protocol, eval_data, window, tasks)
+    request = Request(
+        Source(str(model), dtype, device, trust_remote_code, gguf_file, revision, token),
+        options_to_compare(str(model), _path(config), given, protocol),
+        given,
+        str(seeds) if isinstance(seeds, int) else seeds,
+        methods,
+        patterns,
+        ablate,
+        values,
+        TaskRequest(tasks, limit, _path(tasks_dir)),
+        selected(eval_data),
+        window,
+        [Path(each) for each in ([output] if isinstance(output, str | Path) else output)],
+        overwrite,
+    )
+    return request.run(reporter(progress))
+
+
 def export(
     folder: str | Path,
     output: str | Path | None = None,
@@ -191,17 +286,19 @@ def export(
     overwrite: bool = False,
     progress: Shown = False,
 ) -> dict[str, Any]:
-    """Rewrites a compiled folder in another format, bit for bit the same weights, as ``permtriton export`` does.
+    """Rewrites a compiled folder in another format, as ``permtriton export`` does.
 
     Args:
         folder: folder that permtriton wrote.
         output: folder to write; None for ``FOLDER-FORMAT`` in the present folder.
-        format: ``packed``, ``dense`` or ``plain``.
+        format: ``packed``, ``dense`` or ``plain``: the same weights bit for bit; or ``fp8``: 8 bits, whose zeros are
+            the same.
         overwrite: whether an earlier output of permtriton may be replaced.
         progress: as `compile` takes it.
 
     Returns:
-        ``output``, and the entry ``export`` of its ``permtriton.json``: sizes, and how it was compared.
+        ``output``, and the entry ``export`` of its ``permtriton.json``: sizes, how it was compared, and of ``fp8``
+            the loss that it adds.
 
     Raises:
         PermTritonError: an unknown format, a folder that cannot be read or written, or a failed check.
@@ -249,6 +346,7 @@ def report(
 def _job(  # noqa: PLR0913
     model: Model,
     recipe: str | Sequence[Step] | None = None,
+    protocol: str | None = None,
     data: Data | None = None,
     text_column: str | None = None,
     split: str | None = None,
@@ -278,7 +376,7 @@ def _job(  # noqa: PLR0913
         )
     if save_format is not None and output is None:
         raise ConfigError("`save_format=` has no effect without `output=`: leave it out")
-    given = _parsed(options)
+    given = _parsed(options, recipe)
     if data is None or is_named(data):
         given |= {name: value for name, value in (("text_column", text_column), ("split", split)) if value is not None}
     else:
@@ -288,12 +386,12 @@ def _job(  # noqa: PLR0913
         raise ConfigError("`data=` and `calibration=` are two names of one thing: give one of them")
     if is_named(data):
         given["calibration"], data = str(data), None
-    chosen = build_config(_name(model), recipe, _path(config), given)
+    chosen = build_config(_name(model), recipe, _path(config), given, protocol)
     return Job(
         _source(model, dtype, device, trust_remote_code, gguf_file, revision, token),
         chosen,
         data,
-        given_by(_path(config), given).get("samples"),
+        given_by(_path(config), given, protocol).get("samples"),
         tokenizer,
         eval_data,
         _path(output),
@@ -331,13 +429,13 @@ def _name(model: Model) -> str:
     return str(model) if isinstance(model, str | Path) else ""
 
 
-def _parsed(options: Mapping[str, Any]) -> dict[str, Any]:
+def _parsed(options: Mapping[str, Any], recipe: str | Sequence[Step] | None = None) -> dict[str, Any]:
     """Returns options with texts as the values that they stand for on the command line; None is the default.
 
     Raises:
         ConfigError: an unknown option; the message names those like it.
     """
-    known = all_options()
+    known = all_options(None if recipe is None else steps_of(recipe))
     arguments = [each for each in signature(compile).parameters if each not in ("model", "options")]
     for name in options:
         if name not in known:

@@ -42,6 +42,11 @@ class CalibrationConfig:
         "Further sequences, which the dense model writes, for the steps that bring the pruned model back to it (refit, "
         "reconstruct, tune, distill); only for models that write text.",
     )
+    one_document: bool = _calibration(
+        False,
+        "Draw each sequence from one document that is longer than it, as SparseGPT and Wanda do; by default documents "
+        "are joined.",
+    )
     text_column: str = _calibration(
         "",
         "Column of the calibration data that holds the text; by default input_ids or text.",
@@ -51,6 +56,11 @@ class CalibrationConfig:
         "",
         "Part of the calibration data, a dataset on the hub; by default train.",
         values="name of a split, or a slice of one, such as train[:1000]",
+    )
+    calibrate_all_experts: bool = _calibration(
+        False,
+        "In a mixture, let every expert see every token while statistics are taken: for experts that few tokens are "
+        "sent to. The tokens go the model's own way all the same; calibration takes as long as all experts take.",
     )
 
     def __post_init__(self) -> None:

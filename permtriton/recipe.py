@@ -15,6 +15,7 @@ from permtriton.config import CalibrationConfig
 from permtriton.driver.options import CompileConfig, has_effect, why_no_effect
 from permtriton.driver.step import Stage, Step
 from permtriton.errors import ConfigError, first_line, near, reading, shown
+from permtriton.evaluation.protocol import protocol_of
 from permtriton.methods import steps
 from permtriton.methods.order.heuristic import Heuristic
 from permtriton.methods.order.learned import Learned
@@ -99,26 +100,31 @@ def recipes() -> dict[str, dict[str, Any]]:
     return {"recipes": named, "steps": {step.name: step.summary for step in steps.STEPS}}
 
 
-def all_options() -> dict[str, Option]:
-    """Returns name -> option, of the compilation and of every step."""
-    return {o.name: o for kind in (CompileConfig, CalibrationConfig, *steps.STEPS) for o in options_of(kind)}
+def all_options(recipe: str | Sequence[Step] | None = None) -> dict[str, Option]:
+    """Returns name -> option, of the compilation, of every step that is known, and of those of a recipe."""
+    own = [] if recipe is None or isinstance(recipe, str) else map(type, recipe)
+    kinds = dict.fromkeys((CompileConfig, CalibrationConfig, *steps.STEPS, *own))
+    return {o.name: o for kind in kinds for o in options_of(kind)}
 
 
 def steps_of(recipe: str | Sequence[Step]) -> tuple[Step, ...]:
     """Returns the steps of a recipe.
 
     Args:
-        recipe: a key of `RECIPES`, names of steps separated by commas, or the steps themselves.
+        recipe: a key of `RECIPES`, names of steps separated by commas, or the steps themselves: ours or others.
 
     Raises:
         ConfigError: there is no such recipe or step.
     """
     if not isinstance(recipe, str):
-        if not isinstance(recipe, Sequence) or not all(isinstance(step, steps.STEPS) for step in recipe):
+        if not isinstance(recipe, Sequence) or not all(Step in type(step).__mro__ for step in recipe):
             raise ConfigError(
                 f"recipe is {shown(recipe)}: expected one of {', '.join(RECIPES)}, or steps: their names separated by "
-                "commas, or a tuple of them, such as (Mask(),)"
+                "commas, or a list of them, such as [Heuristic(), Mask()] from permtriton.methods"
             )
+        for step in recipe:
+            if problem := steps.problem_of(type(step)):
+                raise ConfigError(f"recipe holds a {type(step).__name__}, which {problem}")
         return tuple(recipe)  # type: ignore[arg-type]
     if recipe in RECIPES:
         return RECIPES[recipe].steps
@@ -150,7 +156,8 @@ def config_from(
     given = {name.replace("-", "_"): value for name, value in (options or {}).items()}
     named = given.pop("recipe", None)
     chosen = next((each for each in (recipe, named) if each is not None), DEFAULT)
-    known = all_options()
+    steps_given = steps_of(chosen)
+    known = all_options(steps_given)
     if unknown := sorted(set(given) - set(known)):
         raise ConfigError(f"unknown option {shown(unknown[0])}{near(unknown[0], known)}")
     for name, value in given.items():  # those of steps that the recipe lacks, too
@@ -164,38 +171,48 @@ def config_from(
     config = CompileConfig(
         **given_options(CompileConfig, values),
         calibration=CalibrationConfig(**given_options(CalibrationConfig, values)),
-        steps=tuple(replace(step, **given_options(type(step), values)) for step in steps_of(chosen)),  # type: ignore[type-var]
+        steps=tuple(replace(step, **given_options(type(step), values)) for step in steps_given),  # type: ignore[type-var]
     )
     check_recipe(config)
     return config
 
 
 def build_config(
-    model: str, recipe: str | Sequence[Step] | None, config_file: Path | None, options: Mapping[str, Any]
+    model: str,
+    recipe: str | Sequence[Step] | None,
+    config_file: Path | None,
+    options: Mapping[str, Any],
+    protocol: str | None = None,
 ) -> CompileConfig:
-    """Lays what a user gave over a file over the recipe.
+    """Lays what a user gave over a file over a protocol over the recipe.
 
     Args:
         model: as for `config_from`.
         recipe: as for `config_from`.
         config_file: TOML file of options; None for none.
         options: values by option name.
+        protocol: key of `permtriton.evaluation.protocol.PROTOCOLS`, or None.
 
     Raises:
-        ConfigError: an unknown option, a bad value, or an option that has no effect.
+        ConfigError: an unknown option or protocol, a bad value, or an option that has no effect.
     """
-    config = config_from(given_by(config_file, options), recipe, model)
+    config = config_from(given_by(config_file, options, protocol), recipe, model)
     check_given(list(options), config)
     return config
 
 
-def given_by(config_file: Path | None, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what a user gave: options over those of the file.
+def given_by(config_file: Path | None, options: Mapping[str, Any], protocol: str | None = None) -> dict[str, Any]:
+    """Returns what a user gave: options over those of the file, and these over those of the protocol.
 
     Raises:
-        ConfigError: the file cannot be read, or holds a table that is no step's.
+        ConfigError: the file cannot be read, or holds a table that is no step's, or there is no such protocol.
     """
-    return {**(read_config_file(config_file) if config_file else {}), **options}
+    set_by = protocol_of(protocol)
+    return {
+        **(set_by.options if set_by else {}),
+        **(read_config_file(config_file) if config_file else {}),
+        **options,
+    }
 
 
 def resolved(options: Mapping[str, Any], model: str = "") -> dict[str, Any]:
@@ -263,7 +280,7 @@ def check_given(names: Sequence[str], config: CompileConfig) -> None:
     Raises:
         ConfigError: for example ``learn_epochs`` in a recipe without learning.
     """
-    known = all_options()
+    known = all_options(config.steps)
     for each in (known[name] for name in names if name in known):
         if why := why_no_effect(each, config):
             raise ConfigError(f"`{each.name}=` has no effect with {why}")
@@ -279,12 +296,14 @@ def compile_command(model: str, config: CompileConfig, **running: str | bool | N
         model: folder, hub name, or ``demo``.
         running: further flags by name, with dashes for underscores; None and False leave a flag out.
     """
-    name, known, wanted = shown_name(model), all_options(), config.to_dict()
+    name, known, wanted = shown_name(model), all_options(config.steps), config.to_dict()
     shortest: tuple[str, list[str]] | None = None
-    for recipe in (*(each for each in RECIPES if RECIPES[each].names == config.recipe), config.recipe):
+    bare = tuple(type(step)() for step in config.steps)
+    named: dict[str, str | Sequence[Step]] = {each: each for each in RECIPES if RECIPES[each].names == config.recipe}
+    for recipe, steps_given in (named | {config.recipe: bare}).items():
         given: dict[str, Any] = {}
         for _ in range(2):  # the second time for defaults that another option decides
-            start = config_from(given, recipe, name).to_dict()
+            start = config_from(given, steps_given, name).to_dict()
             differing = (o for o in wanted if o in known and wanted[o] != start[o] and has_effect(known[o], config))
             given |= {option: wanted[option] for option in differing}
         if shortest is None or len(given) < len(shortest[1]):

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from permtriton.cli.tables import write_table
 from permtriton.comparison.results import Key, Measured, ResultFile
+from permtriton.comparison.tables import write_table
 from permtriton.kernels.autotune import write_entries
 from permtriton.reporting.pages import Page, write
 from permtriton.running.state import StateFile

@@ -11,8 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from permtriton.checkpoint import export as exporting
-from permtriton.checkpoint import reload
+from permtriton.checkpoint import reload, storing
 from permtriton.checkpoint.export import export
 from permtriton.checkpoint.shards import ShardWriter
 from permtriton.cli.main import app
@@ -268,7 +267,9 @@ def test_where_it_may_write(sources, source, tmp_path):
     assert {name: content for name, content in folders.files(tmp_path).items() if not name.startswith("mine")} == before
 
 
-@pytest.mark.parametrize("where", ["pack", "_copy_others", "describe_files", "_verify"])
+@pytest.mark.parametrize(
+    "where", ["storing.pack", "storing.check_reloads", "storing.check_same_bits", "shutil.copy2", "hashlib.file_digest"]
+)
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device")])
 def test_an_interruption_leaves_the_earlier_output(sources, tmp_path, monkeypatch, where, error):
     export(sources["portable"], tmp_path / "out")
@@ -277,15 +278,15 @@ def test_an_interruption_leaves_the_earlier_output(sources, tmp_path, monkeypatc
     def fail(*arguments):
         raise error
 
-    monkeypatch.setattr(exporting, where, fail)
+    monkeypatch.setattr(f"permtriton.checkpoint.{where}" if "storing" in where else where, fail)
     with pytest.raises(KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else OutputError):
         export(sources["portable"], tmp_path / "out", overwrite=True)
     assert folders.files(tmp_path) == before
 
 
 def test_what_is_written_wrongly_is_found(sources, tmp_path, monkeypatch):
-    pack = exporting.pack
-    monkeypatch.setattr(exporting, "pack", lambda *arguments: (lambda v, p: (v * 2, p))(*pack(*arguments)))
+    pack = storing.pack
+    monkeypatch.setattr(storing, "pack", lambda *arguments: (lambda v, p: (v * 2, p))(*pack(*arguments)))
     with pytest.raises(VerificationError, match="differs from what was read"):
         export(sources["portable"], tmp_path / "out")
     assert list(tmp_path.iterdir()) == []

@@ -11,7 +11,7 @@ from transformers import AlbertConfig, AlbertForMaskedLM, OlmoConfig, OlmoForCau
 from permtriton import config_from, find_plan
 from permtriton.data.samples import Samples
 from permtriton.errors import CalibrationError
-from permtriton.methods.measure.fisher import Fisher, fisher_information
+from permtriton.methods.measure.fisher import Fisher, fisher_information, output_gradients
 from permtriton.passes.plan import ChannelSpace, Plan, Site, linear_module, weight_in_out
 from permtriton.util.progress import NoProgress
 
@@ -223,3 +223,25 @@ def test_directions_do_not_depend_on_micro_batches():
     rows = [found(Toy(), plan, "cosine", ids, micro_batch_size=size)["linear"].row for size in (1, 2, 5)]
     torch.testing.assert_close(rows[1], rows[0])
     torch.testing.assert_close(rows[2], rows[0])
+
+
+@pytest.mark.parametrize(("name", "kind"), [("llama_eager", "kl"), ("bert", "cosine")])
+def test_output_gradients_are_those_that_the_information_sums_up(name, kind):
+    model, plan = zoo.planned(name)
+    model.double()
+    one, other = (
+        output_gradients(model, plan, kind, Samples.of(IDS), config_from({"seed": SEED, **options}), NoProgress())
+        for options in ({"micro_batch_size": 1}, {"micro_batch_size": 3, "activation_checkpointing": False})
+    )
+    for linear, fisher in found(model, plan, kind).items():
+        assert one[linear].shape == (IDS.numel(), fisher.row.numel())
+        assert one[linear].dtype == torch.bfloat16
+        torch.testing.assert_close(one[linear].float().square().sum(0), fisher.row.float(), rtol=0.05, atol=1e-6)
+        assert torch.equal(one[linear], other[linear])
+
+
+def test_linears_that_not_every_token_reaches_have_no_output_gradients():
+    model, plan = unstacked("mixtral")
+    gradients = output_gradients(model, plan, "kl", Samples.of(IDS), config_from(), NoProgress())
+    missing = {name for _, name in plan.linears()} - gradients.keys()
+    assert missing == {name for _, name in plan.linears() if name.endswith("down_proj")}

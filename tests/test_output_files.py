@@ -8,7 +8,7 @@ import pytest
 
 from permtriton.cli import compare, evaluate
 from permtriton.cli.main import app
-from permtriton.cli.tables import check_table, write_table
+from permtriton.comparison.tables import check_table, write_table
 from permtriton.errors import OutputError
 from permtriton.model import load
 from permtriton.util.output_files import check_file

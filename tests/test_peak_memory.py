@@ -19,6 +19,7 @@ METHODS = {
     "sparsegpt": ["--recipe", "sparsegpt"],
     "learned": ["--recipe", "learned,mask", "--learn-epochs", "1"],
     "searched": ["--recipe", "searched,mask", "--search-rounds", "1", "--search-block", "64"],
+    "tune": ["--recipe", "mask,tune", "--tune-steps", "1", "--tune-batch-size", "2"],
 }
 COMMON = ["--samples", "4", "--sequence-length", "32", "--eval-data", "none", "--json"]
 

@@ -67,7 +67,7 @@ def test_the_importance_follows_from_the_steps(recipe, importance):
         ("fast,distill", ["'fast' is no step; the recipes are"]),
         ("", ["'' is no recipe"]),
         (3, ["recipe is 3", "default, best"]),
-        (["default"], ["recipe is ['default']", "such as (Mask(),)"]),
+        (["default"], ["recipe is ['default']", "such as [Heuristic(), Mask()]"]),
         ("mask,mask", ["the step mask more than once"]),
         ("mask,sparsegpt", ["mask,sparsegpt prunes twice", "leave mask or sparsegpt out"]),
         ("heuristic", ["recipe heuristic prunes nothing", "mask or sparsegpt"]),
@@ -182,7 +182,7 @@ def test_an_option_stands_once_in_a_file(tmp_path, text):
 def test_states_of_an_output_with_a_longer_name_are_another_runs(tmp_path):
     for name in (".model.learned.safetensors", ".model.v2.learned.safetensors"):
         (tmp_path / name).touch()
-    assert [path.name for path in states_beside(tmp_path / ".model.safetensors")] == [".model.learned.safetensors"]
+    assert [path.name for path in states_beside(tmp_path / ".model.safetensors", ())] == [".model.learned.safetensors"]
 
 
 @pytest.mark.parametrize(

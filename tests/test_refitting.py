@@ -20,7 +20,14 @@ from permtriton.methods.prune import exchange
 from permtriton.methods.prune import refitting as module
 from permtriton.methods.prune.obs import Curvature, sparsegpt
 from permtriton.methods.prune.refit import Refit
-from permtriton.methods.prune.refitting import best_weight, least_squares, refit, row_errors
+from permtriton.methods.prune.refitting import (
+    best_weight,
+    coupled_least_squares,
+    least_squares,
+    metric_of,
+    refit,
+    row_errors,
+)
 from permtriton.methods.prune.weights import update_weights
 from permtriton.model.checks import check_pruned
 from permtriton.model.experts import unstack_experts
@@ -69,7 +76,7 @@ def test_least_squares_on_the_mask(pattern, channels, rows):
     curvature = Curvature.of(moment.hessian)
     hessian, target = curvature.damped, best_weight(weight, moment, curvature, Refit(dense_targets=0.75))
     start = sparsegpt(target, curvature, pattern, None)
-    found, expected = least_squares(start, target, hessian, 200, 1e-7), exact(start, target, hessian)
+    found, expected = least_squares(start, target, hessian, 200), exact(start, target, hessian)
     torch.testing.assert_close(found.double(), expected, rtol=1e-3, atol=1e-4)
     assert torch.equal(found != 0, start != 0)
     errors = [float(row_errors(each, target, hessian).sum()) for each in (start, found, expected.float())]
@@ -102,16 +109,64 @@ def test_without_dense_targets_the_best_weight_is_the_dense_one():
     )
 
 
-def fit(weight: Tensor, moment: Moments, **options: float) -> tuple[Tensor, float, float]:
+def fit(weight: Tensor, moment: Moments, outputs: Tensor | None = None, **given: float) -> tuple[Tensor, float, float]:
     """Fits the weight of a linear; returns what it is then, and the errors that are reported."""
     linear = nn.Linear(*reversed(weight.shape), bias=False, dtype=weight.dtype)
-    curvature = Curvature.of(moment.hessian)
+    curvature, options = Curvature.of(moment.hessian), Refit(**given)
     with torch.no_grad():
         linear.weight.copy_(weight)
         part = module._fit(
-            nn.ModuleDict({"x": linear}), {"x": PATTERN}, "x", "s", moment, lambda _: curvature, Refit(**options)
+            nn.ModuleDict({"x": linear}), {"x": PATTERN}, "x", "s", moment, lambda _: curvature, options, outputs
         )
     return linear.weight.detach(), part["start"], part["end"]
+
+
+def gradients(rows: int, tokens: int = 200) -> Tensor:
+    """Of outputs that are related."""
+    generator = torch.Generator().manual_seed(7)
+    mixing = torch.eye(rows) + torch.randn(rows, rows, generator=generator) / rows**0.5
+    return 1e-3 * torch.randn(tokens, rows, generator=generator) @ mixing
+
+
+def test_least_squares_in_a_metric():
+    """Against one float64 system of all kept weights."""
+    weight, _, pruned = problem(24, rows=7)
+    curvature, metric = Curvature.of(pruned @ pruned.T), metric_of(gradients(7))
+    start = sparsegpt(weight, curvature, PATTERN, None)
+    found = coupled_least_squares(start, weight, curvature.damped, metric, 300)
+    whole, kept = torch.kron(metric.double(), curvature.damped.double()), (start != 0).flatten()
+    expected = torch.zeros(kept.numel(), dtype=torch.float64)
+    expected[kept] = torch.linalg.solve(whole[kept][:, kept], (whole @ weight.flatten().double())[kept])
+    torch.testing.assert_close(found.double().flatten(), expected, rtol=1e-3, atol=1e-4)
+    errors = [module.error_of(each, weight, curvature.damped, metric) for each in (start, found)]
+    difference = (found - weight).double().flatten()
+    assert errors[1] == pytest.approx(float(difference @ whole @ difference), rel=1e-4)
+    assert errors[1] < 0.9 * errors[0]
+
+
+def test_in_the_metric_of_unrelated_outputs_each_row_is_on_its_own():
+    weight, _, pruned = problem(24, rows=7)
+    curvature = Curvature.of(pruned @ pruned.T)
+    start = sparsegpt(weight, curvature, PATTERN, None)
+    found = coupled_least_squares(start, weight, curvature.damped, torch.eye(7), 300)
+    torch.testing.assert_close(found, least_squares(start, weight, curvature.damped, 300), rtol=1e-3, atol=1e-4)
+
+
+def test_a_metric_does_not_depend_on_the_size_of_the_loss():
+    torch.testing.assert_close(metric_of(gradients(9)), metric_of(1000 * gradients(9)))
+    assert torch.equal(metric_of(torch.zeros(5, 9)), torch.eye(9))
+
+
+def test_the_loss_falls_further_in_the_metric_of_the_outputs():
+    """In the loss to second order, on which the rows' own errors, which are a little larger then, have no say."""
+    weight, dense, pruned = problem(64, rows=50)
+    moment, outputs = moment_of(dense, pruned), gradients(50, 2000)
+    curvature, metric = Curvature.of(moment.hessian), metric_of(outputs)
+    target = best_weight(weight, moment, curvature, Refit())
+    ends = [fit(weight, moment, outputs=each)[0] for each in (None, outputs)]
+    coupled, own = ([module.error_of(end, target, curvature.damped, m) for end in ends] for m in (metric, None))
+    assert coupled[1] < 0.95 * coupled[0]
+    assert own[1] > own[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -158,18 +213,11 @@ def test_a_weight_that_is_worse_than_sparsegpts_is_refused(monkeypatch):
         fit(weight, moment_of(dense, pruned))
 
 
-def test_more_iterations_are_never_worse_and_the_tolerance_ends_them():
+def test_more_iterations_are_never_worse():
     weight, dense, pruned = problem(96, rows=20)
     moment = moment_of(dense, pruned)
     ends = [fit(weight, moment, iterations=count, exchanges=0)[2] for count in (0, 1, 2, 5, 200)]
     assert ends == sorted(ends, reverse=True)
-    curvature = Curvature.of(moment.hessian)
-    start = sparsegpt(weight, curvature, PATTERN, None)
-    one, loose, tight = (
-        least_squares(start, weight, curvature.damped, *limits) for limits in ((1, 0.0), (200, 0.9), (200, 1e-6))
-    )
-    assert torch.equal(one, loose)
-    assert not torch.equal(one, tight)
 
 
 @pytest.mark.parametrize("pattern", [PATTERN, NMPattern(4, 8), NMPattern(1, 3)])
@@ -379,7 +427,10 @@ def inputs_of(problem: Problem, sites=None) -> dict[str, Tensor]:
     found: dict[str, list[Tensor]] = {}
     layer = from_model(problem.model, list(sites or problem.plan.sites), problem.samples, 4)
     module_statistics.watch_inputs(
-        problem.model, layer, lambda site, inputs, _: found.setdefault(site.name, []).append(inputs), lambda *_: None
+        problem.model,
+        layer,
+        lambda site, inputs, _: found.setdefault(site.name, []).append(inputs.flatten(0, -2)),
+        lambda *_: None,
     )
     return {name: torch.cat(parts) for name, parts in found.items()}
 

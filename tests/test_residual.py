@@ -146,7 +146,7 @@ def unconfirmed(model: nn.Module, plan: Plan, samples: Samples) -> set[str]:
 
     def consume(site, _inputs, residual):
         if site.residual_reader:
-            residuals[site.name] = residual.clone()
+            residuals[site.name] = residual.flatten(0, -2).clone()
 
     layer = replace(from_model(model, plan.sites, samples, len(samples)), may_end=False)
     with additions:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from permtriton.cli.tables import cell, check_table, markdown, write_table
+from permtriton.comparison.tables import cell, check_table, markdown, write_table
 from permtriton.errors import OutputError
 
 HEADERS = ("method", "perplexity", "note")

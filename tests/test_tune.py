@@ -1,5 +1,7 @@
 """Tuning changes vectors, and weights by a scale per row; it never ends worse than it began."""
 
+import copy
+import functools
 import json
 import math
 from collections.abc import Iterator
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from permtriton import config_from
+from permtriton import config_from, find_plan
 from permtriton.data.samples import Samples
 from permtriton.data.text import calibration_samples
 from permtriton.driver import memory
@@ -27,12 +29,12 @@ from permtriton.methods.train.tuning import TunedValues, tune
 from permtriton.model.experts import unstacked_experts
 from permtriton.model.forward import last_hidden_state
 from permtriton.model.modules import PermutedRMSNorm
-from permtriton.passes.plan import linear_module, weight_in_out
+from permtriton.passes.plan import Plan, linear_module, weight_in_out
 from permtriton.running.state import StateFile
 from permtriton.util.progress import NoProgress
 
 from . import test_seq2seq, zoo
-from .updating import Pruned, Recording, facts, interrupt, same, tiny, tiny_model
+from .updating import PATTERN, Pruned, Recording, facts, interrupt, same, tiny, tiny_model
 
 OPTIONS = {"steps": 8, "batch_size": 2, "learning_rate": 0.02, "micro_batch_size": 2, "activation_checkpointing": False}
 IDS = zoo.tiny_ids(18, 12)  # 16 to train on, one step each
@@ -109,12 +111,21 @@ def test_vectors_and_scales_move_and_the_loss_falls():
 
 
 def with_tied_norms() -> Pruned:
+    return Pruned(tied_model(), copy.deepcopy(tied_plan()), IDS)
+
+
+@functools.cache
+def tied_plan() -> Plan:
+    return find_plan(tied_model(), PATTERN)
+
+
+def tied_model() -> PreTrainedModel:
     model = tiny_model()
     first, second = model.model.layers
     second.input_layernorm.weight = first.input_layernorm.weight
     second.mlp.up_proj = first.mlp.up_proj  # a module of both layers
     second.mlp.gate_proj.weight = first.mlp.gate_proj.weight  # and a weight of two modules
-    return Pruned(model, ids=IDS)
+    return model
 
 
 @torch.enable_grad()
@@ -371,6 +382,16 @@ def test_it_reads_windows_that_no_other_step_reads(read, tmp_path, windows, spar
     assert not torch.isin(samples.spare.ids[:, 0], used).any()
     if spare > 18:
         assert not torch.isin(rows, used).any()
+
+
+def test_rows_of_a_file_that_calibration_does_not_draw_are_read(read, tmp_path):
+    save_file({"input_ids": IDS}, tmp_path / "rows.safetensors")
+    source = {"calibration": str(tmp_path / "rows.safetensors"), "activation_checkpointing": False}
+    compiled("mask,tune", ids=None, **source)
+    assert torch.cat(read).unique(dim=0).shape[0] == 16
+    save_file({"input_ids": IDS + 1000 * (torch.arange(18) == 17)[:, None]}, tmp_path / "rows.safetensors")
+    with pytest.raises(CalibrationError, match="expected integers"):
+        compiled("mask,tune", ids=None, **source)
 
 
 def test_it_reads_what_the_dense_model_wrote(read):

@@ -20,6 +20,7 @@ from permtriton.util.durable import replace_file
 CARD_FILE = "README.md"
 PROJECT = "[permtriton](https://pypi.org/project/permtriton/)"
 ALONE, WITH_PERMTRITON = "transformers alone", "transformers after import permtriton"  # what loads a folder
+WITH_COMPRESSED_TENSORS = "vLLM alone, and transformers where compressed-tensors is installed"
 # Classes of transformers' models, the class that loads them, and the hub's name of what they do.
 _KINDS = (
     (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "AutoModelForCausalLM", "text-generation"),
@@ -45,7 +46,7 @@ def write_card(folder: Path, report: Mapping[str, Any], loads_with: str, name: s
     Args:
         folder: folder with ``config.json``.
         report: content of its ``permtriton.json``; its entry ``card`` is the hash of a card that may be replaced.
-        loads_with: `ALONE` or `WITH_PERMTRITON`.
+        loads_with: `ALONE`, `WITH_PERMTRITON` or `WITH_COMPRESSED_TENSORS`.
         name: what the folder will be called.
 
     Returns:
@@ -76,7 +77,7 @@ def model_card(report: Mapping[str, Any], architecture: str, loads_with: str, na
     """Returns a model card in Markdown, with front matter for the Hugging Face hub.
 
     Args:
-        loads_with: `ALONE` or `WITH_PERMTRITON`.
+        loads_with: as for `write_card`.
         name: folder or repository that it is loaded from.
     """
     source, sparsity = str(report["model"]), str(report["config"]["sparsity"])
@@ -123,7 +124,7 @@ _NO_HEAD = "AutoModel", None
 def _results(report: Mapping[str, Any], task: str | None) -> list[EvalResult]:
     """Returns what was measured of the model, as ``model-index`` has it."""
     found = report["evaluation"]
-    if "dense" not in found:
+    if "dense" not in found or _loss(report) is not None:  # it was measured with the weights before they lost bits
         return []
     text = Path(found.get("text", "held-out text")).name
     return [
@@ -144,12 +145,15 @@ def _facts(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         text = f" on {_code(evaluation['text'])}" if "text" in evaluation else ""
         name = "perplexity" if evaluation["measure"] == "perplexity" else "cosine with the dense model"
         yield f"{name}{text}, dense", f"{evaluation['dense']:.3f}"
-        yield f"{name}{text}, this model", f"{evaluation['compiled']:.3f}"
+        when = "this model" if _loss(report) is None else "pruned, in its original dtype"
+        yield f"{name}{text}, {when}", f"{evaluation['compiled']:.3f}"
     else:
         yield "held-out evaluation", "not measured"
     if "gguf" in report:
         found = report["gguf"]
         yield "weights, dequantized from GGUF", f"{_code(found['file'])}: {_code(in_words(found['tensors']))}"
+    if loss := _loss(report):
+        yield f"what {report['export']['format']} costs", loss_in_words(loss)
     for key in ("recipe", "importance", "layout", "seed"):
         yield key, _code(config[key])
     shape = " x ".join(str(size) for size in report["calibration"]["shape"])
@@ -166,10 +170,29 @@ def _facts(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "made on", f"{report['device']}; {versions}"
 
 
+def _loss(report: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Returns what a format with fewer bits costs; None for a format without loss."""
+    loss: Mapping[str, Any] | None = report.get("export", {}).get("loss")
+    return loss
+
+
+def loss_in_words(loss: Mapping[str, Any]) -> str:
+    """Returns what a format with fewer bits costs, as `permtriton.checkpoint.forms.Loss` has it, in words."""
+    if "not_measured" in loss:
+        return f"not measured: {loss['not_measured']}"
+    found = [f"cosine {loss['cosine']:.5f}"]
+    if loss["before"] is not None:
+        found = [f"perplexity {loss['before']:.3f} -> {loss['after']:.3f}", f"KL {loss['kl']:.5f}", *found]
+    return f"{', '.join(found)} on {loss['tokens']:,} tokens of the text {loss['text']}"
+
+
 def _loading(report: Mapping[str, Any], loader: str, loads_with: str, name: str) -> str:
     lines = [f"from transformers import {loader}", "", f"model = {loader}.{_source(name)}"]
+    zeros = "It stores its zeros and multiplies them, too."
     if loads_with == ALONE:
-        text = "`transformers` alone loads it. It stores its zeros and multiplies them, too."
+        text = f"`transformers` alone loads it. {zeros}"
+    elif loads_with == WITH_COMPRESSED_TENSORS:
+        text = f"vLLM loads it by itself, and `transformers` after `pip install compressed-tensors`. {zeros}"
     else:
         lines.insert(0, "import permtriton")
         packed = "export" in report and report["export"]["format"] == Format.PACKED
@@ -200,7 +223,12 @@ def _checks(report: Mapping[str, Any]) -> Iterator[str]:
         "memory, bit for bit."
     )
     yield f"Reloaded with transformers: {verification['reloaded']}."
-    if "export" in report:
+    if _loss(report) is not None:
+        yield (
+            "Rewritten by `permtriton export`: all zeros are zeros still, no weight moved by more than rounding, and "
+            "all that is not in 8 bits is the same bit for bit."
+        )
+    elif "export" in report:
         yield "Rewritten by `permtriton export`, and compared with the exported folder bit by bit."
 
 

@@ -5,31 +5,30 @@ import os
 import shutil
 import time
 from pathlib import Path
-from typing import Any, assert_never
+from typing import Any
 
-import torch
-from torch import Tensor
-
-from permtriton.checkpoint.card import ALONE, WITH_PERMTRITON, write_card
+from permtriton.checkpoint.card import write_card
 from permtriton.checkpoint.folder import Folder
-from permtriton.checkpoint.format import Format
+from permtriton.checkpoint.format import NEEDS, SERVED_ALONE, Format
 from permtriton.checkpoint.forms import described_sparsity
+from permtriton.checkpoint.fp8 import Fp8
 from permtriton.checkpoint.output import check_apart, claimed, replacing_folder
 from permtriton.checkpoint.plan_entries import to_json
-from permtriton.checkpoint.quantization_config import (
-    VERSION,
-    Packed,
-    PermTritonQuantizationConfig,
-    packed_entry,
-)
-from permtriton.checkpoint.reload import check_reloads
 from permtriton.checkpoint.save import share_mode
 from permtriton.checkpoint.shards import SHARD_BYTES, ShardWriter, describe_files
-from permtriton.errors import ConfigError, ModelError, VerificationError, shown
-from permtriton.kernels.packing import pack
+from permtriton.checkpoint.storing import Packing, Storing
+from permtriton.errors import ConfigError, ModelError, shown
 from permtriton.model.checks import check_weight
 from permtriton.model.headers import CONFIG_FILE, INDEX_FILE, REPORT_FILE
+from permtriton.util.extras import require
 from permtriton.util.progress import NoProgress, Progress
+
+WAYS: dict[Format, type[Storing]] = {
+    Format.PACKED: Packing,
+    Format.DENSE: Storing,
+    Format.PLAIN: Storing,
+    Format.FP8: Fp8,
+}
 
 
 def export(
@@ -41,7 +40,7 @@ def export(
     shard_bytes: int = SHARD_BYTES,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Writes ``folder`` in another format to ``output``, verifies it bit by bit, and renames it into place.
+    """Writes ``folder`` in another format to ``output``, verifies it tensor by tensor, and renames it into place.
 
     Args:
         folder: folder that ``permtriton compile`` or this function wrote.
@@ -51,13 +50,14 @@ def export(
         shard_bytes: bytes per file; at most one file, or one larger tensor, is held in memory.
 
     Returns:
-        format, sparsity, weights, dense_bytes, stored_bytes, ratio, loads_with, reloaded (as `check_reloads`) and
-        seconds, which are also the entry ``export`` of ``permtriton.json``; and files: bytes and SHA-256 per file, as
-        in its entry ``files``.
+        format, sparsity, weights, dense_bytes, stored_bytes, ratio, loads_with, seconds and what `Storing.check_loads`
+        returns (reloaded, and of fp8 what is lost), which are also the entry ``export`` of ``permtriton.json``; and
+        files: bytes and SHA-256 per file, as in its entry ``files``.
 
     Raises:
-        ConfigError: an unknown format, or "plain" for a model that permutes at run time.
-        ModelError: ``folder`` was not written by permtriton or is damaged.
+        ConfigError: an unknown format, or "plain" or "fp8" for a model that permutes at run time.
+        MissingExtraError: as `check_format`.
+        ModelError: ``folder`` was not written by permtriton, is damaged or quantized, or as the format's `Storing`.
         OutputError: ``output`` exists and may not be replaced, or cannot be written.
         VerificationError: a pruned weight is not N:M, the written tensors differ from the ones that were read, or the
             written folder does not load as the model that it was made from.
@@ -67,15 +67,22 @@ def export(
     started, progress = time.perf_counter(), progress or NoProgress()
     with claimed(output, overwrite=overwrite, say=progress.say):
         source = Folder.open(folder)
+        if source.is_quantized:
+            raise ModelError(
+                f"{folder} is quantized already, and its weights before that are not in it: export the folder that it "
+                "was made from"
+            )
         source.check_listed()
         source.check_hashes()
         source.check_recorded_hashes()
         check_format(format, permuted=bool(source.permuted), what=str(folder))
+        storing = WAYS[Format(format)](source)
         with replacing_folder(output, overwrite=overwrite) as partial:
-            result = _write(source, partial, Format(format), shard_bytes, progress)
-            _verify(source, partial, progress)
+            result = _write(storing, partial, Format(format), shard_bytes, progress)
+            storing.verify(Folder.open(partial), progress)
             stored = sum(entry["bytes"] for entry in result["files"].values())
-            result["reloaded"] = check_reloads(folder, partial, stored + result["dense_bytes"] - result["stored_bytes"])
+            dense_bytes = stored + result["dense_bytes"] - result["stored_bytes"]
+            result |= storing.check_loads(partial, dense_bytes, progress)
             result["seconds"] = round(time.perf_counter() - started, 3)
             section = {key: value for key, value in result.items() if key != "files"}
             new_report: dict[str, Any] = {**source.record, "files": result["files"], "export": section}
@@ -93,44 +100,40 @@ def check_format(format: str, *, permuted: bool = False, what: str = "the model"
 
     Raises:
         ConfigError: as `export`.
+        MissingExtraError: the package that writes the format is not installed.
     """
     if format not in list(Format):
         raise ConfigError(f"format {shown(format)} is unknown: choose one of {', '.join(Format)}")
-    if format == Format.PLAIN and permuted:
+    if format in SERVED_ALONE and permuted:
         raise ConfigError(
-            f"{what} permutes channels at run time (layout fused), which transformers alone cannot do: compile the "
-            "original model with `layout=portable` for a plain checkpoint, or write this one as dense or packed"
+            f"{what} permutes channels at run time (layout fused), which only permtriton can do: compile the original "
+            f"model with `layout=portable` for a {format} checkpoint, or write this one as dense or packed"
         )
+    if package := NEEDS.get(Format(format)):
+        require(f"format {format}", package)
 
 
-def _write(source: Folder, partial: Path, format: Format, shard_bytes: int, progress: Progress) -> dict[str, Any]:
-    """Writes everything except the report; returns what `export` returns, except the seconds."""
+def _write(storing: Storing, partial: Path, format: Format, shard_bytes: int, progress: Progress) -> dict[str, Any]:
+    """Writes everything except the report; returns what `export` returns, except what is checked and the seconds."""
+    source = storing.source
     writer, dense_bytes, stored_bytes = ShardWriter(partial, shard_bytes), 0, 0
-    packed: dict[str, Packed] = {}
-    names, pruned, sparsity = source.names(), source.pruned, str(source.pattern)
+    names, pruned = source.names(), source.pruned
     with progress.stage("export", len(names)) as advance:
         for name in names:
             tensor = source.tensor(name)
-            parts = {name: tensor.unsqueeze(0) if source.has_more_dimensions(name) else tensor}
             if name in pruned:
-                matrix = tensor.movedim(pruned[name].dim, -1).flatten(0, -2)
-                check_weight(name, matrix, pruned[name].pattern)
-                match format:
-                    case Format.PACKED:
-                        values, positions = pack(matrix, pruned[name].pattern)
-                        parts = {f"{name}_values": values, f"{name}_positions": positions, name: tensor.new_empty(0)}
-                        packed[name] = packed_entry(tensor.shape, pruned[name], sparsity)
-                    case Format.DENSE | Format.PLAIN:
-                        pass
-                    case _:
-                        assert_never(format)
+                check_weight(name, tensor.movedim(pruned[name].dim, -1).flatten(0, -2), pruned[name].pattern)
+            parts = storing.parts(name, tensor)
+            if name in pruned:
                 dense_bytes += tensor.nbytes
                 stored_bytes += sum(part.nbytes for part in parts.values())
             for key, part in parts.items():
                 writer.add(key, part)
             advance()
         files = describe_files(writer.close())
-    config = _config(source, packed, {name: entry["sha256"] for name, entry in files.items()})
+    config = {key: value for key, value in source.config.items() if key != "quantization_config"}
+    if quantization := storing.quantization_config({name: entry["sha256"] for name, entry in files.items()}):
+        config["quantization_config"] = quantization
     (partial / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     _copy_others(source.path, partial)
     share_mode(partial)
@@ -141,25 +144,9 @@ def _write(source: Folder, partial: Path, format: Format, shard_bytes: int, prog
         "dense_bytes": dense_bytes,
         "stored_bytes": stored_bytes,
         "ratio": round(stored_bytes / dense_bytes, 6),
-        "loads_with": WITH_PERMTRITON if packed or source.permuted else ALONE,
+        "loads_with": storing.loads_with,
         "files": files,
     }
-
-
-def _config(source: Folder, packed: dict[str, Packed], hashes: dict[str, str]) -> dict[str, Any]:
-    config = {key: value for key, value in source.config.items() if key != "quantization_config"}
-    if packed or source.permuted:
-        quantization = source.quantization
-        config["quantization_config"] = PermTritonQuantizationConfig(
-            version=VERSION,
-            format=Format.PACKED if packed else Format.DENSE,
-            sparsity=str(source.pattern),
-            packed=packed,
-            gathers=quantization.gathers if quantization else {},
-            norms=quantization.norms if quantization else {},
-            sha256=hashes,
-        ).to_dict()
-    return config
 
 
 def _copy_others(folder: Path, partial: Path) -> None:
@@ -174,31 +161,3 @@ def _copy_others(folder: Path, partial: Path) -> None:
                 copy = partial / path.relative_to(folder)
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(path, copy)
-
-
-def _verify(source: Folder, partial: Path, progress: Progress) -> None:
-    """Reads all tensors back and compares them bit by bit.
-
-    Raises:
-        VerificationError: a tensor differs or is missing; the message names the first one.
-    """
-    written = Folder.open(partial)
-    try:
-        written.check_listed()
-        written.check_hashes()
-    except ModelError as error:
-        raise VerificationError(f"what was written cannot be read again: {error}") from error
-    names = source.names()
-    if differing := sorted(set(names) ^ set(written.names())):
-        raise VerificationError(f"{differing[0]}: it was read but not written, or written but not read")
-    with progress.stage("verify", len(names)) as advance:
-        for name in names:
-            if not _same_bits(source.tensor(name), written.tensor(name)):
-                raise VerificationError(f"{name}: what was written differs from what was read")
-            advance()
-
-
-def _same_bits(first: Tensor, second: Tensor) -> bool:
-    if (first.dtype, first.shape) != (second.dtype, second.shape):
-        return False
-    return torch.equal(first.flatten().view(torch.uint8), second.flatten().view(torch.uint8))

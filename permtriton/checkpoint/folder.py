@@ -72,10 +72,16 @@ class Folder:
     def config(self) -> dict[str, Any]:
         return read_json(self.path / CONFIG_FILE)
 
+    @property
+    def is_quantized(self) -> bool:
+        """Whether compressed-tensors' layout stores its weights in few bits, as in format fp8."""
+        entries = self.config.get("quantization_config")
+        return isinstance(entries, dict) and entries.get("quant_method") == "compressed-tensors"
+
     @cached_property
     def quantization(self) -> PermTritonQuantizationConfig | None:
         entries = self.config.get("quantization_config")
-        if entries is None:
+        if entries is None or self.is_quantized:
             return None
         if not isinstance(entries, dict) or entries.get("quant_method") != METHOD:
             raise ModelError(
@@ -147,7 +153,7 @@ class Folder:
             tensor, shape = self.stored[name], self.shape(name)
             dim, pattern = weight.dim, weight.pattern
             fits = 2 <= len(shape) <= 4 and 0 <= dim < len(shape) and shape[dim] % pattern.group == 0
-            if not fits or tensor.dtype not in DTYPES:
+            if not fits or (tensor.dtype not in DTYPES and not self.is_quantized):
                 raise ModelError(
                     f"{tensor.file}: {name} is {tensor.dtype} {list(shape)}, which cannot have been pruned to "
                     f"{pattern} along dimension {dim}: the checkpoint or {REPORT_FILE} is damaged"

@@ -9,6 +9,7 @@ class Format(StrEnum):
     PACKED = "packed"
     DENSE = "dense"
     PLAIN = "plain"
+    FP8 = "fp8"
 
 
 MEANINGS = {
@@ -16,5 +17,9 @@ MEANINGS = {
     "permtriton",
     Format.DENSE: "zeros stored too",
     Format.PLAIN: "dense, or refused where transformers alone cannot load it (layout fused)",
+    Format.FP8: "linears in float8 e4m3 with a scale per row, as compressed-tensors lays them out; vLLM loads it by "
+    "itself, transformers with that package; refused in layout fused",
 }
+SERVED_ALONE = (Format.PLAIN, Format.FP8)  # that other programs load without permtriton, so that nothing may permute
+NEEDS = {Format.FP8: "compressed_tensors"}  # format -> the module that writes it
 HELP = " ".join(f"{each}: {meaning}." for each, meaning in MEANINGS.items())

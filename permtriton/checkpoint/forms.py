@@ -246,6 +246,18 @@ class File(TypedDict):
     sha256: Sha256
 
 
+class Loss(TypedDict, total=False):
+    """What a format with fewer bits costs; see `permtriton.checkpoint.fp8.Fp8.check_loads`."""
+
+    text: str
+    tokens: Integer
+    before: float | None
+    after: float | None
+    kl: float | None
+    cosine: float
+    not_measured: str
+
+
 class Export(TypedDict):
     """What `permtriton.checkpoint.export.export` did."""
 
@@ -258,6 +270,9 @@ class Export(TypedDict):
     loads_with: str
     reloaded: str
     seconds: float
+    quantized: NotRequired[Integer]
+    further_zeros: NotRequired[Integer]
+    loss: NotRequired[Loss]
 
 
 class Record(TypedDict):
@@ -296,6 +311,7 @@ class Record(TypedDict):
     files: dict[str, File]
     card: str | None
     gguf: NotRequired[Gguf]
+    expert_tokens: NotRequired[dict[str, list[Integer]]]  # experts -> calibration tokens sent to each
     export: NotRequired[Export]
 
 
@@ -323,6 +339,7 @@ class Comparison(TypedDict):
     model: str
     measure: str
     text: str
+    media: NotRequired[bool]  # whether its windows are of images, sound or other tensors
     tokens: Integer
     window: Integer
     seeds: list[Integer]

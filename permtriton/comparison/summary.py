@@ -9,6 +9,7 @@ from typing import Any
 from permtriton.comparison.methods import DENSE
 from permtriton.comparison.results import RowResult
 from permtriton.comparison.run import Yardstick
+from permtriton.data.media import is_media
 from permtriton.data.samples import Samples
 from permtriton.model.forward import with_tokens
 from permtriton.model.seq2seq import with_decoder_ids
@@ -43,6 +44,7 @@ def report_of(
         "model": model,
         "measure": "cosine" if results[0].measured[0].perplexity is None else "perplexity",
         "text": text,
+        "media": is_media(dense, text),
         "tokens": windows.positions,
         "window": windows.tokens,
         "seeds": list(seeds),

@@ -6,7 +6,7 @@ from permtriton.data.in_memory import Data, documents_of, is_named, name_of, ten
 from permtriton.data.media import is_media, media_samples
 from permtriton.data.samples import Inputs
 from permtriton.data.text import check_inputs, evaluation_ids, vocabulary_of
-from permtriton.errors import CalibrationError, MissingExtraError
+from permtriton.errors import CalibrationError, ConfigError, MissingExtraError
 from permtriton.model.core import check_towers
 from permtriton.model.forward import max_tokens
 from permtriton.model.name import DEMO
@@ -14,22 +14,27 @@ from permtriton.model.name import DEMO
 EVALUATION_TOKENS = 2048  # per window, or the model's limit if that is lower
 
 
-def held_out_windows(model_name: str, data: Data | None, tokenizer: Any, model: Any) -> tuple[Inputs | None, str]:
+def held_out_windows(
+    model_name: str, data: Data | None, tokenizer: Any, model: Any, window: int | None = None
+) -> tuple[Inputs | None, str]:
     """Returns held-out samples and the name of their source, or None and the reason why there are none.
 
     Args:
         model_name: name of the model; the demo model is evaluated on the demo text by default.
         data: demo, wikitext2, c4, a file, or none; of a model that reads images or sound, a folder; or what
             `permtriton.data.in_memory.documents_of` and `tensors_of` take. None for the default, which may be missing.
+        window: tokens per window; None for `EVALUATION_TOKENS`, or the model's limit if that is lower.
 
     Returns:
         Token ids, int64 ``[windows, tokens]``, or `Samples`, or None; and the name of the source, or the reason.
 
     Raises:
         CalibrationError: the text that the user named cannot be read.
+        ConfigError: the window is longer than the model can take, or there is no text to cut.
         ModelError: the model only compares the outputs of others, as CLIP does.
     """
     if isinstance(data, str) and data == "none":
+        _refuse_window(window, "with `eval_data=none`")
         return None, "turned off"
     check_towers(model)
     if model.main_input_name != "input_ids" and data is None:
@@ -40,13 +45,32 @@ def held_out_windows(model_name: str, data: Data | None, tokenizer: Any, model: 
     if data is not None and not is_named(data):
         documents = documents_of(data)
         if documents is None:
+            _refuse_window(window, "on samples in memory")
             return check_inputs(model, tensors_of(data, model, None, None)), name
     elif data is not None and is_media(model, name):
+        _refuse_window(window, f"on {name}, which is no text")
         return check_inputs(model, media_samples(name, model, tokenizer, None)), name
-    length = min(max_tokens(model) or EVALUATION_TOKENS, EVALUATION_TOKENS)
+    length = _window_of(model, window)
     try:
         return evaluation_ids(name, tokenizer, vocabulary_of(model), length, documents), name
     except (CalibrationError, MissingExtraError) as error:
         if data is not None:
             raise
         return None, str(error)
+
+
+def _window_of(model: Any, window: int | None) -> int:
+    longest = max_tokens(model)
+    if window is None:
+        return min(longest or EVALUATION_TOKENS, EVALUATION_TOKENS)
+    if window < 2 or window > (longest or window):
+        raise ConfigError(
+            f"`window={window}`: expected at least 2 tokens"
+            + (f", and at most the {longest:,} that a {type(model).__name__} of this config takes" if longest else "")
+        )
+    return window
+
+
+def _refuse_window(window: int | None, where: str) -> None:
+    if window is not None:
+        raise ConfigError(f"`window={window}` has no effect {where}: leave it out")

@@ -177,6 +177,8 @@ def calibration_of(
     if documents is not None:
         config = replace(config, calibration=named)
         return calibration_samples(config, tokenizer, model, documents), config
+    if named.one_document:
+        raise ConfigError("`one_document=true` has no effect on samples in memory, which are taken as they are")
     samples = tensors_of(data, model, most, named.samples)
     length = samples.longest if samples.is_text else named.sequence_length
     return samples, replace(config, calibration=replace(named, samples=len(samples), sequence_length=length))

@@ -7,6 +7,7 @@ made mono and brought to the processor's sampling rate.
 import os
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from math import gcd
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,9 @@ def media_samples(
     if source.endswith(TENSORS):
         with reading(f"{source} cannot be read", CalibrationError):
             stored = Samples(load_file(source))
-        return stored[_drawn(len(stored), count, generator, source)]
+        order = _drawn(len(stored), count, generator, source)
+        left = order[len(stored) if count is None else count :]
+        return replace(stored[order[:count]], spare=stored[left] if left.numel() and stored.is_text else None)
     kind, suffixes, part = KINDS[model.main_input_name]
     if not os.path.isdir(source):  # which, unlike Path.is_dir, takes names that are too long
         raise CalibrationError(
@@ -87,18 +90,17 @@ def media_samples(
             f"{source} holds no {kind}: no file in it ends in {', '.join(suffixes)}{held}. Convert other formats "
             f"({'ffmpeg -i a.flac a.wav' if kind == 'sound' else 'magick a.heic a.png'})"
         )
-    files = [files[number] for number in _drawn(len(files), count, generator, source).tolist()]
+    files = [files[number] for number in _drawn(len(files), count, generator, source)[:count].tolist()]
     read = _images if kind == "images" else _sounds
     return _stacked(files, read(files, getattr(processor, part, processor)), model.main_input_name)
 
 
 def _drawn(there: int, count: int | None, generator: torch.Generator | None, source: str) -> Tensor:
-    """Returns the numbers of the samples to take, int64 ``[count]``."""
+    """Returns the numbers of all samples, those to take first, int64 ``[there]``."""
     if count is not None and there < count:
         held = f"{there} sample{'' if there == 1 else 's'}"
         raise CalibrationError(f"{source} holds {held}, but {count} are needed: lower `samples=`, or add more")
-    order = torch.arange(there) if generator is None else torch.randperm(there, generator=generator)
-    return order[:count]
+    return torch.arange(there) if generator is None else torch.randperm(there, generator=generator)
 
 
 def _stacked(files: list[Path], samples: list[Mapping[str, Tensor]], main: str) -> Samples:

@@ -3,6 +3,7 @@
 import inspect
 import json
 import os
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -81,7 +82,8 @@ def all_windows(
         documents: What is drawn from, where it is in memory; the source then only names it.
 
     Returns:
-        int64 ``[at least samples, sequence_length]``: windows that do not overlap, in random order.
+        int64 ``[at least samples, sequence_length]``: windows that do not overlap, in random order. Where each is drawn
+            from one document they may overlap, and there are as many as are wanted.
 
     Raises:
         CalibrationError: The source cannot be read or holds too little text, or ids are outside the vocabulary.
@@ -93,9 +95,13 @@ def all_windows(
             config.calibration, HUB_DATASETS, JOINED, "calibration.txt", config.text_column, config.split
         )
     if are_pairs(documents):
+        if config.one_document:
+            raise ConfigError("`one_document=true` has no effect on pairs of a source and its labels: leave it out")
         encode = partial(_encode_pair, tokenizer=tokenizer, vocabulary=vocabulary, source=config.calibration)
         length, name = config.sequence_length, config.calibration
         return paired_windows(documents, encode, length, config.samples, generator, name, SURPLUS)
+    if config.one_document:
+        return _in_vocabulary(_one_document_each(config, documents, tokenizer, seed), vocabulary, config.calibration)
     stream = _encode(config.calibration, documents, tokenizer, vocabulary, wanted, generator)
     windows = stream.numel() // config.sequence_length
     if windows < config.samples:
@@ -107,6 +113,34 @@ def all_windows(
     offset = int(torch.randint(0, slack + 1, (1,), generator=generator))
     order = torch.randperm(windows, generator=generator)
     return stream[offset : offset + windows * config.sequence_length].view(windows, -1)[order].contiguous()
+
+
+def _one_document_each(
+    config: CalibrationConfig, documents: Documents, tokenizer: PreTrainedTokenizerBase | None, seed: int
+) -> Tensor:
+    """Returns sequences each drawn from one document with more tokens, int64 ``[samples, sequence_length]``.
+
+    Documents are drawn until one is long enough, with replacement, by Python's generator: for c4 and a seed, these are
+    the sequences that the code of SparseGPT and Wanda draws. No end token is added, as there.
+    """
+    generator, length, short = random.Random(seed), config.sequence_length, set[int]()
+    found = list[Tensor]()
+    while len(found) < config.samples:
+        if len(short) == len(documents):
+            raise CalibrationError(
+                f"{config.calibration} has no document with more than {length:,} tokens, to draw a sequence from: "
+                "lower `sequence_length=`, give longer documents, or leave `one_document=` and `protocol=` out"
+            )
+        number = generator.randint(0, len(documents) - 1)
+        if number in short:
+            continue
+        ids = _encode_one(documents[number], tokenizer, config.calibration, ended=False)
+        if ids.numel() <= length:
+            short.add(number)
+            continue
+        start = generator.randint(0, ids.numel() - length - 1)
+        found.append(ids[start : start + length])
+    return torch.stack(found)
 
 
 def evaluation_ids(
@@ -157,7 +191,7 @@ def calibration_samples(
     """
     source, count = config.calibration.calibration, config.calibration.samples
     if is_media(model, source):
-        for name in ("text_column", "split"):
+        for name in ("text_column", "split", "one_document"):
             if value := getattr(config.calibration, name):
                 raise ConfigError(f"`{name}={value}` has no effect on {source}, which is no text: leave it out")
         generator = torch.Generator().manual_seed(config.seed)
@@ -174,7 +208,8 @@ def check_samples(model: PreTrainedModel, inputs: Inputs) -> Samples:
     Arguments and errors are those of `check_inputs`.
     """
     samples = check_inputs(model, inputs)
-    return replace(samples, inputs=arguments_of(model, samples.inputs))
+    spare = None if samples.spare is None else check_samples(model, samples.spare)
+    return replace(samples, inputs=arguments_of(model, samples.inputs), spare=spare)
 
 
 def check_inputs(model: PreTrainedModel, inputs: Inputs) -> Samples:
@@ -276,9 +311,16 @@ def _encode(
     return _in_vocabulary(stream, vocabulary, source)
 
 
-def _encode_one(document: Any, tokenizer: PreTrainedTokenizerBase | None, source: str, target: bool = False) -> Tensor:
+def _encode_one(
+    document: Any,
+    tokenizer: PreTrainedTokenizerBase | None,
+    source: str,
+    target: bool = False,
+    *,
+    ended: bool = True,
+) -> Tensor:
     if isinstance(document, str):
-        return token_ids(document, tokenizer, source, target)
+        return token_ids(document, tokenizer, source, target, ended=ended)
     return _integers(document, source)
 
 

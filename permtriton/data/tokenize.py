@@ -11,7 +11,9 @@ from permtriton.errors import CalibrationError, reading, without_panics
 LONGEST_LINE, LONGEST_PIECE = 2**20, 2**24  # characters
 
 
-def token_ids(text: str, tokenizer: PreTrainedTokenizerBase | None, source: str, target: bool = False) -> Tensor:
+def token_ids(
+    text: str, tokenizer: PreTrainedTokenizerBase | None, source: str, target: bool = False, *, ended: bool = True
+) -> Tensor:
     """Returns the ids of a text and the end token, int64 ``[tokens]``.
 
     A text is tokenized as a whole unless `pieces` cuts it. The pieces are then joined, and the special tokens that the
@@ -20,6 +22,7 @@ def token_ids(text: str, tokenizer: PreTrainedTokenizerBase | None, source: str,
     Args:
         source: where the text comes from, for errors.
         target: whether the text is what a decoder writes; translation models tokenize it as the target language.
+        ended: whether the end token is added where the tokenizer adds none.
 
     Raises:
         CalibrationError: there is no tokenizer, or it fails.
@@ -36,7 +39,7 @@ def token_ids(text: str, tokenizer: PreTrainedTokenizerBase | None, source: str,
             given = {"text_target" if target else "text": text}
             ids = torch.tensor(tokenizer(**given, verbose=False)["input_ids"], dtype=torch.int64)
         end = tokenizer.eos_token_id
-        if end is None or not ids.numel() or int(ids[-1]) == end:
+        if not ended or end is None or not ids.numel() or int(ids[-1]) == end:
             return ids
         return torch.cat([ids, torch.tensor([end], dtype=torch.int64)])
 

@@ -26,9 +26,9 @@ ROUNDING_ONLY = ("micro_batch_size", "activation_checkpointing")
 WRITING = "generated"  # the state of the text that the dense model writes
 
 
-def states_beside(resume_path: Path) -> list[Path]:
-    """Returns the paths of the states that an interrupted run left, of whatever steps."""
-    names = (WRITING, *(kind.name for kind in steps.STEPS))
+def states_beside(resume_path: Path, recipe: Sequence[Step]) -> list[Path]:
+    """Returns the paths of the states that an interrupted run left, of whatever steps that are known."""
+    names = dict.fromkeys((WRITING, *(kind.name for kind in steps.STEPS), *(step.name for step in recipe)))
     paths = (resume_path.with_suffix(f".{name}{resume_path.suffix}") for name in names)
     return sorted(filter(Path.is_file, paths))
 
@@ -74,7 +74,7 @@ class Compilation(Run):
         draws = any(step.draws for step in self.config.steps)
         text = samples.joined(samples.spare) if draws and samples.spare is not None else samples
         self._inputs = {"config": options, "text": text.sha256, **run_identity(self.model, device)}
-        beside = partial(states_beside, self.resume_path)
+        beside = partial(states_beside, self.resume_path, self.config.steps)
         machines = ranks.on_first(lambda: {StateFile(path, self._inputs).check() for path in beside()})
         for path in ranks.on_first(beside):
             self.progress.say(f"found {path.name}: its step will continue where the interrupted run stopped")

@@ -153,7 +153,7 @@ def disk_needs(
     facts = memory.facts_of(model, plan, config, samples)
     states = sum(step.state_bytes(facts) for step in config.steps)
     found = {"the output": facts.model + SMALL_FILES}
-    there = sum(path.stat().st_size for path in states_beside(resume_path)) if resume_path else 0
+    there = sum(path.stat().st_size for path in states_beside(resume_path, config.steps)) if resume_path else 0
     return found | ({"states of interrupted runs": max(2 * states - there, 0)} if states else {})
 
 

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from permtriton.checkpoint.export import check_format
 from permtriton.checkpoint.format import Format
+from permtriton.checkpoint.fp8 import check_quantizable
 from permtriton.checkpoint.output import check_apart, check_output, claimed, resume_path
 from permtriton.checkpoint.plan_entries import plan_report
 from permtriton.checkpoint.publishing import make_repository, upload
@@ -122,7 +123,7 @@ class Job:
             return
         self._check_apart()
         with claimed(self.output, overwrite=self.overwrite, say=progress.say):
-            for path in states_beside(resume_path(self.output)) if self.restart else ():
+            for path in states_beside(resume_path(self.output), self.config.steps) if self.restart else ():
                 path.unlink()
                 progress.say(f"deleted {path.name}, the state of an interrupted run")
             yield
@@ -271,6 +272,8 @@ class Job:
         windows, text = held_out_windows(source.name if source else "", self.eval_data, tokenizer, model)
         if windows is None:
             progress.say(f"no held-out evaluation: {text}")
+        if self.save_format == Format.FP8:
+            check_quantizable(model)
         samples, config = None, self.config
         if self.data is not None:
             samples, config = calibration_of(self.data, config, tokenizer, model, self.samples)

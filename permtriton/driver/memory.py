@@ -245,6 +245,9 @@ def _stages(
         # From pruning on, the dense weights are kept as long as a step needs them.
         keeps = step.stage is not Stage.ORDER and any(later.dense_weights for later in config.steps[number:])
         held = {"dense weights": facts.pruned * facts.element} if keeps else {}
+        minimising = [later for later in config.steps[number + 1 :] if later.objective]
+        if minimising and step.stage is not Stage.ORDER:
+            held["targets of later steps"] = sum(facts.read_by(each).targets()["targets"] for each in minimising)
         stages |= {stage: {**held, **uses} for stage, uses in step.needs(facts.read_by(step)).items()}
     return stages | {RELOADING: {"a second model": facts.model}}
 

@@ -8,7 +8,7 @@ from permtriton.driver.step import Step
 from permtriton.errors import ConfigError
 from permtriton.util.option import Option, documented, options_of
 
-OF_TEXT = ("text_column", "split")  # options that say what to read of a text
+OF_TEXT = ("text_column", "split", "one_document")  # options that say what to read of a text
 
 
 @documented

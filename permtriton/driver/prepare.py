@@ -23,8 +23,9 @@ from permtriton.driver.planning import plan_model
 from permtriton.errors import ConfigError, reasons_of
 from permtriton.evaluation.held_out import Evaluation
 from permtriton.methods.measure.importance import inverts_hessians
-from permtriton.methods.measure.statistics import site_statistics
+from permtriton.methods.measure.statistics import describe_few, site_statistics, tokens_of_experts
 from permtriton.methods.prune.dense_share import DENSE_SHARE, costliest
+from permtriton.model.experts import measure_all_experts
 from permtriton.model.forward import TOKENS_WITHOUT_LOGITS, check_length, with_tokens
 from permtriton.model.load import check_original
 from permtriton.model.reference import Reference
@@ -103,6 +104,7 @@ def prepare(
         with run.timed("generate"):
             samples = _with_text(run, samples)
     reference = Reference(model, samples, plan.unseen)
+    measure_all_experts(model, config.calibration.calibrate_all_experts)
     with running(model, plan, spread_on) as runs:
         if held_out is not None:
             with run.timed("evaluate"):
@@ -111,6 +113,7 @@ def prepare(
         if config.uses_importance:
             with run.timed("calibrate"):
                 statistics = site_statistics(runs, plan, config.importance, samples, batch, run.progress, run.offload)
+            _note_experts(run, runs, samples)
     run.samples, run.batch, run.plan, run.graph, run.reference = samples, batch, plan, graph, reference
     run.statistics = {name: statistic.to(model.device) for name, statistic in statistics.items()}
     run.batches, run.indices = _batches(model, graph, reference.samples), run.unmoved()
@@ -118,6 +121,13 @@ def prepare(
     run.spread_on, run.thrifty = spread_on, forecast.needs.thrifty
     _leave_dense(run)
     return Prepared(forecast.needs, evaluation)
+
+
+def _note_experts(run: Compilation, runs: PreTrainedModel, samples: Samples) -> None:
+    """Notes how many tokens each expert of a mixture was sent, and says so where they are few."""
+    run.expert_tokens = tokens_of_experts(runs, len(samples) * samples.longest)
+    if not run.config.calibration.calibrate_all_experts and (few := describe_few(runs, run.expert_tokens)):
+        run.progress.say(few)
 
 
 def _leave_dense(run: Compilation) -> None:

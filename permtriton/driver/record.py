@@ -67,6 +67,7 @@ def compilation_record(
         },
         "seconds": {stage: round(value, 3) for stage, value in run.seconds.items()},
         "memory": {"peak": peak_memory(model.device), "estimate": needs.report()},
+        **({"expert_tokens": run.expert_tokens} if run.expert_tokens else {}),
         "sites": [ordered_site_report(site, site.expand(indices[site.space.name])) for site in plan.sites],
         "rows": rows_report(model, plan, indices),
     }

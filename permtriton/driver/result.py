@@ -76,16 +76,17 @@ class CompiledModel(Pruned):
 
         Args:
             folder: folder to write.
-            format: ``packed`` (kept values and positions), ``dense`` (zeros stored, too) or ``plain`` (dense, and
-                refused where transformers alone cannot load it). None for dense. A packed folder is written by way of
-                a dense one beside it, as `permtriton.export` writes it.
+            format: ``packed`` (kept values and positions), ``dense`` (zeros stored, too), ``plain`` (dense, and
+                refused where transformers alone cannot load it) or ``fp8`` (8 bits, as vLLM loads them). None for
+                dense. A packed folder and one in 8 bits are written by way of a dense one beside them, as
+                `permtriton.export` writes it.
             overwrite: whether an earlier output of permtriton may be replaced.
 
         Returns:
             The absolute path of the folder.
 
         Raises:
-            ConfigError: an unknown format, or ``plain`` in layout ``fused``.
+            ConfigError: an unknown format, or ``plain`` or ``fp8`` in layout ``fused``.
             OutputError: the folder exists and may not be replaced, or cannot be written.
             VerificationError: the written checkpoint fails a check; nothing is left behind.
 

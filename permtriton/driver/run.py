@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from permtriton.config import CommonConfig
 from permtriton.data.samples import Samples
 from permtriton.kernels.importance import ImportanceFactors
-from permtriton.methods.measure.fisher import fisher_information
+from permtriton.methods.measure.fisher import fisher_information, output_gradients
 from permtriton.methods.measure.importance import importances_of
 from permtriton.methods.measure.objective import Objective, default_objective, dense_objective, objective_kind
 from permtriton.methods.measure.promises import Retained, check_loss, check_retained, retained_importance
@@ -87,6 +87,7 @@ class Run:
         retained: pruned linear -> importance that its mask retains in the present order.
         dense_weights: pruned linear -> its weight before it was pruned; filled where a step needs it.
         dense_corners: the same of what `corners` returns, filled always.
+        expert_tokens: experts -> calibration tokens that are sent to each; empty where nothing was measured.
         passes: result of each compiler pass.
         difference: largest difference from the dense outputs, relative to the largest output.
         seconds: time per step and stage, filled by `timed`.
@@ -121,6 +122,7 @@ class Run:
         self.retained: dict[str, float] = {}
         self.dense_weights: dict[str, Tensor] = {}
         self.dense_corners: dict[str, list[list[float]]] = {}
+        self.expert_tokens: dict[str, list[int]] = {}
         self.generated: Tensor | None = None
         self.difference, self.other_values, self.thrifty = 0.0, False, False
         self.spread_on: torch.device | None = None
@@ -197,6 +199,14 @@ class Run:
         with self.running() as model:
             found = fisher_information(model, self.plan, kind, self.samples, self.config, self.progress, self.offload)
         return {name: fisher.row.to(self.model.device) for name, fisher in found.items()}
+
+    def output_gradients(self, tokens: int) -> dict[str, Tensor]:
+        """Returns linear name -> gradients of its outputs on about so many calibration tokens, ``[tokens, rows]``."""
+        kind, count = default_objective(self.model), max(tokens // self.samples.tokens, 1)
+        with self.running() as model:
+            # One sequence at a time: they are few, and the logits of more would take more memory than all else.
+            config = replace(self.config, micro_batch_size=1)
+            return output_gradients(model, self.plan, kind, self.samples[:count], config, self.progress, self.offload)
 
     # -- the order of channels -----------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from permtriton.checkpoint.forms import find_record
+from permtriton.checkpoint.patterns import broken_claim, pattern_in_words
 from permtriton.checkpoint.plan_entries import hidden_order_of
 from permtriton.data.held_out import held_out_windows
 from permtriton.data.in_memory import Data, selected
@@ -15,6 +16,7 @@ from permtriton.data.media import Processor
 from permtriton.errors import CalibrationError, MemoryTooSmallError, ModelError
 from permtriton.evaluation import measure
 from permtriton.evaluation.measure import Evaluated
+from permtriton.evaluation.protocol import measured_by
 from permtriton.evaluation.task_request import TaskRequest
 from permtriton.model import load
 from permtriton.model.name import DEMO
@@ -30,6 +32,8 @@ def evaluate(  # noqa: PLR0913
     model: PreTrainedModel | str | Path,
     eval_data: Data | None = None,
     *,
+    protocol: str | None = None,
+    window: int | None = None,
     against: Against = None,
     tokenizer: Processor | None = None,
     hidden_order: Tensor | None = None,
@@ -54,6 +58,9 @@ def evaluate(  # noqa: PLR0913
         eval_data: held-out text: ``wikitext2``, ``c4``, ``demo``, a file, or ``none`` for tasks alone; of a model of
             images or sound, a folder; or texts, token ids or tensors in memory, as `permtriton.compile` takes them.
             None for ``demo`` with the demo model, else ``wikitext2``.
+        protocol: ``paper`` for what the literature measures: ``wikitext2`` in windows of 2048 tokens, and the seven
+            tasks of Wanda's table; each of ``eval_data``, ``window`` and ``tasks`` wins over it.
+        window: tokens per window; None for 2048, or as many as the model can take.
         against: the dense model, or where it is: adds its perplexity, the KL and the cosine to it. A name is loaded for
             this call only, and both models are in memory at once.
         tokenizer: tokenizer or processor of a loaded model; text needs it.
@@ -88,6 +95,7 @@ def evaluate(  # noqa: PLR0913
         perplexity ..., dense ..., KL ..., cosine ... on my-heldout.txt (...)
     """
     shown = reporter(progress)
+    eval_data, window, tasks = measured_by(protocol, eval_data, window, tasks)
     request = TaskRequest(tasks, limit, None if tasks_dir is None else Path(tasks_dir))
     chosen = request.load(shown)
     eval_data = selected(eval_data, text_column, split)
@@ -97,6 +105,7 @@ def evaluate(  # noqa: PLR0913
         name = source.name
         shown.say(f"loading {source.described}")
         model = load.load_model(source)
+        _say_pattern(source, model, shown)
         tokenizer = tokenizer or load.load_processor(source, model)
         if against is not None:
             hidden_order = _hidden_order(source, getattr(model.config.get_text_config(), "hidden_size", 0))
@@ -105,7 +114,7 @@ def evaluate(  # noqa: PLR0913
     if isinstance(against, Source):
         name = DEMO if against.name == DEMO else name
         against = _loaded_beside(model, tokenizer, against, shown)
-    windows, text = held_out_windows(name, eval_data, tokenizer, model)
+    windows, text = held_out_windows(name, eval_data, tokenizer, model, window)
     if windows is None and eval_data is None:
         if chosen is None:
             raise CalibrationError(text)
@@ -121,6 +130,16 @@ def evaluate(  # noqa: PLR0913
         batch=batch_size,
         progress=shown,
     )
+
+
+def _say_pattern(source: Source, model: PreTrainedModel, shown: Progress) -> None:
+    """Says of a folder that permtriton did not write what it is, and warns of one whose pattern was lost."""
+    record = None if source.gguf is not None else find_record(source.location, source.hub)
+    if record is None:
+        if (found := pattern_in_words(model)) != "dense":
+            shown.say(f"{source.name} was pruned by another tool, and is measured as it is: {found}")
+    elif problem := broken_claim(model, record):
+        shown.say(f"warning: {problem}")
 
 
 def _loaded_beside(model: PreTrainedModel, tokenizer: Any, against: Source, shown: Progress) -> PreTrainedModel:

@@ -18,11 +18,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TaskRequest:
-    """Which zero-shot tasks to run, as the user wrote it."""
+    """Which zero-shot tasks to run, as the user wrote it: names, or None or ``none`` for no tasks."""
 
     names: str | Sequence[str] | None
     limit: int | None
     folder: Path | None
+
+    def __post_init__(self) -> None:
+        if self.names == "none":
+            object.__setattr__(self, "names", None)
 
     def load(self, progress: Progress) -> "Tasks | None":
         """Returns the tasks with their data; None without tasks.

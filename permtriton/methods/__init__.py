@@ -1,0 +1,71 @@
+"""The steps of recipes, and what a step of one's own is made of; each name is imported when it is first used."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from permtriton.driver.run import Run
+    from permtriton.driver.step import Outcome, Stage, Step
+    from permtriton.kernels.nm_mask import top_n_mask
+    from permtriton.methods.order.heuristic import Heuristic
+    from permtriton.methods.order.learned import Learned
+    from permtriton.methods.order.searched import Searched
+    from permtriton.methods.prune.mask import Mask
+    from permtriton.methods.prune.refit import Refit
+    from permtriton.methods.prune.sparsegpt import SparseGPT
+    from permtriton.methods.train.distill import Distill
+    from permtriton.methods.train.reconstruct import Reconstruct
+    from permtriton.methods.train.tune import Tune
+    from permtriton.passes.plan import linear_module, weight_in_out
+    from permtriton.util.option import documented, option
+
+_MODULES = {
+    "Distill": "methods.train.distill",
+    "Heuristic": "methods.order.heuristic",
+    "Learned": "methods.order.learned",
+    "Mask": "methods.prune.mask",
+    "Outcome": "driver.step",
+    "Reconstruct": "methods.train.reconstruct",
+    "Refit": "methods.prune.refit",
+    "Run": "driver.run",
+    "Searched": "methods.order.searched",
+    "SparseGPT": "methods.prune.sparsegpt",
+    "Stage": "driver.step",
+    "Step": "driver.step",
+    "Tune": "methods.train.tune",
+    "documented": "util.option",
+    "linear_module": "passes.plan",
+    "option": "util.option",
+    "top_n_mask": "kernels.nm_mask",
+    "weight_in_out": "passes.plan",
+}
+__all__ = [
+    "Distill",
+    "Heuristic",
+    "Learned",
+    "Mask",
+    "Outcome",
+    "Reconstruct",
+    "Refit",
+    "Run",
+    "Searched",
+    "SparseGPT",
+    "Stage",
+    "Step",
+    "Tune",
+    "documented",
+    "linear_module",
+    "option",
+    "top_n_mask",
+    "weight_in_out",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'permtriton.methods' has no attribute {name!r}")
+    return getattr(import_module(f"permtriton.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -89,12 +89,16 @@ class Refitting:
         "make up for: 0 for none, 1 for all of it.",
         maximum=1.0,
     )
-    iterations: int = option(
-        20, "Most rounds of conjugate gradients per weight; 0 leaves SparseGPT's weights and mask."
-    )
+    iterations: int = option(20, "Rounds of conjugate gradients per weight; 0 leaves SparseGPT's weights and mask.")
     exchanges: int = option(
         4, "Most rounds in which pruned weights take the place of kept ones, each followed by a further fit."
     )
+    metric_tokens: int = option(
+        2048,
+        "Calibration tokens whose gradients say how errors of a linear's outputs add up in the loss: whole sequences, "
+        "at least one; 0 takes all outputs for equal and unrelated.",
+    )
+    metric_rounds: int = option(12, "Rounds of conjugate gradients in that metric, after all others.", minimum=1)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,16 @@
-"""All steps that a recipe may have, in the order in which they run. **Add a method here.**"""
+"""All steps that a recipe may name, in the order in which they run. **Add a method here.**
 
-from permtriton.driver.step import Step
+A package that is not ours adds its own by an entry point of the group `GROUP`, whose value is the class of a step.
+"""
+
+import warnings
+from collections.abc import Iterator
+from dataclasses import is_dataclass
+from importlib.metadata import entry_points
+from typing import Any
+
+from permtriton.driver.step import Stage, Step
+from permtriton.errors import first_line, shown
 from permtriton.methods.order.heuristic import Heuristic
 from permtriton.methods.order.learned import Learned
 from permtriton.methods.order.searched import Searched
@@ -11,4 +21,38 @@ from permtriton.methods.train.distill import Distill
 from permtriton.methods.train.reconstruct import Reconstruct
 from permtriton.methods.train.tune import Tune
 
-STEPS: tuple[type[Step], ...] = (Heuristic, Learned, Searched, Mask, SparseGPT, Refit, Reconstruct, Tune, Distill)
+GROUP = "permtriton.steps"
+OURS: tuple[type[Step], ...] = (Heuristic, Learned, Searched, Mask, SparseGPT, Refit, Reconstruct, Tune, Distill)
+
+
+def problem_of(kind: Any) -> str:
+    """Returns why a class is no step that a recipe can have, as the end of a sentence; empty if it is one."""
+    if not (isinstance(kind, type) and Step in kind.__mro__ and is_dataclass(kind)):
+        return "is no dataclass derived from permtriton.methods.Step"
+    if missing := [each for each in ("name", "prefix", "summary", "stage") if not hasattr(kind, each)]:
+        return f"does not say its {missing[0]}"
+    if not isinstance(kind.stage, Stage):  # type: ignore[attr-defined]
+        return f"has the stage {shown(kind.stage)}, expected one of {', '.join(map(str, Stage))}"  # type: ignore[attr-defined]
+    taken = {word: each for each in OURS for word in (each.name, each.prefix)}
+    if clash := next((word for word in (kind.name, kind.prefix) if taken.get(word, kind) is not kind), ""):  # type: ignore[attr-defined]
+        return f"has the name or prefix {clash} of permtriton's own step {taken[clash].name}: choose another"
+    return ""
+
+
+def _installed() -> Iterator[type[Step]]:
+    """Yields the steps of other packages; one that cannot be loaded is left out with a warning."""
+    names: set[str] = set()
+    for entry in sorted(entry_points(group=GROUP), key=lambda each: each.name):
+        try:
+            kind = entry.load()
+            problem = problem_of(kind) or (f"has the name {kind.name} of another one" if kind.name in names else "")
+        except Exception as error:  # code of others raises any kind
+            problem = f"cannot be imported: {first_line(error)}"
+        if problem:
+            warnings.warn(f"the step {entry.value} of an installed package is left out: it {problem}", stacklevel=2)
+        else:
+            names.add(kind.name)
+            yield kind
+
+
+STEPS: tuple[type[Step], ...] = (*OURS, *_installed())

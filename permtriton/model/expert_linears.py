@@ -82,7 +82,16 @@ class UnstackedExperts(nn.ModuleList):
 
 
 class RoutedExperts(UnstackedExperts):
-    """Experts that each token is sent to by numbers and weights: ``gate_up_proj`` (or ``up_proj``), ``down_proj``."""
+    """Experts that each token is sent to by numbers and weights: ``gate_up_proj`` (or ``up_proj``), ``down_proj``.
+
+    Attributes:
+        measuring: whether statistics are being taken, of the tokens that are sent to each expert, or of all.
+        all_measured: whether every expert then runs on every token; the result is that of the token's experts still.
+        sent: tokens that were sent to each expert meanwhile, and all tokens, int64 ``[experts + 1]``; None before.
+    """
+
+    measuring = all_measured = False
+    sent: Tensor | None = None
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Returns the weighted sum of each token's experts, ``[tokens, hidden]``.
@@ -94,13 +103,25 @@ class RoutedExperts(UnstackedExperts):
         """
         if torch.compiler.is_compiling():
             return self._dense(hidden_states, top_k_index, top_k_weights)
+        if self.measuring:
+            self._count(top_k_index)
+        every_token = self.measuring and self.all_measured
         result = torch.zeros_like(hidden_states)
-        for number in torch.unique(top_k_index).tolist():
+        for number in range(len(self)) if every_token else torch.unique(top_k_index).tolist():
             if 0 <= number < len(self):
                 tokens, positions = torch.where(top_k_index == number)
-                weighted = self._expert(number, hidden_states[tokens]) * top_k_weights[tokens, positions, None]
+                if every_token:
+                    outputs = self._expert(number, hidden_states)[tokens]
+                else:
+                    outputs = self._expert(number, hidden_states[tokens])
+                weighted = outputs * top_k_weights[tokens, positions, None]
                 result.index_add_(0, tokens, weighted.to(result.dtype))
         return result
+
+    def _count(self, top_k_index: Tensor) -> None:
+        chosen = top_k_index[(top_k_index >= 0) & (top_k_index < len(self))]
+        count = torch.cat([chosen.bincount(minlength=len(self)), chosen.new_tensor([top_k_index.shape[0]])])
+        self.sent = count if self.sent is None else self.sent + count
 
     def _dense(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Runs every expert on every token, so that no shape depends on the routing and all linears read one tensor."""

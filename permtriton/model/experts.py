@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from permtriton.errors import ConfigError
 from permtriton.model.checks import TOLERANCE
 from permtriton.model.expert_linears import (
     FIRST,
@@ -112,6 +113,29 @@ def unstacked_experts(model: nn.Module) -> Iterator[Unstacked]:
         yield unstack_experts(model)
     finally:
         restack_experts(model, before)
+
+
+def measure_experts(model: nn.Module, measuring: bool) -> None:
+    """Says whether statistics are being taken, so that experts count their tokens, or see all of them."""
+    for module in model.modules():
+        if isinstance(module, RoutedExperts):
+            module.measuring = measuring
+
+
+def measure_all_experts(model: nn.Module, wanted: bool) -> None:
+    """Lets statistics be taken of every expert on every token, in a model whose experts are unstacked.
+
+    Raises:
+        ConfigError: no token is sent to experts that could see others, too.
+    """
+    experts = [module for module in model.modules() if isinstance(module, RoutedExperts)]
+    if wanted and not experts:
+        raise ConfigError(
+            f"`calibrate_all_experts=true` has no effect on a {type(model).__name__}, which sends no token to experts "
+            "that could see all of them: leave it out"
+        )
+    for module in experts:
+        module.all_measured = wanted
 
 
 def stacked_name(model: nn.Module, linear: str) -> tuple[str, int] | None:

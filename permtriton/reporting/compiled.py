@@ -45,17 +45,18 @@ class Compiled(Folder):
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Bytes of the weights dense and packed."""
+        """Bytes of the weights dense and packed, in the dtype that was pruned."""
+        dense = self.stored_bytes
+        if "export" in self.record:
+            dense += self.record["export"]["dense_bytes"] - self.record["export"]["stored_bytes"]
         if self.is_packed:
-            exported = self.record["export"]
-            dense = self.stored_bytes - exported["stored_bytes"] + exported["dense_bytes"]
             return {"dense": dense, "packed": self.stored_bytes}
-        element, packed = getattr(torch, self.record["dtype"]).itemsize, float(self.stored_bytes)
+        element, packed = getattr(torch, self.record["dtype"]).itemsize, float(dense)
         for name, weight in self.pruned.items():
             pattern = weight.pattern
             ratio = pattern.kept / pattern.group * (1 + position_bits(pattern.group) / (8 * element))
             packed -= math.prod(self.shape(name)) * element * (1 - ratio)
-        return {"dense": self.stored_bytes, "packed": round(packed)}
+        return {"dense": dense, "packed": round(packed)}
 
 
 def read_folders(folders: Sequence[Path]) -> list[Compiled]:
@@ -65,7 +66,7 @@ def read_folders(folders: Sequence[Path]) -> list[Compiled]:
         ModelError: a folder was not written by permtriton, or is damaged.
     """
     found = [Compiled.open(folder) for folder in folders]
-    labels = [method_of(each.record["config"]) for each in found]
+    labels = [method_of(each.record["config"]) + (", fp8" if each.is_quantized else "") for each in found]
     for each, label in zip(found, labels, strict=True):
         each.label = label if len(set(labels)) == len(labels) else f"{label} ({each.path.resolve().name})"
     return found

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from permtriton.checkpoint.card import loss_in_words
 from permtriton.checkpoint.forms import described_sparsity
 from permtriton.checkpoint.plan_entries import grouped
 from permtriton.comparison.methods import DENSE, FUSED
@@ -45,6 +46,9 @@ def result(folders: Sequence[Compiled], comparison: Mapping[str, Any] | None) ->
     text = "Seconds are those of the compilation without the evaluation."
     if not all(folder.is_packed for folder in folders):
         text += " * follows from the pattern: the kept values, and the position of each in its group."
+    for folder in folders:
+        if (loss := folder.record.get("export", {}).get("loss")) is not None:
+            text += f" {folder.label}: measured before its weights lost bits. What that costs: {loss_in_words(loss)}."
     texts = dict.fromkeys(Path(each["text"]).name for each in found if {"dense", "text"} <= each.keys())
     caption = f"Held-out text: {', '.join(texts)}" if texts else "No held-out text was evaluated"
     tables = [Table(caption, head, list(cells), [colour(number) for number in range(len(folders))])]

@@ -7,6 +7,7 @@ from permtriton.errors import MissingExtraError
 # Extra of pyproject.toml -> the modules that it is for.
 EXTRAS = {
     "data": ("datasets", "pyarrow", "PIL"),
+    "fp8": ("compressed_tensors",),
     "eval": ("lm_eval", "accelerate"),
     "gguf": ("gguf", "accelerate"),
     "report": ("jinja2",),

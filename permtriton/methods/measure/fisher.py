@@ -9,9 +9,10 @@ weights of one row, so a factor per row changes no mask, but the order sums scor
 """
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from transformers import PreTrainedModel
 from permtriton.config import CommonConfig, ObjectiveKind
 from permtriton.data.samples import Samples
 from permtriton.errors import CalibrationError
+from permtriton.methods.measure.statistics import reads_every_token
 from permtriton.model.forward import last_hidden_state, without_cache
 from permtriton.passes.plan import Plan, layer_modules, linear_module, named_layers, weight_in_out
 from permtriton.running import ranks
@@ -29,6 +31,8 @@ from permtriton.running.layer_stream import LayerStream
 from permtriton.running.micro_batch import MicroBatch
 from permtriton.running.offload import Offload
 from permtriton.util.progress import Advance, Progress
+
+Watch = Callable[[str, Tensor], Callable[[Tensor], None]]
 
 
 @dataclass
@@ -99,14 +103,97 @@ def fisher_information(
     for _, name in plan.linears():
         channels, rows = weight_in_out(linear_module(model, name)).shape
         found[name] = Fisher(torch.zeros(rows, device=model.device), torch.zeros(channels, device=model.device))
+
+    def clear() -> None:
+        for each in found.values():
+            each.clear()
+
+    def watch(name: str, inputs: Tensor) -> Callable[[Tensor], None]:
+        squares, tokens = inputs.float().square().sum(0), inputs.shape[0]  # of an input that need not stay in memory
+
+        def add(gradient: Tensor) -> None:
+            found[name].row += gradient.float().square().sum(0)
+            found[name].column += squares
+            found[name].tokens += tokens
+
+        return add
+
+    _backward_passes(model, plan, kind, samples, config, progress, "row weights", offload, clear, watch)
+    for name, each in found.items():
+        each.add_up()
+        if not bool(each.row.isfinite().all() & each.column.isfinite().all()):
+            raise CalibrationError(
+                f"{name}: its inputs or the gradients of its outputs are not finite on the calibration text: try "
+                "`dtype=float32`, or `heuristic_row_weights=none`"
+            )
+    return found
+
+
+@torch.enable_grad()
+def output_gradients(
+    model: PreTrainedModel,
+    plan: Plan,
+    kind: ObjectiveKind,
+    samples: Samples,
+    config: CommonConfig,
+    progress: Progress,
+    offload: Offload | None = None,
+) -> dict[str, Tensor]:
+    """Returns linear name -> gradients of its outputs, bfloat16 ``[tokens, out_features]`` on the CPU, of all ranks.
+
+    The loss is that of `fisher_information`, and so are the arguments. Linears that not every token reaches (those of
+    experts) are left out.
+
+    Raises:
+        CalibrationError: A gradient is NaN or infinite.
+    """
+    parts: dict[str, list[Tensor]] = {}
+    keep = torch.clone if offload is None else offload.copied
+
+    def watch(name: str, _inputs: Tensor) -> Callable[[Tensor], None]:
+        return lambda gradient: parts.setdefault(name, []).append(keep(gradient.to("cpu", torch.bfloat16)))
+
+    _backward_passes(model, plan, kind, samples, config, progress, "output gradients", offload, parts.clear, watch)
+    found = {}
+    for site in plan.sites:
+        for name in site.linears if reads_every_token(model, site) else ():
+            own = torch.cat(parts.pop(name)) if name in parts else torch.empty(0)
+            found[name] = torch.cat([each for each in ranks.gather(own) if each.numel()])
+            if not bool(found[name].isfinite().all()):
+                raise CalibrationError(
+                    f"{name}: the gradients of its outputs are not finite on the calibration text: try "
+                    "`dtype=float32`, or `refit_metric_tokens=0`"
+                )
+    return found
+
+
+def _backward_passes(  # noqa: PLR0913
+    model: PreTrainedModel,
+    plan: Plan,
+    kind: ObjectiveKind,
+    samples: Samples,
+    config: CommonConfig,
+    progress: Progress,
+    stage: str,
+    offload: Offload | None,
+    clear: Callable[[], None],
+    watch: Watch,
+) -> None:
+    """Runs a backward pass for every sample of this rank.
+
+    Args:
+        stage: name of the stage.
+        clear: forgets what was seen; called first, and again where it all starts anew with fewer samples at a time.
+        watch: called with a linear's name and its input ``[tokens, in_features]``; returns what takes the gradient of
+            its output ``[tokens, out_features]``.
+    """
     layers = layer_modules(model, plan) if config.activation_checkpointing else []
     own = ranks.own_rows(len(samples))
 
     def backward(size: int) -> None:
-        for each in found.values():
-            each.clear()
+        clear()
         draw = _Draws(config.seed, skip=int(own[0]) if own.numel() else 0)
-        with progress.stage("row weights", own.numel()) as advance:
+        with progress.stage(stage, own.numel()) as advance:
             parts = [samples[rows] for rows in ranks.parts(torch.arange(len(samples)), size)]
             for batches, stream in _together(model, plan, parts, offload):
                 if stream is not None and stream.differentiable:
@@ -117,16 +204,8 @@ def fisher_information(
                         _loss(model, kind, batch, draw).backward()
                     advance(len(batch))
 
-    with frozen(model), _watched(model, found):
+    with frozen(model), _watched(model, plan, watch):
         MicroBatch(config.micro_batch_size).run(backward)
-    for name, each in found.items():
-        each.add_up()
-        if not bool(each.row.isfinite().all() & each.column.isfinite().all()):
-            raise CalibrationError(
-                f"{name}: its inputs or the gradients of its outputs are not finite on the calibration text: try "
-                "`dtype=float32`, or `heuristic_row_weights=none`"
-            )
-    return found
 
 
 def _together(
@@ -169,9 +248,11 @@ def _backward(
 
 
 @contextmanager
-def _watched(model: PreTrainedModel, found: Mapping[str, Fisher]) -> Iterator[None]:
-    """Inside the context, every forward and backward pass adds to the information of each linear."""
-    handles = [linear_module(model, name).register_forward_hook(_adding(each)) for name, each in found.items()]
+def _watched(model: PreTrainedModel, plan: Plan, watch: Watch) -> Iterator[None]:
+    """Inside the context, every forward and backward pass shows inputs and gradients of the linears to ``watch``."""
+    handles = [
+        linear_module(model, name).register_forward_hook(_showing(partial(watch, name))) for _, name in plan.linears()
+    ]
     try:
         yield
     finally:
@@ -179,7 +260,7 @@ def _watched(model: PreTrainedModel, found: Mapping[str, Fisher]) -> Iterator[No
             handle.remove()
 
 
-def _adding(fisher: Fisher):  # type: ignore[no-untyped-def]
+def _showing(watch: Callable[[Tensor], Callable[[Tensor], None]]):  # type: ignore[no-untyped-def]
     def hook(_module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
             return output
@@ -187,15 +268,9 @@ def _adding(fisher: Fisher):  # type: ignore[no-untyped-def]
             # No weight of the model requires a gradient: the first linears start the graph. Their outputs are no
             # leaves of it, which a model could not change in place (OLMo clamps its queries, keys and values).
             output = output.requires_grad_().clone()
-        flat = inputs[0].detach().reshape(-1, inputs[0].shape[-1])
-        squares, tokens = flat.float().square().sum(0), flat.shape[0]  # of an input that need not stay in memory
-
-        def add(grad: Tensor) -> None:
-            fisher.row += grad.reshape(-1, grad.shape[-1]).float().square().sum(0)
-            fisher.column += squares
-            fisher.tokens += tokens
-
-        output.register_hook(add)  # a layer that is recomputed runs twice, but only one output has a gradient
+        add = watch(inputs[0].detach().flatten(0, -2))
+        # A layer that is recomputed runs twice, but only one output has a gradient.
+        output.register_hook(lambda gradient: add(gradient.flatten(0, -2)))
         return output
 
     return hook

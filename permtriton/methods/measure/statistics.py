@@ -15,7 +15,8 @@ from permtriton.data.samples import Samples
 from permtriton.errors import CalibrationError
 from permtriton.methods.measure.importance import inverts_hessians, reads_activations
 from permtriton.methods.prune.obs import inverse_diagonal
-from permtriton.model.experts import expert_of, stacked_name
+from permtriton.model.expert_linears import SECOND, RoutedExperts
+from permtriton.model.experts import expert_of, measure_experts, stacked_name
 from permtriton.model.modules import GatheredLinear
 from permtriton.passes.edits import Move
 from permtriton.passes.plan import Plan, Site, linear_module, weight_in_out
@@ -89,8 +90,9 @@ def watch_inputs(
 
     Args:
         layer: Sites to watch, and how their inputs are computed.
-        consume: Called whenever a site's linears run, with the site, its input ``[tokens, channels]`` and, where the
-            plan knows it, the residual stream that the linear's output is added to, ``[tokens, out_features]``.
+        consume: Called whenever a site's linears run, with the site, its input ``[sequences, tokens, channels]`` (of an
+            expert ``[tokens, channels]``) and, where the plan knows it, the residual stream that the linear's output is
+            added to, ``[sequences, tokens, out_features]``.
         advance: Progress of the stage, advanced by the sequences of each forward pass.
     """
     pending: dict[str, int] = {}  # site name -> calls of its linears still to come in this forward pass
@@ -99,9 +101,7 @@ def watch_inputs(
     def record(site: Site) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
         reader = linear_module(model, site.linears[0])
         gather = reader.gather if isinstance(reader, GatheredLinear) and reader.gather is not None else nn.Identity()
-        return lambda _module, inputs: consume(
-            site, gather(inputs[0]).reshape(-1, site.channels), residuals.pop(site.name, None)
-        )
+        return lambda _module, inputs: consume(site, gather(inputs[0]), residuals.pop(site.name, None))
 
     def count(site: Site) -> Callable[..., None]:
         def hook(*_: object) -> None:
@@ -122,14 +122,50 @@ def watch_inputs(
             handles.append((experts if reads_every_token else reader).register_forward_pre_hook(record(site)))
             handles.append(experts.register_forward_hook(count(site)))
     try:
+        measure_experts(model, True)
         for rows in layer.parts:
             pending |= {site.name: site.calls for site in layer.sites}
             with suppress(_EverySiteSeen):
                 layer.run(rows)
             advance(rows.shape[0])
     finally:
+        measure_experts(model, False)
         for handle in handles:
             handle.remove()
+
+
+def tokens_of_experts(model: nn.Module, positions: int) -> dict[str, list[int]]:
+    """Returns experts -> calibration tokens that were sent to each of them, of all ranks, once statistics are taken.
+
+    A layer may have run several times, each time on all samples.
+
+    Args:
+        positions: positions of all samples.
+    """
+    counts = {name: each.sent for name, each in model.named_modules() if isinstance(each, RoutedExperts)}
+    found = {name: count for name, count in counts.items() if count is not None}
+    ranks.add_up(found.values())
+    return {name: (count[:-1] * positions // count[-1]).tolist() for name, count in found.items()}
+
+
+def describe_few(model: nn.Module, tokens: Mapping[str, Sequence[int]]) -> str:
+    """Returns in a sentence which experts were sent fewer tokens than they have channels; empty if none were.
+
+    Args:
+        tokens: what `tokens_of_experts` returns.
+    """
+    few = {}
+    for name, counts in tokens.items():
+        channels = weight_in_out(model.get_submodule(f"{name}.0.{SECOND}")).shape[0]
+        few.update({f"{name}.{number}": count for number, count in enumerate(counts) if count < channels})
+    if not few:
+        return ""
+    rarest = min(few, key=lambda name: few[name])
+    return (
+        f"{len(few)} of {sum(map(len, tokens.values()))} experts were sent fewer calibration tokens than they have "
+        f"intermediate channels ({rarest}: {few[rarest]:,}), so that little is known of their inputs: raise "
+        "`samples=`, or set `calibrate_all_experts=true`"
+    )
 
 
 def _watch_residuals(model: nn.Module, sites: Iterable[Site]) -> tuple[dict[str, Tensor], list[RemovableHandle]]:
@@ -138,7 +174,7 @@ def _watch_residuals(model: nn.Module, sites: Iterable[Site]) -> tuple[dict[str,
 
     def keep(site: Site) -> Callable[..., None]:
         def hook(_module: nn.Module, positional: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
-            residuals[site.name] = next(iter((*positional, *named.values()))).flatten(0, -2)
+            residuals[site.name] = next(iter((*positional, *named.values())))
 
         return hook
 
@@ -166,7 +202,8 @@ def channel_norms(
     sums = {s.name: torch.zeros(s.channels, dtype=torch.float64, device=model.device) for s in sites}
 
     def consume(site: Site, inputs: Tensor, _residual: Tensor | None) -> None:
-        sums[site.name] += inputs.float().square().sum(0)
+        for sequence in _sequences(inputs):
+            sums[site.name] += sequence.float().square().sum(0, dtype=torch.float64)
 
     with progress.stage("calibrate", ranks.own_rows(len(samples)).numel()) as advance:
         for layer in layers or [from_model(model, list(sites), samples, batch)]:
@@ -192,11 +229,11 @@ def hessians(model: PreTrainedModel, layer: LayerInputs, advance: Advance) -> di
     sums = _zeros(model, layer.sites)
 
     def consume(site: Site, inputs: Tensor, _residual: Tensor | None) -> None:
-        _add_gram(sums[site.name], inputs.float())
+        for sequence in _sequences(inputs):
+            _add_gram(sums[site.name], sequence.float())
 
     watch_inputs(model, layer, consume, advance)
-    _finish(sums)
-    return sums
+    return _finished(sums)
 
 
 @dataclass(frozen=True)
@@ -256,26 +293,25 @@ def moments(model: PreTrainedModel, layer: LayerInputs, dense: Inputs, advance: 
     compared = [site for site in layer.sites if site.name in dense]
     shifts = _zeros(model, compared)
     residual_shifts = {
-        site.name: torch.zeros(_out_features(model, site), site.channels, device=model.device)
-        for site in compared
-        if site.residual_reader
+        site.name: _sum(model, _out_features(model, site), site.channels) for site in compared if site.residual_reader
     }
 
     def consume(site: Site, inputs: Tensor, residual: Tensor | None) -> None:
-        inputs = inputs.float()
-        _add_gram(sums[site.name], inputs)
-        if site.name not in shifts:
-            return
-        before, residual_before = dense[site.name].popleft()
-        shifts[site.name].addmm_(before.to(inputs).sub_(inputs).T, inputs)
-        if residual is not None and residual_before is not None:
-            residual_shifts[site.name].addmm_(residual_before.to(inputs).sub_(residual.float()).T, inputs)
+        before, residual_before = dense[site.name].popleft() if site.name in shifts else (None, None)
+        for row, sequence in enumerate(_sequences(inputs)):
+            sequence = sequence.float()
+            _add_gram(sums[site.name], sequence)
+            if before is not None:
+                shifts[site.name] += _sequences(before)[row].to(sequence).sub_(sequence).T @ sequence
+            if residual is not None and residual_before is not None:
+                lacking = _sequences(residual_before)[row].to(sequence).sub_(_sequences(residual)[row])
+                residual_shifts[site.name] += lacking.T @ sequence
 
     watch_inputs(model, layer, consume, advance)
     assert not any(dense[name] for name in shifts), "the dense model ran some linears more often than the pruned one"
-    _finish(sums)
     ranks.add_up([*shifts.values(), *residual_shifts.values()])
-    return {name: Moments(hessian, shifts.get(name), residual_shifts.get(name)) for name, hessian in sums.items()}
+    shift, residual_shift = ({k: v.float() for k, v in each.items()} for each in (shifts, residual_shifts))
+    return {name: Moments(each, shift.get(name), residual_shift.get(name)) for name, each in _finished(sums).items()}
 
 
 def reads_every_token(model: nn.Module, site: Site) -> bool:
@@ -286,7 +322,21 @@ def reads_every_token(model: nn.Module, site: Site) -> bool:
 
 
 def _zeros(model: PreTrainedModel, sites: Iterable[Site]) -> dict[str, Tensor]:
-    return {site.name: torch.zeros(site.channels, site.channels, device=model.device) for site in sites}
+    return {site.name: _sum(model, site.channels, site.channels) for site in sites}
+
+
+def _sum(model: PreTrainedModel, rows: int, columns: int) -> Tensor:
+    """Returns a sum to which the products of single sequences are added.
+
+    In float64, the order in which numbers of float32 are added hardly ever changes a bit of the sum's float32, so
+    that micro-batches and ranks do not either.
+    """
+    return torch.zeros(rows, columns, dtype=torch.float64, device=model.device)
+
+
+def _sequences(inputs: Tensor) -> Tensor:
+    """Returns activations as ``[sequences, tokens, channels]``; those of an expert are taken for one sequence."""
+    return inputs.flatten(1, -2) if inputs.ndim > 2 else inputs.unsqueeze(0)
 
 
 def _out_features(model: PreTrainedModel, site: Site) -> int:
@@ -297,22 +347,25 @@ def _add_gram(total: Tensor, inputs: Tensor) -> None:
     """Adds ``X^T X`` to its total, but for blocks below the diagonal, which are those above: nearly half of it.
 
     Args:
-        total: float32 ``[channels, channels]``.
-        inputs: ``X``, float32 ``[tokens, channels]``.
+        total: float64 ``[channels, channels]``.
+        inputs: ``X`` of one sequence, float32 ``[tokens, channels]``.
     """
     width = max(GRAM_COLUMNS, -(-len(total) // 8))
     for start in range(0, len(total), width):
-        total[start : start + width, start:].addmm_(inputs[:, start : start + width].T, inputs[:, start:])
+        total[start : start + width, start:] += inputs[:, start : start + width].T @ inputs[:, start:]
 
 
-def _finish(sums: Mapping[str, Tensor]) -> None:
-    """Completes sums of `_add_gram`, in place, over the ranks, and gives a site without inputs the identity."""
+def _finished(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns sums of `_add_gram` over the ranks, whole, in float32; a site without inputs gets the identity."""
     ranks.add_up(sums.values())
-    for name, hessian in sums.items():
+    found = {}
+    for name, total in sums.items():
+        found[name] = hessian = total.float()
         hessian.triu_().add_(hessian.triu(1).T)
         check_finite(name, hessian.diagonal())
         if not bool(hessian.diagonal().any()):
             hessian.fill_diagonal_(1)
+    return found
 
 
 def check_finite(name: str, values: Tensor) -> None:

@@ -1,6 +1,6 @@
 """Step ``refit``: least-squares weights, on SparseGPT's mask and on better ones (see `refitting` beside it)."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import TYPE_CHECKING, ClassVar
 
@@ -37,19 +37,28 @@ class Refit(Refitting, Step):
     def reads_generated(self) -> bool:
         return self.generated
 
+    @property
+    def gradients(self) -> bool:
+        return bool(self.iterations and self.metric_tokens)
+
     def uses_importance(self) -> bool:
         return False
 
     def needs(self, facts: Facts) -> dict[str, dict[str, int]]:
         layer, channels = facts.layer_by_layer(), facts.widest + facts.hidden if facts.thrifty else facts.read
+        kept = {"output gradients": self.metric_tokens * facts.vectors * 2} if self.gradients else {}
+        backward = {**replace(facts, micro_batch_size=1).gradients(), **kept}
         return {
+            **({"output gradients": backward} if self.gradients else {}),
             "refit": {
+                **kept,
                 "activations": 2 * layer["activations"],
                 "inputs of layers": 2 * layer["inputs of layers"],
                 "inputs of sites": facts.all_positions * channels * facts.element,
-                "hessians": layer["hessians"] * 3 // 2,  # and shift, inverse and factor of the site at hand
+                # The sums are in float64; shift, inverse and factor are those of the site at hand.
+                "hessians": layer["hessians"] * 5 // 2,
                 "one layer": facts.largest_weight * 18 * FLOAT32,
-            }
+            },
         }
 
     def seconds(self, facts: Facts, speed: Speed) -> float:
@@ -57,8 +66,11 @@ class Refit(Refitting, Step):
         # about one token per column, SparseGPT and the targets three each, a round of exchanges two and its fit.
         exchanges = self.exchanges if self.iterations else 0
         rounds = 6 + self.iterations + (2 + FIT_AFTER_EXCHANGE) * exchanges
+        # A round in the metric multiplies by it, too, and its tokens run forward and backward.
+        share = min(self.metric_tokens / max(facts.positions, 1), 1) if self.gradients else 0
+        rounds += 2 * self.metric_rounds if share else 0
         per_token = speed.forward / max(facts.positions, 1)
-        return (6 if facts.thrifty else 4.5) * speed.forward + rounds * facts.widest * per_token
+        return (6 if facts.thrifty else 4.5) * speed.forward + rounds * facts.widest * per_token + share * speed.both
 
     def run(self, run: "Run") -> Outcome:
         from permtriton.methods.prune.refitting import refit
@@ -72,6 +84,7 @@ class Refit(Refitting, Step):
             self,
             run.progress,
             run.offload,
+            gradients=run.output_gradients(self.metric_tokens) if self.gradients else {},
             thrifty=run.thrifty,
         )
         return Outcome(parts=parts)

@@ -9,15 +9,20 @@ linear, with ``H = X_p X_p^T + damping``, the weight ``V`` should give ``W X_p +
     W* = W + (a W (X_d - X_p) + b (R_d - R_p)) X_p^T H^-1
 
 and any other one is worse by ``tr((V - W*) H (V - W*)^T)``. SparseGPT, started from ``W*``, chooses a mask; conjugate
-gradients then find the exact minimum on it; and pruned weights take the place of kept ones while that lowers the error
-(`permtriton.methods.prune.exchange`). Dense targets: GPTAQ (arXiv 2504.02692), those of the residual stream: LoaQ
-(arXiv 2509.06297), both for quantization; least squares on a mask: ALPS (arXiv 2406.07831).
+gradients then find the minimum on it; and pruned weights take the place of kept ones while that lowers the error
+(`permtriton.methods.prune.exchange`). Last, with ``K = E[g g^T]`` of the gradients of the linear's outputs, the same
+weights minimise ``tr(K (V - W*) H (V - W*)^T)``: rows that the loss feels together make up for each other.
+
+Dense targets: GPTAQ (arXiv 2504.02692); those of the residual stream: LoaQ (arXiv 2509.06297); ``K``: YAQA (arXiv
+2505.22988), all for quantization; least squares on a mask: ALPS (arXiv 2406.07831).
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -39,8 +44,6 @@ from permtriton.running.offload import Offload
 from permtriton.util.progress import Progress
 from permtriton.util.sparsity import NMPattern
 
-TOLERANCE = 1e-3  # residual, relative to the first one, that ends a fit: what is left is 1e-6 of the gain
-
 
 @torch.no_grad()
 def refit(
@@ -53,6 +56,7 @@ def refit(
     progress: Progress,
     offload: Offload | None = None,
     *,
+    gradients: Mapping[str, Tensor] = MappingProxyType({}),
     thrifty: bool = False,
 ) -> list[dict[str, Any]]:
     """Prunes the model and fits the kept weights, layer by layer and inside a layer site by site.
@@ -66,11 +70,14 @@ def refit(
         options: options of refitting.
         progress: progress reporter.
         offload: where the inputs of layers and sites are kept; None for memory.
+        gradients: name -> gradients of the dense model's outputs, ``[tokens, out_features]``, for the linears whose
+            outputs are weighed by them.
         thrifty: whether the dense model runs a layer once per turn of sites, which keeps the inputs of one turn only.
 
     Returns:
         For each linear its ``name``, the error of SparseGPT's weight (``start``) and of the new one (``end``), which is
-        the squared distance from the best unpruned weight's outputs, relative to the square of those, and ``seconds``.
+        the squared distance from the best unpruned weight's outputs in their metric, relative to the square of those,
+        and ``seconds``.
 
     Raises:
         CalibrationError: an activation is NaN or infinite, or a Hessian cannot be inverted.
@@ -99,7 +106,9 @@ def refit(
                 found = moments(model, replace(layer, sites=sites, parts=both), targets, advance)
                 curvature = curvatures({site: moment.hessian for site, moment in found.items()})
                 linears = [(name, site.name, found[site.name], curvature) for site in sites for name in site.linears]
-                parts += ranks.deal(linears, lambda linear: _fit(model, plan.patterns, *linear, options))
+                parts += ranks.deal(
+                    linears, lambda linear: _fit(model, plan.patterns, *linear, options, gradients.get(linear[0]))
+                )
                 ranks.send_dealt([linear_module(model, name).get_parameter("weight") for name, *_ in linears])
                 del found, curvature, linears  # before the next turn takes as much
                 advance()
@@ -114,6 +123,7 @@ def _fit(
     moment: Moments,
     curvature: Callable[[str], Curvature],
     options: Refitting,
+    gradients: Tensor | None = None,
 ) -> dict[str, Any]:
     """Prunes and fits the weight of one linear, and returns what `refit` does of it."""
     started = time.perf_counter()
@@ -125,15 +135,20 @@ def _fit(
     if options.iterations:
         found = better_mask(found, target, of_inputs, pattern, options.exchanges)
     start, found = start.to(weight.dtype), found.to(weight.dtype)
-    weight.copy_(better_rows(found, start, target, of_inputs.damped).T).add_(0.0)  # the sum turns -0.0 into 0.0
+    found, metric = better_rows(found, start, target, of_inputs.damped), None
+    if gradients is not None and options.iterations:
+        metric = metric_of(gradients.to(weight.device))
+        coupled = coupled_least_squares(found.float(), target, of_inputs.damped, metric, options.metric_rounds)
+        candidates = (coupled.to(weight.dtype), found, start)
+        found = min(candidates, key=lambda each: error_of(each, target, of_inputs.damped, metric))
+    weight.copy_(found.T).add_(0.0)  # the sum turns -0.0 into 0.0
     check_kept(name, weight, zeros, pattern, CANCELLED)
     before, after, size = (
-        row_errors(each, target, of_inputs.damped).sum() for each in (start, weight.T, torch.zeros_like(target))
+        error_of(each, target, of_inputs.damped, metric) for each in (start, weight.T, torch.zeros_like(target))
     )
-    size = size.clamp_min(torch.finfo(torch.float32).tiny)
-    start_error, end_error = float(before / size), float(after / size)
-    check_no_worse(start_error, end_error, f"refitting {name}")
-    return {"name": name, "start": start_error, "end": end_error, "seconds": time.perf_counter() - started}
+    size = max(size, torch.finfo(torch.float32).tiny)
+    check_no_worse(before / size, after / size, f"refitting {name}")
+    return {"name": name, "start": before / size, "end": after / size, "seconds": time.perf_counter() - started}
 
 
 def best_weight(weight: Tensor, moment: Moments, curvature: Curvature, options: Refitting) -> Tensor:
@@ -153,17 +168,16 @@ def best_weight(weight: Tensor, moment: Moments, curvature: Curvature, options: 
     return weight + lacking @ curvature.inverse
 
 
-def least_squares(
-    start: Tensor, target: Tensor, hessian: Tensor, iterations: int, tolerance: float = TOLERANCE
-) -> Tensor:
+def least_squares(start: Tensor, target: Tensor, hessian: Tensor, iterations: int) -> Tensor:
     """Minimises ``tr((V - W*) H (V - W*)^T)`` over the weights that are not zero, by conjugate gradients in each row.
+
+    The number of rounds is fixed: a residual that ends them would let rounding decide a whole round.
 
     Args:
         start: ``[out_features, in_features]``, zero where pruned.
         target: ``W*``, of the same shape.
         hessian: ``H``, damped, ``[in_features, in_features]``.
-        iterations: most rounds.
-        tolerance: residual, relative to the first one, that ends them.
+        iterations: rounds.
 
     Returns:
         ``V``, float32 ``[out_features, in_features]``.
@@ -172,11 +186,8 @@ def least_squares(
     residual = (target - start) @ hessian * mask
     direction = residual / scale
     size = (residual * direction).sum(1, keepdim=True)
-    enough = tolerance**2 * size.sum()
     tiny = torch.finfo(size.dtype).tiny
     for _ in range(iterations):
-        if size.sum() <= enough:
-            break
         change = direction @ hessian * mask
         step = size / (direction * change).sum(1, keepdim=True).clamp_min(tiny)
         found += step * direction
@@ -185,6 +196,43 @@ def least_squares(
         before, size = size, (residual * scaled).sum(1, keepdim=True)
         direction = scaled + size / before.clamp_min(tiny) * direction
     return found
+
+
+def coupled_least_squares(start: Tensor, target: Tensor, hessian: Tensor, metric: Tensor, iterations: int) -> Tensor:
+    """Minimises ``tr(K (V - W*) H (V - W*)^T)`` over the weights that are not zero, by conjugate gradients.
+
+    Arguments are those of `least_squares`, and the metric ``K`` of the outputs, ``[out_features, out_features]``.
+    """
+    found, mask = start.clone(), start != 0
+    scale = metric.diagonal().unsqueeze(1) * hessian.diagonal()
+    residual = metric @ ((target - start) @ hessian) * mask
+    direction = residual / scale
+    size = (residual * direction).sum()
+    tiny = torch.finfo(size.dtype).tiny
+    for _ in range(iterations):
+        change = metric @ (direction @ hessian) * mask
+        step = size / (direction * change).sum().clamp_min(tiny)
+        found += step * direction
+        residual -= step * change
+        scaled = residual / scale
+        before, size = size, (residual * scaled).sum()
+        direction = scaled + size / before.clamp_min(tiny) * direction
+    return found
+
+
+def metric_of(gradients: Tensor) -> Tensor:
+    """Returns ``K / mean(diag K) + I`` with ``K = E[g g^T]``, float32 ``[out_features, out_features]``.
+
+    The identity stands for what a few thousand tokens do not show of ``K``.
+
+    Args:
+        gradients: ``g``, ``[tokens, out_features]``.
+    """
+    gradients = gradients.float()
+    metric = gradients.T @ gradients
+    metric /= metric.diagonal().mean().clamp_min(torch.finfo(metric.dtype).tiny)
+    metric.diagonal().add_(1)
+    return metric
 
 
 def better_mask(weight: Tensor, target: Tensor, curvature: Curvature, pattern: NMPattern, rounds: int) -> Tensor:
@@ -231,6 +279,16 @@ def row_errors(weight: Tensor, target: Tensor, hessian: Tensor) -> Tensor:
     """
     difference = weight.float().contiguous() - target
     return (difference @ hessian * difference).sum(1)
+
+
+def error_of(weight: Tensor, target: Tensor, hessian: Tensor, metric: Tensor | None) -> float:
+    """Returns ``tr(K (V - W*) H (V - W*)^T)``, infinite where it overflows; ``K`` is the identity without a metric."""
+    if metric is None:
+        found = row_errors(weight, target, hessian).sum()
+    else:
+        difference = weight.float().contiguous() - target
+        found = (metric @ (difference @ hessian) * difference).sum()
+    return float(found) if bool(found.isfinite()) else math.inf
 
 
 def _values_within(model: nn.Module, plan: Plan, values: Mapping[str, Tensor]) -> Within:

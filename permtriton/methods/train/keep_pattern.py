@@ -287,6 +287,11 @@ def _refuse_unsupported(model: nn.Module) -> None:
             f"{listed(packed)}: packed weights cannot be trained: write the folder with permtriton export --format "
             "dense, and load that"
         )
+    if any(hasattr(module, "quantization_scheme") for module in model.modules()):
+        raise ModelError(
+            "weights in 8 bits cannot be trained: train the folder that they were made of, then write that one with "
+            "permtriton export --format fp8"
+        )
     if empty := [name for name, parameter in model.named_parameters() if parameter.is_meta]:
         raise ModelError(f"{empty[0]} has no values, so where it is zero is not known: load the weights first")
 

@@ -60,7 +60,7 @@ class Tune(Tuning, Step):
         targets, state = facts.targets(), {"optimizer": facts.vectors * 6 * FLOAT32}
         return {
             "tune": {**facts.gradients(), **targets, **state},
-            "scales": {**targets, **state, "kept weights": facts.pruned * facts.element, **facts.mask()},
+            "scales": {**targets, **state, "weights before": facts.pruned * facts.element, **facts.mask()},
         }
 
     def seconds(self, facts: Facts, speed: Speed) -> float:

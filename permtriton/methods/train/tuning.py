@@ -113,7 +113,7 @@ class TunedValues(KeptWeights):
         own = {id(each) for part in body_of(model) for each in part.parameters()}
         vectors = {name: each for name, each in model.named_parameters() if each.ndim == 1 and id(each) in own}
         super().__init__({name: each for name, each in vectors.items() if name not in plan.unseen})
-        self._linears = _linears(model, plan)
+        self._linears, self._dtype = _linears(model, plan), model.dtype
         for name, linears in self._linears.items():
             row = weight_in_out(linears[0])[0]
             self.values[name] = with_gradient(
@@ -187,7 +187,7 @@ class TunedValues(KeptWeights):
 
     @property
     def dtype(self) -> torch.dtype:
-        return weight_in_out(next(iter(self._linears.values()))[0]).dtype
+        return self._dtype
 
 
 def _linears(model: PreTrainedModel, plan: Plan) -> dict[str, list[nn.Module]]:

@@ -1,0 +1,99 @@
+"""How far the same compilation differs between processors' instructions, threads, ranks and micro-batches.
+
+    python -m benchmarks.variation [MODEL --calibration TEXT --eval-data TEXT ...] --output FILE
+
+Every setting compiles MODEL (the demo by default) anew. Compared with the first setting: the share of the pruned
+linears' weights whose mask differs, the norm of the difference of all weights relative to their norm, and the KL to the
+dense model on held-out text.
+"""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+
+from permtriton.util.durable import replace_file
+from permtriton.util.machine import versions
+
+RESULT = Path(__file__).parent / "results" / "variation-demo.json"
+BASE = {"OMP_NUM_THREADS": "1"}
+# name -> what differs from the first: environment, options, processes
+SETTINGS: dict[str, tuple[dict[str, str], list[str], int]] = {
+    "one process, one thread": ({}, [], 1),
+    "the same again": ({}, [], 1),
+    "two ranks": ({}, [], 2),
+    "micro-batches of 1": ({}, ["--micro-batch-size", "1"], 1),
+    "two threads": ({"OMP_NUM_THREADS": "2"}, ["--threads", "2"], 1),
+    "AVX2": ({"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}, [], 1),
+    "no vector instructions": ({"ATEN_CPU_CAPABILITY": "default"}, [], 1),
+    "MKL as on any processor": ({"MKL_CBWR": "COMPATIBLE"}, [], 1),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", default="demo")
+    parser.add_argument("--settings", help="some of them, separated by commas; all by default")
+    parser.add_argument("--output", type=Path, default=RESULT)
+    args, options = parser.parse_known_args()
+    names = args.settings.split(",") if args.settings else list(SETTINGS)
+    with tempfile.TemporaryDirectory() as work:
+        rows, first = [], Path(work, "0")
+        for number, name in enumerate([next(iter(SETTINGS)), *(each for each in names if each in list(SETTINGS)[1:])]):
+            folder = Path(work, str(number))
+            compiled(args.model, options, folder, *SETTINGS[name])
+            rows.append({"setting": name, **compared(first, folder), "kl": kl_of(folder)})
+            print(json.dumps(rows[-1]), flush=True)
+    words = ["python -m benchmarks.variation", *([Path(args.model).name] if args.model != "demo" else []), *options]
+    report = {
+        "command": " ".join(Path(word).name if os.sep in word else word for word in words),
+        "hardware": f"{processor()}, {os.cpu_count()} cores",
+        "versions": versions(),
+        "rows": rows,
+    }
+    replace_file(args.output, lambda temporary: temporary.write_text(json.dumps(report, indent=1) + "\n"))
+
+
+def compiled(
+    model: str, options: list[str], folder: Path, environment: dict[str, str], further: list[str], ranks: int
+) -> None:
+    start = [sys.executable, "-m", "permtriton"]
+    if ranks > 1:
+        start = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "-m", "permtriton"]
+    words = [*start, "compile", model, *options, *further, "--device", "cpu", "--output", str(folder)]
+    done = subprocess.run(words, env={**os.environ, **BASE, **environment}, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{' '.join(words)}\n{done.stdout}{done.stderr}")
+
+
+def compared(first: Path, other: Path) -> dict[str, Any]:
+    """Returns how two compiled folders differ: the share of the masks, and the relative norm of all weights."""
+    changed = pruned = norm = difference = 0.0
+    for file in sorted(first.glob("*.safetensors")):
+        other_tensors = load_file(other / file.name)
+        for name, tensor in load_file(file).items():
+            one, two = tensor.double(), other_tensors[name].double()
+            norm, difference = norm + float(one.square().sum()), difference + float((one - two).square().sum())
+            if tensor.ndim == 2 and int((tensor == 0).sum()) * 2 >= tensor.numel():
+                changed, pruned = changed + int(((one != 0) != (two != 0)).sum()), pruned + tensor.numel()
+    return {"masks": changed / pruned, "weights": (difference / norm) ** 0.5}
+
+
+def kl_of(folder: Path) -> float:
+    return json.loads((folder / "permtriton.json").read_text())["evaluation"]["kl"]
+
+
+def processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,221 @@
+"""Stores linears in 8 bits: float8 e4m3 with a scale per output channel, as compressed-tensors lays it out.
+
+vLLM reads that layout by itself, transformers where compressed-tensors is installed. Activations are quantized per
+token while the model runs, so that nothing needs calibrating.
+
+    W [out, in]  ->  weight        float8_e4m3fn [out, in], W / scale rounded
+                     weight_scale  [out, 1] in the dtype of W: max |W| of the row / 448
+
+A zero stays a zero, so that the model stays N:M; a kept weight below ``scale / 1024`` becomes one, too.
+"""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from permtriton.checkpoint.card import WITH_COMPRESSED_TENSORS
+from permtriton.checkpoint.folder import Folder
+from permtriton.checkpoint.names import loaded_names
+from permtriton.checkpoint.storing import Storing, check_names, check_same_bits
+from permtriton.data.held_out import held_out_windows
+from permtriton.errors import CalibrationError, ModelError, PermTritonError, VerificationError, first_line
+from permtriton.evaluation.measure import evaluate
+from permtriton.model.checks import check_finite_tensor, check_weight
+from permtriton.model.expert_linears import stacks
+from permtriton.model.load import load_empty_model, load_model, load_processor
+from permtriton.model.name import DEMO
+from permtriton.model.source import Source
+from permtriton.util.machine import available_memory, release_memory
+from permtriton.util.progress import Progress
+
+LAYOUT, SCHEME = "float-quantized", "FP8_DYNAMIC"  # as compressed-tensors calls them
+WINDOWS = 4  # of held-out text, on which the loss is measured
+NEGATIVE_ZERO = 0x80
+# The largest error of a weight: half a step of a normal number and of a subnormal one, and the rounding of the scale.
+RELATIVE, OF_SCALE = 1 / 16 + 1 / 128, 1 / 1024
+
+
+class Fp8(Storing):
+    """Stores pruned linears, and the linears beside them, in 8 bits; all other tensors as they are.
+
+    Linears beside a pruned one are those of the same module of any layer (a query that stays dense, where keys are
+    pruned): engines join them to one, which must have one dtype.
+
+    Attributes:
+        quantized: weight -> its name in the model that transformers loads.
+
+    Raises:
+        ModelError: a pruned weight is no ``nn.Linear``.
+    """
+
+    def __init__(self, source: Folder) -> None:
+        super().__init__(source)
+        self._model = load_empty_model(Source(str(source.path), device="cpu"), allow_compiled=True)
+        check_quantizable(self._model)
+        names = loaded_names(self._model, source.names())
+        linears = {name: linear for name, linear in self._model.named_modules() if type(linear) is nn.Linear}
+        weights = {name: new for name, new in names.items() if new.removesuffix(".weight") in linears}
+        if other := sorted(source.pruned.keys() - weights.keys()):
+            raise ModelError(
+                f"{other[0]} is not the weight of an nn.Linear, which format fp8 needs: use dense or packed"
+            )
+        places = {_place(name) for name in source.pruned}
+        self.quantized = {name: new for name, new in weights.items() if _place(name) in places}
+        left = linears.keys() - {name.removesuffix(".weight") for name in self.quantized.values()}
+        stored = {name.removesuffix(".weight") for name, new in weights.items() if new.removesuffix(".weight") in left}
+        self._left = sorted(left | stored)
+        self._further_zeros = 0
+
+    @property
+    def loads_with(self) -> str:
+        return WITH_COMPRESSED_TENSORS
+
+    def parts(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        if name not in self.quantized:
+            return super().parts(name, tensor)
+        weight, scale = quantize(tensor)
+        self._further_zeros += int(((weight.view(torch.uint8) == 0) & (tensor != 0)).sum())
+        return {name: weight, f"{name}_scale": scale}
+
+    def quantization_config(self, hashes: Mapping[str, str]) -> dict[str, Any]:
+        from compressed_tensors.quantization import QuantizationConfig
+
+        config = QuantizationConfig(
+            config_groups={"group_0": _scheme()},
+            format=LAYOUT,
+            quantization_status="compressed",
+            ignore=self._left,
+        )
+        found: dict[str, Any] = config.model_dump(mode="json")
+        return found
+
+    def verify(self, written: Folder, progress: Progress) -> None:
+        """Checks that zeros are zeros still, that no weight moved more than rounding, and that the rest is the same.
+
+        Raises:
+            VerificationError: as `Storing.verify`.
+        """
+        names = self.source.names()
+        check_names([*names, *(f"{name}_scale" for name in self.quantized)], list(written.stored))
+        with progress.stage("verify", len(names)) as advance:
+            for name in names:
+                if name in self.quantized:
+                    self._check(name, written)
+                else:
+                    check_same_bits(name, self.source.tensor(name), written.tensor(name))
+                advance()
+
+    def _check(self, name: str, written: Folder) -> None:
+        before, scale = self.source.tensor(name).float(), written.tensor(f"{name}_scale")
+        weight = dequantize(written.tensor(name), scale).float()
+        check_finite_tensor(name, weight)
+        if bool(((before == 0) & (weight != 0)).any()):
+            raise VerificationError(f"{name}: a zero did not stay a zero in 8 bits")
+        if name in self.source.pruned:
+            check_weight(name, weight, self.source.pruned[name].pattern)
+        if bool(((weight - before).abs() > RELATIVE * before.abs() + OF_SCALE * scale.float()).any()):
+            raise VerificationError(f"{name}: what was written differs from what was read by more than rounding")
+
+    def check_loads(self, written: Path, model_bytes: int, progress: Progress) -> dict[str, Any]:
+        """Measures both models on a text, too: what is lost by 8 bits, those of the activations included.
+
+        Returns:
+            ``reloaded``; ``quantized``, the number of linears; ``further_zeros``, kept weights that became zeros; and
+            ``loss``, as `permtriton.checkpoint.forms.Loss` has it.
+        """
+        found: dict[str, Any] = {"quantized": len(self.quantized), "further_zeros": self._further_zeros}
+        problem = "not run: two models do not fit into memory; every tensor was compared instead"
+        if 2.4 * model_bytes > available_memory(torch.device("cpu")):
+            return {**found, "reloaded": problem, "loss": {"not_measured": problem}}
+        try:
+            dense = load_model(Source(str(self.source.path), device="cpu"))
+        except PermTritonError as error:
+            problem = f"not run: the folder that was exported cannot be loaded here: {first_line(error)}"
+            return {**found, "reloaded": problem, "loss": {"not_measured": problem}}
+        try:
+            model = load_model(Source(str(written), device="cpu"))
+        except PermTritonError as error:
+            raise VerificationError(f"what was written cannot be loaded again: {first_line(error)}") from error
+        loss = self._loss(model, dense, written, progress)
+        if "not_measured" not in loss:  # the first pass decompressed the weights
+            for name, new in self.quantized.items():
+                expected = dequantize(*(Folder(written).tensor(each) for each in (name, f"{name}_scale")))
+                check_same_bits(name, expected.to(model.dtype), model.get_parameter(new).detach())
+        del model, dense
+        release_memory()
+        return {
+            **found,
+            "reloaded": "same weights" if "not_measured" not in loss else "loaded, not compared",
+            "loss": loss,
+        }
+
+    def _loss(self, model: Any, dense: Any, written: Path, progress: Progress) -> dict[str, Any]:
+        try:
+            tokenizer = load_processor(Source(str(written), device="cpu"), model)
+            windows, text = held_out_windows("", DEMO, tokenizer, model)
+        except (CalibrationError, ModelError) as error:
+            return {"not_measured": first_line(error)}
+        assert isinstance(windows, Tensor)
+        measured = evaluate(model, tokenizer, windows=windows[:WINDOWS], text=text, dense=dense, progress=progress)
+        return {
+            "text": text,
+            "tokens": measured.tokens,
+            "before": measured.dense_perplexity,
+            "after": measured.perplexity,
+            "kl": measured.kl,
+            "cosine": measured.cosine,
+        }
+
+
+def check_quantizable(model: PreTrainedModel) -> None:
+    """Refuses a model whose layers cannot be stored in 8 bits, before any work.
+
+    Raises:
+        ModelError: it has stacked experts, or linears that store their weights transposed.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, Conv1D) or stacks(module):
+            raise ModelError(
+                f"{name} is a {type(module).__name__}, but format fp8 stores the weights of nn.Linear only, neither "
+                "stacked experts nor transposed weights: use dense or packed"
+            )
+
+
+def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns a weight ``[out, in]`` in float8 e4m3, without ``-0.0``, and its scales ``[out, 1]`` in its own dtype."""
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    scheme = _scheme()
+    scale, _ = calculate_qparams(weight.amin(1, keepdim=True), weight.amax(1, keepdim=True), scheme.weights)
+    stored = _compressor().compress({"weight": weight, "weight_scale": scale}, scheme)["weight"]
+    bits = stored.view(torch.uint8)
+    return torch.where(bits == NEGATIVE_ZERO, 0, bits).view(stored.dtype), scale.contiguous()
+
+
+def dequantize(weight: Tensor, scale: Tensor) -> Tensor:
+    """Returns a quantized weight in the dtype of its scales."""
+    found: Tensor = _compressor().decompress({"weight": weight, "weight_scale": scale}, _scheme())["weight"]
+    return found
+
+
+def _scheme() -> Any:
+    from compressed_tensors.quantization import preset_name_to_scheme
+
+    return preset_name_to_scheme(SCHEME, ["Linear"])
+
+
+def _compressor() -> Any:
+    from compressed_tensors.compressors import BaseCompressor
+
+    return BaseCompressor.get_value_from_registry(LAYOUT)
+
+
+def _place(weight: str) -> str:
+    """Returns the module that a linear is in, without the number of its layer."""
+    return re.sub(r"\.\d+(?=\.)", ".*", weight.rpartition(".")[0].rpartition(".")[0] + ".")

@@ -1,0 +1,136 @@
+"""How does each format store tensors: which tensors, which ``quantization_config``, and how is it checked?
+
+`Storing` stores them as they are; a format that does not is a subclass. ``export.py`` does the rest, whatever the
+format. **Add a way of storing in a file beside ``fp8.py``**, and to `permtriton.checkpoint.export.WAYS`.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from permtriton.checkpoint.card import ALONE, WITH_PERMTRITON
+from permtriton.checkpoint.folder import Folder
+from permtriton.checkpoint.format import Format
+from permtriton.checkpoint.quantization_config import VERSION, Packed, PermTritonQuantizationConfig, packed_entry
+from permtriton.checkpoint.reload import check_reloads
+from permtriton.errors import ModelError, VerificationError
+from permtriton.kernels.packing import pack
+from permtriton.util.progress import Progress
+
+
+class Storing:
+    """Stores every tensor as it is.
+
+    Attributes:
+        source: folder that is rewritten.
+    """
+
+    def __init__(self, source: Folder) -> None:
+        self.source = source
+
+    @property
+    def loads_with(self) -> str:
+        """What loads the result, in words."""
+        return WITH_PERMTRITON if self.source.permuted else ALONE
+
+    def parts(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        """Returns what is stored of a tensor of the model, by name."""
+        return {name: tensor.unsqueeze(0) if self.source.has_more_dimensions(name) else tensor}
+
+    def quantization_config(self, hashes: Mapping[str, str]) -> dict[str, Any] | None:
+        """Returns the entry ``quantization_config`` of config.json once all tensors are stored; None for none.
+
+        Args:
+            hashes: file of weights -> its SHA-256.
+        """
+        return self._entries(hashes) if self.source.permuted else None
+
+    def verify(self, written: Folder, progress: Progress) -> None:
+        """Reads all tensors back and compares them with those of the source.
+
+        Raises:
+            VerificationError: a tensor differs or is missing; the message names the first one.
+        """
+        names = self.source.names()
+        try:
+            written.check_listed()
+            written.check_hashes()
+        except ModelError as error:
+            raise VerificationError(f"what was written cannot be read again: {error}") from error
+        check_names(names, written.names())
+        with progress.stage("verify", len(names)) as advance:
+            for name in names:
+                check_same_bits(name, self.source.tensor(name), written.tensor(name))
+                advance()
+
+    def check_loads(self, written: Path, model_bytes: int, progress: Progress) -> dict[str, Any]:
+        """Loads what was written as a user would, and compares it with the source.
+
+        Args:
+            model_bytes: size of the dense model.
+
+        Returns:
+            ``reloaded``, as `check_reloads` returns it, and what else the format found: entries of ``permtriton.json``.
+
+        Raises:
+            VerificationError: it does not load, or as another model.
+        """
+        return {"reloaded": check_reloads(self.source.path, written, model_bytes)}
+
+    def _entries(self, hashes: Mapping[str, str], packed: dict[str, Packed] | None = None) -> dict[str, Any]:
+        quantization = self.source.quantization
+        return PermTritonQuantizationConfig(
+            version=VERSION,
+            format=Format.PACKED if packed else Format.DENSE,
+            sparsity=str(self.source.pattern),
+            packed=packed or {},
+            gathers=quantization.gathers if quantization else {},
+            norms=quantization.norms if quantization else {},
+            sha256=dict(hashes),
+        ).to_dict()
+
+
+class Packing(Storing):
+    """Stores the kept values of pruned weights, and their positions."""
+
+    def __init__(self, source: Folder) -> None:
+        super().__init__(source)
+        self._packed: dict[str, Packed] = {}
+
+    @property
+    def loads_with(self) -> str:
+        return WITH_PERMTRITON
+
+    def parts(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        if (pruned := self.source.pruned.get(name)) is None:
+            return super().parts(name, tensor)
+        self._packed[name] = packed_entry(tensor.shape, pruned, str(self.source.pattern))
+        values, positions = pack(tensor.movedim(pruned.dim, -1).flatten(0, -2), pruned.pattern)
+        return {f"{name}_values": values, f"{name}_positions": positions, name: tensor.new_empty(0)}
+
+    def quantization_config(self, hashes: Mapping[str, str]) -> dict[str, Any]:
+        return self._entries(hashes, self._packed)
+
+
+def check_names(expected: list[str], found: list[str]) -> None:
+    """Refuses a checkpoint that lacks tensors, or has others.
+
+    Raises:
+        VerificationError: the message names the first such tensor.
+    """
+    if differing := sorted(set(expected) ^ set(found)):
+        raise VerificationError(f"{differing[0]}: it was read but not written, or written but not read")
+
+
+def check_same_bits(name: str, first: Tensor, second: Tensor) -> None:
+    """Refuses a tensor that is not the one that was read, dtype and shape included.
+
+    Raises:
+        VerificationError: it differs.
+    """
+    same = (first.dtype, first.shape) == (second.dtype, second.shape)
+    if not same or not torch.equal(first.flatten().view(torch.uint8), second.flatten().view(torch.uint8)):
+        raise VerificationError(f"{name}: what was written differs from what was read")

@@ -1,0 +1,197 @@
+"""What was asked of a comparison, by a command or a call, and how is it run?"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from permtriton.checkpoint.output import locked
+from permtriton.comparison.methods import Row, ablation_rows, check_effect, method_rows
+from permtriton.comparison.results import ResultFile, RowResult
+from permtriton.comparison.run import Yardstick, compare
+from permtriton.comparison.summary import columns, report_of
+from permtriton.comparison.tables import Result, check_table, write_table
+from permtriton.data.held_out import held_out_windows
+from permtriton.data.in_memory import Data
+from permtriton.data.samples import Samples
+from permtriton.errors import CalibrationError, ConfigError, OutputError
+from permtriton.evaluation.task_request import TaskRequest
+from permtriton.model import load
+from permtriton.model.seq2seq import with_decoder_ids
+from permtriton.model.source import Source
+from permtriton.recipe import config_from, given_by, resolved
+from permtriton.util.output_files import problem_of
+from permtriton.util.progress import Progress
+from permtriton.util.sparsity import NMPattern
+
+RESULT = Result(("method", "cosine", "seconds", "peak MiB"), ("measure", "patterns", "rows", "versions"))
+Words = str | Sequence[Any] | None  # one word, several separated by commas, or a list
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to compare, as the user wrote it.
+
+    Attributes:
+        source: the dense model.
+        options: options by name, those of a file and of a protocol included.
+        given: names of those that the user gave.
+        seeds: seeds of the calibration draw and of learning.
+        methods: methods or recipes; None for all methods.
+        patterns: patterns of the rows; None for that of the options.
+        ablate: key of `ABLATIONS`, or None.
+        values: values of the ablated option, in place of its own.
+        tasks: tasks to run.
+        eval_data: held-out text, as `permtriton.evaluate` takes it.
+        window: tokens per window of it; None for the default.
+        outputs: files to write the report to, by their suffixes. Finished results are kept beside the first.
+        overwrite: whether kept results are ignored, and earlier files are replaced.
+    """
+
+    source: Source
+    options: Mapping[str, Any]
+    given: Mapping[str, Any]
+    seeds: Words = "0"
+    methods: Words = None
+    patterns: Words = None
+    ablate: str | None = None
+    values: Words = None
+    tasks: TaskRequest = field(default_factory=lambda: TaskRequest(None, None, None))
+    eval_data: Data | None = None
+    window: int | None = None
+    outputs: Sequence[Path] = ()
+    overwrite: bool = False
+
+    def rows(self, layers: int) -> list[Row]:
+        """Returns the rows to run on a model with this many layers.
+
+        Raises:
+            ConfigError: a name or a value is unknown, or an option has no effect.
+        """
+        if self.values and not self.ablate:
+            raise ConfigError("`values=` has no effect without `ablate=`: drop it, or name an ablation")
+        if self.patterns and "sparsity" in self.given:
+            raise ConfigError("`sparsity=` has no effect with `patterns=`: drop one of them")
+        if self.patterns and "pattern" in self.given:
+            raise ConfigError("`pattern=` decides some linears, and `patterns=` the rows: drop one of them")
+        methods, patterns = _parts(self.methods), [NMPattern.parse(part) for part in _parts(self.patterns)]
+        options, model = dict(self.options), self.source.name
+        if self.ablate:
+            rows = ablation_rows(options, self.ablate, _parts(self.values), methods, patterns, layers, model)
+        else:
+            rows = method_rows(options, methods, patterns, model)
+        check_effect(dict(self.given), rows, self.ablate)
+        return rows
+
+    def numbers(self) -> list[int]:
+        """Returns the seeds.
+
+        Raises:
+            ConfigError: they are not non-negative integers.
+        """
+        try:
+            numbers = [int(part) for part in _parts(self.seeds)]
+            if min(numbers) >= 0:
+                return list(dict.fromkeys(numbers))
+            raise ValueError
+        except ValueError:
+            raise ConfigError(
+                f"seeds {self.seeds!r}: expected non-negative integers separated by commas, such as 0,1,2"
+            ) from None
+
+    @property
+    def place(self) -> Path:
+        """File that keeps finished results: beside the first output, else in the present folder."""
+        first = self.outputs[0] if self.outputs else Path(self._stem)
+        return first.with_name(f".{first.name}.rows.json")
+
+    @property
+    def _stem(self) -> str:
+        return f"compare-{Path(self.source.name).resolve().name}"
+
+    def run(self, progress: Progress, finished: Callable[[RowResult], None] = lambda result: None) -> dict[str, Any]:
+        """Compares the rows, and writes the outputs.
+
+        Args:
+            finished: function called with each row's result as soon as it is known.
+
+        Returns:
+            The report, as `report_of` makes it.
+
+        Raises:
+            PermTritonError: as `permtriton.comparison.run.compare`, a request that makes no sense, no held-out text, or
+                an output that cannot be written.
+        """
+        seeds = self.numbers()
+        self.rows(layers=1)  # a wrong name is found before the model is loaded
+        for output in self.outputs:
+            check_table(output, overwrite=self.overwrite, like=RESULT)
+        with self._claimed(progress):
+            loaded = self.tasks.load(progress)
+            progress.say(f"loading {self.source.described}")
+            model, tokenizer = load.load_original(self.source)
+            windows, text = held_out_windows(self.source.name, self.eval_data, tokenizer, model, self.window)
+            if windows is None:
+                raise CalibrationError(f"nothing to compare on: {text}")
+            yardstick = Yardstick(model, tokenizer, with_decoder_ids(model, Samples.of(windows)), loaded)
+            options = resolved(self.options, self.source.name)
+            kept = ResultFile(self.place, yardstick.identity(options, self.ablate, self.tasks.identity()))
+            if not self.overwrite:
+                kept.read()
+            rows = self.rows(model.config.get_text_config().num_hidden_layers)
+            report = report_of(
+                compare(yardstick, rows, seeds=seeds, kept=kept, progress=progress, finished=finished),
+                yardstick,
+                options,
+                model=self.source.name,
+                text=text,
+                seeds=seeds,
+                ablation=self.ablate,
+                versions=self.tasks.versions(),
+            )
+            for output in self.outputs:
+                write_table(output, *columns(report), report)
+            if not self.outputs:
+                kept.delete()
+        return report
+
+    @contextmanager
+    def _claimed(self, progress: Progress) -> Iterator[None]:
+        """Keeps other comparisons from the same outputs inside the ``with`` block.
+
+        Raises:
+            OutputError: another process writes one of them, or the folder cannot be written.
+        """
+        folder = self.place.resolve().parent
+        if problem := problem_of(folder):
+            raise OutputError(
+                f"the folder {folder}, where finished results are kept, cannot be written: {problem}; run in another "
+                "folder, or give `output=` a file in another one"
+            )
+        with ExitStack() as stack:
+            for output in self.outputs or [Path(self._stem)]:
+                stack.enter_context(locked(output.resolve(), progress.say))
+            yield
+
+
+def options_to_compare(
+    model: str, config_file: Path | None, options: Mapping[str, Any], protocol: str | None = None
+) -> dict[str, Any]:
+    """Returns what the user gave for a comparison, whose rows have recipes of their own.
+
+    Raises:
+        ConfigError: an unknown option, a bad value, or a file that names a recipe.
+    """
+    given = given_by(config_file, options, protocol)
+    if "recipe" in given:
+        raise ConfigError(f"config file {config_file} names a recipe: leave it out, and name it in `methods=`")
+    config_from(given, model=model)
+    return given
+
+
+def _parts(words: Words) -> list[str]:
+    """Returns what stands between commas, or in a list."""
+    if not words:
+        return []
+    return [part.strip() for part in words.split(",")] if isinstance(words, str) else [str(word) for word in words]

@@ -1,0 +1,65 @@
+"""Which samples, windows and tasks does the literature use? One word stands for all of them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from permtriton.errors import ConfigError, shown
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """What a protocol sets; what the user gives beside it wins.
+
+    Attributes:
+        options: options of a compilation.
+        eval_data: held-out text.
+        window: tokens per window of it.
+        tasks: zero-shot tasks, by lm-eval's names.
+    """
+
+    options: Mapping[str, Any]
+    eval_data: str
+    window: int
+    tasks: tuple[str, ...]
+
+
+PROTOCOLS = {
+    # As the code of SparseGPT and Wanda does it; the tasks are those of Wanda's table, which has their `acc`.
+    "paper": Protocol(
+        {"calibration": "c4", "samples": 128, "sequence_length": 2048, "one_document": True},
+        "wikitext2",
+        2048,
+        ("boolq", "rte", "hellaswag", "winogrande", "arc_easy", "arc_challenge", "openbookqa"),
+    )
+}
+
+
+def protocol_of(name: str | None) -> Protocol | None:
+    """Returns the protocol of a name; None for None.
+
+    Raises:
+        ConfigError: there is no such protocol.
+    """
+    if name is not None and name not in PROTOCOLS:
+        raise ConfigError(f"protocol {shown(name)} is unknown: choose {' or '.join(PROTOCOLS)}, or leave it out")
+    return None if name is None else PROTOCOLS[name]
+
+
+def measured_by(name: str | None, eval_data: Any, window: int | None, tasks: Any) -> tuple[Any, int | None, Any]:
+    """Returns held-out text, window and tasks: what the user gave, and what the protocol says where it is None.
+
+    The window of the protocol is that of its texts: samples in memory have their own.
+
+    Raises:
+        ConfigError: there is no such protocol.
+    """
+    if (protocol := protocol_of(name)) is None:
+        return eval_data, window, tasks
+    if window is None and isinstance(eval_data, str | None) and eval_data != "none":
+        window = protocol.window
+    return (
+        protocol.eval_data if eval_data is None else eval_data,
+        window,
+        protocol.tasks if tasks is None else tasks,
+    )

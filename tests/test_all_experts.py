@@ -1,0 +1,139 @@
+"""Mixtures: how many tokens each expert is sent, and statistics of every expert on every token."""
+
+import pytest
+import torch
+
+import permtriton
+from permtriton.data.samples import Samples
+from permtriton.methods.measure.statistics import channel_norms
+from permtriton.model.expert_linears import RoutedExperts
+from permtriton.model.experts import measure_all_experts, unstacked_experts
+from permtriton.util.progress import NoProgress
+from permtriton.util.sparsity import NMPattern
+
+from . import zoo
+
+TOP_K, RARE = 2, 4
+
+
+def mixture(seed: int = 0):
+    """Mixtral with five experts, the last of which is sent few tokens."""
+    model = zoo.build("mixtral")
+    for layer in model.model.layers:
+        weight = layer.mlp.gate.weight.data
+        weight.copy_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed)) / 8)
+        weight[RARE] *= 0.05  # its score is seldom among the highest
+    return model
+
+
+def counted(model, ids) -> dict[str, list[int]]:
+    """Tokens by expert, as the model's own experts are called."""
+    found, handles = {}, []
+
+    def hook(name):
+        def count(_module, inputs):
+            found[name] = (found.get(name, 0) + torch.bincount(inputs[1].flatten(), minlength=5)).clone()
+
+        return count
+
+    for name, module in model.named_modules():
+        if name.endswith("experts"):
+            handles.append(module.register_forward_pre_hook(hook(name)))
+    with torch.no_grad():
+        model(ids)
+    for handle in handles:
+        handle.remove()
+    return {name: count.tolist() for name, count in found.items()}
+
+
+@pytest.mark.parametrize("importance", ["wanda", "obs"])  # one run of the model, and layer by layer
+def test_the_record_counts_the_tokens_of_each_expert(importance):
+    model, ids = mixture(), zoo.token_ids()
+    expected = counted(model, ids)
+    compiled = permtriton.compile(model, data=ids, importance=importance, recipe="heuristic,mask")
+    assert compiled.report["expert_tokens"] == expected
+    assert {sum(each) for each in expected.values()} == {TOP_K * ids.numel()}
+    assert "expert_tokens" not in permtriton.compile(zoo.build("llama"), data=ids, recipe="mask").report
+
+
+def test_few_tokens_are_said_unless_all_are_measured():
+    said = {}
+    for wanted in (False, True):
+        events = []
+        permtriton.compile(
+            mixture(), data=zoo.token_ids(), recipe="mask", calibrate_all_experts=wanted, progress=events.append
+        )
+        said[wanted] = " ".join(event.text for event in events if event.text)
+    assert "experts were sent fewer calibration tokens than they have intermediate channels" in said[False]
+    assert "`calibrate_all_experts=true`" in said[False]
+    assert "fewer calibration tokens" not in said[True]
+
+
+@torch.no_grad()
+def test_every_expert_sees_every_token_and_the_result_is_the_same():
+    model, ids = mixture(), zoo.token_ids()
+    before = model(ids).logits
+    with unstacked_experts(model):
+        experts = [each for each in model.modules() if isinstance(each, RoutedExperts)]
+        read = {}
+        for each in experts:
+            each.measuring = each.all_measured = True
+            for number in range(len(each)):
+                linear = each.linear(number, "down_proj")
+                linear.register_forward_pre_hook(lambda module, inputs: read.update({module: inputs[0].shape[0]}))
+        after = model(ids).logits
+    assert set(read.values()) == {ids.numel()}
+    assert len(read) == 5 * len(experts)
+    torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-5)
+
+
+def test_the_statistics_are_those_of_all_tokens():
+    """Against each expert, called by itself with what enters the module of the experts."""
+    model, ids = mixture(), zoo.token_ids()
+    plan = permtriton.find_plan(model, NMPattern(2, 4))
+    sites = [site for site in plan.sites if ".layers.0." in f".{site.name}" and "down_proj" in site.linears[0]]
+    assert len(sites) == 5
+    found = {}
+    with unstacked_experts(model):
+        for wanted in (False, True):
+            measure_all_experts(model, wanted)
+            found[wanted] = channel_norms(model, sites, Samples.of(ids), 4, NoProgress())
+        experts, inputs = model.model.layers[0].mlp.experts, []
+        experts.register_forward_pre_hook(lambda _module, given: inputs.append(given[0]))
+        with torch.no_grad():
+            model(ids)
+        for site in sites:
+            number = int(site.linears[0].split(".")[-2])
+            experts.linear(number, "down_proj").register_forward_pre_hook(
+                lambda _module, given: inputs.append(given[0])
+            )
+            with torch.no_grad():
+                experts._expert(number, inputs[0])
+            expected = (inputs.pop().double().square().sum(0) / len(ids)).sqrt().float()
+            torch.testing.assert_close(found[True][site.name], expected, rtol=1e-4, atol=1e-6)
+            assert (found[True][site.name] >= found[False][site.name]).all()
+
+
+def test_a_rare_expert_is_pruned_better():
+    """What an expert makes of tokens that it was not sent while it was calibrated, over several mixtures."""
+    differences = []
+    for seed in range(2):
+        errors = {}
+        for wanted in (False, True):
+            model = mixture(seed)
+            permtriton.compile(
+                model, data=zoo.token_ids(4, 24, seed), recipe="mask", calibrate_all_experts=wanted, importance="wanda"
+            )
+            experts = [each.model.layers[0].mlp.experts for each in (model, mixture(seed))]
+            states = torch.randn(200, 64, generator=torch.Generator().manual_seed(seed))
+            sent = torch.full((200, 1), RARE), torch.ones(200, 1)
+            with torch.no_grad():
+                pruned, exact = (each(states, *sent) for each in experts)
+            errors[wanted] = float((pruned - exact).norm() / exact.norm())
+        differences.append(errors[False] - errors[True])
+    assert min(differences) > 0, differences
+
+
+def test_it_needs_experts():
+    with pytest.raises(permtriton.PermTritonError, match="has no effect on a LlamaForCausalLM"):
+        permtriton.compile(zoo.build("llama"), data=zoo.token_ids(), recipe="mask", calibrate_all_experts=True)

@@ -1,0 +1,214 @@
+"""Format fp8: zeros are zeros still, the rest is as it was, and other programs load it without permtriton."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from compressed_tensors.quantization.utils import calculate_qparams
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import permtriton
+from permtriton import demo
+from permtriton.checkpoint import fp8
+from permtriton.checkpoint.export import export
+from permtriton.checkpoint.fp8 import dequantize, quantize
+from permtriton.errors import ConfigError, ModelError, VerificationError
+
+from . import folders, zoo
+from .folders import LAST_UP, WEIGHTS
+
+FLOAT8 = torch.float8_e4m3fn
+
+
+def saved(folder: Path, dtype: torch.dtype = torch.bfloat16, **changes: object) -> Path:
+    """A pruned LLaMA with a tokenizer, so that its loss can be measured on the embedded text."""
+    model = folders.model_of("llama", dtype=dtype, vocab_size=2048, **changes)
+    folders.save(model, folder)
+    AutoTokenizer.from_pretrained(demo.FOLDER).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    return saved(tmp_path_factory.mktemp("fp8") / "saved")
+
+
+@pytest.fixture(scope="module")
+def written(source) -> Path:
+    export(source, source.parent / "written", "fp8")
+    return source.parent / "written"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_zeros_stay_zeros_and_weights_move_by_rounding_only(dtype):
+    weight = torch.randn(64, 128, generator=torch.Generator().manual_seed(0)).to(dtype)
+    weight[3], weight[4] = 0, weight[4] * 1e-3
+    weight[5, ::2] *= 1e-5
+    folders.prune_weight(weight)
+    stored, scale = quantize(weight)
+    back = dequantize(stored, scale)
+    assert (stored.dtype, scale.dtype, scale.shape, back.dtype) == (FLOAT8, dtype, (64, 1), dtype)
+    assert not back[weight == 0].any()
+    assert not (stored.view(torch.uint8) == 0x80).any()
+    assert ((back - weight).abs() <= weight.abs() / 15 + scale / 1000).all()
+    assert (back.abs().amax(1) > 0.9 * weight.abs().amax(1))[weight.any(1)].all()
+
+
+def test_only_linears_beside_pruned_ones_change(source, written):
+    before, after = load_file(source / WEIGHTS), load_file(written / WEIGHTS)
+    linears = {name for name in before if "proj" in name}
+    assert {name for name in after if after[name].dtype == FLOAT8} == linears
+    assert after.keys() - before.keys() == {f"{name}_scale" for name in linears}
+    rest = before.keys() - linears
+    assert folders.differing({name: before[name] for name in rest}, {name: after[name] for name in rest}) == []
+    config = json.loads((written / "config.json").read_text())["quantization_config"]
+    assert (config["quant_method"], config["ignore"]) == ("compressed-tensors", ["lm_head"])
+
+
+def test_the_record_says_what_it_costs(written):
+    found = json.loads((written / "permtriton.json").read_text())["export"]
+    assert (found["format"], found["quantized"], found["weights"], found["reloaded"]) == ("fp8", 14, 14, "same weights")
+    assert 0.5 < found["ratio"] < 0.54  # of 16 bits, with a scale per row
+    loss = found["loss"]
+    assert loss["text"] == "demo"
+    assert 0 < loss["kl"] < 0.1  # of random weights
+    assert abs(loss["after"] / loss["before"] - 1) < 0.05
+    assert loss["cosine"] > 0.95
+    card = (written / "README.md").read_text()
+    assert "KL 0.0" in card
+    assert "vLLM loads it by itself" in card
+
+
+def test_transformers_loads_it_without_permtriton(source, written):
+    """In a process of its own: no quantizer of permtriton is registered there."""
+    code = (
+        "import sys, torch; from transformers import AutoModelForCausalLM as Auto;"
+        "ids = torch.arange(40).view(2, 20); torch.set_grad_enabled(False);"
+        "logits = [Auto.from_pretrained(each)(ids).logits.float() for each in sys.argv[1:]];"
+        "print(float((logits[0] - logits[1]).norm() / logits[0].norm()), 'permtriton' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, source, written], capture_output=True, text=True, timeout=300, check=True
+    )
+    difference, imported = done.stdout.split()
+    assert 0 < float(difference) < 0.3
+    assert imported == "False"
+
+
+def test_a_dense_linear_beside_pruned_ones_is_quantized_too(tmp_path):
+    """Engines join query, key and value to one linear, which has one dtype."""
+    folder, name = saved(tmp_path / "saved"), "model.layers.1.self_attn.q_proj.weight"
+    folders.edit_json(folder / "permtriton.json", lambda record: record["pruned_weights"].pop(name))
+    folders.change_tensor(name, torch.ones_like)(folder)
+    result = export(folder, tmp_path / "out", "fp8")
+    assert load_file(tmp_path / "out" / WEIGHTS)[name].dtype == FLOAT8
+    assert (result["quantized"], result["weights"]) == (14, 13)
+
+
+def test_linears_elsewhere_stay_and_are_listed(tmp_path):
+    folder = saved(tmp_path / "saved")
+
+    def no_attention(record):
+        record["pruned_weights"] = {name: dim for name, dim in record["pruned_weights"].items() if "mlp" in name}
+
+    folders.edit_json(folder / "permtriton.json", no_attention)
+    export(folder, tmp_path / "out", "fp8")
+    stored = load_file(tmp_path / "out" / WEIGHTS)
+    assert {name for name, tensor in stored.items() if tensor.dtype == FLOAT8} == {
+        n for n in stored if n[-11:] == "proj.weight" and "mlp" in n
+    }
+    ignored = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["ignore"]
+    assert ignored == sorted(
+        ["lm_head", *(f"model.layers.{i}.self_attn.{part}_proj" for i in range(2) for part in "qkvo")]
+    )
+
+
+def test_a_packed_folder_gives_the_same(source, written, tmp_path):
+    export(source, tmp_path / "packed", "packed")
+    export(tmp_path / "packed", tmp_path / "again", "fp8")
+    assert folders.differing(load_file(written / WEIGHTS), load_file(tmp_path / "again" / WEIGHTS)) == []
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda bits: bits + (bits == 0) * 8, "a zero did not stay a zero"),
+        (lambda bits: bits + ((bits > 64) & (bits < 112)) * 2, "more than rounding"),
+        (lambda bits: bits.where(bits != bits.max(), 127), "not finite"),
+    ],
+)
+def test_what_is_written_wrongly_is_found(source, tmp_path, monkeypatch, damage, words):
+    """The package that rounds is patched: a fault of it must leave no folder."""
+    compressor = fp8._compressor()
+    compress = compressor.compress
+
+    def broken(state, scheme):
+        found = compress(state, scheme)
+        bits = found["weight"].view(torch.uint8)
+        return {**found, "weight": damage(bits).to(torch.uint8).view(FLOAT8)}
+
+    monkeypatch.setattr(compressor, "compress", broken)
+    with pytest.raises(VerificationError, match=words):
+        export(source, tmp_path / "out", "fp8")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_cannot_be_quantized_is_refused(tmp_path, written, monkeypatch):
+    for name, words in (("mixtral", "stacked experts"), ("gpt2", "transposed")):
+        folder = folders.save(folders.model_of(name), tmp_path / name)
+        with pytest.raises(ModelError, match=words):
+            export(folder, tmp_path / "out", "fp8")
+        with pytest.raises(ModelError, match=words):  # before any work
+            permtriton.compile(
+                str(folder_of(name, tmp_path)), output=tmp_path / "out", save_format="fp8", recipe="mask"
+            )
+    fused = folders.save(folders.model_of("llama", fused=True), tmp_path / "fused")
+    with pytest.raises(ConfigError, match=r"`layout=portable` for a fp8"):
+        export(fused, tmp_path / "out", "fp8")
+    for format in ("packed", "fp8"):
+        with pytest.raises(ModelError, match="quantized already"):
+            export(written, tmp_path / "out", format)
+    assert not (tmp_path / "out").exists()
+
+
+def folder_of(name: str, root: Path) -> Path:
+    """The dense model as its author publishes it."""
+    zoo.build(name).save_pretrained(root / f"{name}-dense")
+    return root / f"{name}-dense"
+
+
+def test_it_is_measured_and_reported_but_not_compiled_or_trained(source, written, tmp_path):
+    texts = [(demo.FOLDER / "heldout.txt").read_text(encoding="utf-8")[:2000]]
+    measured = permtriton.evaluate(written, texts)
+    assert measured.perplexity == pytest.approx(permtriton.evaluate(source, texts).perplexity, rel=0.05)
+    page = permtriton.report([source, written], tmp_path / "page.html").read_text()
+    assert "fp8" in page
+    assert "What that costs" in page
+    with pytest.raises(permtriton.PermTritonError, match="already been compiled"):
+        permtriton.compile(str(written), recipe="mask")
+    model = AutoModelForCausalLM.from_pretrained(written)
+    with pytest.raises(permtriton.PermTritonError, match="8 bits"):
+        permtriton.keep_pattern(model)
+
+
+def test_a_row_of_small_weights_keeps_its_precision():
+    weight = torch.randn(4, 32) * torch.tensor([[1.0], [1e-6], [1e4], [1e-3]])
+    scale, _ = calculate_qparams(weight.amin(1, keepdim=True), weight.amax(1, keepdim=True), fp8._scheme().weights)
+    torch.testing.assert_close(quantize(weight)[1], scale, rtol=0, atol=0)
+    back = dequantize(*quantize(weight))
+    assert ((back - weight).norm(dim=1) / weight.norm(dim=1) < 0.05).all()
+
+
+def test_compile_saves_it_in_one_command(tmp_path):
+    zoo.build("llama").save_pretrained(tmp_path / "dense")
+    ids, out = zoo.token_ids(), tmp_path / "out"
+    compiled = permtriton.compile(tmp_path / "dense", recipe="mask", data=ids, output=out, save_format="fp8")
+    assert load_file(out / WEIGHTS)[LAST_UP].dtype == FLOAT8
+    assert "--save-format fp8" in compiled.report["command"]
+    exported = json.loads((out / "permtriton.json").read_text())["export"]
+    assert "tokenizer" in exported["loss"]["not_measured"]  # there is none
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "out"]

@@ -1,0 +1,151 @@
+"""`protocol=paper`: the samples, windows and tasks of the literature, with stand-ins for the hub."""
+
+import random
+
+import datasets
+import pytest
+import torch
+
+import permtriton
+from permtriton.config import CalibrationConfig
+from permtriton.data.held_out import held_out_windows
+from permtriton.data.text import calibration_ids
+from permtriton.errors import CalibrationError
+from permtriton.evaluation.protocol import PROTOCOLS, measured_by
+
+from . import zoo
+from .desk import RUNNER
+from .sentences import SENTENCE, trained_tokenizer
+
+LENGTHS = (3, 40, 7, 90, 12, 55)  # sentences of the documents
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return trained_tokenizer()
+
+
+@pytest.fixture
+def hub(monkeypatch) -> list[dict]:
+    """A stand-in for the hub's texts; returns what was asked of it."""
+    asked = []
+
+    def load_dataset(**arguments):
+        asked.append(arguments)
+        return datasets.Dataset.from_dict(
+            {"text": [f"{number} " + SENTENCE * size for number, size in enumerate(LENGTHS)]}
+        )
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    return asked
+
+
+def published(texts, tokenizer, count, length, seed):
+    """How SparseGPT and Wanda draw their sequences, written from their description."""
+    generator, found = random.Random(seed), []
+    while len(found) < count:
+        ids = tokenizer(texts[generator.randint(0, len(texts) - 1)])["input_ids"]
+        if len(ids) > length:
+            start = generator.randint(0, len(ids) - length - 1)
+            found.append(ids[start : start + length])
+    return found
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_sequences_are_drawn_within_one_document_as_published(hub, tokenizer, seed):
+    config = CalibrationConfig("c4", samples=5, sequence_length=100, one_document=True)
+    found = calibration_ids(config, tokenizer, len(tokenizer), seed)
+    texts = datasets.load_dataset()["text"]
+    assert found.tolist() == published(texts, tokenizer, 5, 100, seed)
+    whole = [tokenizer(text)["input_ids"] for text in texts]
+    for row in found.tolist():  # each stands in one document
+        assert any(row == ids[at : at + 100] for ids in whole for at in range(len(ids) - 99))
+    assert (hub[0]["path"], hub[0]["split"]) == ("allenai/c4", "train")
+
+
+def test_no_document_is_long_enough(hub, tokenizer):
+    config = CalibrationConfig("c4", samples=5, sequence_length=10**5, one_document=True)
+    with pytest.raises(CalibrationError, match=r"no document with more than 100,000 tokens.*`sequence_length=`"):
+        calibration_ids(config, tokenizer, len(tokenizer), 0)
+
+
+def test_one_word_sets_all():
+    config = permtriton.config_from({**PROTOCOLS["paper"].options})
+    chosen = config.calibration
+    assert (chosen.calibration, chosen.samples, chosen.sequence_length, chosen.one_document) == ("c4", 128, 2048, True)
+    text, window, tasks = measured_by("paper", None, None, None)
+    assert (text, window) == ("wikitext2", 2048)
+    assert tasks == ("boolq", "rte", "hellaswag", "winogrande", "arc_easy", "arc_challenge", "openbookqa")
+    assert measured_by("paper", "c4", 4096, "none") == ("c4", 4096, "none")
+    assert measured_by(None, None, None, None) == (None, None, None)
+    with pytest.raises(permtriton.PermTritonError, match="protocol 'papers' is unknown: choose paper"):
+        permtriton.compile("demo", protocol="papers")
+
+
+def test_windows_have_the_length_that_was_asked_for(hub, tokenizer):
+    model = zoo.tiny_llama(vocab_size=len(tokenizer), max_position_embeddings=4096)
+    texts = [SENTENCE * 600]
+    tokens = len(tokenizer(texts[0])["input_ids"]) + 1  # with the end token
+    for window in (100, 2048, 4096):
+        found, _ = held_out_windows("model", texts, tokenizer, model, window)
+        assert found.shape == (tokens // window, window)
+    assert held_out_windows("model", texts, tokenizer, model)[0].shape[1] == 2048
+    for window, words in ((4097, "at most the 4,096"), (1, "at least 2")):
+        with pytest.raises(permtriton.PermTritonError, match=words):
+            held_out_windows("model", texts, tokenizer, model, window)
+    with pytest.raises(permtriton.PermTritonError, match="`window=64` has no effect on samples in memory"):
+        held_out_windows("model", torch.ones(2, 8, dtype=torch.int64), tokenizer, model, 64)
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch, tokenizer, hub):
+    model = zoo.tiny_llama(vocab_size=len(tokenizer), max_position_embeddings=2048)
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+SMALL = ("--samples", "2", "--sequence-length", "64")
+
+
+def test_all_three_commands_take_it(here, hub):
+    """With fewer and shorter samples, and without the tasks, whose data no stand-in has."""
+    from permtriton.cli.main import app
+
+    words = (
+        ["compile", "model", "--protocol", "paper", *SMALL, "--recipe", "mask", "--output", "out"],
+        ["evaluate", "out", "--protocol", "paper", "--tasks", "none", "--json"],
+        ["compare", "model", "--protocol", "paper", "--tasks", "none", *SMALL, "--methods", "wanda", "--window", "512"],
+    )
+    results = [RUNNER.invoke(app, each) for each in words]
+    assert [each.exit_code for each in results] == [0, 0, 0], [each.stderr for each in results]
+    assert "--one-document" in (here / "out" / "permtriton.json").read_text()
+    assert '"window": 2048' in results[1].stdout
+    assert "windows of 512" in " ".join(results[2].stdout.split())
+    assert {(each["path"], each["split"]) for each in hub} == {("allenai/c4", "train"), ("Salesforce/wikitext", "test")}
+    short = RUNNER.invoke(app, ["evaluate", "out", "--window", "4096"])
+    assert (short.exit_code, "at most the 2,048" in short.stderr) == (2, True)
+
+
+def test_compare_from_python(here, hub):
+    options = {"calibration": "c4", "samples": 2, "sequence_length": 64}
+    found = permtriton.compare(
+        "model", eval_data="wikitext2", methods=["magnitude", "wanda"], seeds=[0, 1], output="a.md", **options
+    )
+    assert [row["method"] for row in found["rows"]] == ["dense", "magnitude", "wanda"]
+    assert len(found["rows"][2]["values"]) == 2
+    assert "| wanda" in (here / "a.md").read_text()
+    again = permtriton.compare(
+        "model", eval_data="wikitext2", methods="magnitude,wanda", seeds="0,1", output="a.md", **options
+    )
+    assert again["rows"] == found["rows"]  # kept, seconds and all
+    for wrong, words in (
+        ({"methods": ["wandas"]}, "wandas"),
+        ({"sparse": "2:4"}, "unknown option sparse"),
+        ({"patterns": ["2:4"], "sparsity": "2:4"}, "`sparsity=` has no effect"),
+        ({"values": [1]}, "`values=` has no effect"),
+        ({"output": "a.xlsx"}, "extension is .xlsx"),
+    ):
+        with pytest.raises(permtriton.PermTritonError, match=words):
+            permtriton.compare("model", **wrong)

@@ -1,0 +1,22 @@
+"""What a command takes, the function of the same name takes by the same name."""
+
+from inspect import signature
+
+import pytest
+import typer
+
+import permtriton
+from permtriton.cli.main import app
+from permtriton.recipe import all_options
+
+SHELL = {"json", "help_all", "dry_run", "devices"}  # of `dry_run` there is a function
+# Files that the shell alone writes: from Python, the result is returned.
+WRITTEN = {"inspect": {"graph", "only", "layer", "dot", "overwrite"}, "evaluate": {"output", "overwrite"}}
+
+
+@pytest.mark.parametrize("name", ["compile", "compare", "evaluate", "export", "inspect", "report"])
+def test_functions_take_what_commands_take(name):
+    known = signature(getattr(permtriton, name)).parameters
+    options = set(all_options()) if "options" in known else set()
+    taken = {parameter.name for parameter in typer.main.get_command(app).commands[name].params}
+    assert taken - set(known) - options - SHELL == WRITTEN.get(name, set())

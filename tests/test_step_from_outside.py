@@ -1,0 +1,148 @@
+"""Steps that permtriton does not know: in a list, and by an entry point of another package."""
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import permtriton
+from permtriton import methods
+from permtriton.methods import Heuristic, Mask, Refit, Stage, Step, steps
+
+from . import zoo
+from .sentences import SENTENCE, trained_tokenizer
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "own_step.py"
+QUICK = ("--calibration", "text.txt", "--samples", "2", "--sequence-length", "16", "--eval-data", "none")
+
+
+@pytest.fixture(scope="module")
+def relative() -> type[Step]:
+    return runpy.run_path(str(EXAMPLE))["Relative"]
+
+
+def install(root: Path, code: str, value: str) -> dict[str, str]:
+    """Lays a package out as pip installs it, and returns an environment that finds it."""
+    (root / "others_steps.py").write_text(code, encoding="utf-8")
+    info = root / "others_steps-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: others-steps\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[permtriton.steps]\nrelative = {value}\n")
+    return {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch) -> Path:
+    """A folder with a tiny model and a text."""
+    tokenizer = trained_tokenizer()
+    zoo.tiny_llama(vocab_size=len(tokenizer), max_position_embeddings=64).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "text.txt").write_text(SENTENCE * 300, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def permtriton_says(environment: dict[str, str], *words: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "permtriton", *words]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+
+
+def test_a_package_adds_a_step_to_the_command_line(here):
+    environment = install(here, EXAMPLE.read_text(encoding="utf-8"), "others_steps:Relative")
+    out = here / "out"
+    flags = ("--recipe", "heuristic,relative", "--relative-power", "2", *QUICK, "--output", "out")
+    done = permtriton_says(environment, "compile", "model", *flags)
+    assert done.returncode == 0, done.stderr
+    record = json.loads((out / "permtriton.json").read_text())
+    assert (record["config"]["recipe"], record["config"]["relative_power"]) == ("heuristic,relative", 2.0)
+    assert "--recipe heuristic,relative --relative-power 2.0" in record["command"]
+    assert set(record["sparsity_by_layer"].values()) == {0.5}
+    recipes = permtriton_says(environment, "recipes", "--json")
+    assert "smallest in their row and column" in json.loads(recipes.stdout)["steps"]["relative"]
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("raise RuntimeError('no such library')", "cannot be imported: no such library"),
+        ("Relative = 3", "is no dataclass derived from permtriton.methods.Step"),
+        ("from permtriton.methods import Mask\nclass Relative(Mask): pass", "of permtriton's own step mask"),
+    ],
+)
+def test_a_package_that_is_broken_is_left_out_with_a_warning(tmp_path, code, words):
+    environment = install(tmp_path, code, "others_steps:Relative")
+    done = permtriton_says(environment, "recipes")
+    assert done.returncode == 0, done.stderr
+    assert words in done.stderr
+    assert "relative" not in done.stdout
+
+
+def test_a_list_takes_any_step(relative, tmp_path):
+    model = zoo.build("llama")
+    before = zoo.build("llama").state_dict()
+    compiled = permtriton.compile(
+        model, recipe=[Heuristic(), relative(power=2.0)], data=zoo.token_ids(), output=tmp_path / "out"
+    )
+    config = compiled.report["config"]
+    assert (config["recipe"], config["relative_power"]) == ("heuristic,relative", 2.0)
+    assert "--relative-power 2.0" in compiled.report["command"]
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    weight = saved.get_parameter("model.layers.0.mlp.up_proj.weight")
+    assert ((weight.view(-1, 4) != 0).sum(1) == 2).all()
+    assert set(weight[weight != 0].tolist()) <= set(before["model.layers.0.mlp.up_proj.weight"].flatten().tolist())
+
+
+def test_options_by_name_reach_a_step_of_a_list(relative):
+    config = permtriton.config_from({"relative_power": 3}, [relative()])
+    assert config.steps[0].power == 3.0
+    with pytest.raises(permtriton.PermTritonError, match="non-negative"):
+        permtriton.config_from({"relative_power": -1}, [relative()])
+    with pytest.raises(permtriton.PermTritonError, match="unknown option relative_power"):
+        permtriton.compile("demo", recipe=[Mask()], relative_power=3)
+
+
+def test_its_score_decides(relative):
+    """With power 0 the score is the magnitude, so that both give the same model."""
+    ids, models = zoo.token_ids(), [zoo.build("llama") for _ in range(2)]
+    permtriton.compile(models[0], recipe=[relative(power=0.0)], data=ids)
+    permtriton.compile(models[1], recipe=[Mask()], data=ids, importance="magnitude")
+    for first, second in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(first, second)
+
+
+def test_what_is_no_step_is_refused():
+    @dataclass(frozen=True)
+    class Nameless(Step):
+        stage = Stage.PRUNE
+
+    @dataclass(frozen=True)
+    class Twin(Step):
+        name, prefix, summary, stage = "mask", "twin", "the same name", Stage.PRUNE
+
+    for step, words in (
+        (Nameless(), "does not say its name"),
+        (Twin(), "own step mask: choose another"),
+        (object(), "or steps: their names"),
+    ):
+        with pytest.raises(permtriton.PermTritonError, match=words):
+            permtriton.config_from({}, [step])
+
+
+def test_methods_has_every_step():
+    assert [getattr(methods, kind.__name__) for kind in steps.OURS] == list(steps.OURS)
+    assert set(dir(methods)) >= {"Step", "Stage", "Outcome", "option", "Heuristic"}
+    assert permtriton.config_from({}, [Heuristic(), Refit(exchanges=8)]).steps[1].exchanges == 8
+    with pytest.raises(AttributeError, match="Heuristics"):
+        methods.Heuristics  # noqa: B018
+
+
+def test_the_example_runs(here, capsys):
+    runpy.run_path(str(EXAMPLE))["main"](["model", "--data", "text.txt", "--sequence-length", "16"])
+    assert "50.0% to 50.0% zeros, by heuristic,relative" in capsys.readouterr().out

@@ -1,0 +1,39 @@
+"""vLLM with every plugin switched off serves a folder of format fp8, and computes what transformers computes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from permtriton.checkpoint.export import export
+
+from .engine import TOKENS, expected_greedy, prompts
+
+SCRIPT = """
+import sys
+from tests.vllm.engine import engine, greedy, prompts
+
+if __name__ == "__main__":
+    with engine(sys.argv[1]) as llm:
+        model = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.model
+        method = type(model.model.layers[0].mlp.down_proj.scheme).__name__
+        print("found", json.dumps([method, greedy(llm, prompts(sys.argv[1]))]))
+    assert "permtriton.serving.plugin" not in sys.modules
+"""
+
+
+def test_vllm_serves_it_without_our_plugin(demo_folders, tmp_path):
+    folder = tmp_path / "fp8"
+    export(demo_folders["portable"], folder, "fp8")
+    (tmp_path / "serve.py").write_text("import json" + SCRIPT)
+    environment = {**os.environ, "VLLM_PLUGINS": "", "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, tmp_path / "serve.py", folder]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert result.returncode == 0, result.stderr[-3000:]
+    found = next(line for line in result.stdout.splitlines() if line.startswith("found"))
+    method, tokens = json.loads(found.removeprefix("found"))
+    assert method == "CompressedTensorsW8A8Fp8"
+    expected = expected_greedy(folder, prompts(folder))
+    same = sum(a == b for x, y in zip(tokens, expected, strict=True) for a, b in zip(x, y, strict=True))
+    assert same > 0.85 * len(expected) * TOKENS  # two roundings of activations to 8 bits: a near tie may turn
