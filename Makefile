@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 VLLM := .venv-vllm
 PEERS := .venv-peers
+OLDEST := .venv-oldest
+OLDEST_TRITON := triton==3.6.0
 INSTALLED := $(VENV)/.installed
 
 DEMO_METHODS := magnitude,wanda,wanda + heuristic,sparsegpt,heuristic + sparsegpt,heuristic + refit
@@ -55,11 +57,17 @@ processors: $(INSTALLED)
 	OMP_NUM_THREADS=2 $(BIN)/python -m pytest
 
 # The tests that try many random cases, with many more of them: kills at random moments, damaged files. Takes hours.
-# Also the tests marked slow: further models, dtypes and faults of what faster tests hold.
+# Also the tests marked slow: further models, dtypes and faults of what faster tests hold. And every kernel is compiled
+# with the oldest Triton that pyproject.toml admits, too.
 soak: export OMP_NUM_THREADS := 1
-soak: $(INSTALLED) processors
+soak: $(INSTALLED) $(OLDEST)/.installed processors
 	$(BIN)/python -m pytest -n 2 --dist loadfile --soak -m "soak or slow"
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist loadfile --soak -m slow tests/interpreted
+	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest --soak tests/test_doctor.py -k every_kernel_compiles
+
+$(OLDEST)/.installed: pyproject.toml $(INSTALLED)
+	$(BIN)/pip install --quiet --disable-pip-version-check --upgrade --no-deps --target $(OLDEST) "$(OLDEST_TRITON)"
+	touch $@
 
 # vLLM's build for CPUs, which wants versions of its own, and the tests that serve the demo with it. It needs torch's
 # CPU build: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu, unless pip finds it elsewhere. The three packages
@@ -90,4 +98,4 @@ $(PEERS)/%/.installed: benchmarks/real/peers/%.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VLLM) $(PEERS) real-work build *.egg-info
+	rm -rf $(VENV) $(VLLM) $(PEERS) $(OLDEST) real-work build *.egg-info

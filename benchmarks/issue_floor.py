@@ -1,9 +1,10 @@
-"""Counts the issue floor of every kernel's named shape for each GPU, and rewrites the table of kernels/README.md.
+"""Counts the issue floor of every kernel's named shape for each GPU, and predicts the decoding kernels on an H200.
 
 python benchmarks/issue_floor.py        needs triton; nvcc too, if a kernel in CUDA has a named shape; no GPU
 
-The figures go to results/issue-floor.json, under "now". Those under "before" are of the kernels as they were before
-they were redesigned from such counts; they stay.
+The figures go to results/issue-floor.json, under "now" and "predicted", and from there to the tables of
+kernels/README.md and NOTES.md. Those under "before" are of the kernels as they were before they were redesigned from
+such counts; they stay.
 """
 
 import json
@@ -15,6 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # python benchmarks/issue_floor.py has only its own folder there
 
+from benchmarks.gpu.predictions import predictions  # noqa: E402
 from permtriton.errors import PermTritonError  # noqa: E402
 from permtriton.kernels.launch import triton  # noqa: E402
 from permtriton.kernels.tools import issue_floor  # noqa: E402
@@ -36,6 +38,10 @@ def main() -> None:
         sys.exit("\n".join(["nothing was written:", *refused]))
     report = json.loads(RESULT.read_text(encoding="utf-8"))
     report["now"] = {"triton": triton.__version__, "rows": rows}
+    report["predicted"] = [
+        {name: round(value, 3) if isinstance(value, float) else value for name, value in one.items()}
+        for one in predictions()
+    ]
     RESULT.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     subprocess.run([sys.executable, str(ROOT / "benchmarks" / "readme_tables.py")], check=True)
 

@@ -227,9 +227,9 @@ def issue_floor_table(name: str) -> str:
     before, now = ({(row["name"], row["gpu"]): row for row in report[when]["rows"]} for when in ("before", "now"))
     about = [gpu.name for gpu in GPUS]
     lines = [
-        "| kernel and shape | registers | programs per SM | main loop | instructions | barriers | shuffles | "
-        f"issue floor, us | memory time, us | ratio, {about[0]} | {' | '.join(about[1:])} |",
-        "|---" * (9 + len(about)) + "|",
+        "| kernel and shape | registers | programs per SM | waves | main loop | instructions | barriers | shuffles | "
+        f"issue floor, us | latency, us | memory time, us | ratio, {about[0]} | {' | '.join(about[1:])} |",
+        "|---" * (11 + len(about)) + "|",
     ]
     for case in dict.fromkeys(name for name, _ in (*before, *now)):
         of = [[when.get((case, gpu)) for when in (before, now)] for gpu in about]
@@ -245,15 +245,15 @@ def issue_floor_table(name: str) -> str:
 
 
 _FLOOR_CELLS = (
-    ("registers", 0), ("resident", 0), ("main_loop", 0), ("per_unit", 2, "unit"), ("barriers", 0), ("shuffles", 0),
-    ("issue_us", 1), ("memory_us", 1),
+    ("registers", 0), ("resident", 0), ("waves", 2), ("main_loop", 0), ("per_unit", 2, "unit"), ("barriers", 0),
+    ("shuffles", 0), ("issue_us", 1), ("latency_us", 1), ("memory_us", 1),
 )  # fmt: skip
 
 
 def _arrow(rows: list[Any], key: str, digits: int, unit: str = "") -> str:
     """Returns "before → now" of a figure, once if both are the same; a minus where there is none."""
-    shown = ["-" if row is None or row[key] is None else f"{row[key]:,.{digits}f}" for row in rows]
-    text = shown[0] if shown[0] == shown[1] else " → ".join(shown)
+    shown = ["-" if row is None or row.get(key) is None else f"{row[key]:,.{digits}f}" for row in rows]
+    text = shown[1] if shown[0] in (shown[1], "-") else " → ".join(shown)
     return f"{text} per {(rows[1] or rows[0])[unit]}" if unit and text != "-" else text
 
 
@@ -342,6 +342,7 @@ TABLES = {
     "gpu": lambda: gpu.markdown(gpu.read(RESULTS / "gpu.json")),
     "evaluation": lambda: evaluation_table("evaluation-cpu.jsonl"),
     "issue-floor": lambda: issue_floor_table("issue-floor.json"),
+    "gpu-predicted": lambda: gpu.predicted(_load("issue-floor.json"), gpu.read(RESULTS / "gpu.json")),
     "quantized": lambda: quantized_table("quantized-cpu.json"),
     "real": lambda: real.short(_load(REAL), FIRST_SCREEN),
     "real-stages": lambda: real.where_the_seconds_go(_load(REAL), ("sparsegpt", "fast", "default")),

@@ -1,6 +1,8 @@
 """The command ``permtriton autotune``: measures the kernels' configurations and prints the result."""
 
+import math
 import re
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,13 +26,14 @@ from permtriton.util.bars import BarProgress, err
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
-def run(
+def run(  # noqa: PLR0913
     model: Path | None,
     shapes: Sequence[str],
     tokens: str,
     kernel: str | None,
     dtype: str | None,
     *,
+    seconds: float | None,
     dry_run: bool,
     save: bool,
     json: bool,
@@ -58,7 +61,7 @@ def run(
         _list_trials(cases, files, json)
     else:
         with saved(*files):
-            _tune(cases, files, device, json)
+            _tune(cases, files, device, seconds, json)
 
 
 def _check_gpu() -> None:
@@ -118,15 +121,20 @@ def _list_trials(cases: Sequence[Case], files: Sequence[Path], json: bool) -> No
     out.print(f"{counts}; winners would be stored in {paths}", soft_wrap=True)
 
 
-def _tune(cases: Sequence[Case], files: Sequence[Path], device: torch.device, json: bool) -> None:
+def _tune(
+    cases: Sequence[Case], files: Sequence[Path], device: torch.device, seconds: float | None, json: bool
+) -> None:
     machine = cache.machine_key()
     if not json:
         err.print(f"{machine}; winners are stored in {files[0]}", highlight=False, soft_wrap=True)
     limits = timing.ceilings(device)
     trials: list[Trial] = []
+    until = math.inf if seconds is None else time.monotonic() + seconds
     with BarProgress().stage("autotune", len(cases)) as advance:
         for case in cases:
-            tuning.tune([case], device, machine, files, trials.append)
+            if tuning.tune([case], device, machine, files, trials.append, until) is None:
+                err.print("The time is up; the same command goes on from here.", highlight=False)
+                break
             advance(1, case.name)
     entries = cache.read_entries(files[0], machine)
     copy, product = limits.copy_gb_s, limits.matmul_tflop_s

@@ -444,13 +444,16 @@ def autotune(
         Path | None, typer.Option(help="A model, compiled or not: the shapes and dtype of its pruned linears.")
     ] = None,
     shape: Annotated[list[str] | None, typer.Option(help="OUTxIN of a linear, such as 11008x4096; repeat.")] = None,
-    tokens: Annotated[str, typer.Option(help="Token counts, separated by commas.")] = "1,16,2048",
+    tokens: Annotated[str, typer.Option(help="Token counts, separated by commas.")] = "1,16,64,2048",
     kernel: Annotated[str | None, typer.Option(help="Only this kernel, such as sparse_linear.")] = None,
     dtype: Annotated[
         str | None,
         typer.Option(
             help="Dtype of weights and activations: bfloat16, float16 or float32; the model's, or bfloat16, by default."
         ),
+    ] = None,
+    seconds: Annotated[
+        float | None, typer.Option(min=1, help="Stop after this time; the same command goes on from there.")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List what would be tried; needs no GPU.")] = False,
     save: Annotated[bool, typer.Option("--save", help="Keep the winners beside the model, too.")] = False,
@@ -459,7 +462,7 @@ def autotune(
     """Find the fastest configuration of each GPU kernel, for the shapes of a model, on the present GPU."""
     from permtriton.cli.autotune import run
 
-    run(model, shape or [], tokens, kernel, dtype, dry_run=dry_run, save=save, json=json)
+    run(model, shape or [], tokens, kernel, dtype, seconds=seconds, dry_run=dry_run, save=save, json=json)
 
 
 def main() -> None:

@@ -1,8 +1,8 @@
 """Chooses the configuration of a launch: the fastest one measured on this GPU, else the first of the kernel's table.
 
-Measured winners are looked up first in a file beside the loaded model, then in the user's cache folder, then in the
-files shipped with permtriton (``kernels/tuned``). Files are read once, at the first launch on a GPU; after that, a
-lookup is one dictionary access. Launchers run inside opaque operators, so ``torch.compile`` sees none of this.
+Measured winners are looked up first in a file beside the loaded model, then in the user's cache folder. Files are read
+once, at the first launch on a GPU; after that, a lookup is one dictionary access. Launchers run inside opaque
+operators, so ``torch.compile`` sees none of this.
 
 Entries are keyed by shape, with the first number (rows or tokens) rounded up to a power of two, so that similar token
 counts share one measurement.
@@ -12,7 +12,7 @@ import json
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,6 @@ from permtriton.util.durable import replace_file
 
 VERSION = 1
 BESIDE_MODEL = "permtriton-autotune.json"
-SHIPPED = Path(__file__).parent / "tuned"
 
 
 @dataclass(frozen=True)
@@ -53,6 +52,7 @@ class _State:
     beside_models: list[Path] = field(default_factory=list)
     forced: dict[str, Config] = field(default_factory=dict)
     requests: list[Request] | None = None
+    choices: dict[str, str] | None = None
 
     def forget(self) -> None:
         """Makes the next launch read the files again."""
@@ -76,7 +76,14 @@ def config_for(
         searched: Whether a library found the other configurations while tuning, so that the table holds none of them.
     """
     if _STATE.requests is not None:
-        return _noted(op, configs, shape, dtype)
+        return _requested(op, configs, shape, dtype)
+    config = _chosen(op, configs, shape, dtype, searched)
+    if _STATE.choices is not None:
+        _STATE.choices[entry_key(op, shape, dtype)] = describe(config)
+    return config
+
+
+def _chosen(op: str, configs: Sequence[Config], shape: Sequence[int], dtype: torch.dtype, searched: bool) -> Config:
     if op in _STATE.forced:
         return _STATE.forced[op]
     key = (op, bucket(shape), dtype, torch.cuda.current_device() if torch.cuda.is_initialized() else -1)
@@ -89,6 +96,23 @@ def config_for(
         return Config(**entry)
     # A stored configuration is used only if the table still has it and this call can use it.
     return next((config for config in configs if stored(config) == entry), configs[0])
+
+
+def is_open(op: str, shape: Sequence[int], dtype: torch.dtype) -> bool:
+    """Whether a choice was neither measured on this GPU nor forced."""
+    if op in _STATE.forced or not torch.cuda.is_initialized():
+        return False
+    key = (op, bucket(shape), dtype, torch.cuda.current_device())
+    if key not in _STATE.measured:
+        _STATE.measured[key] = _look_up(op, key[1], dtype, key[3])
+    return _STATE.measured[key] is None
+
+
+def keep(op: str, shape: Sequence[int], dtype: torch.dtype, config: Config) -> None:
+    """Keeps a choice that a library made on this GPU, for this process and, if possible, for later ones."""
+    with suppress(OutputError):
+        write_entries(cache_file(), machine_key(), {entry_key(op, shape, dtype): {"config": stored(config)}})
+    _STATE.measured[op, bucket(shape), dtype, torch.cuda.current_device()] = stored(config)
 
 
 def bucket(shape: Sequence[int]) -> tuple[int, ...]:
@@ -106,10 +130,15 @@ def machine_key(device: int | None = None) -> str:
     return f"{torch.cuda.get_device_name(device)}, triton {triton.__version__}, torch {torch.__version__}"
 
 
-def cache_file() -> Path:
-    """Returns the file with this user's winners: ``autotune.json`` in ``$XDG_CACHE_HOME/permtriton``."""
+def cache_folder() -> Path:
+    """Returns the folder for what is measured or compiled once: ``permtriton`` in ``$XDG_CACHE_HOME``."""
     base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "permtriton" / "autotune.json"
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "permtriton"
+
+
+def cache_file() -> Path:
+    """Returns the file with this user's winners."""
+    return cache_folder() / "autotune.json"
 
 
 def use_beside(folder: Path) -> bool:
@@ -149,6 +178,22 @@ def requests() -> Iterator[list[Request]]:
         _STATE.requests = before
 
 
+@contextmanager
+def choices() -> Iterator[dict[str, str]]:
+    """Within the context, collects what launches ran as: table and shape -> configuration, and what `note` is told."""
+    before, _STATE.choices = _STATE.choices, {}
+    try:
+        yield _STATE.choices
+    finally:
+        _STATE.choices = before
+
+
+def note(what: str, found: str) -> None:
+    """Adds to what `choices` collects, if it does: ``note("route 16x4096x4096", "mma")``."""
+    if _STATE.choices is not None:
+        _STATE.choices[what] = found
+
+
 def collecting() -> bool:
     """Whether calls of `config_for` are being collected: by tuning, which tries what they name."""
     return _STATE.requests is not None
@@ -157,6 +202,11 @@ def collecting() -> bool:
 def describe(config: Config) -> str:
     """Returns ``BLOCK=128 num_warps=4 num_stages=2``, the key of a trial in a cache file."""
     return " ".join(f"{name}={value}" for name, value in config.arguments().items())
+
+
+def described(entry: Mapping[str, Any]) -> str:
+    """Does the same for a configuration as cache files store it."""
+    return describe(Config(**entry))
 
 
 def stored(config: Config) -> dict[str, Any]:
@@ -189,7 +239,7 @@ def write_entries(path: Path, machine: str, entries: Mapping[str, Any]) -> None:
     _STATE.forget()
 
 
-def _noted(op: str, configs: Sequence[Config], shape: Sequence[int], dtype: torch.dtype) -> Config:
+def _requested(op: str, configs: Sequence[Config], shape: Sequence[int], dtype: torch.dtype) -> Config:
     """Records a request and returns the default, so that later requests do not depend on measurements."""
     assert _STATE.requests is not None
     request = Request(op, tuple(configs), tuple(map(int, shape)), dtype, dict(_STATE.forced))
@@ -208,12 +258,8 @@ def _look_up(op: str, shape: tuple[int, ...], dtype: torch.dtype, device: int) -
 
 
 def _load(device: int) -> dict[str, Any]:
-    machine, gpu = machine_key(device), torch.cuda.get_device_name(device)
+    machine = machine_key(device)
     found: dict[str, Any] = {}
-    for path in sorted(SHIPPED.glob("*.json")):  # whatever the versions that they were measured with
-        for name, entries in _read(path).items():
-            if name.startswith(f"{gpu}, "):
-                found |= entries
     for path in (cache_file(), *reversed(_STATE.beside_models)):
         found |= read_entries(path, machine)
     return {key: entry["config"] for key, entry in found.items()}

@@ -5,17 +5,19 @@ stores them, then its metadata, together 9/16 of the dense weight at 16 bits, pl
 `torch.sparse.to_sparse_semi_structured` holds; its operators are called directly here, because a tensor of that
 subclass cannot pass through an operator.
 
-The library has dozens of algorithms and ways to split the sum. While tuning, its own search (``mm_search``) times them
-all for a shape; what it finds is a trial of the table ``cusparselt``, beside the default, and used if it was faster.
+The library has dozens of algorithms and ways to split the sum. Its own search (``mm_search``) times them all: at the
+first product of a shape (the number of tokens rounded up to a power of two), unless a CUDA graph is captured. What it
+finds is kept in the user's cache; `permtriton autotune` compares it with the default once more.
 """
 
+import threading
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from permtriton.kernels.autotune import collecting, config_for
+from permtriton.kernels.autotune import collecting, config_for, is_open, keep
 from permtriton.kernels.launch import Config, has_kernels
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -27,10 +29,31 @@ CONFIGS = (Config({"ALGORITHM": 0, "SPLIT_K": 1, "SPLIT_K_MODE": -1}),)  # the l
 def supports(weight_dtype: torch.dtype, out_features: int, in_features: int, device: torch.device) -> bool:
     """Whether cuSPARSELt is available and takes such a weight: 16 bits, both dimensions multiples of 16.
 
-    Only on NVIDIA GPUs, and only on the first one: torch's handle belongs to the GPU that used it first.
+    Only on NVIDIA GPUs, and only on one of them, see `serves`.
     """
-    there = has_kernels(device) and torch.version.hip is None and device.index in (None, 0)
-    return takes(weight_dtype, out_features, in_features) and there and torch.backends.cusparselt.is_available()
+    there = has_kernels(device) and torch.version.hip is None and torch.backends.cusparselt.is_available()
+    return takes(weight_dtype, out_features, in_features) and there and serves(device)
+
+
+_THREAD = threading.local()
+
+
+def serves(device: torch.device) -> bool:
+    """Whether cuSPARSELt can run on a GPU: the one that this thread used it on first, to which torch's handle belongs.
+
+    So it serves each rank of a group of processes, and in a single process with several GPUs one of them.
+    """
+    first = getattr(_THREAD, "device", None)
+    return first is None or first == _number(device)
+
+
+def _number(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+def _used_on(tensor: Tensor) -> None:
+    if tensor.is_cuda and not hasattr(_THREAD, "device"):
+        _THREAD.device = _number(tensor.device)
 
 
 def takes(weight_dtype: torch.dtype, out_features: int, in_features: int) -> bool:
@@ -41,10 +64,13 @@ def takes(weight_dtype: torch.dtype, out_features: int, in_features: int) -> boo
 
 def compress(weight_OC: Tensor) -> Tensor:
     """Returns cuSPARSELt's form of a dense 2:4 weight that it supports: flat, in the weight's dtype."""
+    _used_on(weight_OC)
     return torch._cslt_compress(weight_OC.contiguous()).view(-1)
 
 
-def product(x_TC: Tensor, compressed: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
+def product(
+    x_TC: Tensor, compressed: Tensor, bias: Tensor | None, out_features: int, config: Config | None = None
+) -> Tensor:
     """Returns ``x W^T + bias`` for a compressed weight: ``[T, out_features]``, contiguous.
 
     Args:
@@ -52,13 +78,13 @@ def product(x_TC: Tensor, compressed: Tensor, bias: Tensor | None, out_features:
         compressed: The weight, from `compress`.
         bias: ``[out_features]`` or None.
         out_features: O.
+        config: Algorithm and split of the sum; None for those that were found for the shape.
     """
+    _used_on(x_TC)
     tokens = x_TC.shape[0]
-    padded = pad(x_TC, (0, 0, 0, -tokens % TOKENS)) if tokens % TOKENS else x_TC.contiguous()
-    weight = compressed.view(out_features, -1)
-    configs = (*CONFIGS, *_searched(weight, padded, bias)) if collecting() else CONFIGS
-    shape = (tokens, out_features, x_TC.shape[1])
-    chosen = config_for("cusparselt", configs, shape, x_TC.dtype, searched=True).constants
+    padded, weight = _padded(x_TC), compressed.view(out_features, -1)
+    config = config or _chosen(x_TC, compressed, bias, out_features)
+    chosen = config.constants
     y = torch._cslt_sparse_mm(
         weight, padded.t(), bias=bias, transpose_result=True, alg_id=chosen["ALGORITHM"], split_k=chosen["SPLIT_K"],
         split_k_mode=chosen["SPLIT_K_MODE"],
@@ -66,11 +92,25 @@ def product(x_TC: Tensor, compressed: Tensor, bias: Tensor | None, out_features:
     return y if y.shape[0] == tokens else y[:tokens].contiguous()
 
 
-def _searched(weight: Tensor, padded: Tensor, bias: Tensor | None) -> tuple[Config, ...]:
-    """Returns what the library's search finds for a product, unless that is the default or there is no search."""
+def _chosen(x_TC: Tensor, compressed: Tensor, bias: Tensor | None, out_features: int) -> Config:
+    shape, configs = (x_TC.shape[0], out_features, x_TC.shape[1]), [*CONFIGS]
+    if collecting() and (found := searched(x_TC, compressed, bias, out_features)) not in configs:
+        configs.append(found)
+    if is_open("cusparselt", shape, x_TC.dtype) and not torch.cuda.is_current_stream_capturing():
+        keep("cusparselt", shape, x_TC.dtype, searched(x_TC, compressed, bias, out_features))
+    return config_for("cusparselt", configs, shape, x_TC.dtype, searched=True)
+
+
+def searched(x_TC: Tensor, compressed: Tensor, bias: Tensor | None, out_features: int) -> Config:
+    """Returns what the library's search finds for a product, or its default where there is no search."""
     library: Any = getattr(torch._C, "_cusparselt", None)
     if not hasattr(library, "mm_search"):
-        return ()
-    algorithm, split_k, mode, _ = library.mm_search(weight, padded.t(), bias, None, None, True)
-    found = Config({"ALGORITHM": algorithm, "SPLIT_K": split_k, "SPLIT_K_MODE": mode})
-    return () if found in CONFIGS else (found,)
+        return CONFIGS[0]
+    weight = compressed.view(out_features, -1)
+    algorithm, split_k, mode, _ = library.mm_search(weight, _padded(x_TC).t(), bias, None, None, True)
+    return Config({"ALGORITHM": algorithm, "SPLIT_K": split_k, "SPLIT_K_MODE": mode})
+
+
+def _padded(x_TC: Tensor) -> Tensor:
+    missing = -x_TC.shape[0] % TOKENS
+    return pad(x_TC, (0, 0, 0, missing)) if missing else x_TC.contiguous()

@@ -3,7 +3,7 @@
 The weight is `permtriton.kernels.packing`'s. Shapes: ``x`` ``[..., C]``, ``bias`` ``[O]``, ``index`` ``[C]`` -> ``y``
 ``[..., O]``. The reference unpacks the weight and multiplies densely. On a GPU a 2:4 weight takes one of four routes:
 
-    mma         the CUDA kernel of sparse_linear_mma.py, 2 to 64 tokens, 16 bits: the sparse tensor cores multiply the
+    mma         the CUDA kernel of sparse_linear_mma.py, 1 to 256 tokens, 16 bits: the sparse tensor cores multiply the
                 packed weight as it is
     packed      the Triton kernels of sparse_linear_triton.py, 1 to 64 tokens: only packed bytes are read of W, 9/16 of
                 the dense weight's at 16 bits
@@ -12,13 +12,15 @@ The weight is `permtriton.kernels.packing`'s. Shapes: ``x`` ``[..., C]``, ``bias
 
 Unless `permtriton autotune` measured a faster one for the shape, the number of tokens and the GPU (`ROUTE_CONFIGS` is
 the table), one token goes the route packed, the only one that reads 9/16 of the bytes and does no work for padding;
-more tokens go the first possible one of mma, which by count needs the fewest instructions and tests itself, cusparselt,
-which others have measured, packed and dense. No route was measured against another yet.
+up to 128 tokens go the first possible one of mma, which by count needs the fewest instructions and tests itself,
+cusparselt, which others have measured, packed and dense; more tokens try cusparselt first. No route was measured
+against another yet.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
+import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
@@ -26,7 +28,7 @@ from permtriton.errors import ModelError
 from permtriton.kernels import cusparselt
 from permtriton.kernels import sparse_linear_mma as mma
 from permtriton.kernels import sparse_linear_triton as kernels
-from permtriton.kernels.autotune import config_for
+from permtriton.kernels.autotune import config_for, note
 from permtriton.kernels.launch import Config
 from permtriton.kernels.operator import operator
 from permtriton.kernels.packing import check_packed_shapes, unpack
@@ -36,6 +38,8 @@ from permtriton.util.permutation import inverse
 from permtriton.util.sparsity import NMPattern
 
 PACKED, CUSPARSELT, DENSE, MMA = 0, 1, 2, 3
+MMA_TOKENS = 128  # up to which that route is the default
+ROUTES = {PACKED: "packed", CUSPARSELT: "cusparselt", DENSE: "dense", MMA: "mma"}
 ROUTE_CONFIGS: tuple[Config, ...] = tuple(Config({"ROUTE": route}) for route in (MMA, CUSPARSELT, PACKED, DENSE))
 
 
@@ -71,16 +75,29 @@ def routed(
         possible[MMA] = partial(mma.sparse_linear_mma, *arguments)
     if kernels.supports(x, values, in_features, pattern):
         possible[PACKED] = partial(kernels.sparse_linear_triton, *arguments)
-    if compressed is not None and tokens and pattern == PATTERN:
+    if compressed is not None and tokens and pattern == PATTERN and cusparselt.serves(x.device):
         possible[CUSPARSELT] = partial(_by_cusparselt, x, compressed, bias, index, out_features)
     possible[DENSE] = partial(sparse_linear_reference, *arguments)
+    route = _route(tokens, out_features, in_features, x.dtype, list(possible))
+    if route == MMA:  # the kernel may turn out not to be right here
+        variant = mma.chosen(tokens, out_features, in_features, x.dtype, x.device)
+        if variant is None:
+            del possible[MMA]
+            route = _route(tokens, out_features, in_features, x.dtype, list(possible))
+        else:
+            possible[MMA] = partial(mma.sparse_linear_mma, *arguments, variant)
+    note(f"route {tokens}x{out_features}x{in_features}", ROUTES[route])
+    return possible[route]()
+
+
+def _route(tokens: int, out_features: int, in_features: int, dtype: torch.dtype, possible: Sequence[int]) -> int:
+    first = PACKED if tokens == 1 else MMA if tokens <= MMA_TOKENS else CUSPARSELT
     configs = [config for config in ROUTE_CONFIGS if config.constants["ROUTE"] in possible]
-    if tokens == 1:
-        configs.sort(key=lambda config: config.constants["ROUTE"] != PACKED)
+    configs.sort(key=lambda config: config.constants["ROUTE"] != first)
     config = configs[0]
     if len(configs) > 1:
-        config = config_for("sparse_linear_route", configs, (tokens, out_features, in_features), x.dtype)
-    return possible[config.constants["ROUTE"]]()
+        config = config_for("sparse_linear_route", configs, (tokens, out_features, in_features), dtype)
+    return config.constants["ROUTE"]
 
 
 def _by_cusparselt(

@@ -1,4 +1,4 @@
-"""The CUDA kernel of `permtriton.kernels.sparse_linear` on the sparse tensor cores, and its launcher: 2 to 64 tokens.
+"""The CUDA kernel of `permtriton.kernels.sparse_linear` on the sparse tensor cores, and its launcher: 1 to 256 tokens.
 
 ``mma.sp.m16n8k32`` multiplies 16 rows of W by 8 tokens and adds up 32 channels. Its operand A is what a packed 2:4
 weight of 16-bit values is made of, so that nothing is decompressed (PTX ISA, version 9, section 9.7.14.6):
@@ -13,13 +13,14 @@ weight of 16-bit values is made of, so that nothing is decompressed (PTX ISA, ve
 The sum does not depend on the order of the channels, so a product takes two words that are not neighbours: then the
 positions that a thread loads as one 32-bit word serve two products as they are. See cuda/sparse_linear_mma.cu.
 
-Bytes moved: 9/16 of the dense weight's, x once per ROWS rows (from the L2 cache), y.
+Bytes moved: 9/16 of the dense weight's (beyond 64 tokens again for each 64, from the L2 cache), x once per ROWS rows
+(from the L2 cache), y.
 
 No GPU has run this yet. The layouts are those that the PTX manual and CUTLASS's atoms state, an emulation written from
 the manual agrees (tests/test_sparse_linear_mma.py), and the kernel assembles for sm_80, sm_90 and sm_100; whether the
 hardware does what the manual says, and all speeds, only a GPU can show. Therefore each compiled kernel first computes a
 product whose exact result is known (`is_right`). If it is wrong, or the kernel cannot be compiled, a warning says so
-and the Triton kernel takes its place for the rest of the process.
+and another route takes its place for the rest of the process.
 
 An infinite input or NaN reaches the rows that keep its channel; the reference also makes the others NaN.
 """
@@ -35,13 +36,12 @@ import torch
 from torch import Tensor
 
 from permtriton.errors import PermTritonError
-from permtriton.kernels.autotune import config_for
+from permtriton.kernels.autotune import config_for, note
 from permtriton.kernels.cuda.runtime import CudaKernel
 from permtriton.kernels.launch import Config, has_kernels, multiprocessors
 from permtriton.kernels.packing import pack
 from permtriton.kernels.packing_triton import PATTERN
 from permtriton.kernels.permute import permute
-from permtriton.kernels.sparse_linear_triton import MAX_TOKENS, sparse_linear_triton
 from permtriton.util.sparsity import NMPattern
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -51,15 +51,26 @@ MAX_SUMS = 64 * 64  # rows x tokens that the registers of a warp hold
 MAX_CLUSTER = 8  # blocks, on every GPU that has clusters
 RESERVED = 1024  # bytes of shared memory per block that CUDA takes
 
-# ROWS per block, shared by ROW_WARPS warps; CHUNK channels at once (32 to 128); BLOCKS per multiprocessor to aim at.
+MAX_TOKENS = 256
+ROOM = 64  # tokens of a block at most
+FEW_TOKENS = 16  # up to which rows of 128 bytes are the default
+
+# ROWS per block, shared by ROW_WARPS warps; CHUNK channels at once (32 to 128); BLOCKS per multiprocessor to aim at;
+# EARLY: whether it may begin while the kernel before it ends.
 CONFIGS: tuple[Config, ...] = (
-    Config({"ROWS": 256, "ROW_WARPS": 4, "CHUNK": 64, "BLOCKS": 2}, num_warps=4, num_stages=4),
-    Config({"ROWS": 256, "ROW_WARPS": 4, "CHUNK": 64, "BLOCKS": 1}, num_warps=8, num_stages=4),
-    Config({"ROWS": 128, "ROW_WARPS": 4, "CHUNK": 64, "BLOCKS": 3}, num_warps=4, num_stages=6),
-    Config({"ROWS": 128, "ROW_WARPS": 4, "CHUNK": 128, "BLOCKS": 2}, num_warps=4, num_stages=4),
-    Config({"ROWS": 64, "ROW_WARPS": 1, "CHUNK": 64, "BLOCKS": 2}, num_warps=4, num_stages=4),
-    Config({"ROWS": 32, "ROW_WARPS": 1, "CHUNK": 128, "BLOCKS": 2}, num_warps=4, num_stages=3),
+    Config({"ROWS": 256, "ROW_WARPS": 4, "CHUNK": 64, "BLOCKS": 2, "EARLY": 1}, num_warps=4, num_stages=4),
+    Config({"ROWS": 128, "ROW_WARPS": 4, "CHUNK": 128, "BLOCKS": 2, "EARLY": 1}, num_warps=4, num_stages=4),
+    Config({"ROWS": 128, "ROW_WARPS": 4, "CHUNK": 128, "BLOCKS": 2, "EARLY": 0}, num_warps=4, num_stages=4),
+    Config({"ROWS": 256, "ROW_WARPS": 4, "CHUNK": 64, "BLOCKS": 1, "EARLY": 1}, num_warps=8, num_stages=4),
+    Config({"ROWS": 128, "ROW_WARPS": 4, "CHUNK": 64, "BLOCKS": 3, "EARLY": 1}, num_warps=4, num_stages=6),
+    Config({"ROWS": 64, "ROW_WARPS": 1, "CHUNK": 64, "BLOCKS": 2, "EARLY": 1}, num_warps=4, num_stages=4),
+    Config({"ROWS": 32, "ROW_WARPS": 1, "CHUNK": 128, "BLOCKS": 2, "EARLY": 1}, num_warps=4, num_stages=3),
 )
+
+
+def configs_for(tokens: int) -> tuple[Config, ...]:
+    """Returns the table for a number of tokens, the default first."""
+    return (CONFIGS[1], CONFIGS[0], *CONFIGS[2:]) if tokens <= FEW_TOKENS else CONFIGS
 
 
 @dataclass(frozen=True)
@@ -96,9 +107,9 @@ def supports(x: Tensor, values: Tensor, in_features: int, pattern: NMPattern) ->
 
 
 def takes(tokens: int, out_features: int, in_features: int, dtype: torch.dtype, pattern: NMPattern) -> bool:
-    """Whether the kernel supports a shape: 2:4, 16 bits, 2 to 64 tokens, a multiple of 32 channels, 64 or more rows."""
+    """Whether it supports a shape: 2:4, 16 bits, 1 to 256 tokens, a multiple of 32 channels, 64 rows or more."""
     fits = in_features > 0 and in_features % CHANNELS == 0 and out_features >= MIN_ROWS
-    return 1 < tokens <= MAX_TOKENS and fits and dtype in DTYPES and pattern == PATTERN
+    return 0 < tokens <= MAX_TOKENS and fits and dtype in DTYPES and pattern == PATTERN
 
 
 def runs_on(device: torch.device) -> bool:
@@ -113,12 +124,13 @@ class Variant:
     Attributes:
         dtype: bfloat16 or float16.
         rows: Output features per block.
-        tokens: Tokens that it has room for: 8, 16, 32 or 64.
+        tokens: Tokens that a block has room for: 8, 16, 32 or 64.
         chunk: Channels that are copied and multiplied at once.
         stages: Chunks of a team in shared memory.
         warps: Warps per block.
         row_warps: Warps per team: they split the rows; the teams split the channels.
         splits: Blocks per cluster; they split the channels too.
+        early: Whether it may begin while the kernel before it ends; no template argument.
     """
 
     dtype: torch.dtype
@@ -129,6 +141,7 @@ class Variant:
     warps: int
     row_warps: int
     splits: int
+    early: bool = False
 
     @property
     def teams(self) -> int:
@@ -149,16 +162,21 @@ class Variant:
             ("CHUNK", self.chunk), ("STAGES", self.stages), ("WARPS", self.warps), ("ROW_WARPS", self.row_warps),
             ("SPLITS", self.splits),
         )  # fmt: skip
-        return CudaKernel("sparse_linear_mma.cu", "sparse_linear_mma", 32 * self.warps, shared_bytes, constants)
+        threads = 32 * self.warps
+        return CudaKernel("sparse_linear_mma.cu", "sparse_linear_mma", threads, shared_bytes, constants, self.early)
+
+    def grid(self, tokens: int, out_features: int) -> tuple[int, int, int]:
+        """Returns the blocks in each direction: rows, the splits of a cluster, tokens."""
+        return -(-out_features // self.rows), self.splits, -(-tokens // self.tokens)
 
     def launch(self, x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | None, y: Tensor) -> None:
         """Writes the product into ``y``, contiguous; ``x`` is in the order of the weight's channels."""
         out_features, in_features = y.shape[-1], x.shape[-1]
+        tokens = x.numel() // in_features
         self.kernel(
-            (-(-out_features // self.rows), self.splits, 1),
-            _aligned(x), _aligned(values), _aligned(positions), values if bias is None else bias.contiguous(), y,
-            tokens=x.numel() // in_features, out_features=out_features, in_features=in_features,
-            has_bias=int(bias is not None),
+            self.grid(tokens, out_features), _aligned(x), _aligned(values), _aligned(positions),
+            values if bias is None else bias.contiguous(), y,
+            tokens=tokens, out_features=out_features, in_features=in_features, has_bias=int(bias is not None),
         )  # fmt: skip
 
 
@@ -184,14 +202,16 @@ def _variant_of(
     gpu: GpuLimits,
 ) -> Variant:
     given = dict(options)
-    room, blocks, row_warps = max(1 << (tokens - 1).bit_length(), 8), given["BLOCKS"], given["ROW_WARPS"]
-    variant = Variant(dtype, given["ROWS"], room, given["CHUNK"], 2, given["num_warps"], row_warps, 1)
+    room, blocks, row_warps = min(max(1 << (tokens - 1).bit_length(), 8), ROOM), given["BLOCKS"], given["ROW_WARPS"]
+    early = bool(given["EARLY"]) and gpu.has_clusters  # both came with sm_90
+    variant = Variant(dtype, given["ROWS"], room, given["CHUNK"], 2, given["num_warps"], row_warps, 1, early)
+    layers = -(-tokens // room)
     most = MAX_CLUSTER if gpu.has_clusters else 1
 
     def too_large(variant: Variant) -> bool:
         sums = variant.rows // row_warps * room
         fits = sums <= MAX_SUMS and variant.kernel.shared_bytes <= gpu.block_bytes and variant.rows <= out_features
-        return not fits or -(-out_features // variant.rows) * most < gpu.multiprocessors
+        return not fits or -(-out_features // variant.rows) * layers * most < gpu.multiprocessors
 
     def stages(variant: Variant) -> int:
         return (gpu.shared_bytes // blocks - RESERVED) // variant.stage_bytes
@@ -200,11 +220,42 @@ def _variant_of(
         variant = replace(variant, rows=variant.rows // 2)
     while variant.chunk > 32 and stages(variant) < 3:
         variant = replace(variant, chunk=variant.chunk // 2)
-    at_once = blocks * gpu.multiprocessors // -(-out_features // variant.rows)
+    at_once = blocks * gpu.multiprocessors // (-(-out_features // variant.rows) * layers)
     most, splits = min(at_once, in_features // (variant.chunk * variant.teams), most), 1
     while splits * 2 <= most:
         splits *= 2
     return replace(variant, stages=max(min(stages(variant), given["num_stages"]), 2), splits=splits)
+
+
+def chosen(
+    tokens: int, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device
+) -> Variant | None:
+    """Returns the variant for a product that `takes` accepts, or None if the kernel is not to be trusted.
+
+    Where the clusters of a launch would not run all at once, they are halved; where a variant is not right, the same
+    one that begins late is tried.
+    """
+    shape = (tokens, out_features, in_features)
+    variant = variant_of(
+        config_for("sparse_linear_mma", configs_for(tokens), shape, dtype), *shape, dtype, limits_of(device)
+    )
+    while is_trusted(variant, device) or (variant.early and is_trusted(replace(variant, early=False), device)):
+        variant = replace(variant, early=variant.early and _TRUSTED.get((variant, device), True))
+        if not _too_many_clusters(variant, tokens, out_features, device):
+            note(f"variant {tokens}x{out_features}x{in_features}", variant.kernel.name + ", early" * variant.early)
+            return variant
+        variant = replace(variant, splits=variant.splits // 2)
+    note(f"rejected {tokens}x{out_features}x{in_features}", variant.kernel.name)
+    return None
+
+
+@functools.cache
+def _too_many_clusters(variant: Variant, tokens: int, out_features: int, device: torch.device) -> bool:
+    if variant.splits == 1 or device.type != "cuda":
+        return False
+    grid = variant.grid(tokens, out_features)
+    with torch.cuda.device(device):
+        return variant.kernel.active_clusters(grid) < grid[0] * grid[2]
 
 
 def sparse_linear_mma(
@@ -215,17 +266,15 @@ def sparse_linear_mma(
     index: Tensor | None,
     in_features: int,
     pattern: NMPattern,
+    variant: Variant | None = None,
 ) -> Tensor:
-    """Computes `sparse_linear_reference` of inputs that `supports` accepts, or by Triton where the kernel is not right.
+    """Computes `sparse_linear_reference` of inputs that `supports` accepts, by a variant, by default the `chosen` one.
 
     Brings ``x`` into the order of ``index`` first; copies what is not contiguous or not aligned to 16 bytes.
     """
-    tokens, out_features = x.numel() // in_features, values.shape[0]
-    shape = (tokens, out_features, in_features)
-    config = config_for("sparse_linear_mma", CONFIGS, shape, x.dtype)
-    variant = variant_of(config, *shape, x.dtype, limits_of(x.device))
-    if not is_trusted(variant, x.device):
-        return sparse_linear_triton(x, values, positions, bias, index, in_features, pattern)
+    out_features = values.shape[0]
+    variant = variant or chosen(x.numel() // in_features, out_features, in_features, x.dtype, x.device)
+    assert variant is not None
     y = torch.empty((*x.shape[:-1], out_features), dtype=x.dtype, device=x.device)
     variant.launch(x if index is None else permute(x, index), values, positions, bias, y)
     return y
@@ -242,13 +291,15 @@ _TRUSTED: dict[tuple[Variant, torch.device], bool] = {}
 def is_trusted(variant: Variant, device: torch.device) -> bool:
     """Whether the kernel gave a known product on this GPU; it is tried at its first use, and a failure is warned of.
 
-    While a CUDA graph is captured nothing can be tried: a kernel that was not used before is not trusted.
+    While a CUDA graph is captured nothing can be tried: a kernel that was not used before is not trusted, and a warning
+    says that, too.
     """
     key = (variant, device)
     if device.type == "meta":
         return True  # nothing runs
     if key not in _TRUSTED:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            _warn(variant, "it was not run before this CUDA graph is captured: run each number of tokens once before")
             return False
         problem = "its results are wrong on this GPU"
         try:
@@ -256,19 +307,20 @@ def is_trusted(variant: Variant, device: torch.device) -> bool:
         except PermTritonError as error:
             _TRUSTED[key], problem = False, str(error)
         if not _TRUSTED[key]:
-            warnings.warn(
-                f"sparse_linear: {variant.kernel.name} is replaced by the Triton kernel: {problem}",
-                UserWarning,
-                stacklevel=3,
-            )
+            _warn(variant, problem)
     return _TRUSTED[key]
+
+
+def _warn(variant: Variant, problem: str) -> None:
+    early = " that begins early" * variant.early
+    warnings.warn(f"sparse_linear: {variant.kernel.name}{early} is not used: {problem}", UserWarning, stacklevel=4)
 
 
 def is_right(variant: Variant, device: torch.device) -> bool:
     """Whether the kernel computes one product of small integers exactly; nothing in it is rounded but the result.
 
     Every pair of positions occurs in every place of a word, every stage is filled again, the last chunk is ragged, the
-    last blocks overlap, and there is one token less than there is room for.
+    last blocks overlap, and there is one token less than two blocks have room for.
 
     Raises:
         PermTritonError: the kernel could not be compiled or launched.
@@ -282,7 +334,7 @@ def is_right(variant: Variant, device: torch.device) -> bool:
 
     order = torch.rand(out_features, in_features // 4, 4, generator=generator, device="cpu").argsort(-1)
     weight = (integers(out_features, in_features // 4, 4) * (order < 2)).flatten(1)
-    x, bias = integers(variant.tokens - 1, in_features), integers(out_features)
+    x, bias = integers(2 * variant.tokens - 1, in_features), integers(out_features)
     expected = (x.double() @ weight.double().t() + bias).to(variant.dtype)
     packed = pack(weight.to(variant.dtype), PATTERN)
     y = torch.full(expected.shape, torch.nan, dtype=variant.dtype, device=device)

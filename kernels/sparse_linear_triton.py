@@ -33,14 +33,27 @@ from permtriton.util.sparsity import NMPattern
 MAX_TOKENS = 64
 MAX_FLOAT32_TOKENS = 16  # exact products take registers
 
-# One token.
+# One token; the first of those for the number of rows is the default, see `vector_configs`.
 VECTOR_CONFIGS: tuple[Config, ...] = (
-    Config({"TILE_O": 8, "TILE_C": 512}, num_warps=1, num_stages=4),
+    Config({"TILE_O": 8, "TILE_C": 512}, num_warps=1, num_stages=3),
     Config({"TILE_O": 4, "TILE_C": 512}, num_warps=1, num_stages=4),
+    Config({"TILE_O": 4, "TILE_C": 2048}, num_warps=4, num_stages=3),
+    Config({"TILE_O": 8, "TILE_C": 512}, num_warps=1, num_stages=4),
     Config({"TILE_O": 16, "TILE_C": 512}, num_warps=2, num_stages=3),
     Config({"TILE_O": 8, "TILE_C": 1024}, num_warps=2, num_stages=3),
-    Config({"TILE_O": 4, "TILE_C": 2048}, num_warps=4, num_stages=2),  # few rows
 )
+MANY_ROWS, SOME_ROWS = 6000, 2500
+
+
+def vector_configs(out_features: int) -> tuple[Config, ...]:
+    """Returns the table for a number of rows: the default gives every multiprocessor of a GPU enough to wait for.
+
+    Many rows run all at once with three stages, not with four; of few rows, a program has more channels on their way.
+    """
+    first = 0 if out_features > MANY_ROWS else 1 if out_features > SOME_ROWS else 2
+    return (VECTOR_CONFIGS[first], *VECTOR_CONFIGS[:first], *VECTOR_CONFIGS[first + 1 :])
+
+
 # 2 to 64 tokens.
 CONFIGS: tuple[Config, ...] = (
     Config({"TILE_O": 32, "TILE_C": 128, "SPLITS": 2}, num_warps=4, num_stages=3),
@@ -248,7 +261,7 @@ def sparse_linear_triton(
 def _one_token(x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | None) -> Tensor:
     in_features, out_features = x.shape[-1], values.shape[0]
     y = torch.empty((*x.shape[:-1], out_features), dtype=x.dtype, device=x.device)
-    config = config_for("sparse_linear_vector", VECTOR_CONFIGS, (1, out_features, in_features), x.dtype)
+    config = config_for("sparse_linear_vector", vector_configs(out_features), (1, out_features, in_features), x.dtype)
     channels = 16 // x.element_size() * 2  # whose values take 16 bytes
     _sparse_linear_vector_kernel[(triton.cdiv(out_features, config.constants["TILE_O"]),)](
         _in_words(x), values, positions.view(torch.int8 if channels == 8 else torch.int16),

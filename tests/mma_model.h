@@ -13,6 +13,7 @@
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <random>
 #include <vector>
 
 #define __global__
@@ -21,7 +22,7 @@
 #define __launch_bounds__(x)
 #define SPARSE_LINEAR_MMA_MODEL
 using std::min;
-struct dim3 { int x, y; };
+struct dim3 { int x, y, z; };
 
 struct Copy { uint32_t to; const uint8_t* from; int bytes; bool there; };
 struct Meeting { int arrived = 0, round = 0; };
@@ -39,7 +40,7 @@ struct Fiber {
     Block* block;
     Warp* warp;
     std::vector<std::vector<Copy>> groups{1};
-    bool done = false;
+    bool done = false, waited = false;
 };
 struct Range { const uint8_t* from; int64_t bytes; };
 
@@ -49,7 +50,8 @@ static std::vector<Block> cluster;
 static Meeting cluster_meeting;
 static std::vector<Range> readable;
 static bool eager;
-static int error;  // 1: read outside of a tensor, 2: outside of shared memory, 3: not aligned, 4: undefined metadata
+static int error;  // 1: read outside of a tensor, 2: outside of shared memory, 3: not aligned, 4: undefined metadata,
+                   // 5: read before the kernel before has ended
 #define threadIdx (me->thread)
 #define blockIdx (me->block_index)
 
@@ -83,10 +85,18 @@ static void land(const Copy& copy) {
     if (copy.there) std::memcpy(to, copy.from, copy.bytes);
     else std::memset(to, 0, copy.bytes);
 }
-static void copy(uint32_t to, const uint8_t* from, int bytes, bool there) {
-    if (reinterpret_cast<uintptr_t>(from) % bytes) error = 3;
+static bool can_read(const uint8_t* from, int bytes) {
     const auto holds = [&](const Range& one) { return from >= one.from && from + bytes <= one.from + one.bytes; };
-    if (std::none_of(readable.begin(), readable.end(), holds)) error = 1, there = false;
+    return std::any_of(readable.begin(), readable.end(), holds);
+}
+// Section 9.7.9.15, prefetch: nothing is seen of it. Section 9.7.14.13, griddepcontrol: what earlier kernels wrote can be
+// seen, and what they read may be written, from here on.
+static void bring_to_l2(const uint8_t* from) { if (!can_read(from, 1)) error = 1; }
+static void wait_for_kernel_before() { me->waited = true; }
+static void copy(uint32_t to, const uint8_t* from, int bytes, bool there) {
+    if (!me->waited) error = 5;
+    if (reinterpret_cast<uintptr_t>(from) % bytes) error = 3;
+    if (!can_read(from, bytes)) error = 1, there = false;
     me->groups.back().push_back({to, from, bytes, there});
     if (eager) land(me->groups.back().back());
 }
@@ -193,7 +203,9 @@ static void run_fiber() {
     if (--me->block->running == 0) me->block->shared.assign(me->block->shared.size(), 0xFF);
     swapcontext(&me->context, &scheduler);
 }
-static void run_cluster(int column, int blocks, int threads, int shared_bytes) {
+// Threads run in their order, or, with a seed, in a random one, which is another one whenever all have waited.
+static void run_cluster(int column, int layer, int blocks, int threads, int shared_bytes, unsigned seed) {
+    std::mt19937 random(seed);
     cluster.assign(blocks, Block{});
     std::vector<std::unique_ptr<Fiber>> fibers;
     for (int y = 0; y < blocks; ++y) {
@@ -203,7 +215,7 @@ static void run_cluster(int column, int blocks, int threads, int shared_bytes) {
         block.running = threads;
         for (int x = 0; x < threads; ++x) {
             auto fiber = std::make_unique<Fiber>();
-            fiber->thread = {x, 0}, fiber->block_index = {column, y};
+            fiber->thread = {x, 0, 0}, fiber->block_index = {column, y, layer};
             fiber->block = &block, fiber->warp = &block.warps[x / 32];
             fiber->stack = std::make_unique<char[]>(1 << 16);
             getcontext(&fiber->context);
@@ -215,6 +227,7 @@ static void run_cluster(int column, int blocks, int threads, int shared_bytes) {
     }
     for (size_t left = fibers.size(); left;) {
         left = 0;
+        if (seed) std::shuffle(fibers.begin(), fibers.end(), random);
         for (auto& fiber : fibers) {
             if (fiber->done) continue;
             me = fiber.get();

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,9 +30,8 @@ needs_triton = pytest.mark.skipif(triton is None, reason="triton is not installe
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch, tmp_path):
-    """A cache folder and a state of its own for each test, and no files that come with permtriton."""
+    """A cache folder and a state of its own for each test."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(autotune, "SHIPPED", tmp_path / "tuned")
     monkeypatch.setattr(autotune, "_STATE", autotune._State())
 
 
@@ -95,12 +95,6 @@ class TestChoice:
         assert autotune.use_beside(tmp_path)
         assert chosen() is TABLE[2]
 
-    def test_shipped_ones_come_last_and_for_every_version(self, gpu):
-        keep("NVIDIA H200, triton 3.6.0, torch 2.11.0", TABLE[1], path=autotune.SHIPPED / "h200.json")
-        assert chosen() is TABLE[1]
-        keep(gpu, TABLE[2])
-        assert chosen() is TABLE[2]
-
     def test_files_are_read_once(self, gpu, monkeypatch):
         keep(gpu, TABLE[1])
         assert chosen() is TABLE[1]
@@ -136,6 +130,14 @@ class TestChoice:
                 assert config_for("scatter", TABLE, (1,), torch.int8) is TABLE[0]
         assert [request.key for request in requested] == [KEY, "scatter 1 int8"]
         assert chosen() is TABLE[1]
+
+    def test_what_ran_is_collected(self, gpu):
+        keep(gpu, TABLE[1])
+        with autotune.choices() as ran:
+            assert chosen() is TABLE[1]
+            autotune.note("route", "packed")
+        chosen(64)
+        assert ran == {KEY: "SIZE=128 num_warps=4 num_stages=2", "route": "packed"}
 
     def test_torch_compile_does_not_see_it(self, gpu):
         keep(gpu, TABLE[2])
@@ -368,6 +370,25 @@ def test_a_kernel_is_tuned_though_another_was_chosen_before(gpu, monkeypatch):
     monkeypatch.setattr(tuning, "measure", lambda runs, *_: {name: Timing((1.0,), "host") for name in runs})
     tuning.tune([case], torch.device("cpu"), gpu, [autotune.cache_file()])
     assert {config.constants["SIZE"] for config in tried} == {128, 256}
+
+
+def test_tuning_stops_when_the_time_is_up_and_goes_on_later(gpu, monkeypatch):
+    """After the trial that was running, which is kept."""
+    clock, tried = [0.0], []
+
+    def measure(runs, *_):
+        clock[0] += 10
+        return {name: Timing((1.0,), "host") for name in runs}
+
+    monkeypatch.setattr(tuning, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(tuning, "measure", measure)
+    case = Case("it", "8", torch.int8, lambda seed: (), lambda: config_for("it", TABLE, (8,), torch.int8),
+                lambda: None, lambda *_: 0.0, 0.0, 1)  # fmt: skip
+    how = ([case], torch.device("cpu"), gpu, [autotune.cache_file()], lambda trial: tried.append(trial.known))
+    assert tuning.tune(*how, until=15) is None
+    assert tried == [False, False]
+    assert tuning.tune(*how, until=1000) is not None
+    assert tried[2:] == [True, True, False]
 
 
 def test_the_kernels_of_every_route_are_tuned_on_it(gpu, monkeypatch):

@@ -65,6 +65,24 @@ class TestMachineCode:
         assert list(code.loops()) == []
         assert code.counts == {"BRA": 2, "SYNCS": 1, "CALL": 1, "EXIT": 1}
 
+    def test_a_lone_warp_waits_for_what_the_control_words_say(self):
+        """A load sets a scoreboard that the addition waits for; the numbers in between are cycles to the next one."""
+
+        def word(stall: int, sets: int = 7, waits: int = 0) -> str:
+            return f"/* 0x{(stall << 41 | sets << 46 | 7 << 49 | waits << 52):016x} */"
+
+        lines = [".text.kernel:"]
+        for number, (text, upper) in enumerate((
+            ("LDS R1, [R2]", word(2, sets=3)), ("IADD3 R4, R4, 0x1, RZ", word(5)),
+            ("FADD R1, R1, R1", word(4, waits=1 << 3)), ("EXIT", word(1)),
+        )):  # fmt: skip
+            lines += [f"        /*{16 * number:04x}*/    {text} ;    /* 0x0000000000000000 */", f"    {upper}"]
+        (function,) = sass.parse("\n".join(lines)).values()
+        code = sass.loops_of(function)
+        assert [one.stall for one in code.sequence] == [2, 5, 4, 1]
+        assert code.sequence[2].waits == [3]
+        assert code.cycles() == sass.CYCLES["LDS"] + 4 + 1
+
     def test_a_computed_jump_is_refused(self):
         with pytest.raises(ConfigError, match="computed jump"):
             code_of("BRX R2 -0x20", "EXIT")

@@ -1,6 +1,9 @@
 """The linear layer with a packed weight, and which way it takes on a GPU."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -116,11 +119,12 @@ class Routes:
         self.weight, self.taken, self.requested = weight, [], []
         monkeypatch.setattr(mma, "runs_on", lambda device: True)
         monkeypatch.setattr(mma, "sparse_linear_mma", partial(self.packed, route=MMA))
+        monkeypatch.setattr(mma, "chosen", lambda *_: self.right)
         monkeypatch.setattr(kernels, "sparse_linear_triton", self.packed)
         monkeypatch.setattr(cusparselt, "product", self.product)
         monkeypatch.setattr(sparse_linear_file, "unpack", self.unpack)
         monkeypatch.setattr(sparse_linear_file, "config_for", self.config_for)
-        self.prefer = None
+        self.prefer, self.right = None, "a variant"
 
     def config_for(self, op, configs, shape, dtype):
         self.requested.append((op, [config.constants["ROUTE"] for config in configs], shape, dtype))
@@ -144,11 +148,14 @@ class Routes:
 @pytest.mark.parametrize(
     ("dtype", "tokens", "compressed", "possible"),
     [
-        (torch.bfloat16, 1, True, [PACKED, CUSPARSELT, DENSE]),
+        (torch.bfloat16, 1, True, [PACKED, MMA, CUSPARSELT, DENSE]),
         (torch.bfloat16, 64, True, [MMA, CUSPARSELT, PACKED, DENSE]),
-        (torch.bfloat16, 65, True, [CUSPARSELT, DENSE]),
+        (torch.bfloat16, 128, True, [MMA, CUSPARSELT, DENSE]),
+        (torch.bfloat16, 129, True, [CUSPARSELT, MMA, DENSE]),
+        (torch.bfloat16, 257, True, [CUSPARSELT, DENSE]),
         (torch.bfloat16, 2, False, [MMA, PACKED, DENSE]),
-        (torch.bfloat16, 65, False, [DENSE]),
+        (torch.bfloat16, 256, False, [MMA, DENSE]),
+        (torch.bfloat16, 257, False, [DENSE]),
         (torch.float32, 16, False, [PACKED, DENSE]),
         (torch.float32, 17, False, [DENSE]),
         (torch.bfloat16, 0, True, [DENSE]),
@@ -169,6 +176,16 @@ def test_every_possible_route_gives_the_product(dtype, tokens, compressed, possi
     assert set(map(str, routes.requested)) == ({str(expected)} if len(possible) > 1 else set())
 
 
+def test_a_kernel_that_is_not_right_leaves_the_choice_to_the_others(monkeypatch):
+    weight = sparse(64, 8, TWO_FOUR, torch.bfloat16)
+    routes, x = Routes(monkeypatch, weight), torch.ones(16, 32).bfloat16()
+    routes.right = None
+    with autotune.choices() as ran:
+        routed(x, *pack(weight, TWO_FOUR), None, None, 32, TWO_FOUR, None)
+    assert routes.taken == [PACKED]
+    assert ran["route 16x64x32"] == "packed"
+
+
 def test_other_patterns_are_unpacked(monkeypatch):
     weight = sparse(16, 4, NMPattern(4, 8), torch.bfloat16)
     routes = Routes(monkeypatch, weight)
@@ -179,7 +196,9 @@ def test_other_patterns_are_unpacked(monkeypatch):
 def test_the_table_of_routes_is_read_from_what_was_measured():
     weight = sparse(16, 8, TWO_FOUR, torch.bfloat16)
     with autotune.requests() as requested:
-        routed(torch.ones(65, 32).bfloat16(), *pack(weight, TWO_FOUR), None, None, 32, TWO_FOUR, None)
+        routed(
+            torch.ones(65, 32).bfloat16(), *pack(weight, TWO_FOUR), None, None, 32, TWO_FOUR, None
+        )  # 16 rows: no mma
         assert requested == []
         with pytest.raises(RuntimeError):  # there is no cuSPARSELt here
             routed(
@@ -251,7 +270,7 @@ def test_what_cusparselt_searches_is_tried_beside_its_default(found, monkeypatch
         (torch.bfloat16, (24, 48), "cuda", True, False),
         (torch.bfloat16, (32, 40), "cuda", True, False),
         (torch.bfloat16, (32, 48), "cuda:0", True, True),
-        (torch.bfloat16, (32, 48), "cuda:1", True, False),
+        (torch.bfloat16, (32, 48), "cuda:1", True, True),
         (torch.bfloat16, (32, 48), "cpu", True, False),
         (torch.bfloat16, (32, 48), "cuda", False, False),
         (torch.bfloat16, (0, 48), "cuda", True, False),
@@ -261,6 +280,55 @@ def test_what_cusparselt_takes(dtype, shape, device, there, fits, monkeypatch):
     monkeypatch.setattr(torch.backends.cusparselt, "is_available", lambda: there)
     monkeypatch.setattr(cusparselt, "has_kernels", lambda device: device.type == "cuda")
     assert cusparselt.supports(dtype, *shape, torch.device(device)) is fits
+
+
+def test_cusparselt_serves_the_gpu_that_a_thread_used_first(monkeypatch):
+    """A rank of a group works on any GPU; a thread that uses two gets it on one, a new thread may take the other."""
+    monkeypatch.setattr(cusparselt, "_THREAD", threading.local())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    first, second = torch.device("cuda", 1), torch.device("cuda", 0)
+    assert cusparselt.serves(first)
+    assert cusparselt.serves(second)
+    cusparselt._used_on(SimpleNamespace(is_cuda=True, device=first))
+    cusparselt._used_on(SimpleNamespace(is_cuda=True, device=second))
+    assert cusparselt.serves(first)
+    assert cusparselt.serves(torch.device("cuda"))
+    assert not cusparselt.serves(second)
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(cusparselt.serves, second).result()
+
+
+def test_cusparselt_is_searched_once_per_shape(monkeypatch, tmp_path):
+    """And kept for the next process, but not while a graph is captured, where it could not run."""
+    searches, used, capturing = [], [], [True]
+
+    class Library:
+        @staticmethod
+        def mm_search(*arguments):
+            searches.append(arguments)
+            return 7, 2, 1, 40
+
+    def multiply(compressed, dense_CT, bias, transpose_result, alg_id, split_k, split_k_mode):
+        used.append(alg_id)
+        return dense_CT.t()
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(autotune, "_STATE", autotune._State())
+    monkeypatch.setattr(torch, "_cslt_sparse_mm", multiply)
+    monkeypatch.setattr(torch._C, "_cusparselt", Library, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    run = partial(cusparselt.product, compressed=torch.zeros(32 * 18).bfloat16(), bias=None, out_features=32)
+    run(torch.ones(16, 32).bfloat16())
+    capturing[0] = False
+    for tokens in (16, 15, 9):
+        run(torch.ones(tokens, 32).bfloat16())
+    monkeypatch.setattr(autotune, "_STATE", autotune._State())
+    run(torch.ones(16, 32).bfloat16())
+    assert used == [0, 7, 7, 7, 7]
+    assert len(searches) == 1
 
 
 @pytest.mark.parametrize(

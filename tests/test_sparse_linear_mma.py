@@ -3,12 +3,14 @@
 import ctypes
 import shutil
 import subprocess
+from contextlib import nullcontext
 from itertools import product as product_of
 from pathlib import Path
 
 import pytest
 import torch
 
+from permtriton.kernels import autotune
 from permtriton.kernels import sparse_linear_mma as mma
 from permtriton.kernels.cuda.runtime import FOLDER, CudaKernel
 from permtriton.kernels.packing import pack
@@ -16,6 +18,7 @@ from permtriton.kernels.sparse_linear_mma import (
     CONFIGS,
     GpuLimits,
     Variant,
+    configs_for,
     is_right,
     is_trusted,
     sparse_linear_mma,
@@ -33,13 +36,14 @@ EMULATED = (
     Variant(FP16, 64, 16, 64, 3, 4, 2, 2),
     Variant(BF16, 32, 32, 128, 2, 2, 2, 1),
     Variant(BF16, 64, 8, 32, 3, 4, 4, 4),
+    Variant(BF16, 64, 8, 64, 4, 4, 4, 4, early=True),  # the default's form with fewer rows: a cluster of four
 )
 HARNESS = """
 #include "{model}"
 #include "{source}"
 extern "C" int run(const char* name, const void* x, const void* values, const void* positions, const void* bias,
                    void* y, int tokens, int rows, int channels, int has_bias, int columns, int blocks, int threads,
-                   int bytes, int at_once) {{
+                   int layers, int bytes, int at_once, int seed) {{
     error = 0, eager = at_once;
     auto byte = [](const void* p) {{ return static_cast<const uint8_t*>(p); }};
     readable = {{{{byte(x), 2LL * tokens * channels}}, {{byte(values), 1LL * rows * channels}},
@@ -51,10 +55,39 @@ extern "C" int run(const char* name, const void* x, const void* values, const vo
         }};
     }};
     {choices} return -1;
-    for (int column = 0; column < columns; ++column) run_cluster(column, blocks, threads, bytes);
+    for (int layer = 0; layer < layers; ++layer)
+        for (int column = 0; column < columns; ++column) run_cluster(column, layer, blocks, threads, bytes, seed);
     return error;
 }}
+// Which rows' sums change, by which word of the channels, if half of a thread's metadata says other positions.
+extern "C" int rows_of(int selector, int lane, int half, int word) {{
+    static unsigned rows;
+    static int at_lane, at_half, at_word;
+    rows = 0, error = 0, eager = false, at_lane = lane, at_half = half, at_word = word;
+    const auto product = [](auto multiply_one) {{
+        float d[4] = {{}};
+        const int me_lane = me->thread.x;
+        const u32 ones = 0x3F803F80, a[4] = {{ones, ones, ones, ones}};
+        u32 b[4], metadata = 0x44444444;  // the positions 0 and 1 of every group
+        for (int i = 0; i < 4; ++i) b[i] = me_lane % 2 && i / 2 == at_word ? ones : 0;  // channels 2 and 3
+        if (me_lane == at_lane) metadata = at_half ? 0xEEEE4444 : 0x4444EEEE;
+        multiply_one(d, a, b, metadata);
+        for (int i = 0; i < 4; ++i) if (d[i] != 0) rows |= 1u << (me_lane / 4 + i / 2 * 8);
+    }};
+    if (selector) body = [=] {{ product([](auto&... x) {{ multiply<1, 1>(x...); }}); }};
+    else body = [=] {{ product([](auto&... x) {{ multiply<1, 0>(x...); }}); }};
+    run_cluster(0, 0, 1, 32, 256, 0);
+    return error ? -1 : int(rows);
+}}
 """
+# The rows of a tile of 32 whose metadata the halves of each thread's register hold, and the word (of 16 channels) of
+# both, after CUTLASS's reorder for 16-bit operands: rows 0 to 15 are those of selector 0, the others of selector 1.
+REORDERED_ROWS = (
+    (0, 8), (0, 8), (16, 24), (16, 24), (1, 9), (1, 9), (17, 25), (17, 25), (2, 10), (2, 10), (18, 26), (18, 26),
+    (3, 11), (3, 11), (19, 27), (19, 27), (4, 12), (4, 12), (20, 28), (20, 28), (5, 13), (5, 13), (21, 29), (21, 29),
+    (6, 14), (6, 14), (22, 30), (22, 30), (7, 15), (7, 15), (23, 31), (23, 31),
+)  # fmt: skip
+REORDERED_WORDS = (0, 1) * 16
 
 
 @pytest.fixture(scope="module")
@@ -71,16 +104,24 @@ def library(tmp_path_factory):
     return ctypes.CDLL(str(there / "h.so"))
 
 
-@pytest.fixture(params=[False, True], ids=["late", "eager"])
+@pytest.fixture(params=[(False, 0), (True, 0), (True, 7)], ids=["late", "eager", "shuffled"])
 def emulated(library, request, monkeypatch):
-    """Makes kernels run in the emulation; asynchronous copies land late or at once."""
+    """Makes kernels run in the emulation; asynchronous copies land late or at once, threads run in any order."""
 
     def call(kernel: CudaKernel, grid, *tensors, **numbers) -> None:
         pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors]
-        launch = (grid[0], grid[1], kernel.threads, kernel.shared_bytes, request.param)
+        launch = (grid[0], grid[1], kernel.threads, grid[2], kernel.shared_bytes, *request.param)
         assert library.run(kernel.name.encode(), *pointers, *numbers.values(), *launch) == 0
 
     monkeypatch.setattr(CudaKernel, "__call__", call)
+
+
+def test_the_emulated_metadata_is_that_of_cutlass(library):
+    """Each half of each thread's register speaks of the row and the word that the reorder puts there, or of none."""
+    for selector, lane, half, word in product_of((0, 1), range(32), (0, 1), (0, 1)):
+        row = REORDERED_ROWS[lane][half]
+        holds = row // 16 == selector and REORDERED_WORDS[lane] == word
+        assert library.rows_of(selector, lane, half, word) == (1 << row % 16 if holds else 0), (selector, lane, half)
 
 
 @pytest.mark.parametrize("variant", EMULATED, ids=lambda variant: variant.kernel.name)
@@ -99,18 +140,15 @@ def product(x, weight, bias, index):
 @pytest.mark.parametrize("channels", [32, 416])
 def test_the_product_in_float64(emulated, variant, channels, monkeypatch):
     """Ragged rows and channels, strided inputs that are not aligned, in outputs poisoned with NaN."""
-    monkeypatch.setattr(mma, "limits_of", lambda device: H200)
-    monkeypatch.setattr(mma, "variant_of", lambda *_: variant)
-    monkeypatch.setattr(mma, "is_trusted", lambda *_: True)
     poison(monkeypatch)
-    rows, tokens = max(variant.rows, 64) + 3, variant.tokens // 2 + 1
+    rows, tokens = max(variant.rows, 64) + 3, variant.tokens + variant.tokens // 2 + 1
     weight = sparse(rows, channels // 4, dtype=variant.dtype)
     values, positions = pack(weight, TWO_FOUR)
     x = torch.randn(tokens + 1, 1, channels).to(variant.dtype)[1:]
     bias, index = torch.randn(2 * rows).to(variant.dtype)[::2], torch.randperm(channels).short()
     unaligned = torch.empty(values.numel() + 1, dtype=values.dtype)[1:].view(values.shape).copy_(values)
     for kept, b, i in ((values, None, None), (unaligned, bias, index), (values.t().contiguous().t(), bias, None)):
-        found = sparse_linear_mma(x, kept, positions, b, i, channels, TWO_FOUR)
+        found = sparse_linear_mma(x, kept, positions, b, i, channels, TWO_FOUR, variant)
         expected, eps = product(x, weight, b, i), torch.finfo(variant.dtype).eps
         assert (found.dtype, found.shape) == (variant.dtype, (tokens, 1, rows))
         torch.testing.assert_close(found.double(), expected, rtol=4 * eps, atol=4 * eps * expected.abs().max().item())
@@ -132,30 +170,58 @@ def test_an_infinite_input_reaches_the_rows_that_keep_its_channel(emulated, vari
     assert torch.equal(y.float(), expected)
 
 
-def test_a_wrong_kernel_is_replaced(monkeypatch):
-    """By the Triton kernel, with one warning: for wrong results, and for what does not compile."""
-    variant, taken = EMULATED[0], []
+@pytest.fixture
+def fresh(monkeypatch):
+    """Forgets which kernels were tried."""
     monkeypatch.setattr(mma, "_TRUSTED", {})
     monkeypatch.setattr(mma, "limits_of", lambda device: H200)
-    monkeypatch.setattr(mma, "variant_of", lambda *_: variant)
-    monkeypatch.setattr(mma, "sparse_linear_triton", lambda *arguments: taken.append(arguments))
-    arguments = (torch.ones(2, 32).bfloat16(), *pack(sparse(64, 8, dtype=BF16), TWO_FOUR), None, None, 32, TWO_FOUR)
+
+
+def test_a_wrong_kernel_is_not_used(fresh, monkeypatch):
+    """With one warning for each way to begin: for wrong results, and for what does not compile."""
     for call, message in (
         (lambda *_, **__: None, "its results are wrong on this GPU"),  # writes nothing
         (CudaKernel.__call__, "runs on an NVIDIA GPU"),
     ):
         monkeypatch.setattr(CudaKernel, "__call__", call)
         mma._TRUSTED.clear()
-        with pytest.warns(UserWarning, match=rf"{variant.kernel.name} is replaced by the Triton kernel: .*{message}"):
-            sparse_linear_mma(*arguments)
-        sparse_linear_mma(*arguments)
-    assert taken == [arguments] * 4
+        with autotune.choices() as ran, pytest.warns(UserWarning, match=message) as said:
+            assert mma.chosen(2, 64, 64, BF16, CPU) is None
+        assert ["begins early" in str(one.message) for one in said] == [True, False]
+        assert [what for what in ran if what.startswith("rejected")] == ["rejected 2x64x64"]
+        assert mma.chosen(2, 64, 64, BF16, CPU) is None
+
+
+def test_one_that_is_right_only_when_it_begins_late_begins_late(fresh, monkeypatch):
+    monkeypatch.setattr(mma, "is_right", lambda variant, device: not variant.early)
+    with autotune.choices() as ran, pytest.warns(UserWarning, match="begins early is not used"):
+        variant = mma.chosen(2, 4096, 4096, BF16, CPU)
+    assert variant is not None
+    assert not variant.early
+    assert ran["variant 2x4096x4096"] == variant.kernel.name
+
+
+@pytest.mark.parametrize(("at_once", "splits"), [(1000, 8), (32, 8), (31, 4), (1, 1)])
+def test_clusters_run_all_at_once(fresh, monkeypatch, at_once, splits):
+    """Else the last ones would wait for a whole round; a block alone has no cluster to fit."""
+    monkeypatch.setattr(mma, "is_right", lambda *_: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(
+        CudaKernel, "active_clusters", lambda kernel, grid: at_once if grid[1] == 8 or at_once == 1 else 1000
+    )
+    mma._too_many_clusters.cache_clear()
+    variant = mma.chosen(16, 4096, 4096, BF16, torch.device("cuda", 0))
+    mma._too_many_clusters.cache_clear()
+    assert variant is not None
+    assert variant.splits == splits
 
 
 def test_an_untried_kernel_is_not_captured_in_a_graph(monkeypatch):
     monkeypatch.setattr(mma, "_TRUSTED", {(EMULATED[1], torch.device("cuda")): True})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert not is_trusted(EMULATED[0], torch.device("cuda"))
+    with pytest.warns(UserWarning, match="run each number of tokens once before"):
+        assert not is_trusted(EMULATED[0], torch.device("cuda"))
     assert is_trusted(EMULATED[1], torch.device("cuda"))
     assert len(mma._TRUSTED) == 1
 
@@ -165,34 +231,36 @@ def test_an_untried_kernel_is_not_captured_in_a_graph(monkeypatch):
     [*product_of((H200, A100), CONFIGS), (GpuLimits(128, 100 << 10, 99 << 10, False), CONFIGS[0])],
 )
 def test_a_variant_fits_its_gpu(gpu, config):
-    for tokens in (2, 8, 9, 16, 33, 64):
+    for tokens in (1, 8, 9, 16, 33, 64, 65, 256):
         for rows, channels in ((64, 32), (100, 96), (1024, 4096), (4096, 11008), (11008, 4096), (128256, 8192)):
             variant = variant_of(config, tokens, rows, channels, BF16, gpu)
             assert variant.rows <= rows
             assert variant.rows % (16 * variant.row_warps) == 0
             assert variant.rows // variant.row_warps * variant.tokens <= mma.MAX_SUMS
-            assert tokens <= variant.tokens < max(2 * tokens, 9)
+            layers = variant.grid(tokens, rows)[2]
+            assert tokens <= variant.tokens * layers < max(2 * tokens, 9)
             assert variant.kernel.shared_bytes <= gpu.block_bytes
             assert variant.stages >= 2
-            tiles = -(-rows // variant.rows)
+            tiles = -(-rows // variant.rows) * layers
             assert variant.splits == 1 or tiles * variant.splits <= config.constants["BLOCKS"] * gpu.multiprocessors
 
 
 @pytest.mark.parametrize(
     ("gpu", "shape", "expected"),
     [
-        (H200, (16, 11008, 4096), (256, 64, 4, 4)),
+        (H200, (16, 11008, 4096), (128, 128, 4, 2)),
+        (H200, (128, 4096, 4096), (256, 64, 4, 8)),
         (H200, (64, 11008, 4096), (256, 64, 4, 4)),
-        (H200, (16, 4096, 11008), (128, 64, 4, 8)),
+        (H200, (16, 4096, 11008), (128, 128, 4, 8)),
         (H200, (64, 1024, 4096), (64, 64, 4, 8)),
-        (H200, (16, 28672, 8192), (256, 64, 4, 2)),
-        (A100, (16, 11008, 4096), (64, 64, 4, 1)),
+        (H200, (16, 28672, 8192), (128, 128, 4, 1)),
+        (A100, (16, 11008, 4096), (64, 128, 4, 1)),
         (A100, (64, 4096, 4096), (64, 64, 4, 1)),
     ],
 )
 def test_the_default_variant(gpu, shape, expected):
     """Its rows, chunk, stages and splits: one wave of two blocks per multiprocessor, if there is enough work."""
-    variant = variant_of(CONFIGS[0], *shape, BF16, gpu)
+    variant = variant_of(configs_for(shape[0])[0], *shape, BF16, gpu)
     assert (variant.rows, variant.chunk, variant.stages, variant.splits) == expected
     assert 2 * (variant.kernel.shared_bytes + mma.RESERVED) <= gpu.shared_bytes
 
@@ -202,8 +270,9 @@ def test_the_default_variant(gpu, shape, expected):
     [
         (2, 64, 32, BF16, True),
         (64, 65, 96, FP16, True),
-        (1, 64, 32, BF16, False),
-        (65, 64, 32, BF16, False),
+        (1, 64, 32, BF16, True),
+        (256, 64, 32, BF16, True),
+        (257, 64, 32, BF16, False),
         (2, 63, 32, BF16, False),
         (2, 64, 48, BF16, False),
         (2, 64, 32, torch.float32, False),
@@ -217,7 +286,7 @@ def test_what_the_kernel_takes(tokens, rows, channels, dtype, fits):
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc here")
 def test_the_defaults_compile_without_a_spill(tmp_path):
-    variants = [variant_of(CONFIGS[0], tokens, 4096, 4096, BF16, H200) for tokens in (16, 64)]
+    variants = [variant_of(configs_for(tokens)[0], tokens, 4096, 4096, BF16, H200) for tokens in (16, 64)]
     uses = "\n".join(f"void* use_{i} = (void*)&{one.kernel.name};" for i, one in enumerate(variants))
     (tmp_path / "k.cu").write_text(f'#include "{SOURCE}"\n{uses}\n')
     command = ["nvcc", "-std=c++17", "-cubin", "-arch=sm_90", "-Xptxas", "-v", "k.cu", "-o", "k.cubin"]

@@ -5,7 +5,10 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property, partial
 from pathlib import Path
@@ -13,7 +16,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from benchmarks.gpu.table import COPIES, COPY, OURS, ROWS, SPEED, read
+from benchmarks.gpu import reading
+from benchmarks.gpu.table import COPIES, COPY, OURS, OUT, READ, ROWS, SPEED, read
+from permtriton.kernels.autotune import choices
 from permtriton.kernels.launch import triton
 from permtriton.kernels.tools.case import Case, Inputs
 from permtriton.kernels.tools.timing import Timing, ceilings, measure, sets_of_inputs
@@ -22,36 +27,103 @@ from permtriton.util.machine import device_name, versions
 T = TypeVar("T")
 Prepare = Callable[[Inputs], Callable[[], Any]]  # a set of inputs -> the call that is timed
 ROOT = Path(__file__).resolve().parent.parent.parent
+RESULTS = "results.json"
 STATE = ("clocks.sm", "clocks.mem", "temperature.gpu", "power.draw", "clocks_event_reasons.sw_power_cap",
          "clocks_event_reasons.hw_slowdown", "clocks_event_reasons.sw_thermal_slowdown")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a row is run.
+
+    Attributes:
+        folder: of the results.
+        tiny: whether sizes are tiny and times mean nothing, as on a CPU.
+        commit: of this checkout, where neither git nor the file COMMIT is there to ask.
+        ahead: whether everything is only run once, so that it is compiled; nothing is recorded.
+        part: (k, n): of what may be divided, the k-th of n parts.
+        seconds: that the row may take; None for its limit.
+    """
+
+    folder: Path
+    tiny: bool = False
+    commit: str | None = None
+    ahead: bool = False
+    part: tuple[int, int] = (0, 1)
+    seconds: float | None = None
+
+    @property
+    def file(self) -> Path:
+        """The result file, ``{"rows": {name: record}}``."""
+        return self.folder / RESULTS
+
+
+@dataclass(frozen=True)
+class How:
+    """How a case is compared.
+
+    Attributes:
+        label: what it is called in the result; by default its name.
+        seconds: to spend on timing.
+        unlike: peers that compute something else; any other one that does is absent.
+        streamed: peers that no CUDA graph can hold.
+        copies: whether copies of as many bytes are peers, too.
+        reads: whether reading decides, not copying.
+        figures: name -> our median in seconds -> figure.
+    """
+
+    label: str = ""
+    seconds: float = 2.0
+    unlike: Collection[str] = ()
+    streamed: Collection[str] = ()
+    copies: bool = False
+    reads: bool = False
+    figures: Mapping[str, Callable[[float], float]] | None = None
 
 
 class Bench:
     """One row that runs; its record in the result file is replaced after each result.
 
+    An earlier record of the same commit that was not finished is continued: what it holds is not measured again.
+
     Attributes:
-        file: result file, ``{"rows": {name: record}}``.
+        settings: how it is run.
         name: of the row.
-        tiny: whether sizes are tiny and times mean nothing, as on a CPU.
+        tiny: see `Settings`.
         device: GPU, or the CPU where sizes are tiny.
         record: what the file will hold of the row.
     """
 
-    def __init__(self, file: Path, name: str, tiny: bool, commit: str | None = None) -> None:
-        self.file, self.name, self.tiny = file, name, tiny
-        self.device = torch.device("cpu" if tiny else "cuda")
+    def __init__(self, name: str, settings: Settings) -> None:
+        self.settings, self.name, self.tiny, self._begun = settings, name, settings.tiny, time.monotonic()
+        self.device = torch.device("cpu" if self.tiny else "cuda")
         self.record: dict[str, Any] = {
-            "command": f"python -m benchmarks.gpu --out FILE --only {name}" + " --tiny" * tiny,
+            "command": f"python -m benchmarks.gpu --out {OUT} --only {name}" + " --tiny" * self.tiny,
             "started": datetime.now(UTC).isoformat(timespec="seconds"),
-            "tiny": tiny,
-            "commit": commit or output("git", "describe", "--always", "--abbrev=40", "--dirty"),
+            "tiny": self.tiny,
+            "commit": settings.commit or commit(),
             "hardware": _hardware(self.device),
             "versions": {**versions(), "triton": getattr(triton, "__version__", None), "cuda": torch.version.cuda,
                          "cusparselt": _cusparselt()},
             "ceilings": None, "before": self.state(), "after": None, "seconds": None,
-            "results": [], "findings": [], "failures": [],
+            "results": [], "findings": [], "failures": [], "tried": {},
         }  # fmt: skip
+        before = read(settings.file).get(name)
+        if before is not None and before["seconds"] is None and _same(before, self.record):
+            self.record |= {part: before[part] for part in ("ceilings", "results", "findings", "tried")}
         self.write()
+
+    def begins(self, what: str) -> bool:
+        """Whether something is to be measured: not if an earlier try has, nor if two tries never ended."""
+        if any(f"{result['name']}: {result['case']}" == what for result in self.record["results"]):
+            return False
+        tries = self.record["tried"].get(what, 0)
+        if tries > 1:
+            self.fail(what, RuntimeError("twice the process died in it or was cut off"))
+            return False
+        self.record["tried"][what] = tries + 1
+        self.write()
+        return True
 
     def pick(self, full: T, tiny: T) -> T:
         """Returns the size to run: the real one, or the tiny one."""
@@ -62,13 +134,15 @@ class Bench:
         return self.pick(torch.bfloat16, torch.float32)
 
     @property
-    def limit(self) -> int:
-        """Seconds for a process that the row starts: it ends before the row's own is cut off."""
-        return ROWS[self.name].limit - 20
+    def left(self) -> float:
+        """Seconds for what the row starts: it ends before the row itself is cut off."""
+        allowed = self.settings.seconds or ROWS[self.name].limit
+        return max(allowed - 15 - (time.monotonic() - self._begun), 5.0)
 
     def write(self) -> None:
         """Puts the record into the result file, beside those of other rows."""
-        save(self.file, read(self.file) | {self.name: self.record})
+        if not self.settings.ahead:
+            save(self.settings.file, read(self.settings.file) | {self.name: self.record})
 
     def state(self) -> dict[str, str] | None:
         """Returns clocks (MHz), temperature, power (W) and what holds the clocks down; None where it cannot be read."""
@@ -79,19 +153,25 @@ class Bench:
 
     @cached_property
     def ceilings(self) -> dict[str, float]:
-        """The rates of a copy and of a product, measured once in this row's process."""
-        found = ceilings(self.device, self.tiny)
-        self.record["ceilings"] = {"copy_gb_s": found.copy_gb_s, "matmul_tflop_s": found.matmul_tflop_s}
+        """The rates of a copy, of reading alone, and of a product, measured once in this row's process."""
+        if self.record["ceilings"] is None:
+            found = ceilings(self.device, self.tiny)
+            read_gb_s = reading.bandwidth(self.device, self.tiny) / 1e9
+            self.record["ceilings"] = {
+                "copy_gb_s": found.copy_gb_s, "read_gb_s": read_gb_s, "matmul_tflop_s": found.matmul_tflop_s
+            }  # fmt: skip
         return self.record["ceilings"]
 
-    def floor(self, case: Case) -> float:
+    def floor(self, case: Case, reads: bool = False) -> float:
         """Returns the least seconds of a case: its bytes or its operations at the measured ceilings."""
         rates = self.ceilings
-        return max(case.bytes / rates["copy_gb_s"] / 1e9, case.flops / rates["matmul_tflop_s"] / 1e12)
+        bandwidth = rates["read_gb_s" if reads else "copy_gb_s"]
+        return max(case.bytes / bandwidth / 1e9, case.flops / rates["matmul_tflop_s"] / 1e12)
 
     def find(self, what: str, found: str, good: bool | None = None, **more: Any) -> None:
         """Records what is no time; ``good`` is None where nothing has to be so."""
-        self.record["findings"].append({"what": what, "found": found, "good": good, **more})
+        before = [finding for finding in self.record["findings"] if finding["what"] != what]
+        self.record["findings"] = [*before, {"what": what, "found": found, "good": good, **more}]
         self.write()
         print(f"{what}: {found}", flush=True)
 
@@ -131,27 +211,29 @@ class Bench:
             name: of the result.
             case: ours.
             peers: name -> how its call is made of a set of inputs; one that raises is recorded as absent.
-            how: as of `_compare`.
+            how: fields of `How`.
         """
+        asked = How(**how)
+        label = asked.label or case.name
         try:
             with torch.no_grad():  # else torch.compile would compile twice, with and without gradients
-                self._compare(name, case, peers, **how)
+                if self.settings.ahead:
+                    self._once(case, peers)
+                elif self.begins(f"{name}: {label}"):
+                    self._compare(name, case, peers, asked)
         except Exception as error:
-            self.fail(f"{name}: {case.name}", error)
+            self.fail(f"{name}: {label}", error)
 
-    def _compare(
-        self,
-        name: str,
-        case: Case,
-        peers: Mapping[str, Prepare],
-        *,
-        seconds: float = 2.0,  # to spend on timing
-        unlike: Collection[str] = (),  # peers that compute something else; any other one that does is absent
-        streamed: Collection[str] = (),  # peers that no CUDA graph can hold
-        copies: bool = False,  # whether copies of as many bytes are peers, too
-        figures: Mapping[str, Callable[[float], float]] | None = None,  # name -> our median in seconds -> figure
-    ) -> None:
-        if wrong := case.check():
+    def _once(self, case: Case, peers: Mapping[str, Prepare]) -> None:
+        inputs = case.make(0)
+        for prepare in ((lambda given: partial(case.run, *given)), *peers.values()):
+            with suppress(Exception):  # the row itself will say it
+                prepare(inputs)()
+
+    def _compare(self, name: str, case: Case, peers: Mapping[str, Prepare], how: "How") -> None:
+        with choices() as ran:
+            wrong = case.check()
+        if wrong:
             raise AssertionError(f"{case.name} is wrong: {wrong}")
         inputs = [case.make(seed) for seed in range(sets_of_inputs(self.device, case.bytes))]
         runs = {OURS: [partial(case.run, *one) for one in inputs]}
@@ -160,23 +242,62 @@ class Bench:
             try:
                 calls = [prepare(one) for one in inputs]
                 found = calls[0]()
-                if peer not in unlike and (error := case.error(found, runs[OURS][0]())) > case.limit:
+                if peer not in how.unlike and (error := case.error(found, runs[OURS][0]())) > case.limit:
                     raise AssertionError(f"wrong: its result is {error:.3g} from ours, {case.limit:.3g} is allowed")
                 runs[peer] = calls
             except Exception as error:  # a peer that is missing on this machine or in this version
                 absent[peer] = brief(error)
-        if copies:
+        if how.copies:
             copying = [self._copying(case.bytes // 2) for _ in inputs]
             runs |= dict.fromkeys(COPIES, copying)
-        times = measure(runs, self.device, seconds, streamed=(*streamed, COPIES[1]))
-        more = {figure: of(times[OURS].quantile(0.5)) for figure, of in (figures or {}).items()}
+        times = measure(runs, self.device, how.seconds, streamed=(*how.streamed, COPIES[1]))
+        half = times[OURS].quantile(0.5)
+        more = {figure: of(half) for figure, of in (how.figures or {}).items()}
+        if how.reads:
+            more[READ] = case.bytes / half / 1e9 / self.ceilings["read_gb_s"]
         counted = {"bytes": case.bytes, "flops": case.flops, "sets": len(inputs)}
-        self.add(name, case.name, times, more, self.floor(case), absent=absent, **counted)
+        self.add(
+            name,
+            how.label or case.name,
+            times,
+            more,
+            self.floor(case, how.reads),
+            absent=absent,
+            **counted,
+            **ran_as(ran),
+        )
 
     def _copying(self, count: int) -> Callable[[], object]:
         source = torch.randint(0, 255, (count,), dtype=torch.uint8, device=self.device)
         target = torch.empty_like(source)
         return lambda: target.copy_(source)
+
+
+def ran_as(ran: Mapping[str, str]) -> dict[str, Any]:
+    """Returns what `choices` collected as a result holds it: routes, what was rejected, and every configuration."""
+    return {
+        "routes": sorted({found for what, found in ran.items() if what.startswith("route ")}),
+        "rejected": [found for what, found in ran.items() if what.startswith("rejected ")],
+        "ran": dict(ran),
+    }
+
+
+def commit() -> str | None:
+    """Returns the commit of this folder: of git, or the file that was written when it was packed."""
+    file = ROOT / "COMMIT"
+    kept = file.read_text(encoding="utf-8").strip() if file.is_file() else None
+    return kept or output("git", "describe", "--always", "--abbrev=40", "--dirty")
+
+
+def finished(record: Mapping[str, Any] | None, of: Settings) -> bool:
+    """Whether a row need not run again: it came to its end, on these sizes and this commit."""
+    return record is not None and record["seconds"] is not None and _same(
+        record, {"tiny": of.tiny, "commit": of.commit or commit()}
+    )  # fmt: skip
+
+
+def _same(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    return all(before[part] == now[part] for part in ("tiny", "commit"))
 
 
 def save(file: Path, rows: Mapping[str, Any]) -> None:

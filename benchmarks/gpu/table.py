@@ -9,9 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-MODULE, OUT = "python -m benchmarks.gpu", "benchmarks/results/gpu.json"
+MODULE, OUT = "python -m benchmarks.gpu", "gpu-results"
+CALL_SECONDS = 570  # of a call, unless --seconds says otherwise
 SHAPES_7B = [(11008, 4096), (4096, 11008), (4096, 4096)]  # rows and channels of the linears of LLaMA-2-7B
+LAYER_8B = {(4096, 4096): 2, (1024, 4096): 2, (14336, 4096): 2, (4096, 14336): 1}  # of LLaMA-3-8B -> how many of each
+FEW, MORE = (1, 16, 64), (128, 256, 512, 1024)  # tokens; those with the highest goals first
 OURS, COPIES = "permtriton", ("copy_ in a graph", "copy_ on the stream")
+DENSE, BARE = "cuBLAS, dense", "cuSPARSELt"
 Bounds = tuple[float | None, float | None]
 
 
@@ -24,38 +28,61 @@ class Row:
         seconds: predicted for an H200 and 16 cores, with the start of the process.
         limit: seconds after which it is cut off.
         what: is measured.
+        ahead: whether what it launches is compiled before, by processes that time nothing.
     """
 
     call: str
     seconds: int
     limit: int
     what: str
+    ahead: bool = False
 
 
 ROWS = {
-    "tests": Row("checks", 115, 220, "tests/gpu in up to 8 processes"),
-    "memcheck": Row("checks", 65, 125, "a small case of each kernel under compute-sanitizer"),
-    "racecheck": Row("checks", 65, 125, "the same cases"),
-    "cusparselt": Row("checks", 25, 45, "where cuSPARSELt keeps its values, and whether a CUDA graph can hold it"),
-    "sparse_linear": Row("kernels", 55, 120, "the packed product with few tokens"),
-    "nm_mask": Row("kernels", 25, 50, "masked weights, and the gradients of their permutation"),
-    "permute": Row("kernels", 45, 90, "the gather, also as written by hand in CUDA"),
-    "norm": Row("kernels", 25, 50, "RMSNorm that writes a permuted order"),
-    "sinkhorn": Row("kernels", 60, 90, "the relaxation of one step, with torch.compile as a peer"),
-    "assignment": Row("kernels", 40, 80, "the hard permutations of one step, with scipy as a peer"),
-    "swap_gains": Row("kernels", 25, 60, "the gains of a search"),
-    "prefill": Row("models", 45, 90, "the packed product with many tokens"),
-    "learning_step": Row("models", 115, 200, "a learning step on 32 layers, at two micro-batch sizes"),
-    "compile": Row("models", 60, 120, "permtriton.compile on two layers, with its default recipe"),
-    "inference": Row("models", 80, 130, "32 layers packed: a forward pass, and generating text"),
+    "first_look": Row("decode", 30, 80, "versions, ceilings, and whether every kernel is right as it runs by default"),
+    "sparse_linear": Row("decode", 90, 180, "the packed product with 1 to 1024 tokens, shapes of an 8B model", True),
+    "prefill": Row("decode", 60, 120, "the packed product with many tokens", True),
+    "decoding": Row("decode", 100, 180, "a model of the 8B shape, a step captured in a CUDA graph"),
+    "tune": Row(
+        "tuned", 260, 320, "configurations and routes of what was measured before, the most valuable first", True
+    ),
+    "sparse_linear_tuned": Row("tuned", 80, 160, "the same with the fastest configurations"),
+    "prefill_tuned": Row("tuned", 50, 110, "the same with the fastest configurations"),
+    "decoding_tuned": Row("tuned", 90, 170, "the same with the fastest configurations"),
+    "counters": Row("tuned", 40, 90, "the two decoding kernels under ncu: share of DRAM, why warps wait"),
+    "learning_step": Row("learning", 120, 210, "a learning step on 32 layers, at two micro-batch sizes"),
+    "compile_default": Row("learning", 130, 240, "permtriton.compile of a 1B shape, recipe default"),
+    "compile_fast": Row("learning", 80, 160, "the same, recipe fast"),
+    "inference": Row("learning", 80, 140, "32 layers packed: a forward pass, and generating text"),
+    "tests": Row("rest", 115, 220, "tests/gpu in up to 8 processes"),
+    "memcheck": Row("rest", 65, 125, "a small case of each kernel under compute-sanitizer"),
+    "racecheck": Row("rest", 65, 125, "the same cases"),
+    "nm_mask": Row("rest", 25, 50, "masked weights, and the gradients of their permutation", True),
+    "permute": Row("rest", 25, 90, "the gather, also as written by hand in CUDA", True),
+    "norm": Row("rest", 25, 50, "RMSNorm that writes a permuted order", True),
+    "sinkhorn": Row("rest", 50, 90, "the relaxation of one step, with torch.compile as a peer", True),
+    "assignment": Row("rest", 40, 80, "the hard permutations of one step, with scipy as a peer", True),
+    "swap_gains": Row("rest", 25, 60, "the gains of a search", True),
 }
 CALLS = tuple(dict.fromkeys(row.call for row in ROWS.values()))
+AHEAD_SECONDS = 90  # at most, for compiling before the rows of a call
 
 SPEED = "times the speed of "
-COPY = "of copy bandwidth"
-GOALS: dict[str, dict[str, Bounds]] = {  # how a result's name begins -> figure -> (least, most)
-    "sparse_linear, 1 token": {f"{SPEED}cuBLAS, dense": (1.65, None)},
-    "sparse_linear, 16 tokens": {f"{SPEED}cuBLAS, dense": (1.5, None)},
+COPY, READ = "of copy bandwidth", "of read bandwidth"
+LAYER = "the linears of an 8B layer"
+GOALS: dict[str, dict[str, Bounds]] = {  # how a result's name and case begin -> figure -> (least, most)
+    f"sparse_linear, 1 token: {LAYER}": {f"{SPEED}{DENSE}": (1.6, None)},
+    "sparse_linear, 1 token: 4096x4096": {f"{SPEED}{DENSE}": (1.45, None)},
+    f"sparse_linear, 16 tokens: {LAYER}": {f"{SPEED}{DENSE}": (1.55, None)},
+    f"sparse_linear, 64 tokens: {LAYER}": {f"{SPEED}{DENSE}": (1.4, None)},
+    "sparse_linear, 128 tokens": {f"{SPEED}{DENSE}": (1.0, None)},
+    "sparse_linear, 256 tokens": {f"{SPEED}{DENSE}": (1.0, None)},
+    "sparse_linear, 512 tokens": {f"{SPEED}{DENSE}": (1.0, None)},
+    "sparse_linear, 1024 tokens": {f"{SPEED}{DENSE}": (1.0, None)},
+    "2:4 prefill": {f"{SPEED}{DENSE}": (1.5, None), f"{SPEED}{BARE}, tuned": (0.98, None)},
+    "decoding, 8B shape: batch 1,": {f"{SPEED}{DENSE}": (1.4, None)},
+    "decoding, 8B shape: batch 64,": {f"{SPEED}{DENSE}": (1.25, None)},
+    "learning step": {f"{SPEED}a dense forward and backward pass": (0.95, None)},
     "assignment": {"milliseconds": (None, 5.0), f"{SPEED}scipy in one thread": (200.0, None)},
     "sinkhorn forward": {COPY: (0.8, None)},
     "sinkhorn both": {f"{SPEED}eager torch": (20.0, None), f"{SPEED}torch.compile": (5.0, None)},
@@ -65,10 +92,8 @@ GOALS: dict[str, dict[str, Bounds]] = {  # how a result's name begins -> figure 
     "permute, 16384 rows": {COPY: (0.95, None)},
     "permute": {f"{SPEED}the kernel in CUDA": (0.95, None)},
     "RMSNorm": {f"{SPEED}our RMSNorm alone": (0.97, None)},
-    "learning step": {f"{SPEED}a dense forward and backward pass": (0.95, None)},
-    "2:4 prefill": {f"{SPEED}cuSPARSELt": (0.98, None), f"{SPEED}cuBLAS, dense": (1.0, None)},
 }
-HEADINGS = ("result", "case", "ours, us", "best peer, us", "floor, us", "figure", "goal", "met")
+HEADINGS = ("result", "case", "ours, us", "best peer, us", "floor, us", "figures", "goal", "met", "ran as")
 
 
 def read(file: Path) -> dict[str, Any]:
@@ -76,51 +101,77 @@ def read(file: Path) -> dict[str, Any]:
     return json.loads(file.read_text(encoding="utf-8"))["rows"] if file.is_file() else {}
 
 
-def plan(out: str = OUT) -> str:
+def plan(out: str = OUT, commit: str | None = None) -> str:
     """Returns the commands with the minutes that each should take, for a terminal and for a Markdown page."""
-    shapes = " ".join(f"--shape {rows}x{channels}" for rows, channels in SHAPES_7B)
-    lines = [f"permtriton autotune {shapes}  # if it should be tuned first; repeat it where it is cut off"]
+    known = f" --commit {commit}" if commit else ""
+    lines = [
+        "# Where there is a network, in the repository's root: a folder to take along, with the packages that a",
+        "# machine with torch and transformers may lack (for Python 3.12; only the rows compile_* need them).",
+        "git archive --prefix=permtriton-gpu/ HEAD | tar -x -C ..",
+        "git describe --always --abbrev=40 --dirty > ../permtriton-gpu/COMMIT",
+        "python -m pip download --only-binary=:all: --python-version 3.12 --implementation cp --platform "
+        "manylinux_2_17_x86_64 --platform manylinux2014_x86_64 -d ../permtriton-gpu/wheels 'pydantic>=2.12'",
+        "# There, in that folder. Nothing is installed but what the first line installs; each call ends by itself,",
+        f"# goes on where an earlier one was cut off, and leaves all that it found in {out}: keep it between calls.",
+        "python -m pip install --no-index --find-links wheels pydantic",
+    ]
     for call in CALLS:
         rows = {name: row for name, row in ROWS.items() if row.call == call}
-        expected, most = (sum(getattr(row, of) for row in rows.values()) / 60 for of in ("seconds", "limit"))
-        lines.append(f"{MODULE} --out {out} --only {call}  # {expected:.0f} minutes expected, {most:.1f} at most")
-        lines += [f"#   {name:<13} {row.seconds:>3} s expected, {row.limit} at most: {row.what}"
+        minutes = sum(row.seconds for row in rows.values()) / 60
+        lines.append(f"{MODULE} --out {out} --only {call}{known}  "
+                     f"# {minutes:.0f} minutes expected, {CALL_SECONDS / 60:.1f} at most")  # fmt: skip
+        lines += [f"#   {name:<19} {row.seconds:>3} s expected, {row.limit} at most: {row.what}"
                   for name, row in rows.items()]  # fmt: skip
-    return "\n".join([*lines, "python benchmarks/readme_tables.py"])
+    return "\n".join([
+        *lines, "# Back in the repository: its results become the table of benchmarks/NOTES.md.",
+        f"cp {out}/results.json benchmarks/results/gpu.json && python benchmarks/readme_tables.py",
+    ])  # fmt: skip
 
 
-def goals_of(name: str) -> dict[str, Bounds]:
-    """Returns the goals of a result: figure -> bounds."""
-    return {figure: bounds for start, goals in GOALS.items() if name.startswith(start)
+def goals_of(name: str, case: str = "") -> dict[str, Bounds]:
+    """Returns the goals of a result: figure -> bounds; those of a row that was tuned are those of the same result."""
+    about = f"{name}: {case}"
+    return {figure: bounds for start, goals in GOALS.items() if about.startswith(start)
             for figure, bounds in goals.items()}  # fmt: skip
 
 
 def lines(rows: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """Returns a line per figure of each result, then one per failure, then one per row that has not run.
+    """Returns a line per result, one per failure, one per row that was cut off, and one of those that have not run.
 
     Args:
         rows: of the result file.
     """
     found = []
     for name in (name for name in ROWS if name in rows):
-        for result in rows[name]["results"]:
-            ours = result["times"].get(OURS)
-            peers = {peer: time["p50_us"] for peer, time in result["times"].items() if peer not in (OURS, *COPIES)}
-            best = min(peers, key=peers.__getitem__, default=None)
-            first = (result["name"], result["case"], f"{ours['p50_us']:.1f}" if ours else "-",
-                     f"{peers[best]:.1f} {best}" if best else "-",
-                     f"{result['floor_us']:.1f}" if result["floor_us"] else "-")  # fmt: skip
-            bounds = goals_of(result["name"])
-            for number, (figure, value) in enumerate(result["figures"].items()):
-                low, high = bounds.get(figure, (None, None))
-                inside = (low is None or value >= low) and (high is None or value <= high)
-                met = "-" if rows[name]["tiny"] or figure not in bounds else "yes" if inside else "NO"
-                start = ("",) * 5 if number else first
-                found.append((*start, f"{value:.3g} {figure}", _words(low, high), met))
-        found += [(failure["what"], *"----", f"failed: {failure['why'][:160]}", "", "NO")
-                  for failure in rows[name]["failures"]]  # fmt: skip
+        row = rows[name]
+        found += [_line(name, result, row["tiny"]) for result in row["results"]]
+        found += [(failure["what"], *"----", f"failed: {failure['why'][:160]}", "", "NO", "")
+                  for failure in row["failures"]]  # fmt: skip
+        if row["seconds"] is None:
+            found.append((name, *"----", "not finished: the same command goes on with it", "", "-", ""))
     missing = ", ".join(name for name in ROWS if name not in rows)
-    return found + [(missing, *"----", "not run yet", "", "-")] * bool(missing)
+    return found + [(missing, *"----", "not run yet", "", "-", "")] * bool(missing)
+
+
+def _line(row: str, result: Mapping[str, Any], tiny: bool) -> tuple[str, ...]:
+    ours, rejected = result["times"].get(OURS), result.get("rejected", [])
+    peers = {peer: time["p50_us"] for peer, time in result["times"].items() if peer not in (OURS, *COPIES)}
+    best = min(peers, key=peers.__getitem__, default=None)
+    goals = {figure: bounds for figure, bounds in goals_of(result["name"], result["case"]).items()
+             if figure in result["figures"]}  # fmt: skip
+    inside = (
+        (low is None or result["figures"][figure] >= low) and (high is None or result["figures"][figure] <= high)
+        for figure, (low, high) in goals.items()
+    )
+    met = "-" if tiny or not goals else "yes" if all(inside) and not rejected else "NO"
+    return (
+        result["name"] + ", tuned" * row.endswith("_tuned"), result["case"], f"{ours['p50_us']:.1f}" if ours else "-",
+        f"{peers[best]:.1f} {best}" if best else "-", f"{result['floor_us']:.1f}" if result["floor_us"] else "-",
+        "; ".join(f"{value:.3g} {figure}" for figure, value in result["figures"].items()),
+        "; ".join(f"{_words(*bounds)} {figure}" if len(result["figures"]) > 1 else _words(*bounds)
+                  for figure, bounds in goals.items()), met,
+        ", ".join(result.get("routes", [])) + "; REJECTED: " * bool(rejected) + ", ".join(rejected),
+    )  # fmt: skip
 
 
 def captions(rows: Mapping[str, Any]) -> list[str]:
@@ -133,7 +184,8 @@ def captions(rows: Mapping[str, Any]) -> list[str]:
         machine += ", ".join(f"{of} {versions[of]}" for of in ("torch", "triton", "cusparselt"))
         machines.setdefault(machine, []).append(name)
         if rates:
-            found.append(f"{name}: copy {rates['copy_gb_s']:.0f} GB/s, product {rates['matmul_tflop_s']:.0f} TFLOP/s.")
+            found.append(f"{name}: copy {rates['copy_gb_s']:.0f} GB/s, read {rates['read_gb_s']:.0f} GB/s, product "
+                         f"{rates['matmul_tflop_s']:.0f} TFLOP/s.")  # fmt: skip
         held = [reason for reason, is_so in (row["after"] or {}).items() if is_so == "Active"]
         found += [f"{name}: clocks were held down, {', '.join(held)}."] * bool(held)
         found += [f"{each['what']}: {each['found']}." for each in row["findings"]]
@@ -150,6 +202,75 @@ def markdown(rows: Mapping[str, Any]) -> str:
         body, notes = [HEADINGS, *lines(rows)], [f"- {' '.join(caption.split())}" for caption in captions(rows)]
     text = [f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in body]
     return "\n".join([text[0], "|" + "---|" * len(body[0]), *text[1:], "", *notes])
+
+
+PREDICTED = ("row", "case", "bytes", "instructions", "issue floor", "latency", "waves", "in flight per SM",
+             "limited by", "predicted", "dense", "ratio", "goal", "reaches it", "measured")  # fmt: skip
+PEERS = {  # how a counted kernel's name begins -> the result that has its goal, and the figure
+    "permute": ("permute, 16384 rows", COPY), "sinkhorn backward": ("sinkhorn backward", COPY),
+    "sinkhorn": ("sinkhorn forward", COPY), "nm_mask backward": ("nm_mask backward", COPY),
+    "nm_mask": ("nm_mask forward", COPY), "norm_permute": ("RMSNorm", ""), "packing": ("", ""),
+    "swap_gains": ("swap_gains", ""),
+}  # fmt: skip
+FIXED_US = 2.0  # of a launch in a CUDA graph: its first bytes, its last stores
+
+
+def predicted(report: Mapping[str, Any], rows: Mapping[str, Any]) -> str:
+    """Returns what is predicted for an H200: the products of an 8B layer, then the named shapes of other kernels.
+
+    Args:
+        report: of ``benchmarks/issue_floor.py``.
+        rows: of the result file; what they measured stands in the last column.
+    """
+    found = [_predicted_product(one, rows) for one in report["predicted"]]
+    found += [_predicted_kernel(one) for one in report["now"]["rows"]
+              if one["gpu"] == "H200" and not one["name"].startswith("sparse_linear")]  # fmt: skip
+    text = [f"| {' | '.join(line)} |" for line in (PREDICTED, *found)]
+    return "\n".join([text[0], "|" + "---|" * len(PREDICTED), *text[1:]])
+
+
+def _predicted_product(one: Mapping[str, Any], rows: Mapping[str, Any]) -> tuple[str, ...]:
+    tokens = one["tokens"]
+    name = f"sparse_linear, {tokens} token{'s' * (tokens > 1)}"
+    low = goals_of(name, one["case"]).get(f"{SPEED}{DENSE}", (None, None))[0]
+    measured = [
+        f"{result['figures'][f'{SPEED}{DENSE}']:.2f}"
+        for row in rows.values()
+        for result in row["results"]
+        if (result["name"], result["case"]) == (name, one["case"]) and f"{SPEED}{DENSE}" in result["figures"]
+    ]
+    counted = ("",) * 6 if "bytes" not in one else (
+        f"{one['bytes'] / 1e6:.1f} MB", f"{one['per_unit']:.1f} per {one['unit']}", f"{one['issue_us']:.1f} us",
+        f"{one['latency_us']:.1f} us", f"{one['waves']:.2f}", f"{one['in_flight'] / 1024:.0f} KB",
+    )  # fmt: skip
+    return (
+        name, one["case"], *counted, one["limit"], f"{one['us']:.1f} us", f"{one['dense_us']:.1f} us",
+        f"{one['ratio']:.2f}", "" if low is None else f">= {low:g}",
+        "" if low is None else "yes" if one["ratio"] >= low else "NO", ", then ".join(measured) or "-",
+    )  # fmt: skip
+
+
+def _predicted_kernel(one: Mapping[str, Any]) -> tuple[str, ...]:
+    parts = {"bytes": one["memory_us"], "issuing": one["issue_us"], "latency": one["latency_us"]}
+    known = {of: us for of, us in parts.items() if us is not None}
+    limit = max(known, key=known.__getitem__) if len(known) == len(parts) else "the data"
+    us = max(known.values()) + FIXED_US
+    ratio = (one["memory_us"] + FIXED_US) / us
+    start, figure = next((PEERS[start] for start in PEERS if one["name"].startswith(start)), ("", ""))
+    low = goals_of(start).get(figure, (None, None))[0] if figure else None
+
+    def shown(value: float | None, words: str) -> str:
+        return "-" if value is None else words.format(value)
+
+    certain = len(known) == len(parts)
+    return (
+        one["name"].split()[0], " ".join(one["name"].split()[1:]), f"{one['bytes'] / 1e6:.0f} MB",
+        shown(one["per_unit"], "{:.1f} per " + one["unit"]), shown(one["issue_us"], "{:.1f} us"),
+        shown(one["latency_us"], "{:.1f} us"), f"{one['waves']:.2f}", "", limit,
+        f"{us:.0f} us" if certain else "-", f"{one['memory_us'] + FIXED_US:.0f} us, a copy",
+        f"{ratio:.2f}" if certain else "-", "" if low is None else f">= {low:g}",
+        "" if low is None or not certain else "yes" if ratio >= low else "NO", "-",
+    )  # fmt: skip
 
 
 def _words(least: float | None, most: float | None) -> str:

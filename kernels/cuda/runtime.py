@@ -1,26 +1,31 @@
 """Compiles and launches the CUDA sources of this folder with NVRTC, which comes with torch: users need no nvcc.
 
-A source includes no headers, and its kernels take pointers, then 32-bit integers.
+A source includes no headers, and its kernels take pointers, then 32-bit integers. Machine code is kept in the user's
+cache folder, so that each kernel is compiled once on a machine; it can also be compiled where there is no GPU.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
-import threading
+import hashlib
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
 
 from permtriton.errors import PermTritonError
+from permtriton.kernels.autotune import cache_folder
 from permtriton.kernels.launch import CudaLaunch, record
+from permtriton.util.durable import replace_file
 
 FOLDER = Path(__file__).parent
 OPTIONS = ("--std=c++17",)
-_ONE_AT_A_TIME = threading.Lock()
+MOST_DYNAMIC_SHARED, EARLY = 8, 6  # of the driver's enumerations of function and launch attributes
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,7 @@ class CudaKernel:
         threads: Threads per block.
         shared_bytes: Bytes of dynamic shared memory per block.
         constants: Name and value of each template argument, in order; none if the kernel is no template.
+        early: Whether it may begin while the kernel before it ends (sm_90 and newer): it waits for that one itself.
     """
 
     source: str
@@ -40,6 +46,7 @@ class CudaKernel:
     threads: int
     shared_bytes: int = 0
     constants: tuple[tuple[str, int], ...] = ()
+    early: bool = False
 
     @property
     def name(self) -> str:
@@ -63,33 +70,157 @@ class CudaKernel:
         known = {**dict(self.constants), **numbers}
         if record(CudaLaunch(FOLDER / self.source, self.name, self.threads, self.shared_bytes, grid, known, OPTIONS)):
             return
-        launch = compiled(self, torch.cuda.current_device() if torch.cuda.is_available() else -1)
-        given = [*tensors, *numbers.values()]
-        try:
-            launch(grid=grid, block=(self.threads, 1, 1), args=given, shared_mem=self.shared_bytes)
-        except (RuntimeError, ValueError, TypeError) as error:
-            raise PermTritonError(f"{self.source}: {self.name} could not be launched on {grid}: {error}") from error
+        loaded = compiled(self, torch.cuda.current_device() if torch.cuda.is_available() else -1)
+        pointers = (ctypes.c_uint64 * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
+        integers = (ctypes.c_int32 * len(numbers))(*numbers.values())
+        places = [ctypes.addressof(pointers) + 8 * i for i in range(len(tensors))]
+        places += [ctypes.addressof(integers) + 4 * i for i in range(len(numbers))]
+        arguments = (ctypes.c_void_p * len(places))(*places)
+        setup = loaded.setup(grid, self.threads, self.shared_bytes, torch.cuda.current_stream().cuda_stream)
+        driver = _driver()
+        driver.cuCtxSetCurrent(loaded.context)  # of this thread, which may be a new one
+        if problem := _refusal(driver.cuLaunchKernelEx(ctypes.byref(setup), loaded.function, arguments, None)):
+            raise PermTritonError(f"{self.source}: {self.name} could not be launched on {grid}: {problem}")
+
+    def active_clusters(self, grid: tuple[int, int, int]) -> int:
+        """Returns how many clusters of such a launch run on the current GPU at once.
+
+        Raises:
+            PermTritonError: no NVIDIA GPU, or the kernel could not be compiled or loaded.
+        """
+        loaded, found = compiled(self, torch.cuda.current_device() if torch.cuda.is_available() else -1), _Int()
+        setup = loaded.setup(grid, self.threads, self.shared_bytes, 0)
+        asked = _driver().cuOccupancyMaxActiveClusters(ctypes.byref(found), loaded.function, ctypes.byref(setup))
+        if problem := _refusal(asked):
+            raise PermTritonError(f"{self.source}: {self.name} cannot run on {grid}: {problem}")
+        return found.value
+
+
+_Int, _UInt, _Pointer = ctypes.c_int, ctypes.c_uint, ctypes.c_void_p
+
+
+class _Attribute(ctypes.Structure):  # CUlaunchAttribute
+    _fields_ = (("id", _UInt), ("pad", _UInt), ("value", _Int), ("rest", ctypes.c_char * 60))
+
+
+class _Setup(ctypes.Structure):  # CUlaunchConfig
+    _fields_ = (
+        ("grid", _UInt * 3), ("block", _UInt * 3), ("shared_bytes", _UInt), ("stream", _Pointer),
+        ("attributes", ctypes.POINTER(_Attribute)), ("count", _UInt),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A kernel on one GPU.
+
+    Attributes:
+        context: The driver's handle of the GPU's context.
+        function: The driver's handle of the kernel.
+        attributes: Of its launches.
+    """
+
+    context: Any
+    function: Any
+    attributes: Any
+
+    def setup(self, grid: Sequence[int], threads: int, shared_bytes: int, stream: int) -> _Setup:
+        """Returns what the driver is told of a launch."""
+        count = len(self.attributes)
+        return _Setup((*grid,), (threads, 1, 1), shared_bytes, stream, self.attributes if count else None, count)
 
 
 @functools.cache
-def compiled(kernel: CudaKernel, device: int) -> Any:
-    """Returns the kernel as torch's launcher, compiled for the current GPU; ``device``, its number, is a key only.
+def compiled(kernel: CudaKernel, device: int) -> Loaded:
+    """Returns a kernel that the current GPU can launch; ``device``, its number, is a key only.
 
     Raises:
         PermTritonError: see `CudaKernel.__call__`.
     """
     if device < 0 or torch.version.cuda is None:
         raise PermTritonError(f"{kernel.source}: it runs on an NVIDIA GPU, and torch sees none on this machine")
-    source = (FOLDER / kernel.source).read_text(encoding="utf-8")
-    try:
-        from torch.utils import cpp_extension  # which needs setuptools
+    major, minor = torch.cuda.get_device_capability(device)
+    code, symbol = machine_code(kernel, f"sm_{major}{minor}")
+    torch.cuda.current_stream().synchronize()  # makes the GPU's context the current one
+    context, module, function, driver = _Pointer(), _Pointer(), _Pointer(), _driver()
+    problem = (
+        _refusal(driver.cuCtxGetCurrent(ctypes.byref(context)))
+        or _refusal(driver.cuModuleLoadData(ctypes.byref(module), code))
+        or _refusal(driver.cuModuleGetFunction(ctypes.byref(function), module, symbol))
+        or _refusal(driver.cuFuncSetAttribute(function, MOST_DYNAMIC_SHARED, kernel.shared_bytes))
+    )
+    if problem:
+        raise PermTritonError(f"{kernel.source}: {kernel.name} could not be loaded: {problem}")
+    attributes = (_Attribute(EARLY, 0, 1),) if kernel.early and major >= 9 else ()
+    return Loaded(context, function, (_Attribute * len(attributes))(*attributes))
 
-        # torch adds the CUDA toolkit's headers to the search path and raises an error where there is no toolkit.
-        with _ONE_AT_A_TIME, mock.patch.object(cpp_extension, "CUDA_HOME", cpp_extension.CUDA_HOME or str(FOLDER)):
-            launch = torch.cuda._compile_kernel(source, kernel.name, nvcc_options=list(OPTIONS))
-        launch.set_shared_memory_config(kernel.shared_bytes)
-    except (ImportError, OSError, RuntimeError, AttributeError, TypeError) as error:
+
+def machine_code(kernel: CudaKernel, architecture: str) -> tuple[bytes, bytes]:
+    """Returns a kernel's machine code and its name there, from the cache folder or compiled; no GPU is needed.
+
+    Args:
+        kernel: The kernel.
+        architecture: Such as ``sm_90``.
+
+    Raises:
+        PermTritonError: NVRTC is not there or refuses the source.
+    """
+    try:
+        library = ctypes.CDLL(f"libnvrtc.so.{(torch.version.cuda or '').partition('.')[0]}")
+    except OSError as error:
         raise PermTritonError(
-            f"{kernel.source}: {kernel.name} could not be compiled with torch {torch.__version__}: {error}"
+            f"{kernel.source}: NVRTC, which comes with torch for CUDA, is not there: {error}"
         ) from error
-    return launch
+    source, options = (FOLDER / kernel.source).read_bytes(), [f"--gpu-architecture={architecture}", *OPTIONS]
+    number = _Int(), _Int()
+    library.nvrtcVersion(*map(ctypes.byref, number))
+    key = repr((kernel.name, options, [part.value for part in number])).encode() + source
+    file = cache_folder() / "cuda" / f"{hashlib.sha256(key).hexdigest()}.cubin"
+    with suppress(OSError):
+        symbol, _, code = file.read_bytes().partition(b"\n")
+        return code, symbol
+    code, symbol = _by_nvrtc(library, kernel, source, options)
+    with suppress(OSError):  # a cache that cannot be written costs time only
+        file.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(file, lambda temporary: temporary.write_bytes(symbol + b"\n" + code))
+    return code, symbol
+
+
+def _by_nvrtc(library: Any, kernel: CudaKernel, source: bytes, options: Sequence[str]) -> tuple[bytes, bytes]:
+    program, name, symbol, size = _Pointer(), kernel.name.encode(), ctypes.c_char_p(), ctypes.c_size_t()
+    given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+    problem = (
+        library.nvrtcCreateProgram(ctypes.byref(program), source, kernel.source.encode(), 0, None, None)
+        or library.nvrtcAddNameExpression(program, name)
+        or library.nvrtcCompileProgram(program, len(options), given)
+        or library.nvrtcGetLoweredName(program, name, ctypes.byref(symbol))
+        or library.nvrtcGetCUBINSize(program, ctypes.byref(size))
+    )
+    if problem:
+        library.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+        log = ctypes.create_string_buffer(max(size.value, 1))
+        library.nvrtcGetProgramLog(program, log)
+        library.nvrtcGetErrorString.restype = ctypes.c_char_p
+        said = " ".join((log.value or library.nvrtcGetErrorString(problem)).decode(errors="replace").split())
+        raise PermTritonError(f"{kernel.source}: {kernel.name} could not be compiled: {said[:400]}")
+    code, found = ctypes.create_string_buffer(size.value), symbol.value or name
+    library.nvrtcGetCUBIN(program, code)
+    library.nvrtcDestroyProgram(ctypes.byref(program))
+    return code.raw, found
+
+
+@functools.cache
+def _driver() -> Any:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise PermTritonError(f"the NVIDIA driver cannot be loaded: {error}") from error
+
+
+def _refusal(code: int) -> str | None:
+    """Returns why the driver refused a call, or None if it did not."""
+    if code == 0:
+        return None
+    words = ctypes.c_char_p()
+    _driver().cuGetErrorString(code, ctypes.byref(words))
+    return f"CUDA error {code}, {(words.value or b'unknown').decode()}"

@@ -1,13 +1,16 @@
-// y = x W^T + bias for a packed 2:4 weight W of 16-bit values and 1 to 64 tokens, on the sparse tensor cores.
+// y = x W^T + bias for a packed 2:4 weight W of 16-bit values and some tokens, on the sparse tensor cores.
 //
 // A packed row is what mma.sp multiplies: its values in order are the rows of fragment A, its position words the
 // metadata, x is B with a token per column. Nothing is decompressed; see sparse_linear_mma.py for the layouts.
 //
-// A block computes ROWS output features of all tokens. ROW_WARPS warps are a team: each of them has its share of the
+// A block computes ROWS output features of TOKENS tokens. ROW_WARPS warps are a team: each of them has its share of the
 // rows, all read the same part of x. The teams of a block, and the SPLITS blocks of a cluster, take the chunks of CHUNK
 // channels in turn. A team copies its chunks into a ring of STAGES stages in shared memory, ahead of the products; its
 // warps meet once per chunk. In the end the sums are added in a fixed order, over the teams and, through distributed
 // shared memory, over the blocks of the cluster.
+//
+// The kernel may begin while the one before it ends (a launch attribute). Until that one's writes can be seen, it only
+// brings its first weights into the L2 cache, where a later write would be seen, too.
 typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -17,10 +20,17 @@ extern __shared__ uint4 dynamic_shared[];
 
 __device__ __forceinline__ u32 shared_start() { return u32(__cvta_generic_to_shared(dynamic_shared)); }
 __device__ __forceinline__ void copy_16(u32 to, const u8* from, bool there) {  // zeros if it is not there
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0)
+                 : "memory");
 }
 __device__ __forceinline__ void copy_4(u32 to, const u8* from) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+}
+__device__ __forceinline__ void bring_to_l2(const u8* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
+__device__ __forceinline__ void wait_for_kernel_before() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait; griddepcontrol.launch_dependents;" ::: "memory");
+#endif
 }
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int GROUPS>
@@ -150,6 +160,16 @@ struct Stage {
         }
     }
 
+    // Expects the lines of W that `fill` reads; a line of positions holds those of several chunks.
+    static __device__ __forceinline__ void expect(const u8* values, const u8* positions, int c, bool first,
+                                                  int in_features, int thread) {
+#pragma unroll
+        for (int row = thread; row < ROWS; row += 32 * ROW_WARPS) {
+            bring_to_l2(values + (long long)row * in_features + c);
+            if (first) bring_to_l2(positions + (long long)row * (in_features / 8) + c / 8);
+        }
+    }
+
     // Adds 32 channels. Of a chunk of 64 or 128, product number STEP takes the words (16 channels each) STEP % 2 and
     // STEP % 2 + 2 of every four: their positions are the low or the high halves of the 32 bits that a thread loads. Of
     // a chunk of 32 it takes both words: the first of a pair of threads gives the low halves, the second the high ones.
@@ -195,7 +215,7 @@ struct Stage {
 // x [tokens, in_features], values [out_features, in_features / 2], positions [out_features, in_features / 8 bytes] and
 // y [tokens, out_features] are contiguous, the first three aligned to 16 bytes; bias [out_features] if has_bias.
 // in_features is a multiple of 32, out_features at least ROWS; the last blocks overlap, and write the same bits twice.
-// Grid: (ceil(out_features / ROWS), SPLITS, 1), blocks of 32 WARPS threads; ROWS / ROW_WARPS is a multiple of 16.
+// Grid: (ceil(out_features / ROWS), SPLITS, ceil(tokens / TOKENS)), blocks of 32 WARPS threads; ROWS / ROW_WARPS is a multiple of 16.
 template <int BF16, int ROWS, int TOKENS, int CHUNK, int STAGES, int WARPS, int ROW_WARPS, int SPLITS>
 __global__ void CLUSTER_OF(SPLITS) __launch_bounds__(32 * WARPS)
     sparse_linear_mma(const u8* x, const u8* values, const u8* positions, const u16* bias, u16* y, int tokens,
@@ -206,12 +226,22 @@ __global__ void CLUSTER_OF(SPLITS) __launch_bounds__(32 * WARPS)
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, team = warp / ROW_WARPS;
     const int member = threadIdx.x % (32 * ROW_WARPS), first_row = warp % ROW_WARPS * Chunk::SHARE;
     const int block_row = min(int(blockIdx.x) * ROWS, out_features - ROWS);
+    const int first_token = int(blockIdx.z) * TOKENS;
+    x += (long long)first_token * in_features * 2;
+    y += (long long)first_token * out_features;
+    tokens = min(tokens - first_token, TOKENS);
     values += (long long)block_row * in_features;
     positions += (long long)block_row * (in_features / 8);
     const u32 shared = shared_start(), ring = shared + team * STAGES * Chunk::BYTES;
     const int begin = (int(blockIdx.y) * TEAMS + team) * CHUNK;
     float sums[Chunk::TILES][Chunk::COLUMNS][4] = {};
 
+#pragma unroll
+    for (int stage = 0; stage < STAGES - 1; ++stage) {
+        const int c = begin + stage * STRIDE;
+        if (c < in_features) Chunk::expect(values, positions, c, stage == 0, in_features, member);
+    }
+    wait_for_kernel_before();
 #pragma unroll
     for (int stage = 0; stage < STAGES - 1; ++stage) {
         const int c = begin + stage * STRIDE;
@@ -248,9 +278,16 @@ __global__ void CLUSTER_OF(SPLITS) __launch_bounds__(32 * WARPS)
     constexpr int FOURS = ROWS / 4, THREADS = 32 * WARPS * SPLITS, EACH = (TOKENS * FOURS + THREADS - 1) / THREADS;
     constexpr int BATCH = EACH < 4 ? EACH : 4;
     const int end = tokens * FOURS;
-#pragma unroll 1
-    for (int i = blockIdx.y * 32 * WARPS + threadIdx.x; i < end; i += BATCH * THREADS) {
+    int i = blockIdx.y * 32 * WARPS + threadIdx.x;
+    if (i < end) do {
         float totals[BATCH][4] = {};
+        if (has_bias) {  // all at once: they come from far away
+#pragma unroll
+            for (int k = 0; k < BATCH; ++k)
+#pragma unroll
+                for (int j = 0; j < 4; ++j)
+                    totals[k][j] = widen<BF16>(bias[block_row + min(i + k * THREADS, end - 1) % FOURS * 4 + j]);
+        }
 #pragma unroll
         for (int k = 0; k < BATCH; ++k) {
             const int at = min(i + k * THREADS, end - 1);
@@ -268,11 +305,10 @@ __global__ void CLUSTER_OF(SPLITS) __launch_bounds__(32 * WARPS)
             const int at = i + k * THREADS, row = block_row + at % FOURS * 4;
             if (at >= end) break;
 #pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                const float total = has_bias ? totals[k][j] + widen<BF16>(bias[row + j]) : totals[k][j];
-                y[(long long)(at / FOURS) * out_features + row + j] = narrow<BF16>(total);
-            }
+            for (int j = 0; j < 4; ++j)
+                y[(long long)(at / FOURS) * out_features + row + j] = narrow<BF16>(totals[k][j]);
         }
-    }
+        i += BATCH * THREADS;
+    } while (EACH > BATCH && i < end);
     if (SPLITS > 1) meet<(SPLITS > 1)>();  // no block ends while others read its sums
 }

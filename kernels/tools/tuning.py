@@ -5,7 +5,9 @@ how a kernel is launched. Every trial is written to the cache file as it ends: a
 """
 
 import importlib
+import math
 import pkgutil
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -105,8 +107,11 @@ def tune(
     machine: str,
     files: Sequence[Path],
     on_trial: Callable[[Trial], None] | None = None,
-) -> dict[str, Any]:
+    until: float = math.inf,
+) -> dict[str, Any] | None:
     """Tries every configuration of every table that the cases read; returns the entries of the cache file.
+
+    Returns None where the time was up before: the entries are in the files, and the next run goes on from there.
 
     Args:
         todo: Cases, from `cases_for`.
@@ -114,6 +119,7 @@ def tune(
         machine: Key of this machine, from `permtriton.kernels.autotune.machine_key`.
         files: Files to write the entries to; trials that the first one already holds are not repeated.
         on_trial: Called after each configuration.
+        until: On the clock of `time.monotonic`: after it no further trial begins.
 
     Raises:
         OutputError: a file cannot be written.
@@ -134,6 +140,8 @@ def tune(
                         entry.pop("gain", None)
                         entry["config"] = autotune.stored(_winner(request.configs, entry["trials"]))
                         autotune.write_entries(files[0], machine, {request.key: entry})
+                    if time.monotonic() > until:
+                        return None
                 _confirm(case, request, entry, device)
             for file in files:
                 autotune.write_entries(file, machine, {request.key: entry})

@@ -21,11 +21,18 @@ PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 def versions() -> dict[str, str]:
     """Returns the version of each package that a result may depend on, by name."""
     return {
-        "permtriton": metadata.version("permtriton"),
+        "permtriton": _version("permtriton"),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": metadata.version("transformers"),
     }
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:  # run from a folder that was copied, not installed
+        return "not installed"
 
 
 def device_name(device: torch.device) -> str:

@@ -1,6 +1,6 @@
 """Cases, builds and issue floors of `permtriton.kernels.sparse_linear`."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -88,31 +88,31 @@ def builds() -> Iterator[Build]:
 
 def floors() -> Iterator[Floor]:
     """Yields a linear of a model of 7 billion weights, by Triton and by CUDA, few and more tokens."""
+    for tokens, in_cuda in ((1, False), (16, False), (16, True), (64, True)):
+        yield floor_of(tokens, 11008, 4096, in_cuda)
 
-    def launch(
-        run: Callable[..., Tensor], x: Tensor, values: Tensor, positions: Tensor, index: Tensor | None, _: None
-    ) -> Tensor:
+
+def floor_of(tokens: int, rows: int, channels: int, in_cuda: bool) -> Floor:
+    """Returns a linear's default launch, by Triton or by CUDA."""
+    run = mma.sparse_linear_mma if in_cuda else kernels.sparse_linear_triton
+
+    def launch(x: Tensor, values: Tensor, positions: Tensor, index: Tensor | None, _: None) -> Tensor:
         return run(x, values, positions, None, index, x.shape[1], PATTERN)
 
-    def loops(launch: Launch) -> tuple[float, ...]:  # the kernel that adds partial sums has none
-        if "STAGES" in launch.constants:
-            bits = 16 if launch.signature["x_ptr"] in ("*bf16", "*fp16") else 32
-            return (triton.cdiv(256 * launch.numbers["words"], bits * launch.constants["TILE_C"]),)
-        return (launch.numbers["tiles_per_split"],) if "tiles_per_split" in launch.numbers else ()
+    case = sparse_linear_case(tokens, rows, channels, torch.bfloat16, META)
+    case = replace(case, op=case.op + " mma" * in_cuda)
+    return Floor(case, launch, rows * channels // 2, "kept value", _mma_loops if in_cuda else _loops)
 
-    def mma_loops(launch: CudaLaunch) -> tuple[float, ...]:  # over a block's chunks, over its results
-        numbers = launch.numbers
-        chunk = numbers["CHUNK"] * numbers["WARPS"] // numbers["ROW_WARPS"] * numbers["SPLITS"]
-        each = -(-numbers["TOKENS"] * numbers["ROWS"] // (4 * launch.threads * numbers["SPLITS"]))
-        return numbers["in_features"] / chunk, -(-each // min(each, 4))
 
-    rows, channels = 11008, 4096
-    for tokens, route, run, counts in (
-        (1, "", kernels.sparse_linear_triton, loops),
-        (16, "", kernels.sparse_linear_triton, loops),
-        (16, " mma", mma.sparse_linear_mma, mma_loops),
-        (64, " mma", mma.sparse_linear_mma, mma_loops),
-    ):
-        case = sparse_linear_case(tokens, rows, channels, torch.bfloat16, META)
-        case = replace(case, op=case.op + route)
-        yield Floor(case, partial(launch, run), rows * channels // 2, "kept value", counts)
+def _loops(launch: Launch) -> tuple[float, ...]:  # the kernel that adds partial sums has none
+    if "STAGES" in launch.constants:
+        bits = 16 if launch.signature["x_ptr"] in ("*bf16", "*fp16") else 32
+        return (triton.cdiv(256 * launch.numbers["words"], bits * launch.constants["TILE_C"]),)
+    return (launch.numbers["tiles_per_split"],) if "tiles_per_split" in launch.numbers else ()
+
+
+def _mma_loops(launch: CudaLaunch) -> tuple[float, ...]:  # over a block's chunks, and over its results if they are many
+    numbers = launch.numbers
+    chunk = numbers["CHUNK"] * numbers["WARPS"] // numbers["ROW_WARPS"] * numbers["SPLITS"]
+    each = -(-numbers["TOKENS"] * numbers["ROWS"] // (4 * launch.threads * numbers["SPLITS"]))
+    return (numbers["in_features"] / chunk, *([-(-each // 4)] if each > 4 else []))
