@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -12,7 +13,7 @@ from permtriton.checkpoint.plan_entries import hidden_order_of
 from permtriton.data.held_out import held_out_windows
 from permtriton.data.in_memory import Data, selected
 from permtriton.data.media import Processor
-from permtriton.errors import CalibrationError, MemoryTooSmallError, ModelError
+from permtriton.errors import CalibrationError, ConfigError, MemoryTooSmallError, ModelError, reading, shown
 from permtriton.evaluation import measure
 from permtriton.evaluation.measure import Evaluated
 from permtriton.evaluation.task_request import TaskRequest
@@ -21,6 +22,7 @@ from permtriton.model.name import DEMO
 from permtriton.model.source import Source
 from permtriton.util.bars import Shown, reporter
 from permtriton.util.machine import available_memory, format_bytes
+from permtriton.util.permutation import is_permutation
 from permtriton.util.progress import Progress
 
 Against = PreTrainedModel | Source | str | Path | None
@@ -92,6 +94,8 @@ def evaluate(  # noqa: PLR0913
     chosen = request.load(shown)
     eval_data = selected(eval_data, text_column, split)
     name = ""
+    if hidden_order is not None:
+        hidden_order = _checked_order(model, hidden_order)
     if not isinstance(model, PreTrainedModel):
         source = Source(str(model), dtype, device, trust_remote_code, gguf_file, revision, token)
         name = source.name
@@ -99,7 +103,7 @@ def evaluate(  # noqa: PLR0913
         model = load.load_model(source)
         tokenizer = tokenizer or load.load_processor(source, model)
         if against is not None:
-            hidden_order = _hidden_order(source, getattr(model.config.get_text_config(), "hidden_size", 0))
+            hidden_order = _hidden_order(source)
     if isinstance(against, str | Path):
         against = Source(str(against), dtype, device, trust_remote_code, token=token)
     if isinstance(against, Source):
@@ -142,9 +146,27 @@ def _loaded_beside(model: PreTrainedModel, tokenizer: Any, against: Source, show
     return dense
 
 
-def _hidden_order(source: Source, channels: int) -> Tensor | None:
+def _checked_order(model: Any, order: Any) -> Tensor:
+    """Returns an order that was given for a loaded model; its length is checked once the hidden states are known.
+
+    Raises:
+        ConfigError: it is no permutation, or the model's folder has an order of its own.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise ConfigError("`hidden_order=` is for a loaded model: a folder's own record says it; leave it out")
+    with reading("hidden_order is no index", ConfigError):
+        index = torch.as_tensor(order).cpu()
+    if index.ndim != 1 or not is_permutation(index):
+        raise ConfigError(
+            f"hidden_order is {shown(index.tolist())}: expected each channel number from 0 to C - 1 once, as int64 "
+            "[C], such as `index` of hidden_states in permtriton.json"
+        )
+    return index
+
+
+def _hidden_order(source: Source) -> Tensor | None:
     """Returns the order of the hidden states of a model that permtriton wrote; None if it is the dense model's."""
     if source.gguf is not None:  # not what lies beside the file
         return None
     record = find_record(source.location, source.hub)
-    return None if record is None else hidden_order_of(record, channels)
+    return None if record is None else hidden_order_of(record)

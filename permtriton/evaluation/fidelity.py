@@ -18,6 +18,7 @@ from permtriton.evaluation.perplexity import Stopwatch, next_token_loss, perplex
 from permtriton.methods.measure.objective import LOGITS_AT_ONCE
 from permtriton.model.core import recorded_states
 from permtriton.model.forward import last_hidden_state, max_tokens, with_tokens, without_cache
+from permtriton.model.headers import REPORT_FILE
 from permtriton.model.seq2seq import arguments_of, predicted, with_decoder_ids
 from permtriton.running.micro_batch import MicroBatch
 from permtriton.util.progress import NoProgress, Progress
@@ -61,7 +62,7 @@ def fidelity(
         watch: stopwatch of the model's forward passes, not of the dense model's.
 
     Raises:
-        ModelError: the models cannot be compared, see `check_comparable`.
+        ModelError: the models cannot be compared, see `check_comparable`, or the order has another length.
         CalibrationError: the loss or the KL is not finite.
     """
     samples = with_tokens(model, with_decoder_ids(dense, Samples.of(windows)))
@@ -76,7 +77,7 @@ def fidelity(
                 expected, dense_logits = _outputs(dense, rows)
                 with watch.running(model.device):
                     hidden, logits = _outputs(model, rows)
-                cosine += _cosines(hidden, expected if hidden_order is None else expected[..., hidden_order])
+                cosine += _cosines(hidden, _in_order(expected, hidden_order))
                 positions += hidden.shape[:-1].numel()
                 if logits is not None and dense_logits is not None:
                     kl += _divergence(logits, dense_logits.to(logits.device))
@@ -142,6 +143,16 @@ def _outputs(model: PreTrainedModel, rows: Samples) -> tuple[Tensor, Tensor | No
     with without_cache(model), recorded_states(model) as states:
         logits = model(**samples.to(model.device, model.dtype).inputs).logits
     return states[-1], logits
+
+
+def _in_order(dense: Tensor, order: Tensor | None) -> Tensor:
+    """Returns the dense model's hidden states with their channels in this order, or as they are."""
+    if order is not None and len(order) != dense.shape[-1]:
+        raise ModelError(
+            f"the order of hidden states (hidden_states in {REPORT_FILE}, or `hidden_order=`) has {len(order)} "
+            f"channels, but the last hidden state of the dense model has {dense.shape[-1]}: give that of this model"
+        )
+    return dense if order is None else dense[..., order]
 
 
 def _cosines(hidden: Tensor, expected: Tensor) -> float:

@@ -272,5 +272,7 @@ def _unverified(folder: Compiled) -> str:
 
 
 def _hidden_states(folder: Compiled) -> str:
-    permuted = folder.record["hidden_states"]["permuted"]
-    return "in a new order; permtriton.json has its inverse" if permuted else "in the dense model's order"
+    found = folder.record["hidden_states"]
+    if "why" in found:
+        return f"in an order that is not known ({found['why']})"
+    return "in a new order; permtriton.json has its inverse" if found["permuted"] else "in the dense model's order"
