@@ -24,7 +24,7 @@ from permtriton.model.seq2seq import with_decoder_ids
 from permtriton.model.source import Source
 from permtriton.recipe import resolved
 from permtriton.util.bars import BarProgress, err
-from permtriton.util.output_files import problem_of
+from permtriton.util.output_files import problem_of, real_path
 from permtriton.util.progress import Progress
 from permtriton.util.sparsity import NMPattern
 
@@ -103,8 +103,9 @@ def run(
     """
     request.numbers()
     request.rows(layers=1)  # a wrong name is found before the model is loaded
+    reads = list(filter(None, (source.name, eval_data, request.options.get("calibration"), tasks.folder)))
     for output in outputs:
-        check_table(output, overwrite=overwrite, like=RESULT)
+        check_table(output, overwrite=overwrite, like=RESULT, reads=reads)
     progress = BarProgress()
     with _claimed(source, outputs, progress) as place:
         loaded = tasks.load(progress)
@@ -142,16 +143,16 @@ def _claimed(source: Source, outputs: Sequence[Path], progress: Progress) -> Ite
     Raises:
         OutputError: another process writes one of them, or the folder cannot be written.
     """
-    stem = f"compare-{Path(source.name).resolve().name}"
+    stem = f"compare-{real_path(Path(source.name)).name}"
     place = outputs[0].with_name(f".{outputs[0].name}.rows.json") if outputs else Path(f".{stem}.rows.json")
-    if problem := problem_of(place.resolve().parent):
+    if problem := problem_of(real_path(place).parent):
         raise OutputError(
-            f"the folder {place.resolve().parent}, where finished results are kept, cannot be written: {problem}; run "
+            f"the folder {real_path(place).parent}, where finished results are kept, cannot be written: {problem}; run "
             "in another folder, or give --output a file in another one"
         )
     with ExitStack() as stack:
         for output in outputs or [Path(stem)]:
-            stack.enter_context(locked(output.resolve(), progress.say))
+            stack.enter_context(locked(real_path(output), progress.say))
         yield place
 
 

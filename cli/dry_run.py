@@ -13,6 +13,7 @@ from permtriton.driver.memory import Devices, describe_thrift, describe_weights
 from permtriton.errors import ConfigError, as_flags, reasons_of
 from permtriton.util.bars import reporter
 from permtriton.util.machine import format_bytes
+from permtriton.util.output_files import real_path
 
 GIB = 1 << 30
 
@@ -32,7 +33,7 @@ def run(job: Job, devices: str | None, *, json: bool) -> None:
     if json:
         print_json(found.report)
     else:
-        print_dry_run(found, job.output.resolve().parent)
+        print_dry_run(found, real_path(job.output).parent)
 
 
 def _devices(text: str, spread: bool | None) -> Devices:

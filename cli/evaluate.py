@@ -41,7 +41,8 @@ def run(
         PermTritonError: as `permtriton.evaluate`, or an output that cannot be written.
     """
     if output is not None:
-        check_table(output, overwrite=overwrite, like=RESULT)
+        reads = filter(None, (model, against, eval_data, tasks.folder))
+        check_table(output, overwrite=overwrite, like=RESULT, reads=reads)
     measured = evaluate(
         model,
         eval_data,

@@ -166,6 +166,7 @@ def compile(
         push_to_hub=push_to_hub,
         private=private,
         token=token,
+        config_file=config,
     )
     if dry_run:
         from permtriton.cli.dry_run import run as show

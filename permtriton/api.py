@@ -23,6 +23,7 @@ from permtriton.model.source import Source
 from permtriton.recipe import all_options, build_config, given_by
 from permtriton.reporting import html_report
 from permtriton.util.bars import Shown, reporter
+from permtriton.util.output_files import real_path
 
 Model = PreTrainedModel | str | Path
 
@@ -211,7 +212,7 @@ def export(
         >>> permtriton.export("my-model-2of4", format="packed")["output"]
         'my-model-2of4-packed'
     """
-    target = Path(output or f"{Path(folder).resolve().name}-{format}")
+    target = Path(output or f"{real_path(Path(folder)).name}-{format}")
     result = exporting.export(Path(folder), target, format, overwrite=overwrite, progress=reporter(progress))
     return {"output": str(target), **result}
 
@@ -305,6 +306,7 @@ def _job(  # noqa: PLR0913
         push_to_hub=push_to_hub,
         private=private,
         token=checked_token(token),
+        config_file=_path(config),
     )
 
 

@@ -29,6 +29,7 @@ from permtriton.errors import ConfigError, ModelError, VerificationError, shown
 from permtriton.kernels.packing import pack
 from permtriton.model.checks import check_weight
 from permtriton.model.headers import CONFIG_FILE, INDEX_FILE, REPORT_FILE
+from permtriton.util.output_files import real_path
 from permtriton.util.progress import NoProgress, Progress
 
 
@@ -79,7 +80,7 @@ def export(
             result["seconds"] = round(time.perf_counter() - started, 3)
             section = {key: value for key, value in result.items() if key != "files"}
             new_report: dict[str, Any] = {**source.record, "files": result["files"], "export": section}
-            new_report["card"] = write_card(partial, new_report, result["loads_with"], output.resolve().name)
+            new_report["card"] = write_card(partial, new_report, result["loads_with"], real_path(output).name)
             (partial / REPORT_FILE).write_text(to_json(new_report) + "\n", encoding="utf-8")
     return result
 

@@ -30,6 +30,7 @@ from permtriton.passes.plan import Plan
 from permtriton.running.micro_batch import is_out_of_memory
 from permtriton.running.offload import Offload
 from permtriton.util.machine import available_memory, peak_memory, release_memory
+from permtriton.util.output_files import real_path
 from permtriton.util.sparsity import NMPattern, PrunedWeight
 
 SHARD_SIZE = "5GB"
@@ -85,8 +86,8 @@ def save_checkpoint(compiled: Pruned, output: Path, *, overwrite: bool) -> Path:
         seconds = {"save": round(saved - started, 3), "verify": round(time.perf_counter() - saved, 3)}
         compiled.report["seconds"].update(seconds)
         compiled.report["memory"]["peak"] = peak_memory(compiled.model.device)
-        _describe(partial, compiled.report, output.resolve().name, permuted)
-    return output.resolve()
+        _describe(partial, compiled.report, real_path(output).name, permuted)
+    return real_path(output)
 
 
 def save_trained(
@@ -131,8 +132,8 @@ def save_trained(
             **_pruned_report(names, pruned, sparsity),
             "files": describe_files(sorted(partial.glob("*.safetensors"))),
         }
-        _describe(partial, report, output.resolve().name, permuted)
-    return output.resolve()
+        _describe(partial, report, real_path(output).name, permuted)
+    return real_path(output)
 
 
 def _describe(folder: Path, report: dict[str, Any], name: str, permuted: bool) -> None:

@@ -1,5 +1,6 @@
 """What was asked of a compilation, by a command or a call, and how is it run?"""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -32,6 +33,7 @@ from permtriton.passes.plan import Plan, linear_module
 from permtriton.recipe import compile_command, with_suggested_text
 from permtriton.running import ranks
 from permtriton.running.offload import Offload
+from permtriton.util.output_files import real_path
 from permtriton.util.progress import Progress
 
 
@@ -81,6 +83,7 @@ class Job:
         push_to_hub: name of a repository on the hub to publish the result in; None for none.
         private: whether a new repository is private; None for the default of its owner.
         token: token of the hub, for publishing, as `permtriton.model.name.checked_token` returns it.
+        config_file: TOML file that the config was read from; None for none.
     """
 
     model: Source | PreTrainedModel
@@ -98,6 +101,7 @@ class Job:
     push_to_hub: str | None = None
     private: bool | None = None
     token: str | None = field(default=None, repr=False)
+    config_file: Path | None = None
 
     def __post_init__(self) -> None:
         permuted = self.config.layout == "fused"
@@ -243,12 +247,14 @@ class Job:
         return DryRun(plan, forecast, loaded.config, pruned, total, fetched)
 
     def _check_apart(self) -> None:
-        """Refuses an output in the folder of the model; a GGUF file is a model by itself, whatever is beside it."""
-        if not isinstance(self.model, Source):
-            return
+        """Refuses an output that is mixed with what is read; a GGUF file is a model by itself, not its folder."""
         assert self.output is not None
-        if (place := self.model.gguf.path if self.model.gguf else self.model.folder) is not None:
+        model = self.model if isinstance(self.model, Source) else None
+        if model is not None and (place := model.gguf.path if model.gguf else model.folder) is not None:
             check_apart(self.output, place)
+        for read in (self.config.calibration.calibration, name_of(self.eval_data), self.config_file or ""):
+            if os.path.exists(read) and real_path(Path(read)).is_relative_to(real_path(self.output)):
+                raise OutputError(f"output {self.output} holds {read}, which is read: choose another folder")
 
     def _offload(self) -> Offload | None:
         if self.offload is None:

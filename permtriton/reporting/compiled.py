@@ -12,6 +12,7 @@ from permtriton.checkpoint.folder import Folder
 from permtriton.checkpoint.format import Format
 from permtriton.kernels.packing import position_bits
 from permtriton.model.name import shown_name
+from permtriton.util.output_files import real_path
 
 
 class Compiled(Folder):
@@ -67,7 +68,7 @@ def read_folders(folders: Sequence[Path]) -> list[Compiled]:
     found = [Compiled.open(folder) for folder in folders]
     labels = [method_of(each.record["config"]) for each in found]
     for each, label in zip(found, labels, strict=True):
-        each.label = label if len(set(labels)) == len(labels) else f"{label} ({each.path.resolve().name})"
+        each.label = label if len(set(labels)) == len(labels) else f"{label} ({real_path(each.path).name})"
     return found
 
 

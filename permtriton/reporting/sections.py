@@ -12,6 +12,7 @@ from permtriton.reporting.compiled import Compiled
 from permtriton.reporting.pages import Picture, Section, Table, numbers
 from permtriton.reporting.plots import Series, chart, colour, legend
 from permtriton.util.machine import format_bytes
+from permtriton.util.output_files import real_path
 
 _PLACEMENTS = {
     "folded": "folded into neighbouring weights",
@@ -187,7 +188,7 @@ def _why(space: Mapping[str, Any]) -> str:
 def details(folders: Sequence[Compiled]) -> Section:
     """What was done, how long each stage took, and what was compared with the dense model."""
     done: dict[str, Value] = {
-        "folder": lambda each: each.path.resolve().name,
+        "folder": lambda each: real_path(each.path).name,
         "model": lambda each: each.model,
         "pattern": lambda each: described_sparsity(each.record),
         "recipe": lambda each: each.record["config"]["recipe"].replace(",", ", "),

@@ -31,6 +31,7 @@ from permtriton.model.expert_linears import input_dim, stacks
 from permtriton.model.modules import is_packed
 from permtriton.passes.plan import LINEAR_MODULES
 from permtriton.running import ranks
+from permtriton.util.output_files import real_path
 from permtriton.util.sparsity import MAX_GROUP, NMPattern, PrunedWeight
 
 BASE_LAYER = ".base_layer"  # where PEFT puts the linear that it wraps
@@ -227,7 +228,7 @@ class KeptPattern:
         if ranks.number() == 0:
             pruned = {name: PrunedWeight(weight.dim, weight.pattern) for name, weight in self._weights.items()}
             save_trained(model, tokenizer, self.record, pruned, Path(folder), state=state, overwrite=overwrite)
-        return Path(folder).resolve()
+        return real_path(Path(folder))
 
 
 class KeepPattern(TrainerCallback):
