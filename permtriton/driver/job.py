@@ -104,6 +104,11 @@ class Job:
     config_file: Path | None = None
 
     def __post_init__(self) -> None:
+        if self.tokenizer is not None and not hasattr(self.tokenizer, "save_pretrained"):
+            raise ConfigError(
+                f"tokenizer is a {type(self.tokenizer).__name__}: expected a tokenizer or processor, as "
+                "AutoTokenizer.from_pretrained returns it"
+            )
         permuted = self.config.layout == "fused"
         check_format(self.save_format or Format.DENSE, permuted=permuted, what="the compiled model")
         if self.push_to_hub is not None and self.output is None:
@@ -274,6 +279,10 @@ class Job:
             else:
                 model, beside = outline.load_outline(source)
             tokenizer = tokenizer or beside
+        else:
+            load.check_loaded(model)
+            if self.output is not None:
+                load.rehearse_saving(f"this {type(model).__name__}", model, tokenizer)
         windows, text = held_out_windows(source.name if source else "", self.eval_data, tokenizer, model)
         if windows is None:
             progress.say(f"no held-out evaluation: {text}")

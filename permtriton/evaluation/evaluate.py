@@ -104,6 +104,9 @@ def evaluate(  # noqa: PLR0913
         tokenizer = tokenizer or load.load_processor(source, model)
         if against is not None:
             hidden_order = _hidden_order(source)
+    for each in (model, against):
+        if isinstance(each, PreTrainedModel):
+            load.check_loaded(each)
     if isinstance(against, str | Path):
         against = Source(str(against), dtype, device, trust_remote_code, token=token)
     if isinstance(against, Source):
