@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,11 @@ from permtriton.comparison.methods import Row, ablation_rows, check_effect, meth
 from permtriton.comparison.results import ResultFile, RowResult
 from permtriton.comparison.run import Yardstick, compare
 from permtriton.comparison.summary import Rows, cell, columns, report_of
+from permtriton.config import CalibrationConfig
 from permtriton.data.held_out import held_out_windows
 from permtriton.data.media import is_media
 from permtriton.data.samples import Samples
+from permtriton.data.text import fitted
 from permtriton.errors import ConfigError, OutputError
 from permtriton.evaluation.task_request import TaskRequest
 from permtriton.model import load
@@ -50,15 +52,18 @@ class Request:
         Raises:
             ConfigError: a name or a value is unknown, or a flag has no effect.
         """
-        if self.values and not self.ablate:
+        if self.values is not None and not self.ablate:
             raise ConfigError("--values has no effect without --ablate: drop it, or name an ablation")
         if self.patterns and "sparsity" in self.flags:
             raise ConfigError("--sparsity has no effect with --patterns: drop one of them")
         if self.patterns and "pattern" in self.flags:
             raise ConfigError("--pattern decides some linears, and --patterns the rows: drop one of them")
-        methods, patterns = _parts(self.methods), [NMPattern.parse(part) for part in _parts(self.patterns)]
+        methods = _parts("--methods", self.methods)
+        patterns = [NMPattern.parse(part) for part in _parts("--patterns", self.patterns)]
         if self.ablate:
-            rows = ablation_rows(self.options, self.ablate, _parts(self.values), methods, patterns, layers, self.model)
+            rows = ablation_rows(
+                self.options, self.ablate, _parts("--values", self.values), methods, patterns, layers, self.model
+            )
         else:
             rows = method_rows(self.options, methods, patterns, self.model)
         check_effect(self.flags, rows, self.ablate)
@@ -81,8 +86,11 @@ class Request:
             ) from None
 
 
-def _parts(text: str | None) -> list[str]:
-    return [part.strip() for part in text.split(",")] if text else []
+def _parts(flag: str, text: str | None) -> list[str]:
+    parts = [part.strip() for part in text.split(",")] if text is not None else []
+    if "" in parts:
+        raise ConfigError(f"{flag} {text!r} has an empty name: separate names by commas, or leave {flag} out")
+    return parts
 
 
 def run(
@@ -114,6 +122,10 @@ def run(
         windows, text = held_out_windows(source.name, eval_data, tokenizer, model)
         if windows is None:
             fail(f"nothing to compare on: {text}", 2)
+        length = resolved(request.options, request.model)["sequence_length"]
+        fit = fitted(CalibrationConfig(sequence_length=length), request.options, model, progress).sequence_length
+        if fit != length:
+            request = replace(request, options={**request.options, "sequence_length": fit})
         yardstick = Yardstick(model, tokenizer, with_decoder_ids(model, Samples.of(windows)), loaded)
         kept = ResultFile(
             place, yardstick.identity(resolved(request.options, request.model), request.ablate, tasks.identity())

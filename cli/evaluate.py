@@ -41,7 +41,7 @@ def run(
         PermTritonError: as `permtriton.evaluate`, or an output that cannot be written.
     """
     if output is not None:
-        reads = filter(None, (model, against, eval_data, tasks.folder))
+        reads: list[str | Path] = [each for each in (model, against, eval_data, tasks.folder) if each]
         check_table(output, overwrite=overwrite, like=RESULT, reads=reads)
     measured = evaluate(
         model,

@@ -50,7 +50,7 @@ from permtriton.cli.options import (
 )
 from permtriton.config import RUNNING
 from permtriton.errors import ConfigError
-from permtriton.recipe import build_config
+from permtriton.recipe import build_config, given_by
 
 SAVE_MEMORY = ("--sequence-length", "--samples", "--micro-batch-size", "--activation-checkpointing", "--dtype")
 
@@ -156,6 +156,7 @@ def compile(
     job = Job(
         source,
         chosen,
+        given=given_by(config, flags),
         eval_data=eval_data,
         output=output or default_output(source, chosen),
         overwrite=overwrite,

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from transformers import BertConfig, BertForMaskedLM, BertModel
+from transformers import BertConfig, BertForMaskedLM, BertModel, T5Config, T5ForConditionalGeneration
 
 import permtriton
 from permtriton.data.samples import Samples
@@ -117,12 +117,22 @@ def test_a_folder_says_its_own_order():
         permtriton.evaluate("my-model-2of4", against="my-model", hidden_order=[1, 0])
 
 
+def encoder_decoder() -> T5ForConditionalGeneration:
+    sizes = {"vocab_size": zoo.VOCABULARY, "d_model": zoo.HIDDEN, "d_ff": 64, "num_layers": 1, "num_heads": 4}
+    return T5ForConditionalGeneration(T5Config(**sizes, d_kv=16, decoder_start_token_id=0))
+
+
 def test_models_that_cannot_be_compared_are_refused():
     model = zoo.build("llama")
     for name, other, words in (
         ("vocabulary", zoo.build("llama", vocab_size=91), "vocabulary of 90.*vocabulary of 91.*give the dense model"),
         ("width", zoo.build("llama", hidden_size=32), "hidden size of 64.*hidden size of 32"),
-        ("kind", encoder(hidden_size=64, num_attention_heads=4), "predicts the next token.*does not predict"),
+        (
+            "kind",
+            encoder(hidden_size=64, num_attention_heads=4),
+            "predicts the next token of its.*does not predict",
+        ),
+        ("decoder", encoder_decoder(), "own input.*is an encoder-decoder"),
         ("positions", zoo.build("llama", max_position_embeddings=8), "8 positions, but windows have 12 tokens"),
     ):
         with pytest.raises(ModelError, match=words):

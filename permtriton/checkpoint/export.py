@@ -133,7 +133,7 @@ def _write(source: Folder, partial: Path, format: Format, shard_bytes: int, prog
         files = describe_files(writer.close())
     config = _config(source, packed, {name: entry["sha256"] for name, entry in files.items()})
     (partial / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    _copy_others(source.path, partial)
+    _copy_others(source.path, partial, progress)
     share_mode(partial)
     return {
         "format": str(format),
@@ -163,15 +163,19 @@ def _config(source: Folder, packed: dict[str, Packed], hashes: dict[str, str]) -
     return config
 
 
-def _copy_others(folder: Path, partial: Path) -> None:
+def _copy_others(folder: Path, partial: Path, progress: Progress) -> None:
     """Copies the tokenizer, the generation config and all other files that export does not write itself.
 
-    Links to folders are not followed: they may lead anywhere, and round in a circle.
+    Links to folders are not followed, nor are links out of the folder: they may lead anywhere, and what they lead to
+    might be published. The hub's cache holds nothing but links, into a folder of its own.
     """
+    inside = [real_path(folder), *([real_path(folder.parent.parent / "blobs")] * (folder.parent.name == "snapshots"))]
     for place, _, names in os.walk(folder):
         for path in (Path(place, name) for name in names):
             ours = path.suffix == ".safetensors" or path.name in (CONFIG_FILE, INDEX_FILE, REPORT_FILE)
-            if path.is_file() and not (ours and path.parent == folder):
+            if path.is_symlink() and not any(real_path(path).is_relative_to(each) for each in inside):
+                progress.say(f"left out {path}, a link out of the folder")
+            elif path.is_file() and not (ours and path.parent == folder):
                 copy = partial / path.relative_to(folder)
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(path, copy)

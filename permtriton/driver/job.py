@@ -1,7 +1,7 @@
 """What was asked of a compilation, by a command or a call, and how is it run?"""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,6 +18,7 @@ from permtriton.data.held_out import held_out_windows
 from permtriton.data.in_memory import Data, calibration_of, name_of
 from permtriton.data.media import Processor
 from permtriton.data.samples import Inputs, Samples
+from permtriton.data.text import fitted
 from permtriton.driver.compilation import states_beside
 from permtriton.driver.forecast import Forecast
 from permtriton.driver.memory import Devices
@@ -71,7 +72,7 @@ class Job:
         model: where the model is, or the model in memory.
         config: every option.
         data: calibration data in memory, in place of the config's; None for none.
-        samples: number of samples that were asked for; None for the default.
+        given: options that were asked for, by name; the others are defaults, which may follow the model.
         tokenizer: tokenizer or processor of a model in memory; None for the one beside the model.
         eval_data: held-out data, as `held_out_windows` takes it.
         output: folder to write, beside which the state of long stages is kept; None writes nothing.
@@ -89,7 +90,7 @@ class Job:
     model: Source | PreTrainedModel
     config: CompileConfig
     data: Any = None
-    samples: int | None = None
+    given: Mapping[str, Any] = field(default_factory=dict)
     tokenizer: Processor | None = None
     eval_data: Data | None = "none"
     output: Path | None = None
@@ -281,16 +282,22 @@ class Job:
             tokenizer = tokenizer or beside
         else:
             load.check_loaded(model)
+            load.check_not_compiled(model)
             if self.output is not None:
                 load.rehearse_saving(f"this {type(model).__name__}", model, tokenizer)
         windows, text = held_out_windows(source.name if source else "", self.eval_data, tokenizer, model)
         if windows is None:
             progress.say(f"no held-out evaluation: {text}")
-        samples, config = None, self.config
+        samples, config = None, self._fitted(model, progress)
         if self.data is not None:
-            samples, config = calibration_of(self.data, config, tokenizer, model, self.samples)
+            samples, config = calibration_of(self.data, config, tokenizer, model, self.given.get("samples"))
             config = with_suggested_text(config, self.config)
         return _Loaded(model, tokenizer, config, samples, windows, text)
+
+    def _fitted(self, model: PreTrainedModel, progress: Progress) -> CompileConfig:
+        """Returns the config, with a sequence length that nobody asked for lowered to what the model can take."""
+        calibration = fitted(self.config.calibration, self.given, model, progress)
+        return self.config if calibration is self.config.calibration else replace(self.config, calibration=calibration)
 
 
 @dataclass(frozen=True)

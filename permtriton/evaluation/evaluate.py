@@ -19,7 +19,7 @@ from permtriton.evaluation.measure import Evaluated
 from permtriton.evaluation.task_request import TaskRequest
 from permtriton.model import load
 from permtriton.model.name import DEMO
-from permtriton.model.source import Source
+from permtriton.model.source import Source, source_of
 from permtriton.util.bars import Shown, reporter
 from permtriton.util.machine import available_memory, format_bytes
 from permtriton.util.permutation import is_permutation
@@ -96,38 +96,52 @@ def evaluate(  # noqa: PLR0913
     name = ""
     if hidden_order is not None:
         hidden_order = _checked_order(model, hidden_order)
-    if not isinstance(model, PreTrainedModel):
-        source = Source(str(model), dtype, device, trust_remote_code, gguf_file, revision, token)
+    source = source_of(model, dtype, device, trust_remote_code, gguf_file, revision, token)
+    if isinstance(source, Source):
         name = source.name
         shown.say(f"loading {source.described}")
-        model = load.load_model(source)
-        tokenizer = tokenizer or load.load_processor(source, model)
+        measured = load.load_model(source)
+        tokenizer = tokenizer or load.load_processor(source, measured)
         if against is not None:
             hidden_order = _hidden_order(source)
-    for each in (model, against):
-        if isinstance(each, PreTrainedModel):
-            load.check_loaded(each)
-    if isinstance(against, str | Path):
-        against = Source(str(against), dtype, device, trust_remote_code, token=token)
-    if isinstance(against, Source):
-        name = DEMO if against.name == DEMO else name
-        against = _loaded_beside(model, tokenizer, against, shown)
-    windows, text = held_out_windows(name, eval_data, tokenizer, model)
+    else:
+        measured = source
+        load.check_loaded(measured)
+    dense = _dense(against, dtype, device, trust_remote_code, token)
+    if isinstance(dense, Source):
+        name = DEMO if dense.name == DEMO else name
+        dense = _loaded_beside(measured, tokenizer, dense, shown)
+    windows, text = held_out_windows(name, eval_data, tokenizer, measured)
     if windows is None and eval_data is None:
         if chosen is None:
             raise CalibrationError(text)
         shown.say(f"no perplexity, tasks only: {text}")
     return measure.evaluate(
-        model,
+        measured,
         tokenizer,
         windows=windows,
         text=text,
-        dense=against,
+        dense=dense,
         hidden_order=hidden_order,
         tasks=chosen,
         batch=batch_size,
         progress=shown,
     )
+
+
+def _dense(
+    against: Against, dtype: str, device: str, trust_remote_code: bool, token: str | None
+) -> Source | PreTrainedModel | None:
+    """Returns the dense model that a caller gave, or where it is to be read from."""
+    if isinstance(against, str | Path):
+        return Source(str(against), dtype, device, trust_remote_code, token=token)
+    if not isinstance(against, Source | PreTrainedModel | None):
+        raise ConfigError(
+            f"against is a {type(against).__name__}: expected a folder, a hub name, demo, or a transformers model"
+        )
+    if isinstance(against, PreTrainedModel):
+        load.check_loaded(against)
+    return against
 
 
 def _loaded_beside(model: PreTrainedModel, tokenizer: Any, against: Source, shown: Progress) -> PreTrainedModel:

@@ -39,7 +39,8 @@ from permtriton.util.output_files import disk_error
 PICKLED = ("*.bin", "*.pt", "*.pth")
 ADAPTER = "adapter_config.json"
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
-MOST_TOKENS = 2**24
+TOKENIZER_FILE = "tokenizer.json"
+MOST_TOKENS, MOST_GROWTH = 2**24, 1000
 
 
 def load_original(
@@ -221,6 +222,7 @@ def load_tokenizer(source: Source) -> PreTrainedTokenizerBase | None:
     """
     try:
         with reading(f"{source.name}: its tokenizer cannot be loaded", ModelError), without_panics():
+            _check_growth(source)
             tokenizer = AutoTokenizer.from_pretrained(source.location, **_arguments(source))
             _check_vocabulary(source, tokenizer)
             return tokenizer
@@ -231,6 +233,35 @@ def load_tokenizer(source: Source) -> PreTrainedTokenizerBase | None:
             problem = f"{source.name}: its tokenizer cannot be fetched: {first_line(error.__cause__ or error)}"
             raise ModelError(f"{problem} Check the network, or give a local folder") from error
         return None
+
+
+def _check_growth(source: Source) -> None:
+    """Refuses a tokenizer that replaces characters by many, again and again: any text would fill the memory."""
+    if not source.holds(TOKENIZER_FILE):
+        return
+    path = Path(source.location, TOKENIZER_FILE)
+    replaced: list[tuple[str, float]] = []  # what a character may have become -> by how many times the text is longer
+    for step in _steps_of(read_json(path).get("normalizer")):
+        pattern, content = step.get("pattern"), step.get("content")
+        text = pattern.get("String") if isinstance(pattern, dict) else None
+        if step.get("type") != "Replace" or not isinstance(content, str):
+            continue
+        again = [growth for before, growth in replaced if text is None or set(text) <= set(before)]
+        replaced.append((content, max(len(content) / len(text or "x"), 1) * max([1, *again])))
+        if replaced[-1][1] > MOST_GROWTH:
+            raise ModelError(
+                f"{path}: its normalizers make text {replaced[-1][1]:.0e} times as long: expected at most {MOST_GROWTH}"
+            )
+
+
+def _steps_of(normalizer: Any) -> Iterator[dict[str, Any]]:
+    """Yields the normalizers of a sequence, and of those inside it, in their order."""
+    if not isinstance(normalizer, dict):
+        return
+    yield normalizer
+    inner = normalizer.get("normalizers")
+    for each in inner if isinstance(inner, list) else []:
+        yield from _steps_of(each)
 
 
 def _check_vocabulary(source: Source, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -272,6 +303,16 @@ def check_original(model: PreTrainedModel) -> None:
             )
     check_towers(model)
     check_weights(model)
+
+
+def check_not_compiled(model: PreTrainedModel) -> None:
+    """Refuses a model in memory that was loaded from a folder which permtriton wrote.
+
+    Raises:
+        ModelError: its folder holds the record of a compilation.
+    """
+    if model.name_or_path and os.path.isfile(os.path.join(model.name_or_path, REPORT_FILE)):
+        raise _compiled_already(Source(model.name_or_path))
 
 
 def check_loaded(model: PreTrainedModel) -> None:
@@ -459,7 +500,7 @@ def check_folder(source: Source) -> None:
 
 
 def _check_revision(source: Source) -> None:
-    if source.revision is not None and os.path.exists(source.name):
+    if source.revision is not None and (source.folder is not None or os.path.exists(source.name)):
         raise ConfigError(
             f"`revision={source.revision}` has no effect on {source.name}, which is on this machine: leave it out"
         )

@@ -6,10 +6,21 @@ import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from permtriton.errors import OutputError, PermTritonError, shown
+from permtriton.errors import ConfigError, OutputError, PermTritonError, shown
 from permtriton.util.durable import replace_file
 
 LONGEST = 200  # bytes of a name; file systems take 255, and working files add up to 50
+
+
+def path_of(what: str, name: str | Path) -> Path:
+    """Returns a path that a caller gave as ``what``.
+
+    Raises:
+        ConfigError: it is neither text nor a path.
+    """
+    if not isinstance(name, str | Path):
+        raise ConfigError(f"{what} is a {type(name).__name__}: expected a path")
+    return Path(name)
 
 
 def real_path(path: Path) -> Path:

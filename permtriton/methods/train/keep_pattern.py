@@ -26,7 +26,7 @@ from permtriton.checkpoint.forms import Record, find_record
 from permtriton.checkpoint.names import loaded_names
 from permtriton.checkpoint.save import save_trained
 from permtriton.data.media import Processor
-from permtriton.errors import ModelError, listed
+from permtriton.errors import ConfigError, ModelError, listed
 from permtriton.model.expert_linears import input_dim, stacks
 from permtriton.model.modules import is_packed
 from permtriton.passes.plan import LINEAR_MODULES
@@ -64,6 +64,8 @@ def keep_pattern(model: nn.Module) -> "KeptPattern":
         >>> kept.patterns["model.layers.0.mlp.up_proj.weight"]
         NMPattern(kept=2, group=4)
     """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model is a {type(model).__name__}: expected a loaded model")
     inner = _unwrapped(model)
     _refuse_unsupported(inner)
     commit = getattr(getattr(inner, "config", None), "_commit_hash", None)
