@@ -111,7 +111,8 @@ OffloadFolder = Annotated[
     Path | None,
     running_option(
         help="For a model larger than memory, on a CPU: a folder on a fast disk, where weights and layers' inputs are "
-        "kept while it runs. The result is the same. Not for steps that need the gradients of all weights.",
+        "kept while it runs. The result is the same. Not for steps that need all weights or their gradients in "
+        "memory.",
         hidden=True,
     ),
 ]

@@ -40,7 +40,7 @@ class CalibrationConfig:
     generated: int = _calibration(
         0,
         "Further sequences, which the dense model writes, for the steps that bring the pruned model back to it (refit, "
-        "reconstruct, distill); only for models that write text.",
+        "reconstruct, tune, distill); only for models that write text.",
     )
     text_column: str = _calibration(
         "",

@@ -22,7 +22,9 @@ from permtriton.methods.order import heuristic_order, learning, swap_search
 from permtriton.methods.order.swap_search import Searcher
 from permtriton.methods.prune import obs, refitting, weights
 from permtriton.methods.prune.mask import Mask
+from permtriton.methods.train import tuning
 from permtriton.methods.train.kept_weights import KeptWeights
+from permtriton.methods.train.tuning import TunedValues
 from permtriton.passes import apply
 from permtriton.passes.edits import Fold
 from permtriton.passes.plan import ChannelSpace, Site, linear_module
@@ -40,6 +42,7 @@ LEARNED = {
 SEARCHED = {**HEURISTIC, "recipe": "heuristic,searched,mask", "search_rounds": 2}
 SPARSEGPT = {**HEURISTIC, "recipe": "heuristic,sparsegpt", "importance": "wanda"}
 REFIT = {**HEURISTIC, "recipe": "heuristic,refit"}
+TUNE = {**HEURISTIC, "recipe": "heuristic,mask,tune", "tune_steps": 4, "tune_batch_size": 2, "tune_learning_rate": 0.05}
 RECONSTRUCT = {**HEURISTIC, "recipe": "heuristic,mask,reconstruct", "reconstruct_epochs": 1}
 Plant = Callable[[pytest.MonkeyPatch], object]
 
@@ -181,6 +184,33 @@ def outside(original: Callable[..., None], kept: KeptWeights, values: dict[str, 
     original(kept, values)
     for name, weight in kept._weights.items():
         weight.data.masked_fill_(kept._masks[name], 0).masked_scatter_(kept._masks[name].roll(1, 1), values[name])
+
+
+def folded_twice(original: Callable[..., Any], values: TunedValues) -> Any:
+    scales = {name: values.values[name].detach().clone() for name in values._linears}
+    before = original(values)
+    for name, scale in scales.items():
+        values.values[name].data.copy_(scale)
+    original(values)
+    return before
+
+
+def of_the_other_axis(original: Callable[..., Tensor], linear: Any) -> Tensor:
+    weight = original(linear)
+    return weight.t() if weight.shape[0] == weight.shape[1] else weight
+
+
+def folded_beside(original: Callable[..., Any], values: TunedValues) -> Any:
+    """All weights are moved by a little, in place of being multiplied."""
+    before = original(values)
+    for linears in values._linears.values():
+        linears[0].weight.data.add_(1e-6)
+    return before
+
+
+def named_twice(original: Callable[..., Any], module: Any, prefix: str = "", recurse: bool = True, *_: Any) -> Any:
+    """A parameter that two modules share has two names."""
+    return original(module, prefix, recurse, False)
 
 
 def full_column(original: Callable[..., Tensor], weight: Tensor, *more: Any) -> Tensor:
@@ -388,6 +418,19 @@ FAULTS: dict[str, Fault] = {
     "reconstruct keeps other weights than it measured": Fault(
         replaced(KeptWeights, "snapshot", lambda f, *args: {k: v * 1.5 for k, v in f(*args).items()}),
         "held out, when its weights were kept", options=RECONSTRUCT,
+    ),
+    "tune folds scales twice": Fault(
+        replaced(TunedValues, "fold", folded_twice), "before its scales were folded", options=TUNE
+    ),
+    "tune folds scales into columns": Fault(
+        replaced(tuning, "weight_in_out", of_the_other_axis), "before its scales were folded", options=TUNE
+    ),
+    "tune writes pruned weights": Fault(
+        replaced(TunedValues, "fold", folded_beside), "allows 2", options=TUNE
+    ),
+    "tune trains a shared norm twice": Fault(
+        replaced(torch.nn.Module, "named_parameters", named_twice),
+        caught_by="tests/test_tune.py::test_steps_are_those_of_adam_and_what_is_shared_is_tuned_once",
     ),
     "saved tensor of another layer": Fault(
         on_disk(of_another_layer), "what was written differs from the model in memory", then="save"

@@ -71,6 +71,11 @@ OTHER = {
     "reconstruct_generated": False,
     "reconstruct_loss": "squared",
     "reconstruct_window": "mlp",
+    "tune_steps": 5,
+    "tune_learning_rate": 0.05,
+    "tune_batch_size": 7,
+    "tune_generated": False,
+    "tune_loss": "cosine",
     "distill_epochs": 6,
     "distill_learning_rate": 0.04,
     "distill_batch_size": 3,
@@ -79,7 +84,7 @@ OTHER = {
 }
 PARTS = (CompileConfig, CalibrationConfig, *STEPS)
 # Recipes that have every step between them.
-LEARN, UPDATE = "heuristic,learned,searched,mask,distill", "heuristic,sparsegpt,reconstruct"
+LEARN, UPDATE = "heuristic,learned,searched,mask,tune,distill", "heuristic,sparsegpt,reconstruct"
 REFIT = "heuristic,refit"
 
 

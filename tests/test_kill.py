@@ -71,9 +71,12 @@ QUICK = (
 SEARCH = ("--search-rounds", 2)
 LEARN = ("--learn-epochs", 2, "--learn-batch-size", 4, "--learn-block-size", 8)
 RECONSTRUCT = ("--reconstruct-epochs", 2, "--reconstruct-batch-size", 4)
+TUNE = ("--tune-steps", 4, "--tune-batch-size", 2)
 DISTILL = ("--distill-epochs", 2, "--distill-batch-size", 4)
 COMMANDS = {
-    "searched, reconstruct": ("--recipe", "heuristic,searched,mask,reconstruct", *SEARCH, *RECONSTRUCT),
+    "searched, reconstruct, tune": (
+        *("--recipe", "heuristic,searched,mask,reconstruct,tune", *SEARCH, *RECONSTRUCT, *TUNE),
+    ),
     "learned, distill": ("--recipe", "heuristic,learned,mask,distill", *LEARN, *DISTILL),
     "sparsegpt, reconstruct, distill": (
         *("--recipe", "heuristic,sparsegpt,reconstruct,distill", *RECONSTRUCT, *DISTILL),

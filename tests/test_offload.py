@@ -123,9 +123,14 @@ def test_the_result_is_that_in_memory_and_no_file_is_left(layout, tmp_path):
 
 @pytest.mark.parametrize(
     ("recipe", "step"),
-    [("learned,mask", "learned"), ("values", "searched"), ("heuristic,sparsegpt,distill", "distill")],
+    [
+        ("learned,mask", "learned"),
+        ("values", "searched"),
+        ("heuristic,sparsegpt,distill", "distill"),
+        ("refit,tune", "tune"),
+    ],
 )
-def test_steps_that_need_all_gradients_are_refused(recipe, step, offload):
+def test_steps_that_need_all_weights_at_once_are_refused(recipe, step, offload):
     model, config = zoo.planned("llama_eager")[0], config_from(recipe=recipe)
     with pytest.raises(ConfigError, match=f"the step {step} .*leave {step} out of `recipe=`"):
         compile_model(model, config=config, ids=IDS, offload=offload)

@@ -29,6 +29,7 @@ def paired_windows(
     wanted: int | None,
     generator: torch.Generator | None,
     name: str,
+    surplus: int = 1,
 ) -> Tensor:
     """Returns pairs as rows of token ids, int64 ``[rows, tokens]``: the sources, then the labels, in a half each.
 
@@ -40,6 +41,7 @@ def paired_windows(
         wanted: number of rows; None for as many as there are.
         generator: draws the order of the pairs; None keeps it.
         name: where the pairs come from, for errors.
+        surplus: most rows that are made where there are pairs enough, as a multiple of the wanted ones.
 
     Raises:
         CalibrationError: there are too few pairs for the wanted rows, or for one.
@@ -49,7 +51,7 @@ def paired_windows(
     rows: list[Tensor] = []
     halves = [torch.empty(0, dtype=torch.int64)] * 2
     for position in order:
-        if len(rows) == wanted:
+        if wanted is not None and len(rows) == surplus * wanted:
             break
         halves = [torch.cat(both) for both in zip(halves, encode(pairs[position]), strict=True)]
         if all(half.numel() >= size for half, size in zip(halves, sizes, strict=True)):

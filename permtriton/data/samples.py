@@ -21,6 +21,7 @@ class Samples:
             decides it (`permtriton.model.forward.with_tokens`), and 0 means that it was not asked yet.
         longest: positions per sample of what is longer, the encoder's states or the last hidden state; known as
             ``tokens`` is.
+        spare: further samples of the same text, none of which is among these; None where there are none.
 
     Raises:
         CalibrationError: there is no tensor or no sample, or the tensors hold different numbers of samples.
@@ -29,6 +30,7 @@ class Samples:
     inputs: Mapping[str, Tensor]
     tokens: int = 0
     longest: int = 0
+    spare: "Samples | None" = None
 
     def __post_init__(self) -> None:
         shapes = {name: tuple(tensor.shape) for name, tensor in self.inputs.items()}
@@ -80,12 +82,19 @@ class Samples:
         def taken(tensor: Tensor) -> Tensor:
             return tensor[rows.to(tensor.device, non_blocking=True) if isinstance(rows, Tensor) else rows]
 
-        return replace(self, inputs={name: taken(tensor) for name, tensor in self.inputs.items()})
+        return replace(self, inputs={name: taken(tensor) for name, tensor in self.inputs.items()}, spare=None)
 
     def split(self, size: int) -> Iterator["Samples"]:
         """Yields consecutive samples, ``size`` at a time."""
         for start in range(0, len(self), size):
             yield self[start : start + size]
+
+    def joined(self, *others: "Samples") -> "Samples":
+        """Returns these samples and then others with the same arguments."""
+        parts = [each.inputs for each in (self, *others)]
+        return replace(
+            self, inputs={name: torch.cat([part[name] for part in parts]) for name in self.inputs}, spare=None
+        )
 
     def start(self, samples: int, tokens: int) -> "Samples":
         """Returns the first samples; of text, at most the first ``tokens`` tokens of each."""

@@ -66,16 +66,27 @@ def calibration_ids(
     seed: int,
     documents: Documents | None = None,
 ) -> Tensor:
-    """Draws calibration sequences.
+    """Draws calibration sequences, int64 ``[samples, sequence_length]``: the first of `all_windows`."""
+    return all_windows(config, tokenizer, vocabulary, seed, documents)[: config.samples]
+
+
+def all_windows(
+    config: CalibrationConfig,
+    tokenizer: PreTrainedTokenizerBase | None,
+    vocabulary: int,
+    seed: int,
+    documents: Documents | None = None,
+) -> Tensor:
+    """Draws all sequences of the text that is encoded, at most `SURPLUS` times the wanted ones of many documents.
 
     Args:
-        config: Source, number and length of the sequences.
+        config: Source, wanted number, and length of the sequences.
         tokenizer: The model's tokenizer; may be None where the source holds ``input_ids``.
         vocabulary: Number of rows of the model's embedding; every id must be below it.
         documents: What is drawn from, where it is in memory; the source then only names it.
 
     Returns:
-        int64 ``[samples, sequence_length]``: windows that do not overlap.
+        int64 ``[at least samples, sequence_length]``: windows that do not overlap, in random order.
 
     Raises:
         CalibrationError: The source cannot be read or holds too little text, or ids are outside the vocabulary.
@@ -89,7 +100,7 @@ def calibration_ids(
     if are_pairs(documents):
         encode = partial(_encode_pair, tokenizer=tokenizer, vocabulary=vocabulary, source=config.calibration)
         length, name = config.sequence_length, config.calibration
-        return paired_windows(documents, encode, length, config.samples, generator, name)
+        return paired_windows(documents, encode, length, config.samples, generator, name, SURPLUS)
     stream = _encode(config.calibration, documents, tokenizer, vocabulary, wanted, generator)
     windows = stream.numel() // config.sequence_length
     if windows < config.samples:
@@ -99,7 +110,7 @@ def calibration_ids(
         )
     slack = stream.numel() - windows * config.sequence_length
     offset = int(torch.randint(0, slack + 1, (1,), generator=generator))
-    order = torch.randperm(windows, generator=generator)[: config.samples]
+    order = torch.randperm(windows, generator=generator)
     return stream[offset : offset + windows * config.sequence_length].view(windows, -1)[order].contiguous()
 
 
@@ -137,7 +148,7 @@ def evaluation_ids(
 def calibration_samples(
     config: CommonConfig, tokenizer: Processor | None, model: PreTrainedModel, documents: Documents | None = None
 ) -> Samples:
-    """Draws the calibration samples of a compilation.
+    """Draws the calibration samples of a compilation, with what is left of a text as spare ones.
 
     Args:
         config: Source, number and length of the samples, and the seed of the draw.
@@ -157,8 +168,9 @@ def calibration_samples(
         generator = torch.Generator().manual_seed(config.seed)
         return check_samples(model, media_samples(source, model, tokenizer, count, generator))
     check_length(model, config.calibration.sequence_length)
-    ids = calibration_ids(config.calibration, tokenizer, vocabulary_of(model), config.seed, documents)
-    return samples_of(model, ids)
+    ids = all_windows(config.calibration, tokenizer, vocabulary_of(model), config.seed, documents)
+    spare = samples_of(model, ids[count:]) if len(ids) > count else None
+    return replace(samples_of(model, ids[:count]), spare=spare)
 
 
 def fitted(

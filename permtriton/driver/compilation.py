@@ -12,9 +12,7 @@ from permtriton.data.samples import Samples
 from permtriton.driver.options import CompileConfig
 from permtriton.driver.run import Run
 from permtriton.driver.step import Outcome, Step
-from permtriton.errors import ConfigError
 from permtriton.methods import steps
-from permtriton.methods.measure.objective import objective_kind
 from permtriton.model.checks import model_hash
 from permtriton.passes.plan import linear_module
 from permtriton.running import ranks
@@ -73,7 +71,9 @@ class Compilation(Run):
         if self.resume_path is None:
             return
         options = {name: value for name, value in self.config.to_dict().items() if name not in ROUNDING_ONLY}
-        self._inputs = {"config": options, "text": samples.sha256, **run_identity(self.model, device)}
+        draws = any(step.draws for step in self.config.steps)
+        text = samples.joined(samples.spare) if draws and samples.spare is not None else samples
+        self._inputs = {"config": options, "text": text.sha256, **run_identity(self.model, device)}
         beside = partial(states_beside, self.resume_path)
         machines = ranks.on_first(lambda: {StateFile(path, self._inputs).check() for path in beside()})
         for path in ranks.on_first(beside):
@@ -99,11 +99,4 @@ class Compilation(Run):
             for _, name in self.plan.linears():
                 weight = linear_module(self.model, name).get_parameter("weight").detach()
                 self.dense_weights[name] = self.empty(weight.shape, dtype=weight.dtype).copy_(weight)
-        minimising = {objective_kind(step.objective, self.model): step for step in steps if step.objective}
-        if len(minimising) > 1:
-            raise ConfigError(
-                f"recipe {self.config.recipe}: steps after pruning minimise {' and '.join(sorted(minimising))}: give "
-                "them one loss"
-            )
-        for step in minimising.values():
-            self.objective(step.objective, self.samples_with(step.reads_generated))
+        self.keep_objectives(steps)

@@ -188,6 +188,8 @@ def facts_of(
     def kept_channels(site: Site) -> int:
         return site.channels + (weights[site.linears[0]] // site.channels if site.residual_reader else 0)
 
+    rows = sum(weights[name] // site.channels for site, name in plan.linears())
+    vectors = sum(p.numel() for p in model.parameters() if p.ndim == 1)
     width, all_positions = max(widest, hidden), len(samples) * samples.longest
     tokens = max(samples.longest, min(TOKENS_WITHOUT_LOGITS, all_positions))
     return Facts(
@@ -215,6 +217,8 @@ def facts_of(
         one_layer=one_layer,
         ranks=ranks.count(),
         generated=config.generated,
+        spare=0 if samples.spare is None else len(samples.spare),
+        vectors=vectors + rows,
     )
 
 

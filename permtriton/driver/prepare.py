@@ -205,18 +205,19 @@ def _check_writing(run: Compilation, samples: Samples) -> None:
 
 
 def check_offload(config: CompileConfig) -> None:
-    """Refuses several processes, and methods that need the gradients of all weights, as large as they, in memory.
+    """Refuses several processes, and methods that need all weights, or their gradients, in memory.
 
     Raises:
         ConfigError: there are several, or the config asks for such a method; the message says what to choose.
     """
     if ranks.count() > 1:
         raise ConfigError("`offload=` is for one process: start permtriton without torchrun, or leave `offload=` out")
-    if refused := [step.name for step in config.steps if not step.offloads]:
-        raise ConfigError(
-            f"the step {refused[0]} with `offload=` is refused: it needs the gradients of all weights in memory; leave "
-            f"{refused[0]} out of `recipe=`, or leave `offload=` out"
-        )
+    for step in config.steps:
+        if not step.offloads:
+            raise ConfigError(
+                f"the step {step.name} with `offload=` is refused: {step.not_offloaded}; leave {step.name} out of "
+                "`recipe=`, or leave `offload=` out"
+            )
 
 
 def check_spread(config: CompileConfig, samples: int) -> None:

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, fx
@@ -38,6 +38,17 @@ from permtriton.util.progress import Progress
 
 CORNER = 16  # rows and columns of the weights that a report shows
 State = TypeVar("State", bound=StateFile)
+
+
+class Reader(Protocol):
+    """What a step says of what it reads, see `permtriton.driver.step.Step`."""
+
+    @property
+    def reads_generated(self) -> bool: ...
+    @property
+    def draws(self) -> int: ...
+    @property
+    def objective(self) -> str: ...
 
 
 @dataclass
@@ -115,7 +126,7 @@ class Run:
         self.spread_on: torch.device | None = None
         self._inputs: dict[str, Any] = {}
         self._dense_order: dict[str, Retained] = {}
-        self._objective: Objective | None = None
+        self._objectives: dict[tuple[str, int, bool], Objective] = {}
         self._promise: Promise | None = None
 
     # -- time, memory and states ---------------------------------------------------------------------------------------
@@ -149,12 +160,22 @@ class Run:
         """Notes what was found at the start of the run, as JSON values: it decides the results of all that follows."""
         self._inputs |= found
 
-    def samples_with(self, generated: bool) -> Samples:
-        """Returns the calibration samples, and with ``generated`` those that the dense model wrote, too."""
-        if self.generated is None or not generated:
-            return self.samples
-        assert self.samples.ids is not None
-        return Samples.of(torch.cat([self.samples.ids, self.generated]))
+    def read_by(self, step: Reader) -> Samples:
+        """Returns the samples that a step reads.
+
+        They are the calibration samples and, for a step that reads such text, what the dense model wrote. A step that
+        draws new ones (`permtriton.driver.step.Step.draws`) gets, in random order, those of the same text that are
+        spare, and such text; the calibration samples, too, where these are too few.
+        """
+        written = [] if self.generated is None or not step.reads_generated else [Samples.of(self.generated)]
+        if not step.draws:
+            return self.samples.joined(*written) if written else self.samples
+        new = [each for each in (self.samples.spare, *written) if each is not None]
+        if sum(map(len, new)) < step.draws:
+            new = [*new, self.samples[: step.draws - sum(map(len, new))]]
+        found = new[0].joined(*new[1:])
+        order = torch.randperm(len(found), generator=torch.Generator().manual_seed(self.config.seed))
+        return found[order[: step.draws]]
 
     # -- the model -----------------------------------------------------------------------------------------------------
 
@@ -231,8 +252,8 @@ class Run:
         self.graph = absorb_folds(self.graph)
         self._dense_order = self._dense_order or promised
         self.retained = retained
-        if self._objective is not None:
-            self._objective = self._objective.reordered(self.plan.hidden_order({**self.unmoved(), **indices}))
+        order = self.plan.hidden_order({**self.unmoved(), **indices})
+        self._objectives = {key: objective.reordered(order) for key, objective in self._objectives.items()}
         self._promise = None
 
     def _retained(self, indices: Mapping[str, Tensor]) -> dict[str, Retained]:
@@ -249,26 +270,34 @@ class Run:
 
     # -- the distance from the dense model -----------------------------------------------------------------------------
 
-    def objective(self, loss: str, samples: Samples | None = None) -> Objective:
-        """Returns an objective, with the dense outputs in the present order as its target.
+    def objective(self, step: Reader) -> Objective:
+        """Returns what a step minimises, with the dense outputs in the present order as its target.
 
         They are computed where they are not known yet, which is possible only before the model is pruned.
-
-        Args:
-            loss: kl, cosine or auto.
-            samples: what it is measured on; None for the calibration samples.
         """
-        kind, samples = objective_kind(loss, self.model), self.samples if samples is None else samples
-        found = self._objective
-        if found is None or (found.kind, len(found.target)) != (kind, len(samples)):
+        key = self._objective_key(step)
+        if key not in self._objectives:
             with self.running() as model:
-                found = self._objective = dense_objective(model, kind, samples, self.batch).on(self.model)
-        return found
+                found = dense_objective(
+                    model, objective_kind(step.objective, self.model), self.read_by(step), self.batch
+                )
+            self._objectives[key] = found.on(self.model)
+        return self._objectives[key]
 
-    def promise(self, loss: float) -> None:
-        """Notes the loss of the last objective that masks alone must have in the present order."""
-        assert self._objective is not None
-        self._promise = Promise(self._objective, loss)
+    def keep_objectives(self, steps: Sequence[Reader]) -> None:
+        """Computes what some steps minimise, and drops what others did."""
+        keys = {self._objective_key(step): step for step in steps if step.objective}
+        self._objectives = {key: found for key, found in self._objectives.items() if key in keys}
+        for step in keys.values():
+            self.objective(step)
+
+    def _objective_key(self, step: Reader) -> tuple[str, int, bool]:
+        written = step.reads_generated and self.generated is not None
+        return objective_kind(step.objective, self.model), step.draws, written
+
+    def promise(self, step: Reader, loss: float) -> None:
+        """Notes the loss that masks alone must have in the present order, by what a step minimised."""
+        self._promise = Promise(self.objective(step), loss)
 
     def check_promise(self) -> None:
         """Compares the loss of the model, pruned by masks, with the one that was promised, if one was.

@@ -55,6 +55,8 @@ class Facts:
         kept: share of the weights that are kept.
         sequences: number of calibration samples.
         generated: number of sequences that the dense model writes beside them, for the steps that read such text.
+        spare: number of further samples of the same text, for the steps that draw new ones.
+        vectors: values of all parameters that are vectors, and rows of the pruned linears.
         tokens: tokens of a sample that have logits.
         longest: positions of a sample, in the longer half of an encoder-decoder.
         positions: positions of all samples that the last hidden state has.
@@ -90,13 +92,16 @@ class Facts:
     thrifty: bool = False
     ranks: int = 1
     generated: int = 0
+    spare: int = 0
+    vectors: int = 0
 
     def read_by(self, step: "Step") -> "Facts":
-        """Returns the facts of all samples that a step reads, which may be more than the calibration samples."""
-        if not step.reads_generated:
-            return self
-        sequences = self.sequences + self.generated
-        return replace(self, sequences=sequences, positions=self.positions // self.sequences * sequences, generated=0)
+        """Returns the facts of all samples that a step reads, which may be others than the calibration samples."""
+        sequences = self.sequences + (self.generated if step.reads_generated else 0)
+        if step.draws:
+            sequences = min(step.draws, sequences + self.spare)
+        positions = self.positions // self.sequences * sequences
+        return replace(self, sequences=sequences, positions=positions, generated=0, spare=0)
 
     @property
     def all_positions(self) -> int:
@@ -185,6 +190,7 @@ class Step(Protocol):
         dense_weights: whether it needs the dense weights after the model is pruned.
         shards: whether it can run while the weights of layers are spread over several GPUs.
         offloads: whether it can run on a model in files, with the gradients of one layer at a time.
+        not_offloaded: why it cannot, where it cannot.
         thrift: what it does where memory is short, in words; empty if it has no choice.
     """
 
@@ -197,6 +203,7 @@ class Step(Protocol):
     dense_weights: ClassVar[bool] = False
     shards: ClassVar[bool] = True
     offloads: ClassVar[bool] = True
+    not_offloaded: ClassVar[str] = "it needs the gradients of all weights in memory"
     thrift: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
@@ -211,6 +218,11 @@ class Step(Protocol):
     def reads_generated(self) -> bool:
         """Whether it reads the text that the dense model writes (``--generated``) beside the calibration samples."""
         return False
+
+    @property
+    def draws(self) -> int:
+        """Number of new samples that it reads in place of the calibration samples; 0 where it reads these."""
+        return 0
 
     def conflicts(self, config: CommonConfig, steps: Sequence["Step"]) -> str:
         """Returns why the step cannot run with a config or with the other steps of the recipe, and what to do instead.

@@ -1,11 +1,13 @@
 """The options that an algorithm in a file of its own reads, where they are many; the step adds its other ones."""
 
 from dataclasses import dataclass
+from math import ceil
 from typing import Literal
 
 from permtriton.util.option import option
 
 FIT_AFTER_EXCHANGE = 4  # rounds of conjugate gradients after each round of exchanges
+TRAINED_PER_HELD_OUT, MOST_HELD_OUT = 10, 16  # samples of `tune`
 
 
 @dataclass(frozen=True)
@@ -93,3 +95,32 @@ class Refitting:
     exchanges: int = option(
         4, "Most rounds in which pruned weights take the place of kept ones, each followed by a further fit."
     )
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Options of `permtriton.methods.train.tuning`."""
+
+    steps: int = option(16, "Optimiser steps, each on sequences that were not read before, where there are.", minimum=1)
+    learning_rate: float = option(
+        5e-3,
+        "Peak Adam learning rate, with cosine decay to 0: relative to a scale, and to the root mean square of a norm's "
+        "gains or of a bias.",
+        positive=True,
+    )
+    batch_size: int = option(8, "Sequences per optimiser step.", minimum=1)
+
+    @property
+    def trained(self) -> int:
+        """Number of samples that all steps train on."""
+        return self.steps * self.batch_size
+
+    @property
+    def draws(self) -> int:
+        """Number of samples to train on and to hold out."""
+        return self.trained + min(ceil(self.trained / TRAINED_PER_HELD_OUT), MOST_HELD_OUT)
+
+    @staticmethod
+    def held_out(samples: int) -> int:
+        """Returns how many of so many samples decide which round is kept."""
+        return min(max(samples // (TRAINED_PER_HELD_OUT + 1), 1), MOST_HELD_OUT)

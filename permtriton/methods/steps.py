@@ -9,5 +9,6 @@ from permtriton.methods.prune.refit import Refit
 from permtriton.methods.prune.sparsegpt import SparseGPT
 from permtriton.methods.train.distill import Distill
 from permtriton.methods.train.reconstruct import Reconstruct
+from permtriton.methods.train.tune import Tune
 
-STEPS: tuple[type[Step], ...] = (Heuristic, Learned, Searched, Mask, SparseGPT, Refit, Reconstruct, Distill)
+STEPS: tuple[type[Step], ...] = (Heuristic, Learned, Searched, Mask, SparseGPT, Refit, Reconstruct, Tune, Distill)

@@ -37,6 +37,13 @@ def core_of(model: PreTrainedModel) -> nn.Module:
     return getattr(decoder, "base_model", decoder)
 
 
+def body_of(model: PreTrainedModel) -> list[nn.Module]:
+    """Returns the modules that compute the last hidden state, without what a head does: an encoder may be beside it."""
+    core = core_of(model)
+    beside = takes_decoder_ids(model) and core is not model.base_model  # otherwise get_encoder may give the model
+    return [core, model.get_encoder()] if beside else [core]
+
+
 def _backbone(model: PreTrainedModel) -> nn.Module | None:
     """Returns the only model inside one with a head that transformers does not know as its base model, as Whisper's."""
     inner = [module for module in model.children() if isinstance(module, PreTrainedModel)]

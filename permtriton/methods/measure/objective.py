@@ -20,7 +20,7 @@ from permtriton.config import ObjectiveKind
 from permtriton.data.samples import Samples
 from permtriton.errors import ConfigError
 from permtriton.model.checks import TOLERANCE, relative_difference
-from permtriton.model.core import core_of, has_head, takes_decoder_ids
+from permtriton.model.core import body_of, core_of, has_head
 from permtriton.model.forward import (
     cosine_loss,
     hidden_states,
@@ -50,10 +50,8 @@ class Head:
         probe = samples.start(1, PROBE_TOKENS).to(model.device, model.dtype).inputs
         self._arguments = tuple(probe)
         core = core_of(model)
-        beside = takes_decoder_ids(model) and core is not model.base_model  # otherwise get_encoder may give the model
-        watched = [core, model.get_encoder()] if beside else [core]
         with torch.no_grad(), without_cache(model):
-            with _recorded(watched) as self._outputs:
+            with _recorded(body_of(model)) as self._outputs:
                 expected = model(**probe).logits
             if core not in self._outputs:  # a head may call only what is inside its backbone
                 self._outputs[core] = core(**probe)

@@ -80,7 +80,7 @@ class Learned(Learning, Step):
         from permtriton.methods.measure.promises import check_no_worse
         from permtriton.methods.order.learning import LearningFile, learn
 
-        objective = run.objective(self.loss)
+        objective = run.objective(self)
         masked = run.spread_twin()  # `learn` spreads the masked twin
         learned = learn(
             masked, run.plan, run.importances(), run.samples, objective.on(masked), self, run.config, run.progress,
@@ -90,5 +90,5 @@ class Learned(Learning, Step):
         if self.keep == "best":
             check_no_worse(start, kept, "learning")
         run.reorder(learned.indices)
-        run.promise(kept)
+        run.promise(self, kept)
         return Outcome("epoch", [asdict(epoch) for epoch in learned.history], learned.kept)

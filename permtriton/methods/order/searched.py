@@ -69,7 +69,7 @@ class Searched(Searching, Step):
         from permtriton.methods.order.swap_search import SearchFile, search
 
         state = run.state(SearchFile, self.name)
-        objective = run.objective(self.loss)
+        objective = run.objective(self)
         with run.running() as dense:
             found = search(
                 dense, run.plan, run.importances(), run.samples, objective.on(dense), self, run.config, run.progress,
@@ -77,5 +77,5 @@ class Searched(Searching, Step):
             )  # fmt: skip
         check_no_worse(found.history[0].loss, found.loss, "the search")
         run.reorder(found.indices)
-        run.promise(found.loss)
+        run.promise(self, found.loss)
         return Outcome("round", [asdict(each) for each in found.history])

@@ -67,7 +67,7 @@ class Refit(Refitting, Step):
             run.model,
             run.plan,
             run.dense_weights,
-            run.samples_with(self.generated),
+            run.read_by(self),
             run.batch,
             self,
             run.progress,

@@ -39,9 +39,8 @@ class Distill(Training):
         from permtriton.methods.train.distillation import distill
         from permtriton.running.state import StateFile
 
-        samples = run.samples_with(self.generated)
         trained = distill(
-            run.model, run.plan, samples, run.objective(self.loss, samples), self, run.config, run.progress,
+            run.model, run.plan, run.read_by(self), run.objective(self), self, run.config, run.progress,
             run.state(StateFile, self.name),
         )  # fmt: skip
         return Outcome("epoch", **trained.report())

@@ -1,7 +1,5 @@
 """Distillation: all kept weights of a pruned model are trained together, to give the dense model's outputs back."""
 
-import json
-
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -9,14 +7,7 @@ from transformers import PreTrainedModel
 from permtriton.config import CommonConfig
 from permtriton.data.samples import Samples
 from permtriton.methods.measure.objective import Objective
-from permtriton.methods.train.kept_weights import (
-    MOMENTS,
-    KeptWeights,
-    Trained,
-    WeightTrainer,
-    steps_per_epoch,
-    weights_of,
-)
+from permtriton.methods.train.kept_weights import Course, KeptWeights, Trained, WeightTrainer, weights_of
 from permtriton.methods.train.training import Training
 from permtriton.model.forward import last_hidden_state
 from permtriton.passes.plan import Plan, layer_modules
@@ -58,53 +49,13 @@ def distill(
         return objective.loss(last_hidden_state(model, samples[rows]), rows)
 
     layers = layer_modules(model, plan) if config.activation_checkpointing else []
-    steps = steps_per_epoch(len(samples), options, config)
+    course = Course.of(len(samples), samples.tokens, options, config.seed)
     with kept.trainable(model), checkpointed(layers):
-        trainer = WeightTrainer(kept, loss_of, len(samples), samples.tokens, options, config, "distill")
-        result = _load(state, kept, trainer, options.epochs) if state else Trained()
+        trainer = WeightTrainer(kept, loss_of, course, config, "distill")
+        result = trainer.load(state)
         if result.history:
             progress.say(f"distill: continuing after epoch {len(result.history) - 1} of an interrupted run")
-        with progress.stage("distill", options.epochs * steps) as advance:
-            advance(max(len(result.history) - 1, 0) * steps)
-            trainer.fit(result, advance, lambda: _save(state, kept, trainer, result))
-    return result
-
-
-def _save(state: StateFile | None, kept: KeptWeights, trainer: WeightTrainer, result: Trained) -> None:
-    if state is None:
-        return
-    tensors = {f"best.{name}": best for name, best in trainer.best.items()}
-    for name, values in kept.values.items():
-        tensors[f"value.{name}"] = values
-        for key in (*MOMENTS, "step"):
-            tensors[f"{key}.{name}"] = trainer.optimizer.state[values][key]
-    state.write(tensors, {"result": json.dumps(result.report())})
-
-
-def _load(state: StateFile, kept: KeptWeights, trainer: WeightTrainer, epochs: int) -> Trained:
-    """Restores weights and optimizer and returns the result so far, or returns an empty one where there is no state.
-
-    Raises:
-        OutputError: the state belongs to another run, or is damaged.
-    """
-    found = state.read()
-    if found is None:
-        return Trained()
-    tensors, texts = found
-    try:
-        result = Trained.read(json.loads(texts["result"]), epochs)
-    except (KeyError, TypeError, ValueError) as error:
-        raise state.damaged(f"its history cannot be read ({error})") from error
-    like: dict[str, Tensor] = {}
-    for name, values in kept.values.items():
-        like |= {f"best.{name}": trainer.best[name], f"step.{name}": torch.tensor(0.0)}
-        like |= {f"{key}.{name}": values for key in ("value", *MOMENTS)}
-    state.check_tensors(tensors, like)
-    with torch.no_grad():
-        for name, values in kept.values.items():
-            values.copy_(tensors[f"value.{name}"])
-            moments = {key: tensors[f"{key}.{name}"].to(values) for key in MOMENTS}
-            trainer.optimizer.state[values] = {"step": tensors[f"step.{name}"], **moments}
-    kept.write(kept.values)
-    trainer.best = {name: tensors[f"best.{name}"] for name in trainer.best}
+        with progress.stage("distill", course.steps) as advance:
+            advance(course.steps_until(len(result.history) - 1) if result.history else 0)
+            trainer.fit(result, advance, lambda: trainer.save(state, result))
     return result

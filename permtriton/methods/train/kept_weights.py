@@ -5,6 +5,7 @@ Only kept weights are trained and only they have optimizer states, so no step ca
 states.
 """
 
+import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ from permtriton.passes.plan import linear_module
 from permtriton.running import ranks
 from permtriton.running.backward import frozen, loss_scale
 from permtriton.running.micro_batch import MicroBatch
-from permtriton.running.state import read_records
+from permtriton.running.state import StateFile, read_records
 from permtriton.util.progress import Advance
 
 HELD_OUT = 0.1  # share of the calibration sequences that decides which epoch is kept
@@ -79,6 +80,42 @@ class Trained:
         return cls(history, kept)
 
 
+@dataclass(frozen=True)
+class Course:
+    """What is trained on, in which order.
+
+    Attributes:
+        epochs: numbers of the sequences of each step, int64 ``[...]``, epoch by epoch.
+        held_out: numbers of the sequences that decide which epoch is kept, int64 ``[...]``.
+        tokens: tokens of a sequence.
+        learning_rate: peak learning rate.
+    """
+
+    epochs: Sequence[Sequence[Tensor]]
+    held_out: Tensor
+    tokens: int
+    learning_rate: float
+
+    @classmethod
+    def of(cls, sequences: int, tokens: int, options: Training, seed: int) -> "Course":
+        """Returns epochs over all sequences but those held out; the seed and the epoch's number decide its order."""
+        rows, held_out = split(sequences, seed)
+        epochs = []
+        for number in range(1, options.epochs + 1):
+            generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
+            epochs.append(rows[torch.randperm(rows.numel(), generator=generator)].split(options.batch_size))
+        return cls(epochs, held_out, tokens, options.learning_rate)
+
+    @property
+    def steps(self) -> int:
+        """Number of all steps."""
+        return self.steps_until(len(self.epochs))
+
+    def steps_until(self, epoch: int) -> int:
+        """Returns the number of steps of the first so many epochs."""
+        return sum(map(len, self.epochs[:epoch]))
+
+
 def weights_of(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Parameter]:
     """Returns name -> weight of linears; a weight that several linears share has the name of the first."""
     weights: dict[int, tuple[str, nn.Parameter]] = {}
@@ -101,12 +138,19 @@ class KeptWeights:
 
     def __init__(self, weights: Mapping[str, nn.Parameter]) -> None:
         self._weights = dict(weights)
-        self._masks = {name: weight.detach() != 0 for name, weight in weights.items()}
+        self._masks = {name: self._trained(weight.detach()) for name, weight in weights.items()}
         self.values: dict[str, Tensor] = {}
-        for name, kept in self.snapshot(None).items():
-            values = kept.to(torch.promote_types(kept.dtype, torch.float32), copy=True).requires_grad_()
-            values.grad = torch.zeros_like(values)
-            self.values[name] = values
+        for name, weight in weights.items():
+            kept = weight.detach().masked_select(self._masks[name])
+            self.values[name] = with_gradient(kept.to(torch.promote_types(kept.dtype, torch.float32)))
+
+    def _trained(self, weight: Tensor) -> Tensor:
+        """Returns which entries of a weight are trained, bool of its shape."""
+        return weight != 0
+
+    def pace(self, name: str) -> float:
+        """Returns how large a step of ``values[name]`` is, in learning rates."""
+        return 1.0
 
     @contextmanager
     def trainable(self, model: nn.Module) -> Iterator[None]:
@@ -179,30 +223,24 @@ class KeptWeights:
         return next(iter(self._weights.values())).dtype
 
 
+def with_gradient(values: Tensor) -> Tensor:
+    """Returns a tensor as a leaf whose gradient is 0 so far."""
+    values.requires_grad_().grad = torch.zeros_like(values)
+    return values
+
+
 class WeightTrainer:
     """Adam on kept weights: steps, schedule, and the held-out loss. Use it inside `KeptWeights.trainable`.
 
     Args:
-        options: epochs, learning rate and batch size.
-        config: options of the compilation; the seed decides which sequences are held out and the order of the others.
         what: name of what is trained, for errors.
     """
 
-    def __init__(
-        self,
-        kept: KeptWeights,
-        loss_of: Loss,
-        sequences: int,
-        tokens: int,
-        options: Training,
-        config: CommonConfig,
-        what: str,
-    ) -> None:
-        self._kept, self._loss_of, self._tokens, self._what = kept, loss_of, tokens, what
-        self._options, self._seed, self._micro_batch = options, config.seed, MicroBatch(config.micro_batch_size)
-        self._rows, self._held_out = split(sequences, config.seed)
-        self._total = options.epochs * steps_per_epoch(sequences, options, config)
-        self.optimizer = torch.optim.Adam(kept.values.values(), options.learning_rate, foreach=False)
+    def __init__(self, kept: KeptWeights, loss_of: Loss, course: Course, config: CommonConfig, what: str) -> None:
+        self._kept, self._loss_of, self._course, self._what = kept, loss_of, course, what
+        self._micro_batch = MicroBatch(config.micro_batch_size)
+        groups = [{"params": [values], "pace": kept.pace(name)} for name, values in kept.values.items()]
+        self.optimizer = torch.optim.Adam(groups, course.learning_rate, foreach=False)
         self.best = kept.snapshot()
 
     def fit(self, result: Trained, advance: Advance, save: Callable[[], None] = lambda: None) -> None:
@@ -217,14 +255,14 @@ class WeightTrainer:
             VerificationError: a pruned weight was written, or the loss of the weights that are kept is another one.
         """
         if not result.history:
-            result.history.append(UpdateEpoch(0, None, self._held_out_loss(), 0.0))
+            result.history.append(UpdateEpoch(0, None, self.held_out_loss(), 0.0))
         note = f", held-out {result.history[-1].held_out:.4f} (was {result.history[0].held_out:.4f})"
-        for number in range(len(result.history), self._options.epochs + 1):
-            started, losses = time.perf_counter(), []
-            for loss in self._epoch(number):
-                losses.append(loss)
-                advance(1, f"loss {loss:.4f}{note}")
-            held_out = self._held_out_loss()
+        for number in range(len(result.history), len(self._course.epochs) + 1):
+            started, losses, done = time.perf_counter(), [], self._course.steps_until(number - 1)
+            for step, rows in enumerate(self._course.epochs[number - 1], start=done):
+                losses.append(self._step(rows, step))
+                advance(1, f"loss {losses[-1]:.4f}{note}")
+            held_out = self.held_out_loss()
             seconds = time.perf_counter() - started
             result.history.append(UpdateEpoch(number, sum(losses) / len(losses), held_out, seconds))
             if held_out < result.history[result.kept].held_out:
@@ -234,17 +272,10 @@ class WeightTrainer:
         self._kept.write(self.best)
         self._kept.check()
         best = result.history[result.kept].held_out
-        check_loss(best, self._held_out_loss(), self._kept.dtype, f"{self._what}, held out, when its weights were kept")
-
-    def _epoch(self, number: int) -> Iterator[float]:
-        """Trains one epoch and yields each step's loss; the order depends on the seed and the epoch's number alone."""
-        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + number)
-        batches = self._rows[torch.randperm(self._rows.numel(), generator=generator)].split(self._options.batch_size)
-        for offset, rows in enumerate(batches):
-            yield self._step(rows, (number - 1) * len(batches) + offset)
+        check_loss(best, self.held_out_loss(), self._kept.dtype, f"{self._what}, held out, when its weights were kept")
 
     def _step(self, rows: Tensor, step: int) -> float:
-        scale = loss_scale(rows.numel() * self._tokens)
+        scale = loss_scale(rows.numel() * self._course.tokens)
         grads = [values.grad for values in self._kept.values.values() if values.grad is not None]
 
         def backward(size: int) -> float:
@@ -263,24 +294,69 @@ class WeightTrainer:
         if not bool(torch.stack([grad.isfinite().all() for grad in grads]).all()):
             self._check(math.inf, "gradient")
         for group in self.optimizer.param_groups:
-            group["lr"] = self._options.learning_rate * schedule(step, self._total)
+            group["lr"] = self._course.learning_rate * schedule(step, self._course.steps) * group["pace"]
         self.optimizer.step()
         self._kept.write(self._kept.values)
         return total
 
     @torch.no_grad()
-    def _held_out_loss(self) -> float:
+    def held_out_loss(self) -> float:
+        """Returns the mean loss over the held-out sequences.
+
+        Raises:
+            CalibrationError: it is not finite.
+        """
+        held_out = self._course.held_out
+
         def total(size: int) -> float:
-            losses = [self._loss_of(part) * part.numel() for part in ranks.parts(self._held_out, size)]
+            losses = [self._loss_of(part) * part.numel() for part in ranks.parts(held_out, size)]
             return float(torch.stack(losses).sum()) if losses else 0.0
 
-        return self._check(ranks.total(self._micro_batch.run(total)) / self._held_out.numel(), "loss")
+        return self._check(ranks.total(self._micro_batch.run(total)) / held_out.numel(), "loss")
+
+    def save(self, state: StateFile | None, result: Trained) -> None:
+        """Writes everything that training continues from."""
+        if state is None:
+            return
+        tensors = {f"best.{name}": best for name, best in self.best.items()}
+        for name, values in self._kept.values.items():
+            tensors[f"value.{name}"] = values
+            for key in (*MOMENTS, "step"):
+                tensors[f"{key}.{name}"] = self.optimizer.state[values][key]
+        state.write(tensors, {"result": json.dumps(result.report())})
+
+    def load(self, state: StateFile | None) -> Trained:
+        """Restores weights and optimizer and returns the result so far, an empty one where there is no state.
+
+        Raises:
+            OutputError: the state belongs to another run, or is damaged.
+        """
+        if state is None or (found := state.read()) is None:
+            return Trained()
+        tensors, texts = found
+        try:
+            result = Trained.read(json.loads(texts["result"]), len(self._course.epochs))
+        except (KeyError, TypeError, ValueError) as error:
+            raise state.damaged(f"its history cannot be read ({error})") from error
+        like: dict[str, Tensor] = {}
+        for name, values in self._kept.values.items():
+            like |= {f"best.{name}": self.best[name], f"step.{name}": torch.tensor(0.0)}
+            like |= {f"{key}.{name}": values for key in ("value", *MOMENTS)}
+        state.check_tensors(tensors, like)
+        with torch.no_grad():
+            for name, values in self._kept.values.items():
+                values.copy_(tensors[f"value.{name}"])
+                moments = {key: tensors[f"{key}.{name}"].to(values) for key in MOMENTS}
+                self.optimizer.state[values] = {"step": tensors[f"step.{name}"], **moments}
+        self._kept.write(self._kept.values)
+        self.best = {name: tensors[f"best.{name}"] for name in self.best}
+        return result
 
     def _check(self, value: float, kind: str) -> float:
         if not math.isfinite(value):
             raise CalibrationError(
                 f"{self._what}: the {kind} is not finite: activations overflow (try `dtype=float32`), "
-                f"its learning rate, {self._options.learning_rate:g} is too high, or the weights are damaged"
+                f"its learning rate, {self._course.learning_rate:g} is too high, or the weights are damaged"
             )
         return value
 
@@ -303,8 +379,3 @@ def split(sequences: int, seed: int) -> tuple[Tensor, Tensor]:
     order = torch.randperm(sequences, generator=torch.Generator().manual_seed(seed))
     held_out = max(int(HELD_OUT * sequences), 1)
     return order[held_out:].sort().values, order[:held_out].sort().values
-
-
-def steps_per_epoch(sequences: int, options: Training, config: CommonConfig) -> int:
-    """Returns the number of optimizer steps in an epoch."""
-    return math.ceil(split(sequences, config.seed)[0].numel() / options.batch_size)

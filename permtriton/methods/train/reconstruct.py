@@ -40,7 +40,7 @@ class Reconstruct(LayerTraining):
         from permtriton.running.state import StateFile
 
         found = reconstruct(
-            run.model, run.plan, run.dense_weights, run.samples_with(self.generated), self, run.config, run.progress,
+            run.model, run.plan, run.dense_weights, run.read_by(self), self, run.config, run.progress,
             run.state(StateFile, self.name), run.offload,
         )  # fmt: skip
         return Outcome(parts=found.parts, left=found.left)

@@ -19,7 +19,7 @@ from typing_extensions import TypedDict
 
 from permtriton.config import CommonConfig
 from permtriton.data.samples import Samples
-from permtriton.methods.train.kept_weights import KeptWeights, Trained, WeightTrainer, steps_per_epoch, weights_of
+from permtriton.methods.train.kept_weights import Course, KeptWeights, Trained, WeightTrainer, weights_of
 from permtriton.methods.train.training import LayerTraining
 from permtriton.model.forward import cosine_loss
 from permtriton.passes.plan import Plan, layer_names, linear_module
@@ -109,7 +109,7 @@ def reconstruct(  # noqa: PLR0913
     finished = _load(state, parts, result, options.epochs) if state else {}
     if finished:
         progress.say(f"reconstruct: continuing after {result.parts[-1]['name']} of an interrupted run")
-    steps = options.epochs * steps_per_epoch(len(samples), options, config)
+    steps = Course.of(len(samples), samples.tokens, options, config.seed).steps
     with progress.stage("reconstruct", len(parts) * steps) as advance:
         advance(len(result.parts) * steps)
         for name, problem in _problems(model, layers, chains, samples, weights, dense_weights, options, config, empty):
@@ -181,7 +181,8 @@ class _Problem:
         kept, trained = KeptWeights(weights), Trained()
         with kept.trainable(model):
             sequences, tokens = self.hidden.shape[:2]
-            trainer = WeightTrainer(kept, self.loss, sequences, tokens, self.options, self.config, name)
+            course = Course.of(sequences, tokens, self.options, self.config.seed)
+            trainer = WeightTrainer(kept, self.loss, course, self.config, name)
             trainer.fit(trained, advance)
         return {
             "linears": list(weights),

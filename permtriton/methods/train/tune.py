@@ -1,0 +1,82 @@
+"""Step ``tune``: norms, biases and a scale per row, trained on new text, see `permtriton.methods.train.tuning`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from permtriton.config import CommonConfig
+from permtriton.driver.step import FLOAT32, GENERATED, LOSS, Facts, Outcome, Speed, Stage, Step
+from permtriton.methods.options import Tuning
+from permtriton.util.option import documented, option
+
+if TYPE_CHECKING:
+    from permtriton.driver.run import Run
+
+MEASURED = 7  # times that the held-out samples are, in rounds and at the end
+
+
+@documented
+@dataclass(frozen=True)
+class Tune(Tuning, Step):
+    """Options of tuning."""
+
+    name: ClassVar[str] = "tune"
+    prefix: ClassVar[str] = "tune"
+    summary: ClassVar[str] = "norms, biases and a scale per row trained together, on text not read before: minutes"
+    stage: ClassVar[Stage] = Stage.TRAIN
+    keeps_values: ClassVar[bool] = False
+    shards: ClassVar[bool] = False
+    offloads: ClassVar[bool] = False
+    not_offloaded: ClassVar[str] = "each of its steps would read all weights from the disk three times"
+
+    generated: bool = option(True, GENERATED)
+    loss: Literal["auto", "kl", "cosine"] = option("auto", LOSS)
+
+    @property
+    def gradients(self) -> bool:
+        return True
+
+    @property
+    def reads_generated(self) -> bool:
+        return self.generated
+
+    @property
+    def objective(self) -> str:
+        return self.loss
+
+    def uses_importance(self) -> bool:
+        return False
+
+    def conflicts(self, config: CommonConfig, steps: Sequence[Step]) -> str:
+        after = steps[[step.name for step in steps].index(self.name) + 1 :]
+        if later := [step.name for step in after if step.dense_weights]:
+            return (
+                f"step {later[0]} after {self.name} is refused: it runs layers of the dense model, whose norms and "
+                f"biases {self.name} has changed; put {self.name} after {later[0]}"
+            )
+        return ""
+
+    def needs(self, facts: Facts) -> dict[str, dict[str, int]]:
+        targets, state = facts.targets(), {"optimizer": facts.vectors * 6 * FLOAT32}
+        return {
+            "tune": {**facts.gradients(), **targets, **state},
+            "scales": {**targets, **state, "kept weights": facts.pruned * facts.element, **facts.mask()},
+        }
+
+    def seconds(self, facts: Facts, speed: Speed) -> float:
+        one = speed.times(1 / facts.sequences)
+        return self.trained * one.both + MEASURED * self.held_out(facts.sequences) * one.forward + speed.forward
+
+    def state_bytes(self, facts: Facts) -> int:
+        return facts.vectors * (facts.element + 3 * FLOAT32)
+
+    def run(self, run: "Run") -> Outcome:
+        from permtriton.methods.train.tuning import tune
+        from permtriton.running.state import StateFile
+
+        tuned = tune(
+            run.model, run.plan, run.read_by(self), run.objective(self), self, run.config, run.progress,
+            run.state(StateFile, self.name),
+        )  # fmt: skip
+        history = [{"round": each.pop("epoch"), **each} for each in tuned.report()["history"]]
+        return Outcome("round", history, tuned.kept)

@@ -1,0 +1,205 @@
+"""Tuning: every vector of a pruned model, and a scale per row of its pruned weights, trained to give the dense outputs.
+
+Vectors are the gains and biases of norms, whatever their class, and the biases of linears. They are a thousandth of the
+weights, so they hardly overfit, and backward passes need the gradients of no weight: that of a scale is the sum over
+tokens of a linear's output times the gradient there. While scales are trained they multiply outputs; at the end they
+are folded into the weights, whose pattern they cannot change.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from permtriton.config import CommonConfig
+from permtriton.data.samples import Samples
+from permtriton.methods.measure.objective import Objective
+from permtriton.methods.measure.promises import check_loss
+from permtriton.methods.options import Tuning
+from permtriton.methods.train.kept_weights import Course, KeptWeights, Trained, WeightTrainer, weights_of, with_gradient
+from permtriton.model.core import body_of
+from permtriton.model.forward import last_hidden_state
+from permtriton.passes.plan import LINEAR_MODULES, Plan, layer_modules, weight_in_out
+from permtriton.running.backward import checkpointed
+from permtriton.running.state import StateFile
+from permtriton.util.progress import Progress
+
+ROUNDS = 4  # that all steps are divided into: after each, the held-out samples are measured
+
+
+@torch.enable_grad()
+def tune(
+    model: PreTrainedModel,
+    plan: Plan,
+    samples: Samples,
+    objective: Objective,
+    options: Tuning,
+    config: CommonConfig,
+    progress: Progress,
+    state: StateFile | None = None,
+) -> Trained:
+    """Trains vectors and row scales on ``objective``; zeros stay zeros, and kept weights change by their row's scale.
+
+    Some samples are held out. The values of the round with the lowest loss on them are kept, which may be those before
+    training.
+
+    Args:
+        model: pruned model, changed in place.
+        samples: samples to train on, each in one step where there are enough, and to hold out.
+        objective: the loss, with the dense model's outputs on ``samples``, their channels in the order of ``model``.
+        state: as of `permtriton.methods.train.distillation.distill`.
+
+    Raises:
+        CalibrationError: a loss or a gradient is not finite; the model is then as the last step left it.
+        VerificationError: folded scales do not give the loss that was measured.
+        OutputError: the state belongs to another run, is damaged, or cannot be written.
+    """
+    tuned = TunedValues(model, plan)
+    samples = samples.to(model.device, model.dtype)
+
+    def loss_of(rows: Tensor) -> Tensor:
+        return objective.loss(last_hidden_state(model, samples[rows]), rows)
+
+    layers = layer_modules(model, plan) if config.activation_checkpointing else []
+    course = _course(len(samples), samples.tokens, options)
+    with tuned.trainable(model), checkpointed(layers):
+        trainer = WeightTrainer(tuned, loss_of, course, config, "tune")
+        start = trainer.best
+        result = trainer.load(state)
+        if result.history:
+            progress.say(f"tune: continuing after round {len(result.history) - 1} of an interrupted run")
+        with progress.stage("tune", course.steps) as advance:
+            advance(course.steps_until(len(result.history) - 1) if result.history else 0)
+            trainer.fit(result, advance, lambda: trainer.save(state, result))
+        before = tuned.fold()
+        best, folded = result.history[result.kept].held_out, trainer.held_out_loss()
+        check_loss(best, folded, tuned.dtype, "tune, held out, before its scales were folded into the weights")
+        if folded > result.history[0].held_out:  # rounding of the folded weights outweighs what was gained
+            tuned.unfold(before)
+            tuned.write(start)
+            result.kept = 0
+    return result
+
+
+def _course(samples: int, tokens: int, options: Tuning) -> Course:
+    """Returns rounds of steps over all samples but those held out, again from the first one where they are too few.
+
+    The samples are in random order already. A single one is both trained on and held out.
+    """
+    first = options.held_out(samples)
+    rows = torch.arange(first if samples > 1 else 0, samples)
+    wanted = torch.arange(options.trained)
+    batches = rows[wanted % rows.numel()].split(options.batch_size)
+    ends = [round(options.steps * number / ROUNDS) for number in range(ROUNDS + 1)]
+    rounds = [batches[start:end] for start, end in pairwise(ends) if end > start]
+    return Course(rounds, torch.arange(first), tokens, options.learning_rate)
+
+
+class TunedValues(KeptWeights):
+    """The vectors of a model, copied in float32, and the logarithms of the scales of its pruned linears' rows.
+
+    What the head has stays as it is, because the dense model's logits follow from it, too.
+
+    Attributes:
+        values: parameter -> its values, and ``LINEAR.scale`` -> float32 ``[out_features]``, each once, however many
+            modules share it.
+    """
+
+    def __init__(self, model: PreTrainedModel, plan: Plan) -> None:
+        own = {id(each) for part in body_of(model) for each in part.parameters()}
+        vectors = {name: each for name, each in model.named_parameters() if each.ndim == 1 and id(each) in own}
+        super().__init__({name: each for name, each in vectors.items() if name not in plan.unseen})
+        self._linears = _linears(model, plan)
+        for name, linears in self._linears.items():
+            row = weight_in_out(linears[0])[0]
+            self.values[name] = with_gradient(
+                torch.zeros_like(row, dtype=torch.promote_types(row.dtype, torch.float32))
+            )
+
+    def _trained(self, weight: Tensor) -> Tensor:
+        return torch.ones_like(weight, dtype=torch.bool)
+
+    def pace(self, name: str) -> float:
+        """Returns the root mean square of a vector, or 1 if it is 0; 1 of scales."""
+        if name in self._linears:
+            return 1.0
+        return float(self.values[name].detach().square().mean().sqrt()) or 1.0
+
+    @contextmanager
+    def trainable(self, model: nn.Module) -> Iterator[None]:
+        """Inside the context, linears give scaled outputs, and backward passes add to the gradients of `values`."""
+        with super().trainable(model), ExitStack() as hooks:
+            for name, linears in self._linears.items():
+                for linear in linears:
+                    hooks.callback(linear.register_forward_hook(self._scaling(self.values[name])).remove)
+            yield
+
+    def _scaling(self, scale: Tensor) -> Callable[..., Tensor]:
+        def scaled(linear: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
+            factor, bias = scale.exp(), linear._parameters.get("bias")
+            found = output * factor if bias is None else output * factor + bias * (1 - factor)
+            return found.to(output.dtype)
+
+        return scaled
+
+    def drop_gradients(self) -> None:
+        super().drop_gradients()
+        for name in self._linears:
+            found = self.values[name].grad
+            assert found is not None
+            found.zero_()
+
+    def snapshot(self, device: str | None = "cpu") -> dict[str, Tensor]:
+        scales = {name: self.values[name].detach().clone().to(device or "cpu") for name in self._linears}
+        return {**super().snapshot(device), **scales}
+
+    @torch.no_grad()
+    def write(self, values: Mapping[str, Tensor]) -> None:
+        """Writes vectors into the model, rounded to its dtype, and sets scales."""
+        super().write(values)
+        for name in self._linears:
+            self.values[name].copy_(values[name])
+
+    @torch.no_grad()
+    def fold(self) -> dict[str, Tensor]:
+        """Multiplies the rows of the weights by their scales, which are 1 afterwards, and returns the weights before.
+
+        A weight that would be rounded to 0 keeps its value.
+        """
+        before = {}
+        for name, linears in self._linears.items():
+            weight, factor = weight_in_out(linears[0]), self.values[name].exp()
+            before[name] = weight.to("cpu", copy=True)
+            scaled = (weight * factor).to(weight.dtype)
+            weight.copy_(torch.where(scaled == 0, weight, scaled))
+            self.values[name].zero_()
+        return before
+
+    @torch.no_grad()
+    def unfold(self, before: Mapping[str, Tensor]) -> None:
+        """Gives the weights back that `fold` returned."""
+        for name, linears in self._linears.items():
+            weight_in_out(linears[0]).copy_(before[name])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return weight_in_out(next(iter(self._linears.values()))[0]).dtype
+
+
+def _linears(model: PreTrainedModel, plan: Plan) -> dict[str, list[nn.Module]]:
+    """Returns the name of scales -> all modules that hold their weight, if these are linears of the model's body."""
+    holders: dict[int, list[nn.Module]] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            holders.setdefault(id(parameter), []).append(module)
+    inside = {module for part in body_of(model) for module in part.modules()}
+    found = {}
+    for name, weight in weights_of(model, [name for _, name in plan.linears()]).items():
+        linears = holders[id(weight)]
+        if inside.issuperset(linears) and all(isinstance(linear, LINEAR_MODULES) for linear in linears):
+            found[f"{name}.scale"] = linears
+    return found

@@ -1,0 +1,456 @@
+"""Tuning changes vectors, and weights by a scale per row; it never ends worse than it began."""
+
+import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from permtriton import config_from
+from permtriton.data.samples import Samples
+from permtriton.data.text import calibration_samples
+from permtriton.driver import memory
+from permtriton.driver.forecast import stage_seconds
+from permtriton.driver.pipeline import compile_model
+from permtriton.driver.step import Speed
+from permtriton.errors import CalibrationError, ConfigError, OutputError
+from permtriton.methods.train.kept_weights import Trained, schedule
+from permtriton.methods.train.tune import Tune
+from permtriton.methods.train.tuning import TunedValues, tune
+from permtriton.model.experts import unstacked_experts
+from permtriton.model.forward import last_hidden_state
+from permtriton.model.modules import PermutedRMSNorm
+from permtriton.passes.plan import linear_module, weight_in_out
+from permtriton.running.state import StateFile
+from permtriton.util.progress import NoProgress
+
+from . import test_seq2seq, zoo
+from .updating import Pruned, Recording, facts, interrupt, same, tiny, tiny_model
+
+OPTIONS = {"steps": 8, "batch_size": 2, "learning_rate": 0.02, "micro_batch_size": 2, "activation_checkpointing": False}
+IDS = zoo.tiny_ids(18, 12)  # 16 to train on, one step each
+MINE = {"weights": "mine"}
+
+
+def tuned(pruned: Pruned, progress: NoProgress | None = None, state: StateFile | None = None, **changes) -> Trained:
+    values, names = {**OPTIONS, **changes}, {field.name for field in fields(Tune)}
+    own = {name: values.pop(name) for name in names & set(values)}
+    arguments = (pruned.ids, pruned.objective, Tune(**own), config_from(values, "mask"), progress or NoProgress())
+    return tune(pruned.model, pruned.plan, *arguments, state)
+
+
+def pruned_tiny(dtype: torch.dtype = torch.float32) -> Pruned:
+    found = tiny(dtype)
+    return Pruned(tiny_model().to(dtype), found.plan, IDS)
+
+
+def parameters(model: nn.Module) -> dict[str, Tensor]:
+    return {name: each.detach().clone() for name, each in model.named_parameters()}
+
+
+def restored(pruned: Pruned, values: dict[str, Tensor]) -> Pruned:
+    with torch.no_grad():
+        for name, each in pruned.model.named_parameters():
+            each.copy_(values[name])
+    return pruned
+
+
+@contextmanager
+def only_vectors_and_scales_change(pruned: Pruned, rounding: float = 1e-5) -> Iterator[None]:
+    """Weights change by a positive factor per row, zeros keep their bits, and no other matrix changes at all."""
+    before, unchanged = parameters(pruned.model), facts(pruned.model)
+    yield
+    assert facts(pruned.model) == unchanged
+    names = {id(each): name for name, each in pruned.model.named_parameters()}
+    for name in pruned.weights:
+        linear = linear_module(pruned.model, name)
+        was = before.pop(names[id(linear.weight)], None)
+        if was is None:
+            continue
+        weight, was = weight_in_out(linear), was if isinstance(linear, Conv1D) else was.t()
+        assert torch.equal(weight == 0, was == 0), f"the pattern of {name}"
+        assert not torch.signbit(weight[weight == 0]).any(), f"-0.0 in {name}"
+        factors = torch.where(was != 0, weight / was, torch.nan).float()
+        middle = factors.nanmedian(0).values
+        assert (middle > 0).all()
+        torch.testing.assert_close(
+            factors.nan_to_num(), (factors / factors * middle).nan_to_num(), rtol=rounding, atol=0
+        )
+    for name, was in before.items():
+        if was.ndim > 1:
+            assert torch.equal(pruned.model.get_parameter(name), was), name
+
+
+def test_vectors_and_scales_move_and_the_loss_falls():
+    pruned, progress = pruned_tiny(), Recording()
+    before, tensors = pruned.loss(), parameters(pruned.model)
+    with only_vectors_and_scales_change(pruned):
+        result = tuned(pruned, progress)
+    moved = {name for name, each in pruned.model.named_parameters() if not torch.equal(each, tensors[name])}
+    expected = {name for name, each in tensors.items() if each.ndim == 1} | {
+        f"{name}.weight" for name in pruned.weights
+    }
+    assert moved == expected
+    assert pruned.loss() < 0.97 * before
+    assert result.kept == 4
+    held = torch.arange(Tune.held_out(len(IDS)))
+    assert pruned.loss(held) == pytest.approx(result.history[-1].held_out, rel=1e-5)
+    assert result.history[-1].held_out < result.history[0].held_out
+    assert progress.steps == [0, *[1] * 8]
+    assert "held-out" in progress.notes[-1]
+    json.dumps(result.report(), allow_nan=False)
+
+
+def with_tied_norms() -> Pruned:
+    model = tiny_model()
+    first, second = model.model.layers
+    second.input_layernorm.weight = first.input_layernorm.weight
+    second.mlp.up_proj = first.mlp.up_proj  # a module of both layers
+    second.mlp.gate_proj.weight = first.mlp.gate_proj.weight  # and a weight of two modules
+    return Pruned(model, ids=IDS)
+
+
+@torch.enable_grad()
+def test_steps_are_those_of_adam_and_what_is_shared_is_tuned_once():
+    """Against plain autograd through scaled weights, in one round: whatever layers share has one gradient."""
+    pruned = with_tied_norms()
+    model, start = pruned.model, parameters(pruned.model)
+    tuned(pruned, steps=1)
+    one = parameters(model)
+    restored(pruned, start)
+    linears = {id(each): each for each in pruned.weights.values()}
+    vectors = {name: each for name, each in model.named_parameters() if each.ndim == 1}
+    pruned.objective.loss(last_hidden_state(model, pruned.ids[torch.tensor([1, 2])]), torch.tensor([1, 2])).backward()
+    for name, each in model.named_parameters():
+        rate = 0.02 * schedule(0, 1)
+        if name in vectors:  # the first step of Adam has the size of its learning rate
+            step = rate * start[name].square().mean().sqrt() * each.grad / (each.grad.abs() + 1e-8)
+            torch.testing.assert_close(one[name], start[name] - step, rtol=1e-4, atol=1e-6)
+        elif id(each) in linears:
+            slope = (each.grad * start[name]).sum(1, keepdim=True)
+            expected = start[name] * (-rate * slope / (slope.abs() + 1e-8)).exp()
+            torch.testing.assert_close(one[name], expected, rtol=1e-4, atol=1e-6)
+        else:
+            assert torch.equal(one[name], start[name])
+    assert len(vectors) == len({id(each) for each in vectors.values()}) == 12
+
+
+def test_a_value_that_is_shared_has_one_optimizer_state():
+    pruned = with_tied_norms()
+    values = TunedValues(pruned.model, pruned.plan).values
+    assert len([name for name in values if "input_layernorm" in name]) == 1
+    assert len([name for name in values if name.endswith("up_proj.scale")]) == 1
+    assert len([name for name in values if name.endswith("gate_proj.scale")]) == 1
+
+
+def test_a_harmful_learning_rate_keeps_the_start():
+    pruned = pruned_tiny()
+    before = parameters(pruned.model)
+    result = tuned(pruned, learning_rate=3.0, steps=4)
+    assert result.kept == 0
+    assert min(each.held_out for each in result.history[1:]) > result.history[0].held_out
+    assert all(torch.equal(each, before[name]) for name, each in pruned.model.named_parameters())
+
+
+def test_no_sample_is_read_twice_and_held_out_ones_are_not_trained_on():
+    pruned = pruned_tiny()
+    seen: list[int] = []
+    loss = pruned.objective.loss
+
+    class Watched(type(pruned.objective)):
+        def loss(self, hidden, rows):
+            if hidden.requires_grad:
+                seen.extend(rows.tolist())
+            return loss(hidden, rows)
+
+    pruned.objective = Watched(**vars(pruned.objective))
+    tuned(pruned)
+    assert sorted(seen) == list(range(1, 17))
+
+
+def test_too_few_samples_are_read_again_and_one_is_enough():
+    pruned = Pruned(tiny_model(), tiny().plan, IDS[:1])
+    before = pruned.loss()
+    result = tuned(pruned)
+    assert result.kept > 0
+    assert pruned.loss() < before
+
+
+def test_micro_batches_and_checkpointing_do_not_change_the_result():
+    pruned = pruned_tiny()
+    start = parameters(pruned.model)
+    tuned(pruned)
+    expected = parameters(pruned.model)
+    for changes in ({"micro_batch_size": 1}, {"activation_checkpointing": True}):
+        tuned(restored(pruned, start), **changes)
+        for name, each in pruned.model.named_parameters():
+            torch.testing.assert_close(each.detach(), expected[name], rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_in_half_precision_folded_scales_are_never_worse(dtype):
+    pruned = pruned_tiny(dtype)
+    start, held = parameters(pruned.model), torch.arange(Tune.held_out(len(IDS)))
+    before = pruned.loss(held)
+    with only_vectors_and_scales_change(pruned, 4 * torch.finfo(dtype).eps):
+        tuned(pruned)
+    assert pruned.loss(held) < before
+    for rate in (1e-4, 3e-4, 1e-3):
+        result = tuned(restored(pruned, start), learning_rate=rate)
+        assert pruned.loss(held) <= before
+        assert result.kept or all(torch.equal(each, start[name]) for name, each in pruned.model.named_parameters())
+
+
+def test_what_rounding_would_spoil_is_given_back():
+    """The held-out loss is measured once more on the folded weights, which are no more those that were trained."""
+    pruned, calls = pruned_tiny(torch.bfloat16), []
+    before, loss = parameters(pruned.model), pruned.objective.loss
+
+    class Rounding(type(pruned.objective)):
+        def loss(self, hidden, rows):
+            calls.append(rows)
+            worse = 1.005 if len(calls) == last else 1.0
+            return worse * loss(hidden, rows)
+
+    pruned.objective, last = Rounding(**vars(pruned.objective)), 0
+    tuned(pruned, steps=1, learning_rate=1e-5)
+    last, calls = len(calls), []
+    result = tuned(restored(pruned, before), steps=1, learning_rate=1e-5)
+    assert len(calls) == last
+    assert result.kept == 0
+    assert all(torch.equal(each, before[name]) for name, each in pruned.model.named_parameters())
+
+
+def test_a_weight_that_would_be_rounded_to_zero_keeps_its_value():
+    pruned = pruned_tiny(torch.float16)
+    values = TunedValues(pruned.model, pruned.plan)
+    name = next(iter(pruned.weights))
+    weight, scale = pruned.weights[name], values.values[f"{name}.scale"]
+    with torch.no_grad():
+        weight[0] = torch.where(weight[0] == 0, 0.0, 6e-8).to(weight)
+        scale[0] = -3.0
+        expected = weight.clone()
+    before = values.fold()
+    assert torch.equal(weight[0], expected[0])
+    assert weight[0].any()
+    assert not scale.any()
+    values.unfold(before)
+    assert torch.equal(weight, expected)
+
+
+def odd_norm(self: nn.Module, hidden: Tensor) -> Tensor:
+    """No norm that anything knows: it divides by the largest entry."""
+    return self.weight * hidden / hidden.abs().amax(-1, keepdim=True).clamp_min(1e-3)
+
+
+def test_a_norm_of_an_unknown_kind_is_tuned(monkeypatch):
+    model = tiny_model()
+    monkeypatch.setattr(type(model.model.norm), "forward", odd_norm)
+    pruned = Pruned(model, ids=IDS)
+    before = parameters(model)
+    with only_vectors_and_scales_change(pruned):
+        result = tuned(pruned)
+    assert result.kept > 0
+    assert not torch.equal(
+        model.model.layers[1].input_layernorm.weight, before["model.layers.1.input_layernorm.weight"]
+    )
+
+
+@pytest.mark.parametrize(
+    "name", zoo.slow_but(["gpt2", "bert_mlm"], ["gpt2", "bert_mlm", "bert", "gemma2", "opt", "olmo2", "qwen3"])
+)
+def test_architectures(name):
+    """Weights stored the other way round; heads with a norm and a bias, which stay; biases and norms of all kinds."""
+    model, plan = zoo.planned(name)
+    pruned = Pruned(model, plan, zoo.token_ids(18, 12))
+    before, tensors = pruned.loss(), parameters(model)
+    with only_vectors_and_scales_change(pruned):
+        result = tuned(pruned, learning_rate=5e-3)
+    assert pruned.loss() < before
+    assert result.kept > 0
+    for part in ("cls.predictions.bias", "cls.predictions.transform.LayerNorm.weight"):
+        assert part not in tensors or torch.equal(model.get_parameter(part), tensors[part])
+
+
+def test_experts_and_their_biases_move_in_the_storage_they_share():
+    model, plan = zoo.planned("gpt_oss")
+    before = parameters(model)
+    with unstacked_experts(model):
+        pruned = Pruned(model, plan, zoo.token_ids(18, 24))
+        start = pruned.loss()
+        with only_vectors_and_scales_change(pruned):
+            tuned(pruned, learning_rate=5e-3)
+        expert = pruned.weights["model.layers.0.mlp.experts.3.gate_up_proj"].detach().clone()
+        assert pruned.loss() < start
+    experts = model.model.layers[0].mlp.experts
+    assert torch.equal(experts.gate_up_proj[3], expert.t())
+    assert not torch.equal(experts.gate_up_proj_bias, before["model.layers.0.mlp.experts.gate_up_proj_bias"])
+
+
+def test_both_halves_of_an_encoder_decoder():
+    model = test_seq2seq.build("t5")
+    before = parameters(model)
+    found = compiled("mask,tune", model, test_seq2seq.IDS.repeat(3, 1))
+    entry = found.report["steps"][-1]
+    assert entry["history"][entry["kept"]]["held_out"] < entry["history"][0]["held_out"]
+    moved = {name for name, each in model.named_parameters() if each.ndim == 1 and not torch.equal(each, before[name])}
+    assert moved == {name for name, each in before.items() if each.ndim == 1}
+    assert any(name.startswith("encoder.") for name in moved)
+
+
+# -- in a compilation --------------------------------------------------------------------------------------------------
+
+SMALL = {"tune_steps": 8, "tune_batch_size": 2, "tune_learning_rate": 0.02, "micro_batch_size": 2, "samples": 3}
+
+
+def compiled(recipe: str, model: PreTrainedModel | None = None, ids: Tensor | None = IDS, **options):
+    config = {name: options.pop(name) for name in list(options) if name not in ("resume_path", "progress")}
+    return compile_model(model or tiny_model(), None, config_from({**SMALL, **config}, recipe), ids=ids, **options)
+
+
+def test_norms_that_permute_are_tuned():
+    model = tiny_model()
+    before = parameters(model)
+    found = compiled("heuristic,mask,tune", model, layout="fused")
+    norms = {name: each for name, each in model.named_modules() if isinstance(each, PermutedRMSNorm)}
+    assert len(norms) == 4
+    for name, norm in norms.items():
+        assert not torch.equal(norm.weight, before[f"{name}.weight"])
+    entry = found.report["steps"][-1]
+    assert (entry["name"], entry["unit"], len(entry["history"])) == ("tune", "round", 5)
+
+
+def test_a_tuned_folder_is_read_back_packed_too(tmp_path):
+    found = compiled("heuristic,refit,tune,distill", distill_epochs=1)
+    for kind in ("dense", "packed"):
+        found.save_pretrained(tmp_path / kind, format=kind)
+    assert [step["name"] for step in found.report["steps"]] == ["heuristic", "refit", "tune", "distill"]
+
+
+def counting(path, windows: int):
+    """A text whose token ids, in pairs of a window's number and a place, say which window they are of."""
+    ids = [token for number in range(windows) for token in [number] * 12]
+    path.write_text(json.dumps({"input_ids": ids}) + "\n", encoding="utf-8")
+    return str(path)
+
+
+@pytest.fixture
+def read(monkeypatch) -> list[Tensor]:
+    """The samples that `tune` is given."""
+    found: list[Tensor] = []
+    forward = nn.Embedding.forward
+
+    def watch(module: nn.Embedding, ids: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            found.append(ids.clone())
+        return forward(module, ids)
+
+    monkeypatch.setattr(nn.Embedding, "forward", watch)
+    return found
+
+
+@pytest.mark.parametrize(("windows", "spare"), [(30, 27), (13, 10)])
+def test_it_reads_windows_that_no_other_step_reads(read, tmp_path, windows, spare):
+    """Where the text is too short, it reads the calibration samples, too; no more of them than it needs."""
+    source = counting(tmp_path / "text.jsonl", windows)
+    config = {"calibration": source, "sequence_length": 12, "activation_checkpointing": False}
+    compiled("mask,tune", ids=None, **config)
+    rows = torch.cat(read)[:, 0]
+    assert rows.numel() == 16
+    assert rows.unique().numel() == min(16, windows - 1)
+    samples = calibration_samples(config_from({**SMALL, **config}, "mask"), None, tiny_model())
+    used = samples.ids[:, 0]
+    assert len(samples.spare) == spare
+    assert not torch.isin(samples.spare.ids[:, 0], used).any()
+    if spare > 18:
+        assert not torch.isin(rows, used).any()
+
+
+def test_it_reads_what_the_dense_model_wrote(read):
+    compiled("mask,tune", ids=IDS[:3], generated=20, activation_checkpointing=False)
+    rows = torch.cat(read)
+    assert rows.unique(dim=0).shape[0] == 16
+    assert not any((row == IDS[:3]).all(1).any() for row in rows)
+    read.clear()
+    compiled("mask,tune", ids=IDS[:3], generated=20, tune_generated=False, activation_checkpointing=False)
+    assert torch.cat(read).unique(dim=0).shape[0] == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_continues_to_the_same_end(tmp_path, dtype):
+    path = tmp_path / "state.safetensors"
+    pruned = pruned_tiny(dtype)
+    start = parameters(pruned.model)
+    whole = tuned(pruned)
+    expected = parameters(pruned.model)
+    with pytest.raises(KeyboardInterrupt):
+        tuned(restored(pruned, start), Recording(1 + 5, interrupt), StateFile(path, MINE))
+    progress = Recording()
+    assert same(tuned(restored(pruned, start), progress, StateFile(path, MINE)), whole)
+    assert progress.steps == [4, 1, 1, 1, 1]
+    assert "after round 2" in progress.lines[0]
+    assert all(torch.equal(each, expected[name]) for name, each in pruned.model.named_parameters())
+    for damage in ({"value.model.norm.weight": torch.ones(3)}, {"another": torch.ones(3)}):
+        save_file({**load_file(path), **damage}, path, StateFile(path, MINE).read()[1] | {"inputs": json.dumps(MINE)})
+        with pytest.raises(OutputError, match="is damaged"):
+            tuned(restored(pruned, start), state=StateFile(path, MINE))
+
+
+def test_another_text_is_another_run(tmp_path):
+    """Also where only windows differ that calibration does not read."""
+    path, options = tmp_path / "state.safetensors", {"sequence_length": 12, "calibration": str(tmp_path / "text.jsonl")}
+    counting(tmp_path / "text.jsonl", 30)
+    compiled("mask,tune", ids=None, resume_path=path, **options)
+    text = (tmp_path / "text.jsonl").read_text()
+    (tmp_path / "text.jsonl").write_text(text.replace("29", "28"))
+    compiled("mask", ids=None, **options)
+    with pytest.raises(OutputError, match="the calibration sequences differ"):
+        compiled("mask,tune", ids=None, resume_path=path, **options)
+
+
+def test_a_loss_that_is_not_finite_is_a_clear_error():
+    pruned = pruned_tiny()
+    pruned.objective.target.fill_(math.nan)
+    before = facts(pruned.model)
+    with pytest.raises(CalibrationError, match=r"tune: the loss .*`dtype=float32`"):
+        tuned(pruned)
+    assert facts(pruned.model) == before
+
+
+@pytest.mark.parametrize("recipe", ["mask,tune,reconstruct", "refit,tune,reconstruct"])
+def test_layers_of_the_dense_model_cannot_run_with_tuned_norms(recipe):
+    with pytest.raises(ConfigError, match=r"reconstruct after tune is refused.*put tune after reconstruct"):
+        config_from(recipe=recipe)
+    config_from(recipe="mask,reconstruct,tune,distill")
+
+
+def test_each_step_has_a_loss_of_its_own():
+    found = compiled("mask,tune,distill", distill_epochs=1, distill_loss="cosine")
+    assert [step["name"] for step in found.report["steps"]] == ["mask", "tune", "distill"]
+
+
+def test_memory_and_time_follow_from_what_it_reads():
+    model, plan = zoo.planned("llama")
+    ids = zoo.token_ids(6, 12)
+
+    def of(spare: int, **options) -> tuple[dict, float]:
+        samples = Samples({"input_ids": ids}, spare=Samples.of(zoo.token_ids(spare, 12)))
+        config = config_from({**SMALL, **options}, "mask,tune")
+        devices = memory.Devices("cpu", 1, 1 << 40)
+        needs = memory.estimate(model, plan, config, samples, None, devices)
+        seconds = stage_seconds(config, memory.facts_of(model, plan, config, samples), Speed(6.0, 18.0, 0, 0), 0)
+        return needs.stages["tune"], seconds["tune"]
+
+    (few, short), (many, long) = of(4), of(40)
+    assert few["targets"] == 10 * 12 * zoo.HIDDEN * 4
+    assert many["targets"] == 18 * 12 * zoo.HIDDEN * 4
+    assert few["optimizer"] == many["optimizer"] > 0
+    assert 16 * 3.0 < short <= long < 16 * 3.0 + 18 + 7 * 2
+    assert of(40, tune_steps=16)[1] > 1.9 * long
