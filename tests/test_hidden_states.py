@@ -62,6 +62,14 @@ def test_the_order_of_the_last_state_is_known_where_that_of_others_is_not():
     assert not near(*last)
 
 
+def test_embeddings_of_another_width_have_an_order_of_their_own():
+    """ALBERT's are projected to the stream: what ``inputs_embeds`` must be in is not the stream's order."""
+    record, dense, found = compiled_states("AlbertForMaskedLM", "portable")
+    assert record["permuted"] == "unknown"
+    assert record["why"].startswith("inputs_embeds: ")
+    assert near(dense["hidden_states"][-1], found["hidden_states"][-1][..., record["last"]["undo"]])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_channels_are_told_apart_beside_one_that_is_a_thousand_times_as_large(dtype):
     """Real models have such channels, beside which the others are within the tolerance of outputs."""

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from permtriton.data.samples import Samples
 from permtriton.errors import VerificationError
-from permtriton.model.core import recorded_states
+from permtriton.model.core import recorded_embeddings, recorded_states
 from permtriton.model.forward import without_cache
 from permtriton.passes.plan import Plan, linear_module, weight_in_out
 from permtriton.util.sparsity import NMPattern
@@ -24,7 +24,7 @@ NOISE_MARGIN, MOST_ALLOWED = 10, 1e-2
 
 # Outputs of a model that is asked for its hidden states, and the name of the one that a head reads.
 STATES = ("hidden_states", "encoder_hidden_states", "decoder_hidden_states")
-LAST = "last_hidden_state"
+LAST, EMBEDDED = "last_hidden_state", "inputs_embeds"
 
 # Entries of a config that do not change what the model computes, or that stand elsewhere.
 NOT_IN_HASH = ("_name_or_path", "transformers_version", "dtype", "quantization_config")
@@ -48,16 +48,16 @@ def output_and_states(
 ) -> tuple[Tensor, dict[str, list[Tensor]]]:
     """Returns what `first_output` does, and by their names in the output all hidden states that the model returns.
 
-    The last hidden state stands among them as `LAST`. All are float32 on the CPU.
+    The last hidden state stands among them as `LAST`, what embeds the tokens as `EMBEDDED`. All are float32 on the CPU.
     """
-    with without_cache(model), recorded_states(model) as last:
+    with without_cache(model), recorded_states(model) as last, recorded_embeddings(model) as embedded:
         try:
             result = model(**arguments, output_hidden_states=True)
         except Exception:  # of any kind, from a class that has none to return; an error of another cause comes again
             result = model(**arguments)
     named = {name: result[name] or () for name in STATES if isinstance(result, Mapping) and name in result}
     tensors = {name: [each for each in states if isinstance(each, Tensor)] for name, states in named.items()}
-    tensors[LAST] = [each for each in last[-1:] if isinstance(each, Tensor)]
+    tensors |= {LAST: [each for each in last[-1:] if isinstance(each, Tensor)], EMBEDDED: embedded}
     return result[0].float().cpu(), {name: [each.float().cpu() for each in found] for name, found in tensors.items()}
 
 
