@@ -434,9 +434,9 @@ def _temporary_files() -> Iterator[None]:
     except Exception as error:  # transformers raises many kinds
         if (reported := disk_error(error)) is None:
             raise
-        named = os.environ.get("TMPDIR", "the folder for temporary files")
-        with suppress(OSError):
-            named = f"the folder for temporary files, {tempfile.gettempdir()},"
+        named = "the folder for temporary files"
+        with suppress(OSError):  # where there is none
+            named = f"{named}, {tempfile.gettempdir()},"
         raise OutputError(f"{named} cannot be written: {reported.strerror}") from error
 
 
