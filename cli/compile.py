@@ -22,11 +22,12 @@ from permtriton.model.gguf_file import SUFFIX
 from permtriton.model.source import Source
 from permtriton.util.bars import reporter
 from permtriton.util.machine import format_bytes
+from permtriton.util.output_files import real_path
 
 
 def default_output(source: Source, config: CompileConfig) -> Path:
     """Returns the folder that is written where none is named, such as ``MODEL-2of4``."""
-    pattern, name = config.sparsity, Path(source.name).resolve().name.removesuffix(SUFFIX)
+    pattern, name = config.sparsity, real_path(Path(source.name)).name.removesuffix(SUFFIX)
     return Path(f"{name}-{pattern.kept}of{pattern.group}{'-mixed' * bool(config.pattern)}")
 
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+import click
 import typer
 from rich.table import Table
 from rich.text import Text
@@ -138,9 +139,16 @@ def table(title: str, *columns: str, show_header: bool = True) -> Table:
 
 def fail(message: str, code: int) -> NoReturn:
     """Prints an error message on standard error, with flags for the options that it names, and exits with ``code``."""
-    line = "".join(map(visible, as_flags(message)))  # a line break in a file name, too
+    line = "".join(map(visible, as_flags(message, _options())))  # a line break in a file name, too
     err.print(Text.assemble(("error:", "bold red"), f" {line}"), soft_wrap=True, highlight=False)
     raise typer.Exit(code)
+
+
+def _options() -> set[str] | None:
+    """Returns the names of the options of all commands; None outside of one."""
+    context = click.get_current_context(silent=True)
+    commands = getattr(context.find_root().command, "commands", {}) if context else {}
+    return {str(option.name) for command in commands.values() for option in command.params} or None
 
 
 def end_process(message: str, code: int) -> None:

@@ -15,6 +15,7 @@ from permtriton.errors import ConfigError, as_flags, reasons_of
 from permtriton.model.source import Source
 from permtriton.util.bars import reporter
 from permtriton.util.machine import format_bytes
+from permtriton.util.output_files import real_path
 
 GIB = 1 << 30
 
@@ -37,7 +38,7 @@ def run(job: Job, devices: str | None, *, json: bool) -> None:
     if json:
         print_json(found.report)
     else:
-        print_dry_run(found, job.output.resolve().parent)
+        print_dry_run(found, real_path(job.output).parent)
 
 
 def _devices(text: str, spread: bool | None) -> Devices:

@@ -44,7 +44,8 @@ def run(
         PermTritonError: as `permtriton.evaluate`, or an output that cannot be written.
     """
     if output is not None:
-        check_table(output, overwrite=overwrite, like=RESULT)
+        reads: list[str | Path] = [each for each in (model, against, eval_data, tasks.folder) if each]
+        check_table(output, overwrite=overwrite, like=RESULT, reads=reads)
     progress = BarProgress()
     spare_threads(Source(model, **loading), progress)
     measured = evaluate(

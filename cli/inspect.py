@@ -47,7 +47,7 @@ def run(
     if json and graphs:
         raise ConfigError("--json prints sites, not graphs: drop it, or --graph, --pass and --dot")
     if dot is not None:
-        check_drawing(dot, overwrite=overwrite)
+        check_drawing(dot, source.name, overwrite=overwrite)
     empty = load.load_empty_model(source)
     plan, traced = planning.plan_model(empty, config)
     if graphs:
@@ -97,7 +97,7 @@ def layer_name(plan: Plan, layer: int) -> str:
     raise ConfigError(f"layer is {layer}: this model's pruned layers are {known[0]} to {known[-1]}")
 
 
-def check_drawing(file: Path, *, overwrite: bool) -> None:
+def check_drawing(file: Path, model: str, *, overwrite: bool) -> None:
     """Refuses, before any work, a file that `write_drawing` cannot write.
 
     Raises:
@@ -108,7 +108,7 @@ def check_drawing(file: Path, *, overwrite: bool) -> None:
         raise ConfigError(f"--dot {file}: write a file that ends in .dot or .svg")
     if file.suffix == ".svg" and shutil.which("dot") is None:
         raise ConfigError(f"--dot {file}: an SVG needs the program dot of Graphviz; install it, or write a .dot file")
-    check_file(file, overwrite=overwrite, ours=_is_drawing)
+    check_file(file, overwrite=overwrite, ours=_is_drawing, reads=[model])
 
 
 def _is_drawing(file: Path) -> bool:

@@ -53,7 +53,7 @@ from permtriton.cli.options import (
 from permtriton.config import RUNNING
 from permtriton.errors import ConfigError
 from permtriton.evaluation.protocol import measured_by
-from permtriton.recipe import build_config
+from permtriton.recipe import build_config, given_by
 
 SAVE_MEMORY = ("--sequence-length", "--samples", "--micro-batch-size", "--activation-checkpointing", "--dtype")
 
@@ -175,6 +175,7 @@ def compile(
     job = Job(
         source,
         chosen,
+        given=given_by(config, flags, protocol),
         eval_data=eval_data,
         output=output or default_output(source, chosen),
         overwrite=overwrite,
@@ -185,6 +186,7 @@ def compile(
         push_to_hub=push_to_hub,
         private=private,
         token=token,
+        config_file=config,
     )
     if dry_run:
         from permtriton.cli.dry_run import run as show

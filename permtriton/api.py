@@ -22,10 +22,11 @@ from permtriton.evaluation.protocol import measured_by
 from permtriton.evaluation.task_request import TaskRequest
 from permtriton.model import load
 from permtriton.model.name import checked_token
-from permtriton.model.source import Source
+from permtriton.model.source import Source, source_of
 from permtriton.recipe import all_options, build_config, given_by, steps_of
 from permtriton.reporting import html_report
 from permtriton.util.bars import Shown, reporter
+from permtriton.util.output_files import path_of, real_path
 
 Model = PreTrainedModel | str | Path
 
@@ -183,9 +184,10 @@ def inspect(
         {'model.embed_tokens.weight': 'output head, tied to the embedding'}
     """
     chosen = build_config(_name(model), None, None, _parsed(options))
-    if not isinstance(model, PreTrainedModel):
-        source = Source(str(model), "auto", "auto", trust_remote_code, gguf_file, revision, token)
+    source = source_of(model, "auto", "auto", trust_remote_code, gguf_file, revision, token)
+    if isinstance(source, Source):
         model = load.load_empty_model(source)
+    assert isinstance(model, PreTrainedModel)
     return plan_report(planning.plan_model(model, chosen)[0])
 
 
@@ -263,14 +265,14 @@ def compare(  # noqa: PLR0913
     eval_data, window, tasks = measured_by(protocol, eval_data, window, tasks)
     request = Request(
         Source(str(model), dtype, device, trust_remote_code, gguf_file, revision, token),
-        options_to_compare(str(model), _path(config), given, protocol),
+        options_to_compare(str(model), _path("config", config), given, protocol),
         given,
         str(seeds) if isinstance(seeds, int) else seeds,
         methods,
         patterns,
         ablate,
         values,
-        TaskRequest(tasks, limit, _path(tasks_dir)),
+        TaskRequest(tasks, limit, _path("tasks_dir", tasks_dir)),
         selected(eval_data),
         window,
         [Path(each) for each in ([output] if isinstance(output, str | Path) else output)],
@@ -309,8 +311,9 @@ def export(
         >>> permtriton.export("my-model-2of4", format="packed")["output"]
         'my-model-2of4-packed'
     """
-    target = Path(output or f"{Path(folder).resolve().name}-{format}")
-    result = exporting.export(Path(folder), target, format, overwrite=overwrite, progress=reporter(progress))
+    place = path_of("folder", folder)
+    target = path_of("output", f"{real_path(place).name}-{format}" if output is None else output)
+    result = exporting.export(place, target, format, overwrite=overwrite, progress=reporter(progress))
     return {"output": str(target), **result}
 
 
@@ -340,8 +343,10 @@ def report(
         >>> permtriton.report(["my-model-2of4", "my-model-2of4-fused"], "report.html").name
         'report.html'
     """
-    shown = [Path(each) for each in ([folders] if isinstance(folders, str | Path) else folders)]
-    return html_report.report(shown, _path(output), comparison=_path(comparison), overwrite=overwrite)
+    several: Sequence[Any] = folders if isinstance(folders, list | tuple) else [folders]
+    named = [path_of("folders", each) for each in several]
+    page, compared = _path("output", output), _path("comparison", comparison)
+    return html_report.report(named, page, comparison=compared, overwrite=overwrite)
 
 
 def _job(  # noqa: PLR0913
@@ -387,43 +392,29 @@ def _job(  # noqa: PLR0913
         raise ConfigError("`data=` and `calibration=` are two names of one thing: give one of them")
     if is_named(data):
         given["calibration"], data = str(data), None
-    chosen = build_config(_name(model), recipe, _path(config), given, protocol)
+    chosen = build_config(_name(model), recipe, _path("config", config), given, protocol)
     return Job(
-        _source(model, dtype, device, trust_remote_code, gguf_file, revision, token),
+        source_of(model, dtype, device, trust_remote_code, gguf_file, revision, token),
         chosen,
         data,
-        given_by(_path(config), given, protocol).get("samples"),
+        given_by(_path("config", config), given, protocol),
         tokenizer,
         eval_data,
-        _path(output),
+        _path("output", output),
         overwrite=overwrite,
         restart=restart,
         shard=shard,
-        offload=_path(offload),
+        offload=_path("offload", offload),
         save_format=save_format,
         push_to_hub=push_to_hub,
         private=private,
         token=checked_token(token),
+        config_file=_path("config", config),
     )
 
 
-def _source(model: Model, *loading: Any) -> Source | PreTrainedModel:
-    if isinstance(model, str | Path):
-        return Source(str(model), *loading)
-    if not isinstance(model, PreTrainedModel):
-        raise ConfigError(
-            f"model is a {type(model).__name__}: expected a folder, a hub name, demo, or a transformers model"
-        )
-    if Source("", *loading[:-1]) != Source(""):  # the token may be for publishing
-        raise ConfigError(
-            "`device=`, `dtype=`, `trust_remote_code=`, `gguf_file=` and `revision=` have no effect on a loaded "
-            "model: leave them out"
-        )
-    return model
-
-
-def _path(name: str | Path | None) -> Path | None:
-    return None if name is None else Path(name)
+def _path(what: str, name: str | Path | None) -> Path | None:
+    return None if name is None else path_of(what, name)
 
 
 def _name(model: Model) -> str:

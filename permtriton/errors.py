@@ -8,7 +8,7 @@ import math
 import os
 import re
 import reprlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any
@@ -121,10 +121,16 @@ def near(name: str, known: Iterable[str]) -> str:
     return f": did you mean {', '.join(found)}?" if found else ": permtriton compile --help-all lists all options"
 
 
-def as_flags(message: str) -> str:
-    """Returns a message with the options that it names as they are typed on the command line: ``--samples 64``."""
+def as_flags(message: str, known: Container[str] | None = None) -> str:
+    """Returns a message with the options that it names as they are typed on the command line: ``--samples 64``.
+
+    Args:
+        known: names of the options; other libraries name theirs in the same way. None for all.
+    """
 
     def flag(found: re.Match[str]) -> str:
+        if known is not None and found[1] not in known:
+            return found[0]
         name = found[1].replace("_", "-")
         return {"True": f"--{name}", "False": f"--no-{name}"}.get(found[2]) or f"--{name} {found[2]}".rstrip()
 

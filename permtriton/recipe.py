@@ -4,6 +4,7 @@ Values come from three places, the later ones first: the step's own defaults, th
 demo model has small settings of its own.
 """
 
+import os
 import shlex
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -334,6 +335,8 @@ def read_config_file(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: the file is missing, is not TOML, or holds a table that is no step's.
     """
+    if os.path.exists(path) and not os.path.isfile(path):  # a pipe might never end
+        raise ConfigError(f"config file {path} is no plain file: give a TOML file")
     try:
         with path.open("rb") as file:
             content = file.read(MAX_TOML_BYTES + 1)

@@ -11,7 +11,12 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from .desk import LEARN, Desk, check_refusal
+import permtriton
+from permtriton.cli.main import app
+from permtriton.errors import ModelError, as_flags
+
+from . import zoo
+from .desk import LEARN, RUNNER, Desk, check_refusal
 from .folders import LAST_UP, configure, edit_tensors
 from .sentences import SENTENCE
 
@@ -25,6 +30,39 @@ def test_a_compiled_model_is_not_compiled_again(desk):
 
 
 # -- models --------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_in_memory_that_was_compiled_is_not_compiled_again(desk):
+    (desk.out / "permtriton.json").write_text("{}")
+    LlamaForCausalLM.from_pretrained(desk.model).save_pretrained(desk.out)
+    model = LlamaForCausalLM.from_pretrained(desk.out)
+    with pytest.raises(ModelError, match="has already been compiled by permtriton: pass the original model"):
+        permtriton.compile(model, data=zoo.tiny_ids(4, 16), recipe="mask")
+
+
+@pytest.mark.parametrize("command", ["compile", "compare"])
+def test_a_default_length_follows_the_model(desk, command):
+    """The tiny model has 32 positions, the default is 1024; only a length that was asked for is refused."""
+    more = {"compile": ("--recipe", "mask", "--output", desk.folder / "new"), "compare": ("--methods", "wanda")}[
+        command
+    ]
+    texts = ("--calibration", desk.text, "--eval-data", desk.text, "--samples", 4)
+    options = [str(word) for word in (command, desk.model, *texts, *more)]
+    desk.refuses([*options, "--sequence-length", "1024"], "the model has 32 positions", "--sequence-length 32")
+    done = RUNNER.invoke(app, options)
+    assert done.exit_code == 0, done.stderr
+    assert "sequence length: 32, not 1024: the model has no more positions" in done.stderr
+
+
+@pytest.mark.parametrize("flag", ["--methods", "--patterns", "--values"])
+def test_an_empty_list_is_not_all(desk, flag):
+    desk.refuses(["compare", str(desk.model), flag, "", "--ablate", "layers"], f"{flag} '' has an empty name")
+
+
+def test_options_of_other_libraries_are_no_flags():
+    message = "transformers says `ignore_mismatched_sizes=True`, we say `samples=4`"
+    assert as_flags(message, {"samples"}) == "transformers says `ignore_mismatched_sizes=True`, we say --samples 4"
+    assert as_flags("`overwrite=True`") == "--overwrite"
 
 
 def poison(value: float) -> Callable[[Path], None]:

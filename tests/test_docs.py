@@ -48,6 +48,19 @@ def test_every_package_has_its_line():
         assert path.name == "__init__.py" or path.read_text(encoding="utf-8").startswith('"""'), path
 
 
+PROMISING = ("docs/reliability.md", "docs/formats.md", "docs/fine-tuning.md", "docs/evaluation.md", "SECURITY.md")
+
+
+@pytest.mark.parametrize("page", PROMISING)
+def test_every_promise_names_its_tests(page):
+    rows = (ROOT / page).read_text(encoding="utf-8").partition("\n| promise | test |\n|---|---|\n")[2].splitlines()
+    named = [re.findall(r"`(\w+)`", row.split("|")[2]) for row in rows]
+    sources = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").glob("test_*.py"))
+    assert rows
+    assert all(named)
+    assert [name for names in named for name in names if f"\ndef {name}(" not in sources] == []
+
+
 def test_the_glossary_is_short_and_names_each_word_once():
     glossary = (ROOT / "permtriton" / "README.md").read_text(encoding="utf-8").partition("## Glossary")[2]
     words = re.findall(r"^\| ([\w ]+) \|", glossary, re.MULTILINE)[1:]

@@ -4,8 +4,9 @@ import math
 
 import pytest
 import torch
-from transformers import BertConfig, BertForMaskedLM, BertModel
+from transformers import BertConfig, BertForMaskedLM, BertModel, T5Config, T5ForConditionalGeneration
 
+import permtriton
 from permtriton.data.samples import Samples
 from permtriton.errors import CalibrationError, ConfigError, ModelError
 from permtriton.evaluation import fidelity as library
@@ -93,12 +94,45 @@ def test_a_permuted_stream_is_compared_in_the_dense_order():
     assert fidelity(model, dense, WINDOWS, 2).cosine < 0.5, "the channels did move"
 
 
+@pytest.mark.parametrize(
+    ("order", "error", "words"),
+    [
+        ([0] * zoo.HIDDEN, ConfigError, "hidden_order is .*expected each channel number from 0 to C - 1 once"),
+        ([[0, 1]], ConfigError, "expected each channel number"),
+        ([0.0, 1.0], ConfigError, "expected each channel number"),
+        ("order", ConfigError, "hidden_order is no index"),
+        ([1, 0], ModelError, f"has 2 channels, but the last hidden state of the dense model has {zoo.HIDDEN}"),
+    ],
+    ids=["twice", "matrix", "floats", "text", "short"],
+)
+def test_an_order_of_hidden_states_that_is_none_is_refused(order, error, words):
+    model, dense = zoo.build("llama"), zoo.build("llama")
+    with pytest.raises(error, match=words) as caught:
+        permtriton.evaluate(model, WINDOWS, against=dense, hidden_order=order)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_says_its_own_order():
+    with pytest.raises(ConfigError, match="`hidden_order=` is for a loaded model: a folder's own record says it"):
+        permtriton.evaluate("my-model-2of4", against="my-model", hidden_order=[1, 0])
+
+
+def encoder_decoder() -> T5ForConditionalGeneration:
+    sizes = {"vocab_size": zoo.VOCABULARY, "d_model": zoo.HIDDEN, "d_ff": 64, "num_layers": 1, "num_heads": 4}
+    return T5ForConditionalGeneration(T5Config(**sizes, d_kv=16, decoder_start_token_id=0))
+
+
 def test_models_that_cannot_be_compared_are_refused():
     model = zoo.build("llama")
     for name, other, words in (
         ("vocabulary", zoo.build("llama", vocab_size=91), "vocabulary of 90.*vocabulary of 91.*give the dense model"),
         ("width", zoo.build("llama", hidden_size=32), "hidden size of 64.*hidden size of 32"),
-        ("kind", encoder(hidden_size=64, num_attention_heads=4), "predicts the next token.*does not predict"),
+        (
+            "kind",
+            encoder(hidden_size=64, num_attention_heads=4),
+            "predicts the next token of its.*does not predict",
+        ),
+        ("decoder", encoder_decoder(), "own input.*is an encoder-decoder"),
         ("positions", zoo.build("llama", max_position_embeddings=8), "8 positions, but windows have 12 tokens"),
     ):
         with pytest.raises(ModelError, match=words):

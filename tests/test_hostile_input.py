@@ -3,24 +3,27 @@
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
 import pytest
+import regex
 import torch
 from transformers import BertConfig, BertModel
 
+import permtriton
 from permtriton.checkpoint.export import export
 from permtriton.cli.main import app
-from permtriton.errors import CalibrationError, ModelError, OutputError, reading, shown
+from permtriton.errors import CalibrationError, ModelError, OutputError, PermTritonError, reading, shown
 from permtriton.model.load import load_empty_model, load_model, load_original
 from permtriton.model.sizes import check_numbers
 from permtriton.model.source import Source
 
 from . import folders
-from .desk import RUNNER
+from .desk import RUNNER, check_refusal
 from .folders import configure, edit_json
 from .hostile import limited, set_trap
 
@@ -408,3 +411,116 @@ def test_files_of_options(desk, content, words):
 
 def test_a_file_without_end_is_no_file_of_options(desk):
     desk.refuses(desk.compile("--config", "/dev/zero"), "/dev/zero", "more than 1000000 bytes")
+
+
+# -- seen once -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pattern", [{"String": "x"}, {"Regex": "."}], ids=["string", "regex"])
+def test_a_tokenizer_that_makes_texts_longer_and_longer_is_refused(tmp_path, pattern):
+    """Nine steps, each of which makes ten characters of one, would take a gigabyte for each character."""
+    trap = set_trap(tmp_path / "trap")
+    steps = [{"type": "Replace", "pattern": pattern, "content": "x" * 10} for _ in range(9)]
+    nested = {"type": "Sequence", "normalizers": [{"type": "Sequence", "normalizers": steps}]}
+    folder = trap.damaged(
+        lambda model: edit_json(model / "tokenizer.json", lambda found: found.update(normalizer=nested))
+    )
+    with pytest.raises(ModelError, match=r"tokenizer.json: its normalizers make text 1e\+04 times as long"):
+        load_original(Source(str(folder), device="cpu"))
+
+
+def test_a_tokenizer_that_replaces_different_characters_is_none_of_these(tmp_path):
+    trap = set_trap(tmp_path / "trap")
+    steps = [{"type": "Replace", "pattern": {"String": each}, "content": "<and so on>"} for each in "&%$#@"]
+    normalizer = {"type": "Sequence", "normalizers": steps}
+    folder = trap.damaged(
+        lambda model: edit_json(model / "tokenizer.json", lambda found: found.update(normalizer=normalizer))
+    )
+    assert load_original(Source(str(folder), device="cpu"))[1] is not None
+
+
+@pytest.mark.parametrize("option", ["targets", "ignore", "pattern"])
+def test_an_expression_that_took_exponential_time_is_refused(desk, option):
+    value = r"re:(\w+\.?)+!" + "=4:8" * (option == "pattern")
+    started = time.process_time()
+    desk.refuses(["inspect", str(desk.model), f"--{option}", value], f"--{option}", "names no linear")
+    assert time.process_time() - started < 20
+
+
+def test_an_expression_that_takes_too_long_is_refused(desk, monkeypatch):
+    def match(*_arguments: object, **_options: object) -> None:
+        raise TimeoutError
+
+    monkeypatch.setattr(regex, "match", match)
+    desk.refuses(["inspect", str(desk.model), "--ignore", "re:x"], "--ignore re:x takes more than 1 s on the name")
+
+
+def test_a_pipe_is_no_file_of_options(desk):
+    os.mkfifo(desk.folder / "options.toml")
+    done = RUNNER.invoke(app, desk.compile("--config", desk.folder / "options.toml"))
+    check_refusal(done.exit_code, done.stderr, ("options.toml is no plain file: give a TOML file",))
+
+
+def test_links_out_of_a_folder_are_not_exported(tmp_path):
+    """Whoever publishes an export would publish what they lead to."""
+    secret = tmp_path / "secret"
+    secret.write_text("mine")
+    folder = folders.save(folders.model_of("llama"), tmp_path / "model")
+    (folder / "notes.txt").symlink_to(secret)
+    (folder / "inside.txt").symlink_to(folder / "tokenizer.json")
+    said: list[str] = []
+    permtriton.export(folder, tmp_path / "packed", progress=lambda event: said.append(event.text))
+    assert (tmp_path / "packed" / "inside.txt").read_text() == "{}"
+    assert not (tmp_path / "packed" / "notes.txt").exists()
+    assert [text for text in said if "notes.txt, a link out of the folder" in text]
+
+
+def test_the_links_of_the_cache_of_the_hub_are_exported(tmp_path):
+    """It keeps all files in a folder of blobs, and links to them."""
+    blobs, snapshot = tmp_path / "models--me--tiny" / "blobs", tmp_path / "models--me--tiny" / "snapshots" / "0"
+    folders.save(folders.model_of("llama"), snapshot)
+    blobs.mkdir()
+    for path in snapshot.iterdir():
+        path.rename(blobs / path.name)
+        path.symlink_to(blobs / path.name)
+    permtriton.export(snapshot, tmp_path / "packed")
+    assert (tmp_path / "packed" / "tokenizer.json").read_text() == "{}"
+
+
+def given(odd: object) -> object:
+    """Returns what is not left out, where None would leave it out."""
+    return 1 if odd is None else odd
+
+
+ODD = (None, 1, 1.5, b"x", [], {}, object(), [None], "\0", Path("\0"), torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        permtriton.export,
+        permtriton.report,
+        permtriton.inspect,
+        permtriton.compile,
+        permtriton.keep_pattern,
+        permtriton.evaluate,
+        lambda odd: permtriton.report("x", given(odd)),
+        lambda odd: permtriton.report("x", comparison=given(odd)),
+        lambda odd: permtriton.export("x", given(odd)),
+        lambda odd: permtriton.evaluate("demo", "demo", against=given(odd)),
+        lambda odd: permtriton.dry_run("demo", device=odd),
+        lambda odd: permtriton.dry_run("demo", dtype=odd),
+        lambda odd: permtriton.dry_run("demo", revision=given(odd)),
+        lambda odd: permtriton.dry_run("demo", trust_remote_code=given(odd)),
+        lambda odd: permtriton.dry_run("demo", tokenizer=given(odd)),
+        lambda odd: permtriton.dry_run("demo", output=given(odd)),
+        lambda odd: permtriton.dry_run("demo", config=given(odd)),
+    ],
+)
+def test_arguments_of_a_wrong_type_are_our_error(tmp_path, monkeypatch, call):
+    monkeypatch.chdir(tmp_path)
+    for odd in ODD:
+        with pytest.raises(PermTritonError) as caught:
+            call(odd)
+        assert "\n" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == []

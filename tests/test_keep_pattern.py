@@ -91,6 +91,84 @@ def test_zeros_stay_whatever_the_optimizer(name):
     assert not torch.equal(model.get_parameter(UP), start)
 
 
+def loss_of(model: nn.Module, step: int = 0) -> torch.Tensor:
+    return model(input_ids=zoo.tiny_ids(2, 8, seed=step)).logits.logsumexp(-1).square().mean()
+
+
+def test_an_optimizer_per_weight_may_step_inside_the_backward_pass():
+    """Its step must not write to weights that the rest of the pass still needs."""
+    model = pruned_llama()
+    before, kept = zeros_of(model), permtriton.keep_pattern(model)
+    optimizers = {each: torch.optim.AdamW([each], 1e-2, weight_decay=0.1) for each in model.parameters()}
+
+    def step(parameter: torch.Tensor) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for each in optimizers:
+        each.register_post_accumulate_grad_hook(step)
+    for number in range(2):
+        loss_of(model, number).backward()
+    check_kept(model, before, list(kept.patterns))
+
+
+def test_another_model_may_step_between_forward_and_backward():
+    model, other = pruned_llama(), zoo.tiny_llama()
+    before, kept, optimizers = zeros_of(model), permtriton.keep_pattern(model), [adamw(model), adamw(other)]
+    loss, others = loss_of(model), loss_of(other)
+    others.backward()
+    optimizers[1].step()
+    loss.backward()
+    optimizers[0].step()
+    check_kept(model, before, list(kept.patterns))
+
+
+def test_two_optimizers_take_turns_on_one_model():
+    model = pruned_llama()
+    before, kept = zeros_of(model), permtriton.keep_pattern(model)
+    halves = [[each for name, each in model.named_parameters() if ("mlp" in name) == half] for half in (True, False)]
+    for optimizer in [torch.optim.AdamW(half, 1e-2, weight_decay=0.1) for half in halves] * 2:
+        loss_of(model).backward()
+        optimizer.step()
+    check_kept(model, before, list(kept.patterns))
+
+
+def test_a_weight_that_was_frozen_while_it_had_a_gradient_is_kept():
+    """The optimizer still moves it, by its momentum."""
+    model = pruned_llama()
+    before, kept, optimizer = zeros_of(model), permtriton.keep_pattern(model), adamw(model)
+    loss_of(model).backward()
+    optimizer.step()
+    model.requires_grad_(False)
+    start = model.get_parameter(UP).clone()
+    optimizer.step()
+    assert not torch.equal(model.get_parameter(UP), start)
+    check_kept(model, before, list(kept.patterns))
+
+
+def test_an_optimizer_of_views_of_the_weights_is_one_of_the_weights():
+    model = pruned_llama()
+    before, kept = zeros_of(model), permtriton.keep_pattern(model)
+    views = [nn.Parameter(each.data.view(-1)) for each in model.parameters()]
+    loss_of(model).backward()
+    for view, each in zip(views, model.parameters(), strict=True):
+        view.grad = each.grad.view(-1)
+    torch.optim.AdamW(views, 1e-2).step()
+    check_kept(model, before, list(kept.patterns))
+
+
+def test_a_copy_is_another_model():
+    """The page says so: a copy is kept by a call of its own, and the first one does not touch it."""
+    model = pruned_llama()
+    before, kept = zeros_of(model), permtriton.keep_pattern(model)
+    unkept, copied = copy.deepcopy(model), copy.deepcopy(model)
+    permtriton.keep_pattern(copied)
+    for each in (unkept, copied):
+        train(each, adamw(each), 1)
+    check_kept(copied, before, list(kept.patterns))
+    assert unkept.get_parameter(UP)[before[UP]].count_nonzero() > 0
+
+
 def test_zeros_stay_where_the_optimizer_has_the_state_of_other_training():
     model = pruned_llama()
     other = copy.deepcopy(model)

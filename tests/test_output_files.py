@@ -1,6 +1,5 @@
 """Output files: what a command must not replace, or cannot write, is refused before any work."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -16,6 +15,8 @@ from permtriton.util.output_files import check_file
 from .desk import RUNNER, Desk
 
 COMPARED = ["method", "perplexity", "cosine", "seconds", "peak MiB"]
+COMMANDS = ("evaluate", "compare", "report", "inspect", "compile", "dry run", "export")
+SUFFIXES = {"report": ".html", "inspect": ".dot", "evaluate": ".md", "compare": ".csv"}
 KINDS = {
     "evaluate": (evaluate.RESULT, evaluate.HEADERS, {"against": 1, "protocol": 1, "tokens_per_second": 1, "model": 1}),
     "compare": (compare.RESULT, COMPARED, {"measure": 1, "patterns": 1, "rows": 1, "versions": 1, "model": 1}),
@@ -60,12 +61,70 @@ def test_a_file_of_someone_else_is_not_replaced(desk, no_work, monkeypatch, comm
     desk.refuses(commands(desk, file)[command], f"{name} exists", "--overwrite")
 
 
-def test_a_tokenizer_survives_its_evaluation(desk):
+@pytest.mark.parametrize("more", [(), ("--overwrite",)], ids=["", "overwrite"])
+@pytest.mark.parametrize(
+    ("command", "file", "more_read"),
+    [
+        ("evaluate", "model/tokenizer.json", ()),
+        ("evaluate", "model/inner/notes.md", ()),
+        ("evaluate", "link/tokenizer.json", ()),
+        ("evaluate", "tasks/questions.json", ("--tasks-dir", "tasks")),
+        ("evaluate", "other/config.json", ("--against", "other")),
+        ("compare", "model/tokenizer.json", ()),
+        ("compare", "text.md", ("--calibration", "text.md")),
+        ("report", "model/permtriton.json", ()),
+        ("report", "compared.json", ("--comparison", "compared.json")),
+        ("inspect", "model/drawing.dot", ()),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_read_is_not_replaced(desk, no_work, monkeypatch, command, file, more_read, more):
+    """By any name of it, whoever asks for it."""
+    monkeypatch.chdir(desk.folder)
     model = Path(shutil.copytree(desk.model, desk.folder / "model"))
-    arguments = ["evaluate", str(model), "--eval-data", str(desk.text), "--output", str(model / "tokenizer.json")]
-    desk.refuses(arguments, "tokenizer.json exists", "--overwrite")
-    assert RUNNER.invoke(app, [*arguments, "--overwrite"]).exit_code == 0
-    assert "perplexity" in json.loads((model / "tokenizer.json").read_text())
+    (desk.folder / "link").symlink_to(model)
+    (model / "inner").mkdir()
+    for name in ("tasks", "other"):
+        (desk.folder / name).mkdir()
+    (desk.folder / file).write_text("{}")
+    asked = {
+        "evaluate": ["evaluate", "model", "--output"], "compare": ["compare", "model", "--output"],
+        "report": ["report", "model", "--output"], "inspect": ["inspect", "model", "--dot"],
+    }  # fmt: skip
+    desk.refuses([*asked[command], file, *more_read, *more], "which this command reads")
+
+
+def test_a_result_in_the_folder_of_its_model_is_replaced(desk):
+    model = Path(shutil.copytree(desk.model, desk.folder / "model"))
+    arguments = ["evaluate", str(model), "--eval-data", str(desk.text), "--output", str(model / "result.json")]
+    for _ in range(2):
+        assert RUNNER.invoke(app, arguments).exit_code == 0
+        (model / "result.json").write_text((model / "result.json").read_text())
+    page = desk.out / "page.html"
+    page.write_text("an earlier page")
+    check_file(page, overwrite=True, reads=[desk.out])
+
+
+@pytest.mark.parametrize("read", ["--calibration", "--eval-data", "--config"])
+def test_an_output_that_holds_what_is_read_is_refused(desk, no_work, read):
+    """It would go with the earlier output that `--overwrite` replaces."""
+    text = desk.write("out/read.txt", desk.text.read_text() if read != "--config" else "samples = 4")
+    desk.refuses(desk.compile(read, text), "holds", "read.txt, which is read: choose another folder")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_link_that_leads_in_a_circle_is_no_output(desk, no_work, command):
+    link = desk.folder / f"circle{SUFFIXES.get(command, '')}"
+    link.symlink_to(link)
+    desk.refuses(every_output(desk, str(link))[command], "is a link that leads in a circle: choose another name")
+
+
+@pytest.mark.parametrize("command", ["compile", "dry run", "export", "report", "evaluate", "inspect"])
+def test_a_link_that_leads_in_a_circle_is_no_model(desk, command):
+    link = desk.folder / "circle"
+    link.symlink_to(link)
+    given = {"dry run": ["compile", link, "--dry-run"]}.get(command, [command, link])
+    desk.refuses([str(word) for word in given], "circle")
 
 
 @pytest.mark.slow
@@ -122,9 +181,6 @@ def every_output(desk: Desk, output: str) -> dict[str, list[str]]:
     return {**commands(desk, output), **folders}
 
 
-COMMANDS = ("evaluate", "compare", "report", "inspect", "compile", "dry run", "export")
-
-
 @pytest.mark.parametrize("command", COMMANDS)
 def test_no_name_is_not_the_default(desk, no_work, command):
     desk.refuses(every_output(desk, "")[command], "the name of an output is empty")
@@ -137,8 +193,7 @@ def test_no_name_is_not_the_default(desk, no_work, command):
 )
 def test_names_that_cannot_be_written(desk, no_work, monkeypatch, command, name, words):
     monkeypatch.setattr(shutil, "which", lambda program: program)
-    suffix = {"report": ".html", "inspect": ".dot", "evaluate": ".md", "compare": ".csv"}.get(command, "")
-    desk.refuses(every_output(desk, str(desk.folder / (name + suffix)))[command], words)
+    desk.refuses(every_output(desk, str(desk.folder / (name + SUFFIXES.get(command, ""))))[command], words)
 
 
 def test_a_folder_above_the_output_counts_too(desk, no_work, monkeypatch):

@@ -17,7 +17,7 @@ import permtriton
 from permtriton.checkpoint import save as saving
 from permtriton.checkpoint.output import check_output
 from permtriton.driver.pipeline import compile_model
-from permtriton.errors import OutputError, VerificationError
+from permtriton.errors import ConfigError, ModelError, OutputError, VerificationError
 from permtriton.util.sparsity import NMPattern, PrunedWeight
 
 from . import folders, zoo
@@ -339,3 +339,65 @@ def test_stacked_experts_are_one_parameter(place):
     assert set(stacked) <= set(load_file(output / "model.safetensors"))
     reloaded = AutoModelForCausalLM.from_pretrained(output)
     assert all(torch.equal(model.state_dict()[k], v) for k, v in reloaded.state_dict().items())
+
+
+# -- rehearsed before any work -------------------------------------------------------------------------------------
+
+
+def shared(model):
+    model.model.layers[0].mlp.up_proj.weight = model.model.layers[1].mlp.up_proj.weight
+    return model
+
+
+def sharing_values(model):
+    first, second = (layer.mlp.up_proj for layer in model.model.layers)
+    first.weight = torch.nn.Parameter(second.weight.data)
+    return model
+
+
+def divided(model):
+    model.config.distributed_config = {"tp": 4}
+    return model
+
+
+def complex_norm(model):
+    model.model.norm.weight = torch.nn.Parameter(model.model.norm.weight.to(torch.complex64))
+    return model
+
+
+UNSAVABLE = {
+    "shared": (shared, {}, ModelError, "does not declare, cannot be saved .give each a copy."),
+    "values": (sharing_values, {}, ModelError, "does not declare, cannot be saved .give each a copy."),
+    "config": (divided, {}, ModelError, "with this config.json, it cannot be saved again"),
+    "tokenizer": (lambda model: model, {"tokenizer": "x"}, ConfigError, "tokenizer is a str: expected a tokenizer"),
+    "complex": (complex_norm, {}, ModelError, "model.norm.weight is torch.complex64, expected floating-point"),
+    "meta": (lambda model: model.to("meta"), {}, ModelError, r"has no values \(it is on the meta device\)"),
+}
+
+
+@pytest.mark.parametrize("name", UNSAVABLE)
+def test_what_could_not_be_saved_is_refused_before_any_work(place, name):
+    make, options, error, words = UNSAVABLE[name]
+    model, events = make(zoo.tiny_llama()), []
+    with pytest.raises(error, match=words) as caught:
+        permtriton.compile(
+            model, data=zoo.tiny_ids(4, 16), recipe="mask", output=place / "out", progress=events.append, **options
+        )
+    assert "\n" not in str(caught.value)
+    assert list(place.iterdir()) == []
+    assert [event for event in events if event.stage] == []
+
+
+def test_a_config_that_cannot_be_saved_again_is_refused_before_any_work(place):
+    zoo.tiny_llama().save_pretrained(place / "model")
+    folders.edit_json(place / "model" / "config.json", lambda config: config.update(distributed_config={"tp": 4}))
+    with pytest.raises(ModelError, match=r"with this config\.json, it cannot be saved again"):
+        permtriton.compile(place / "model", data=zoo.tiny_ids(4, 16), recipe="mask")
+
+
+def test_what_transformers_cannot_save_later_is_our_error_too(place):
+    """Without an output, nothing is rehearsed: it may never be saved."""
+    compiled = permtriton.compile(shared(zoo.tiny_llama()), data=zoo.tiny_ids(4, 16), recipe="mask")
+    with pytest.raises(ModelError, match="transformers cannot save this LlamaForCausalLM"):
+        compiled.save_pretrained(place / "out")
+    assert list(place.iterdir()) == []

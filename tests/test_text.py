@@ -12,13 +12,13 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from permtriton.config import CalibrationConfig
 from permtriton.data.samples import Samples
-from permtriton.data.text import HUB_DATASETS, calibration_ids, evaluation_ids
+from permtriton.data.text import HUB_DATASETS, calibration_ids, check_samples, evaluation_ids, fitted
 from permtriton.driver.planning import find_plan
 from permtriton.errors import CalibrationError, ConfigError
 from permtriton.methods.measure.statistics import channel_norms, hessians
 from permtriton.passes.plan import linear_module
 from permtriton.running.layer_inputs import from_model
-from permtriton.util.progress import NoProgress
+from permtriton.util.progress import EventProgress, NoProgress
 from permtriton.util.sparsity import NMPattern
 
 from . import zoo
@@ -389,3 +389,44 @@ def test_activations_that_are_not_finite_name_the_site(model, plan, ids, value):
                 statistics()
     finally:
         weight.data.copy_(before)
+
+
+def test_the_mark_before_a_text_is_no_token(tmp_path, tokenizer):
+    """Some editors put a byte order mark before UTF-8."""
+    for name, content in (("a.txt", SENTENCE * 8), ("a.jsonl", json.dumps({"text": SENTENCE * 8}))):
+        found = []
+        for mark in ("", "\ufeff"):
+            (tmp_path / name).write_text(mark + content, encoding="utf-8")
+            found.append(evaluation_ids(str(tmp_path / name), tokenizer, len(tokenizer), 8))
+        assert torch.equal(*found)
+
+
+def test_ids_in_quotes_are_no_text(tmp_path, tokenizer):
+    (tmp_path / "a.jsonl").write_text('{"input_ids": "12"}\n')
+    with pytest.raises(CalibrationError, match=r'line 1 needs "text" \(a string\) or "input_ids" \(integers\)'):
+        evaluation_ids(str(tmp_path / "a.jsonl"), tokenizer, len(tokenizer), 8)
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": SENTENCE}))
+    assert evaluation_ids(str(tmp_path / "a.jsonl"), tokenizer, len(tokenizer), 8).numel()
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.uint16, torch.int32, torch.uint64], ids=str)
+def test_ids_of_any_integer_type_are_the_same_samples(model, dtype):
+    ids = torch.arange(32).view(4, 8)
+    found = check_samples(model, ids.to(dtype))
+    assert found.ids.dtype == torch.int64
+    assert torch.equal(found.ids, ids)
+    with pytest.raises(CalibrationError, match="expected integers"):
+        check_samples(model, (ids == 3))
+    with pytest.raises(CalibrationError, match="with values from 0 to"):
+        check_samples(model, torch.full((4, 8), 2**64 - 1, dtype=torch.uint64))
+
+
+def test_a_default_length_follows_the_model_and_one_that_was_asked_for_does_not(model):
+    said = []
+    default = fitted(CalibrationConfig(), {}, model, EventProgress(lambda event: said.append(event.text)))
+    assert default.sequence_length == 64
+    assert said == ["sequence length: 64, not 1024: the model has no more positions"]
+    asked = CalibrationConfig(sequence_length=100)
+    assert fitted(asked, {"sequence_length": 100}, model, NoProgress()) is asked
+    short = CalibrationConfig(sequence_length=32)
+    assert fitted(short, {}, model, NoProgress()) is short

@@ -21,6 +21,7 @@ from permtriton.errors import ConfigError, ModelError, shown
 from permtriton.model.checks import check_weight
 from permtriton.model.headers import CONFIG_FILE, INDEX_FILE, REPORT_FILE
 from permtriton.util.extras import require
+from permtriton.util.output_files import real_path
 from permtriton.util.progress import NoProgress, Progress
 
 WAYS: dict[Format, type[Storing]] = {
@@ -86,7 +87,7 @@ def export(
             result["seconds"] = round(time.perf_counter() - started, 3)
             section = {key: value for key, value in result.items() if key != "files"}
             new_report: dict[str, Any] = {**source.record, "files": result["files"], "export": section}
-            new_report["card"] = write_card(partial, new_report, result["loads_with"], output.resolve().name)
+            new_report["card"] = write_card(partial, new_report, result["loads_with"], real_path(output).name)
             (partial / REPORT_FILE).write_text(to_json(new_report) + "\n", encoding="utf-8")
     return result
 
@@ -135,7 +136,7 @@ def _write(storing: Storing, partial: Path, format: Format, shard_bytes: int, pr
     if quantization := storing.quantization_config({name: entry["sha256"] for name, entry in files.items()}):
         config["quantization_config"] = quantization
     (partial / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    _copy_others(source.path, partial)
+    _copy_others(source.path, partial, progress)
     share_mode(partial)
     return {
         "format": str(format),
@@ -149,15 +150,19 @@ def _write(storing: Storing, partial: Path, format: Format, shard_bytes: int, pr
     }
 
 
-def _copy_others(folder: Path, partial: Path) -> None:
+def _copy_others(folder: Path, partial: Path, progress: Progress) -> None:
     """Copies the tokenizer, the generation config and all other files that export does not write itself.
 
-    Links to folders are not followed: they may lead anywhere, and round in a circle.
+    Links to folders are not followed, nor are links out of the folder: they may lead anywhere, and what they lead to
+    might be published. The hub's cache holds nothing but links, into a folder of its own.
     """
+    inside = [real_path(folder), *([real_path(folder.parent.parent / "blobs")] * (folder.parent.name == "snapshots"))]
     for place, _, names in os.walk(folder):
         for path in (Path(place, name) for name in names):
             ours = path.suffix == ".safetensors" or path.name in (CONFIG_FILE, INDEX_FILE, REPORT_FILE)
-            if path.is_file() and not (ours and path.parent == folder):
+            if path.is_symlink() and not any(real_path(path).is_relative_to(each) for each in inside):
+                progress.say(f"left out {path}, a link out of the folder")
+            elif path.is_file() and not (ours and path.parent == folder):
                 copy = partial / path.relative_to(folder)
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(path, copy)

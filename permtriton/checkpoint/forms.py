@@ -76,9 +76,16 @@ def _corner(found: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _hidden_states(found: dict[str, Any]) -> dict[str, Any]:
-    if found["permuted"] != ("index" in found):
-        raise ValueError("an index if, and only if, they are permuted")
+def _permuted(value: Any) -> Any:
+    if not isinstance(value, bool) and value != "unknown":
+        raise ValueError('true, false or "unknown"')
+    return value
+
+
+def _order(found: dict[str, Any]) -> dict[str, Any]:
+    unknown = found["permuted"] == "unknown"
+    if (found["permuted"] is True) != ("index" in found) or unknown != ("last" in found):
+        raise ValueError('an index if, and only if, they are permuted, and "last" if that is unknown')
     return found
 
 
@@ -138,12 +145,22 @@ class Rows(TypedDict):
     index: Index
 
 
-class HiddenStates(TypedDict):
-    """The order of the channels of hidden states; without ``index``, that of the dense model."""
+class Order(TypedDict):
+    """The order of the channels of the last hidden state; without ``index``, that of the dense model."""
 
     permuted: bool
     index: NotRequired[Index]
     undo: NotRequired[Index]
+
+
+class HiddenStates(TypedDict):
+    """The order of the channels of all hidden states, or only of the last one where it is not that of all."""
+
+    permuted: Annotated[Any, AfterValidator(_permuted)]
+    index: NotRequired[Index]
+    undo: NotRequired[Index]
+    why: NotRequired[str]
+    last: NotRequired[Annotated[Order, AfterValidator(_order)]]
 
 
 class Retained(TypedDict):
@@ -293,7 +310,7 @@ class Record(TypedDict):
     permutations: list[Permutation]
     skipped: dict[str, str]
     barriers: list[str]
-    hidden_states: Annotated[HiddenStates, AfterValidator(_hidden_states)]
+    hidden_states: Annotated[HiddenStates, AfterValidator(_order)]
     steps: list[Step]
     retained_importance: dict[str, Retained]
     corners: dict[str, Annotated[Corner, AfterValidator(_corner)]]

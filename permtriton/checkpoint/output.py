@@ -19,7 +19,7 @@ from filelock import FileLock, Timeout
 from permtriton.errors import OutputError
 from permtriton.model.headers import REPORT_FILE
 from permtriton.util.durable import RANDOM_END, sync, sync_names
-from permtriton.util.output_files import check_name, check_parent, disk_error
+from permtriton.util.output_files import check_name, check_parent, disk_error, real_path
 
 Say = Callable[[str], None]
 
@@ -28,7 +28,7 @@ LEFTOVER_FOLDER, LEFTOVER_STATE = r"\.{}\.(partial|old|dense)-\d+", r"\.{}\.\w+\
 
 def resume_path(output: Path) -> Path:
     """Returns the ``resume_path`` of an output for `permtriton.compile`; its lock covers those states, too."""
-    return _beside(output.resolve(), "safetensors")
+    return _beside(real_path(output), "safetensors")
 
 
 def _beside(path: Path, end: str) -> Path:
@@ -42,7 +42,7 @@ def check_output(output: Path, *, overwrite: bool) -> None:
         OutputError: as `check_name` and `check_parent`; or the folder is a mount point; or it exists, is not empty, and
             ``overwrite`` is off, or permtriton did not write it.
     """
-    path = output.resolve()
+    path = real_path(output)
     check_name(path)
     # os.path.ismount misses folders that are bound to others
     if os.path.ismount(path) or str(path) in (each.mountpoint for each in psutil.disk_partitions(all=True)):
@@ -64,7 +64,7 @@ def check_apart(output: Path, source: Path) -> None:
     Raises:
         OutputError: one is the other, or stands in it.
     """
-    inner, outer = source.resolve(), output.resolve()
+    inner, outer = real_path(source), real_path(output)
     if inner.is_relative_to(outer) or outer.is_relative_to(inner):
         raise OutputError(
             f"output {output} is, contains or is in {inner}, which is read: choose another folder with `output=`"
@@ -83,7 +83,7 @@ def claimed(output: Path, *, overwrite: bool, say: Say = lambda text: None) -> I
     Raises:
         OutputError: as `check_output`; or another process has claimed the output, or the disk reports an error.
     """
-    path = output.resolve()
+    path = real_path(output)
     check_name(path)
     check_parent(output)
     with locked(path, say) as alone:
@@ -162,7 +162,7 @@ def replacing_folder(output: Path, *, overwrite: bool, say: Say = lambda text: N
     Raises:
         OutputError: as `claimed`.
     """
-    path = output.resolve()
+    path = real_path(output)
     with claimed(path, overwrite=overwrite, say=say), _clear_errors(path):
         partial = _beside(path, f"partial-{os.getpid()}")
         partial.mkdir()  # what another process made without locks is not removed below
@@ -181,7 +181,7 @@ def working_folder(output: Path) -> Iterator[Path]:
     Raises:
         OutputError: it cannot be made.
     """
-    path = output.resolve()
+    path = real_path(output)
     folder = _beside(path, f"dense-{os.getpid()}")
     with _clear_errors(path):
         folder.mkdir()

@@ -11,8 +11,6 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from permtriton.checkpoint.forms import Record
-from permtriton.errors import ModelError
-from permtriton.model.headers import REPORT_FILE
 from permtriton.passes.edits import moves_of
 from permtriton.passes.plan import ChannelSpace, Placement, Plan, Site, linear_module
 from permtriton.util.permutation import inverse, moved
@@ -94,34 +92,35 @@ def permutation_report(plan: Plan, space: ChannelSpace, element: int = 2) -> dic
     }
 
 
-def hidden_states_report(order: Tensor | None) -> dict[str, Any]:
+def hidden_states_report(order: Tensor | None, unordered: Sequence[str]) -> dict[str, Any]:
     """Returns the order of the channels of hidden states (``output_hidden_states``) and of ``inputs_embeds``.
 
     Args:
-        order: index from the dense model's channels to the compiled model's, int64 ``[C]``; None if they keep their
-            order.
+        order: index from the dense model's channels of the last hidden state to the compiled model's, int64 ``[C]``;
+            None if they keep their order.
+        unordered: names of the outputs with hidden states whose channels are in another order.
 
     Returns:
         ``permuted``; and if it is true, ``index``, with ``compiled[..., j] = dense[..., index[j]]``, and its inverse
-        ``undo``, with ``dense = compiled[..., undo]``.
+        ``undo``, with ``dense = compiled[..., undo]``. Where one order does not hold for all, ``permuted`` is
+        "unknown", ``why`` says for which not, and ``last`` holds the same entries for the last hidden state alone.
     """
     if order is None or moved(order) == 0:
-        return {"permuted": False}
-    return {"permuted": True, "index": order.tolist(), "undo": inverse(order).tolist()}
+        found: dict[str, Any] = {"permuted": False}
+    else:
+        found = {"permuted": True, "index": order.tolist(), "undo": inverse(order).tolist()}
+    if not unordered:
+        return found
+    why = f"{', '.join(unordered)}: other channels moved than in the last hidden state"
+    return {"permuted": "unknown", "why": why, "last": found}
 
 
-def hidden_order_of(record: Record, channels: int) -> Tensor | None:
-    """Returns the order that `hidden_states_report` wrote, int64 ``[channels]``; None if they keep their order.
-
-    Raises:
-        ModelError: it is not one of so many channels.
+def hidden_order_of(record: Record) -> Tensor | None:
+    """Returns the order of the last hidden state that `hidden_states_report` wrote, int64 ``[C]``; None if it did not
+    move.
     """
-    index = record["hidden_states"].get("index")
-    if index is not None and len(index) != channels:
-        raise ModelError(
-            f"{REPORT_FILE}: hidden_states orders {len(index)} channels, but the model has {channels}: compile the "
-            "model again"
-        )
+    found = record["hidden_states"]
+    index = found.get("last", found).get("index")
     return None if index is None else torch.tensor(index)
 
 

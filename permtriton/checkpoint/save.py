@@ -2,7 +2,8 @@
 
 import shutil
 import time
-from collections.abc import Mapping, Set
+from collections.abc import Iterator, Mapping, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ from permtriton.checkpoint.shards import describe_files, read_tensors
 from permtriton.config import CommonConfig
 from permtriton.data.media import Processor
 from permtriton.data.samples import Samples
-from permtriton.errors import ModelError, VerificationError, first_line
+from permtriton.errors import ModelError, PermTritonError, VerificationError, first_line
 from permtriton.model.checks import check_finite_tensor, check_same_outputs, check_weight, model_outputs
 from permtriton.model.expert_linears import input_dim
 from permtriton.model.experts import stacked_name
@@ -30,6 +31,7 @@ from permtriton.passes.plan import Plan
 from permtriton.running.micro_batch import is_out_of_memory
 from permtriton.running.offload import Offload
 from permtriton.util.machine import available_memory, peak_memory, release_memory
+from permtriton.util.output_files import disk_error, real_path
 from permtriton.util.sparsity import NMPattern, PrunedWeight
 
 SHARD_SIZE = "5GB"
@@ -74,9 +76,10 @@ def save_checkpoint(compiled: Pruned, output: Path, *, overwrite: bool) -> Path:
     names = stored_names(compiled.model, pruned, original=not permuted)
     with replacing_folder(output, overwrite=overwrite) as partial:
         started = time.perf_counter()
-        compiled.model.save_pretrained(partial, max_shard_size=SHARD_SIZE, save_original_format=names.original)
-        if compiled.tokenizer is not None:
-            compiled.tokenizer.save_pretrained(partial)
+        with _transformers(compiled.model):
+            compiled.model.save_pretrained(partial, max_shard_size=SHARD_SIZE, save_original_format=names.original)
+            if compiled.tokenizer is not None:
+                compiled.tokenizer.save_pretrained(partial)
         share_mode(partial)
         saved = time.perf_counter()
         compiled.report["verification"] = verify_checkpoint(compiled, partial, pruned, names)
@@ -85,8 +88,8 @@ def save_checkpoint(compiled: Pruned, output: Path, *, overwrite: bool) -> Path:
         seconds = {"save": round(saved - started, 3), "verify": round(time.perf_counter() - saved, 3)}
         compiled.report["seconds"].update(seconds)
         compiled.report["memory"]["peak"] = peak_memory(compiled.model.device)
-        _describe(partial, compiled.report, output.resolve().name, permuted)
-    return output.resolve()
+        _describe(partial, compiled.report, real_path(output).name, permuted)
+    return real_path(output)
 
 
 def save_trained(
@@ -117,9 +120,10 @@ def save_trained(
     names = stored_names(model, pruned, original=not permuted)
     with replacing_folder(output, overwrite=overwrite) as partial:
         original = names.original
-        model.save_pretrained(partial, max_shard_size=SHARD_SIZE, save_original_format=original, state_dict=state)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(partial)
+        with _transformers(model):
+            model.save_pretrained(partial, max_shard_size=SHARD_SIZE, save_original_format=original, state_dict=state)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(partial)
         share_mode(partial)
         checked = _verify_tensors(model, partial, pruned, names, permuted, state)
         report = {
@@ -131,8 +135,19 @@ def save_trained(
             **_pruned_report(names, pruned, sparsity),
             "files": describe_files(sorted(partial.glob("*.safetensors"))),
         }
-        _describe(partial, report, output.resolve().name, permuted)
-    return output.resolve()
+        _describe(partial, report, real_path(output).name, permuted)
+    return real_path(output)
+
+
+@contextmanager
+def _transformers(model: Any) -> Iterator[None]:
+    """Turns what transformers raises while it saves into our own error; a full disk or memory has one already."""
+    try:
+        yield
+    except Exception as error:  # it raises many kinds
+        if isinstance(error, PermTritonError) or disk_error(error) or is_out_of_memory(error):
+            raise
+        raise ModelError(f"transformers cannot save this {type(model).__name__}: {first_line(error)}") from error
 
 
 def _describe(folder: Path, report: dict[str, Any], name: str, permuted: bool) -> None:

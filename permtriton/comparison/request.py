@@ -2,9 +2,11 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+from transformers import PreTrainedModel
 
 from permtriton.checkpoint.output import locked
 from permtriton.comparison.methods import Row, ablation_rows, check_effect, method_rows
@@ -12,16 +14,18 @@ from permtriton.comparison.results import ResultFile, RowResult
 from permtriton.comparison.run import Yardstick, compare
 from permtriton.comparison.summary import columns, report_of
 from permtriton.comparison.tables import Result, check_table, write_table
+from permtriton.config import CalibrationConfig
 from permtriton.data.held_out import held_out_windows
-from permtriton.data.in_memory import Data
+from permtriton.data.in_memory import Data, is_named
 from permtriton.data.samples import Samples
+from permtriton.data.text import fitted
 from permtriton.errors import CalibrationError, ConfigError, OutputError
 from permtriton.evaluation.task_request import TaskRequest
 from permtriton.model import load
 from permtriton.model.seq2seq import with_decoder_ids
 from permtriton.model.source import Source
 from permtriton.recipe import config_from, given_by, resolved
-from permtriton.util.output_files import problem_of
+from permtriton.util.output_files import problem_of, real_path
 from permtriton.util.progress import Progress
 from permtriton.util.sparsity import NMPattern
 
@@ -69,14 +73,15 @@ class Request:
         Raises:
             ConfigError: a name or a value is unknown, or an option has no effect.
         """
-        if self.values and not self.ablate:
+        if self.values is not None and not self.ablate:
             raise ConfigError("`values=` has no effect without `ablate=`: drop it, or name an ablation")
         if self.patterns and "pattern" in self.given:
             raise ConfigError("`pattern=` needs one `sparsity=` for the other linears: name one, or drop `pattern=`")
-        methods, patterns = _parts(self.methods), [NMPattern.parse(part) for part in _parts(self.patterns)]
+        methods = _parts(self.methods, "methods")
+        patterns = [NMPattern.parse(part) for part in _parts(self.patterns, "sparsity")]
         options, model = dict(self.options), self.source.name
         if self.ablate:
-            rows = ablation_rows(options, self.ablate, _parts(self.values), methods, patterns, layers, model)
+            rows = ablation_rows(options, self.ablate, _parts(self.values, "values"), methods, patterns, layers, model)
         else:
             rows = method_rows(options, methods, patterns, model)
         check_effect(dict(self.given), rows, self.ablate)
@@ -89,7 +94,7 @@ class Request:
             ConfigError: they are not non-negative integers.
         """
         try:
-            numbers = [int(part) for part in _parts(self.seeds)]
+            numbers = [int(part) for part in _parts(self.seeds, "seeds")]
             if min(numbers) >= 0:
                 return list(dict.fromkeys(numbers))
             raise ValueError
@@ -106,7 +111,7 @@ class Request:
 
     @property
     def _stem(self) -> str:
-        return f"compare-{Path(self.source.name).resolve().name}"
+        return f"compare-{real_path(Path(self.source.name)).name}"
 
     def run(self, progress: Progress, finished: Callable[[RowResult], None] = lambda result: None) -> dict[str, Any]:
         """Compares the rows, and writes the outputs.
@@ -123,8 +128,14 @@ class Request:
         """
         seeds = self.numbers()
         self.rows(layers=1)  # a wrong name is found before the model is loaded
+        reads = (
+            self.source.name,
+            self.eval_data if is_named(self.eval_data) else None,
+            self.options.get("calibration"),
+            self.tasks.folder,
+        )
         for output in self.outputs:
-            check_table(output, overwrite=self.overwrite, like=RESULT)
+            check_table(output, overwrite=self.overwrite, like=RESULT, reads=reads)
         with self._claimed(progress):
             loaded = self.tasks.load(progress)
             progress.say(f"loading {self.source.described}")
@@ -133,11 +144,12 @@ class Request:
             if windows is None:
                 raise CalibrationError(f"nothing to compare on: {text}")
             yardstick = Yardstick(model, tokenizer, with_decoder_ids(model, Samples.of(windows)), loaded)
-            options = resolved(self.options, self.source.name)
+            request = self._fitted(model, progress)
+            options = resolved(request.options, self.source.name)
             kept = ResultFile(self.place, yardstick.identity(options, self.ablate, self.tasks.identity()))
             if not self.overwrite:
                 kept.read()
-            rows = self.rows(model.config.get_text_config().num_hidden_layers)
+            rows = request.rows(model.config.get_text_config().num_hidden_layers)
             report = report_of(
                 compare(yardstick, rows, seeds=seeds, kept=kept, progress=progress, finished=finished),
                 yardstick,
@@ -154,6 +166,12 @@ class Request:
                 kept.delete()
         return report
 
+    def _fitted(self, model: PreTrainedModel, progress: Progress) -> "Request":
+        """Returns the request, with a sequence length that nobody asked for lowered to what the model can take."""
+        length = resolved(self.options, self.source.name)["sequence_length"]
+        found = fitted(CalibrationConfig(sequence_length=length), self.options, model, progress).sequence_length
+        return self if found == length else replace(self, options={**self.options, "sequence_length": found})
+
     @contextmanager
     def _claimed(self, progress: Progress) -> Iterator[None]:
         """Keeps other comparisons from the same outputs inside the ``with`` block.
@@ -161,7 +179,7 @@ class Request:
         Raises:
             OutputError: another process writes one of them, or the folder cannot be written.
         """
-        folder = self.place.resolve().parent
+        folder = real_path(self.place).parent
         if problem := problem_of(folder):
             raise OutputError(
                 f"the folder {folder}, where finished results are kept, cannot be written: {problem}; run in another "
@@ -169,7 +187,7 @@ class Request:
             )
         with ExitStack() as stack:
             for output in self.outputs or [Path(self._stem)]:
-                stack.enter_context(locked(output.resolve(), progress.say))
+                stack.enter_context(locked(real_path(output), progress.say))
             yield
 
 
@@ -197,8 +215,15 @@ def options_to_compare(
     return given
 
 
-def _parts(words: Words) -> list[str]:
-    """Returns what stands between commas, or in a list."""
-    if not words:
+def _parts(words: Words, name: str = "") -> list[str]:
+    """Returns what stands between commas, or in a list.
+
+    Raises:
+        ConfigError: a part is empty; the error has the option's ``name``.
+    """
+    if words is None:
         return []
-    return [part.strip() for part in words.split(",")] if isinstance(words, str) else [str(word) for word in words]
+    parts = [part.strip() for part in words.split(",")] if isinstance(words, str) else [str(word) for word in words]
+    if "" in parts:
+        raise ConfigError(f"`{name}=` {words!r} has an empty name: separate names by commas, or leave `{name}=` out")
+    return parts

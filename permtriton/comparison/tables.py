@@ -3,7 +3,7 @@
 import csv
 import io
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,12 +39,13 @@ class Result:
             return False
 
 
-def check_table(path: Path, *, overwrite: bool, like: Result | None = None) -> None:
+def check_table(path: Path, *, overwrite: bool, like: Result | None = None, reads: Iterable[Path | str] = ()) -> None:
     """Refuses a file that `write_table` could not write or must not replace; call it before the work starts.
 
     Args:
         overwrite: whether an earlier file may be replaced, whoever wrote it.
         like: results that may be replaced in any case.
+        reads: as `permtriton.util.output_files.check_file` takes it.
 
     Raises:
         OutputError: another extension than .json, .csv or .md, or as `permtriton.util.output_files.check_file`.
@@ -53,7 +54,7 @@ def check_table(path: Path, *, overwrite: bool, like: Result | None = None) -> N
         raise OutputError(
             f"output {path}: its extension is {path.suffix or 'missing'}; expected one of {', '.join(_WRITERS)}"
         )
-    check_file(path, overwrite=overwrite, ours=like.wrote if like else lambda path: False)
+    check_file(path, overwrite=overwrite, ours=like.wrote if like else lambda path: False, reads=reads)
 
 
 def write_table(path: Path, headers: Sequence[str], rows: Rows, report: Any) -> None:

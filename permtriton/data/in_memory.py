@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, Union
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, Union
 
 import numpy as np
 import torch
@@ -33,7 +33,7 @@ KINDS = (
 )
 
 
-def is_named(data: object) -> bool:
+def is_named(data: object) -> TypeGuard[str | Path]:
     """Whether data are the name of a text, or a file or folder."""
     return isinstance(data, str | Path)
 

@@ -4,7 +4,7 @@ import inspect
 import json
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,10 +22,11 @@ from permtriton.data.samples import Inputs, Samples
 from permtriton.data.tokenize import token_ids
 from permtriton.errors import CalibrationError, ConfigError, first_line, reading, shown
 from permtriton.model.core import DECODER_IDS, takes_decoder_ids
-from permtriton.model.forward import check_length
+from permtriton.model.forward import check_length, max_tokens
 from permtriton.model.name import is_hub_name
 from permtriton.model.seq2seq import arguments_of, samples_of
 from permtriton.util.extras import require
+from permtriton.util.progress import Progress
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -53,6 +54,10 @@ SUFFIXES = (".txt", ".jsonl", ".json", ".parquet", ".safetensors")
 SURPLUS = 4  # tokens encoded per token drawn, so that the windows are a sample of the documents
 Documents = Sequence[Any]  # each a text, token ids, or a `Pair` of them
 IGNORED = -100  # the label of transformers for a token that does not count
+OF_IDS = ("input_ids", DECODER_IDS, "labels")  # the arguments that hold token ids
+INTEGERS = (
+    torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64,
+)  # fmt: skip
 
 
 def calibration_ids(
@@ -202,6 +207,21 @@ def calibration_samples(
     return replace(samples_of(model, ids[:count]), spare=spare)
 
 
+def fitted(
+    config: CalibrationConfig, given: Container[str], model: PreTrainedModel, progress: Progress
+) -> CalibrationConfig:
+    """Returns the options of calibration, with the default sequence length lowered to what the model can take.
+
+    Args:
+        given: names of the options that were asked for: a length among them is left as it is.
+    """
+    limit = max_tokens(model)
+    if "sequence_length" in given or limit is None or limit >= config.sequence_length:
+        return config
+    progress.say(f"sequence length: {limit}, not {config.sequence_length}: the model has no more positions")
+    return replace(config, sequence_length=limit)
+
+
 def check_samples(model: PreTrainedModel, inputs: Inputs) -> Samples:
     """Returns samples that a caller made, after checking that the model can take them, as it reads them.
 
@@ -223,6 +243,9 @@ def check_inputs(model: PreTrainedModel, inputs: Inputs) -> Samples:
             has no such argument.
     """
     samples = Samples.of(inputs)
+    kinds = {name: values.dtype for name, values in samples.inputs.items() if name in OF_IDS}
+    integers = [name for name, kind in kinds.items() if kind in INTEGERS]
+    samples = replace(samples, inputs={**samples.inputs, **{name: samples.inputs[name].long() for name in integers}})
     parameters = inspect.signature(model.base_model.forward).parameters.values()
     taken = [each.name for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
     made = {"labels", DECODER_IDS} if takes_decoder_ids(model) else set()
@@ -238,7 +261,7 @@ def check_inputs(model: PreTrainedModel, inputs: Inputs) -> Samples:
 def _check_values(model: PreTrainedModel, samples: Samples) -> None:
     halves = takes_decoder_ids(model) and samples.ids is None
     for name, values in samples.inputs.items():
-        if name in ("input_ids", DECODER_IDS, "labels"):
+        if name in OF_IDS:
             _check_ids(model, name, values)
             check_length(model, values.shape[1], of_a_half=halves)
         elif not bool(values.isfinite().all()):
@@ -253,8 +276,7 @@ def _check_values(model: PreTrainedModel, samples: Samples) -> None:
 
 def _check_ids(model: PreTrainedModel, name: str, ids: Tensor) -> None:
     vocabulary = vocabulary_of(model)
-    integers = not ids.is_floating_point() and not ids.is_complex()
-    if not integers or ids.ndim != 2 or int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
+    if ids.dtype != torch.int64 or ids.ndim != 2 or int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
         raise CalibrationError(
             f"{name} have shape {tuple(ids.shape)} and dtype {ids.dtype}: expected integers [samples, tokens] with "
             f"values from 0 to {vocabulary - 1}"
@@ -444,7 +466,7 @@ def _parquet(path: Path, column: str) -> Sequence[Any]:
 
 def _read(path: Path) -> str:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # without the mark that some editors put before it
     except OSError as error:
         raise CalibrationError(f"{path} cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
@@ -471,7 +493,7 @@ def _json_lines(path: Path, column: str) -> list[str | list[int] | Pair]:
         value: Any = None
         if isinstance(row, dict):
             value = row.get(column) if column else row.get("input_ids", row.get("text"))
-        if not _is_document(value):
+        if not _is_document(value) or (not column and "input_ids" in row and isinstance(value, str)):
             needed = f'"{column}" (a string or integers)' if column else '"text" (a string) or "input_ids" (integers)'
             raise CalibrationError(f"{path} line {number} needs {needed}")
         for text in filter(lambda each: isinstance(each, str), (value, row.get("labels"))):

@@ -1,6 +1,7 @@
 """What was asked of a compilation, by a command or a call, and how is it run?"""
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from permtriton.data.held_out import held_out_windows
 from permtriton.data.in_memory import Data, calibration_of, name_of
 from permtriton.data.media import Processor
 from permtriton.data.samples import Inputs, Samples
+from permtriton.data.text import fitted
 from permtriton.driver.compilation import states_beside
 from permtriton.driver.forecast import Forecast
 from permtriton.driver.memory import Devices
@@ -33,6 +35,7 @@ from permtriton.passes.plan import Plan, linear_module
 from permtriton.recipe import compile_command, with_suggested_text
 from permtriton.running import ranks
 from permtriton.running.offload import Offload
+from permtriton.util.output_files import real_path
 from permtriton.util.progress import Progress
 
 
@@ -70,7 +73,7 @@ class Job:
         model: where the model is, or the model in memory.
         config: every option.
         data: calibration data in memory, in place of the config's; None for none.
-        samples: number of samples that were asked for; None for the default.
+        given: options that were asked for, by name; the others are defaults, which may follow the model.
         tokenizer: tokenizer or processor of a model in memory; None for the one beside the model.
         eval_data: held-out data, as `held_out_windows` takes it.
         output: folder to write, beside which the state of long stages is kept; None writes nothing.
@@ -82,12 +85,13 @@ class Job:
         push_to_hub: name of a repository on the hub to publish the result in; None for none.
         private: whether a new repository is private; None for the default of its owner.
         token: token of the hub, for publishing, as `permtriton.model.name.checked_token` returns it.
+        config_file: TOML file that the config was read from; None for none.
     """
 
     model: Source | PreTrainedModel
     config: CompileConfig
     data: Any = None
-    samples: int | None = None
+    given: Mapping[str, Any] = field(default_factory=dict)
     tokenizer: Processor | None = None
     eval_data: Data | None = "none"
     output: Path | None = None
@@ -99,8 +103,14 @@ class Job:
     push_to_hub: str | None = None
     private: bool | None = None
     token: str | None = field(default=None, repr=False)
+    config_file: Path | None = None
 
     def __post_init__(self) -> None:
+        if self.tokenizer is not None and not hasattr(self.tokenizer, "save_pretrained"):
+            raise ConfigError(
+                f"tokenizer is a {type(self.tokenizer).__name__}: expected a tokenizer or processor, as "
+                "AutoTokenizer.from_pretrained returns it"
+            )
         permuted = self.config.layout == "fused"
         check_format(self.save_format or Format.DENSE, permuted=permuted, what="the compiled model")
         if self.push_to_hub is not None and self.output is None:
@@ -244,12 +254,14 @@ class Job:
         return DryRun(plan, forecast, loaded.config, pruned, total, fetched)
 
     def _check_apart(self) -> None:
-        """Refuses an output in the folder of the model; a GGUF file is a model by itself, whatever is beside it."""
-        if not isinstance(self.model, Source):
-            return
+        """Refuses an output that is mixed with what is read; a GGUF file is a model by itself, not its folder."""
         assert self.output is not None
-        if (place := self.model.gguf.path if self.model.gguf else self.model.folder) is not None:
+        model = self.model if isinstance(self.model, Source) else None
+        if model is not None and (place := model.gguf.path if model.gguf else model.folder) is not None:
             check_apart(self.output, place)
+        for read in (self.config.calibration.calibration, name_of(self.eval_data), self.config_file or ""):
+            if os.path.exists(read) and real_path(Path(read)).is_relative_to(real_path(self.output)):
+                raise OutputError(f"output {self.output} holds {read}, which is read: choose another folder")
 
     def _offload(self) -> Offload | None:
         if self.offload is None:
@@ -269,16 +281,26 @@ class Job:
             else:
                 model, beside = outline.load_outline(source)
             tokenizer = tokenizer or beside
+        else:
+            load.check_loaded(model)
+            load.check_not_compiled(model)
+            if self.output is not None:
+                load.rehearse_saving(f"this {type(model).__name__}", model, tokenizer)
         windows, text = held_out_windows(source.name if source else "", self.eval_data, tokenizer, model)
         if windows is None:
             progress.say(f"no held-out evaluation: {text}")
         if self.save_format == Format.FP8:
             check_quantizable(model)
-        samples, config = None, self.config
+        samples, config = None, self._fitted(model, progress)
         if self.data is not None:
-            samples, config = calibration_of(self.data, config, tokenizer, model, self.samples)
+            samples, config = calibration_of(self.data, config, tokenizer, model, self.given.get("samples"))
             config = with_suggested_text(config, self.config)
         return _Loaded(model, tokenizer, config, samples, windows, text)
+
+    def _fitted(self, model: PreTrainedModel, progress: Progress) -> CompileConfig:
+        """Returns the config, with a sequence length that nobody asked for lowered to what the model can take."""
+        calibration = fitted(self.config.calibration, self.given, model, progress)
+        return self.config if calibration is self.config.calibration else replace(self.config, calibration=calibration)
 
 
 @dataclass(frozen=True)

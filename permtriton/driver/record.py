@@ -50,7 +50,7 @@ def compilation_record(
         ],
         "skipped": plan.skipped,
         "barriers": plan.barriers,
-        "hidden_states": hidden_states_report(plan.hidden_order(indices)),
+        "hidden_states": hidden_states_report(plan.hidden_order(indices), run.reference.unordered),
         "steps": [{"name": name, **asdict(outcome)} for name, outcome in run.outcomes.items()],
         "retained_importance": run.importance_shares,
         "corners": {

@@ -21,6 +21,7 @@ from permtriton.evaluation.measure import Evaluated
 from permtriton.model.name import checked_token
 from permtriton.model.source import Source
 from permtriton.running.state import StateFile
+from permtriton.util.output_files import real_path
 
 
 @dataclass(repr=False)
@@ -102,11 +103,11 @@ class CompiledModel(Pruned):
                 save_checkpoint(self, path, overwrite=overwrite)
             else:
                 with working_folder(path) as place:
-                    dense = save_checkpoint(self, place / path.resolve().name, overwrite=False)
+                    dense = save_checkpoint(self, place / real_path(path).name, overwrite=False)
                     export(dense, path, format, overwrite=overwrite)
         for state in self.states:
             state.delete()
-        return path.resolve()
+        return real_path(path)
 
     def push_to_hub(
         self,

@@ -252,12 +252,13 @@ class Run:
         moves = moves_of(self.plan, indices)
         self.run_passes(permutation_passes(moves), self.batches)
         apply_edits(self.model, edits_of(moves))
-        self.difference = max(self.difference, self.reference.check(self.model, "after folding permutations"))
+        self.indices |= {name: compose(self.indices[name], index) for name, index in indices.items()}
+        order = self.plan.hidden_order(self.indices)
+        self.difference = max(self.difference, self.reference.check(self.model, "after folding permutations", order))
         self.statistics = reorder_statistics(self.statistics, moves)
         self.retained = {}
         retained = {name: each.present for name, each in self._retained({}).items()}
         check_retained({name: each.chosen for name, each in promised.items()}, retained)
-        self.indices |= {name: compose(self.indices[name], index) for name, index in indices.items()}
         self.graph = absorb_folds(self.graph)
         self._dense_order = self._dense_order or promised
         self.retained = retained

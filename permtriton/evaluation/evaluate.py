@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -13,16 +14,17 @@ from permtriton.checkpoint.plan_entries import hidden_order_of
 from permtriton.data.held_out import held_out_windows
 from permtriton.data.in_memory import Data, selected
 from permtriton.data.media import Processor
-from permtriton.errors import CalibrationError, MemoryTooSmallError, ModelError
+from permtriton.errors import CalibrationError, ConfigError, MemoryTooSmallError, ModelError, reading, shown
 from permtriton.evaluation import measure
 from permtriton.evaluation.measure import Evaluated
 from permtriton.evaluation.protocol import measured_by
 from permtriton.evaluation.task_request import TaskRequest
 from permtriton.model import load
 from permtriton.model.name import DEMO
-from permtriton.model.source import Source
+from permtriton.model.source import Source, source_of
 from permtriton.util.bars import Shown, reporter
 from permtriton.util.machine import available_memory, format_bytes
+from permtriton.util.permutation import is_permutation
 from permtriton.util.progress import Progress
 
 Against = PreTrainedModel | Source | str | Path | None
@@ -100,31 +102,35 @@ def evaluate(  # noqa: PLR0913
     chosen = request.load(shown)
     eval_data = selected(eval_data, text_column, split)
     name = ""
-    if not isinstance(model, PreTrainedModel):
-        source = Source(str(model), dtype, device, trust_remote_code, gguf_file, revision, token)
+    if hidden_order is not None:
+        hidden_order = _checked_order(model, hidden_order)
+    source = source_of(model, dtype, device, trust_remote_code, gguf_file, revision, token)
+    if isinstance(source, Source):
         name = source.name
         shown.say(f"loading {source.described}")
-        model = load.load_model(source)
-        _say_pattern(source, model, shown)
-        tokenizer = tokenizer or load.load_processor(source, model)
+        measured = load.load_model(source)
+        _say_pattern(source, measured, shown)
+        tokenizer = tokenizer or load.load_processor(source, measured)
         if against is not None:
-            hidden_order = _hidden_order(source, getattr(model.config.get_text_config(), "hidden_size", 0))
-    if isinstance(against, str | Path):
-        against = Source(str(against), dtype, device, trust_remote_code, token=token)
-    if isinstance(against, Source):
-        name = DEMO if against.name == DEMO else name
-        against = _loaded_beside(model, tokenizer, against, shown)
-    windows, text = held_out_windows(name, eval_data, tokenizer, model, window)
+            hidden_order = _hidden_order(source)
+    else:
+        measured = source
+        load.check_loaded(measured)
+    dense = _dense(against, dtype, device, trust_remote_code, token)
+    if isinstance(dense, Source):
+        name = DEMO if dense.name == DEMO else name
+        dense = _loaded_beside(measured, tokenizer, dense, shown)
+    windows, text = held_out_windows(name, eval_data, tokenizer, measured, window)
     if windows is None and eval_data is None:
         if chosen is None:
             raise CalibrationError(text)
         shown.say(f"no perplexity, tasks only: {text}")
     return measure.evaluate(
-        model,
+        measured,
         tokenizer,
         windows=windows,
         text=text,
-        dense=against,
+        dense=dense,
         hidden_order=hidden_order,
         tasks=chosen,
         batch=batch_size,
@@ -140,6 +146,21 @@ def _say_pattern(source: Source, model: PreTrainedModel, shown: Progress) -> Non
             shown.say(f"{source.name} was pruned by another tool, and is measured as it is: {found}")
     elif problem := broken_claim(model, record):
         shown.say(f"warning: {problem}")
+
+
+def _dense(
+    against: Against, dtype: str, device: str, trust_remote_code: bool, token: str | None
+) -> Source | PreTrainedModel | None:
+    """Returns the dense model that a caller gave, or where it is to be read from."""
+    if isinstance(against, str | Path):
+        return Source(str(against), dtype, device, trust_remote_code, token=token)
+    if not isinstance(against, Source | PreTrainedModel | None):
+        raise ConfigError(
+            f"against is a {type(against).__name__}: expected a folder, a hub name, demo, or a transformers model"
+        )
+    if isinstance(against, PreTrainedModel):
+        load.check_loaded(against)
+    return against
 
 
 def _loaded_beside(model: PreTrainedModel, tokenizer: Any, against: Source, shown: Progress) -> PreTrainedModel:
@@ -161,9 +182,27 @@ def _loaded_beside(model: PreTrainedModel, tokenizer: Any, against: Source, show
     return dense
 
 
-def _hidden_order(source: Source, channels: int) -> Tensor | None:
+def _checked_order(model: Any, order: Any) -> Tensor:
+    """Returns an order that was given for a loaded model; its length is checked once the hidden states are known.
+
+    Raises:
+        ConfigError: it is no permutation, or the model's folder has an order of its own.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise ConfigError("`hidden_order=` is for a loaded model: a folder's own record says it; leave it out")
+    with reading("hidden_order is no index", ConfigError):
+        index = torch.as_tensor(order).cpu()
+    if index.ndim != 1 or not is_permutation(index):
+        raise ConfigError(
+            f"hidden_order is {shown(index.tolist())}: expected each channel number from 0 to C - 1 once, as int64 "
+            "[C], such as `index` of hidden_states in permtriton.json"
+        )
+    return index
+
+
+def _hidden_order(source: Source) -> Tensor | None:
     """Returns the order of the hidden states of a model that permtriton wrote; None if it is the dense model's."""
     if source.gguf is not None:  # not what lies beside the file
         return None
     record = find_record(source.location, source.hub)
-    return None if record is None else hidden_order_of(record, channels)
+    return None if record is None else hidden_order_of(record)

@@ -16,8 +16,9 @@ from permtriton.data.samples import Inputs, Samples
 from permtriton.errors import CalibrationError, ModelError
 from permtriton.evaluation.perplexity import Stopwatch, next_token_loss, perplexity_of
 from permtriton.methods.measure.objective import LOGITS_AT_ONCE
-from permtriton.model.core import recorded_states
+from permtriton.model.core import recorded_states, takes_decoder_ids
 from permtriton.model.forward import last_hidden_state, max_tokens, with_tokens, without_cache
+from permtriton.model.headers import REPORT_FILE
 from permtriton.model.seq2seq import arguments_of, predicted, with_decoder_ids
 from permtriton.running.micro_batch import MicroBatch
 from permtriton.util.progress import NoProgress, Progress
@@ -61,11 +62,12 @@ def fidelity(
         watch: stopwatch of the model's forward passes, not of the dense model's.
 
     Raises:
-        ModelError: the models cannot be compared, see `check_comparable`.
+        ModelError: the models cannot be compared, see `check_comparable`, or the order has another length.
         CalibrationError: the loss or the KL is not finite.
     """
+    check_comparable(model, dense)
     samples = with_tokens(model, with_decoder_ids(dense, Samples.of(windows)))
-    check_comparable(model, dense, samples.tokens)
+    _check_positions(dense, samples.tokens)
     watch = watch or Stopwatch()
 
     def totals(size: int) -> tuple[float, float, float, float, int]:
@@ -76,7 +78,7 @@ def fidelity(
                 expected, dense_logits = _outputs(dense, rows)
                 with watch.running(model.device):
                     hidden, logits = _outputs(model, rows)
-                cosine += _cosines(hidden, expected if hidden_order is None else expected[..., hidden_order])
+                cosine += _cosines(hidden, _in_order(expected, hidden_order))
                 positions += hidden.shape[:-1].numel()
                 if logits is not None and dense_logits is not None:
                     kl += _divergence(logits, dense_logits.to(logits.device))
@@ -96,15 +98,13 @@ def fidelity(
     )
 
 
-def check_comparable(model: PreTrainedModel, dense: PreTrainedModel, tokens: int) -> None:
+def check_comparable(model: PreTrainedModel, dense: PreTrainedModel) -> None:
     """Refuses a dense model that is not one of the same kind and size as the model.
 
     Raises:
-        ModelError: the vocabularies, the widths of the hidden states or the kinds of output differ, or the dense model
-            cannot take windows as long as the model can.
+        ModelError: the vocabularies, the widths of the hidden states or the kinds of output differ.
     """
     vocabularies, widths, kinds = ([read(each) for each in (model, dense)] for read in (_vocabulary, _width, _kind))
-    limit = max_tokens(dense)
     for what, (found, expected) in (
         ("has a vocabulary of {}", vocabularies),
         ("has a hidden size of {}", widths),
@@ -115,6 +115,11 @@ def check_comparable(model: PreTrainedModel, dense: PreTrainedModel, tokens: int
                 f"the model {what.format(found)}, but the model that it is compared with {what.format(expected)}: give "
                 "the dense model that it was compiled from"
             )
+
+
+def _check_positions(dense: PreTrainedModel, tokens: int) -> None:
+    """Refuses a dense model that cannot take windows as long as the model can."""
+    limit = max_tokens(dense)
     if limit is not None and limit < tokens:
         raise ModelError(
             f"the model that it is compared with has {limit} positions, but windows have {tokens} tokens: give the "
@@ -131,7 +136,9 @@ def _width(model: PreTrainedModel) -> int | None:
 
 
 def _kind(model: PreTrainedModel) -> str:
-    return "predicts the next token" if model.can_generate() else "does not predict the next token"
+    if not model.can_generate():
+        return "does not predict the next token"
+    return "is an encoder-decoder" if takes_decoder_ids(model) else "predicts the next token of its own input"
 
 
 def _outputs(model: PreTrainedModel, rows: Samples) -> tuple[Tensor, Tensor | None]:
@@ -142,6 +149,16 @@ def _outputs(model: PreTrainedModel, rows: Samples) -> tuple[Tensor, Tensor | No
     with without_cache(model), recorded_states(model) as states:
         logits = model(**samples.to(model.device, model.dtype).inputs).logits
     return states[-1], logits
+
+
+def _in_order(dense: Tensor, order: Tensor | None) -> Tensor:
+    """Returns the dense model's hidden states with their channels in this order, or as they are."""
+    if order is not None and len(order) != dense.shape[-1]:
+        raise ModelError(
+            f"the order of hidden states (hidden_states in {REPORT_FILE}, or `hidden_order=`) has {len(order)} "
+            f"channels, but the last hidden state of the dense model has {dense.shape[-1]}: give that of this model"
+        )
+    return dense if order is None else dense[..., order]
 
 
 def _cosines(hidden: Tensor, expected: Tensor) -> float:

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from permtriton.data.samples import Samples
 from permtriton.errors import VerificationError
+from permtriton.model.core import recorded_embeddings, recorded_states
 from permtriton.model.forward import without_cache
 from permtriton.passes.plan import Plan, linear_module, weight_in_out
 from permtriton.util.sparsity import NMPattern
@@ -20,6 +21,10 @@ TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 2e-2, torc
 # A model that amplifies rounding may differ by this many times what rounding alone changes, but never by MOST_ALLOWED
 # where its dtype allows less. Over random orders of several architectures in float32, up to 1.7 times was measured.
 NOISE_MARGIN, MOST_ALLOWED = 10, 1e-2
+
+# Outputs of a model that is asked for its hidden states, and the name of the one that a head reads.
+STATES = ("hidden_states", "encoder_hidden_states", "decoder_hidden_states")
+LAST, EMBEDDED = "last_hidden_state", "inputs_embeds"
 
 # Entries of a config that do not change what the model computes, or that stand elsewhere.
 NOT_IN_HASH = ("_name_or_path", "transformers_version", "dtype", "quantization_config")
@@ -38,6 +43,25 @@ def model_outputs(model: PreTrainedModel, samples: Samples) -> Tensor:
 
 
 @torch.no_grad()
+def output_and_states(
+    model: PreTrainedModel, arguments: Mapping[str, Tensor]
+) -> tuple[Tensor, dict[str, list[Tensor]]]:
+    """Returns what `first_output` does, and by their names in the output all hidden states that the model returns.
+
+    The last hidden state stands among them as `LAST`, what embeds the tokens as `EMBEDDED`. All are float32 on the CPU.
+    """
+    with without_cache(model), recorded_states(model) as last, recorded_embeddings(model) as embedded:
+        try:
+            result = model(**arguments, output_hidden_states=True)
+        except Exception:  # of any kind, from a class that has none to return; an error of another cause comes again
+            result = model(**arguments)
+    named = {name: result[name] or () for name in STATES if isinstance(result, Mapping) and name in result}
+    tensors = {name: [each for each in states if isinstance(each, Tensor)] for name, states in named.items()}
+    tensors |= {LAST: [each for each in last[-1:] if isinstance(each, Tensor)], EMBEDDED: embedded}
+    return result[0].float().cpu(), {name: [each.float().cpu() for each in found] for name, found in tensors.items()}
+
+
+@torch.no_grad()
 def first_output(model: PreTrainedModel, arguments: Mapping[str, Tensor]) -> Tensor:
     """Returns the model's first output when called with keyword arguments, float32 on the CPU."""
     with without_cache(model):
@@ -49,6 +73,20 @@ def relative_difference(expected: Tensor, got: Tensor) -> float:
     expected, got = expected.double(), got.double()
     scale = float(expected.abs().max().clamp_min(torch.finfo(torch.float32).tiny))
     return float((expected - got).abs().max()) / scale
+
+
+def same_channels(expected: Tensor, got: Tensor, dtype: torch.dtype) -> bool:
+    """Whether hidden states ``[..., C]`` have the same channels in the same order, up to rounding in ``dtype``.
+
+    Each channel is compared for itself, by its size over all tokens: beside the few channels of real models that are a
+    thousand times as large as the others, a difference relative to the largest value would show nothing of these.
+    """
+    if expected.shape != got.shape:
+        return False
+    tokens = tuple(range(expected.ndim - 1))
+    size_C, error_C = (each.double().square().mean(tokens).sqrt() for each in (expected, got - expected))
+    rounding = TOLERANCE[dtype] * size_C.median()
+    return bool((error_C <= (size_C / 2).clamp_min(rounding)).all())  # NaN, too, is refused
 
 
 def with_rounding(value: Tensor, generator: torch.Generator) -> Tensor:

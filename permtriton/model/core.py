@@ -101,5 +101,26 @@ def recorded_states(model: PreTrainedModel) -> Iterator[list[Tensor]]:
             handle.remove()
 
 
+@contextmanager
+def recorded_embeddings(model: PreTrainedModel) -> Iterator[list[Tensor]]:
+    """Yields a list to which a run of the model adds the embeddings that it would take as ``inputs_embeds``."""
+    embedded: list[Tensor] = []
+    try:
+        table = model.get_input_embeddings()
+    except NotImplementedError:  # of a model of images or sound
+        table = None
+    taken = "inputs_embeds" in inspect.signature(model.forward).parameters
+
+    def add(_module: nn.Module, _inputs: object, output: object) -> None:
+        embedded.extend([output] if isinstance(output, Tensor) else [])
+
+    handle = table.register_forward_hook(add) if taken and isinstance(table, nn.Module) else None
+    try:
+        yield embedded
+    finally:
+        if handle is not None:
+            handle.remove()
+
+
 def _appending(states: list[Tensor]) -> Any:
     return lambda _module, _inputs, output: states.append(output[0])

@@ -2,8 +2,8 @@
 
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,8 @@ from permtriton.util.output_files import disk_error
 PICKLED = ("*.bin", "*.pt", "*.pth")
 ADAPTER = "adapter_config.json"
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
-MOST_TOKENS = 2**24
+TOKENIZER_FILE = "tokenizer.json"
+MOST_TOKENS, MOST_GROWTH = 2**24, 1000
 
 
 def load_original(
@@ -59,7 +60,7 @@ def load_original(
     model = load_model(source, allow_compiled=False, offload=offload)
     tokenizer = load_processor(source, model)
     if saved:
-        _check_saves(source, model, tokenizer)
+        rehearse_saving(source.name, model, tokenizer)
     return model, tokenizer
 
 
@@ -221,6 +222,7 @@ def load_tokenizer(source: Source) -> PreTrainedTokenizerBase | None:
     """
     try:
         with reading(f"{source.name}: its tokenizer cannot be loaded", ModelError), without_panics():
+            _check_growth(source)
             tokenizer = AutoTokenizer.from_pretrained(source.location, **_arguments(source))
             _check_vocabulary(source, tokenizer)
             return tokenizer
@@ -231,6 +233,35 @@ def load_tokenizer(source: Source) -> PreTrainedTokenizerBase | None:
             problem = f"{source.name}: its tokenizer cannot be fetched: {first_line(error.__cause__ or error)}"
             raise ModelError(f"{problem} Check the network, or give a local folder") from error
         return None
+
+
+def _check_growth(source: Source) -> None:
+    """Refuses a tokenizer that replaces characters by many, again and again: any text would fill the memory."""
+    if not source.holds(TOKENIZER_FILE):
+        return
+    path = Path(source.location, TOKENIZER_FILE)
+    replaced: list[tuple[str, float]] = []  # what a character may have become -> by how many times the text is longer
+    for step in _steps_of(read_json(path).get("normalizer")):
+        pattern, content = step.get("pattern"), step.get("content")
+        text = pattern.get("String") if isinstance(pattern, dict) else None
+        if step.get("type") != "Replace" or not isinstance(content, str):
+            continue
+        again = [growth for before, growth in replaced if text is None or set(text) <= set(before)]
+        replaced.append((content, max(len(content) / len(text or "x"), 1) * max([1, *again])))
+        if replaced[-1][1] > MOST_GROWTH:
+            raise ModelError(
+                f"{path}: its normalizers make text {replaced[-1][1]:.0e} times as long: expected at most {MOST_GROWTH}"
+            )
+
+
+def _steps_of(normalizer: Any) -> Iterator[dict[str, Any]]:
+    """Yields the normalizers of a sequence, and of those inside it, in their order."""
+    if not isinstance(normalizer, dict):
+        return
+    yield normalizer
+    inner = normalizer.get("normalizers")
+    for each in inner if isinstance(inner, list) else []:
+        yield from _steps_of(each)
 
 
 def _check_vocabulary(source: Source, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -274,8 +305,31 @@ def check_original(model: PreTrainedModel) -> None:
     check_weights(model)
 
 
+def check_not_compiled(model: PreTrainedModel) -> None:
+    """Refuses a model in memory that was loaded from a folder which permtriton wrote.
+
+    Raises:
+        ModelError: its folder holds the record of a compilation.
+    """
+    if model.name_or_path and os.path.isfile(os.path.join(model.name_or_path, REPORT_FILE)):
+        raise _compiled_already(Source(model.name_or_path))
+
+
+def check_loaded(model: PreTrainedModel) -> None:
+    """Refuses a model that was given in memory without its weights.
+
+    Raises:
+        ModelError: a weight is on the meta device.
+    """
+    if empty := next((name for name, parameter in model.named_parameters() if parameter.is_meta), None):
+        raise ModelError(
+            f"{empty} of this {type(model).__name__} has no values (it is on the meta device): load the weights first, "
+            "or give the folder in place of the model"
+        )
+
+
 def check_weights(model: PreTrainedModel) -> None:
-    """Refuses weights that are NaN or infinite.
+    """Refuses weights that are complex, NaN or infinite.
 
     Raises:
         ModelError: a weight is not finite; the message names the first such parameter.
@@ -284,6 +338,10 @@ def check_weights(model: PreTrainedModel) -> None:
         if parameter.is_meta:
             continue
         values = parameter.float() if parameter.dtype.itemsize == 1 else parameter  # torch has no isfinite of float8
+        if parameter.is_complex():
+            raise ModelError(
+                f"{name} is {parameter.dtype}, expected floating-point weights: permtriton prunes no other"
+            )
         if not bool(values.isfinite().all()):
             bad = int((~values.isfinite()).sum())
             raise ModelError(
@@ -326,22 +384,60 @@ def _compiled_already(source: Source) -> ModelError:
     return ModelError(f"{source.name} has already been compiled by permtriton: pass the original model")
 
 
-def _check_saves(source: Source, model: PreTrainedModel, tokenizer: Any) -> None:
-    """Refuses now what could not be saved at the end: transformers checks some values of these files only there."""
-    parts = {"config.json": model.config, "tokenizer": tokenizer}
+def rehearse_saving(name: str, model: PreTrainedModel, tokenizer: Any) -> None:
+    """Refuses now what could not be saved at the end: saves all but the weights, and asks which of these are shared.
+
+    Transformers checks some values of configs, and whether a class declares the weights that it shares, only there.
+
+    Args:
+        name: what the model is called in the error.
+        tokenizer: tokenizer or processor; None for none.
+
+    Raises:
+        ModelError: a config, the tokenizer or the weights could not be saved.
+        OutputError: the folder for temporary files cannot be written.
+    """
+    from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+    parts: dict[str, Callable[[str], object]] = {
+        "its config.json cannot be saved again": model.config.save_pretrained,
+        "with this config.json, it cannot be saved again": lambda folder: model.save_pretrained(
+            folder, state_dict={}, is_main_process=False
+        ),
+        "weights that share their values, which its class does not declare, cannot be saved (give each a copy)": (
+            lambda folder: remove_tied_weights_from_state_dict(model.state_dict(), model)
+        ),
+    }
     if model.can_generate():
-        parts["generation_config.json"] = model.generation_config
-    with tempfile.TemporaryDirectory() as folder:
-        for name, part in parts.items():
-            with reading(f"{source.name}: its {name} cannot be saved again", ModelError):
-                try:
-                    if part is not None:
-                        part.save_pretrained(folder)
-                except Exception as error:  # they raise many kinds
-                    if (reported := disk_error(error)) is None:
-                        raise
-                    problem = f"the folder for temporary files, {tempfile.gettempdir()}, cannot be written"
-                    raise OutputError(f"{problem}: {reported.strerror}") from error
+        parts["its generation_config.json cannot be saved again"] = model.generation_config.save_pretrained
+    if tokenizer is not None:
+        parts["its tokenizer cannot be saved again"] = tokenizer.save_pretrained
+    with _temporary_folder() as folder:
+        for problem, save in parts.items():
+            with reading(f"{name}: {problem}", ModelError), _temporary_files():
+                save(folder)
+
+
+@contextmanager
+def _temporary_folder() -> Iterator[str]:
+    with ExitStack() as stack:
+        with _temporary_files():
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+        yield folder
+
+
+@contextmanager
+def _temporary_files() -> Iterator[None]:
+    """Says of an error of the disk which folder it is about."""
+    try:
+        yield
+    except Exception as error:  # transformers raises many kinds
+        if (reported := disk_error(error)) is None:
+            raise
+        named = "the folder for temporary files"
+        with suppress(OSError):  # where there is none
+            named = f"{named}, {tempfile.gettempdir()},"
+        raise OutputError(f"{named} cannot be written: {reported.strerror}") from error
 
 
 def _stored(source: Source) -> dict[str, StoredTensor] | None:
@@ -413,7 +509,7 @@ def check_folder(source: Source) -> None:
 
 
 def _check_revision(source: Source) -> None:
-    if source.revision is not None and os.path.exists(source.name):
+    if source.revision is not None and (source.folder is not None or os.path.exists(source.name)):
         raise ConfigError(
             f"`revision={source.revision}` has no effect on {source.name}, which is on this machine: leave it out"
         )

@@ -6,8 +6,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from permtriton.data.samples import Samples
-from permtriton.errors import CalibrationError
-from permtriton.model.checks import check_same_outputs, first_output
+from permtriton.errors import CalibrationError, VerificationError
+from permtriton.model.checks import LAST, check_same_outputs, output_and_states, same_channels
 from permtriton.model.other_calls import other_inputs
 from permtriton.model.routing import Routing
 
@@ -25,6 +25,7 @@ class Reference:
         output: first output on them, float32 on the CPU.
         verified: arguments of ``forward`` with which calls are compared.
         unverified: argument of ``forward`` -> why no call with it could be made.
+        unordered: names of the outputs whose hidden states `check` found in another order than the last one.
 
     Raises:
         CalibrationError: the outputs on the samples are not finite.
@@ -37,30 +38,62 @@ class Reference:
         self.verified = tuple(self._calls)
         self._routing = Routing(model)
         with self._routing.recorded():
-            self._outputs = {name: first_output(model, call) for name, call in self._calls.items()}
-        self.output = self._outputs[samples.name]
+            found = {name: output_and_states(model, call) for name, call in self._calls.items()}
+        self._outputs = {name: output for name, (output, _) in found.items()}
+        self.output, self._states = found[samples.name]
+        self.unordered: list[str] = []
         if not bool(self.output.isfinite().all()):
             raise CalibrationError(
                 f"the dense model's outputs on the calibration samples are not finite in {model.dtype}: "
                 "activations overflow (try `dtype=float32`) or the weights are damaged"
             )
 
-    def check(self, model: PreTrainedModel, stage: str) -> float:
-        """Compares the present outputs of the model with the dense ones, on every call.
+    def check(self, model: PreTrainedModel, stage: str, order: Tensor | None) -> float:
+        """Compares the present outputs of the model with the dense ones, on every call, and its hidden states.
+
+        Args:
+            order: index ``[C]`` of the last hidden state, from the dense model's channels to the present ones; None
+                where they did not move.
 
         Returns:
             The largest difference on the samples, relative to the largest output.
 
         Raises:
-            VerificationError: a difference is larger than rounding explains, or too many tokens go to other experts.
+            VerificationError: a difference is larger than rounding explains, too many tokens go to other experts, or
+                the last hidden state is not in that order.
         """
+        states: dict[str, list[Tensor]] = {}
         differences = {
-            name: check_same_outputs(output, partial(self._output, model, name), model, f"{stage}, called with {name}")
+            name: check_same_outputs(
+                output, partial(self._output, model, name, states), model, f"{stage}, called with {name}"
+            )
             for name, output in self._outputs.items()
         }
+        self.unordered = [
+            name for name, dense in self._states.items() if not _ordered(dense, states[name], order, model)
+        ]
+        if LAST in self.unordered:
+            raise VerificationError(
+                f"{stage}: the channels of the last hidden state are not in the order that the plan says. Nothing was "
+                "saved; please report this with the output of `permtriton inspect`"
+            )
         return differences[self.samples.name]
 
-    def _output(self, model: PreTrainedModel, name: str) -> Tensor:
-        """Returns the present output of a call, with each token sent to the experts of the dense model."""
+    def _output(self, model: PreTrainedModel, name: str, states: dict[str, list[Tensor]]) -> Tensor:
+        """Returns the present output of a call, with each token sent to the experts of the dense model.
+
+        Args:
+            states: takes the hidden states on the samples.
+        """
         with self._routing.replayed():  # of all calls, in their order
-            return {each: first_output(model, call) for each, call in self._calls.items()}[name]
+            found = {each: output_and_states(model, call) for each, call in self._calls.items()}
+        states.update(found[self.samples.name][1])
+        return found[name][0]
+
+
+def _ordered(dense: list[Tensor], present: list[Tensor], order: Tensor | None, model: PreTrainedModel) -> bool:
+    """Whether hidden states are the dense ones with their channels in this order."""
+    if order is not None and any(state.shape[-1] != len(order) for state in dense):
+        return False
+    moved = dense if order is None else [state[..., order.cpu()] for state in dense]
+    return all(same_channels(a, b, model.dtype) for a, b in zip(moved, present, strict=True))

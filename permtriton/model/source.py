@@ -4,12 +4,14 @@ import os
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
 from permtriton import demo
-from permtriton.errors import ConfigError, ModelError, reading
+from permtriton.errors import ConfigError, ModelError, reading, shown
 from permtriton.model.gguf_file import SUFFIX, GgufFile, in_words, read_gguf
 from permtriton.model.name import checked_token
 
@@ -45,6 +47,11 @@ class Source:
     token: str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
+        for name in ("name", "dtype", "device", "gguf_file", "revision", "token"):
+            if not isinstance(value := getattr(self, name), str | None):
+                raise ConfigError(f"{name} is a {type(value).__name__}: expected text")
+        if not isinstance(self.trust_remote_code, bool):
+            raise ConfigError(f"trust_remote_code is {shown(self.trust_remote_code)}: expected True or False")
         object.__setattr__(self, "token", checked_token(self.token))
 
     @cached_property
@@ -98,6 +105,29 @@ class Source:
     def holds(self, file: str) -> bool:
         """Returns whether the source is a folder that holds ``file``; a GGUF file holds all that belongs to it."""
         return self.gguf is None and os.path.isfile(os.path.join(self.location, file))
+
+
+def source_of(model: PreTrainedModel | str | Path, *loading: Any) -> Source | PreTrainedModel:
+    """Returns where the model that a caller gave is to be read from, or the model if it is loaded.
+
+    Args:
+        loading: the further arguments of `Source`, in their order.
+
+    Raises:
+        ConfigError: it is neither a name nor a model, or an argument has no effect on a loaded model.
+    """
+    if isinstance(model, str | Path):
+        return Source(str(model), *loading)
+    if not isinstance(model, PreTrainedModel):
+        raise ConfigError(
+            f"model is a {type(model).__name__}: expected a folder, a hub name, demo, or a transformers model"
+        )
+    if Source("", *loading[:-1]) != Source(""):  # the token may be for publishing
+        raise ConfigError(
+            "`device=`, `dtype=`, `trust_remote_code=`, `gguf_file=` and `revision=` have no effect on a loaded "
+            "model: leave them out"
+        )
+    return model
 
 
 def resolve_device(device: str) -> torch.device:

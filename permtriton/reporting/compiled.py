@@ -16,6 +16,7 @@ from permtriton.errors import ConfigError
 from permtriton.kernels.packing import position_bits
 from permtriton.model.name import shown_name
 from permtriton.recipe import RECIPES, config_from
+from permtriton.util.output_files import real_path
 
 
 class Compiled(Folder):
@@ -75,7 +76,7 @@ def read_folders(folders: Sequence[Path]) -> list[Compiled]:
         for each in found
     ]
     for each, label in zip(found, labels, strict=True):
-        each.label = label if len(set(labels)) == len(labels) else f"{label} ({each.path.resolve().name})"
+        each.label = label if len(set(labels)) == len(labels) else f"{label} ({real_path(each.path).name})"
     return found
 
 

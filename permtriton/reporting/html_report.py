@@ -10,7 +10,7 @@ from permtriton.reporting import pictures, sections
 from permtriton.reporting.compiled import Compiled, read_folders
 from permtriton.reporting.pages import Page, write
 from permtriton.util.extras import require
-from permtriton.util.output_files import check_file
+from permtriton.util.output_files import check_file, real_path
 
 
 def report(
@@ -34,8 +34,8 @@ def report(
     require("a report", "jinja2")
     if not folders:
         raise ConfigError("no folder: give at least one output of permtriton compile")
-    output = output or Path(f"{folders[0].resolve().name}-report.html")
-    check_file(output, overwrite=overwrite)
+    output = output or Path(f"{real_path(folders[0]).name}-report.html")
+    check_file(output, overwrite=overwrite, reads=[*folders, *filter(None, [comparison])])
     found = read_comparison(comparison) if comparison else None
     return write(page_of(read_folders(folders), found), output, overwrite=overwrite)
 

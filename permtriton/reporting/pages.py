@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from importlib import metadata, resources
 from pathlib import Path
 
-from permtriton.util.output_files import check_file, write_file
+from permtriton.util.output_files import check_file, real_path, write_file
 
 
 @dataclass(frozen=True)
@@ -112,4 +112,4 @@ def write(page: Page, output: Path, *, overwrite: bool) -> Path:
     """
     check_file(output, overwrite=overwrite)
     write_file(output, html(page).encode("utf-8", "replace"))
-    return output.resolve()
+    return real_path(output)

@@ -13,6 +13,7 @@ from permtriton.reporting.compiled import Compiled
 from permtriton.reporting.pages import Picture, Section, Table, numbers
 from permtriton.reporting.plots import Series, chart, colour, legend
 from permtriton.util.machine import format_bytes
+from permtriton.util.output_files import real_path
 
 _PLACEMENTS = {
     "folded": "folded into neighbouring weights",
@@ -210,7 +211,7 @@ def _why(space: Mapping[str, Any]) -> str:
 def details(folders: Sequence[Compiled]) -> Section:
     """What was done, how long each stage took, and what was compared with the dense model."""
     done: dict[str, Value] = {
-        "folder": lambda each: each.path.resolve().name,
+        "folder": lambda each: real_path(each.path).name,
         "model": lambda each: each.model,
         "pattern": lambda each: described_sparsity(each.record),
         "steps": lambda each: each.record["config"]["recipe"].replace(",", ", "),
@@ -295,5 +296,7 @@ def _unverified(folder: Compiled) -> str:
 
 
 def _hidden_states(folder: Compiled) -> str:
-    permuted = folder.record["hidden_states"]["permuted"]
-    return "in a new order; permtriton.json has its inverse" if permuted else "in the dense model's order"
+    found = folder.record["hidden_states"]
+    if "why" in found:
+        return f"in an order that is not known ({found['why']})"
+    return "in a new order; permtriton.json has its inverse" if found["permuted"] else "in the dense model's order"

@@ -3,21 +3,46 @@
 import os
 import re
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from permtriton.errors import OutputError, PermTritonError
+from permtriton.errors import ConfigError, OutputError, PermTritonError, shown
 from permtriton.util.durable import replace_file
 
 LONGEST = 200  # bytes of a name; file systems take 255, and working files add up to 50
+
+
+def path_of(what: str, name: str | Path) -> Path:
+    """Returns a path that a caller gave as ``what``.
+
+    Raises:
+        ConfigError: it is neither text nor a path.
+    """
+    if not isinstance(name, str | Path):
+        raise ConfigError(f"{what} is a {type(name).__name__}: expected a path")
+    return Path(name)
+
+
+def real_path(path: Path) -> Path:
+    """Returns the absolute path without links. A link that leads in a circle stays one: `Path.resolve` would raise.
+
+    Raises:
+        OutputError: no system has such a path.
+    """
+    try:
+        return Path(os.path.realpath(path))
+    except ValueError as error:
+        raise OutputError(f"the path {shown(str(path))} cannot be used: {error}") from None
 
 
 def check_name(output: Path) -> None:
     """Refuses a file or folder whose name other libraries, or the working files beside it, cannot have.
 
     Raises:
-        OutputError: its path is not UTF-8, or its name is too long.
+        OutputError: its path is not UTF-8, its name is too long, or it is a link that leads in a circle.
     """
+    if real_path(output).is_symlink():
+        raise OutputError(f"output {output} is a link that leads in a circle: choose another name")
     try:
         str(output).encode()
     except UnicodeEncodeError:
@@ -28,12 +53,20 @@ def check_name(output: Path) -> None:
         )
 
 
-def check_file(output: Path, *, overwrite: bool, ours: Callable[[Path], bool] = lambda path: False) -> None:
+def check_file(
+    output: Path,
+    *,
+    overwrite: bool,
+    ours: Callable[[Path], bool] = lambda path: False,
+    reads: Iterable[Path | str] = (),
+) -> None:
     """Refuses, before any work, an output file that could not be written at the end, or that is someone else's.
 
     Args:
         overwrite: whether an earlier file may be replaced, whoever wrote it.
         ours: returns whether an earlier file is a result that may be replaced in any case.
+        reads: files and folders that the command reads: no earlier file among them is replaced, but for a result or an
+            HTML page in such a folder. What is no path, such as a name on the hub, is passed over.
 
     Raises:
         OutputError: as `check_name`, or it may not be replaced, or is no plain file, or its folder does not exist or
@@ -45,6 +78,13 @@ def check_file(output: Path, *, overwrite: bool, ours: Callable[[Path], bool] = 
     if output.exists():
         if not output.is_file():
             raise OutputError(f"output {output} is no plain file: choose another name")
+        for read in map(Path, filter(os.path.exists, reads)):  # which takes names that are too long
+            within = os.path.isdir(read) and real_path(output).is_relative_to(real_path(read))
+            inside = within and output.suffix != ".html" and not ours(output)
+            if inside or real_path(output) == real_path(read):
+                raise OutputError(
+                    f"output {output} is {'a file of ' * inside}{read}, which this command reads: choose another name"
+                )
         if not overwrite and not ours(output):
             raise OutputError(f"output {output} exists: choose another file, or replace it with `overwrite=True`")
     check_parent(output)
@@ -56,7 +96,7 @@ def check_parent(output: Path) -> None:
     Raises:
         OutputError: the folder does not exist, or cannot be written.
     """
-    folder = output.resolve().parent
+    folder = real_path(output).parent
     if not folder.is_dir():
         raise OutputError(f"output {output}: the folder {folder} does not exist; make it first")
     if problem := problem_of(folder):

@@ -1,6 +1,6 @@
 """How does training keep the zeros of N:M weights?
 
-After every step of any optimizer, the weights that were zero are set to zero again: torch calls hooks for that,
+After every step of an optimizer, those of its weights that were zero are set to zero again: torch calls hooks for that,
 whoever wrote the loop. The model itself is not changed, so that it compiles, is divided among GPUs and is saved as
 before. Two other ways were measured (``benchmarks/keep_variants.py``): a parametrization changes the names of the
 weights and loses what PEFT merges; masks on gradients fail with an optimizer whose step is not zero where the gradient
@@ -26,11 +26,12 @@ from permtriton.checkpoint.forms import Record, find_record
 from permtriton.checkpoint.names import loaded_names
 from permtriton.checkpoint.save import save_trained
 from permtriton.data.media import Processor
-from permtriton.errors import ModelError, listed
+from permtriton.errors import ConfigError, ModelError, listed
 from permtriton.model.expert_linears import input_dim, stacks
 from permtriton.model.modules import is_packed
 from permtriton.passes.plan import LINEAR_MODULES
 from permtriton.running import ranks
+from permtriton.util.output_files import real_path
 from permtriton.util.sparsity import MAX_GROUP, NMPattern, PrunedWeight
 
 BASE_LAYER = ".base_layer"  # where PEFT puts the linear that it wraps
@@ -40,8 +41,9 @@ REGULAR = 0.9  # share of the groups of an N:M weight that keep N values; a few 
 def keep_pattern(model: nn.Module) -> "KeptPattern":
     """Keeps the zeros of every N:M weight of a model while it is trained, whatever the optimizer and the loop.
 
-    After every step of an optimizer of torch, the weights that were zero are zero again. Call it once the weights are
-    loaded; the model may be wrapped before or afterwards (``torch.compile``, ``fully_shard``, accelerate, PEFT). The
+    After every step of an optimizer of torch, those of its weights that were zero are zero again. Call it once the
+    weights are loaded; the model may be wrapped before or afterwards (``torch.compile``, ``fully_shard``, accelerate,
+    PEFT), but a copy (``copy.deepcopy``) is another model, which needs a call of its own. The
     weights are those that ``permtriton.json`` lists in the folder that the model was loaded from; without that file,
     every linear and every stack of experts whose groups keep N of M values. A mask takes a byte per weight. A kept
     weight may pass through zero, but one that is zero at this call stays zero.
@@ -62,6 +64,8 @@ def keep_pattern(model: nn.Module) -> "KeptPattern":
         >>> kept.patterns["model.layers.0.mlp.up_proj.weight"]
         NMPattern(kept=2, group=4)
     """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model is a {type(model).__name__}: expected a loaded model")
     inner = _unwrapped(model)
     _refuse_unsupported(inner)
     commit = getattr(getattr(inner, "config", None), "_commit_hash", None)
@@ -145,9 +149,12 @@ class KeptPattern:
                 _check_pattern(name, weight)
                 weight.find_zeros()
 
-    def _after_step(self, *_: Any) -> None:
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Restores the weights of this optimizer alone: a backward pass may still need the others as they are."""
+        stepped = {_storage(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         for weight in self._weights.values():
-            if weight.parameter.requires_grad:
+            parameter = weight.parameter
+            if _storage(parameter) in stepped and (parameter.requires_grad or parameter.grad is not None):
                 weight.restore()
 
     def restore(self) -> None:
@@ -223,7 +230,7 @@ class KeptPattern:
         if ranks.number() == 0:
             pruned = {name: PrunedWeight(weight.dim, weight.pattern) for name, weight in self._weights.items()}
             save_trained(model, tokenizer, self.record, pruned, Path(folder), state=state, overwrite=overwrite)
-        return Path(folder).resolve()
+        return real_path(Path(folder))
 
 
 class KeepPattern(TrainerCallback):
@@ -382,6 +389,11 @@ def _plain(name: str) -> str:
 def _local(tensor: Any) -> Tensor:
     """Returns this rank's part of a tensor that is divided among ranks."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _storage(tensor: Any) -> int:
+    """Returns where the values of a tensor are: views share them with their weight."""
+    return _local(tensor).untyped_storage().data_ptr()
 
 
 def _whole(tensor: Any) -> Tensor:
