@@ -128,12 +128,8 @@ class Request:
         """
         seeds = self.numbers()
         self.rows(layers=1)  # a wrong name is found before the model is loaded
-        reads = (
-            self.source.name,
-            self.eval_data if is_named(self.eval_data) else None,
-            self.options.get("calibration"),
-            self.tasks.folder,
-        )
+        named = [self.source.name, self.options.get("calibration"), self.tasks.folder, self.eval_data]
+        reads = [each for each in named if is_named(each) and each]
         for output in self.outputs:
             check_table(output, overwrite=self.overwrite, like=RESULT, reads=reads)
         with self._claimed(progress):
