@@ -171,6 +171,26 @@ def proof_time_table(name: str) -> str:
     return _table("check | before | now", lines, caption)
 
 
+def variation_table(*names: str) -> str:
+    """Returns the rows of ``benchmarks/variation.py`` for several models."""
+    reports = {report["model"]: report for report in map(_load, names)}
+    rows = [
+        [row["setting"], model, _share(row["masks"]), _share(row["weights"]), f"{row['kl']:.4f}"]
+        for model, report in reports.items()
+        for row in report["rows"]
+    ]
+    caption = "The first row of each model is what the others are compared with. " + "; ".join(
+        f"{model}: `{report['command']}`" for model, report in reports.items()
+    )
+    first = next(iter(reports.values()))
+    caption += f"; {first['hardware']}; torch {first['versions']['torch']}."
+    return _table("setting | model | mask entries that differ | weights (norm) | KL to dense", rows, caption)
+
+
+def _share(share: float) -> str:
+    return f"{share:.2%}" if share else "none, bit for bit"
+
+
 def seeded_faults_table(name: str) -> str:
     """Returns the checks, each with the faults that ``python -m benchmarks.faults`` saw it refuse."""
     report = _load(name)
@@ -335,6 +355,7 @@ TABLES = {
     "architectures-causes": architectures.causes,
     "config-options": config_options_table,
     "compile-time": lambda: compile_time_table("compile-time-cpu.json"),
+    "variation": lambda: variation_table("variation-demo.json", "variation-smollm2.json"),
     "proof-time": lambda: proof_time_table("proof-time-cpu.json"),
     "seeded-faults": lambda: seeded_faults_table("seeded-faults.json"),
     "runtime-overhead": lambda: runtime_overhead_table("runtime-overhead-cpu.jsonl"),

@@ -53,6 +53,7 @@ def main() -> None:
             print(json.dumps(rows[-1]), flush=True)
     words = ["python -m benchmarks.variation", *([Path(args.model).name] if args.model != "demo" else []), *options]
     report = {
+        "model": Path(args.model).name,
         "command": " ".join(Path(word).name if os.sep in word else word for word in words),
         "hardware": f"{processor()}, {os.cpu_count()} cores",
         "versions": versions(),

@@ -4,7 +4,7 @@ import platform
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,9 @@ def run(
         reads: list[str | Path] = [each for each in (model, against, eval_data, tasks.folder) if each]
         check_table(output, overwrite=overwrite, like=RESULT, reads=reads)
     progress = BarProgress()
-    spare_threads(Source(model, **loading), progress)
+    read = {each.name for each in fields(Source)}
+    source = Source(model, **{name: value for name, value in loading.items() if name in read})
+    spare_threads(source, progress)
     measured = evaluate(
         model,
         eval_data,

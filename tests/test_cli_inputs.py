@@ -54,7 +54,7 @@ def test_a_default_length_follows_the_model(desk, command):
     assert "sequence length: 32, not 1024: the model has no more positions" in done.stderr
 
 
-@pytest.mark.parametrize("flag", ["--methods", "--patterns", "--values"])
+@pytest.mark.parametrize("flag", ["--methods", "--sparsity", "--values"])
 def test_an_empty_list_is_not_all(desk, flag):
     desk.refuses(["compare", str(desk.model), flag, "", "--ablate", "layers"], f"{flag} '' has an empty name")
 

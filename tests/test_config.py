@@ -64,6 +64,10 @@ OTHER = {
     "refit_residual_targets": 0.5,
     "refit_iterations": 7,
     "refit_exchanges": 2,
+    "calibrate_all_experts": True,
+    "one_document": True,
+    "refit_metric_tokens": 512,
+    "refit_metric_rounds": 3,
     "refit_generated": False,
     "reconstruct_epochs": 5,
     "reconstruct_learning_rate": 0.03,
@@ -152,7 +156,7 @@ def test_no_flag_of_the_commands_is_dropped_on_the_way():
         "model", "recipe", "eval_data", "device", "dtype", "output", "overwrite", "config", "json", "revision",
         "token", "save_format", "push_to_hub", "trust_remote_code", "seeds", "methods", "patterns", "ablate",
         "values", "tasks", "tasks_dir", "limit", "restart", "dry_run", "devices", "shard", "offload", "help_all",
-        "gguf_file", "private",
+        "gguf_file", "private", "protocol", "window",
     }  # fmt: skip
     for command in (compile, compare):
         assert set(inspect.signature(command).parameters) <= running | set(OPTIONS)

@@ -248,5 +248,5 @@ def test_lm_eval_is_imported_for_tasks_only(desk, options, monkeypatch):
     monkeypatch.delitem(sys.modules, "permtriton.evaluation.tasks")
     monkeypatch.setitem(sys.modules, "lm_eval", None)  # its import is now an error
     run(*options[:4], desk.model)
-    desk.refuses(["evaluate", str(desk.model), *map(str, options)], "by tasks needs lm_eval", '"permtriton[eval]"')
+    desk.refuses(["evaluate", str(desk.model), *map(str, options)], "by tasks needs lm_eval", '".[eval]"')
     monkeypatch.undo()

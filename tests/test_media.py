@@ -212,7 +212,7 @@ def test_other_sources_and_files_that_cannot_be_used(vit, images, tmp_path, monk
     with pytest.raises(CalibrationError, match=r"a\.wav cannot be read"):
         media_samples(str(tmp_path), media.build("wav2vec2"), Wav2Vec2FeatureExtractor(), None)
     monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(MissingExtraError, match=r"an image, needs PIL, which is not installed: .*permtriton\[data\]"):
+    with pytest.raises(MissingExtraError, match=r"an image, needs PIL, which is not installed: pip install .*\[data\]"):
         media_samples(str(images), model, processor_of(vit), None)
 
 

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from permtriton.cli import compare, evaluate
+from permtriton.cli import evaluate
 from permtriton.cli.main import app
+from permtriton.comparison import request
 from permtriton.comparison.tables import check_table, write_table
 from permtriton.errors import OutputError
 from permtriton.model import load
@@ -19,7 +20,7 @@ COMMANDS = ("evaluate", "compare", "report", "inspect", "compile", "dry run", "e
 SUFFIXES = {"report": ".html", "inspect": ".dot", "evaluate": ".md", "compare": ".csv"}
 KINDS = {
     "evaluate": (evaluate.RESULT, evaluate.HEADERS, {"against": 1, "protocol": 1, "tokens_per_second": 1, "model": 1}),
-    "compare": (compare.RESULT, COMPARED, {"measure": 1, "patterns": 1, "rows": 1, "versions": 1, "model": 1}),
+    "compare": (request.RESULT, COMPARED, {"measure": 1, "patterns": 1, "rows": 1, "versions": 1, "model": 1}),
 }
 
 

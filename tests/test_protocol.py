@@ -143,7 +143,7 @@ def test_compare_from_python(here, hub):
     for wrong, words in (
         ({"methods": ["wandas"]}, "wandas"),
         ({"sparse": "2:4"}, "unknown option sparse"),
-        ({"patterns": ["2:4"], "sparsity": "2:4"}, "`sparsity=` has no effect"),
+        ({"sparsity": "2:4,4:8", "pattern": ["*=4:8"]}, "`pattern=` needs one `sparsity=`"),
         ({"values": [1]}, "`values=` has no effect"),
         ({"output": "a.xlsx"}, "extension is .xlsx"),
     ):

@@ -42,7 +42,7 @@ def as_on_a_gpu(monkeypatch):
     """
     monkeypatch.setattr(quantizer, "device_of", lambda *_: torch.device("cuda"))
     monkeypatch.setattr(packed, "has_kernels", lambda device: device.type == "cuda")
-    monkeypatch.setattr("permtriton.checkpoint.export.check_reloads", lambda *_: "not run: loads as on a GPU")
+    monkeypatch.setattr("permtriton.checkpoint.storing.check_reloads", lambda *_: "not run: loads as on a GPU")
 
 
 def packed_names(model) -> list[str]:

@@ -189,7 +189,7 @@ class Request:
 
 def several_patterns(sparsity: Words, options: dict[str, Any]) -> Words:
     """Returns the patterns of the rows, where there are several; a single one goes into ``options``, as any option."""
-    if len(parts := _parts(sparsity)) > 1:
+    if len(parts := _parts(sparsity, "sparsity")) > 1:
         return sparsity
     if parts:
         options["sparsity"] = parts[0]
