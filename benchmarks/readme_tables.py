@@ -175,7 +175,7 @@ def variation_table(*names: str) -> str:
     """Returns the rows of ``benchmarks/variation.py`` for several models."""
     reports = {report["model"]: report for report in map(_load, names)}
     rows = [
-        [row["setting"], model, _share(row["masks"]), _share(row["weights"]), f"{row['kl']:.4f}"]
+        [row["setting"], model, _share(row["masks"]), _share(row["weights"]), f"{row['perplexity']:.3f}"]
         for model, report in reports.items()
         for row in report["rows"]
     ]
@@ -184,7 +184,7 @@ def variation_table(*names: str) -> str:
     )
     first = next(iter(reports.values()))
     caption += f"; {first['hardware']}; torch {first['versions']['torch']}."
-    return _table("setting | model | mask entries that differ | weights (norm) | KL to dense", rows, caption)
+    return _table("setting | model | mask entries that differ | weights (norm) | perplexity", rows, caption)
 
 
 def _share(share: float) -> str:
@@ -355,7 +355,7 @@ TABLES = {
     "architectures-causes": architectures.causes,
     "config-options": config_options_table,
     "compile-time": lambda: compile_time_table("compile-time-cpu.json"),
-    "variation": lambda: variation_table("variation-demo.json", "variation-smollm2.json"),
+    "variation": lambda: variation_table("variation-demo.json"),
     "proof-time": lambda: proof_time_table("proof-time-cpu.json"),
     "seeded-faults": lambda: seeded_faults_table("seeded-faults.json"),
     "runtime-overhead": lambda: runtime_overhead_table("runtime-overhead-cpu.jsonl"),

@@ -54,7 +54,7 @@ def points(report: Mapping[str, Any]) -> tuple[float, list[Point]]:
     for name in SHOWN:
         if of := rows.get(name):
             values = [row["evaluation"]["perplexity"] for row in of]
-            seconds = fmean(row["pruning"]["cpu_seconds"] for row in of)
+            seconds = fmean(row["pruning"]["cpu_seconds"] for row in of if "pruning" in row)
             found.append(Point(name, seconds, fmean(values), min(values), max(values)))
     return rows[DENSE][0]["evaluation"]["perplexity"], sorted(found, key=lambda point: point.seconds)
 

@@ -39,13 +39,13 @@ def in_words(report: Mapping[str, Any], ours: str, theirs: str) -> str:
     """Returns what one method gains over another, and what it costs, in two sentences."""
 
     def mean(name: str, part: str, key: str) -> float:
-        return fmean(row[part][key] for row in report["rows"] if row["name"] == name)
+        return fmean(row[part][key] for row in report["rows"] if row["name"] == name and part in row)
 
     dense, worse, better = (mean(name, "evaluation", "perplexity") for name in (DENSE, theirs, ours))
     less = 1 - math.log(better / dense) / math.log(worse / dense)
     seconds, other = (mean(name, "pruning", "cpu_seconds") for name in (ours, theirs))
     peak, other_peak = (
-        max(row["pruning"]["peak_bytes"] for row in report["rows"] if row["name"] == name) / 2**30
+        max(row["pruning"]["peak_bytes"] for row in report["rows"] if row["name"] == name and "pruning" in row) / 2**30
         for name in (ours, theirs)
     )
     samples, length = report["inputs"]["calibration"]
@@ -110,8 +110,8 @@ def _numbers(found: Sequence[Mapping[str, Any]], mean: float, loss: float) -> st
     values = [row["evaluation"]["perplexity"] for row in found]
     spread = f" ± {stdev(values):.2f}" if len(values) > 1 else ""
     kl = fmean(row["evaluation"]["kl"] for row in found)
-    seconds = fmean(row["pruning"]["cpu_seconds"] for row in found)
-    peak = max(row["pruning"]["peak_bytes"] for row in found) / 2**30
+    costs = [row["pruning"] for row in found if "pruning" in row]
+    seconds, peak = fmean(each["cpu_seconds"] for each in costs), max(each["peak_bytes"] for each in costs) / 2**30
     return f"{len(values)} | {mean:.2f}{spread} | {loss:.2f} | {kl:.3f} | {seconds:.0f} | {peak:.1f} GiB"
 
 
