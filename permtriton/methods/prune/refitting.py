@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -138,14 +139,15 @@ def _fit(
     found, metric = better_rows(found, start, target, of_inputs.damped), None
     if gradients is not None and options.iterations:
         metric = metric_of(gradients.to(weight.device))
+    error = partial(error_of, target=target, hessian=of_inputs.damped, metric=metric)
+    before = error(start)
+    if metric is not None:
         coupled = coupled_least_squares(found.float(), target, of_inputs.damped, metric, options.metric_rounds)
-        candidates = (coupled.to(weight.dtype), found, start)
-        found = min(candidates, key=lambda each: error_of(each, target, of_inputs.damped, metric))
+        candidates = [(each, error(each)) for each in (coupled.to(weight.dtype), found)]
+        found = min([*candidates, (start, before)], key=lambda candidate: candidate[1])[0]
     weight.copy_(found.T).add_(0.0)  # the sum turns -0.0 into 0.0
     check_kept(name, weight, zeros, pattern, CANCELLED)
-    before, after, size = (
-        error_of(each, target, of_inputs.damped, metric) for each in (start, weight.T, torch.zeros_like(target))
-    )
+    after, size = error(weight.T), error(torch.zeros_like(target))
     size = max(size, torch.finfo(torch.float32).tiny)
     check_no_worse(before / size, after / size, f"refitting {name}")
     return {"name": name, "start": before / size, "end": after / size, "seconds": time.perf_counter() - started}
@@ -182,20 +184,15 @@ def least_squares(start: Tensor, target: Tensor, hessian: Tensor, iterations: in
     Returns:
         ``V``, float32 ``[out_features, in_features]``.
     """
-    found, mask, scale = start.clone(), start != 0, hessian.diagonal()
-    residual = (target - start) @ hessian * mask
-    direction = residual / scale
-    size = (residual * direction).sum(1, keepdim=True)
-    tiny = torch.finfo(size.dtype).tiny
-    for _ in range(iterations):
-        change = direction @ hessian * mask
-        step = size / (direction * change).sum(1, keepdim=True).clamp_min(tiny)
-        found += step * direction
-        residual -= step * change
-        scaled = residual / scale
-        before, size = size, (residual * scaled).sum(1, keepdim=True)
-        direction = scaled + size / before.clamp_min(tiny) * direction
-    return found
+    mask = start != 0
+    return _conjugate_gradients(
+        start,
+        (target - start) @ hessian * mask,
+        lambda direction: direction @ hessian * mask,
+        hessian.diagonal(),
+        lambda one, other: (one * other).sum(1, keepdim=True),
+        iterations,
+    )
 
 
 def coupled_least_squares(start: Tensor, target: Tensor, hessian: Tensor, metric: Tensor, iterations: int) -> Tensor:
@@ -203,19 +200,44 @@ def coupled_least_squares(start: Tensor, target: Tensor, hessian: Tensor, metric
 
     Arguments are those of `least_squares`, and the metric ``K`` of the outputs, ``[out_features, out_features]``.
     """
-    found, mask = start.clone(), start != 0
-    scale = metric.diagonal().unsqueeze(1) * hessian.diagonal()
-    residual = metric @ ((target - start) @ hessian) * mask
-    direction = residual / scale
-    size = (residual * direction).sum()
+    mask = start != 0
+    return _conjugate_gradients(
+        start,
+        metric @ ((target - start) @ hessian) * mask,
+        lambda direction: metric @ (direction @ hessian) * mask,
+        metric.diagonal().unsqueeze(1) * hessian.diagonal(),
+        lambda one, other: (one * other).sum(),
+        iterations,
+    )
+
+
+def _conjugate_gradients(
+    start: Tensor,
+    residual: Tensor,
+    product: Callable[[Tensor], Tensor],
+    scale: Tensor,
+    dot: Callable[[Tensor, Tensor], Tensor],
+    iterations: int,
+) -> Tensor:
+    """Returns the weight after some rounds from ``start``.
+
+    Args:
+        residual: the negative gradient at ``start``, changed in place; zero where weights are pruned.
+        product: multiplies a direction by the matrix of the quadratic; zero where weights are pruned.
+        scale: diagonal of that matrix, by which directions are divided.
+        dot: inner product, of each problem that is solved on its own.
+        iterations: rounds.
+    """
+    found, direction = start.clone(), residual / scale
+    size = dot(residual, direction)
     tiny = torch.finfo(size.dtype).tiny
     for _ in range(iterations):
-        change = metric @ (direction @ hessian) * mask
-        step = size / (direction * change).sum().clamp_min(tiny)
+        change = product(direction)
+        step = size / dot(direction, change).clamp_min(tiny)
         found += step * direction
         residual -= step * change
         scaled = residual / scale
-        before, size = size, (residual * scaled).sum()
+        before, size = size, dot(residual, scaled)
         direction = scaled + size / before.clamp_min(tiny) * direction
     return found
 
