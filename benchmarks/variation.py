@@ -10,7 +10,6 @@ perplexity on held-out text.
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from typing import Any
 
 from safetensors.torch import load_file
 
+from benchmarks.real.__main__ import processor
 from permtriton.util.durable import replace_file
 from permtriton.util.machine import versions
 
@@ -89,11 +89,6 @@ def compared(first: Path, other: Path) -> dict[str, Any]:
 
 def perplexity_of(folder: Path) -> float:
     return json.loads((folder / "permtriton.json").read_text())["evaluation"]["compiled"]
-
-
-def processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 if __name__ == "__main__":

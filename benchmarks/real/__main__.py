@@ -173,7 +173,7 @@ def _about(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[st
             words += [f"--{name.replace('_', '-')}", text.name if isinstance(text, Path) else str(text)]
     return {
         "command": shlex.join(words),
-        "hardware": f"{_processor()}, {os.cpu_count()} cores, {args.threads} of them used",
+        "hardware": f"{processor()}, {os.cpu_count()} cores, {args.threads} of them used",
         "system": platform.platform(),
         "versions": versions(),
         "peers": {peer: _requirements(peer) for peer, _ in THEIRS.values()},
@@ -185,7 +185,7 @@ def _requirements(peer: str) -> list[str]:
     return (Path(__file__).parent / "peers" / f"{peer}.txt").read_text().split()
 
 
-def _processor() -> str:
+def processor() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 

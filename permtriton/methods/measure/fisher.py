@@ -118,7 +118,7 @@ def fisher_information(
 
         return add
 
-    _backward_passes(model, plan, kind, samples, config, progress, "row weights", offload, clear, watch)
+    _BackwardPasses(model, plan, kind, samples, config, progress, offload).run("row weights", clear, watch)
     for name, each in found.items():
         each.add_up()
         if not bool(each.row.isfinite().all() & each.column.isfinite().all()):
@@ -153,7 +153,7 @@ def output_gradients(
     def watch(name: str, _inputs: Tensor) -> Callable[[Tensor], None]:
         return lambda gradient: parts.setdefault(name, []).append(keep(gradient.to("cpu", torch.bfloat16)))
 
-    _backward_passes(model, plan, kind, samples, config, progress, "output gradients", offload, parts.clear, watch)
+    _BackwardPasses(model, plan, kind, samples, config, progress, offload).run("output gradients", parts.clear, watch)
     found = {}
     for site in plan.sites:
         for name in site.linears if reads_every_token(model, site) else ():
@@ -167,45 +167,47 @@ def output_gradients(
     return found
 
 
-def _backward_passes(  # noqa: PLR0913
-    model: PreTrainedModel,
-    plan: Plan,
-    kind: ObjectiveKind,
-    samples: Samples,
-    config: CommonConfig,
-    progress: Progress,
-    stage: str,
-    offload: Offload | None,
-    clear: Callable[[], None],
-    watch: Watch,
-) -> None:
-    """Runs a backward pass for every sample of this rank.
+@dataclass(frozen=True)
+class _BackwardPasses:
+    """Backward passes of the loss, one for every sample of this rank; attributes as of `fisher_information`."""
 
-    Args:
-        stage: name of the stage.
-        clear: forgets what was seen; called first, and again where it all starts anew with fewer samples at a time.
-        watch: called with a linear's name and its input ``[tokens, in_features]``; returns what takes the gradient of
-            its output ``[tokens, out_features]``.
-    """
-    layers = layer_modules(model, plan) if config.activation_checkpointing else []
-    own = ranks.own_rows(len(samples))
+    model: PreTrainedModel
+    plan: Plan
+    kind: ObjectiveKind
+    samples: Samples
+    config: CommonConfig
+    progress: Progress
+    offload: Offload | None
 
-    def backward(size: int) -> None:
-        clear()
-        draw = _Draws(config.seed, skip=int(own[0]) if own.numel() else 0)
-        with progress.stage(stage, own.numel()) as advance:
-            parts = [samples[rows] for rows in ranks.parts(torch.arange(len(samples)), size)]
-            for batches, stream in _together(model, plan, parts, offload):
-                if stream is not None and stream.differentiable:
-                    _backward(stream, lambda batch: _loss(model, kind, batch, draw), batches, advance)
-                    continue
-                for batch in batches:
-                    with checkpointed(layers):
-                        _loss(model, kind, batch, draw).backward()
-                    advance(len(batch))
+    def run(self, stage: str, clear: Callable[[], None], watch: Watch) -> None:
+        """Runs them.
 
-    with frozen(model), _watched(model, plan, watch):
-        MicroBatch(config.micro_batch_size).run(backward)
+        Args:
+            stage: name of the stage.
+            clear: forgets what was seen; called first, and again where it all starts anew with fewer samples at a time.
+            watch: called with a linear's name and its input ``[tokens, in_features]``; returns what takes the gradient
+                of its output ``[tokens, out_features]``.
+        """
+        model, samples, config = self.model, self.samples, self.config
+        layers = layer_modules(model, self.plan) if config.activation_checkpointing else []
+        own = ranks.own_rows(len(samples))
+
+        def backward(size: int) -> None:
+            clear()
+            draw = _Draws(config.seed, skip=int(own[0]) if own.numel() else 0)
+            with self.progress.stage(stage, own.numel()) as advance:
+                parts = [samples[rows] for rows in ranks.parts(torch.arange(len(samples)), size)]
+                for batches, stream in _together(model, self.plan, parts, self.offload):
+                    if stream is not None and stream.differentiable:
+                        _backward(stream, lambda batch: _loss(model, self.kind, batch, draw), batches, advance)
+                        continue
+                    for batch in batches:
+                        with checkpointed(layers):
+                            _loss(model, self.kind, batch, draw).backward()
+                        advance(len(batch))
+
+        with frozen(model), _watched(model, self.plan, watch):
+            MicroBatch(config.micro_batch_size).run(backward)
 
 
 def _together(
