@@ -41,13 +41,12 @@ unit: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests/interpreted
 
-# The tests of numbers with other instructions than this machine's: what holds here must hold on any processor. (Without
-# vector instructions, two ranks still search another order of a small mixture's experts than one process does.)
+# The tests of numbers with other instructions than this machine's: what holds here must hold on any processor.
 NUMERIC := tests/test_ranks.py tests/test_refitting.py tests/test_statistics.py tests/test_sparsegpt.py \
 	tests/test_fisher.py tests/test_search.py tests/test_learn.py tests/test_reconstruct.py tests/test_distill.py
 numeric: export OMP_NUM_THREADS := 1
 numeric: $(INSTALLED)
-	ATEN_CPU_CAPABILITY=default $(BIN)/python -m pytest -n 2 --dist loadfile -k "not searched_mixture" $(NUMERIC)
+	ATEN_CPU_CAPABILITY=default $(BIN)/python -m pytest -n 2 --dist loadfile $(NUMERIC)
 	MKL_CBWR=COMPATIBLE $(BIN)/python -m pytest -n 2 --dist loadfile $(NUMERIC)
 
 # All tests with the instructions of other processors, and with two threads.

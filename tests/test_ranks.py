@@ -76,9 +76,9 @@ def test_the_result_is_that_of_one_process_up_to_rounding(folder, case):
     assert facts(folder, case, "alone").get("tokens") == facts(folder, case, "rank1").get("tokens")
 
 
-@pytest.mark.parametrize("case", ["every_update", "refitted"])
-def test_weights_that_follow_from_hessians_are_those_of_one_process_bit_for_bit(folder, case):
-    """A fit magnifies the rounding of its moments, and masks are chosen by comparison: the moments must not differ."""
+@pytest.mark.parametrize("case", ["every_update", "refitted", "searched_mixture"])
+def test_orders_and_weights_that_follow_from_sums_are_those_of_one_process_bit_for_bit(folder, case):
+    """A fit magnifies the rounding of its moments, masks and orders are chosen by comparison: no sum may differ."""
     alone, shared = tensors(folder, case, "alone"), tensors(folder, case, "rank0")
     assert [name for name, tensor in alone.items() if not torch.equal(shared[name], tensor)] == []
 

@@ -40,8 +40,9 @@ class Fisher:
     """The diagonal Fisher information of one linear's weights, ``row_O * column_C / tokens``.
 
     Attributes:
-        row: Sum over tokens of the squared gradient at each output, float32 ``[out_features]``.
-        column: Sum over tokens of the square of each input, float32 ``[in_features]``.
+        row: Sum over tokens of the squared gradient at each output, ``[out_features]``; float64 while it is summed, so
+            that ranks and micro-batches do not show, then float32.
+        column: Sum over tokens of the square of each input, ``[in_features]``, likewise.
         tokens: Number of tokens that the linear has seen; fewer than there are for an expert.
     """
 
@@ -56,6 +57,7 @@ class Fisher:
     def add_up(self) -> None:
         """Adds up what the ranks have added."""
         ranks.add_up([self.row, self.column])
+        self.row, self.column = self.row.float(), self.column.float()
         self.tokens = round(ranks.total(self.tokens))
 
     def clear(self) -> None:
@@ -102,17 +104,18 @@ def fisher_information(
     found: dict[str, Fisher] = {}
     for _, name in plan.linears():
         channels, rows = weight_in_out(linear_module(model, name)).shape
-        found[name] = Fisher(torch.zeros(rows, device=model.device), torch.zeros(channels, device=model.device))
+        row, column = (torch.zeros(size, dtype=torch.float64, device=model.device) for size in (rows, channels))
+        found[name] = Fisher(row, column)
 
     def clear() -> None:
         for each in found.values():
             each.clear()
 
     def watch(name: str, inputs: Tensor) -> Callable[[Tensor], None]:
-        squares, tokens = inputs.float().square().sum(0), inputs.shape[0]  # of an input that need not stay in memory
+        squares, tokens = _squares(inputs), inputs.shape[0]  # of an input that need not stay in memory
 
         def add(gradient: Tensor) -> None:
-            found[name].row += gradient.float().square().sum(0)
+            found[name].row += _squares(gradient)
             found[name].column += squares
             found[name].tokens += tokens
 
@@ -127,6 +130,11 @@ def fisher_information(
                 "`dtype=float32`, or `heuristic_row_weights=none`"
             )
     return found
+
+
+def _squares(values: Tensor) -> Tensor:
+    """Returns the sum of squares of every column, float64."""
+    return values.float().square().sum(0, dtype=torch.float64)
 
 
 @torch.enable_grad()

@@ -203,7 +203,7 @@ def channel_norms(
 
     def consume(site: Site, inputs: Tensor, _residual: Tensor | None) -> None:
         for sequence in _sequences(inputs):
-            sums[site.name] += sequence.float().square().sum(0, dtype=torch.float64)
+            sums[site.name] += sequence.square().sum(0, dtype=torch.float64)
 
     with progress.stage("calibrate", ranks.own_rows(len(samples)).numel()) as advance:
         for layer in layers or [from_model(model, list(sites), samples, batch)]:
@@ -230,7 +230,7 @@ def hessians(model: PreTrainedModel, layer: LayerInputs, advance: Advance) -> di
 
     def consume(site: Site, inputs: Tensor, _residual: Tensor | None) -> None:
         for sequence in _sequences(inputs):
-            _add_gram(sums[site.name], sequence.float())
+            _add_gram(sums[site.name], sequence)
 
     watch_inputs(model, layer, consume, advance)
     return _finished(sums)
@@ -299,7 +299,6 @@ def moments(model: PreTrainedModel, layer: LayerInputs, dense: Inputs, advance: 
     def consume(site: Site, inputs: Tensor, residual: Tensor | None) -> None:
         before, residual_before = dense[site.name].popleft() if site.name in shifts else (None, None)
         for row, sequence in enumerate(_sequences(inputs)):
-            sequence = sequence.float()
             _add_gram(sums[site.name], sequence)
             if before is not None:
                 shifts[site.name] += _sequences(before)[row].to(sequence).sub_(sequence).T @ sequence
@@ -335,8 +334,12 @@ def _sum(model: PreTrainedModel, rows: int, columns: int) -> Tensor:
 
 
 def _sequences(inputs: Tensor) -> Tensor:
-    """Returns activations as ``[sequences, tokens, channels]``; those of an expert are taken for one sequence."""
-    return inputs.flatten(1, -2) if inputs.ndim > 2 else inputs.unsqueeze(0)
+    """Returns activations as ``[sequences, tokens, channels]``, of which products are made, in float32.
+
+    Those of an expert are taken for one sequence. Ranks and micro-batches decide which tokens it sees at once, so its
+    products are made in float64, where that does not show.
+    """
+    return inputs.float().flatten(1, -2) if inputs.ndim > 2 else inputs.double().unsqueeze(0)
 
 
 def _out_features(model: PreTrainedModel, site: Site) -> int:
@@ -348,7 +351,7 @@ def _add_gram(total: Tensor, inputs: Tensor) -> None:
 
     Args:
         total: float64 ``[channels, channels]``.
-        inputs: ``X`` of one sequence, float32 ``[tokens, channels]``.
+        inputs: ``X`` of one sequence, ``[tokens, channels]``.
     """
     width = max(GRAM_COLUMNS, -(-len(total) // 8))
     for start in range(0, len(total), width):
