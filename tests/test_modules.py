@@ -145,9 +145,12 @@ needs_compiler = pytest.mark.skipif(
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2"])
-@pytest.mark.slow(but=["llama"])
-def test_compiles_as_one_graph_and_equals_eager(name):
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [("llama", "aot_eager"), ("llama", "inductor"), ("gpt2", "inductor"), ("gemma2", "inductor")],
+)
+@pytest.mark.slow(but=["llama-aot_eager"])
+def test_compiles_as_one_graph_and_equals_eager(name, backend):
     model = zoo.build(name, **({"n_layer": 1} if name == "gpt2" else {"num_hidden_layers": 1}))
     permute_norms(model, name)
     if name == "llama":
@@ -156,7 +159,7 @@ def test_compiles_as_one_graph_and_equals_eager(name):
     ids = zoo.token_ids(2, 12)
     eager = zoo.outputs(model, ids)
     torch._dynamo.reset()
-    compiled = torch.compile(model, fullgraph=True)
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
     with torch.no_grad():
         result = compiled(input_ids=ids, use_cache=False).logits
     torch.testing.assert_close(result, eager[0], rtol=1e-4, atol=1e-4)

@@ -18,6 +18,9 @@ from permtriton.passes.plan import linear_module
 from permtriton.running.state import StateFile
 from permtriton.util.option import documented, option
 
+from . import zoo
+from .sentences import SENTENCE, trained_tokenizer
+
 ROOT = Path(__file__).parent.parent
 FACTORS, STATE, SECONDS = 7 << 20, 5 << 20, 6000.0  # what the step says that it needs
 PARTS = [{"name": f"half {number}", "start": 0.5, "end": 0.25, "seconds": 0.0, "scale": 1} for number in (1, 2)]
@@ -69,13 +72,18 @@ class Own(Step):
 def main(folder: Path) -> None:
     """Adds the step to the table of all, runs commands, and prints what each of them printed, as JSON."""
     steps.STEPS = (*steps.STEPS, Own)
+    tokenizer = trained_tokenizer()
+    for part in (zoo.tiny_llama(vocab_size=len(tokenizer), max_position_embeddings=64), tokenizer):
+        part.save_pretrained(folder / "model")
+    (folder / "text.txt").write_text(SENTENCE * 300, encoding="utf-8")
     from permtriton.cli.main import app  # its flags are made when it is imported
 
     (folder / "own.toml").write_text('recipe = "heuristic,mask,own"\n[own]\nrounds = 3\n')
     (folder / "other.toml").write_text("[own]\nloops = 3\n")
-    text = ("--samples", "2", "--sequence-length", "16", "--eval-data", "none", "--output", str(folder / "out"))
-    demo = ("compile", "demo", *text, "--recipe", "heuristic,mask,own")
-    file = ("compile", "demo", *text, "--config")
+    texts = ("--calibration", str(folder / "text.txt"), "--samples", "2", "--sequence-length", "16")
+    model = ("compile", str(folder / "model"), *texts, "--eval-data", "none", "--output", str(folder / "out"))
+    own = (*model, "--recipe", "heuristic,mask,own")
+    file = (*model, "--config")
     found = {}
 
     def call(name: str, *arguments: str) -> None:
@@ -83,22 +91,22 @@ def main(folder: Path) -> None:
         found[name] = {"code": done.exit_code, "out": done.stdout, "err": done.stderr, "executed": [*Own.executed]}
         Own.executed.clear()
 
-    call("dry run", *demo, "--dry-run")
-    call("dry run as JSON", *demo, "--dry-run", "--json")
+    call("dry run", *own, "--dry-run")
+    call("dry run as JSON", *own, "--dry-run", "--json")
     Own.interrupted_in = 2
-    call("interrupted", *demo, "--own-rounds", "3")
+    call("interrupted", *own, "--own-rounds", "3")
     found["interrupted"]["files"] = sorted(path.name for path in folder.iterdir())
     Own.interrupted_in = 0
-    call("another run", *demo, "--own-rounds", "4")
+    call("another run", *own, "--own-rounds", "4")
     call("resumed", *file, str(folder / "own.toml"))  # the file has the same options
     call("report", "report", str(folder / "out"), "--output", str(folder / "report.html"))
     call("help", "compile", "--help")
     call("all help", "compile", "--help-all")
     call("recipes", "recipes")
     call("unknown", *file, str(folder / "other.toml"), "--dry-run")
-    call("too few", *demo, "--own-rounds", "0")
-    call("conflict", *demo, "--sparsity", "4:8")
-    call("idle", "compile", "demo", "--recipe", "mask", "--own-rounds", "3")
+    call("too few", *own, "--own-rounds", "0")
+    call("conflict", *own, "--sparsity", "4:8")
+    call("idle", *model, "--recipe", "mask", "--own-rounds", "3")
     sys.stdout.write(json.dumps(found))
 
 
@@ -147,7 +155,8 @@ def test_an_interrupted_run_continues_from_its_state(results, folder, record):
     assert ".out.own.safetensors" in stopped["files"]
     assert "found .out.own.safetensors: its step will continue" in resumed["err"]
     assert resumed["executed"] == [3]
-    assert sorted(path.name for path in folder.iterdir()) == ["other.toml", "out", "own.toml", "report.html"]
+    given = {"model", "text.txt", "own.toml", "other.toml"}
+    assert {path.name for path in folder.iterdir()} - given == {"out", "report.html"}
 
 
 def test_its_state_is_refused_by_another_run(results):

@@ -85,7 +85,7 @@ def test_every_class_is_compiled_saved_and_reloaded(soak):
 @pytest.mark.parametrize(
     "name", ["BltForCausalLM", "MusicgenForCausalLM", "FlavaModel", "UnlimitedOcrForConditionalGeneration"]
 )
-@pytest.mark.slow(but=["MusicgenForCausalLM", "UnlimitedOcrForConditionalGeneration"])
+@pytest.mark.slow(but=["MusicgenForCausalLM"])
 def test_compiled_saved_and_reloaded(name):
     """Linears that are dense beside packed ones, several embeddings, none that the model names, masks under vmap."""
     check(trial.trial(name, compiled=True))
