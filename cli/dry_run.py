@@ -73,8 +73,9 @@ def print_dry_run(found: DryRun, folder: Path) -> None:
     result.add_row(
         "memory", f"{format_bytes(forecast.needs.peak)} on {each} at the peak; {format_bytes(devices.free)} free"
     )
-    if devices.count > 1:
+    if devices.count > 1 or forecast.needs.onload:
         result.add_row("weights", describe_weights(forecast.needs))
+    if devices.count > 1:
         result.add_row("started by", f"torchrun --nproc-per-node {devices.count} -m permtriton compile ...")
     if saved := describe_thrift(forecast.needs, found.config):
         result.add_row("to save memory", saved)
@@ -88,6 +89,6 @@ def print_dry_run(found: DryRun, folder: Path) -> None:
     result.add_row("disk", f"{format_bytes(sum(forecast.disk.values()))} in {folder}; {free} free")
     if forecast.needs.offloaded:
         parts = ", ".join(f"{format_bytes(size)} for {name}" for name, size in forecast.needs.offloaded.items())
-        result.add_row("offload folder", parts)
+        result.add_row(forecast.needs.beside, parts)
     out.print(result)
     out.print("dry run: nothing was written")

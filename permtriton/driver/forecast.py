@@ -78,7 +78,7 @@ class Forecast:
             time = f"roughly {least} to {most}, most of it {longest}"
         disk = f"{format_bytes(sum(self.disk.values()))}{free}"
         return f"{memory.describe(self.needs, self.devices)}; time: {time}; disk: {disk}" + (
-            f"; offload folder: {format_bytes(sum(self.needs.offloaded.values()))}" if self.needs.offloaded else ""
+            f"; {self.needs.beside}: {format_bytes(sum(self.needs.offloaded.values()))}" if self.needs.offloaded else ""
         )
 
     def report(self) -> dict[str, Any]:
@@ -114,7 +114,7 @@ def make_forecast(
     """
     needs = memory.estimate(model, plan, config, samples, windows, devices)
     refused, seconds = memory.refusal(needs, devices), {}
-    if timed and not refused and not needs.spread and model.device.type == devices.kind:
+    if timed and not refused and not needs.spread and not needs.onload and model.device.type == devices.kind:
         held_out = 0 if windows is None else Samples.of(windows).positions
         facts = replace(memory.facts_of(model, plan, config, samples), thrifty=needs.thrifty)
         speed = measure(model, plan, config, samples)

@@ -34,7 +34,7 @@ from permtriton.model.source import Source, resolve_device
 from permtriton.passes.plan import Plan, linear_module
 from permtriton.recipe import compile_command, with_suggested_text
 from permtriton.running import ranks
-from permtriton.running.offload import Offload
+from permtriton.running.offload import OffloadFolder
 from permtriton.util.output_files import real_path
 from permtriton.util.progress import Progress
 
@@ -263,14 +263,14 @@ class Job:
             if os.path.exists(read) and real_path(Path(read)).is_relative_to(real_path(self.output)):
                 raise OutputError(f"output {self.output} holds {read}, which is read: choose another folder")
 
-    def _offload(self) -> Offload | None:
+    def _offload(self) -> OffloadFolder | None:
         if self.offload is None:
             return None
         check_offload(self.config)
-        return Offload(self.offload)
+        return OffloadFolder(self.offload)
 
     def _loaded(
-        self, source: Source | None, progress: Progress, offload: Offload | None, fetched: bool = True
+        self, source: Source | None, progress: Progress, offload: OffloadFolder | None, fetched: bool = True
     ) -> "_Loaded":
         model: Any = self.model
         tokenizer = self.tokenizer

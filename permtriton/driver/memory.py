@@ -26,10 +26,11 @@ from permtriton.running import ranks
 from permtriton.util.machine import available_memory, format_bytes, resident_memory
 
 RUNS_THE_MODEL = "activations"  # a use of every stage that runs the model; the others work on the host
+GRADIENTS = "output gradients"  # a use that is always in host memory
 SPREAD = ("dense weights", "gradients")  # uses that each device holds its share of, where weights are spread
 RELOADING = "reloading"  # the stage that is left out where a second model does not fit
 IN_PLACE = "the model"
-# What stands in files of an offload folder, where there is one.
+# What stands in files of an offload folder, where there is one, or beside a GPU to which layers come one by one.
 IN_FILES = ("inputs of layers", "inputs of sites", "targets", "dense weights", "finished weights", "a second model")
 
 
@@ -44,6 +45,9 @@ class Devices:
         spread: whether the weights of layers are spread over the devices while the model runs, see
             `permtriton.running.sharding`; None where memory decides.
         offloaded: whether the model and the largest tensors beside it are in files, of which few pages are in memory.
+        onload: whether layers come to the device one by one, see `permtriton.running.onload`; None where memory
+            decides.
+        host: bytes of host memory that are free for each process beside its GPU; None where that is not known.
     """
 
     kind: str
@@ -51,14 +55,22 @@ class Devices:
     free: int
     spread: bool | None = None
     offloaded: bool = False
+    onload: bool | None = None
+    host: int | None = None
 
     @classmethod
     def of(
-        cls, device: torch.device, count: int = 1, spread: bool | None = None, *, offloaded: bool = False
+        cls,
+        device: torch.device,
+        count: int = 1,
+        spread: bool | None = None,
+        *,
+        offloaded: bool = False,
+        onload: bool | None = None,
     ) -> "Devices":
         """Returns the devices of this process and of the others like it."""
-        free = available_memory(device)
-        return cls(device.type, count, free // count if device.type == "cpu" else free, spread, offloaded)
+        free, host = available_memory(device), available_memory(torch.device("cpu")) // count
+        return cls(device.type, count, host if device.type == "cpu" else free, spread, offloaded, onload, host)
 
 
 @dataclass(frozen=True)
@@ -72,7 +84,9 @@ class Needs:
         stages: stage -> use -> bytes beside program and model.
         thrifty: whether steps save memory, because what they could keep does not fit.
         spread: whether the weights of layers are spread over the devices, because they do not fit one.
-        offloaded: what stands in files of the offload folder -> bytes; empty without one.
+        onload: whether layers come to each device one by one, because all do not fit one.
+        offloaded: what stands in files of the offload folder, or in host memory where layers come one by one -> bytes;
+            else empty.
     """
 
     program: int
@@ -81,7 +95,13 @@ class Needs:
     stages: Mapping[str, Mapping[str, int]]
     thrifty: bool = False
     spread: bool = False
+    onload: bool = False
     offloaded: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def beside(self) -> str:
+        """What `offloaded` stands in."""
+        return "host memory" if self.onload else "offload folder"
 
     @property
     def largest(self) -> str:
@@ -115,6 +135,7 @@ class Needs:
             "stages": {stage: dict(uses) for stage, uses in self.stages.items()},
             "thrifty": self.thrifty,
             "spread": self.spread,
+            "onload": self.onload,
         }
 
 
@@ -128,7 +149,8 @@ def estimate(
 ) -> Needs:
     """Estimates the memory of a compilation on each device.
 
-    It also decides whether weights are spread over the devices, and whether steps save memory.
+    It also decides whether weights are spread over the devices, or come to them layer by layer, and whether steps save
+    memory.
     """
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     facts = facts_of(model, plan, config, samples, one_layer=devices.offloaded)
@@ -143,9 +165,15 @@ def estimate(
         stages = _stages(model, config, replace(facts, thrifty=True), windows)
         if stages != found.stages:
             found = replace(found, stages=stages, thrifty=True)
-    may_spread = devices.count > 1 and devices.kind == "cuda" and devices.spread is None
-    if devices.spread or (may_spread and not fits(found, devices)):
+    if devices.spread:
         return _spread(found, model, plan, devices.count)
+    if devices.onload:
+        return _onloaded(found, model, plan, facts, windows, config)
+    if devices.kind == "cuda" and not fits(found, devices):
+        if devices.count > 1 and devices.spread is None and all(step.shards for step in config.steps):
+            return _spread(found, model, plan, devices.count)
+        if devices.onload is None and all(step.offloads for step in config.steps):
+            return _onloaded(found, model, plan, facts, windows, config)
     return found
 
 
@@ -165,6 +193,19 @@ def _spread(whole: Needs, model: PreTrainedModel, plan: Plan, count: int) -> Nee
         if RUNS_THE_MODEL in uses
     }
     return Needs(whole.program, resident, 0, stages, whole.thrifty, spread=True)
+
+
+def _onloaded(
+    whole: Needs, model: PreTrainedModel, plan: Plan, facts: Facts, windows: Inputs | None, config: CompileConfig
+) -> Needs:
+    """Returns the needs where each device holds one layer at a time, with the values of two models where there are."""
+    layers = [sum(p.numel() * p.element_size() for p in layer.parameters()) for layer in layer_modules(model, plan)]
+    found = _stages(model, config, replace(facts, one_layer=True), windows)
+    beside = {stage: sum(uses.pop(name, 0) for name in (*IN_FILES, GRADIENTS)) for stage, uses in found.items()}
+    stages = {stage: uses for stage, uses in found.items() if RUNS_THE_MODEL in uses}
+    host = {IN_PLACE: facts.model, "copies of weights and inputs of layers": max(beside.values())}
+    resident = whole.model - sum(layers) + 2 * max(layers)
+    return Needs(whole.program, resident, 0, stages, whole.thrifty, onload=True, offloaded=host)
 
 
 def _offloaded(model: PreTrainedModel, plan: Plan, facts: Facts, stages: dict[str, dict[str, int]]) -> Needs:
@@ -270,6 +311,14 @@ def refusal(needs: Needs, devices: Devices) -> str:
     The text names the largest use and the options to lower; it is empty if the memory is enough.
     """
     stage = needs.largest_needed
+    if needs.onload and devices.host is not None:
+        host = sum(size for name, size in needs.offloaded.items() if name != IN_PLACE)
+        if host > devices.host:
+            return (
+                f"this compilation needs about {format_bytes(host)} of host memory beside the model, whose layers come "
+                f"to the GPU one by one, but only {format_bytes(devices.host)} are free: lower `sequence_length=` or "
+                "`samples=`, or use a machine with more memory"
+            )
     if fits(needs, devices):
         return ""
     uses = needs.stages[stage]
@@ -295,12 +344,15 @@ def describe(needs: Needs, devices: Devices) -> str:
     return (
         f"memory on {each}: about {format_bytes(needs.peak)} at the peak (model {format_bytes(needs.model)}"
         f"{program}, {needs.largest} {format_bytes(needs.extra(needs.largest))}); "
-        f"{format_bytes(devices.free)} free" + (f"; weights: {describe_weights(needs)}" if devices.count > 1 else "")
+        f"{format_bytes(devices.free)} free"
+        + (f"; weights: {describe_weights(needs)}" if devices.count > 1 or needs.onload else "")
     )
 
 
 def describe_weights(needs: Needs) -> str:
     """Returns where the weights are while the model runs on several devices."""
+    if needs.onload:
+        return "in host memory, from which each layer comes to the device when it runs"
     if needs.spread:
         return "spread over the devices layer by layer (FSDP2), and whole in host memory"
     return "whole on each device"

@@ -27,7 +27,7 @@ from permtriton.passes.plan import Plan
 from permtriton.passes.verify_graph import count_operators
 from permtriton.passes.verify_graph import run as run_graph
 from permtriton.recipe import check_recipe, config_from
-from permtriton.running.offload import Offload, working
+from permtriton.running.offload import OffloadFolder, working
 from permtriton.util.progress import NoProgress, Progress
 
 
@@ -43,7 +43,8 @@ def compile_model(  # noqa: PLR0913
     say_needs: bool = False,
     device: torch.device | None = None,
     spread: bool | None = None,
-    offload: Offload | None = None,
+    onload: bool | None = None,
+    offload: OffloadFolder | None = None,
 ) -> CompiledModel:
     """Permutes the channels of ``model`` and prunes it to N:M, in place.
 
@@ -63,6 +64,8 @@ def compile_model(  # noqa: PLR0913
         device: device that the model, which is on the CPU, shall run on; None where it is.
         spread: whether the weights of its layers are spread over the ranks of ``torch.distributed`` while it runs, see
             `permtriton.running.sharding`; None spreads what does not fit ``device``.
+        onload: whether the model stays in host memory, and its layers come to ``device`` one by one as they run, see
+            `permtriton.running.onload`; None does so with what does not fit ``device`` and cannot be spread.
         offload: folder whose disk takes the place of memory, for a model on the CPU that does not fit there; its
             parameters stay in files of that folder as long as they are used.
 
@@ -74,7 +77,7 @@ def compile_model(  # noqa: PLR0913
     """
     run = Compilation(model.eval(), _checked(config, offload), progress or NoProgress(), resume_path, offload)
     with working(offload, model, device), unstacked_experts(model), shared_linears(model):
-        prepared = prepare(run, tokenizer, ids, evaluation_windows, say_needs, device, spread)
+        prepared = prepare(run, tokenizer, ids, evaluation_windows, say_needs, device, spread, onload)
         run_steps(run)
         comparison = prove(run)
         evaluation = measured(run, prepared.evaluation)
@@ -95,7 +98,7 @@ def forecast_model(
     evaluation_windows: Inputs | None = None,
     resume_path: Path | None = None,
     devices: Devices | None = None,
-    offload: Offload | None = None,
+    offload: OffloadFolder | None = None,
 ) -> tuple[Plan, Forecast]:
     """Returns what `compile` would do to a model and what it would need; the model stays as it is.
 
@@ -110,7 +113,7 @@ def forecast_model(
         return plan, make_forecast(model, plan, run.config, samples, held_out, resume_path, timed=True, devices=devices)
 
 
-def _checked(config: CompileConfig | None, offload: Offload | None) -> CompileConfig:
+def _checked(config: CompileConfig | None, offload: OffloadFolder | None) -> CompileConfig:
     config = config_from() if config is None else config
     if not isinstance(config, CompileConfig):
         raise ConfigError(f"config is a {type(config).__name__}: make one with permtriton.config_from")

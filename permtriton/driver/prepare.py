@@ -33,7 +33,9 @@ from permtriton.passes.plan import Plan, named_layers
 from permtriton.passes.trace import OTHER_VALUES
 from permtriton.recipe import suggested_text
 from permtriton.running import ranks
-from permtriton.running.sharding import running
+from permtriton.running.offload import OffloadFolder
+from permtriton.running.onload import HostMemory
+from permtriton.running.placement import running
 from permtriton.running.state import StateFile
 
 
@@ -58,6 +60,7 @@ def prepare(
     say_needs: bool = False,
     device: torch.device | None = None,
     spread: bool | None = None,
+    onload: bool | None = None,
 ) -> Prepared:
     """Reads the calibration text, traces the model, and measures the dense model.
 
@@ -78,12 +81,16 @@ def prepare(
         run.progress.say(f"left dense: {left}")
     held_out = held_out_samples(model, windows)
     device = device or model.device
-    devices = Devices.of(device, ranks.count(), spread, offloaded=run.offload is not None)
+    devices = Devices.of(device, ranks.count(), spread, offloaded=run.offload is not None, onload=onload)
     needs = estimate(model, plan, config, samples, held_out, devices)
     spread_on = device if any(ranks.gather(needs.spread)) else None
     if spread_on is not None:
         devices = replace(devices, spread=True)
         check_spread(config, len(samples))
+    elif any(ranks.gather(needs.onload)):
+        devices = replace(devices, onload=True)
+        check_onload(config)
+        run.onload_on, run.offload = device, HostMemory()
     elif device != model.device and fits(needs, devices):
         nn.Module.to(model, device)
         plan, graph = plan_model(model, config, samples)  # a graph is of one device
@@ -105,7 +112,7 @@ def prepare(
             samples = _with_text(run, samples)
     reference = Reference(model, samples, plan.unseen)
     measure_all_experts(model, config.calibration.calibrate_all_experts)
-    with running(model, plan, spread_on) as runs:
+    with running(model, plan, spread_on, run.onload_on) as runs:
         if held_out is not None:
             with run.timed("evaluate"):
                 evaluation = Evaluation(runs, held_out, run.progress, named_layers(model, plan), run.offload)
@@ -230,6 +237,25 @@ def check_offload(config: CompileConfig) -> None:
             )
 
 
+def check_onload(config: CompileConfig) -> None:
+    """Refuses methods that need all weights, or their gradients, on the device.
+
+    Raises:
+        ConfigError: the config asks for such a method; the message says what to choose.
+    """
+    if config.writes:
+        raise ConfigError(
+            "the dense model does not write text while its layers come to the GPU one by one: give `calibration=` a "
+            "text and `generated=0`, or use a GPU that holds the whole model"
+        )
+    for step in config.steps:
+        if not step.offloads:
+            raise ConfigError(
+                f"the step {step.name} is refused where layers come to the GPU one by one: it needs all weights there; "
+                f"leave {step.name} out of `recipe=`, or use a GPU that holds the whole model"
+            )
+
+
 def check_spread(config: CompileConfig, samples: int) -> None:
     """Checks, before any work, that a compilation can run a model whose layers are spread.
 
@@ -277,7 +303,7 @@ def _check_disks(run: Compilation, forecast: Forecast) -> Path | None:
     folder = run.resume_path and run.resume_path.resolve().parent
     if folder is not None:
         ranks.on_first(lambda: check_disk(forecast.disk, folder))
-    if run.offload is not None:
+    if isinstance(run.offload, OffloadFolder):
         needed = {name: size for name, size in forecast.needs.offloaded.items() if name != IN_PLACE}
         check_disk(needed, run.offload.folder)
     return folder

@@ -30,7 +30,8 @@ from permtriton.passes.plan import Plan, linear_module, weight_in_out
 from permtriton.running.layer_calls import Empty
 from permtriton.running.micro_batch import MicroBatch
 from permtriton.running.offload import Offload
-from permtriton.running.sharding import running, twin_of
+from permtriton.running.placement import running
+from permtriton.running.sharding import twin_of
 from permtriton.running.state import StateFile
 from permtriton.util.machine import release_memory
 from permtriton.util.permutation import compose, identity
@@ -94,7 +95,8 @@ class Run:
         states: the files that keep a state.
         other_values: whether the graph computes other values than the model, which selects some by their values.
         thrifty: whether steps shall save memory, because what they could keep does not fit.
-        spread_on: device on which the model runs with its layers spread over the ranks; None where it runs as it is.
+        spread_on: device on which the model runs with its layers spread over the ranks; None where it does not.
+        onload_on: device to which its layers come one by one as they run; None where they do not.
     """
 
     samples: Samples
@@ -126,6 +128,7 @@ class Run:
         self.generated: Tensor | None = None
         self.difference, self.other_values, self.thrifty = 0.0, False, False
         self.spread_on: torch.device | None = None
+        self.onload_on: torch.device | None = None
         self._inputs: dict[str, Any] = {}
         self._dense_order: dict[str, Retained] = {}
         self._objectives: dict[tuple[str, int, bool], Objective] = {}
@@ -182,8 +185,8 @@ class Run:
     # -- the model -----------------------------------------------------------------------------------------------------
 
     def running(self) -> AbstractContextManager[PreTrainedModel]:
-        """Returns a context that yields what runs in place of the model, see `permtriton.running.sharding.running`."""
-        return running(self.model, self.plan, self.spread_on)
+        """Returns a context that yields the model, or its twin, on the device that it runs on."""
+        return running(self.model, self.plan, self.spread_on, self.onload_on)
 
     def spread_twin(self) -> PreTrainedModel:
         """Returns a twin of the model that a step may spread over the ranks, or the model where it runs as it is."""
