@@ -17,24 +17,26 @@ from torch.export import ExportedProgram
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 # What may read tensors of both: copies, and what takes an index from the CPU.
-MIXING = ("copy_", "_to_copy", "index", "index_put_", "_index_put_impl_", "set_", "set_data")
+MIXING = ("copy_", "_to_copy", "index", "index_put", "index_put_", "_index_put_impl_", "set_", "set_data")
 
 
 class PretendGpu:
     """See the module.
 
     Attributes:
-        most: the most bytes that were there at once, as `bytes_there` saw them.
+        bytes: its size, as it says itself; more fits.
+        most: the most bytes of tensors that were there at once.
     """
 
     def __init__(self, bytes: int = 1 << 36) -> None:
         self.bytes = bytes
         self._there: dict[int, StorageWeakRef] = {}
-        self.most, self.tracing = 0, False
+        self._bound = 0  # at least the bytes that are there
+        self.most, self.tracing, self.asked = 0, False, False
 
     @contextmanager
     def here(self) -> Iterator["PretendGpu"]:
@@ -62,15 +64,15 @@ class PretendGpu:
         def traced(first: nn.Module | ExportedProgram, *positional: Any, **named: Any) -> ExportedProgram:
             module = first if isinstance(first, nn.Module) else first.state_dict
             values = module.parameters() if isinstance(module, nn.Module) else module.values()
-            self.tracing, there = True, any(map(self.holds, values))
+            there = any(map(self.holds, values))
+            self.tracing = True
             try:
-                found = trace(first, *positional, **named)
-                for node in found.graph.nodes if there else ():
-                    if node.op == "call_function" and node.kwargs.get("device") is not None:
-                        node.update_kwarg("device", GPU)
-                    if node.op == "placeholder" and isinstance(node.meta.get("val"), FakeTensor):
-                        with node.meta["val"].fake_mode:
-                            node.meta["val"] = node.meta["val"].to(GPU)
+                if isinstance(first, ExportedProgram):
+                    _place(first, CPU)
+                with _disable_current_modes():
+                    found = trace(first, *positional, **named)
+                if there:
+                    _place(found, GPU)
             finally:
                 self.tracing = False
             return found
@@ -87,16 +89,19 @@ class PretendGpu:
         with torch._C.DisableTorchFunction():
             for each in pytree.tree_leaves(values):
                 if isinstance(each, Tensor):
-                    storage = each.untyped_storage()
-                    self._there[storage._cdata] = StorageWeakRef(storage)
+                    self._add(each.untyped_storage())
         return values
 
-    def bytes_there(self) -> int:
-        """Returns the bytes of all storages that are there, and notes the most."""
-        self._there = {key: each for key, each in self._there.items() if not each.expired()}
-        found = sum(torch.UntypedStorage._new_with_weak_ptr(each.cdata).nbytes() for each in self._there.values())
-        self.most = max(self.most, found)
-        return found
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        before = self._there.get(storage._cdata)
+        if before is None or before.expired():
+            self._there[storage._cdata] = StorageWeakRef(storage)
+            self._bound += storage.nbytes()
+            if self._bound > self.most:
+                self._there = {key: each for key, each in self._there.items() if not each.expired()}
+                alive = map(torch.UntypedStorage._new_with_weak_ptr, self._there)
+                self._bound = sum(each.nbytes() for each in alive)
+                self.most = max(self.most, self._bound)
 
 
 class _Functions(TorchFunctionMode):
@@ -107,8 +112,16 @@ class _Functions(TorchFunctionMode):
         self._gpu = gpu
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        kwargs, gpu = dict(kwargs or {}), self._gpu
-        if gpu.tracing:
+        before, self._gpu.asked = self._gpu.asked, True
+        try:
+            return self._answer(function, args, dict(kwargs or {}))
+        finally:
+            self._gpu.asked = before
+
+    def _answer(self, function, args, kwargs):
+        gpu = self._gpu
+        if gpu.tracing or function == Tensor.backward:
+            gpu.asked = False
             return function(*args, **kwargs)
         name = getattr(function, "__name__", "")
         if function == Tensor.device.__get__:
@@ -141,10 +154,20 @@ class _Functions(TorchFunctionMode):
         if not devices or (devices[0].type == "cuda") == here:
             found = function(*args, **kwargs)
             return gpu.take(found) if here else found
-        with torch._C.DisableTorchFunction(), torch.utils._python_dispatch._disable_current_modes():
+        with torch._C.DisableTorchFunction(), _disable_current_modes():
             found = function(*args, **kwargs)
             found = found.clone() if found.untyped_storage()._cdata == tensor.untyped_storage()._cdata else found
         return gpu.take(found) if devices[0].type == "cuda" else found
+
+
+def _place(program: ExportedProgram, device: torch.device) -> None:
+    """Says that a graph's inputs, and what it makes, are on a device."""
+    for node in program.graph.nodes:
+        if node.op == "call_function" and node.kwargs.get("device") is not None:
+            node.update_kwarg("device", device)
+        if node.op == "placeholder" and isinstance(node.meta.get("val"), FakeTensor):
+            with node.meta["val"].fake_mode:
+                node.meta["val"] = node.meta["val"].to(device)
 
 
 def _device(value: Any) -> torch.device | None:
@@ -161,6 +184,11 @@ class _Operators(TorchDispatchMode):
     def __init__(self, gpu: PretendGpu) -> None:
         super().__init__()
         self._gpu = gpu
+        self._new: StorageWeakRef | None = None
+
+    def _is_new(self, tensor: Tensor) -> bool:
+        new = self._new
+        return new is not None and not new.expired() and new.cdata == tensor.untyped_storage()._cdata
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -173,10 +201,13 @@ class _Operators(TorchDispatchMode):
         name = operator.overloadpacket.__name__ if hasattr(operator, "overloadpacket") else str(operator)
         if any(there):
             here = [each for each, is_there in zip(tensors, there, strict=True) if not is_there and each.ndim]
+            if not self._gpu.asked:  # in C++, such as in a backward pass, nobody says where something new is made
+                here = [each for each in here if not self._is_new(each)]
             if here and name not in MIXING:
                 raise RuntimeError(f"{operator}: tensors on the GPU and on the CPU, of {[*here[0].shape]}")
         found = operator(*args, **kwargs)
-        if any(there) and (name not in ("copy_", "_to_copy") or there[0]):
+        if isinstance(found, Tensor) and not tensors and not self._gpu.asked:
+            self._new = StorageWeakRef(found.untyped_storage())
+        if any(there) and (name != "copy_" or there[0]) and _device(kwargs.get("device")) != CPU:
             self._gpu.take(found)
-        self._gpu.bytes_there()
         return found

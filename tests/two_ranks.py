@@ -29,6 +29,7 @@ from permtriton.model.forward import last_hidden_state
 from permtriton.running import ranks
 from permtriton.util.progress import NoProgress
 from tests import updating, zoo
+from tests.pretend_gpu import GPU, PretendGpu
 
 RANKS = 2
 # Row weights: every rank computes a part of a backward pass.
@@ -50,7 +51,7 @@ class Interrupting(NoProgress):
 
 
 def compiled(
-    model: PreTrainedModel, ids: Tensor, path: Path | None = None, progress=None, spread=None, **options
+    model: PreTrainedModel, ids: Tensor, path: Path | None = None, progress=None, spread=None, device=None, **options
 ) -> dict:
     """Returns the tensors and numbers that a compilation ends with."""
     windows = zoo.tiny_ids(4, 10, seed=5)
@@ -64,6 +65,8 @@ def compiled(
         resume_path=path,
         progress=progress,
         spread=spread,
+        device=device,
+        onload=device is not None,
     )
     return {
         "tensors": {**model.state_dict(), **{f"index.{name}": index for name, index in found.indices.items()}},
@@ -93,6 +96,14 @@ def every_update(_folder: Path) -> dict:
 def refitted(_folder: Path) -> dict:
     """Each rank runs both models on its sequences, and fits every other linear."""
     return compiled(updating.tiny_model(3).double(), zoo.tiny_ids(9, 24), recipe="heuristic,refit", refit_iterations=4)
+
+
+def onloaded(_folder: Path) -> dict:
+    """The layers of the model come to a GPU that is not there, one by one."""
+    options = {"refit_iterations": 2, "reconstruct_epochs": 1, "reconstruct_batch_size": 3}
+    with PretendGpu().here():
+        model, ids = updating.tiny_model(3).double(), zoo.tiny_ids(5, 12)
+        return compiled(model, ids, device=GPU, recipe="heuristic,refit,reconstruct", **options)
 
 
 def wrote(_folder: Path) -> dict:
@@ -206,7 +217,7 @@ def strided(_folder: Path) -> dict:
 
 
 CASES = (
-    spread_search, spread_learning, every_update, refitted, wrote, searched_mixture, learned, encoder, refused, strided,
+    spread_search, spread_learning, every_update, refitted, onloaded, wrote, searched_mixture, learned, encoder, refused, strided,
 )  # fmt: skip
 
 
