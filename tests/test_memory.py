@@ -11,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from permtriton import config_from
 from permtriton.data.samples import Samples
 from permtriton.driver import memory
+from permtriton.driver import prepare as preparing
 from permtriton.driver.pipeline import compile_model
 from permtriton.driver.planning import find_plan
 from permtriton.errors import ConfigError
@@ -38,9 +39,8 @@ def needs(model, plan, **options) -> memory.Needs:
     config = config_from(options)
     shape = (config.calibration.samples, config.calibration.sequence_length)
     windows = torch.zeros((3, config.calibration.sequence_length), dtype=torch.int64)
-    return memory.estimate(
-        model, plan, config, Samples.of(torch.zeros(shape, dtype=torch.int64)), windows, memory.Devices.of(CPU)
-    )
+    start = zoo.start(model, config, Samples.of(torch.zeros(shape, dtype=torch.int64)), plan)
+    return memory.estimate(start, windows, memory.Devices.of(CPU))
 
 
 def beside(model, plan, **options) -> int:
@@ -182,7 +182,7 @@ def test_compile_keeps_masked_weights_as_estimated_and_says_so(model, monkeypatc
         raise Stopped
 
     estimate = memory.estimate
-    monkeypatch.setattr(memory, "estimate", lambda *arguments: replace(estimate(*arguments), thrifty=thrifty))
+    monkeypatch.setattr(preparing, "estimate", lambda *arguments: replace(estimate(*arguments), thrifty=thrifty))
     monkeypatch.setattr(learning, "learn", learn)
     config, ids, progress = config_from(recipe="learned,mask"), zoo.tiny_ids(2, 8), Recording()
     with pytest.raises(Stopped):
@@ -216,7 +216,8 @@ def test_weights_that_do_not_fit_one_gpu_are_spread_over_several():
     samples = Samples.of(torch.zeros((8, 16), dtype=torch.int64))
 
     def needs(count: int, free: int, spread: bool | None = None) -> memory.Needs:
-        return memory.estimate(model, plan, config, samples, None, memory.Devices("cuda", count, free, spread))
+        start = zoo.start(model, config, samples, plan)
+        return memory.estimate(start, None, memory.Devices("cuda", count, free, spread))
 
     whole, spread = needs(4, 10**12), needs(4, 0)
     assert not whole.spread

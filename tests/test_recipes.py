@@ -9,7 +9,7 @@ from permtriton import config_from
 from permtriton.cli import compile as compile_command  # the module
 from permtriton.cli import console
 from permtriton.cli.main import app
-from permtriton.driver.compilation import states_beside
+from permtriton.driver.identity import states_beside
 from permtriton.driver.options import CompileConfig, has_effect
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import ConfigError

@@ -15,7 +15,7 @@ from permtriton.comparison.results import Key, Measured, ResultFile, RowResult
 from permtriton.config import CalibrationConfig
 from permtriton.data.samples import Inputs, Samples
 from permtriton.data.text import calibration_samples, check_samples
-from permtriton.driver.compilation import run_identity
+from permtriton.driver.identity import run_identity
 from permtriton.driver.options import CompileConfig
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import ConfigError

@@ -19,9 +19,10 @@ from transformers import PreTrainedModel
 
 from permtriton.data.generated import texts_at_once, written
 from permtriton.data.samples import Inputs, Samples
-from permtriton.driver import memory
-from permtriton.driver.compilation import states_beside
+from permtriton.driver.identity import states_beside
+from permtriton.driver.memory import Devices, Needs, describe, refusal
 from permtriton.driver.options import CompileConfig
+from permtriton.driver.planning import Planned
 from permtriton.driver.step import Facts, Speed, Stage
 from permtriton.errors import OutputError
 from permtriton.kernels.importance import ImportanceFactors
@@ -56,11 +57,11 @@ class Forecast:
         devices: what the compilation runs on.
     """
 
-    needs: memory.Needs
+    needs: Needs
     disk: Mapping[str, int]
     seconds: Mapping[str, float]
     refused: str
-    devices: memory.Devices
+    devices: Devices
 
     @property
     def time_range(self) -> tuple[float, float]:
@@ -77,7 +78,7 @@ class Forecast:
             least, most = map(duration, self.time_range)
             time = f"roughly {least} to {most}, most of it {longest}"
         disk = f"{format_bytes(sum(self.disk.values()))}{free}"
-        return f"{memory.describe(self.needs, self.devices)}; time: {time}; disk: {disk}" + (
+        return f"{describe(self.needs, self.devices)}; time: {time}; disk: {disk}" + (
             f"; offload folder: {format_bytes(sum(self.needs.offloaded.values()))}" if self.needs.offloaded else ""
         )
 
@@ -94,32 +95,28 @@ class Forecast:
 
 
 def make_forecast(
-    model: PreTrainedModel,
-    plan: Plan,
-    config: CompileConfig,
-    samples: Samples,
+    start: Planned,
+    needs: Needs,
     windows: Inputs | None,
-    resume_path: Path | None = None,
+    resume_path: Path | None,
+    devices: Devices,
     *,
     timed: bool,
-    devices: memory.Devices,
 ) -> Forecast:
-    """Returns what a compilation needs.
+    """Returns what a compilation needs; the model is unchanged afterwards.
 
     Args:
-        model: dense model; unchanged on return.
-        resume_path: as `permtriton.compile` takes it.
+        needs: what `permtriton.driver.memory.estimate` returns.
+        windows: held-out samples; None without any.
+        resume_path: path of the states that continue an interrupted run; None for one that starts from scratch.
         timed: whether to run the model on a short sequence and to estimate the time, where the memory is enough and the
             model is whole on such a device.
     """
-    needs = memory.estimate(model, plan, config, samples, windows, devices)
-    refused, seconds = memory.refusal(needs, devices), {}
-    if timed and not refused and not needs.spread and model.device.type == devices.kind:
+    facts, refused, seconds = start.facts, refusal(needs, devices), {}
+    if timed and not refused and not needs.spread and start.model.device.type == devices.kind:
         held_out = 0 if windows is None else Samples.of(windows).positions
-        facts = replace(memory.facts_of(model, plan, config, samples), thrifty=needs.thrifty)
-        speed = measure(model, plan, config, samples)
-        seconds = stage_seconds(config, facts, speed, held_out)
-    return Forecast(needs, disk_needs(model, plan, config, samples, resume_path), seconds, refused, devices)
+        seconds = stage_seconds(start.config, replace(facts, thrifty=needs.thrifty), measure(start), held_out)
+    return Forecast(needs, disk_needs(start.config, facts, resume_path), seconds, refused, devices)
 
 
 def check_disk(disk: Mapping[str, int], folder: Path) -> None:
@@ -140,17 +137,14 @@ def check_disk(disk: Mapping[str, int], folder: Path) -> None:
         )
 
 
-def disk_needs(
-    model: PreTrainedModel, plan: Plan, config: CompileConfig, samples: Samples, resume_path: Path | None = None
-) -> dict[str, int]:
+def disk_needs(config: CompileConfig, facts: Facts, resume_path: Path | None = None) -> dict[str, int]:
     """Returns what a compilation writes -> bytes, in addition to the states that are on the disk already.
 
     A state counts twice, because a new one is written beside the old.
 
     Args:
-        resume_path: as `permtriton.compile` takes it; None for a compilation that starts from scratch.
+        resume_path: as `make_forecast` takes it.
     """
-    facts = memory.facts_of(model, plan, config, samples)
     states = sum(step.state_bytes(facts) for step in config.steps)
     found = {"the output": facts.model + SMALL_FILES}
     there = sum(path.stat().st_size for path in states_beside(resume_path, config.steps)) if resume_path else 0
@@ -179,8 +173,9 @@ def stage_seconds(config: CompileConfig, facts: Facts, speed: Speed, held_out: i
     return found
 
 
-def measure(model: PreTrainedModel, plan: Plan, config: CompileConfig, samples: Samples) -> Speed:
-    """Measures the model; arguments as in `make_forecast`."""
+def measure(start: Planned) -> Speed:
+    """Measures the model on a short sequence."""
+    model, plan, config, samples = start.model, start.plan, start.config, start.samples
     rows = samples.start(max(PROBE_TOKENS // samples.longest, 1), PROBE_TOKENS)
     with torch.no_grad():
         forward = _seconds(model.device, lambda: last_hidden_state(model, rows))

@@ -20,8 +20,8 @@ from permtriton.data.in_memory import Data, calibration_of, name_of
 from permtriton.data.media import Processor
 from permtriton.data.samples import Inputs, Samples
 from permtriton.data.text import fitted
-from permtriton.driver.compilation import states_beside
 from permtriton.driver.forecast import Forecast
+from permtriton.driver.identity import states_beside
 from permtriton.driver.memory import Devices
 from permtriton.driver.options import CompileConfig
 from permtriton.driver.pipeline import compile_model, forecast_model

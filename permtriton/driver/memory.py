@@ -15,14 +15,12 @@ from transformers import PreTrainedModel
 from permtriton.data.generated import texts_at_once
 from permtriton.data.samples import Inputs, Samples
 from permtriton.driver.options import CompileConfig
+from permtriton.driver.planning import Planned
 from permtriton.driver.step import FLOAT32, Facts, Stage
 from permtriton.evaluation.perplexity import windows_at_once
 from permtriton.methods.measure.importance import inverts_hessians
 from permtriton.methods.prune.dense_share import DENSE_SHARE
-from permtriton.model.core import has_head
-from permtriton.model.forward import TOKENS_WITHOUT_LOGITS
-from permtriton.passes.plan import Plan, Site, layer_modules, linear_module, turns_of
-from permtriton.running import ranks
+from permtriton.passes.plan import Plan, layer_modules
 from permtriton.util.machine import available_memory, format_bytes, resident_memory
 
 RUNS_THE_MODEL = "activations"  # a use of every stage that runs the model; the others work on the host
@@ -118,34 +116,30 @@ class Needs:
         }
 
 
-def estimate(
-    model: PreTrainedModel,
-    plan: Plan,
-    config: CompileConfig,
-    samples: Samples,
-    windows: Inputs | None,
-    devices: Devices,
-) -> Needs:
+def estimate(start: Planned, windows: Inputs | None, devices: Devices) -> Needs:
     """Estimates the memory of a compilation on each device.
 
     It also decides whether weights are spread over the devices, and whether steps save memory.
+
+    Args:
+        windows: held-out samples; None without any.
     """
-    size = sum(p.numel() * p.element_size() for p in model.parameters())
-    facts = facts_of(model, plan, config, samples, one_layer=devices.offloaded)
+    size, facts = start.facts.model, replace(start.facts, one_layer=devices.offloaded)
+    stages = _stages(start, facts, windows)
     if devices.offloaded:
-        return _offloaded(model, plan, facts, _stages(model, config, facts, windows))
-    program, held = 0, size if model.device.type == devices.kind else 0
+        return _offloaded(facts, stages)
+    program, held = 0, size if start.model.device.type == devices.kind else 0
     if devices.kind == "cpu":
         resident, mapped = resident_memory()
         program, held = max(resident - size, 0), resident - min(mapped, size)
-    found = Needs(program, size, held, _stages(model, config, facts, windows))
+    found = Needs(program, size, held, stages)
     if not fits(found, devices):
-        stages = _stages(model, config, replace(facts, thrifty=True), windows)
+        stages = _stages(start, replace(facts, thrifty=True), windows)
         if stages != found.stages:
             found = replace(found, stages=stages, thrifty=True)
     may_spread = devices.count > 1 and devices.kind == "cuda" and devices.spread is None
     if devices.spread or (may_spread and not fits(found, devices)):
-        return _spread(found, model, plan, devices.count)
+        return _spread(found, start.model, start.plan, devices.count)
     return found
 
 
@@ -167,65 +161,18 @@ def _spread(whole: Needs, model: PreTrainedModel, plan: Plan, count: int) -> Nee
     return Needs(whole.program, resident, 0, stages, whole.thrifty, spread=True)
 
 
-def _offloaded(model: PreTrainedModel, plan: Plan, facts: Facts, stages: dict[str, dict[str, int]]) -> Needs:
-    filed = {stage: sum(uses.pop(name, 0) for name in IN_FILES) for stage, uses in stages.items()}
-    filed[RELOADING] = facts.model
+def _offloaded(facts: Facts, stages: dict[str, dict[str, int]]) -> Needs:
+    filed = {stage: sum(uses[name] for name in IN_FILES if name in uses) for stage, uses in stages.items()}
+    stages = {stage: {use: size for use, size in uses.items() if use not in IN_FILES} for stage, uses in stages.items()}
     program = resident_memory()[0]
     one_layer = facts.model - (facts.pruned - facts.layer) * facts.element
     offloaded = {IN_PLACE: facts.model, "copies of weights and inputs of layers": max(filed.values())}
     return Needs(program, one_layer, program, stages, offloaded=offloaded)
 
 
-def facts_of(
-    model: PreTrainedModel, plan: Plan, config: CompileConfig, samples: Samples, *, one_layer: bool = False
-) -> Facts:
-    """Returns the sizes that the needs of all steps follow from; arguments as of `estimate`."""
-    text = model.config.get_text_config()
-    weights = {name: linear_module(model, name).get_parameter("weight").numel() for _, name in plan.linears()}
-    widest = max(site.channels for site in plan.sites)
-    hidden = int(getattr(text, "hidden_size", None) or widest)
-
-    def kept_channels(site: Site) -> int:
-        return site.channels + (weights[site.linears[0]] // site.channels if site.residual_reader else 0)
-
-    rows = sum(weights[name] // site.channels for site, name in plan.linears())
-    vectors = sum(p.numel() for p in model.parameters() if p.ndim == 1)
-    width, all_positions = max(widest, hidden), len(samples) * samples.longest
-    tokens = max(samples.longest, min(TOKENS_WITHOUT_LOGITS, all_positions))
-    return Facts(
-        model=sum(p.numel() * p.element_size() for p in model.parameters()),
-        element=next(model.parameters()).element_size(),
-        pruned=sum(weights.values()),
-        layer=max(sum(weights[name] for site in layer for name in site.linears) for layer in plan.layers()),
-        largest_weight=max(weights.values()),
-        layers=len(plan.layers()),
-        hidden=hidden,
-        width=width,
-        widest=widest,
-        read=max(sum(max(map(kept_channels, turn)) for turn in turns_of(layer)) for layer in plan.layers()),
-        vocabulary=int(getattr(text, "vocab_size", 0)) if has_head(model) else 0,
-        hessians=max(sum(site.channels**2 for site in layer) for layer in plan.layers()) * 4 * FLOAT32,
-        forward=tokens * (hidden + 8 * width) * FLOAT32,
-        spaces=tuple(space.units for space in plan.spaces if not space.frozen),
-        kept=sum(size * (1 - plan.patterns[name].sparsity) for name, size in weights.items()) / sum(weights.values()),
-        sequences=len(samples),
-        tokens=samples.tokens,
-        longest=samples.longest,
-        positions=samples.positions,
-        micro_batch_size=config.micro_batch_size,
-        checkpointing=config.activation_checkpointing,
-        one_layer=one_layer,
-        ranks=ranks.count(),
-        generated=config.generated,
-        spare=0 if samples.spare is None else len(samples.spare),
-        vectors=vectors + rows,
-    )
-
-
-def _stages(
-    model: PreTrainedModel, config: CompileConfig, facts: Facts, windows: Inputs | None
-) -> dict[str, dict[str, int]]:
+def _stages(start: Planned, facts: Facts, windows: Inputs | None) -> dict[str, dict[str, int]]:
     """Returns what a compilation is doing -> use -> bytes."""
+    model, config = start.model, start.config
     largest = max(p.numel() for p in model.parameters())
     proof = 2 * largest * (facts.element + FLOAT32)  # of a permuted weight, widened
     activations = {RUNS_THE_MODEL: facts.forward}

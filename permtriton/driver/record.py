@@ -11,17 +11,14 @@ from permtriton.checkpoint.plan_entries import (
     rows_report,
 )
 from permtriton.data.samples import Samples
-from permtriton.driver.compilation import Compilation
-from permtriton.driver.memory import Needs
+from permtriton.driver.run import Run, corners
 from permtriton.passes.plan import linear_module, weight_in_out
 from permtriton.recipe import compile_command
 from permtriton.util.machine import determinism, device_name, peak_memory, versions
 from permtriton.util.permutation import moved
 
 
-def compilation_record(
-    run: Compilation, needs: Needs, comparison: str, evaluation: Mapping[str, Any]
-) -> dict[str, Any]:
+def compilation_record(run: Run, comparison: str, evaluation: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the content of ``permtriton.json``, except for the entries that saving adds.
 
     Args:
@@ -55,7 +52,7 @@ def compilation_record(
         "retained_importance": run.importance_shares,
         "corners": {
             name: {"dense": run.dense_corners[name], "pruned": corner, "group": plan.patterns[name].group}
-            for name, corner in run.corners().items()
+            for name, corner in corners(run.model, run.plan).items()
         },
         "evaluation": dict(evaluation),
         "passes": [{"name": p.name, "nodes": p.changes, "difference": p.difference} for p in run.passes],
@@ -65,8 +62,8 @@ def compilation_record(
             "verified_inputs": list(run.reference.verified),
             "unverified_inputs": run.reference.unverified,
         },
-        "seconds": {stage: round(value, 3) for stage, value in run.seconds.items()},
-        "memory": {"peak": peak_memory(model.device), "estimate": needs.report()},
+        "seconds": {stage: round(value, 3) for stage, value in run.workspace.seconds.items()},
+        "memory": {"peak": peak_memory(model.device), "estimate": run.needs.report()},
         **({"expert_tokens": run.expert_tokens} if run.expert_tokens else {}),
         "sites": [ordered_site_report(site, site.expand(indices[site.space.name])) for site in plan.sites],
         "rows": rows_report(model, plan, indices),
