@@ -30,7 +30,7 @@ def run(job: Job, devices: str | None, *, json: bool) -> None:
         PermTritonError: as `permtriton.dry_run`.
     """
     assert job.output is not None
-    wanted = None if devices is None else _devices(devices, job.shard)
+    wanted = None if devices is None else _devices(devices, job.asked.shard)
     progress = reporter(True)
     assert isinstance(job.model, Source)
     spare_threads(job.model, progress)

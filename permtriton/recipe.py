@@ -179,30 +179,25 @@ def config_from(
 
 
 def build_config(
-    model: str,
-    recipe: str | Sequence[Step] | None,
-    config_file: Path | None,
-    options: Mapping[str, Any],
-    protocol: str | None = None,
+    model: str, recipe: str | Sequence[Step] | None, given: Mapping[str, Any], options: Mapping[str, Any]
 ) -> CompileConfig:
-    """Lays what a user gave over a file over a protocol over the recipe.
+    """Lays what a user gave over the recipe.
 
     Args:
         model: as for `config_from`.
         recipe: as for `config_from`.
-        config_file: TOML file of options; None for none.
-        options: values by option name.
-        protocol: key of `permtriton.evaluation.protocol.PROTOCOLS`, or None.
+        given: what `given_by` returns: options, and those of a file and a protocol.
+        options: the options alone, none of which may be without effect.
 
     Raises:
-        ConfigError: an unknown option or protocol, a bad value, or an option that has no effect.
+        ConfigError: an unknown option, a bad value, or an option that has no effect.
     """
-    config = config_from(given_by(config_file, options, protocol), recipe, model)
+    config = config_from(given, recipe, model)
     check_given(list(options), config)
     return config
 
 
-def given_by(config_file: Path | None, options: Mapping[str, Any], protocol: str | None = None) -> dict[str, Any]:
+def given_by(config_file: str | Path | None, options: Mapping[str, Any], protocol: str | None = None) -> dict[str, Any]:
     """Returns what a user gave: options over those of the file, and these over those of the protocol.
 
     Raises:
@@ -211,7 +206,7 @@ def given_by(config_file: Path | None, options: Mapping[str, Any], protocol: str
     set_by = protocol_of(protocol)
     return {
         **(set_by.options if set_by else {}),
-        **(read_config_file(config_file) if config_file else {}),
+        **(read_config_file(Path(config_file)) if config_file else {}),
         **options,
     }
 

@@ -7,13 +7,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from permtriton.checkpoint.card import write_card
+from permtriton.checkpoint.card import write_record
 from permtriton.checkpoint.folder import Folder
 from permtriton.checkpoint.format import NEEDS, SERVED_ALONE, Format
 from permtriton.checkpoint.forms import described_sparsity
 from permtriton.checkpoint.fp8 import Fp8
 from permtriton.checkpoint.output import check_apart, claimed, replacing_folder
-from permtriton.checkpoint.plan_entries import to_json
 from permtriton.checkpoint.save import share_mode
 from permtriton.checkpoint.shards import SHARD_BYTES, ShardWriter, describe_files
 from permtriton.checkpoint.storing import Packing, Storing
@@ -86,9 +85,8 @@ def export(
             result |= storing.check_loads(partial, dense_bytes, progress)
             result["seconds"] = round(time.perf_counter() - started, 3)
             section = {key: value for key, value in result.items() if key != "files"}
-            new_report: dict[str, Any] = {**source.record, "files": result["files"], "export": section}
-            new_report["card"] = write_card(partial, new_report, result["loads_with"], real_path(output).name)
-            (partial / REPORT_FILE).write_text(to_json(new_report) + "\n", encoding="utf-8")
+            record = {**source.record, "files": result["files"], "export": section}
+            write_record(partial, record, result["loads_with"], real_path(output).name)
     return result
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
+from permtriton.checkpoint.forms import Evaluation
 from permtriton.checkpoint.quantizer import attach
 from permtriton.data.media import Processor
 from permtriton.data.samples import Inputs
@@ -12,7 +13,7 @@ from permtriton.driver.forecast import Forecast, make_forecast
 from permtriton.driver.memory import Devices, estimate
 from permtriton.driver.options import CompileConfig
 from permtriton.driver.prepare import check_offload, held_out_samples, planned, prepare
-from permtriton.driver.record import compilation_record
+from permtriton.driver.record import Origin, compilation_record
 from permtriton.driver.result import CompiledModel
 from permtriton.driver.run import Run
 from permtriton.driver.step import Outcome, Stage
@@ -44,6 +45,7 @@ def compile_model(  # noqa: PLR0913
     device: torch.device | None = None,
     spread: bool | None = None,
     offload: Offload | None = None,
+    origin: Origin | None = None,
 ) -> CompiledModel:
     """Permutes the channels of ``model`` and prunes it to N:M, in place.
 
@@ -65,6 +67,7 @@ def compile_model(  # noqa: PLR0913
             `permtriton.running.sharding`; None spreads what does not fit ``device``.
         offload: folder whose disk takes the place of memory, for a model on the CPU that does not fit there; its
             parameters stay in files of that folder as long as they are used.
+        origin: what the record shall say beside what is known here; None for nothing more.
 
     Returns:
         The compiled model, which holds ``model`` itself.
@@ -86,11 +89,10 @@ def compile_model(  # noqa: PLR0913
             spread=spread,
         )
         run_steps(run)
-        comparison = prove(run)
-        evaluation = measured(run)
+        comparison, evaluation = prove(run), measured(run)
         if run.config.layout == "fused":  # so that save_pretrained also writes the gathers and the permuted norms
             attach(model, str(run.config.sparsity))
-        report = compilation_record(run, comparison, evaluation)
+        report = compilation_record(run, comparison, evaluation, origin)
     return CompiledModel(
         model, tokenizer, run.config, run.plan, report, run.reference.samples, offload, run.indices, workspace.states
     )
@@ -184,9 +186,10 @@ def _not_comparable(run: Run) -> str:
     return ""
 
 
-def measured(run: Run) -> dict[str, object]:
+def measured(run: Run) -> Evaluation:
     """Returns the held-out measure of the dense and the compiled model; empty without held-out samples."""
     if run.evaluation is None:
         return {}
     with run.workspace.timed("evaluate"), run.running() as model:
-        return run.evaluation.measured(model, run.plan.hidden_order(run.indices))
+        compiled = run.evaluation.compiled(model, run.plan.hidden_order(run.indices))
+    return {"measure": run.evaluation.measure, "dense": run.evaluation.dense, "compiled": compiled}

@@ -100,10 +100,11 @@ class CompiledModel(Pruned):
         check_format(format or Format.DENSE, permuted=permuted, what="the compiled model")
         with claimed(path, overwrite=overwrite):
             if format in (None, Format.DENSE, Format.PLAIN):
-                save_checkpoint(self, path, overwrite=overwrite)
+                self.report = save_checkpoint(self, path, overwrite=overwrite)
             else:
                 with working_folder(path) as place:
-                    dense = save_checkpoint(self, place / real_path(path).name, overwrite=False)
+                    dense = place / real_path(path).name
+                    self.report = save_checkpoint(self, dense, overwrite=False)
                     export(dense, path, format, overwrite=overwrite)
         for state in self.states:
             state.delete()
