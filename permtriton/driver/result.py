@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from permtriton.checkpoint.export import check_format, export
+from permtriton.checkpoint.export import check_format, rewrite
+from permtriton.checkpoint.folder import Folder
 from permtriton.checkpoint.format import Format
 from permtriton.checkpoint.output import claimed, working_folder
 from permtriton.checkpoint.publishing import make_repository, upload
@@ -105,7 +106,7 @@ class CompiledModel(Pruned):
                 with working_folder(path) as place:
                     dense = place / real_path(path).name
                     self.report = save_checkpoint(self, dense, overwrite=False)
-                    export(dense, path, format, overwrite=overwrite)
+                    rewrite(Folder.open(dense), path, format, overwrite=overwrite)
         for state in self.states:
             state.delete()
         return real_path(path)
