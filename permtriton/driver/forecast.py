@@ -1,7 +1,7 @@
 """How long a compilation will take and how much memory and disk it needs, before the work starts.
 
 Memory and disk follow from the sizes of model and text. The time is measured on the model: that of one short forward
-and backward pass, of the masks of one weight and of one assignment of channels, times how often each stage does them.
+pass, of the masks of one weight and of one assignment of channels, times how often each stage does them.
 What depends on the text or on chance (when a search ends, a busy machine) makes it a rough range.
 """
 
@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from permtriton.data.generated import texts_at_once, written
@@ -31,14 +30,14 @@ from permtriton.methods.measure.importance import reads_activations
 from permtriton.methods.order.heuristic_order import MAX_ROWS, reassigned
 from permtriton.methods.prune.dense_share import DENSE_SHARE
 from permtriton.model.forward import last_hidden_state
-from permtriton.passes.plan import ChannelSpace, Plan, layer_modules, linear_module, weight_in_out
+from permtriton.passes.plan import ChannelSpace, Plan, linear_module, weight_in_out
 from permtriton.running import ranks
-from permtriton.running.backward import checkpointed, frozen
 from permtriton.util.machine import format_bytes
 
 PROBE_TOKENS = 512  # of the passes that are timed, at most
 PROBES, PROBE_SECONDS = 5, 1.0  # most runs of what is timed, and the time after which no more are made
 PROBE_CHANNELS = 256  # of the assignment that is timed; its time grows with their square
+BOTH = 3  # forward passes that a forward and a backward pass take as long as; one more where activations are recomputed
 SWEEPS = 5  # of assignments, typically
 PROOF_MASKS = 10  # times that all masks are computed to prove the passes and check the result
 FASTER, SLOWER = 0.6, 2.0  # ends of the range
@@ -180,7 +179,7 @@ def measure(start: Planned) -> Speed:
     with torch.no_grad():
         forward = _seconds(model.device, lambda: last_hidden_state(model, rows))
         masks, assignments = _mask_seconds(model, plan), _assignment_seconds(model, plan, config)
-    both = _both_seconds(model, plan, config, rows) if config.gradients else 0.0
+    both = forward * (BOTH + config.activation_checkpointing) if config.gradients else 0.0
     share = samples.positions / rows.positions / ranks.count()
     token = _token_seconds(model, config, samples) if config.writes else 0.0
     return Speed(forward * share, both * share, masks, assignments / ranks.count(), token)
@@ -198,33 +197,12 @@ def _seconds(device: torch.device, work: Callable[[], object]) -> float:
     return min(times)
 
 
-@torch.enable_grad()
-def _both_seconds(model: PreTrainedModel, plan: Plan, config: CompileConfig, rows: Samples) -> float:
-    """Returns the time of a forward and a backward pass with gradients of the pruned weights, which are dropped."""
-    weights = {id(w): w for _, name in plan.linears() for w in [linear_module(model, name).get_parameter("weight")]}
-    layers = layer_modules(model, plan) if config.activation_checkpointing else []
-    with frozen(model), checkpointed(layers):
-        handles = [w.requires_grad_(True).register_post_accumulate_grad_hook(_drop) for w in weights.values()]
-        try:
-            return _seconds(model.device, lambda: last_hidden_state(model, rows).float().sum().backward())
-        finally:
-            for handle in handles:
-                handle.remove()
-            for weight in weights.values():
-                weight.requires_grad_(False)
-                weight.grad = None
-
-
 @torch.no_grad()
 def _token_seconds(model: PreTrainedModel, config: CompileConfig, samples: Samples) -> float:
     """Returns the time of one token of each text that is written together, without what was written before it."""
     texts = min(texts_at_once(samples.longest), written(config.writes))
     ids = samples.start(1, 1).to(model.device).inputs["input_ids"].expand(texts, 1)
     return _seconds(model.device, lambda: model(input_ids=ids, use_cache=False))
-
-
-def _drop(weight: Tensor) -> None:
-    weight.grad = None
 
 
 def _mask_seconds(model: PreTrainedModel, plan: Plan) -> float:

@@ -40,19 +40,6 @@ CORNER = 16  # rows and columns of the weights that a report shows
 
 
 @dataclass
-class Promise:
-    """A loss that masks alone must have in the order that was found.
-
-    Attributes:
-        objective: what was measured, with the dense outputs in that order.
-        loss: its mean over the calibration samples.
-    """
-
-    objective: Objective
-    loss: float
-
-
-@dataclass
 class Run:
     """What a step may ask for and change; `permtriton.driver.prepare.prepare` makes one of the dense model.
 
@@ -112,7 +99,7 @@ class Run:
         self.outcomes: dict[str, Outcome] = {}
         self._dense_order: dict[str, Retained] = {}
         self._objectives: dict[tuple[str, int, bool], Objective] = {}
-        self._promise: Promise | None = None
+        self._promise: tuple[Objective, float] | None = None  # what masks alone must reach in the present order
 
     # -- what it works with --------------------------------------------------------------------------------------------
 
@@ -281,7 +268,7 @@ class Run:
 
     def promise(self, step: Step, loss: float) -> None:
         """Notes the loss that masks alone must have in the present order, by what a step minimised."""
-        self._promise = Promise(self.objective(step), loss)
+        self._promise = self.objective(step), loss
 
     def check_promise(self) -> None:
         """Compares the loss of the model, pruned by masks, with the one that was promised, if one was.
@@ -291,10 +278,11 @@ class Run:
         """
         if self._promise is None:
             return
+        objective, promised = self._promise
         with self.running() as model:
-            mean = partial(self._promise.objective.on(model).mean, model, self.samples)
+            mean = partial(objective.on(model).mean, model, self.samples)
             found = MicroBatch(self.config.micro_batch_size).run(mean)
-        check_loss(self._promise.loss, found, self.model.dtype)
+        check_loss(promised, found, self.model.dtype)
         self._promise = None
 
 
