@@ -134,6 +134,12 @@ def test_defaults_are_left_out():
     assert command_of("org/model", config) == "permtriton compile org/model --recipe mask --seed 3"
 
 
+def test_the_recipe_is_named_as_it_was_typed():
+    typed = config_from({}, "heuristic,sparsegpt")
+    assert command_of("org/model", typed) == "permtriton compile org/model --recipe heuristic,sparsegpt"
+    assert command_of("org/model", config_from({}, typed.steps)).endswith("--recipe heuristic,sparsegpt")
+
+
 def test_folders_lose_their_path(tmp_path):
     folder = tmp_path / "my model"
     folder.mkdir()

@@ -339,7 +339,7 @@ class Sometimes(TypedDict):
     expert_tokens: NotRequired[dict[str, list[Integer]]]  # experts -> calibration tokens sent to each
 
 
-class Compiled(Always, Sometimes):
+class Report(Always, Sometimes):
     """What a compilation reports: ``permtriton.json`` but for what is known once a folder is written."""
 
 

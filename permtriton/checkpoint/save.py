@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from permtriton.checkpoint.card import ALONE, WITH_PERMTRITON, write_record
-from permtriton.checkpoint.forms import Compiled, Record, Reloaded, Tensors, Verification, Written
+from permtriton.checkpoint.forms import Record, Reloaded, Report, Tensors, Verification, Written
 from permtriton.checkpoint.names import StoredNames, stored_names
 from permtriton.checkpoint.output import replacing_folder
 from permtriton.checkpoint.quantizer import checkpoint_config
@@ -56,7 +56,7 @@ class Pruned:
     tokenizer: Processor | None
     config: CommonConfig
     plan: Plan
-    report: Compiled | Record
+    report: Report | Record
     reference: Samples
     offload: Offload | None
 

@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import cast
 
-from permtriton.checkpoint.forms import Compiled, Evaluation, Gguf, Permutation, Retained, Sometimes, Step
+from permtriton.checkpoint.forms import Evaluation, Gguf, Permutation, Report, Retained, Sometimes, Step
 from permtriton.checkpoint.plan_entries import (
     hidden_states_report,
     ordered_site_report,
@@ -33,7 +33,7 @@ class Origin:
     gguf: Gguf | None = None
 
 
-def compilation_record(run: Run, comparison: str, evaluation: Evaluation, origin: Origin | None) -> Compiled:
+def compilation_record(run: Run, comparison: str, evaluation: Evaluation, origin: Origin | None) -> Report:
     """Returns the content of ``permtriton.json``, except for the entries that saving adds.
 
     Args:
@@ -43,7 +43,7 @@ def compilation_record(run: Run, comparison: str, evaluation: Evaluation, origin
     """
     model, config, plan, indices = run.model, run.config, run.plan, run.indices
     weights = {name: weight_in_out(linear_module(model, name)) for _, name in plan.linears()}
-    record: Compiled = {
+    record: Report = {
         "model": model.name_or_path or "",
         "command": origin.command if origin else compile_command(model.name_or_path or "", config),
         "versions": versions(),

@@ -15,8 +15,7 @@ from permtriton.data.held_out import held_out_windows
 from permtriton.data.in_memory import Data, selected
 from permtriton.data.media import Processor
 from permtriton.errors import CalibrationError, ConfigError, MemoryTooSmallError, ModelError, reading, shown
-from permtriton.evaluation import measure
-from permtriton.evaluation.measure import Evaluated
+from permtriton.evaluation.measure import Evaluated, measure_model
 from permtriton.evaluation.protocol import measured_by
 from permtriton.evaluation.task_request import TaskRequest
 from permtriton.model import load
@@ -126,7 +125,7 @@ def evaluate(  # noqa: PLR0913
         if chosen is None:
             raise CalibrationError(text)
         shown.say(f"no perplexity, tasks only: {text}")
-    return measure.evaluate(
+    return measure_model(
         measured,
         tokenizer,
         windows=windows,
