@@ -275,7 +275,7 @@ runpy.run_module("benchmarks.gpu", run_name="__main__")
 
 
 def test_it_runs_from_a_plain_folder(tmp_path):
-    """With torch, triton, transformers, scipy and what these need, but no pydantic or git: only compiling needs more."""
+    """With torch, triton, transformers, scipy and what these need, but no pydantic, no git: compiling needs more."""
     only = ("--only", "decoding", "--only", "compile_fast")
     environment = {**os.environ, "PATH": ""}
     command = [sys.executable, "-c", BARE, "--out", str(tmp_path), "--tiny", "--here", *only]
