@@ -12,12 +12,13 @@ from typer.testing import CliRunner
 from permtriton import kernels
 from permtriton.cli.main import app
 from permtriton.errors import ConfigError
-from permtriton.kernels import launch, nm_mask_backward_triton, nm_mask_triton
+from permtriton.kernels import launch, nm_mask, nm_mask_backward_triton
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.launch import triton
 from permtriton.kernels.tools import compile_check, issue_floor
 from permtriton.kernels.tools.builds import distinct
-from permtriton.kernels.tools.cases import KERNELS, nm_mask
+from permtriton.kernels.tools.cases import KERNELS
+from permtriton.kernels.tools.cases import nm_mask as nm_mask_cases
 from permtriton.kernels.tools.compile_check import TARGETS, compile_one
 from permtriton.util.sparsity import NMPattern
 
@@ -158,7 +159,7 @@ def test_every_kernel_compiles_without_spills(soak):
 @needs_triton
 def test_scores_of_nm_mask_are_rounded_before_they_are_compared():
     """A product fused with the difference of two scores would break ties otherwise than the reference."""
-    of = next(build.launch for build in nm_mask.builds())
+    of = next(build.launch for build in nm_mask_cases.builds())
     compiled = compile_check.binary_of(of, SM_90)
     fused = re.findall(r"fma\.rn\S*f32\s.*", compiled.asm["ptx"])
     assert fused
@@ -169,7 +170,9 @@ def test_scores_of_nm_mask_are_rounded_before_they_are_compared():
 def test_every_module_with_kernels_has_builds_cases_and_floors():
     """A file of Triton kernels that no entry of the tuple compiles would be checked by nothing."""
     launched = {build.launch.kernel.fn.__module__.rpartition(".")[2] for build in compile_check.all_builds()}
-    assert launched == {path.stem for path in Path(kernels.__path__[0]).glob("*_triton.py")}
+    assert launched == {
+        path.stem for path in Path(kernels.__path__[0]).glob("*.py") if "\n@Kernel\n" in path.read_text()
+    }
     assert all(module.floors and module.cases for module in KERNELS)
 
 
@@ -220,7 +223,7 @@ def default_tiles(of: launch.Launch) -> list[dict[str, int]]:
     """The tiles of the builds that count as defaults, of the kernel and weight dtype of a launch."""
     return [
         tile_of(build.launch)
-        for build in nm_mask.builds()
+        for build in nm_mask_cases.builds()
         if build.default
         and build.launch.kernel is of.kernel
         and build.launch.signature["weight_ptr"] == of.signature["weight_ptr"]
@@ -239,9 +242,9 @@ class TestDefaultLaunchesOfNmMask:
         weight = weight if row_major else weight.t().contiguous().t()
         factors = ImportanceFactors(1, torch.ones(4 * group))
         with launch.recorded() as launches:
-            nm_mask_triton.nm_mask_triton(weight, factors, channels, [4 * group], NMPattern(1, group))
+            nm_mask.nm_mask_triton(weight, factors, channels, [4 * group], NMPattern(1, group))
         name = "_nm_mask_fwd_kernel" if group <= 4 else "_nm_mask_fwd_wide_kernel"
-        assert launches[0].kernel is getattr(nm_mask_triton, name).jitted
+        assert launches[0].kernel is getattr(nm_mask, name).jitted
         assert tile_of(launches[0]) in default_tiles(launches[0])
 
     @pytest.mark.parametrize(

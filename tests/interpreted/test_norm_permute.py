@@ -2,13 +2,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from permtriton.kernels import norm_permute_triton as kernels
-from permtriton.kernels.norm_permute import norm_backward_reference, norm_permute, norm_reference
-from permtriton.kernels.norm_permute_triton import (
+from permtriton.kernels import norm_permute as kernels
+from permtriton.kernels.norm_permute import (
     BACKWARD_CONFIGS,
     CONFIGS,
+    norm_backward_reference,
+    norm_permute,
     norm_permute_backward_triton,
     norm_permute_triton,
+    norm_reference,
 )  # fmt: skip
 from permtriton.util.permutation import inverse
 

@@ -7,8 +7,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from permtriton.kernels.assignment import assignment, assignment_reference
-from permtriton.kernels.assignment_triton import CONFIGS, launched
+from permtriton.kernels.assignment import CONFIGS, assignment, assignment_reference, launched
 from permtriton.kernels.sinkhorn import sinkhorn_reference
 from permtriton.kernels.tools.builds import Build, builds_of, name_of
 from permtriton.kernels.tools.case import BLOCK, META, Case, Floor, Inputs, Random, blocks_of

@@ -7,8 +7,8 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from permtriton.kernels import nm_mask as forward
 from permtriton.kernels import nm_mask_backward_triton as backward
-from permtriton.kernels import nm_mask_triton as forward
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.launch import Launch, triton
 from permtriton.kernels.nm_mask import (

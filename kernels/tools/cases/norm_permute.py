@@ -8,16 +8,17 @@ import torch
 from torch import Tensor
 
 from permtriton.kernels.launch import Launch
-from permtriton.kernels.norm_permute import norm_permute, norm_reference
-from permtriton.kernels.norm_permute_triton import (
+from permtriton.kernels.norm_permute import (
     BACKWARD_CONFIGS,
     CODES,
     CONFIGS,
     HELD,
     LONGEST,
     LONGEST_BACKWARD,
+    norm_permute,
     norm_permute_backward_triton,
     norm_permute_triton,
+    norm_reference,
 )
 from permtriton.kernels.tools.builds import Build, builds_of, name_of
 from permtriton.kernels.tools.case import META, Case, Floor, Inputs, Random, rounding

@@ -5,8 +5,7 @@ from functools import partial
 
 import torch
 
-from permtriton.kernels.packing import pack, unpack, unpack_reference
-from permtriton.kernels.packing_triton import CONFIGS, unpack_triton
+from permtriton.kernels.packing import CONFIGS, pack, unpack, unpack_reference, unpack_triton
 from permtriton.kernels.tools.builds import Build, builds_of, name_of
 from permtriton.kernels.tools.case import META, PATTERN, Case, Floor, Inputs, Random, unequal
 

@@ -6,8 +6,16 @@ from functools import partial
 import torch
 
 from permtriton.kernels.launch import Launch
-from permtriton.kernels.permute import permute, permute_reference, permute_triton
-from permtriton.kernels.permute_triton import CONFIGS, PACKED_ROWS, STAGED, WORDS, gather_rows
+from permtriton.kernels.permute import (
+    CONFIGS,
+    PACKED_ROWS,
+    STAGED,
+    WORDS,
+    gather_rows,
+    permute,
+    permute_reference,
+    permute_triton,
+)
 from permtriton.kernels.tools.builds import Build, builds_of
 from permtriton.kernels.tools.case import META, Case, Floor, Inputs, Random, unequal
 

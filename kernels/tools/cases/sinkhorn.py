@@ -7,8 +7,16 @@ import torch
 from torch import Tensor
 
 from permtriton.kernels.launch import Launch
-from permtriton.kernels.sinkhorn import sinkhorn, sinkhorn_backward, sinkhorn_backward_reference, sinkhorn_reference
-from permtriton.kernels.sinkhorn_triton import BACKWARD_CONFIGS, CONFIGS, sinkhorn_backward_triton, sinkhorn_triton
+from permtriton.kernels.sinkhorn import (
+    BACKWARD_CONFIGS,
+    CONFIGS,
+    sinkhorn,
+    sinkhorn_backward,
+    sinkhorn_backward_reference,
+    sinkhorn_backward_triton,
+    sinkhorn_reference,
+    sinkhorn_triton,
+)
 from permtriton.kernels.tools.builds import Build, builds_of, name_of
 from permtriton.kernels.tools.case import BLOCK, META, Case, Floor, Inputs, Random, blocks_of
 from permtriton.kernels.tools.timing import relative_error

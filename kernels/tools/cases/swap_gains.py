@@ -8,8 +8,14 @@ from torch import Tensor
 
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.launch import Launch
-from permtriton.kernels.swap_gains import SwapTerms, swap_gains, swap_gains_reference, swap_terms
-from permtriton.kernels.swap_gains_triton import CONFIGS, swap_gains_triton
+from permtriton.kernels.swap_gains import (
+    CONFIGS,
+    SwapTerms,
+    swap_gains,
+    swap_gains_reference,
+    swap_gains_triton,
+    swap_terms,
+)
 from permtriton.kernels.tools.builds import Build, builds_of
 from permtriton.kernels.tools.case import META, PATTERN, Case, Floor, Inputs, Random
 from permtriton.kernels.tools.timing import relative_error
