@@ -188,10 +188,21 @@ def _source(index_ptr, channel, inside, C):
     return tl.where((source >= 0) & (source < C), source, 0)
 
 
+@jit
+def _added(value, residual_ptr, total_ptr, inside, ADD: tl.constexpr):
+    """Returns a row plus another one, if there is one, and stores it: rounded, as torch does."""
+    if ADD:
+        residual = tl.load(residual_ptr, mask=inside, other=0.0)
+        value = (value.to(tl.float32) + residual.to(tl.float32)).to(value.dtype)
+        tl.store(total_ptr, value, mask=inside)
+    return value
+
+
 @Kernel
 def _norm_permute_fwd_kernel(
-    x_ptr, weight_ptr, bias_ptr, index_ptr, y_ptr, rows, C, row_stride, eps, offset,
-    BLOCK_C: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr, HOLD: tl.constexpr,
+    x_ptr, weight_ptr, bias_ptr, index_ptr, y_ptr, rows, C, row_stride, eps, offset, residual_ptr, total_ptr,
+    residual_stride, BLOCK_C: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr, HOLD: tl.constexpr,
+    ADD: tl.constexpr,
 ):  # fmt: skip
     channel = tl.arange(0, BLOCK_C)
     inside = channel < C
@@ -203,6 +214,9 @@ def _norm_permute_fwd_kernel(
     # Pipelining would stage whatever the loop loads: rows, but also weight and index where they are not held.
     for row in tl.range(tl.program_id(0).to(tl.int64), rows, tl.num_programs(0), num_stages=3 if HOLD else 1):
         value = tl.load(x_ptr + row * row_stride + channel, mask=inside, other=0.0)
+        value = _added(
+            value, residual_ptr + row * residual_stride + channel, total_ptr + row * C + channel, inside, ADD
+        )
         result, _ = _normalized(value.to(tl.float32), inside, C, eps, KIND)
         if KIND == 0:
             result = result.to(value.dtype).to(tl.float32)
@@ -335,8 +349,15 @@ def norm_permute_triton(
     offset: float,
     kind: str,
     config: Config | None = None,
+    added: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Computes `norm_permute_reference` of inputs that `takes` accepts; ``config`` replaces the tuned one."""
+    """Computes `norm_reference` of inputs that `takes` accepts.
+
+    Args:
+        x, weight, bias, index, eps, offset, kind: as `norm_permute` takes them.
+        config: replaces the tuned one.
+        added: (what is added to ``x`` first, the sum, which is written), in the dtype and shape of ``x``.
+    """
     hidden, dtype = _rows(x), weight.dtype if kind == "rms" else x.dtype
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
     weight, index, bias = weight.contiguous(), index.contiguous(), None if bias is None else bias.contiguous()
@@ -346,7 +367,10 @@ def norm_permute_triton(
     arguments = (hidden, weight, shifts, index, y, rows, channels, hidden.stride(0), eps, offset)
     shared = {"KIND": CODES[kind], "BIAS": bias is not None}
     aligned = channels % 16 == 0 and hidden.stride(0) % 16 == 0
+    residual, total = (hidden, y) if added is None else (_rows(added[0]), added[1])
     if block > (LONGEST if aligned else LONGEST // 2):
+        if added is not None:
+            arguments = (_rows(torch.add(x, added[0], out=total)), *arguments[1:7], channels, eps, offset)
         grid = (programs_for(x, rows, LONG_PROGRAMS),)
         _norm_long_fwd_kernel[grid](*arguments, TILE=LONG_TILE, num_warps=8, **shared)
         return y
@@ -354,8 +378,19 @@ def norm_permute_triton(
     warps = warps_for(config, block if block <= 4096 else 2 * block)
     resident = 16 if kind == "layer" else 24 if x.dtype == torch.float32 else 32  # warps, at 92, 78 or 64 registers
     grid = (programs_for(x, rows, triton.cdiv(resident, warps)),)
-    _norm_permute_fwd_kernel[grid](*arguments, BLOCK_C=block, HOLD=block <= HELD, num_warps=warps, **shared)
+    _norm_permute_fwd_kernel[grid](
+        *arguments, residual, total, residual.stride(0), BLOCK_C=block, HOLD=block <= HELD, ADD=added is not None,
+        num_warps=warps, **shared,
+    )  # fmt: skip
     return y
+
+
+def add_norm_permute_triton(
+    x: Tensor, residual: Tensor, weight: Tensor, index: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Computes `add_norm_permute` of inputs that `takes` accepts, with ``residual`` in the dtype of ``x``."""
+    total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return norm_permute_triton(x, weight, None, index, eps, 0.0, "rms", added=(residual, total)), total
 
 
 def norm_permute_backward_triton(
@@ -481,3 +516,32 @@ def norm_permute(
         ModelError: shapes that do not fit, an unknown kind, or a bias with an RMS kind.
     """
     return norm_reference(x, weight, bias, eps, offset, kind, index.long())
+
+
+def _check_added(x: Tensor, residual: Tensor, weight: Tensor, index: Tensor, eps: float) -> None:
+    _check(x, weight, None, index, eps, 0.0, "rms")
+    if (residual.shape, residual.dtype) != (x.shape, x.dtype):
+        raise ModelError(
+            f"add_norm_permute: a residual {residual.dtype} {list(residual.shape)} for an input {x.dtype} "
+            f"{list(x.shape)}: expected the same"
+        )
+
+
+@operator(
+    "add_norm_permute",
+    lambda x, residual, weight, index, eps: (x.new_empty(x.shape, dtype=weight.dtype), x.new_empty(x.shape)),
+    check=_check_added,
+    launcher=add_norm_permute_triton,
+    supports=lambda x, residual, weight, *_: takes(x, weight, None),
+)
+def add_norm_permute(x: Tensor, residual: Tensor, weight: Tensor, index: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Returns ``norm(x + residual)[..., index]`` of kind "rms", and ``x + residual``, rounded before the norm.
+
+    Bytes moved: ``x`` and ``residual`` read once, both results written once. It has no gradient: inference engines add
+    where they normalise.
+
+    Raises:
+        ModelError: shapes or dtypes that do not fit.
+    """
+    total = (x + residual).contiguous()
+    return norm_reference(total, weight, None, eps, 0.0, "rms", index.long()), total
