@@ -15,7 +15,7 @@ from permtriton.errors import ConfigError
 from permtriton.kernels import launch, nm_mask, nm_mask_backward_triton
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.launch import triton
-from permtriton.kernels.tools import compile_check, issue_floor
+from permtriton.kernels.tools import compile_check
 from permtriton.kernels.tools.builds import distinct
 from permtriton.kernels.tools.cases import KERNELS
 from permtriton.kernels.tools.cases import nm_mask as nm_mask_cases
@@ -92,43 +92,22 @@ class TestCompiling:
         assert "tensor memory" in compile_one(self.builds.multiply_build(), SM_100).problem
 
     def test_the_command(self, monkeypatch):
-        copy = self.builds.copy_floor()
         monkeypatch.setattr(compile_check, "all_builds", lambda: [self.builds.copy_build()])
-        monkeypatch.setattr(issue_floor, "floors", lambda: [copy, dataclasses.replace(copy, loops=lambda launch: (5,))])
-        monkeypatch.setattr(issue_floor, "GPUS", (issue_floor.H200,))
         shown = run("--compile-kernels")
         assert shown.exit_code == 0, shown.output
-        assert "not counted: _copy for sm_90 has 0 loops" in shown.output
+        assert "programs per SM" in shown.output
         report = json.loads(run("--compile-kernels", "--json").stdout)
-        found = [(row["target"], row["resident"] > 0, row["longest_loop"] > 0) for row in report["kernels"]]
-        assert found == [("sm_80", True, True), ("sm_90", True, True), ("sm_90", True, False), ("sm_100", True, True),
-                         ("gfx942", False, False)]  # fmt: skip
-        counted, refused = report["issue_floors"]
-        assert (counted["name"], counted["gpu"]) == (refused["name"], refused["gpu"]) == (copy.case.name, "H200")
-        assert counted["ratio"] == pytest.approx(counted["issue_us"] / counted["memory_us"], rel=0.1)
-        assert "0 loops" in refused["error"]
+        found = [(row["target"], row["resident"] > 0) for row in report["kernels"]]
+        assert found == [("sm_80", True), ("sm_90", True), ("sm_90", True), ("sm_100", True), ("gfx942", False)]
 
     def test_the_command_fails_on_a_spill(self, monkeypatch):
         builds = [self.builds.copy_build(), self.builds.hold_build(16384)]
         monkeypatch.setattr(compile_check, "all_builds", lambda: builds)
-        monkeypatch.setattr(issue_floor, "floors", lambda: [])
         monkeypatch.setattr(compile_check, "TARGETS", (SM_90,))
         monkeypatch.setattr(compile_check.compile_all, "__defaults__", ((SM_90,),))
         shown = run("--compile-kernels")
         assert shown.exit_code == 2
         assert "hold 16384 for sm_90" in shown.output
-
-    def test_the_command_fails_on_a_spill_of_a_named_shape(self, monkeypatch):
-        """The only place where kernels written in CUDA are compiled."""
-        copy = self.builds.copy_floor()
-        row = issue_floor.row(copy, issue_floor.H200)
-        spilled = dataclasses.replace(row, launches=(dataclasses.replace(row.launches[0], spills=3),))
-        monkeypatch.setattr(compile_check, "all_builds", lambda: [self.builds.copy_build()])
-        monkeypatch.setattr(issue_floor, "floors", lambda: [copy])
-        monkeypatch.setattr(issue_floor, "row", lambda *_: spilled)
-        shown = run("--compile-kernels")
-        assert shown.exit_code == 2
-        assert f"{copy.case.name} on H200 spills registers" in shown.output
 
     def test_interpreting_is_refused(self, monkeypatch):
         monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
@@ -167,13 +146,13 @@ def test_scores_of_nm_mask_are_rounded_before_they_are_compared():
 
 
 @needs_triton
-def test_every_module_with_kernels_has_builds_cases_and_floors():
+def test_every_module_with_kernels_has_builds_and_cases():
     """A file of Triton kernels that no entry of the tuple compiles would be checked by nothing."""
     launched = {build.launch.kernel.fn.__module__.rpartition(".")[2] for build in compile_check.all_builds()}
     assert launched == {
         path.stem for path in Path(kernels.__path__[0]).glob("*.py") if "\n@Kernel\n" in path.read_text()
     }
-    assert all(module.floors and module.cases for module in KERNELS)
+    assert all(module.cases for module in KERNELS)
 
 
 class TestRecording:

@@ -14,9 +14,12 @@ import torch
 
 from benchmarks import readme_tables
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import bench, caches, checks, kernels, models, table, tune
+from benchmarks.gpu import bench, caches, checks, kernels, models, reading, table, tune
 from benchmarks.gpu.bench import Bench, Settings, save
 from benchmarks.gpu.table import read
+from permtriton.kernels.launch import recorded, triton
+from permtriton.kernels.tools import compile_check
+from permtriton.kernels.tools.builds import Build
 
 ROOT = Path(__file__).parent.parent
 PROCESSES = ("tests", "memcheck", "racecheck", "counters")  # rows that start one of their own
@@ -361,3 +364,18 @@ def test_without_a_gpu_it_says_so(tmp_path, capsys):
 def test_the_file_is_json_without_folders(tmp_path):
     save(tmp_path / "gpu.json", {"norm": {"x": 1}, "permute": {}})
     assert list(json.loads((tmp_path / "gpu.json").read_text())["rows"]) == ["permute", "norm"]
+
+
+@pytest.mark.skipif(triton is None, reason="triton is not installed")
+def test_its_own_kernels_compile_for_a_gpu():
+    """The one that only reads, and the norm that does not permute; all of their programs run at once."""
+    with torch.device("meta"), recorded(132) as launches:
+        reading.checksum(torch.empty(1 << 30, dtype=torch.int32))
+        x, weight = (torch.empty(size, dtype=torch.bfloat16) for size in ((16384, models.HIDDEN), models.HIDDEN))
+        kernels.rms_norm_alone(x, weight, 1e-5)
+    assert [launch.kernel.fn.__name__ for launch in launches] == ["_read_kernel", "_rms_norm_kernel"]
+    for target in compile_check.TARGETS[:3]:
+        for launch in launches:
+            found = compile_check.compile_one(Build("", launch, default=True), target)
+            assert (found.error, found.problem) == (None, None)
+            assert found.resident * 132 >= launch.grid[0]

@@ -1,4 +1,4 @@
-"""Cases, builds and issue floor of `permtriton.kernels.norm_permute`."""
+"""Cases and builds of `permtriton.kernels.norm_permute`."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -7,7 +7,6 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from permtriton.kernels.launch import Launch
 from permtriton.kernels.norm_permute import (
     BACKWARD_CONFIGS,
     CODES,
@@ -23,7 +22,7 @@ from permtriton.kernels.norm_permute import (
     norm_reference,
 )
 from permtriton.kernels.tools.builds import Build, builds_of, name_of
-from permtriton.kernels.tools.case import META, Case, Floor, Inputs, Random, rounding
+from permtriton.kernels.tools.case import Case, Inputs, Random, rounding
 from permtriton.kernels.tools.timing import relative_error
 
 EPS = 1e-5
@@ -136,14 +135,3 @@ def builds() -> Iterator[Build]:
                 yield from builds_of(about, partial(backward, *of), "norm_permute_backward", BACKWARD_CONFIGS)
         for either in (forward, backward):
             yield from builds_of(f"{kind} {name_of(dtype)}", partial(either, kind, dtype, 4 * LONGEST))
-
-
-def floors() -> Iterator[Floor]:
-    """Yields the norm of a model with 4096 channels."""
-
-    def loops(launch: Launch) -> tuple[float, ...]:  # once per row
-        return (launch.numbers["rows"] / launch.grid[0],)
-
-    rows, channels = 16384, 4096
-    case = norm_permute_case(rows, channels, torch.bfloat16, META)
-    yield Floor(case, partial(norm_permute_triton, eps=EPS, offset=0.0, kind="rms"), rows * channels, "element", loops)
