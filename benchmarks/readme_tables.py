@@ -158,19 +158,6 @@ def compile_time_table(name: str) -> str:
     return "\n".join([*lines, "", f"{report['device']}; torch {report['versions']['torch']}; medians of {runs}."])
 
 
-def proof_time_table(name: str) -> str:
-    """Returns the rows of ``benchmarks/proof_time.py``."""
-    report = _load(name)
-    before, now = report["before"], report["now"]
-    lines = [[check, *(f"{each['seconds'][check]:.1f}" for each in (before, now))] for check in now["seconds"]]
-    lines.append(["the whole compilation, without saving", *(f"{each['whole_s']:.1f}" for each in (before, now))])
-    caption = (
-        f"CPU seconds, {now['parameters'] / 1e6:.0f}M parameters, {now['ids'][0]} x {now['ids'][1]} tokens; before: "
-        f"commit {before['commit']}, measured {before['measured']}; {_machine([now])}."
-    )
-    return _table("check | before | now", lines, caption)
-
-
 def variation_table(*names: str) -> str:
     """Returns the rows of ``benchmarks/variation.py`` for several models."""
     reports = {report["model"]: report for report in map(_load, names)}
@@ -356,7 +343,6 @@ TABLES = {
     "config-options": config_options_table,
     "compile-time": lambda: compile_time_table("compile-time-cpu.json"),
     "variation": lambda: variation_table("variation-demo.json"),
-    "proof-time": lambda: proof_time_table("proof-time-cpu.json"),
     "seeded-faults": lambda: seeded_faults_table("seeded-faults.json"),
     "runtime-overhead": lambda: runtime_overhead_table("runtime-overhead-cpu.jsonl"),
     "gpu-commands": lambda: f"```\n{gpu.plan()}\n```",

@@ -417,9 +417,9 @@ def doctor(
         bool,
         typer.Option(
             "--compile-kernels",
-            help="Compile every Triton kernel for sm_80, sm_90, sm_100 and gfx942, without a GPU, and list the "
+            help="Compile every Triton kernel for sm_80, sm_89, sm_90, sm_100 and gfx942, without a GPU, and list the "
             "resources of each, then the least time that instructions take; minutes the first time. Exit code 2 if a "
-            "default configuration spills registers or uses stack on an sm_ target; gfx942 is only listed.",
+            "default configuration spills registers or uses stack; sm_89 and gfx942 are only listed.",
         ),
     ] = False,
     defaults_only: Annotated[

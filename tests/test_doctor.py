@@ -22,7 +22,7 @@ from permtriton.kernels.tools.compile_check import TARGETS, compile_one
 from permtriton.util.sparsity import NMPattern
 
 needs_triton = pytest.mark.skipif(triton is None, reason="triton is not installed")
-SM_80, SM_90, SM_100, GFX942 = TARGETS
+SM_80, SM_89, SM_90, SM_100, GFX942 = TARGETS
 
 
 def run(*arguments: str):
@@ -47,7 +47,7 @@ class TestCompiling:
 
         self.builds = kernel_builds
 
-    @pytest.mark.parametrize("target", TARGETS[:3], ids=lambda target: target.name)
+    @pytest.mark.parametrize("target", TARGETS[:4], ids=lambda target: target.name)
     def test_a_kernel_that_fits(self, target):
         found = compile_one(self.builds.copy_build(), target)
         assert (found.error, found.problem, found.spills, found.stack_bytes) == (None, None, 0, 0)
@@ -100,7 +100,7 @@ class TestCompiling:
         assert "not counted: _copy for sm_90 has 0 loops" in shown.output
         report = json.loads(run("--compile-kernels", "--json").stdout)
         found = [(row["target"], row["resident"] > 0, row["longest_loop"] > 0) for row in report["kernels"]]
-        assert found == [("sm_80", True, True), ("sm_90", True, True), ("sm_90", True, False), ("sm_100", True, True),
+        assert found == [("sm_80", True, True), ("sm_89", True, True), ("sm_90", True, True), ("sm_90", True, False), ("sm_100", True, True),
                          ("gfx942", False, False)]  # fmt: skip
         counted, refused = report["issue_floors"]
         assert (counted["name"], counted["gpu"]) == (refused["name"], refused["gpu"]) == (copy.case.name, "H200")
