@@ -100,8 +100,10 @@ class TestCompiling:
         assert "not counted: _copy for sm_90 has 0 loops" in shown.output
         report = json.loads(run("--compile-kernels", "--json").stdout)
         found = [(row["target"], row["resident"] > 0, row["longest_loop"] > 0) for row in report["kernels"]]
-        assert found == [("sm_80", True, True), ("sm_89", True, True), ("sm_90", True, True), ("sm_90", True, False), ("sm_100", True, True),
-                         ("gfx942", False, False)]  # fmt: skip
+        assert found == [
+            ("sm_80", True, True), ("sm_89", True, True), ("sm_90", True, True), ("sm_90", True, False),
+            ("sm_100", True, True), ("gfx942", False, False),
+        ]  # fmt: skip
         counted, refused = report["issue_floors"]
         assert (counted["name"], counted["gpu"]) == (refused["name"], refused["gpu"]) == (copy.case.name, "H200")
         assert counted["ratio"] == pytest.approx(counted["issue_us"] / counted["memory_us"], rel=0.1)
