@@ -187,14 +187,10 @@ def seeded_faults_table(name: str) -> str:
         checks = [check for check in found if check in alone]  # not a crash
         for check in checks:
             (alone if len(checks) == 1 else shared)[check].append(fault)
-    rows = [[check, "; ".join(alone[check]), str(len(shared[check]) or "")] for check in report["checks"]]
+    rows = [[check, *(str(len(found[check]) or "") for found in (alone, shared))] for check in report["checks"]]
     count = len(report["refused"])
-    caption = f"{count} faults that are refused. {len(report['tests'])} more only waste quality, and tests find them: "
-    return _table(
-        "check | only it refuses | further faults, which others refuse, too",
-        rows,
-        f"{caption}{'; '.join(report['tests'])}.",
-    )
+    caption = f"{count} faults that are refused; {len(report['tests'])} more only waste quality, and tests find them."
+    return _table("check | faults that only it refuses | that others refuse, too", rows, caption)
 
 
 def runtime_overhead_table(name: str) -> str:
@@ -264,21 +260,6 @@ def _arrow(rows: list[Any], key: str, digits: int, unit: str = "") -> str:
     return f"{text} per {(rows[1] or rows[0])[unit]}" if unit and text != "-" else text
 
 
-def keep_variants_table(name: str) -> str:
-    """Returns the rows of ``benchmarks/keep_variants.py``."""
-    report = _load(name)
-    rows, lines = report["rows"], []
-    for row in rows:
-        fails = [what for what, works in row["works_with"].items() if not works]
-        numbers = [f"{row['cpu_seconds']:.2f} s", f"{row['seconds']:.1f} s", f"{row['peak_bytes'] / 1e9:.2f} GB"]
-        lines.append([row["variant"], *numbers, ", ".join(fails) if row is not rows[0] else ""])
-    caption = (
-        f"`{report['command']}`; {report['hardware']}; torch {report['versions']['torch']}; medians of a step, while "
-        "other work ran: compare CPU seconds. The bool masks are in memory in all rows."
-    )
-    return _table("variant | CPU seconds per step | seconds | peak memory | fails with", lines, caption)
-
-
 def finetune_table() -> str:
     """Returns a row for each result of ``examples/finetune.py``."""
     lines, lost, report = [], "", {}
@@ -291,13 +272,13 @@ def finetune_table() -> str:
         link = f"[{name}](../benchmarks/results/{path.name})"
         lines.append([link, *("" if each is None else f"{each:.2f}" for each in cells), *numbers])
         if "lost" in report:
-            lost = f" {report['lost']:.0%} of the adapter's change fell on zeros."
+            lost = f"{report['lost']:.0%} of the adapter's change fell on zeros."
     versions = f"torch {report['versions']['torch']}, transformers {report['versions']['transformers']}"
     caption = (
-        f"{report['hardware']}; {versions}; the files have the commands, that of {name}: `{report['command']}`.{lost}"
+        f"{report['hardware']}; {versions}; the files have the commands, that of {name}: `{report['command']}`. {lost}"
     )
     heading = "model | dense perplexity | pruned | with the adapter, not merged | trained | KL | CPU seconds (seconds)"
-    return _table(heading, lines, caption + lost)
+    return _table(heading, lines, caption)
 
 
 SHORTER = (  # the words of error messages, as a column has room for them
@@ -336,7 +317,6 @@ def ablations_table() -> str:
 
 TABLES = {
     "architectures-summary": architectures.summary,
-    "keep-variants": lambda: keep_variants_table("keep-variants-cpu.json"),
     "ablations": ablations_table,
     "finetune": finetune_table,
     "architectures-causes": architectures.causes,
@@ -357,7 +337,6 @@ TABLES = {
     "real-words": lambda: real.in_words(_load(REAL), "default", "llm-compressor sparsegpt"),
     "demo-methods": lambda: comparison_table("compare-demo-recipe.json", "compare-demo-default.json"),
     "trials": lambda: trials.table(RESULTS),
-    "dense-share": lambda: refit_table("compare-demo-dense-share.json"),
     "encoder": lambda: encoder_table("compare-minilm.json"),
     "dense-share-real": lambda: refit_table("compare-smollm2-dense-share.json"),
     "learning-step": lambda: learning_step_table("learning-step-cpu.jsonl"),
