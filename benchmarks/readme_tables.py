@@ -72,19 +72,6 @@ def comparison_table(*names: str) -> str:
     return "\n".join(lines)
 
 
-def learning_step_table(name: str) -> str:
-    """Returns the rows of ``python -m benchmarks.costs step``."""
-
-    def cells(row: Any) -> list[str]:
-        sizes = f"{_sizes(row)}, {row['shape']['tokens']} {row['shape']['dtype']}"
-        memory = f"{row['peak_memory_bytes'] / 2**30:.1f} GiB"
-        return [sizes, f"{row['dense_s']:.2f} s", f"{row['learn_s']:.2f} s", f"{row['ratio']:.2f}", memory]
-
-    heading = "hidden, intermediate, layers, tokens | dense forward + backward | learning step | ratio | peak memory"
-    rows = _load_lines(name)
-    return _table(heading, map(cells, rows), f"{_machine(rows)}; medians of {len(rows[-1]['learn_samples_s'])}.")
-
-
 def refit_table(*names: str) -> str:
     """Returns the rows of several files of ``permtriton compare --output``, which share the row of the dense model."""
     lines = []
@@ -146,18 +133,6 @@ def quantized_table(name: str) -> str:
     return _table(heading, rows, f"{of}; {_machine([report])}.")
 
 
-def compile_time_table(name: str) -> str:
-    """Returns the rows of ``benchmarks/compile_time.py``."""
-    report = _load(name)
-    stages = list(report["rows"][0]["seconds"])
-    lines = [f"| layers | {' | '.join(stages)} | total | peak memory |", "|---" * (len(stages) + 3) + "|"]
-    for row in report["rows"]:
-        seconds = " | ".join(f"{row['seconds'][stage]:.1f} s" for stage in stages)
-        lines.append(f"| {row['layers']} | {seconds} | {row['total_s']:.1f} s | {row['peak_bytes'] / 1e9:.2f} GB |")
-    runs = len(report["rows"][0]["samples_s"]["trace"])
-    return "\n".join([*lines, "", f"{report['device']}; torch {report['versions']['torch']}; medians of {runs}."])
-
-
 def variation_table(*names: str) -> str:
     """Returns the rows of ``benchmarks/variation.py`` for several models."""
     reports = {report["model"]: report for report in map(_load, names)}
@@ -206,22 +181,6 @@ def runtime_overhead_table(name: str) -> str:
         "ratios in a round)."
     )
     return _table("dtype | unpermuted | norms permuted | norms permuted, gather before o", map(cells, rows), caption)
-
-
-def evaluation_table(name: str) -> str:
-    """Returns the rows of ``python -m benchmarks.costs evaluation``."""
-
-    def cells(row: Any) -> list[str]:
-        shape, seconds = row["shape"], row["seconds"]
-        size = f"{shape['layers']} layers, hidden {shape['hidden']}, vocabulary {shape['vocabulary']:,}"
-        windows = f"{shape['sequences']} x {shape['tokens']}"
-        return [size, windows, f"{seconds['ours']:.1f} s", f"{seconds['plain']:.1f} s", f"{row['ratio']:.2f}"]
-
-    rows = _load_lines(name)
-    caption = (
-        f"{_machine(rows)}; {len(rows[-1]['samples_s'])} rounds: medians, and the median of the ratios in a round."
-    )
-    return _table("model | windows | evaluation | plain loop | ratio", map(cells, rows), caption)
 
 
 def issue_floor_table(name: str) -> str:
@@ -321,25 +280,21 @@ TABLES = {
     "finetune": finetune_table,
     "architectures-causes": architectures.causes,
     "config-options": config_options_table,
-    "compile-time": lambda: compile_time_table("compile-time-cpu.json"),
     "variation": lambda: variation_table("variation-demo.json"),
     "seeded-faults": lambda: seeded_faults_table("seeded-faults.json"),
     "runtime-overhead": lambda: runtime_overhead_table("runtime-overhead-cpu.jsonl"),
     "gpu-commands": lambda: f"```\n{gpu.plan()}\n```",
     "gpu": lambda: gpu.markdown(gpu.read(RESULTS / "gpu.json")),
-    "evaluation": lambda: evaluation_table("evaluation-cpu.jsonl"),
     "issue-floor": lambda: issue_floor_table("issue-floor.json"),
     "gpu-predicted": lambda: gpu.predicted(_load("issue-floor.json"), gpu.read(RESULTS / "gpu.json")),
     "quantized": lambda: quantized_table("quantized-cpu.json"),
     "real": lambda: real.short(_load(REAL), FIRST_SCREEN),
-    "real-stages": lambda: real.where_the_seconds_go(_load(REAL), ("sparsegpt", "fast", "default")),
     "real-all": lambda: real.markdown(_load(REAL)),
     "real-words": lambda: real.in_words(_load(REAL), "default", "llm-compressor sparsegpt"),
     "demo-methods": lambda: comparison_table("compare-demo-recipe.json", "compare-demo-default.json"),
     "trials": lambda: trials.table(RESULTS),
     "encoder": lambda: encoder_table("compare-minilm.json"),
     "dense-share-real": lambda: refit_table("compare-smollm2-dense-share.json"),
-    "learning-step": lambda: learning_step_table("learning-step-cpu.jsonl"),
 }
 
 
