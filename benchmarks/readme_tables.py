@@ -153,19 +153,16 @@ def _share(share: float) -> str:
     return f"{share:.2%}" if share else "none, bit for bit"
 
 
-def seeded_faults_table(name: str) -> str:
-    """Returns the checks, each with the faults that ``python -m benchmarks.faults`` saw it refuse."""
+def seeded_faults_words(name: str) -> str:
+    """Returns how many faults ``python -m benchmarks.faults`` saw the checks refuse."""
     report = _load(name)
-    alone: dict[str, list[str]] = {check: [] for check in report["checks"]}
-    shared: dict[str, list[str]] = {check: [] for check in report["checks"]}
-    for fault, found in report["refused"].items():
-        checks = [check for check in found if check in alone]  # not a crash
-        for check in checks:
-            (alone if len(checks) == 1 else shared)[check].append(fault)
-    rows = [[check, *(str(len(found[check]) or "") for found in (alone, shared))] for check in report["checks"]]
-    count = len(report["refused"])
-    caption = f"{count} faults that are refused; {len(report['tests'])} more only waste quality, and tests find them."
-    return _table("check | faults that only it refuses | that others refuse, too", rows, caption)
+    found = [[check for check in checks if check in report["checks"]] for checks in report["refused"].values()]
+    alone = {checks[0] for checks in found if len(checks) == 1}
+    return (
+        f"{len(found)} planted faults are refused, by one or more of {len(report['checks'])} checks; {len(alone)} of "
+        f"these checks refuse some fault that no other does. {len(report['tests'])} more faults only waste quality, "
+        "and tests find them."
+    )
 
 
 def runtime_overhead_table(name: str) -> str:
@@ -254,13 +251,15 @@ SHORTER = (  # the words of error messages, as a column has room for them
 
 def config_options_table() -> str:
     """Returns every option of a compilation and its steps, under the headings of ``--help-all``."""
-    lines = []
+    lines, first = [], dict[str, str]()
     options = list(all_options().values())
     for panel in dict.fromkeys(option.panel for option in options):
         lines += [f"**{panel}**", "", "| option | values | default | meaning |", "|---|---|---|---|"]
         for option in (option for option in options if option.panel == panel):
             values = functools.reduce(lambda text, short: text.replace(*short), SHORTER, option.expected)
-            lines.append(f"| `{option.name}` | {values} | {defaults(option)} | {option.help} |")
+            same = first.setdefault(f"{values} {option.help}", option.name)
+            told = (values, option.help) if same == option.name else ("", f"As `{same}`.")
+            lines.append(f"| `{option.name}` | {told[0]} | {defaults(option)} | {told[1]} |")
         lines.append("")
     return "\n".join(lines).rstrip()
 
@@ -281,7 +280,7 @@ TABLES = {
     "architectures-causes": architectures.causes,
     "config-options": config_options_table,
     "variation": lambda: variation_table("variation-demo.json"),
-    "seeded-faults": lambda: seeded_faults_table("seeded-faults.json"),
+    "seeded-faults": lambda: seeded_faults_words("seeded-faults.json"),
     "runtime-overhead": lambda: runtime_overhead_table("runtime-overhead-cpu.jsonl"),
     "gpu-commands": lambda: f"```\n{gpu.plan()}\n```",
     "gpu": lambda: gpu.markdown(gpu.read(RESULTS / "gpu.json")),
