@@ -100,6 +100,7 @@ def clear_errors(to_lower: Callable[[], str]) -> Iterator[None]:
         sys.stdout.reconfigure(errors="backslashreplace")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TQDM_DISABLE", "1")  # the bars of compressed-tensors
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # its retries are a line each
     warnings.filterwarnings("ignore", category=UserWarning, module="torch|transformers")
     try:

@@ -256,8 +256,8 @@ def compare(
     methods: Annotated[
         str | None,
         method_option(
-            help="Some of the methods, or recipes, separated by commas; by default all methods, and a few with "
-            "--ablate."
+            help="Methods, recipes, or steps joined by ' + ', such as 'heuristic + refit + tune', separated by commas; "
+            "by default all methods, and a few with --ablate."
         ),
     ] = None,
     ablate: Ablate = None,
@@ -385,7 +385,7 @@ def export(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier output.")] = False,
     json: Json = False,
 ) -> None:
-    """Rewrite a compiled checkpoint packed or dense, bit for bit the same weights."""
+    """Rewrite a compiled checkpoint packed or dense, bit for bit the same weights, or in 8 bits (fp8)."""
     from permtriton.cli.export import run
 
     run(folder, format, output, overwrite=overwrite, json=json)
