@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 from permtriton.driver.options import CompileConfig, has_effect
@@ -121,8 +122,10 @@ def settings_of(method: str) -> dict[str, Any]:
         return KNOWN[method]
     steps = method.removesuffix(FUSED).split(JOINED)
     if not {kind.name for kind in STEPS}.issuperset(steps):
-        known = ", ".join(KNOWN)
-        raise ConfigError(f"method {method!r} is unknown: choose from {known}; or join steps, as heuristic{JOINED}mask")
+        near = get_close_matches(method, list(KNOWN)) or [*METHODS, *RECIPES]
+        raise ConfigError(
+            f"method {method!r} is unknown: choose from {', '.join(near)}; or join steps, such as heuristic{JOINED}mask"
+        )
     layout = "fused" if method.endswith(FUSED) else "portable"
     return {"importance": "auto", "recipe": ",".join(steps), "layout": layout}
 
