@@ -204,7 +204,7 @@ def compare(  # noqa: PLR0913
         eval_data: as `permtriton.evaluate` takes it.
         window: as `permtriton.evaluate` takes it.
         seeds: seeds of the calibration draw and of learning.
-        methods: some of the methods, or recipes; None for all.
+        methods: methods, recipes, or steps joined by ``" + "``; None for all methods.
         sparsity: N:M pattern, or several, such as ``["2:4", "4:8"]``; None for 2:4.
         ablate: option of which each method is run with several values.
         values: other values of it.
