@@ -24,7 +24,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from permtriton.errors import ConfigError, OutputError
 from permtriton.util.machine import format_bytes
-from permtriton.util.output_files import problem_of
+from permtriton.util.output_files import problem_of, real_path
 
 SMALLEST = 1 << 20  # bytes of a tensor that goes into a file; norms and biases stay in memory
 IN_MEMORY = ("tmpfs", "ramfs")
@@ -71,7 +71,7 @@ class OffloadFolder:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder.resolve()
+        self.folder = real_path(folder)
         if not self.folder.is_dir():
             raise ConfigError(f"offload folder {folder} is not there: make it on a disk first")
         if problem := problem_of(self.folder):
