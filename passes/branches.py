@@ -108,7 +108,7 @@ def converted() -> Iterator[None]:
         dtypes = {parameter.dtype for parameter in module.parameters()}
         return module if not kwargs and {*args} == dtypes else original(module, *args, **kwargs)
 
-    nn.Module.to = to  # type: ignore[method-assign]
+    nn.Module.to = to  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
