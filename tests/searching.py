@@ -12,7 +12,7 @@ from permtriton.methods.measure.importance import importances_of
 from permtriton.methods.measure.objective import dense_objective, has_head
 from permtriton.methods.measure.statistics import channel_norms
 from permtriton.methods.order.hard_masks import hard_masked
-from permtriton.methods.order.searched import SearchedOrder as Options
+from permtriton.methods.order.searched import Searched as Options
 from permtriton.methods.order.swap_search import SearchedOrder, search
 from permtriton.passes.plan import Plan
 from permtriton.util.progress import NoProgress
