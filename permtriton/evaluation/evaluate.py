@@ -20,7 +20,7 @@ from permtriton.evaluation.measure import Evaluated
 from permtriton.evaluation.protocol import measured_by
 from permtriton.evaluation.task_request import TaskRequest
 from permtriton.model import load
-from permtriton.model.name import DEMO
+from permtriton.model.name import DEMO, location_of
 from permtriton.model.source import Source, source_of
 from permtriton.util.bars import Shown, reporter
 from permtriton.util.machine import available_memory, format_bytes
@@ -153,7 +153,7 @@ def _dense(
 ) -> Source | PreTrainedModel | None:
     """Returns the dense model that a caller gave, or where it is to be read from."""
     if isinstance(against, str | Path):
-        return Source(str(against), dtype, device, trust_remote_code, token=token)
+        return Source(location_of(against), dtype, device, trust_remote_code, token=token)
     if not isinstance(against, Source | PreTrainedModel | None):
         raise ConfigError(
             f"against is a {type(against).__name__}: expected a folder, a hub name, demo, or a transformers model"
