@@ -17,6 +17,7 @@ from rich.text import Text
 
 from permtriton.errors import MemoryTooSmallError, PermTritonError, as_flags, first_line
 from permtriton.util.bars import PlainConsole, discard, err, visible
+from permtriton.util.progress import without_other_bars
 
 # What errors of limits that were set for the process say -> what it was refused.
 LIMITS = {
@@ -109,7 +110,7 @@ def clear_errors(to_lower: Callable[[], str]) -> Iterator[None]:
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # its retries are a line each
     warnings.filterwarnings("ignore", category=UserWarning, module="torch|transformers")
     try:
-        with _ending_as_interrupted():
+        with _ending_as_interrupted(), without_other_bars():
             yield
     except MemoryTooSmallError as error:
         fail(f"{error}{to_lower()}", 2)

@@ -6,7 +6,7 @@ from textwrap import TextWrapper
 from typing import Any
 
 MOST_USED = "Most used"
-FIRST = ("recipe", "methods", "calibration", "output")  # where a command has more than one of them
+FIRST = ("recipe", "methods", "against", "calibration", "output")  # where a command has more than one of them
 WORDS_AT = 26  # column at which the words of an option begin
 WIDEST = 100
 

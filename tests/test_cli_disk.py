@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from permtriton.checkpoint.output import claimed
 from permtriton.cli.main import app
-from permtriton.driver import compilation, job
+from permtriton.driver import identity, job
 
 from .desk import RUNNER, check_refusal
 
@@ -62,13 +62,13 @@ def test_the_same_run_continues_and_restarts_when_wanted(desk, interrupted):
 @pytest.mark.slow(but=["same form"])
 def test_a_state_of_another_version_is_refused(desk, interrupted, monkeypatch, change):
     """Whatever else a state of that version holds or lacks."""
-    identity = compilation.run_identity
+    run_identity = identity.run_identity
 
     def other(*arguments: object) -> dict[str, object]:
-        found = identity(*arguments)
+        found = run_identity(*arguments)
         return {**found, "versions": {**found["versions"], "permtriton": "9.9"}, **change}
 
-    monkeypatch.setattr(compilation, "run_identity", other)
+    monkeypatch.setattr(identity, "run_identity", other)
     words = (f"belongs to another run: permtriton was {metadata.version('permtriton')} and is 9.9", "--restart")
     desk.refuses(desk.compile(*QUICK), str(interrupted), *words)
 

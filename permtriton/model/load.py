@@ -35,7 +35,7 @@ from permtriton.model.headers import (
 from permtriton.model.modules import is_packed, is_permuted
 from permtriton.model.sizes import build_empty, check_numbers
 from permtriton.model.source import Source, dtype_of, resolve_device
-from permtriton.running.offload import NO_GPU, Offload
+from permtriton.running.offload import NO_GPU, OffloadFolder
 from permtriton.util.extras import require
 from permtriton.util.output_files import disk_error
 
@@ -47,7 +47,7 @@ MOST_TOKENS, MOST_GROWTH = 2**24, 1000
 
 
 def load_original(
-    source: Source, *, saved: bool = False, offload: Offload | None = None
+    source: Source, *, saved: bool = False, offload: OffloadFolder | None = None
 ) -> tuple[PreTrainedModel, Any]:
     """Loads a model to prune, and its tokenizer or processor, as `load_processor` returns it.
 
@@ -67,7 +67,7 @@ def load_original(
     return model, tokenizer
 
 
-def load_model(source: Source, allow_compiled: bool = True, offload: Offload | None = None) -> PreTrainedModel:
+def load_model(source: Source, allow_compiled: bool = True, offload: OffloadFolder | None = None) -> PreTrainedModel:
     """Loads a model with the class that its config names, in eval mode, on the device of ``source``.
 
     Args:
