@@ -16,7 +16,7 @@ from permtriton.driver.planning import find_plan
 from permtriton.methods.measure.importance import importance_of
 from permtriton.methods.measure.objective import Objective
 from permtriton.methods.measure.statistics import channel_norms
-from permtriton.methods.order.learned import LearnedOrder as Options
+from permtriton.methods.order.learned import Learned as Options
 from permtriton.methods.order.learning import LearnedOrder, learn
 from permtriton.model.forward import cosine_loss, hidden_states
 from permtriton.passes.plan import linear_module, weight_in_out
