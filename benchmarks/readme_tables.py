@@ -72,22 +72,6 @@ def comparison_table(*names: str) -> str:
     return "\n".join(lines)
 
 
-def refit_table(*names: str) -> str:
-    """Returns the rows of several files of ``permtriton compare --output``, which share the row of the dense model."""
-    lines = []
-    for report in map(_load, names):
-        seeds = len(report["seeds"])
-        for row in report["rows"]:
-            if row["method"] == "dense":
-                continue
-            spread = f" ± {row['spread']:.3f}" if seeds > 1 else ""
-            name = f"{row['method']}, {row['setting']}" if row["setting"] else row["method"]
-            seconds = f"{row['compile_seconds'] / seeds:.0f}"
-            lines.append([name, str(seeds), f"{row['mean']:.3f}{spread}", f"{row['kl']:.4f}", seconds])
-    caption = f"{_machine([report])}. ± is the sample standard deviation over seeds; seconds are of one compilation."
-    return _table("method | seeds | perplexity | KL, nats | seconds", lines, caption)
-
-
 def encoder_table(name: str) -> str:
     """Returns the rows of a comparison by the cosine between last hidden states."""
     report, lines = _load(name), []
@@ -293,7 +277,6 @@ TABLES = {
     "demo-methods": lambda: comparison_table("compare-demo-recipe.json", "compare-demo-default.json"),
     "trials": lambda: trials.table(RESULTS),
     "encoder": lambda: encoder_table("compare-minilm.json"),
-    "dense-share-real": lambda: refit_table("compare-smollm2-dense-share.json"),
 }
 
 
