@@ -149,21 +149,6 @@ def seeded_faults_words(name: str) -> str:
     )
 
 
-def runtime_overhead_table(name: str) -> str:
-    """Returns the rows of ``python -m benchmarks.costs fused``."""
-
-    def cells(row: Any) -> list[str]:
-        ratios = [f"{row['ratio'][m]:.3f}x ({row['paired_ratio'][m]:.3f}x)" for m in ("norms", "norms and o_proj")]
-        return [row["shape"]["dtype"], f"{row['seconds']['dense']:.3f} s", *ratios]
-
-    rows = _load_lines(name)
-    caption = (
-        f"{_machine(rows)}; {len(rows[-1]['samples_s']['dense'])} rounds: ratio of the medians (and the median of the "
-        "ratios in a round)."
-    )
-    return _table("dtype | unpermuted | norms permuted | norms permuted, gather before o", map(cells, rows), caption)
-
-
 def issue_floor_table(name: str) -> str:
     """Returns the rows of ``benchmarks/issue_floor.py``, before and after the kernels were redesigned."""
     report = _load(name)
@@ -265,7 +250,6 @@ TABLES = {
     "config-options": config_options_table,
     "variation": lambda: variation_table("variation-demo.json"),
     "seeded-faults": lambda: seeded_faults_words("seeded-faults.json"),
-    "runtime-overhead": lambda: runtime_overhead_table("runtime-overhead-cpu.jsonl"),
     "gpu-commands": lambda: f"```\n{gpu.plan()}\n```",
     "gpu": lambda: gpu.markdown(gpu.read(RESULTS / "gpu.json")),
     "issue-floor": lambda: issue_floor_table("issue-floor.json"),
