@@ -20,10 +20,10 @@ sys.path.insert(0, str(ROOT))  # python benchmarks/readme_tables.py has only its
 from benchmarks import report_demo, trials  # noqa: E402
 from benchmarks.architectures import table as architectures  # noqa: E402
 from benchmarks.gpu import table as gpu  # noqa: E402
+from benchmarks.gpu.floors import GPUS  # noqa: E402
 from benchmarks.real import plot  # noqa: E402
 from benchmarks.real import table as real  # noqa: E402
 from permtriton.comparison.methods import ABLATIONS  # noqa: E402
-from permtriton.kernels.tools.issue_floor import GPUS  # noqa: E402
 from permtriton.recipe import all_options, defaults  # noqa: E402
 from permtriton.reporting.plots import Series, chart  # noqa: E402
 
