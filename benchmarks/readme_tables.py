@@ -72,22 +72,6 @@ def comparison_table(*names: str) -> str:
     return "\n".join(lines)
 
 
-def refit_table(*names: str) -> str:
-    """Returns the rows of several files of ``permtriton compare --output``, which share the row of the dense model."""
-    lines = []
-    for report in map(_load, names):
-        seeds = len(report["seeds"])
-        for row in report["rows"]:
-            if row["method"] == "dense":
-                continue
-            spread = f" ± {row['spread']:.3f}" if seeds > 1 else ""
-            name = f"{row['method']}, {row['setting']}" if row["setting"] else row["method"]
-            seconds = f"{row['compile_seconds'] / seeds:.0f}"
-            lines.append([name, str(seeds), f"{row['mean']:.3f}{spread}", f"{row['kl']:.4f}", seconds])
-    caption = f"{_machine([report])}. ± is the sample standard deviation over seeds; seconds are of one compilation."
-    return _table("method | seeds | perplexity | KL, nats | seconds", lines, caption)
-
-
 def encoder_table(name: str) -> str:
     """Returns the rows of a comparison by the cosine between last hidden states."""
     report, lines = _load(name), []
@@ -163,21 +147,6 @@ def seeded_faults_words(name: str) -> str:
         f"these checks refuse some fault that no other does. {len(report['tests'])} more faults only waste quality, "
         "and tests find them."
     )
-
-
-def runtime_overhead_table(name: str) -> str:
-    """Returns the rows of ``python -m benchmarks.costs fused``."""
-
-    def cells(row: Any) -> list[str]:
-        ratios = [f"{row['ratio'][m]:.3f}x ({row['paired_ratio'][m]:.3f}x)" for m in ("norms", "norms and o_proj")]
-        return [row["shape"]["dtype"], f"{row['seconds']['dense']:.3f} s", *ratios]
-
-    rows = _load_lines(name)
-    caption = (
-        f"{_machine(rows)}; {len(rows[-1]['samples_s']['dense'])} rounds: ratio of the medians (and the median of the "
-        "ratios in a round)."
-    )
-    return _table("dtype | unpermuted | norms permuted | norms permuted, gather before o", map(cells, rows), caption)
 
 
 def issue_floor_table(name: str) -> str:
@@ -281,7 +250,6 @@ TABLES = {
     "config-options": config_options_table,
     "variation": lambda: variation_table("variation-demo.json"),
     "seeded-faults": lambda: seeded_faults_words("seeded-faults.json"),
-    "runtime-overhead": lambda: runtime_overhead_table("runtime-overhead-cpu.jsonl"),
     "gpu-commands": lambda: f"```\n{gpu.plan()}\n```",
     "gpu": lambda: gpu.markdown(gpu.read(RESULTS / "gpu.json")),
     "issue-floor": lambda: issue_floor_table("issue-floor.json"),
@@ -293,7 +261,6 @@ TABLES = {
     "demo-methods": lambda: comparison_table("compare-demo-recipe.json", "compare-demo-default.json"),
     "trials": lambda: trials.table(RESULTS),
     "encoder": lambda: encoder_table("compare-minilm.json"),
-    "dense-share-real": lambda: refit_table("compare-smollm2-dense-share.json"),
 }
 
 

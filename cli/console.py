@@ -121,21 +121,26 @@ def clear_errors(to_lower: Callable[[], str]) -> Iterator[None]:
             raise
         fail(f"{os.fsdecode(error.filename)}: {error.strerror or error}", 2)
     except (RuntimeError, MemoryError, ImportError) as error:
-        if limit := next((LIMITS[words] for words in LIMITS if words in str(error)), None):
-            fail(f"the system refuses {limit}: {first_line(error)}", 2)
-        if "torch" not in sys.modules:  # importing it takes seconds
+        if not (line := _what_ran_out(error, to_lower)):
             raise
-        from permtriton.running.micro_batch import is_out_of_memory, out_of_memory
-
-        if not is_out_of_memory(error):
-            raise
-        fail(f"{out_of_memory(error)}{to_lower()}", 2)
+        fail(line, 2)
     except KeyboardInterrupt as error:
         fail(
             "interrupted: no half-written output is left; the same command, started again, continues after the last "
             "round, epoch, layer or row that was finished",
             128 + (error.args[0] if isinstance(error, _Ended) else signal.SIGINT),
         )
+
+
+def _what_ran_out(error: Exception, to_lower: Callable[[], str]) -> str:
+    """Returns what the machine or the limits of the process did not give; empty for other errors."""
+    if limit := next((LIMITS[words] for words in LIMITS if words in str(error)), None):
+        return f"the system refuses {limit}: {first_line(error)}"
+    if "torch" not in sys.modules:  # importing it takes seconds
+        return ""
+    from permtriton.running.micro_batch import is_out_of_memory, out_of_memory
+
+    return f"{out_of_memory(error)}{to_lower()}" if is_out_of_memory(error) else ""
 
 
 def table(title: str, *columns: str, show_header: bool = True) -> Table:

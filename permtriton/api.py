@@ -21,7 +21,7 @@ from permtriton.errors import ConfigError, near
 from permtriton.evaluation.protocol import measured_by
 from permtriton.evaluation.task_request import TaskRequest
 from permtriton.model import load
-from permtriton.model.name import checked_token
+from permtriton.model.name import checked_token, location_of
 from permtriton.model.source import Source, source_of
 from permtriton.recipe import all_options, build_config, given_by, steps_of
 from permtriton.reporting import html_report
@@ -242,8 +242,8 @@ def compare(  # noqa: PLR0913
     given = _parsed(options)
     eval_data, window, tasks = measured_by(protocol, eval_data, window, tasks)
     request = Request(
-        Source(str(model), dtype, device, trust_remote_code, gguf_file, revision, token),
-        options_to_compare(str(model), _path("config", config), given, protocol),
+        Source(location_of(model), dtype, device, trust_remote_code, gguf_file, revision, token),
+        options_to_compare(location_of(model), _path("config", config), given, protocol),
         given,
         str(seeds) if isinstance(seeds, int) else seeds,
         methods,
@@ -366,7 +366,7 @@ def _path(what: str, name: str | Path | None) -> Path | None:
 
 
 def _name(model: Model) -> str:
-    return str(model) if isinstance(model, str | Path) else ""
+    return location_of(model) if isinstance(model, str | Path) else ""
 
 
 def _parsed(options: Mapping[str, Any], recipe: str | Sequence[Step] | None = None) -> dict[str, Any]:

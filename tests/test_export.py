@@ -17,6 +17,7 @@ from permtriton.checkpoint.shards import ShardWriter
 from permtriton.cli.main import app
 from permtriton.errors import ConfigError, ModelError, OutputError, PermTritonError, VerificationError
 from permtriton.model.headers import read_checkpoint
+from permtriton.model.name import shown_name
 
 from . import folders
 from .desk import RUNNER
@@ -335,3 +336,11 @@ def test_the_command_refuses_in_a_line(sources, tmp_path, monkeypatch, arguments
     assert len(result.stderr.splitlines()) == 1
     assert [word for word in words if word not in result.stderr] == [], result.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["portable-packed"]
+
+
+def test_a_folder_that_is_called_demo_is_no_demo(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folders.save(folders.model_of("llama"), tmp_path / "demo")
+    assert export(Path("demo"), Path("packed"))["reloaded"] == "same model"
+    assert shown_name("./demo") == "./demo"  # in the command that the record repeats
+    assert shown_name("./--help") == "./--help"

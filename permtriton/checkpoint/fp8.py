@@ -29,7 +29,7 @@ from permtriton.evaluation.measure import measure_model
 from permtriton.model.checks import check_finite_tensor, check_weight
 from permtriton.model.expert_linears import stacks
 from permtriton.model.load import load_empty_model, load_model, load_processor
-from permtriton.model.name import DEMO
+from permtriton.model.name import DEMO, location_of
 from permtriton.model.source import Source
 from permtriton.util.machine import available_memory, release_memory
 from permtriton.util.progress import Progress
@@ -56,7 +56,7 @@ class Fp8(Storing):
 
     def __init__(self, source: Folder) -> None:
         super().__init__(source)
-        self._model = load_empty_model(Source(str(source.path), device="cpu"), allow_compiled=True)
+        self._model = load_empty_model(Source(location_of(source.path), device="cpu"), allow_compiled=True)
         check_quantizable(self._model)
         names = loaded_names(self._model, source.names())
         linears = {name: linear for name, linear in self._model.named_modules() if type(linear) is nn.Linear}
@@ -134,12 +134,12 @@ class Fp8(Storing):
         if 2.4 * model_bytes > available_memory(torch.device("cpu")):
             return {**found, "reloaded": problem, "loss": {"not_measured": problem}}
         try:
-            dense = load_model(Source(str(self.source.path), device="cpu"))
+            dense = load_model(Source(location_of(self.source.path), device="cpu"))
         except PermTritonError as error:
             problem = f"not run: the folder that was exported cannot be loaded here: {first_line(error)}"
             return {**found, "reloaded": problem, "loss": {"not_measured": problem}}
         try:
-            model = load_model(Source(str(written), device="cpu"))
+            model = load_model(Source(location_of(written), device="cpu"))
         except PermTritonError as error:
             raise VerificationError(f"what was written cannot be loaded again: {first_line(error)}") from error
         loss = self._loss(model, dense, written, progress)
@@ -157,7 +157,7 @@ class Fp8(Storing):
 
     def _loss(self, model: Any, dense: Any, written: Path, progress: Progress) -> dict[str, Any]:
         try:
-            tokenizer = load_processor(Source(str(written), device="cpu"), model)
+            tokenizer = load_processor(Source(location_of(written), device="cpu"), model)
             windows, text = held_out_windows("", DEMO, tokenizer, model)
         except (CalibrationError, ModelError) as error:
             return {"not_measured": first_line(error)}

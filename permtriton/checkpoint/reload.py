@@ -7,6 +7,7 @@ import torch
 from permtriton.errors import PermTritonError, VerificationError, first_line
 from permtriton.model.checks import model_hash
 from permtriton.model.load import load_model
+from permtriton.model.name import location_of
 from permtriton.model.source import Source
 from permtriton.running.micro_batch import is_out_of_memory
 from permtriton.util.machine import available_memory, release_memory
@@ -45,6 +46,6 @@ def check_reloads(folder: Path, written: Path, model_bytes: int) -> str:
 
 def _hash(folder: Path) -> str:
     try:
-        return model_hash(load_model(Source(str(folder), device="cpu")))
+        return model_hash(load_model(Source(location_of(folder), device="cpu")))
     finally:
         release_memory()

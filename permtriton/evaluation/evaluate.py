@@ -19,7 +19,7 @@ from permtriton.evaluation.measure import Evaluated, measure_model
 from permtriton.evaluation.protocol import measured_by
 from permtriton.evaluation.task_request import TaskRequest
 from permtriton.model import load
-from permtriton.model.name import DEMO
+from permtriton.model.name import DEMO, location_of
 from permtriton.model.source import Source, source_of
 from permtriton.util.bars import Shown, reporter
 from permtriton.util.machine import available_memory, format_bytes
@@ -151,7 +151,7 @@ def _say_pattern(source: Source, model: PreTrainedModel, shown: Progress) -> Non
 def _dense(against: Against, loading: dict[str, Any]) -> Source | PreTrainedModel | None:
     """Returns the dense model that a caller gave, or where it is to be read from."""
     if isinstance(against, str | Path):
-        return Source(str(against), **loading)
+        return Source(location_of(against), **loading)
     if not isinstance(against, Source | PreTrainedModel | None):
         raise ConfigError(
             f"against is a {type(against).__name__}: expected a folder, a hub name, demo, or a transformers model"

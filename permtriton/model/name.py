@@ -16,7 +16,15 @@ def shown_name(model: str) -> str:
     """
     if model in ("", DEMO):
         return model or "MODEL"
-    return model if is_hub_name(model) else os.path.basename(os.path.abspath(model))
+    if is_hub_name(model):
+        return model
+    name = os.path.basename(os.path.abspath(model))
+    return f"./{name}" if name == DEMO or name.startswith("-") else name  # else a command would take it for another
+
+
+def location_of(model: str | Path) -> str:
+    """Returns a model as it is asked for by name: the path of a folder stays one, although it is called ``demo``."""
+    return f"./{model}" if isinstance(model, Path) and str(model) == DEMO and model.is_dir() else str(model)
 
 
 def is_hub_name(model: str) -> bool:

@@ -13,7 +13,7 @@ from transformers.utils import cached_file
 from permtriton import demo
 from permtriton.errors import ConfigError, ModelError, reading, shown
 from permtriton.model.gguf_file import SUFFIX, GgufFile, in_words, read_gguf
-from permtriton.model.name import checked_token
+from permtriton.model.name import checked_token, location_of
 
 DTYPES: dict[str, torch.dtype | str] = {
     "auto": "auto",
@@ -117,7 +117,7 @@ def source_of(model: PreTrainedModel | str | Path, **loading: Any) -> Source | P
         ConfigError: it is neither a name nor a model, or an argument has no effect on a loaded model.
     """
     if isinstance(model, str | Path):
-        return Source(str(model), **loading)
+        return Source(location_of(model), **loading)
     if not isinstance(model, PreTrainedModel):
         raise ConfigError(
             f"model is a {type(model).__name__}: expected a folder, a hub name, demo, or a transformers model"

@@ -7,6 +7,7 @@ from permtriton.checkpoint.folder import Folder
 from permtriton.checkpoint.quantizer import PermTritonQuantizer
 from permtriton.errors import ModelError
 from permtriton.model.load import load_empty_model
+from permtriton.model.name import location_of
 from permtriton.model.source import Source
 
 # Model classes of vLLM whose outputs are tested against transformers' (tests/vllm), and whether their norms and linears
@@ -43,7 +44,7 @@ def check_folder(name: str) -> Folder:
     if others := sorted(set(path.glob("*.safetensors")) - set(folder.files)):
         raise ModelError(f"{others[0]} does not belong to the checkpoint, but might be loaded with it: move it away")
     quantizer = PermTritonQuantizer(folder.entries, pre_quantized=True)
-    model = load_empty_model(Source(str(path)), allow_compiled=True)
+    model = load_empty_model(Source(location_of(path)), allow_compiled=True)
     quantizer.preprocess_model(model, checkpoint_files=list(map(str, folder.files)))
     return folder
 

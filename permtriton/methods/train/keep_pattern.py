@@ -189,7 +189,8 @@ class KeptPattern:
                 raise ModelError(f"the adapters are of another model: this one does not hold the {name} that is kept")
             if places[weight.owner].endswith(ORIGINAL):
                 raise ModelError(
-                    f"{name}: the adapter trains a dense copy of it (modules_to_save): name it in target_modules instead"
+                    f"{name}: the adapter trains a dense copy of it (modules_to_save): name it in target_modules "
+                    "instead"
                 )
         before = {name: weight.parameter.detach().clone() for name, weight in self._weights.items()}
         with reading("the adapters cannot be merged", ModelError):
