@@ -61,7 +61,7 @@ def run(job: Job, *, json: bool) -> None:
         progress.say(f"published: {published}")
 
 
-def print_report(report: dict[str, Any], target: Path) -> None:
+def print_report(report: Any, target: Path) -> None:
     """Prints the tables of a compilation's report.
 
     Args:
@@ -75,7 +75,7 @@ def print_report(report: dict[str, Any], target: Path) -> None:
     out.print(result)
 
 
-def _permutations(report: dict[str, Any]) -> Table:
+def _permutations(report: Any) -> Table:
     shown = table("Permutations", "permutation", "units", "where it went", "moved")
     rows = [(entry["name"], str(entry["channels"]), destination(entry)) for entry in report["permutations"]]
     for row, members in grouped(rows):
@@ -84,7 +84,7 @@ def _permutations(report: dict[str, Any]) -> Table:
     return shown
 
 
-def _results(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _results(report: Any) -> Iterator[tuple[str, str]]:
     """Yields the name and the value of each row of the result table."""
     evaluation = report["evaluation"]
     if "dense" in evaluation:

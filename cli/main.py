@@ -3,6 +3,7 @@ command runs: torch and transformers take seconds, and neither help nor a wrong 
 """
 
 import functools
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,24 +21,16 @@ from permtriton.cli.options import (
     AblateValues,
     ConfigFile,
     Device,
-    DryRun,
     Dtype,
     EvalData,
     Flags,
     GgufName,
-    Gpus,
     HelpAll,
     Json,
     Model,
-    OffloadFolder,
     Overwrite,
-    Private,
     ProtocolName,
-    PushToHub,
-    Recipe,
     Revision,
-    SaveFormat,
-    Shard,
     Sparsities,
     TaskLimit,
     TaskNames,
@@ -51,6 +44,7 @@ from permtriton.cli.options import (
     takes,
 )
 from permtriton.config import RUNNING
+from permtriton.driver.asked import Asked
 from permtriton.errors import ConfigError
 from permtriton.evaluation.protocol import measured_by
 from permtriton.recipe import build_config, given_by
@@ -135,63 +129,29 @@ def _permtriton(
 def compile(
     model: Model,
     flags: Flags,
-    recipe: Recipe = None,
-    protocol: ProtocolName = None,
-    eval_data: EvalData = None,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    output: Annotated[
-        Path | None, output_option(help="Folder to write; MODEL-NofM here by default.", rich_help_panel=RUNNING)
-    ] = None,
-    save_format: SaveFormat = None,
-    push_to_hub: PushToHub = None,
-    private: Private = None,
-    overwrite: Annotated[bool, running_option("--overwrite", help="Replace an earlier output.")] = False,
-    restart: Annotated[bool, running_option("--restart", help="Start from scratch instead of resuming.")] = False,
-    dry_run: DryRun = False,
-    devices: Gpus = None,
-    shard: Shard = None,
-    offload: OffloadFolder = None,
-    config: ConfigFile = None,
+    asked: Asked,
     json: Json = False,
-    gguf_file: GgufName = None,
-    revision: Revision = None,
-    token: Token = None,
-    trust_remote_code: TrustRemoteCode = False,
     help_all: HelpAll = False,
 ) -> None:
     """Prune MODEL to N:M sparsity and write a Hugging Face checkpoint. All options: --help-all."""
-    chosen = build_config(model, recipe, config, flags, protocol)
-    eval_data, *_ = measured_by(protocol, eval_data, None, None)
-    if devices is not None and not dry_run:
+    given = given_by(asked.config, flags, asked.protocol)
+    chosen = build_config(model, asked.recipe, given, flags)
+    if asked.devices is not None and not asked.dry_run:
         raise ConfigError("--devices needs --dry-run: add it, or leave --devices out to run on the devices at hand")
-    if shard and devices is None and not torchrun.launched():
+    if asked.shard and asked.devices is None and not torchrun.launched():
         raise ConfigError("--shard spreads weights over several processes: start permtriton with torchrun")
     from permtriton.cli.compile import default_output, run
     from permtriton.driver.job import Job
     from permtriton.model.source import Source
 
-    source = Source(model, dtype, device, trust_remote_code, gguf_file, revision, token)
-    job = Job(
-        source,
-        chosen,
-        given=given_by(config, flags, protocol),
-        eval_data=eval_data,
-        output=output or default_output(source, chosen),
-        overwrite=overwrite,
-        restart=restart,
-        shard=shard,
-        offload=offload,
-        save_format=save_format,
-        push_to_hub=push_to_hub,
-        private=private,
-        token=token,
-        config_file=config,
-    )
-    if dry_run:
+    eval_data, *_ = measured_by(asked.protocol, asked.eval_data, None, None)
+    source = Source(model, **asked.loading)
+    output = asked.output or default_output(source, chosen)
+    job = Job(source, chosen, given, replace(asked, eval_data=eval_data, output=output))
+    if asked.dry_run:
         from permtriton.cli.dry_run import run as show
 
-        show(job, devices, json=json)
+        show(job, asked.devices, json=json)
     else:
         run(job, json=json)
 
@@ -227,7 +187,7 @@ def inspect(
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Show what would be pruned, where each permutation would go and what it costs. Reads only MODEL's config."""
-    config = build_config(model, None, None, flags)
+    config = build_config(model, None, flags, flags)
     from permtriton.cli.inspect import run
     from permtriton.model.source import Source
 
@@ -256,8 +216,8 @@ def compare(
     methods: Annotated[
         str | None,
         method_option(
-            help="Some of the methods, or recipes, separated by commas; by default all methods, and a few with "
-            "--ablate."
+            help="Methods, recipes, or steps joined by ' + ', such as 'heuristic + refit + tune', separated by commas; "
+            "by default all methods, and a few with --ablate."
         ),
     ] = None,
     ablate: Ablate = None,
@@ -385,7 +345,7 @@ def export(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier output.")] = False,
     json: Json = False,
 ) -> None:
-    """Rewrite a compiled checkpoint packed or dense, bit for bit the same weights."""
+    """Rewrite a compiled checkpoint packed or dense, bit for bit the same weights, or in 8 bits (fp8)."""
     from permtriton.cli.export import run
 
     run(folder, format, output, overwrite=overwrite, json=json)
@@ -417,9 +377,9 @@ def doctor(
         bool,
         typer.Option(
             "--compile-kernels",
-            help="Compile every Triton kernel for sm_80, sm_90, sm_100 and gfx942, without a GPU, and list the "
+            help="Compile every Triton kernel for sm_80, sm_89, sm_90, sm_100 and gfx942, without a GPU, and list the "
             "resources of each, then the least time that instructions take; minutes the first time. Exit code 2 if a "
-            "default configuration spills registers or uses stack on an sm_ target; gfx942 is only listed.",
+            "default configuration spills registers or uses stack; sm_89 and gfx942 are only listed.",
         ),
     ] = False,
     defaults_only: Annotated[

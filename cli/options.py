@@ -3,16 +3,17 @@
 import functools
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from permtriton.checkpoint.format import HELP as FORMATS
 from permtriton.comparison.methods import ABLATIONS
 from permtriton.config import CALIBRATION, METHOD, RUNNING
+from permtriton.driver.asked import Asked
 from permtriton.errors import OutputError
-from permtriton.recipe import RECIPES, all_options, defaults
+from permtriton.recipe import all_options, defaults
 from permtriton.util.option import Option
 from permtriton.util.sparsity import NMPattern
 
@@ -30,30 +31,36 @@ def output_path(name: str) -> Path:
     return Path(name)
 
 
-HUB = "Where the model comes from, and publishing"
-method_option, text_option, running_option, hub_option = (
-    functools.partial(typer.Option, rich_help_panel=panel) for panel in (METHOD, CALIBRATION, RUNNING, HUB)
+method_option, text_option, running_option = (
+    functools.partial(typer.Option, rich_help_panel=panel) for panel in (METHOD, CALIBRATION, RUNNING)
 )
 output_option = functools.partial(typer.Option, parser=output_path, metavar="PATH")
 
+
+def asked_flag(name: str) -> Any:
+    """Returns the annotated type that typer makes the flag of something asked of."""
+    (asked,) = (each for each in fields(Asked) if each.name == name)
+    flag, facts = f"--{name.replace('_', '-')}", asked.metadata
+    info = typer.Option(
+        f"{flag}/--no-{flag[2:]}" if facts.get("no") else flag,
+        help=facts["help"],
+        rich_help_panel=facts["panel"],
+        metavar=facts.get("metavar"),
+        hidden=facts.get("hidden", False),
+        parser=output_path if name == "output" else None,
+    )
+    kind: Any = facts.get("kind", str)
+    kind = kind if isinstance(asked.default, bool) else kind | None
+    return Annotated[kind, info]
+
+
+# Flags that other commands have, too.
+EvalData, ProtocolName, Device, Dtype, ConfigFile = map(
+    asked_flag, ("eval_data", "protocol", "device", "dtype", "config")
+)
+GgufName, Revision, Token, TrustRemoteCode = map(asked_flag, ("gguf_file", "revision", "token", "trust_remote_code"))
 Model = Annotated[
     str, typer.Argument(help="A model folder, a hub name, a .gguf file, or demo (a small model inside permtriton).")
-]
-Recipe = Annotated[
-    str | None,
-    method_option(
-        help=f"One of {', '.join(RECIPES)}, or steps separated by commas, such as heuristic,sparsegpt; permtriton "
-        "recipes describes them."
-    ),
-]
-EvalData = Annotated[
-    str | None,
-    text_option(
-        "--eval-data",
-        help="Held-out data, to measure on: demo, wikitext2, c4, a file, or none. By default demo for the demo model, "
-        "else wikitext2. For a model of images or sound: a folder of files or a .safetensors file, on which hidden "
-        "states are compared.",
-    ),
 ]
 Sparsities = Annotated[
     str | None,
@@ -79,14 +86,6 @@ TaskNames = Annotated[
     str | None, text_option("--tasks", help="Tasks of lm-eval, separated by commas, such as arc_easy,hellaswag.")
 ]
 TaskLimit = Annotated[int | None, text_option("--limit", help="Documents per task; all by default.")]
-ProtocolName = Annotated[
-    str | None,
-    text_option(
-        "--protocol",
-        help="paper: calibrate on 128 x 2048 tokens of C4, each drawn from one document, measure WikiText-2 in windows "
-        "of 2048, and, except in compile, run the seven tasks of Wanda's table. Other flags win.",
-    ),
-]
 Window = Annotated[
     int | None,
     text_option("--window", help="Tokens per window of held-out text; by default 2048, or as many as the model takes."),
@@ -97,78 +96,7 @@ TasksDir = Annotated[
         "--tasks-dir", help="Folder with more tasks: lm-eval's YAML files. A task may run code: trust the folder."
     ),
 ]
-Device = Annotated[str, running_option(help="auto, cpu or cuda.")]
-Dtype = Annotated[str, running_option(help="auto (the checkpoint's), float32, float16 or bfloat16.")]
-ConfigFile = Annotated[
-    Path | None,
-    running_option("--config", metavar="FILE", help="TOML file of options, with a table per step; flags win."),
-]
 Json = Annotated[bool, running_option("--json", help="Print the report as JSON on standard output.")]
-DryRun = Annotated[
-    bool,
-    running_option(
-        "--dry-run", help="Show the plan and an estimate of time, memory and disk, then stop; nothing is written."
-    ),
-]
-Gpus = Annotated[
-    str | None,
-    running_option(
-        "--devices",
-        metavar="COUNTxGIB",
-        help="With --dry-run: plan for this many GPUs of torchrun with this many GiB each, such as 8x80.",
-        hidden=True,
-    ),
-]
-Shard = Annotated[
-    bool | None,
-    running_option(
-        "--shard/--no-shard",
-        help="Under torchrun, spread the weights of layers over the GPUs by FSDP2; by default if one cannot hold them.",
-        hidden=True,
-    ),
-]
-OffloadFolder = Annotated[
-    Path | None,
-    running_option(
-        metavar="DIR",
-        help="For a model larger than memory, on a CPU: a folder on a fast disk, where weights and layers' inputs are "
-        "kept while it runs. The result is the same. Not for steps that need all weights or their gradients in "
-        "memory.",
-        hidden=True,
-    ),
-]
-GgufName = Annotated[
-    str | None,
-    hub_option(
-        "--gguf-file",
-        help="Read this GGUF file of MODEL, a folder or hub name; its weights are dequantized. Not needed where MODEL "
-        "itself is a .gguf file.",
-    ),
-]
-Revision = Annotated[str | None, hub_option(help="Branch, tag or commit of a hub name; its main branch by default.")]
-Token = Annotated[
-    str | None,
-    hub_option(
-        help="Token of the hub for models, never printed or saved; by default that of hf auth login, or HF_TOKEN."
-    ),
-]
-SaveFormat = Annotated[str | None, running_option(help=f"{FORMATS} By default dense.")]
-PushToHub = Annotated[
-    str | None,
-    hub_option(
-        metavar="REPOSITORY",
-        help="Repository on the hub to publish the output in, such as me/my-model-2of4; made before the work, so that "
-        "a wrong name or token is found then.",
-    ),
-]
-Private = Annotated[
-    bool | None,
-    hub_option(
-        "--private",
-        help="Make the repository of --push-to-hub private, to look at it before others do; else as the hub does.",
-    ),
-]
-TrustRemoteCode = Annotated[bool, hub_option("--trust-remote-code", help="Run code that comes with the model.")]
 
 
 def _show_all(ctx: typer.Context, wanted: bool) -> None:
@@ -204,7 +132,8 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an earlier
 def takes(*names: str, without: Sequence[str] = ()) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Returns a decorator that gives a command a flag for each of these options, and for those of all steps.
 
-    They stand where the command has its parameter ``flags``, which receives the values of those that the user set.
+    They stand where the command has its parameter ``flags``, which receives the values of those that the user set. A
+    parameter ``asked`` stands for a flag of everything that may be asked of a compilation.
 
     Args:
         names: names of options of the compilation; none means all, and those of the steps.
@@ -213,15 +142,23 @@ def takes(*names: str, without: Sequence[str] = ()) -> Callable[[Callable[..., N
     taken = [option for name, option in all_options().items() if name in (names or set(all_options()) - {*without})]
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        parameters = inspect.signature(command).parameters
+        asked = [each for each in fields(Asked) if each.metadata and "asked" in parameters]
+        made = {
+            "flags": [_flag(option, hidden=not names and option.name not in COMMON) for option in taken],
+            "asked": [_parameter(a.name, asked_flag(a.name), a.metadata.get("unset", a.default)) for a in asked],
+        }
+
         @functools.wraps(command)
         def run(**arguments: Any) -> None:
             given = {option.name: arguments.pop(option.name) for option in taken}
-            command(flags={name: value for name, value in given.items() if value is not None}, **arguments)
+            arguments["flags"] = {name: value for name, value in given.items() if value is not None}
+            if asked:
+                arguments["asked"] = Asked(**{each.name: arguments.pop(each.name) for each in asked})
+            command(**arguments)
 
-        signature = inspect.signature(command)
-        made = [_flag(option, hidden=not names and option.name not in COMMON) for option in taken]
-        parameters = [p for own in signature.parameters.values() for p in (made if own.name == "flags" else [own])]
-        run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        signature = inspect.Signature([p for own in parameters.values() for p in made.get(own.name, [own])])
+        run.__signature__ = signature  # type: ignore[attr-defined]
         return run
 
     return decorate
@@ -239,7 +176,11 @@ def _flag(option: Option, *, hidden: bool) -> inspect.Parameter:
         hidden=hidden,
     )
     annotation = Annotated[kind | None, info]  # type: ignore[valid-type]
-    return inspect.Parameter(option.name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=annotation)
+    return _parameter(option.name, annotation, None)
+
+
+def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=annotation)
 
 
 def _metavar(option: Option) -> str | None:
@@ -248,7 +189,9 @@ def _metavar(option: Option) -> str | None:
         return "N:M"
     if len(choices := "|".join(option.choices)) in range(1, 20):
         return choices
-    return {int: "N", float: "X"}.get(option.type) or ("LINEARS" if option.several else None)
+    if option.several:
+        return "LINEARS=N:M" if option.name == "pattern" else "LINEARS"
+    return {int: "N", float: "X"}.get(option.type)
 
 
 SET_BY_ROWS = ("sparsity", "importance", "layout", "seed")  # of a comparison, which has --sparsity and --seeds for all

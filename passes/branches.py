@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from itertools import product, takewhile
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -109,5 +108,8 @@ def converted() -> Iterator[None]:
         dtypes = {parameter.dtype for parameter in module.parameters()}
         return module if not kwargs and {*args} == dtypes else original(module, *args, **kwargs)
 
-    with mock.patch.object(nn.Module, "to", to):
+    nn.Module.to = to  # type: ignore[assignment, method-assign]
+    try:
         yield
+    finally:
+        nn.Module.to = original  # type: ignore[method-assign]

@@ -1,7 +1,7 @@
 """The functions of ``import permtriton``: what may be asked for, and by which names."""
 
 from collections.abc import Mapping, Sequence
-from inspect import signature
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,8 @@ from permtriton.checkpoint.format import Format
 from permtriton.checkpoint.plan_entries import plan_report
 from permtriton.comparison.request import Request, options_to_compare, several_patterns
 from permtriton.data.in_memory import Data, is_named, selected
-from permtriton.data.media import Processor
 from permtriton.driver import planning
+from permtriton.driver.asked import ARGUMENTS, Asked, signature_of
 from permtriton.driver.job import DryRun, Job
 from permtriton.driver.result import CompiledModel
 from permtriton.driver.step import Step
@@ -31,34 +31,7 @@ from permtriton.util.output_files import path_of, real_path
 Model = PreTrainedModel | str | Path
 
 
-def compile(  # noqa: PLR0913
-    model: Model,
-    *,
-    recipe: str | Sequence[Step] | None = None,
-    protocol: str | None = None,
-    data: Data | None = None,
-    text_column: str | None = None,
-    split: str | None = None,
-    tokenizer: Processor | None = None,
-    eval_data: Data | None = "none",
-    config: str | Path | None = None,
-    device: str = "auto",
-    dtype: str = "auto",
-    trust_remote_code: bool = False,
-    gguf_file: str | None = None,
-    revision: str | None = None,
-    token: str | None = None,
-    output: str | Path | None = None,
-    save_format: str | None = None,
-    push_to_hub: str | None = None,
-    private: bool | None = None,
-    overwrite: bool = False,
-    restart: bool = False,
-    offload: str | Path | None = None,
-    shard: bool | None = None,
-    progress: Shown = False,
-    **options: Any,
-) -> CompiledModel:
+def compile(model: Model, *, progress: Shown = False, **asked: Any) -> CompiledModel:
     """Prunes a model to N:M sparsity in the best channel order, as ``permtriton compile`` does.
 
     Args:
@@ -101,6 +74,8 @@ def compile(  # noqa: PLR0913
         offload: folder on a fast disk, for a model on a CPU that is larger than memory.
         shard: in processes that ``torchrun`` started, whether to spread the weights of layers over the GPUs; None does
             where one cannot hold them.
+        onload: whether the model stays in host memory and its layers come to the GPU one by one; None does where the
+            GPU cannot hold it. Not for steps that need all weights at once.
         progress: True draws the bars of the command line; a function is called with each `permtriton.Event`.
         options: every other option of ``permtriton compile``, with underscores: ``sparsity``, ``samples``,
             ``sequence_length``, ``layout``, ``targets``, ``ignore``, ``seed``, ``learn_epochs`` and so on;
@@ -120,10 +95,7 @@ def compile(  # noqa: PLR0913
         >>> compiled.report["config"]["recipe"]
         'heuristic,sparsegpt'
     """
-    arguments = {**locals()}
-    reports = reporter(arguments.pop("progress"))
-    named = arguments.pop("options")
-    job = _job(**arguments, **named)
+    job, reports = _job(model, asked), reporter(progress)
     with job.claimed(reports):
         compiled = job.run(reports)
         job.save(compiled, reports)
@@ -131,13 +103,13 @@ def compile(  # noqa: PLR0913
     return compiled
 
 
-def dry_run(model: Model, *, progress: Shown = False, **arguments: Any) -> DryRun:
+def dry_run(model: Model, *, progress: Shown = False, **asked: Any) -> DryRun:
     """Returns what `compile` would do and what it would need, as ``permtriton compile --dry-run``; changes nothing.
 
     Args:
         model: as `compile` takes it.
         progress: as `compile` takes it.
-        arguments: those of `compile`.
+        asked: everything else that `compile` takes.
 
     Raises:
         PermTritonError: as `compile` up to its plan. Too little memory is no error here, but then no time is measured.
@@ -148,7 +120,11 @@ def dry_run(model: Model, *, progress: Shown = False, **arguments: Any) -> DryRu
         >>> found.forecast.seconds
         {'calibrate': ..., 'heuristic': ..., 'sparsegpt': ...}
     """
-    return _job(model, **arguments).dry_run(reporter(progress))
+    return _job(model, asked).dry_run(reporter(progress))
+
+
+compile.__signature__ = signature_of(CompiledModel)  # type: ignore[attr-defined]
+dry_run.__signature__ = signature_of(DryRun)  # type: ignore[attr-defined]
 
 
 def inspect(
@@ -183,8 +159,10 @@ def inspect(
         >>> permtriton.inspect("demo", layout="fused")["skipped"]
         {'model.embed_tokens.weight': 'output head, tied to the embedding'}
     """
-    chosen = build_config(_name(model), None, None, _parsed(options))
-    source = source_of(model, "auto", "auto", trust_remote_code, gguf_file, revision, token)
+    given = _parsed(options)
+    chosen = build_config(_name(model), None, given, given)
+    loading = {"trust_remote_code": trust_remote_code, "gguf_file": gguf_file, "revision": revision, "token": token}
+    source = source_of(model, **loading)
     if isinstance(source, Source):
         model = load.load_empty_model(source)
     assert isinstance(model, PreTrainedModel)
@@ -226,7 +204,7 @@ def compare(  # noqa: PLR0913
         eval_data: as `permtriton.evaluate` takes it.
         window: as `permtriton.evaluate` takes it.
         seeds: seeds of the calibration draw and of learning.
-        methods: some of the methods, or recipes; None for all.
+        methods: methods, recipes, or steps joined by ``" + "``; None for all methods.
         sparsity: N:M pattern, or several, such as ``["2:4", "4:8"]``; None for 2:4.
         ablate: option of which each method is run with several values.
         values: other values of it.
@@ -349,68 +327,38 @@ def report(
     return html_report.report(named, page, comparison=compared, overwrite=overwrite)
 
 
-def _job(  # noqa: PLR0913
-    model: Model,
-    recipe: str | Sequence[Step] | None = None,
-    protocol: str | None = None,
-    data: Data | None = None,
-    text_column: str | None = None,
-    split: str | None = None,
-    eval_data: Data | None = "none",
-    tokenizer: Processor | None = None,
-    config: str | Path | None = None,
-    device: str = "auto",
-    dtype: str = "auto",
-    trust_remote_code: bool = False,
-    gguf_file: str | None = None,
-    revision: str | None = None,
-    token: str | None = None,
-    output: str | Path | None = None,
-    save_format: str | None = None,
-    push_to_hub: str | None = None,
-    private: bool | None = None,
-    overwrite: bool = False,
-    restart: bool = False,
-    offload: str | Path | None = None,
-    shard: bool | None = None,
-    **options: Any,
-) -> Job:
+def _job(model: Model, arguments: Mapping[str, Any]) -> Job:
     """Returns the job that the arguments of `compile` ask for."""
-    if output is None and (overwrite or restart):
+    named = [each.name for each in ARGUMENTS]
+    asked = Asked(**{name: value for name, value in arguments.items() if name in named})
+    if asked.output is None and (asked.overwrite or asked.restart):
         raise ConfigError(
             "`overwrite=` and `restart=` have no effect without `output=`: name a folder, or leave them out"
         )
-    if save_format is not None and output is None:
+    if asked.save_format is not None and asked.output is None:
         raise ConfigError("`save_format=` has no effect without `output=`: leave it out")
-    given = _parsed(options, recipe)
+    options = _parsed({name: value for name, value in arguments.items() if name not in named}, asked.recipe)
+    data, of_text = asked.data, {"text_column": asked.text_column, "split": asked.split}
     if data is None or is_named(data):
-        given |= {name: value for name, value in (("text_column", text_column), ("split", split)) if value is not None}
+        options |= {name: value for name, value in of_text.items() if value is not None}
     else:
-        data = selected(data, text_column, split)
-    eval_data = selected(eval_data)
-    if data is not None and "calibration" in given:
+        data = selected(data, asked.text_column, asked.split)
+    eval_data = selected(asked.eval_data)
+    if data is not None and "calibration" in options:
         raise ConfigError("`data=` and `calibration=` are two names of one thing: give one of them")
     if is_named(data):
-        given["calibration"], data = str(data), None
-    chosen = build_config(_name(model), recipe, _path("config", config), given, protocol)
-    return Job(
-        source_of(model, dtype, device, trust_remote_code, gguf_file, revision, token),
-        chosen,
-        data,
-        given_by(_path("config", config), given, protocol),
-        tokenizer,
-        eval_data,
-        _path("output", output),
-        overwrite=overwrite,
-        restart=restart,
-        shard=shard,
-        offload=_path("offload", offload),
-        save_format=save_format,
-        push_to_hub=push_to_hub,
-        private=private,
-        token=checked_token(token),
-        config_file=_path("config", config),
+        options["calibration"], data = str(data), None
+    asked = replace(
+        asked,
+        data=data,
+        eval_data=eval_data,
+        config=_path("config", asked.config),
+        output=_path("output", asked.output),
+        offload=_path("offload", asked.offload),
     )
+    given = given_by(asked.config, options, asked.protocol)
+    chosen = build_config(_name(model), asked.recipe, given, options)
+    return Job(source_of(model, **asked.loading), chosen, given, replace(asked, token=checked_token(asked.token)))
 
 
 def _path(what: str, name: str | Path | None) -> Path | None:
@@ -428,8 +376,7 @@ def _parsed(options: Mapping[str, Any], recipe: str | Sequence[Step] | None = No
         ConfigError: an unknown option; the message names those like it.
     """
     known = all_options(None if recipe is None else steps_of(recipe))
-    arguments = [each for each in signature(compile).parameters if each not in ("model", "options")]
     for name in options:
         if name not in known:
-            raise ConfigError(f"unknown option {name}{near(name, [*known, *arguments])}")
+            raise ConfigError(f"unknown option {name}{near(name, [*known, *(each.name for each in ARGUMENTS)])}")
     return {name: known[name].parse(value) for name, value in options.items() if value is not None}

@@ -154,7 +154,9 @@ def config_from(
         ConfigError: an unknown option, recipe or step, a value of the wrong type or out of range, or steps that do not
             go together.
     """
-    given = {name.replace("-", "_"): value for name, value in (options or {}).items()}
+    if not isinstance(options, Mapping | None):
+        raise ConfigError(f"options is a {type(options).__name__}: expected values by the names of options")
+    given = {str(name).replace("-", "_"): value for name, value in (options or {}).items()}
     named = given.pop("recipe", None)
     chosen = next((each for each in (recipe, named) if each is not None), DEFAULT)
     steps_given = steps_of(chosen)
@@ -173,36 +175,32 @@ def config_from(
         **given_options(CompileConfig, values),
         calibration=CalibrationConfig(**given_options(CalibrationConfig, values)),
         steps=tuple(replace(step, **given_options(type(step), values)) for step in steps_given),  # type: ignore[type-var]
+        named=chosen if isinstance(chosen, str) else "",
     )
     check_recipe(config)
     return config
 
 
 def build_config(
-    model: str,
-    recipe: str | Sequence[Step] | None,
-    config_file: Path | None,
-    options: Mapping[str, Any],
-    protocol: str | None = None,
+    model: str, recipe: str | Sequence[Step] | None, given: Mapping[str, Any], options: Mapping[str, Any]
 ) -> CompileConfig:
-    """Lays what a user gave over a file over a protocol over the recipe.
+    """Lays what a user gave over the recipe.
 
     Args:
         model: as for `config_from`.
         recipe: as for `config_from`.
-        config_file: TOML file of options; None for none.
-        options: values by option name.
-        protocol: key of `permtriton.evaluation.protocol.PROTOCOLS`, or None.
+        given: what `given_by` returns: options, and those of a file and a protocol.
+        options: the options alone, none of which may be without effect.
 
     Raises:
-        ConfigError: an unknown option or protocol, a bad value, or an option that has no effect.
+        ConfigError: an unknown option, a bad value, or an option that has no effect.
     """
-    config = config_from(given_by(config_file, options, protocol), recipe, model)
+    config = config_from(given, recipe, model)
     check_given(list(options), config)
     return config
 
 
-def given_by(config_file: Path | None, options: Mapping[str, Any], protocol: str | None = None) -> dict[str, Any]:
+def given_by(config_file: str | Path | None, options: Mapping[str, Any], protocol: str | None = None) -> dict[str, Any]:
     """Returns what a user gave: options over those of the file, and these over those of the protocol.
 
     Raises:
@@ -211,7 +209,7 @@ def given_by(config_file: Path | None, options: Mapping[str, Any], protocol: str
     set_by = protocol_of(protocol)
     return {
         **(set_by.options if set_by else {}),
-        **(read_config_file(config_file) if config_file else {}),
+        **(read_config_file(Path(config_file)) if config_file else {}),
         **options,
     }
 
@@ -261,8 +259,7 @@ def defaults(option: Option) -> str:
 
 def suggested_text(config: CompileConfig) -> int:
     """Returns how many sequences the recipe lets the dense model write where the user does not say."""
-    found = (recipe.generated for recipe in RECIPES.values() if recipe.names == config.recipe)
-    return next(found, 0) * config.calibration.samples
+    return RECIPES[config.named].generated * config.calibration.samples if config.named in RECIPES else 0
 
 
 def with_suggested_text(config: CompileConfig, before: CompileConfig) -> CompileConfig:
@@ -298,20 +295,15 @@ def compile_command(model: str, config: CompileConfig, **running: str | bool | N
         running: further flags by name, with dashes for underscores; None and False leave a flag out.
     """
     name, known, wanted = shown_name(model), all_options(config.steps), config.to_dict()
-    shortest: tuple[str, list[str]] | None = None
     bare = tuple(type(step)() for step in config.steps)
-    named: dict[str, str | Sequence[Step]] = {each: each for each in RECIPES if RECIPES[each].names == config.recipe}
-    for recipe, steps_given in (named | {config.recipe: bare}).items():
-        given: dict[str, Any] = {}
-        for _ in range(2):  # the second time for defaults that another option decides
-            start = config_from(given, steps_given, name).to_dict()
-            differing = (o for o in wanted if o in known and wanted[o] != start[o] and has_effect(known[o], config))
-            given |= {option: wanted[option] for option in differing}
-        if shortest is None or len(given) < len(shortest[1]):
-            shortest = recipe, [word for option, value in given.items() for word in _flag(known[option], value)]
-    assert shortest is not None
-    recipe, words = shortest
-    words = ["permtriton", "compile", name, *(["--recipe", recipe] if recipe != DEFAULT else []), *words]
+    given: dict[str, Any] = {}
+    for _ in range(2):  # the second time for defaults that another option decides
+        start = config_from(given, config.named or bare, name).to_dict()
+        differing = (o for o in wanted if o in known and wanted[o] != start[o] and has_effect(known[o], config))
+        given |= {option: wanted[option] for option in differing}
+    recipe = config.named or config.recipe
+    words = ["permtriton", "compile", name, *(["--recipe", recipe] if recipe != DEFAULT else [])]
+    words += [word for option, value in given.items() for word in _flag(known[option], value)]
     for option, setting in running.items():
         words += [f"--{option.replace('_', '-')}"] * (setting not in (None, False))
         words += [setting] if isinstance(setting, str) else []

@@ -16,8 +16,8 @@ from permtriton.driver.planning import find_plan
 from permtriton.methods.measure.importance import importance_of
 from permtriton.methods.measure.objective import Objective
 from permtriton.methods.measure.statistics import channel_norms
-from permtriton.methods.order.learned import Learned as Options
-from permtriton.methods.order.learning import Learned, learn
+from permtriton.methods.order.learned import LearnedOrder as Options
+from permtriton.methods.order.learning import LearnedOrder, learn
 from permtriton.model.forward import cosine_loss, hidden_states
 from permtriton.passes.plan import linear_module, weight_in_out
 from permtriton.util.permutation import identity
@@ -68,7 +68,7 @@ class Problem:
             self.importances[name] = importance_of(method, weight_in_out(linear_module(model, name)), statistic)
         self.target = hidden_states(model, self.ids, 4)
 
-    def learn(self, options: Options = QUICK, seed: int = 0, progress=None, resume=None, **running) -> Learned:
+    def learn(self, options: Options = QUICK, seed: int = 0, progress=None, resume=None, **running) -> LearnedOrder:
         config = CompileConfig(sparsity=self.pattern, seed=seed, **running)
         arguments = (Objective("cosine", self.target), options, config, progress or NoProgress(), resume)
         return learn(self.model, self.plan, self.importances, self.ids, *arguments)
@@ -99,13 +99,13 @@ def problem() -> Problem:
     return Problem(plant(tiny()))
 
 
-def same_history(one: Learned, other: Learned) -> bool:
+def same_history(one: LearnedOrder, other: LearnedOrder) -> bool:
     """Whether two runs are equal bit for bit, apart from their times."""
     histories = [[replace(epoch, seconds=0.0) for epoch in result.history] for result in (one, other)]
     return histories[0] == histories[1] and one.kept == other.kept and same_indices(one, other)
 
 
-def same_indices(one: Learned, other: Learned) -> bool:
+def same_indices(one: LearnedOrder, other: LearnedOrder) -> bool:
     return one.indices.keys() == other.indices.keys() and all(
         torch.equal(one.indices[name], other.indices[name]) for name in one.indices
     )

@@ -12,8 +12,8 @@ from permtriton.methods.measure.importance import importances_of
 from permtriton.methods.measure.objective import dense_objective, has_head
 from permtriton.methods.measure.statistics import channel_norms
 from permtriton.methods.order.hard_masks import hard_masked
-from permtriton.methods.order.searched import Searched as Options
-from permtriton.methods.order.swap_search import Searched, search
+from permtriton.methods.order.searched import SearchedOrder as Options
+from permtriton.methods.order.swap_search import SearchedOrder, search
 from permtriton.passes.plan import Plan
 from permtriton.util.progress import NoProgress
 
@@ -39,7 +39,7 @@ class Problem:
         config = config_from({"sparsity": str(self.pattern), **OPTIONS, **options})
         return config.steps[1], config
 
-    def search(self, progress=None, state=None, **options: object) -> Searched:
+    def search(self, progress=None, state=None, **options: object) -> SearchedOrder:
         arguments = (self.ids, self.objective, *self.settings(**options), progress or NoProgress(), state)
         return search(self.model, self.plan, self.importances, *arguments)
 
@@ -64,7 +64,7 @@ def planted(dtype: torch.dtype = torch.float32) -> Problem:
     return Problem(model, find_plan(model, PATTERN), zoo.tiny_ids(8, 12))
 
 
-def same(one: Searched, other: Searched) -> bool:
+def same(one: SearchedOrder, other: SearchedOrder) -> bool:
     """Whether two results are equal bit for bit, apart from their times."""
     histories = [[replace(each, seconds=0.0) for each in result.history] for result in (one, other)]
     return histories[0] == histories[1] and one.finished == other.finished and same_indices(one, other)

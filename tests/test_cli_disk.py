@@ -5,6 +5,7 @@ import os
 import resource
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -15,7 +16,7 @@ from typer.testing import CliRunner
 
 from permtriton.checkpoint.output import claimed
 from permtriton.cli.main import app
-from permtriton.driver import compilation, job
+from permtriton.driver import identity, job
 
 from .desk import RUNNER, check_refusal
 
@@ -61,13 +62,13 @@ def test_the_same_run_continues_and_restarts_when_wanted(desk, interrupted):
 @pytest.mark.slow(but=["same form"])
 def test_a_state_of_another_version_is_refused(desk, interrupted, monkeypatch, change):
     """Whatever else a state of that version holds or lacks."""
-    identity = compilation.run_identity
+    run_identity = identity.run_identity
 
     def other(*arguments: object) -> dict[str, object]:
-        found = identity(*arguments)
+        found = run_identity(*arguments)
         return {**found, "versions": {**found["versions"], "permtriton": "9.9"}, **change}
 
-    monkeypatch.setattr(compilation, "run_identity", other)
+    monkeypatch.setattr(identity, "run_identity", other)
     words = (f"belongs to another run: permtriton was {metadata.version('permtriton')} and is 9.9", "--restart")
     desk.refuses(desk.compile(*QUICK), str(interrupted), *words)
 
@@ -245,3 +246,14 @@ def test_other_files_that_may_not_be_read(desk, monkeypatch):
 
     monkeypatch.setattr("permtriton.driver.job.held_out_windows", refuse)
     desk.refuses(desk.compile(), "/somewhere/file: Permission denied")
+
+
+def test_a_library_that_finds_no_room_is_one_line(desk):
+    """The system lets this process have half a GB of addresses, in which torch cannot be loaded."""
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_AS, (5 * 10**8, 5 * 10**8))
+
+    command = [sys.executable, "-m", "permtriton", "inspect", str(desk.model)]
+    done = subprocess.run(command, capture_output=True, text=True, preexec_fn=limit, check=False)
+    check_refusal(done.returncode, done.stderr, ("the system refuses memory for a library (ulimit -v): ",))

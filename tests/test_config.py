@@ -15,7 +15,16 @@ from permtriton.errors import ConfigError
 from permtriton.methods.order.learned import Learned
 from permtriton.methods.steps import STEPS
 from permtriton.methods.train.reconstruct import Reconstruct
-from permtriton.recipe import RECIPES, SMALL, all_options, build_config, check_given, defaults, read_config_file
+from permtriton.recipe import (
+    RECIPES,
+    SMALL,
+    all_options,
+    build_config,
+    check_given,
+    defaults,
+    given_by,
+    read_config_file,
+)
 from permtriton.util.option import options_of
 
 OPTIONS = all_options()
@@ -98,7 +107,7 @@ def recipe_with(name: str) -> str:
 
 
 def build(model: str = "some/model", recipe: str | None = None, file: Path | None = None, **flags: object):
-    return build_config(model, recipe, file, flags)
+    return build_config(model, recipe, given_by(file, flags), flags)
 
 
 def written(folder: Path, content: str) -> Path:

@@ -101,6 +101,19 @@ def test_a_share_stays_dense_and_the_rest_is_pruned(name, layout, tmp_path):
         torch.testing.assert_close(loaded(ids).logits, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_its_backward_pass_gives_the_row_weights_of_the_order_too(monkeypatch):
+    passes, backward = [], torch.Tensor.backward
+    monkeypatch.setattr(torch.Tensor, "backward", lambda *a, **b: passes.append(1) or backward(*a, **b))
+
+    def count(**options: object) -> int:
+        passes.clear()
+        config = config_from({"dense_share": 0.2, **options}, "heuristic,mask")
+        compile_model(zoo.build("llama"), None, config, ids=zoo.token_ids(4, 12))
+        return len(passes)
+
+    assert count(heuristic_row_weights="fisher") == count() > 0
+
+
 @pytest.mark.slow
 def test_it_lowers_the_loss():
     """By more than its share: on the demo, a tenth of the weights is worth a quarter of the KL."""

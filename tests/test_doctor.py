@@ -23,7 +23,7 @@ from permtriton.kernels.tools.compile_check import TARGETS, compile_one
 from permtriton.util.sparsity import NMPattern
 
 needs_triton = pytest.mark.skipif(triton is None, reason="triton is not installed")
-SM_80, SM_90, SM_100, GFX942 = TARGETS
+SM_80, SM_89, SM_90, SM_100, GFX942 = TARGETS
 
 
 def run(*arguments: str):
@@ -48,7 +48,7 @@ class TestCompiling:
 
         self.builds = kernel_builds
 
-    @pytest.mark.parametrize("target", TARGETS[:3], ids=lambda target: target.name)
+    @pytest.mark.parametrize("target", TARGETS[:4], ids=lambda target: target.name)
     def test_a_kernel_that_fits(self, target):
         found = compile_one(self.builds.copy_build(), target)
         assert (found.error, found.problem, found.spills, found.stack_bytes) == (None, None, 0, 0)
@@ -98,7 +98,9 @@ class TestCompiling:
         assert "programs per SM" in shown.output
         report = json.loads(run("--compile-kernels", "--json").stdout)
         found = [(row["target"], row["resident"] > 0) for row in report["kernels"]]
-        assert found == [("sm_80", True), ("sm_90", True), ("sm_90", True), ("sm_100", True), ("gfx942", False)]
+        assert found == [
+            ("sm_80", True), ("sm_89", True), ("sm_90", True), ("sm_90", True), ("sm_100", True), ("gfx942", False),
+        ]  # fmt: skip
 
     def test_the_command_fails_on_a_spill(self, monkeypatch):
         builds = [self.builds.copy_build(), self.builds.hold_build(16384)]

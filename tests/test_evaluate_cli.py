@@ -15,7 +15,7 @@ from permtriton.cli.main import app
 from permtriton.data.text import evaluation_ids
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import CalibrationError
-from permtriton.evaluation.measure import evaluate
+from permtriton.evaluation.measure import measure_model
 from permtriton.evaluation.tasks import Tasks
 from permtriton.model.load import load_model, load_tokenizer
 from permtriton.model.source import Source
@@ -69,7 +69,7 @@ def options(model_folder, tmp_path) -> list[object]:
 def test_every_format_gives_the_numbers_of_the_model_in_memory(compiled, model_folder, options, tmp_path):
     source, made = Source(str(model_folder)), compiled["memory"]
     tokenizer = load_tokenizer(source)
-    expected = evaluate(
+    expected = measure_model(
         made.model,
         tokenizer,
         windows=evaluation_ids(str(model_folder.parent / "text.txt"), tokenizer, len(tokenizer), 32),

@@ -11,7 +11,7 @@ from permtriton.data.samples import Samples
 from permtriton.errors import CalibrationError, ConfigError, ModelError
 from permtriton.evaluation import fidelity as library
 from permtriton.evaluation.fidelity import fidelity
-from permtriton.evaluation.measure import evaluate
+from permtriton.evaluation.measure import measure_model
 from permtriton.evaluation.perplexity import perplexity
 from permtriton.model.forward import last_hidden_state
 
@@ -152,7 +152,7 @@ def test_measures_that_are_not_finite_are_refused():
 
 def test_evaluate_measures_a_causal_model():
     model, dense = changed("llama")
-    alone, both = evaluate(model, windows=WINDOWS), evaluate(model, windows=WINDOWS, dense=dense, batch=2)
+    alone, both = measure_model(model, windows=WINDOWS), measure_model(model, windows=WINDOWS, dense=dense, batch=2)
     assert alone.perplexity == pytest.approx(both.perplexity, rel=1e-5)
     assert (alone.kl, alone.cosine, alone.dense_perplexity, alone.tasks) == (None, None, None, ())
     assert (both.kl, both.cosine) == pytest.approx(naive(model, dense), rel=1e-4)
@@ -166,7 +166,7 @@ def test_encoders_have_a_cosine_only(model_class):
     with torch.no_grad():
         model.base_model.encoder.layer[1].output.dense.weight.mul_(0.5)
         states = [last_hidden_state(each, Samples.of(WINDOWS)) for each in (model, dense)]
-    found = evaluate(model, windows=WINDOWS, dense=dense)
+    found = measure_model(model, windows=WINDOWS, dense=dense)
     assert (found.perplexity, found.dense_perplexity, found.kl) == (None, None, None)
     assert found.cosine == pytest.approx(float(torch.cosine_similarity(*states, dim=-1).mean()), rel=1e-5)
     assert found.cosine < 0.99
@@ -183,4 +183,4 @@ def test_what_cannot_be_measured_is_said():
         "batch size is 0": (model, {"windows": WINDOWS, "batch": 0}),
     }.items():
         with pytest.raises(ConfigError, match=words):
-            evaluate(arguments[0], **arguments[1])
+            measure_model(arguments[0], **arguments[1])

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from permtriton.errors import ConfigError, TaskError
 from permtriton.evaluation import tasks as library
-from permtriton.evaluation.measure import evaluate
+from permtriton.evaluation.measure import measure_model
 from permtriton.evaluation.tasks import Tasks
 from permtriton.model.load import load_model, load_tokenizer
 from permtriton.model.source import Source
@@ -133,7 +133,7 @@ def test_equal_runs_give_equal_results_and_a_limit_limits(folder, model, tokeniz
     tasks = Tasks(["foxes", "dogs"], limit=2, folder=folder)
     first = tasks.run(model, tokenizer)
     assert tasks.run(model, tokenizer) == first
-    assert evaluate(model, tokenizer, tasks=tasks).tasks == first
+    assert measure_model(model, tokenizer, tasks=tasks).tasks == first
     assert [result.samples for result in first] == [2, 2]
 
 

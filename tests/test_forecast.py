@@ -40,7 +40,7 @@ def plan(model):
 def seconds(model, plan):
     def found(speed: Speed, held_out: int = 0, thrifty: bool = False, **options) -> dict[str, float]:
         config = config_from(options)
-        facts = replace(memory.facts_of(model, plan, config, SAMPLES), thrifty=thrifty)
+        facts = replace(zoo.start(model, config, SAMPLES, plan).facts, thrifty=thrifty)
         return stage_seconds(config, facts, speed, held_out)
 
     return found
@@ -68,7 +68,7 @@ def test_kept_masks_take_time_once_per_step(seconds):
 
 def test_measuring_leaves_the_model_as_it_was(model, plan):
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    speed = measure(model, plan, config_from({"recipe": "heuristic,searched,mask"}), SAMPLES)
+    speed = measure(zoo.start(model, config_from({"recipe": "heuristic,searched,mask"}), SAMPLES, plan))
     assert speed.both > speed.forward > 0
     assert speed.masks > 0
     assert speed.assignments > 0
@@ -78,31 +78,34 @@ def test_measuring_leaves_the_model_as_it_was(model, plan):
 
 def test_no_backward_pass_where_nothing_needs_it(model, plan):
     config = config_from({"recipe": "heuristic,mask"})
-    assert measure(model, plan, config, SAMPLES).both == 0
+    assert measure(zoo.start(model, config, SAMPLES, plan)).both == 0
 
 
 def test_the_range_holds_the_sum_of_the_stages(model, plan):
-    found = make_forecast(model, plan, config_from(), SAMPLES, None, timed=True, devices=HERE)
+    start = zoo.start(model, config_from(), SAMPLES, plan)
+    found = make_forecast(start, memory.estimate(start, None, HERE), None, None, HERE, timed=True)
     assert found.time_range[0] < sum(found.seconds.values()) < found.time_range[1]
     assert json.loads(json.dumps(found.report()))["seconds"]["most"] == found.time_range[1]
 
 
 def test_disk_counts_the_output_and_two_copies_of_each_state(model, plan):
     size = sum(p.numel() * 4 for p in model.parameters())
-    plain = disk_needs(model, plan, config_from({"recipe": "mask"}), SAMPLES)
+    config = config_from({"recipe": "mask"})
+    plain = disk_needs(config, zoo.start(model, config, SAMPLES, plan).facts)
     assert plain == {"the output": size + forecast.SMALL_FILES}
     config = config_from({"recipe": "mask,distill"})
     kept = sum(model.get_parameter(f"{name}.weight").numel() for _, name in plan.linears()) // 2
     state = kept * (4 + 12)
-    assert disk_needs(model, plan, config, SAMPLES)["states of interrupted runs"] == 2 * state
+    assert disk_needs(config, zoo.start(model, config, SAMPLES, plan).facts)["states of interrupted runs"] == 2 * state
 
 
 def test_a_state_that_is_on_the_disk_already_needs_no_more_space(model, plan, tmp_path):
     config = config_from({"recipe": "mask,distill"})
     path, name = tmp_path / "state.safetensors", "states of interrupted runs"
-    fresh = disk_needs(model, plan, config, SAMPLES, path)[name]
+    facts = zoo.start(model, config, SAMPLES, plan).facts
+    fresh = disk_needs(config, facts, path)[name]
     (tmp_path / "state.distill.safetensors").write_bytes(bytes(1000))
-    assert disk_needs(model, plan, config, SAMPLES, path)[name] == fresh - 1000
+    assert disk_needs(config, facts, path)[name] == fresh - 1000
 
 
 def test_a_disk_that_is_too_small_is_refused(tmp_path, monkeypatch):

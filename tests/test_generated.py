@@ -17,15 +17,13 @@ from permtriton.data.samples import Samples
 from permtriton.driver import forecast, memory
 from permtriton.driver import run as running
 from permtriton.driver.pipeline import compile_model
-from permtriton.driver.planning import find_plan
 from permtriton.driver.step import Speed
 from permtriton.errors import CalibrationError, ConfigError, OutputError
 from permtriton.methods.prune import refitting
 from permtriton.methods.train import distillation, reconstruction
 from permtriton.recipe import check_given, compile_command
-from permtriton.running.offload import Offload
+from permtriton.running.offload import OffloadFolder
 from permtriton.util.progress import NoProgress, Progress
-from permtriton.util.sparsity import NMPattern
 
 from . import test_seq2seq, zoo
 from .desk import RUNNER, app
@@ -342,7 +340,7 @@ def test_samples_of_more_than_tokens_are_refused():
 
 def test_an_offload_folder_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"`generated=5`: with an offload folder, each token"):
-        compiled("mask,reconstruct", offload=Offload(tmp_path))
+        compiled("mask,reconstruct", offload=OffloadFolder(tmp_path))
 
 
 @pytest.mark.parametrize("length", [2, 4])
@@ -367,14 +365,14 @@ def test_a_recipe_that_asks_for_it_runs_without_it_where_it_must(read):
 def test_time_and_memory_of_writing():
     """Nine texts of twelve tokens are kept of ten, which are written together; refitting reads fifteen samples."""
     model, samples = tiny_model(), Samples.of(IDS)
-    plan = find_plan(model, NMPattern(2, 4))
+
+    def start(**options):
+        return zoo.start(model, config_from(options), samples)
 
     def of(recipe: str, **more) -> tuple[dict[str, float], dict[str, dict[str, int]]]:
-        config = config_from({"recipe": recipe, "generated": 9, **more})
-        here = memory.Devices.of(torch.device("cpu"))
-        needs = memory.estimate(model, plan, config, samples, None, here)
-        facts = memory.facts_of(model, plan, config, samples)
-        return forecast.stage_seconds(config, facts, Speed(6.0, 6.0, 0.0, 0.0, 2.0), 0), needs.stages
+        found = start(recipe=recipe, **{"generated": 9, **more})
+        needs = memory.estimate(found, None, memory.Devices.of(torch.device("cpu")))
+        return forecast.stage_seconds(found.config, found.facts, Speed(6.0, 6.0, 0.0, 0.0, 2.0), 0), needs.stages
 
     seconds, stages = of("mask,distill", distill_epochs=3)
     assert (seconds["generate"], seconds["distill"]) == (12 * 2.0, 3 * 15.0)
@@ -386,9 +384,8 @@ def test_time_and_memory_of_writing():
     assert stages["generation"]["keys and values"] == cached
     assert "generation" not in plain
     assert of("mask")[1].keys() == of("mask", generated=0)[1].keys()
-    both = "mask,distill", "mask"
-    assert forecast.measure(model, plan, config_from({"recipe": both[0], "generated": 9}), samples).token > 0
-    assert forecast.measure(model, plan, config_from({"recipe": both[1], "generated": 9}), samples).token == 0
+    assert forecast.measure(start(recipe="mask,distill", generated=9)).token > 0
+    assert forecast.measure(start(recipe="mask", generated=9)).token == 0
 
 
 def test_the_dry_run_says_how_long_writing_takes(model_folder, tmp_path):

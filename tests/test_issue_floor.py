@@ -17,7 +17,7 @@ from permtriton.kernels.tools.compile_check import TARGETS, resident
 from .kernel_builds import copy_floor
 
 COMMITTED = Path(__file__).parent.parent / "benchmarks" / "results" / "issue-floor.json"
-SM_80, SM_90, SM_100, _ = TARGETS
+SM_80, SM_89, SM_90, SM_100, _ = TARGETS
 needs_triton = pytest.mark.skipif(triton is None, reason="triton is not installed")
 
 
@@ -106,6 +106,9 @@ class TestMachineCode:
         (SM_90, 2, 178, 0, 0, 4),  # 11 warps have room, but only 2 on each of the 4 parts
         (SM_90, 4, 32, 64 << 10, 0, 3),
         (SM_80, 4, 32, 64 << 10, 0, 2),
+        (SM_89, 8, 32, 0, 0, 6),
+        (SM_89, 1, 16, 0, 0, 24),
+        (SM_89, 4, 32, 64 << 10, 0, 1),
         (SM_100, 4, 32, 0, 256, 2),
     ],
 )

@@ -20,7 +20,7 @@ from permtriton.data.media import media_samples
 from permtriton.data.samples import Samples
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import CalibrationError, MissingExtraError, ModelError
-from permtriton.evaluation.measure import evaluate
+from permtriton.evaluation.measure import measure_model
 from permtriton.model.forward import last_hidden_state
 from permtriton.model.source import Source
 from permtriton.passes.trace import trace
@@ -79,7 +79,9 @@ def test_compiled_from_a_dict_of_inputs(name, layout):
     cosine = torch.cosine_similarity(got, expected if order is None else expected[..., order], dim=-1).mean()
     assert found["compiled"] == pytest.approx(float(cosine), abs=1e-5)
     assert found["compiled"] > 0.5
-    assert evaluate(model, windows=held_out, dense=dense, hidden_order=order).cosine == pytest.approx(float(cosine))
+    assert measure_model(model, windows=held_out, dense=dense, hidden_order=order).cosine == pytest.approx(
+        float(cosine)
+    )
     assert compiled.report["calibration"]["shape"] == [6, expected.shape[1]]
 
 

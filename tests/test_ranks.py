@@ -15,9 +15,9 @@ from torch import Tensor
 from transformers import T5Config, T5ForConditionalGeneration
 
 from permtriton import CompileConfig, config_from
-from permtriton.driver import compilation
-from permtriton.driver.compilation import Compilation
+from permtriton.driver import identity
 from permtriton.driver.prepare import check_offload, check_spread, planned
+from permtriton.driver.workspace import Workspace
 from permtriton.errors import ConfigError, ModelError
 from permtriton.running import ranks
 from permtriton.running.sharding import _around, _check
@@ -33,6 +33,7 @@ COMPILED = (
     "spread_learning",
     "every_update",
     "refitted",
+    "onloaded",
     "wrote",
     "searched_mixture",
     "learned",
@@ -76,7 +77,7 @@ def test_the_result_is_that_of_one_process_up_to_rounding(folder, case):
     assert facts(folder, case, "alone").get("tokens") == facts(folder, case, "rank1").get("tokens")
 
 
-@pytest.mark.parametrize("case", ["every_update", "refitted", "searched_mixture"])
+@pytest.mark.parametrize("case", ["every_update", "refitted", "onloaded", "searched_mixture"])
 def test_orders_and_weights_that_follow_from_sums_are_those_of_one_process_bit_for_bit(folder, case):
     """A fit magnifies the rounding of its moments, masks and orders are chosen by comparison: no sum may differ."""
     alone, shared = tensors(folder, case, "alone"), tensors(folder, case, "rank0")
@@ -139,10 +140,10 @@ def test_an_offload_folder_is_refused_before_each_rank_loads_the_model_into_it(m
 
 def test_states_name_the_device_that_the_model_will_run_on(monkeypatch, tmp_path):
     """Under torchrun the model is loaded on the CPU."""
-    monkeypatch.setattr(compilation, "device_name", str)
-    run = Compilation(zoo.tiny_llama(), config_from(), NoProgress(), tmp_path / "state.safetensors")
-    planned(run, None, zoo.tiny_ids(2, 12), torch.device("cuda"))
-    state = run.state(StateFile, "searched")
+    monkeypatch.setattr(identity, "device_name", str)
+    model, workspace = zoo.tiny_llama(), Workspace(NoProgress(), tmp_path / "state.safetensors")
+    planned(model, None, config_from(), workspace, zoo.tiny_ids(2, 12), torch.device("cuda"))
+    state = workspace.state(StateFile, "searched", model)
     state.write({}, {})
     assert state.check() == "cuda"
 

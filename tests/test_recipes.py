@@ -9,7 +9,7 @@ from permtriton import config_from
 from permtriton.cli import compile as compile_command  # the module
 from permtriton.cli import console
 from permtriton.cli.main import app
-from permtriton.driver.compilation import states_beside
+from permtriton.driver.identity import states_beside
 from permtriton.driver.options import CompileConfig, has_effect
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import ConfigError
@@ -70,7 +70,7 @@ def test_the_importance_follows_from_the_steps(recipe, importance):
         (["default"], ["recipe is ['default']", "such as [Heuristic(), Mask()]"]),
         ("mask,mask", ["the step mask more than once"]),
         ("mask,sparsegpt", ["mask,sparsegpt prunes twice", "leave mask or sparsegpt out"]),
-        ("heuristic", ["recipe heuristic prunes nothing", "mask or sparsegpt"]),
+        ("heuristic", ["recipe heuristic prunes nothing", "one of the steps that prune, mask or "]),
         ((), ["(without steps) prunes nothing"]),
         ("mask,heuristic", ["heuristic cannot follow mask", "first come the steps that order channels"]),
         ("distill,mask", ["mask cannot follow distill"]),
@@ -132,6 +132,12 @@ def test_defaults_are_left_out():
         assert command == "permtriton compile org/model --recipe published --importance ria --learn-learning-rate 0.005"
     config = config_from({"seed": 3, "micro_batch_size": 2}, "mask")  # without gradients, it has no effect
     assert command_of("org/model", config) == "permtriton compile org/model --recipe mask --seed 3"
+
+
+def test_the_recipe_is_named_as_it_was_typed():
+    typed = config_from({}, "heuristic,sparsegpt")
+    assert command_of("org/model", typed) == "permtriton compile org/model --recipe heuristic,sparsegpt"
+    assert command_of("org/model", config_from({}, typed.steps)).endswith("--recipe heuristic,sparsegpt")
 
 
 def test_folders_lose_their_path(tmp_path):

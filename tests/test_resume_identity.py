@@ -65,7 +65,7 @@ def test_every_difference_is_named(tmp_path, monkeypatch):
     path = tmp_path / "state.safetensors"
     run(path)
     others = {"torch": "9.9", "python": "3.11.0", "permtriton": "0.1.0", "transformers": "5.0.0"}
-    monkeypatch.setattr("permtriton.driver.compilation.versions", lambda: others)
+    monkeypatch.setattr("permtriton.driver.identity.versions", lambda: others)
     with pytest.raises(OutputError, match="calibration sequences differ") as caught:
         run(path, change_a_weight, ids=IDS.roll(1, 0))
     words = ["model is another one", f"torch was {torch.__version__} and is 9.9", "transformers was", "python was"]
@@ -78,7 +78,7 @@ def test_another_number_of_threads_is_said_and_continues(tmp_path, monkeypatch):
     """Sums in another order may differ in their last bits: no reason to throw hours away."""
     path = tmp_path / "state.safetensors"
     first = run(path)
-    monkeypatch.setattr("permtriton.driver.compilation.device_name", lambda device: "cpu, 64 threads, x86_64")
+    monkeypatch.setattr("permtriton.driver.identity.device_name", lambda device: "cpu, 64 threads, x86_64")
     progress = Recording()
     again = run(path, progress=progress)
     assert again.report["steps"] == first.report["steps"], "to the second: it was not run again"
@@ -100,8 +100,8 @@ def test_other_weights_before_the_stage_are_refused(tmp_path, monkeypatch):
     """The state is relative to the base order; another one, found with other threads, makes it meaningless."""
     path = tmp_path / "state.safetensors"
     run(path)
-    monkeypatch.setattr("permtriton.driver.compilation.model_hash", lambda model: "same")
-    monkeypatch.setattr("permtriton.driver.run.model_hash", lambda model: "another")
+    monkeypatch.setattr("permtriton.driver.identity.model_hash", lambda model: "same")
+    monkeypatch.setattr("permtriton.driver.workspace.model_hash", lambda model: "another")
     kept = tmp_path / "state.learned.safetensors"
     damage(kept, metadata=lambda m: m.update(inputs=json.dumps({**json.loads(m["inputs"]), "weights": "same"})))
     with pytest.raises(OutputError, match="stages before it ended with other weights, as they may with another number"):

@@ -11,7 +11,7 @@ from torch import nn
 from permtriton import NMPattern, find_plan
 from permtriton.errors import CalibrationError, ConfigError
 from permtriton.methods.order import swap_search as file
-from permtriton.methods.order.swap_search import LEAST_DAMPING, Searched
+from permtriton.methods.order.swap_search import LEAST_DAMPING, SearchedOrder
 from permtriton.util.permutation import is_permutation, moved
 
 from . import zoo
@@ -26,7 +26,7 @@ def given() -> Problem:
 
 
 @pytest.fixture(scope="module")
-def result(given) -> Searched:
+def result(given) -> SearchedOrder:
     return given.search()
 
 

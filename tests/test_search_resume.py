@@ -12,7 +12,7 @@ from permtriton import config_from
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import OutputError, VerificationError
 from permtriton.methods.order import swap_search
-from permtriton.methods.order.swap_search import Searched, SearchFile, search
+from permtriton.methods.order.swap_search import SearchedOrder, SearchFile, search
 from permtriton.util.permutation import inverse
 
 from . import zoo
@@ -30,7 +30,7 @@ def given() -> Problem:
 
 
 @pytest.fixture(scope="module")
-def result(given) -> Searched:
+def result(given) -> SearchedOrder:
     return given.search(search_block=16)
 
 
@@ -180,7 +180,7 @@ def test_what_is_searched_right_passes(name, layout):
 @pytest.mark.parametrize("layout", ["portable", "fused"])
 @pytest.mark.slow(but=["fused"])
 def test_an_order_that_is_not_the_one_measured_is_refused(layout, monkeypatch):
-    def search_another(*arguments, **options) -> Searched:
+    def search_another(*arguments, **options) -> SearchedOrder:
         found = search(*arguments, **options)
         right, found.indices = found.indices, {name: inverse(index) for name, index in found.indices.items()}
         assert any(not torch.equal(index, right[name]) for name, index in found.indices.items())

@@ -8,7 +8,7 @@ from permtriton.data.text import check_samples
 from permtriton.driver.prepare import held_out_samples
 from permtriton.errors import CalibrationError, ConfigError
 from permtriton.evaluation.held_out import Evaluation
-from permtriton.evaluation.measure import evaluate
+from permtriton.evaluation.measure import measure_model
 from permtriton.evaluation.tasks import _Harness
 from permtriton.model.forward import last_hidden_state
 from permtriton.model.seq2seq import arguments_of
@@ -54,19 +54,16 @@ def test_the_labels_are_what_is_predicted(name):
     windows = WINDOWS[name]
     with torch.no_grad():
         perplexities = [float(each(**windows).loss.exp()) for each in (model, dense)]
-    found = evaluate(model, windows=windows, dense=dense, batch=4)
+    found = measure_model(model, windows=windows, dense=dense, batch=4)
     assert [found.perplexity, found.dense_perplexity] == pytest.approx(perplexities, rel=1e-4)
-    assert evaluate(model, windows=windows).perplexity == pytest.approx(perplexities[0], rel=1e-4)
+    assert measure_model(model, windows=windows).perplexity == pytest.approx(perplexities[0], rel=1e-4)
     kl, cosine = naive(model, dense, arguments_of(dense, windows))
     assert kl > 1e-3, "the models differ"
     assert (found.kl, found.cosine) == pytest.approx((kl, cosine), rel=1e-3)
     assert (found.windows, found.window) == (6, 7)
     compiling = Evaluation(dense, held_out_samples(dense, windows), NoProgress())
-    assert compiling.measured(model, None) == {
-        "measure": "perplexity",
-        "dense": pytest.approx(perplexities[1], rel=1e-4),
-        "compiled": pytest.approx(perplexities[0], rel=1e-4),
-    }
+    assert compiling.measure == "perplexity"
+    assert [compiling.compiled(model, None), compiling.dense] == pytest.approx(perplexities, rel=1e-4)
 
 
 def test_both_models_read_the_text_that_the_dense_one_writes():
@@ -75,7 +72,7 @@ def test_both_models_read_the_text_that_the_dense_one_writes():
     assert not torch.equal(
         *(arguments_of(each, {"input_features": SOUND})["decoder_input_ids"] for each in (model, dense))
     )
-    found = evaluate(model, windows={"input_features": SOUND}, dense=dense, batch=4)
+    found = measure_model(model, windows={"input_features": SOUND}, dense=dense, batch=4)
     assert (found.kl, found.cosine) == pytest.approx(naive(model, dense, written), rel=1e-3)
     assert (found.perplexity, found.window) == (None, 16)
 
@@ -90,9 +87,9 @@ def test_memory_is_that_of_the_longer_half():
 
 def test_sound_without_labels_has_no_perplexity():
     with pytest.raises(ConfigError, match=r"WhisperForConditionalGeneration is given no labels.*`against=`"):
-        evaluate(build("whisper"), windows={"input_features": SOUND})
+        measure_model(build("whisper"), windows={"input_features": SOUND})
     with pytest.raises(ConfigError, match="reads input_features, not text, so it has no tasks"):
-        evaluate(build("whisper"), tasks=object())
+        measure_model(build("whisper"), tasks=object())
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,13 @@ from collections.abc import Callable, Collection, Iterator
 import pytest
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from permtriton import NMPattern, find_plan
+from permtriton.data.samples import Samples
+from permtriton.driver.options import CompileConfig
+from permtriton.driver.planning import Planned, plan_model
 from permtriton.passes.apply import apply_edits
 from permtriton.passes.edits import edits_of, moves_of
 from permtriton.passes.plan import ChannelSpace, Plan
@@ -137,6 +140,12 @@ def _plan(name: str) -> Plan:
 def planned(name: str) -> tuple[PreTrainedModel, Plan]:
     """Returns a new model and its plan at 2:4; the trace is made once for all tests."""
     return build(name), copy.deepcopy(_plan(name))
+
+
+def start(model: PreTrainedModel, config: CompileConfig, samples: Samples, plan: Plan | None = None) -> Planned:
+    """Returns what a forecast is made of: a model, its samples and its plan, with an empty graph."""
+    plan = plan or plan_model(model, config)[0]
+    return Planned(model, config, samples, plan, fx.GraphModule(nn.Module(), fx.Graph()))
 
 
 def fold(model: nn.Module, plan: Plan, indices: dict[str, Tensor]) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from permtriton import NMPattern
-from permtriton.evaluation.measure import evaluate
+from permtriton.evaluation.measure import measure_model
 from permtriton.model.load import load_model
 from permtriton.model.source import Source
 
@@ -23,10 +23,10 @@ def main() -> None:
     folder, dense, ids, windows, kl_windows = sys.argv[1:]
     held_out = load_file(ids)["input_ids"][: int(windows)]
     model = load_model(Source(folder, device="cpu"))
-    found: dict[str, Any] = {"perplexity": evaluate(model, windows=held_out).perplexity}
+    found: dict[str, Any] = {"perplexity": measure_model(model, windows=held_out).perplexity}
     if folder != dense and int(kl_windows):
         against = load_model(Source(dense, device="cpu"))
-        found["kl"] = evaluate(model, windows=held_out[: int(kl_windows)], dense=against).kl
+        found["kl"] = measure_model(model, windows=held_out[: int(kl_windows)], dense=against).kl
     print(json.dumps({**found, **pruned(model)}))
 
 

@@ -23,10 +23,7 @@ from permtriton.kernels.launch import Launch, triton
 from permtriton.kernels.tools.builds import Build, distinct
 from permtriton.kernels.tools.cases import KERNELS
 
-# What a multiprocessor of compute capability 8.0, 9.0 or 10.0 has.
-REGISTERS = 65536
-WARPS = 64
-PROGRAMS = 32
+REGISTERS = 65536  # of a multiprocessor
 RESERVED_SHARED = 1024  # bytes per program that the system takes
 TENSOR_COLUMNS = 512  # of a multiprocessor's tensor memory, if it has any; a kernel that takes more compiles to a trap
 
@@ -40,7 +37,8 @@ class Target:
         backend, arch: Triton's names.
         warp: Threads per warp.
         shared_limit: Bytes of shared memory available to a program.
-        required: Whether every kernel must compile for it.
+        required: Whether every kernel must compile for it, and defaults without a spill; else they are listed only.
+        warps, programs: How many a multiprocessor takes at a time.
     """
 
     name: str
@@ -49,10 +47,13 @@ class Target:
     warp: int
     shared_limit: int
     required: bool
+    warps: int = 64
+    programs: int = 32
 
 
 TARGETS = (
     Target("sm_80", "cuda", 80, 32, 163 << 10, required=True),
+    Target("sm_89", "cuda", 89, 32, 99 << 10, required=False, warps=48, programs=24),
     Target("sm_90", "cuda", 90, 32, 227 << 10, required=True),
     Target("sm_100", "cuda", 100, 32, 227 << 10, required=True),
     Target("gfx942", "hip", "gfx942", 64, 64 << 10, required=False),
@@ -214,8 +215,8 @@ def resident(target: Target, warps: int, registers: int, shared_bytes: int, tens
     """
     by_registers = REGISTERS // (256 * math.ceil(max(registers, 1) / 8)) // 4 * 4 // warps
     by_shared = (target.shared_limit + RESERVED_SHARED) // (math.ceil(shared_bytes / 128) * 128 + RESERVED_SHARED)
-    by_columns = TENSOR_COLUMNS // tensor_columns if tensor_columns else PROGRAMS
-    return min(by_registers, by_shared, by_columns, WARPS // warps, PROGRAMS)
+    by_columns = TENSOR_COLUMNS // tensor_columns if tensor_columns else target.programs
+    return min(by_registers, by_shared, by_columns, target.warps // warps, target.programs)
 
 
 @functools.lru_cache(maxsize=16)

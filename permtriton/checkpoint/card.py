@@ -41,6 +41,17 @@ _KINDS = (
 )
 
 
+def write_record(folder: Path, record: Mapping[str, Any], loads_with: str, name: str) -> Any:
+    """Writes ``permtriton.json`` and the model card of a folder; arguments are those of `write_card`.
+
+    Returns:
+        The record that was written: with the hash of the card.
+    """
+    written = {**record, "card": write_card(folder, record, loads_with, name)}
+    (folder / REPORT_FILE).write_text(to_json(written) + "\n", encoding="utf-8")
+    return written
+
+
 def write_card(folder: Path, report: Mapping[str, Any], loads_with: str, name: str) -> str | None:
     """Writes the model card of a folder, unless the folder has a README.md that somebody else wrote.
 

@@ -7,13 +7,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from permtriton.checkpoint.card import write_card
+from permtriton.checkpoint.card import write_record
 from permtriton.checkpoint.folder import Folder
 from permtriton.checkpoint.format import NEEDS, SERVED_ALONE, Format
 from permtriton.checkpoint.forms import described_sparsity
 from permtriton.checkpoint.fp8 import Fp8
 from permtriton.checkpoint.output import check_apart, claimed, replacing_folder
-from permtriton.checkpoint.plan_entries import to_json
 from permtriton.checkpoint.save import share_mode
 from permtriton.checkpoint.shards import SHARD_BYTES, ShardWriter, describe_files
 from permtriton.checkpoint.storing import Packing, Storing
@@ -65,7 +64,7 @@ def export(
     """
     check_format(format)
     check_apart(output, folder)
-    started, progress = time.perf_counter(), progress or NoProgress()
+    progress = progress or NoProgress()
     with claimed(output, overwrite=overwrite, say=progress.say):
         source = Folder.open(folder)
         if source.is_quantized:
@@ -77,18 +76,31 @@ def export(
         source.check_hashes()
         source.check_recorded_hashes()
         check_format(format, permuted=bool(source.permuted), what=str(folder))
-        storing = WAYS[Format(format)](source)
-        with replacing_folder(output, overwrite=overwrite) as partial:
-            result = _write(storing, partial, Format(format), shard_bytes, progress)
-            storing.verify(Folder.open(partial), progress)
-            stored = sum(entry["bytes"] for entry in result["files"].values())
-            dense_bytes = stored + result["dense_bytes"] - result["stored_bytes"]
-            result |= storing.check_loads(partial, dense_bytes, progress)
-            result["seconds"] = round(time.perf_counter() - started, 3)
-            section = {key: value for key, value in result.items() if key != "files"}
-            new_report: dict[str, Any] = {**source.record, "files": result["files"], "export": section}
-            new_report["card"] = write_card(partial, new_report, result["loads_with"], real_path(output).name)
-            (partial / REPORT_FILE).write_text(to_json(new_report) + "\n", encoding="utf-8")
+        return rewrite(source, output, format, overwrite=overwrite, shard_bytes=shard_bytes, progress=progress)
+
+
+def rewrite(
+    source: Folder,
+    output: Path,
+    format: str,
+    *,
+    overwrite: bool,
+    shard_bytes: int = SHARD_BYTES,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Does what `export` does with a folder that is known to be whole, such as one that was verified just now."""
+    started, progress = time.perf_counter(), progress or NoProgress()
+    storing = WAYS[Format(format)](source)
+    with replacing_folder(output, overwrite=overwrite) as partial:
+        result = _write(storing, partial, Format(format), shard_bytes, progress)
+        storing.verify(Folder.open(partial), progress)
+        stored = sum(entry["bytes"] for entry in result["files"].values())
+        dense_bytes = stored + result["dense_bytes"] - result["stored_bytes"]
+        result |= storing.check_loads(partial, dense_bytes, progress)
+        result["seconds"] = round(time.perf_counter() - started, 3)
+        section = {key: value for key, value in result.items() if key != "files"}
+        record = {**source.record, "files": result["files"], "export": section}
+        write_record(partial, record, result["loads_with"], real_path(output).name)
     return result
 
 

@@ -240,13 +240,22 @@ class Proof(TypedDict):
     unverified_inputs: dict[str, str]
 
 
-class Verification(TypedDict):
-    """What was checked of the folder."""
+class Tensors(TypedDict):
+    """How many tensors of a folder were compared with those in memory, and how many of them are N:M."""
 
     tensors: Integer
     pruned_weights: Integer
+
+
+class Reloaded(TypedDict):
+    """How a folder that was loaded again was compared with the model in memory."""
+
     reloaded: str
     reload_difference: NotRequired[float]
+
+
+class Verification(Tensors, Reloaded):
+    """What was checked of the folder."""
 
 
 class Memory(TypedDict):
@@ -292,8 +301,8 @@ class Export(TypedDict):
     loss: NotRequired[Loss]
 
 
-class Record(TypedDict):
-    """``permtriton.json``."""
+class Always(TypedDict):
+    """What every compilation reports."""
 
     model: str
     command: str
@@ -321,14 +330,33 @@ class Record(TypedDict):
     memory: Memory
     sites: list[Site]
     rows: list[Rows]
+
+
+class Sometimes(TypedDict):
+    """What only some compilations report."""
+
+    gguf: NotRequired[Gguf]
+    expert_tokens: NotRequired[dict[str, list[Integer]]]  # experts -> calibration tokens sent to each
+
+
+class Report(Always, Sometimes):
+    """What a compilation reports: ``permtriton.json`` but for what is known once a folder is written."""
+
+
+class Written(TypedDict):
+    """What is known once a folder is written."""
+
     verification: Verification
     pruned_weights: Annotated[dict[str, Integer], Field(min_length=1)]  # parameter -> its input dimension
     patterns: NotRequired[dict[str, Pattern]]  # parameter -> its pattern, where it is not that of the config
     trained: NotRequired[str]  # the folder whose weights were trained, with the pattern kept
     files: dict[str, File]
     card: str | None
-    gguf: NotRequired[Gguf]
-    expert_tokens: NotRequired[dict[str, list[Integer]]]  # experts -> calibration tokens sent to each
+
+
+class Record(Always, Written, Sometimes):
+    """``permtriton.json``; an export keeps the order of its entries."""
+
     export: NotRequired[Export]
 
 

@@ -25,7 +25,7 @@ from permtriton.checkpoint.names import loaded_names
 from permtriton.checkpoint.storing import Storing, check_names, check_same_bits
 from permtriton.data.held_out import held_out_windows
 from permtriton.errors import CalibrationError, ModelError, PermTritonError, VerificationError, first_line
-from permtriton.evaluation.measure import evaluate
+from permtriton.evaluation.measure import measure_model
 from permtriton.model.checks import check_finite_tensor, check_weight
 from permtriton.model.expert_linears import stacks
 from permtriton.model.load import load_empty_model, load_model, load_processor
@@ -162,7 +162,7 @@ class Fp8(Storing):
         except (CalibrationError, ModelError) as error:
             return {"not_measured": first_line(error)}
         assert isinstance(windows, Tensor)
-        measured = evaluate(model, tokenizer, windows=windows[:WINDOWS], text=text, dense=dense, progress=progress)
+        measured = measure_model(model, tokenizer, windows=windows[:WINDOWS], text=text, dense=dense, progress=progress)
         return {
             "text": text,
             "tokens": measured.tokens,

@@ -3,14 +3,15 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from permtriton.checkpoint.forms import Record
+from permtriton.checkpoint.forms import HiddenStates, Order, Record, Rows
+from permtriton.checkpoint.forms import Site as OrderedSite
 from permtriton.passes.edits import moves_of
 from permtriton.passes.plan import ChannelSpace, Placement, Plan, Site, linear_module
 from permtriton.util.permutation import inverse, moved
@@ -22,7 +23,7 @@ def to_json(report: Any) -> str:
     return re.sub(r"\[\s+(-?\d+(?:,\s+-?\d+)*)\s+\]", lambda match: "[" + " ".join(match[1].split()) + "]", text)
 
 
-def rows_report(model: PreTrainedModel, plan: Plan, indices: Mapping[str, Tensor]) -> list[dict[str, Any]]:
+def rows_report(model: PreTrainedModel, plan: Plan, indices: Mapping[str, Tensor]) -> list[Rows]:
     """Returns the order of the output channels of the pruned linears whose rows moved; equal orders are one entry.
 
     Returns:
@@ -59,9 +60,9 @@ def site_report(site: Site) -> dict[str, Any]:
     }
 
 
-def ordered_site_report(site: Site, index: Tensor) -> dict[str, Any]:
+def ordered_site_report(site: Site, index: Tensor) -> OrderedSite:
     """Returns the entry of a site whose channels are in the order of ``index``, int64 ``[channels]``."""
-    return {**site_report(site), "moved": moved(index), "index": index.tolist()}
+    return cast(OrderedSite, {**site_report(site), "moved": moved(index), "index": index.tolist()})
 
 
 def permutation_report(plan: Plan, space: ChannelSpace, element: int = 2) -> dict[str, Any]:
@@ -92,7 +93,7 @@ def permutation_report(plan: Plan, space: ChannelSpace, element: int = 2) -> dic
     }
 
 
-def hidden_states_report(order: Tensor | None, unordered: Sequence[str]) -> dict[str, Any]:
+def hidden_states_report(order: Tensor | None, unordered: Sequence[str]) -> HiddenStates:
     """Returns the order of the channels of hidden states (``output_hidden_states``) and of ``inputs_embeds``.
 
     Args:
@@ -106,11 +107,11 @@ def hidden_states_report(order: Tensor | None, unordered: Sequence[str]) -> dict
         "unknown", ``why`` says for which not, and ``last`` holds the same entries for the last hidden state alone.
     """
     if order is None or moved(order) == 0:
-        found: dict[str, Any] = {"permuted": False}
+        found: Order = {"permuted": False}
     else:
         found = {"permuted": True, "index": order.tolist(), "undo": inverse(order).tolist()}
     if not unordered:
-        return found
+        return cast(HiddenStates, found)
     why = f"{', '.join(unordered)}: other channels moved than in the last hidden state"
     return {"permuted": "unknown", "why": why, "last": found}
 

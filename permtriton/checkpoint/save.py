@@ -7,16 +7,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from permtriton.checkpoint.card import ALONE, WITH_PERMTRITON, write_card
+from permtriton.checkpoint.card import ALONE, WITH_PERMTRITON, write_record
+from permtriton.checkpoint.forms import Record, Reloaded, Report, Tensors, Verification, Written
 from permtriton.checkpoint.names import StoredNames, stored_names
 from permtriton.checkpoint.output import replacing_folder
-from permtriton.checkpoint.plan_entries import to_json
 from permtriton.checkpoint.quantizer import checkpoint_config
 from permtriton.checkpoint.shards import describe_files, read_tensors
 from permtriton.config import CommonConfig
@@ -26,10 +26,10 @@ from permtriton.errors import ModelError, PermTritonError, VerificationError, fi
 from permtriton.model.checks import check_finite_tensor, check_same_outputs, check_weight, model_outputs
 from permtriton.model.expert_linears import input_dim
 from permtriton.model.experts import stacked_name
-from permtriton.model.headers import CONFIG_FILE, REPORT_FILE
+from permtriton.model.headers import CONFIG_FILE
 from permtriton.passes.plan import Plan
 from permtriton.running.micro_batch import is_out_of_memory
-from permtriton.running.offload import Offload
+from permtriton.running.offload import OffloadFolder
 from permtriton.util.machine import available_memory, peak_memory, release_memory
 from permtriton.util.output_files import disk_error, real_path
 from permtriton.util.sparsity import NMPattern, PrunedWeight
@@ -46,7 +46,8 @@ class Pruned:
         tokenizer: tokenizer or processor of the model; None if there is none.
         config: every option.
         plan: sites and channel spaces.
-        report: content of ``permtriton.json``, as `permtriton.driver.record.compilation_record` builds it.
+        report: content of ``permtriton.json``, as `permtriton.driver.record.compilation_record` builds it, and once it
+            is saved, with what was checked.
         reference: samples on which a reloaded checkpoint must give the outputs of ``model``.
         offload: where the model's large parameters are; None for memory.
     """
@@ -55,16 +56,19 @@ class Pruned:
     tokenizer: Processor | None
     config: CommonConfig
     plan: Plan
-    report: dict[str, Any]
+    report: Report | Record
     reference: Samples
-    offload: Offload | None
+    offload: OffloadFolder | None
 
 
-def save_checkpoint(compiled: Pruned, output: Path, *, overwrite: bool) -> Path:
+def save_checkpoint(compiled: Pruned, output: Path, *, overwrite: bool) -> Record:
     """Writes and verifies a checkpoint: a plain one, or one of format "dense" if modules permute at run time.
 
     Stacked experts are stored as the model holds them, one tensor per stack, whatever the original files look like; see
     `permtriton.checkpoint.names`.
+
+    Returns:
+        The content of its ``permtriton.json``.
 
     Raises:
         OutputError: as `replacing_folder`.
@@ -82,20 +86,21 @@ def save_checkpoint(compiled: Pruned, output: Path, *, overwrite: bool) -> Path:
                 compiled.tokenizer.save_pretrained(partial)
         share_mode(partial)
         saved = time.perf_counter()
-        compiled.report["verification"] = verify_checkpoint(compiled, partial, pruned, names)
-        compiled.report.update(_pruned_report(names, pruned, str(compiled.config.sparsity)))
-        compiled.report["files"] = describe_files(sorted(partial.glob("*.safetensors")))
+        verified = verify_checkpoint(compiled, partial, pruned, names)
         seconds = {"save": round(saved - started, 3), "verify": round(time.perf_counter() - saved, 3)}
-        compiled.report["seconds"].update(seconds)
-        compiled.report["memory"]["peak"] = peak_memory(compiled.model.device)
-        _describe(partial, compiled.report, real_path(output).name, permuted)
-    return real_path(output)
+        record: Record = {
+            **compiled.report,
+            **_written(partial, verified, names, pruned, str(compiled.config.sparsity)),
+            "seconds": {**compiled.report["seconds"], **seconds},
+            "memory": {**compiled.report["memory"], "peak": peak_memory(compiled.model.device)},
+        }
+        return write_record(partial, record, WITH_PERMTRITON if permuted else ALONE, real_path(output).name)
 
 
 def save_trained(
     model: Any,
     tokenizer: Any,
-    record: Mapping[str, Any],
+    record: Record,
     pruned: Mapping[str, PrunedWeight],
     output: Path,
     *,
@@ -126,16 +131,19 @@ def save_trained(
                 tokenizer.save_pretrained(partial)
         share_mode(partial)
         checked = _verify_tensors(model, partial, pruned, names, permuted, state)
-        report = {
-            **{key: value for key, value in record.items() if key != "export"},
+        verified: Verification = {
+            **checked,
+            "reloaded": "not run: every tensor was compared bit by bit instead",
+        }
+        report: Record = {
+            **record,
             "trained": model.name_or_path,
             "dtype": str(model.dtype).removeprefix("torch."),
             "evaluation": {"text": "not measured since the weights were trained"},
-            "verification": {**checked, "reloaded": "not run: every tensor was compared bit by bit instead"},
-            **_pruned_report(names, pruned, sparsity),
-            "files": describe_files(sorted(partial.glob("*.safetensors"))),
+            **_written(partial, verified, names, pruned, sparsity),
         }
-        _describe(partial, report, real_path(output).name, permuted)
+        report.pop("export", None)
+        write_record(partial, report, WITH_PERMTRITON if permuted else ALONE, real_path(output).name)
     return real_path(output)
 
 
@@ -148,12 +156,6 @@ def _transformers(model: Any) -> Iterator[None]:
         if isinstance(error, PermTritonError) or disk_error(error) or is_out_of_memory(error):
             raise
         raise ModelError(f"transformers cannot save this {type(model).__name__}: {first_line(error)}") from error
-
-
-def _describe(folder: Path, report: dict[str, Any], name: str, permuted: bool) -> None:
-    """Writes the card and ``permtriton.json`` of a folder that will be called ``name``."""
-    report["card"] = write_card(folder, report, WITH_PERMTRITON if permuted else ALONE, name)
-    (folder / REPORT_FILE).write_text(to_json(report) + "\n", encoding="utf-8")
 
 
 def share_mode(folder: Path) -> None:
@@ -171,21 +173,33 @@ def pruned_parameters(model: nn.Module, plan: Plan) -> dict[str, PrunedWeight]:
     return {name: PrunedWeight(input_dim(model, name), pattern) for name, pattern in patterns.items()}
 
 
-def _pruned_report(names: StoredNames, pruned: Mapping[str, PrunedWeight], sparsity: str) -> dict[str, Any]:
-    """Returns the entries of ``permtriton.json`` that say which weights are N:M.
+def _written(
+    folder: Path,
+    verification: Verification,
+    names: StoredNames,
+    pruned: Mapping[str, PrunedWeight],
+    sparsity: str,
+) -> Written:
+    """Returns the entries of ``permtriton.json`` that say what is in a folder; `write_record` adds the card.
 
     Args:
         sparsity: the pattern of the config, which goes without saying.
     """
     patterns = {names.stored[name]: str(weight.pattern) for name, weight in pruned.items()}
     own = {name: pattern for name, pattern in patterns.items() if pattern != sparsity}
-    dims = {names.stored[name]: weight.dim for name, weight in pruned.items()}
-    return {"pruned_weights": dims} | ({"patterns": own} if own else {})
+    found = {
+        "verification": verification,
+        "pruned_weights": {names.stored[name]: weight.dim for name, weight in pruned.items()},
+        **({"patterns": own} if own else {}),
+        "files": describe_files(sorted(folder.glob("*.safetensors"))),
+        "card": None,
+    }
+    return cast(Written, found)
 
 
 def verify_checkpoint(
     compiled: Pruned, folder: Path, pruned: Mapping[str, PrunedWeight], names: StoredNames
-) -> dict[str, object]:
+) -> Verification:
     """Checks a written checkpoint.
 
     Every tensor must be finite and equal to the tensor in memory, every pruned weight must be N:M, and the reloaded
@@ -212,7 +226,7 @@ def _verify_tensors(
     names: StoredNames,
     permuted: bool,
     state: Mapping[str, Tensor] | None = None,
-) -> dict[str, object]:
+) -> Tensors:
     """Checks the tensors of a checkpoint against ``state``, or against the model; returns how many were checked.
 
     Args:
@@ -261,7 +275,7 @@ def _check_complete(expected: Set[str], written: Set[str]) -> None:
         )
 
 
-def _compare_reloaded(compiled: Pruned, folder: Path) -> dict[str, object]:
+def _compare_reloaded(compiled: Pruned, folder: Path) -> Reloaded:
     """Loads the checkpoint as a user would and compares the outputs, if a second model fits into memory or files."""
     if compiled.offload is not None:
         with compiled.offload.loading(), compiled.offload.working(compiled.model):
@@ -279,7 +293,7 @@ def _compare_reloaded(compiled: Pruned, folder: Path) -> dict[str, object]:
     return {"reloaded": not_run}
 
 
-def _reloaded(compiled: Pruned, folder: Path) -> dict[str, object]:
+def _reloaded(compiled: Pruned, folder: Path) -> Reloaded:
     model = compiled.model
     try:
         reloaded: PreTrainedModel = type(model).from_pretrained(folder, dtype=model.dtype, use_safetensors=True)

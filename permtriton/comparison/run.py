@@ -15,11 +15,11 @@ from permtriton.comparison.results import Key, Measured, ResultFile, RowResult
 from permtriton.config import CalibrationConfig
 from permtriton.data.samples import Inputs, Samples
 from permtriton.data.text import calibration_samples, check_samples
-from permtriton.driver.compilation import run_identity
+from permtriton.driver.identity import run_identity
 from permtriton.driver.options import CompileConfig
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import ConfigError
-from permtriton.evaluation.measure import evaluate
+from permtriton.evaluation.measure import measure_model
 from permtriton.util import machine
 from permtriton.util.progress import NoProgress, Progress
 
@@ -81,7 +81,7 @@ class Yardstick:
             hidden_order: index ``[C]`` of the last hidden state's channels; None where they did not move.
             peak_bytes: peak memory during the compilation, if known.
         """
-        found = evaluate(
+        found = measure_model(
             model,
             self.tokenizer,
             windows=self.windows,

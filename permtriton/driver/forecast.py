@@ -1,7 +1,7 @@
 """How long a compilation will take and how much memory and disk it needs, before the work starts.
 
 Memory and disk follow from the sizes of model and text. The time is measured on the model: that of one short forward
-and backward pass, of the masks of one weight and of one assignment of channels, times how often each stage does them.
+pass, of the masks of one weight and of one assignment of channels, times how often each stage does them.
 What depends on the text or on chance (when a search ends, a busy machine) makes it a rough range.
 """
 
@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from permtriton.data.generated import texts_at_once, written
 from permtriton.data.samples import Inputs, Samples
-from permtriton.driver import memory
-from permtriton.driver.compilation import states_beside
+from permtriton.driver.identity import states_beside
+from permtriton.driver.memory import Devices, Needs, describe, refusal
 from permtriton.driver.options import CompileConfig
+from permtriton.driver.planning import Planned
 from permtriton.driver.step import Facts, Speed, Stage
 from permtriton.errors import OutputError
 from permtriton.kernels.importance import ImportanceFactors
@@ -30,14 +30,15 @@ from permtriton.methods.measure.importance import reads_activations
 from permtriton.methods.order.heuristic_order import MAX_ROWS, reassigned
 from permtriton.methods.prune.dense_share import DENSE_SHARE
 from permtriton.model.forward import last_hidden_state
-from permtriton.passes.plan import ChannelSpace, Plan, layer_modules, linear_module, weight_in_out
+from permtriton.passes.plan import ChannelSpace, Plan, linear_module, weight_in_out
 from permtriton.running import ranks
-from permtriton.running.backward import checkpointed, frozen
+from permtriton.running.placement import Way
 from permtriton.util.machine import format_bytes
 
 PROBE_TOKENS = 512  # of the passes that are timed, at most
 PROBES, PROBE_SECONDS = 5, 1.0  # most runs of what is timed, and the time after which no more are made
 PROBE_CHANNELS = 256  # of the assignment that is timed; its time grows with their square
+BOTH = 3  # forward passes that a forward and a backward pass take as long as; one more where activations are recomputed
 SWEEPS = 5  # of assignments, typically
 PROOF_MASKS = 10  # times that all masks are computed to prove the passes and check the result
 FASTER, SLOWER = 0.6, 2.0  # ends of the range
@@ -56,11 +57,11 @@ class Forecast:
         devices: what the compilation runs on.
     """
 
-    needs: memory.Needs
+    needs: Needs
     disk: Mapping[str, int]
     seconds: Mapping[str, float]
     refused: str
-    devices: memory.Devices
+    devices: Devices
 
     @property
     def time_range(self) -> tuple[float, float]:
@@ -77,8 +78,8 @@ class Forecast:
             least, most = map(duration, self.time_range)
             time = f"roughly {least} to {most}, most of it {longest}"
         disk = f"{format_bytes(sum(self.disk.values()))}{free}"
-        return f"{memory.describe(self.needs, self.devices)}; time: {time}; disk: {disk}" + (
-            f"; offload folder: {format_bytes(sum(self.needs.offloaded.values()))}" if self.needs.offloaded else ""
+        return f"{describe(self.needs, self.devices)}; time: {time}; disk: {disk}" + (
+            f"; {self.needs.beside}: {format_bytes(sum(self.needs.offloaded.values()))}" if self.needs.offloaded else ""
         )
 
     def report(self) -> dict[str, Any]:
@@ -94,32 +95,28 @@ class Forecast:
 
 
 def make_forecast(
-    model: PreTrainedModel,
-    plan: Plan,
-    config: CompileConfig,
-    samples: Samples,
+    start: Planned,
+    needs: Needs,
     windows: Inputs | None,
-    resume_path: Path | None = None,
+    resume_path: Path | None,
+    devices: Devices,
     *,
     timed: bool,
-    devices: memory.Devices,
 ) -> Forecast:
-    """Returns what a compilation needs.
+    """Returns what a compilation needs; the model is unchanged afterwards.
 
     Args:
-        model: dense model; unchanged on return.
-        resume_path: as `permtriton.compile` takes it.
+        needs: what `permtriton.driver.memory.estimate` returns.
+        windows: held-out samples; None without any.
+        resume_path: path of the states that continue an interrupted run; None for one that starts from scratch.
         timed: whether to run the model on a short sequence and to estimate the time, where the memory is enough and the
             model is whole on such a device.
     """
-    needs = memory.estimate(model, plan, config, samples, windows, devices)
-    refused, seconds = memory.refusal(needs, devices), {}
-    if timed and not refused and not needs.spread and model.device.type == devices.kind:
+    facts, refused, seconds = start.facts, refusal(needs, devices), {}
+    if timed and not refused and needs.way is Way.WHOLE and start.model.device.type == devices.kind:
         held_out = 0 if windows is None else Samples.of(windows).positions
-        facts = replace(memory.facts_of(model, plan, config, samples), thrifty=needs.thrifty)
-        speed = measure(model, plan, config, samples)
-        seconds = stage_seconds(config, facts, speed, held_out)
-    return Forecast(needs, disk_needs(model, plan, config, samples, resume_path), seconds, refused, devices)
+        seconds = stage_seconds(start.config, replace(facts, thrifty=needs.thrifty), measure(start), held_out)
+    return Forecast(needs, disk_needs(start.config, facts, resume_path), seconds, refused, devices)
 
 
 def check_disk(disk: Mapping[str, int], folder: Path) -> None:
@@ -140,17 +137,14 @@ def check_disk(disk: Mapping[str, int], folder: Path) -> None:
         )
 
 
-def disk_needs(
-    model: PreTrainedModel, plan: Plan, config: CompileConfig, samples: Samples, resume_path: Path | None = None
-) -> dict[str, int]:
+def disk_needs(config: CompileConfig, facts: Facts, resume_path: Path | None = None) -> dict[str, int]:
     """Returns what a compilation writes -> bytes, in addition to the states that are on the disk already.
 
     A state counts twice, because a new one is written beside the old.
 
     Args:
-        resume_path: as `permtriton.compile` takes it; None for a compilation that starts from scratch.
+        resume_path: as `make_forecast` takes it.
     """
-    facts = memory.facts_of(model, plan, config, samples)
     states = sum(step.state_bytes(facts) for step in config.steps)
     found = {"the output": facts.model + SMALL_FILES}
     there = sum(path.stat().st_size for path in states_beside(resume_path, config.steps)) if resume_path else 0
@@ -179,13 +173,14 @@ def stage_seconds(config: CompileConfig, facts: Facts, speed: Speed, held_out: i
     return found
 
 
-def measure(model: PreTrainedModel, plan: Plan, config: CompileConfig, samples: Samples) -> Speed:
-    """Measures the model; arguments as in `make_forecast`."""
+def measure(start: Planned) -> Speed:
+    """Measures the model on a short sequence."""
+    model, plan, config, samples = start.model, start.plan, start.config, start.samples
     rows = samples.start(max(PROBE_TOKENS // samples.longest, 1), PROBE_TOKENS)
     with torch.no_grad():
         forward = _seconds(model.device, lambda: last_hidden_state(model, rows))
         masks, assignments = _mask_seconds(model, plan), _assignment_seconds(model, plan, config)
-    both = _both_seconds(model, plan, config, rows) if config.gradients else 0.0
+    both = forward * (BOTH + config.activation_checkpointing) if config.gradients else 0.0
     share = samples.positions / rows.positions / ranks.count()
     token = _token_seconds(model, config, samples) if config.writes else 0.0
     return Speed(forward * share, both * share, masks, assignments / ranks.count(), token)
@@ -203,33 +198,12 @@ def _seconds(device: torch.device, work: Callable[[], object]) -> float:
     return min(times)
 
 
-@torch.enable_grad()
-def _both_seconds(model: PreTrainedModel, plan: Plan, config: CompileConfig, rows: Samples) -> float:
-    """Returns the time of a forward and a backward pass with gradients of the pruned weights, which are dropped."""
-    weights = {id(w): w for _, name in plan.linears() for w in [linear_module(model, name).get_parameter("weight")]}
-    layers = layer_modules(model, plan) if config.activation_checkpointing else []
-    with frozen(model), checkpointed(layers):
-        handles = [w.requires_grad_(True).register_post_accumulate_grad_hook(_drop) for w in weights.values()]
-        try:
-            return _seconds(model.device, lambda: last_hidden_state(model, rows).float().sum().backward())
-        finally:
-            for handle in handles:
-                handle.remove()
-            for weight in weights.values():
-                weight.requires_grad_(False)
-                weight.grad = None
-
-
 @torch.no_grad()
 def _token_seconds(model: PreTrainedModel, config: CompileConfig, samples: Samples) -> float:
     """Returns the time of one token of each text that is written together, without what was written before it."""
     texts = min(texts_at_once(samples.longest), written(config.writes))
     ids = samples.start(1, 1).to(model.device).inputs["input_ids"].expand(texts, 1)
     return _seconds(model.device, lambda: model(input_ids=ids, use_cache=False))
-
-
-def _drop(weight: Tensor) -> None:
-    weight.grad = None
 
 
 def _mask_seconds(model: PreTrainedModel, plan: Plan) -> float:

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,21 +11,24 @@ from transformers import PreTrainedModel
 
 from permtriton.checkpoint.export import check_format
 from permtriton.checkpoint.format import Format
+from permtriton.checkpoint.forms import Gguf
 from permtriton.checkpoint.fp8 import check_quantizable
 from permtriton.checkpoint.output import check_apart, check_output, claimed, resume_path
 from permtriton.checkpoint.plan_entries import plan_report
 from permtriton.checkpoint.publishing import make_repository, upload
 from permtriton.data.held_out import held_out_windows
-from permtriton.data.in_memory import Data, calibration_of, name_of
+from permtriton.data.in_memory import calibration_of, name_of
 from permtriton.data.media import Processor
 from permtriton.data.samples import Inputs, Samples
 from permtriton.data.text import fitted
-from permtriton.driver.compilation import states_beside
+from permtriton.driver.asked import Asked
 from permtriton.driver.forecast import Forecast
+from permtriton.driver.identity import states_beside
 from permtriton.driver.memory import Devices
 from permtriton.driver.options import CompileConfig
 from permtriton.driver.pipeline import compile_model, forecast_model
 from permtriton.driver.prepare import check_offload
+from permtriton.driver.record import Origin
 from permtriton.driver.result import CompiledModel
 from permtriton.errors import ConfigError, OutputError
 from permtriton.model import load, outline
@@ -34,7 +37,8 @@ from permtriton.model.source import Source, resolve_device
 from permtriton.passes.plan import Plan, linear_module
 from permtriton.recipe import compile_command, with_suggested_text
 from permtriton.running import ranks
-from permtriton.running.offload import Offload
+from permtriton.running.offload import OffloadFolder
+from permtriton.running.placement import ways_of
 from permtriton.util.output_files import real_path
 from permtriton.util.progress import Progress
 
@@ -72,54 +76,35 @@ class Job:
     Attributes:
         model: where the model is, or the model in memory.
         config: every option.
-        data: calibration data in memory, in place of the config's; None for none.
         given: options that were asked for, by name; the others are defaults, which may follow the model.
-        tokenizer: tokenizer or processor of a model in memory; None for the one beside the model.
-        eval_data: held-out data, as `held_out_windows` takes it.
-        output: folder to write, beside which the state of long stages is kept; None writes nothing.
-        overwrite: whether an earlier output may be replaced.
-        restart: whether the state of an interrupted run is deleted first.
-        shard: as ``spread`` of `compile_model`.
-        offload: folder for a model that is larger than memory.
-        save_format: as ``format`` of `CompiledModel.save_pretrained`.
-        push_to_hub: name of a repository on the hub to publish the result in; None for none.
-        private: whether a new repository is private; None for the default of its owner.
-        token: token of the hub, for publishing, as `permtriton.model.name.checked_token` returns it.
-        config_file: TOML file that the config was read from; None for none.
+        asked: everything else; its data are None, or what is in memory, and its paths are resolved.
     """
 
     model: Source | PreTrainedModel
     config: CompileConfig
-    data: Any = None
-    given: Mapping[str, Any] = field(default_factory=dict)
-    tokenizer: Processor | None = None
-    eval_data: Data | None = "none"
-    output: Path | None = None
-    overwrite: bool = False
-    restart: bool = False
-    shard: bool | None = None
-    offload: Path | None = None
-    save_format: str | None = None
-    push_to_hub: str | None = None
-    private: bool | None = None
-    token: str | None = field(default=None, repr=False)
-    config_file: Path | None = None
+    given: Mapping[str, Any]
+    asked: Asked
 
     def __post_init__(self) -> None:
-        if self.tokenizer is not None and not hasattr(self.tokenizer, "save_pretrained"):
+        if self.asked.tokenizer is not None and not hasattr(self.asked.tokenizer, "save_pretrained"):
             raise ConfigError(
-                f"tokenizer is a {type(self.tokenizer).__name__}: expected a tokenizer or processor, as "
+                f"tokenizer is a {type(self.asked.tokenizer).__name__}: expected a tokenizer or processor, as "
                 "AutoTokenizer.from_pretrained returns it"
             )
         permuted = self.config.layout == "fused"
-        check_format(self.save_format or Format.DENSE, permuted=permuted, what="the compiled model")
-        if self.push_to_hub is not None and self.output is None:
+        check_format(self.asked.save_format or Format.DENSE, permuted=permuted, what="the compiled model")
+        if self.asked.push_to_hub is not None and self.output is None:
             raise ConfigError(
                 "`push_to_hub=` needs `output=`, a folder that keeps the result if the hub cannot be reached: name "
                 "one, or call push_to_hub of the compiled model"
             )
-        if self.private is not None and self.push_to_hub is None:
+        if self.asked.private is not None and self.asked.push_to_hub is None:
             raise ConfigError("`private=` has no effect without `push_to_hub=`: leave it out")
+
+    @property
+    def output(self) -> Path | None:
+        """Folder to write, beside which the state of long stages is kept; None writes nothing."""
+        return None if self.asked.output is None else Path(self.asked.output)
 
     @contextmanager
     def claimed(self, progress: Progress) -> Iterator[None]:
@@ -132,8 +117,8 @@ class Job:
             yield
             return
         self._check_apart()
-        with claimed(self.output, overwrite=self.overwrite, say=progress.say):
-            for path in states_beside(resume_path(self.output), self.config.steps) if self.restart else ():
+        with claimed(self.output, overwrite=self.asked.overwrite, say=progress.say):
+            for path in states_beside(resume_path(self.output), self.config.steps) if self.asked.restart else ():
                 path.unlink()
                 progress.say(f"deleted {path.name}, the state of an interrupted run")
             yield
@@ -145,14 +130,14 @@ class Job:
             PermTritonError: as `compile_model`, the model or the data cannot be read, or the hub refuses the
                 repository.
         """
-        source, device = self.model if isinstance(self.model, Source) else None, None
-        if source is not None and ranks.count() > 1:  # only then is it known whether one GPU can hold the model
+        asked, source, device = self.asked, self.model if isinstance(self.model, Source) else None, None
+        if source is not None:  # loaded on the CPU: it is known later whether a GPU can hold the model
             device, source = resolve_device(source.device), replace(source, device="cpu")
         offload = self._offload()
         with nullcontext() if source is None else load.unchanged_weights(source):
             loaded = self._loaded(source, progress, offload)
-            if self.push_to_hub is not None and not ranks.number():
-                make_repository(self.push_to_hub, self.token, self.private)
+            if asked.push_to_hub is not None and not ranks.number():
+                make_repository(asked.push_to_hub, asked.token, asked.private)
             compiled = compile_model(
                 loaded.model,
                 loaded.tokenizer,
@@ -163,25 +148,31 @@ class Job:
                 resume_path=self.output and resume_path(self.output),
                 say_needs=True,
                 device=device,
-                spread=self.shard,
+                ways=ways_of(asked.shard, asked.onload),
                 offload=offload,
+                origin=self._origin(loaded),
             )
-        compiled.report["evaluation"]["text"] = loaded.text
-        if source is not None:
-            compiled.source = source
-            if source.gguf is not None:
-                compiled.report["gguf"] = {"file": source.gguf.path.name, "tensors": source.gguf.types}
-            compiled.report["command"] = compile_command(
-                source.name,
-                loaded.config,
-                eval_data=shown_name(name_of(self.eval_data)) if self.eval_data is not None else None,
-                dtype=None if source.dtype == "auto" else source.dtype,
-                gguf_file=source.gguf_file,
-                revision=source.revision,
-                save_format=self.save_format,
-                trust_remote_code=source.trust_remote_code,
-            )
-        return compiled
+        return replace(compiled, source=source)
+
+    def _origin(self, loaded: "_Loaded") -> Origin:
+        """Returns what the record says of what was asked."""
+        asked, source = self.asked, self.model
+        if not isinstance(source, Source):
+            return Origin(compile_command(source.name_or_path or "", loaded.config), loaded.text)
+        command = compile_command(
+            source.name,
+            loaded.config,
+            eval_data=shown_name(name_of(asked.eval_data)) if asked.eval_data is not None else None,
+            dtype=None if source.dtype == "auto" else source.dtype,
+            gguf_file=source.gguf_file,
+            revision=source.revision,
+            save_format=asked.save_format,
+            trust_remote_code=source.trust_remote_code,
+        )
+        gguf: Gguf | None = None
+        if source.gguf is not None:
+            gguf = {"file": source.gguf.path.name, "tensors": source.gguf.types}
+        return Origin(command, loaded.text, gguf)
 
     def save(self, compiled: CompiledModel, progress: Progress) -> None:
         """Writes the output, if there is one; of several ranks, the first one does.
@@ -191,7 +182,7 @@ class Job:
         """
         if self.output is not None and not ranks.number():
             progress.say(f"saving and verifying {self.output}")
-            compiled.save_pretrained(self.output, format=self.save_format, overwrite=self.overwrite)
+            compiled.save_pretrained(self.output, format=self.asked.save_format, overwrite=self.asked.overwrite)
 
     def publish(self, compiled: CompiledModel, progress: Progress) -> str | None:
         """Publishes the output that `save` wrote, if that was asked for; of several ranks, the first one does.
@@ -202,14 +193,14 @@ class Job:
         Raises:
             OutputError: the hub refuses, or cannot be reached; the folder stays, and the message names it.
         """
-        if self.push_to_hub is None or self.output is None or ranks.number():
+        if self.asked.push_to_hub is None or self.output is None or ranks.number():
             return None
-        progress.say(f"publishing {self.push_to_hub}")
+        progress.say(f"publishing {self.asked.push_to_hub}")
         try:
-            return upload(self.output, self.push_to_hub, self.token, compiled.commit_message)
+            return upload(self.output, self.asked.push_to_hub, self.asked.token, compiled.commit_message)
         except OutputError as error:
             raise OutputError(
-                f"{error}. {self.output} is complete: publish it by hf upload {self.push_to_hub} {self.output}"
+                f"{error}. {self.output} is complete: publish it by hf upload {self.asked.push_to_hub} {self.output}"
             ) from error
 
     def dry_run(self, progress: Progress, devices: Devices | None = None) -> DryRun:
@@ -227,7 +218,7 @@ class Job:
             self._check_apart()
             check_output(self.output, overwrite=True)  # a dry run needs no free place, but one that may be written
             try:
-                check_output(self.output, overwrite=self.overwrite)
+                check_output(self.output, overwrite=self.asked.overwrite)
             except OutputError:
                 progress.say(f"{self.output} exists: to compile, name another folder, or overwrite it")
         source = self.model if isinstance(self.model, Source) else None
@@ -245,7 +236,7 @@ class Job:
             loaded.config,
             ids=loaded.samples,
             evaluation_windows=loaded.windows,
-            resume_path=None if self.restart or self.output is None or not fetched else resume_path(self.output),
+            resume_path=None if self.asked.restart or self.output is None or not fetched else resume_path(self.output),
             devices=devices,
             offload=offload,
         )
@@ -259,21 +250,21 @@ class Job:
         model = self.model if isinstance(self.model, Source) else None
         if model is not None and (place := model.gguf.path if model.gguf else model.folder) is not None:
             check_apart(self.output, place)
-        for read in (self.config.calibration.calibration, name_of(self.eval_data), self.config_file or ""):
+        for read in (self.config.calibration.calibration, name_of(self.asked.eval_data), self.asked.config or ""):
             if os.path.exists(read) and real_path(Path(read)).is_relative_to(real_path(self.output)):
                 raise OutputError(f"output {self.output} holds {read}, which is read: choose another folder")
 
-    def _offload(self) -> Offload | None:
-        if self.offload is None:
+    def _offload(self) -> OffloadFolder | None:
+        if self.asked.offload is None:
             return None
         check_offload(self.config)
-        return Offload(self.offload)
+        return OffloadFolder(Path(self.asked.offload))
 
     def _loaded(
-        self, source: Source | None, progress: Progress, offload: Offload | None, fetched: bool = True
+        self, source: Source | None, progress: Progress, offload: OffloadFolder | None, fetched: bool = True
     ) -> "_Loaded":
         model: Any = self.model
-        tokenizer = self.tokenizer
+        tokenizer = self.asked.tokenizer
         if source is not None:
             progress.say(f"loading {source.described}")
             if fetched:
@@ -286,14 +277,14 @@ class Job:
             load.check_not_compiled(model)
             if self.output is not None:
                 load.rehearse_saving(f"this {type(model).__name__}", model, tokenizer)
-        windows, text = held_out_windows(source.name if source else "", self.eval_data, tokenizer, model)
+        windows, text = held_out_windows(source.name if source else "", self.asked.eval_data, tokenizer, model)
         if windows is None:
             progress.say(f"no held-out evaluation: {text}")
-        if self.save_format == Format.FP8:
+        if self.asked.save_format == Format.FP8:
             check_quantizable(model)
         samples, config = None, self._fitted(model, progress)
-        if self.data is not None:
-            samples, config = calibration_of(self.data, config, tokenizer, model, self.given.get("samples"))
+        if self.asked.data is not None:
+            samples, config = calibration_of(self.asked.data, config, tokenizer, model, self.given.get("samples"))
             config = with_suggested_text(config, self.config)
         return _Loaded(model, tokenizer, config, samples, windows, text)
 

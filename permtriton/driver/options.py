@@ -1,6 +1,6 @@
 """A whole compilation as its options say: a recipe's steps, and what they have in common."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from permtriton.config import WRITTEN, CommonConfig
@@ -14,9 +14,13 @@ OF_TEXT = ("text_column", "split", "one_document")  # options that say what to r
 @documented
 @dataclass(frozen=True)
 class CompileConfig(CommonConfig):
-    """Everything that decides a compilation's result; `permtriton.recipe.config_from` makes one from a recipe."""
+    """Everything that decides a compilation's result; `permtriton.recipe.config_from` makes one from a recipe.
+
+    ``named`` is the recipe as it was named; empty for steps that were given as they are.
+    """
 
     steps: tuple[Step, ...] = ()
+    named: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()

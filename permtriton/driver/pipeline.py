@@ -5,19 +5,20 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
+from permtriton.checkpoint.forms import Evaluation
 from permtriton.checkpoint.quantizer import attach
 from permtriton.data.media import Processor
 from permtriton.data.samples import Inputs
-from permtriton.driver.compilation import Compilation
 from permtriton.driver.forecast import Forecast, make_forecast
-from permtriton.driver.memory import Devices
+from permtriton.driver.memory import Devices, estimate
 from permtriton.driver.options import CompileConfig
 from permtriton.driver.prepare import check_offload, held_out_samples, planned, prepare
-from permtriton.driver.record import compilation_record
+from permtriton.driver.record import Origin, compilation_record
 from permtriton.driver.result import CompiledModel
+from permtriton.driver.run import Run
 from permtriton.driver.step import Outcome, Stage
+from permtriton.driver.workspace import Workspace
 from permtriton.errors import ConfigError, VerificationError
-from permtriton.evaluation.held_out import Evaluation
 from permtriton.methods.measure.importance import magnitudes
 from permtriton.model.checks import check_pruned, check_same_outputs, model_outputs
 from permtriton.model.experts import unstacked_experts
@@ -27,7 +28,8 @@ from permtriton.passes.plan import Plan
 from permtriton.passes.verify_graph import count_operators
 from permtriton.passes.verify_graph import run as run_graph
 from permtriton.recipe import check_recipe, config_from
-from permtriton.running.offload import Offload, working
+from permtriton.running.offload import OffloadFolder, working
+from permtriton.running.placement import Way
 from permtriton.util.progress import NoProgress, Progress
 
 
@@ -42,8 +44,9 @@ def compile_model(  # noqa: PLR0913
     resume_path: Path | None = None,
     say_needs: bool = False,
     device: torch.device | None = None,
-    spread: bool | None = None,
-    offload: Offload | None = None,
+    ways: tuple[Way, ...] = tuple(Way),
+    offload: OffloadFolder | None = None,
+    origin: Origin | None = None,
 ) -> CompiledModel:
     """Permutes the channels of ``model`` and prunes it to N:M, in place.
 
@@ -61,10 +64,10 @@ def compile_model(  # noqa: PLR0913
             refused until they are deleted.
         say_needs: whether to measure the model first and report how much memory, time and disk the work will take.
         device: device that the model, which is on the CPU, shall run on; None where it is.
-        spread: whether the weights of its layers are spread over the ranks of ``torch.distributed`` while it runs, see
-            `permtriton.running.sharding`; None spreads what does not fit ``device``.
+        ways: how the model may be placed on ``device``; of several, its memory decides.
         offload: folder whose disk takes the place of memory, for a model on the CPU that does not fit there; its
             parameters stay in files of that folder as long as they are used.
+        origin: what the record shall say beside what is known here; None for nothing more.
 
     Returns:
         The compiled model, which holds ``model`` itself.
@@ -72,17 +75,26 @@ def compile_model(  # noqa: PLR0913
     Raises:
         PermTritonError: bad input, too little memory or disk, or a failed check. The model may then be partly changed.
     """
-    run = Compilation(model.eval(), _checked(config, offload), progress or NoProgress(), resume_path, offload)
-    with working(offload, model, device), unstacked_experts(model), shared_linears(model):
-        prepared = prepare(run, tokenizer, ids, evaluation_windows, say_needs, device, spread)
+    config, workspace = _checked(config, offload), Workspace(progress or NoProgress(), resume_path, offload)
+    with working(offload, model.eval(), device), unstacked_experts(model), shared_linears(model):
+        run = prepare(
+            model,
+            tokenizer,
+            config,
+            workspace,
+            ids=ids,
+            windows=evaluation_windows,
+            say_needs=say_needs,
+            device=device,
+            ways=ways,
+        )
         run_steps(run)
-        comparison = prove(run)
-        evaluation = measured(run, prepared.evaluation)
+        comparison, evaluation = prove(run), measured(run)
         if run.config.layout == "fused":  # so that save_pretrained also writes the gathers and the permuted norms
             attach(model, str(run.config.sparsity))
-        report = compilation_record(run, prepared.needs, comparison, evaluation)
+        report = compilation_record(run, comparison, evaluation, origin)
     return CompiledModel(
-        model, tokenizer, run.config, run.plan, report, run.reference.samples, offload, run.indices, run.states
+        model, tokenizer, run.config, run.plan, report, run.reference.samples, offload, run.indices, workspace.states
     )
 
 
@@ -95,22 +107,23 @@ def forecast_model(
     evaluation_windows: Inputs | None = None,
     resume_path: Path | None = None,
     devices: Devices | None = None,
-    offload: Offload | None = None,
+    offload: OffloadFolder | None = None,
 ) -> tuple[Plan, Forecast]:
     """Returns what `compile` would do to a model and what it would need; the model stays as it is.
 
     Arguments and errors are those of `compile`, and ``devices``, for which the estimate is made; None means the one
     that the model is on. Too little memory is no error here, but then no time is measured.
     """
-    run = Compilation(model.eval(), _checked(config, offload), NoProgress(), resume_path, offload)
-    with working(offload, model), unstacked_experts(model), shared_linears(model):
-        samples, plan, _ = planned(run, tokenizer, ids)
+    config, workspace = _checked(config, offload), Workspace(NoProgress(), resume_path, offload)
+    with working(offload, model.eval()), unstacked_experts(model), shared_linears(model):
+        start = planned(model, tokenizer, config, workspace, ids, model.device)
         held_out = held_out_samples(model, evaluation_windows)
         devices = devices or Devices.of(model.device, offloaded=offload is not None)
-        return plan, make_forecast(model, plan, run.config, samples, held_out, resume_path, timed=True, devices=devices)
+        needs = estimate(start, held_out, devices)
+        return start.plan, make_forecast(start, needs, held_out, resume_path, devices, timed=True)
 
 
-def _checked(config: CompileConfig | None, offload: Offload | None) -> CompileConfig:
+def _checked(config: CompileConfig | None, offload: OffloadFolder | None) -> CompileConfig:
     config = config_from() if config is None else config
     if not isinstance(config, CompileConfig):
         raise ConfigError(f"config is a {type(config).__name__}: make one with permtriton.config_from")
@@ -120,7 +133,7 @@ def _checked(config: CompileConfig | None, offload: Offload | None) -> CompileCo
     return config
 
 
-def run_steps(run: Compilation) -> None:
+def run_steps(run: Run) -> None:
     """Runs the steps of the recipe, one after another.
 
     Raises:
@@ -128,7 +141,7 @@ def run_steps(run: Compilation) -> None:
     """
     steps = run.config.steps
     for number, step in enumerate(steps):
-        with run.timed(step.name):
+        with run.workspace.timed(step.name):
             if step.stage is Stage.PRUNE:
                 run.keep_dense(steps[number:])
             run.outcomes[step.name] = step.run(run) or Outcome()
@@ -136,7 +149,7 @@ def run_steps(run: Compilation) -> None:
                 run.dense_weights.clear()
 
 
-def prove(run: Compilation) -> str:
+def prove(run: Run) -> str:
     """Checks that the pruned model is N:M and gives the outputs of the lowered graph.
 
     Returns:
@@ -146,7 +159,7 @@ def prove(run: Compilation) -> str:
         VerificationError: a check failed.
     """
     model = run.model
-    with run.timed("prove"):
+    with run.workspace.timed("prove"):
         check_pruned(model, run.plan)
         # The model is N:M: masks by magnitude keep all of it.
         passes = pruning_passes(run.plan, magnitudes(model, run.plan), exact=True)
@@ -164,7 +177,7 @@ def prove(run: Compilation) -> str:
     return "same outputs"
 
 
-def _not_comparable(run: Compilation) -> str:
+def _not_comparable(run: Run) -> str:
     """Returns why the graph need not give the outputs of the model; empty where it must."""
     if run.other_values:
         return "not compared: the graph takes all rows where the model selects some by their values"
@@ -173,9 +186,10 @@ def _not_comparable(run: Compilation) -> str:
     return ""
 
 
-def measured(run: Compilation, evaluation: Evaluation | None) -> dict[str, object]:
+def measured(run: Run) -> Evaluation:
     """Returns the held-out measure of the dense and the compiled model; empty without held-out samples."""
-    if evaluation is None:
+    if run.evaluation is None:
         return {}
-    with run.timed("evaluate"), run.running() as model:
-        return evaluation.measured(model, run.plan.hidden_order(run.indices))
+    with run.workspace.timed("evaluate"), run.running() as model:
+        compiled = run.evaluation.compiled(model, run.plan.hidden_order(run.indices))
+    return {"measure": run.evaluation.measure, "dense": run.evaluation.dense, "compiled": compiled}

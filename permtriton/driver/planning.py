@@ -1,21 +1,89 @@
 """From a model to its plan: traces it, follows its channels through the graph and finds the sites."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 from torch import fx
 from transformers import PreTrainedModel
 
 from permtriton.config import CommonConfig, Layout, OProj
 from permtriton.data.samples import Samples
+from permtriton.driver.options import CompileConfig
+from permtriton.driver.step import FLOAT32, Facts
 from permtriton.errors import ConfigError
+from permtriton.model.core import has_head
 from permtriton.model.experts import stacked_name, unstacked_experts
+from permtriton.model.forward import TOKENS_WITHOUT_LOGITS
 from permtriton.passes.chosen import NOT_NAMED
 from permtriton.passes.layout import fused_plan
-from permtriton.passes.plan import Plan
+from permtriton.passes.plan import Plan, Site, linear_module, turns_of
 from permtriton.passes.provenance import propagate
 from permtriton.passes.sites import find_sites
 from permtriton.passes.trace import trace
+from permtriton.running import ranks
 from permtriton.util.sparsity import NMPattern
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A dense model with its calibration samples and its plan: what a forecast is made of, and a run starts from.
+
+    Attributes:
+        config: every option.
+        graph: graph of the model, from which the plan was made.
+    """
+
+    model: PreTrainedModel
+    config: CompileConfig
+    samples: Samples
+    plan: Plan
+    graph: fx.GraphModule
+
+    @cached_property
+    def facts(self) -> Facts:
+        """The sizes that the needs of all steps follow from."""
+        model, plan, config, samples = self.model, self.plan, self.config, self.samples
+        text = model.config.get_text_config()
+        weights = {name: linear_module(model, name).get_parameter("weight").numel() for _, name in plan.linears()}
+        pruned, widest = sum(weights.values()), max(site.channels for site in plan.sites)
+        hidden = int(getattr(text, "hidden_size", None) or widest)
+
+        def kept_channels(site: Site) -> int:
+            return site.channels + (weights[site.linears[0]] // site.channels if site.residual_reader else 0)
+
+        rows = sum(weights[name] // site.channels for site, name in plan.linears())
+        vectors = sum(p.numel() for p in model.parameters() if p.ndim == 1)
+        width, all_positions = max(widest, hidden), len(samples) * samples.longest
+        tokens = max(samples.longest, min(TOKENS_WITHOUT_LOGITS, all_positions))
+        return Facts(
+            model=sum(p.numel() * p.element_size() for p in model.parameters()),
+            element=next(model.parameters()).element_size(),
+            pruned=pruned,
+            layer=max(sum(weights[name] for site in layer for name in site.linears) for layer in plan.layers()),
+            largest_weight=max(weights.values()),
+            layers=len(plan.layers()),
+            hidden=hidden,
+            width=width,
+            widest=widest,
+            read=max(sum(max(map(kept_channels, turn)) for turn in turns_of(layer)) for layer in plan.layers()),
+            vocabulary=int(getattr(text, "vocab_size", 0)) if has_head(model) else 0,
+            hessians=max(sum(site.channels**2 for site in layer) for layer in plan.layers()) * 4 * FLOAT32,
+            forward=tokens * (hidden + 8 * width) * FLOAT32,
+            spaces=tuple(space.units for space in plan.spaces if not space.frozen),
+            kept=sum(size * (1 - plan.patterns[name].sparsity) for name, size in weights.items())
+            / sum(weights.values()),
+            sequences=len(samples),
+            tokens=samples.tokens,
+            longest=samples.longest,
+            positions=samples.positions,
+            micro_batch_size=config.micro_batch_size,
+            checkpointing=config.activation_checkpointing,
+            ranks=ranks.count(),
+            generated=config.generated,
+            spare=0 if samples.spare is None else len(samples.spare),
+            vectors=vectors + rows,
+        )
 
 
 def find_plan(

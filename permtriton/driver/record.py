@@ -1,9 +1,9 @@
 """What ``permtriton.json`` says of a compilation."""
 
-from collections.abc import Mapping
-from dataclasses import asdict
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import cast
 
+from permtriton.checkpoint.forms import Evaluation, Gguf, Permutation, Report, Retained, Sometimes, Step
 from permtriton.checkpoint.plan_entries import (
     hidden_states_report,
     ordered_site_report,
@@ -11,28 +11,41 @@ from permtriton.checkpoint.plan_entries import (
     rows_report,
 )
 from permtriton.data.samples import Samples
-from permtriton.driver.compilation import Compilation
-from permtriton.driver.memory import Needs
+from permtriton.driver.run import Run, corners
 from permtriton.passes.plan import linear_module, weight_in_out
 from permtriton.recipe import compile_command
 from permtriton.util.machine import determinism, device_name, peak_memory, versions
 from permtriton.util.permutation import moved
 
 
-def compilation_record(
-    run: Compilation, needs: Needs, comparison: str, evaluation: Mapping[str, Any]
-) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Origin:
+    """What is recorded of a compilation that the pipeline does not know.
+
+    Attributes:
+        command: a command with the same result.
+        text: name of the held-out data, or why there are none.
+        gguf: the GGUF file whose weights were dequantized; None without one.
+    """
+
+    command: str
+    text: str
+    gguf: Gguf | None = None
+
+
+def compilation_record(run: Run, comparison: str, evaluation: Evaluation, origin: Origin | None) -> Report:
     """Returns the content of ``permtriton.json``, except for the entries that saving adds.
 
     Args:
         comparison: how the pruned model was compared with the lowered graph.
         evaluation: measure, with its values for the dense and the compiled model; empty if nothing was measured.
+        origin: what the pipeline does not know; None for a model that was given in memory, on samples in memory.
     """
     model, config, plan, indices = run.model, run.config, run.plan, run.indices
     weights = {name: weight_in_out(linear_module(model, name)) for _, name in plan.linears()}
-    return {
-        "model": model.name_or_path,
-        "command": compile_command(model.name_or_path or "", config),
+    record: Report = {
+        "model": model.name_or_path or "",
+        "command": origin.command if origin else compile_command(model.name_or_path or "", config),
         "versions": versions(),
         "device": device_name(model.device),
         "determinism": {"seed": config.seed, **determinism()},
@@ -46,18 +59,19 @@ def compilation_record(
         "pruned_parameters": sum(weight.numel() for weight in weights.values()),
         "sparsity_by_layer": {name: float((weight == 0).float().mean()) for name, weight in weights.items()},
         "permutations": [
-            {**permutation_report(plan, space), "moved": moved(indices[space.name])} for space in plan.spaces
+            cast(Permutation, {**permutation_report(plan, space), "moved": moved(indices[space.name])})
+            for space in plan.spaces
         ],
         "skipped": plan.skipped,
         "barriers": plan.barriers,
         "hidden_states": hidden_states_report(plan.hidden_order(indices), run.reference.unordered),
-        "steps": [{"name": name, **asdict(outcome)} for name, outcome in run.outcomes.items()],
-        "retained_importance": run.importance_shares,
+        "steps": [cast(Step, {"name": name, **asdict(outcome)}) for name, outcome in run.outcomes.items()],
+        "retained_importance": cast(dict[str, Retained], run.importance_shares),
         "corners": {
             name: {"dense": run.dense_corners[name], "pruned": corner, "group": plan.patterns[name].group}
-            for name, corner in run.corners().items()
+            for name, corner in corners(run.model, run.plan).items()
         },
-        "evaluation": dict(evaluation),
+        "evaluation": {**evaluation, "text": origin.text} if origin else evaluation,
         "passes": [{"name": p.name, "nodes": p.changes, "difference": p.difference} for p in run.passes],
         "proof": {
             "fold_difference": run.difference,
@@ -65,9 +79,12 @@ def compilation_record(
             "verified_inputs": list(run.reference.verified),
             "unverified_inputs": run.reference.unverified,
         },
-        "seconds": {stage: round(value, 3) for stage, value in run.seconds.items()},
-        "memory": {"peak": peak_memory(model.device), "estimate": needs.report()},
-        **({"expert_tokens": run.expert_tokens} if run.expert_tokens else {}),
+        "seconds": {stage: round(value, 3) for stage, value in run.workspace.seconds.items()},
+        "memory": {"peak": peak_memory(model.device), "estimate": run.needs.report()},
+        **cast(Sometimes, {"expert_tokens": run.expert_tokens} if run.expert_tokens else {}),
         "sites": [ordered_site_report(site, site.expand(indices[site.space.name])) for site in plan.sites],
         "rows": rows_report(model, plan, indices),
     }
+    if origin and origin.gguf:
+        record["gguf"] = origin.gguf
+    return record

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from permtriton.checkpoint.export import check_format, export
+from permtriton.checkpoint.export import check_format, rewrite
+from permtriton.checkpoint.folder import Folder
 from permtriton.checkpoint.format import Format
 from permtriton.checkpoint.output import claimed, working_folder
 from permtriton.checkpoint.publishing import make_repository, upload
@@ -100,11 +101,12 @@ class CompiledModel(Pruned):
         check_format(format or Format.DENSE, permuted=permuted, what="the compiled model")
         with claimed(path, overwrite=overwrite):
             if format in (None, Format.DENSE, Format.PLAIN):
-                save_checkpoint(self, path, overwrite=overwrite)
+                self.report = save_checkpoint(self, path, overwrite=overwrite)
             else:
                 with working_folder(path) as place:
-                    dense = save_checkpoint(self, place / real_path(path).name, overwrite=False)
-                    export(dense, path, format, overwrite=overwrite)
+                    dense = place / real_path(path).name
+                    self.report = save_checkpoint(self, dense, overwrite=False)
+                    rewrite(Folder.open(dense), path, format, overwrite=overwrite)
         for state in self.states:
             state.delete()
         return real_path(path)

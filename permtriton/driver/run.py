@@ -1,168 +1,134 @@
 """One compilation while it runs: the model as it is now, what is known of it, and what every step may ask for."""
 
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, fx
 from transformers import PreTrainedModel
 
-from permtriton.config import CommonConfig
 from permtriton.data.samples import Samples
+from permtriton.driver.memory import Needs
+from permtriton.driver.options import CompileConfig
+from permtriton.driver.step import Outcome, Step
+from permtriton.driver.workspace import State, Workspace
+from permtriton.evaluation.held_out import Evaluation
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.methods.measure.fisher import fisher_information, output_gradients
 from permtriton.methods.measure.importance import importances_of
 from permtriton.methods.measure.objective import Objective, default_objective, dense_objective, objective_kind
 from permtriton.methods.measure.promises import Retained, check_loss, check_retained, retained_importance
 from permtriton.methods.measure.statistics import reorder_statistics
-from permtriton.model.checks import model_hash
 from permtriton.model.reference import Reference
 from permtriton.passes.apply import apply_edits
 from permtriton.passes.edits import edits_of, moves_of
 from permtriton.passes.graph import absorb_folds
 from permtriton.passes.pipeline import Pass, PassResult, permutation_passes, run_passes
 from permtriton.passes.plan import Plan, linear_module, weight_in_out
+from permtriton.passes.trace import OTHER_VALUES
 from permtriton.running.layer_calls import Empty
 from permtriton.running.micro_batch import MicroBatch
 from permtriton.running.offload import Offload
-from permtriton.running.sharding import running, twin_of
-from permtriton.running.state import StateFile
-from permtriton.util.machine import release_memory
+from permtriton.running.placement import Placement
+from permtriton.running.sharding import twin_of
 from permtriton.util.permutation import compose, identity
 from permtriton.util.progress import Progress
 
 CORNER = 16  # rows and columns of the weights that a report shows
-State = TypeVar("State", bound=StateFile)
-
-
-class Reader(Protocol):
-    """What a step says of what it reads, see `permtriton.driver.step.Step`."""
-
-    @property
-    def reads_generated(self) -> bool: ...
-    @property
-    def draws(self) -> int: ...
-    @property
-    def objective(self) -> str: ...
 
 
 @dataclass
-class Promise:
-    """A loss that masks alone must have in the order that was found.
-
-    Attributes:
-        objective: what was measured, with the dense outputs in that order.
-        loss: its mean over the calibration samples.
-    """
-
-    objective: Objective
-    loss: float
-
-
 class Run:
-    """What a step may ask for and change.
-
-    Args:
-        model: model that the steps change in place.
-        resume_path: path of the files that keep the states of steps, each with its step's name before the suffix; None
-            keeps no state.
-        offload: where weights are that do not fit in memory, and large tensors beside them; None for memory.
+    """What a step may ask for and change; `permtriton.driver.prepare.prepare` makes one of the dense model.
 
     Attributes:
+        model: model that the steps change in place.
+        config: every option.
+        workspace: clock, states, and what stands in for memory.
         samples: calibration samples on the CPU.
         generated: further samples that the dense model wrote, int64 ``[samples, tokens]``; None where it wrote none.
         batch: samples per forward pass without gradients.
         plan: sites and channel spaces.
         graph: graph of the model in the present order, over the model's own parameters.
-        batches: single samples of the traced shapes, on which passes are verified.
         reference: outputs of the dense model, which exact steps must reproduce.
         statistics: site name -> statistic of its input channels in the present order, float32 ``[channels]``; empty
             where no step uses the importance.
+        expert_tokens: experts -> calibration tokens that are sent to each; empty where nothing was measured.
+        evaluation: held-out evaluation, with the measure of the dense model; None without held-out samples.
+        needs: estimated memory.
+        placement: where the model runs.
+        rows: linear -> how much the loss feels each of its rows in the present order; None where it is not known.
+        other_values: whether the graph computes other values than the model, which selects some by their values.
+        batches: single samples of the traced shapes, on which passes are verified.
         indices: space name -> unit index from the dense order, int64 ``[units]``.
         retained: pruned linear -> importance that its mask retains in the present order.
         dense_weights: pruned linear -> its weight before it was pruned; filled where a step needs it.
         dense_corners: the same of what `corners` returns, filled always.
-        expert_tokens: experts -> calibration tokens that are sent to each; empty where nothing was measured.
         passes: result of each compiler pass.
         difference: largest difference from the dense outputs, relative to the largest output.
-        seconds: time per step and stage, filled by `timed`.
-        states: the files that keep a state.
-        other_values: whether the graph computes other values than the model, which selects some by their values.
-        thrifty: whether steps shall save memory, because what they could keep does not fit.
-        spread_on: device on which the model runs with its layers spread over the ranks; None where it runs as it is.
+        outcomes: step name -> what it reports.
     """
 
+    model: PreTrainedModel
+    config: CompileConfig
+    workspace: Workspace
     samples: Samples
+    generated: Tensor | None
     batch: int
     plan: Plan
     graph: fx.GraphModule
-    batches: list[Samples]
     reference: Reference
     statistics: dict[str, Tensor]
-    indices: dict[str, Tensor]
+    expert_tokens: dict[str, list[int]]
+    evaluation: Evaluation | None
+    needs: Needs
+    placement: Placement
+    rows: dict[str, Tensor] | None = None
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        config: CommonConfig,
-        progress: Progress,
-        resume_path: Path | None = None,
-        offload: Offload | None = None,
-    ) -> None:
-        self.model, self.config, self.progress, self.offload = model, config, progress, offload
-        self.resume_path = resume_path
-        self.seconds: dict[str, float] = {}
-        self.states: list[StateFile] = []
-        self.passes: list[PassResult] = []
+    def __post_init__(self) -> None:
+        self.other_values = OTHER_VALUES in self.graph.meta
+        self.batches = _batches(self.model, self.graph, self.reference.samples)
+        self.indices = self.unmoved()
         self.retained: dict[str, float] = {}
         self.dense_weights: dict[str, Tensor] = {}
         self.dense_corners: dict[str, list[list[float]]] = {}
-        self.expert_tokens: dict[str, list[int]] = {}
-        self.generated: Tensor | None = None
-        self.difference, self.other_values, self.thrifty = 0.0, False, False
-        self.spread_on: torch.device | None = None
-        self._inputs: dict[str, Any] = {}
+        self.passes: list[PassResult] = []
+        self.difference = 0.0
+        self.outcomes: dict[str, Outcome] = {}
         self._dense_order: dict[str, Retained] = {}
         self._objectives: dict[tuple[str, int, bool], Objective] = {}
-        self._promise: Promise | None = None
+        self._promise: tuple[Objective, float] | None = None  # what masks alone must reach in the present order
 
-    # -- time, memory and states ---------------------------------------------------------------------------------------
+    # -- what it works with --------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def timed(self, stage: str) -> Iterator[None]:
-        """Adds the time that the ``with`` block takes to ``seconds[stage]``, and returns the memory that it freed."""
-        started = time.perf_counter()
-        yield
-        release_memory()
-        if self.offload is not None:
-            self.offload.release()
-        self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - started
+    @property
+    def progress(self) -> Progress:
+        """What is told of the work."""
+        return self.workspace.progress
+
+    @property
+    def offload(self) -> Offload | None:
+        """Where weights are that do not fit in memory, and large tensors beside them; None for memory."""
+        return self.workspace.offload
 
     @property
     def empty(self) -> Empty:
         """Makes a large tensor on the CPU, as ``torch.empty`` does."""
-        return torch.empty if self.offload is None else self.offload.empty
+        return self.workspace.empty
+
+    @property
+    def thrifty(self) -> bool:
+        """Whether steps shall save memory, because what they could keep does not fit."""
+        return self.needs.thrifty
 
     def state(self, kind: type[State], step: str) -> State | None:
-        """Returns the file that keeps the state of a step; None without ``resume_path``."""
-        if self.resume_path is None:
-            return None
-        path = self.resume_path.with_suffix(f".{step}{self.resume_path.suffix}")
-        with self.timed("identify"):
-            file = kind(path, {**self._inputs, "start": model_hash(self.model)})
-        self.states.append(file)
-        return file
+        """Returns the file that keeps the state of a step; None where no state is kept."""
+        return self.workspace.state(kind, step, self.model)
 
-    def note(self, **found: Any) -> None:
-        """Notes what was found at the start of the run, as JSON values: it decides the results of all that follows."""
-        self._inputs |= found
-
-    def read_by(self, step: Reader) -> Samples:
+    def read_by(self, step: Step) -> Samples:
         """Returns the samples that a step reads.
 
         They are the calibration samples and, for a step that reads such text, what the dense model wrote. A step that
@@ -182,12 +148,12 @@ class Run:
     # -- the model -----------------------------------------------------------------------------------------------------
 
     def running(self) -> AbstractContextManager[PreTrainedModel]:
-        """Returns a context that yields what runs in place of the model, see `permtriton.running.sharding.running`."""
-        return running(self.model, self.plan, self.spread_on)
+        """Returns a context that yields the model, or its twin, on the device that it runs on."""
+        return self.placement.running(self.model, self.plan)
 
     def spread_twin(self) -> PreTrainedModel:
         """Returns a twin of the model that a step may spread over the ranks, or the model where it runs as it is."""
-        return self.model if self.spread_on is None else twin_of(self.model)
+        return self.model if self.placement.spread_on is None else twin_of(self.model)
 
     def importances(self) -> dict[str, ImportanceFactors]:
         """Returns linear name -> importance of its present weight, for every pruned linear."""
@@ -195,6 +161,8 @@ class Run:
 
     def row_weights(self) -> dict[str, Tensor]:
         """Returns linear name -> how much the loss feels each of its rows, float32 ``[out_features]``."""
+        if self.rows is not None:
+            return self.rows
         kind = default_objective(self.model)
         with self.running() as model:
             found = fisher_information(model, self.plan, kind, self.samples, self.config, self.progress, self.offload)
@@ -217,24 +185,6 @@ class Run:
     def run_passes(self, passes: Sequence[Pass], batches: Sequence[Samples] = ()) -> None:
         """Runs compiler passes on the graph, and verifies its outputs where samples of the traced shapes are given."""
         self.graph = run_passes(self.graph, passes, batches, self.passes.append)
-
-    def corners(self) -> dict[str, list[list[float]]]:
-        """Returns the first rows and columns of a few weights in the present order, with three digits.
-
-        The weights are one of each kind of site, from the first layer to the last: linear -> rows of its entries.
-        """
-        kinds: dict[str, list[str]] = {}
-        for site in self.plan.sites:
-            if site.linears:
-                kinds.setdefault(site.linears[0].rpartition(".")[2], []).append(site.linears[0])
-        last = max(len(kinds) - 1, 1)
-        names = [of[round(number * (len(of) - 1) / last)] for number, of in enumerate(kinds.values())]
-        weights = (weight_in_out(linear_module(self.model, name))[:CORNER, :CORNER].T for name in names)
-        rows = (weight.float().cpu().tolist() for weight in weights)
-        return {
-            name: [[float(f"{value:.3g}") for value in row] for row in corner]
-            for name, corner in zip(names, rows, strict=True)
-        }
 
     def reorder(self, indices: Mapping[str, Tensor], block_size: int | None = None) -> None:
         """Writes permutations into graph, model and statistics, and checks that the outputs stay the same.
@@ -264,7 +214,7 @@ class Run:
         self.retained = retained
         order = self.plan.hidden_order({**self.unmoved(), **indices})
         self._objectives = {key: objective.reordered(order) for key, objective in self._objectives.items()}
-        self._promise = None
+        self._promise, self.rows = None, None
 
     def _retained(self, indices: Mapping[str, Tensor]) -> dict[str, Retained]:
         return retained_importance(self.model, self.plan, self.importances(), indices, self.retained)
@@ -278,9 +228,28 @@ class Run:
             if dense.total > 0
         }
 
+    def keep_dense(self, steps: Sequence[Step]) -> None:
+        """Keeps what later steps and the record need of the dense model, before the first one prunes it.
+
+        Args:
+            steps: the steps that are left.
+        """
+        if not self._dense_order and self.statistics:  # nothing was permuted
+            self._dense_order = self._retained({})
+            self.retained = {name: each.chosen for name, each in self._dense_order.items()}
+        self.dense_corners = self.dense_corners or corners(self.model, self.plan)
+        if any(step.dense_weights for step in steps):
+            for _, name in self.plan.linears():
+                weight = linear_module(self.model, name).get_parameter("weight").detach()
+                self.dense_weights[name] = self.empty(weight.shape, dtype=weight.dtype).copy_(weight)
+        keys = {self._objective_key(step): step for step in steps if step.objective}
+        self._objectives = {key: found for key, found in self._objectives.items() if key in keys}
+        for step in keys.values():
+            self.objective(step)
+
     # -- the distance from the dense model -----------------------------------------------------------------------------
 
-    def objective(self, step: Reader) -> Objective:
+    def objective(self, step: Step) -> Objective:
         """Returns what a step minimises, with the dense outputs in the present order as its target.
 
         They are computed where they are not known yet, which is possible only before the model is pruned.
@@ -294,20 +263,13 @@ class Run:
             self._objectives[key] = found.on(self.model)
         return self._objectives[key]
 
-    def keep_objectives(self, steps: Sequence[Reader]) -> None:
-        """Computes what some steps minimise, and drops what others did."""
-        keys = {self._objective_key(step): step for step in steps if step.objective}
-        self._objectives = {key: found for key, found in self._objectives.items() if key in keys}
-        for step in keys.values():
-            self.objective(step)
-
-    def _objective_key(self, step: Reader) -> tuple[str, int, bool]:
+    def _objective_key(self, step: Step) -> tuple[str, int, bool]:
         written = step.reads_generated and self.generated is not None
         return objective_kind(step.objective, self.model), step.draws, written
 
-    def promise(self, step: Reader, loss: float) -> None:
+    def promise(self, step: Step, loss: float) -> None:
         """Notes the loss that masks alone must have in the present order, by what a step minimised."""
-        self._promise = Promise(self.objective(step), loss)
+        self._promise = self.objective(step), loss
 
     def check_promise(self) -> None:
         """Compares the loss of the model, pruned by masks, with the one that was promised, if one was.
@@ -317,8 +279,41 @@ class Run:
         """
         if self._promise is None:
             return
+        objective, promised = self._promise
         with self.running() as model:
-            mean = partial(self._promise.objective.on(model).mean, model, self.samples)
+            mean = partial(objective.on(model).mean, model, self.samples)
             found = MicroBatch(self.config.micro_batch_size).run(mean)
-        check_loss(self._promise.loss, found, self.model.dtype)
+        check_loss(promised, found, self.model.dtype)
         self._promise = None
+
+
+def corners(model: PreTrainedModel, plan: Plan) -> dict[str, list[list[float]]]:
+    """Returns the first rows and columns of a few weights in the present order, with three digits.
+
+    The weights are one of each kind of site, from the first layer to the last: linear -> rows of its entries.
+    """
+    kinds: dict[str, list[str]] = {}
+    for site in plan.sites:
+        if site.linears:
+            kinds.setdefault(site.linears[0].rpartition(".")[2], []).append(site.linears[0])
+    last = max(len(kinds) - 1, 1)
+    names = [of[round(number * (len(of) - 1) / last)] for number, of in enumerate(kinds.values())]
+    weights = (weight_in_out(linear_module(model, name))[:CORNER, :CORNER].T for name in names)
+    rows = (weight.float().cpu().tolist() for weight in weights)
+    return {
+        name: [[float(f"{value:.3g}") for value in row] for row in corner]
+        for name, corner in zip(names, rows, strict=True)
+    }
+
+
+def _batches(model: PreTrainedModel, graph: fx.GraphModule, given: Samples) -> list[Samples]:
+    """Returns single samples of the traced shapes, on which passes are verified."""
+    taken = {}
+    for node in graph.graph.nodes:
+        if node.op == "placeholder":
+            rows = given.inputs[str(node.target)]
+            if given.is_text:
+                tokens = node.meta["val"].shape[1]
+                rows = rows.repeat(1, math.ceil(tokens / rows.shape[1]))[:, :tokens]  # which may be fewer than traced
+            taken[str(node.target)] = rows
+    return list(Samples(taken).to(model.device, model.dtype).split(1))

@@ -15,8 +15,7 @@ from permtriton.data.held_out import held_out_windows
 from permtriton.data.in_memory import Data, selected
 from permtriton.data.media import Processor
 from permtriton.errors import CalibrationError, ConfigError, MemoryTooSmallError, ModelError, reading, shown
-from permtriton.evaluation import measure
-from permtriton.evaluation.measure import Evaluated
+from permtriton.evaluation.measure import Evaluated, measure_model
 from permtriton.evaluation.protocol import measured_by
 from permtriton.evaluation.task_request import TaskRequest
 from permtriton.model import load
@@ -104,7 +103,8 @@ def evaluate(  # noqa: PLR0913
     name = ""
     if hidden_order is not None:
         hidden_order = _checked_order(model, hidden_order)
-    source = source_of(model, dtype, device, trust_remote_code, gguf_file, revision, token)
+    loading = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code, "token": token}
+    source = source_of(model, **loading, gguf_file=gguf_file, revision=revision)
     if isinstance(source, Source):
         name = source.name
         shown.say(f"loading {source.described}")
@@ -116,7 +116,7 @@ def evaluate(  # noqa: PLR0913
     else:
         measured = source
         load.check_loaded(measured)
-    dense = _dense(against, dtype, device, trust_remote_code, token)
+    dense = _dense(against, loading)
     if isinstance(dense, Source):
         name = DEMO if dense.name == DEMO else name
         dense = _loaded_beside(measured, tokenizer, dense, shown)
@@ -125,7 +125,7 @@ def evaluate(  # noqa: PLR0913
         if chosen is None:
             raise CalibrationError(text)
         shown.say(f"no perplexity, tasks only: {text}")
-    return measure.evaluate(
+    return measure_model(
         measured,
         tokenizer,
         windows=windows,
@@ -148,12 +148,10 @@ def _say_pattern(source: Source, model: PreTrainedModel, shown: Progress) -> Non
         shown.say(f"warning: {problem}")
 
 
-def _dense(
-    against: Against, dtype: str, device: str, trust_remote_code: bool, token: str | None
-) -> Source | PreTrainedModel | None:
+def _dense(against: Against, loading: dict[str, Any]) -> Source | PreTrainedModel | None:
     """Returns the dense model that a caller gave, or where it is to be read from."""
     if isinstance(against, str | Path):
-        return Source(str(against), dtype, device, trust_remote_code, token=token)
+        return Source(str(against), **loading)
     if not isinstance(against, Source | PreTrainedModel | None):
         raise ConfigError(
             f"against is a {type(against).__name__}: expected a folder, a hub name, demo, or a transformers model"

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -52,10 +51,6 @@ class Evaluation:
             first = windows[:MAX_ENCODER_WINDOWS]
             self._windows = replace(first, inputs=arguments_of(model, first.inputs))
             self._hidden = hidden_states(model, self._windows, self._batch)
-
-    def measured(self, model: PreTrainedModel, hidden_order: Tensor | None) -> dict[str, Any]:
-        """Returns the measure's name and its values for the dense and the compiled model; arguments as `compiled`."""
-        return {"measure": self.measure, "dense": self.dense, "compiled": self.compiled(model, hidden_order)}
 
     @torch.no_grad()
     def compiled(self, model: PreTrainedModel, hidden_order: Tensor | None) -> float:

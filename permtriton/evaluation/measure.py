@@ -69,7 +69,7 @@ class Evaluated:
         return self.windows * self.window
 
 
-def evaluate(  # noqa: PLR0913
+def measure_model(  # noqa: PLR0913
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None = None,
     *,

@@ -1,7 +1,7 @@
 """Where does a model come from: a folder, the hub, a GGUF file, the demo? On which device, and in which dtype?"""
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -107,22 +107,22 @@ class Source:
         return self.gguf is None and os.path.isfile(os.path.join(self.location, file))
 
 
-def source_of(model: PreTrainedModel | str | Path, *loading: Any) -> Source | PreTrainedModel:
+def source_of(model: PreTrainedModel | str | Path, **loading: Any) -> Source | PreTrainedModel:
     """Returns where the model that a caller gave is to be read from, or the model if it is loaded.
 
     Args:
-        loading: the further arguments of `Source`, in their order.
+        loading: the further arguments of `Source`.
 
     Raises:
         ConfigError: it is neither a name nor a model, or an argument has no effect on a loaded model.
     """
     if isinstance(model, str | Path):
-        return Source(str(model), *loading)
+        return Source(str(model), **loading)
     if not isinstance(model, PreTrainedModel):
         raise ConfigError(
             f"model is a {type(model).__name__}: expected a folder, a hub name, demo, or a transformers model"
         )
-    if Source("", *loading[:-1]) != Source(""):  # the token may be for publishing
+    if replace(Source("", **loading), token=None) != Source(""):  # the token may be for publishing
         raise ConfigError(
             "`device=`, `dtype=`, `trust_remote_code=`, `gguf_file=` and `revision=` have no effect on a loaded "
             "model: leave them out"

@@ -58,7 +58,7 @@ class Epoch:
 
 
 @dataclass
-class Learned:
+class LearnedOrder:
     """The result of learning.
 
     Attributes:
@@ -75,7 +75,7 @@ class Learned:
 class LearningFile(StateFile):
     """A safetensors file with the state between epochs, from which an interrupted run continues."""
 
-    def load(self, relaxation: Relaxation, optimizer: torch.optim.Optimizer, epochs: int) -> Learned | None:
+    def load(self, relaxation: Relaxation, optimizer: torch.optim.Optimizer, epochs: int) -> LearnedOrder | None:
         """Restores the state into ``relaxation`` and ``optimizer`` and returns the result so far; None without a file.
 
         Args:
@@ -95,7 +95,7 @@ class LearningFile(StateFile):
             like |= {f"optimizer.{number}.{key}": parameter for key in OPTIMIZER_KEYS if key != "step"}
             like[f"optimizer.{number}.step"] = torch.tensor(0.0)
         self.check_tensors(tensors, like)
-        result = Learned(
+        result = LearnedOrder(
             {name: tensors[f"index.{name}"] for name in relaxation.units}, *self._read_history(texts, epochs)
         )
         restored = {"state": {}, "param_groups": optimizer.state_dict()["param_groups"]}
@@ -115,7 +115,7 @@ class LearningFile(StateFile):
             raise self.damaged(f"its history has {len(history)} epochs and keeps epoch {kept}")
         return history, kept
 
-    def save(self, relaxation: Relaxation, optimizer: torch.optim.Optimizer, result: Learned) -> None:
+    def save(self, relaxation: Relaxation, optimizer: torch.optim.Optimizer, result: LearnedOrder) -> None:
         """Replaces the file by the current state; if interrupted, the earlier file stays intact.
 
         Raises:
@@ -156,7 +156,7 @@ def learn(  # noqa: PLR0913
     resume: LearningFile | None = None,
     keep_masked: bool = True,
     spread_on: torch.device | None = None,
-) -> Learned:
+) -> LearnedOrder:
     """Learns a unit index for every space that may move.
 
     Args:
@@ -182,7 +182,7 @@ def learn(  # noqa: PLR0913
         result = resume.load(relaxation, optimizer, options.epochs) if resume else None
         if result is None:
             base = {space.name: identity(space.units) for space in spaces}
-            result = Learned(
+            result = LearnedOrder(
                 base, [Epoch(0, trainer.evaluate(base), 0, trainer.agreement(base, 0), options.tau_start, 0.0)]
             )
         else:
@@ -198,7 +198,7 @@ def learn(  # noqa: PLR0913
 
 
 def _learn_epoch(
-    trainer: "OrderTrainer", number: int, result: Learned, options: Learning, advance: Callable[..., None]
+    trainer: "OrderTrainer", number: int, result: LearnedOrder, options: Learning, advance: Callable[..., None]
 ) -> None:
     """Trains one epoch and records it in ``result``."""
     started = time.perf_counter()

@@ -71,7 +71,7 @@ class Round:
 
 
 @dataclass
-class Searched:
+class SearchedOrder:
     """The result of the search.
 
     Attributes:
@@ -125,7 +125,7 @@ class Swaps:
 class SearchFile(StateFile):
     """The state between rounds."""
 
-    def load(self, spaces: Sequence[ChannelSpace], rounds: int) -> Searched | None:
+    def load(self, spaces: Sequence[ChannelSpace], rounds: int) -> SearchedOrder | None:
         """Returns the result so far, or None where there is no file.
 
         Args:
@@ -146,9 +146,9 @@ class SearchFile(StateFile):
             raise self.damaged(f"its history cannot be read ({error})") from error
         if type(finished) is not bool or (len(history) > rounds and not finished):
             raise self.damaged(f"after {len(history) - 1} of {rounds} rounds, finished is {finished}")
-        return Searched(tensors, history, finished)
+        return SearchedOrder(tensors, history, finished)
 
-    def save(self, result: Searched) -> None:
+    def save(self, result: SearchedOrder) -> None:
         """Replaces the state by the result so far.
 
         Raises:
@@ -168,7 +168,7 @@ def search(  # noqa: PLR0913
     config: CommonConfig,
     progress: Progress,
     state: SearchFile | None = None,
-) -> Searched:
+) -> SearchedOrder:
     """Searches a unit index for every space that may move.
 
     Args:
@@ -193,7 +193,7 @@ def search(  # noqa: PLR0913
         result = state.load(spaces, options.rounds) if state else None
         if result is None:
             base = {space.name: identity(space.units) for space in spaces}
-            result = Searched(base, [Round(0, searcher.loss(base), 0, 0.0, options.damping, 0, 0, 0.0)])
+            result = SearchedOrder(base, [Round(0, searcher.loss(base), 0, 0.0, options.damping, 0, 0, 0.0)])
         else:
             progress.say(f"continuing after round {result.history[-1].round} of an interrupted run")
         share = ranks.own_rows(len(samples)).numel()
@@ -235,7 +235,7 @@ class Searcher:
         self._masks.set(indices)
         return self._masks.loss(self._objective, self._samples)
 
-    def round(self, result: Searched, advance: Callable[[int], None] | None = None) -> None:
+    def round(self, result: SearchedOrder, advance: Callable[[int], None] | None = None) -> None:
         """Runs one round and records it in ``result``.
 
         Args:

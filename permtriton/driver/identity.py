@@ -1,0 +1,64 @@
+"""Which run is it? What decides a result, and whether the states of an interrupted run belong to it."""
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from permtriton.data.samples import Samples
+from permtriton.driver.options import CompileConfig
+from permtriton.driver.step import Step
+from permtriton.driver.workspace import Workspace
+from permtriton.methods import steps
+from permtriton.model.checks import model_hash
+from permtriton.running import ranks
+from permtriton.running.state import StateFile
+from permtriton.util.machine import device_name, versions
+
+# What is lowered where memory ran out, and then continues the same run.
+ROUNDING_ONLY = ("micro_batch_size", "activation_checkpointing")
+WRITING = "generated"  # the state of the text that the dense model writes
+
+
+def states_beside(resume_path: Path, recipe: Sequence[Step]) -> list[Path]:
+    """Returns the paths of the states that an interrupted run left, of whatever steps that are known."""
+    names = dict.fromkeys((WRITING, *(kind.name for kind in steps.STEPS), *(step.name for step in recipe)))
+    paths = (resume_path.with_suffix(f".{name}{resume_path.suffix}") for name in names)
+    return sorted(filter(Path.is_file, paths))
+
+
+def run_identity(model: PreTrainedModel, device: torch.device) -> dict[str, Any]:
+    """Returns what decides every result but the options and the text, as JSON values."""
+    machine = device_name(device)
+    if ranks.count() > 1:  # sums over ranks are rounded in another order, too
+        machine = f"{ranks.count()} ranks, each on {machine}"
+    return {"weights": model_hash(model), "versions": versions(), "machine": machine}
+
+
+def identify(
+    workspace: Workspace, model: PreTrainedModel, config: CompileConfig, samples: Samples, device: torch.device
+) -> None:
+    """Notes what decides the result, and refuses states of another run before any work is done.
+
+    Raises:
+        OutputError: a state beside the output belongs to another run, or is damaged.
+    """
+    if workspace.resume_path is None:
+        return
+    options = {name: value for name, value in config.to_dict().items() if name not in ROUNDING_ONLY}
+    draws = any(step.draws for step in config.steps)
+    text = samples.joined(samples.spare) if draws and samples.spare is not None else samples
+    workspace.note(config=options, text=text.sha256, **run_identity(model, device))
+    beside = partial(states_beside, workspace.resume_path, config.steps)
+    machines = ranks.on_first(lambda: {StateFile(path, workspace.inputs).check() for path in beside()})
+    for path in ranks.on_first(beside):
+        workspace.progress.say(f"found {path.name}: its step will continue where the interrupted run stopped")
+    here = workspace.inputs["machine"]
+    for machine in sorted(machines - {None, here}, key=str):
+        workspace.progress.say(
+            f"the interrupted run was on {machine}; this is {here}, which rounds sums differently: the result may "
+            "differ from that of an uninterrupted run"
+        )

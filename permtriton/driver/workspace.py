@@ -1,0 +1,70 @@
+"""What a compilation works with from its first moment: a clock, a disk in place of memory, and the files of states."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from transformers import PreTrainedModel
+
+from permtriton.model.checks import model_hash
+from permtriton.running.layer_calls import Empty
+from permtriton.running.offload import Offload
+from permtriton.running.state import StateFile
+from permtriton.util.machine import release_memory
+from permtriton.util.progress import Progress
+
+State = TypeVar("State", bound=StateFile)
+
+
+class Workspace:
+    """What is there before anything is known of the model.
+
+    Args:
+        progress: what is told of the work.
+        resume_path: path of the files that keep the states of steps, each with its step's name before the suffix; None
+            keeps no state.
+        offload: where weights are that do not fit in memory, and large tensors beside them; None for memory.
+
+    Attributes:
+        seconds: time per step and stage, filled by `timed`.
+        states: the files that keep a state.
+        inputs: what decides the result, as JSON values, filled by `note`: a state of another run is refused.
+    """
+
+    def __init__(self, progress: Progress, resume_path: Path | None = None, offload: Offload | None = None) -> None:
+        self.progress, self.resume_path, self.offload = progress, resume_path, offload
+        self.seconds: dict[str, float] = {}
+        self.states: list[StateFile] = []
+        self.inputs: dict[str, Any] = {}
+
+    @contextmanager
+    def timed(self, stage: str) -> Iterator[None]:
+        """Adds the time that the ``with`` block takes to ``seconds[stage]``, and returns the memory that it freed."""
+        started = time.perf_counter()
+        yield
+        release_memory()
+        if self.offload is not None:
+            self.offload.release()
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - started
+
+    @property
+    def empty(self) -> Empty:
+        """Makes a large tensor on the CPU, as ``torch.empty`` does."""
+        return torch.empty if self.offload is None else self.offload.empty
+
+    def note(self, **inputs: Any) -> None:
+        """Notes what decides the results of all that follows."""
+        self.inputs |= inputs
+
+    def state(self, kind: type[State], step: str, model: PreTrainedModel) -> State | None:
+        """Returns the file that keeps the state of a step on a model as it is now; None without ``resume_path``."""
+        if self.resume_path is None:
+            return None
+        path = self.resume_path.with_suffix(f".{step}{self.resume_path.suffix}")
+        with self.timed("identify"):
+            file = kind(path, {**self.inputs, "start": model_hash(model)})
+        self.states.append(file)
+        return file
