@@ -299,9 +299,7 @@ def _check_vocabulary(source: Source, tokenizer: PreTrainedTokenizerBase) -> Non
             "is damaged"
         )
     if (added := tokenizer.num_special_tokens_to_add()) > MOST_GROWTH:
-        raise ModelError(
-            f"{source.name}: its tokenizer adds {added} tokens to each text: expected at most {MOST_GROWTH}"
-        )
+        raise ModelError(f"{source.name}: its tokenizer adds {added} tokens to each text: expected at most {MOST_GROWTH}")
 
 
 def check_original(model: PreTrainedModel) -> None:
