@@ -3,8 +3,7 @@
 python benchmarks/issue_floor.py        needs triton; nvcc too, if a kernel in CUDA has a named shape; no GPU
 
 The figures go to results/issue-floor.json, under "now" and "predicted", and from there to the tables of
-kernels/README.md and NOTES.md. Those under "before" are of the kernels as they were before they were redesigned from
-such counts; they stay.
+kernels/README.md and NOTES.md.
 """
 
 import json

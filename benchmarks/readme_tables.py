@@ -150,39 +150,31 @@ def seeded_faults_words(name: str) -> str:
 
 
 def issue_floor_table(name: str) -> str:
-    """Returns the rows of ``benchmarks/issue_floor.py``, before and after the kernels were redesigned."""
-    report = _load(name)
-    before, now = ({(row["name"], row["gpu"]): row for row in report[when]["rows"]} for when in ("before", "now"))
+    """Returns the rows of ``benchmarks/issue_floor.py``; times are in the table of predictions."""
+    now = _load(name)["now"]
     about = [gpu.name for gpu in GPUS]
+    rows = {(row["name"], row["gpu"]): row for row in now["rows"]}
     lines = [
-        "| kernel and shape | registers | programs per SM | waves | main loop | instructions | barriers | shuffles | "
-        f"issue floor, us | latency, us | memory time, us | ratio, {about[0]} | {' | '.join(about[1:])} |",
-        "|---" * (11 + len(about)) + "|",
+        "| kernel and shape | registers | programs per SM | main loop | instructions | barriers | shuffles | "
+        f"ratio, {about[0]} | {' | '.join(about[1:])} |",
+        "|---" * (7 + len(about)) + "|",
     ]
-    for case in dict.fromkeys(name for name, _ in (*before, *now)):
-        of = [[when.get((case, gpu)) for when in (before, now)] for gpu in about]
-        cells = [_arrow(of[0], *cell) for cell in _FLOOR_CELLS] + [_arrow(pair, "ratio", 2) for pair in of]
+    for case in dict.fromkeys(name for name, _ in rows):
+        main = rows[case, about[0]]
+        per_unit = "-" if main["per_unit"] is None else f"{main['per_unit']:.2f} per {main['unit']}"
+        cells = [_count(main[key]) for key in ("registers", "resident", "main_loop")]
+        cells += [per_unit, *(_count(main[key]) for key in ("barriers", "shuffles"))]
+        cells += [_count(rows[case, gpu]["ratio"], 2) for gpu in about]
         lines.append(f"| {case} | {' | '.join(cells)} |")
     gpus = "; ".join(
         f"{gpu.name}: {gpu.processors} SMs x 4 x {gpu.clock / 1e9:.2f} GHz, {gpu.bandwidth / 1e12:.2f} TB/s "
         f"({gpu.source})" for gpu in GPUS
     )  # fmt: skip
-    versions = f"before: commit {report['before']['commit']}, triton {report['before']['triton']}; now: triton "
-    return "\n".join([*lines, "", f"{gpus}. Counted, {versions}{report['now']['triton']}; all but the last columns for "
-                      f"{about[0]}."])  # fmt: skip
+    return "\n".join([*lines, "", f"{gpus}. Triton {now['triton']}; all but the last columns for {about[0]}."])
 
 
-_FLOOR_CELLS = (
-    ("registers", 0), ("resident", 0), ("waves", 2), ("main_loop", 0), ("per_unit", 2, "unit"), ("barriers", 0),
-    ("shuffles", 0), ("issue_us", 1), ("latency_us", 1), ("memory_us", 1),
-)  # fmt: skip
-
-
-def _arrow(rows: list[Any], key: str, digits: int, unit: str = "") -> str:
-    """Returns "before → now" of a figure, once if both are the same; a minus where there is none."""
-    shown = ["-" if row is None or row.get(key) is None else f"{row[key]:,.{digits}f}" for row in rows]
-    text = shown[1] if shown[0] in (shown[1], "-") else " → ".join(shown)
-    return f"{text} per {(rows[1] or rows[0])[unit]}" if unit and text != "-" else text
+def _count(value: float | None, digits: int = 0) -> str:
+    return "-" if value is None else f"{value:,.{digits}f}"
 
 
 def finetune_table() -> str:
@@ -250,7 +242,7 @@ TABLES = {
     "config-options": config_options_table,
     "variation": lambda: variation_table("variation-demo.json"),
     "seeded-faults": lambda: seeded_faults_words("seeded-faults.json"),
-    "gpu-commands": lambda: f"```\n{gpu.plan()}\n```",
+    "gpu-commands": lambda: f"```\n{gpu.plan(with_rows=False)}\n```",
     "gpu": lambda: gpu.markdown(gpu.read(RESULTS / "gpu.json")),
     "issue-floor": lambda: issue_floor_table("issue-floor.json"),
     "gpu-predicted": lambda: gpu.predicted(_load("issue-floor.json"), gpu.read(RESULTS / "gpu.json")),

@@ -120,10 +120,15 @@ class _Functions(TorchFunctionMode):
 
     def _answer(self, function, args, kwargs):
         gpu = self._gpu
-        if gpu.tracing or function == Tensor.backward:
-            gpu.asked = False
+        if gpu.tracing:
             return function(*args, **kwargs)
         name = getattr(function, "__name__", "")
+        if name == "backward":  # what Python does in it is to be seen, too
+            gpu.asked = False
+            if function != Tensor.backward:
+                return function(*args, **kwargs)
+            with _Functions(gpu):
+                return torch.autograd.backward(args[0], kwargs.get("gradient", args[1] if len(args) > 1 else None))
         if function == Tensor.device.__get__:
             return GPU if gpu.holds(args[0]) else function(*args)
         if function == Tensor.is_cuda.__get__:
@@ -184,11 +189,6 @@ class _Operators(TorchDispatchMode):
     def __init__(self, gpu: PretendGpu) -> None:
         super().__init__()
         self._gpu = gpu
-        self._new: StorageWeakRef | None = None
-
-    def _is_new(self, tensor: Tensor) -> bool:
-        new = self._new
-        return new is not None and not new.expired() and new.cdata == tensor.untyped_storage()._cdata
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -201,13 +201,10 @@ class _Operators(TorchDispatchMode):
         name = operator.overloadpacket.__name__ if hasattr(operator, "overloadpacket") else str(operator)
         if any(there):
             here = [each for each, is_there in zip(tensors, there, strict=True) if not is_there and each.ndim]
-            if not self._gpu.asked:  # in C++, such as in a backward pass, nobody says where something new is made
-                here = [each for each in here if not self._is_new(each)]
             if here and name not in MIXING:
                 raise RuntimeError(f"{operator}: tensors on the GPU and on the CPU, of {[*here[0].shape]}")
         found = operator(*args, **kwargs)
-        if isinstance(found, Tensor) and not tensors and not self._gpu.asked:
-            self._new = StorageWeakRef(found.untyped_storage())
-        if any(there) and (name != "copy_" or there[0]) and _device(kwargs.get("device")) != CPU:
+        elsewhere = self._gpu.asked and _device(kwargs.get("device")) == CPU
+        if any(there) and (name != "copy_" or there[0]) and not elsewhere:
             self._gpu.take(found)
         return found

@@ -101,13 +101,6 @@ def test_no_finite_assignment_is_refused(value):
         assignment(score)
 
 
-@pytest.mark.parametrize("shape", [(2, 4, 4), (0, 4, 4), (3, 1, 1)])
-def test_opcheck(shape):
-    score = torch.rand(shape, generator=torch.Generator().manual_seed(0))
-    torch.library.opcheck(torch.ops.permtriton.assignment.default, (score,))
-    torch.library.opcheck(torch.ops.permtriton.assignment.default, (score.mT,))
-
-
 def test_compiles_without_a_break():
     score = scores_of(6)
     compiled = torch.compile(lambda x: assignment(x * 2).long() + 1, fullgraph=True, backend="aot_eager")

@@ -374,7 +374,7 @@ def test_its_own_kernels_compile_for_a_gpu():
         x, weight = (torch.empty(size, dtype=torch.bfloat16) for size in ((16384, models.HIDDEN), models.HIDDEN))
         kernels.rms_norm_alone(x, weight, 1e-5)
     assert [launch.kernel.fn.__name__ for launch in launches] == ["_read_kernel", "_rms_norm_kernel"]
-    for target in compile_check.TARGETS[:3]:
+    for target in (target for target in compile_check.TARGETS if target.required):
         for launch in launches:
             found = compile_check.compile_one(Build("", launch, default=True), target)
             assert (found.error, found.problem) == (None, None)

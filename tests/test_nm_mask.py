@@ -230,21 +230,6 @@ def test_values_of_soft_do_not_matter():
     assert torch.equal(results[0], nm_mask(weight, factors, index, torch.empty(0), [8], TWO_FOUR, True))
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("column_major", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.slow(but=["dtype0-False-row and column", "dtype1-True-power 2"])
-def test_opcheck(form, column_major, dtype):
-    sizes = [8, 4]
-    weight, factors = weight_of(3, 12, dtype, column_major), factors_of(form, 3, 12, torch.float32)
-    index, soft = block_index(sizes), torch.zeros(80, requires_grad=True)
-    flat = (factors.power, factors.scale, factors.row, factors.column)
-    args = (weight, *flat, index, soft, sizes, 2, 4, True)
-    torch.library.opcheck(torch.ops.permtriton.nm_mask.default, args)
-    args = (weight_of(3, 12, dtype), weight, *flat, index, sizes, 4, True)
-    torch.library.opcheck(torch.ops.permtriton.nm_mask_backward.default, args)
-
-
 def test_compiles_without_a_break():
     weight, factors, index = weight_of(5, 12), factors_of("power 2", 5, 12, torch.float32), block_index([8, 4])
 

@@ -169,30 +169,6 @@ def test_gradcheck():
 
 
 @pytest.mark.parametrize(("kind", "offset"), VARIANTS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.slow(but=["dtype0-layer-0.0", "dtype1-rms-1.0"])
-def test_opcheck(kind, offset, dtype):
-    x, weight, index = random(2, 3, 8, dtype=dtype), random(8, dtype=dtype, seed=1), index_of(8)
-    bias = random(8, dtype=dtype, seed=2).requires_grad_() if kind == "layer" else None
-    op = torch.ops.permtriton.norm_permute.default
-    torch.library.opcheck(op, (x.clone().requires_grad_(), weight.requires_grad_(), bias, index, EPS, offset, kind))
-    torch.library.opcheck(op, (x.transpose(0, 1), weight.detach(), None, index.byte(), EPS, offset, kind))
-
-
-@pytest.mark.parametrize(("kind", "offset"), VARIANTS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.slow(but=["dtype0-rms-0.0", "dtype1-layer-1.0"])
-def test_opcheck_of_the_backward_pass(kind, offset, dtype):
-    x, grad, weight = random(2, 3, 8, dtype=dtype), random(2, 3, 8, dtype=dtype, seed=3), random(8, dtype=dtype, seed=1)
-    op = torch.ops.permtriton.norm_permute_backward.default
-    for bias in (None, random(8, dtype=dtype, seed=2)) if kind == "layer" else (None,):
-        torch.library.opcheck(op, (grad, x, weight, bias, index_of(8), EPS, offset, kind))
-        torch.library.opcheck(
-            op, (grad.transpose(0, 1), x.transpose(0, 1), weight, bias, index_of(8).byte(), EPS, offset, kind)
-        )
-
-
-@pytest.mark.parametrize(("kind", "offset"), VARIANTS)
 def test_compiles_without_a_break(kind, offset):
     weight, index = random(8, seed=1), index_of(8)
     leaves = [random(3, 8).requires_grad_() for _ in range(2)]

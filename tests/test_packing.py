@@ -210,10 +210,3 @@ def test_wrong_shapes_and_dtypes_are_refused(which):
     }[which]
     with pytest.raises(ModelError, match="packed values of"):
         check_packed(values, positions, 4, 16, TWO_FOUR)
-
-
-def test_opcheck():
-    weight = sparse(5, 3, NMPattern(3, 5), torch.bfloat16)
-    values, positions = pack(weight, NMPattern(3, 5))
-    torch.library.opcheck(torch.ops.permtriton.pack.default, (weight, 3, 5))
-    torch.library.opcheck(torch.ops.permtriton.unpack.default, (values, positions, 15, 3, 5))

@@ -117,15 +117,6 @@ def test_gradcheck_and_second_gradient():
     assert torch.autograd.gradcheck(lambda v: permute(v.mT, index.int(), 0).pow(2), x)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_opcheck(dtype):
-    x = torch.rand(2, 3, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
-    torch.library.opcheck(torch.ops.permtriton.permute.default, (x.requires_grad_(), index_of(8)))
-    torch.library.opcheck(torch.ops.permtriton.permute.default, (x.detach().transpose(0, 1), index_of(8)))
-    torch.library.opcheck(torch.ops.permtriton.permute.default, (values_of(4, 5), index_of(5)))
-    torch.library.opcheck(torch.ops.permtriton.permute.default, (values_of(4, 5), index_of(4).byte(), -2))
-
-
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiles_without_a_break(dynamic):
     x, index = torch.rand(3, 8, generator=torch.Generator().manual_seed(0)), index_of(8)

@@ -143,22 +143,6 @@ def test_gradcheck(rounds):
     assert torch.autograd.gradcheck(lambda x: sinkhorn(x, 0.6, rounds), logits)
 
 
-@pytest.mark.parametrize("rounds", [0, 3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_opcheck(dtype, rounds):
-    logits = logits_of(4, blocks=2, dtype=dtype).requires_grad_()
-    torch.library.opcheck(torch.ops.permtriton.sinkhorn.default, (logits, 0.5, rounds))
-    soft, rows, columns = torch.ops.permtriton.sinkhorn(logits.detach(), 0.5, rounds)
-    args = (torch.ones_like(soft), logits.detach(), rows, columns, 0.5)
-    torch.library.opcheck(torch.ops.permtriton.sinkhorn_backward.default, args)
-
-
-def test_opcheck_strided():
-    """The fake result must have the strides of the real one, whatever the input's."""
-    logits = logits_of(4, blocks=2).mT.requires_grad_()
-    torch.library.opcheck(torch.ops.permtriton.sinkhorn.default, (logits, 0.5, 2))
-
-
 def test_compiles_without_a_break():
     logits = logits_of(6)
     compiled = torch.compile(

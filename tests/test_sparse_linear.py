@@ -63,18 +63,6 @@ def test_gradcheck():
     assert torch.autograd.gradcheck(lambda v: sparse_linear(v, *packed, None, None, 12, TWO_FOUR), (x[0, 0],))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_opcheck(dtype):
-    weight, index = sparse(5, 3, NMPattern(3, 5), dtype), index_of(15)
-    values, positions = pack(weight, NMPattern(3, 5))
-    x, bias = torch.randn(2, 4, 15, generator=rng(1)).to(dtype), torch.zeros(5, dtype=dtype)
-    ops = torch.ops.permtriton
-    arguments = (x.clone().requires_grad_(), values, positions, bias.requires_grad_(), index.int(), 15, 3, 5)
-    torch.library.opcheck(ops.sparse_linear.default, arguments)
-    arguments = (x.transpose(0, 1), values, positions, None, None, 15, 3, 5)
-    torch.library.opcheck(ops.sparse_linear.default, arguments)
-
-
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiles_without_a_break(dynamic):
     (values, positions), index = pack(sparse(5, 3, TWO_FOUR), TWO_FOUR), index_of(12)

@@ -267,13 +267,6 @@ def test_no_rows_and_no_positions():
     assert swap_gains(terms, terms.of_positions(slice(0, 0))).shape == (8, 0)
 
 
-def test_opcheck():
-    terms = terms_of(12, dtype=torch.float32)
-    left, right = (terms.of_positions(torch.arange(2 * size).view(2, size)) for size in (4, 6))
-    parts = (*left.tensors(), *right.tensors())
-    torch.library.opcheck(torch.ops.permtriton.swap_gains.default, parts)
-
-
 def test_what_does_not_fit_is_refused():
     terms, wide = terms_of(8, dtype=torch.float32), terms_of(8)
     for other in (wide, terms_of(8, rows=5, dtype=torch.float32), terms.of_positions(torch.arange(8).view(2, 4))):

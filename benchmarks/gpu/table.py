@@ -102,8 +102,8 @@ def read(file: Path) -> dict[str, Any]:
     return json.loads(file.read_text(encoding="utf-8"))["rows"] if file.is_file() else {}
 
 
-def plan(out: str = OUT, commit: str | None = None) -> str:
-    """Returns the commands with the minutes that each should take, for a terminal and for a Markdown page."""
+def plan(out: str = OUT, commit: str | None = None, with_rows: bool = True) -> str:
+    """Returns the commands with the minutes that each should take, and what each row of a call takes."""
     known = f" --commit {commit}" if commit else ""
     lines = [
         "# Where there is a network, in the repository's root: a folder to take along, with the packages that a",
@@ -122,7 +122,7 @@ def plan(out: str = OUT, commit: str | None = None) -> str:
         lines.append(f"{MODULE} --out {out} --only {call}{known}  "
                      f"# {minutes:.0f} minutes expected, {CALL_SECONDS / 60:.1f} at most")  # fmt: skip
         lines += [f"#   {name:<19} {row.seconds:>3} s expected, {row.limit} at most: {row.what}"
-                  for name, row in rows.items()]  # fmt: skip
+                  for name, row in rows.items() if with_rows]  # fmt: skip
     return "\n".join([
         *lines, "# Back in the repository: its results become the table of benchmarks/NOTES.md.",
         f"cp {out}/results.json benchmarks/results/gpu.json && python benchmarks/readme_tables.py",
@@ -196,8 +196,9 @@ def captions(rows: Mapping[str, Any]) -> list[str]:
 def markdown(rows: Mapping[str, Any]) -> str:
     """Returns the table for NOTES.md: results, or the goals where there are none."""
     if not rows:
-        goals = [(name, figure, _words(*bounds)) for name, goals in GOALS.items() for figure, bounds in goals.items()]
-        body = [("result", "figure", "goal", "measured"), *((*goal, "not measured") for goal in goals)]
+        goals = [(name, f"{_words(*bounds)} {figure}") for name, goals in GOALS.items()
+                 for figure, bounds in goals.items()]  # fmt: skip
+        body = [("result", "goal"), *goals]
         notes = ["No GPU has run this version: the commands above, on a machine with one, fill this table."]
     else:
         body, notes = [HEADINGS, *lines(rows)], [f"- {' '.join(caption.split())}" for caption in captions(rows)]
@@ -205,8 +206,8 @@ def markdown(rows: Mapping[str, Any]) -> str:
     return "\n".join([text[0], "|" + "---|" * len(body[0]), *text[1:], "", *notes])
 
 
-PREDICTED = ("row", "case", "bytes", "instructions", "issue floor", "latency", "waves", "in flight per SM",
-             "limited by", "predicted", "dense", "ratio", "goal", "reaches it", "measured")  # fmt: skip
+PREDICTED = ("row", "case", "MB", "instructions per unit", "issue floor, us", "latency, us", "waves", "limited by",
+             "predicted, us", "dense or a copy, us", "ratio", "goal", "measured")  # fmt: skip
 PEERS = {  # how a counted kernel's name begins -> the result that has its goal, and the figure
     "permute": ("permute, 16384 rows", COPY), "sinkhorn backward": ("sinkhorn backward", COPY),
     "sinkhorn": ("sinkhorn forward", COPY), "nm_mask backward": ("nm_mask backward", COPY),
@@ -240,15 +241,18 @@ def _predicted_product(one: Mapping[str, Any], rows: Mapping[str, Any]) -> tuple
         for result in row["results"]
         if (result["name"], result["case"]) == (name, one["case"]) and f"{SPEED}{DENSE}" in result["figures"]
     ]
-    counted = ("",) * 6 if "bytes" not in one else (
-        f"{one['bytes'] / 1e6:.1f} MB", f"{one['per_unit']:.1f} per {one['unit']}", f"{one['issue_us']:.1f} us",
-        f"{one['latency_us']:.1f} us", f"{one['waves']:.2f}", f"{one['in_flight'] / 1024:.0f} KB",
+    counted = ("",) * 5 if "bytes" not in one else (
+        f"{one['bytes'] / 1e6:.1f}", f"{one['per_unit']:.1f}", f"{one['issue_us']:.1f}", f"{one['latency_us']:.1f}",
+        f"{one['waves']:.2f}",
     )  # fmt: skip
     return (
-        name, one["case"], *counted, one["limit"], f"{one['us']:.1f} us", f"{one['dense_us']:.1f} us",
-        f"{one['ratio']:.2f}", "" if low is None else f">= {low:g}",
-        "" if low is None else "yes" if one["ratio"] >= low else "NO", ", then ".join(measured) or "-",
+        name, one["case"], *counted, one["limit"], f"{one['us']:.1f}", f"{one['dense_us']:.1f}", f"{one['ratio']:.2f}",
+        _goal(low, one["ratio"]), ", then ".join(measured) or "-",
     )  # fmt: skip
+
+
+def _goal(low: float | None, ratio: float) -> str:
+    return "" if low is None else f">= {low:g}" + ", MISSED" * (ratio < low)
 
 
 def _predicted_kernel(one: Mapping[str, Any]) -> tuple[str, ...]:
@@ -260,17 +264,15 @@ def _predicted_kernel(one: Mapping[str, Any]) -> tuple[str, ...]:
     start, figure = next((PEERS[start] for start in PEERS if one["name"].startswith(start)), ("", ""))
     low = goals_of(start).get(figure, (None, None))[0] if figure else None
 
-    def shown(value: float | None, words: str) -> str:
-        return "-" if value is None else words.format(value)
+    def shown(value: float | None) -> str:
+        return "-" if value is None else f"{value:.1f}"
 
     certain = len(known) == len(parts)
     return (
-        one["name"].split()[0], " ".join(one["name"].split()[1:]), f"{one['bytes'] / 1e6:.0f} MB",
-        shown(one["per_unit"], "{:.1f} per " + one["unit"]), shown(one["issue_us"], "{:.1f} us"),
-        shown(one["latency_us"], "{:.1f} us"), f"{one['waves']:.2f}", "", limit,
-        f"{us:.0f} us" if certain else "-", f"{one['memory_us'] + FIXED_US:.0f} us, a copy",
-        f"{ratio:.2f}" if certain else "-", "" if low is None else f">= {low:g}",
-        "" if low is None or not certain else "yes" if ratio >= low else "NO", "-",
+        one["name"].split()[0], " ".join(one["name"].split()[1:]), f"{one['bytes'] / 1e6:.0f}", shown(one["per_unit"]),
+        shown(one["issue_us"]), shown(one["latency_us"]), f"{one['waves']:.2f}", limit, f"{us:.0f}" if certain else "-",
+        f"{one['memory_us'] + FIXED_US:.0f}", f"{ratio:.2f}" if certain else "-",
+        _goal(low, ratio) if certain else "", "-",
     )  # fmt: skip
 
 

@@ -1,0 +1,91 @@
+"""Every operator keeps torch's rules: schema, fake results, autograd, and what torch.compile makes of it."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from permtriton.kernels.assignment import assignment_warm
+from permtriton.kernels.nm_mask import nm_mask
+from permtriton.kernels.norm_permute import norm_permute, norm_permute_backward
+from permtriton.kernels.packing import pack, unpack
+from permtriton.kernels.permute import permute
+from permtriton.kernels.sparse_linear import sparse_linear
+from permtriton.kernels.tools.cases import KERNELS
+from permtriton.util.sparsity import NMPattern
+
+from .kernel_inputs import block_index, factors_of
+
+OTHER = NMPattern(3, 5)
+LEAVES = {"permute": (0,), "norm_permute": (0, 1, 2), "sinkhorn": (0,), "sparse_linear": (0, 3), "nm_mask": (6,)}
+
+
+class Calls(TorchDispatchMode):
+    """Notes the calls of our operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "permtriton":
+            self.made.append((func, [one.detach() if isinstance(one, Tensor) else one for one in args]))
+        return func(*args, **(kwargs or {}))
+
+
+def of_cases(dtype: torch.dtype) -> list:
+    """The calls of all operators that the kernels' cases make, on small shapes."""
+    with Calls() as calls:
+        for kernel in KERNELS:
+            for case in kernel.cases([(8, 16)], [3], dtype, torch.device("cpu")):
+                case.run(*case.make(0))
+    return calls.made
+
+
+def of_other_inputs() -> list:
+    """Calls with other patterns, dimensions, index dtypes, kinds of norms and forms of importance."""
+    x, index = torch.rand(2, 3, 15), torch.randperm(15)
+    packed = pack(torch.zeros(5, 15).index_fill(1, torch.tensor([0, 2, 6, 11]), 1.5), OTHER)
+    weight, bias = torch.rand(15), torch.rand(15)
+    with Calls() as calls:
+        unpack(*packed, 15, OTHER)
+        sparse_linear(x, *packed, torch.zeros(5), index.int(), 15, OTHER)
+        permute(torch.rand(4, 5), torch.arange(4).byte(), -2)
+        for kind, shift in (("rms", None), ("rms_float", None), ("layer", None), ("layer", bias)):
+            norm_permute(x, weight, shift, index.byte(), 1e-5, 1.0, kind)
+            norm_permute_backward(x, x, weight, shift, index, 1e-5, 1.0, kind)
+        for form in ("power 1", "power 2", "row and column"):
+            factors = factors_of(form, 3, 12, torch.float32)
+            nm_mask(torch.rand(3, 12), factors, block_index([8, 4]), torch.zeros(80), [8, 4], NMPattern(2, 4), True)
+        assignment_warm(torch.rand(2, 4, 4), torch.rand(2, 4))
+        torch.ops.permtriton.assignment(torch.rand(0, 4, 4))
+        torch.ops.permtriton.sinkhorn(torch.rand(0, 4, 4), 0.5, 0)
+    return calls.made
+
+
+def strided(value: object) -> object:
+    """Returns the same numbers with another layout in memory."""
+    return value.mT.contiguous().mT if isinstance(value, Tensor) and value.dim() > 1 else value
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [of_cases(torch.float32), of_cases(torch.bfloat16), of_other_inputs()],
+    ids=["float32", "bfloat16", "others"],
+)
+def test_every_operator_passes_opcheck(calls):
+    for operator, arguments in calls:
+        torch.library.opcheck(operator, tuple(map(strided, arguments)))
+        leaves = LEAVES.get(operator.overloadpacket.__name__, ())
+        given = [
+            one.clone().requires_grad_() if number in leaves and isinstance(one, Tensor) and one.numel() else one
+            for number, one in enumerate(arguments)
+        ]
+        torch.library.opcheck(operator, tuple(given))
+
+
+def test_every_operator_is_called():
+    called = {operator.overloadpacket.__name__ for operator, _ in [*of_cases(torch.float32), *of_other_inputs()]}
+    known = (name.split(".")[0].partition("::") for name in torch._C._dispatch_get_all_op_names())
+    ours = {name for namespace, _, name in known if namespace == "permtriton" and not name.startswith("test_")}
+    assert ours - called == set()
