@@ -16,19 +16,19 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # python benchmarks/issue_floor.py has only its own folder there
 
+from benchmarks.gpu import floors, shapes  # noqa: E402
 from benchmarks.gpu.predictions import predictions  # noqa: E402
 from permtriton.errors import PermTritonError  # noqa: E402
 from permtriton.kernels.launch import triton  # noqa: E402
-from permtriton.kernels.tools import issue_floor  # noqa: E402
 
 RESULT = ROOT / "benchmarks" / "results" / "issue-floor.json"
 
 
 def main() -> None:
     rows, refused = [], []
-    for floor, gpu in product(issue_floor.floors(), issue_floor.GPUS):
+    for floor, gpu in product(shapes.floors(), floors.GPUS):
         try:
-            row = issue_floor.row(floor, gpu)
+            row = floors.row(floor, gpu)
         except PermTritonError as error:
             refused.append(str(error))
             continue

@@ -20,10 +20,10 @@ sys.path.insert(0, str(ROOT))  # python benchmarks/readme_tables.py has only its
 from benchmarks import report_demo, trials  # noqa: E402
 from benchmarks.architectures import table as architectures  # noqa: E402
 from benchmarks.gpu import table as gpu  # noqa: E402
+from benchmarks.gpu.floors import GPUS  # noqa: E402
 from benchmarks.real import plot  # noqa: E402
 from benchmarks.real import table as real  # noqa: E402
 from permtriton.comparison.methods import ABLATIONS  # noqa: E402
-from permtriton.kernels.tools.issue_floor import GPUS  # noqa: E402
 from permtriton.recipe import all_options, defaults  # noqa: E402
 from permtriton.reporting.plots import Series, chart  # noqa: E402
 
@@ -70,19 +70,6 @@ def comparison_table(*names: str) -> str:
         f"{real.LOSS} Seconds per seed, with the evaluation. Methods without an order are the same in both layouts.",
     ]
     return "\n".join(lines)
-
-
-def learning_step_table(name: str) -> str:
-    """Returns the rows of ``python -m benchmarks.costs step``."""
-
-    def cells(row: Any) -> list[str]:
-        sizes = f"{_sizes(row)}, {row['shape']['tokens']} {row['shape']['dtype']}"
-        memory = f"{row['peak_memory_bytes'] / 2**30:.1f} GiB"
-        return [sizes, f"{row['dense_s']:.2f} s", f"{row['learn_s']:.2f} s", f"{row['ratio']:.2f}", memory]
-
-    heading = "hidden, intermediate, layers, tokens | dense forward + backward | learning step | ratio | peak memory"
-    rows = _load_lines(name)
-    return _table(heading, map(cells, rows), f"{_machine(rows)}; medians of {len(rows[-1]['learn_samples_s'])}.")
 
 
 def refit_table(*names: str) -> str:
@@ -146,31 +133,6 @@ def quantized_table(name: str) -> str:
     return _table(heading, rows, f"{of}; {_machine([report])}.")
 
 
-def compile_time_table(name: str) -> str:
-    """Returns the rows of ``benchmarks/compile_time.py``."""
-    report = _load(name)
-    stages = list(report["rows"][0]["seconds"])
-    lines = [f"| layers | {' | '.join(stages)} | total | peak memory |", "|---" * (len(stages) + 3) + "|"]
-    for row in report["rows"]:
-        seconds = " | ".join(f"{row['seconds'][stage]:.1f} s" for stage in stages)
-        lines.append(f"| {row['layers']} | {seconds} | {row['total_s']:.1f} s | {row['peak_bytes'] / 1e9:.2f} GB |")
-    runs = len(report["rows"][0]["samples_s"]["trace"])
-    return "\n".join([*lines, "", f"{report['device']}; torch {report['versions']['torch']}; medians of {runs}."])
-
-
-def proof_time_table(name: str) -> str:
-    """Returns the rows of ``benchmarks/proof_time.py``."""
-    report = _load(name)
-    before, now = report["before"], report["now"]
-    lines = [[check, *(f"{each['seconds'][check]:.1f}" for each in (before, now))] for check in now["seconds"]]
-    lines.append(["the whole compilation, without saving", *(f"{each['whole_s']:.1f}" for each in (before, now))])
-    caption = (
-        f"CPU seconds, {now['parameters'] / 1e6:.0f}M parameters, {now['ids'][0]} x {now['ids'][1]} tokens; before: "
-        f"commit {before['commit']}, measured {before['measured']}; {_machine([now])}."
-    )
-    return _table("check | before | now", lines, caption)
-
-
 def variation_table(*names: str) -> str:
     """Returns the rows of ``benchmarks/variation.py`` for several models."""
     reports = {report["model"]: report for report in map(_load, names)}
@@ -191,22 +153,15 @@ def _share(share: float) -> str:
     return f"{share:.2%}" if share else "none, bit for bit"
 
 
-def seeded_faults_table(name: str) -> str:
-    """Returns the checks, each with the faults that ``python -m benchmarks.faults`` saw it refuse."""
+def seeded_faults_words(name: str) -> str:
+    """Returns how many faults ``python -m benchmarks.faults`` saw the checks refuse."""
     report = _load(name)
-    alone: dict[str, list[str]] = {check: [] for check in report["checks"]}
-    shared: dict[str, list[str]] = {check: [] for check in report["checks"]}
-    for fault, found in report["refused"].items():
-        checks = [check for check in found if check in alone]  # not a crash
-        for check in checks:
-            (alone if len(checks) == 1 else shared)[check].append(fault)
-    rows = [[check, "; ".join(alone[check]), str(len(shared[check]) or "")] for check in report["checks"]]
-    count = len(report["refused"])
-    caption = f"{count} faults that are refused. {len(report['tests'])} more only waste quality, and tests find them: "
-    return _table(
-        "check | only it refuses | further faults, which others refuse, too",
-        rows,
-        f"{caption}{'; '.join(report['tests'])}.",
+    found = [[check for check in checks if check in report["checks"]] for checks in report["refused"].values()]
+    alone = {checks[0] for checks in found if len(checks) == 1}
+    return (
+        f"{len(found)} planted faults are refused, by one or more of {len(report['checks'])} checks; {len(alone)} of "
+        f"these checks refuse some fault that no other does. {len(report['tests'])} more faults only waste quality, "
+        "and tests find them."
     )
 
 
@@ -223,22 +178,6 @@ def runtime_overhead_table(name: str) -> str:
         "ratios in a round)."
     )
     return _table("dtype | unpermuted | norms permuted | norms permuted, gather before o", map(cells, rows), caption)
-
-
-def evaluation_table(name: str) -> str:
-    """Returns the rows of ``python -m benchmarks.costs evaluation``."""
-
-    def cells(row: Any) -> list[str]:
-        shape, seconds = row["shape"], row["seconds"]
-        size = f"{shape['layers']} layers, hidden {shape['hidden']}, vocabulary {shape['vocabulary']:,}"
-        windows = f"{shape['sequences']} x {shape['tokens']}"
-        return [size, windows, f"{seconds['ours']:.1f} s", f"{seconds['plain']:.1f} s", f"{row['ratio']:.2f}"]
-
-    rows = _load_lines(name)
-    caption = (
-        f"{_machine(rows)}; {len(rows[-1]['samples_s'])} rounds: medians, and the median of the ratios in a round."
-    )
-    return _table("model | windows | evaluation | plain loop | ratio", map(cells, rows), caption)
 
 
 def issue_floor_table(name: str) -> str:
@@ -277,21 +216,6 @@ def _arrow(rows: list[Any], key: str, digits: int, unit: str = "") -> str:
     return f"{text} per {(rows[1] or rows[0])[unit]}" if unit and text != "-" else text
 
 
-def keep_variants_table(name: str) -> str:
-    """Returns the rows of ``benchmarks/keep_variants.py``."""
-    report = _load(name)
-    rows, lines = report["rows"], []
-    for row in rows:
-        fails = [what for what, works in row["works_with"].items() if not works]
-        numbers = [f"{row['cpu_seconds']:.2f} s", f"{row['seconds']:.1f} s", f"{row['peak_bytes'] / 1e9:.2f} GB"]
-        lines.append([row["variant"], *numbers, ", ".join(fails) if row is not rows[0] else ""])
-    caption = (
-        f"`{report['command']}`; {report['hardware']}; torch {report['versions']['torch']}; medians of a step, while "
-        "other work ran: compare CPU seconds. The bool masks are in memory in all rows."
-    )
-    return _table("variant | CPU seconds per step | seconds | peak memory | fails with", lines, caption)
-
-
 def finetune_table() -> str:
     """Returns a row for each result of ``examples/finetune.py``."""
     lines, lost, report = [], "", {}
@@ -304,13 +228,13 @@ def finetune_table() -> str:
         link = f"[{name}](../benchmarks/results/{path.name})"
         lines.append([link, *("" if each is None else f"{each:.2f}" for each in cells), *numbers])
         if "lost" in report:
-            lost = f" {report['lost']:.0%} of the adapter's change fell on zeros."
+            lost = f"{report['lost']:.0%} of the adapter's change fell on zeros."
     versions = f"torch {report['versions']['torch']}, transformers {report['versions']['transformers']}"
     caption = (
-        f"{report['hardware']}; {versions}; the files have the commands, that of {name}: `{report['command']}`.{lost}"
+        f"{report['hardware']}; {versions}; the files have the commands, that of {name}: `{report['command']}`. {lost}"
     )
     heading = "model | dense perplexity | pruned | with the adapter, not merged | trained | KL | CPU seconds (seconds)"
-    return _table(heading, lines, caption + lost)
+    return _table(heading, lines, caption)
 
 
 SHORTER = (  # the words of error messages, as a column has room for them
@@ -327,13 +251,15 @@ SHORTER = (  # the words of error messages, as a column has room for them
 
 def config_options_table() -> str:
     """Returns every option of a compilation and its steps, under the headings of ``--help-all``."""
-    lines = []
+    lines, first = [], dict[str, str]()
     options = list(all_options().values())
     for panel in dict.fromkeys(option.panel for option in options):
         lines += [f"**{panel}**", "", "| option | values | default | meaning |", "|---|---|---|---|"]
         for option in (option for option in options if option.panel == panel):
             values = functools.reduce(lambda text, short: text.replace(*short), SHORTER, option.expected)
-            lines.append(f"| `{option.name}` | {values} | {defaults(option)} | {option.help} |")
+            same = first.setdefault(f"{values} {option.help}", option.name)
+            told = (values, option.help) if same == option.name else ("", f"As `{same}`.")
+            lines.append(f"| `{option.name}` | {told[0]} | {defaults(option)} | {told[1]} |")
         lines.append("")
     return "\n".join(lines).rstrip()
 
@@ -349,32 +275,25 @@ def ablations_table() -> str:
 
 TABLES = {
     "architectures-summary": architectures.summary,
-    "keep-variants": lambda: keep_variants_table("keep-variants-cpu.json"),
     "ablations": ablations_table,
     "finetune": finetune_table,
     "architectures-causes": architectures.causes,
     "config-options": config_options_table,
-    "compile-time": lambda: compile_time_table("compile-time-cpu.json"),
     "variation": lambda: variation_table("variation-demo.json"),
-    "proof-time": lambda: proof_time_table("proof-time-cpu.json"),
-    "seeded-faults": lambda: seeded_faults_table("seeded-faults.json"),
+    "seeded-faults": lambda: seeded_faults_words("seeded-faults.json"),
     "runtime-overhead": lambda: runtime_overhead_table("runtime-overhead-cpu.jsonl"),
     "gpu-commands": lambda: f"```\n{gpu.plan()}\n```",
     "gpu": lambda: gpu.markdown(gpu.read(RESULTS / "gpu.json")),
-    "evaluation": lambda: evaluation_table("evaluation-cpu.jsonl"),
     "issue-floor": lambda: issue_floor_table("issue-floor.json"),
     "gpu-predicted": lambda: gpu.predicted(_load("issue-floor.json"), gpu.read(RESULTS / "gpu.json")),
     "quantized": lambda: quantized_table("quantized-cpu.json"),
     "real": lambda: real.short(_load(REAL), FIRST_SCREEN),
-    "real-stages": lambda: real.where_the_seconds_go(_load(REAL), ("sparsegpt", "fast", "default")),
     "real-all": lambda: real.markdown(_load(REAL)),
     "real-words": lambda: real.in_words(_load(REAL), "default", "llm-compressor sparsegpt"),
     "demo-methods": lambda: comparison_table("compare-demo-recipe.json", "compare-demo-default.json"),
     "trials": lambda: trials.table(RESULTS),
-    "dense-share": lambda: refit_table("compare-demo-dense-share.json"),
     "encoder": lambda: encoder_table("compare-minilm.json"),
     "dense-share-real": lambda: refit_table("compare-smollm2-dense-share.json"),
-    "learning-step": lambda: learning_step_table("learning-step-cpu.jsonl"),
 }
 
 

@@ -15,8 +15,15 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from permtriton.errors import MemoryTooSmallError, PermTritonError, as_flags
+from permtriton.errors import MemoryTooSmallError, PermTritonError, as_flags, first_line
 from permtriton.util.bars import PlainConsole, discard, err, visible
+from permtriton.util.progress import without_other_bars
+
+# What errors of limits that were set for the process say -> what it was refused.
+LIMITS = {
+    "can't start new thread": "another thread (ulimit -u, or the limits of a container)",
+    "failed to map segment": "memory for a library (ulimit -v)",
+}
 
 
 class PrintError(PermTritonError):
@@ -103,7 +110,7 @@ def clear_errors(to_lower: Callable[[], str]) -> Iterator[None]:
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # its retries are a line each
     warnings.filterwarnings("ignore", category=UserWarning, module="torch|transformers")
     try:
-        with _ending_as_interrupted():
+        with _ending_as_interrupted(), without_other_bars():
             yield
     except MemoryTooSmallError as error:
         fail(f"{error}{to_lower()}", 2)
@@ -113,7 +120,9 @@ def clear_errors(to_lower: Callable[[], str]) -> Iterator[None]:
         if error.filename is None:
             raise
         fail(f"{os.fsdecode(error.filename)}: {error.strerror or error}", 2)
-    except (RuntimeError, MemoryError) as error:
+    except (RuntimeError, MemoryError, ImportError) as error:
+        if limit := next((LIMITS[words] for words in LIMITS if words in str(error)), None):
+            fail(f"the system refuses {limit}: {first_line(error)}", 2)
         if "torch" not in sys.modules:  # importing it takes seconds
             raise
         from permtriton.running.micro_batch import is_out_of_memory, out_of_memory

@@ -6,18 +6,16 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from itertools import product
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from permtriton.cli.console import echo, fail, out, print_json, table
 from permtriton.cli.self_test import FAILS, self_test
-from permtriton.errors import PermTritonError
 from permtriton.kernels import autotune
 from permtriton.kernels.launch import triton
-from permtriton.kernels.tools import compile_check, issue_floor
+from permtriton.kernels.tools import compile_check
 from permtriton.kernels.tools.compile_check import Compiled
 from permtriton.util.bars import BarProgress
 from permtriton.util.machine import versions
@@ -123,13 +121,11 @@ def _compile_kernels(defaults_only: bool, json: bool) -> None:
         for build in builds:
             results += compile_check.compile_all([build])
             advance(1, build.name)
-    floors = list(_issue_floors())
     if json:
         kernels = [dataclasses.asdict(result) for result in results]
-        print_json({"triton": triton.__version__, "kernels": kernels, "issue_floors": floors})
+        print_json({"triton": triton.__version__, "kernels": kernels})
     else:
         _print(results)
-        _print_floors(floors)
     if problems := [result for result in results if result.problem]:
         first = problems[0]
         fail(
@@ -137,8 +133,6 @@ def _compile_kernels(defaults_only: bool, json: bool) -> None:
             f"{first.target}: {first.problem}" + (f" ({first.error})" if first.error else ""),
             2,
         )
-    if spilled := next((row for row in floors if row.get("spills")), None):
-        fail(f"{spilled['name']} on {spilled['gpu']} spills registers {spilled['spills']} times", 2)
     if not results:
         fail("there is no kernel to compile: the builds() of permtriton.kernels are missing", 2)
 
@@ -149,53 +143,22 @@ def _print(results: list[Compiled]) -> None:
     for result in results:
         rows.setdefault((result.name, result.target), []).append(result)
     width = max((len(name) for name, _ in rows), default=0)
-    echo(f"{'kernel':<{width}}  target  registers  shared bytes  stack bytes  spills  programs per SM  longest loop")
+    echo(f"{'kernel':<{width}}  target  registers  shared bytes  stack bytes  spills  programs per SM")
     for (name, target), same in rows.items():
         error = next((result.error for result in same if result.error), None)
         mark = next((result.problem for result in same if result.problem), "default" if same[0].default else "")
         if error:
             echo(f"{name:<{width}}  {target:<6}  {error}")
             continue
-        registers, shared, stack, spills, loop = (
+        registers, shared, stack, spills = (
             max(getattr(result, field) for result in same)
-            for field in ("registers", "shared_bytes", "stack_bytes", "spills", "longest_loop")
+            for field in ("registers", "shared_bytes", "stack_bytes", "spills")
         )
         resident = min(result.resident for result in same) or "-"
         line = (
             f"{name:<{width}}  {target:<6}  {registers:>9}  {shared:>12,}  {stack:>11,}  {spills:>6}  {resident:>15}  "
-            f"{loop or '-':>12}  {mark}"
+            f"{mark}"
         )
         echo(line.rstrip())
     seconds = sum(result.seconds for result in results)
     echo(f"{len(results)} kernel builds in {seconds:.0f} s with triton {triton.__version__}; no GPU was used")
-
-
-def _issue_floors() -> Iterator[dict[str, Any]]:
-    """Yields the issue floor of each kernel's named shape on each GPU, or the error why it was not counted."""
-    for floor, gpu in product(issue_floor.floors(), issue_floor.GPUS):
-        try:
-            yield issue_floor.row(floor, gpu).figures()
-        except PermTritonError as error:
-            yield {"name": floor.case.name, "gpu": gpu.name, "error": str(error)}
-
-
-def _print_floors(floors: list[dict[str, Any]]) -> None:
-    """Prints one line per named shape and GPU."""
-    width = max((len(row["name"]) for row in floors), default=0)
-    echo(
-        f"\n{'issue floor of the default launch':<{width}}  {'GPU':<10}  registers  shared bytes  programs per SM  "
-        "main loop  instructions per unit     floor us  memory us  ratio"
-    )
-    for row in floors:
-        about = f"{row['name']:<{width}}  {row['gpu']:<10}"
-        if "error" in row:
-            echo(f"{about}  not counted: {row['error']}")
-            continue
-        line = (
-            f"{about}  {row['registers']:>9}  {row['shared_bytes']:>12,}  {row['resident']:>15}  {row['main_loop']:>9,}"
-        )
-        if row["ratio"] is None:
-            echo(f"{line}  the data decide how often its loops run")
-            continue
-        unit = f"{row['per_unit']:.2f} per {row['unit']}"
-        echo(f"{line}  {unit:<23}  {row['issue_us']:>8,.1f}  {row['memory_us']:>9,.1f}  {row['ratio']:>5.2f}")

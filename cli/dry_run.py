@@ -13,6 +13,7 @@ from permtriton.driver.job import DryRun, Job
 from permtriton.driver.memory import Devices, describe_thrift, describe_weights
 from permtriton.errors import ConfigError, as_flags, reasons_of
 from permtriton.model.source import Source
+from permtriton.running.placement import Way, ways_of
 from permtriton.util.bars import reporter
 from permtriton.util.machine import format_bytes
 from permtriton.util.output_files import real_path
@@ -30,7 +31,7 @@ def run(job: Job, devices: str | None, *, json: bool) -> None:
         PermTritonError: as `permtriton.dry_run`.
     """
     assert job.output is not None
-    wanted = None if devices is None else _devices(devices, job.asked.shard)
+    wanted = None if devices is None else _devices(devices, ways_of(job.asked.shard, job.asked.onload))
     progress = reporter(True)
     assert isinstance(job.model, Source)
     spare_threads(job.model, progress)
@@ -41,11 +42,11 @@ def run(job: Job, devices: str | None, *, json: bool) -> None:
         print_dry_run(found, real_path(job.output).parent)
 
 
-def _devices(text: str, spread: bool | None) -> Devices:
+def _devices(text: str, ways: tuple[Way, ...]) -> Devices:
     found = re.fullmatch(r"([1-9]\d{0,3})x([1-9]\d{0,3})", text)
     if not found:
         raise ConfigError(f"--devices {text}: expected the number of GPUs and the GiB of memory of each, such as 8x80")
-    return Devices("cuda", int(found[1]), int(found[2]) * GIB, spread)
+    return Devices("cuda", int(found[1]), int(found[2]) * GIB, ways)
 
 
 def print_dry_run(found: DryRun, folder: Path) -> None:
@@ -73,8 +74,9 @@ def print_dry_run(found: DryRun, folder: Path) -> None:
     result.add_row(
         "memory", f"{format_bytes(forecast.needs.peak)} on {each} at the peak; {format_bytes(devices.free)} free"
     )
-    if devices.count > 1:
+    if devices.count > 1 or forecast.needs.way:
         result.add_row("weights", describe_weights(forecast.needs))
+    if devices.count > 1:
         result.add_row("started by", f"torchrun --nproc-per-node {devices.count} -m permtriton compile ...")
     if saved := describe_thrift(forecast.needs, found.config):
         result.add_row("to save memory", saved)
@@ -88,6 +90,6 @@ def print_dry_run(found: DryRun, folder: Path) -> None:
     result.add_row("disk", f"{format_bytes(sum(forecast.disk.values()))} in {folder}; {free} free")
     if forecast.needs.offloaded:
         parts = ", ".join(f"{format_bytes(size)} for {name}" for name, size in forecast.needs.offloaded.items())
-        result.add_row("offload folder", parts)
+        result.add_row(forecast.needs.beside, parts)
     out.print(result)
     out.print("dry run: nothing was written")

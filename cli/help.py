@@ -6,14 +6,14 @@ from textwrap import TextWrapper
 from typing import Any
 
 MOST_USED = "Most used"
-FIRST = ("recipe", "methods", "calibration", "output")  # where a command has more than one of them
+FIRST = ("recipe", "methods", "against", "calibration", "output")  # where a command has more than one of them
 WORDS_AT = 26  # column at which the words of an option begin
 WIDEST = 100
 
 
 def text_of(command: Any, context: Any) -> str:
     """Returns the help of a command, or of the program with its list of commands."""
-    width = min(shutil.get_terminal_size().columns, WIDEST) - 1
+    width = max(min(shutil.get_terminal_size().columns, WIDEST) - 1, 1)
     shown = [each for each in command.get_params(context) if not getattr(each, "hidden", False)]
     arguments = _arguments(command, context)
     commands = getattr(command, "commands", {})

@@ -216,8 +216,8 @@ def compare(
     methods: Annotated[
         str | None,
         method_option(
-            help="Some of the methods, or recipes, separated by commas; by default all methods, and a few with "
-            "--ablate."
+            help="Methods, recipes, or steps joined by ' + ', such as 'heuristic + refit + tune', separated by commas; "
+            "by default all methods, and a few with --ablate."
         ),
     ] = None,
     ablate: Ablate = None,
@@ -345,7 +345,7 @@ def export(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier output.")] = False,
     json: Json = False,
 ) -> None:
-    """Rewrite a compiled checkpoint packed or dense, bit for bit the same weights."""
+    """Rewrite a compiled checkpoint packed or dense, bit for bit the same weights, or in 8 bits (fp8)."""
     from permtriton.cli.export import run
 
     run(folder, format, output, overwrite=overwrite, json=json)
@@ -377,9 +377,9 @@ def doctor(
         bool,
         typer.Option(
             "--compile-kernels",
-            help="Compile every Triton kernel for sm_80, sm_90, sm_100 and gfx942, without a GPU, and list the "
+            help="Compile every Triton kernel for sm_80, sm_89, sm_90, sm_100 and gfx942, without a GPU, and list the "
             "resources of each, then the least time that instructions take; minutes the first time. Exit code 2 if a "
-            "default configuration spills registers or uses stack on an sm_ target; gfx942 is only listed.",
+            "default configuration spills registers or uses stack; sm_89 and gfx942 are only listed.",
         ),
     ] = False,
     defaults_only: Annotated[

@@ -189,7 +189,9 @@ def _metavar(option: Option) -> str | None:
         return "N:M"
     if len(choices := "|".join(option.choices)) in range(1, 20):
         return choices
-    return {int: "N", float: "X"}.get(option.type) or ("LINEARS" if option.several else None)
+    if option.several:
+        return "LINEARS=N:M" if option.name == "pattern" else "LINEARS"
+    return {int: "N", float: "X"}.get(option.type)
 
 
 SET_BY_ROWS = ("sparsity", "importance", "layout", "seed")  # of a comparison, which has --sparsity and --seeds for all

@@ -7,7 +7,8 @@
     [project.entry-points."permtriton.steps"]
     relative = "my_package.own_step:Relative"
 
-adds it to the command line, too: `permtriton compile MODEL --recipe heuristic,relative --relative-power 2`.
+adds it to the command line, too: `permtriton compile MODEL --recipe heuristic,relative --relative-power 2`, and
+`permtriton compare MODEL --methods "wanda,sparsegpt,heuristic + relative"`.
 """
 
 import argparse

@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs
 """Exact linear assignment of a batch of square score matrices (eq. 6 of the paper).
 
     index = argmax over permutations of sum_j score[index[j], j]
@@ -6,8 +7,30 @@ Shapes: ``score`` ``[n, B, B]`` -> ``index`` int32 ``[n, B]``, the row chosen fo
 index convention (``P[index[j], j] = 1``). The solver breaks ties; only the total is determined.
 Bytes moved: the scores read once.
 
-On a GPU `permtriton.kernels.assignment_triton` runs, or the reference for blocks larger than 256.
+The Triton kernel, for blocks of up to 256: shortest augmenting paths with prices (Jonker and Volgenant), one program
+(by default one warp) per block. The costs are ``c = -score``; a column has a price ``v`` and, once assigned, an owner,
+which is its row. Prices start at the columns' least costs, and each row takes the first column whose least cost it has.
+Then every row left over searches, as in Dijkstra's algorithm:
+
+    reach[j] = c[row, j] - v[j] + add;   the nearest column is closed, and its owner searches on with
+    add = distance[j] + v[j] - c[owner, j],   until the nearest column has no owner;
+
+the price of each closed column falls by how much farther the sink is, and the columns on the path change owners. The
+state of all columns lives in registers; a reduction finds the nearest column, free ones first among equals. Rows are
+read from the caches, one per search step: about 4 B steps for random scores, B^2 / 2 in the worst case.
+
+Sums and prices are float64 whatever the scores' dtype, as in scipy, so that totals equal scipy's; steps wait for loads
+and reductions, not for arithmetic. Floor: the scores read once.
+
+Blocks without an assignment (a NaN, a score of +inf, or -inf in such places that no finite total is left) come out of
+the kernel as -1. The host then needs only one comparison over ``[n]`` numbers, and one synchronisation, which is
+skipped while a CUDA graph is captured.
+
+Warm start: any prices give the same total; those of the last step save searching if the scores changed little (steps
+measured for random blocks of 64 with 2% noise: 258 without, 110 with).
 """
+
+from __future__ import annotations
 
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -17,8 +40,21 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from permtriton.kernels.assignment_triton import assignment_triton, assignment_warm_triton, refusal, supports
+from permtriton.errors import ModelError
+from permtriton.kernels.autotune import config_for
+from permtriton.kernels.launch import Config, Kernel, jit, tl, triton
 from permtriton.kernels.operator import operator
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+LARGEST = 256
+
+CONFIGS: tuple[Config, ...] = (
+    Config({"UNROLL": 4}, num_warps=1),
+    Config({"UNROLL": 8}, num_warps=1),
+    Config({"UNROLL": 2}, num_warps=1),
+    Config({"UNROLL": 4}, num_warps=2),
+    Config({"UNROLL": 4}, num_warps=4),
+)
 
 
 def assignment_reference(score: Tensor) -> Tensor:
@@ -62,6 +98,200 @@ def assignment_warm_reference(score: Tensor, prices: Tensor) -> tuple[Tensor, Te
         ModelError: a score is NaN, or a block has no assignment with a finite total.
     """
     return assignment_reference(score), prices.to(torch.float32).clone(memory_format=torch.contiguous_format)
+
+
+@jit
+def _costs(score_ptr, row, columns, valid, SIZE: tl.constexpr):
+    return -tl.load(score_ptr + row * SIZE + columns, mask=valid, other=-float("inf")).to(tl.float64)
+
+
+@jit
+def _joined(high, low):
+    return (high.to(tl.int64) << 32) | (low.to(tl.int64) & 0xFFFFFFFF)
+
+
+@jit
+def _ordered(bits):
+    """Bits of float64 numbers as int64 of the same order, and back."""
+    return bits ^ ((bits >> 63) & 0x7FFFFFFFFFFFFFFF)
+
+
+@jit
+def _least(values):
+    """The least of float64 numbers: reducing integers is one instruction per warp, reducing float64 ten shuffles."""
+    order = _ordered(values.to(tl.int64, bitcast=True))
+    high, low = (order >> 32).to(tl.int32), order.to(tl.int32) ^ -2147483648  # unsigned as signed
+    least = tl.min(high)
+    rest = tl.min(tl.where(high == least, low, 2147483647)) ^ -2147483648
+    return _ordered(_joined(least, rest)).to(tl.float64, bitcast=True)
+
+
+@jit
+def _at(values, here):
+    """The one float64 that ``here`` marks."""
+    bits = tl.where(here, values.to(tl.int64, bitcast=True), 0)
+    return _joined(tl.sum((bits >> 32).to(tl.int32)), tl.sum(bits.to(tl.int32))).to(tl.float64, bitcast=True)
+
+
+@jit
+def _survey(score_ptr, columns, valid, SIZE: tl.constexpr, PADDED: tl.constexpr, UNROLL: tl.constexpr):
+    """(least cost per column, its first row, largest finite cost per column, which columns have a NaN or no least)."""
+    least = tl.full([PADDED], float("inf"), tl.float64)
+    first = tl.zeros([PADDED], tl.int32)
+    largest = tl.zeros([PADDED], tl.float64)
+    wrong = ~valid & valid
+    for row in tl.range(0, SIZE, loop_unroll_factor=UNROLL):
+        cost = _costs(score_ptr, row, columns, valid, SIZE)
+        first = tl.where(cost < least, row, first)
+        least = tl.where(cost < least, cost, least)
+        largest = tl.where(cost < float("inf"), tl.maximum(largest, tl.abs(cost)), largest)
+        wrong = wrong | (cost != cost)
+    wrong = valid & (wrong | (tl.abs(least) == float("inf")))
+    return tl.where(valid & ~wrong, least, 0.0), first, largest, wrong
+
+
+@jit
+def _saved_prices(prices_ptr, block, columns, valid, price, largest, SIZE: tl.constexpr):
+    """The prices of an earlier call, within limits; ``price`` where one is not a number.
+
+    Prices far beyond the costs would drown them: no useful price is beyond a path through every column.
+    """
+    limit = tl.max(largest) * (2 * SIZE)
+    start = tl.load(prices_ptr + block * SIZE + columns, mask=valid, other=0.0).to(tl.float64)
+    start = tl.minimum(tl.maximum(start, -limit), limit)
+    return tl.where(tl.abs(start) <= limit, start, price)
+
+
+@Kernel
+def _assignment_kernel(
+    score_ptr, prices_ptr, index_ptr,
+    SIZE: tl.constexpr, PADDED: tl.constexpr, WARM: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, PADDED)
+    valid = columns < SIZE
+    score_ptr += block * (SIZE * SIZE)
+    price, first, largest, wrong = _survey(score_ptr, columns, valid, SIZE, PADDED, UNROLL)
+    solved = tl.max(wrong.to(tl.int32)) == 0
+    owner = tl.full([PADDED], -1, tl.int32)
+    if WARM:
+        price = _saved_prices(prices_ptr, block, columns, valid, price, largest, SIZE)
+    else:
+        for row in range(SIZE):
+            wins = tl.min(tl.where(valid & (first == row), columns, PADDED))
+            owner = tl.where(columns == wins, row, owner)
+    for root in range(SIZE):
+        unvisited = valid
+        distance = tl.full([PADDED], float("inf"), tl.float64)
+        parent = tl.full([PADDED], -1, tl.int32)
+        tags = (owner + 1) * PADDED + columns  # free columns have the least
+        row = root
+        column = tl.full([], -1, tl.int32)
+        add = tl.full([], 0.0, tl.float64)
+        nearest = tl.full([], 0.0, tl.float64)
+        searching = solved & (tl.max((owner == root).to(tl.int32)) == 0)
+        sink = tl.full([], -1, tl.int32)
+        while searching:
+            # c[owner, j] is loaded beside the owner's row, so that a step waits for memory once.
+            own = tl.load(score_ptr + row * SIZE + column, mask=column >= 0, other=0.0).to(tl.float64)
+            reach = _costs(score_ptr, row, columns, valid, SIZE) - price + (add + own)
+            nearer = unvisited & (reach < distance)
+            distance = tl.where(nearer, reach, distance)
+            parent = tl.where(nearer, column, parent)
+            nearest = _least(tl.where(unvisited, distance, float("inf")))
+            tag = tl.min(tl.where(unvisited & (distance == nearest), tags, (SIZE + 1) * PADDED))
+            column = tag % PADDED
+            solved = nearest < float("inf")
+            searching = solved & (tag >= PADDED)
+            if searching:
+                row = tag // PADDED - 1
+                here = columns == column
+                unvisited = unvisited & ~here
+                add = nearest + _at(price, here)
+            else:
+                sink = tl.where(solved, column, -1)
+        price -= tl.where(valid & ~unvisited, nearest - distance, 0.0)
+        while sink >= 0:
+            here = columns == sink
+            before = tl.max(tl.where(here, parent, -1))
+            moved = tl.max(tl.where(columns == before, owner, -1))
+            owner = tl.where(here, tl.where(before < 0, root, moved), owner)
+            sink = before
+    tl.store(index_ptr + block * SIZE + columns, tl.where(solved, owner, -1), mask=valid)
+    if WARM:
+        price += _least(tl.where(valid, -price, float("inf")))  # searches only lower prices: without this they drift
+        tl.store(prices_ptr + block * SIZE + columns, price.to(tl.float32), mask=valid)
+
+
+def assignment_triton(score: Tensor) -> Tensor:
+    """Computes `assignment_reference` of scores that `supports` accepts.
+
+    Raises:
+        ModelError: a score is NaN, or a block has no assignment with a finite total. While a CUDA graph is captured
+            this is not raised, and such a block is all -1.
+    """
+    return _solve(score, None)
+
+
+def assignment_warm_triton(score: Tensor, prices: Tensor) -> tuple[Tensor, Tensor]:
+    """The same, starting from the prices of an earlier call.
+
+    Args:
+        score: As for `assignment_triton`.
+        prices: float32 ``[n, B]``, one per column. Any are valid; those that are not finite are replaced by the start
+            from the column's largest score.
+
+    Returns:
+        (index, prices for the next call, of which the largest in each block is 0).
+
+    Raises:
+        ModelError: as for `assignment_triton`, or prices of another shape.
+    """
+    if prices.shape != score.shape[:2]:
+        raise ModelError(
+            f"assignment: prices {tuple(prices.shape)} for scores {tuple(score.shape)}: expected "
+            f"{tuple(score.shape[:2])}, one per column; pass NaN to start afresh"
+        )
+    prices = prices.to(torch.float32).clone(memory_format=torch.contiguous_format)
+    return _solve(score, prices), prices
+
+
+def _solve(score: Tensor, prices: Tensor | None) -> Tensor:
+    index = launched(score, prices)
+    capturing = score.is_cuda and torch.cuda.is_current_stream_capturing()
+    if index.numel() and not capturing and bool((index[:, 0] < 0).any()):
+        raise refusal(score)
+    return index
+
+
+def launched(score: Tensor, prices: Tensor | None) -> Tensor:
+    """Returns the index, all -1 in refused blocks; ``prices`` are updated in place."""
+    blocks, size, _ = score.shape
+    index = torch.empty((blocks, size), dtype=torch.int32, device=score.device)
+    if not index.numel():
+        return index
+    config = config_for("assignment", CONFIGS, (blocks, size), score.dtype)
+    warm = prices is not None
+    _assignment_kernel[(blocks,)](
+        score.detach().contiguous(), prices if warm else index, index, **_shape(size, warm), **config.arguments()
+    )
+    return index
+
+
+def refusal(score: Tensor) -> ModelError:
+    """Returns the error of scores that have no assignment with a finite total."""
+    nans = int(score.isnan().sum())
+    why = f"{nans} of them are NaN" if nans else "some are infinite and leave no assignment with a finite total"
+    return ModelError(f"assignment of {tuple(score.shape)} scores: {why}")
+
+
+def supports(score: Tensor) -> bool:
+    """Whether the kernel supports the scores: blocks of up to 256, in float16 to float64."""
+    return score.dtype in DTYPES and score.shape[-1] <= LARGEST
+
+
+def _shape(size: int, warm: bool) -> dict[str, int]:
+    return {"SIZE": size, "PADDED": max(triton.next_power_of_2(size), 32), "WARM": warm}
 
 
 def _fake(score: Tensor) -> Tensor:

@@ -41,3 +41,10 @@ class ImportanceFactors:
         row = None if self.row is None else self.row[rows].to(device)
         column = None if self.column is None else self.column.to(device)
         return ImportanceFactors(self.power, self.scale.to(device), row, column)
+
+    def contiguous(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns (scale, row, column), contiguous; ``scale`` stands for a factor that is None."""
+        scale = self.scale.contiguous()
+        if self.row is None or self.column is None:
+            return scale, scale, scale
+        return scale, self.row.contiguous(), self.column.contiguous()

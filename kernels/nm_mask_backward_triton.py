@@ -39,7 +39,6 @@ from torch import Tensor
 from permtriton.kernels.autotune import config_for
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.launch import Config, Kernel, builtin, jit, tl, triton
-from permtriton.kernels.nm_mask_triton import contiguous
 
 # Padded channels of a tile; larger blocks are cut: tiles of 128 spill on sm_80 and overflow sm_100's tensor memory.
 TILE = 64
@@ -294,7 +293,7 @@ def nm_mask_backward_triton(
     steps = triton.cdiv(triton.cdiv(rows, splits), ROWS_STEP)
     splits = triton.cdiv(rows, steps * ROWS_STEP)
     partial = torch.empty((splits, total), device=weight.device)
-    tensors, first, offset = (grad, weight, *contiguous(factors), index.contiguous(), partial), 0, 0
+    tensors, first, offset = (grad, weight, *factors.contiguous(), index.contiguous(), partial), 0, 0
     for size, count, launch, tiles in runs:
         align = launch.constants["ALIGN"]
         _nm_mask_bwd_kernel[(count, splits, tiles)](

@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs
 """A norm that writes its output in another channel order: ``y[..., j] = norm(x)[..., index[j]]``.
 
 With ``h = x / sqrt(mean(x^2) + eps)`` computed in float32, and ``cast`` rounding to the dtype of ``x`` (of "rms", to
@@ -14,8 +15,26 @@ roundings.
 Shapes: ``x`` ``[..., C]``, ``weight`` and ``bias`` ``[C]`` in the order of ``x``, ``index`` ``[C]`` of any integer
 dtype -> ``y`` ``[..., C]``.
 Bytes moved: x read once, y written once, as for the norm alone. On a GPU Triton runs the float32, bfloat16 and float16
-norms, see `permtriton.kernels.norm_permute_triton`; the reference runs the others.
+norms; the reference runs the others.
+
+A program holds a row of up to `LONGEST` channels in registers: one read, the norm in float32, a gather through shared
+memory of the values rounded to the output's dtype, and one write in runs of 16 bytes. Other ways to gather within a row
+cost more than the norm alone, which moves 2 + 2 bytes per channel: a scatter ``y[inverse[j]]`` writes 2 bytes of a
+32-byte sector at a time, sixteen times the write traffic of the floor; a second load ``x[index[j]]`` hits the cache,
+but a warp touches up to 32 lines, 32 cycles for 64 bytes, where shared memory takes about four. A program walks over
+rows with the weight and the index in registers, so that they are read once per program. Triton's pipelining copies the
+next rows into shared memory meanwhile. It needs ``num_stages=3``: with 2, the next row is asked for only after this
+one's gather and store. Loading it into registers instead, as `permute` does, leaves fewer programs per multiprocessor
+in four of the six kinds and dtypes.
+Floor: forward reads x and writes y; backward reads x and the gradient and writes dx. The gradient is brought into the
+order of x by the same gather, with the inverse index. For weight gradients, each program sums its rows in registers, in
+float32, and writes ``[programs, C]``, which is then summed in a fixed order: no atomics, and the same input gives the
+same bits. With 2 programs per multiprocessor that is one percent of the traffic at 16384 rows.
+Rows of more than `LONGEST_BACKWARD` channels, whose sums and values do not fit into registers, are gathered first and
+then read in tiles, again from the cache; their sums are kept in memory.
 """
+
+from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
@@ -25,12 +44,27 @@ from torch import Tensor
 from torch.nn.functional import layer_norm
 
 from permtriton.errors import ModelError
-from permtriton.kernels import norm_permute_triton as kernels
+from permtriton.kernels.autotune import config_for
+from permtriton.kernels.launch import Config, Kernel, jit, tl, triton
 from permtriton.kernels.operator import operator
-from permtriton.kernels.permute import check_shapes, permute, permute_reference
+from permtriton.kernels.permute import check_shapes, gather_rows, permute, permute_reference, programs_for, warps_for
 from permtriton.util.permutation import inverse
 
 KINDS = ("rms", "rms_float", "layer")
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+RMS, RMS_FLOAT, LAYER = 0, 1, 2
+CODES = {"rms": RMS, "rms_float": RMS_FLOAT, "layer": LAYER}
+LONGEST = 16384  # padded channels of a row in registers; half as many unless C and the stride are multiples of 16
+LONGEST_BACKWARD = 4096  # padded channels; longer rows are read in tiles
+LONG_TILE = 2048
+HELD = 8192  # padded channels up to which a program holds weight and index; beyond, it reads them for every row
+LONG_PROGRAMS, BACKWARD_PROGRAMS = 4, 2  # per multiprocessor
+
+# num_warps for rows of 4096 channels; in proportion, rows of more get twice as many, so that LLVM joins the gather's
+# stores to shared memory to 16 bytes, see `permtriton.kernels.permute`.
+CONFIGS = (Config(num_warps=8), Config(num_warps=16))
+BACKWARD_CONFIGS = (Config(num_warps=8), Config(num_warps=16))
 
 
 @dataclass(frozen=True)
@@ -119,6 +153,289 @@ def _check_kind(kind: str) -> None:
         raise ModelError(f"a norm of kind {kind!r}: expected one of {', '.join(KINDS)}")
 
 
+@jit
+def _normalized(row, inside, C, eps, KIND: tl.constexpr):
+    """Returns (h, 1 / deviation) of a float32 row; zeros outside."""
+    if KIND == 2:
+        row = tl.where(inside, row - tl.sum(row, 0) / C, 0.0)
+    root = tl.rsqrt(tl.sum(row * row, 0) / C + eps)
+    return row * root, root
+
+
+@jit
+def _statistics(row_ptr, C, eps, TILE: tl.constexpr, KIND: tl.constexpr):
+    """Returns (mean, 1 / deviation) of a row that does not fit into registers; the mean of the RMS kinds is 0."""
+    mean = 0.0
+    if KIND == 2:
+        total = tl.zeros([TILE], tl.float32)
+        for start in range(0, C, TILE):
+            channel = start + tl.arange(0, TILE)
+            total += tl.load(row_ptr + channel, mask=channel < C, other=0.0).to(tl.float32)
+        mean = tl.sum(total, 0) / C
+    square = tl.zeros([TILE], tl.float32)
+    for start in range(0, C, TILE):
+        channel = start + tl.arange(0, TILE)
+        hidden = tl.load(row_ptr + channel, mask=channel < C, other=0.0).to(tl.float32)
+        hidden = tl.where(channel < C, hidden - mean, 0.0)
+        square += hidden * hidden
+    root = tl.rsqrt(tl.sum(square, 0) / C + eps)
+    return mean, root
+
+
+@jit
+def _source(index_ptr, channel, inside, C):
+    source = tl.load(index_ptr + channel, mask=inside, other=0).to(tl.int32)
+    return tl.where((source >= 0) & (source < C), source, 0)
+
+
+@jit
+def _added(value, residual_ptr, total_ptr, inside, ADD: tl.constexpr):
+    """Returns a row plus another one, if there is one, and stores it: rounded, as torch does."""
+    if ADD:
+        residual = tl.load(residual_ptr, mask=inside, other=0.0)
+        value = (value.to(tl.float32) + residual.to(tl.float32)).to(value.dtype)
+        tl.store(total_ptr, value, mask=inside)
+    return value
+
+
+@Kernel
+def _norm_permute_fwd_kernel(
+    x_ptr, weight_ptr, bias_ptr, index_ptr, y_ptr, rows, C, row_stride, eps, offset, residual_ptr, total_ptr,
+    residual_stride, BLOCK_C: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr, HOLD: tl.constexpr,
+    ADD: tl.constexpr,
+):  # fmt: skip
+    channel = tl.arange(0, BLOCK_C)
+    inside = channel < C
+    if HOLD:
+        source = _source(index_ptr, channel, inside, C)
+        scale = tl.load(weight_ptr + channel, mask=inside, other=0.0)
+        if BIAS:
+            shift = tl.load(bias_ptr + channel, mask=inside, other=0.0)
+    # Pipelining would stage whatever the loop loads: rows, but also weight and index where they are not held.
+    for row in tl.range(tl.program_id(0).to(tl.int64), rows, tl.num_programs(0), num_stages=3 if HOLD else 1):
+        value = tl.load(x_ptr + row * row_stride + channel, mask=inside, other=0.0)
+        value = _added(
+            value, residual_ptr + row * residual_stride + channel, total_ptr + row * C + channel, inside, ADD
+        )
+        result, _ = _normalized(value.to(tl.float32), inside, C, eps, KIND)
+        if KIND == 0:
+            result = result.to(value.dtype).to(tl.float32)
+        if not HOLD:
+            scale = tl.load(weight_ptr + channel, mask=inside, other=0.0)
+        factor = scale.to(tl.float32) + offset
+        if KIND != 1:
+            factor = factor.to(scale.dtype).to(tl.float32)  # rounded, as the modules do
+        result = result * factor
+        if BIAS:
+            if not HOLD:
+                shift = tl.load(bias_ptr + channel, mask=inside, other=0.0)
+            result += shift.to(tl.float32)
+        if not HOLD:
+            source = _source(index_ptr, channel, inside, C)
+        result = tl.gather(result.to(y_ptr.dtype.element_ty), source, 0)
+        tl.store(y_ptr + row * C + channel, result, mask=inside)
+
+
+@Kernel
+def _norm_long_fwd_kernel(
+    x_ptr, weight_ptr, bias_ptr, index_ptr, y_ptr, rows, C, row_stride, eps, offset,
+    TILE: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """Rows that do not fit into registers, read again from the cache in the order of the index."""
+    for row in range(tl.program_id(0).to(tl.int64), rows, tl.num_programs(0)):
+        mean, root = _statistics(x_ptr + row * row_stride, C, eps, TILE, KIND)
+        for start in range(0, C, TILE):
+            channel = start + tl.arange(0, TILE)
+            inside = channel < C
+            source = _source(index_ptr, channel, inside, C)
+            value = tl.load(x_ptr + row * row_stride + source, mask=inside, other=0.0)
+            result = (value.to(tl.float32) - mean) * root
+            if KIND == 0:
+                result = result.to(value.dtype).to(tl.float32)
+            scale = tl.load(weight_ptr + source, mask=inside, other=0.0)
+            factor = scale.to(tl.float32) + offset
+            if KIND != 1:
+                factor = factor.to(scale.dtype).to(tl.float32)
+            result = result * factor
+            if BIAS:
+                result += tl.load(bias_ptr + source, mask=inside, other=0.0).to(tl.float32)
+            tl.store(y_ptr + row * C + channel, result.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@Kernel
+def _norm_permute_bwd_kernel(
+    grad_ptr, x_ptr, weight_ptr, inverse_ptr, grad_x_ptr, weight_sums_ptr, bias_sums_ptr,
+    rows, C, grad_row_stride, row_stride, eps, offset,
+    BLOCK_C: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """``inverse_ptr`` points to the inverse index; the sums are ``[programs, C]``."""
+    channel = tl.arange(0, BLOCK_C)
+    inside = channel < C
+    source = tl.load(inverse_ptr + channel, mask=inside, other=0)
+    program = tl.program_id(0).to(tl.int64)
+    weight_sum = tl.zeros([BLOCK_C], tl.float32)
+    bias_sum = tl.zeros([BLOCK_C], tl.float32)
+    for row in range(program, rows, tl.num_programs(0)):
+        outer = tl.load(grad_ptr + row * grad_row_stride + channel, mask=inside, other=0.0)
+        outer = tl.gather(outer, source, 0).to(tl.float32)
+        hidden = tl.load(x_ptr + row * row_stride + channel, mask=inside, other=0.0).to(tl.float32)
+        hidden, root = _normalized(hidden, inside, C, eps, KIND)
+        weight_sum += outer * hidden
+        if BIAS:
+            bias_sum += outer
+        inner = outer * (tl.load(weight_ptr + channel, mask=inside, other=0.0).to(tl.float32) + offset)
+        inner = tl.where(inside, inner, 0.0)
+        result = inner - hidden * (tl.sum(inner * hidden, 0) / C)
+        if KIND == 2:
+            result -= tl.sum(inner, 0) / C
+        tl.store(grad_x_ptr + row * C + channel, (result * root).to(grad_x_ptr.dtype.element_ty), mask=inside)
+    tl.store(weight_sums_ptr + program * C + channel, weight_sum, mask=inside)
+    if BIAS:
+        tl.store(bias_sums_ptr + program * C + channel, bias_sum, mask=inside)
+
+
+@Kernel
+def _norm_long_bwd_kernel(
+    grad_ptr, x_ptr, weight_ptr, grad_x_ptr, weight_sums_ptr, bias_sums_ptr, rows, C, row_stride, eps, offset,
+    TILE: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """Rows that do not fit into registers; ``grad`` is in the order of x, the sums ``[programs, C]`` start as zeros."""
+    program = tl.program_id(0).to(tl.int64)
+    for row in range(program, rows, tl.num_programs(0)):
+        mean, root = _statistics(x_ptr + row * row_stride, C, eps, TILE, KIND)
+        product = tl.zeros([TILE], tl.float32)
+        total = tl.zeros([TILE], tl.float32)
+        for start in range(0, C, TILE):
+            channel = start + tl.arange(0, TILE)
+            inside = channel < C
+            hidden = (tl.load(x_ptr + row * row_stride + channel, mask=inside, other=0.0).to(tl.float32) - mean) * root
+            outer = tl.load(grad_ptr + row * C + channel, mask=inside, other=0.0).to(tl.float32)
+            inner = outer * (tl.load(weight_ptr + channel, mask=inside, other=0.0).to(tl.float32) + offset)
+            product += inner * hidden
+            total += inner
+            place = program * C + channel
+            before = tl.load(weight_sums_ptr + place, mask=inside, other=0.0)
+            tl.store(weight_sums_ptr + place, before + outer * hidden, mask=inside)
+            if BIAS:
+                before = tl.load(bias_sums_ptr + place, mask=inside, other=0.0)
+                tl.store(bias_sums_ptr + place, before + outer, mask=inside)
+        product = tl.sum(product, 0) / C
+        common = 0.0
+        if KIND == 2:
+            common = tl.sum(total, 0) / C
+        for start in range(0, C, TILE):
+            channel = start + tl.arange(0, TILE)
+            inside = channel < C
+            hidden = (tl.load(x_ptr + row * row_stride + channel, mask=inside, other=0.0).to(tl.float32) - mean) * root
+            outer = tl.load(grad_ptr + row * C + channel, mask=inside, other=0.0).to(tl.float32)
+            inner = outer * (tl.load(weight_ptr + channel, mask=inside, other=0.0).to(tl.float32) + offset)
+            result = (inner - hidden * product - common) * root
+            tl.store(grad_x_ptr + row * C + channel, result.to(grad_x_ptr.dtype.element_ty), mask=inside)
+        tl.debug_barrier()  # so that the next row sees the sums of this one
+
+
+def takes(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether the kernels support the dtypes and the input is not empty; float64 runs the reference."""
+    dtypes = {tensor.dtype for tensor in (x, weight, bias) if tensor is not None}
+    return dtypes <= set(DTYPES) and x.numel() > 0
+
+
+def norm_permute_triton(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    index: Tensor,
+    eps: float,
+    offset: float,
+    kind: str,
+    config: Config | None = None,
+    added: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """Computes `norm_reference` of inputs that `takes` accepts.
+
+    Args:
+        x, weight, bias, index, eps, offset, kind: as `norm_permute` takes them.
+        config: replaces the tuned one.
+        added: (what is added to ``x`` first, the sum, which is written), in the dtype and shape of ``x``.
+    """
+    hidden, dtype = _rows(x), weight.dtype if kind == "rms" else x.dtype
+    y = torch.empty(x.shape, dtype=dtype, device=x.device)
+    weight, index, bias = weight.contiguous(), index.contiguous(), None if bias is None else bias.contiguous()
+    rows, channels = hidden.shape
+    block = triton.next_power_of_2(channels)
+    shifts = weight if bias is None else bias
+    arguments = (hidden, weight, shifts, index, y, rows, channels, hidden.stride(0), eps, offset)
+    shared = {"KIND": CODES[kind], "BIAS": bias is not None}
+    aligned = channels % 16 == 0 and hidden.stride(0) % 16 == 0
+    residual, total = (hidden, y) if added is None else (_rows(added[0]), added[1])
+    if block > (LONGEST if aligned else LONGEST // 2):
+        if added is not None:
+            arguments = (_rows(torch.add(x, added[0], out=total)), *arguments[1:7], channels, eps, offset)
+        grid = (programs_for(x, rows, LONG_PROGRAMS),)
+        _norm_long_fwd_kernel[grid](*arguments, TILE=LONG_TILE, num_warps=8, **shared)
+        return y
+    config = config or config_for("norm_permute", CONFIGS, (rows, channels), x.dtype)
+    warps = warps_for(config, block if block <= 4096 else 2 * block)
+    resident = 16 if kind == "layer" else 24 if x.dtype == torch.float32 else 32  # warps, at 92, 78 or 64 registers
+    grid = (programs_for(x, rows, triton.cdiv(resident, warps)),)
+    _norm_permute_fwd_kernel[grid](
+        *arguments, residual, total, residual.stride(0), BLOCK_C=block, HOLD=block <= HELD, ADD=added is not None,
+        num_warps=warps, **shared,
+    )  # fmt: skip
+    return y
+
+
+def add_norm_permute_triton(
+    x: Tensor, residual: Tensor, weight: Tensor, index: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Computes `add_norm_permute` of inputs that `takes` accepts, with ``residual`` in the dtype of ``x``."""
+    total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return norm_permute_triton(x, weight, None, index, eps, 0.0, "rms", added=(residual, total)), total
+
+
+def norm_permute_backward_triton(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    index: Tensor,
+    eps: float,
+    offset: float,
+    kind: str,
+    config: Config | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Returns the gradients of x, weight and bias of inputs that `takes` accepts; ``grad`` is in the output's order."""
+    hidden, outer, back = _rows(x), _rows(grad), inverse(index.long()).int()
+    rows, channels = hidden.shape
+    block, weight = triton.next_power_of_2(channels), weight.contiguous()
+    programs = programs_for(x, rows, BACKWARD_PROGRAMS)
+    make = torch.empty if block <= LONGEST_BACKWARD else torch.zeros
+    weight_sums = make((programs, channels), dtype=torch.float32, device=x.device)
+    bias_sums = weight_sums if bias is None else make((programs, channels), dtype=torch.float32, device=x.device)
+    grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    shared = {"KIND": CODES[kind], "BIAS": bias is not None}
+    results = (grad_x, weight_sums, bias_sums, rows, channels)
+    if block <= LONGEST_BACKWARD:
+        config = config or config_for("norm_permute_backward", BACKWARD_CONFIGS, (rows, channels), x.dtype)
+        _norm_permute_bwd_kernel[(programs,)](
+            outer, hidden, weight, back, *results, outer.stride(0), hidden.stride(0), eps, offset,
+            BLOCK_C=block, num_warps=warps_for(config, block), **shared,
+        )  # fmt: skip
+    else:
+        _norm_long_bwd_kernel[(programs,)](
+            gather_rows(outer, back), hidden, weight, *results, hidden.stride(0), eps, offset,
+            TILE=LONG_TILE, num_warps=8, **shared,
+        )  # fmt: skip
+    grad_bias = None if bias is None else bias_sums.sum(0).to(bias.dtype)
+    return grad_x, weight_sums.sum(0).to(weight.dtype), grad_bias
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Returns ``[rows, C]`` with adjacent channels; copies if they are not, which no model's activations need."""
+    x = x.reshape(-1, x.shape[-1])
+    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
+
+
 def _check(
     x: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, _eps: float, _offset: float, kind: str
 ) -> None:
@@ -137,7 +454,7 @@ def _check(
 
 
 def _backward_on_gpu(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _three(*kernels.norm_permute_backward_triton(*arguments))
+    return _three(*norm_permute_backward_triton(*arguments))
 
 
 def _three(grad_x: Tensor, grad_weight: Tensor, grad_bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -151,7 +468,7 @@ def _three(grad_x: Tensor, grad_weight: Tensor, grad_bias: Tensor | None) -> tup
         None if bias is None else torch.empty_like(bias),
     ),
     launcher=_backward_on_gpu,
-    supports=lambda grad, x, weight, bias, *_: kernels.takes(x, weight, bias),
+    supports=lambda grad, x, weight, bias, *_: takes(x, weight, bias),
 )  # fmt: skip
 def norm_permute_backward(
     grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, eps: float, offset: float, kind: str
@@ -173,8 +490,8 @@ def _gradient(grad: Tensor, *inputs: Any) -> dict[str, Tensor | None]:
         x.shape, dtype=weight.dtype if kind == "rms" else x.dtype
     ),
     check=_check,
-    launcher=kernels.norm_permute_triton,
-    supports=lambda x, weight, bias, *_: kernels.takes(x, weight, bias),
+    launcher=norm_permute_triton,
+    supports=lambda x, weight, bias, *_: takes(x, weight, bias),
     gradient=_gradient,
     keeps=("x", "weight", "bias", "index", "eps", "offset", "kind"),
 )
@@ -199,3 +516,32 @@ def norm_permute(
         ModelError: shapes that do not fit, an unknown kind, or a bias with an RMS kind.
     """
     return norm_reference(x, weight, bias, eps, offset, kind, index.long())
+
+
+def _check_added(x: Tensor, residual: Tensor, weight: Tensor, index: Tensor, eps: float) -> None:
+    _check(x, weight, None, index, eps, 0.0, "rms")
+    if (residual.shape, residual.dtype) != (x.shape, x.dtype):
+        raise ModelError(
+            f"add_norm_permute: a residual {residual.dtype} {list(residual.shape)} for an input {x.dtype} "
+            f"{list(x.shape)}: expected the same"
+        )
+
+
+@operator(
+    "add_norm_permute",
+    lambda x, residual, weight, index, eps: (x.new_empty(x.shape, dtype=weight.dtype), x.new_empty(x.shape)),
+    check=_check_added,
+    launcher=add_norm_permute_triton,
+    supports=lambda x, residual, weight, *_: takes(x, weight, None),
+)
+def add_norm_permute(x: Tensor, residual: Tensor, weight: Tensor, index: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Returns ``norm(x + residual)[..., index]`` of kind "rms", and ``x + residual``, rounded before the norm.
+
+    Bytes moved: ``x`` and ``residual`` read once, both results written once. It has no gradient: inference engines add
+    where they normalise.
+
+    Raises:
+        ModelError: shapes or dtypes that do not fit.
+    """
+    total = (x + residual).contiguous()
+    return norm_reference(total, weight, None, eps, 0.0, "rms", index.long()), total

@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs
 """Sinkhorn normalisation of a batch of square matrices (eq. 2-5 of the paper).
 
     E = exp((logits - rowmax) / tau);   S = diag(r) E diag(c)
@@ -7,16 +8,61 @@ Shapes: ``logits``, ``soft`` ``[n, B, B]``; scales ``[rounds, n, B]`` float32. T
 the saved scale vectors, 2 x rounds x B float32 per block, instead of from ``rounds`` saved matrices.
 Bytes moved: logits read once, soft written once, and the scales.
 
-On a GPU `permtriton.kernels.sinkhorn_triton` runs, or the reference for float64 logits and blocks larger than 128.
+The Triton kernels take blocks of up to 128; float64 logits run the reference.
+
+A program holds one block in registers from its one read to its one write, and runs every round on it. The block is a
+tuple of panels, each ``WIDTH`` columns wide, and every panel has the same layout. With panels of 32 columns, eight
+lanes share a row and four a column. One warp then holds a block of 64, so that no sum crosses warps: a round takes 64
+shuffles and no barrier between warps. What is padded counts as zero.
+
+Forward: writes the scales of every round. Floor: 4 bytes per entry read (2 at 16 bits), 4 written, and 8 rounds / B
+for the scales.
+
+Backward: with ``g`` the gradient of ``S = diag(r) E diag(c)``, and each round's scales divided by the last round's,
+from the last round to the first,
+
+    D = g,  dr = (g S) 1,  dc = (g S)^T 1;
+    per round:  s = -dc c^2,  D += r s^T,  dr += S s;    s = -dr r^2,  D += s c_before^T,  dc = S^T s,  dr = 0;
+
+and the logits' gradient is ``D S / tau``. Unlike ``E`` and the scales, which may grow without bound where no doubly
+stochastic matrix is near, ``S`` is at most 1. ``S`` and ``D`` stay in registers, those of two warps for a block of 64;
+column sums cross from one warp to the other through shared memory. Floor: gradient, logits and scales read, the logits'
+gradient written.
+
+Deterministic: no atomics, every sum in a fixed order. Inputs that are not contiguous are copied first.
 """
 
+from __future__ import annotations
+
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from permtriton.kernels.autotune import config_for
+from permtriton.kernels.launch import Config, Kernel, jit, tl, triton
 from permtriton.kernels.operator import operator
-from permtriton.kernels.sinkhorn_triton import TINY, sinkhorn_backward_triton, sinkhorn_triton, supports
+
+# Keeps the reciprocal of an underflown sum finite. A column that lies entirely below it (69 tau under its rows' maxima)
+# stays short of a sum of 1.
+TINY = 1e-30
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+LARGEST = 128  # a larger block does not fit into the registers of one program
+TUNED_BLOCK = 64
+LARGEST_FLOAT = torch.finfo(torch.float32).max
+
+# WIDTH columns make a panel. Warps are those for a block of 64; other sizes scale them, so that a thread holds equally
+# many entries.
+CONFIGS: tuple[Config, ...] = (
+    Config({"WIDTH": 32}, num_warps=1),
+    Config({"WIDTH": 16}, num_warps=1),
+    Config({"WIDTH": 32}, num_warps=2),
+)
+BACKWARD_CONFIGS: tuple[Config, ...] = (
+    Config({"WIDTH": 32}, num_warps=2),
+    Config({"WIDTH": 32}, num_warps=4),
+)
 
 
 def sinkhorn_reference(logits: Tensor, tau: float, rounds: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -65,6 +111,193 @@ def sinkhorn_backward_reference(grad: Tensor, logits: Tensor, rows: Tensor, colu
 def _exponentials(logits: Tensor, tau: float) -> Tensor:
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).contiguous()
     return ((wide - wide.amax(-1, keepdim=True)) / tau).exp_()
+
+
+@jit
+def _axes(PADDED: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr):
+    """(rows, columns of a panel, first scale of this program's block, places of the first panel's entries)."""
+    i, j = tl.arange(0, PADDED), tl.arange(0, WIDTH)
+    j = j // 4 * 4 + j % 4  # known to be contiguous by fours only: 16-bit logits then get the layout of float32 results
+    first = tl.program_id(0).to(tl.int64) * SIZE
+    return i, j, first, first * SIZE + i[:, None] * SIZE + j[None, :]
+
+
+@jit
+def _load_panels(ptr, places, i, j, OTHER: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr):
+    """The panels of a block in float32, padded with ``OTHER``."""
+    panels = ()
+    for at in tl.static_range(0, SIZE, WIDTH):
+        valid = (i < SIZE)[:, None] & (at + j < SIZE)[None, :]
+        panels += (tl.load(ptr + places + at, mask=valid, other=OTHER).to(tl.float32),)
+    return panels
+
+
+@jit
+def _load_column(ptr, j, saved, SIZE: tl.constexpr, WIDTH: tl.constexpr):
+    """The scales of each panel's columns; ones where none are saved."""
+    column = ()
+    for at in tl.static_range(0, SIZE, WIDTH):
+        mask = tl.where(saved, at + j < SIZE, False)  # with &, the interpreter would make it integers
+        column += (tl.load(ptr + at + j, mask=mask, other=1.0),)
+    return column
+
+
+@jit
+def _load_exponentials(logits_ptr, places, i, j, per_logit, SIZE: tl.constexpr, WIDTH: tl.constexpr):
+    x = _load_panels(logits_ptr, places, i, j, -float("inf"), SIZE, WIDTH)
+    largest = x[0]
+    for p in tl.static_range(1, len(x)):
+        largest = tl.maximum(largest, x[p])
+    top = tl.where(i < SIZE, tl.max(largest, 1), 0.0)
+    e = ()
+    for p in tl.static_range(len(x)):
+        e += (tl.exp2((x[p] - top[:, None]) * per_logit),)
+    return e
+
+
+@jit
+def _row_sums(panels, column):
+    total = panels[0] * column[0][None, :]
+    for p in tl.static_range(1, len(panels)):
+        total += panels[p] * column[p][None, :]
+    return tl.sum(total, 1)
+
+
+@jit
+def _inverse(total, FLOOR: tl.constexpr):
+    # Triton makes nine instructions of a division, three of these two lines. The relative error is at most 3e-7.
+    root = tl.rsqrt(tl.maximum(total, FLOOR, propagate_nan=tl.PropagateNan.ALL))
+    return root * root
+
+
+@Kernel
+def _sinkhorn_fwd_kernel(
+    logits_ptr, soft_ptr, row_scales_ptr, column_scales_ptr, per_logit, rounds,
+    SOFTMAX: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, WIDTH: tl.constexpr, FLOOR: tl.constexpr,
+):  # fmt: skip
+    i, j, scale, places = _axes(PADDED, WIDTH, SIZE)
+    e = _load_exponentials(logits_ptr, places, i, j, per_logit, SIZE, WIDTH)
+    column = ()
+    for _ in tl.static_range(len(e)):
+        column += (tl.full([WIDTH], 1.0, tl.float32),)
+    row = _inverse(_row_sums(e, column), FLOOR) if SOFTMAX else tl.zeros([PADDED], tl.float32)
+    for _ in range(rounds):
+        row = _inverse(_row_sums(e, column), FLOOR)
+        tl.store(row_scales_ptr + scale + i, row, mask=i < SIZE)
+        column = ()
+        for p in tl.static_range(len(e)):
+            of_panel = _inverse(tl.sum(e[p] * row[:, None], 0), FLOOR)
+            tl.store(column_scales_ptr + scale + p * WIDTH + j, of_panel, mask=p * WIDTH + j < SIZE)
+            column += (of_panel,)
+        scale += tl.num_programs(0).to(tl.int64) * SIZE
+    for p in tl.static_range(len(e)):
+        valid = (i < SIZE)[:, None] & (p * WIDTH + j < SIZE)[None, :]
+        tl.store(soft_ptr + places + p * WIDTH, e[p] * row[:, None] * column[p][None, :], mask=valid)
+
+
+@Kernel
+def _sinkhorn_bwd_kernel(
+    grad_ptr, logits_ptr, row_scales_ptr, column_scales_ptr, grad_logits_ptr, per_logit, rounds,
+    SOFTMAX: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, WIDTH: tl.constexpr, FLOOR: tl.constexpr,
+):  # fmt: skip
+    i, j, scale, places = _axes(PADDED, WIDTH, SIZE)
+    soft = _load_exponentials(logits_ptr, places, i, j, per_logit, SIZE, WIDTH)
+    per_round = tl.num_programs(0) * SIZE
+    scale += (rounds - 1) * per_round.to(tl.int64)
+    row_scales_ptr += scale  # moving the pointers, not the places, saves registers that blocks of 128 are short of
+    column_scales_ptr += scale
+    column = _load_column(column_scales_ptr, j, not SOFTMAX, SIZE, WIDTH)
+    row = tl.load(row_scales_ptr + i, mask=tl.where(SOFTMAX, False, i < SIZE), other=1.0)
+    if SOFTMAX:
+        row = _inverse(_row_sums(soft, column), FLOOR)
+    per_row, per_column = _inverse(row, 0.0), ()
+    result = _load_panels(grad_ptr, places, i, j, 0.0, SIZE, WIDTH)
+    e, weighted, grad_column, ones = soft, (), (), ()
+    soft = ()
+    for p in tl.static_range(len(e)):
+        soft += (e[p] * row[:, None] * column[p][None, :],)
+        per_column += (_inverse(column[p], 0.0),)
+        weighted += (result[p] * soft[p],)
+        grad_column += (tl.sum(weighted[p], 0),)
+        ones += (tl.full([WIDTH], 1.0, tl.float32),)
+    grad_row = _row_sums(weighted, ones)
+    row, column = tl.full([PADDED], 1.0, tl.float32), ones
+    for k in range(rounds):
+        row_scales_ptr -= per_round
+        column_scales_ptr -= per_round
+        saved = k + 1 < rounds  # the first round began with columns of ones
+        before = _load_column(column_scales_ptr, j, saved, SIZE, WIDTH)
+        row_before = tl.load(row_scales_ptr + i, mask=tl.where(saved, i < SIZE, False), other=1.0) * per_row
+        grad_sums, ratios = (), ()
+        for p in tl.static_range(len(soft)):
+            grad_sums += (-grad_column[p] * column[p] * column[p],)
+            ratios += (before[p] * per_column[p],)
+        grad_row += _row_sums(soft, grad_sums)
+        grad_sum = -grad_row * row * row
+        updated, grad_column = (), ()
+        for p in tl.static_range(len(soft)):
+            of_panel = result[p] + row[:, None] * grad_sums[p][None, :]
+            updated += (of_panel + grad_sum[:, None] * ratios[p][None, :],)
+            grad_column += (tl.sum(soft[p] * grad_sum[:, None], 0),)
+        grad_row = tl.zeros([PADDED], tl.float32)
+        result, row, column = updated, row_before, ratios
+    for p in tl.static_range(len(soft)):
+        of_panel = result[p]
+        if SOFTMAX:
+            of_panel -= grad_row[:, None]
+        valid = (i < SIZE)[:, None] & (p * WIDTH + j < SIZE)[None, :]
+        found = of_panel * soft[p] * (per_logit * 0.6931471805599453)  # log(2): divides by tau
+        tl.store(grad_logits_ptr + places + p * WIDTH, found.to(grad_logits_ptr.dtype.element_ty), mask=valid)
+
+
+def sinkhorn_triton(logits: Tensor, tau: float, rounds: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Computes `sinkhorn_reference` of logits that `supports` accepts.
+
+    Returns:
+        (soft ``[n, B, B]``, row scales, column scales ``[rounds, n, B]``), all float32.
+    """
+    blocks, size, _ = logits.shape
+    soft = torch.empty((blocks, size, size), device=logits.device)
+    rows, columns = (torch.empty((rounds, blocks, size), device=logits.device) for _ in range(2))
+    if soft.numel():
+        config = config_for("sinkhorn", CONFIGS, (blocks, size), logits.dtype)
+        _sinkhorn_fwd_kernel[(blocks,)](
+            logits.contiguous(), soft, rows, columns, _per_logit(tau), rounds, **_constants(config, size, rounds)
+        )
+    return soft, rows, columns
+
+
+def sinkhorn_backward_triton(grad: Tensor, logits: Tensor, rows: Tensor, columns: Tensor, tau: float) -> Tensor:
+    """Computes `sinkhorn_backward_reference` with a Triton kernel: the gradient of the logits, in their dtype."""
+    blocks, size, _ = logits.shape
+    grad_logits = torch.empty((blocks, size, size), dtype=logits.dtype, device=logits.device)
+    if grad_logits.numel():
+        config = config_for("sinkhorn_backward", BACKWARD_CONFIGS, (blocks, size), logits.dtype)
+        _sinkhorn_bwd_kernel[(blocks,)](
+            grad.contiguous(), logits.contiguous(), rows.contiguous(), columns.contiguous(), grad_logits,
+            _per_logit(tau), rows.shape[0], **_constants(config, size, rows.shape[0]),
+        )  # fmt: skip
+    return grad_logits
+
+
+def supports(logits: Tensor) -> bool:
+    """Whether the kernels support the logits: blocks of up to 128, in float32 or 16 bits."""
+    return logits.dtype in DTYPES and logits.shape[-1] <= LARGEST
+
+
+def _per_logit(tau: float) -> float:
+    """Returns the factor of a logit in the exponent of 2, a finite float32 however small tau is."""
+    return min(math.log2(math.e) / tau, LARGEST_FLOAT)
+
+
+def _constants(config: Config, size: int, rounds: int) -> dict[str, int | float | bool]:
+    """Returns the constants of a launch, and its warps: a thread gets as many entries as with blocks of 64."""
+    padded = max(triton.next_power_of_2(size), 16)
+    warps = config.num_warps * padded**2 // TUNED_BLOCK**2
+    return {
+        "SOFTMAX": rounds == 0, "SIZE": size, "PADDED": padded, "WIDTH": min(config.constants["WIDTH"], padded),
+        "FLOOR": TINY, "num_warps": min(max(warps, 1), 32), "num_stages": config.num_stages,
+    }  # fmt: skip
 
 
 def _fake(logits: Tensor, tau: float, rounds: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -31,8 +31,7 @@ from permtriton.kernels import sparse_linear_triton as kernels
 from permtriton.kernels.autotune import config_for, note
 from permtriton.kernels.launch import Config
 from permtriton.kernels.operator import operator
-from permtriton.kernels.packing import check_packed_shapes, unpack
-from permtriton.kernels.packing_triton import PATTERN
+from permtriton.kernels.packing import PATTERN, check_packed_shapes, unpack
 from permtriton.kernels.permute import check_shapes, permute
 from permtriton.util.permutation import inverse
 from permtriton.util.sparsity import NMPattern

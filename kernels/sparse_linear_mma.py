@@ -39,8 +39,7 @@ from permtriton.errors import PermTritonError
 from permtriton.kernels.autotune import config_for, note
 from permtriton.kernels.cuda.runtime import CudaKernel
 from permtriton.kernels.launch import Config, has_kernels, multiprocessors
-from permtriton.kernels.packing import pack
-from permtriton.kernels.packing_triton import PATTERN
+from permtriton.kernels.packing import PATTERN, pack
 from permtriton.kernels.permute import permute
 from permtriton.util.sparsity import NMPattern
 

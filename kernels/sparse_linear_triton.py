@@ -1,7 +1,7 @@
 # mypy: allow-untyped-defs
 """The Triton kernels of `permtriton.kernels.sparse_linear`, and their launcher: 2:4 weights, 1 to 64 tokens.
 
-Only packed bytes are read of W; they are decompressed in registers (`permtriton.kernels.packing_triton`).
+Only packed bytes are read of W; they are decompressed in registers (`permtriton.kernels.packing`).
 
 One token: a thread takes a word, 16 bytes of a row's values (16 channels at 16 bits) and their positions, and gathers
 the word's inputs, not its values. The four inputs of a group are two registers; one byte permutation (``prmt``, inline
@@ -25,8 +25,8 @@ from torch import Tensor
 
 from permtriton.kernels.autotune import config_for
 from permtriton.kernels.launch import Config, Kernel, jit, tl, triton
-from permtriton.kernels.packing_triton import WORD, dense_tile, load_pairs
-from permtriton.kernels.packing_triton import supports as supports_weight
+from permtriton.kernels.packing import WORD, dense_tile, load_pairs
+from permtriton.kernels.packing import supports as supports_weight
 from permtriton.kernels.permute import permute
 from permtriton.util.sparsity import NMPattern
 

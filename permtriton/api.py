@@ -74,6 +74,8 @@ def compile(model: Model, *, progress: Shown = False, **asked: Any) -> CompiledM
         offload: folder on a fast disk, for a model on a CPU that is larger than memory.
         shard: in processes that ``torchrun`` started, whether to spread the weights of layers over the GPUs; None does
             where one cannot hold them.
+        onload: whether the model stays in host memory and its layers come to the GPU one by one; None does where the
+            GPU cannot hold it. Not for steps that need all weights at once.
         progress: True draws the bars of the command line; a function is called with each `permtriton.Event`.
         options: every other option of ``permtriton compile``, with underscores: ``sparsity``, ``samples``,
             ``sequence_length``, ``layout``, ``targets``, ``ignore``, ``seed``, ``learn_epochs`` and so on;
@@ -202,7 +204,7 @@ def compare(  # noqa: PLR0913
         eval_data: as `permtriton.evaluate` takes it.
         window: as `permtriton.evaluate` takes it.
         seeds: seeds of the calibration draw and of learning.
-        methods: some of the methods, or recipes; None for all.
+        methods: methods, recipes, or steps joined by ``" + "``; None for all methods.
         sparsity: N:M pattern, or several, such as ``["2:4", "4:8"]``; None for 2:4.
         ablate: option of which each method is run with several values.
         values: other values of it.

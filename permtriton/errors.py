@@ -98,9 +98,11 @@ def without_panics() -> Iterator[None]:
 def first_line(error: BaseException) -> str:
     """Returns the first line of an error's message, with what it announces.
 
-    Where the message alone says little, the name of its kind stands before it.
+    Where the message alone says little, the name of its kind stands before it. What another library has in backticks is
+    no option of ours, whatever its name.
     """
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    message = str(error) if isinstance(error, PermTritonError) else str(error).replace("`", "'")
+    lines = [line.strip() for line in message.splitlines() if line.strip()] or [""]
     line = " ".join(lines[: 2 if lines[0].endswith(":") else 1])
     if not line or isinstance(error, LookupError):
         line = f"{type(error).__name__} {line}".strip()

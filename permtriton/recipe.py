@@ -154,7 +154,9 @@ def config_from(
         ConfigError: an unknown option, recipe or step, a value of the wrong type or out of range, or steps that do not
             go together.
     """
-    given = {name.replace("-", "_"): value for name, value in (options or {}).items()}
+    if not isinstance(options, Mapping | None):
+        raise ConfigError(f"options is a {type(options).__name__}: expected values by the names of options")
+    given = {str(name).replace("-", "_"): value for name, value in (options or {}).items()}
     named = given.pop("recipe", None)
     chosen = next((each for each in (recipe, named) if each is not None), DEFAULT)
     steps_given = steps_of(chosen)

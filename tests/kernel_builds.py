@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu.floors import Floor
 from permtriton.kernels.launch import Kernel, recorded, tl
 from permtriton.kernels.tools.builds import Build
-from permtriton.kernels.tools.case import Case, Floor
+from permtriton.kernels.tools.case import Case
 
 
 @Kernel

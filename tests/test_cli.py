@@ -34,7 +34,7 @@ def flags_of(command: str) -> set[str]:
     return {name for each in get_command(app).commands[command].params for name in (*each.opts, *each.secondary_opts)}
 
 
-@pytest.mark.parametrize("columns", [40, 80])
+@pytest.mark.parametrize("columns", [1, 40, 80])
 @pytest.mark.parametrize("command", ["compile", "compare"])
 def test_help_all_shows_every_flag_whole_with_its_default(command, columns):
     text = shown(command, "--help-all", columns=columns)

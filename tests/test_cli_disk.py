@@ -5,6 +5,7 @@ import os
 import resource
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -245,3 +246,14 @@ def test_other_files_that_may_not_be_read(desk, monkeypatch):
 
     monkeypatch.setattr("permtriton.driver.job.held_out_windows", refuse)
     desk.refuses(desk.compile(), "/somewhere/file: Permission denied")
+
+
+def test_a_library_that_finds_no_room_is_one_line(desk):
+    """The system lets this process have half a GB of addresses, in which torch cannot be loaded."""
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_AS, (5 * 10**8, 5 * 10**8))
+
+    command = [sys.executable, "-m", "permtriton", "inspect", str(desk.model)]
+    done = subprocess.run(command, capture_output=True, text=True, preexec_fn=limit, check=False)
+    check_refusal(done.returncode, done.stderr, ("the system refuses memory for a library (ulimit -v): ",))

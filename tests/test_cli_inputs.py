@@ -65,6 +65,15 @@ def test_options_of_other_libraries_are_no_flags():
     assert as_flags("`overwrite=True`") == "--overwrite"
 
 
+def test_options_of_other_libraries_with_names_of_ours_are_no_flags(desk, tmp_path):
+    """transformers names `dtype=torch.int8` and `attn_implementation=...` in its messages."""
+    folder = shutil.copytree(desk.model, tmp_path / "model")
+    configure(folder, dtype="int8")
+    done = RUNNER.invoke(app, desk.compile(model=folder))
+    assert done.exit_code == 2
+    assert "'dtype=torch.int8'" in done.stderr
+
+
 def poison(value: float) -> Callable[[Path], None]:
     return lambda folder: edit_tensors(folder, lambda weights: weights[LAST_UP][2, 3].fill_(value))
 

@@ -22,7 +22,10 @@ BAD_OPTIONS = {
     "unknown recipe": (("--recipe", "fancy"), ["'fancy'", "default, best, fast, values, published"]),
     "unknown importance": (("--importance", "fancy"), ["'fancy'", "magnitude, wanda, ria, obs"]),
     "unknown step": (("--recipe", "mask,fancy"), ["'fancy' is no step", "heuristic, learned, searched, mask"]),
-    "no pruning": (("--recipe", "heuristic"), ["recipe heuristic prunes nothing", "mask or sparsegpt"]),
+    "no pruning": (
+        ("--recipe", "heuristic"),
+        ["recipe heuristic prunes nothing", "steps that prune, mask or "],
+    ),
     "wrong order": (("--recipe", "mask,heuristic"), ["heuristic cannot follow mask"]),
     "unknown layout": (("--layout", "folded"), ["'folded'", "portable, fused"]),
     "unknown dtype": (("--dtype", "int8"), ["'int8'", "bfloat16"]),

@@ -96,6 +96,18 @@ def test_recipes_are_compared_where_they_are_named():
     assert rows[-1].config.steps[0].epochs == 1, "the user's options win over the recipe's"
 
 
+def test_steps_may_be_joined_to_a_method():
+    joined, fused = method_rows(given(), ("heuristic + refit + tune", "mask (fused)"), ())
+    assert (joined.config.recipe, joined.config.layout, joined.config.importance) == (
+        "heuristic,refit,tune", "portable", "obs",
+    )  # fmt: skip
+    assert (fused.config.recipe, fused.config.layout) == ("mask", "fused")
+    with pytest.raises(ConfigError, match=r"method 'wandas' is unknown: choose from wanda; or join steps"):
+        method_rows(given(), ("wandas",), ())
+    with pytest.raises(ConfigError, match="recipe"):
+        method_rows(given(), ("refit + heuristic",), ())
+
+
 @pytest.mark.parametrize("name", ABLATIONS)
 def test_the_rows_of_an_ablation_differ_in_its_option_alone(name):
     rows = ablation_rows(given(), name, (), (), (), layers=6)

@@ -7,8 +7,8 @@ import subprocess
 import pytest
 import torch
 
+from benchmarks.gpu.permute_cuda import SOURCE, library, permute_cuda
 from permtriton.errors import ModelError, PermTritonError
-from permtriton.kernels.cuda.build import SOURCE, library, permute_cuda
 
 # What CUDA provides to a kernel: threads, a barrier, and shared memory that lives as long as its block.
 HARNESS = r"""

@@ -8,8 +8,13 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
+import permtriton
 from benchmarks.architectures import table as architectures
 from permtriton.cli.main import app
+from permtriton.driver.pipeline import compile_model
+from permtriton.model.headers import REPORT_FILE
+
+from . import zoo
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(page for page in ROOT.rglob("*.md") if not str(page.relative_to(ROOT)).startswith("."))
@@ -59,6 +64,16 @@ def test_every_promise_names_its_tests(page):
     assert rows
     assert all(named)
     assert [name for names in named for name in names if f"\ndef {name}(" not in sources] == []
+
+
+def test_every_entry_of_a_record_is_on_the_page(tmp_path):
+    config = permtriton.config_from({"importance": "magnitude"}, "mask")
+    compile_model(zoo.build("llama"), None, config, ids=zoo.token_ids(4, 16)).save_pretrained(tmp_path / "out")
+    permtriton.export(tmp_path / "out", tmp_path / "packed")
+    page = (ROOT / "docs/formats.md").read_text(encoding="utf-8")
+    rows = page.partition("## `permtriton.json`")[2].partition("\n## ")[0].split("\n| ")
+    named = {name for row in rows for name in re.findall(r"`(\w+)`", row.partition("|")[0])}
+    assert json.loads((tmp_path / "packed" / REPORT_FILE).read_text()).keys() - named == set()
 
 
 def test_the_glossary_is_short_and_names_each_word_once():

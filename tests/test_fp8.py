@@ -16,9 +16,11 @@ from permtriton import demo
 from permtriton.checkpoint import fp8
 from permtriton.checkpoint.export import export
 from permtriton.checkpoint.fp8 import dequantize, quantize
+from permtriton.cli.main import app
 from permtriton.errors import ConfigError, ModelError, VerificationError
 
 from . import folders, zoo
+from .desk import RUNNER
 from .folders import LAST_UP, WEIGHTS
 
 FLOAT8 = torch.float8_e4m3fn
@@ -193,6 +195,13 @@ def test_it_is_measured_and_reported_but_not_compiled_or_trained(source, written
     model = AutoModelForCausalLM.from_pretrained(written)
     with pytest.raises(permtriton.PermTritonError, match="8 bits"):
         permtriton.keep_pattern(model)
+
+
+def test_no_other_library_draws_bars_between_ours(source, tmp_path):
+    shown = RUNNER.invoke(app, ["export", str(source), "--format", "fp8", "--output", str(tmp_path / "out")])
+    assert shown.exit_code == 0, shown.stderr
+    assert "export " in shown.stderr
+    assert "it/s" not in shown.stderr
 
 
 def test_a_row_of_small_weights_keeps_its_precision():

@@ -22,7 +22,7 @@ from permtriton.errors import CalibrationError, ConfigError, OutputError
 from permtriton.methods.prune import refitting
 from permtriton.methods.train import distillation, reconstruction
 from permtriton.recipe import check_given, compile_command
-from permtriton.running.offload import Offload
+from permtriton.running.offload import OffloadFolder
 from permtriton.util.progress import NoProgress, Progress
 
 from . import test_seq2seq, zoo
@@ -340,7 +340,7 @@ def test_samples_of_more_than_tokens_are_refused():
 
 def test_an_offload_folder_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"`generated=5`: with an offload folder, each token"):
-        compiled("mask,reconstruct", offload=Offload(tmp_path))
+        compiled("mask,reconstruct", offload=OffloadFolder(tmp_path))
 
 
 @pytest.mark.parametrize("length", [2, 4])

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import struct
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -125,6 +126,19 @@ def written(architecture: str = "llama", **fields: int) -> Callable[[Path], obje
     return lambda path: write_gguf(path, llama(), architecture, **fields)
 
 
+def endless(path: Path) -> None:
+    """Leaves one field, an array that claims 2^62 numbers, of which the file has none."""
+    array = struct.pack("<Q1sIIQ", 1, b"a", 9, 4, 2**62)
+    path.write_bytes(path.read_bytes()[:16] + struct.pack("<Q", 1) + array)
+
+
+def elsewhere(path: Path) -> None:
+    """Has a tensor begin where the first one does, whose values it would then have."""
+    content, name = path.read_bytes(), b"blk.0.ffn_up.weight"
+    at = content.index(name) + len(name) + 4 + 2 * 8 + 4  # after the number of dimensions, the dimensions and the type
+    path.write_bytes(content[:at] + bytes(8) + content[at + 8 :])
+
+
 # The damage to a file, and the words that its error must contain.
 DAMAGED: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "cut off": (cut, ["damaged or truncated"]),
@@ -135,6 +149,8 @@ DAMAGED: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "too many layers": (written(block_count=10**9), ["layers is 1000000000", "no layer beyond 1"]),
     "too many experts": (written(expert_count=10**9), ["experts is 1000000000"]),
     "too wide": (written(feed_forward_length=10**8), ["parameters", "a size in it is damaged"]),
+    "an endless array": (endless, ["it ends before"]),
+    "a tensor in another's place": (elsewhere, ["blk.0.ffn_up.weight is said to begin at byte"]),
     "a layer is missing": (written(block_count=3), ["holds no weights for model.layers.2"]),
 }  # fmt: skip
 

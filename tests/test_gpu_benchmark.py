@@ -14,9 +14,12 @@ import torch
 
 from benchmarks import readme_tables
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import bench, caches, checks, kernels, models, table, tune
+from benchmarks.gpu import bench, caches, checks, kernels, models, reading, table, tune
 from benchmarks.gpu.bench import Bench, Settings, save
 from benchmarks.gpu.table import read
+from permtriton.kernels.launch import recorded, triton
+from permtriton.kernels.tools import compile_check
+from permtriton.kernels.tools.builds import Build
 
 ROOT = Path(__file__).parent.parent
 PROCESSES = ("tests", "memcheck", "racecheck", "counters")  # rows that start one of their own
@@ -238,21 +241,44 @@ def test_caches_travel_with_the_results(tmp_path, monkeypatch):
 
 
 BARE = """
-import importlib.metadata as metadata, runpy, sys
-sys.modules["pydantic"] = None
+import importlib.metadata as metadata, re, runpy, sys
+from importlib.machinery import PathFinder
+
+def name_of(text):
+    return re.sub("[-_.]+", "-", re.match(r"[\\w.-]+", text)[0]).lower()
+
+there, todo = set(), ["torch", "triton", "transformers", "scipy"]
+while todo:
+    if (name := name_of(todo.pop())) not in there:
+        there.add(name)
+        try:
+            todo += [each for each in metadata.requires(name) or [] if "extra ==" not in each]
+        except metadata.PackageNotFoundError:
+            pass
+there -= {"pydantic", "pydantic-core"}
+hidden = {top for top, of in metadata.packages_distributions().items() if not there & set(map(name_of, of))}
+
+class OnlyThere(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name in hidden - {"permtriton"} else PathFinder.find_spec(name, path, target)
+
+sys.meta_path = [OnlyThere if finder is PathFinder else finder for finder in sys.meta_path
+                 if "editable" not in repr(finder)]
 version = metadata.version
-def hidden(name):
-    if name == "permtriton":
+def version_there(name):
+    if name_of(name) not in there:
         raise metadata.PackageNotFoundError(name)
     return version(name)
-metadata.version = hidden
+metadata.version = version_there
+assert "psutil" in hidden
 sys.argv = ["benchmarks.gpu", *sys.argv[1:]]
 runpy.run_module("benchmarks.gpu", run_name="__main__")
 """
 
 
 def test_it_runs_from_a_plain_folder(tmp_path):
-    """Without pydantic, git and an installed permtriton: only compiling needs pydantic, and says so."""
+    """With torch, triton, transformers, scipy and what these need, but no pydantic, no git: compiling needs more."""
     only = ("--only", "decoding", "--only", "compile_fast")
     environment = {**os.environ, "PATH": ""}
     command = [sys.executable, "-c", BARE, "--out", str(tmp_path), "--tiny", "--here", *only]
@@ -338,3 +364,18 @@ def test_without_a_gpu_it_says_so(tmp_path, capsys):
 def test_the_file_is_json_without_folders(tmp_path):
     save(tmp_path / "gpu.json", {"norm": {"x": 1}, "permute": {}})
     assert list(json.loads((tmp_path / "gpu.json").read_text())["rows"]) == ["permute", "norm"]
+
+
+@pytest.mark.skipif(triton is None, reason="triton is not installed")
+def test_its_own_kernels_compile_for_a_gpu():
+    """The one that only reads, and the norm that does not permute; all of their programs run at once."""
+    with torch.device("meta"), recorded(132) as launches:
+        reading.checksum(torch.empty(1 << 30, dtype=torch.int32))
+        x, weight = (torch.empty(size, dtype=torch.bfloat16) for size in ((16384, models.HIDDEN), models.HIDDEN))
+        kernels.rms_norm_alone(x, weight, 1e-5)
+    assert [launch.kernel.fn.__name__ for launch in launches] == ["_read_kernel", "_rms_norm_kernel"]
+    for target in compile_check.TARGETS[:3]:
+        for launch in launches:
+            found = compile_check.compile_one(Build("", launch, default=True), target)
+            assert (found.error, found.problem) == (None, None)
+            assert found.resident * 132 >= launch.grid[0]

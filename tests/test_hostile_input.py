@@ -17,14 +17,14 @@ from transformers import BertConfig, BertModel
 import permtriton
 from permtriton.checkpoint.export import export
 from permtriton.cli.main import app
-from permtriton.errors import CalibrationError, ModelError, OutputError, PermTritonError, reading, shown
+from permtriton.errors import CalibrationError, ConfigError, ModelError, OutputError, PermTritonError, reading, shown
 from permtriton.model.load import load_empty_model, load_model, load_original
 from permtriton.model.sizes import check_numbers
 from permtriton.model.source import Source
 
 from . import folders
 from .desk import RUNNER, check_refusal
-from .folders import configure, edit_json
+from .folders import configure, edit_json, edit_tensors
 from .hostile import limited, set_trap
 
 
@@ -76,6 +76,7 @@ def test_values_are_shown_however_long_they_are():
 
 # -- configs -------------------------------------------------------------------------------------------------------
 
+NORM = "model.norm.weight"
 DEEP, DIGITS = b'{"a":' * 20_000, b'{"hidden_size": ' + b"9" * 5000 + b"}"
 Damage = Callable[[Path], object]
 
@@ -429,6 +430,49 @@ def test_a_tokenizer_that_makes_texts_longer_and_longer_is_refused(tmp_path, pat
         load_original(Source(str(folder), device="cpu"))
 
 
+def replace(before: str, after: str) -> dict[str, object]:
+    return {"type": "Replace", "pattern": {"String": before}, "content": after}
+
+
+FORM = {"type": "NFKD"}
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [replace("e", "\ufdfa" * 5), FORM, replace("\u0627", "\ufdfa" * 20), FORM],  # NFKD has 18 characters for it
+        [replace("e", "A" * 900), {"type": "Lowercase"}, replace("a", "B" * 900)],
+        [{"type": "Prepend", "prepend": "x" * 900}, replace("x", "y" * 900)],
+        [{"type": "ByteLevel"}] * 40,
+    ],
+    ids=["compatible", "lower case", "prepended", "bytes"],
+)
+def test_what_normalizers_do_between_counts_as_well(tmp_path, steps):
+    trap = set_trap(tmp_path / "trap")
+    normalizer = {"type": "Sequence", "normalizers": steps}
+    folder = trap.damaged(
+        lambda model: edit_json(model / "tokenizer.json", lambda found: found.update(normalizer=normalizer))
+    )
+    with pytest.raises(ModelError, match=r"tokenizer.json: its normalizers make text .* times as long"):
+        load_original(Source(str(folder), device="cpu"))
+
+
+def test_a_tokenizer_that_adds_a_million_tokens_is_refused(tmp_path):
+    trap = set_trap(tmp_path / "trap")
+    added = {"SpecialToken": {"id": "<end>", "type_id": 0}}
+    template = {
+        "type": "TemplateProcessing",
+        "single": [*[added] * 10**6, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [],
+        "special_tokens": {"<end>": {"id": "<end>", "ids": [0], "tokens": ["<end>"]}},
+    }
+    folder = trap.damaged(
+        lambda model: edit_json(model / "tokenizer.json", lambda found: found.update(post_processor=template))
+    )
+    with pytest.raises(ModelError, match="its tokenizer adds 1000000 tokens to each text: expected at most 1000"):
+        load_original(Source(str(folder), device="cpu"))
+
+
 def test_a_tokenizer_that_replaces_different_characters_is_none_of_these(tmp_path):
     trap = set_trap(tmp_path / "trap")
     steps = [{"type": "Replace", "pattern": {"String": each}, "content": "<and so on>"} for each in "&%$#@"]
@@ -459,6 +503,25 @@ def test_a_pipe_is_no_file_of_options(desk):
     os.mkfifo(desk.folder / "options.toml")
     done = RUNNER.invoke(app, desk.compile("--config", desk.folder / "options.toml"))
     check_refusal(done.exit_code, done.stderr, ("options.toml is no plain file: give a TOML file",))
+
+
+def test_a_pipe_is_no_file_of_tensors(desk):
+    os.mkfifo(desk.folder / "ids.safetensors")
+    done = RUNNER.invoke(app, desk.compile("--calibration", desk.folder / "ids.safetensors"))
+    check_refusal(done.exit_code, done.stderr, ("ids.safetensors is no plain file",))
+
+
+def test_an_offload_folder_that_leads_in_a_circle_is_refused(desk):
+    (desk.folder / "around").symlink_to("around")
+    desk.refuses(desk.compile("--offload", desk.folder / "around"), "offload folder", "around is not there")
+
+
+def test_complex_weights_in_a_file_are_refused(tmp_path):
+    """transformers would drop their imaginary parts."""
+    folder = set_trap(tmp_path / "trap").pristine
+    edit_tensors(folder, lambda tensors: tensors.update({NORM: tensors[NORM].to(torch.complex64) * 1j}))
+    with pytest.raises(ModelError, match=r"model\.norm\.weight is C64, expected floating-point weights"):
+        load_model(Source(str(folder), device="cpu"))
 
 
 def test_links_out_of_a_folder_are_not_exported(tmp_path):
@@ -524,3 +587,9 @@ def test_arguments_of_a_wrong_type_are_our_error(tmp_path, monkeypatch, call):
             call(odd)
         assert "\n" not in str(caught.value)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("odd", [1, [3], b"x", {3: 4}, {None: 1}])
+def test_options_of_a_wrong_type_are_our_error(odd):
+    with pytest.raises(ConfigError, match="option"):
+        permtriton.config_from(odd)

@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.gpu import floors, sass, shapes
+from benchmarks.gpu.floors import Floor
 from permtriton.errors import ConfigError
 from permtriton.kernels.launch import CudaLaunch, multiprocessors, record, recorded, triton
-from permtriton.kernels.tools import issue_floor, sass
-from permtriton.kernels.tools.case import Floor
 from permtriton.kernels.tools.compile_check import TARGETS, resident
 
 from .kernel_builds import copy_floor
 
 COMMITTED = Path(__file__).parent.parent / "benchmarks" / "results" / "issue-floor.json"
-SM_80, SM_90, SM_100, _ = TARGETS
+SM_80, SM_89, SM_90, SM_100, _ = TARGETS
 needs_triton = pytest.mark.skipif(triton is None, reason="triton is not installed")
 
 
@@ -106,6 +106,9 @@ class TestMachineCode:
         (SM_90, 2, 178, 0, 0, 4),  # 11 warps have room, but only 2 on each of the 4 parts
         (SM_90, 4, 32, 64 << 10, 0, 3),
         (SM_80, 4, 32, 64 << 10, 0, 2),
+        (SM_89, 8, 32, 0, 0, 6),
+        (SM_89, 1, 16, 0, 0, 24),
+        (SM_89, 4, 32, 64 << 10, 0, 1),
         (SM_100, 4, 32, 0, 256, 2),
     ],
 )
@@ -124,7 +127,7 @@ def test_recorded_launches_know_the_processors_of_the_named_gpu():
 @needs_triton
 class TestCounting:
     def test_a_launch(self):
-        row = issue_floor.row(copy_floor(), issue_floor.H200)
+        row = floors.row(copy_floor(), floors.H200)
         (launch,) = row.launches
         assert (launch.kernel, launch.programs, launch.warps, launch.loops) == ("_copy", 64, 4, ())
         assert launch.instructions == 64 * 4 * launch.straight
@@ -137,15 +140,15 @@ class TestCounting:
         floor = copy_floor()
         more = dataclasses.replace(floor, loops=lambda launch: (7,))
         with pytest.raises(ConfigError, match=r"_copy for sm_90 has 0 loops.*how often 1 run"):
-            issue_floor.row(more, issue_floor.H200)
+            floors.row(more, floors.H200)
         heavier = dataclasses.replace(floor, case=dataclasses.replace(floor.case, bytes=2 * floor.case.bytes))
         with pytest.raises(ConfigError, match=r"fewer than the 524,288 that must move"):
-            issue_floor.row(heavier, issue_floor.H200)
+            floors.row(heavier, floors.H200)
         with pytest.raises(ConfigError, match="launches nothing"):
-            issue_floor.row(dataclasses.replace(floor, launch=lambda: None), issue_floor.H200)
+            floors.row(dataclasses.replace(floor, launch=lambda: None), floors.H200)
 
     def test_loops_that_the_data_decide(self):
-        row = issue_floor.row(dataclasses.replace(copy_floor(), loops=None), issue_floor.H200)
+        row = floors.row(dataclasses.replace(copy_floor(), loops=None), floors.H200)
         assert row.figures()["ratio"] is None
         assert row.figures()["registers"] > 0
 
@@ -167,7 +170,7 @@ class TestCounting:
         case = dataclasses.replace(copy_floor().case, bytes=40 * 64 * 8)
         floor = Floor(case, lambda: record(launch), 40 * 64, "element", lambda launch: (launch.numbers["tiles"] / 8,))
         assert not record(launch)
-        (found,) = issue_floor.row(floor, issue_floor.H200).launches
+        (found,) = floors.row(floor, floors.H200).launches
         (loop,) = found.loops
         assert (found.warps, found.programs, found.barriers, found.spills) == (2, 8, 5, 0)
         assert found.resident == 233472 // (8192 + 1024)
@@ -176,7 +179,7 @@ class TestCounting:
 
 
 @needs_triton
-@pytest.mark.parametrize("floor", issue_floor.floors(), ids=lambda floor: floor.case.name)
+@pytest.mark.parametrize("floor", shapes.floors(), ids=lambda floor: floor.case.name)
 @pytest.mark.slow(but=["sparse_linear 16 tokens 11008x4096 bfloat16", "nm_mask backward 11008x4096 bfloat16"])
 def test_no_default_needs_more_instructions_than_committed(floor):
     committed = json.loads(COMMITTED.read_text(encoding="utf-8"))["now"]
@@ -188,7 +191,7 @@ def test_no_default_needs_more_instructions_than_committed(floor):
         floor.launch(*floor.case.make(0))
     if any(isinstance(launch, CudaLaunch) for launch in launches) and shutil.which("nvcc") is None:
         pytest.skip("nvcc, which compiles this kernel, is not installed")
-    found = issue_floor.row(floor, issue_floor.H200).figures()
+    found = floors.row(floor, floors.H200).figures()
     assert found["spills"] == 0
     assert found["resident"] >= expected["resident"], "programs per multiprocessor"
     if expected["ratio"] is not None:

@@ -429,6 +429,20 @@ def test_an_adapter_merges_onto_the_zeros(tmp_path, call):
     permtriton.export(kept.save_pretrained(tmp_path / "trained"), tmp_path / "packed")
 
 
+def test_adapters_that_would_leave_dense_weights_are_refused(tmp_path):
+    peft = pytest.importorskip("peft")
+    model, other = pruned_llama(), pruned_llama()
+    kept = permtriton.keep_pattern(model)
+    with pytest.raises(ModelError, match="the adapters are of another model"):
+        kept.merge_and_unload(adapted(other))
+    biased = peft.LoraConfig(target_modules=["q_proj"], lora_bias=True)
+    with pytest.raises(ModelError, match="the adapters cannot be merged: Impossible to merge LoRA"):
+        permtriton.keep_pattern(other := pruned_llama()).merge_and_unload(peft.get_peft_model(other, biased))
+    copying = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["up_proj"])
+    with pytest.raises(ModelError, match=r"up_proj\.weight: the adapter trains a dense copy of it \(modules_to_save\)"):
+        kept.merge_and_unload(peft.get_peft_model(model, copying))
+
+
 # -- refusals --------------------------------------------------------------------------------------------------------
 
 

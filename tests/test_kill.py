@@ -81,6 +81,7 @@ COMMANDS = {
     "sparsegpt, reconstruct, distill": (
         *("--recipe", "heuristic,sparsegpt,reconstruct,distill", *RECONSTRUCT, *DISTILL),
     ),
+    "default": ("--generated", 2),
     "searched, fused": ("--recipe", "values", *SEARCH, "--layout", "fused"),
 }
 

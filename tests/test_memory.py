@@ -16,6 +16,7 @@ from permtriton.driver.pipeline import compile_model
 from permtriton.driver.planning import find_plan
 from permtriton.errors import ConfigError
 from permtriton.methods.order import learning
+from permtriton.running.placement import Way, ways_of
 from permtriton.util.machine import available_memory, format_bytes, peak_memory
 from permtriton.util.sparsity import NMPattern
 
@@ -215,18 +216,19 @@ def test_weights_that_do_not_fit_one_gpu_are_spread_over_several():
     config = config_from({"recipe": "heuristic,searched,mask"})
     samples = Samples.of(torch.zeros((8, 16), dtype=torch.int64))
 
-    def needs(count: int, free: int, spread: bool | None = None) -> memory.Needs:
+    def needs(count: int, free: int, shard: bool | None = None, onload: bool | None = False) -> memory.Needs:
         start = zoo.start(model, config, samples, plan)
-        return memory.estimate(start, None, memory.Devices("cuda", count, free, spread))
+        return memory.estimate(start, None, memory.Devices("cuda", count, free, ways_of(shard, onload)))
 
     whole, spread = needs(4, 10**12), needs(4, 0)
-    assert not whole.spread
-    assert spread.spread
+    assert whole.way is Way.WHOLE
+    assert spread.way is Way.SPREAD
     assert "spread" in memory.describe(spread, memory.Devices("cuda", 4, 0))
-    assert not needs(1, 0).spread, "there is no other GPU"
-    assert not needs(4, 0, spread=False).spread
-    assert memory.refusal(needs(4, 0, spread=False), memory.Devices("cuda", 4, 0))
-    assert needs(4, 10**12, spread=True).spread
+    assert needs(1, 0).way is Way.WHOLE, "there is no other GPU"
+    assert needs(4, 0, shard=False).way is Way.WHOLE
+    assert needs(4, 0, shard=False, onload=None).way is Way.ONLOADED
+    assert memory.refusal(needs(4, 0, shard=False), memory.Devices("cuda", 4, 0))
+    assert needs(4, 10**12, shard=True).way is Way.SPREAD
     for use in ("gradients", "dense weights"):
         assert spread.stages["search"][use] == -(-whole.stages["search"][use] // 4)
     layers = sum(p.numel() * 4 for p in model.model.layers.parameters())

@@ -29,7 +29,7 @@ from permtriton.model.source import Source
 from permtriton.passes.plan import named_layers
 from permtriton.running import offload as module
 from permtriton.running.layer_stream import LayerStream
-from permtriton.running.offload import Offload
+from permtriton.running.offload import OffloadFolder
 from permtriton.util.progress import NoProgress
 
 from . import zoo
@@ -49,7 +49,7 @@ def everything_in_files(monkeypatch):
 def offload(tmp_path):
     folder = tmp_path / "files"
     folder.mkdir()
-    return Offload(folder)
+    return OffloadFolder(folder)
 
 
 @pytest.mark.parametrize("name", ["gemma2", "opt", "bert", "mixtral"])
@@ -82,7 +82,7 @@ CONFIG = config_from(
 
 def compiled(source, folder, output, layout):
     """Compiles a stored model in bfloat16, which is not its dtype, and saves it."""
-    files = folder and Offload(folder)
+    files = folder and OffloadFolder(folder)
     model, tokenizer = load_original(Source(str(source), "bfloat16", "cpu"), offload=files)
     config = replace(CONFIG, layout=layout)
     result = compile_model(
@@ -138,10 +138,10 @@ def test_steps_that_need_all_weights_at_once_are_refused(recipe, step, offload):
 
 def test_folders_that_cannot_be_used_are_refused(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="make it on a disk first"):
-        Offload(tmp_path / "nowhere")
+        OffloadFolder(tmp_path / "nowhere")
     monkeypatch.setattr(module, "_file_system", lambda folder: "tmpfs")
     with pytest.raises(ConfigError, match="lies in memory"):
-        Offload(tmp_path)
+        OffloadFolder(tmp_path)
 
 
 def test_a_gpu_is_refused(offload):

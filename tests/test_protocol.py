@@ -18,6 +18,17 @@ from .desk import RUNNER
 from .sentences import SENTENCE, trained_tokenizer
 
 LENGTHS = (3, 40, 7, 90, 12, 55)  # sentences of the documents
+CHOICES = {"text": ["dog", "fox", "noon", "brown"], "label": list("ABCD")}
+DOCUMENTS = {  # one of each of the seven tasks, as the hub has them
+    "aps/super_glue": {"passage": SENTENCE, "question": "does the dog sleep", "label": 1},
+    "nyu-mll/glue": {"sentence1": SENTENCE, "sentence2": "The dog sleeps.", "label": 0},
+    "Rowan/hellaswag": {
+        "ctx_a": SENTENCE, "ctx_b": "the dog", "activity_label": "Dogs", "endings": CHOICES["text"], "label": "0",
+    },
+    "allenai/winogrande": {"sentence": "The fox jumps: _ is lazy.", "option1": "it", "option2": "dog", "answer": "2"},
+    "allenai/ai2_arc": {"question": "Which animal is lazy?", "choices": CHOICES, "answerKey": "A"},
+    "allenai/openbookqa": {"question_stem": "Until noon sleeps the", "choices": CHOICES, "answerKey": "A"},
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +43,9 @@ def hub(monkeypatch) -> list[dict]:
 
     def load_dataset(**arguments):
         asked.append(arguments)
+        if arguments.get("path") in DOCUMENTS:
+            rows = datasets.Dataset.from_list([DOCUMENTS[arguments["path"]]] * 3)
+            return datasets.DatasetDict(dict.fromkeys(("train", "validation", "test"), rows))
         return datasets.Dataset.from_dict(
             {"text": [f"{number} " + SENTENCE * size for number, size in enumerate(LENGTHS)]}
         )
@@ -97,6 +111,13 @@ def test_windows_have_the_length_that_was_asked_for(hub, tokenizer):
         held_out_windows("model", torch.ones(2, 8, dtype=torch.int64), tokenizer, model, 64)
 
 
+def test_the_seven_tasks_run(here, hub):
+    found = permtriton.evaluate("model", "none", protocol="paper")
+    assert [task.name for task in found.tasks] == list(PROTOCOLS["paper"].tasks)
+    assert all(0 <= task.scores["acc"].value <= 1 for task in found.tasks)
+    assert {each["path"] for each in hub} == set(DOCUMENTS)
+
+
 @pytest.fixture
 def here(tmp_path, monkeypatch, tokenizer, hub):
     model = zoo.tiny_llama(vocab_size=len(tokenizer), max_position_embeddings=2048)
@@ -110,7 +131,7 @@ SMALL = ("--samples", "2", "--sequence-length", "64")
 
 
 def test_all_three_commands_take_it(here, hub):
-    """With fewer and shorter samples, and without the tasks, whose data no stand-in has."""
+    """With fewer and shorter samples, and without the tasks."""
     from permtriton.cli.main import app
 
     words = (

@@ -33,6 +33,7 @@ COMPILED = (
     "spread_learning",
     "every_update",
     "refitted",
+    "onloaded",
     "wrote",
     "searched_mixture",
     "learned",
@@ -76,7 +77,7 @@ def test_the_result_is_that_of_one_process_up_to_rounding(folder, case):
     assert facts(folder, case, "alone").get("tokens") == facts(folder, case, "rank1").get("tokens")
 
 
-@pytest.mark.parametrize("case", ["every_update", "refitted", "searched_mixture"])
+@pytest.mark.parametrize("case", ["every_update", "refitted", "onloaded", "searched_mixture"])
 def test_orders_and_weights_that_follow_from_sums_are_those_of_one_process_bit_for_bit(folder, case):
     """A fit magnifies the rounding of its moments, masks and orders are chosen by comparison: no sum may differ."""
     alone, shared = tensors(folder, case, "alone"), tensors(folder, case, "rank0")

@@ -296,18 +296,3 @@ def test_the_check_finds_a_plot_that_is_not_what_the_result_gives(tmp_path, monk
         damage()
         with pytest.raises(SystemExit, match=r"plot\.svg is not what"):
             readme_tables.main()
-
-
-def test_the_seconds_of_stages_are_those_of_the_seed_that_waited_least():
-    def row(seed: int, wall: float) -> dict:
-        stages = {"refit": 0.5 * wall, "save": 0.25 * wall}
-        return {"name": "default", "seed": seed, "pruning": {"seconds": wall, "cpu_seconds": 40.0, "stages": stages}}
-
-    waited = row(0, 200.0)
-    waited["pruning"]["stages"]["save"] = 150.0
-    failed = {"name": "default", "seed": 2, "error": "no memory"}
-    lines = table.where_the_seconds_go({"rows": [waited, row(1, 40.0), failed]}, ["default"]).splitlines()
-    assert lines[2:] == [
-        "| refit | 20 (50%) |", "| save | 10 (25%) |", "| start and load | 10 (25%) |",
-        "| all but the method | **50%** |",
-    ]  # fmt: skip

@@ -34,7 +34,7 @@ from permtriton.model.experts import unstack_experts
 from permtriton.model.forward import last_hidden_state
 from permtriton.passes.plan import Site, linear_module
 from permtriton.running.layer_inputs import from_model
-from permtriton.running.offload import Offload
+from permtriton.running.offload import OffloadFolder
 from permtriton.util.progress import NoProgress
 
 from . import test_seq2seq, zoo
@@ -563,5 +563,5 @@ def test_an_interrupted_recipe_continues_to_the_same_bytes(tmp_path):
 @pytest.mark.slow
 def test_weights_in_files_give_the_same_bytes(tmp_path):
     expected = weights_of(compiled("heuristic,refit"))
-    found = weights_of(compiled("heuristic,refit", offload=Offload(tmp_path)))
+    found = weights_of(compiled("heuristic,refit", offload=OffloadFolder(tmp_path)))
     assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())

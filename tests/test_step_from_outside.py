@@ -64,6 +64,10 @@ def test_a_package_adds_a_step_to_the_command_line(here):
     assert (record["config"]["recipe"], record["config"]["relative_power"]) == ("heuristic,relative", 2.0)
     assert "--recipe heuristic,relative --relative-power 2.0" in record["command"]
     assert set(record["sparsity_by_layer"].values()) == {0.5}
+    methods = ("--methods", "wanda,heuristic + relative", "--relative-power", "2", "--json")
+    compared = permtriton_says(environment, "compare", "model", *methods, *QUICK[:-1], "text.txt")
+    assert compared.returncode == 0, compared.stderr
+    assert [row["method"] for row in json.loads(compared.stdout)["rows"]] == ["dense", "wanda", "heuristic + relative"]
     recipes = permtriton_says(environment, "recipes", "--json")
     assert "smallest in their row and column" in json.loads(recipes.stdout)["steps"]["relative"]
 

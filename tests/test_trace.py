@@ -122,7 +122,7 @@ def test_buffers_and_constants_are_attributes():
 def test_both_halves_of_an_encoder_decoder_are_traced_and_the_encoders_state_is_no_output(config):
     sizes = {"vocab_size": zoo.VOCABULARY, "d_model": 16, "d_ff": 24, "d_kv": 8, "num_hidden_layers": 1}
     with torch.device("meta"):
-        traced = trace(AutoModelForSeq2SeqLM.from_config(config(**sizes, encoder_layers=1, decoder_layers=1)))
+        traced = trace(AutoModelForSeq2SeqLM.from_config(config(**sizes, encoder_layers=1, decoder_layers=1)).eval())
     shapes = {n.target: tuple(n.meta["val"].shape) for n in traced.graph_module.graph.nodes if n.op == "placeholder"}
     assert shapes == {"input_ids": (1, 4), "decoder_input_ids": (1, 3)}
     assert len(traced.outputs) == 1

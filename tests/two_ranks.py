@@ -27,8 +27,10 @@ from permtriton.methods.measure.fisher import fisher_information
 from permtriton.model.experts import unstacked_experts
 from permtriton.model.forward import last_hidden_state
 from permtriton.running import ranks
+from permtriton.running.placement import Way
 from permtriton.util.progress import NoProgress
 from tests import updating, zoo
+from tests.pretend_gpu import GPU, PretendGpu
 
 RANKS = 2
 # Row weights: every rank computes a part of a backward pass.
@@ -50,7 +52,13 @@ class Interrupting(NoProgress):
 
 
 def compiled(
-    model: PreTrainedModel, ids: Tensor, path: Path | None = None, progress=None, spread=None, **options
+    model: PreTrainedModel,
+    ids: Tensor,
+    path: Path | None = None,
+    progress=None,
+    ways=tuple(Way),
+    device=None,
+    **options,
 ) -> dict:
     """Returns the tensors and numbers that a compilation ends with."""
     windows = zoo.tiny_ids(4, 10, seed=5)
@@ -63,7 +71,8 @@ def compiled(
         evaluation_windows=windows,
         resume_path=path,
         progress=progress,
-        spread=spread,
+        ways=ways,
+        device=device,
     )
     return {
         "tensors": {**model.state_dict(), **{f"index.{name}": index for name, index in found.indices.items()}},
@@ -93,6 +102,14 @@ def every_update(_folder: Path) -> dict:
 def refitted(_folder: Path) -> dict:
     """Each rank runs both models on its sequences, and fits every other linear."""
     return compiled(updating.tiny_model(3).double(), zoo.tiny_ids(9, 24), recipe="heuristic,refit", refit_iterations=4)
+
+
+def onloaded(_folder: Path) -> dict:
+    """The layers of the model come to a GPU that is not there, one by one."""
+    options = {"refit_iterations": 2, "reconstruct_epochs": 1, "reconstruct_batch_size": 3}
+    with PretendGpu().here():
+        model, ids = updating.tiny_model(3).double(), zoo.tiny_ids(5, 12)
+        return compiled(model, ids, device=GPU, ways=(Way.ONLOADED,), recipe="heuristic,refit,reconstruct", **options)
 
 
 def wrote(_folder: Path) -> dict:
@@ -138,9 +155,9 @@ def spread_learning(_folder: Path) -> dict:
 
 def _spread(sequences: int, **options: object) -> dict:
     """With two ranks, FSDP2 spreads the layers."""
-    spread = ranks.count() > 1 or None
+    ways = (Way.SPREAD,) if ranks.count() > 1 else tuple(Way)
     model, ids = updating.tiny_model().double(), zoo.tiny_ids(sequences, 12)
-    return compiled(model, ids, spread=spread, **{"importance": "ria", **options})
+    return compiled(model, ids, ways=ways, **{"importance": "ria", **options})
 
 
 def learned(folder: Path) -> dict:
@@ -206,7 +223,8 @@ def strided(_folder: Path) -> dict:
 
 
 CASES = (
-    spread_search, spread_learning, every_update, refitted, wrote, searched_mixture, learned, encoder, refused, strided,
+    spread_search, spread_learning, every_update, refitted, onloaded, wrote, searched_mixture, learned, encoder,
+    refused, strided,
 )  # fmt: skip
 
 

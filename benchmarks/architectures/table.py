@@ -44,13 +44,6 @@ CAUSES = {
         ("stacked experts", "the experts are stored in another form"),
         ("not a multiple", "M does not divide its number of input channels"),
     ),
-    "not tried": (
-        ("requires the|ImportError", "it needs another package (timm, natten)"),
-        ("its main input is|You must specify|You have to specify|Exactly 1 of|missing .* required|exactly one of",
-         "it reads other inputs than token ids, images or sound alone"),
-        ("still asks for", "its config does not get small by rules"),
-        ("", "its config, made small by rules, does not fit together"),
-    ),
 }  # fmt: skip
 # Reasons of linears that do not count: no pruning could touch them, or the text does not run through them.
 OUTSIDE = ("does not feed the last hidden state", "output head, tied", "not used when the model runs")
@@ -151,7 +144,7 @@ def causes() -> str:
 def _outcomes(record: Record) -> list[tuple[str, str]]:
     """Returns what keeps a class from being complete, as keys of `CAUSES` with the recorded reason."""
     if "unbuilt" in record:
-        return [("not tried", record["unbuilt"])]
+        return []
     if wrong := problem(record):
         return [(wrong.partition(":")[0], wrong)]
     if is_complete(record):

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import rms_norm
 
 from benchmarks.gpu.bench import Bench, Prepare
-from permtriton.kernels.launch import jit, tl, triton
+from permtriton.kernels.launch import Kernel, multiprocessors, tl, triton
 from permtriton.kernels.nm_mask import nm_mask_backward_reference, nm_mask_reference
 from permtriton.kernels.sinkhorn import sinkhorn_backward_reference, sinkhorn_reference
 from permtriton.kernels.tools.case import BLOCK, Case, Inputs
@@ -45,7 +45,7 @@ def _index_select(inputs: Inputs) -> Callable[[], Tensor]:
 
 
 def _cuda_permute(inputs: Inputs, block_size: int | None) -> Callable[[], Tensor]:
-    from permtriton.kernels.cuda.build import permute_cuda
+    from benchmarks.gpu.permute_cuda import permute_cuda
 
     x, index = inputs[0], inputs[1].int()
     return lambda: permute_cuda(x, index, block_size)
@@ -75,7 +75,7 @@ def _norm_and_select(inputs: Inputs) -> Callable[[], Tensor]:
     return lambda: _torch_norm(inputs).index_select(1, wide)
 
 
-@jit
+@Kernel
 def _rms_norm_kernel(x_ptr, weight_ptr, y_ptr, rows, C, eps, BLOCK_C: tl.constexpr):
     channel = tl.arange(0, BLOCK_C)
     inside = channel < C
@@ -93,11 +93,11 @@ def rms_norm_alone(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     It shows what the permutation costs: permtriton's with the identity would still gather.
     """
-    if x.device.type != "cuda":
+    if (processors := multiprocessors(x.device)) is None:
         return rms_norm(x, weight.shape, weight, eps)
     y = torch.empty_like(x)
     rows, channels = x.shape
-    programs = min(rows, 4 * torch.cuda.get_device_properties(x.device).multi_processor_count)
+    programs = min(rows, 4 * processors)
     block = triton.next_power_of_2(channels)
     _rms_norm_kernel[(programs,)](x, weight, y, rows, channels, eps, BLOCK_C=block, num_warps=8)
     return y

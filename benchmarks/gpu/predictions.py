@@ -10,9 +10,9 @@ a CUDA graph: the first bytes, the last stores; less where a kernel begins while
 from collections.abc import Iterator
 from typing import Any
 
+from benchmarks.gpu.floors import H200, Counted, Row, row
+from benchmarks.gpu.shapes import floor_of
 from benchmarks.gpu.table import FEW, FIXED_US, LAYER, LAYER_8B
-from permtriton.kernels.tools.cases.sparse_linear import floor_of
-from permtriton.kernels.tools.issue_floor import H200, Counted, Row, row
 
 FIXED_EARLY_US = 1.0  # assumed, in place of `FIXED_US`, where a kernel begins while the one before it ends
 ARRIVES_US = 0.8  # assumed: latency of memory that is busy

@@ -6,13 +6,13 @@ A copy is the wrong ceiling there: memory that turns from reading to writing los
 import torch
 from torch import Tensor
 
-from permtriton.kernels.launch import jit, tl
+from permtriton.kernels.launch import Kernel, multiprocessors, tl
 from permtriton.kernels.tools.timing import measure
 
-TILE, PER_SM = 8192, 4  # 32-bit words at once, programs per multiprocessor
+TILE, PER_SM = 4096, 4  # 32-bit words at once, programs per multiprocessor
 
 
-@jit
+@Kernel
 def _read_kernel(x_ptr, sums_ptr, words, TILE: tl.constexpr, STAGES: tl.constexpr):
     program, place = tl.program_id(0), tl.arange(0, TILE)
     sums = tl.zeros([TILE], tl.int32)
@@ -23,9 +23,9 @@ def _read_kernel(x_ptr, sums_ptr, words, TILE: tl.constexpr, STAGES: tl.constexp
 
 def checksum(x: Tensor) -> Tensor:
     """Returns numbers whose exclusive or is that of all of ``x``, int32, contiguous; by torch on a CPU."""
-    if x.device.type != "cuda":
+    if (processors := multiprocessors(x.device)) is None:
         return x.sum(0, keepdim=True)
-    programs = PER_SM * torch.cuda.get_device_properties(x.device).multi_processor_count
+    programs = PER_SM * processors
     sums = torch.empty(programs, dtype=torch.int32, device=x.device)
     _read_kernel[(programs,)](x, sums, x.numel(), TILE=TILE, STAGES=3, num_warps=8)
     return sums

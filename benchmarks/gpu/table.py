@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 MODULE, OUT = "python -m benchmarks.gpu", "gpu-results"
+WHEELS = ("'pydantic>=2.12'", "'psutil>=6.0'", "pytest", "pytest-xdist")  # as a shell takes them
 CALL_SECONDS = 570  # of a call, unless --seconds says otherwise
 SHAPES_7B = [(11008, 4096), (4096, 11008), (4096, 4096)]  # rows and channels of the linears of LLaMA-2-7B
 LAYER_8B = {(4096, 4096): 2, (1024, 4096): 2, (14336, 4096): 2, (4096, 14336): 1}  # of LLaMA-3-8B -> how many of each
@@ -106,14 +107,14 @@ def plan(out: str = OUT, commit: str | None = None) -> str:
     known = f" --commit {commit}" if commit else ""
     lines = [
         "# Where there is a network, in the repository's root: a folder to take along, with the packages that a",
-        "# machine with torch and transformers may lack (for Python 3.12; only the rows compile_* need them).",
+        "# machine with torch and transformers may lack (for Python 3.12; only compile_* and tests need them).",
         "git archive --prefix=permtriton-gpu/ HEAD | tar -x -C ..",
         "git describe --always --abbrev=40 --dirty > ../permtriton-gpu/COMMIT",
         "python -m pip download --only-binary=:all: --python-version 3.12 --implementation cp --platform "
-        "manylinux_2_17_x86_64 --platform manylinux2014_x86_64 -d ../permtriton-gpu/wheels 'pydantic>=2.12'",
+        f"manylinux_2_17_x86_64 --platform manylinux2014_x86_64 -d ../permtriton-gpu/wheels {' '.join(WHEELS)}",
         "# There, in that folder. Nothing is installed but what the first line installs; each call ends by itself,",
         f"# goes on where an earlier one was cut off, and leaves all that it found in {out}: keep it between calls.",
-        "python -m pip install --no-index --find-links wheels pydantic",
+        f"python -m pip install --no-index --find-links wheels {' '.join(WHEELS)}",
     ]
     for call in CALLS:
         rows = {name: row for name, row in ROWS.items() if row.call == call}

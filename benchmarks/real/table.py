@@ -9,8 +9,6 @@ from benchmarks.real.rows import DENSE
 
 UNIT = "sparsegpt"  # the row whose loss counts as 1
 LOSS = "Loss: the rise in log perplexity, log(perplexity / dense), as a share of SparseGPT's."
-METHOD = ("calibrate", "heuristic", "sparsegpt", "refit")  # the stages that are the method itself
-REST, LEAST_SHARE = "start and load", 0.005
 HEADING = "method | seeds | perplexity | loss | KL to dense | CPU seconds | peak memory"
 
 
@@ -56,36 +54,6 @@ def in_words(report: Mapping[str, Any], ours: str, theirs: str) -> str:
         f"and test text are of the same domain.)\n\n**What it costs.** {seconds / other:.1f} times its CPU seconds "
         f"({seconds:.0f} against {other:.0f}), and {peak:.1f} GiB of memory against {other_peak:.1f}. No GPU is needed."
     )
-
-
-def where_the_seconds_go(report: Mapping[str, Any], names: Sequence[str]) -> str:
-    """Returns a row per stage of the commands of some methods: CPU seconds, and their share of the whole command.
-
-    What is known are the wall time of each stage and the CPU seconds of the whole command, which are given to the
-    stages in proportion. Other work on the machine may stretch some of them; so the seed that waited least is taken.
-    What no stage has is starting Python and loading.
-    """
-    runs = {
-        name: [row["pruning"] for row in report["rows"] if row["name"] == name and "pruning" in row] for name in names
-    }
-    rows = {name: min(found, key=lambda row: row["seconds"] / row["cpu_seconds"]) for name, found in runs.items()}
-    stages = {name: {**row["stages"], REST: row["seconds"] - sum(row["stages"].values())} for name, row in rows.items()}
-    order = list(dict.fromkeys(stage for found in stages.values() for stage in found))
-    lines = [f"stage | {' | '.join(names)}", " | ".join(["---"] * (len(names) + 1))]
-    for stage in sorted(order, key=[*METHOD, *order].index):
-        shares = [stages[name].get(stage, 0) / rows[name]["seconds"] for name in names]
-        if max(shares) >= LEAST_SHARE:
-            cells = (
-                _seconds(share * rows[name]["cpu_seconds"], share) for name, share in zip(names, shares, strict=True)
-            )
-            lines.append(f"{stage} | {' | '.join(cells)}")
-    own = [sum(stages[name].get(stage, 0) for stage in METHOD) / rows[name]["seconds"] for name in names]
-    lines.append(f"all but the method | {' | '.join(f'**{1 - share:.0%}**' for share in own)}")
-    return "\n".join(f"| {line} |" for line in lines)
-
-
-def _seconds(seconds: float, share: float) -> str:
-    return f"{seconds:.0f} ({share:.0%})" if seconds else ""
 
 
 def _table(report: Mapping[str, Any]) -> str:

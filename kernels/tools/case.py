@@ -66,26 +66,6 @@ class Case:
         return None if found <= self.limit else f"error {found:.3g}, at most {self.limit:.3g} is allowed"
 
 
-@dataclass(frozen=True)
-class Floor:
-    """A launch whose issue floor is counted, see issue_floor.py: one named shape of a kernel in its default launch.
-
-    Attributes:
-        case: The same call as a case on the meta device.
-        launch: Calls the launcher with the inputs of the case, while launches are recorded.
-        units: How many units of work the call does, in which instructions are stated.
-        unit: Their name: "weight".
-        loops: Launch -> how often a program runs each loop of its machine code, on average: in the order of their
-            addresses, outer loops before their inner ones. None where the data decide: then only resources are listed.
-    """
-
-    case: Case
-    launch: Callable[..., object]
-    units: int
-    unit: str
-    loops: Callable[[Any], Sequence[float]] | None
-
-
 class Random:
     """Random inputs on a device; on the meta device only their shapes."""
 

@@ -22,12 +22,8 @@ from permtriton.errors import ConfigError
 from permtriton.kernels.launch import Launch, triton
 from permtriton.kernels.tools.builds import Build, distinct
 from permtriton.kernels.tools.cases import KERNELS
-from permtriton.kernels.tools.sass import loops_of, parse
 
-# What a multiprocessor of compute capability 8.0, 9.0 or 10.0 has.
-REGISTERS = 65536
-WARPS = 64
-PROGRAMS = 32
+REGISTERS = 65536  # of a multiprocessor
 RESERVED_SHARED = 1024  # bytes per program that the system takes
 TENSOR_COLUMNS = 512  # of a multiprocessor's tensor memory, if it has any; a kernel that takes more compiles to a trap
 
@@ -41,7 +37,8 @@ class Target:
         backend, arch: Triton's names.
         warp: Threads per warp.
         shared_limit: Bytes of shared memory available to a program.
-        required: Whether every kernel must compile for it.
+        required: Whether every kernel must compile for it, and defaults without a spill; else they are listed only.
+        warps, programs: How many a multiprocessor takes at a time.
     """
 
     name: str
@@ -50,10 +47,13 @@ class Target:
     warp: int
     shared_limit: int
     required: bool
+    warps: int = 64
+    programs: int = 32
 
 
 TARGETS = (
     Target("sm_80", "cuda", 80, 32, 163 << 10, required=True),
+    Target("sm_89", "cuda", 89, 32, 99 << 10, required=False, warps=48, programs=24),
     Target("sm_90", "cuda", 90, 32, 227 << 10, required=True),
     Target("sm_100", "cuda", 100, 32, 227 << 10, required=True),
     Target("gfx942", "hip", "gfx942", 64, 64 << 10, required=False),
@@ -75,8 +75,6 @@ class Compiled:
         stack_bytes: Bytes of local memory per thread.
         spills: Instructions that store registers to local memory.
         resident: Programs per multiprocessor, see `resident`; 0 on an AMD GPU.
-        longest_loop: Instructions of the longest loop of a default's machine code, without the loops inside it, or of
-            all code where there is no loop; 0 where it was not read.
         seconds: Compilation time; short if Triton's cache had the kernel.
         error: Why it did not compile, or None.
         problem: Why it fails the resource check, or None.
@@ -92,7 +90,6 @@ class Compiled:
     stack_bytes: int = 0
     spills: int = 0
     resident: int = 0
-    longest_loop: int = 0
     seconds: float = 0.0
     error: str | None = None
     problem: str | None = None
@@ -126,11 +123,11 @@ def compile_all(builds: Sequence[Build], targets: Sequence[Target] = TARGETS) ->
         for target in targets:
             both = build.default and not build.aligned and target.name == "sm_90"
             for multiples in (True, False) if both else (True,):
-                yield compile_one(build, target, multiples, build.default and multiples)
+                yield compile_one(build, target, multiples)
 
 
-def compile_one(build: Build, target: Target, multiples: bool = True, read_loops: bool = False) -> Compiled:
-    """Compiles one build; a failure is part of the result. ``read_loops`` takes a quarter of a second more."""
+def compile_one(build: Build, target: Target, multiples: bool = True) -> Compiled:
+    """Compiles one build; a failure is part of the result."""
     about: dict[str, Any] = {
         "name": build.name, "target": target.name, "multiples": multiples, "default": build.default,
     }  # fmt: skip
@@ -149,8 +146,6 @@ def compile_one(build: Build, target: Target, multiples: bool = True, read_loops
     if target.backend == "cuda":
         warps = launch.options.get("num_warps", 4)
         used["resident"] = resident(target, warps, used["registers"], shared, used["tensor_columns"])
-        if read_loops:
-            used["longest_loop"] = _longest_loop(binary.asm["cubin"])
     return Compiled(
         **about,
         **dict[str, Any](used),
@@ -220,13 +215,8 @@ def resident(target: Target, warps: int, registers: int, shared_bytes: int, tens
     """
     by_registers = REGISTERS // (256 * math.ceil(max(registers, 1) / 8)) // 4 * 4 // warps
     by_shared = (target.shared_limit + RESERVED_SHARED) // (math.ceil(shared_bytes / 128) * 128 + RESERVED_SHARED)
-    by_columns = TENSOR_COLUMNS // tensor_columns if tensor_columns else PROGRAMS
-    return min(by_registers, by_shared, by_columns, WARPS // warps, PROGRAMS)
-
-
-def _longest_loop(cubin: bytes) -> int:
-    codes = [loops_of(function) for function in parse(disassembled(cubin, "nvdisasm", "-c", "-ndf")).values()]
-    return max(max((loop.instructions for loop in code.loops()), default=code.instructions) for code in codes)
+    by_columns = TENSOR_COLUMNS // tensor_columns if tensor_columns else target.programs
+    return min(by_registers, by_shared, by_columns, target.warps // warps, target.programs)
 
 
 @functools.lru_cache(maxsize=16)

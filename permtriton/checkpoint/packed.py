@@ -7,8 +7,7 @@ from torch import Tensor
 
 from permtriton.errors import ModelError
 from permtriton.kernels.launch import has_kernels
-from permtriton.kernels.packing import check_packed, pack, unpack
-from permtriton.kernels.packing_triton import supports
+from permtriton.kernels.packing import check_packed, pack, supports, unpack
 from permtriton.model.headers import StoredTensor
 from permtriton.util.sparsity import NMPattern
 

@@ -29,7 +29,7 @@ from permtriton.model.experts import stacked_name
 from permtriton.model.headers import CONFIG_FILE
 from permtriton.passes.plan import Plan
 from permtriton.running.micro_batch import is_out_of_memory
-from permtriton.running.offload import Offload
+from permtriton.running.offload import OffloadFolder
 from permtriton.util.machine import available_memory, peak_memory, release_memory
 from permtriton.util.output_files import disk_error, real_path
 from permtriton.util.sparsity import NMPattern, PrunedWeight
@@ -58,7 +58,7 @@ class Pruned:
     plan: Plan
     report: Report | Record
     reference: Samples
-    offload: Offload | None
+    offload: OffloadFolder | None
 
 
 def save_checkpoint(compiled: Pruned, output: Path, *, overwrite: bool) -> Record:

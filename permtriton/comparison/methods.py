@@ -3,10 +3,12 @@
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 from permtriton.driver.options import CompileConfig, has_effect
 from permtriton.errors import ConfigError
+from permtriton.methods.steps import STEPS
 from permtriton.recipe import DEFAULT, RECIPES, all_options, config_from
 from permtriton.util.option import Option
 from permtriton.util.sparsity import NMPattern
@@ -56,6 +58,7 @@ KNOWN = METHODS | {
 }
 SET_BY_METHODS = frozenset.intersection(*map(frozenset, KNOWN.values()))  # what every row sets
 DENSE = "dense"
+JOINED = " + "  # steps that make a method of the user's own
 HALF = "last:half"
 
 
@@ -94,7 +97,7 @@ class Row:
     """What one row of a comparison is compiled with.
 
     Attributes:
-        method: key of `KNOWN`.
+        method: name of the method.
         pattern: sparsity pattern, such as ``2:4``.
         setting: option of the ablation with its value, such as ``block_size 32``; empty without an ablation.
         config: every option; the seed is set later.
@@ -106,6 +109,27 @@ class Row:
     config: CompileConfig
 
 
+def settings_of(method: str) -> dict[str, Any]:
+    """Returns the options that a method sets.
+
+    Args:
+        method: key of `KNOWN`; or steps of a recipe, joined by `JOINED`, and `FUSED` after them for that layout.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if method in KNOWN:
+        return KNOWN[method]
+    steps = method.removesuffix(FUSED).split(JOINED)
+    if not {kind.name for kind in STEPS}.issuperset(steps):
+        near = get_close_matches(method, list(KNOWN)) or [*METHODS, *RECIPES]
+        raise ConfigError(
+            f"method {method!r} is unknown: choose from {', '.join(near)}; or join steps, such as heuristic{JOINED}mask"
+        )
+    layout = "fused" if method.endswith(FUSED) else "portable"
+    return {"importance": "auto", "recipe": ",".join(steps), "layout": layout}
+
+
 def method_rows(
     options: Mapping[str, Any], methods: Sequence[str], patterns: Sequence[NMPattern], model: str = ""
 ) -> list[Row]:
@@ -113,7 +137,7 @@ def method_rows(
 
     Args:
         options: values by option name; what the methods set is left out.
-        methods: keys of `KNOWN`; none means those of `METHODS`.
+        methods: names of methods, as `settings_of` takes them; none means those of `METHODS`.
         patterns: sparsity patterns; none means that of the options.
         model: name of the model, as `permtriton.recipe.config_from` takes it.
 
@@ -121,12 +145,10 @@ def method_rows(
         ConfigError: a method is unknown, or an option or its value is not allowed.
     """
     methods = methods or tuple(METHODS)
-    if unknown := [method for method in methods if method not in KNOWN]:
-        raise ConfigError(f"method {unknown[0]!r} is unknown: choose from {', '.join(KNOWN)}")
     rows = []
     for pattern in dict.fromkeys(patterns or [config_from({**options, "recipe": DEFAULT}, model=model).sparsity]):
         for method in dict.fromkeys(methods):
-            config = config_from({**options, "sparsity": pattern, **KNOWN[method]}, model=model)
+            config = config_from({**options, "sparsity": pattern, **settings_of(method)}, model=model)
             rows.append(Row(method, str(pattern), "", config))
     return rows
 
@@ -146,7 +168,7 @@ def ablation_rows(
         options: values by option name; what the methods and the ablation set is left out.
         name: key of `ABLATIONS`.
         values: values of its option as text; none means the ablation's own.
-        methods: keys of `KNOWN`; none means the ablation's own.
+        methods: names of methods; none means the ablation's own.
         patterns: sparsity patterns; none means that of the options.
         layers: number of layers of the model, half of which ``last:half`` means.
         model: name of the model, as `permtriton.recipe.config_from` takes it.
@@ -193,7 +215,7 @@ def check_effect(explicit: Iterable[str], rows: Sequence[Row], ablation: str | N
             raise ConfigError(f"{flag} has no effect with --ablate {ablation}, which sets it: choose --values")
         if name == "seed":
             raise ConfigError("--seed has no effect on a comparison: choose --seeds")
-        if all(name in KNOWN[row.method] for row in rows):
+        if all(name in settings_of(row.method) for row in rows):
             raise ConfigError(f"{flag} has no effect: each of these methods sets it; leave it out")
         if not any(has_effect(option, row.config) for row in rows):
             methods = ", ".join(dict.fromkeys(row.method for row in rows))

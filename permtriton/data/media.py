@@ -66,6 +66,8 @@ def media_samples(
             missing or gives samples of different sizes.
     """
     if source.endswith(TENSORS):
+        if os.path.exists(source) and not os.path.isfile(source):  # a pipe might never end
+            raise CalibrationError(f"{source} is no plain file: give a {TENSORS} file")
         with reading(f"{source} cannot be read", CalibrationError):
             stored = Samples(load_file(source))
         order = _drawn(len(stored), count, generator, source)

@@ -103,6 +103,15 @@ class Asked:
         no=True,
         hidden=True,
     )
+    onload: bool | None = _flag(
+        None,
+        RUNNING,
+        "Keep the model in host memory and bring its layers to the GPU one by one; by default if the GPU cannot hold "
+        "the model. Not for steps that need all weights at once.",
+        kind=bool,
+        no=True,
+        hidden=True,
+    )
     offload: str | Path | None = _flag(
         None,
         RUNNING,

@@ -32,6 +32,7 @@ from permtriton.methods.prune.dense_share import DENSE_SHARE
 from permtriton.model.forward import last_hidden_state
 from permtriton.passes.plan import ChannelSpace, Plan, linear_module, weight_in_out
 from permtriton.running import ranks
+from permtriton.running.placement import Way
 from permtriton.util.machine import format_bytes
 
 PROBE_TOKENS = 512  # of the passes that are timed, at most
@@ -78,7 +79,7 @@ class Forecast:
             time = f"roughly {least} to {most}, most of it {longest}"
         disk = f"{format_bytes(sum(self.disk.values()))}{free}"
         return f"{describe(self.needs, self.devices)}; time: {time}; disk: {disk}" + (
-            f"; offload folder: {format_bytes(sum(self.needs.offloaded.values()))}" if self.needs.offloaded else ""
+            f"; {self.needs.beside}: {format_bytes(sum(self.needs.offloaded.values()))}" if self.needs.offloaded else ""
         )
 
     def report(self) -> dict[str, Any]:
@@ -112,7 +113,7 @@ def make_forecast(
             model is whole on such a device.
     """
     facts, refused, seconds = start.facts, refusal(needs, devices), {}
-    if timed and not refused and not needs.spread and start.model.device.type == devices.kind:
+    if timed and not refused and needs.way is Way.WHOLE and start.model.device.type == devices.kind:
         held_out = 0 if windows is None else Samples.of(windows).positions
         seconds = stage_seconds(start.config, replace(facts, thrifty=needs.thrifty), measure(start), held_out)
     return Forecast(needs, disk_needs(start.config, facts, resume_path), seconds, refused, devices)

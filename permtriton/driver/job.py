@@ -37,7 +37,8 @@ from permtriton.model.source import Source, resolve_device
 from permtriton.passes.plan import Plan, linear_module
 from permtriton.recipe import compile_command, with_suggested_text
 from permtriton.running import ranks
-from permtriton.running.offload import Offload
+from permtriton.running.offload import OffloadFolder
+from permtriton.running.placement import ways_of
 from permtriton.util.output_files import real_path
 from permtriton.util.progress import Progress
 
@@ -130,7 +131,7 @@ class Job:
                 repository.
         """
         asked, source, device = self.asked, self.model if isinstance(self.model, Source) else None, None
-        if source is not None and ranks.count() > 1:  # only then is it known whether one GPU can hold the model
+        if source is not None:  # loaded on the CPU: it is known later whether a GPU can hold the model
             device, source = resolve_device(source.device), replace(source, device="cpu")
         offload = self._offload()
         with nullcontext() if source is None else load.unchanged_weights(source):
@@ -147,7 +148,7 @@ class Job:
                 resume_path=self.output and resume_path(self.output),
                 say_needs=True,
                 device=device,
-                spread=asked.shard,
+                ways=ways_of(asked.shard, asked.onload),
                 offload=offload,
                 origin=self._origin(loaded),
             )
@@ -253,14 +254,14 @@ class Job:
             if os.path.exists(read) and real_path(Path(read)).is_relative_to(real_path(self.output)):
                 raise OutputError(f"output {self.output} holds {read}, which is read: choose another folder")
 
-    def _offload(self) -> Offload | None:
+    def _offload(self) -> OffloadFolder | None:
         if self.asked.offload is None:
             return None
         check_offload(self.config)
-        return Offload(Path(self.asked.offload))
+        return OffloadFolder(Path(self.asked.offload))
 
     def _loaded(
-        self, source: Source | None, progress: Progress, offload: Offload | None, fetched: bool = True
+        self, source: Source | None, progress: Progress, offload: OffloadFolder | None, fetched: bool = True
     ) -> "_Loaded":
         model: Any = self.model
         tokenizer = self.asked.tokenizer

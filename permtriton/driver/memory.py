@@ -21,6 +21,7 @@ from permtriton.evaluation.perplexity import windows_at_once
 from permtriton.methods.measure.importance import inverts_hessians
 from permtriton.methods.prune.dense_share import DENSE_SHARE
 from permtriton.passes.plan import Plan, layer_modules
+from permtriton.running.placement import Way
 from permtriton.util.machine import available_memory, format_bytes, resident_memory
 
 RUNS_THE_MODEL = "activations"  # a use of every stage that runs the model; the others work on the host
@@ -29,6 +30,8 @@ RELOADING = "reloading"  # the stage that is left out where a second model does 
 IN_PLACE = "the model"
 # What stands in files of an offload folder, where there is one.
 IN_FILES = ("inputs of layers", "inputs of sites", "targets", "dense weights", "finished weights", "a second model")
+# What stands in host memory, where layers come to a GPU one by one.
+ON_HOST = (*IN_FILES, "output gradients")
 
 
 @dataclass(frozen=True)
@@ -39,24 +42,30 @@ class Devices:
         kind: ``cpu`` or ``cuda``.
         count: number of processes, each with a device of its own; on one CPU they share its memory.
         free: bytes that are free for each.
-        spread: whether the weights of layers are spread over the devices while the model runs, see
-            `permtriton.running.sharding`; None where memory decides.
+        ways: how the model may be placed; of several, memory decides.
         offloaded: whether the model and the largest tensors beside it are in files, of which few pages are in memory.
+        host: bytes of host memory that are free for each process beside its GPU; None where that is not known.
     """
 
     kind: str
     count: int
     free: int
-    spread: bool | None = None
+    ways: tuple[Way, ...] = tuple(Way)
     offloaded: bool = False
+    host: int | None = None
 
     @classmethod
     def of(
-        cls, device: torch.device, count: int = 1, spread: bool | None = None, *, offloaded: bool = False
+        cls,
+        device: torch.device,
+        count: int = 1,
+        ways: tuple[Way, ...] = tuple(Way),
+        *,
+        offloaded: bool = False,
     ) -> "Devices":
         """Returns the devices of this process and of the others like it."""
-        free = available_memory(device)
-        return cls(device.type, count, free // count if device.type == "cpu" else free, spread, offloaded)
+        free, host = available_memory(device), available_memory(torch.device("cpu")) // count
+        return cls(device.type, count, host if device.type == "cpu" else free, ways, offloaded, host)
 
 
 @dataclass(frozen=True)
@@ -69,8 +78,9 @@ class Needs:
         held: what is in memory already and is not given up: the program, and a model that is not mapped from its files.
         stages: stage -> use -> bytes beside program and model.
         thrifty: whether steps save memory, because what they could keep does not fit.
-        spread: whether the weights of layers are spread over the devices, because they do not fit one.
-        offloaded: what stands in files of the offload folder -> bytes; empty without one.
+        way: how the model is placed.
+        offloaded: what stands in files of the offload folder, or in host memory where layers come one by one -> bytes;
+            else empty.
     """
 
     program: int
@@ -78,8 +88,13 @@ class Needs:
     held: int
     stages: Mapping[str, Mapping[str, int]]
     thrifty: bool = False
-    spread: bool = False
+    way: Way = Way.WHOLE
     offloaded: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def beside(self) -> str:
+        """What `offloaded` stands in."""
+        return "host memory" if self.way is Way.ONLOADED else "offload folder"
 
     @property
     def largest(self) -> str:
@@ -112,14 +127,15 @@ class Needs:
             "model": self.model,
             "stages": {stage: dict(uses) for stage, uses in self.stages.items()},
             "thrifty": self.thrifty,
-            "spread": self.spread,
+            "spread": self.way is Way.SPREAD,
+            "onload": self.way is Way.ONLOADED,
         }
 
 
 def estimate(start: Planned, windows: Inputs | None, devices: Devices) -> Needs:
     """Estimates the memory of a compilation on each device.
 
-    It also decides whether weights are spread over the devices, and whether steps save memory.
+    It also decides how the model is placed on the devices, and whether steps save memory.
 
     Args:
         windows: held-out samples; None without any.
@@ -137,10 +153,25 @@ def estimate(start: Planned, windows: Inputs | None, devices: Devices) -> Needs:
         stages = _stages(start, replace(facts, thrifty=True), windows)
         if stages != found.stages:
             found = replace(found, stages=stages, thrifty=True)
-    may_spread = devices.count > 1 and devices.kind == "cuda" and devices.spread is None
-    if devices.spread or (may_spread and not fits(found, devices)):
+    way = _way(found, start.config, devices)
+    if way is Way.SPREAD:
         return _spread(found, start.model, start.plan, devices.count)
+    if way is Way.ONLOADED:
+        return _onloaded(found, start, windows)
     return found
+
+
+def _way(whole: Needs, config: CompileConfig, devices: Devices) -> Way:
+    """Returns how a model is placed, of the ways that are allowed."""
+    if len(devices.ways) == 1:
+        return devices.ways[0]
+    possible = {
+        Way.WHOLE: devices.kind == "cpu" or fits(whole, devices),
+        Way.SPREAD: devices.count > 1 and all(step.shards for step in config.steps),
+        Way.ONLOADED: all(step.offloads for step in config.steps),
+    }
+    found = [way for way, is_possible in possible.items() if is_possible and way in devices.ways]
+    return found[0] if found else devices.ways[0]
 
 
 def fits(needs: Needs, devices: Devices, stage: str | None = None) -> bool:
@@ -158,7 +189,20 @@ def _spread(whole: Needs, model: PreTrainedModel, plan: Plan, count: int) -> Nee
         for stage, uses in whole.stages.items()
         if RUNS_THE_MODEL in uses
     }
-    return Needs(whole.program, resident, 0, stages, whole.thrifty, spread=True)
+    return Needs(whole.program, resident, 0, stages, whole.thrifty, Way.SPREAD)
+
+
+def _onloaded(whole: Needs, start: Planned, windows: Inputs | None) -> Needs:
+    """Returns the needs where each device holds one layer at a time, with the values of two models where there are."""
+    layers = [sum(p.numel() for p in layer.parameters()) for layer in layer_modules(start.model, start.plan)]
+    resident = whole.model - (sum(layers) - 2 * max(layers)) * start.facts.element
+    beside, stages = 0, {}
+    for stage, uses in _stages(start, replace(start.facts, one_layer=True, thrifty=whole.thrifty), windows).items():
+        beside = max(beside, sum(size for use, size in uses.items() if use in ON_HOST))
+        if RUNS_THE_MODEL in uses:
+            stages[stage] = {use: size for use, size in uses.items() if use not in ON_HOST}
+    host = {IN_PLACE: start.facts.model, "copies of weights and inputs of layers": beside}
+    return Needs(whole.program, resident, 0, stages, whole.thrifty, Way.ONLOADED, host)
 
 
 def _offloaded(facts: Facts, stages: dict[str, dict[str, int]]) -> Needs:
@@ -217,6 +261,14 @@ def refusal(needs: Needs, devices: Devices) -> str:
     The text names the largest use and the options to lower; it is empty if the memory is enough.
     """
     stage = needs.largest_needed
+    if needs.way is Way.ONLOADED and devices.host is not None:
+        host = sum(size for name, size in needs.offloaded.items() if name != IN_PLACE)
+        if host > devices.host:
+            return (
+                f"this compilation needs about {format_bytes(host)} of host memory beside the model, whose layers come "
+                f"to the GPU one by one, but only {format_bytes(devices.host)} are free: lower `sequence_length=` or "
+                "`samples=`, or use a machine with more memory"
+            )
     if fits(needs, devices):
         return ""
     uses = needs.stages[stage]
@@ -242,12 +294,15 @@ def describe(needs: Needs, devices: Devices) -> str:
     return (
         f"memory on {each}: about {format_bytes(needs.peak)} at the peak (model {format_bytes(needs.model)}"
         f"{program}, {needs.largest} {format_bytes(needs.extra(needs.largest))}); "
-        f"{format_bytes(devices.free)} free" + (f"; weights: {describe_weights(needs)}" if devices.count > 1 else "")
+        f"{format_bytes(devices.free)} free"
+        + (f"; weights: {describe_weights(needs)}" if devices.count > 1 or needs.way else "")
     )
 
 
 def describe_weights(needs: Needs) -> str:
     """Returns where the weights are while the model runs on several devices."""
-    if needs.spread:
+    if needs.way is Way.ONLOADED:
+        return "in host memory, from which each layer comes to the device when it runs"
+    if needs.way is Way.SPREAD:
         return "spread over the devices layer by layer (FSDP2), and whole in host memory"
     return "whole on each device"

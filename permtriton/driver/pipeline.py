@@ -28,7 +28,8 @@ from permtriton.passes.plan import Plan
 from permtriton.passes.verify_graph import count_operators
 from permtriton.passes.verify_graph import run as run_graph
 from permtriton.recipe import check_recipe, config_from
-from permtriton.running.offload import Offload, working
+from permtriton.running.offload import OffloadFolder, working
+from permtriton.running.placement import Way
 from permtriton.util.progress import NoProgress, Progress
 
 
@@ -43,8 +44,8 @@ def compile_model(  # noqa: PLR0913
     resume_path: Path | None = None,
     say_needs: bool = False,
     device: torch.device | None = None,
-    spread: bool | None = None,
-    offload: Offload | None = None,
+    ways: tuple[Way, ...] = tuple(Way),
+    offload: OffloadFolder | None = None,
     origin: Origin | None = None,
 ) -> CompiledModel:
     """Permutes the channels of ``model`` and prunes it to N:M, in place.
@@ -63,8 +64,7 @@ def compile_model(  # noqa: PLR0913
             refused until they are deleted.
         say_needs: whether to measure the model first and report how much memory, time and disk the work will take.
         device: device that the model, which is on the CPU, shall run on; None where it is.
-        spread: whether the weights of its layers are spread over the ranks of ``torch.distributed`` while it runs, see
-            `permtriton.running.sharding`; None spreads what does not fit ``device``.
+        ways: how the model may be placed on ``device``; of several, its memory decides.
         offload: folder whose disk takes the place of memory, for a model on the CPU that does not fit there; its
             parameters stay in files of that folder as long as they are used.
         origin: what the record shall say beside what is known here; None for nothing more.
@@ -86,7 +86,7 @@ def compile_model(  # noqa: PLR0913
             windows=evaluation_windows,
             say_needs=say_needs,
             device=device,
-            spread=spread,
+            ways=ways,
         )
         run_steps(run)
         comparison, evaluation = prove(run), measured(run)
@@ -107,7 +107,7 @@ def forecast_model(
     evaluation_windows: Inputs | None = None,
     resume_path: Path | None = None,
     devices: Devices | None = None,
-    offload: Offload | None = None,
+    offload: OffloadFolder | None = None,
 ) -> tuple[Plan, Forecast]:
     """Returns what `compile` would do to a model and what it would need; the model stays as it is.
 
@@ -123,7 +123,7 @@ def forecast_model(
         return start.plan, make_forecast(start, needs, held_out, resume_path, devices, timed=True)
 
 
-def _checked(config: CompileConfig | None, offload: Offload | None) -> CompileConfig:
+def _checked(config: CompileConfig | None, offload: OffloadFolder | None) -> CompileConfig:
     config = config_from() if config is None else config
     if not isinstance(config, CompileConfig):
         raise ConfigError(f"config is a {type(config).__name__}: make one with permtriton.config_from")

@@ -16,7 +16,7 @@ from permtriton.data.samples import Inputs, Samples
 from permtriton.data.text import calibration_samples, check_inputs, check_samples, vocabulary_of
 from permtriton.driver.forecast import Forecast, check_disk, make_forecast
 from permtriton.driver.identity import WRITING, identify
-from permtriton.driver.memory import IN_PLACE, Devices, describe_thrift, estimate, fits
+from permtriton.driver.memory import IN_PLACE, Devices, Needs, describe_thrift, estimate, fits
 from permtriton.driver.options import CompileConfig
 from permtriton.driver.planning import Planned, plan_model
 from permtriton.driver.run import Run
@@ -33,7 +33,9 @@ from permtriton.model.reference import Reference
 from permtriton.passes.plan import named_layers
 from permtriton.recipe import suggested_text
 from permtriton.running import ranks
-from permtriton.running.sharding import running
+from permtriton.running.offload import OffloadFolder
+from permtriton.running.onload import HostMemory
+from permtriton.running.placement import Placement, Way
 from permtriton.running.state import StateFile
 
 
@@ -47,7 +49,7 @@ def prepare(  # noqa: PLR0913
     windows: Inputs | None = None,
     say_needs: bool = False,
     device: torch.device | None = None,
-    spread: bool | None = None,
+    ways: tuple[Way, ...] = tuple(Way),
 ) -> Run:
     """Reads the calibration text, traces the model, and measures the dense model: what a run starts from.
 
@@ -63,18 +65,7 @@ def prepare(  # noqa: PLR0913
     for left in reasons_of(start.plan.skipped) if config.skip_indivisible else ():
         progress.say(f"left dense: {left}")
     held_out = held_out_samples(model, windows)
-
-    devices = Devices.of(device, ranks.count(), spread, offloaded=workspace.offload is not None)
-    needs, spread_on = estimate(start, held_out, devices), None
-    if any(ranks.gather(needs.spread)):
-        spread_on, devices = device, replace(devices, spread=True)
-        check_spread(config, len(start.samples))
-        needs = needs if needs.spread else estimate(start, held_out, devices)
-    elif device != model.device and fits(needs, devices):
-        nn.Module.to(model, device)
-        plan, graph = plan_model(model, config, start.samples)  # a graph is of one device
-        start = replace(start, plan=plan, graph=graph)
-        needs = estimate(start, held_out, devices)  # beside a model that is there
+    start, needs, placement, devices = _placed(start, held_out, workspace, device, ways)
     with workspace.timed("estimate"):
         forecast = make_forecast(start, needs, held_out, workspace.resume_path, devices, timed=say_needs)
     if refused := next(filter(None, ranks.gather(forecast.refused)), ""):
@@ -90,7 +81,7 @@ def prepare(  # noqa: PLR0913
     measure_all_experts(model, config.calibration.calibrate_all_experts)
     batch = max(TOKENS_WITHOUT_LOGITS // samples.longest, 1)
     evaluation, statistics, expert_tokens = None, {}, {}
-    with running(model, start.plan, spread_on) as runs:
+    with placement.running(model, start.plan) as runs:
         if held_out is not None:
             with workspace.timed("evaluate"):
                 layers = named_layers(model, start.plan)
@@ -118,9 +109,34 @@ def prepare(  # noqa: PLR0913
         expert_tokens=expert_tokens,
         evaluation=evaluation,
         needs=needs,
-        spread_on=spread_on,
+        placement=placement,
     )
     return without_dense_share(run) if config.dense_share else run
+
+
+def _placed(
+    start: Planned, held_out: Samples | None, workspace: Workspace, device: torch.device, ways: tuple[Way, ...]
+) -> tuple[Planned, Needs, Placement, Devices]:
+    """Decides how the model is placed, and moves it where it is to run as a whole.
+
+    Raises:
+        ConfigError: the recipe cannot be done that way.
+    """
+    model, offloaded = start.model, workspace.offload is not None
+    devices = Devices.of(device, ranks.count(), ways, offloaded=offloaded)
+    needs = estimate(start, held_out, devices)
+    chosen = max(ranks.gather(needs.way))  # where one rank cannot hold the model, none does
+    if chosen is not Way.WHOLE:
+        check_way(chosen, start.config, len(start.samples))
+        devices = replace(devices, ways=(chosen,))
+        needs = needs if needs.way is chosen else estimate(start, held_out, devices)
+        workspace.offload = workspace.offload or (HostMemory() if chosen is Way.ONLOADED else None)
+    elif device != model.device and fits(needs, devices):
+        nn.Module.to(model, device)
+        plan, graph = plan_model(model, start.config, start.samples)  # a graph is of one device
+        start = replace(start, plan=plan, graph=graph)
+        needs = estimate(start, held_out, devices)  # beside a model that is there
+    return start, needs, Placement(chosen, device), devices
 
 
 def planned(
@@ -258,6 +274,29 @@ def check_offload(config: CompileConfig) -> None:
             )
 
 
+def check_way(way: Way, config: CompileConfig, samples: int) -> None:
+    """Checks, before any work, that a compilation can run a model whose layers are not all on one device.
+
+    Args:
+        samples: number of calibration samples.
+
+    Raises:
+        ConfigError: it cannot; the message says what to choose.
+    """
+    if config.writes:
+        raise ConfigError(
+            f"the dense model does not write text while {way.words}: give `calibration=` a text and `generated=0`, or "
+            "use GPUs that hold the whole model"
+        )
+    if way is Way.SPREAD:
+        check_spread(config, samples)
+    elif refused := [step.name for step in config.steps if not step.offloads]:
+        raise ConfigError(
+            f"the step {refused[0]} needs all weights at once, which is not done while {way.words}: leave "
+            f"{refused[0]} out of `recipe=`, or use GPUs that hold the whole model (`onload=False`)"
+        )
+
+
 def check_spread(config: CompileConfig, samples: int) -> None:
     """Checks, before any work, that a compilation can run a model whose layers are spread.
 
@@ -270,11 +309,6 @@ def check_spread(config: CompileConfig, samples: int) -> None:
     """
     if ranks.count() == 1:
         raise ConfigError("`shard=True` spreads weights over several processes: start permtriton with torchrun")
-    if config.writes:
-        raise ConfigError(
-            "the dense model does not write text while its layers are spread over GPUs: give `calibration=` a text and "
-            "`generated=0`, or use GPUs that hold the whole model"
-        )
     if refused := [step.name for step in config.steps if not step.shards]:
         raise ConfigError(
             f"the step {refused[0]} changes weights while the model runs, which is not done with layers that are "
@@ -292,7 +326,7 @@ def _check_disks(workspace: Workspace, forecast: Forecast) -> Path | None:
     folder = workspace.resume_path and workspace.resume_path.resolve().parent
     if folder is not None:
         ranks.on_first(lambda: check_disk(forecast.disk, folder))
-    if workspace.offload is not None:
+    if isinstance(workspace.offload, OffloadFolder):
         needed = {name: size for name, size in forecast.needs.offloaded.items() if name != IN_PLACE}
         check_disk(needed, workspace.offload.folder)
     return folder

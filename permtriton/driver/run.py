@@ -32,7 +32,8 @@ from permtriton.passes.trace import OTHER_VALUES
 from permtriton.running.layer_calls import Empty
 from permtriton.running.micro_batch import MicroBatch
 from permtriton.running.offload import Offload
-from permtriton.running.sharding import running, twin_of
+from permtriton.running.placement import Placement
+from permtriton.running.sharding import twin_of
 from permtriton.util.permutation import compose, identity
 from permtriton.util.progress import Progress
 
@@ -58,7 +59,7 @@ class Run:
         expert_tokens: experts -> calibration tokens that are sent to each; empty where nothing was measured.
         evaluation: held-out evaluation, with the measure of the dense model; None without held-out samples.
         needs: estimated memory.
-        spread_on: device on which the model runs with its layers spread over the ranks; None where it runs as it is.
+        placement: where the model runs.
         rows: linear -> how much the loss feels each of its rows in the present order; None where it is not known.
         other_values: whether the graph computes other values than the model, which selects some by their values.
         batches: single samples of the traced shapes, on which passes are verified.
@@ -84,7 +85,7 @@ class Run:
     expert_tokens: dict[str, list[int]]
     evaluation: Evaluation | None
     needs: Needs
-    spread_on: torch.device | None
+    placement: Placement
     rows: dict[str, Tensor] | None = None
 
     def __post_init__(self) -> None:
@@ -147,12 +148,12 @@ class Run:
     # -- the model -----------------------------------------------------------------------------------------------------
 
     def running(self) -> AbstractContextManager[PreTrainedModel]:
-        """Returns a context that yields what runs in place of the model, see `permtriton.running.sharding.running`."""
-        return running(self.model, self.plan, self.spread_on)
+        """Returns a context that yields the model, or its twin, on the device that it runs on."""
+        return self.placement.running(self.model, self.plan)
 
     def spread_twin(self) -> PreTrainedModel:
         """Returns a twin of the model that a step may spread over the ranks, or the model where it runs as it is."""
-        return self.model if self.spread_on is None else twin_of(self.model)
+        return self.model if self.placement.spread_on is None else twin_of(self.model)
 
     def importances(self) -> dict[str, ImportanceFactors]:
         """Returns linear name -> importance of its present weight, for every pruned linear."""

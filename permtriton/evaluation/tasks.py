@@ -19,13 +19,12 @@ from lm_eval import evaluate
 from lm_eval.defaults import DEFAULT_OTHER_SEED, DEFAULT_RANDOM_SEED
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
-from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from permtriton.errors import ConfigError, PermTritonError, TaskError, first_line
 from permtriton.model.core import takes_decoder_ids
 from permtriton.model.forward import max_tokens
-from permtriton.util.progress import Advance, NoProgress, Progress
+from permtriton.util.progress import Advance, NoProgress, Progress, without_other_bars
 
 REQUESTS_AT_ONCE = 8
 BOOTSTRAPS = 1000  # resamples for the standard error of metrics that are no means; lm-eval's 100,000 take minutes
@@ -237,14 +236,10 @@ def _scores(values: dict[str, Any]) -> dict[str, Score]:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Turns off what lm-eval and datasets print and draw: not all of it can be turned off by their options."""
-    start, level = tqdm.__init__, logging.root.manager.disable
-
-    def hidden(bar: tqdm, *arguments: Any, **named: Any) -> None:
-        start(bar, *arguments, **{**named, "disable": True})
-
+    level = logging.root.manager.disable
     with ExitStack() as stack:
         stack.enter_context(redirect_stdout(io.StringIO()))
-        stack.enter_context(mock.patch.object(tqdm, "__init__", hidden))
+        stack.enter_context(without_other_bars())
         stack.enter_context(mock.patch.dict("os.environ", {"DISABLE_MULTIPROC": "1"}))  # no fork beside torch
         stack.callback(logging.disable, level)
         logging.disable(logging.CRITICAL)

@@ -20,19 +20,10 @@ if TYPE_CHECKING:
     from permtriton.util.option import documented, option
 
 _MODULES = {
-    "Distill": "methods.train.distill",
-    "Heuristic": "methods.order.heuristic",
-    "Learned": "methods.order.learned",
-    "Mask": "methods.prune.mask",
     "Outcome": "driver.step",
-    "Reconstruct": "methods.train.reconstruct",
-    "Refit": "methods.prune.refit",
     "Run": "driver.run",
-    "Searched": "methods.order.searched",
-    "SparseGPT": "methods.prune.sparsegpt",
     "Stage": "driver.step",
     "Step": "driver.step",
-    "Tune": "methods.train.tune",
     "documented": "util.option",
     "linear_module": "passes.plan",
     "option": "util.option",
@@ -62,9 +53,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
+    if name in _MODULES:
+        return getattr(import_module(f"permtriton.{_MODULES[name]}"), name)
+    steps = {kind.__name__: kind for kind in import_module("permtriton.methods.steps").OURS}
+    if name not in steps:
         raise AttributeError(f"module 'permtriton.methods' has no attribute {name!r}")
-    return getattr(import_module(f"permtriton.{_MODULES[name]}"), name)
+    return steps[name]
 
 
 def __dir__() -> list[str]:

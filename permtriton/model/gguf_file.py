@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from permtriton.errors import ModelError, reading
 from permtriton.model.headers import StoredTensor
@@ -48,10 +49,9 @@ def read_gguf(path: Path) -> GgufFile:
         ModelError: the file is damaged, or claims far more layers or experts than it names.
     """
     require(path.name, "gguf", "accelerate")
-    from gguf import GGUFReader
-
     with reading(f"{path} is not a complete GGUF file, it is damaged or truncated", ModelError):
-        file = GGUFReader(path)
+        file = _opened(path)
+        _check_places(file)
         stored = {
             str(each.name): StoredTensor(path, each.tensor_type.name, tuple(map(int, reversed(each.shape))))
             for each in file.tensors
@@ -62,3 +62,26 @@ def read_gguf(path: Path) -> GgufFile:
             raise ModelError(f"{path} holds no tensors: give a GGUF file with weights")
     check_numbers(counts, stored, str(path))
     return GgufFile(path, stored, "tokenizer.ggml.model" in file.fields)
+
+
+def _opened(path: Path) -> Any:
+    """Returns gguf's reader of a file, which ends where the file does."""
+    from gguf import GGUFReader
+
+    class Reader(GGUFReader):
+        def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
+            found = super()._get(offset, dtype, count, override_order)
+            if len(found) < count:  # else gguf reads nothing as often as a damaged length says
+                raise ValueError(f"it ends before the {count} values at byte {offset}")
+            return found
+
+    return Reader(path)
+
+
+def _check_places(file: Any) -> None:
+    """Refuses tensors that do not lie one after the other, as llama.cpp does: one would have another's values."""
+    expected = file.data_offset
+    for tensor in file.tensors:
+        if tensor.data_offset != expected:
+            raise ValueError(f"{tensor.name} is said to begin at byte {tensor.data_offset}, expected {expected}")
+        expected += -(-tensor.n_bytes // file.alignment) * file.alignment

@@ -1,7 +1,10 @@
 """Loads models and tokenizers from local folders, from the Hugging Face hub, or the demo: safetensors, or GGUF."""
 
 import os
+import struct
 import tempfile
+import unicodedata
+from base64 import b64decode
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -32,7 +35,7 @@ from permtriton.model.headers import (
 from permtriton.model.modules import is_packed, is_permuted
 from permtriton.model.sizes import build_empty, check_numbers
 from permtriton.model.source import Source, dtype_of, resolve_device
-from permtriton.running.offload import NO_GPU, Offload
+from permtriton.running.offload import NO_GPU, OffloadFolder
 from permtriton.util.extras import require
 from permtriton.util.output_files import disk_error
 
@@ -44,7 +47,7 @@ MOST_TOKENS, MOST_GROWTH = 2**24, 1000
 
 
 def load_original(
-    source: Source, *, saved: bool = False, offload: Offload | None = None
+    source: Source, *, saved: bool = False, offload: OffloadFolder | None = None
 ) -> tuple[PreTrainedModel, Any]:
     """Loads a model to prune, and its tokenizer or processor, as `load_processor` returns it.
 
@@ -64,7 +67,7 @@ def load_original(
     return model, tokenizer
 
 
-def load_model(source: Source, allow_compiled: bool = True, offload: Offload | None = None) -> PreTrainedModel:
+def load_model(source: Source, allow_compiled: bool = True, offload: OffloadFolder | None = None) -> PreTrainedModel:
     """Loads a model with the class that its config names, in eval mode, on the device of ``source``.
 
     Args:
@@ -240,18 +243,38 @@ def _check_growth(source: Source) -> None:
     if not source.holds(TOKENIZER_FILE):
         return
     path = Path(source.location, TOKENIZER_FILE)
-    replaced: list[tuple[str, float]] = []  # what a character may have become -> by how many times the text is longer
+    grown: list[tuple[str, float]] = []  # what a character may have become, "" for any -> by how many times longer
     for step in _steps_of(read_json(path).get("normalizer")):
-        pattern, content = step.get("pattern"), step.get("content")
-        text = pattern.get("String") if isinstance(pattern, dict) else None
-        if step.get("type") != "Replace" or not isinstance(content, str):
+        text, content = map(_folded, _replaced(step))
+        if not content:
             continue
-        again = [growth for before, growth in replaced if text is None or set(text) <= set(before)]
-        replaced.append((content, max(len(content) / len(text or "x"), 1) * max([1, *again])))
-        if replaced[-1][1] > MOST_GROWTH:
+        again = [growth for before, growth in grown if not text or not before or set(text) <= set(before)]
+        growth = max(len(content) / len(_replaced(step)[0] or "x"), 1) * max([1, *again])
+        grown.append(("" if step["type"] in ("ByteLevel", "Precompiled") else content, growth))
+        if growth > MOST_GROWTH:
             raise ModelError(
-                f"{path}: its normalizers make text {replaced[-1][1]:.0e} times as long: expected at most {MOST_GROWTH}"
+                f"{path}: its normalizers make text {growth:.0e} times as long: expected at most {MOST_GROWTH}"
             )
+
+
+def _replaced(step: Mapping[str, Any]) -> tuple[str, str]:
+    """Returns what a normalizer replaces, "" for any text, and by what at the longest; "" if it adds no characters."""
+    kind, pattern = step.get("type"), step.get("pattern")
+    if kind == "ByteLevel":
+        return "", "byte"  # a character has at most four
+    if kind == "Precompiled":
+        with suppress(ValueError, TypeError, struct.error):  # the tokenizer itself refuses it
+            table = b64decode(step.get("precompiled_charsmap", ""))
+            (tree,) = struct.unpack_from("<I", table)  # what follows the tree are the replacements, each with a zero
+            return "", max(table[4 + tree :].split(b"\0"), key=len).decode("latin1")
+    text = pattern.get("String") if isinstance(pattern, dict) else None
+    content = step.get({"Replace": "content", "Prepend": "prepend"}.get(str(kind), ""))
+    return text if isinstance(text, str) else "", content if isinstance(content, str) else ""
+
+
+def _folded(text: str) -> str:
+    """Returns a text as NFKD and lower case, which other normalizers may make of it."""
+    return unicodedata.normalize("NFKD", text).casefold()
 
 
 def _steps_of(normalizer: Any) -> Iterator[dict[str, Any]]:
@@ -265,7 +288,7 @@ def _steps_of(normalizer: Any) -> Iterator[dict[str, Any]]:
 
 
 def _check_vocabulary(source: Source, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuses an absurd id: saving lists all ids below the largest one, and the process would die of it."""
+    """Refuses absurd ids and additions: saving lists all ids below the largest one, and the process would die of it."""
     vocabulary: dict[str, int] = {}
     with suppress(NotImplementedError):  # a tokenizer with code of its own
         vocabulary = tokenizer.get_vocab()
@@ -275,6 +298,8 @@ def _check_vocabulary(source: Source, tokenizer: PreTrainedTokenizerBase) -> Non
             f"{source.name}: its tokenizer gives {shown(token)} the id {largest}, expected less than {MOST_TOKENS}: it "
             "is damaged"
         )
+    if (added := tokenizer.num_special_tokens_to_add()) > MOST_GROWTH:
+        raise ModelError(f"{source.name}: its tokenizer adds {added} tokens to each text: expected at most {MOST_GROWTH}")
 
 
 def check_original(model: PreTrainedModel) -> None:
@@ -352,11 +377,11 @@ def check_weights(model: PreTrainedModel) -> None:
 def _check_floating(model: PreTrainedModel, stored: Mapping[str, StoredTensor]) -> None:
     """Refuses integers in place of weights: transformers takes quantized weights for large numbers without a config.
 
-    Masks and positions, which old checkpoints hold, are no weights.
+    It also takes the real parts of complex numbers. Masks and positions, which old checkpoints hold, are no weights.
     """
     parameters = [f".{name}" for name, _ in model.named_parameters()]
     for name, tensor in stored.items():
-        if tensor.dtype.startswith(("I", "U", "BOOL")) and (
+        if tensor.dtype.startswith(("I", "U", "BOOL", "C")) and (
             name.endswith(".weight") or any(each.endswith(f".{name}") for each in parameters)
         ):
             raise ModelError(

@@ -72,8 +72,8 @@ class LayerCalls:
         together: whether several sequences run in one call.
     """
 
-    def __init__(self, layer: nn.Module) -> None:
-        self._layer = layer
+    def __init__(self, layer: nn.Module, device: torch.device) -> None:
+        self._layer, self._device = layer, device
         self._leaves: list[list[Any]] = []  # per sequence; what is equal for all sequences is stored once
         self._structure: pytree.TreeSpec | None = None
         self.together = False
@@ -91,7 +91,7 @@ class LayerCalls:
             rows: numbers of the sequences, int64 ``[...]``.
         """
         leaves = [self._leaves[row] for row in rows.tolist()]
-        hidden = hidden.to(next(self._layer.parameters()).device)
+        hidden = hidden.to(self._device)
         if self.together:
             return self._run(hidden, [_joined(values) for values in zip(*leaves, strict=True)])
         return torch.cat([self._run(one, own) for one, own in zip(hidden.split(1), leaves, strict=True)])
@@ -171,7 +171,7 @@ def record_chain(
     Returns:
         Name -> calls, and hidden states ``[sequences, tokens, hidden]`` on the CPU.
     """
-    calls = {name: LayerCalls(layer) for name, layer in layers.items()}
+    calls = {name: LayerCalls(layer, model.device) for name, layer in layers.items()}
     start, hidden = next(iter(layers)), torch.empty(0)
     found = recorded(model, layers, samples[:1])
     forms = {layers[name]: call.form for name, (call,) in found.items() if call.form is not None}

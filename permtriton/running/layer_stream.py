@@ -75,7 +75,7 @@ class LayerStream:
 
     def call(self, layer: int, batch: int, hidden: Tensor) -> Tensor:
         """Returns the output of a layer on other hidden states of a batch; both are numbers from 0."""
-        return run_layer(self.layers[layer], hidden, *self._arguments[batch][layer])
+        return run_layer(self.layers[layer], hidden.to(self._model.device), *self._arguments[batch][layer])
 
     @torch.no_grad()
     def forward(self, *, inputs: bool = False) -> list[list[Tensor]]:
@@ -98,7 +98,7 @@ class LayerStream:
         last = self.layers[-1]
 
         def forward(*positional: Any, **named: Any) -> Any:
-            return self._forms[last].of(hidden)
+            return self._forms[last].of(hidden.to(self._model.device))
 
         with left_out(self._forms), replaced_forwards([last], lambda _: forward):
             yield

@@ -9,11 +9,13 @@ ends.
 import mmap
 import os
 import resource
+import shutil
 import tempfile
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from typing import Protocol
 
 import psutil
 import torch
@@ -22,7 +24,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from permtriton.errors import ConfigError, OutputError
 from permtriton.util.machine import format_bytes
-from permtriton.util.output_files import problem_of
+from permtriton.util.output_files import problem_of, real_path
 
 SMALLEST = 1 << 20  # bytes of a tensor that goes into a file; norms and biases stay in memory
 IN_MEMORY = ("tmpfs", "ramfs")
@@ -34,7 +36,34 @@ NO_GPU = (
 )
 
 
-class Offload:
+class Offload(Protocol):
+    """Where large tensors are that need not be in the memory of the device: the CPU's, or files.
+
+    With one, whatever works on a whole model works on one of its layers at a time.
+    """
+
+    def empty(self, shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
+        """Returns a tensor there, of any values."""
+        ...
+
+    def moved(self, tensor: Tensor) -> Tensor:
+        """Returns a tensor there that may be the same."""
+        ...
+
+    def copied(self, tensor: Tensor) -> Tensor:
+        """Returns a copy of a tensor there."""
+        ...
+
+    def release(self) -> None:
+        """Gives up memory that is not needed at the moment."""
+        ...
+
+    def free(self) -> int:
+        """Returns how many bytes are free there."""
+        ...
+
+
+class OffloadFolder:
     """A folder whose disk takes the place of memory.
 
     Raises:
@@ -42,7 +71,7 @@ class Offload:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder.resolve()
+        self.folder = real_path(folder)
         if not self.folder.is_dir():
             raise ConfigError(f"offload folder {folder} is not there: make it on a disk first")
         if problem := problem_of(self.folder):
@@ -137,6 +166,10 @@ class Offload:
             if before is not None:
                 os.environ[ASYNC_LOAD] = before
 
+    def free(self) -> int:
+        """Returns the free bytes of the disk."""
+        return shutil.disk_usage(self.folder).free
+
     def release(self) -> None:
         """Takes the pages of all files out of this process; the kernel may then give them up, and brings them back."""
         if hasattr(mmap, "MADV_DONTNEED"):
@@ -161,16 +194,16 @@ class Offload:
 
 
 def working(
-    offload: Offload | None, model: nn.Module, device: torch.device | None = None
+    offload: OffloadFolder | None, model: nn.Module, device: torch.device | None = None
 ) -> AbstractContextManager[None]:
-    """Returns the context in which a model is compiled: that of `Offload.working`, or one that does nothing.
+    """Returns the context in which a model is compiled: that of `OffloadFolder.working`, or one that does nothing.
 
     Args:
         device: device that it shall run on; None where it is.
 
     Raises:
         ConfigError: the device is a GPU.
-        OutputError: as `Offload.empty`.
+        OutputError: as `OffloadFolder.empty`.
     """
     if offload is None:
         return nullcontext()

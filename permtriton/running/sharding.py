@@ -67,18 +67,10 @@ def spread(twin: PreTrainedModel, plan: Plan, device: torch.device) -> Iterator[
 
 
 @contextmanager
-def running(model: PreTrainedModel, plan: Plan, spread_on: torch.device | None) -> Iterator[PreTrainedModel]:
-    """Yields what runs in place of a model: a twin whose layers are spread, or the model itself.
-
-    Args:
-        model: model as it is now.
-        spread_on: device on which the twin runs; None for the model itself.
-    """
-    if spread_on is None:
-        yield model
-        return
+def spread_twin(model: PreTrainedModel, plan: Plan, device: torch.device) -> Iterator[PreTrainedModel]:
+    """Yields a twin of a model whose layers are spread over the ranks; arguments and errors as of `spread`."""
     twin = twin_of(model)
-    with spread(twin, plan, spread_on):
+    with spread(twin, plan, device):
         yield twin
 
 

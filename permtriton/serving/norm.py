@@ -11,7 +11,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 
 from permtriton.checkpoint.quantization_config import METHOD
 from permtriton.errors import ModelError
-from permtriton.kernels.permute import permute
+from permtriton.kernels.norm_permute import add_norm_permute, norm_permute
 from permtriton.model.modules import check_index, index_dtype
 
 
@@ -37,12 +37,11 @@ class PermutedRMSNorm(RMSNorm):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """Returns ``norm(x)[..., index]``; with a residual, ``norm(x + residual)[..., index]`` and ``x + residual``."""
-        normed = super().forward(x, residual)
         if not self.permutes:
-            return normed
-        if isinstance(normed, tuple):
-            return permute(normed[0], self.index), normed[1]
-        return permute(normed, self.index)
+            return super().forward(x, residual)
+        if residual is None:
+            return norm_permute(x, self.weight, None, self.index, self.variance_epsilon, 0.0, "rms")
+        return add_norm_permute(x, residual, self.weight, self.index, self.variance_epsilon)
 
     def _load_weight(self, parameter: nn.Parameter, tensor: Tensor) -> None:
         if tensor.shape not in (parameter.shape, (1, *parameter.shape)):

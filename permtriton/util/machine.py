@@ -10,7 +10,6 @@ from importlib import metadata
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import psutil
 import torch
 
 from permtriton.running import ranks
@@ -65,6 +64,8 @@ def available_memory(device: torch.device, *, proc: Path = PROC, cgroups: Path =
     """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
+    import psutil  # the GPU benchmark runs where it is not installed
+
     return max(min([psutil.virtual_memory().available, *_left_in_groups(proc, cgroups)]), 0)
 
 
@@ -112,6 +113,8 @@ def resident_memory() -> tuple[int, int]:
 
     Where the system does not tell them apart (macOS), none are.
     """
+    import psutil
+
     found = psutil.Process().memory_info()
     return found.rss, getattr(found, "shared", 0)
 

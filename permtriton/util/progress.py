@@ -3,7 +3,8 @@
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
+from unittest import mock
 
 
 class Advance(Protocol):
@@ -33,6 +34,20 @@ class NoProgress:
 
     def say(self, text: str) -> None:
         pass
+
+
+@contextmanager
+def without_other_bars() -> Iterator[None]:
+    """Hides the bars of other libraries: tqdm draws them, some of them whatever the options of those libraries say."""
+    from tqdm import tqdm
+
+    start = tqdm.__init__
+
+    def hidden(bar: tqdm, *arguments: Any, **named: Any) -> None:
+        start(bar, *arguments, **{**named, "disable": True})
+
+    with mock.patch.object(tqdm, "__init__", hidden):
+        yield
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from permtriton.errors import ModelError
 from permtriton.kernels import autotune
-from permtriton.kernels.assignment import assignment_warm
-from permtriton.kernels.assignment_triton import CONFIGS, assignment_triton, assignment_warm_triton, supports
+from permtriton.kernels.assignment import CONFIGS, assignment_triton, assignment_warm, assignment_warm_triton, supports
 from permtriton.kernels.sinkhorn import sinkhorn_reference
 
 from ..kernel_inputs import adversarial, best, check_assignment, poison, total

@@ -4,7 +4,6 @@ from torch import Tensor
 
 from permtriton.kernels import nm_mask as file
 from permtriton.kernels import nm_mask_backward_triton as backward
-from permtriton.kernels import nm_mask_triton as forward
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.launch import Config
 from permtriton.util.sparsity import NMPattern
@@ -45,7 +44,7 @@ def test_forward_is_the_reference_bit_for_bit(kept, group, layout):
     weight[0, 0] = -0.0
     factors, index = factors_of("row and column", rows, channels), block_index(sizes)
     arguments = (weight, factors, index, sizes, NMPattern(kept, group))
-    found = forward.nm_mask_triton(*arguments)
+    found = file.nm_mask_triton(*arguments)
     expected = file.nm_mask_reference(*arguments)
     assert same_bits(found, expected)
     assert not (found == 0)[found.signbit()].any()
@@ -60,7 +59,7 @@ def test_forward_of_whole_blocks(kept, group, most):
     weight = laid_out(torch.randint(-4, 5, (rows, 2 * size)).float() / 8, "input-major")
     factors, index = factors_of("row and column", rows, 2 * size), block_index([size, size])
     arguments = (weight, factors, index, [size, size], NMPattern(kept, group))
-    found = forward.nm_mask_triton(*arguments)
+    found = file.nm_mask_triton(*arguments)
     assert same_bits(found, file.nm_mask_reference(*arguments))
     assert (found[:, index].unflatten(1, (-1, group)) != 0).sum(2).max() <= kept
 
@@ -72,21 +71,21 @@ def test_forward_of_every_form_and_dtype(dtype, form, kept, group):
     sizes = [2 * group, group]
     weight = laid_out(torch.randn(17, 3 * group).to(dtype), "input-major")
     arguments = (weight, factors_of(form, 17, 3 * group), block_index(sizes), sizes, NMPattern(kept, group))
-    assert same_bits(forward.nm_mask_triton(*arguments), file.nm_mask_reference(*arguments))
+    assert same_bits(file.nm_mask_triton(*arguments), file.nm_mask_reference(*arguments))
 
 
-@pytest.mark.parametrize("number", range(len(forward.CONFIGS)))
+@pytest.mark.parametrize("number", range(len(file.CONFIGS)))
 def test_forward_in_every_configuration(number, monkeypatch):
-    monkeypatch.setattr(forward, "config_for", lambda op, configs, shape, dtype: configs[number])
+    monkeypatch.setattr(file, "config_for", lambda op, configs, shape, dtype: configs[number])
     weight = laid_out(torch.randn(1030, 12), "input-major")
     arguments = (weight, factors_of("power 2", 1030, 12), block_index([8, 4]), [8, 4], TWO_FOUR)
-    assert same_bits(forward.nm_mask_triton(*arguments), file.nm_mask_reference(*arguments))
+    assert same_bits(file.nm_mask_triton(*arguments), file.nm_mask_reference(*arguments))
 
 
 def test_forward_writes_every_weight(monkeypatch):
     poison(monkeypatch)
     arguments = (torch.randn(5, 8), factors_of("power 1", 5, 8), block_index([8]), [8], TWO_FOUR)
-    assert forward.nm_mask_triton(*arguments).isfinite().all()
+    assert file.nm_mask_triton(*arguments).isfinite().all()
 
 
 BACKWARD = [  # (sizes, group, rows, layout)
@@ -217,12 +216,12 @@ def test_zeros_give_finite_gradients(dead, group_scale):
 
 def test_no_rows():
     weight, factors = torch.randn(0, 8), ImportanceFactors(1, torch.ones(8))
-    assert forward.nm_mask_triton(weight, factors, torch.arange(8), [8], TWO_FOUR).shape == (0, 8)
+    assert file.nm_mask_triton(weight, factors, torch.arange(8), [8], TWO_FOUR).shape == (0, 8)
     arguments = (weight, weight, factors, torch.arange(8), [8], 4, True)
     assert torch.equal(backward.nm_mask_backward_triton(*arguments, file.FLOOR), torch.zeros(64))
 
 
 def test_what_the_kernels_do_not_take():
-    assert forward.supports(torch.ones(1, 4).half(), torch.ones(4))
-    assert not forward.supports(torch.ones(1, 4).double(), torch.ones(4))
-    assert not forward.supports(torch.ones(1, 4), torch.ones(4).double())
+    assert file.supports(torch.ones(1, 4).half(), torch.ones(4))
+    assert not file.supports(torch.ones(1, 4).double(), torch.ones(4))
+    assert not file.supports(torch.ones(1, 4), torch.ones(4).double())

@@ -2,13 +2,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from permtriton.kernels import norm_permute_triton as kernels
-from permtriton.kernels.norm_permute import norm_backward_reference, norm_permute, norm_reference
-from permtriton.kernels.norm_permute_triton import (
+from permtriton.kernels import norm_permute as kernels
+from permtriton.kernels.norm_permute import (
     BACKWARD_CONFIGS,
     CONFIGS,
+    add_norm_permute,
+    add_norm_permute_triton,
+    norm_backward_reference,
+    norm_permute,
     norm_permute_backward_triton,
     norm_permute_triton,
+    norm_reference,
 )  # fmt: skip
 from permtriton.util.permutation import inverse
 
@@ -149,3 +153,21 @@ def test_the_convention_is_seen():
     x, weight, _, index = inputs(4, 24, torch.float32, False)
     y = norm_permute_triton(x, weight, None, index, EPS, 0.0, "rms")
     assert not torch.equal(y, norm_permute_triton(x, weight, None, inverse(index), EPS, 0.0, "rms"))
+
+
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "channels"), [(5, 48), (3, 96), (2, 16)])
+def test_of_a_sum(rows, channels, dtype, monkeypatch):
+    """The sum is rounded before the norm, as torch does; rows that do not fit into registers are added by torch."""
+    monkeypatch.setattr(kernels, "LONGEST", 64)
+    x, weight, _, index = inputs(rows, channels, dtype, False)
+    residual = torch.randn(channels, rows).to(dtype).t()
+    found = add_norm_permute_triton(x, residual, weight, index, EPS)
+    expected = add_norm_permute(x, residual, weight, index, EPS)
+    ulp = 2**-7 if dtype == torch.bfloat16 else 0.0  # which the interpreter rounds towards zero
+    torch.testing.assert_close(found[1], x + residual, rtol=ulp, atol=0.0)
+    assert torch.equal(expected[1], x + residual)
+    torch.testing.assert_close(found[0], expected[0], rtol=ROUNDING[dtype], atol=ROUNDING[dtype])
+    wider = torch.randn(rows, 2 * channels).to(dtype)
+    found = add_norm_permute_triton(x, wider[:, channels:], weight, index, EPS)
+    torch.testing.assert_close(found[1], x + wider[:, channels:], rtol=ulp, atol=0.0)

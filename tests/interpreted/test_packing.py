@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from permtriton.kernels import packing_triton as kernels
+from permtriton.kernels import packing as kernels
 from permtriton.kernels.packing import pack, unpack_reference
 
 from ..kernel_inputs import KERNEL_DTYPES, TWO_FOUR, poison, sparse

@@ -2,10 +2,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from permtriton.kernels import permute_triton as permute_file
+from permtriton.kernels import permute as permute_file
 from permtriton.kernels.launch import Config
-from permtriton.kernels.permute import permute_triton
-from permtriton.kernels.permute_triton import CONFIGS, gather_rows
+from permtriton.kernels.permute import CONFIGS, gather_rows, permute_triton
 from permtriton.util.permutation import inverse
 
 from ..kernel_inputs import poison

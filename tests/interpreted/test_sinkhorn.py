@@ -5,11 +5,12 @@ import torch
 from torch import Tensor
 
 from permtriton.kernels import autotune
-from permtriton.kernels.sinkhorn import sinkhorn_backward_reference, sinkhorn_reference
-from permtriton.kernels.sinkhorn_triton import (
+from permtriton.kernels.sinkhorn import (
     BACKWARD_CONFIGS,
     CONFIGS,
+    sinkhorn_backward_reference,
     sinkhorn_backward_triton,
+    sinkhorn_reference,
     sinkhorn_triton,
     supports,
 )

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from permtriton.kernels import swap_gains_triton as file
+from permtriton.kernels import swap_gains as file
 from permtriton.kernels.swap_gains import SwapTerms, swap_gains_reference, swap_terms
 
 from ..kernel_inputs import TWO_FOUR, factors_of, index_of, poison, rng

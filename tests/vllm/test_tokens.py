@@ -5,11 +5,15 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.layernorm import RMSNorm
 
 from permtriton.checkpoint.export import export
 from permtriton.model.modules import SparseLinear, replace_module
 from permtriton.serving.linear import PermTritonLinearMethod
+from permtriton.serving.norm import PermutedRMSNorm
 from permtriton.serving.servable import SERVED
 
 from .. import folders, zoo
@@ -112,3 +116,34 @@ def test_a_model_of_300_million_parameters_generates_the_same_tokens(soak, tmp_p
     inputs = torch.randint(3, LARGE["vocab_size"], (8, 20)).tolist()
     with engine(tmp_path / "packed", skip_tokenizer_init=True) as llm:
         assert greedy(llm, inputs) == expected_greedy(tmp_path / "packed", inputs)
+
+
+class Operators(TorchDispatchMode):
+    """Notes the name of each operator of permtriton that is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "permtriton":
+            self.called.append(str(func.overloadpacket.__name__))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_norm_permutes_in_one_kernel(dtype):
+    """With the addition before it, as vLLM's layers call it."""
+    with set_current_vllm_config(VllmConfig()):
+        plain, permuted = (kind(64, dtype=dtype) for kind in (RMSNorm, PermutedRMSNorm))
+    index = torch.randperm(64)
+    plain.weight.data.uniform_(0.5, 2.0)
+    permuted.weight, permuted.permutes, permuted.index = plain.weight, True, index
+    x, residual = torch.randn(2, 5, 64).to(dtype)
+    with torch.no_grad(), Operators() as operators:
+        alone, (normed, total) = permuted(x), permuted(x, residual)
+    assert operators.called == ["norm_permute", "add_norm_permute"]
+    torch.testing.assert_close(alone, plain.forward_native(x)[:, index])
+    expected, added = plain.forward_native(x.clone(), residual.clone())
+    torch.testing.assert_close(normed, expected[:, index])
+    torch.testing.assert_close(total, added)

@@ -1,10 +1,9 @@
-"""The one list of kernels, in the order of their tuning, and what each is checked, tuned, measured and compiled on.
+"""The list of kernels, in the order of their tuning, and what each is checked, tuned and compiled on.
 
-A module ``<op>`` beside this file has three functions:
+A module ``<op>`` beside this file has two functions:
 
     cases(shapes, tokens, dtype, device)   the `Case`s for linears of some shapes (out, in) and numbers of tokens
     builds()                               the launches that are compiled ahead of time, in every configuration
-    floors()                               the named shapes whose issue floor is counted
 """
 
 from permtriton.kernels.tools.cases import (

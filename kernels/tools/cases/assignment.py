@@ -7,11 +7,10 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from permtriton.kernels.assignment import assignment, assignment_reference
-from permtriton.kernels.assignment_triton import CONFIGS, launched
+from permtriton.kernels.assignment import CONFIGS, assignment, assignment_reference, launched
 from permtriton.kernels.sinkhorn import sinkhorn_reference
 from permtriton.kernels.tools.builds import Build, builds_of, name_of
-from permtriton.kernels.tools.case import BLOCK, META, Case, Floor, Inputs, Random, blocks_of
+from permtriton.kernels.tools.case import BLOCK, Case, Inputs, Random, blocks_of
 
 
 def cases(
@@ -50,10 +49,3 @@ def builds() -> Iterator[Build]:
     for dtype, size, warm in product((torch.float32, torch.bfloat16), (64, 256, 48), (False, True)):
         about = f"{size}x{size} {name_of(dtype)}{' warm' if warm else ''}"
         yield from builds_of(about, partial(solve, size, dtype, warm), "assignment", CONFIGS)
-
-
-def floors() -> Iterator[Floor]:
-    """Yields the blocks of a model of 7 billion weights; the scores decide how often the loops run."""
-    blocks = 11648
-    case = assignment_case(blocks, BLOCK, META)
-    yield Floor(case, lambda score: launched(score, None), blocks * BLOCK * BLOCK, "score", None)

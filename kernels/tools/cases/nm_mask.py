@@ -1,4 +1,4 @@
-"""Cases, builds and issue floors of `permtriton.kernels.nm_mask`."""
+"""Cases and builds of `permtriton.kernels.nm_mask`."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -7,10 +7,9 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from permtriton.kernels import nm_mask as forward
 from permtriton.kernels import nm_mask_backward_triton as backward
-from permtriton.kernels import nm_mask_triton as forward
 from permtriton.kernels.importance import ImportanceFactors
-from permtriton.kernels.launch import Launch, triton
 from permtriton.kernels.nm_mask import (
     FLOOR,
     nm_mask,
@@ -19,7 +18,7 @@ from permtriton.kernels.nm_mask import (
     nm_mask_reference,
 )
 from permtriton.kernels.tools.builds import Build, builds_of, name_of
-from permtriton.kernels.tools.case import BLOCK, META, PATTERN, Case, Floor, Inputs, Random
+from permtriton.kernels.tools.case import BLOCK, PATTERN, Case, Inputs, Random
 from permtriton.kernels.tools.timing import relative_error
 from permtriton.util.sparsity import NMPattern
 
@@ -116,24 +115,3 @@ def builds() -> Iterator[Build]:
         about += (", Wanda" if wanda else "") + ("" if group_scale else ", scores not scaled")
         call = partial(gradient, dtype, size, group, layout, wanda, group_scale)
         yield from builds_of(about, call, "nm_mask_backward", backward.CONFIGS)
-
-
-def floors() -> Iterator[Floor]:
-    """Yields a linear of a model of 7 billion weights, forward and backward."""
-
-    def launch(weight: Tensor, factors: ImportanceFactors, index: Tensor, sizes: list[int], _grad: Tensor) -> Tensor:
-        return forward.nm_mask_triton(weight, factors, index, sizes, PATTERN)
-
-    def launch_backward(
-        weight: Tensor, factors: ImportanceFactors, index: Tensor, sizes: list[int], grad: Tensor
-    ) -> Tensor:
-        return backward.nm_mask_backward_triton(grad, weight, factors, index, sizes, PATTERN.group, True, FLOOR)
-
-    def loops(launch: Launch) -> tuple[float, ...]:  # once per tile of rows; blocks larger than a tile have a loop more
-        rows = launch.numbers["rows"] * launch.constants["ALIGN"]
-        return (triton.cdiv(rows, launch.constants["TILE_O"]) / launch.grid[1],)
-
-    shape = (11008, 4096)
-    weights = shape[0] * shape[1]
-    yield Floor(nm_mask_case(*shape, torch.bfloat16, META), launch, weights, "weight", lambda launch: ())
-    yield Floor(nm_mask_backward_case(*shape, torch.bfloat16, META), launch_backward, weights, "weight", loops)

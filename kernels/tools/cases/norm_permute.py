@@ -1,4 +1,4 @@
-"""Cases, builds and issue floor of `permtriton.kernels.norm_permute`."""
+"""Cases and builds of `permtriton.kernels.norm_permute`."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -7,20 +7,22 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from permtriton.kernels.launch import Launch
-from permtriton.kernels.norm_permute import norm_permute, norm_reference
-from permtriton.kernels.norm_permute_triton import (
+from permtriton.kernels.norm_permute import (
     BACKWARD_CONFIGS,
     CODES,
     CONFIGS,
     HELD,
     LONGEST,
     LONGEST_BACKWARD,
+    add_norm_permute,
+    add_norm_permute_triton,
+    norm_permute,
     norm_permute_backward_triton,
     norm_permute_triton,
+    norm_reference,
 )
 from permtriton.kernels.tools.builds import Build, builds_of, name_of
-from permtriton.kernels.tools.case import META, Case, Floor, Inputs, Random, rounding
+from permtriton.kernels.tools.case import Case, Inputs, Random, rounding
 from permtriton.kernels.tools.timing import relative_error
 
 EPS = 1e-5
@@ -29,8 +31,8 @@ EPS = 1e-5
 def cases(
     shapes: Sequence[tuple[int, int]], tokens: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> list[Case]:
-    """Returns the cases of the norm before each linear, forward alone and with the backward pass."""
-    makers = (norm_permute_case, norm_permute_backward_case)
+    """Returns the cases of the norm before each linear: alone, with an addition, and with the backward pass."""
+    makers = (norm_permute_case, add_norm_permute_case, norm_permute_backward_case)
     return [make(t, c, dtype, device) for t in tokens for _, c in shapes for make in makers]
 
 
@@ -57,6 +59,32 @@ def norm_permute_case(rows: int, channels: int, dtype: torch.dtype, device: torc
     )  # fmt: skip
 
 
+def add_norm_permute_case(rows: int, channels: int, dtype: torch.dtype, device: torch.device) -> Case:
+    """RMSNorm of a sum, which is written too: 4 of the input's bytes."""
+
+    def make(seed: int) -> Inputs:
+        random = Random(seed, device)
+        x, residual = (random.normal(rows, channels, dtype=dtype) for _ in range(2))
+        return x, residual, random.normal(channels, dtype=dtype), random.stored_order(channels, False)
+
+    def run(x: Tensor, residual: Tensor, weight: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+        return add_norm_permute(x, residual, weight, index, EPS)
+
+    def reference(x: Tensor, residual: Tensor, weight: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+        total = x.double() + residual.double()
+        return norm_reference(total, weight.double(), None, EPS, 0.0, "rms", index.long(), torch.float64), total
+
+    moved = 4 * rows * channels * dtype.itemsize
+    return Case(
+        "norm_permute of a sum", f"{rows}x{channels}", dtype, make, run, reference, _largest_error, rounding(dtype),
+        moved, tables=("norm_permute",),
+    )  # fmt: skip
+
+
+def _largest_error(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> float:
+    return max(map(relative_error, found, expected))
+
+
 def norm_permute_backward_case(rows: int, channels: int, dtype: torch.dtype, device: torch.device) -> Case:
     """RMSNorm forward and backward, with the gradients of input and weight: 5 of the input's bytes."""
 
@@ -76,13 +104,10 @@ def norm_permute_backward_case(rows: int, channels: int, dtype: torch.dtype, dev
         y = norm_reference(wide[0], wide[1], None, EPS, 0.0, "rms", index.long(), torch.float64)
         return torch.autograd.grad(y, wide, grad.double())
 
-    def error(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> float:
-        return max(map(relative_error, found, expected))
-
     moved = 5 * rows * channels * dtype.itemsize
     return Case(
-        "norm_permute forward + backward", f"{rows}x{channels}", dtype, make, run, reference, error, rounding(dtype),
-        moved, tables=("norm_permute", "norm_permute_backward"),
+        "norm_permute forward + backward", f"{rows}x{channels}", dtype, make, run, reference, _largest_error,
+        rounding(dtype), moved, tables=("norm_permute", "norm_permute_backward"),
     )  # fmt: skip
 
 
@@ -94,6 +119,12 @@ def builds() -> Iterator[Build]:
         index = torch.empty(channels, dtype=torch.int16 if channels <= LONGEST else torch.int32)
         return launcher(*[x] * x_copies, vector, vector if kind == "layer" else None, index, 0.0, 0.0, kind)
 
+    def add(dtype: torch.dtype, channels: int) -> object:
+        x, vector = torch.empty(1024, channels, dtype=dtype), torch.empty(channels, dtype=dtype)
+        return add_norm_permute_triton(x, x, vector, torch.empty(channels, dtype=torch.int16), 0.0)
+
+    for dtype in (torch.bfloat16, torch.float32):
+        yield from builds_of(f"of a sum {name_of(dtype)} x 4096", partial(add, dtype, 4096), "norm_permute", CONFIGS)
     forward, backward = partial(run, norm_permute_triton, 1), partial(run, norm_permute_backward_triton, 2)
     short, long = (128, 4096, HELD), (4096, LONGEST)
     for kind, dtype in (*product(CODES, (torch.bfloat16,)), ("rms", torch.float32), ("layer", torch.float32)):
@@ -104,14 +135,3 @@ def builds() -> Iterator[Build]:
                 yield from builds_of(about, partial(backward, *of), "norm_permute_backward", BACKWARD_CONFIGS)
         for either in (forward, backward):
             yield from builds_of(f"{kind} {name_of(dtype)}", partial(either, kind, dtype, 4 * LONGEST))
-
-
-def floors() -> Iterator[Floor]:
-    """Yields the norm of a model with 4096 channels."""
-
-    def loops(launch: Launch) -> tuple[float, ...]:  # once per row
-        return (launch.numbers["rows"] / launch.grid[0],)
-
-    rows, channels = 16384, 4096
-    case = norm_permute_case(rows, channels, torch.bfloat16, META)
-    yield Floor(case, partial(norm_permute_triton, eps=EPS, offset=0.0, kind="rms"), rows * channels, "element", loops)

@@ -1,14 +1,13 @@
-"""Cases, builds and issue floor of `permtriton.kernels.packing`."""
+"""Cases and builds of `permtriton.kernels.packing`."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
 
-from permtriton.kernels.packing import pack, unpack, unpack_reference
-from permtriton.kernels.packing_triton import CONFIGS, unpack_triton
+from permtriton.kernels.packing import CONFIGS, pack, unpack, unpack_reference, unpack_triton
 from permtriton.kernels.tools.builds import Build, builds_of, name_of
-from permtriton.kernels.tools.case import META, PATTERN, Case, Floor, Inputs, Random, unequal
+from permtriton.kernels.tools.case import PATTERN, Case, Inputs, Random, unequal
 
 
 def cases(
@@ -39,10 +38,3 @@ def builds() -> Iterator[Build]:
 
     for dtype in (torch.bfloat16, torch.float32):
         yield from builds_of(name_of(dtype), partial(unpacked, dtype), "packing", CONFIGS)
-
-
-def floors() -> Iterator[Floor]:
-    """Yields a linear of a model of 7 billion weights."""
-    rows, channels = 11008, 4096
-    case = unpack_case(rows, channels, torch.bfloat16, META)
-    yield Floor(case, lambda *packed: unpack_triton(*packed[:3]), rows * channels, "weight", lambda launch: ())

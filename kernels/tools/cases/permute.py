@@ -1,15 +1,21 @@
-"""Cases, builds and issue floor of `permtriton.kernels.permute`."""
+"""Cases and builds of `permtriton.kernels.permute`."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
 
-from permtriton.kernels.launch import Launch
-from permtriton.kernels.permute import permute, permute_reference, permute_triton
-from permtriton.kernels.permute_triton import CONFIGS, PACKED_ROWS, STAGED, WORDS, gather_rows
+from permtriton.kernels.permute import (
+    CONFIGS,
+    PACKED_ROWS,
+    STAGED,
+    WORDS,
+    gather_rows,
+    permute,
+    permute_reference,
+)
 from permtriton.kernels.tools.builds import Build, builds_of
-from permtriton.kernels.tools.case import META, Case, Floor, Inputs, Random, unequal
+from permtriton.kernels.tools.case import Case, Inputs, Random, unequal
 
 
 def cases(
@@ -44,15 +50,3 @@ def builds() -> Iterator[Build]:
         call = partial(gather, size, channels, torch.int16)
         yield from builds_of(f"{8 * size}-bit x {channels}", call, "permute", CONFIGS, aligned=channels % 16 == 0)
     yield from builds_of("16-bit", partial(gather, 2, 2 * STAGED, torch.int32))
-
-
-def floors() -> Iterator[Floor]:
-    """Yields rows of the longest kind."""
-
-    def loops(launch: Launch) -> tuple[float, ...]:  # once per tile of rows
-        constants = launch.constants
-        return (launch.numbers["rows"] / (constants.get("ROWS", 1) * constants.get("PACK", 1)) / launch.grid[0],)
-
-    rows, channels = 16384, 11008
-    case = permute_case(rows, channels, torch.bfloat16, META)
-    yield Floor(case, permute_triton, rows * channels, "element", loops)

@@ -1,4 +1,4 @@
-"""Cases, builds and issue floors of `permtriton.kernels.sinkhorn`."""
+"""Cases and builds of `permtriton.kernels.sinkhorn`."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -6,11 +6,18 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from permtriton.kernels.launch import Launch
-from permtriton.kernels.sinkhorn import sinkhorn, sinkhorn_backward, sinkhorn_backward_reference, sinkhorn_reference
-from permtriton.kernels.sinkhorn_triton import BACKWARD_CONFIGS, CONFIGS, sinkhorn_backward_triton, sinkhorn_triton
+from permtriton.kernels.sinkhorn import (
+    BACKWARD_CONFIGS,
+    CONFIGS,
+    sinkhorn,
+    sinkhorn_backward,
+    sinkhorn_backward_reference,
+    sinkhorn_backward_triton,
+    sinkhorn_reference,
+    sinkhorn_triton,
+)
 from permtriton.kernels.tools.builds import Build, builds_of, name_of
-from permtriton.kernels.tools.case import BLOCK, META, Case, Floor, Inputs, Random, blocks_of
+from permtriton.kernels.tools.case import BLOCK, Case, Inputs, Random, blocks_of
 from permtriton.kernels.tools.timing import relative_error
 
 TAU, ROUNDS = 0.5, 5
@@ -73,14 +80,3 @@ def builds() -> Iterator[Build]:
         about = f"{size}x{size} {name_of(dtype)}"
         yield from builds_of(about, partial(forward, size, dtype), "sinkhorn", CONFIGS)
         yield from builds_of(about, partial(backward, size, dtype), "sinkhorn_backward", BACKWARD_CONFIGS)
-
-
-def floors() -> Iterator[Floor]:
-    """Yields the blocks of a model of 7 billion weights, forward and backward."""
-
-    def loops(launch: Launch) -> tuple[float, ...]:  # once per round
-        return (launch.numbers["rounds"],)
-
-    blocks = 11648
-    for make, launch in ((sinkhorn_case, sinkhorn_triton), (sinkhorn_backward_case, sinkhorn_backward_triton)):
-        yield Floor(make(blocks, BLOCK, META), launch, blocks * BLOCK * BLOCK, "entry", loops)

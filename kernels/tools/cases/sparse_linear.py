@@ -1,7 +1,6 @@
-"""Cases, builds and issue floors of `permtriton.kernels.sparse_linear`."""
+"""Cases and builds of `permtriton.kernels.sparse_linear`."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -10,12 +9,11 @@ from torch import Tensor
 from permtriton.kernels import cusparselt
 from permtriton.kernels import sparse_linear_mma as mma
 from permtriton.kernels import sparse_linear_triton as kernels
-from permtriton.kernels.launch import CudaLaunch, Launch, triton
 from permtriton.kernels.packing import pack, unpack_reference
 from permtriton.kernels.permute import permute_reference
 from permtriton.kernels.sparse_linear import sparse_linear
 from permtriton.kernels.tools.builds import Build, builds_of, name_of
-from permtriton.kernels.tools.case import META, PATTERN, Case, Floor, Inputs, Random, rounding
+from permtriton.kernels.tools.case import PATTERN, Case, Inputs, Random, rounding
 from permtriton.kernels.tools.timing import relative_error
 
 
@@ -84,35 +82,3 @@ def builds() -> Iterator[Build]:
                 ("sparse_linear_vector", kernels.VECTOR_CONFIGS) if tokens == 1 else ("sparse_linear", kernels.CONFIGS)
             )
             yield from builds_of(f"{name_of(dtype)} {tokens} tokens", partial(product_of, tokens, dtype), name, configs)
-
-
-def floors() -> Iterator[Floor]:
-    """Yields a linear of a model of 7 billion weights, by Triton and by CUDA, few and more tokens."""
-    for tokens, in_cuda in ((1, False), (16, False), (16, True), (64, True)):
-        yield floor_of(tokens, 11008, 4096, in_cuda)
-
-
-def floor_of(tokens: int, rows: int, channels: int, in_cuda: bool) -> Floor:
-    """Returns a linear's default launch, by Triton or by CUDA."""
-    run = mma.sparse_linear_mma if in_cuda else kernels.sparse_linear_triton
-
-    def launch(x: Tensor, values: Tensor, positions: Tensor, index: Tensor | None, _: None) -> Tensor:
-        return run(x, values, positions, None, index, x.shape[1], PATTERN)
-
-    case = sparse_linear_case(tokens, rows, channels, torch.bfloat16, META)
-    case = replace(case, op=case.op + " mma" * in_cuda)
-    return Floor(case, launch, rows * channels // 2, "kept value", _mma_loops if in_cuda else _loops)
-
-
-def _loops(launch: Launch) -> tuple[float, ...]:  # the kernel that adds partial sums has none
-    if "STAGES" in launch.constants:
-        bits = 16 if launch.signature["x_ptr"] in ("*bf16", "*fp16") else 32
-        return (triton.cdiv(256 * launch.numbers["words"], bits * launch.constants["TILE_C"]),)
-    return (launch.numbers["tiles_per_split"],) if "tiles_per_split" in launch.numbers else ()
-
-
-def _mma_loops(launch: CudaLaunch) -> tuple[float, ...]:  # over a block's chunks, and over its results if they are many
-    numbers = launch.numbers
-    chunk = numbers["CHUNK"] * numbers["WARPS"] // numbers["ROW_WARPS"] * numbers["SPLITS"]
-    each = -(-numbers["TOKENS"] * numbers["ROWS"] // (4 * launch.threads * numbers["SPLITS"]))
-    return (numbers["in_features"] / chunk, *([-(-each // 4)] if each > 4 else []))

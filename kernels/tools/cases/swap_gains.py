@@ -1,4 +1,4 @@
-"""Cases, builds and issue floor of `permtriton.kernels.swap_gains`."""
+"""Cases and builds of `permtriton.kernels.swap_gains`."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -7,11 +7,16 @@ import torch
 from torch import Tensor
 
 from permtriton.kernels.importance import ImportanceFactors
-from permtriton.kernels.launch import Launch
-from permtriton.kernels.swap_gains import SwapTerms, swap_gains, swap_gains_reference, swap_terms
-from permtriton.kernels.swap_gains_triton import CONFIGS, swap_gains_triton
+from permtriton.kernels.swap_gains import (
+    CONFIGS,
+    SwapTerms,
+    swap_gains,
+    swap_gains_reference,
+    swap_gains_triton,
+    swap_terms,
+)
 from permtriton.kernels.tools.builds import Build, builds_of
-from permtriton.kernels.tools.case import META, PATTERN, Case, Floor, Inputs, Random
+from permtriton.kernels.tools.case import PATTERN, Case, Inputs, Random
 from permtriton.kernels.tools.timing import relative_error
 
 POSITIONS = 1024  # of the left side, at most: as a search works through an order
@@ -58,17 +63,3 @@ def builds() -> Iterator[Build]:
 
     for odd, sizes in ((0, "aligned"), (8, "any sizes")):
         yield from builds_of(f"fp32 {sizes}", partial(searched, odd), "swap_gains", CONFIGS)
-
-
-def floors() -> Iterator[Floor]:
-    """Yields a linear of a model of 7 billion weights."""
-
-    def launch(*sides: SwapTerms) -> Tensor:
-        return swap_gains_triton(*([part.unsqueeze(0) for part in side.tensors()] for side in sides))
-
-    def loops(launch: Launch) -> tuple[float, ...]:  # once per row
-        return (launch.numbers["rows"],)
-
-    rows, channels = 11008, 4096
-    case = swap_gains_case(rows, channels, META)
-    yield Floor(case, launch, POSITIONS * channels * rows, "pair and row", loops)

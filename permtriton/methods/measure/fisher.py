@@ -8,7 +8,6 @@ The rows alone are weights for the heuristic order (``--heuristic-row-weights fi
 weights of one row, so a factor per row changes no mask, but the order sums scores over rows, which matter unequally.
 """
 
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from permtriton.running.backward import checkpointed, frozen
 from permtriton.running.layer_stream import LayerStream
 from permtriton.running.micro_batch import MicroBatch
 from permtriton.running.offload import Offload
+from permtriton.running.onload import resident
 from permtriton.util.progress import Advance, Progress
 
 Watch = Callable[[str, Tensor], Callable[[Tensor], None]]
@@ -221,12 +221,12 @@ class _BackwardPasses:
 def _together(
     model: PreTrainedModel, plan: Plan, batches: Sequence[Samples], offload: Offload | None
 ) -> Iterator[tuple[Sequence[Samples], LayerStream | None]]:
-    """Yields as many batches at a time as half the free disk holds the inputs of all layers for, and their stream."""
+    """Yields as many batches at a time as half the free space holds the inputs of all layers for, and their stream."""
     if offload is None:
         yield batches, None
         return
     hidden = batches[0].positions * int(model.config.get_text_config().hidden_size) * model.dtype.itemsize
-    count = max(shutil.disk_usage(offload.folder).free // 2 // (hidden * len(named_layers(model, plan))), 1)
+    count = max(offload.free() // 2 // (hidden * len(named_layers(model, plan))), 1)
     for start in range(0, len(batches), count):
         part = batches[start : start + count]
         yield part, LayerStream(model, named_layers(model, plan), part, offload.empty)
@@ -245,15 +245,17 @@ def _backward(
         assert last.grad is not None
         gradients.append(hidden.copy_(last.grad))  # the hidden states are not needed any more
     for layer in reversed(range(len(stream.layers))):
-        for number, gradient in enumerate(gradients):
-            read = inputs[layer][number].detach().requires_grad_()
-            stream.call(layer, number, read).backward(gradient)
-            assert read.grad is not None
-            gradient.copy_(read.grad)
+        with resident(stream.layers[layer]):
+            for number, gradient in enumerate(gradients):
+                read = inputs[layer][number].detach().requires_grad_()
+                found = stream.call(layer, number, read)
+                found.backward(gradient.to(found.device))
+                assert read.grad is not None
+                gradient.copy_(read.grad)
     for number, batch in enumerate(batches):
         start = stream.start(number)
         if start.requires_grad:  # there are linears before the layers
-            start.backward(gradients[number])
+            start.backward(gradients[number].to(start.device))
         advance(len(batch))
 
 

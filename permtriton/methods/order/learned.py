@@ -84,7 +84,7 @@ class Learned(Learning, Step):
         masked = run.spread_twin()  # `learn` spreads the masked twin
         learned = learn(
             masked, run.plan, run.importances(), run.samples, objective.on(masked), self, run.config, run.progress,
-            run.state(LearningFile, self.name), not run.thrifty, run.spread_on,
+            run.state(LearningFile, self.name), not run.thrifty, run.placement.spread_on,
         )  # fmt: skip
         start, kept = learned.history[0].loss, learned.history[learned.kept].loss
         if self.keep == "best":

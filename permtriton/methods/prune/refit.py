@@ -75,18 +75,20 @@ class Refit(Refitting, Step):
     def run(self, run: "Run") -> Outcome:
         from permtriton.methods.prune.refitting import refit
 
-        parts = refit(
-            run.model,
-            run.plan,
-            run.dense_weights,
-            run.read_by(self),
-            run.batch,
-            self,
-            run.progress,
-            run.offload,
-            gradients=run.output_gradients(self.metric_tokens) if self.gradients else {},
-            thrifty=run.thrifty,
-        )
+        gradients = run.output_gradients(self.metric_tokens) if self.gradients else {}
+        with run.running() as model:
+            parts = refit(
+                model,
+                run.plan,
+                run.dense_weights,
+                run.read_by(self),
+                run.batch,
+                self,
+                run.progress,
+                run.offload,
+                gradients=gradients,
+                thrifty=run.thrifty,
+            )
         return Outcome(parts=parts)
 
     def words(self, outcome: Outcome) -> list[tuple[str, str]]:

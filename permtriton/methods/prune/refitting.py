@@ -128,7 +128,8 @@ def _fit(
 ) -> dict[str, Any]:
     """Prunes and fits the weight of one linear, and returns what `refit` does of it."""
     started = time.perf_counter()
-    weight, of_inputs, pattern = weight_in_out(linear_module(model, name)), curvature(site), patterns[name]
+    stored, of_inputs, pattern = weight_in_out(linear_module(model, name)), curvature(site), patterns[name]
+    weight = stored.to(of_inputs.damped.device)
     zeros = zeros_in_groups(weight * ~of_inputs.dead.unsqueeze(1), pattern)
     target = best_weight(weight.T.float(), moment, of_inputs, options)
     start = sparsegpt(target, of_inputs, pattern, None)
@@ -145,8 +146,9 @@ def _fit(
         coupled = coupled_least_squares(found.float(), target, of_inputs.damped, metric, options.metric_rounds)
         candidates = [(each, error(each)) for each in (coupled.to(weight.dtype), found)]
         found = min([*candidates, (start, before)], key=lambda candidate: candidate[1])[0]
-    weight.copy_(found.T).add_(0.0)  # the sum turns -0.0 into 0.0
+    weight = found.T + 0.0  # the sum turns -0.0 into 0.0
     check_kept(name, weight, zeros, pattern, CANCELLED)
+    stored.copy_(weight)
     after, size = error(weight.T), error(torch.zeros_like(target))
     size = max(size, torch.finfo(torch.float32).tiny)
     check_no_worse(before / size, after / size, f"refitting {name}")

@@ -42,4 +42,5 @@ class SparseGPT(Step):
         from permtriton.methods.prune.weights import update_weights
 
         statistics = run.statistics if self.mask == "keep" else None
-        update_weights(run.model, run.plan, statistics, run.samples, run.batch, run.config, run.progress, run.empty)
+        with run.running() as model:
+            update_weights(model, run.plan, statistics, run.samples, run.batch, run.config, run.progress, run.empty)

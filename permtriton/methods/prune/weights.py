@@ -86,11 +86,14 @@ def _update(
     config: CommonConfig,
 ) -> None:
     """Prunes and updates the weight of one linear; arguments and errors as of `update_weights`."""
-    weight, pattern, mask = weight_in_out(linear_module(model, name)), patterns[name], None
+    stored, pattern, mask = weight_in_out(linear_module(model, name)), patterns[name], None
     of_inputs = curvature(site)
+    weight = stored.to(of_inputs.damped.device)
     if statistics is not None:
-        mask = top_n_mask(importance_of(config.importance, weight, statistics[site]).scores(weight), pattern).T
+        mask = top_n_mask(
+            importance_of(config.importance, weight, statistics[site].to(weight.device)).scores(weight), pattern
+        ).T
     zeros = zeros_in_groups(weight * ~of_inputs.dead.unsqueeze(1), pattern)
     updated = sparsegpt(weight.T, of_inputs, pattern, mask)
     check_kept(name, updated.T, zeros, pattern, CANCELLED)
-    weight.copy_(updated.T).add_(0.0)  # the sum turns -0.0 into 0.0
+    stored.copy_(updated.T).add_(0.0)  # the sum turns -0.0 into 0.0

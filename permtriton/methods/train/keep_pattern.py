@@ -26,7 +26,7 @@ from permtriton.checkpoint.forms import Record, find_record
 from permtriton.checkpoint.names import loaded_names
 from permtriton.checkpoint.save import save_trained
 from permtriton.data.media import Processor
-from permtriton.errors import ConfigError, ModelError, listed
+from permtriton.errors import ConfigError, ModelError, listed, reading
 from permtriton.model.expert_linears import input_dim, stacks
 from permtriton.model.modules import is_packed
 from permtriton.passes.plan import LINEAR_MODULES
@@ -35,6 +35,7 @@ from permtriton.util.output_files import real_path
 from permtriton.util.sparsity import MAX_GROUP, NMPattern, PrunedWeight
 
 BASE_LAYER = ".base_layer"  # where PEFT puts the linear that it wraps
+ORIGINAL = ".original_module"  # and the one of which it trains a copy
 REGULAR = 0.9  # share of the groups of an N:M weight that keep N values; a few hold zeros of their own
 
 
@@ -178,12 +179,21 @@ class KeptPattern:
             options: further arguments of its ``merge_and_unload``.
 
         Raises:
-            ModelError: the model has no adapters that can be merged.
+            ModelError: the model has no adapters that can be merged, is another one, or trains copies of N:M weights.
         """
         if not hasattr(model, "merge_and_unload"):
             raise ModelError(f"a {type(model).__name__} has no adapters to merge: give the PeftModel")
+        places = {module: name for name, module in model.named_modules()}
+        for name, weight in self._weights.items():
+            if weight.owner not in places:
+                raise ModelError(f"the adapters are of another model: this one does not hold the {name} that is kept")
+            if places[weight.owner].endswith(ORIGINAL):
+                raise ModelError(
+                    f"{name}: the adapter trains a dense copy of it (modules_to_save): name it in target_modules instead"
+                )
         before = {name: weight.parameter.detach().clone() for name, weight in self._weights.items()}
-        merged = model.merge_and_unload(**options)
+        with reading("the adapters cannot be merged", ModelError):
+            merged = model.merge_and_unload(**options)
         total, lost = dict[str, float](), dict[str, float]()
         for name, weight in self._weights.items():
             changes = (weight.parameter.detach() - before.pop(name)).float().square()

@@ -39,8 +39,17 @@ class Reconstruct(LayerTraining):
         from permtriton.methods.train.reconstruction import reconstruct
         from permtriton.running.state import StateFile
 
-        found = reconstruct(
-            run.model, run.plan, run.dense_weights, run.read_by(self), self, run.config, run.progress,
-            run.state(StateFile, self.name), run.offload,
-        )  # fmt: skip
+        state = run.state(StateFile, self.name)
+        with run.running() as model:
+            found = reconstruct(
+                model,
+                run.plan,
+                run.dense_weights,
+                run.read_by(self),
+                self,
+                run.config,
+                run.progress,
+                state,
+                run.offload,
+            )
         return Outcome(parts=found.parts, left=found.left)

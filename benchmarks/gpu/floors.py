@@ -4,9 +4,9 @@
     memory time = bytes that must move / bandwidth of a copy
 
 Both are counted without a GPU: the launch is the one that the launcher makes by default for a named shape, recorded and
-compiled for the target; its machine code gives the instructions of each loop (sass.py), the kernel's ``loops`` how
-often they run. What a kernel can reach is bounded by the larger of the two times, and comes near it only if their
-ratio is well below 1.
+compiled for the target; its machine code gives the instructions of each loop (sass.py), shapes.py how often they run.
+What a kernel can reach is bounded by the larger of the two times, and comes near it only if their ratio is well below
+1.
 
 Beside it stands the latency: a program cannot be faster than its own chain of instructions, however few others run.
 
@@ -37,10 +37,10 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu.sass import Code, loops_of, parse
 from permtriton.errors import ConfigError
 from permtriton.kernels.launch import CudaLaunch, Launch, recorded
-from permtriton.kernels.tools.case import Floor
-from permtriton.kernels.tools.cases import KERNELS
+from permtriton.kernels.tools.case import Case
 from permtriton.kernels.tools.compile_check import (
     RESERVED_SHARED,
     TARGETS,
@@ -51,10 +51,29 @@ from permtriton.kernels.tools.compile_check import (
     disassembled,
     resident,
 )
-from permtriton.kernels.tools.sass import Code, loops_of, parse
 
 ISSUE_SLOTS = 4
 BARRIERS, SHUFFLES = ("BAR", "UCGABAR_ARV"), ("SHFL",)
+
+
+@dataclass(frozen=True)
+class Floor:
+    """A launch whose issue floor is counted: one named shape of a kernel in its default launch.
+
+    Attributes:
+        case: The same call as a case on the meta device.
+        launch: Calls the launcher with the inputs of the case, while launches are recorded.
+        units: How many units of work the call does, in which instructions are stated.
+        unit: Their name: "weight".
+        loops: Launch -> how often a program runs each loop of its machine code, on average: in the order of their
+            addresses, outer loops before their inner ones. None where the data decide: then only resources are listed.
+    """
+
+    case: Case
+    launch: Callable[..., object]
+    units: int
+    unit: str
+    loops: Callable[[Any], Sequence[float]] | None
 
 
 @dataclass(frozen=True)
@@ -187,11 +206,6 @@ class Row:
         }  # fmt: skip
 
 
-def floors() -> list[Floor]:
-    """Returns the named shapes of every kernel."""
-    return [floor for kernel in KERNELS for floor in kernel.floors()]
-
-
 def row(floor: Floor, gpu: Gpu) -> Row:
     """Returns the floor of a call on one GPU.
 
@@ -209,7 +223,7 @@ def row(floor: Floor, gpu: Gpu) -> Row:
     if asked < 0.99 * floor.case.bytes:
         raise ConfigError(
             f"{floor.case.name} for {gpu.target.name}: its loops ask for {asked:,.0f} bytes, fewer than the "
-            f"{floor.case.bytes:,} that must move: correct how often they run in the kernel's loops()"
+            f"{floor.case.bytes:,} that must move: correct how often they run in benchmarks/gpu/shapes.py"
         )
     latency = sum(math.ceil(one.waves(gpu)) * one.cycles for one in found)
     return Row(
@@ -271,7 +285,7 @@ def count(
     if len(times) != len(found):
         raise ConfigError(
             f"{kernel} for {target.name} has {len(found)} loops, of {', '.join(map(str, about.loops)) or 'no'} "
-            f"instructions, but loops() beside the kernel tells how often {len(times)} run: return one number for each "
+            f"instructions, but benchmarks/gpu/shapes.py tells how often {len(times)} run: return one number for each "
             "loop, in the order of their addresses"
         )
     weighted = [(1.0, code), *zip(times, found, strict=True)]

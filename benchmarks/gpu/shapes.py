@@ -1,0 +1,114 @@
+"""The named shapes whose issue floor is counted, and how often the loops of their machine code run."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.floors import Floor
+from permtriton.kernels import sparse_linear_mma as mma
+from permtriton.kernels import sparse_linear_triton
+from permtriton.kernels.assignment import launched
+from permtriton.kernels.launch import CudaLaunch, Launch, triton
+from permtriton.kernels.nm_mask import FLOOR, nm_mask_triton
+from permtriton.kernels.nm_mask_backward_triton import nm_mask_backward_triton
+from permtriton.kernels.norm_permute import add_norm_permute_triton, norm_permute_triton
+from permtriton.kernels.packing import unpack_triton
+from permtriton.kernels.permute import permute_triton
+from permtriton.kernels.sinkhorn import sinkhorn_backward_triton, sinkhorn_triton
+from permtriton.kernels.swap_gains import SwapTerms, swap_gains_triton
+from permtriton.kernels.tools.case import BLOCK, META, PATTERN
+from permtriton.kernels.tools.cases.assignment import assignment_case
+from permtriton.kernels.tools.cases.nm_mask import nm_mask_backward_case, nm_mask_case
+from permtriton.kernels.tools.cases.norm_permute import EPS, add_norm_permute_case, norm_permute_case
+from permtriton.kernels.tools.cases.packing import unpack_case
+from permtriton.kernels.tools.cases.permute import permute_case
+from permtriton.kernels.tools.cases.sinkhorn import sinkhorn_backward_case, sinkhorn_case
+from permtriton.kernels.tools.cases.sparse_linear import sparse_linear_case
+from permtriton.kernels.tools.cases.swap_gains import POSITIONS, swap_gains_case
+
+BLOCKS = 11648  # of a model of 7 billion weights
+ROWS, CHANNELS = 11008, 4096  # of its largest linear
+TOKENS = 16384
+
+
+def floors() -> Iterator[Floor]:
+    """Yields the shapes of each kernel, of a model of 7 billion weights."""
+    case, elements = permute_case(TOKENS, ROWS, torch.bfloat16, META), TOKENS * ROWS
+    yield Floor(case, permute_triton, elements, "element", _per_tile)
+    case, elements = norm_permute_case(TOKENS, CHANNELS, torch.bfloat16, META), TOKENS * CHANNELS
+    yield Floor(case, partial(norm_permute_triton, eps=EPS, offset=0.0, kind="rms"), elements, "element", _per_row)
+    case = add_norm_permute_case(TOKENS, CHANNELS, torch.bfloat16, META)
+    yield Floor(case, partial(add_norm_permute_triton, eps=EPS), elements, "element", _per_row)
+    entries = BLOCKS * BLOCK * BLOCK
+    for make, launch in ((sinkhorn_case, sinkhorn_triton), (sinkhorn_backward_case, sinkhorn_backward_triton)):
+        yield Floor(make(BLOCKS, BLOCK, META), launch, entries, "entry", lambda launch: (launch.numbers["rounds"],))
+    yield Floor(assignment_case(BLOCKS, BLOCK, META), lambda score: launched(score, None), entries, "score", None)
+    yield from _of_masks()
+    yield _of_swaps()
+    case = unpack_case(ROWS, CHANNELS, torch.bfloat16, META)
+    yield Floor(case, lambda *packed: unpack_triton(*packed[:3]), ROWS * CHANNELS, "weight", lambda launch: ())
+    for tokens, in_cuda in ((1, False), (16, False), (16, True), (64, True)):
+        yield floor_of(tokens, ROWS, CHANNELS, in_cuda)
+
+
+def _per_tile(launch: Launch) -> tuple[float, ...]:
+    constants = launch.constants
+    return (launch.numbers["rows"] / (constants.get("ROWS", 1) * constants.get("PACK", 1)) / launch.grid[0],)
+
+
+def _per_row(launch: Launch) -> tuple[float, ...]:
+    return (launch.numbers["rows"] / launch.grid[0],)
+
+
+def _of_masks() -> Iterator[Floor]:
+    def forward(weight: Tensor, factors: Any, index: Tensor, sizes: list[int], _grad: Tensor) -> Tensor:
+        return nm_mask_triton(weight, factors, index, sizes, PATTERN)
+
+    def backward(weight: Tensor, factors: Any, index: Tensor, sizes: list[int], grad: Tensor) -> Tensor:
+        return nm_mask_backward_triton(grad, weight, factors, index, sizes, PATTERN.group, True, FLOOR)
+
+    def loops(launch: Launch) -> tuple[float, ...]:  # once per tile of rows; blocks larger than a tile have a loop more
+        rows = launch.numbers["rows"] * launch.constants["ALIGN"]
+        return (triton.cdiv(rows, launch.constants["TILE_O"]) / launch.grid[1],)
+
+    shape, weights = (ROWS, CHANNELS, torch.bfloat16, META), ROWS * CHANNELS
+    yield Floor(nm_mask_case(*shape), forward, weights, "weight", lambda launch: ())
+    yield Floor(nm_mask_backward_case(*shape), backward, weights, "weight", loops)
+
+
+def _of_swaps() -> Floor:
+    def launch(*sides: SwapTerms) -> Tensor:
+        return swap_gains_triton(*([part.unsqueeze(0) for part in side.tensors()] for side in sides))
+
+    pairs, case = POSITIONS * CHANNELS, swap_gains_case(ROWS, CHANNELS, META)
+    return Floor(case, launch, pairs * ROWS, "pair and row", lambda launch: (launch.numbers["rows"],))
+
+
+def floor_of(tokens: int, rows: int, channels: int, in_cuda: bool) -> Floor:
+    """Returns a linear's default launch, by Triton or by CUDA."""
+    run = mma.sparse_linear_mma if in_cuda else sparse_linear_triton.sparse_linear_triton
+
+    def launch(x: Tensor, values: Tensor, positions: Tensor, index: Tensor | None, _: None) -> Tensor:
+        return run(x, values, positions, None, index, x.shape[1], PATTERN)
+
+    case = sparse_linear_case(tokens, rows, channels, torch.bfloat16, META)
+    case = replace(case, op=case.op + " mma" * in_cuda)
+    return Floor(case, launch, rows * channels // 2, "kept value", _mma_loops if in_cuda else _loops)
+
+
+def _loops(launch: Launch) -> tuple[float, ...]:  # the kernel that adds partial sums has none
+    if "STAGES" in launch.constants:
+        bits = 16 if launch.signature["x_ptr"] in ("*bf16", "*fp16") else 32
+        return (triton.cdiv(256 * launch.numbers["words"], bits * launch.constants["TILE_C"]),)
+    return (launch.numbers["tiles_per_split"],) if "tiles_per_split" in launch.numbers else ()
+
+
+def _mma_loops(launch: CudaLaunch) -> tuple[float, ...]:  # over a block's chunks, and over its results if they are many
+    numbers = launch.numbers
+    chunk = numbers["CHUNK"] * numbers["WARPS"] // numbers["ROW_WARPS"] * numbers["SPLITS"]
+    each = -(-numbers["TOKENS"] * numbers["ROWS"] // (4 * launch.threads * numbers["SPLITS"]))
+    return (numbers["in_features"] / chunk, *([-(-each // 4)] if each > 4 else []))

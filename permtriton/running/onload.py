@@ -1,0 +1,165 @@
+"""Models that do not fit one GPU, on one GPU: each layer's weights come to it when the layer runs.
+
+The model stays in host memory, where it is permuted, masked and saved. Inside `onloaded`, what is outside of its layers
+is on the device, and so are copies of the weights of the layer that ran last: a layer that runs on many batches, before
+the next one does, is copied once. A parameter is on the device only while its layer runs, or is `resident`.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from permtriton.model.forward import replaced_forwards
+from permtriton.passes.plan import Plan, layer_modules
+from permtriton.util.machine import available_memory
+
+
+class HostMemory:
+    """The CPU's memory, which takes large tensors in place of a GPU's, see `permtriton.running.offload.Offload`."""
+
+    def empty(self, shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
+        return torch.empty(tuple(shape), dtype=dtype)
+
+    def moved(self, tensor: Tensor) -> Tensor:
+        return tensor.cpu()
+
+    def copied(self, tensor: Tensor) -> Tensor:
+        return tensor.detach().to("cpu", copy=True)
+
+    def release(self) -> None:
+        pass
+
+    def free(self) -> int:
+        return available_memory(torch.device("cpu"))
+
+
+@contextmanager
+def onloaded(model: PreTrainedModel, plan: Plan, device: torch.device) -> Iterator[PreTrainedModel]:
+    """Inside the ``with`` block, the model runs on ``device``, where at most one of its layers is at a time.
+
+    What is changed in place there has changed in the model afterwards.
+
+    Args:
+        model: model in host memory.
+        plan: its plan, which says what its layers are.
+    """
+    layers = layer_modules(model, plan)
+    inside = {module for layer in layers for module in layer.modules()}
+    outside = {each for module in model.modules() if module not in inside for each in module.parameters(recurse=False)}
+    copies = _Copies(device, outside)
+    with _moved_buffers(model, device), copies.in_place(outside):
+        with replaced_forwards(layers, lambda layer: _OnDevice(layer, copies)):
+            yield model
+        copies.drop()
+
+
+def resident(layer: nn.Module) -> AbstractContextManager[None]:
+    """Returns a context in which the weights of a layer stay on the device: for backward passes, and for training.
+
+    It does nothing to a layer outside of `onloaded`.
+    """
+    forward = layer.__dict__.get("forward")
+    return forward.resident() if isinstance(forward, _OnDevice) else nullcontext()
+
+
+@dataclass
+class _Copy:
+    """What a parameter has on the device.
+
+    Attributes:
+        host: its values in host memory.
+        device: their copy.
+        version: how often the parameter had been changed in place when both were last the same.
+    """
+
+    host: Tensor
+    device: Tensor
+    version: int
+
+
+class _Copies:
+    """Copies of parameters on a device, of one layer at a time.
+
+    A layer may run with the values of two models in turn: there is a copy of each, told apart by their address.
+    """
+
+    def __init__(self, device: torch.device, outside: set[nn.Parameter]) -> None:
+        self._device, self._outside = device, outside
+        self._copies: dict[int, _Copy] = {}  # by the address of the values in host memory
+        self._layer: nn.Module | None = None
+
+    def of_layer(self, layer: nn.Module) -> AbstractContextManager[None]:
+        """Returns a context in which the parameters of a layer are on the device; the copies stay after it."""
+        if layer is not self._layer:
+            self.drop()
+            self._layer = layer
+        return self.in_place([each for each in layer.parameters() if each not in self._outside])
+
+    @contextmanager
+    def in_place(self, parameters: "set[nn.Parameter] | list[nn.Parameter]") -> Iterator[None]:
+        """Inside the ``with`` block, parameters are on the device; what changed there is written back."""
+        used = [(each, self._of(each)) for each in parameters]
+        for parameter, copy in used:
+            parameter.data = copy.device
+        try:
+            yield
+        finally:
+            for parameter, copy in used:
+                if parameter._version != copy.version:
+                    copy.host.copy_(parameter.data)
+                    copy.version = parameter._version
+                parameter.data = copy.host
+
+    def _of(self, parameter: nn.Parameter) -> _Copy:
+        host = parameter.data
+        copy = self._copies.get(host.data_ptr())
+        if copy is None or copy.version != parameter._version:
+            copy = _Copy(host, host.to(self._device, copy=True, non_blocking=True), parameter._version)
+            self._copies[host.data_ptr()] = copy
+        return copy
+
+    def drop(self) -> None:
+        """Forgets the copies."""
+        self._copies.clear()
+        self._layer = None
+
+
+class _OnDevice:
+    """What a layer runs in place of its ``forward``."""
+
+    def __init__(self, layer: nn.Module, copies: _Copies) -> None:
+        self._layer, self._copies, self._forward = layer, copies, layer.forward
+        self._resident = False
+
+    def __call__(self, *positional: Any, **named: Any) -> Any:
+        if self._resident:
+            return self._forward(*positional, **named)
+        with self._copies.of_layer(self._layer):
+            return self._forward(*positional, **named)
+
+    @contextmanager
+    def resident(self) -> Iterator[None]:
+        with self._copies.of_layer(self._layer):
+            self._resident = True
+            try:
+                yield
+            finally:
+                self._resident = False
+
+
+@contextmanager
+def _moved_buffers(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Inside the ``with`` block, all buffers are on the device."""
+    before = [(module, dict(module._buffers)) for module in model.modules() if module._buffers]
+    for module, buffers in before:
+        module._buffers.update({name: each if each is None else each.to(device) for name, each in buffers.items()})
+    try:
+        yield
+    finally:
+        for module, buffers in before:
+            module._buffers.update(buffers)

@@ -1,0 +1,69 @@
+"""Where a model runs: where it is, spread over the devices of all ranks, or layer by layer on the device of each."""
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+from transformers import PreTrainedModel
+
+from permtriton.errors import ConfigError
+from permtriton.passes.plan import Plan
+from permtriton.running.onload import onloaded
+from permtriton.running.sharding import spread_twin
+
+
+class Way(IntEnum):
+    """How a model is placed on devices."""
+
+    WHOLE = 0  # all of it on each
+    ONLOADED = 1  # in host memory, from which layers come to each device one by one (`permtriton.running.onload`)
+    SPREAD = 2  # a twin's layers are spread over all (`permtriton.running.sharding`)
+
+    @property
+    def words(self) -> str:
+        """What is so while the model runs."""
+        return ("it is whole", "its layers come to the GPU one by one", "its layers are spread over GPUs")[self]
+
+
+def ways_of(shard: bool | None, onload: bool | None) -> tuple[Way, ...]:
+    """Returns the ways that a user allows.
+
+    Args:
+        shard: whether layers shall be spread; None leaves it open.
+        onload: whether they shall come to the device one by one; None leaves it open.
+
+    Raises:
+        ConfigError: both.
+    """
+    if shard and onload:
+        raise ConfigError(
+            "`shard=True` spreads layers over GPUs, and `onload=True` brings them to a GPU one by one: choose one"
+        )
+    if shard or onload:
+        return (Way.SPREAD if shard else Way.ONLOADED,)
+    refused = {way for way, wanted in ((Way.SPREAD, shard), (Way.ONLOADED, onload)) if wanted is False}
+    return tuple(way for way in Way if way not in refused)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a model runs.
+
+    Attributes:
+        device: the device of this process.
+    """
+
+    way: Way
+    device: torch.device
+
+    @property
+    def spread_on(self) -> torch.device | None:
+        """The device, where layers are spread."""
+        return self.device if self.way is Way.SPREAD else None
+
+    def running(self, model: PreTrainedModel, plan: Plan) -> AbstractContextManager[PreTrainedModel]:
+        """Returns a context that yields what runs in place of a model as it is now."""
+        if self.way is Way.SPREAD:
+            return spread_twin(model, plan, self.device)
+        return onloaded(model, plan, self.device) if self.way is Way.ONLOADED else nullcontext(model)

@@ -1,0 +1,96 @@
+"""A model whose layers come to the GPU one by one compiles to the bits of a whole one, in the memory of one layer."""
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from permtriton import config_from
+from permtriton.data.samples import Samples
+from permtriton.driver.memory import Devices, estimate
+from permtriton.driver.pipeline import compile_model
+from permtriton.driver.planning import Planned, plan_model
+from permtriton.errors import ConfigError
+from permtriton.running.placement import Way
+
+from . import zoo
+from .pretend_gpu import GPU, PretendGpu
+
+IDS = zoo.token_ids(6, 12)
+SMALL = {"samples": 6, "sequence_length": 12, "micro_batch_size": 2, "activation_checkpointing": False}
+TRAIN = {"reconstruct_epochs": 1, "reconstruct_batch_size": 2, "reconstruct_learning_rate": 0.01}
+REFIT = {"refit_iterations": 2, "refit_exchanges": 1, "refit_metric_rounds": 1}
+ONLOADED, WHOLE = (Way.ONLOADED,), (Way.WHOLE,)
+RECIPES = {
+    "refit": ("heuristic,refit", REFIT),
+    "sparsegpt": ("heuristic,sparsegpt", {"importance": "wanda", "sparsegpt_mask": "keep"}),
+    "reconstruct": ("heuristic,sparsegpt,reconstruct", {"layout": "fused", "heuristic_row_weights": "fisher"} | TRAIN),
+}
+
+
+def compiled(model, recipe: str, **where):
+    steps, options = RECIPES[recipe]
+    config = config_from({**SMALL, **options}, steps)
+    return compile_model(model, config=config, ids=IDS, evaluation_windows=IDS, **where)
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [
+        ("llama_eager", "refit"),
+        ("llama_eager", "reconstruct"),
+        ("bert", "refit"),
+        ("mixtral", "sparsegpt"),
+        pytest.param("opt", "reconstruct", marks=pytest.mark.slow),
+        pytest.param("gemma2", "refit", marks=pytest.mark.slow),
+    ],
+)
+def test_the_result_is_that_of_a_whole_model(name, recipe):
+    before, model = zoo.build(name), zoo.build(name)
+    whole = compiled(before, recipe)
+    with PretendGpu().here():
+        found = compiled(model, recipe, device=GPU, ways=ONLOADED)
+        assert all(parameter.device.type == "cpu" for parameter in model.parameters())
+    expected = before.state_dict()
+    for key, tensor in model.state_dict().items():
+        assert torch.equal(tensor, expected[key]), key
+    assert found.report["evaluation"] == whole.report["evaluation"]
+
+
+def most_bytes(layers: int, recipe: str, ways: tuple[Way, ...]) -> int:
+    """Returns the most bytes that were on the GPU at once."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=zoo.VOCABULARY, num_hidden_layers=layers, **sizes)).eval()
+    with PretendGpu().here() as gpu:
+        compiled(model, recipe, device=GPU, ways=ways)
+    return gpu.most
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_gpu_holds_no_more_of_a_deeper_model(recipe):
+    assert most_bytes(4, recipe, ONLOADED) <= 1.01 * most_bytes(2, recipe, ONLOADED)
+    if recipe == "sparsegpt":
+        assert most_bytes(4, recipe, WHOLE) > 1.1 * most_bytes(2, recipe, WHOLE)
+
+
+def needed(model, ways: tuple[Way, ...]) -> int:
+    """Returns the bytes that `permtriton.driver.memory` expects to be on the GPU at once."""
+    devices = Devices("cuda", 1, 1 << 40, ways)
+    config, samples = config_from(SMALL, "mask"), Samples.of(IDS)
+    return estimate(Planned(model, config, samples, *plan_model(model, config, samples)), None, devices).peak
+
+
+def test_a_model_that_does_not_fit_is_onloaded_without_being_asked():
+    model = zoo.build("llama_eager", intermediate_size=1024, num_hidden_layers=8)
+    size = (needed(model, WHOLE) + needed(model, ONLOADED)) // 2
+    with PretendGpu(size).here() as gpu:
+        found = compile_model(model, config=config_from(SMALL, "mask"), ids=IDS, device=GPU)
+    assert found.report["memory"]["estimate"]["onload"]
+    assert gpu.most <= size
+
+
+@pytest.mark.parametrize(("recipe", "step"), [("learned,mask", "learned"), ("refit,tune", "tune")])
+def test_steps_that_need_all_weights_at_once_are_refused(recipe, step):
+    config = config_from(SMALL, recipe)
+    with PretendGpu().here(), pytest.raises(ConfigError, match=f"the step {step} .*leave {step} out of `recipe=`"):
+        compile_model(zoo.build("llama_eager"), config=config, ids=IDS, device=GPU, ways=ONLOADED)
