@@ -7,13 +7,10 @@ follow from what each step says of itself, so that a new method is one file in `
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 from permtriton.config import CommonConfig
 from permtriton.util.option import check_options
-
-if TYPE_CHECKING:
-    from permtriton.driver.run import Run
 
 FLOAT32 = 4  # bytes
 # Help of options that several steps have.
@@ -256,8 +253,8 @@ class Step(Protocol):
         """Returns the numbers of sequences that it runs together, which ranks in step must be able to share."""
         return ()
 
-    def run(self, run: "Run") -> Outcome | None:
-        """Changes the model of a run; returns what to report.
+    def run(self, run: Any) -> Outcome | None:
+        """Changes the model of a run, which is a `permtriton.driver.run.Run`; returns what to report.
 
         Raises:
             PermTritonError: it fails, or a check of its result does.
