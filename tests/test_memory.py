@@ -226,12 +226,13 @@ def test_weights_that_do_not_fit_one_gpu_are_spread_over_several():
     assert "spread" in memory.describe(spread, memory.Devices("cuda", 4, 0))
     assert needs(1, 0).way is Way.WHOLE, "there is no other GPU"
     assert needs(4, 0, shard=False).way is Way.WHOLE
-    assert needs(4, 0, shard=False, onload=None).way is Way.ONLOADED
     assert memory.refusal(needs(4, 0, shard=False), memory.Devices("cuda", 4, 0))
     assert needs(4, 10**12, shard=True).way is Way.SPREAD
     for use in ("gradients", "dense weights"):
         assert spread.stages["search"][use] == -(-whole.stages["search"][use] // 4)
     layers = sum(p.numel() * 4 for p in model.model.layers.parameters())
     assert spread.model == whole.model - layers + layers // 4 + layers, "two layers are whole at a time"
-    config = config_from({"importance": "obs"})
+    config = config_from({"recipe": "heuristic,refit"})
+    assert needs(4, 0, onload=None).way is Way.ONLOADED, "refit changes weights while the model runs"
+    config = config_from({"recipe": "heuristic,mask", "importance": "obs"})
     assert needs(4, 0).stages["hessians"] == needs(4, 10**12).stages["hessians"], "each device holds them whole"
