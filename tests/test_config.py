@@ -164,8 +164,8 @@ def test_no_flag_of_the_commands_is_dropped_on_the_way():
     running = {
         "model", "recipe", "eval_data", "device", "dtype", "output", "overwrite", "config", "json", "revision",
         "token", "save_format", "push_to_hub", "trust_remote_code", "seeds", "methods", "patterns", "ablate",
-        "values", "tasks", "tasks_dir", "limit", "restart", "dry_run", "devices", "shard", "onload", "offload", "help_all",
-        "gguf_file", "private", "protocol", "window",
+        "values", "tasks", "tasks_dir", "limit", "restart", "dry_run", "devices", "shard", "onload", "offload",
+        "help_all", "gguf_file", "private", "protocol", "window",
     }  # fmt: skip
     for command in (compile, compare):
         assert set(inspect.signature(command).parameters) <= running | set(OPTIONS)

@@ -226,6 +226,7 @@ def _each(tensors: Iterable[Tensor], start: Callable[[Tensor, int], Any]) -> Non
     for work in [start(dense, place) for place, (_, dense) in enumerate(pairs)]:
         work.wait()
     for tensor, dense in pairs:
+        torch.autograd.graph.increment_version(tensor)  # collective operations do not
         if not tensor.is_contiguous():
             tensor.copy_(dense)
 
