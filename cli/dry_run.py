@@ -61,7 +61,6 @@ def print_dry_run(found: DryRun, folder: Path) -> None:
     for row, _ in grouped(rows):
         shown.add_row(*row)
     out.print(shown)
-    least, most = forecast.time_range
     share, total = found.config.dense_share, found.parameters
     pruned = round(found.pruned_parameters * (1 - share))
     result = table("Estimate", "", "", show_header=False)
@@ -85,7 +84,7 @@ def print_dry_run(found: DryRun, folder: Path) -> None:
         result.add_row("time", f"not measured: {as_flags(forecast.refused) or f'this machine does not have {missing}'}")
     else:
         stages = ", ".join(f"{stage} {duration(seconds)}" for stage, seconds in forecast.seconds.items())
-        result.add_row("time", f"roughly {duration(least)} to {duration(most)} ({stages})")
+        result.add_row("time", f"{forecast.time} ({stages})")
     free = format_bytes(shutil.disk_usage(folder).free)
     result.add_row("disk", f"{format_bytes(sum(forecast.disk.values()))} in {folder}; {free} free")
     if forecast.needs.offloaded:

@@ -13,6 +13,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import Variable
 from torch.export import ExportedProgram
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
@@ -123,12 +124,14 @@ class _Functions(TorchFunctionMode):
         if gpu.tracing:
             return function(*args, **kwargs)
         name = getattr(function, "__name__", "")
-        if name == "backward":  # what Python does in it is to be seen, too
+        if function == Tensor.backward:  # by the engine itself, so that this sees what Python does in it
             gpu.asked = False
-            if function != Tensor.backward:
-                return function(*args, **kwargs)
+            tensor, gradient = args[0], kwargs.get("gradient", args[1] if len(args) > 1 else None)
+            gradient = torch.ones_like(tensor) if gradient is None else gradient
             with _Functions(gpu):
-                return torch.autograd.backward(args[0], kwargs.get("gradient", args[1] if len(args) > 1 else None))
+                return Variable._execution_engine.run_backward(
+                    (tensor,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True
+                )
         if function == Tensor.device.__get__:
             return GPU if gpu.holds(args[0]) else function(*args)
         if function == Tensor.is_cuda.__get__:

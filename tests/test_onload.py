@@ -1,10 +1,15 @@
 """A model whose layers come to the GPU one by one compiles to the bits of a whole one, in the memory of one layer."""
 
+import json
+
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner
 
 from permtriton import config_from
+from permtriton.cli.main import app
 from permtriton.data.samples import Samples
 from permtriton.driver.memory import Devices, estimate
 from permtriton.driver.pipeline import compile_model
@@ -94,3 +99,23 @@ def test_steps_that_need_all_weights_at_once_are_refused(recipe, step):
     config = config_from(SMALL, recipe)
     with PretendGpu().here(), pytest.raises(ConfigError, match=f"the step {step} .*leave {step} out of `recipe=`"):
         compile_model(zoo.build("llama_eager"), config=config, ids=IDS, device=GPU, ways=ONLOADED)
+
+
+@pytest.mark.parametrize("layers", [2, pytest.param(80, marks=pytest.mark.slow)])
+def test_the_default_recipe_of_a_model_of_70b_fits_a_gpu_of_80_gib(layers, tmp_path):
+    """Of the model there is a config, and no weight."""
+    model, text = tmp_path / "model", tmp_path / "text.safetensors"
+    config = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": layers, "num_attention_heads": 64}
+    config |= {"num_key_value_heads": 8, "vocab_size": 128256, "dtype": "bfloat16", "max_position_embeddings": 8192}
+    LlamaConfig(**config, architectures=["LlamaForCausalLM"]).save_pretrained(model)
+    save_file({"input_ids": torch.zeros(128, 2048, dtype=torch.int64)}, text)
+    command = ["compile", str(model), "--dry-run", "--devices", "1x80", "--calibration", str(text), "--json"]
+    options = ["--onload", "--eval-data", "none", "--output", str(tmp_path / "out")]
+    found = CliRunner().invoke(app, [*command, *options])
+    assert found.exit_code == 0, found.output
+    report = json.loads(found.stdout)
+    assert not report["refused"]
+    assert report["memory"]["onload"]
+    assert 60 << 30 < report["memory"]["peak"] < 80 << 30
+    assert report["seconds"]["most"] > 0
+    assert "assumed" in report["assumed"]

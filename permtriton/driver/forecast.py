@@ -22,7 +22,7 @@ from permtriton.driver.identity import states_beside
 from permtriton.driver.memory import Devices, Needs, describe, refusal
 from permtriton.driver.options import CompileConfig
 from permtriton.driver.planning import Planned
-from permtriton.driver.step import Facts, Speed, Stage
+from permtriton.driver.step import FLOAT32, Facts, Speed, Stage
 from permtriton.errors import OutputError
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.nm_mask import top_n_mask
@@ -42,6 +42,10 @@ BOTH = 3  # forward passes that a forward and a backward pass take as long as; o
 SWEEPS = 5  # of assignments, typically
 PROOF_MASKS = 10  # times that all masks are computed to prove the passes and check the result
 FASTER, SLOWER = 0.6, 2.0  # ends of the range
+# What is assumed of a GPU that is not here: products in float32 without tensor cores, two thirds of what an H100 can;
+# copies from host memory, work that stays there, and reads of its own memory.
+PRODUCTS, LINK, HOST, MEMORY = 40e12, 20e9, 10e9, 2e12  # operations per second; the others are bytes per second
+ASSUMED = "if a GPU does 40 TFLOP/s and reads 20 GB/s from host memory: assumed, not measured"
 SMALL_FILES = 1 << 24  # bytes of tokenizer, configs and report
 
 
@@ -55,6 +59,7 @@ class Forecast:
         seconds: stage -> expected time in seconds; empty where it was not measured.
         refused: why the memory is too small; empty if it is not.
         devices: what the compilation runs on.
+        assumed: what the seconds rest on where they were not measured; empty where they were.
     """
 
     needs: Needs
@@ -62,6 +67,7 @@ class Forecast:
     seconds: Mapping[str, float]
     refused: str
     devices: Devices
+    assumed: str = ""
 
     @property
     def time_range(self) -> tuple[float, float]:
@@ -69,14 +75,18 @@ class Forecast:
         total = sum(self.seconds.values())
         return FASTER * total, SLOWER * total
 
+    @property
+    def time(self) -> str:
+        """The range in words."""
+        least, most = map(duration, self.time_range)
+        return f"roughly {least} to {most}" + f" {self.assumed}".rstrip() if self.seconds else "not measured"
+
     def describe(self, folder: Path | None) -> str:
         """Returns memory, time and disk as one line; ``folder`` is where the output goes, None if that is not known."""
         free = f", {format_bytes(shutil.disk_usage(folder).free)} free" if folder is not None else ""
-        time = "not measured"
-        if self.seconds:
-            longest = max(self.seconds, key=lambda stage: self.seconds[stage])
-            least, most = map(duration, self.time_range)
-            time = f"roughly {least} to {most}, most of it {longest}"
+        time = (
+            f"{self.time}, most of it {max(self.seconds, key=self.seconds.__getitem__)}" if self.seconds else self.time
+        )
         disk = f"{format_bytes(sum(self.disk.values()))}{free}"
         return f"{describe(self.needs, self.devices)}; time: {time}; disk: {disk}" + (
             f"; {self.needs.beside}: {format_bytes(sum(self.needs.offloaded.values()))}" if self.needs.offloaded else ""
@@ -88,6 +98,7 @@ class Forecast:
         return {
             "memory": self.needs.report(),
             "seconds": {"least": least, "most": most, "stages": dict(self.seconds)} if self.seconds else None,
+            "assumed": self.assumed,
             "disk": dict(self.disk),
             "refused": self.refused,
             "offloaded": dict(self.needs.offloaded),
@@ -112,11 +123,16 @@ def make_forecast(
         timed: whether to run the model on a short sequence and to estimate the time, where the memory is enough and the
             model is whole on such a device.
     """
-    facts, refused, seconds = start.facts, refusal(needs, devices), {}
-    if timed and not refused and needs.way is Way.WHOLE and start.model.device.type == devices.kind:
-        held_out = 0 if windows is None else Samples.of(windows).positions
-        seconds = stage_seconds(start.config, replace(facts, thrifty=needs.thrifty), measure(start), held_out)
-    return Forecast(needs, disk_needs(start.config, facts, resume_path), seconds, refused, devices)
+    facts, refused, seconds, assumed = start.facts, refusal(needs, devices), {}, ""
+    if timed and not refused:
+        speed = measure(start) if needs.way is Way.WHOLE and start.model.device.type == devices.kind else None
+        if speed is None and devices.kind == "cuda":
+            speed, assumed = assumed_speed(start, needs, devices), ASSUMED
+        if speed is not None:
+            held_out = 0 if windows is None else Samples.of(windows).positions
+            ranked = replace(facts, thrifty=needs.thrifty, ranks=devices.count)
+            seconds = stage_seconds(start.config, ranked, speed, held_out)
+    return Forecast(needs, disk_needs(start.config, facts, resume_path), seconds, refused, devices, assumed)
 
 
 def check_disk(disk: Mapping[str, int], folder: Path) -> None:
@@ -184,6 +200,22 @@ def measure(start: Planned) -> Speed:
     share = samples.positions / rows.positions / ranks.count()
     token = _token_seconds(model, config, samples) if config.writes else 0.0
     return Speed(forward * share, both * share, masks, assignments / ranks.count(), token)
+
+
+def assumed_speed(start: Planned, needs: Needs, devices: Devices) -> Speed:
+    """Returns the speed of a model on GPUs that are not here; arguments as in `make_forecast`."""
+    facts = start.facts
+    forward = 2 * facts.model / facts.element * facts.positions / devices.count / PRODUCTS
+    if needs.way is Way.ONLOADED:
+        forward += facts.model / LINK
+    both = (BOTH + start.config.activation_checkpointing) * forward if start.config.gradients else 0.0
+    masks = facts.pruned * FLOAT32 / HOST
+    token = facts.model / MEMORY if start.config.writes else 0.0
+    distances = 0.0
+    for space in (space for space in start.plan.spaces if not space.frozen):
+        pairs = sum(size**2 for size in space.segments) / start.plan.pattern_of(space).group
+        distances += 3 * SWEEPS * pairs * _rows(start.model, start.plan, space)
+    return Speed(forward, both, masks, distances / PRODUCTS / devices.count, token)
 
 
 def _seconds(device: torch.device, work: Callable[[], object]) -> float:

@@ -197,12 +197,12 @@ def _onloaded(whole: Needs, start: Planned, windows: Inputs | None) -> Needs:
     layers = [sum(p.numel() for p in layer.parameters()) for layer in layer_modules(start.model, start.plan)]
     resident = whole.model - (sum(layers) - 2 * max(layers)) * start.facts.element
     beside, stages = 0, {}
-    for stage, uses in _stages(start, replace(start.facts, one_layer=True, thrifty=whole.thrifty), windows).items():
+    for stage, uses in _stages(start, replace(start.facts, one_layer=True), windows).items():
         beside = max(beside, sum(size for use, size in uses.items() if use in ON_HOST))
         if RUNS_THE_MODEL in uses:
             stages[stage] = {use: size for use, size in uses.items() if use not in ON_HOST}
     host = {IN_PLACE: start.facts.model, "copies of weights and inputs of layers": beside}
-    return Needs(whole.program, resident, 0, stages, whole.thrifty, Way.ONLOADED, host)
+    return Needs(whole.program, resident, 0, stages, False, Way.ONLOADED, host)
 
 
 def _offloaded(facts: Facts, stages: dict[str, dict[str, int]]) -> Needs:

@@ -1,4 +1,4 @@
-"""What is known of a model of the hub whose weights are not on this machine?"""
+"""What is known of a model whose weights are not on this machine?"""
 
 from contextlib import suppress
 from pathlib import Path
@@ -15,13 +15,19 @@ from permtriton.model.load import check_folder, load_empty_model, load_processor
 from permtriton.model.name import is_hub_name
 from permtriton.model.source import Source, dtype_of
 
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
+
 
 def is_here(source: Source) -> bool:
     """Returns whether a model's weights are on this machine: in a folder or a file, or in the cache of the hub.
 
+    A folder that holds a config and nothing like weights says how large a model would be.
+
     Raises:
         ModelError: the name is neither a folder nor one that the hub can have.
     """
+    if source.folder is not None and source.gguf_file is None and (source.folder / CONFIG_FILE).is_file():
+        return any(file.suffix in WEIGHTS for file in source.folder.iterdir())
     if source.gguf_file is not None or source.folder is not None or source.gguf is not None:
         return True  # of a GGUF file beside a hub name, no part can be fetched alone
     check_folder(source)
@@ -32,7 +38,7 @@ def is_here(source: Source) -> bool:
 
 
 def load_outline(source: Source) -> tuple[PreTrainedModel, Any]:
-    """Builds a model of the hub on the meta device from its config and the headers of its weights, which stay there.
+    """Builds a model on the meta device from its config and, on the hub, the headers of its weights, which stay there.
 
     Returns:
         The model, in the dtype that `load_model` would give it, and its tokenizer or processor.
@@ -41,10 +47,11 @@ def load_outline(source: Source) -> tuple[PreTrainedModel, Any]:
         ModelError: the hub holds no such model, or cannot be reached; or a tensor does not fit the config.
     """
     model = load_empty_model(source)
-    with reading(f"{source.name}: the headers of its weights cannot be fetched from the hub", ModelError):
-        found = HfApi(token=source.token).get_safetensors_metadata(source.name, revision=source.revision)
-        files = found.files_metadata.values()
-    stored = {name: tensor for file in files for name, tensor in file.tensors.items()}
+    stored = {}
+    if source.folder is None:
+        with reading(f"{source.name}: the headers of its weights cannot be fetched from the hub", ModelError):
+            found = HfApi(token=source.token).get_safetensors_metadata(source.name, revision=source.revision)
+            stored = {name: tensor for file in found.files_metadata.values() for name, tensor in file.tensors.items()}
     for name, parameter in model.named_parameters():
         if name in stored and list(parameter.shape) != stored[name].shape:
             raise ModelError(

@@ -45,4 +45,5 @@ class Heuristic(Step):
         if spaces := [space for space in run.plan.spaces if not space.frozen]:
             rows = run.row_weights() if self.row_weights == "fisher" else None
             importances = run.importances()
-            run.reorder(heuristic_indices(run.model, run.plan, spaces, importances, rows, run.progress))
+            device = run.placement.device
+            run.reorder(heuristic_indices(run.model, run.plan, spaces, importances, rows, run.progress, device))

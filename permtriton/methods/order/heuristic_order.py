@@ -39,12 +39,14 @@ def heuristic_indices(
     importances: Mapping[str, ImportanceFactors],
     row_weights: Mapping[str, Tensor] | None,
     progress: Progress,
+    device: torch.device | None = None,
 ) -> dict[str, Tensor]:
     """Finds the heuristic order of channel spaces.
 
     Args:
         row_weights: Linear name -> how much the loss feels each row, float32 ``[out_features]``; None weights all rows
             of a linear alike, and all linears.
+        device: Where channels are assigned; None where the weights are.
 
     Returns:
         Space name -> unit index, int64 ``[units]``.
@@ -54,7 +56,7 @@ def heuristic_indices(
 
         def order(space: ChannelSpace) -> Tensor:
             scores = space_scores(model, plan.sites_of(space), importances, row_weights)
-            return heuristic_index(space, scores, plan.pattern_of(space), advance)
+            return heuristic_index(space, scores.to(device or scores.device), plan.pattern_of(space), advance)
 
         return {space.name: index for space, index in zip(spaces, ranks.deal(spaces, order), strict=True)}
 
