@@ -34,6 +34,10 @@ RECIPES = {
 
 def compiled(model, recipe: str, **where):
     steps, options = RECIPES[recipe]
+    return run(model, steps, options, **where)
+
+
+def run(model, steps: str, options: dict, **where):
     config = config_from({**SMALL, **options}, steps)
     return compile_model(model, config=config, ids=IDS, evaluation_windows=IDS, **where)
 
@@ -42,9 +46,9 @@ def compiled(model, recipe: str, **where):
     ("name", "recipe"),
     [
         ("llama_eager", "refit"),
-        ("llama_eager", "reconstruct"),
-        ("bert", "refit"),
-        ("mixtral", "sparsegpt"),
+        ("bert", "reconstruct"),
+        pytest.param("mixtral", "sparsegpt", marks=pytest.mark.slow),
+        pytest.param("llama_eager", "reconstruct", marks=pytest.mark.slow),
         pytest.param("opt", "reconstruct", marks=pytest.mark.slow),
         pytest.param("gemma2", "refit", marks=pytest.mark.slow),
     ],
@@ -62,16 +66,17 @@ def test_the_result_is_that_of_a_whole_model(name, recipe):
 
 
 def most_bytes(layers: int, recipe: str, ways: tuple[Way, ...]) -> int:
-    """Returns the most bytes that were on the GPU at once."""
+    """Returns the most bytes that were on the GPU at once; an order of channels has more scores in a deeper model."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=zoo.VOCABULARY, num_hidden_layers=layers, **sizes)).eval()
     with PretendGpu().here() as gpu:
-        compiled(model, recipe, device=GPU, ways=ways)
+        steps, options = RECIPES[recipe]
+        run(model, steps.removeprefix("heuristic,"), options, device=GPU, ways=ways)
     return gpu.most
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", ["refit", "sparsegpt", pytest.param("reconstruct", marks=pytest.mark.slow)])
 def test_the_gpu_holds_no_more_of_a_deeper_model(recipe):
     assert most_bytes(4, recipe, ONLOADED) <= 1.01 * most_bytes(2, recipe, ONLOADED)
     if recipe == "sparsegpt":
@@ -86,7 +91,7 @@ def needed(model, ways: tuple[Way, ...]) -> int:
 
 
 def test_a_model_that_does_not_fit_is_onloaded_without_being_asked():
-    model = zoo.build("llama_eager", intermediate_size=1024, num_hidden_layers=8)
+    model = zoo.build("llama_eager", intermediate_size=512, num_hidden_layers=4)
     size = (needed(model, WHOLE) + needed(model, ONLOADED)) // 2
     with PretendGpu(size).here() as gpu:
         found = compile_model(model, config=config_from(SMALL, "mask"), ids=IDS, device=GPU)

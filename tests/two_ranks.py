@@ -106,10 +106,10 @@ def refitted(_folder: Path) -> dict:
 
 def onloaded(_folder: Path) -> dict:
     """The layers of the model come to a GPU that is not there, one by one."""
-    options = {"refit_iterations": 2, "reconstruct_epochs": 1, "reconstruct_batch_size": 3}
+    options = {"refit_iterations": 2, "refit_exchanges": 1, "refit_metric_rounds": 1}
     with PretendGpu().here():
         model, ids = updating.tiny_model(3).double(), zoo.tiny_ids(5, 12)
-        return compiled(model, ids, device=GPU, ways=(Way.ONLOADED,), recipe="heuristic,refit,reconstruct", **options)
+        return compiled(model, ids, device=GPU, ways=(Way.ONLOADED,), recipe="heuristic,refit", **options)
 
 
 def wrote(_folder: Path) -> dict:

@@ -24,7 +24,8 @@ from permtriton.passes.plan import Plan, layer_modules
 from permtriton.running.placement import Way
 from permtriton.util.machine import available_memory, format_bytes, resident_memory
 
-RUNS_THE_MODEL = "activations"  # a use of every stage that runs the model; the others work on the host
+RUNS_THE_MODEL = "activations"  # a use of every stage that runs the model
+ON_DEVICE = {RUNS_THE_MODEL, "scores"}  # a stage without such a use works on the host
 SPREAD = ("dense weights", "gradients")  # uses that each device holds its share of, where weights are spread
 RELOADING = "reloading"  # the stage that is left out where a second model does not fit
 IN_PLACE = "the model"
@@ -187,7 +188,7 @@ def _spread(whole: Needs, model: PreTrainedModel, plan: Plan, count: int) -> Nee
     stages = {
         stage: {use: -(-size // count) if use in SPREAD else size for use, size in uses.items()}
         for stage, uses in whole.stages.items()
-        if RUNS_THE_MODEL in uses
+        if not ON_DEVICE.isdisjoint(uses)
     }
     return Needs(whole.program, resident, 0, stages, whole.thrifty, Way.SPREAD)
 
@@ -199,7 +200,7 @@ def _onloaded(whole: Needs, start: Planned, windows: Inputs | None) -> Needs:
     beside, stages = 0, {}
     for stage, uses in _stages(start, replace(start.facts, one_layer=True), windows).items():
         beside = max(beside, sum(size for use, size in uses.items() if use in ON_HOST))
-        if RUNS_THE_MODEL in uses:
+        if not ON_DEVICE.isdisjoint(uses):
             stages[stage] = {use: size for use, size in uses.items() if use not in ON_HOST}
     host = {IN_PLACE: start.facts.model, "copies of weights and inputs of layers": beside}
     return Needs(whole.program, resident, 0, stages, False, Way.ONLOADED, host)
