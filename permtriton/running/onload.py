@@ -85,12 +85,12 @@ class _Copy:
 class _Copies:
     """Copies of parameters on a device, of one layer at a time.
 
-    A layer may run with the values of two models in turn: there is a copy of each, told apart by their address.
+    A layer may run with the values of two models in turn: there is a copy of each, told apart by where they are.
     """
 
     def __init__(self, device: torch.device, outside: set[nn.Parameter]) -> None:
         self._device, self._outside = device, outside
-        self._copies: dict[int, _Copy] = {}  # by the address of the values in host memory
+        self._copies: dict[tuple[int, torch.Size], _Copy] = {}  # by address and shape of the values in host memory
         self._layer: nn.Module | None = None
 
     def of_layer(self, layer: nn.Module) -> AbstractContextManager[None]:
@@ -117,10 +117,10 @@ class _Copies:
 
     def _of(self, parameter: nn.Parameter) -> _Copy:
         host = parameter.data
-        copy = self._copies.get(host.data_ptr())
+        copy = self._copies.get((host.data_ptr(), host.shape))
         if copy is None or copy.version != parameter._version:
             copy = _Copy(host, host.to(self._device, copy=True, non_blocking=True), parameter._version)
-            self._copies[host.data_ptr()] = copy
+            self._copies[host.data_ptr(), host.shape] = copy
         return copy
 
     def drop(self) -> None:
