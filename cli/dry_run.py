@@ -13,7 +13,7 @@ from permtriton.driver.job import DryRun, Job
 from permtriton.driver.memory import Devices, describe_thrift, describe_weights
 from permtriton.errors import ConfigError, as_flags, reasons_of
 from permtriton.model.source import Source
-from permtriton.running.placement import Way, ways_of
+from permtriton.running.placement import Way
 from permtriton.util.bars import reporter
 from permtriton.util.machine import format_bytes
 from permtriton.util.output_files import real_path
@@ -31,7 +31,7 @@ def run(job: Job, devices: str | None, *, json: bool) -> None:
         PermTritonError: as `permtriton.dry_run`.
     """
     assert job.output is not None
-    wanted = None if devices is None else _devices(devices, ways_of(job.asked.shard, job.asked.onload))
+    wanted = None if devices is None else _devices(devices, job.ways)
     progress = reporter(True)
     assert isinstance(job.model, Source)
     spare_threads(job.model, progress)

@@ -329,13 +329,14 @@ def turns_of(sites: list[Site]) -> list[list[Site]]:
 
 
 def layer_modules(model: nn.Module, plan: Plan) -> list[nn.Module]:
-    """Returns the items of the outermost module lists that hold sites, in execution order."""
+    """Returns the items of the outermost module lists that hold sites, and are no lists themselves, as they run."""
     layers: dict[str, nn.Module] = {}
     for _, name in plan.linears():
         parts = name.split(".")
         for depth in range(1, len(parts)):
-            if isinstance(model.get_submodule(".".join(parts[:depth])), nn.ModuleList):
-                layer = ".".join(parts[: depth + 1])
+            layer = ".".join(parts[: depth + 1])
+            inside = isinstance(model.get_submodule(".".join(parts[:depth])), nn.ModuleList)
+            if inside and not isinstance(model.get_submodule(layer), nn.ModuleList):
                 layers[layer] = model.get_submodule(layer)
                 break
     return list(layers.values())

@@ -5,9 +5,10 @@ import json
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import FunnelConfig, FunnelModel, LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 from typer.testing import CliRunner
 
+import permtriton
 from permtriton import config_from
 from permtriton.cli.main import app
 from permtriton.data.samples import Samples
@@ -63,6 +64,40 @@ def test_the_result_is_that_of_a_whole_model(name, recipe):
     for key, tensor in model.state_dict().items():
         assert torch.equal(tensor, expected[key]), key
     assert found.report["evaluation"] == whole.report["evaluation"]
+
+
+def tiny_t5() -> T5ForConditionalGeneration:
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "vocab_size": 96}
+    torch.manual_seed(0)
+    return T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0)).eval()
+
+
+def tiny_funnel() -> FunnelModel:
+    sizes = {"block_sizes": [2, 1], "num_decoder_layers": 1, "d_model": 16, "n_head": 2, "d_head": 8, "d_inner": 32}
+    torch.manual_seed(0)
+    return FunnelModel(FunnelConfig(**sizes, vocab_size=96)).eval()
+
+
+@pytest.mark.parametrize("make", [tiny_t5, tiny_funnel])
+def test_backward_passes_of_what_is_no_chain_and_layers_in_lists(make):
+    """The decoder's inputs require gradients, so layers cannot run backward one by one; Funnel has lists of lists."""
+    options = {"heuristic_row_weights": "fisher", "importance": "wanda"}
+    before, model = make(), make()
+    run(before, "heuristic,mask", options)
+    with PretendGpu().here():
+        run(model, "heuristic,mask", options, device=GPU, ways=ONLOADED)
+    for key, tensor in before.state_dict().items():
+        assert torch.equal(model.state_dict()[key], tensor), key
+
+
+def test_refusals():
+    model = zoo.build("llama_eager")
+    with pytest.raises(ConfigError, match="is for a GPU, but the device is cpu"):
+        compiled(model, "refit", ways=ONLOADED)
+    with pytest.raises(ConfigError, match="choose one"):
+        permtriton.dry_run("demo", onload=True, shard=True)
+    with PretendGpu().here(), pytest.raises(ConfigError, match="on the GPU already"):
+        compiled(model.to(GPU), "refit", device=GPU, ways=ONLOADED)
 
 
 def most_bytes(layers: int, recipe: str, ways: tuple[Way, ...]) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from permtriton.checkpoint.export import check_format
@@ -38,7 +39,7 @@ from permtriton.passes.plan import Plan, linear_module
 from permtriton.recipe import compile_command, with_suggested_text
 from permtriton.running import ranks
 from permtriton.running.offload import OffloadFolder
-from permtriton.running.placement import ways_of
+from permtriton.running.placement import Way, ways_of
 from permtriton.util.output_files import real_path
 from permtriton.util.progress import Progress
 
@@ -101,6 +102,13 @@ class Job:
         if self.asked.private is not None and self.asked.push_to_hub is None:
             raise ConfigError("`private=` has no effect without `push_to_hub=`: leave it out")
 
+        ways_of(self.asked.shard, self.asked.onload)
+
+    @property
+    def ways(self) -> tuple[Way, ...]:
+        """How the model may be placed on devices."""
+        return ways_of(self.asked.shard, self.asked.onload)
+
     @property
     def output(self) -> Path | None:
         """Folder to write, beside which the state of long stages is kept; None writes nothing."""
@@ -148,7 +156,7 @@ class Job:
                 resume_path=self.output and resume_path(self.output),
                 say_needs=True,
                 device=device,
-                ways=ways_of(asked.shard, asked.onload),
+                ways=self.ways,
                 offload=offload,
                 origin=self._origin(loaded),
             )
@@ -221,13 +229,15 @@ class Job:
                 check_output(self.output, overwrite=self.asked.overwrite)
             except OutputError:
                 progress.say(f"{self.output} exists: to compile, name another folder, or overwrite it")
-        source = self.model if isinstance(self.model, Source) else None
-        if source is not None and devices is not None:
+        source, device = self.model if isinstance(self.model, Source) else None, None
+        if source is not None:
+            device = resolve_device(source.device) if devices is None else None
             source = replace(source, device="cpu")
         offload = self._offload()
         fetched = source is None or outline.is_here(source)
         if source is not None and not fetched:
-            devices = devices or Devices.of(resolve_device(source.device), offloaded=offload is not None)
+            there = device or torch.device("cpu")
+            devices = devices or Devices.of(there, ways=self.ways, offloaded=offload is not None)
         loaded = self._loaded(source, progress, offload, fetched)
         model = loaded.model
         plan, forecast = forecast_model(
@@ -237,7 +247,9 @@ class Job:
             ids=loaded.samples,
             evaluation_windows=loaded.windows,
             resume_path=None if self.asked.restart or self.output is None or not fetched else resume_path(self.output),
+            device=device,
             devices=devices,
+            ways=self.ways,
             offload=offload,
         )
         pruned = sum(linear_module(model, name).get_parameter("weight").numel() for _, name in plan.linears())

@@ -21,6 +21,7 @@ from permtriton.evaluation.perplexity import windows_at_once
 from permtriton.methods.measure.importance import inverts_hessians
 from permtriton.methods.prune.dense_share import DENSE_SHARE
 from permtriton.passes.plan import Plan, layer_modules
+from permtriton.running.onload import why_not
 from permtriton.running.placement import Way
 from permtriton.util.machine import available_memory, format_bytes, resident_memory
 
@@ -154,7 +155,7 @@ def estimate(start: Planned, windows: Inputs | None, devices: Devices) -> Needs:
         stages = _stages(start, replace(facts, thrifty=True), windows)
         if stages != found.stages:
             found = replace(found, stages=stages, thrifty=True)
-    way = _way(found, start.config, devices)
+    way = _way(found, start, windows, devices)
     if way is Way.SPREAD:
         return _spread(found, start.model, start.plan, devices.count)
     if way is Way.ONLOADED:
@@ -162,17 +163,19 @@ def estimate(start: Planned, windows: Inputs | None, devices: Devices) -> Needs:
     return found
 
 
-def _way(whole: Needs, config: CompileConfig, devices: Devices) -> Way:
-    """Returns how a model is placed, of the ways that are allowed."""
+def _way(whole: Needs, start: Planned, windows: Inputs | None, devices: Devices) -> Way:
+    """Returns how a model is placed, of the ways that are allowed: the first that fits, else one that is possible."""
     if len(devices.ways) == 1:
         return devices.ways[0]
-    possible = {
-        Way.WHOLE: devices.kind == "cpu" or fits(whole, devices),
-        Way.SPREAD: devices.count > 1 and all(step.shards for step in config.steps),
-        Way.ONLOADED: all(step.offloads for step in config.steps),
-    }
-    found = [way for way, is_possible in possible.items() if is_possible and way in devices.ways]
-    return found[0] if found else devices.ways[0]
+    if devices.kind == "cpu" or (Way.WHOLE in devices.ways and fits(whole, devices)):
+        return Way.WHOLE
+    steps, needs = start.config.steps, {}
+    if devices.count > 1 and all(step.shards for step in steps) and layer_modules(start.model, start.plan):
+        needs[Way.SPREAD] = _spread(whole, start.model, start.plan, devices.count)
+    if all(step.offloads for step in steps) and not why_not(start.model, start.plan):
+        needs[Way.ONLOADED] = _onloaded(whole, start, windows)
+    possible = [way for way in needs if way in devices.ways]
+    return next((way for way in possible if fits(needs[way], devices)), (possible or devices.ways)[0])
 
 
 def fits(needs: Needs, devices: Devices, stage: str | None = None) -> bool:
@@ -199,7 +202,8 @@ def _onloaded(whole: Needs, start: Planned, windows: Inputs | None) -> Needs:
     resident = whole.model - (sum(layers) - 2 * max(layers)) * start.facts.element
     beside, stages = 0, {}
     for stage, uses in _stages(start, replace(start.facts, one_layer=True), windows).items():
-        beside = max(beside, sum(size for use, size in uses.items() if use in ON_HOST))
+        if stage != RELOADING:  # which is left out where a second model does not fit
+            beside = max(beside, sum(size for use, size in uses.items() if use in ON_HOST))
         if not ON_DEVICE.isdisjoint(uses):
             stages[stage] = {use: size for use, size in uses.items() if use not in ON_HOST}
     host = {IN_PLACE: start.facts.model, "copies of weights and inputs of layers": beside}
@@ -263,12 +267,14 @@ def refusal(needs: Needs, devices: Devices) -> str:
     """
     stage = needs.largest_needed
     if needs.way is Way.ONLOADED and devices.host is not None:
-        host = sum(size for name, size in needs.offloaded.items() if name != IN_PLACE)
+        # Pages of the model that are mapped from its files become the process's own as soon as they change.
+        mapped = min(resident_memory()[1], needs.offloaded[IN_PLACE])
+        host = mapped + sum(size for name, size in needs.offloaded.items() if name != IN_PLACE)
         if host > devices.host:
             return (
-                f"this compilation needs about {format_bytes(host)} of host memory beside the model, whose layers come "
-                f"to the GPU one by one, but only {format_bytes(devices.host)} are free: lower `sequence_length=` or "
-                "`samples=`, or use a machine with more memory"
+                f"this compilation needs about {format_bytes(host)} more host memory, because the model stays there "
+                f"while its layers come to the GPU one by one, but only {format_bytes(devices.host)} are free: use a "
+                "machine with more memory, fewer processes, or lower `samples=`"
             )
     if fits(needs, devices):
         return ""

@@ -12,7 +12,7 @@ from permtriton.data.samples import Inputs
 from permtriton.driver.forecast import Forecast, make_forecast
 from permtriton.driver.memory import Devices, estimate
 from permtriton.driver.options import CompileConfig
-from permtriton.driver.prepare import check_offload, held_out_samples, planned, prepare
+from permtriton.driver.prepare import check_offload, held_out_samples, placed, planned, prepare
 from permtriton.driver.record import Origin, compilation_record
 from permtriton.driver.result import CompiledModel
 from permtriton.driver.run import Run
@@ -98,7 +98,7 @@ def compile_model(  # noqa: PLR0913
     )
 
 
-def forecast_model(
+def forecast_model(  # noqa: PLR0913
     model: PreTrainedModel,
     tokenizer: Processor | None = None,
     config: CompileConfig | None = None,
@@ -106,20 +106,24 @@ def forecast_model(
     ids: Inputs | None = None,
     evaluation_windows: Inputs | None = None,
     resume_path: Path | None = None,
+    device: torch.device | None = None,
     devices: Devices | None = None,
+    ways: tuple[Way, ...] = tuple(Way),
     offload: OffloadFolder | None = None,
 ) -> tuple[Plan, Forecast]:
     """Returns what `compile` would do to a model and what it would need; the model stays as it is.
 
-    Arguments and errors are those of `compile`, and ``devices``, for which the estimate is made; None means the one
-    that the model is on. Too little memory is no error here, but then no time is measured.
+    Arguments and errors are those of `compile_model`, and ``devices``, for which the estimate is made; None means
+    ``device``, to which the model moves if it fits there. Too little memory is no error here, but gives no time.
     """
     config, workspace = _checked(config, offload), Workspace(NoProgress(), resume_path, offload)
     with working(offload, model.eval()), unstacked_experts(model), shared_linears(model):
         start = planned(model, tokenizer, config, workspace, ids, model.device)
         held_out = held_out_samples(model, evaluation_windows)
-        devices = devices or Devices.of(model.device, offloaded=offload is not None)
-        needs = estimate(start, held_out, devices)
+        if devices is None:
+            start, needs, _, devices = placed(start, held_out, workspace, device or model.device, ways)
+        else:
+            needs = estimate(start, held_out, devices)
         return start.plan, make_forecast(start, needs, held_out, resume_path, devices, timed=True)
 
 

@@ -35,6 +35,7 @@ from permtriton.recipe import suggested_text
 from permtriton.running import ranks
 from permtriton.running.offload import OffloadFolder
 from permtriton.running.onload import HostMemory
+from permtriton.running.onload import why_not as why_not_onloaded
 from permtriton.running.placement import Placement, Way
 from permtriton.running.state import StateFile
 
@@ -65,7 +66,7 @@ def prepare(  # noqa: PLR0913
     for left in reasons_of(start.plan.skipped) if config.skip_indivisible else ():
         progress.say(f"left dense: {left}")
     held_out = held_out_samples(model, windows)
-    start, needs, placement, devices = _placed(start, held_out, workspace, device, ways)
+    start, needs, placement, devices = placed(start, held_out, workspace, device, ways)
     with workspace.timed("estimate"):
         forecast = make_forecast(start, needs, held_out, workspace.resume_path, devices, timed=say_needs)
     if refused := next(filter(None, ranks.gather(forecast.refused)), ""):
@@ -114,7 +115,7 @@ def prepare(  # noqa: PLR0913
     return without_dense_share(run) if config.dense_share else run
 
 
-def _placed(
+def placed(
     start: Planned, held_out: Samples | None, workspace: Workspace, device: torch.device, ways: tuple[Way, ...]
 ) -> tuple[Planned, Needs, Placement, Devices]:
     """Decides how the model is placed, and moves it where it is to run as a whole.
@@ -123,11 +124,13 @@ def _placed(
         ConfigError: the recipe cannot be done that way.
     """
     model, offloaded = start.model, workspace.offload is not None
+    if offloaded and Way.WHOLE not in ways:
+        raise ConfigError("`offload=` is for a model on the CPU: leave it out, or leave `onload=` and `shard=` out")
     devices = Devices.of(device, ranks.count(), ways, offloaded=offloaded)
     needs = estimate(start, held_out, devices)
     chosen = max(ranks.gather(needs.way))  # where one rank cannot hold the model, none does
     if chosen is not Way.WHOLE:
-        check_way(chosen, start.config, len(start.samples))
+        check_way(chosen, start, device)
         devices = replace(devices, ways=(chosen,))
         needs = needs if needs.way is chosen else estimate(start, held_out, devices)
         workspace.offload = workspace.offload or (HostMemory() if chosen is Way.ONLOADED else None)
@@ -274,23 +277,28 @@ def check_offload(config: CompileConfig) -> None:
             )
 
 
-def check_way(way: Way, config: CompileConfig, samples: int) -> None:
+def check_way(way: Way, start: Planned, device: torch.device) -> None:
     """Checks, before any work, that a compilation can run a model whose layers are not all on one device.
-
-    Args:
-        samples: number of calibration samples.
 
     Raises:
         ConfigError: it cannot; the message says what to choose.
     """
+    config = start.config
     if config.writes:
         raise ConfigError(
             f"the dense model does not write text while {way.words}: give `calibration=` a text and `generated=0`, or "
             "use GPUs that hold the whole model"
         )
     if way is Way.SPREAD:
-        check_spread(config, samples)
-    elif refused := [step.name for step in config.steps if not step.offloads]:
+        check_spread(config, len(start.samples))
+        return
+    if device.type == "cpu":
+        raise ConfigError("`onload=True` is for a GPU, but the device is cpu: leave it out (`offload=` is for a CPU)")
+    if reason := why_not_onloaded(start.model, start.plan):
+        raise ConfigError(
+            f"the layers of this {type(start.model).__name__} cannot come to the GPU one by one: {reason}"
+        )
+    if refused := [step.name for step in config.steps if not step.offloads]:
         raise ConfigError(
             f"the step {refused[0]} needs all weights at once, which is not done while {way.words}: leave "
             f"{refused[0]} out of `recipe=`, or use GPUs that hold the whole model (`onload=False`)"

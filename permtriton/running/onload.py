@@ -6,7 +6,7 @@ the next one does, is copied once. A parameter is on the device only while its l
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from permtriton.model.forward import replaced_forwards
 from permtriton.passes.plan import Plan, layer_modules
+from permtriton.running import ranks
 from permtriton.util.machine import available_memory
 
 
@@ -35,14 +36,14 @@ class HostMemory:
         pass
 
     def free(self) -> int:
-        return available_memory(torch.device("cpu"))
+        return available_memory(torch.device("cpu")) // ranks.count()
 
 
 @contextmanager
 def onloaded(model: PreTrainedModel, plan: Plan, device: torch.device) -> Iterator[PreTrainedModel]:
     """Inside the ``with`` block, the model runs on ``device``, where at most one of its layers is at a time.
 
-    What is changed in place there has changed in the model afterwards.
+    A parameter that is changed in place there has changed in the model afterwards; a buffer has not.
 
     Args:
         model: model in host memory.
@@ -53,9 +54,22 @@ def onloaded(model: PreTrainedModel, plan: Plan, device: torch.device) -> Iterat
     outside = {each for module in model.modules() if module not in inside for each in module.parameters(recurse=False)}
     copies = _Copies(device, outside)
     with _moved_buffers(model, device), copies.in_place(outside):
-        with replaced_forwards(layers, lambda layer: _OnDevice(layer, copies)):
-            yield model
-        copies.drop()
+        try:
+            with replaced_forwards(layers, lambda layer: _OnDevice(layer, copies)):
+                yield model
+        finally:
+            copies.drop()
+
+
+def why_not(model: PreTrainedModel, plan: Plan) -> str:
+    """Returns why a model cannot run that way; empty if it can."""
+    if model.device.type == "cuda":
+        return "it is on the GPU already: give it on the CPU, and the device by `device=cuda`"
+    layers = layer_modules(model, plan)
+    first = next(model.parameters())
+    if not layers or any(each is first for layer in layers for each in layer.parameters()):
+        return "no layers could be told from what is before them"
+    return ""
 
 
 def resident(layer: nn.Module) -> AbstractContextManager[None]:
@@ -90,8 +104,16 @@ class _Copies:
 
     def __init__(self, device: torch.device, outside: set[nn.Parameter]) -> None:
         self._device, self._outside = device, outside
-        self._copies: dict[tuple[int, torch.Size], _Copy] = {}  # by address and shape of the values in host memory
+        self._copies: dict[tuple[int, int], _Copy] = {}  # by parameter and address of its values in host memory
         self._layer: nn.Module | None = None
+        self._staying = ExitStack()
+        self.stays: nn.Module | None = None  # the layer whose parameters stay there until another one runs
+
+    def stay(self, layer: nn.Module) -> None:
+        """Brings the parameters of a layer to the device until another one runs: a backward pass reads them there."""
+        if layer is not self.stays:
+            self._staying.enter_context(self.of_layer(layer))
+            self.stays = layer
 
     def of_layer(self, layer: nn.Module) -> AbstractContextManager[None]:
         """Returns a context in which the parameters of a layer are on the device; the copies stay after it."""
@@ -117,16 +139,17 @@ class _Copies:
 
     def _of(self, parameter: nn.Parameter) -> _Copy:
         host = parameter.data
-        copy = self._copies.get((host.data_ptr(), host.shape))
+        copy = self._copies.get((id(parameter), host.data_ptr()))
         if copy is None or copy.version != parameter._version:
             copy = _Copy(host, host.to(self._device, copy=True, non_blocking=True), parameter._version)
-            self._copies[host.data_ptr(), host.shape] = copy
+            self._copies[id(parameter), host.data_ptr()] = copy
         return copy
 
     def drop(self) -> None:
         """Forgets the copies."""
+        self._staying.close()
         self._copies.clear()
-        self._layer = None
+        self._layer = self.stays = None
 
 
 class _OnDevice:
@@ -137,7 +160,9 @@ class _OnDevice:
         self._resident = False
 
     def __call__(self, *positional: Any, **named: Any) -> Any:
-        if self._resident:
+        if torch.is_grad_enabled() and not self._resident:
+            self._copies.stay(self._layer)
+        if self._resident or self._copies.stays is self._layer:
             return self._forward(*positional, **named)
         with self._copies.of_layer(self._layer):
             return self._forward(*positional, **named)

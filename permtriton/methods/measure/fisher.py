@@ -29,7 +29,7 @@ from permtriton.running.backward import checkpointed, frozen
 from permtriton.running.layer_stream import LayerStream
 from permtriton.running.micro_batch import MicroBatch
 from permtriton.running.offload import Offload
-from permtriton.running.onload import resident
+from permtriton.running.onload import HostMemory, resident
 from permtriton.util.progress import Advance, Progress
 
 Watch = Callable[[str, Tensor], Callable[[Tensor], None]]
@@ -197,7 +197,9 @@ class _BackwardPasses:
                 of its output ``[tokens, out_features]``.
         """
         model, samples, config = self.model, self.samples, self.config
-        layers = layer_modules(model, self.plan) if config.activation_checkpointing else []
+        # A layer that comes to the GPU only while it runs is there in the backward pass where it is run again.
+        again = config.activation_checkpointing or isinstance(self.offload, HostMemory)
+        layers = layer_modules(model, self.plan) if again else []
         own = ranks.own_rows(len(samples))
 
         def backward(size: int) -> None:
