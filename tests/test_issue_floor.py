@@ -11,7 +11,7 @@ import torch
 from benchmarks.gpu import floors, sass, shapes
 from benchmarks.gpu.floors import Floor
 from permtriton.errors import ConfigError
-from permtriton.kernels.launch import CudaLaunch, multiprocessors, record, recorded, triton
+from permtriton.kernels.launch import CudaLaunch, GpuLimits, multiprocessors, record, recorded, triton
 from permtriton.kernels.tools.compile_check import TARGETS, resident
 
 from .kernel_builds import copy_floor
@@ -118,10 +118,21 @@ def test_programs_per_multiprocessor(target, warps, registers, shared, columns, 
 
 def test_recorded_launches_know_the_processors_of_the_named_gpu():
     meta = torch.device("meta")
-    with recorded(132):
+    with recorded(GpuLimits(132)):
         assert multiprocessors(meta) == 132
         assert multiprocessors(torch.device("cpu")) is None
     assert multiprocessors(meta) is None
+
+
+@pytest.mark.parametrize("gpu", floors.GPUS, ids=lambda gpu: gpu.name)
+def test_a_recorded_launch_fits_the_named_gpu(gpu):
+    """The same product asks an RTX 4090 for less shared memory than an H200, and an A100 for no cluster."""
+    floor = shapes.floor_of(64, shapes.ROWS, shapes.CHANNELS, in_cuda=True)
+    with recorded(gpu.limits) as launches, torch.device("meta"):
+        floor.launch(*floor.case.make(0))
+    (launch,) = (launch for launch in launches if isinstance(launch, CudaLaunch))
+    assert launch.shared_bytes <= gpu.target.shared_limit
+    assert launch.grid[1] == 1 or gpu.target.arch >= 90
 
 
 @needs_triton
@@ -187,7 +198,7 @@ def test_no_default_needs_more_instructions_than_committed(floor):
         pytest.skip(f"counted with triton {committed['triton']}; {triton.__version__} is installed")
     expected = next((row for row in committed["rows"] if (row["name"], row["gpu"]) == (floor.case.name, "H200")), None)
     assert expected, f"{floor.case.name} is not in {COMMITTED.name}: run python benchmarks/issue_floor.py"
-    with recorded(1) as launches, torch.device("meta"):
+    with recorded(GpuLimits(1)) as launches, torch.device("meta"):
         floor.launch(*floor.case.make(0))
     if any(isinstance(launch, CudaLaunch) for launch in launches) and shutil.which("nvcc") is None:
         pytest.skip("nvcc, which compiles this kernel, is not installed")
