@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu import floors, sass, shapes
+from benchmarks.gpu import floors, predictions, sass, shapes, table
 from benchmarks.gpu.floors import Floor
 from permtriton.errors import ConfigError
 from permtriton.kernels.launch import CudaLaunch, GpuLimits, multiprocessors, record, recorded, triton
@@ -207,3 +207,51 @@ def test_no_default_needs_more_instructions_than_committed(floor):
     assert found["resident"] >= expected["resident"], "programs per multiprocessor"
     if expected["ratio"] is not None:
         assert found["ratio"] <= 1.1 * expected["ratio"], "issue floor over memory time"
+
+
+class TestPredictions:
+    """From 256 tokens on, and of a step of decoding: what needs no machine code."""
+
+    def test_committed_rows_are_what_the_code_predicts(self):
+        committed = json.loads(COMMITTED.read_text(encoding="utf-8"))["predicted"]
+        others = [one for one in committed if "measured_at" in one]
+        assert {one["tokens"] for one in others} == {256, 512, 1024, 4096, 8192}
+        for one in others:
+            found = predictions._by_others(one["tokens"], *map(int, one["case"].split("x")))
+            assert {name: one[name] for name in found if name != "us"} == pytest.approx(
+                {name: value for name, value in found.items() if name != "us"}, abs=1e-3
+            )
+            assert one["us"] == pytest.approx(found["us"], abs=1e-3)
+
+    def test_a_ratio_is_that_of_the_nearest_shape_and_never_above_two(self):
+        near = predictions._by_others(4096, 3584, 3584)  # measured as 3.04 there, so the next numbers of tokens count
+        assert near["measured_at"] == [2048, 3584, 3584]
+        assert near["dense_us"] / near["us"] == pytest.approx(near["ratio"]) == 1.41
+
+    def test_a_step_of_decoding_is_linears_launches_cache_and_output_layer(self):
+        layer = {"us": 60.0, "dense_us": 100.0}
+        one, more = (predictions._step(1, layer, launches, 18) for launches in (8, 33))
+        assert one["dense_us"] - one["us"] == pytest.approx(32 * 40)
+        assert more["us"] - one["us"] == pytest.approx(32 * 25 * 2)
+        assert predictions._step(64, layer, 8, 18)["bytes"] - one["bytes"] == 63 * 32 * 2 * 2 * 512 * 1024
+        inside, _ = predictions._small_launches()
+        committed = [one for one in json.loads(COMMITTED.read_text())["predicted"] if one["name"] == table.DECODING]
+        assert f"batch 1, {inside} launches beside" in {one["case"] for one in committed}
+
+    def test_what_was_measured_stands_beside_what_was_predicted(self):
+        report = json.loads(COMMITTED.read_text(encoding="utf-8"))
+        speed = f"{table.SPEED}{table.DENSE}"
+        rows = {
+            "x": {
+                "results": [
+                    {"name": name, "case": case, "figures": {figure: 1.234}}
+                    for name, case, figure in (
+                        ("2:4 prefill, 4096 tokens", "4096x4096", speed),
+                        (table.DECODING, "batch 1, 512 tokens of context", speed), ("unpack", "any", table.COPY),
+                    )
+                ]
+            }
+        }  # fmt: skip
+        assert table.predicted_many(report, rows).count("measured 1.23") == 1
+        lines = [line for line in table.predicted(report, rows).splitlines() if line.endswith("| 1.23 |")]
+        assert [line.split(" | ")[0] for line in lines] == [f"| {table.DECODING}", f"| {table.DECODING}", "| packing"]

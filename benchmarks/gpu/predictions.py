@@ -8,9 +8,9 @@ Up to 256 tokens the packed product is predicted from its machine code:
 A dense product is predicted in the same way from its bytes alone. What is fixed is the start and the end of a launch in
 a CUDA graph: the first bytes, the last stores; less where a kernel begins while the one before it ends.
 
-From 256 tokens on the route is cuSPARSELt, whose code cannot be counted: of our prediction of the dense product others'
-measured ratio of the nearest shape is taken. A step of decoding is its linears, the small operators of the modules, which
-a run of a tiny model counts, the cache and the output layer, which stays dense.
+From 256 tokens on the route is cuSPARSELt, whose code cannot be counted: our prediction of the dense product is divided
+by the ratio that others measured at the nearest shape. A step of decoding is its linears, the small operators of the
+modules, which a run of a tiny model counts, the cache, and the output layer, which stays dense.
 """
 
 import json
@@ -43,14 +43,14 @@ def predictions() -> Iterator[dict[str, Any]]:
         for route in ["mma"] * (tokens <= MOST_TOKENS) + [BARE] * (tokens > DEFAULT_TOKENS):
             make = _predicted if route == "mma" else _by_others
             rows = [make(tokens, *shape) for shape in LAYER_8B]
-            name = product_name(tokens) + ", by the CUDA kernel" * (route == "mma" and tokens > DEFAULT_TOKENS)
+            name = product_name(tokens) + ", in CUDA" * (route == "mma" and tokens > DEFAULT_TOKENS)
             yield from ({"name": name, **one} for one in rows)
             layers[tokens] = _layer(rows)
-            yield {"name": name, "case": LAYER, **layers[tokens], "limit": ""}
+            yield {"name": name, "tokens": tokens, "case": LAYER, **layers[tokens], "limit": ""}
     inside, outside = _small_launches()
-    for batch, (launches, which) in ((1, (inside, "eager")), (1, (FUSED, "fused")), (64, (inside, "eager")),
-                                     (64, (FUSED, "fused"))):  # fmt: skip
-        yield _step(batch, layers[batch], launches, outside, which)
+    for batch in (1, 64):
+        for launches in (inside, FUSED):
+            yield _step(batch, layers[batch], launches, outside)
 
 
 def _layer(rows: list[dict[str, Any]]) -> dict[str, float]:
@@ -75,14 +75,14 @@ def _by_others(tokens: int, rows: int, channels: int) -> dict[str, Any]:
     near = min(table, key=lambda one: (distance(*one[1:3]), round(abs(math.log(one[0] / tokens)), 6), one[3]))
     dense = _dense_us(tokens, rows, channels)
     moved = rows * channels * 9 // 8 + 2 * tokens * (rows + channels)
-    measured = f"{near[0]}x{near[1]}x{near[2]}"
     return {
         "tokens": tokens, "case": f"{rows}x{channels}", "bytes": moved, "us": dense / near[3], "dense_us": dense,
-        "ratio": near[3], "limit": f"{BARE} at {measured}",
+        "ratio": near[3], "limit": BARE,
+        "measured_at": near[:3],
     }  # fmt: skip
 
 
-def _step(batch: int, layer: dict[str, float], launches: int, outside: int, which: str) -> dict[str, Any]:
+def _step(batch: int, layer: dict[str, float], launches: int, outside: int) -> dict[str, Any]:
     from benchmarks.gpu.models import CONTEXT, SIZES
 
     vocabulary, hidden, _, heads, shared = SIZES["8B"]
@@ -92,7 +92,7 @@ def _step(batch: int, layer: dict[str, float], launches: int, outside: int, whic
     ours, dense = (same + LAYERS * layer[of] for of in ("us", "dense_us"))
     packed = LAYERS * sum(rows * channels * 9 // 8 * count for (rows, channels), count in LAYER_8B.items())
     return {
-        "name": DECODING, "case": f"batch {batch}, {launches} small launches per layer ({which})",
+        "name": DECODING, "case": f"batch {batch}, {launches} launches beside",
         "bytes": packed + LAYERS * cache + 2 * vocabulary * hidden, "us": ours, "dense_us": dense,
         "ratio": dense / ours, "limit": "linears" if LAYERS * layer["us"] > same else "the rest",
     }  # fmt: skip

@@ -199,10 +199,12 @@ def captions(rows: Mapping[str, Any]) -> list[str]:
 def markdown(rows: Mapping[str, Any]) -> str:
     """Returns the table for NOTES.md: results, or the goals where there are none."""
     if not rows:
+        shown = {f"{SPEED}{DENSE}", *(figure for _, figure in PEERS.values())}
         goals = [(name, f"{_words(*bounds)} {figure}") for name, goals in GOALS.items()
-                 for figure, bounds in goals.items()]  # fmt: skip
+                 for figure, bounds in goals.items() if figure not in shown]  # fmt: skip
         body = [("result", "goal"), *goals]
-        notes = ["No GPU has run this version: the commands above, on a machine with one, fill this table."]
+        notes = ["No GPU has run this version: the commands above, on a machine with one, fill this table. "
+                 "The other goals are in the tables of predictions."]  # fmt: skip
     else:
         body, notes = [HEADINGS, *lines(rows)], [f"- {' '.join(caption.split())}" for caption in captions(rows)]
     text = [f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in body]
@@ -227,11 +229,33 @@ def predicted(report: Mapping[str, Any], rows: Mapping[str, Any]) -> str:
         report: of ``benchmarks/issue_floor.py``.
         rows: of the result file; what they measured stands in the last column.
     """
-    found = [_predicted_product(one, rows) for one in report["predicted"]]
+    found = [_predicted_product(one, rows) for one in report["predicted"] if not _by_others(one)]
     found += [_predicted_kernel(one, rows) for one in report["now"]["rows"]
               if one["gpu"] == "H200" and not one["name"].startswith("sparse_linear")]  # fmt: skip
     text = [f"| {' | '.join(line)} |" for line in (PREDICTED, *found)]
     return "\n".join([text[0], "|" + "---|" * len(PREDICTED), *text[1:]])
+
+
+def _by_others(one: Mapping[str, Any]) -> bool:
+    return "measured_at" in one or (one["case"] == LAYER and one["tokens"] > MORE[0] and "in CUDA" not in one["name"])
+
+
+def predicted_many(report: Mapping[str, Any], rows: Mapping[str, Any]) -> str:
+    """Returns what is predicted of cuSPARSELt: a line per number of tokens; see `predicted`."""
+    found = [one for one in report["predicted"] if _by_others(one)]
+    cases = list(dict.fromkeys(one["case"] for one in found))
+    text = [("tokens", "goal", *cases)]
+    for tokens in dict.fromkeys(one["tokens"] for one in found):
+        mine = {one["case"]: one for one in found if one["tokens"] == tokens}
+        low = goals_of(product_name(tokens))[f"{SPEED}{DENSE}"][0] or 0.0
+        cells = []
+        for case in cases:
+            one, seen = mine[case], _measured(rows, product_name(tokens), case, f"{SPEED}{DENSE}")
+            cell = f"{one['us']:,.0f}/{one['dense_us']:,.0f}, {one['ratio']:.2f}" + " MISSED" * (one["ratio"] < low)
+            cells.append(cell + f", measured {seen}" * (seen != "-"))
+        text.append((str(tokens), f">= {low:g}", *cells))
+    lines = [f"|{'|'.join(line)}|" for line in text]
+    return "\n".join([lines[0], "|" + "---|" * len(text[0]), *lines[1:]])
 
 
 def product_name(tokens: int) -> str:
