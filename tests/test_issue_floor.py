@@ -218,10 +218,10 @@ class TestPredictions:
         assert {one["tokens"] for one in others} == {256, 512, 1024, 4096, 8192}
         for one in others:
             found = predictions._by_others(one["tokens"], *map(int, one["case"].split("x")))
-            assert {name: one[name] for name in found if name != "us"} == pytest.approx(
-                {name: value for name, value in found.items() if name != "us"}, abs=1e-3
+            assert (one["measured_at"], one["ratio"], one["bytes"]) == tuple(
+                found[part] for part in ("measured_at", "ratio", "bytes")
             )
-            assert one["us"] == pytest.approx(found["us"], abs=1e-3)
+            assert (one["us"], one["dense_us"]) == pytest.approx((found["us"], found["dense_us"]), abs=1e-3)
 
     def test_a_ratio_is_that_of_the_nearest_shape_and_never_above_two(self):
         near = predictions._by_others(4096, 3584, 3584)  # measured as 3.04 there, so the next numbers of tokens count
