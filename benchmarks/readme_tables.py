@@ -246,6 +246,7 @@ TABLES = {
     "gpu": lambda: gpu.markdown(gpu.read(RESULTS / "gpu.json")),
     "issue-floor": lambda: issue_floor_table("issue-floor.json"),
     "gpu-predicted": lambda: gpu.predicted(_load("issue-floor.json"), gpu.read(RESULTS / "gpu.json")),
+    "gpu-predicted-many": lambda: gpu.predicted_many(_load("issue-floor.json"), gpu.read(RESULTS / "gpu.json")),
     "quantized": lambda: quantized_table("quantized-cpu.json"),
     "real": lambda: real.short(_load(REAL), FIRST_SCREEN),
     "real-all": lambda: real.markdown(_load(REAL)),

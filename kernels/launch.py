@@ -103,25 +103,42 @@ class CudaLaunch:
 
 
 @dataclass(frozen=True)
+class GpuLimits:
+    """What a launch on a GPU depends on; by default, beside their number, that of an H200.
+
+    Attributes:
+        multiprocessors: Their number.
+        shared_bytes: Shared memory of one multiprocessor.
+        block_bytes: Shared memory that one block may have.
+        has_clusters: Whether blocks of a cluster read each other's shared memory (sm_90 and newer).
+    """
+
+    multiprocessors: int
+    shared_bytes: int = 228 << 10
+    block_bytes: int = 227 << 10
+    has_clusters: bool = True
+
+
+@dataclass(frozen=True)
 class _Recording:
     launches: list[Any]  # Launch, or CudaLaunch
-    processors: int | None
+    gpu: GpuLimits | None
 
 
 _recording: _Recording | None = None
 
 
 @contextmanager
-def recorded(processors: int | None = None) -> Iterator[list[Any]]:
+def recorded(gpu: GpuLimits | None = None) -> Iterator[list[Any]]:
     """Records launches instead of running them: no output is written, and tensors may be on the meta device.
 
     Yields the list that each `Launch`, or `CudaLaunch`, is appended to.
 
     Args:
-        processors: How many multiprocessors `multiprocessors` says that the meta device has; None for no GPU.
+        gpu: What the meta device counts as; None for no GPU.
     """
     global _recording
-    before, _recording = _recording, _Recording([], processors)
+    before, _recording = _recording, _Recording([], gpu)
     try:
         yield _recording.launches
     finally:
@@ -139,7 +156,12 @@ def multiprocessors(device: torch.device) -> int | None:
     """Returns how many multiprocessors a GPU has, a meta device those given to `recorded`, a CPU None."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).multi_processor_count
-    return _recording.processors if _recording is not None and device.type == "meta" else None
+    return None if (limits := recorded_limits(device)) is None else limits.multiprocessors
+
+
+def recorded_limits(device: torch.device) -> GpuLimits | None:
+    """Returns what was given to `recorded`, for a meta device; None for every other one."""
+    return _recording.gpu if _recording is not None and device.type == "meta" else None
 
 
 class Kernel:

@@ -38,7 +38,7 @@ from torch import Tensor
 from permtriton.errors import PermTritonError
 from permtriton.kernels.autotune import config_for, note
 from permtriton.kernels.cuda.runtime import CudaKernel
-from permtriton.kernels.launch import Config, has_kernels, multiprocessors
+from permtriton.kernels.launch import Config, GpuLimits, has_kernels, recorded_limits
 from permtriton.kernels.packing import PATTERN, pack
 from permtriton.kernels.permute import permute
 from permtriton.util.sparsity import NMPattern
@@ -72,27 +72,10 @@ def configs_for(tokens: int) -> tuple[Config, ...]:
     return (CONFIGS[1], CONFIGS[0], *CONFIGS[2:]) if tokens <= FEW_TOKENS else CONFIGS
 
 
-@dataclass(frozen=True)
-class GpuLimits:
-    """What a launch depends on.
-
-    Attributes:
-        multiprocessors: Their number.
-        shared_bytes: Shared memory of one multiprocessor.
-        block_bytes: Shared memory that one block may have.
-        has_clusters: Whether blocks of a cluster read each other's shared memory (sm_90 and newer).
-    """
-
-    multiprocessors: int
-    shared_bytes: int
-    block_bytes: int
-    has_clusters: bool
-
-
 def limits_of(device: torch.device) -> GpuLimits:
-    """Returns what a launch on a GPU depends on; a meta device has clusters and the shared memory of an H200."""
+    """Returns what a launch depends on; a meta device is the GPU that launches are recorded for, or an H200."""
     if device.type == "meta":
-        return GpuLimits(multiprocessors(device) or 132, 228 << 10, 227 << 10, True)
+        return recorded_limits(device) or GpuLimits(132)
     found: Any = torch.cuda.get_device_properties(device)
     return GpuLimits(
         found.multi_processor_count, found.shared_memory_per_multiprocessor, found.shared_memory_per_block_optin,

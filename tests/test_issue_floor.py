@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu import floors, sass, shapes
+from benchmarks.gpu import floors, predictions, sass, shapes, table
 from benchmarks.gpu.floors import Floor
 from permtriton.errors import ConfigError
-from permtriton.kernels.launch import CudaLaunch, multiprocessors, record, recorded, triton
+from permtriton.kernels.launch import CudaLaunch, GpuLimits, multiprocessors, record, recorded, triton
 from permtriton.kernels.tools.compile_check import TARGETS, resident
 
 from .kernel_builds import copy_floor
@@ -118,10 +118,21 @@ def test_programs_per_multiprocessor(target, warps, registers, shared, columns, 
 
 def test_recorded_launches_know_the_processors_of_the_named_gpu():
     meta = torch.device("meta")
-    with recorded(132):
+    with recorded(GpuLimits(132)):
         assert multiprocessors(meta) == 132
         assert multiprocessors(torch.device("cpu")) is None
     assert multiprocessors(meta) is None
+
+
+@pytest.mark.parametrize("gpu", floors.GPUS, ids=lambda gpu: gpu.name)
+def test_a_recorded_launch_fits_the_named_gpu(gpu):
+    """The same product asks an RTX 4090 for less shared memory than an H200, and an A100 for no cluster."""
+    floor = shapes.floor_of(64, shapes.ROWS, shapes.CHANNELS, in_cuda=True)
+    with recorded(gpu.limits) as launches, torch.device("meta"):
+        floor.launch(*floor.case.make(0))
+    (launch,) = (launch for launch in launches if isinstance(launch, CudaLaunch))
+    assert launch.shared_bytes <= gpu.target.shared_limit
+    assert launch.grid[1] == 1 or gpu.target.arch >= 90
 
 
 @needs_triton
@@ -187,7 +198,7 @@ def test_no_default_needs_more_instructions_than_committed(floor):
         pytest.skip(f"counted with triton {committed['triton']}; {triton.__version__} is installed")
     expected = next((row for row in committed["rows"] if (row["name"], row["gpu"]) == (floor.case.name, "H200")), None)
     assert expected, f"{floor.case.name} is not in {COMMITTED.name}: run python benchmarks/issue_floor.py"
-    with recorded(1) as launches, torch.device("meta"):
+    with recorded(GpuLimits(1)) as launches, torch.device("meta"):
         floor.launch(*floor.case.make(0))
     if any(isinstance(launch, CudaLaunch) for launch in launches) and shutil.which("nvcc") is None:
         pytest.skip("nvcc, which compiles this kernel, is not installed")
@@ -196,3 +207,51 @@ def test_no_default_needs_more_instructions_than_committed(floor):
     assert found["resident"] >= expected["resident"], "programs per multiprocessor"
     if expected["ratio"] is not None:
         assert found["ratio"] <= 1.1 * expected["ratio"], "issue floor over memory time"
+
+
+class TestPredictions:
+    """From 256 tokens on, and of a step of decoding: what needs no machine code."""
+
+    def test_committed_rows_are_what_the_code_predicts(self):
+        committed = json.loads(COMMITTED.read_text(encoding="utf-8"))["predicted"]
+        others = [one for one in committed if "measured_at" in one]
+        assert {one["tokens"] for one in others} == {256, 512, 1024, 4096, 8192}
+        for one in others:
+            found = predictions._by_others(one["tokens"], *map(int, one["case"].split("x")))
+            assert (one["measured_at"], one["ratio"], one["bytes"]) == tuple(
+                found[part] for part in ("measured_at", "ratio", "bytes")
+            )
+            assert (one["us"], one["dense_us"]) == pytest.approx((found["us"], found["dense_us"]), abs=1e-3)
+
+    def test_a_ratio_is_that_of_the_nearest_shape_and_never_above_two(self):
+        near = predictions._by_others(4096, 3584, 3584)  # measured as 3.04 there, so the next numbers of tokens count
+        assert near["measured_at"] == [2048, 3584, 3584]
+        assert near["dense_us"] / near["us"] == pytest.approx(near["ratio"]) == 1.41
+
+    def test_a_step_of_decoding_is_linears_launches_cache_and_output_layer(self):
+        layer = {"us": 60.0, "dense_us": 100.0}
+        one, more = (predictions._step(1, layer, launches, 18) for launches in (8, 33))
+        assert one["dense_us"] - one["us"] == pytest.approx(32 * 40)
+        assert more["us"] - one["us"] == pytest.approx(32 * 25 * 2)
+        assert predictions._step(64, layer, 8, 18)["bytes"] - one["bytes"] == 63 * 32 * 2 * 2 * 512 * 1024
+        inside, _ = predictions._small_launches()
+        committed = [one for one in json.loads(COMMITTED.read_text())["predicted"] if one["name"] == table.DECODING]
+        assert f"batch 1, {inside} launches beside" in {one["case"] for one in committed}
+
+    def test_what_was_measured_stands_beside_what_was_predicted(self):
+        report = json.loads(COMMITTED.read_text(encoding="utf-8"))
+        speed = f"{table.SPEED}{table.DENSE}"
+        rows = {
+            "x": {
+                "results": [
+                    {"name": name, "case": case, "figures": {figure: 1.234}}
+                    for name, case, figure in (
+                        ("2:4 prefill, 4096 tokens", "4096x4096", speed),
+                        (table.DECODING, "batch 1, 512 tokens of context", speed), ("unpack", "any", table.COPY),
+                    )
+                ]
+            }
+        }  # fmt: skip
+        assert table.predicted_many(report, rows).count("measured 1.23") == 1
+        lines = [line for line in table.predicted(report, rows).splitlines() if line.endswith("| 1.23 |")]
+        assert [line.split(" | ")[0] for line in lines] == [f"| {table.DECODING}", f"| {table.DECODING}", "| packing"]

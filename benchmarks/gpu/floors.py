@@ -39,7 +39,7 @@ import torch
 
 from benchmarks.gpu.sass import Code, loops_of, parse
 from permtriton.errors import ConfigError
-from permtriton.kernels.launch import CudaLaunch, Launch, recorded
+from permtriton.kernels.launch import CudaLaunch, GpuLimits, Launch, recorded
 from permtriton.kernels.tools.case import Case
 from permtriton.kernels.tools.compile_check import (
     RESERVED_SHARED,
@@ -96,12 +96,19 @@ class Gpu:
     bandwidth: float
     source: str
 
+    @property
+    def limits(self) -> GpuLimits:
+        """What its launches depend on."""
+        block = self.target.shared_limit
+        return GpuLimits(self.processors, block + RESERVED_SHARED, block, int(self.target.arch) >= 90)
+
 
 _TARGETS = {target.name: target for target in TARGETS}
 H200 = Gpu("H200", _TARGETS["sm_90"], 132, 1.98e9, 4.3e12, "assumed: 0.9 of the nominal 4.8 TB/s")
 GPUS = (
     H200,
     Gpu("A100 80 GB", _TARGETS["sm_80"], 108, 1.41e9, 0.9 * 2.04e12, "0.9 of the nominal 2.04 TB/s"),
+    Gpu("RTX 4090", _TARGETS["sm_89"], 128, 2.52e9, 0.9 * 1.008e12, "0.9 of the nominal 1.008 TB/s; its boost clock"),
     Gpu("B200", _TARGETS["sm_100"], 148, 1.85e9, 0.9 * 8e12, "0.9 of the nominal 8 TB/s; the clock is assumed"),
 )
 
@@ -158,6 +165,7 @@ class Row:
         name: Name of the case.
         gpu: Name of the GPU.
         unit: What instructions are stated per: "weight".
+        units: How many of them there are.
         launches: The launches of the call, the one that issues the most first.
         per_unit: Instructions of threads, 32 per warp, per unit of work.
         issue_us: Issue floor in microseconds.
@@ -170,6 +178,7 @@ class Row:
     name: str
     gpu: str
     unit: str
+    units: int
     launches: tuple[Counted, ...]
     per_unit: float
     issue_us: float
@@ -201,7 +210,8 @@ class Row:
         return {
             "name": self.name, "gpu": self.gpu, "kernels": [launch.kernel for launch in self.launches],
             "registers": main.registers, "shared_bytes": main.shared_bytes, "resident": main.resident,
-            "spills": self.spills, "main_loop": main.main_loop, "unit": self.unit, "bytes": self.bytes,
+            "spills": self.spills, "main_loop": main.main_loop, "unit": self.unit, "units": self.units,
+            "bytes": self.bytes,
             **{name: None if math.isnan(value) else round(value, 3) for name, value in counted.items()},
         }  # fmt: skip
 
@@ -213,7 +223,7 @@ def row(floor: Floor, gpu: Gpu) -> Row:
         ConfigError: nothing can be compiled here, or ``loops`` does not fit the machine code.
     """
     check_compiles()
-    with torch.device("meta"), recorded(gpu.processors) as launches:
+    with torch.device("meta"), recorded(gpu.limits) as launches:
         floor.launch(*floor.case.make(0))
     if not launches:
         raise ConfigError(f"{floor.case.name}: its floor launches nothing: call the kernel's launcher there")
@@ -227,7 +237,7 @@ def row(floor: Floor, gpu: Gpu) -> Row:
         )
     latency = sum(math.ceil(one.waves(gpu)) * one.cycles for one in found)
     return Row(
-        floor.case.name, gpu.name, floor.unit, tuple(found), 32 * instructions / floor.units,
+        floor.case.name, gpu.name, floor.unit, floor.units, tuple(found), 32 * instructions / floor.units,
         1e6 * instructions / (gpu.processors * ISSUE_SLOTS * gpu.clock), 1e6 * floor.case.bytes / gpu.bandwidth,
         1e6 * latency / gpu.clock, found[0].waves(gpu), floor.case.bytes,
     )  # fmt: skip

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import rms_norm
 
 from benchmarks.gpu.bench import Bench, Prepare
+from benchmarks.gpu.table import PAIRS
 from permtriton.kernels.launch import Kernel, multiprocessors, tl, triton
 from permtriton.kernels.nm_mask import nm_mask_backward_reference, nm_mask_reference
 from permtriton.kernels.sinkhorn import sinkhorn_backward_reference, sinkhorn_reference
@@ -20,6 +21,7 @@ from permtriton.kernels.tools.case import BLOCK, Case, Inputs
 from permtriton.kernels.tools.cases.assignment import assignment_case
 from permtriton.kernels.tools.cases.nm_mask import nm_mask_backward_case, nm_mask_case
 from permtriton.kernels.tools.cases.norm_permute import norm_permute_case
+from permtriton.kernels.tools.cases.packing import unpack_case
 from permtriton.kernels.tools.cases.permute import permute_case
 from permtriton.kernels.tools.cases.sinkhorn import sinkhorn_backward_case, sinkhorn_case
 from permtriton.kernels.tools.cases.swap_gains import swap_gains_case
@@ -179,7 +181,7 @@ def _linear_assignment(inputs: Inputs) -> Callable[[], tuple[Tensor, Tensor]]:
 
 
 def masks(bench: Bench) -> None:
-    """The masked weight of the largest linear, and the gradient of its permutation."""
+    """The masked weight of the largest linear, the gradient of its permutation, and unpacking it."""
     rows, channels = bench.pick((11008, 4096), (96, 128))
 
     def forward(*inputs: Any) -> Tensor:
@@ -191,10 +193,11 @@ def masks(bench: Bench) -> None:
     for name, make, eager in (("forward", nm_mask_case, forward), ("backward", nm_mask_backward_case, backward)):
         peers: dict[str, Prepare] = {"eager torch": lambda inputs, eager=eager: partial(eager, *inputs)}
         bench.compare(f"nm_mask {name}", make(rows, channels, bench.dtype, bench.device), peers, copies=True)
+    bench.compare("unpack", unpack_case(rows, channels, bench.dtype, bench.device), {}, copies=True)
 
 
 def swaps(bench: Bench) -> None:
     """The gains of swaps between 1024 positions and all; nothing else computes them, so there is no peer."""
     case = swap_gains_case(*bench.pick((11008, 4096), (24, 32)), bench.device)
-    figures: dict[str, Callable[[float], float]] = {"1e12 pairs and rows a second": lambda s: case.flops / 6e12 / s}
+    figures: dict[str, Callable[[float], float]] = {PAIRS: lambda s: case.flops / 6e12 / s}
     bench.compare("swap_gains", case, {}, figures=figures)

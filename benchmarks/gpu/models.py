@@ -17,7 +17,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from benchmarks.gpu.bench import Bench, Prepare, ran_as
 from benchmarks.gpu.kernels import rms_norm_alone
-from benchmarks.gpu.table import BARE, DENSE, FEW, LAYER, LAYER_8B, MORE, OURS
+from benchmarks.gpu.table import BARE, DECODING, DENSE, FEW, LAYER, LAYER_8B, MANY, MORE, OURS, PREFILL, product_name
 from benchmarks.shared import PATTERN, step_seconds
 from permtriton import find_plan
 from permtriton.data.samples import Samples
@@ -47,7 +47,7 @@ def few_tokens(bench: Bench) -> None:
     """The packed product with 1 to 1024 tokens against cuBLAS and cuSPARSELt, shape by shape and for a layer."""
     layer = bench.pick(LAYER_8B, TINY_LAYER)
     for tokens in bench.pick((*FEW, *MORE), (1, 16)):
-        name = f"sparse_linear, {tokens} token{'s' * (tokens > 1)}"
+        name = product_name(tokens)
         for rows, channels in layer:
             case = sparse_linear_case(tokens, rows, channels, bench.dtype, bench.device)
             how: dict[str, Any] = {"seconds": 1.0, "reads": tokens in FEW, "label": f"{rows}x{channels}"}
@@ -77,11 +77,11 @@ def prefill(bench: Bench) -> None:
     A folded permutation is in the weight's order already: the product alone. One after a norm is written by the norm:
     norm and product, against the norm alone and the product. What is left is gathered first.
     """
-    for tokens in bench.pick([4096, 8192], [32]):
+    for tokens in bench.pick(MANY, (32,)):
         for rows, channels in bench.pick(list(LAYER_8B), [(64, 128)]):
             shape = (tokens, rows, channels, bench.dtype, bench.device)
             peers, label = _peers(channels), f"{rows}x{channels}"
-            bench.compare(f"2:4 prefill, {tokens} tokens", sparse_linear_case(*shape), peers, seconds=1.0, label=label)
+            bench.compare(f"{PREFILL}, {tokens} tokens", sparse_linear_case(*shape), peers, seconds=1.0, label=label)
     tokens, rows, channels = bench.pick((4096, 14336, HIDDEN), (32, 64, 128))
     shape, label = (tokens, rows, channels, bench.dtype, bench.device), f"{rows}x{channels}"
     after: dict[str, Prepare] = {BARE: partial(_norm_and_bare, channels)}
@@ -151,11 +151,11 @@ def decoding(bench: Bench) -> None:
     dense, sparse = dense_and_packed(bench, "8B", bench.pick(32, 1))
     for batch in bench.pick((1, 16, 64), (1, 4)):
         case = f"batch {batch}, {context} tokens of context"
-        if not bench.begins(f"decoding, 8B shape: {case}"):
+        if not bench.begins(f"{DECODING}: {case}"):
             continue
         ids = torch.randint(0, dense.config.vocab_size, (batch, 1), device=bench.device)
         with torch.no_grad():
-            steps = {OURS: [_step(sparse, ids, context)], DENSE: [_step(dense, ids, context)]}
+            steps = {OURS: [one_step(sparse, ids, context)], DENSE: [one_step(dense, ids, context)]}
             with choices() as ran:
                 for (step,) in steps.values():
                     step()
@@ -166,10 +166,11 @@ def decoding(bench: Bench) -> None:
         figures = {"milliseconds per step": 1e3 * times[OURS].quantile(0.5),
                    "of the dense model's bytes": moved[0] / moved[1]}  # fmt: skip
         floor = moved[0] / bench.ceilings["read_gb_s"] / 1e9
-        bench.add("decoding, 8B shape", case, times, figures, floor, bytes=moved[0], **ran_as(ran))
+        bench.add(DECODING, case, times, figures, floor, bytes=moved[0], **ran_as(ran))
 
 
-def _step(model: Any, ids: Tensor, context: int) -> Callable[[], Tensor]:
+def one_step(model: Any, ids: Tensor, context: int) -> Callable[[], Tensor]:
+    """Returns a call that decodes one token per row of ``ids``, the last of ``context``."""
     cache = StaticCache(config=model.config, max_cache_len=context)
     cache.layers = [_FullLayer(context) for _ in cache.layers]
     place = torch.full_like(ids, context - 1)

@@ -14,7 +14,8 @@ WHEELS = ("'pydantic>=2.12'", "'psutil>=6.0'", "pytest", "pytest-xdist")  # as a
 CALL_SECONDS = 570  # of a call, unless --seconds says otherwise
 SHAPES_7B = [(11008, 4096), (4096, 11008), (4096, 4096)]  # rows and channels of the linears of LLaMA-2-7B
 LAYER_8B = {(4096, 4096): 2, (1024, 4096): 2, (14336, 4096): 2, (4096, 14336): 1}  # of LLaMA-3-8B -> how many of each
-FEW, MORE = (1, 16, 64), (128, 256, 512, 1024)  # tokens; those with the highest goals first
+FEW, MORE, MANY = (1, 16, 64), (128, 256, 512, 1024), (4096, 8192)  # tokens; those with the highest goals first
+PREFILL, DECODING = "2:4 prefill", "decoding, 8B shape"
 OURS, COPIES = "permtriton", ("copy_ in a graph", "copy_ on the stream")
 DENSE, BARE = "cuBLAS, dense", "cuSPARSELt"
 Bounds = tuple[float | None, float | None]
@@ -58,7 +59,7 @@ ROWS = {
     "tests": Row("rest", 115, 220, "tests/gpu in up to 8 processes"),
     "memcheck": Row("rest", 65, 125, "a small case of each kernel under compute-sanitizer"),
     "racecheck": Row("rest", 65, 125, "the same cases"),
-    "nm_mask": Row("rest", 25, 50, "masked weights, and the gradients of their permutation", True),
+    "nm_mask": Row("rest", 25, 50, "masked weights, the gradients of their permutation, and unpacking", True),
     "permute": Row("rest", 25, 90, "the gather, also as written by hand in CUDA", True),
     "norm": Row("rest", 25, 50, "RMSNorm that writes a permuted order", True),
     "sinkhorn": Row("rest", 50, 90, "the relaxation of one step, with torch.compile as a peer", True),
@@ -70,6 +71,7 @@ AHEAD_SECONDS = 90  # at most, for compiling before the rows of a call
 
 SPEED = "times the speed of "
 COPY, READ = "of copy bandwidth", "of read bandwidth"
+PAIRS = "1e12 pairs and rows a second"
 LAYER = "the linears of an 8B layer"
 GOALS: dict[str, dict[str, Bounds]] = {  # how a result's name and case begin -> figure -> (least, most)
     f"sparse_linear, 1 token: {LAYER}": {f"{SPEED}{DENSE}": (1.6, None)},
@@ -80,16 +82,17 @@ GOALS: dict[str, dict[str, Bounds]] = {  # how a result's name and case begin ->
     "sparse_linear, 256 tokens": {f"{SPEED}{DENSE}": (1.0, None)},
     "sparse_linear, 512 tokens": {f"{SPEED}{DENSE}": (1.0, None)},
     "sparse_linear, 1024 tokens": {f"{SPEED}{DENSE}": (1.0, None)},
-    "2:4 prefill": {f"{SPEED}{DENSE}": (1.5, None), f"{SPEED}{BARE}, tuned": (0.98, None)},
-    "decoding, 8B shape: batch 1,": {f"{SPEED}{DENSE}": (1.4, None)},
-    "decoding, 8B shape: batch 64,": {f"{SPEED}{DENSE}": (1.25, None)},
+    PREFILL: {f"{SPEED}{DENSE}": (1.5, None), f"{SPEED}{BARE}, tuned": (0.98, None)},
+    f"{DECODING}: batch 1,": {f"{SPEED}{DENSE}": (1.4, None)},
+    f"{DECODING}: batch 64,": {f"{SPEED}{DENSE}": (1.25, None)},
     "learning step": {f"{SPEED}a dense forward and backward pass": (0.95, None)},
     "assignment": {"milliseconds": (None, 5.0), f"{SPEED}scipy in one thread": (200.0, None)},
     "sinkhorn forward": {COPY: (0.8, None)},
     "sinkhorn both": {f"{SPEED}eager torch": (20.0, None), f"{SPEED}torch.compile": (5.0, None)},
     "nm_mask forward": {COPY: (0.8, None)},
     "nm_mask backward": {COPY: (0.5, None)},
-    "swap_gains": {"1e12 pairs and rows a second": (3.0, None)},
+    "swap_gains": {PAIRS: (3.0, None)},
+    "unpack": {COPY: (0.8, None)},
     "permute, 16384 rows": {COPY: (0.95, None)},
     "permute": {f"{SPEED}the kernel in CUDA": (0.95, None)},
     "RMSNorm": {f"{SPEED}our RMSNorm alone": (0.97, None)},
@@ -196,10 +199,12 @@ def captions(rows: Mapping[str, Any]) -> list[str]:
 def markdown(rows: Mapping[str, Any]) -> str:
     """Returns the table for NOTES.md: results, or the goals where there are none."""
     if not rows:
+        shown = {f"{SPEED}{DENSE}", *(figure for _, figure in PEERS.values())}
         goals = [(name, f"{_words(*bounds)} {figure}") for name, goals in GOALS.items()
-                 for figure, bounds in goals.items()]  # fmt: skip
+                 for figure, bounds in goals.items() if figure not in shown]  # fmt: skip
         body = [("result", "goal"), *goals]
-        notes = ["No GPU has run this version: the commands above, on a machine with one, fill this table."]
+        notes = ["No GPU has run this version: the commands above, on a machine with one, fill this table. "
+                 "The other goals are in the tables of predictions."]  # fmt: skip
     else:
         body, notes = [HEADINGS, *lines(rows)], [f"- {' '.join(caption.split())}" for caption in captions(rows)]
     text = [f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in body]
@@ -211,8 +216,8 @@ PREDICTED = ("row", "case", "MB", "instructions per unit", "issue floor, us", "l
 PEERS = {  # how a counted kernel's name begins -> the result that has its goal, and the figure
     "permute": ("permute, 16384 rows", COPY), "sinkhorn backward": ("sinkhorn backward", COPY),
     "sinkhorn": ("sinkhorn forward", COPY), "nm_mask backward": ("nm_mask backward", COPY),
-    "nm_mask": ("nm_mask forward", COPY), "norm_permute": ("RMSNorm", ""), "packing": ("", ""),
-    "swap_gains": ("swap_gains", ""),
+    "nm_mask": ("nm_mask forward", COPY), "norm_permute": ("RMSNorm", f"{SPEED}our RMSNorm alone"),
+    "packing": ("unpack", COPY), "swap_gains": ("swap_gains", PAIRS), "assignment": ("assignment", "milliseconds"),
 }  # fmt: skip
 FIXED_US = 2.0  # of a launch in a CUDA graph: its first bytes, its last stores
 
@@ -224,55 +229,91 @@ def predicted(report: Mapping[str, Any], rows: Mapping[str, Any]) -> str:
         report: of ``benchmarks/issue_floor.py``.
         rows: of the result file; what they measured stands in the last column.
     """
-    found = [_predicted_product(one, rows) for one in report["predicted"]]
-    found += [_predicted_kernel(one) for one in report["now"]["rows"]
+    found = [_predicted_product(one, rows) for one in report["predicted"] if not _by_others(one)]
+    found += [_predicted_kernel(one, rows) for one in report["now"]["rows"]
               if one["gpu"] == "H200" and not one["name"].startswith("sparse_linear")]  # fmt: skip
     text = [f"| {' | '.join(line)} |" for line in (PREDICTED, *found)]
     return "\n".join([text[0], "|" + "---|" * len(PREDICTED), *text[1:]])
 
 
+def _by_others(one: Mapping[str, Any]) -> bool:
+    return "measured_at" in one or (one["case"] == LAYER and one["tokens"] > MORE[0] and "in CUDA" not in one["name"])
+
+
+def predicted_many(report: Mapping[str, Any], rows: Mapping[str, Any]) -> str:
+    """Returns what is predicted of cuSPARSELt: a line per number of tokens; see `predicted`."""
+    found = [one for one in report["predicted"] if _by_others(one)]
+    cases = list(dict.fromkeys(one["case"] for one in found))
+    text = [("tokens", "goal", *cases)]
+    for tokens in dict.fromkeys(one["tokens"] for one in found):
+        mine = {one["case"]: one for one in found if one["tokens"] == tokens}
+        low = goals_of(product_name(tokens))[f"{SPEED}{DENSE}"][0] or 0.0
+        cells = []
+        for case in cases:
+            one, seen = mine[case], _measured(rows, product_name(tokens), case, f"{SPEED}{DENSE}")
+            cell = f"{one['us']:,.0f}/{one['dense_us']:,.0f}, {one['ratio']:.2f}" + " MISSED" * (one["ratio"] < low)
+            cells.append(cell + f", measured {seen}" * (seen != "-"))
+        text.append((str(tokens), f">= {low:g}", *cells))
+    lines = [f"|{'|'.join(line)}|" for line in text]
+    return "\n".join([lines[0], "|" + "---|" * len(text[0]), *lines[1:]])
+
+
+def product_name(tokens: int) -> str:
+    """Returns the name of the result of a product of some tokens."""
+    if tokens in MANY:
+        return f"{PREFILL}, {tokens} tokens"
+    return f"sparse_linear, {tokens} token{'s' * (tokens > 1)}"
+
+
 def _predicted_product(one: Mapping[str, Any], rows: Mapping[str, Any]) -> tuple[str, ...]:
-    tokens = one["tokens"]
-    name = f"sparse_linear, {tokens} token{'s' * (tokens > 1)}"
-    low = goals_of(name, one["case"]).get(f"{SPEED}{DENSE}", (None, None))[0]
-    measured = [
-        f"{result['figures'][f'{SPEED}{DENSE}']:.2f}"
+    figure, case = f"{SPEED}{DENSE}", one["case"]
+    low = goals_of(one["name"], case).get(figure, (None, None))[0]
+
+    def shown(part: str, digits: int = 1, unit: float = 1.0) -> str:
+        return f"{one[part] / unit:.{digits}f}" if part in one else ""
+
+    return (
+        one["name"], case, shown("bytes", unit=1e6), shown("per_unit"), shown("issue_us"), shown("latency_us"),
+        shown("waves", 2), one["limit"], f"{one['us']:,.1f}", f"{one['dense_us']:,.1f}", f"{one['ratio']:.2f}",
+        _goal(low, one["ratio"]), _measured(rows, one["name"], case if one["name"] != DECODING else case[:9], figure),
+    )  # fmt: skip
+
+
+def _measured(rows: Mapping[str, Any], name: str, case: str, figure: str) -> str:
+    """Returns a figure of each result of a name, and of cases that begin like ``case``."""
+    found = [
+        f"{result['figures'][figure]:.2f}"
         for row in rows.values()
         for result in row["results"]
-        if (result["name"], result["case"]) == (name, one["case"]) and f"{SPEED}{DENSE}" in result["figures"]
+        if result["name"] == name and result["case"].startswith(case) and figure in result["figures"]
     ]
-    counted = ("",) * 5 if "bytes" not in one else (
-        f"{one['bytes'] / 1e6:.1f}", f"{one['per_unit']:.1f}", f"{one['issue_us']:.1f}", f"{one['latency_us']:.1f}",
-        f"{one['waves']:.2f}",
-    )  # fmt: skip
-    return (
-        name, one["case"], *counted, one["limit"], f"{one['us']:.1f}", f"{one['dense_us']:.1f}", f"{one['ratio']:.2f}",
-        _goal(low, one["ratio"]), ", then ".join(measured) or "-",
-    )  # fmt: skip
+    return ", then ".join(found) or "-"
 
 
 def _goal(low: float | None, ratio: float) -> str:
     return "" if low is None else f">= {low:g}" + ", MISSED" * (ratio < low)
 
 
-def _predicted_kernel(one: Mapping[str, Any]) -> tuple[str, ...]:
+def _predicted_kernel(one: Mapping[str, Any], rows: Mapping[str, Any]) -> tuple[str, ...]:
     parts = {"bytes": one["memory_us"], "issuing": one["issue_us"], "latency": one["latency_us"]}
-    known = {of: us for of, us in parts.items() if us is not None}
-    limit = max(known, key=known.__getitem__) if len(known) == len(parts) else "the data"
-    us = max(known.values()) + FIXED_US
-    ratio = (one["memory_us"] + FIXED_US) / us
-    start, figure = next((PEERS[start] for start in PEERS if one["name"].startswith(start)), ("", ""))
-    low = goals_of(start).get(figure, (None, None))[0] if figure else None
+    certain = None not in parts.values()
+    us = max(value for value in parts.values() if value is not None) + FIXED_US
+    ratio, copy = (one["memory_us"] + FIXED_US) / us, f"{one['memory_us'] + FIXED_US:.0f}"
+    name, figure = next(PEERS[start] for start in PEERS if one["name"].startswith(start))
+    low, high = goals_of(name).get(figure, (None, None))
+    if figure == PAIRS:  # of so many, 6.9 instructions each: the time of a copy says nothing
+        ratio, copy = one["units"] / us / 1e6, "-"
 
     def shown(value: float | None) -> str:
         return "-" if value is None else f"{value:.1f}"
 
-    certain = len(known) == len(parts)
+    goal = _goal(low, ratio) if certain else "" if high is None else f"<= {high:g}"
     return (
         one["name"].split()[0], " ".join(one["name"].split()[1:]), f"{one['bytes'] / 1e6:.0f}", shown(one["per_unit"]),
-        shown(one["issue_us"]), shown(one["latency_us"]), f"{one['waves']:.2f}", limit, f"{us:.0f}" if certain else "-",
-        f"{one['memory_us'] + FIXED_US:.0f}", f"{ratio:.2f}" if certain else "-",
-        _goal(low, ratio) if certain else "", "-",
+        shown(one["issue_us"]), shown(one["latency_us"]), f"{one['waves']:.2f}",
+        max(parts, key=lambda of: parts[of]) if certain else "the data", f"{us:,.0f}" if certain else "-", copy,
+        f"{ratio:.2f}" if certain else "-", f"{goal} {figure}" if goal and figure not in (COPY,) else goal,
+        _measured(rows, name, "", figure),
     )  # fmt: skip
 
 
