@@ -148,6 +148,17 @@ def test_a_step_without_any_gradient_is_kept():
     check_kept(model, before, list(kept.patterns))
 
 
+def test_weights_copied_from_masters_are_for_restore():
+    model = pruned_llama()
+    before, kept = zeros_of(model), permtriton.keep_pattern(model)
+    masters = copy.deepcopy(model)
+    train(masters, adamw(masters), 1)
+    model.load_state_dict(masters.state_dict())
+    assert model.get_parameter(UP)[before[UP]].any()
+    kept.restore()
+    check_kept(model, before, list(kept.patterns))
+
+
 def test_closures_groups_that_come_later_and_fused_steps_are_kept():
     model = pruned_llama()
     before, kept, names = zeros_of(model), permtriton.keep_pattern(model), [UP, UP.replace("up", "down")]
