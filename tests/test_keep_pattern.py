@@ -112,6 +112,111 @@ def test_an_optimizer_per_weight_may_step_inside_the_backward_pass():
     check_kept(model, before, list(kept.patterns))
 
 
+@pytest.mark.parametrize("keep", [False, True])
+def test_one_optimizer_of_all_weights_may_step_inside_the_backward_pass(keep):
+    """It changes those that have a gradient by then, and the rest of the pass needs the others as they are."""
+    model = pruned_llama()
+    before, kept, optimizer = zeros_of(model), keep and permtriton.keep_pattern(model), adamw(model)
+
+    def step(_: torch.Tensor) -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for each in model.parameters():
+        each.register_post_accumulate_grad_hook(step)
+    for number in range(2):
+        loss_of(model, number).backward()
+    if keep:
+        check_kept(model, before, list(kept.patterns))
+
+
+def test_a_step_without_any_gradient_is_kept():
+    """Such as that of an optimizer of order zero, or of one that clears gradients."""
+
+    class Noise(torch.optim.Optimizer):
+        def step(self, closure=None):
+            for each in self.param_groups[0]["params"]:
+                each.data.add_(torch.randn_like(each), alpha=0.01)
+                each.grad = None
+
+    model = pruned_llama()
+    before, kept, optimizer = zeros_of(model), permtriton.keep_pattern(model), Noise(model.parameters(), {})
+    optimizer.step()
+    check_kept(model, before, list(kept.patterns))
+    loss_of(model).backward()
+    optimizer.step()
+    check_kept(model, before, list(kept.patterns))
+
+
+def test_weights_copied_from_masters_are_for_restore():
+    model = pruned_llama()
+    before, kept = zeros_of(model), permtriton.keep_pattern(model)
+    masters = copy.deepcopy(model)
+    train(masters, adamw(masters), 1)
+    model.load_state_dict(masters.state_dict())
+    assert model.get_parameter(UP)[before[UP]].any()
+    kept.restore()
+    check_kept(model, before, list(kept.patterns))
+
+
+def test_closures_groups_that_come_later_and_fused_steps_are_kept():
+    model = pruned_llama()
+    before, kept, names = zeros_of(model), permtriton.keep_pattern(model), [UP, UP.replace("up", "down")]
+    lbfgs = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2)
+    later = torch.optim.AdamW([model.get_parameter(names[0])], 1e-2, weight_decay=0.1)
+    later.add_param_group({"params": [model.get_parameter(names[1])]})
+
+    def closure() -> torch.Tensor:
+        lbfgs.zero_grad()
+        loss = loss_of(model)
+        loss.backward()
+        return loss
+
+    for step in (
+        lambda: lbfgs.step(closure), later.step, *(
+            torch.optim.AdamW(model.parameters(), 1e-2, **{how: True}).step for how in ("foreach", "fused")
+        )
+    ):  # fmt: skip
+        step()
+        check_kept(model, before, list(kept.patterns))
+
+
+class Wrapping(torch.Tensor):
+    """A weight without values of its own, as those in 8 bits are."""
+
+    @staticmethod
+    def __new__(cls, values):
+        return torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=values.dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        return args[0]
+
+
+def to_meta(model: nn.Module) -> None:
+    model.to("meta")
+
+
+def assign_dense(model: nn.Module) -> None:
+    model.load_state_dict({name: torch.randn_like(each) for name, each in model.state_dict().items()}, assign=True)
+
+
+def parametrize(model: nn.Module) -> None:
+    nn.utils.parametrize.register_parametrization(model.model.layers[0].mlp.up_proj, "weight", nn.Identity())
+
+
+@pytest.mark.parametrize("change", [to_meta, assign_dense, parametrize])
+def test_what_becomes_of_the_model_stops_no_training_of_another(change):
+    model = pruned_llama()
+    kept = permtriton.keep_pattern(model)
+    change(model)
+    wrapping = nn.Parameter(Wrapping(torch.ones(4, 4)), requires_grad=False)
+    for weight in (nn.Linear(4, 4).weight, nn.Linear(4, 4, device="meta").weight, wrapping):
+        weight.grad = torch.ones(4, 4, device=weight.device)
+        torch.optim.SGD([weight], 0.1).step()
+    kept.remove()
+
+
 def test_another_model_may_step_between_forward_and_backward():
     model, other = pruned_llama(), zoo.tiny_llama()
     before, kept, optimizers = zeros_of(model), permtriton.keep_pattern(model), [adamw(model), adamw(other)]
@@ -288,6 +393,14 @@ def test_a_compiled_step_of_the_optimizer():
     optimizer.step = torch.compile(optimizer.step, backend="eager")
     train(model, optimizer, 2)
     check_kept(model, before, list(kept.patterns))
+
+
+def test_a_data_parallel_model_is_saved(tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(folders.save(pruned_llama(), tmp_path / "pruned"))
+    before, kept = zeros_of(model), permtriton.keep_pattern(nn.DataParallel(model))
+    train(model, adamw(model), 1)
+    check_kept(model, before, list(kept.patterns))
+    kept.save_pretrained(tmp_path / "trained")
 
 
 def test_accelerate():
@@ -493,6 +606,9 @@ def test_refusals_of_what_it_returns(tmp_path):
     kept = permtriton.keep_pattern(model)
     with pytest.raises(ModelError, match=r"holds no permtriton\.json, which would have to be saved"):
         kept.save_pretrained(tmp_path / "trained")
+    averaged = torch.optim.swa_utils.AveragedModel(model)
+    with pytest.raises(ModelError, match=r"this AveragedModel holds no permtriton\.json"):
+        permtriton.keep_pattern(averaged).save_pretrained(tmp_path / "trained")
     with pytest.raises(ModelError, match="has no adapters to merge: give the PeftModel"):
         kept.merge_and_unload(model)
     torch.nn.utils.parametrize.register_parametrization(

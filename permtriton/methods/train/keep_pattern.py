@@ -138,25 +138,39 @@ class KeptPattern:
         self._weights, self.record = weights, record
         self.patterns = {name: weight.pattern for name, weight in weights.items()}
         self._model = weakref.ref(model)  # the hooks below would keep it in memory
+        self._graded: dict[int, set[int]] = {}  # optimizer that steps -> places of its weights with a gradient
         self._hooks = [
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
         ]
         weakref.finalize(model, self.remove).atexit = False
 
-    def _before_step(self, *_: Any) -> None:
+    @torch.compiler.disable
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._graded[id(optimizer)] = _places(optimizer, graded=True)
+        places = _places(optimizer)
         for name, weight in self._weights.items():
-            if weight.parameter is not weight.known:  # FSDP2 has divided it since
+            parameter = weight.owner._parameters.get(weight.key)
+            trained = self._is_of(optimizer) if parameter is None else _place(parameter) in places
+            if parameter is not weight.known and trained:  # FSDP2 has divided it since
                 _check_pattern(name, weight)
                 weight.find_zeros()
 
+    @torch.compiler.disable
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Restores the weights of this optimizer alone: a backward pass may still need the others as they are."""
-        stepped = {_storage(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        """Restores the weights that had a gradient, of this optimizer alone: a backward pass may still need the others
+        as they are. A step without any gradient may have changed every weight of its optimizer.
+        """
+        changed = self._graded.pop(id(optimizer), set()) | _places(optimizer, graded=True) or _places(optimizer)
         for weight in self._weights.values():
-            parameter = weight.parameter
-            if _storage(parameter) in stepped and (parameter.requires_grad or parameter.grad is not None):
+            parameter = weight.owner._parameters.get(weight.key)
+            if parameter is not None and _place(parameter) in changed:
                 weight.restore()
+
+    def _is_of(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether an optimizer trains this model."""
+        model = self._model()
+        return model is not None and not _places(optimizer).isdisjoint(map(_place, model.parameters()))
 
     def restore(self) -> None:
         """Sets the weights that were zero to zero now, such as after a change that no optimizer made."""
@@ -229,9 +243,10 @@ class KeptPattern:
         if model is None:
             raise ModelError("the model does not exist any more: keep a reference to it until it is saved")
         if self.record is None:
+            name = getattr(model, "name_or_path", "") or f"this {type(model).__name__}"
             raise ModelError(
-                f"{model.name_or_path or 'the model'} holds no permtriton.json, which would have to be saved, too: "
-                "load the model from a folder that permtriton compile wrote, or save it with its own save_pretrained"
+                f"{name} holds no permtriton.json, which would have to be saved, too: load the model from a folder "
+                "that permtriton compile wrote, or save it with its own save_pretrained"
             )
         if any(name.endswith(BASE_LAYER) for name, _ in model.named_modules()):
             raise ModelError("the model has adapters: merge them first, with merge_and_unload of keep_pattern's result")
@@ -285,11 +300,11 @@ class KeepPattern(TrainerCallback):
 
 
 def _unwrapped(model: Any) -> nn.Module:
-    """Returns the model inside what torch.compile, DistributedDataParallel and PEFT wrap around it."""
+    """Returns the model inside what torch.compile, DataParallel and PEFT wrap around it."""
     while True:
         if hasattr(model, "_orig_mod"):
             model = model._orig_mod
-        elif isinstance(model, DistributedDataParallel):
+        elif isinstance(model, DistributedDataParallel | nn.DataParallel):
             model = model.module
         elif hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
             model = model.get_base_model()
@@ -402,9 +417,18 @@ def _local(tensor: Any) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _storage(tensor: Any) -> int:
-    """Returns where the values of a tensor are: views share them with their weight."""
-    return _local(tensor).untyped_storage().data_ptr()
+def _places(optimizer: torch.optim.Optimizer, *, graded: bool = False) -> set[int]:
+    """Returns where the values of an optimizer's weights are, or of those that have a gradient."""
+    parameters = (each for group in optimizer.param_groups for each in group["params"])
+    return {_place(each) for each in parameters if not graded or each.grad is not None}
+
+
+def _place(tensor: Any) -> int:
+    """Returns what tells where the values of a tensor are: views share it with their weight."""
+    try:
+        return _local(tensor).untyped_storage().data_ptr() or id(tensor)
+    except RuntimeError:  # sparse, or of a class that wraps other tensors
+        return id(tensor)
 
 
 def _whole(tensor: Any) -> Tensor:
