@@ -78,9 +78,9 @@ def test_a_tokenizer_never_sees_a_longer_line(tokenizer):
             seen.append(len(text))
             return {"input_ids": [0] * (len(text) // 1000)}
 
-    start = time.perf_counter()
+    start = time.process_time()
     ids = token_ids("a" * 30_000_000, Counting(), "a.txt")
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
     assert max(seen) == LONGEST_LINE
     assert ids.numel() > 29_000
 
