@@ -104,7 +104,8 @@ def evaluate(  # noqa: PLR0913
     if hidden_order is not None:
         hidden_order = _checked_order(model, hidden_order)
     loading = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code, "token": token}
-    source = source_of(model, **loading, gguf_file=gguf_file, revision=revision)
+    of_the_dense = against is not None and isinstance(model, PreTrainedModel)  # they say how that one is loaded
+    source = source_of(model, **({} if of_the_dense else loading), gguf_file=gguf_file, revision=revision)
     if isinstance(source, Source):
         name = source.name
         shown.say(f"loading {source.described}")
