@@ -155,27 +155,27 @@ def estimate(start: Planned, windows: Inputs | None, devices: Devices) -> Needs:
         stages = _stages(start, replace(facts, thrifty=True), windows)
         if stages != found.stages:
             found = replace(found, stages=stages, thrifty=True)
-    way = _way(found, start, windows, devices)
-    if way is Way.SPREAD:
-        return _spread(found, start.model, start.plan, devices.count)
-    if way is Way.ONLOADED:
-        return _onloaded(found, start, windows)
-    return found
+    return _placed(found, start, windows, devices)
 
 
-def _way(whole: Needs, start: Planned, windows: Inputs | None, devices: Devices) -> Way:
-    """Returns how a model is placed, of the ways that are allowed: the first that fits, else one that is possible."""
+def _placed(whole: Needs, start: Planned, windows: Inputs | None, devices: Devices) -> Needs:
+    """Returns the needs of a model where it is placed: the first way that is allowed and fits, else one that can be."""
+    needs = {
+        Way.WHOLE: lambda: whole,
+        Way.SPREAD: lambda: _spread(whole, start.model, start.plan, devices.count),
+        Way.ONLOADED: lambda: _onloaded(whole, start, windows),
+    }
     if len(devices.ways) == 1:
-        return devices.ways[0]
+        return needs[devices.ways[0]]()
     if devices.kind == "cpu" or (Way.WHOLE in devices.ways and fits(whole, devices)):
-        return Way.WHOLE
-    steps, needs = start.config.steps, {}
-    if devices.count > 1 and all(step.shards for step in steps) and layer_modules(start.model, start.plan):
-        needs[Way.SPREAD] = _spread(whole, start.model, start.plan, devices.count)
-    if all(step.offloads for step in steps) and not why_not(start.model, start.plan):
-        needs[Way.ONLOADED] = _onloaded(whole, start, windows)
-    possible = [way for way in needs if way in devices.ways]
-    return next((way for way in possible if fits(needs[way], devices)), (possible or devices.ways)[0])
+        return whole
+    steps = start.config.steps
+    possible = {
+        Way.SPREAD: devices.count > 1 and all(step.shards for step in steps) and layer_modules(start.model, start.plan),
+        Way.ONLOADED: all(step.offloads for step in steps) and not why_not(start.model, start.plan),
+    }
+    found = [needs[way]() for way, can_be in possible.items() if can_be and way in devices.ways]
+    return next((each for each in found if fits(each, devices)), found[0] if found else needs[devices.ways[0]]())
 
 
 def fits(needs: Needs, devices: Devices, stage: str | None = None) -> bool:

@@ -2,11 +2,12 @@
 
 The model stays in host memory, where it is permuted, masked and saved. Inside `onloaded`, what is outside of its layers
 is on the device, and so are copies of the weights of the layer that ran last: a layer that runs on many batches, before
-the next one does, is copied once. A parameter is on the device only while its layer runs, or is `resident`.
+the next one does, is copied once. A parameter is on the device only while its layer runs; with gradients, or after
+`bring`, until another layer does.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,13 +73,11 @@ def why_not(model: PreTrainedModel, plan: Plan) -> str:
     return ""
 
 
-def resident(layer: nn.Module) -> AbstractContextManager[None]:
-    """Returns a context in which the weights of a layer stay on the device: for backward passes, and for training.
-
-    It does nothing to a layer outside of `onloaded`.
-    """
+def bring(layer: nn.Module) -> None:
+    """Brings the weights of a layer to the device until another one runs; nothing outside of `onloaded`."""
     forward = layer.__dict__.get("forward")
-    return forward.resident() if isinstance(forward, _OnDevice) else nullcontext()
+    if isinstance(forward, _OnDevice):
+        forward.stay()
 
 
 @dataclass
@@ -157,24 +156,17 @@ class _OnDevice:
 
     def __init__(self, layer: nn.Module, copies: _Copies) -> None:
         self._layer, self._copies, self._forward = layer, copies, layer.forward
-        self._resident = False
+
+    def stay(self) -> None:
+        self._copies.stay(self._layer)
 
     def __call__(self, *positional: Any, **named: Any) -> Any:
-        if torch.is_grad_enabled() and not self._resident:
-            self._copies.stay(self._layer)
-        if self._resident or self._copies.stays is self._layer:
+        if torch.is_grad_enabled():
+            self.stay()
+        if self._copies.stays is self._layer:
             return self._forward(*positional, **named)
         with self._copies.of_layer(self._layer):
             return self._forward(*positional, **named)
-
-    @contextmanager
-    def resident(self) -> Iterator[None]:
-        with self._copies.of_layer(self._layer):
-            self._resident = True
-            try:
-                yield
-            finally:
-                self._resident = False
 
 
 @contextmanager

@@ -29,7 +29,7 @@ from permtriton.running.backward import checkpointed, frozen
 from permtriton.running.layer_stream import LayerStream
 from permtriton.running.micro_batch import MicroBatch
 from permtriton.running.offload import Offload
-from permtriton.running.onload import HostMemory, resident
+from permtriton.running.onload import HostMemory
 from permtriton.util.progress import Advance, Progress
 
 Watch = Callable[[str, Tensor], Callable[[Tensor], None]]
@@ -247,13 +247,12 @@ def _backward(
         assert last.grad is not None
         gradients.append(hidden.copy_(last.grad))  # the hidden states are not needed any more
     for layer in reversed(range(len(stream.layers))):
-        with resident(stream.layers[layer]):
-            for number, gradient in enumerate(gradients):
-                read = inputs[layer][number].detach().requires_grad_()
-                found = stream.call(layer, number, read)
-                found.backward(gradient.to(found.device))
-                assert read.grad is not None
-                gradient.copy_(read.grad)
+        for number, gradient in enumerate(gradients):
+            read = inputs[layer][number].detach().requires_grad_()
+            found = stream.call(layer, number, read)
+            found.backward(gradient.to(found.device))
+            assert read.grad is not None
+            gradient.copy_(read.grad)
     for number, batch in enumerate(batches):
         start = stream.start(number)
         if start.requires_grad:  # there are linears before the layers

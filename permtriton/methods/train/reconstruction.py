@@ -26,7 +26,7 @@ from permtriton.passes.plan import Plan, layer_names, linear_module
 from permtriton.running import ranks
 from permtriton.running.layer_calls import Empty, LayerCalls, find_chains, record_chain
 from permtriton.running.offload import Offload
-from permtriton.running.onload import resident
+from permtriton.running.onload import bring
 from permtriton.running.state import StateFile
 from permtriton.util.progress import Advance, Progress
 
@@ -116,8 +116,8 @@ def reconstruct(  # noqa: PLR0913
         for name, problem in _problems(model, layers, chains, samples, weights, dense_weights, options, config, empty):
             for part in layers[name].parts:
                 if not part.keys() <= finished.keys():
-                    with resident(layers[name].module):
-                        result.parts.append({"name": name, **problem.train(model, part, name, advance)})
+                    bring(layers[name].module)
+                    result.parts.append({"name": name, **problem.train(model, part, name, advance)})
                     kept = KeptWeights(part).snapshot()
                     finished |= kept if offload is None else {key: offload.moved(value) for key, value in kept.items()}
                     _save(state, finished, result)
