@@ -457,6 +457,7 @@ def test_what_normalizers_do_between_counts_as_well(tmp_path, steps):
         load_original(Source(str(folder), device="cpu"))
 
 
+@pytest.mark.slow
 def test_a_tokenizer_that_adds_a_million_tokens_is_refused(tmp_path):
     trap = set_trap(tmp_path / "trap")
     added = {"SpecialToken": {"id": "<end>", "type_id": 0}}

@@ -178,6 +178,7 @@ def test_killed_compilations_end_as_if_uninterrupted(compilations, tmp_path, soa
     assert killed > kills // 2
 
 
+@pytest.mark.slow
 def test_a_signal_to_end_is_taken_as_an_interruption(compilations, tmp_path):
     """While the state of the second round takes its place, and while the output does."""
     options = ("--recipe", "heuristic,searched,mask", *SEARCH)
