@@ -13,12 +13,7 @@ from permtriton.config import CommonConfig
 from permtriton.util.option import check_options
 
 FLOAT32 = 4  # bytes
-# Help of options that several steps have.
-GENERATED = "Read what --generated adds to the samples, too."
-LOSS = (
-    "What it minimises: kl (of the logits), cosine (of the last hidden state), or auto: kl where there is a "
-    "language-model head."
-)
+GENERATED = "Read what --generated adds to the samples, too."  # help of an option that several steps have
 
 
 class Stage(IntEnum):

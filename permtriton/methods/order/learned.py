@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from permtriton.config import CommonConfig
+from permtriton.config import CommonConfig, ObjectiveKind, minimises
 from permtriton.driver.step import FLOAT32, Facts, Outcome, Speed, Stage, Step
 from permtriton.methods.options import Learning
 from permtriton.util.option import documented, option
@@ -28,10 +28,8 @@ class Learned(Learning, Step):
         "memory"
     )
 
-    loss: Literal["cosine", "kl", "auto"] = option(
-        "cosine",
-        "What it minimises: cosine (of the last hidden state, as in the paper), kl (of the logits), or auto: kl where "
-        "there is a language-model head.",
+    loss: Literal["cosine", ObjectiveKind, "auto"] = option(
+        "cosine", minimises(cosine="of the last hidden state, as in the paper")
     )
 
     @property
