@@ -13,6 +13,7 @@ from permtriton.cli.threads import spare_threads
 from permtriton.comparison.summary import Cell, cell
 from permtriton.comparison.tables import Result, check_table, write_table
 from permtriton.evaluation.evaluate import evaluate
+from permtriton.evaluation.fidelity import DISTANCES
 from permtriton.evaluation.measure import Evaluated
 from permtriton.evaluation.task_request import TaskRequest
 from permtriton.model.source import Source
@@ -94,10 +95,9 @@ def _rows(measured: Evaluated) -> Iterator[tuple[Cell, ...]]:
     """Yields the cells under `HEADERS` of each measure."""
     if measured.perplexity is not None:
         yield "perplexity", measured.perplexity, None, measured.dense_perplexity
-    if measured.kl is not None:
-        yield "KL to dense, nats per token", measured.kl, None, 0.0
-    if measured.cosine is not None:
-        yield "cosine to dense, hidden states", measured.cosine, None, 1.0
+    for name, distance in DISTANCES.items():
+        if (value := getattr(measured, name)) is not None:
+            yield distance.words, value, None, distance.dense
     for task in measured.tasks:
         for metric, score in task.scores.items():
             yield f"{task.name}, {metric} ({task.samples} samples)", score.value, score.stderr, None

@@ -19,6 +19,7 @@ from permtriton.driver.identity import run_identity
 from permtriton.driver.options import CompileConfig
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import ConfigError
+from permtriton.evaluation.fidelity import DISTANCES
 from permtriton.evaluation.measure import measure_model
 from permtriton.util import machine
 from permtriton.util.progress import NoProgress, Progress
@@ -92,8 +93,14 @@ class Yardstick:
         )
         scores = {f"{task.name} {metric}": score.value for task in found.tasks for metric, score in task.scores.items()}
         seconds = compile_seconds + found.seconds
-        assert found.cosine is not None, "there is a dense model"
-        return Measured(found.perplexity, found.kl, found.cosine, scores, seconds, compile_seconds, peak_bytes)
+        return Measured(
+            perplexity=found.perplexity,
+            **{name: getattr(found, name) for name in DISTANCES},
+            tasks=scores,
+            seconds=seconds,
+            compile_seconds=compile_seconds,
+            peak_bytes=peak_bytes,
+        )
 
 
 def compare(
