@@ -17,8 +17,7 @@ from permtriton.comparison.tables import Result, check_table, write_table
 from permtriton.config import CalibrationConfig
 from permtriton.data.held_out import held_out_windows
 from permtriton.data.in_memory import Data, is_named
-from permtriton.data.samples import Samples
-from permtriton.data.text import fitted
+from permtriton.data.text import check_inputs, fitted
 from permtriton.errors import CalibrationError, ConfigError, OutputError
 from permtriton.evaluation.task_request import TaskRequest
 from permtriton.model import load
@@ -139,7 +138,7 @@ class Request:
             windows, text = held_out_windows(self.source.name, self.eval_data, tokenizer, model, self.window)
             if windows is None:
                 raise CalibrationError(f"nothing to compare on: {text}")
-            yardstick = Yardstick(model, tokenizer, with_decoder_ids(model, Samples.of(windows)), loaded)
+            yardstick = Yardstick(model, tokenizer, with_decoder_ids(model, check_inputs(model, windows)), loaded)
             request = self._fitted(model, progress)
             options = resolved(request.options, self.source.name)
             kept = ResultFile(self.place, yardstick.identity(options, self.ablate, self.tasks.identity()))

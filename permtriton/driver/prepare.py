@@ -61,11 +61,11 @@ def prepare(  # noqa: PLR0913
             disk.
     """
     device, progress = device or model.device, workspace.progress
+    held_out = held_out_samples(model, windows)  # refused before all else
     start = planned(model, tokenizer, config, workspace, ids, device)
     config = start.config
     for left in reasons_of(start.plan.skipped) if config.skip_indivisible else ():
         progress.say(f"left dense: {left}")
-    held_out = held_out_samples(model, windows)
     start, needs, placement, devices = placed(start, held_out, workspace, device, ways)
     with workspace.timed("estimate"):
         forecast = make_forecast(start, needs, held_out, workspace.resume_path, devices, timed=say_needs)
