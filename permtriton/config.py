@@ -10,7 +10,7 @@ from permtriton.util.sparsity import MAX_GROUP, NMPattern
 
 ImportanceMethod = Literal["auto", "magnitude", "wanda", "ria", "obs"]
 ObjectiveKind = Literal["kl", "cosine"]
-LOSSES: Mapping[ObjectiveKind, str] = {"kl": "of the logits", "cosine": "of the last hidden state"}
+LOSSES: Mapping[str, str] = {"kl": "of the logits", "cosine": "of the last hidden state"}
 Layout = Literal["portable", "fused"]
 OProj = Literal["tied", "free"]
 
@@ -27,7 +27,8 @@ WRITTEN = "none"  # the calibration source of a compilation that reads nothing b
 
 def minimises(**first: str) -> str:
     """Returns the help of an option that chooses a loss; ``first`` are those that it names first, in other words."""
-    words = ", ".join(f"{name} ({of})" for name, of in {**first, **LOSSES, **first}.items())
+    losses: dict[str, str] = {**first, **LOSSES, **first}
+    words = ", ".join(f"{name} ({of})" for name, of in losses.items())
     return f"What it minimises: {words}, or auto: kl where there is a language-model head."
 
 
