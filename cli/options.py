@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from permtriton.config import CALIBRATION, METHOD, RUNNING
+from permtriton.config import RUNNING
 from permtriton.driver.asked import Asked
 from permtriton.errors import OutputError
 from permtriton.recipe import all_options, defaults
@@ -30,9 +30,7 @@ def output_path(name: str) -> Path:
     return Path(name)
 
 
-method_option, text_option, running_option = (
-    functools.partial(typer.Option, rich_help_panel=panel) for panel in (METHOD, CALIBRATION, RUNNING)
-)
+running_option = functools.partial(typer.Option, rich_help_panel=RUNNING)
 output_option = functools.partial(typer.Option, parser=output_path, metavar="PATH")
 
 

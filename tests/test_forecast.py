@@ -38,9 +38,9 @@ def plan(model):
 
 @pytest.fixture(scope="module")
 def seconds(model, plan):
-    def found(speed: Speed, held_out: int = 0, thrifty: bool = False, **options) -> dict[str, float]:
+    def found(speed: Speed, held_out: int = 0, low_memory: bool = False, **options) -> dict[str, float]:
         config = config_from(options)
-        facts = replace(zoo.start(model, config, SAMPLES, plan).facts, thrifty=thrifty)
+        facts = replace(zoo.start(model, config, SAMPLES, plan).facts, low_memory=low_memory)
         return stage_seconds(config, facts, speed, held_out)
 
     return found
@@ -62,8 +62,8 @@ def test_time_is_what_was_measured_times_the_passes(seconds):
 def test_kept_masks_take_time_once_per_step(seconds):
     """Four sequences in two steps of two micro-batches; masks forward, again in the backward pass, and backward."""
     options = {"recipe": "learned,mask", "learn_epochs": 3, "learn_batch_size": 2, "micro_batch_size": 1}
-    for thrifty, count in ((True, 3 * 3 * 4 + (3 + 2) * 4), (False, 3 * 3 * 2 + (3 + 2))):
-        assert seconds(Speed(0.0, 0.0, 1.0, 0.0), thrifty=thrifty, **options)["learned"] == count
+    for low_memory, count in ((True, 3 * 3 * 4 + (3 + 2) * 4), (False, 3 * 3 * 2 + (3 + 2))):
+        assert seconds(Speed(0.0, 0.0, 1.0, 0.0), low_memory=low_memory, **options)["learned"] == count
 
 
 def test_measuring_leaves_the_model_as_it_was(model, plan):

@@ -113,19 +113,19 @@ def test_masked_weights_are_kept_where_they_fit(model, plan, monkeypatch):
     learned = {"recipe": "heuristic,learned,mask", "samples": 8, "sequence_length": 1024}
     monkeypatch.setattr(memory, "available_memory", lambda device: 2**60)
     found = needs(model, plan, **learned)
-    assert not found.thrifty
+    assert not found.low_memory
     assert not found.report()["thrifty"]
-    assert memory.describe_thrift(found, config_from(learned)) == ""
+    assert memory.describe_low_memory(found, config_from(learned)) == ""
     pruned = sum(model.get_parameter(f"{name}.weight").numel() * 4 for _, name in plan.linears())
     assert found.largest_needed == "learning"
     most = found.added("learning")
-    for free, thrifty in ((most, False), (most - 2**20, True), (0, True)):
+    for free, low_memory in ((most, False), (most - 2**20, True), (0, True)):
         monkeypatch.setattr(memory, "available_memory", lambda device, free=free: free)
         other = needs(model, plan, **learned)
-        assert other.thrifty == thrifty
+        assert other.low_memory == low_memory
     assert found.extra("learning") - other.extra("learning") == 2 * pruned - pruned
-    assert "for each micro-batch" in memory.describe_thrift(other, config_from(learned))
-    assert not needs(model, plan, recipe="heuristic,searched,mask").thrifty, "it has no choice"
+    assert "for each micro-batch" in memory.describe_low_memory(other, config_from(learned))
+    assert not needs(model, plan, recipe="heuristic,searched,mask").low_memory, "it has no choice"
 
 
 def test_available_memory_is_in_bytes():
@@ -173,22 +173,22 @@ def test_compile_refuses_before_it_changes_the_model(model, monkeypatch):
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
-@pytest.mark.parametrize("thrifty", [True, False])
-def test_compile_keeps_masked_weights_as_estimated_and_says_so(model, monkeypatch, thrifty):
+@pytest.mark.parametrize("low_memory", [True, False])
+def test_compile_keeps_masked_weights_as_estimated_and_says_so(model, monkeypatch, low_memory):
     class Stopped(Exception):
         pass
 
     def learn(*arguments: object) -> None:
-        assert arguments[-2] == (not thrifty)
+        assert arguments[-2] == (not low_memory)
         raise Stopped
 
     estimate = memory.estimate
-    monkeypatch.setattr(preparing, "estimate", lambda *arguments: replace(estimate(*arguments), thrifty=thrifty))
+    monkeypatch.setattr(preparing, "estimate", lambda *arguments: replace(estimate(*arguments), low_memory=low_memory))
     monkeypatch.setattr(learning, "learn", learn)
     config, ids, progress = config_from(recipe="learned,mask"), zoo.tiny_ids(2, 8), Recording()
     with pytest.raises(Stopped):
         compile_model(copy.deepcopy(model), None, config, ids=ids, progress=progress, say_needs=True)
-    assert thrifty == any(line.startswith("to save memory: masks are computed for each") for line in progress.lines)
+    assert low_memory == any(line.startswith("to save memory: masks are computed for each") for line in progress.lines)
 
 
 def test_peak_memory_of_this_process_is_plausible():

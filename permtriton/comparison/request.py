@@ -12,7 +12,7 @@ from permtriton.checkpoint.output import locked
 from permtriton.comparison.asked import AskedComparison, Words
 from permtriton.comparison.methods import Row, ablation_rows, check_effect, method_rows
 from permtriton.comparison.results import ResultFile, RowResult
-from permtriton.comparison.run import Yardstick, compare
+from permtriton.comparison.run import Benchmark, compare
 from permtriton.comparison.summary import columns, report_of
 from permtriton.comparison.tables import Result, check_table, write_table
 from permtriton.config import CalibrationConfig
@@ -141,16 +141,16 @@ class Request:
             windows, text = held_out_windows(self.source.name, self.asked.eval_data, tokenizer, model, asked.window)
             if windows is None:
                 raise CalibrationError(f"nothing to compare on: {text}")
-            yardstick = Yardstick(model, tokenizer, with_decoder_ids(model, check_inputs(model, windows)), loaded)
+            benchmark = Benchmark(model, tokenizer, with_decoder_ids(model, check_inputs(model, windows)), loaded)
             request = self._fitted(model, progress)
             options = resolved(request.options, self.source.name)
-            kept = ResultFile(self.place, yardstick.identity(options, asked.ablate, tasks.identity()))
+            kept = ResultFile(self.place, benchmark.identity(options, asked.ablate, tasks.identity()))
             if not asked.overwrite:
                 kept.read()
             rows = request.rows(model.config.get_text_config().num_hidden_layers)
             report = report_of(
-                compare(yardstick, rows, seeds=seeds, kept=kept, progress=progress, finished=finished),
-                yardstick,
+                compare(benchmark, rows, seeds=seeds, kept=kept, progress=progress, finished=finished),
+                benchmark,
                 options,
                 model=self.source.name,
                 text=text,

@@ -9,7 +9,7 @@ from typing import Any
 
 from permtriton.comparison.methods import DENSE
 from permtriton.comparison.results import RowResult
-from permtriton.comparison.run import Yardstick
+from permtriton.comparison.run import Benchmark
 from permtriton.data.media import is_media
 from permtriton.data.samples import Samples
 from permtriton.evaluation.fidelity import DISTANCES
@@ -23,7 +23,7 @@ Rows = Sequence[Sequence[Cell]]
 
 def report_of(
     results: Sequence[RowResult],
-    yardstick: Yardstick,
+    benchmark: Benchmark,
     options: Mapping[str, Any],
     *,
     model: str,
@@ -40,8 +40,8 @@ def report_of(
         model: name of the dense model.
         ablation: key of `permtriton.comparison.methods.ABLATIONS`, or None.
     """
-    dense = yardstick.dense
-    windows = with_tokens(dense, with_decoder_ids(dense, Samples.of(yardstick.windows)))
+    dense = benchmark.dense
+    windows = with_tokens(dense, with_decoder_ids(dense, Samples.of(benchmark.windows)))
     return {
         "model": model,
         "measure": "cosine" if results[0].measured[0].perplexity is None else "perplexity",

@@ -65,7 +65,7 @@ class Searched(Searching, Step):
         return sum(facts.spaces) * 8
 
     def run(self, run: "Run") -> Outcome:
-        from permtriton.methods.measure.promises import check_no_worse
+        from permtriton.methods.measure.postconditions import check_no_worse
         from permtriton.methods.order.swap_search import SearchFile, search
 
         state = run.state(SearchFile, self.name)
