@@ -325,7 +325,7 @@ def test_the_dense_model_is_read_again_or_given(here, monkeypatch):
 def test_a_dense_model_that_does_not_fit_a_gpu_is_refused(here, monkeypatch):
     compiled_model = permtriton.compile("my-model", data=TEXTS, **QUICK)
     monkeypatch.setattr(type(compiled_model.model), "device", torch.device("cuda"))
-    monkeypatch.setattr("permtriton.evaluation.evaluate.available_memory", lambda device: 1000)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 2**30))
     with pytest.raises(
         MemoryTooSmallError, match=r"the dense model my-model needs .* beside the other, but 1000 B are"
     ):

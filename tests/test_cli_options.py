@@ -5,9 +5,10 @@ import torch
 
 from permtriton.cli import evaluate as evaluate_command
 from permtriton.cli.main import app
-from permtriton.driver import job, memory
+from permtriton.driver import job
 
 from .desk import LEARN, RUNNER
+from .world import free_memory
 
 BAD_OPTIONS = {
     "more kept than there are": (("--sparsity", "4:2"), ["4:2", "0 < N < M"]),
@@ -122,7 +123,7 @@ def test_evaluate_names_its_own_options_where_memory_runs_out(desk, monkeypatch)
 
 
 def test_too_little_memory(desk, monkeypatch):
-    monkeypatch.setattr(memory, "available_memory", lambda device: 1000)
+    free_memory(monkeypatch, 1000)
     desk.refuses(desk.compile(), "1000 B are free", "--sequence-length")
 
 

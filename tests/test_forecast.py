@@ -21,6 +21,7 @@ from permtriton.util.sparsity import NMPattern
 
 from . import zoo
 from .desk import LEARN, RUNNER, app
+from .world import free_memory, nothing_runs
 
 HERE = memory.Devices.of(torch.device("cpu"))
 SAMPLES = Samples.of(torch.arange(64).view(4, 16) % 40)
@@ -135,12 +136,8 @@ def test_a_dry_run_writes_nothing(desk):
 @pytest.fixture
 def never_run(monkeypatch):
     """Too little memory, and a model that must not be run."""
-
-    def run(*_args: object) -> None:
-        raise AssertionError("the model was run before its memory was checked")
-
-    monkeypatch.setattr(forecast, "last_hidden_state", run)
-    monkeypatch.setattr(memory, "available_memory", lambda device: 1000)
+    nothing_runs(monkeypatch)
+    free_memory(monkeypatch, 1000)
 
 
 def test_a_model_that_does_not_fit_is_refused_before_it_is_run(desk, never_run):

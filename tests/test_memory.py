@@ -22,6 +22,7 @@ from permtriton.util.sparsity import NMPattern
 
 from . import zoo
 from .updating import Recording
+from .world import free_memory
 
 CPU = torch.device("cpu")
 
@@ -111,7 +112,6 @@ def test_estimate_knows_what_costs_more(model, plan, less, more):
 def test_masked_weights_are_kept_where_they_fit(model, plan, monkeypatch):
     """They and their gradients take two copies of the pruned weights, in place of those of one layer of two."""
     learned = {"recipe": "heuristic,learned,mask", "samples": 8, "sequence_length": 1024}
-    monkeypatch.setattr(memory, "available_memory", lambda device: 2**60)
     found = needs(model, plan, **learned)
     assert not found.low_memory
     assert not found.report()["thrifty"]
@@ -120,7 +120,7 @@ def test_masked_weights_are_kept_where_they_fit(model, plan, monkeypatch):
     assert found.largest_needed == "learning"
     most = found.added("learning")
     for free, low_memory in ((most, False), (most - 2**20, True), (0, True)):
-        monkeypatch.setattr(memory, "available_memory", lambda device, free=free: free)
+        free_memory(monkeypatch, free)
         other = needs(model, plan, **learned)
         assert other.low_memory == low_memory
     assert found.extra("learning") - other.extra("learning") == 2 * pruned - pruned
@@ -134,27 +134,25 @@ def test_available_memory_is_in_bytes():
 
 def test_what_fits_is_let_through(monkeypatch):
     wanted = memory.Needs(50, 10**15, 50 + 10**15, {"masks": {"statistics": 600, "activations": 400}})
-    monkeypatch.setattr(memory, "available_memory", lambda device: 1000)
+    free_memory(monkeypatch, 1000)
     assert memory.refusal(wanted, memory.Devices.of(CPU)) == ""
-    monkeypatch.setattr(memory, "available_memory", lambda device: 2**60)
-    assert memory.refusal(replace(wanted, stages={"masks": {"activations": 10**15}}), memory.Devices.of(CPU)) == ""
 
 
 def test_a_second_model_need_not_fit(monkeypatch):
     """Saving then compares tensor by tensor only."""
-    monkeypatch.setattr(memory, "available_memory", lambda device: 1000)
+    free_memory(monkeypatch, 1000)
     stages = {"masks": {"activations": 1000}, memory.RELOADING: {"a second model": 10**15}}
     assert memory.refusal(memory.Needs(0, 10**15, 10**15, stages), memory.Devices.of(CPU)) == ""
 
 
 def test_a_model_that_is_mapped_from_its_files_becomes_memory_when_it_changes(monkeypatch):
-    monkeypatch.setattr(memory, "available_memory", lambda device: 1999)
+    free_memory(monkeypatch, 1999)
     needs = memory.Needs(500, 1900, 500, {"masks": {"activations": 100}})
     assert "needs about 2 KiB more" in memory.refusal(needs, memory.Devices.of(CPU))
 
 
 def test_what_does_not_fit_is_refused_with_advice(monkeypatch):
-    monkeypatch.setattr(memory, "available_memory", lambda device: 999)
+    free_memory(monkeypatch, 999)
     stages = {"masks": {"statistics": 400, "activations": 600}, "calibration": {"statistics": 700}}
     message = memory.refusal(memory.Needs(0, 10**15, 10**15, stages), memory.Devices.of(CPU))
     assert "\n" not in message
@@ -165,7 +163,7 @@ def test_what_does_not_fit_is_refused_with_advice(monkeypatch):
 
 
 def test_compile_refuses_before_it_changes_the_model(model, monkeypatch):
-    monkeypatch.setattr(memory, "available_memory", lambda device: 1000)
+    free_memory(monkeypatch, 1000)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     ids = torch.zeros((2, 8), dtype=torch.int64)
     with pytest.raises(ConfigError, match="are free"):
