@@ -27,6 +27,7 @@ from permtriton.util.progress import NoProgress
 
 from . import zoo
 from .sentences import SENTENCE, trained_tokenizer
+from .world import nothing_runs
 
 PAGE = (Path(__file__).parent.parent / "docs" / "api.md").read_text(encoding="utf-8")
 TEXTS = [f"{number} {SENTENCE * 3}" for number in range(60)]
@@ -434,7 +435,7 @@ def test_a_compilation_that_publishes_its_output(here, monkeypatch):
     assert "full is complete: publish it by hf upload me/full full" in failed.stderr
     assert "verification" in json.loads((here / "full" / "permtriton.json").read_text())
 
-    monkeypatch.setattr("permtriton.driver.job.compile_model", lambda *_, **__: pytest.fail("it was compiled"))
+    nothing_runs(monkeypatch)
     assert CliRunner().invoke(app, [*words[:-4], "--push-to-hub", "it", "--output", "no"]).exit_code == 2
     with pytest.raises(OutputError, match="it cannot be written on the hub"):
         permtriton.compile("my-model", data=TEXTS, output="no", push_to_hub="it", **QUICK)

@@ -20,11 +20,16 @@ def nothing_loads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """A test fails where a LLaMA runs on data; it may be traced."""
+    running_raises(monkeypatch, pytest.fail.Exception("the model was run"))
+
+
+def running_raises(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    """Raises an error where a LLaMA runs on data; it may be traced."""
     forward = LlamaModel.forward
 
     def traced(*arguments: object, **named: object) -> object:
         if not torch.compiler.is_exporting():
-            pytest.fail("the model was run")
+            raise error
         return forward(*arguments, **named)
 
     monkeypatch.setattr(LlamaModel, "forward", traced)
