@@ -16,7 +16,7 @@ def run(request: Request, *, json: bool) -> None:
     progress = BarProgress()
     spare_threads(request.source, progress)
     report = request.run(progress, _say)
-    with saved(*(request.outputs or [request.place])):
+    with saved(*(request.asked.outputs or [request.place])):
         if json:
             print_json(report)
         else:

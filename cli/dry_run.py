@@ -10,7 +10,7 @@ from permtriton.cli.inspect import destination
 from permtriton.cli.threads import spare_threads
 from permtriton.driver.forecast import duration
 from permtriton.driver.job import DryRun, Job
-from permtriton.driver.memory import Devices, describe_thrift, describe_weights
+from permtriton.driver.memory import Devices, describe_low_memory, describe_weights
 from permtriton.errors import ConfigError, as_flags, reasons_of
 from permtriton.model.source import Source
 from permtriton.running.placement import Way
@@ -77,7 +77,7 @@ def print_dry_run(found: DryRun, folder: Path) -> None:
         result.add_row("weights", describe_weights(forecast.needs))
     if devices.count > 1:
         result.add_row("started by", f"torchrun --nproc-per-node {devices.count} -m permtriton compile ...")
-    if saved := describe_thrift(forecast.needs, found.config):
+    if saved := describe_low_memory(forecast.needs, found.config):
         result.add_row("to save memory", saved)
     if not forecast.seconds:
         missing = "these devices" if found.fetched else "the weights yet"

@@ -4,7 +4,7 @@ import platform
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,10 @@ from permtriton.cli.console import out, print_json, saved, table
 from permtriton.cli.threads import spare_threads
 from permtriton.comparison.summary import Cell, cell
 from permtriton.comparison.tables import Result, check_table, write_table
-from permtriton.evaluation.evaluate import evaluate
+from permtriton.evaluation.asked import AskedEvaluation
+from permtriton.evaluation.evaluate import evaluate_as
+from permtriton.evaluation.fidelity import DISTANCES
 from permtriton.evaluation.measure import Evaluated
-from permtriton.evaluation.task_request import TaskRequest
 from permtriton.model.source import Source
 from permtriton.util.bars import BarProgress
 
@@ -23,47 +24,25 @@ HEADERS = ("measure", "value", "standard error", "dense")
 RESULT = Result(HEADERS, ("model", "against", "protocol", "tokens_per_second"))
 
 
-def run(
-    model: str,
-    against: str | None,
-    eval_data: str | None,
-    tasks: TaskRequest,
-    batch: int | None,
-    output: Path | None,
-    *,
-    overwrite: bool,
-    json: bool,
-    **loading: Any,
-) -> None:
+def run(model: str, asked: AskedEvaluation, output: Path | None, *, overwrite: bool, json: bool) -> None:
     """Measures a model, prints the results and writes them.
 
     Args:
-        loading: how the model is read, as `permtriton.evaluate` takes it.
+        asked: what its protocol says included.
 
     Raises:
         PermTritonError: as `permtriton.evaluate`, or an output that cannot be written.
     """
+    tasks = asked.wanted_tasks
     if output is not None:
-        reads: list[str | Path] = [each for each in (model, against, eval_data, tasks.folder) if each]
+        reads: list[Any] = [each for each in (model, asked.against, asked.eval_data, tasks.folder) if each]
         check_table(output, overwrite=overwrite, like=RESULT, reads=reads)
     progress = BarProgress()
-    read = {each.name for each in fields(Source)}
-    source = Source(model, **{name: value for name, value in loading.items() if name in read})
-    spare_threads(source, progress)
-    measured = evaluate(
-        model,
-        eval_data,
-        against=against,
-        tasks="none" if tasks.names is None else tasks.names,
-        limit=tasks.limit,
-        tasks_dir=tasks.folder,
-        batch_size=batch,
-        progress=progress,
-        **loading,
-    )
+    spare_threads(Source(model, **asked.loading), progress)
+    measured = evaluate_as(model, replace(asked, progress=progress))
     report = {
         "model": model,
-        "against": against,
+        "against": asked.against,
         **asdict(measured),
         "tokens": measured.tokens,
         "limit": tasks.limit,
@@ -94,10 +73,9 @@ def _rows(measured: Evaluated) -> Iterator[tuple[Cell, ...]]:
     """Yields the cells under `HEADERS` of each measure."""
     if measured.perplexity is not None:
         yield "perplexity", measured.perplexity, None, measured.dense_perplexity
-    if measured.kl is not None:
-        yield "KL to dense, nats per token", measured.kl, None, 0.0
-    if measured.cosine is not None:
-        yield "cosine to dense, hidden states", measured.cosine, None, 1.0
+    for name, distance in DISTANCES.items():
+        if (value := getattr(measured, name)) is not None:
+            yield distance.words, value, None, distance.dense
     for task in measured.tasks:
         for metric, score in task.scores.items():
             yield f"{task.name}, {metric} ({task.samples} samples)", score.value, score.stderr, None

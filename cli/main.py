@@ -17,35 +17,22 @@ from permtriton.cli import help, torchrun
 from permtriton.cli.console import clear_errors, printing
 from permtriton.cli.options import (
     SET_BY_ROWS,
-    Ablate,
-    AblateValues,
-    ConfigFile,
-    Device,
-    Dtype,
-    EvalData,
     Flags,
     GgufName,
     HelpAll,
     Json,
     Model,
     Overwrite,
-    ProtocolName,
     Revision,
-    Sparsities,
-    TaskLimit,
-    TaskNames,
-    TasksDir,
     Token,
     TrustRemoteCode,
-    Window,
-    method_option,
     output_option,
-    running_option,
     takes,
 )
-from permtriton.config import RUNNING
+from permtriton.comparison.asked import AskedComparison
 from permtriton.driver.asked import Asked
 from permtriton.errors import ConfigError
+from permtriton.evaluation.asked import AskedEvaluation
 from permtriton.evaluation.protocol import measured_by
 from permtriton.recipe import build_config, given_by
 
@@ -205,77 +192,16 @@ def inspect(
 
 @command()
 @takes(without=SET_BY_ROWS)
-def compare(
-    model: Model,
-    flags: Flags,
-    protocol: ProtocolName = None,
-    sparsity: Sparsities = None,
-    eval_data: EvalData = None,
-    window: Window = None,
-    seeds: Annotated[str, running_option(help="Seeds, separated by commas.")] = "0",
-    methods: Annotated[
-        str | None,
-        method_option(
-            help="Methods, recipes, or steps joined by ' + ', such as 'heuristic + refit + tune', separated by commas; "
-            "by default all methods, and a few with --ablate."
-        ),
-    ] = None,
-    ablate: Ablate = None,
-    values: AblateValues = None,
-    tasks: TaskNames = None,
-    limit: TaskLimit = None,
-    tasks_dir: TasksDir = None,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    config: ConfigFile = None,
-    json: Json = False,
-    output: Annotated[
-        list[Path] | None,
-        output_option(
-            help="File to write the report to, by its suffix: .json, .csv or .md; repeat for several. Finished results "
-            "are kept beside the first: the same command, also with more methods, continues from them.",
-            rich_help_panel=RUNNING,
-        ),
-    ] = None,
-    overwrite: Annotated[
-        bool,
-        running_option("--overwrite", help="Measure everything again, whatever is kept, and replace any earlier file."),
-    ] = False,
-    gguf_file: GgufName = None,
-    revision: Revision = None,
-    token: Token = None,
-    trust_remote_code: TrustRemoteCode = False,
-    help_all: HelpAll = False,
-) -> None:
+def compare(model: Model, flags: Flags, asked: AskedComparison, help_all: HelpAll = False) -> None:
     """Prune MODEL with every method on the same text and show how much each one hurts. Saves no model."""
-    from permtriton.comparison.request import Request, options_to_compare, several_patterns
-
-    patterns = several_patterns(sparsity, flags)
-    given = options_to_compare(model, config, flags, protocol)
     from permtriton.cli.compare import run
-    from permtriton.evaluation.task_request import TaskRequest
-    from permtriton.model.source import Source
+    from permtriton.comparison.request import Request
 
-    eval_data, window, task_names = measured_by(protocol, eval_data, window, tasks)
-    request = Request(
-        Source(model, dtype, device, trust_remote_code, gguf_file, revision, token),
-        given,
-        flags,
-        seeds,
-        methods,
-        patterns,
-        ablate,
-        values,
-        TaskRequest(task_names, limit, tasks_dir),
-        eval_data,
-        window,
-        output or [],
-        overwrite,
-    )
-    run(request, json=json)
+    run(Request.of(model, asked, flags), json=asked.json)
 
 
 @command()
+@takes()
 def evaluate(
     model: Annotated[
         str,
@@ -283,58 +209,17 @@ def evaluate(
             help="A model folder, a hub name, a .gguf file, or demo; dense, or written by permtriton in any format."
         ),
     ],
-    against: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODEL",
-            help="The dense model, as MODEL is given: adds its perplexity, the KL and the cosine to it.",
-        ),
-    ] = None,
-    protocol: ProtocolName = None,
-    eval_data: EvalData = None,
-    window: Window = None,
-    tasks: TaskNames = None,
-    limit: TaskLimit = None,
-    tasks_dir: TasksDir = None,
-    batch_size: Annotated[
-        int | None,
-        typer.Option(help="Windows or requests per forward pass; by default 2048 tokens, and 8 requests of tasks."),
-    ] = None,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
+    asked: AskedEvaluation,
     json: Json = False,
     output: Annotated[
         Path | None, output_option(help="File to write the results to as well: .json, .csv or .md.")
     ] = None,
     overwrite: Overwrite = False,
-    gguf_file: GgufName = None,
-    revision: Revision = None,
-    token: Token = None,
-    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Measure MODEL: perplexity, zero-shot tasks of lm-eval, KL and cosine to the dense model."""
     from permtriton.cli.evaluate import run
-    from permtriton.evaluation.task_request import TaskRequest
 
-    eval_data, window, task_names = measured_by(protocol, eval_data, window, tasks)
-    wanted = TaskRequest(task_names, limit, tasks_dir)
-    run(
-        model,
-        against,
-        eval_data,
-        wanted,
-        batch_size,
-        output,
-        overwrite=overwrite,
-        json=json,
-        window=window,
-        device=device,
-        dtype=dtype,
-        gguf_file=gguf_file,
-        revision=revision,
-        token=token,
-        trust_remote_code=trust_remote_code,
-    )
+    run(model, asked.settled(), output, overwrite=overwrite, json=json)
 
 
 @command()

@@ -3,14 +3,13 @@
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import Field, fields
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from permtriton.comparison.methods import ABLATIONS
-from permtriton.config import CALIBRATION, METHOD, RUNNING
+from permtriton.config import RUNNING
 from permtriton.driver.asked import Asked
 from permtriton.errors import OutputError
 from permtriton.recipe import all_options, defaults
@@ -31,23 +30,20 @@ def output_path(name: str) -> Path:
     return Path(name)
 
 
-method_option, text_option, running_option = (
-    functools.partial(typer.Option, rich_help_panel=panel) for panel in (METHOD, CALIBRATION, RUNNING)
-)
+running_option = functools.partial(typer.Option, rich_help_panel=RUNNING)
 output_option = functools.partial(typer.Option, parser=output_path, metavar="PATH")
 
 
-def asked_flag(name: str) -> Any:
+def asked_flag(asked: Field[Any]) -> Any:
     """Returns the annotated type that typer makes the flag of something asked of."""
-    (asked,) = (each for each in fields(Asked) if each.name == name)
-    flag, facts = f"--{name.replace('_', '-')}", asked.metadata
+    flag, facts = f"--{asked.name.replace('_', '-')}", asked.metadata
     info = typer.Option(
         f"{flag}/--no-{flag[2:]}" if facts.get("no") else flag,
         help=facts["help"],
         rich_help_panel=facts["panel"],
         metavar=facts.get("metavar"),
         hidden=facts.get("hidden", False),
-        parser=output_path if name == "output" else None,
+        parser=output_path if asked.name == "output" else None,
     )
     kind: Any = facts.get("kind", str)
     kind = kind if isinstance(asked.default, bool) else kind | None
@@ -55,46 +51,11 @@ def asked_flag(name: str) -> Any:
 
 
 # Flags that other commands have, too.
-EvalData, ProtocolName, Device, Dtype, ConfigFile = map(
-    asked_flag, ("eval_data", "protocol", "device", "dtype", "config")
+GgufName, Revision, Token, TrustRemoteCode = (
+    asked_flag(each) for each in fields(Asked) if each.name in ("gguf_file", "revision", "token", "trust_remote_code")
 )
-GgufName, Revision, Token, TrustRemoteCode = map(asked_flag, ("gguf_file", "revision", "token", "trust_remote_code"))
 Model = Annotated[
     str, typer.Argument(help="A model folder, a hub name, a .gguf file, or demo (a small model inside permtriton).")
-]
-Sparsities = Annotated[
-    str | None,
-    method_option(
-        metavar="N:M,...",
-        help="Sparsity pattern, or several, separated by commas, such as 2:4,4:8: each method runs with each of them. "
-        "[default: 2:4]",
-    ),
-]
-Ablate = Annotated[
-    str | None,
-    method_option(
-        help="Run each method with several values of one option: "
-        + ", ".join(f"{name} ({', '.join(each.values)})" for name, each in ABLATIONS.items())
-        + "."
-    ),
-]
-AblateValues = Annotated[
-    str | None,
-    method_option(help="With --ablate: other values, separated by commas, such as demo,my-text.txt for calibration."),
-]
-TaskNames = Annotated[
-    str | None, text_option("--tasks", help="Tasks of lm-eval, separated by commas, such as arc_easy,hellaswag.")
-]
-TaskLimit = Annotated[int | None, text_option("--limit", help="Documents per task; all by default.")]
-Window = Annotated[
-    int | None,
-    text_option("--window", help="Tokens per window of held-out text; by default 2048, or as many as the model takes."),
-]
-TasksDir = Annotated[
-    Path | None,
-    text_option(
-        "--tasks-dir", help="Folder with more tasks: lm-eval's YAML files. A task may run code: trust the folder."
-    ),
 ]
 Json = Annotated[bool, running_option("--json", help="Print the report as JSON on standard output.")]
 
@@ -133,28 +94,33 @@ def takes(*names: str, without: Sequence[str] = ()) -> Callable[[Callable[..., N
     """Returns a decorator that gives a command a flag for each of these options, and for those of all steps.
 
     They stand where the command has its parameter ``flags``, which receives the values of those that the user set. A
-    parameter ``asked`` stands for a flag of everything that may be asked of a compilation.
+    parameter ``asked`` stands for a flag of everything that may be asked: of each field of its type that has words.
 
     Args:
         names: names of options of the compilation; none means all, and those of the steps.
         without: names of options to leave out of all.
     """
-    taken = [option for name, option in all_options().items() if name in (names or set(all_options()) - {*without})]
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         parameters = inspect.signature(command).parameters
-        asked = [each for each in fields(Asked) if each.metadata and "asked" in parameters]
+        wanted = (names or set(all_options()) - {*without}) if "flags" in parameters else ()
+        taken = [option for name, option in all_options().items() if name in wanted]
+        kind = parameters["asked"].annotation if "asked" in parameters else None
+        asked = [each for each in fields(kind) if each.metadata] if kind else []
         made = {
             "flags": [_flag(option, hidden=not names and option.name not in COMMON) for option in taken],
-            "asked": [_parameter(a.name, asked_flag(a.name), a.metadata.get("unset", a.default)) for a in asked],
+            "asked": [
+                _parameter(each.name, asked_flag(each), each.metadata.get("unset", each.default)) for each in asked
+            ],
         }
 
         @functools.wraps(command)
         def run(**arguments: Any) -> None:
             given = {option.name: arguments.pop(option.name) for option in taken}
-            arguments["flags"] = {name: value for name, value in given.items() if value is not None}
-            if asked:
-                arguments["asked"] = Asked(**{each.name: arguments.pop(each.name) for each in asked})
+            if taken:
+                arguments["flags"] = {name: value for name, value in given.items() if value is not None}
+            if kind:
+                arguments["asked"] = kind(**{each.name: arguments.pop(each.name) for each in asked})
             command(**arguments)
 
         signature = inspect.Signature([p for own in parameters.values() for p in made.get(own.name, [own])])

@@ -63,7 +63,7 @@ CONFIGS: tuple[Config, ...] = (
 
 
 @dataclass(frozen=True)
-class Curvature:
+class RankOneCurvature:
     """By how much the loss rises to second order when a weight w changes between w and 0: ``row_O * column_C * w^2``.
 
     Attributes:
@@ -121,7 +121,7 @@ def swap_terms(
     gradient: Tensor,
     index: Tensor,
     pattern: NMPattern,
-    curvature: Curvature | None = None,
+    curvature: RankOneCurvature | None = None,
 ) -> SwapTerms:
     """Returns the terms of every position of the present order.
 
@@ -135,7 +135,7 @@ def swap_terms(
         gradient: dL/dW_eff, ``[O, C]`` in base order, any strides and any float dtype.
         index: int64 ``[C]``, the present order.
         pattern: What each group keeps; its group divides C.
-        curvature: Curvature of the loss; None for gains that are exact to first order.
+        curvature: RankOneCurvature of the loss; None for gains that are exact to first order.
 
     Raises:
         ModelError: shapes that do not fit.

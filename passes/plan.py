@@ -316,7 +316,7 @@ def linear_module(model: nn.Module, name: str) -> nn.Module:
     return module
 
 
-def turns_of(sites: list[Site]) -> list[list[Site]]:
+def sequential_groups(sites: list[Site]) -> list[list[Site]]:
     """Returns a layer's sites in turns, each of which reads what the ones before made once pruned; experts share one.
 
     Without turns, the linears of a layer are fitted to inputs that the pruned model never gives them: on SmolLM2-135M,

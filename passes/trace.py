@@ -177,7 +177,7 @@ def _exported(model: PreTrainedModel, arguments: dict[str, Tensor], *, masked: b
     probed = _Probed(model, masked)
     with torch.no_grad(), without_cache(model), _attributes_kept(model), _quiet():
         try:
-            return export(probed, **arguments), True
+            return export_program(probed, **arguments), True
         except Exception as error:  # torch.export raises many kinds
             exported = _exported_with_answers(_on_cpu(probed), arguments)
             if exported is None:
@@ -201,7 +201,7 @@ def _exported_with_answers(probed: _Probed, arguments: dict[str, Tensor]) -> tup
         if not all(answers.same(found[0]) for answers in found):
             return None
         with Answers(found[0]) as given, converted():
-            return export(probed, **arguments), not given.takes_all
+            return export_program(probed, **arguments), not given.takes_all
     except Exception:  # torch.export's and the model's, of any kind
         return None
 
@@ -229,7 +229,7 @@ def _quiet() -> Iterator[None]:
         logging.disable(disabled)
 
 
-def export(module: nn.Module, *inputs: Tensor, **named: Tensor) -> ExportedProgram:
+def export_program(module: nn.Module, *inputs: Tensor, **named: Tensor) -> ExportedProgram:
     """Returns a module as an exported program in which no operator writes into memory that another one reads.
 
     Writing into a slice, say, becomes an operator that returns the whole tensor with that slice replaced. Code under

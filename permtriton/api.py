@@ -10,28 +10,29 @@ from transformers import PreTrainedModel
 from permtriton.checkpoint import export as exporting
 from permtriton.checkpoint.format import Format
 from permtriton.checkpoint.plan_entries import plan_report
-from permtriton.comparison.request import Request, options_to_compare, several_patterns
-from permtriton.data.in_memory import Data, is_named, selected
+from permtriton.comparison.asked import AskedComparison
+from permtriton.comparison.request import Request
+from permtriton.data.in_memory import is_named, selected
 from permtriton.driver import planning
-from permtriton.driver.asked import ARGUMENTS, Asked, signature_of
+from permtriton.driver.asked import Asked
 from permtriton.driver.job import DryRun, Job
 from permtriton.driver.result import CompiledModel
 from permtriton.driver.step import Step
 from permtriton.errors import ConfigError, near
-from permtriton.evaluation.protocol import measured_by
-from permtriton.evaluation.task_request import TaskRequest
 from permtriton.model import load
 from permtriton.model.name import checked_token, location_of
 from permtriton.model.source import Source, source_of
 from permtriton.recipe import all_options, build_config, given_by, steps_of
 from permtriton.reporting import html_report
+from permtriton.util.asking import arguments, asking_with_options
 from permtriton.util.bars import Shown, reporter
 from permtriton.util.output_files import path_of, real_path
 
 Model = PreTrainedModel | str | Path
 
 
-def compile(model: Model, *, progress: Shown = False, **asked: Any) -> CompiledModel:
+@asking_with_options(Asked)
+def compile(model: Model, asked: Asked, options: dict[str, Any]) -> CompiledModel:
     """Prunes a model to N:M sparsity in the best channel order, as ``permtriton compile`` does.
 
     Args:
@@ -95,7 +96,7 @@ def compile(model: Model, *, progress: Shown = False, **asked: Any) -> CompiledM
         >>> compiled.report["config"]["recipe"]
         'heuristic,sparsegpt'
     """
-    job, reports = _job(model, asked), reporter(progress)
+    job, reports = _job(model, asked, options), reporter(asked.progress)
     with job.claimed(reports):
         compiled = job.run(reports)
         job.save(compiled, reports)
@@ -103,13 +104,14 @@ def compile(model: Model, *, progress: Shown = False, **asked: Any) -> CompiledM
     return compiled
 
 
-def dry_run(model: Model, *, progress: Shown = False, **asked: Any) -> DryRun:
+@asking_with_options(Asked)
+def dry_run(model: Model, asked: Asked, options: dict[str, Any]) -> DryRun:
     """Returns what `compile` would do and what it would need, as ``permtriton compile --dry-run``; changes nothing.
 
     Args:
         model: as `compile` takes it.
-        progress: as `compile` takes it.
         asked: everything else that `compile` takes.
+        options: as `compile` takes them.
 
     Raises:
         PermTritonError: as `compile` up to its plan. Too little memory is no error here, but then no time is measured.
@@ -120,11 +122,7 @@ def dry_run(model: Model, *, progress: Shown = False, **asked: Any) -> DryRun:
         >>> found.forecast.seconds
         {'calibrate': ..., 'heuristic': ..., 'sparsegpt': ...}
     """
-    return _job(model, asked).dry_run(reporter(progress))
-
-
-compile.__signature__ = signature_of(CompiledModel)  # type: ignore[attr-defined]
-dry_run.__signature__ = signature_of(DryRun)  # type: ignore[attr-defined]
+    return _job(model, asked, options).dry_run(reporter(asked.progress))
 
 
 def inspect(
@@ -169,32 +167,8 @@ def inspect(
     return plan_report(planning.plan_model(model, chosen)[0])
 
 
-def compare(  # noqa: PLR0913
-    model: str | Path,
-    *,
-    protocol: str | None = None,
-    eval_data: Data | None = None,
-    window: int | None = None,
-    seeds: int | str | Sequence[int] = (0,),
-    methods: str | Sequence[str] | None = None,
-    sparsity: str | Sequence[str] | None = None,
-    ablate: str | None = None,
-    values: str | Sequence[Any] | None = None,
-    tasks: str | Sequence[str] | None = None,
-    limit: int | None = None,
-    tasks_dir: str | Path | None = None,
-    config: str | Path | None = None,
-    device: str = "auto",
-    dtype: str = "auto",
-    trust_remote_code: bool = False,
-    gguf_file: str | None = None,
-    revision: str | None = None,
-    token: str | None = None,
-    output: str | Path | Sequence[str | Path] = (),
-    overwrite: bool = False,
-    progress: Shown = False,
-    **options: Any,
-) -> dict[str, Any]:
+@asking_with_options(AskedComparison)
+def compare(model: str | Path, asked: AskedComparison, options: dict[str, Any]) -> dict[str, Any]:
     """Prunes a model by every method on the same text and measures each, as ``permtriton compare``; saves no model.
 
     Args:
@@ -238,25 +212,8 @@ def compare(  # noqa: PLR0913
         >>> [row["method"] for row in found["rows"]]
         ['dense', 'wanda']
     """
-    patterns = several_patterns(sparsity, options)
-    given = _parsed(options)
-    eval_data, window, tasks = measured_by(protocol, eval_data, window, tasks)
-    request = Request(
-        Source(location_of(model), dtype, device, trust_remote_code, gguf_file, revision, token),
-        options_to_compare(location_of(model), _path("config", config), given, protocol),
-        given,
-        str(seeds) if isinstance(seeds, int) else seeds,
-        methods,
-        patterns,
-        ablate,
-        values,
-        TaskRequest(tasks, limit, _path("tasks_dir", tasks_dir)),
-        selected(eval_data),
-        window,
-        [Path(each) for each in ([output] if isinstance(output, str | Path) else output)],
-        overwrite,
-    )
-    return request.run(reporter(progress))
+    asked = replace(asked, config=_path("config", asked.config), tasks_dir=_path("tasks_dir", asked.tasks_dir))
+    return Request.of(location_of(model), asked, _parsed(options)).run(reporter(asked.progress))
 
 
 def export(
@@ -327,17 +284,15 @@ def report(
     return html_report.report(named, page, comparison=compared, overwrite=overwrite)
 
 
-def _job(model: Model, arguments: Mapping[str, Any]) -> Job:
+def _job(model: Model, asked: Asked, options: Mapping[str, Any]) -> Job:
     """Returns the job that the arguments of `compile` ask for."""
-    named = [each.name for each in ARGUMENTS]
-    asked = Asked(**{name: value for name, value in arguments.items() if name in named})
     if asked.output is None and (asked.overwrite or asked.restart):
         raise ConfigError(
             "`overwrite=` and `restart=` have no effect without `output=`: name a folder, or leave them out"
         )
     if asked.save_format is not None and asked.output is None:
         raise ConfigError("`save_format=` has no effect without `output=`: leave it out")
-    options = _parsed({name: value for name, value in arguments.items() if name not in named}, asked.recipe)
+    options = _parsed(options, asked.recipe)
     data, of_text = asked.data, {"text_column": asked.text_column, "split": asked.split}
     if data is None or is_named(data):
         options |= {name: value for name, value in of_text.items() if value is not None}
@@ -378,5 +333,5 @@ def _parsed(options: Mapping[str, Any], recipe: str | Sequence[Step] | None = No
     known = all_options(None if recipe is None else steps_of(recipe))
     for name in options:
         if name not in known:
-            raise ConfigError(f"unknown option {name}{near(name, [*known, *(each.name for each in ARGUMENTS)])}")
+            raise ConfigError(f"unknown option {name}{near(name, [*known, *(each.name for each in arguments(Asked))])}")
     return {name: known[name].parse(value) for name, value in options.items() if value is not None}

@@ -1,5 +1,6 @@
 """The options of a compilation that are no step's; those of steps stand with each step in ``permtriton/methods``."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
@@ -9,6 +10,7 @@ from permtriton.util.sparsity import MAX_GROUP, NMPattern
 
 ImportanceMethod = Literal["auto", "magnitude", "wanda", "ria", "obs"]
 ObjectiveKind = Literal["kl", "cosine"]
+LOSSES: Mapping[str, str] = {"kl": "of the logits", "cosine": "of the last hidden state"}
 Layout = Literal["portable", "fused"]
 OProj = Literal["tied", "free"]
 
@@ -21,6 +23,13 @@ LINEARS = (
     "classes"
 )
 WRITTEN = "none"  # the calibration source of a compilation that reads nothing but what the dense model writes
+
+
+def minimises(**first: str) -> str:
+    """Returns the help of an option that chooses a loss; ``first`` are those that it names first, in other words."""
+    losses: dict[str, str] = {**first, **LOSSES, **first}
+    words = ", ".join(f"{name} ({of})" for name, of in losses.items())
+    return f"What it minimises: {words}, or auto: kl where there is a language-model head."
 
 
 @documented

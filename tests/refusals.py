@@ -15,7 +15,7 @@ from permtriton.checkpoint import storing
 from permtriton.driver import pipeline as compiler
 from permtriton.driver import run as running
 from permtriton.errors import VerificationError
-from permtriton.methods.measure import promises
+from permtriton.methods.measure import postconditions
 from permtriton.methods.order import relaxation
 from permtriton.methods.prune import refitting, weights
 from permtriton.methods.train import kept_weights, tuning
@@ -45,9 +45,9 @@ CHECKS = (
     Check("passes: the graph gives the same outputs", ((Verifier, "_compare"),)),
     Check("the permuted model gives the dense model's outputs", ((running.Reference, "check"),)),
     Check("the permuted weights retain the importance that was found", ((running, "check_retained"),)),
-    Check("the masks retain it, too", ((promises, "check_retained"),)),
+    Check("the masks retain it, too", ((postconditions, "check_retained"),)),
     Check("the masked model has the loss that was found", ((running.Run, "check_promise"),)),
-    Check("a step ends no worse than it began", ((promises, "check_no_worse"), (refitting, "check_no_worse"))),
+    Check("a step ends no worse than it began", ((postconditions, "check_no_worse"), (refitting, "check_no_worse"))),
     Check("every group keeps N weights", ((weights, "check_kept"), (refitting, "check_kept"))),
     Check("training writes no pruned weight", ((KeptWeights, "check"),)),
     Check("trained weights have the loss that was measured", ((kept_weights, "check_loss"), (tuning, "check_loss"))),

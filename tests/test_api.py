@@ -27,6 +27,7 @@ from permtriton.util.progress import NoProgress
 
 from . import zoo
 from .sentences import SENTENCE, trained_tokenizer
+from .world import nothing_runs
 
 PAGE = (Path(__file__).parent.parent / "docs" / "api.md").read_text(encoding="utf-8")
 TEXTS = [f"{number} {SENTENCE * 3}" for number in range(60)]
@@ -327,7 +328,7 @@ def test_the_dense_model_is_read_again_or_given(here, monkeypatch):
 def test_a_dense_model_that_does_not_fit_a_gpu_is_refused(here, monkeypatch):
     compiled_model = permtriton.compile("my-model", data=TEXTS, **QUICK)
     monkeypatch.setattr(type(compiled_model.model), "device", torch.device("cuda"))
-    monkeypatch.setattr("permtriton.evaluation.evaluate.available_memory", lambda device: 1000)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 2**30))
     with pytest.raises(
         MemoryTooSmallError, match=r"the dense model my-model needs .* beside the other, but 1000 B are"
     ):
@@ -437,7 +438,7 @@ def test_a_compilation_that_publishes_its_output(here, monkeypatch):
     assert "full is complete: publish it by hf upload me/full full" in failed.stderr
     assert "verification" in json.loads((here / "full" / "permtriton.json").read_text())
 
-    monkeypatch.setattr("permtriton.driver.job.compile_model", lambda *_, **__: pytest.fail("it was compiled"))
+    nothing_runs(monkeypatch)
     assert CliRunner().invoke(app, [*words[:-4], "--push-to-hub", "it", "--output", "no"]).exit_code == 2
     with pytest.raises(OutputError, match="it cannot be written on the hub"):
         permtriton.compile("my-model", data=TEXTS, output="no", push_to_hub="it", **QUICK)

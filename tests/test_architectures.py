@@ -15,13 +15,14 @@ from transformers.pytorch_utils import Conv1D
 
 from permtriton import CompiledModel, config_from
 from permtriton.comparison.methods import method_rows
-from permtriton.comparison.run import Yardstick, compare
+from permtriton.comparison.run import Benchmark, compare
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import CalibrationError
 from permtriton.evaluation.perplexity import perplexity
 from permtriton.model.forward import max_tokens
 
 from . import zoo
+from .updating import Recording
 from .zoo import fold
 
 LEARN = {
@@ -358,17 +359,20 @@ def test_other_dtypes(name, dtype, tmp_path):
         assert torch.equal(weight, torch.where(weight != 0, expected[linear], 0)), linear
 
 
-def test_an_indivisible_layer_stays_dense_and_is_named_first(tmp_path, monkeypatch):
-    said: list[str] = []
-    monkeypatch.setattr("permtriton.util.progress.NoProgress.say", lambda _, text: said.append(text))
-    compiled = compiled_model(zoo.build("llama", intermediate_size=110), skip_indivisible=True, **LEARN)
+def test_an_indivisible_layer_stays_dense_and_is_named_first(tmp_path):
+    model, config, progress = (
+        zoo.build("llama", intermediate_size=110),
+        config_from({"skip_indivisible": True, **LEARN}),
+        Recording(),
+    )
+    compiled = compile_model(model, None, config, ids=zoo.token_ids(), progress=progress)
     reloaded = type(compiled.model).from_pretrained(compiled.save_pretrained(tmp_path / "model"))
     expected = dict(folded("llama", compiled, intermediate_size=110).named_parameters())
     for layer in range(zoo.LAYERS):
         name = f"model.layers.{layer}.mlp.down_proj.weight"
         assert torch.equal(reloaded.get_parameter(name), expected[name])
         assert kept_in_groups(reloaded.get_parameter(name.replace("down", "gate")), 4) == {2}
-    assert said[0].startswith("left dense: model.layers.0-1.mlp.down_proj: its 110 input channels are not")
+    assert progress.lines[0].startswith("left dense: model.layers.0-1.mlp.down_proj: its 110 input channels are not")
 
 
 def test_a_model_without_a_limit_on_positions():
@@ -394,7 +398,7 @@ def test_compare_resets_what_a_row_does_not_name():
     base = {"importance": "obs", "layout": "fused"}
     ids = torch.randint(0, zoo.VOCABULARY, (4, 16))
     model = zoo.build("llama")
-    rows = compare(Yardstick(model, None, ids), method_rows(base, ("magnitude",), ()), ids=ids)
+    rows = compare(Benchmark(model, None, ids), method_rows(base, ("magnitude",), ()), ids=ids)
     config = config_from({"importance": "magnitude", **MASK})
     pruned = compile_model(copy.deepcopy(model), None, config, ids=ids).model
     assert rows[1].mean == pytest.approx(perplexity(pruned, ids, 4), rel=1e-5)

@@ -16,7 +16,7 @@ from permtriton.kernels import nm_mask, norm_permute, permute, sparse_linear  # 
 from permtriton.passes import channel_rules
 from permtriton.passes.channels import Channels
 from permtriton.passes.provenance import Provenance, channel_unions, propagate
-from permtriton.passes.trace import export, unlifted
+from permtriton.passes.trace import export_program, unlifted
 from permtriton.util.permutation import inverse
 
 from . import zoo
@@ -42,7 +42,7 @@ class Mlp(nn.Module):
 
 def graph_of(net: nn.Module | None = None) -> fx.GraphModule:
     net = net or Mlp()
-    return unlifted(export(net, torch.randn(2, 3, IN)), net)
+    return unlifted(export_program(net, torch.randn(2, 3, IN)), net)
 
 
 def node_named(graph_module: fx.GraphModule, name: str) -> fx.Node:

@@ -11,10 +11,10 @@ from typer.testing import Result
 from permtriton.cli import compare as module
 from permtriton.cli.main import app
 from permtriton.comparison import run as comparison
-from permtriton.model import load
 
 from .desk import RUNNER, Desk, check_refusal
 from .folders import read_only
+from .world import nothing_loads
 
 TASK = """
 task: short
@@ -203,14 +203,14 @@ def test_bad_comparisons(desk, options, words):
 
 @pytest.mark.parametrize(("output", "lock"), [(("--output", "t.csv"), ".t.csv.lock"), ((), ".compare-tiny.lock")])
 def test_a_second_run_is_refused_before_the_work(desk, monkeypatch, output, lock):
-    monkeypatch.setattr(load, "load_original", lambda source: pytest.fail("the model was loaded"))
+    nothing_loads(monkeypatch)
     with FileLock(desk.folder / lock):
         result = RUNNER.invoke(app, command(desk, "--methods", "magnitude", *output))
         check_refusal(result.exit_code, result.stderr, (lock, "is being written by another process"))
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_the_work(desk, monkeypatch):
-    monkeypatch.setattr(load, "load_original", lambda source: pytest.fail("the model was loaded"))
+    nothing_loads(monkeypatch)
     read_only(monkeypatch)
     desk.refuses(command(desk), str(desk.folder), "finished results are kept", "Read-only file system", "--output")
     desk.refuses(command(desk, "--output", "t.csv"), "t.csv", "cannot be written: Read-only file system")

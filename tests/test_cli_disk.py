@@ -19,6 +19,7 @@ from permtriton.cli.main import app
 from permtriton.driver import identity, job
 
 from .desk import RUNNER, check_refusal
+from .world import nothing_loads
 
 QUICK = ("--recipe", "searched,mask", "--search-rounds", 1, "--micro-batch-size", 4)
 
@@ -75,7 +76,7 @@ def test_a_state_of_another_version_is_refused(desk, interrupted, monkeypatch, c
 
 def test_two_compilations_of_one_output(desk, monkeypatch):
     """The second one is refused before it loads anything; the first one is not disturbed."""
-    monkeypatch.setattr("permtriton.model.load.load_model", None)
+    nothing_loads(monkeypatch)
 
     def busy(*_args: object) -> None:
         raise BlockingIOError(errno.EAGAIN, "held elsewhere")

@@ -3,11 +3,10 @@
 import pytest
 import torch
 
-from permtriton.cli import evaluate as evaluate_command
 from permtriton.cli.main import app
-from permtriton.driver import job, memory
 
 from .desk import LEARN, RUNNER
+from .world import free_memory, running_raises
 
 BAD_OPTIONS = {
     "more kept than there are": (("--sparsity", "4:2"), ["4:2", "0 < N < M"]),
@@ -98,10 +97,7 @@ def test_cuda_without_a_gpu(desk, monkeypatch):
     ],
 )
 def test_out_of_memory_is_one_line_and_a_bug_a_traceback(desk, monkeypatch, error):
-    def fail(*_args: object, **_kwargs: object) -> None:
-        raise error
-
-    monkeypatch.setattr(job, "compile_model", fail)
+    running_raises(monkeypatch, error)
     if "a bug" not in str(error):
         words = str(error).splitlines()[0] if str(error) else "MemoryError"
         desk.refuses(
@@ -112,17 +108,14 @@ def test_out_of_memory_is_one_line_and_a_bug_a_traceback(desk, monkeypatch, erro
 
 
 def test_evaluate_names_its_own_options_where_memory_runs_out(desk, monkeypatch):
-    def fail(*_args: object, **_kwargs: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    monkeypatch.setattr(evaluate_command, "run", fail)
-    result = RUNNER.invoke(app, ["evaluate", str(desk.model)])
+    running_raises(monkeypatch, torch.OutOfMemoryError("CUDA out of memory."))
+    result = RUNNER.invoke(app, ["evaluate", str(desk.model), "--eval-data", str(desk.text)])
     assert result.exit_code == 2
     assert result.stderr.rstrip().endswith("(CUDA out of memory.); options: --batch-size, --dtype")
 
 
 def test_too_little_memory(desk, monkeypatch):
-    monkeypatch.setattr(memory, "available_memory", lambda device: 1000)
+    free_memory(monkeypatch, 1000)
     desk.refuses(desk.compile(), "1000 B are free", "--sequence-length")
 
 

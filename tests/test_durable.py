@@ -16,8 +16,9 @@ from permtriton.reporting.pages import Page, write
 from permtriton.running.state import StateFile
 from permtriton.util.durable import replace_file
 
+MEASURED = Measured(perplexity=1.0, cosine=1.0, tasks={}, seconds=1.0, compile_seconds=1.0, peak_bytes=None)
 WRITERS = {
-    "results": lambda path: ResultFile(path, {}).put(Key("dense"), Measured(1.0, 0.0, 1.0, {}, 1.0, 1.0, None)),
+    "results": lambda path: ResultFile(path, {}).put(Key("dense"), MEASURED),
     "table.csv": lambda path: write_table(path, ["a"], [[1]], {}),
     "page.html": lambda path: write(Page("", "", (), ()), path, overwrite=True),
     "state.safetensors": lambda path: StateFile(path, {}).write({"a": torch.ones(1)}, {}),

@@ -24,6 +24,7 @@ from . import zoo
 from .desk import RUNNER
 from .folders import edit_json
 from .lm_tasks import datasets_cache, write_tasks  # noqa: F401 (a fixture)
+from .world import nothing_loads
 
 MEASURES = ("perplexity", "dense_perplexity", "kl", "cosine", "tasks")
 
@@ -224,8 +225,6 @@ def test_encoders_get_a_cosine(desk):
 
 
 def test_wrong_arguments_are_refused_before_the_work(desk, compiled, options, monkeypatch):
-    from permtriton.model import load
-
     text = ["--eval-data", str(desk.text)]
     portable = str(compiled["portable"])
     desk.refuses(["evaluate", str(desk.model), *text, "--against", portable], "already been compiled", "original model")
@@ -233,7 +232,7 @@ def test_wrong_arguments_are_refused_before_the_work(desk, compiled, options, mo
     desk.refuses(["evaluate", str(desk.model), "--eval-data", "nothing.txt"], "nothing.txt is neither a file")
     desk.refuses(["evaluate", str(desk.model), "--eval-data", "none"], "nothing to evaluate")
     desk.refuses(["evaluate", str(desk.model), *text, "--batch-size", "0"], "batch size is 0")
-    monkeypatch.setattr(load, "load_model", lambda source: pytest.fail("the model was loaded"))
+    nothing_loads(monkeypatch)
     desk.refuses(["evaluate", str(desk.model), *text, "--limit", "3"], "--limit", "without --tasks")
     desk.refuses(["evaluate", str(desk.model), *text, "--tasks", ""], "no task")
     desk.refuses(["evaluate", str(desk.model), *text, "--output", "t.xlsx"], "extension is .xlsx")

@@ -22,6 +22,7 @@ from permtriton.model.name import shown_name
 from . import folders
 from .desk import RUNNER
 from .folders import LAST_UP
+from .world import free_memory
 
 NORM = "model.norm.weight"
 
@@ -65,7 +66,7 @@ def test_a_model_that_cannot_be_loaded_to_compare_is_exported_all_the_same(sourc
         export(source, tmp_path / "packed")
     folders.configure(source, architectures=["OfAnotherCode"])
     assert "not run: the folder that was exported cannot" in export(source, tmp_path / "packed")["reloaded"]
-    monkeypatch.setattr(reload, "available_memory", lambda _: 1000)
+    free_memory(monkeypatch, 1000)
     assert "not fit into memory" in export(source, tmp_path / "again")["reloaded"]
 
 

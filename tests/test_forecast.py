@@ -21,6 +21,7 @@ from permtriton.util.sparsity import NMPattern
 
 from . import zoo
 from .desk import LEARN, RUNNER, app
+from .world import free_memory, nothing_runs
 
 HERE = memory.Devices.of(torch.device("cpu"))
 SAMPLES = Samples.of(torch.arange(64).view(4, 16) % 40)
@@ -38,9 +39,9 @@ def plan(model):
 
 @pytest.fixture(scope="module")
 def seconds(model, plan):
-    def found(speed: Speed, held_out: int = 0, thrifty: bool = False, **options) -> dict[str, float]:
+    def found(speed: Speed, held_out: int = 0, low_memory: bool = False, **options) -> dict[str, float]:
         config = config_from(options)
-        facts = replace(zoo.start(model, config, SAMPLES, plan).facts, thrifty=thrifty)
+        facts = replace(zoo.start(model, config, SAMPLES, plan).facts, low_memory=low_memory)
         return stage_seconds(config, facts, speed, held_out)
 
     return found
@@ -62,8 +63,8 @@ def test_time_is_what_was_measured_times_the_passes(seconds):
 def test_kept_masks_take_time_once_per_step(seconds):
     """Four sequences in two steps of two micro-batches; masks forward, again in the backward pass, and backward."""
     options = {"recipe": "learned,mask", "learn_epochs": 3, "learn_batch_size": 2, "micro_batch_size": 1}
-    for thrifty, count in ((True, 3 * 3 * 4 + (3 + 2) * 4), (False, 3 * 3 * 2 + (3 + 2))):
-        assert seconds(Speed(0.0, 0.0, 1.0, 0.0), thrifty=thrifty, **options)["learned"] == count
+    for low_memory, count in ((True, 3 * 3 * 4 + (3 + 2) * 4), (False, 3 * 3 * 2 + (3 + 2))):
+        assert seconds(Speed(0.0, 0.0, 1.0, 0.0), low_memory=low_memory, **options)["learned"] == count
 
 
 def test_measuring_leaves_the_model_as_it_was(model, plan):
@@ -135,12 +136,8 @@ def test_a_dry_run_writes_nothing(desk):
 @pytest.fixture
 def never_run(monkeypatch):
     """Too little memory, and a model that must not be run."""
-
-    def run(*_args: object) -> None:
-        raise AssertionError("the model was run before its memory was checked")
-
-    monkeypatch.setattr(forecast, "last_hidden_state", run)
-    monkeypatch.setattr(memory, "available_memory", lambda device: 1000)
+    nothing_runs(monkeypatch)
+    free_memory(monkeypatch, 1000)
 
 
 def test_a_model_that_does_not_fit_is_refused_before_it_is_run(desk, never_run):

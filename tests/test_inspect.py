@@ -18,6 +18,7 @@ from permtriton.passes.plan import Plan
 
 from . import zoo
 from .desk import RUNNER, check_refusal
+from .world import nothing_loads
 
 SIZES = {**zoo.SIZES, "num_key_value_heads": zoo.KEY_VALUE_HEADS}
 CONFIGS: dict[str, tuple[type[PreTrainedConfig], str, dict[str, object]]] = {
@@ -282,8 +283,5 @@ def test_refusals(model, tmp_path, monkeypatch, case):
 
 @pytest.mark.parametrize("options", [("--dot", "graph.png"), ("--pass", "fold"), ("--layer", "1")])
 def test_options_are_checked_before_the_work(model, monkeypatch, options):
-    def plan_model(*_arguments: object) -> None:
-        raise AssertionError("the model was traced first")
-
-    monkeypatch.setattr(planning, "plan_model", plan_model)
+    nothing_loads(monkeypatch)
     refused(model, *options)

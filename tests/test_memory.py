@@ -22,6 +22,7 @@ from permtriton.util.sparsity import NMPattern
 
 from . import zoo
 from .updating import Recording
+from .world import free_memory
 
 CPU = torch.device("cpu")
 
@@ -111,21 +112,20 @@ def test_estimate_knows_what_costs_more(model, plan, less, more):
 def test_masked_weights_are_kept_where_they_fit(model, plan, monkeypatch):
     """They and their gradients take two copies of the pruned weights, in place of those of one layer of two."""
     learned = {"recipe": "heuristic,learned,mask", "samples": 8, "sequence_length": 1024}
-    monkeypatch.setattr(memory, "available_memory", lambda device: 2**60)
     found = needs(model, plan, **learned)
-    assert not found.thrifty
+    assert not found.low_memory
     assert not found.report()["thrifty"]
-    assert memory.describe_thrift(found, config_from(learned)) == ""
+    assert memory.describe_low_memory(found, config_from(learned)) == ""
     pruned = sum(model.get_parameter(f"{name}.weight").numel() * 4 for _, name in plan.linears())
     assert found.largest_needed == "learning"
     most = found.added("learning")
-    for free, thrifty in ((most, False), (most - 2**20, True), (0, True)):
-        monkeypatch.setattr(memory, "available_memory", lambda device, free=free: free)
+    for free, low_memory in ((most, False), (most - 2**20, True), (0, True)):
+        free_memory(monkeypatch, free)
         other = needs(model, plan, **learned)
-        assert other.thrifty == thrifty
+        assert other.low_memory == low_memory
     assert found.extra("learning") - other.extra("learning") == 2 * pruned - pruned
-    assert "for each micro-batch" in memory.describe_thrift(other, config_from(learned))
-    assert not needs(model, plan, recipe="heuristic,searched,mask").thrifty, "it has no choice"
+    assert "for each micro-batch" in memory.describe_low_memory(other, config_from(learned))
+    assert not needs(model, plan, recipe="heuristic,searched,mask").low_memory, "it has no choice"
 
 
 def test_available_memory_is_in_bytes():
@@ -134,27 +134,25 @@ def test_available_memory_is_in_bytes():
 
 def test_what_fits_is_let_through(monkeypatch):
     wanted = memory.Needs(50, 10**15, 50 + 10**15, {"masks": {"statistics": 600, "activations": 400}})
-    monkeypatch.setattr(memory, "available_memory", lambda device: 1000)
+    free_memory(monkeypatch, 1000)
     assert memory.refusal(wanted, memory.Devices.of(CPU)) == ""
-    monkeypatch.setattr(memory, "available_memory", lambda device: 2**60)
-    assert memory.refusal(replace(wanted, stages={"masks": {"activations": 10**15}}), memory.Devices.of(CPU)) == ""
 
 
 def test_a_second_model_need_not_fit(monkeypatch):
     """Saving then compares tensor by tensor only."""
-    monkeypatch.setattr(memory, "available_memory", lambda device: 1000)
+    free_memory(monkeypatch, 1000)
     stages = {"masks": {"activations": 1000}, memory.RELOADING: {"a second model": 10**15}}
     assert memory.refusal(memory.Needs(0, 10**15, 10**15, stages), memory.Devices.of(CPU)) == ""
 
 
 def test_a_model_that_is_mapped_from_its_files_becomes_memory_when_it_changes(monkeypatch):
-    monkeypatch.setattr(memory, "available_memory", lambda device: 1999)
+    free_memory(monkeypatch, 1999)
     needs = memory.Needs(500, 1900, 500, {"masks": {"activations": 100}})
     assert "needs about 2 KiB more" in memory.refusal(needs, memory.Devices.of(CPU))
 
 
 def test_what_does_not_fit_is_refused_with_advice(monkeypatch):
-    monkeypatch.setattr(memory, "available_memory", lambda device: 999)
+    free_memory(monkeypatch, 999)
     stages = {"masks": {"statistics": 400, "activations": 600}, "calibration": {"statistics": 700}}
     message = memory.refusal(memory.Needs(0, 10**15, 10**15, stages), memory.Devices.of(CPU))
     assert "\n" not in message
@@ -165,7 +163,7 @@ def test_what_does_not_fit_is_refused_with_advice(monkeypatch):
 
 
 def test_compile_refuses_before_it_changes_the_model(model, monkeypatch):
-    monkeypatch.setattr(memory, "available_memory", lambda device: 1000)
+    free_memory(monkeypatch, 1000)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     ids = torch.zeros((2, 8), dtype=torch.int64)
     with pytest.raises(ConfigError, match="are free"):
@@ -173,22 +171,22 @@ def test_compile_refuses_before_it_changes_the_model(model, monkeypatch):
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
-@pytest.mark.parametrize("thrifty", [True, False])
-def test_compile_keeps_masked_weights_as_estimated_and_says_so(model, monkeypatch, thrifty):
+@pytest.mark.parametrize("low_memory", [True, False])
+def test_compile_keeps_masked_weights_as_estimated_and_says_so(model, monkeypatch, low_memory):
     class Stopped(Exception):
         pass
 
     def learn(*arguments: object) -> None:
-        assert arguments[-2] == (not thrifty)
+        assert arguments[-2] == (not low_memory)
         raise Stopped
 
     estimate = memory.estimate
-    monkeypatch.setattr(preparing, "estimate", lambda *arguments: replace(estimate(*arguments), thrifty=thrifty))
+    monkeypatch.setattr(preparing, "estimate", lambda *arguments: replace(estimate(*arguments), low_memory=low_memory))
     monkeypatch.setattr(learning, "learn", learn)
     config, ids, progress = config_from(recipe="learned,mask"), zoo.tiny_ids(2, 8), Recording()
     with pytest.raises(Stopped):
         compile_model(copy.deepcopy(model), None, config, ids=ids, progress=progress, say_needs=True)
-    assert thrifty == any(line.startswith("to save memory: masks are computed for each") for line in progress.lines)
+    assert low_memory == any(line.startswith("to save memory: masks are computed for each") for line in progress.lines)
 
 
 def test_peak_memory_of_this_process_is_plausible():

@@ -14,7 +14,6 @@ import permtriton
 from permtriton import NMPattern, config_from
 from permtriton.checkpoint import packed, quantizer
 from permtriton.checkpoint.export import export
-from permtriton.driver import prepare as preparing
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import ModelError
 from permtriton.model.checks import check_weight
@@ -22,6 +21,7 @@ from permtriton.model.modules import is_packed
 
 from . import off_path, zoo
 from .folders import WEIGHTS
+from .world import nothing_runs
 
 QUICK = {"recipe": "heuristic,mask", "importance": "magnitude"}
 IDS = zoo.token_ids(4, 16).clamp(max=80)  # beyond are tokens that stand for images
@@ -131,7 +131,7 @@ def test_names_that_would_be_loaded_into_other_weights_are_refused_before_any_wo
         return [WeightRenaming("q_proj", "k_proj")]
 
     monkeypatch.setattr(conversion_mapping, "get_model_conversion_mapping", mapping)
-    monkeypatch.setattr(preparing, "site_statistics", lambda *_: pytest.fail("work began"))
+    nothing_runs(monkeypatch)
     with pytest.raises(
         ModelError,
         match=r"reads .*layers\.0-1\..*q_proj.* as .*layers\.0-1\..*k_proj.*LlamaForCausalLM cannot be saved",

@@ -12,7 +12,7 @@ from torch.nn import functional
 from permtriton.passes.edits import moves_of
 from permtriton.passes.pipeline import permutation_passes, run_passes
 from permtriton.passes.provenance import propagate
-from permtriton.passes.trace import export, unlifted
+from permtriton.passes.trace import export_program, unlifted
 
 from . import zoo
 from .networks import HALF, IN, TOKENS, WIDE, Net, axes_of, check, space_of
@@ -192,7 +192,7 @@ def test_what_differs_between_heads_keeps_channels_in_their_head(forward):
     plan = check(forward)
     space = space_of(plan, "down")
     assert (space.segments, space.reason) == ((4,) * HEADS, "")
-    graph_module = unlifted(export(net := Net(forward), torch.randn(2, TOKENS, IN)), net)
+    graph_module = unlifted(export_program(net := Net(forward), torch.randn(2, TOKENS, IN)), net)
     moves = moves_of(plan, zoo.random_indices(plan))
     run_passes(graph_module, permutation_passes(moves), [])  # the same channels move together in any order
 
@@ -341,6 +341,6 @@ def test_sizes_that_depend_on_data_are_a_barrier():
             return self.down(torch.cat([first.relu(), second])[:3])
 
     model = Routed()
-    found = propagate(unlifted(export(model, torch.randn(3, 8)), model), [0], 0)
+    found = propagate(unlifted(export_program(model, torch.randn(3, 8)), model), [0], 0)
     assert any("split_with_sizes" in barrier for barrier in found.barriers)
     assert len(set(found.contexts[found.axes["up.weight", 0]])) == 16

@@ -10,10 +10,10 @@ from permtriton.cli.main import app
 from permtriton.comparison import request
 from permtriton.comparison.tables import check_table, write_table
 from permtriton.errors import OutputError
-from permtriton.model import load
 from permtriton.util.output_files import check_file
 
 from .desk import RUNNER, Desk
+from .world import nothing_loads
 
 COMPARED = ["method", "perplexity", "cosine", "seconds", "peak MiB"]
 COMMANDS = ("evaluate", "compare", "report", "inspect", "compile", "dry run", "export")
@@ -26,8 +26,7 @@ KINDS = {
 
 @pytest.fixture
 def no_work(monkeypatch):
-    for name in ("load_model", "load_original", "load_empty_model"):
-        monkeypatch.setattr(load, name, lambda *_: pytest.fail("the model was loaded"))
+    nothing_loads(monkeypatch)
 
 
 def commands(desk: Desk, output: object) -> dict[str, list[str]]:

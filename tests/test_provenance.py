@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from permtriton.passes.provenance import propagate
-from permtriton.passes.trace import export, unlifted
+from permtriton.passes.trace import export_program, unlifted
 
 from .networks import HALF, OUT, TOKENS, WIDE, axes_of, check, describe, space_of
 
@@ -346,6 +346,6 @@ def test_a_linear_with_one_output_and_a_bias_is_traced():
             return self.score(hidden), hidden
 
     model = Scorer()
-    found = propagate(unlifted(export(model, torch.randn(3, 8)), model), [0], 1)
+    found = propagate(unlifted(export_program(model, torch.randn(3, 8)), model), [0], 1)
     assert [call.parameter for call in found.linears] == ["up.weight", "down.weight", "score.weight"]
     assert len(set(found.contexts[found.axes["up.weight", 0]])) == 1

@@ -320,9 +320,9 @@ class Problem:
             weight.copy_(self.dense[name])
         return self
 
-    def refit(self, progress=None, thrifty=False, **options):
+    def refit(self, progress=None, low_memory=False, **options):
         arguments = (self.dense, self.samples, 4, Refit(**options), progress or NoProgress())
-        return refit(self.model, self.plan, *arguments, thrifty=thrifty)
+        return refit(self.model, self.plan, *arguments, low_memory=low_memory)
 
     def sparsegpt(self) -> float:
         update_weights(self.model, self.plan, None, self.samples, 4, CONFIG, NoProgress())
@@ -440,7 +440,7 @@ def test_where_memory_is_short_the_result_is_the_same():
     problem, progress = Problem(tiny_model(layers=3), ids=zoo.tiny_ids(6, 16)), Recording()
     problem.refit()
     expected = {name: value.clone() for name, value in problem.model.state_dict().items()}
-    problem.reset().refit(progress, thrifty=True)
+    problem.reset().refit(progress, low_memory=True)
     assert all(torch.equal(value, expected[name]) for name, value in problem.model.state_dict().items())
     assert sum(progress.steps) == progress.total
 

@@ -17,7 +17,7 @@ from permtriton.model.experts import unstacked_experts
 from permtriton.passes.graph import WEIGHT_PRODUCTS, module_path
 from permtriton.passes.plan import Plan, linear_module
 from permtriton.passes.residual import residual_readers
-from permtriton.passes.trace import export, unlifted
+from permtriton.passes.trace import export_program, unlifted
 from permtriton.running.layer_inputs import from_model
 
 from . import zoo
@@ -85,7 +85,7 @@ FOUND = {
 def test_what_the_output_is_added_to(case):
     forward, expected = FOUND[case]
     block = nn.Sequential(Block(forward)).eval()
-    graph = unlifted(export(block, torch.randn(2, 5, WIDTH)), block).graph
+    graph = unlifted(export_program(block, torch.randn(2, 5, WIDTH)), block).graph
     product = next(n for n in graph.nodes if n.target in WEIGHT_PRODUCTS and module_path(n) == "0.down")
     assert residual_readers(graph)(product, "0") == (expected and f"0.{expected}")
     assert residual_readers(graph)(product, "1") == ""

@@ -22,6 +22,7 @@ from permtriton.util.sparsity import NMPattern, PrunedWeight
 
 from . import folders, zoo
 from .folders import LAST_UP
+from .world import free_memory
 
 NORM = "model.norm.weight"
 
@@ -82,7 +83,7 @@ def test_report_states_how_it_was_verified(compiled, place):
 
 
 def test_verifies_without_a_second_copy_where_memory_is_short(compiled, place, monkeypatch):
-    monkeypatch.setattr("permtriton.checkpoint.save.available_memory", lambda device: 1)
+    free_memory(monkeypatch, 1)
     compiled.save_pretrained(place / "out")
     assert compiled.report["verification"]["reloaded"].startswith("not run")
 

@@ -10,7 +10,7 @@ from permtriton.errors import ModelError
 from permtriton.kernels import swap_gains as file
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.nm_mask import top_n_mask
-from permtriton.kernels.swap_gains import Curvature, SwapTerms, swap_gains, swap_terms
+from permtriton.kernels.swap_gains import RankOneCurvature, SwapTerms, swap_gains, swap_terms
 from permtriton.util.sparsity import NMPattern
 
 from .kernel_inputs import TWO_FOUR, factors_of, index_of, rng
@@ -65,7 +65,7 @@ def true_gains(
 
 
 def flipped(
-    weight: Tensor, factors: ImportanceFactors, curvature: Curvature, index: Tensor, pattern: NMPattern
+    weight: Tensor, factors: ImportanceFactors, curvature: RankOneCurvature, index: Tensor, pattern: NMPattern
 ) -> Tensor:
     """``row_O * column_C * w^2`` summed over the weights that each swap prunes or brings back; 0 inside groups."""
     channels = index.numel()
@@ -80,8 +80,8 @@ def flipped(
     return rises
 
 
-def curvature_of(rows: int, channels: int, dtype: torch.dtype = torch.float64) -> Curvature:
-    return Curvature(
+def curvature_of(rows: int, channels: int, dtype: torch.dtype = torch.float64) -> RankOneCurvature:
+    return RankOneCurvature(
         *(torch.rand(size, generator=rng(size), dtype=torch.float64).to(dtype) for size in (rows, channels))
     )
 
@@ -135,7 +135,7 @@ def test_curvature_takes_off_what_every_flipped_weight_costs(pattern, kind, form
 def test_without_curvature_or_with_none_of_it_gains_are_the_same():
     weight, gradient, index = weight_of("ties", ROWS, 24), gradient_of(ROWS, 24), index_of(24)
     factors = factors_of("power 2", ROWS, 24, torch.float64)
-    none = Curvature(torch.zeros(ROWS), torch.ones(24))
+    none = RankOneCurvature(torch.zeros(ROWS), torch.ones(24))
     for part, other in zip(
         swap_terms(weight, factors, gradient, index, TWO_FOUR).tensors(),
         swap_terms(weight, factors, gradient, index, TWO_FOUR, none).tensors(),

@@ -9,7 +9,7 @@ from transformers import AutoModelForSeq2SeqLM, BartConfig, T5Config
 
 from permtriton import NMPattern, find_plan
 from permtriton.errors import ModelError
-from permtriton.passes.trace import OTHER_VALUES, Traced, export, trace, unlifted
+from permtriton.passes.trace import OTHER_VALUES, Traced, export_program, trace, unlifted
 from permtriton.passes.trace_inputs import TRACE_TOKENS
 
 from . import zoo
@@ -112,7 +112,7 @@ def test_buffers_and_constants_are_attributes():
             return (x * self.kept + self.unsaved + torch.tensor([5.0, 6.0]),)
 
     net = Shifted()
-    graph_module = unlifted(export(net, torch.zeros(2)), net)
+    graph_module = unlifted(export_program(net, torch.zeros(2)), net)
     assert torch.equal(graph_module(torch.ones(2))[0], net(torch.ones(2))[0])
     assert {"kept", "unsaved"} < set(readers(graph_module))
 

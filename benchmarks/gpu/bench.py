@@ -20,12 +20,12 @@ from benchmarks.gpu import reading
 from benchmarks.gpu.table import COPIES, COPY, OURS, OUT, READ, ROWS, SPEED, read
 from permtriton.kernels.autotune import choices
 from permtriton.kernels.launch import triton
-from permtriton.kernels.tools.case import Case, Inputs
+from permtriton.kernels.tools.case import Arguments, Case
 from permtriton.kernels.tools.timing import Timing, ceilings, measure, sets_of_inputs
 from permtriton.util.machine import device_name, versions
 
 T = TypeVar("T")
-Prepare = Callable[[Inputs], Callable[[], Any]]  # a set of inputs -> the call that is timed
+Prepare = Callable[[Arguments], Callable[[], Any]]  # a set of inputs -> the call that is timed
 ROOT = Path(__file__).resolve().parent.parent.parent
 RESULTS = "results.json"
 STATE = ("clocks.sm", "clocks.mem", "temperature.gpu", "power.draw", "clocks_event_reasons.sw_power_cap",

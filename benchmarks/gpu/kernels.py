@@ -17,7 +17,7 @@ from benchmarks.gpu.table import PAIRS
 from permtriton.kernels.launch import Kernel, multiprocessors, tl, triton
 from permtriton.kernels.nm_mask import nm_mask_backward_reference, nm_mask_reference
 from permtriton.kernels.sinkhorn import sinkhorn_backward_reference, sinkhorn_reference
-from permtriton.kernels.tools.case import BLOCK, Case, Inputs
+from permtriton.kernels.tools.case import BLOCK, Arguments, Case
 from permtriton.kernels.tools.cases.assignment import assignment_case
 from permtriton.kernels.tools.cases.nm_mask import nm_mask_backward_case, nm_mask_case
 from permtriton.kernels.tools.cases.norm_permute import norm_permute_case
@@ -41,12 +41,12 @@ def permute(bench: Bench) -> None:
             bench.compare(f"permute, {rows} rows", case, peers, copies=True)
 
 
-def _index_select(inputs: Inputs) -> Callable[[], Tensor]:
+def _index_select(inputs: Arguments) -> Callable[[], Tensor]:
     x, wide = inputs[0], inputs[1].int()
     return lambda: x.index_select(1, wide)
 
 
-def _cuda_permute(inputs: Inputs, block_size: int | None) -> Callable[[], Tensor]:
+def _cuda_permute(inputs: Arguments, block_size: int | None) -> Callable[[], Tensor]:
     from benchmarks.gpu.permute_cuda import permute_cuda
 
     x, index = inputs[0], inputs[1].int()
@@ -68,11 +68,11 @@ def norm(bench: Bench) -> None:
         bench.find(f"our RMSNorm alone, {rows} rows", f"{wrong:.2g} from torch's", wrong < 2e-2)
 
 
-def _torch_norm(inputs: Inputs) -> Tensor:
+def _torch_norm(inputs: Arguments) -> Tensor:
     return rms_norm(inputs[0], inputs[1].shape, inputs[1], 1e-5)
 
 
-def _norm_and_select(inputs: Inputs) -> Callable[[], Tensor]:
+def _norm_and_select(inputs: Arguments) -> Callable[[], Tensor]:
     wide = inputs[3].int()
     return lambda: _torch_norm(inputs).index_select(1, wide)
 
@@ -163,7 +163,7 @@ def _solve(scores: np.ndarray[Any, np.dtype[np.float64]]) -> None:
         linear_sum_assignment(block, maximize=True)
 
 
-def _threaded(inputs: Inputs, pool: ThreadPoolExecutor, threads: int) -> Callable[[], None]:
+def _threaded(inputs: Arguments, pool: ThreadPoolExecutor, threads: int) -> Callable[[], None]:
     parts = np.array_split(inputs[0].cpu().double().numpy(), threads)
 
     def run() -> None:
@@ -172,7 +172,7 @@ def _threaded(inputs: Inputs, pool: ThreadPoolExecutor, threads: int) -> Callabl
     return run
 
 
-def _linear_assignment(inputs: Inputs) -> Callable[[], tuple[Tensor, Tensor]]:
+def _linear_assignment(inputs: Arguments) -> Callable[[], tuple[Tensor, Tensor]]:
     """Minimises, and returns the column of each row: sorting those into an index is timed, too."""
     from torch_linear_assignment import batch_linear_assignment
 

@@ -24,7 +24,7 @@ from permtriton.data.samples import Samples
 from permtriton.kernels import cusparselt
 from permtriton.kernels.autotune import choices
 from permtriton.kernels.packing import unpack
-from permtriton.kernels.tools.case import Case, Inputs, larger_half
+from permtriton.kernels.tools.case import Arguments, Case, larger_half
 from permtriton.kernels.tools.cases.norm_permute import norm_permute_case
 from permtriton.kernels.tools.cases.sparse_linear import sparse_linear_case
 from permtriton.kernels.tools.timing import Timing, measure, relative_error
@@ -104,7 +104,7 @@ def _after_norm_case(tokens: int, rows: int, channels: int, dtype: torch.dtype, 
     )  # fmt: skip
 
 
-def _norm_and_bare(channels: int, inputs: Inputs) -> Callable[[], Tensor]:
+def _norm_and_bare(channels: int, inputs: Arguments) -> Callable[[], Tensor]:
     x, scale, weight = inputs[0], inputs[1], unpack(inputs[4], inputs[5], channels, PATTERN)
     compressed = cusparselt.compress(weight)
     return lambda: cusparselt.product(rms_norm_alone(x, scale, 1e-5), compressed, None, weight.shape[0])
@@ -113,15 +113,15 @@ def _norm_and_bare(channels: int, inputs: Inputs) -> Callable[[], Tensor]:
 def _peers(channels: int) -> dict[str, Prepare]:
     """Dense and cuSPARSELt products of the same weight and the same input, without the permutation."""
 
-    def dense(inputs: Inputs) -> Callable[[], Tensor]:
+    def dense(inputs: Arguments) -> Callable[[], Tensor]:
         return partial(linear, inputs[0], unpack(inputs[1], inputs[2], channels, PATTERN))
 
-    def bare(inputs: Inputs, search: bool = False) -> Callable[[], Tensor]:
+    def bare(inputs: Arguments, search: bool = False) -> Callable[[], Tensor]:
         compressed = cusparselt.compress(unpack(inputs[1], inputs[2], channels, PATTERN))
         config = cusparselt.searched(inputs[0], compressed, None, inputs[1].shape[0]) if search else None
         return partial(cusparselt.product, inputs[0], compressed, None, inputs[1].shape[0], config)
 
-    def of_torch(inputs: Inputs, backend: str) -> Callable[[], Tensor]:
+    def of_torch(inputs: Arguments, backend: str) -> Callable[[], Tensor]:
         kind: Any = getattr(torch.sparse, f"SparseSemiStructuredTensor{backend}")
         return partial(linear, inputs[0], kind.from_dense(unpack(inputs[1], inputs[2], channels, PATTERN)))
 

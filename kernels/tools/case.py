@@ -18,7 +18,7 @@ from permtriton.util.sparsity import NMPattern
 BLOCK = 64
 META = torch.device("meta")
 PATTERN = NMPattern(2, 4)
-Inputs = tuple[Any, ...]
+Arguments = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Case:
     op: str
     shape: str
     dtype: torch.dtype
-    make: Callable[[int], Inputs]
+    make: Callable[[int], Arguments]
     run: Callable[..., Any]
     reference: Callable[..., Any]
     error: Callable[[Any, Any], float]

@@ -2,25 +2,24 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
 
 from permtriton.checkpoint.output import locked
+from permtriton.comparison.asked import AskedComparison, Words
 from permtriton.comparison.methods import Row, ablation_rows, check_effect, method_rows
 from permtriton.comparison.results import ResultFile, RowResult
-from permtriton.comparison.run import Yardstick, compare
+from permtriton.comparison.run import Benchmark, compare
 from permtriton.comparison.summary import columns, report_of
 from permtriton.comparison.tables import Result, check_table, write_table
 from permtriton.config import CalibrationConfig
 from permtriton.data.held_out import held_out_windows
-from permtriton.data.in_memory import Data, is_named
-from permtriton.data.samples import Samples
-from permtriton.data.text import fitted
+from permtriton.data.in_memory import is_named, selected
+from permtriton.data.text import check_inputs, fitted
 from permtriton.errors import CalibrationError, ConfigError, OutputError
-from permtriton.evaluation.task_request import TaskRequest
 from permtriton.model import load
 from permtriton.model.seq2seq import with_decoder_ids
 from permtriton.model.source import Source
@@ -30,7 +29,6 @@ from permtriton.util.progress import Progress
 from permtriton.util.sparsity import NMPattern
 
 RESULT = Result(("method", "cosine", "seconds", "peak MiB"), ("measure", "patterns", "rows", "versions"))
-Words = str | Sequence[Any] | None  # one word, several separated by commas, or a list
 
 
 @dataclass(frozen=True)
@@ -41,31 +39,33 @@ class Request:
         source: the dense model.
         options: options by name, those of a file and of a protocol included.
         given: names of those that the user gave.
-        seeds: seeds of the calibration draw and of learning.
-        methods: methods or recipes; None for all methods.
-        patterns: patterns of the rows; None for that of the options.
-        ablate: key of `ABLATIONS`, or None.
-        values: values of the ablated option, in place of its own.
-        tasks: tasks to run.
-        eval_data: held-out text, as `permtriton.evaluate` takes it.
-        window: tokens per window of it; None for the default.
-        outputs: files to write the report to, by their suffixes. Finished results are kept beside the first.
-        overwrite: whether kept results are ignored, and earlier files are replaced.
+        patterns: patterns of the rows; none for that of the options.
+        asked: everything else, what its protocol says included.
     """
 
     source: Source
     options: Mapping[str, Any]
     given: Mapping[str, Any]
-    seeds: Words = "0"
-    methods: Words = None
-    patterns: Words = None
-    ablate: str | None = None
-    values: Words = None
-    tasks: TaskRequest = field(default_factory=lambda: TaskRequest(None, None, None))
-    eval_data: Data | None = None
-    window: int | None = None
-    outputs: Sequence[Path] = ()
-    overwrite: bool = False
+    patterns: Sequence[str]
+    asked: AskedComparison
+
+    @classmethod
+    def of(cls, model: str, asked: AskedComparison, given: dict[str, Any]) -> "Request":
+        """Returns the request of a model's name, what was asked, and the options that were given.
+
+        Raises:
+            ConfigError: an unknown option, a bad value, or a file that names a recipe.
+        """
+        patterns = _parts(asked.sparsity, "sparsity")
+        if len(patterns) == 1:  # an option as any other
+            given["sparsity"] = patterns[0]
+        options = given_by(asked.config, given, asked.protocol)
+        if "recipe" in options:
+            raise ConfigError(f"config file {asked.config} names a recipe: leave it out, and name it in `methods=`")
+        config_from(options, model=model)
+        several = patterns if len(patterns) > 1 else []
+        asked = replace(asked, eval_data=selected(asked.eval_data)).settled()
+        return cls(Source(model, **asked.loading), options, given, several, asked)
 
     def rows(self, layers: int) -> list[Row]:
         """Returns the rows to run on a model with this many layers.
@@ -73,18 +73,19 @@ class Request:
         Raises:
             ConfigError: a name or a value is unknown, or an option has no effect.
         """
-        if self.values is not None and not self.ablate:
+        if self.asked.values is not None and not self.asked.ablate:
             raise ConfigError("`values=` has no effect without `ablate=`: drop it, or name an ablation")
         if self.patterns and "pattern" in self.given:
             raise ConfigError("`pattern=` needs one `sparsity=` for the other linears: name one, or drop `pattern=`")
-        methods = _parts(self.methods, "methods")
-        patterns = [NMPattern.parse(part) for part in _parts(self.patterns, "sparsity")]
+        ablate, methods = self.asked.ablate, _parts(self.asked.methods, "methods")
+        patterns = [NMPattern.parse(each) for each in self.patterns]
         options, model = dict(self.options), self.source.name
-        if self.ablate:
-            rows = ablation_rows(options, self.ablate, _parts(self.values, "values"), methods, patterns, layers, model)
+        if ablate:
+            values = _parts(self.asked.values, "values")
+            rows = ablation_rows(options, ablate, values, methods, patterns, layers, model)
         else:
             rows = method_rows(options, methods, patterns, model)
-        check_effect(dict(self.given), rows, self.ablate)
+        check_effect(dict(self.given), rows, ablate)
         return rows
 
     def numbers(self) -> list[int]:
@@ -93,20 +94,21 @@ class Request:
         Raises:
             ConfigError: they are not non-negative integers.
         """
+        seeds = str(self.asked.seeds) if isinstance(self.asked.seeds, int) else self.asked.seeds
         try:
-            numbers = [int(part) for part in _parts(self.seeds, "seeds")]
+            numbers = [int(part) for part in _parts(seeds, "seeds")]
             if min(numbers) >= 0:
                 return list(dict.fromkeys(numbers))
             raise ValueError
         except ValueError:
             raise ConfigError(
-                f"seeds {self.seeds!r}: expected non-negative integers separated by commas, such as 0,1,2"
+                f"seeds {seeds!r}: expected non-negative integers separated by commas, such as 0,1,2"
             ) from None
 
     @property
     def place(self) -> Path:
         """File that keeps finished results: beside the first output, else in the present folder."""
-        first = self.outputs[0] if self.outputs else Path(self._stem)
+        first = self.asked.outputs[0] if self.asked.outputs else Path(self._stem)
         return first.with_name(f".{first.name}.rows.json")
 
     @property
@@ -126,39 +128,39 @@ class Request:
             PermTritonError: as `permtriton.comparison.run.compare`, a request that makes no sense, no held-out text, or
                 an output that cannot be written.
         """
-        seeds = self.numbers()
+        seeds, asked, tasks = self.numbers(), self.asked, self.asked.wanted_tasks
         self.rows(layers=1)  # a wrong name is found before the model is loaded
-        named = [self.source.name, self.options.get("calibration"), self.tasks.folder, self.eval_data]
+        named = [self.source.name, self.options.get("calibration"), tasks.folder, asked.eval_data]
         reads = [each for each in named if is_named(each) and each]
-        for output in self.outputs:
-            check_table(output, overwrite=self.overwrite, like=RESULT, reads=reads)
+        for output in asked.outputs:
+            check_table(output, overwrite=asked.overwrite, like=RESULT, reads=reads)
         with self._claimed(progress):
-            loaded = self.tasks.load(progress)
+            loaded = tasks.load(progress)
             progress.say(f"loading {self.source.described}")
             model, tokenizer = load.load_original(self.source)
-            windows, text = held_out_windows(self.source.name, self.eval_data, tokenizer, model, self.window)
+            windows, text = held_out_windows(self.source.name, self.asked.eval_data, tokenizer, model, asked.window)
             if windows is None:
                 raise CalibrationError(f"nothing to compare on: {text}")
-            yardstick = Yardstick(model, tokenizer, with_decoder_ids(model, Samples.of(windows)), loaded)
+            benchmark = Benchmark(model, tokenizer, with_decoder_ids(model, check_inputs(model, windows)), loaded)
             request = self._fitted(model, progress)
             options = resolved(request.options, self.source.name)
-            kept = ResultFile(self.place, yardstick.identity(options, self.ablate, self.tasks.identity()))
-            if not self.overwrite:
+            kept = ResultFile(self.place, benchmark.identity(options, asked.ablate, tasks.identity()))
+            if not asked.overwrite:
                 kept.read()
             rows = request.rows(model.config.get_text_config().num_hidden_layers)
             report = report_of(
-                compare(yardstick, rows, seeds=seeds, kept=kept, progress=progress, finished=finished),
-                yardstick,
+                compare(benchmark, rows, seeds=seeds, kept=kept, progress=progress, finished=finished),
+                benchmark,
                 options,
                 model=self.source.name,
                 text=text,
                 seeds=seeds,
-                ablation=self.ablate,
-                versions=self.tasks.versions(),
+                ablation=asked.ablate,
+                versions=tasks.versions(),
             )
-            for output in self.outputs:
+            for output in asked.outputs:
                 write_table(output, *columns(report), report)
-            if not self.outputs:
+            if not asked.outputs:
                 kept.delete()
         return report
 
@@ -182,33 +184,9 @@ class Request:
                 "folder, or give `output=` a file in another one"
             )
         with ExitStack() as stack:
-            for output in self.outputs or [Path(self._stem)]:
+            for output in self.asked.outputs or [Path(self._stem)]:
                 stack.enter_context(locked(real_path(output), progress.say))
             yield
-
-
-def several_patterns(sparsity: Words, options: dict[str, Any]) -> Words:
-    """Returns the patterns of the rows, where there are several; a single one goes into ``options``, as any option."""
-    if len(parts := _parts(sparsity, "sparsity")) > 1:
-        return sparsity
-    if parts:
-        options["sparsity"] = parts[0]
-    return None
-
-
-def options_to_compare(
-    model: str, config_file: Path | None, options: Mapping[str, Any], protocol: str | None = None
-) -> dict[str, Any]:
-    """Returns what the user gave for a comparison, whose rows have recipes of their own.
-
-    Raises:
-        ConfigError: an unknown option, a bad value, or a file that names a recipe.
-    """
-    given = given_by(config_file, options, protocol)
-    if "recipe" in given:
-        raise ConfigError(f"config file {config_file} names a recipe: leave it out, and name it in `methods=`")
-    config_from(given, model=model)
-    return given
 
 
 def _parts(words: Words, name: str = "") -> list[str]:

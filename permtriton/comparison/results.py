@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from permtriton.errors import OutputError
+from permtriton.evaluation.fidelity import Distances
 from permtriton.util.durable import replace_file
 from permtriton.util.validation import checked
 
@@ -22,22 +23,24 @@ class _File:
     results: list[dict[Literal["key", "measured"], dict[str, Any]]]
 
 
-@dataclass(frozen=True)
-class Measured:
+@dataclass(frozen=True, kw_only=True)
+class _Perplexity:
+    perplexity: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured(Distances, _Perplexity):  # fields of the last base come first
     """What was measured of one row with one seed.
 
     Attributes:
         perplexity: held-out perplexity; None for encoders.
-        kl: mean KL divergence from the dense model's predictions, in nats per token; None for encoders.
-        cosine: mean cosine of the last hidden state with the dense model's.
+        cosine: it is always known, as there is a dense model.
         tasks: zero-shot score by the task's name and the metric's, such as ``arc_easy acc``.
         seconds: time of compilation and evaluation together.
         compile_seconds: time of the compilation alone.
         peak_bytes: peak memory during the compilation; None where the system cannot start its count anew.
     """
 
-    perplexity: float | None
-    kl: float | None
     cosine: float
     tasks: dict[str, float]
     seconds: float

@@ -19,6 +19,7 @@ from permtriton.driver.identity import run_identity
 from permtriton.driver.options import CompileConfig
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import ConfigError
+from permtriton.evaluation.fidelity import DISTANCES
 from permtriton.evaluation.measure import measure_model
 from permtriton.util import machine
 from permtriton.util.progress import NoProgress, Progress
@@ -31,7 +32,7 @@ Draws = Mapping[tuple[CalibrationConfig, int], Samples | None]
 
 
 @dataclass(frozen=True)
-class Yardstick:
+class Benchmark:
     """What every model of a comparison is measured by.
 
     Attributes:
@@ -92,12 +93,18 @@ class Yardstick:
         )
         scores = {f"{task.name} {metric}": score.value for task in found.tasks for metric, score in task.scores.items()}
         seconds = compile_seconds + found.seconds
-        assert found.cosine is not None, "there is a dense model"
-        return Measured(found.perplexity, found.kl, found.cosine, scores, seconds, compile_seconds, peak_bytes)
+        return Measured(
+            perplexity=found.perplexity,
+            **{name: getattr(found, name) for name in DISTANCES},
+            tasks=scores,
+            seconds=seconds,
+            compile_seconds=compile_seconds,
+            peak_bytes=peak_bytes,
+        )
 
 
 def compare(
-    yardstick: Yardstick,
+    benchmark: Benchmark,
     rows: Sequence[Row],
     *,
     ids: Inputs | None = None,
@@ -109,7 +116,7 @@ def compare(
     """Prunes a copy of the dense model for each row and seed; the model itself stays dense.
 
     Args:
-        yardstick: dense model, and what all models are measured by.
+        benchmark: dense model, and what all models are measured by.
         rows: what to compile, see `permtriton.comparison.methods`.
         ids: calibration samples as `permtriton.compile` takes them, in place of the calibration text of each row.
         seeds: seeds of the calibration draw and of learning, at least one. All rows with one calibration text share the
@@ -127,13 +134,13 @@ def compare(
     if not seeds:
         raise ConfigError("no seed: give at least one")
     kept, progress = kept or ResultFile(None, {}), progress or NoProgress()
-    draws = _draws(yardstick, rows, seeds, ids)
+    draws = _draws(benchmark, rows, seeds, ids)
     keys = {row: [_key(row, seed, draws) for seed in seeds] for row in rows}
     wanted = [Key(DENSE), *(key for some in keys.values() for key in some)]
     if kept.results:
         known = sum(kept.get(key) is not None for key in wanted)
         progress.say(f"{known} of {len(wanted)} results (a row with one seed each) are kept in {kept.path}")
-    dense = kept.get(Key(DENSE)) or kept.put(Key(DENSE), yardstick.measured(yardstick.dense, None, progress))
+    dense = kept.get(Key(DENSE)) or kept.put(Key(DENSE), benchmark.measured(benchmark.dense, None, progress))
     results = [RowResult(DENSE, "", "", (dense,))]
     finished(results[0])
     for row in rows:
@@ -141,18 +148,18 @@ def compare(
         for seed, key in zip(seeds, keys[row], strict=True):
             config = dataclasses.replace(row.config, seed=seed)
             drawn = draws[row.config.calibration, seed]
-            found.append(kept.get(key) or kept.put(key, _compiled(yardstick, config, drawn, progress)))
+            found.append(kept.get(key) or kept.put(key, _compiled(benchmark, config, drawn, progress)))
         results.append(RowResult(row.method, row.pattern, row.setting, tuple(found)))
         finished(results[-1])
     return results
 
 
-def _draws(yardstick: Yardstick, rows: Sequence[Row], seeds: Sequence[int], ids: Inputs | None) -> Draws:
+def _draws(benchmark: Benchmark, rows: Sequence[Row], seeds: Sequence[int], ids: Inputs | None) -> Draws:
     """Returns the calibration samples of each text and seed.
 
     All are drawn before the first compilation, so that a text that cannot be read costs no work.
     """
-    model = yardstick.dense
+    model = benchmark.dense
     given = None if ids is None else check_samples(model, ids)
     draws: dict[tuple[CalibrationConfig, int], Samples | None] = {}
     for row in rows:
@@ -161,7 +168,7 @@ def _draws(yardstick: Yardstick, rows: Sequence[Row], seeds: Sequence[int], ids:
             if key not in draws:
                 config = dataclasses.replace(row.config, seed=seed)
                 alone = config.alone and given is None
-                draws[key] = None if alone else given or calibration_samples(config, yardstick.tokenizer, model)
+                draws[key] = None if alone else given or calibration_samples(config, benchmark.tokenizer, model)
     return draws
 
 
@@ -170,12 +177,12 @@ def _key(row: Row, seed: int, draws: Draws) -> Key:
     return Key(row.method, row.pattern, row.setting, seed, "" if drawn is None else drawn.sha256)
 
 
-def _compiled(yardstick: Yardstick, config: CompileConfig, samples: Samples | None, progress: Progress) -> Measured:
+def _compiled(benchmark: Benchmark, config: CompileConfig, samples: Samples | None, progress: Progress) -> Measured:
     """Compiles a copy of the dense model on calibration samples, or on what it writes, and measures it."""
-    device = yardstick.dense.device
+    device = benchmark.dense.device
     started, counted = time.perf_counter(), machine.reset_peak_memory(device)
-    model = copy.deepcopy(yardstick.dense)
-    compiled = compile_model(model, yardstick.tokenizer, config, ids=samples, progress=progress)
+    model = copy.deepcopy(benchmark.dense)
+    compiled = compile_model(model, benchmark.tokenizer, config, ids=samples, progress=progress)
     seconds, peak = time.perf_counter() - started, machine.peak_memory(device) if counted else None
     order = compiled.plan.hidden_order(compiled.indices)
-    return yardstick.measured(compiled.model, order, progress, seconds, peak)
+    return benchmark.measured(compiled.model, order, progress, seconds, peak)

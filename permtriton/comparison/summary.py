@@ -3,14 +3,16 @@
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from operator import attrgetter
 from statistics import fmean
 from typing import Any
 
 from permtriton.comparison.methods import DENSE
 from permtriton.comparison.results import RowResult
-from permtriton.comparison.run import Yardstick
+from permtriton.comparison.run import Benchmark
 from permtriton.data.media import is_media
 from permtriton.data.samples import Samples
+from permtriton.evaluation.fidelity import DISTANCES
 from permtriton.model.forward import with_tokens
 from permtriton.model.seq2seq import with_decoder_ids
 from permtriton.util import machine
@@ -21,7 +23,7 @@ Rows = Sequence[Sequence[Cell]]
 
 def report_of(
     results: Sequence[RowResult],
-    yardstick: Yardstick,
+    benchmark: Benchmark,
     options: Mapping[str, Any],
     *,
     model: str,
@@ -38,8 +40,8 @@ def report_of(
         model: name of the dense model.
         ablation: key of `permtriton.comparison.methods.ABLATIONS`, or None.
     """
-    dense = yardstick.dense
-    windows = with_tokens(dense, with_decoder_ids(dense, Samples.of(yardstick.windows)))
+    dense = benchmark.dense
+    windows = with_tokens(dense, with_decoder_ids(dense, Samples.of(benchmark.windows)))
     return {
         "model": model,
         "measure": "cosine" if results[0].measured[0].perplexity is None else "perplexity",
@@ -67,8 +69,7 @@ def _row(result: RowResult) -> dict[str, Any]:
         "values": result.values,
         "mean": result.mean,
         "spread": result.spread,
-        "kl": result.average(lambda each: each.kl),
-        "cosine": result.average(lambda each: each.cosine),
+        **{name: result.average(attrgetter(name)) for name in DISTANCES},
         "tasks": {name: fmean(each.tasks[name] for each in result.measured) for name in result.measured[0].tasks},
         "seconds": round(result.seconds, 1),
         "compile_seconds": round(sum(each.compile_seconds for each in result.measured), 1),
@@ -95,9 +96,9 @@ def columns(report: Mapping[str, Any]) -> tuple[list[str], list[list[Cell]]]:
         found["±"] = [row["spread"] if len(row["values"]) > 1 else None for row in rows]
     if measure == "perplexity":
         found["against dense"] = [row["mean"] / dense if dense else None for row in rows]
-    if any(row["kl"] is not None for row in rows):
-        found["KL, nats"] = [row["kl"] for row in rows]
-    found["cosine"] = [row["cosine"] for row in rows]  # in its place, where it is the measure
+    for name, distance in DISTANCES.items():
+        if any(row[name] is not None for row in rows):
+            found[distance.header] = [row[name] for row in rows]  # in its place, where it is the measure
     for name in rows[0]["tasks"]:
         found[name] = [row["tasks"][name] for row in rows]
     accuracies = [name for name in rows[0]["tasks"] if name.endswith(" acc")]

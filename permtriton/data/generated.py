@@ -28,7 +28,7 @@ KEPT = 0.9  # share of the texts that are kept: those of the lowest perplexity
 TOKENS_AT_ONCE = 2**14  # of the texts that are written together, whose keys and values are cached
 
 
-def why_not(model: PreTrainedModel, offload: Offload | None, samples: Samples | None = None) -> str:
+def why_not_generated(model: PreTrainedModel, offload: Offload | None, samples: Samples | None = None) -> str:
     """Returns why a model cannot write further samples, or the first ones where there are none; empty if it can."""
     name = type(model).__name__
     if offload is not None:
@@ -68,7 +68,7 @@ def first_token(model: PreTrainedModel, tokenizer: Processor | None) -> int:
 
 def beginnings(samples: Samples, count: int, tokens: int) -> Tensor:
     """Returns the first tokens of samples, in turn, for ``count`` texts to be kept: int64 ``[written, tokens]``."""
-    assert samples.ids is not None, "see `why_not`"
+    assert samples.ids is not None, "see `why_not_generated`"
     return samples.ids[torch.arange(written(count)) % len(samples), :tokens]
 
 

@@ -5,7 +5,7 @@ from typing import Any
 from permtriton.data.in_memory import Data, documents_of, is_named, name_of, tensors_of
 from permtriton.data.media import is_media, media_samples
 from permtriton.data.samples import Inputs
-from permtriton.data.text import check_inputs, evaluation_ids, vocabulary_of
+from permtriton.data.text import evaluation_ids, vocabulary_of
 from permtriton.errors import CalibrationError, ConfigError, MissingExtraError
 from permtriton.model.core import check_towers
 from permtriton.model.forward import max_tokens
@@ -17,7 +17,7 @@ EVALUATION_TOKENS = 2048  # per window, or the model's limit if that is lower
 def held_out_windows(
     model_name: str, data: Data | None, tokenizer: Any, model: Any, window: int | None = None
 ) -> tuple[Inputs | None, str]:
-    """Returns held-out samples and the name of their source, or None and the reason why there are none.
+    """Returns held-out samples, not yet checked, and the name of their source; or None and why there are none.
 
     Args:
         model_name: name of the model; the demo model is evaluated on the demo text by default.
@@ -46,10 +46,10 @@ def held_out_windows(
         documents = documents_of(data)
         if documents is None:
             _refuse_window(window, "on samples in memory")
-            return check_inputs(model, tensors_of(data, model, None, None)), name
+            return tensors_of(data, model, None, None), name
     elif data is not None and is_media(model, name):
         _refuse_window(window, f"on {name}, which is no text")
-        return check_inputs(model, media_samples(name, model, tokenizer, None)), name
+        return media_samples(name, model, tokenizer, None), name
     length = _window_of(model, window)
     try:
         return evaluation_ids(name, tokenizer, vocabulary_of(model), length, documents), name

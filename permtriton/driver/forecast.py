@@ -130,7 +130,7 @@ def make_forecast(
             speed, assumed = assumed_speed(start, needs, devices), ASSUMED
         if speed is not None:
             held_out = 0 if windows is None else Samples.of(windows).positions
-            ranked = replace(facts, thrifty=needs.thrifty, ranks=devices.count)
+            ranked = replace(facts, low_memory=needs.low_memory, ranks=devices.count)
             seconds = stage_seconds(start.config, ranked, speed, held_out)
     return Forecast(needs, disk_needs(start.config, facts, resume_path), seconds, refused, devices, assumed)
 

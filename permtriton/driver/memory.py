@@ -21,7 +21,7 @@ from permtriton.evaluation.perplexity import windows_at_once
 from permtriton.methods.measure.importance import inverts_hessians
 from permtriton.methods.prune.dense_share import DENSE_SHARE
 from permtriton.passes.plan import Plan, layer_modules
-from permtriton.running.onload import why_not
+from permtriton.running.onload import why_not_onloaded
 from permtriton.running.placement import Way
 from permtriton.util.machine import available_memory, format_bytes, resident_memory
 
@@ -79,7 +79,7 @@ class Needs:
         model: parameters; with an offload folder, those of one layer and of what stands outside of layers.
         held: what is in memory already and is not given up: the program, and a model that is not mapped from its files.
         stages: stage -> use -> bytes beside program and model.
-        thrifty: whether steps save memory, because what they could keep does not fit.
+        low_memory: whether steps save memory, because what they could keep does not fit.
         way: how the model is placed.
         offloaded: what stands in files of the offload folder, or in host memory where layers come one by one -> bytes;
             else empty.
@@ -89,7 +89,7 @@ class Needs:
     model: int
     held: int
     stages: Mapping[str, Mapping[str, int]]
-    thrifty: bool = False
+    low_memory: bool = False
     way: Way = Way.WHOLE
     offloaded: Mapping[str, int] = field(default_factory=dict)
 
@@ -128,7 +128,7 @@ class Needs:
             "program": self.program,
             "model": self.model,
             "stages": {stage: dict(uses) for stage, uses in self.stages.items()},
-            "thrifty": self.thrifty,
+            "thrifty": self.low_memory,
             "spread": self.way is Way.SPREAD,
             "onload": self.way is Way.ONLOADED,
         }
@@ -152,9 +152,9 @@ def estimate(start: Planned, windows: Inputs | None, devices: Devices) -> Needs:
         program, held = max(resident - size, 0), resident - min(mapped, size)
     found = Needs(program, size, held, stages)
     if not fits(found, devices):
-        stages = _stages(start, replace(facts, thrifty=True), windows)
+        stages = _stages(start, replace(facts, low_memory=True), windows)
         if stages != found.stages:
-            found = replace(found, stages=stages, thrifty=True)
+            found = replace(found, stages=stages, low_memory=True)
     return _placed(found, start, windows, devices)
 
 
@@ -172,7 +172,7 @@ def _placed(whole: Needs, start: Planned, windows: Inputs | None, devices: Devic
     steps = start.config.steps
     possible = {
         Way.SPREAD: devices.count > 1 and all(step.shards for step in steps) and layer_modules(start.model, start.plan),
-        Way.ONLOADED: all(step.offloads for step in steps) and not why_not(start.model, start.plan),
+        Way.ONLOADED: all(step.offloads for step in steps) and not why_not_onloaded(start.model, start.plan),
     }
     found = [needs[way]() for way, can_be in possible.items() if can_be and way in devices.ways]
     return next((each for each in found if fits(each, devices)), found[0] if found else needs[devices.ways[0]]())
@@ -193,7 +193,7 @@ def _spread(whole: Needs, model: PreTrainedModel, plan: Plan, count: int) -> Nee
         for stage, uses in whole.stages.items()
         if not ON_DEVICE.isdisjoint(uses)
     }
-    return Needs(whole.program, resident, 0, stages, whole.thrifty, Way.SPREAD)
+    return Needs(whole.program, resident, 0, stages, whole.low_memory, Way.SPREAD)
 
 
 def _onloaded(whole: Needs, start: Planned, windows: Inputs | None) -> Needs:
@@ -289,9 +289,9 @@ def refusal(needs: Needs, devices: Devices) -> str:
     )
 
 
-def describe_thrift(needs: Needs, config: CompileConfig) -> str:
+def describe_low_memory(needs: Needs, config: CompileConfig) -> str:
     """Returns what steps do because memory is short; empty if it is not."""
-    return "; ".join(step.thrift for step in config.steps if needs.thrifty and step.thrift)
+    return "; ".join(step.low_memory_words for step in config.steps if needs.low_memory and step.low_memory_words)
 
 
 def describe(needs: Needs, devices: Devices) -> str:

@@ -17,7 +17,7 @@ from permtriton.model.experts import stacked_name, unstacked_experts
 from permtriton.model.forward import TOKENS_WITHOUT_LOGITS
 from permtriton.passes.chosen import NOT_NAMED
 from permtriton.passes.layout import fused_plan
-from permtriton.passes.plan import Plan, Site, linear_module, turns_of
+from permtriton.passes.plan import Plan, Site, linear_module, sequential_groups
 from permtriton.passes.provenance import propagate
 from permtriton.passes.sites import find_sites
 from permtriton.passes.trace import trace
@@ -66,7 +66,7 @@ class Planned:
             hidden=hidden,
             width=width,
             widest=widest,
-            read=max(sum(max(map(kept_channels, turn)) for turn in turns_of(layer)) for layer in plan.layers()),
+            read=max(sum(max(map(kept_channels, turn)) for turn in sequential_groups(each)) for each in plan.layers()),
             vocabulary=int(getattr(text, "vocab_size", 0)) if has_head(model) else 0,
             hessians=max(sum(site.channels**2 for site in layer) for layer in plan.layers()) * 4 * FLOAT32,
             forward=tokens * (hidden + 8 * width) * FLOAT32,

@@ -10,13 +10,13 @@ from transformers import PreTrainedModel
 from permtriton.checkpoint.names import stored_names
 from permtriton.checkpoint.save import pruned_parameters
 from permtriton.config import WRITTEN, CalibrationConfig
-from permtriton.data.generated import BEGINNING, beginnings, first_token, generated_text, why_not
+from permtriton.data.generated import BEGINNING, beginnings, first_token, generated_text, why_not_generated
 from permtriton.data.media import Processor
 from permtriton.data.samples import Inputs, Samples
 from permtriton.data.text import calibration_samples, check_inputs, check_samples, vocabulary_of
 from permtriton.driver.forecast import Forecast, check_disk, make_forecast
 from permtriton.driver.identity import WRITING, identify
-from permtriton.driver.memory import IN_PLACE, Devices, Needs, describe_thrift, estimate, fits
+from permtriton.driver.memory import IN_PLACE, Devices, Needs, describe_low_memory, estimate, fits
 from permtriton.driver.options import CompileConfig
 from permtriton.driver.planning import Planned, plan_model
 from permtriton.driver.run import Run
@@ -34,8 +34,7 @@ from permtriton.passes.plan import named_layers
 from permtriton.recipe import suggested_text
 from permtriton.running import ranks
 from permtriton.running.offload import OffloadFolder
-from permtriton.running.onload import HostMemory
-from permtriton.running.onload import why_not as why_not_onloaded
+from permtriton.running.onload import HostMemory, why_not_onloaded
 from permtriton.running.placement import Placement, Way
 from permtriton.running.state import StateFile
 
@@ -61,11 +60,11 @@ def prepare(  # noqa: PLR0913
             disk.
     """
     device, progress = device or model.device, workspace.progress
+    held_out = held_out_samples(model, windows)  # refused before all else
     start = planned(model, tokenizer, config, workspace, ids, device)
     config = start.config
     for left in reasons_of(start.plan.skipped) if config.skip_indivisible else ():
         progress.say(f"left dense: {left}")
-    held_out = held_out_samples(model, windows)
     start, needs, placement, devices = placed(start, held_out, workspace, device, ways)
     with workspace.timed("estimate"):
         forecast = make_forecast(start, needs, held_out, workspace.resume_path, devices, timed=say_needs)
@@ -74,7 +73,7 @@ def prepare(  # noqa: PLR0913
     folder = _check_disks(workspace, forecast)
     if say_needs:
         progress.say(forecast.describe(folder))
-        if saved := describe_thrift(needs, config):
+        if saved := describe_low_memory(needs, config):
             progress.say(f"to save memory: {saved}")
 
     samples, generated = _with_text(start, workspace)
@@ -238,7 +237,7 @@ def _no_text(
         ConfigError: the model cannot write text.
         CalibrationError: the samples are longer than the model can take.
     """
-    if reason := why_not(model, workspace.offload):
+    if reason := why_not_generated(model, workspace.offload):
         raise ConfigError(f"`calibration={WRITTEN}`: {reason}. Give a text, or what else the model reads")
     if not config.generated:
         raise ConfigError(f"`calibration={WRITTEN}`: the model writes all text; say how many sequences by `generated=`")
@@ -253,7 +252,7 @@ def _writing(model: PreTrainedModel, config: CompileConfig, workspace: Workspace
     Raises:
         ConfigError: the user asks for it.
     """
-    if not config.generated or not (reason := why_not(model, workspace.offload, samples)):
+    if not config.generated or not (reason := why_not_generated(model, workspace.offload, samples)):
         return config
     if config.generated != suggested_text(config):
         raise ConfigError(f"`generated={config.generated}`: {reason}. Leave it out, or give `generated=0`")

@@ -20,7 +20,7 @@ from permtriton.kernels.importance import ImportanceFactors
 from permtriton.methods.measure.fisher import fisher_information, output_gradients
 from permtriton.methods.measure.importance import importances_of
 from permtriton.methods.measure.objective import Objective, default_objective, dense_objective, objective_kind
-from permtriton.methods.measure.promises import Retained, check_loss, check_retained, retained_importance
+from permtriton.methods.measure.postconditions import Retained, check_loss, check_retained, retained_importance
 from permtriton.methods.measure.statistics import reorder_statistics
 from permtriton.model.reference import Reference
 from permtriton.passes.apply import apply_edits
@@ -120,9 +120,9 @@ class Run:
         return self.workspace.empty
 
     @property
-    def thrifty(self) -> bool:
+    def low_memory(self) -> bool:
         """Whether steps shall save memory, because what they could keep does not fit."""
-        return self.needs.thrifty
+        return self.needs.low_memory
 
     def state(self, kind: type[State], step: str) -> State | None:
         """Returns the file that keeps the state of a step; None where no state is kept."""

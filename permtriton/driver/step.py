@@ -13,12 +13,7 @@ from permtriton.config import CommonConfig
 from permtriton.util.option import check_options
 
 FLOAT32 = 4  # bytes
-# Help of options that several steps have.
-GENERATED = "Read what --generated adds to the samples, too."
-LOSS = (
-    "What it minimises: kl (of the logits), cosine (of the last hidden state), or auto: kl where there is a "
-    "language-model head."
-)
+GENERATED = "Read what --generated adds to the samples, too."  # help of an option that several steps have
 
 
 class Stage(IntEnum):
@@ -60,7 +55,7 @@ class Facts:
         micro_batch_size: as the option.
         checkpointing: whether activations are recomputed.
         one_layer: whether gradients are of one layer at a time, as with an offload folder.
-        thrifty: whether steps shall save memory, because what they could keep does not fit.
+        low_memory: whether steps shall save memory, because what they could keep does not fit.
         ranks: number of processes that share the samples.
     """
 
@@ -86,7 +81,7 @@ class Facts:
     micro_batch_size: int
     checkpointing: bool
     one_layer: bool = False
-    thrifty: bool = False
+    low_memory: bool = False
     ranks: int = 1
     generated: int = 0
     spare: int = 0
@@ -188,7 +183,7 @@ class Step(Protocol):
         shards: whether it can run while the weights of layers are spread over several GPUs.
         offloads: whether it can run on a model in files, with the gradients of one layer at a time.
         not_offloaded: why it cannot, where it cannot.
-        thrift: what it does where memory is short, in words; empty if it has no choice.
+        low_memory_words: what it does where memory is short, in words; empty if it has no choice.
     """
 
     name: ClassVar[str]
@@ -201,7 +196,7 @@ class Step(Protocol):
     shards: ClassVar[bool] = True
     offloads: ClassVar[bool] = True
     not_offloaded: ClassVar[str] = "it needs the gradients of all weights in memory"
-    thrift: ClassVar[str] = ""
+    low_memory_words: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
         check_options(self)

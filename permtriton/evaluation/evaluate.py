@@ -1,6 +1,5 @@
 """How is a model measured that a user names or holds: on which text, and against which dense model?"""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,46 +11,24 @@ from permtriton.checkpoint.forms import find_record
 from permtriton.checkpoint.patterns import broken_claim, pattern_in_words
 from permtriton.checkpoint.plan_entries import hidden_order_of
 from permtriton.data.held_out import held_out_windows
-from permtriton.data.in_memory import Data, selected
-from permtriton.data.media import Processor
+from permtriton.data.in_memory import selected
 from permtriton.errors import CalibrationError, ConfigError, MemoryTooSmallError, ModelError, reading, shown
+from permtriton.evaluation.asked import AskedEvaluation
 from permtriton.evaluation.measure import Evaluated, measure_model
-from permtriton.evaluation.protocol import measured_by
-from permtriton.evaluation.task_request import TaskRequest
 from permtriton.model import load
 from permtriton.model.name import DEMO, location_of
 from permtriton.model.source import Source, source_of
-from permtriton.util.bars import Shown, reporter
+from permtriton.util.asking import asking
+from permtriton.util.bars import reporter
 from permtriton.util.machine import available_memory, format_bytes
 from permtriton.util.permutation import is_permutation
 from permtriton.util.progress import Progress
 
+Model = PreTrainedModel | str | Path
 Against = PreTrainedModel | Source | str | Path | None
 
 
-def evaluate(  # noqa: PLR0913
-    model: PreTrainedModel | str | Path,
-    eval_data: Data | None = None,
-    *,
-    protocol: str | None = None,
-    window: int | None = None,
-    against: Against = None,
-    tokenizer: Processor | None = None,
-    hidden_order: Tensor | None = None,
-    text_column: str | None = None,
-    split: str | None = None,
-    tasks: str | Sequence[str] | None = None,
-    limit: int | None = None,
-    tasks_dir: str | Path | None = None,
-    batch_size: int | None = None,
-    device: str = "auto",
-    dtype: str = "auto",
-    trust_remote_code: bool = False,
-    gguf_file: str | None = None,
-    revision: str | None = None,
-    token: str | None = None,
-    progress: Shown = False,
-) -> Evaluated:
+def evaluate_as(model: Model, asked: AskedEvaluation) -> Evaluated:
     """Measures a model, dense or compiled in any format: perplexity, distance from the dense model, zero-shot tasks.
 
     Args:
@@ -95,17 +72,15 @@ def evaluate(  # noqa: PLR0913
         >>> print(measured)
         perplexity ..., dense ..., KL ..., cosine ... on my-heldout.txt (...)
     """
-    shown = reporter(progress)
-    eval_data, window, tasks = measured_by(protocol, eval_data, window, tasks)
-    request = TaskRequest(tasks, limit, None if tasks_dir is None else Path(tasks_dir))
-    chosen = request.load(shown)
-    eval_data = selected(eval_data, text_column, split)
-    name = ""
-    if hidden_order is not None:
-        hidden_order = _checked_order(model, hidden_order)
-    loading = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code, "token": token}
+    asked, shown = asked.settled(), reporter(asked.progress)
+    chosen = asked.wanted_tasks.load(shown)
+    eval_data = selected(asked.eval_data, asked.text_column, asked.split)
+    name, tokenizer, against = "", asked.tokenizer, asked.against
+    hidden_order = None if asked.hidden_order is None else _checked_order(model, asked.hidden_order)
+    own = {"gguf_file": asked.gguf_file, "revision": asked.revision}
+    loading = {name: value for name, value in asked.loading.items() if name not in own}
     of_the_dense = against is not None and isinstance(model, PreTrainedModel)  # they say how that one is loaded
-    source = source_of(model, **({} if of_the_dense else loading), gguf_file=gguf_file, revision=revision)
+    source = source_of(model, **({} if of_the_dense else loading), **own)
     if isinstance(source, Source):
         name = source.name
         shown.say(f"loading {source.described}")
@@ -121,7 +96,7 @@ def evaluate(  # noqa: PLR0913
     if isinstance(dense, Source):
         name = DEMO if dense.name == DEMO else name
         dense = _loaded_beside(measured, tokenizer, dense, shown)
-    windows, text = held_out_windows(name, eval_data, tokenizer, measured, window)
+    windows, text = held_out_windows(name, eval_data, tokenizer, measured, asked.window)
     if windows is None and eval_data is None:
         if chosen is None:
             raise CalibrationError(text)
@@ -134,9 +109,12 @@ def evaluate(  # noqa: PLR0913
         dense=dense,
         hidden_order=hidden_order,
         tasks=chosen,
-        batch=batch_size,
+        batch=asked.batch_size,
         progress=shown,
     )
+
+
+evaluate = asking(AskedEvaluation)(evaluate_as)
 
 
 def _say_pattern(source: Source, model: PreTrainedModel, shown: Progress) -> None:

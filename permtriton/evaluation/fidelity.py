@@ -5,7 +5,9 @@ computes its own logits, since the head of the model may differ from the dense o
 forward pass."""
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,22 +26,80 @@ from permtriton.running.micro_batch import MicroBatch
 from permtriton.util.progress import NoProgress, Progress
 
 
+def _cosines(hidden: Tensor, expected: Tensor) -> float:
+    """Returns the sum over tokens of the cosine similarity."""
+    return float(torch.cosine_similarity(hidden.float(), expected.float(), dim=-1).sum())
+
+
+def _divergence(logits: Tensor, dense: Tensor) -> float:
+    """Returns the sum over tokens of ``KL(dense || model)``, a chunk of tokens at a time."""
+    tokens = max(LOGITS_AT_ONCE // logits.shape[-1], 1)
+    pairs = zip(logits.flatten(0, 1).split(tokens), dense.flatten(0, 1).split(tokens), strict=True)
+    return sum(
+        float(
+            kl_div(log_softmax(found.float(), -1), log_softmax(expected.float(), -1), reduction="sum", log_target=True)
+        )
+        for found, expected in pairs
+    )
+
+
 @dataclass(frozen=True)
-class Fidelity:
+class Distance:
+    """What `permtriton.evaluation.fidelity.Distances` has a field for, and how it is computed and shown.
+
+    Attributes:
+        short: what it is called within a sentence.
+        words: the same as a row of ``permtriton evaluate``.
+        header: the same as a column of ``permtriton compare``.
+        dense: that of the dense model from itself.
+        total: called with what the model and the dense model put out, ``[windows, tokens, ...]``; returns the sum over
+            tokens.
+        of_logits: whether that is logits; else the last hidden states, their channels in the same order.
+    """
+
+    short: str
+    words: str
+    header: str
+    dense: float
+    total: Callable[[Tensor, Tensor], float]
+    of_logits: bool = False
+
+
+def _distance(*facts: Any, **more: Any) -> Any:
+    return field(default=None, metadata={"distance": Distance(*facts, **more)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distances:
+    """Distances from the dense model, averaged over all tokens; None without one. **Add a measure here.**
+
+    Attributes:
+        kl: ``KL(dense || model)`` of the next token's distribution, in nats; None for encoders.
+        cosine: cosine similarity of the last hidden states.
+    """
+
+    kl: float | None = _distance("KL", "KL to dense, nats per token", "KL, nats", 0.0, _divergence, of_logits=True)
+    cosine: float | None = _distance("cosine", "cosine to dense, hidden states", "cosine", 1.0, _cosines)
+
+
+DISTANCES: Mapping[str, Distance] = {each.name: each.metadata["distance"] for each in fields(Distances)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Perplexities:
+    perplexity: float | None = None
+    dense_perplexity: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fidelity(Distances, _Perplexities):  # fields of the last base come first
     """What was measured of a model on held-out text, averaged over all tokens.
 
     Attributes:
         perplexity: perplexity of the model; None where it predicts no next token (encoders), or the tokens that it
             should predict are unknown (sound without labels).
         dense_perplexity: the same of the dense model.
-        kl: ``KL(dense || model)`` of the next token's distribution, in nats; None for encoders.
-        cosine: cosine similarity of the last hidden states; None without a dense model.
     """
-
-    perplexity: float | None
-    dense_perplexity: float | None
-    kl: float | None
-    cosine: float | None
 
 
 @torch.no_grad()
@@ -70,31 +130,37 @@ def fidelity(
     _check_positions(dense, samples.tokens)
     watch = watch or Stopwatch()
 
-    def totals(size: int) -> tuple[float, float, float, float, int]:
-        loss = dense_loss = kl = cosine = watch.seconds = 0.0
-        positions = 0
+    def totals(size: int) -> tuple[float, float, dict[str, float], int]:
+        loss = dense_loss = watch.seconds = 0.0
+        sums, positions = dict.fromkeys(DISTANCES, 0.0), 0
         with (progress or NoProgress()).stage("evaluate", len(samples)) as advance:
             for rows in samples.split(size):
                 expected, dense_logits = _outputs(dense, rows)
                 with watch.running(model.device):
                     hidden, logits = _outputs(model, rows)
-                cosine += _cosines(hidden, _in_order(expected, hidden_order))
+                pairs = {False: (hidden, _in_order(expected, hidden_order).to(hidden.device))}
                 positions += hidden.shape[:-1].numel()
                 if logits is not None and dense_logits is not None:
-                    kl += _divergence(logits, dense_logits.to(logits.device))
+                    pairs[True] = logits, dense_logits.to(logits.device)
                     if (tokens := predicted(model, rows)) is not None:
                         loss += next_token_loss(logits, tokens)
                         dense_loss += next_token_loss(dense_logits, tokens)
+                for name, distance in DISTANCES.items():
+                    if distance.of_logits in pairs:
+                        sums[name] += distance.total(*pairs[distance.of_logits])
                 advance(len(rows))
-        return loss, dense_loss, kl, cosine, positions
+        return loss, dense_loss, sums, positions
 
-    loss, dense_loss, kl, cosine, positions = MicroBatch(batch).run(totals)
+    loss, dense_loss, sums, positions = MicroBatch(batch).run(totals)
     tokens = predicted(model, samples)
     return Fidelity(
-        None if tokens is None else perplexity_of(model, loss, tokens.numel()),
-        None if tokens is None else perplexity_of(dense, dense_loss, tokens.numel()),
-        _finite("KL", kl / positions, model) if model.can_generate() else None,
-        _finite("cosine", cosine / positions, model),
+        perplexity=None if tokens is None else perplexity_of(model, loss, tokens.numel()),
+        dense_perplexity=None if tokens is None else perplexity_of(dense, dense_loss, tokens.numel()),
+        **{
+            name: _finite(distance.short, sums[name] / positions, model)
+            for name, distance in DISTANCES.items()
+            if model.can_generate() or not distance.of_logits
+        },
     )
 
 
@@ -159,23 +225,6 @@ def _in_order(dense: Tensor, order: Tensor | None) -> Tensor:
             f"channels, but the last hidden state of the dense model has {dense.shape[-1]}: give that of this model"
         )
     return dense if order is None else dense[..., order]
-
-
-def _cosines(hidden: Tensor, expected: Tensor) -> float:
-    """Returns the sum over tokens of the cosine similarity."""
-    return float(torch.cosine_similarity(hidden.float(), expected.to(hidden.device).float(), dim=-1).sum())
-
-
-def _divergence(logits: Tensor, dense: Tensor) -> float:
-    """Returns the sum over tokens of ``KL(dense || model)``, a chunk of tokens at a time."""
-    tokens = max(LOGITS_AT_ONCE // logits.shape[-1], 1)
-    pairs = zip(logits.flatten(0, 1).split(tokens), dense.flatten(0, 1).split(tokens), strict=True)
-    return sum(
-        float(
-            kl_div(log_softmax(found.float(), -1), log_softmax(expected.float(), -1), reduction="sum", log_target=True)
-        )
-        for found, expected in pairs
-    )
 
 
 def _finite(name: str, value: float, model: PreTrainedModel) -> float:

@@ -1,7 +1,7 @@
 """Measures a model: perplexity, fidelity to the dense model, zero-shot tasks."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -11,7 +11,7 @@ from permtriton.data.media import is_media
 from permtriton.data.samples import Inputs, Samples
 from permtriton.data.text import check_inputs
 from permtriton.errors import ConfigError
-from permtriton.evaluation.fidelity import Fidelity, fidelity
+from permtriton.evaluation.fidelity import DISTANCES, Fidelity, fidelity
 from permtriton.evaluation.perplexity import Stopwatch, perplexity, windows_at_once
 from permtriton.model.core import takes_decoder_ids
 from permtriton.model.forward import with_tokens
@@ -23,15 +23,11 @@ if TYPE_CHECKING:  # it imports lm_eval, which takes seconds
     from permtriton.evaluation.tasks import TaskResult, Tasks
 
 
-@dataclass(frozen=True)
-class Evaluated:
+@dataclass(frozen=True, kw_only=True)
+class Evaluated(Fidelity):
     """What is known of a model after an evaluation; None or 0 stands for what was not measured.
 
     Attributes:
-        perplexity: perplexity on the windows; None for encoders, and where the tokens to predict are unknown.
-        dense_perplexity: the same of the dense model.
-        kl: ``KL(dense || model)`` in nats, the mean over all tokens; None for encoders.
-        cosine: cosine similarity of the last hidden states with the dense model's, the mean over all tokens.
         tasks: results of the tasks.
         windows: number of windows.
         window: tokens per window.
@@ -43,10 +39,6 @@ class Evaluated:
         device: the machine.
     """
 
-    perplexity: float | None
-    dense_perplexity: float | None
-    kl: float | None
-    cosine: float | None
     tasks: tuple["TaskResult", ...]
     windows: int
     window: int
@@ -58,7 +50,8 @@ class Evaluated:
     device: str
 
     def __str__(self) -> str:
-        numbers = {"perplexity": self.perplexity, "dense": self.dense_perplexity, "KL": self.kl, "cosine": self.cosine}
+        numbers = {"perplexity": self.perplexity, "dense": self.dense_perplexity}
+        numbers |= {distance.short: getattr(self, name) for name, distance in DISTANCES.items()}
         found = [f"{name} {value:.4g}" for name, value in numbers.items() if value is not None]
         found += [f"{task.name} {name} {score.value:.4g}" for task in self.tasks for name, score in task.scores.items()]
         return ", ".join(found) + (f" on {self.text} ({self.protocol})" if self.text else "")
@@ -104,7 +97,7 @@ def measure_model(  # noqa: PLR0913
     """
     _check(model, tokenizer, windows, dense, tasks, batch)
     started, watch = time.perf_counter(), Stopwatch()
-    measured, count, window = Fidelity(None, None, None, None), 0, 0
+    measured, count, window = Fidelity(), 0, 0
     if windows is not None:
         samples = with_tokens(model, with_decoder_ids(dense or model, check_inputs(model, windows)))
         count, window = len(samples), samples.tokens
@@ -112,17 +105,14 @@ def measure_model(  # noqa: PLR0913
         if dense is not None:
             measured = fidelity(model, dense, samples, at_once, hidden_order, progress, watch)
         else:
-            measured = Fidelity(perplexity(model, samples, at_once, progress, watch), None, None, None)
+            measured = Fidelity(perplexity=perplexity(model, samples, at_once, progress, watch))
     options = {} if batch is None else {"batch": batch}
     results = tasks.run(model, tokenizer, **options, progress=progress) if tasks and tokenizer else ()
     return Evaluated(
-        measured.perplexity,
-        measured.dense_perplexity,
-        measured.kl,
-        measured.cosine,
-        results,
-        count,
-        window,
+        **asdict(measured),
+        tasks=results,
+        windows=count,
+        window=window,
         seconds=time.perf_counter() - started,
         tokens_per_second=count * window / watch.seconds if watch.seconds else 0.0,
         text=text if count else None,

@@ -62,7 +62,7 @@ def onloaded(model: PreTrainedModel, plan: Plan, device: torch.device) -> Iterat
             copies.drop()
 
 
-def why_not(model: PreTrainedModel, plan: Plan) -> str:
+def why_not_onloaded(model: PreTrainedModel, plan: Plan) -> str:
     """Returns why a model cannot run that way; empty if it can."""
     if model.device.type == "cuda":
         return "it is on the GPU already: give it on the CPU, and the device by `device=cuda`"

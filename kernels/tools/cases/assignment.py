@@ -10,7 +10,7 @@ from torch import Tensor
 from permtriton.kernels.assignment import CONFIGS, assignment, assignment_reference, launched
 from permtriton.kernels.sinkhorn import sinkhorn_reference
 from permtriton.kernels.tools.builds import Build, builds_of, name_of
-from permtriton.kernels.tools.case import BLOCK, Case, Inputs, Random, blocks_of
+from permtriton.kernels.tools.case import BLOCK, Arguments, Case, Random, blocks_of
 
 
 def cases(
@@ -23,7 +23,7 @@ def cases(
 def assignment_case(blocks: int, size: int, device: torch.device) -> Case:
     """Hard permutations of soft ones, as in a learning step; correct if every block's total is the largest one."""
 
-    def make(seed: int) -> Inputs:
+    def make(seed: int) -> Arguments:
         return (sinkhorn_reference(Random(seed, device).near_identity(blocks, size), 0.5, 5)[0],)
 
     def total(score: Tensor, index: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from permtriton.kernels.nm_mask import (
     nm_mask_reference,
 )
 from permtriton.kernels.tools.builds import Build, builds_of, name_of
-from permtriton.kernels.tools.case import BLOCK, PATTERN, Case, Inputs, Random
+from permtriton.kernels.tools.case import BLOCK, PATTERN, Arguments, Case, Random
 from permtriton.kernels.tools.timing import relative_error
 from permtriton.util.sparsity import NMPattern
 
@@ -65,10 +65,10 @@ def nm_mask_backward_case(out_features: int, in_features: int, dtype: torch.dtyp
 
 def _mask_inputs(
     out_features: int, in_features: int, dtype: torch.dtype, device: torch.device
-) -> Callable[[int], Inputs]:
+) -> Callable[[int], Arguments]:
     sizes = [BLOCK] * (in_features // BLOCK) + ([in_features % BLOCK] if in_features % BLOCK else [])
 
-    def make(seed: int) -> Inputs:
+    def make(seed: int) -> Arguments:
         random = Random(seed, device)
         weight, grad = (random.normal(in_features, out_features, dtype=dtype).t() for _ in range(2))
         factors = ImportanceFactors(1, random.uniform(in_features) + 0.5)

@@ -22,7 +22,7 @@ from permtriton.kernels.norm_permute import (
     norm_reference,
 )
 from permtriton.kernels.tools.builds import Build, builds_of, name_of
-from permtriton.kernels.tools.case import Case, Inputs, Random, rounding
+from permtriton.kernels.tools.case import Arguments, Case, Random, rounding
 from permtriton.kernels.tools.timing import relative_error
 
 EPS = 1e-5
@@ -39,7 +39,7 @@ def cases(
 def norm_permute_case(rows: int, channels: int, dtype: torch.dtype, device: torch.device, kind: str = "rms") -> Case:
     """RMSNorm, or LayerNorm, that writes a permuted order."""
 
-    def make(seed: int) -> Inputs:
+    def make(seed: int) -> Arguments:
         random = Random(seed, device)
         x, weight = random.normal(rows, channels, dtype=dtype), random.normal(channels, dtype=dtype)
         bias = random.normal(channels, dtype=dtype) if kind == "layer" else None
@@ -62,7 +62,7 @@ def norm_permute_case(rows: int, channels: int, dtype: torch.dtype, device: torc
 def add_norm_permute_case(rows: int, channels: int, dtype: torch.dtype, device: torch.device) -> Case:
     """RMSNorm of a sum, which is written too: 4 of the input's bytes."""
 
-    def make(seed: int) -> Inputs:
+    def make(seed: int) -> Arguments:
         random = Random(seed, device)
         x, residual = (random.normal(rows, channels, dtype=dtype) for _ in range(2))
         return x, residual, random.normal(channels, dtype=dtype), random.stored_order(channels, False)
@@ -88,7 +88,7 @@ def _largest_error(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> f
 def norm_permute_backward_case(rows: int, channels: int, dtype: torch.dtype, device: torch.device) -> Case:
     """RMSNorm forward and backward, with the gradients of input and weight: 5 of the input's bytes."""
 
-    def make(seed: int) -> Inputs:
+    def make(seed: int) -> Arguments:
         random = Random(seed, device)
         x, grad = (random.normal(rows, channels, dtype=dtype) for _ in range(2))
         weight = random.normal(channels, dtype=dtype).requires_grad_()

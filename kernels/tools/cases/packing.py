@@ -7,7 +7,7 @@ import torch
 
 from permtriton.kernels.packing import CONFIGS, pack, unpack, unpack_reference, unpack_triton
 from permtriton.kernels.tools.builds import Build, builds_of, name_of
-from permtriton.kernels.tools.case import PATTERN, Case, Inputs, Random, unequal
+from permtriton.kernels.tools.case import PATTERN, Arguments, Case, Random, unequal
 
 
 def cases(
@@ -20,7 +20,7 @@ def cases(
 def unpack_case(out_features: int, in_features: int, dtype: torch.dtype, device: torch.device) -> Case:
     """Unpacking a 2:4 weight."""
 
-    def make(seed: int) -> Inputs:
+    def make(seed: int) -> Arguments:
         packed = pack(Random(seed, device).two_of_four(out_features, in_features, dtype), PATTERN)
         return *packed, in_features, PATTERN
 

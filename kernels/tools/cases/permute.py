@@ -15,7 +15,7 @@ from permtriton.kernels.permute import (
     permute_reference,
 )
 from permtriton.kernels.tools.builds import Build, builds_of
-from permtriton.kernels.tools.case import Case, Inputs, Random, unequal
+from permtriton.kernels.tools.case import Arguments, Case, Random, unequal
 
 
 def cases(
@@ -28,7 +28,7 @@ def cases(
 def permute_case(rows: int, channels: int, dtype: torch.dtype, device: torch.device, in_blocks: bool = True) -> Case:
     """A gather of channels inside blocks of 64, or anywhere."""
 
-    def make(seed: int) -> Inputs:
+    def make(seed: int) -> Arguments:
         random = Random(seed, device)
         return random.normal(rows, channels, dtype=dtype), random.stored_order(channels, in_blocks)
 

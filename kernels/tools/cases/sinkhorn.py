@@ -17,7 +17,7 @@ from permtriton.kernels.sinkhorn import (
     sinkhorn_triton,
 )
 from permtriton.kernels.tools.builds import Build, builds_of, name_of
-from permtriton.kernels.tools.case import BLOCK, Case, Inputs, Random, blocks_of
+from permtriton.kernels.tools.case import BLOCK, Arguments, Case, Random, blocks_of
 from permtriton.kernels.tools.timing import relative_error
 
 TAU, ROUNDS = 0.5, 5
@@ -34,7 +34,7 @@ def cases(
 def sinkhorn_case(blocks: int, size: int, device: torch.device) -> Case:
     """The relaxation of one step's permutations."""
 
-    def make(seed: int) -> Inputs:
+    def make(seed: int) -> Arguments:
         return Random(seed, device).near_identity(blocks, size), TAU, ROUNDS
 
     def reference(logits: Tensor, tau: float, rounds: int) -> Tensor:
@@ -47,7 +47,7 @@ def sinkhorn_case(blocks: int, size: int, device: torch.device) -> Case:
 def sinkhorn_backward_case(blocks: int, size: int, device: torch.device) -> Case:
     """The backward pass: reads gradient, logits and scales, writes a gradient."""
 
-    def make(seed: int) -> Inputs:
+    def make(seed: int) -> Arguments:
         random = Random(seed, device)
         logits = random.near_identity(blocks, size)
         _, rows, columns = sinkhorn_reference(logits, TAU, ROUNDS)

@@ -13,7 +13,7 @@ from permtriton.kernels.packing import pack, unpack_reference
 from permtriton.kernels.permute import permute_reference
 from permtriton.kernels.sparse_linear import sparse_linear
 from permtriton.kernels.tools.builds import Build, builds_of, name_of
-from permtriton.kernels.tools.case import PATTERN, Case, Inputs, Random, rounding
+from permtriton.kernels.tools.case import PATTERN, Arguments, Case, Random, rounding
 from permtriton.kernels.tools.timing import relative_error
 
 
@@ -29,7 +29,7 @@ def sparse_linear_case(
 ) -> Case:
     """A linear with a packed 2:4 weight, optionally with a gather of its input; on every route that the GPU has."""
 
-    def make(seed: int) -> Inputs:
+    def make(seed: int) -> Arguments:
         random = Random(seed, device)
         weight = random.two_of_four(out_features, in_features, dtype)
         index = random.stored_order(in_features, True) if gather else None

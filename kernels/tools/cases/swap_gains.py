@@ -16,7 +16,7 @@ from permtriton.kernels.swap_gains import (
     swap_terms,
 )
 from permtriton.kernels.tools.builds import Build, builds_of
-from permtriton.kernels.tools.case import PATTERN, Case, Inputs, Random
+from permtriton.kernels.tools.case import PATTERN, Arguments, Case, Random
 from permtriton.kernels.tools.timing import relative_error
 
 POSITIONS = 1024  # of the left side, at most: as a search works through an order
@@ -33,7 +33,7 @@ def swap_gains_case(out_features: int, in_features: int, device: torch.device) -
     """The pairs of a linear's first positions with all of them, 2:4, Wanda."""
     positions = min(in_features, POSITIONS)
 
-    def make(seed: int) -> Inputs:
+    def make(seed: int) -> Arguments:
         random = Random(seed, device)
         weight, gradient = (random.normal(out_features, in_features) for _ in range(2))
         factors = ImportanceFactors(1, random.uniform(in_features) + 0.5)

@@ -15,14 +15,13 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, normalize
 from transformers import PreTrainedModel
 
 from permtriton.config import CommonConfig, ObjectiveKind
 from permtriton.data.samples import Samples
 from permtriton.errors import CalibrationError
+from permtriton.methods.measure.objective import LOSSES
 from permtriton.methods.measure.statistics import reads_every_token
-from permtriton.model.forward import last_hidden_state, without_cache
 from permtriton.passes.plan import Plan, layer_modules, linear_module, named_layers, weight_in_out
 from permtriton.running import ranks
 from permtriton.running.backward import checkpointed, frozen
@@ -89,9 +88,7 @@ def fisher_information(
 ) -> dict[str, Fisher]:
     """Returns linear name -> Fisher information of its weights, from one backward pass over all sequences.
 
-    For ``kl``, the loss is the cross-entropy of a label drawn from the model's own prediction, summed over tokens. For
-    ``cosine``, it is the normalised last hidden state along a random direction per token, drawn from the normal
-    distribution: the expected square of its gradient is the second derivative of ``1 - cos``.
+    The loss is what `permtriton.methods.measure.objective.LOSSES` has as ``drawn``.
 
     Args:
         model: Dense model; unchanged on return.
@@ -200,6 +197,7 @@ class _BackwardPasses:
         # A layer that comes to the GPU only while it runs is there in the backward pass where it is run again.
         again = config.activation_checkpointing or isinstance(self.offload, HostMemory)
         layers = layer_modules(model, self.plan) if again else []
+        loss = LOSSES[self.kind].drawn
         own = ranks.own_rows(len(samples))
 
         def backward(size: int) -> None:
@@ -209,11 +207,11 @@ class _BackwardPasses:
                 parts = [samples[rows] for rows in ranks.parts(torch.arange(len(samples)), size)]
                 for batches, stream in _together(model, self.plan, parts, self.offload):
                     if stream is not None and stream.differentiable:
-                        _backward(stream, lambda batch: _loss(model, self.kind, batch, draw), batches, advance)
+                        _backward(stream, lambda batch: loss(model, batch, draw), batches, advance)
                         continue
                     for batch in batches:
                         with checkpointed(layers):
-                            _loss(model, self.kind, batch, draw).backward()
+                            loss(model, batch, draw).backward()
                         advance(len(batch))
 
         with frozen(model), _watched(model, self.plan, watch):
@@ -311,14 +309,3 @@ class _Draws:
             draw(like.shape[1:], generator=self._generator)
         self._skip = 0
         return torch.stack([draw(like.shape[1:], generator=self._generator) for _ in like]).to(like.device)
-
-
-def _loss(model: PreTrainedModel, kind: ObjectiveKind, samples: Samples, draw: _Draws) -> Tensor:
-    if kind == "cosine":
-        hidden = normalize(last_hidden_state(model, samples).float(), dim=-1)
-        return (hidden * draw(torch.randn, hidden)).sum()
-    with without_cache(model):
-        logits = model(**samples.to(model.device, model.dtype).inputs).logits.float()
-    noise = draw(torch.rand, logits)
-    labels = (logits.detach() - (-noise.log()).log()).argmax(-1)  # the Gumbel-max draw from softmax(logits)
-    return cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")

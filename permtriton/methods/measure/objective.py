@@ -6,14 +6,14 @@ The dense model's logits are not stored: they follow from its last hidden states
 """
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.nn.functional import kl_div, log_softmax
+from torch.nn.functional import cross_entropy, kl_div, log_softmax, normalize
 from transformers import PreTrainedModel
 
 from permtriton.config import ObjectiveKind
@@ -43,9 +43,11 @@ class Head:
         ConfigError: the model has no such head, or its logits do not follow from its last hidden state.
     """
 
-    def __init__(self, model: PreTrainedModel, samples: Samples) -> None:
+    def __init__(self, model: PreTrainedModel, samples: Samples, kind: ObjectiveKind = "kl") -> None:
         if not has_head(model):
-            raise ConfigError(f"objective kl needs a language-model head; {type(model).__name__} has none: {CHOOSE}")
+            raise ConfigError(
+                f"objective {kind} needs a language-model head; {type(model).__name__} has none: {CHOOSE}"
+            )
         self._model = model
         probe = samples.start(1, PROBE_TOKENS).to(model.device, model.dtype).inputs
         self._arguments = tuple(probe)
@@ -59,7 +61,8 @@ class Head:
         self.vocabulary = expected.shape[-1]
         if found.shape != expected.shape or relative_difference(expected, found) > TOLERANCE[model.dtype]:
             raise ConfigError(
-                f"objective kl: the logits of {type(model).__name__} do not follow from its last hidden state: {CHOOSE}"
+                f"objective {kind}: the logits of {type(model).__name__} do not follow from its last hidden state: "
+                f"{CHOOSE}"
             )
 
     def on(self, model: PreTrainedModel) -> "Head":
@@ -128,15 +131,61 @@ class _ChunkedKL(torch.autograd.Function):
         return ctx.saved_tensors[0] * grad, None, None
 
 
+Draw = Callable[[Callable[..., Tensor], Tensor], Tensor]  # (torch.rand or randn, like) -> random numbers of that shape
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What training can minimise. **Add a loss here**, and its name in ``permtriton/config.py``.
+
+    Attributes:
+        mean: called with the pruned and the dense model's last hidden states ``[sequences, tokens, hidden]`` and the
+            head; returns the mean over tokens, float32 ``[]``.
+        drawn: called with the dense model, samples and `Draw`; returns a random sum over tokens. The expected square of
+            its gradient is the second derivative of the loss, see `permtriton.methods.measure.fisher`.
+        of_logits: whether it needs the head.
+    """
+
+    mean: Callable[[Tensor, Tensor, Any], Tensor]
+    drawn: Callable[[PreTrainedModel, Samples, Draw], Tensor]
+    of_logits: bool
+
+
+def _mean_kl(hidden: Tensor, dense: Tensor, head: Head) -> Tensor:
+    total: Tensor = _ChunkedKL.apply(hidden, dense, head)
+    return total / hidden.shape[:-1].numel()
+
+
+def _drawn_label(model: PreTrainedModel, samples: Samples, draw: Draw) -> Tensor:
+    """Returns the cross-entropy of labels drawn from the model's own prediction."""
+    with without_cache(model):
+        logits = model(**samples.to(model.device, model.dtype).inputs).logits.float()
+    noise = draw(torch.rand, logits)
+    labels = (logits.detach() - (-noise.log()).log()).argmax(-1)  # the Gumbel-max draw from softmax(logits)
+    return cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+def _drawn_direction(model: PreTrainedModel, samples: Samples, draw: Draw) -> Tensor:
+    """Returns the normalised last hidden state along a direction per token, drawn from the normal distribution."""
+    hidden = normalize(last_hidden_state(model, samples).float(), dim=-1)
+    return (hidden * draw(torch.randn, hidden)).sum()
+
+
+LOSSES: Mapping[ObjectiveKind, Loss] = {
+    "kl": Loss(_mean_kl, _drawn_label, of_logits=True),
+    "cosine": Loss(lambda hidden, dense, _: cosine_loss(hidden, dense), _drawn_direction, of_logits=False),
+}
+
+
 @dataclass(frozen=True)
 class Objective:
     """The distance of a model from the dense one on the calibration sequences.
 
     Attributes:
-        kind: ``kl`` or ``cosine``.
+        kind: key of `LOSSES`.
         target: dense model's last hidden states, ``[sequences, tokens, hidden]``, their channels in the order in which
             the model has them.
-        head: the model's head; None unless ``kind`` is ``kl``.
+        head: the model's head; None if the loss does not need it.
     """
 
     kind: ObjectiveKind
@@ -151,10 +200,7 @@ class Objective:
             rows: numbers of the sequences, int64 ``[...]``.
         """
         dense = self.target[rows.to(self.target.device)].to(hidden.device, non_blocking=True)
-        if self.head is None:
-            return cosine_loss(hidden, dense)
-        total: Tensor = _ChunkedKL.apply(hidden, dense, self.head)
-        return total / hidden.shape[:-1].numel()
+        return LOSSES[self.kind].mean(hidden, dense, self.head)
 
     @torch.no_grad()
     def mean(self, model: PreTrainedModel, samples: Samples, batch: int, rows: Tensor | None = None) -> float:
@@ -187,12 +233,12 @@ def dense_objective(model: PreTrainedModel, kind: ObjectiveKind, samples: Sample
 
     Args:
         model: dense model; its head must not change while the objective is used.
-        kind: ``kl`` or ``cosine``.
+        kind: key of `LOSSES`.
 
     Raises:
-        ConfigError: ``kl`` of a model without a language-model head.
+        ConfigError: a loss of logits, but the model has no language-model head.
     """
-    head = Head(model, samples) if kind == "kl" else None
+    head = Head(model, samples, kind) if LOSSES[kind].of_logits else None
     return Objective(kind, hidden_states(model, samples, batch), head)
 
 

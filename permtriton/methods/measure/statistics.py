@@ -253,12 +253,14 @@ class Moments:
     residual_shift: Tensor | None = None
 
 
-Inputs = Mapping[str, deque[tuple[Tensor, Tensor | None]]]  # site name -> for each part, its input and residual stream
+SiteInputs = Mapping[
+    str, deque[tuple[Tensor, Tensor | None]]
+]  # site name -> for each part, its input and residual stream
 
 
 def dense_inputs(
     model: PreTrainedModel, layer: LayerInputs, advance: Advance, offload: Offload | None = None
-) -> Inputs:
+) -> SiteInputs:
     """Returns the inputs of sites in the dense model, for those that read the same tokens in the pruned one.
 
     Args:
@@ -267,7 +269,7 @@ def dense_inputs(
         advance: As for `watch_inputs`.
         offload: Keeps them in files; None for memory.
     """
-    found: Inputs = {site.name: deque() for site in layer.sites if reads_every_token(model, site)}
+    found: SiteInputs = {site.name: deque() for site in layer.sites if reads_every_token(model, site)}
     copied = offload.copied if offload else Tensor.clone  # the model may overwrite what it gives
 
     def keep(site: Site, inputs: Tensor, residual: Tensor | None) -> None:
@@ -278,7 +280,7 @@ def dense_inputs(
     return found
 
 
-def moments(model: PreTrainedModel, layer: LayerInputs, dense: Inputs, advance: Advance) -> dict[str, Moments]:
+def moments(model: PreTrainedModel, layer: LayerInputs, dense: SiteInputs, advance: Advance) -> dict[str, Moments]:
     """Returns site name -> the moments of its input, over the tokens of all ranks.
 
     Args:

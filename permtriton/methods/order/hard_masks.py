@@ -16,7 +16,7 @@ from permtriton.data.samples import Samples
 from permtriton.errors import CalibrationError, ConfigError
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.nm_mask import nm_mask
-from permtriton.kernels.swap_gains import Curvature, SwapTerms, swap_terms
+from permtriton.kernels.swap_gains import RankOneCurvature, SwapTerms, swap_terms
 from permtriton.methods.measure.fisher import Fisher
 from permtriton.methods.measure.objective import Objective
 from permtriton.model.experts import expert_of
@@ -183,7 +183,7 @@ class HardMasks:
             row, column = linear.fisher.curvature(tokens)
             terms = swap_terms(
                 linear.oriented(linear.dense), linear.importance, linear.oriented(linear.gradient),
-                self._order(linear.site, indices), linear.pattern, Curvature(row * damping, column),
+                self._order(linear.site, indices), linear.pattern, RankOneCurvature(row * damping, column),
             )  # fmt: skip
             by_unit = torch.argsort(linear.site.units, stable=True).view(linear.site.space.units, linear.site.copies)
             for copy in by_unit.unbind(1):

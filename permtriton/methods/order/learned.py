@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from permtriton.config import CommonConfig
+from permtriton.config import CommonConfig, ObjectiveKind, minimises
 from permtriton.driver.step import FLOAT32, Facts, Outcome, Speed, Stage, Step
 from permtriton.methods.options import Learning
 from permtriton.util.option import documented, option
@@ -23,15 +23,13 @@ class Learned(Learning, Step):
     summary: ClassVar[str] = "block permutations learned by gradient (PermLLM): minutes to hours"
     stage: ClassVar[Stage] = Stage.ORDER
     offloads: ClassVar[bool] = False
-    thrift: ClassVar[str] = (
+    low_memory_words: ClassVar[str] = (
         "masks are computed for each micro-batch, which takes longer: masked weights and their gradients do not fit in "
         "memory"
     )
 
-    loss: Literal["cosine", "kl", "auto"] = option(
-        "cosine",
-        "What it minimises: cosine (of the last hidden state, as in the paper), kl (of the logits), or auto: kl where "
-        "there is a language-model head.",
+    loss: Literal["cosine", ObjectiveKind, "auto"] = option(
+        "cosine", minimises(cosine="of the last hidden state, as in the paper")
     )
 
     @property
@@ -52,7 +50,7 @@ class Learned(Learning, Step):
         return self.loss
 
     def needs(self, facts: Facts) -> dict[str, dict[str, int]]:
-        one_layer = facts.checkpointing and facts.thrifty
+        one_layer = facts.checkpointing and facts.low_memory
         alive = facts.layer if one_layer else facts.pruned
         permutations = sum(min(self.block_size, units) * units * FLOAT32 * 6 for units in facts.spaces)
         masked = alive * 2 * facts.element  # and their gradients
@@ -65,7 +63,7 @@ class Learned(Learning, Step):
 
     def seconds(self, facts: Facts, speed: Speed) -> float:
         calls = -(-facts.sequences // facts.ranks // facts.micro_batch_size)
-        masks, masks_once = (calls, calls) if facts.thrifty else (-(-facts.sequences // self.batch_size), 1)
+        masks, masks_once = (calls, calls) if facts.low_memory else (-(-facts.sequences // self.batch_size), 1)
         steps = self.epochs * (speed.both + 3 * masks * speed.masks)
         return steps + (self.epochs + 2) * (speed.forward + masks_once * speed.masks)
 
@@ -77,14 +75,14 @@ class Learned(Learning, Step):
         return batch, sequences % batch or batch
 
     def run(self, run: "Run") -> Outcome:
-        from permtriton.methods.measure.promises import check_no_worse
+        from permtriton.methods.measure.postconditions import check_no_worse
         from permtriton.methods.order.learning import LearningFile, learn
 
         objective = run.objective(self)
         masked = run.spread_twin()  # `learn` spreads the masked twin
         learned = learn(
             masked, run.plan, run.importances(), run.samples, objective.on(masked), self, run.config, run.progress,
-            run.state(LearningFile, self.name), not run.thrifty, run.placement.spread_on,
+            run.state(LearningFile, self.name), not run.low_memory, run.placement.spread_on,
         )  # fmt: skip
         start, kept = learned.history[0].loss, learned.history[learned.kept].loss
         if self.keep == "best":

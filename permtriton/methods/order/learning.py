@@ -183,7 +183,7 @@ def learn(  # noqa: PLR0913
         if result is None:
             base = {space.name: identity(space.units) for space in spaces}
             result = LearnedOrder(
-                base, [Epoch(0, trainer.evaluate(base), 0, trainer.agreement(base, 0), options.tau_start, 0.0)]
+                base, [Epoch(0, trainer.hard_loss(base), 0, trainer.agreement(base, 0), options.tau_start, 0.0)]
             )
         else:
             progress.say(f"continuing after epoch {result.history[-1].epoch} of an interrupted run")
@@ -208,7 +208,7 @@ def _learn_epoch(
     indices = trainer.indices(done)
     epoch = Epoch(
         epoch=number,
-        loss=trainer.evaluate(indices),
+        loss=trainer.hard_loss(indices),
         moved=sum(moved(index) for index in indices.values()),
         agreement=trainer.agreement(indices, done),
         tau=trainer.tau(done),
@@ -320,7 +320,7 @@ class OrderTrainer:
         return loss_sum
 
     @torch.no_grad()
-    def evaluate(self, indices: Mapping[str, Tensor]) -> float:
+    def hard_loss(self, indices: Mapping[str, Tensor]) -> float:
         """Returns the mean loss over all sequences under hard permutations.
 
         Raises:

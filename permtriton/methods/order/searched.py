@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from permtriton.config import CommonConfig
-from permtriton.driver.step import FLOAT32, LOSS, Facts, Outcome, Speed, Stage, Step
+from permtriton.config import CommonConfig, ObjectiveKind, minimises
+from permtriton.driver.step import FLOAT32, Facts, Outcome, Speed, Stage, Step
 from permtriton.methods.options import Searching
 from permtriton.util.option import documented, option
 
@@ -26,7 +26,7 @@ class Searched(Searching, Step):
     stage: ClassVar[Stage] = Stage.ORDER
     offloads: ClassVar[bool] = False
 
-    loss: Literal["auto", "kl", "cosine"] = option("auto", LOSS)
+    loss: Literal["auto", ObjectiveKind] = option("auto", minimises())
 
     @property
     def gradients(self) -> bool:
@@ -65,7 +65,7 @@ class Searched(Searching, Step):
         return sum(facts.spaces) * 8
 
     def run(self, run: "Run") -> Outcome:
-        from permtriton.methods.measure.promises import check_no_worse
+        from permtriton.methods.measure.postconditions import check_no_worse
         from permtriton.methods.order.swap_search import SearchFile, search
 
         state = run.state(SearchFile, self.name)

@@ -19,7 +19,7 @@ class Mask(Step):
     stage: ClassVar[Stage] = Stage.PRUNE
 
     def run(self, run: "Run") -> None:
-        from permtriton.methods.measure.promises import check_retained, total_importance
+        from permtriton.methods.measure.postconditions import check_retained, total_importance
         from permtriton.methods.prune.weights import mask_weights
 
         importances = run.importances()

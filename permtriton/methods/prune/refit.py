@@ -27,7 +27,7 @@ class Refit(Refitting, Step):
     keeps_values: ClassVar[bool] = False
     dense_weights: ClassVar[bool] = True
     shards: ClassVar[bool] = False
-    thrift: ClassVar[str] = (
+    low_memory_words: ClassVar[str] = (
         "refit runs each layer of the dense model anew for every site, because the inputs of all its sites do not fit"
     )
 
@@ -45,7 +45,7 @@ class Refit(Refitting, Step):
         return False
 
     def needs(self, facts: Facts) -> dict[str, dict[str, int]]:
-        layer, channels = facts.layer_by_layer(), facts.widest + facts.hidden if facts.thrifty else facts.read
+        layer, channels = facts.layer_by_layer(), facts.widest + facts.hidden if facts.low_memory else facts.read
         kept = {"output gradients": self.metric_tokens * facts.vectors * 2} if self.gradients else {}
         backward = {**replace(facts, micro_batch_size=1).gradients(), **kept}
         return {
@@ -70,7 +70,7 @@ class Refit(Refitting, Step):
         share = min(self.metric_tokens / max(facts.positions, 1), 1) if self.gradients else 0
         rounds += 2 * self.metric_rounds if share else 0
         per_token = speed.forward / max(facts.positions, 1)
-        return (6 if facts.thrifty else 4.5) * speed.forward + rounds * facts.widest * per_token + share * speed.both
+        return (6 if facts.low_memory else 4.5) * speed.forward + rounds * facts.widest * per_token + share * speed.both
 
     def run(self, run: "Run") -> Outcome:
         from permtriton.methods.prune.refitting import refit
@@ -87,7 +87,7 @@ class Refit(Refitting, Step):
                 run.progress,
                 run.offload,
                 gradients=gradients,
-                thrifty=run.thrifty,
+                low_memory=run.low_memory,
             )
         return Outcome(parts=parts)
 

@@ -31,14 +31,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from permtriton.data.samples import Samples
-from permtriton.methods.measure.promises import check_no_worse
-from permtriton.methods.measure.statistics import Inputs, Moments, dense_inputs, moments
+from permtriton.methods.measure.postconditions import check_no_worse
+from permtriton.methods.measure.statistics import Moments, SiteInputs, dense_inputs, moments
 from permtriton.methods.options import FIT_AFTER_EXCHANGE, Refitting
 from permtriton.methods.prune.exchange import exchanged
 from permtriton.methods.prune.obs import Curvature, curvatures, sparsegpt
-from permtriton.methods.prune.weights import CANCELLED
+from permtriton.methods.prune.weights import CANCELLED_SHARE
 from permtriton.model.checks import check_kept, zeros_in_groups
-from permtriton.passes.plan import Plan, linear_module, turns_of, weight_in_out
+from permtriton.passes.plan import Plan, linear_module, sequential_groups, weight_in_out
 from permtriton.running import ranks
 from permtriton.running.layer_inputs import Within, layer_by_layer
 from permtriton.running.offload import Offload
@@ -58,7 +58,7 @@ def refit(
     offload: Offload | None = None,
     *,
     gradients: Mapping[str, Tensor] = MappingProxyType({}),
-    thrifty: bool = False,
+    low_memory: bool = False,
 ) -> list[dict[str, Any]]:
     """Prunes the model and fits the kept weights, layer by layer and inside a layer site by site.
 
@@ -73,7 +73,7 @@ def refit(
         offload: where the inputs of layers and sites are kept; None for memory.
         gradients: name -> gradients of the dense model's outputs, ``[tokens, out_features]``, for the linears whose
             outputs are weighed by them.
-        thrifty: whether the dense model runs a layer once per turn of sites, which keeps the inputs of one turn only.
+        low_memory: whether the dense model runs a layer once per turn of sites, to keep the inputs of one turn only.
 
     Returns:
         For each linear its ``name``, the error of SparseGPT's weight (``start``) and of the new one (``end``), which is
@@ -90,19 +90,19 @@ def refit(
             "its own outputs alone"
         )
     share, parts = ranks.own_rows(len(samples)).numel(), []
-    turns = [turns_of(sites) for sites in plan.layers()]
+    turns = [sequential_groups(sites) for sites in plan.layers()]
     dense = _values_within(model, plan, dense_weights)
     empty = torch.empty if offload is None else offload.empty
     count = sum(map(len, turns))
-    with progress.stage("refit", (share + 1) * count + share * (count if thrifty else len(turns))) as advance:
+    with progress.stage("refit", (share + 1) * count + share * (count if low_memory else len(turns))) as advance:
         pruned_layers = layer_by_layer(model, plan, samples, batch, changing=True, empty=empty)
         dense_layers = layer_by_layer(model, plan, samples, batch, changing=False, empty=empty, within=dense)
         for groups, layer, reference in zip(turns, pruned_layers, dense_layers, strict=True):
             both = max(layer.parts, reference.parts, key=len)
-            targets: Inputs = {}
+            targets: SiteInputs = {}
             for sites in groups:
-                if thrifty or sites is groups[0]:
-                    watched = sites if thrifty else reference.sites
+                if low_memory or sites is groups[0]:
+                    watched = sites if low_memory else reference.sites
                     targets = dense_inputs(model, replace(reference, sites=watched, parts=both), advance, offload)
                 found = moments(model, replace(layer, sites=sites, parts=both), targets, advance)
                 curvature = curvatures({site: moment.hessian for site, moment in found.items()})
@@ -147,7 +147,7 @@ def _fit(
         candidates = [(each, error(each)) for each in (coupled.to(weight.dtype), found)]
         found = min([*candidates, (start, before)], key=lambda candidate: candidate[1])[0]
     weight = found.T + 0.0  # the sum turns -0.0 into 0.0
-    check_kept(name, weight, zeros, pattern, CANCELLED)
+    check_kept(name, weight, zeros, pattern, CANCELLED_SHARE)
     stored.copy_(weight)
     after, size = error(weight.T), error(torch.zeros_like(target))
     size = max(size, torch.finfo(torch.float32).tiny)

@@ -21,7 +21,7 @@ from permtriton.running.layer_inputs import layer_by_layer
 from permtriton.util.progress import Progress
 from permtriton.util.sparsity import NMPattern
 
-CANCELLED = 1e-3  # share of the groups in which an update may cancel a kept weight exactly
+CANCELLED_SHARE = 1e-3  # share of the groups in which an update may cancel a kept weight exactly
 
 
 @torch.no_grad()
@@ -95,5 +95,5 @@ def _update(
         ).T
     zeros = zeros_in_groups(weight * ~of_inputs.dead.unsqueeze(1), pattern)
     updated = sparsegpt(weight.T, of_inputs, pattern, mask)
-    check_kept(name, updated.T, zeros, pattern, CANCELLED)
+    check_kept(name, updated.T, zeros, pattern, CANCELLED_SHARE)
     stored.copy_(updated.T).add_(0.0)  # the sum turns -0.0 into 0.0

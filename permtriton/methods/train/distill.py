@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from permtriton.driver.step import FLOAT32, LOSS, Facts, Outcome
+from permtriton.config import ObjectiveKind, minimises
+from permtriton.driver.step import FLOAT32, Facts, Outcome
 from permtriton.methods.train.training import Training
 from permtriton.util.option import documented, option
 
@@ -21,7 +22,7 @@ class Distill(Training):
     summary: ClassVar[str] = "kept weights trained together, to give the dense model's outputs: minutes to hours"
     offloads: ClassVar[bool] = False
 
-    loss: Literal["auto", "kl", "cosine"] = option("auto", LOSS)
+    loss: Literal["auto", ObjectiveKind] = option("auto", minimises())
 
     @property
     def objective(self) -> str:

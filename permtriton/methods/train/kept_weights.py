@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from permtriton.config import CommonConfig
 from permtriton.errors import CalibrationError, VerificationError
-from permtriton.methods.measure.promises import check_loss
+from permtriton.methods.measure.postconditions import check_loss
 from permtriton.methods.train.training import Training
 from permtriton.passes.plan import linear_module
 from permtriton.running import ranks

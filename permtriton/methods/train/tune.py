@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from permtriton.config import CommonConfig
-from permtriton.driver.step import FLOAT32, GENERATED, LOSS, Facts, Outcome, Speed, Stage, Step
+from permtriton.config import CommonConfig, ObjectiveKind, minimises
+from permtriton.driver.step import FLOAT32, GENERATED, Facts, Outcome, Speed, Stage, Step
 from permtriton.methods.options import Tuning
 from permtriton.util.option import documented, option
 
@@ -30,7 +30,7 @@ class Tune(Tuning, Step):
     not_offloaded: ClassVar[str] = "each of its steps would read all weights from the disk three times"
 
     generated: bool = option(True, GENERATED)
-    loss: Literal["auto", "kl", "cosine"] = option("auto", LOSS)
+    loss: Literal["auto", ObjectiveKind] = option("auto", minimises())
 
     @property
     def gradients(self) -> bool:

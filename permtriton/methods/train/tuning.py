@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from permtriton.config import CommonConfig
 from permtriton.data.samples import Samples
 from permtriton.methods.measure.objective import Objective
-from permtriton.methods.measure.promises import check_loss
+from permtriton.methods.measure.postconditions import check_loss
 from permtriton.methods.options import Tuning
 from permtriton.methods.train.kept_weights import Course, KeptWeights, Trained, WeightTrainer, weights_of, with_gradient
 from permtriton.model.core import body_of

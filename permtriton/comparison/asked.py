@@ -1,0 +1,89 @@
+"""What may be asked of a comparison beside its model and its options; each stands once, with the words of its flag."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from permtriton.comparison.methods import ABLATIONS
+from permtriton.config import METHOD, RUNNING
+from permtriton.driver.asked import Asked
+from permtriton.evaluation.asked import AskedEvaluation, Measures
+from permtriton.util.asking import flag, same_as
+
+if TYPE_CHECKING:  # they import torch, which `permtriton --help` must not
+    from permtriton.data.in_memory import Data
+    from permtriton.util.bars import Shown
+
+Words = str | Sequence[Any] | None  # one word, several separated by commas, or a list
+
+
+@dataclass(frozen=True, kw_only=True)
+class AskedComparison(Measures):
+    """What `permtriton.compare` takes, which describes it; what has words is a flag of its command, too.
+
+    Attributes:
+        json: of the command alone.
+    """
+
+    protocol: str | None = same_as(AskedEvaluation, "protocol")
+    sparsity: Words = flag(
+        None,
+        METHOD,
+        "Sparsity pattern, or several, separated by commas, such as 2:4,4:8: each method runs with each of them. "
+        "[default: 2:4]",
+        metavar="N:M,...",
+    )
+    eval_data: "Data | None" = same_as(AskedEvaluation, "eval_data")
+    window: int | None = same_as(AskedEvaluation, "window")
+    seeds: int | str | Sequence[int] = flag((0,), RUNNING, "Seeds, separated by commas.", unset="0")
+    methods: Words = flag(
+        None,
+        METHOD,
+        "Methods, recipes, or steps joined by ' + ', such as 'heuristic + refit + tune', separated by commas; by "
+        "default all methods, and a few with --ablate.",
+    )
+    ablate: str | None = flag(
+        None,
+        METHOD,
+        "Run each method with several values of one option: "
+        + ", ".join(f"{name} ({', '.join(each.values)})" for name, each in ABLATIONS.items())
+        + ".",
+    )
+    values: Words = flag(
+        None,
+        METHOD,
+        "With --ablate: other values, separated by commas, such as demo,my-text.txt for calibration.",
+    )
+    tasks: str | Sequence[str] | None = same_as(AskedEvaluation, "tasks")
+    limit: int | None = same_as(AskedEvaluation, "limit")
+    tasks_dir: str | Path | None = same_as(AskedEvaluation, "tasks_dir")
+    device: str = same_as(AskedEvaluation, "device")
+    dtype: str = same_as(AskedEvaluation, "dtype")
+    config: str | Path | None = same_as(Asked, "config")
+    json: bool = flag(False, RUNNING, "Print the report as JSON on standard output.", kind=bool, command=True)
+    output: str | Path | Sequence[str | Path] = flag(
+        (),
+        RUNNING,
+        "File to write the report to, by its suffix: .json, .csv or .md; repeat for several. Finished results are kept "
+        "beside the first: the same command, also with more methods, continues from them.",
+        kind=list[Path],
+        metavar="PATH",
+        unset=None,
+    )
+    overwrite: bool = flag(
+        False,
+        RUNNING,
+        "Measure everything again, whatever is kept, and replace any earlier file.",
+        kind=bool,
+    )
+    gguf_file: str | None = same_as(AskedEvaluation, "gguf_file")
+    revision: str | None = same_as(AskedEvaluation, "revision")
+    token: str | None = same_as(AskedEvaluation, "token")
+    trust_remote_code: bool = same_as(AskedEvaluation, "trust_remote_code")
+    progress: "Shown" = False
+
+    @property
+    def outputs(self) -> list[Path]:
+        """Files to write the report to."""
+        return [Path(each) for each in ([self.output] if isinstance(self.output, str | Path) else self.output or ())]
