@@ -311,14 +311,26 @@ def test_without_it_they_do_not():
 
 
 def test_a_kept_weight_may_pass_through_zero():
+    """But one that is zero when its pattern is kept stays zero."""
     model = pruned_llama()
-    permtriton.keep_pattern(model)
     weight = model.get_parameter(UP)
-    row, column = (int(each[0]) for each in weight.detach().nonzero(as_tuple=True))
+    (row, column), (zero_row, zero_column) = weight.detach().nonzero()[:2].tolist()
     with torch.no_grad():
+        weight[zero_row, zero_column] = 0
+        permtriton.keep_pattern(model)
         weight[row, column] = 0
     train(model, adamw(model))
     assert weight[row, column] != 0
+    assert weight[zero_row, zero_column] == 0
+
+
+def test_a_weight_that_layers_share_keeps_its_zeros():
+    model = pruned_llama()
+    model.model.layers[1].mlp.up_proj.weight = model.get_parameter(UP)
+    before, kept = zeros_of(model), permtriton.keep_pattern(model)
+    train(model, adamw(model))
+    check_kept(model, before, list(before.keys() & kept.patterns.keys()))
+    assert UP in kept.patterns
 
 
 def pruned(name: str, pattern: NMPattern = TWO_FOUR) -> tuple[PreTrainedModel, list[str]]:
