@@ -4,6 +4,7 @@ import copy
 import gc
 import importlib.util
 import json
+import pickle
 import re
 import subprocess
 import sys
@@ -272,6 +273,26 @@ def test_a_copy_is_another_model():
         train(each, adamw(each), 1)
     check_kept(copied, before, list(kept.patterns))
     assert unkept.get_parameter(UP)[before[UP]].count_nonzero() > 0
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))], ids=["copy", "pickle"]
+)
+def test_what_is_kept_goes_with_its_model(copied):
+    """Such as to a process that is spawned, or in a module that holds both."""
+    model = pruned_llama()
+    before, kept = zeros_of(model), permtriton.keep_pattern(model)
+    count = len(torch_optimizer._global_optimizer_post_hooks)
+    other, others = copied((model, kept))
+    train(other, adamw(other), 1)
+    check_kept(other, before, list(others.patterns))
+    del other
+    gc.collect()
+    assert len(torch_optimizer._global_optimizer_post_hooks) == count
+    kept.remove()
+    ended = copied((model, kept))
+    train(ended[0], adamw(ended[0]), 1)
+    assert ended[0].get_parameter(UP)[before[UP]].any(), "it had been ended"
 
 
 def test_zeros_stay_where_the_optimizer_has_the_state_of_other_training():
