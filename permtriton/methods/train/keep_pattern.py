@@ -45,9 +45,9 @@ def keep_pattern(model: nn.Module) -> "KeptPattern":
     After every step of an optimizer of torch, those of its weights that were zero are zero again. Call it once the
     weights are loaded; the model may be wrapped before or afterwards (``torch.compile``, ``fully_shard``, accelerate,
     PEFT), but a copy (``copy.deepcopy``) is another model, which needs a call of its own, unless what this returns is
-    copied or pickled together with it. The weights are those that ``permtriton.json`` lists in the folder that the model was loaded from; without that file,
-    every linear and every stack of experts whose groups keep N of M values. A mask takes a byte per weight. A kept
-    weight may pass through zero, but one that is zero at this call stays zero.
+    copied or pickled together with it. The weights are those that ``permtriton.json`` lists in the folder that the
+    model was loaded from; without that file, every linear and every stack of experts whose groups keep N of M values. A
+    mask takes a byte per weight. A kept weight may pass through zero, but one that is zero at this call stays zero.
 
     Args:
         model: model whose weights are N:M, in the layout ``portable`` or ``fused``.
