@@ -7,6 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from permtriton import config_from
+from permtriton.driver import prepare
+from permtriton.driver.pipeline import compile_model
+
+from . import zoo
 
 RECIPES = {
     "default": [],
@@ -84,3 +91,16 @@ def test_every_recipe_gives_other_bytes(runs):
     """Else the comparison above would show little."""
     weights = [path.read_bytes() for path in runs[0].glob("*/model.safetensors")]
     assert len(set(weights)) == len(weights) > 1
+
+
+@pytest.mark.parametrize("recipe", ["heuristic,refit", "heuristic,sparsegpt"])
+def test_micro_batches_change_no_bit(recipe, monkeypatch):
+    """Nor how many samples a pass without gradients takes; in float64, so that the model computes the same."""
+    options = {"heuristic_row_weights": "fisher", **({"refit_iterations": 1} if "refit" in recipe else {})}
+    models = [zoo.tiny_llama(num_hidden_layers=1).double() for _ in range(2)]
+    for model, size in zip(models, (1, 3), strict=True):
+        monkeypatch.setattr(prepare, "TOKENS_WITHOUT_LOGITS", size * 12)
+        config = config_from({"micro_batch_size": size, **options}, recipe)
+        compile_model(model, None, config, ids=zoo.tiny_ids(4, 12))
+    one, other = (model.state_dict() for model in models)
+    assert [name for name, tensor in one.items() if not torch.equal(other[name], tensor)] == []

@@ -5,13 +5,16 @@ import functools
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import LlamaForCausalLM, LlamaModel, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput
 
 from benchmarks.architectures import tiny
 from permtriton import config_from
 from permtriton.checkpoint.plan_entries import hidden_order_of
 from permtriton.driver.pipeline import compile_model
 from permtriton.model.checks import same_channels
+
+from . import zoo
 
 STATES = ("hidden_states", "encoder_hidden_states", "decoder_hidden_states")
 KNOWN, UNKNOWN = (
@@ -68,6 +71,33 @@ def test_embeddings_of_another_width_have_an_order_of_their_own():
     assert record["permuted"] == "unknown"
     assert record["why"].startswith("inputs_embeds: ")
     assert near(dense["hidden_states"][-1], found["hidden_states"][-1][..., record["last"]["undo"]])
+
+
+class Paired(LlamaModel):
+    """A backbone whose first output is no tensor."""
+
+    def forward(self, input_ids, **_):
+        states = super().forward(input_ids=input_ids).last_hidden_state
+        return ((input_ids, states),)
+
+
+class PairedForCausalLM(LlamaForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        self.model = Paired(config)
+
+    def forward(self, input_ids, **_):
+        return CausalLMOutput(logits=self.lm_head(self.model(input_ids)[0][1]))
+
+
+def test_the_order_is_unknown_where_no_last_state_is_returned():
+    """Nothing is there to compare with what the plan says of it."""
+    torch.manual_seed(0)
+    model = PairedForCausalLM(zoo.tiny_llama().config).eval()
+    record = compile_model(model, None, config_from(OPTIONS), ids=zoo.tiny_ids(4, 16)).report["hidden_states"]
+    assert record.get("last", record)["permuted"], "the plan says so"
+    assert record["permuted"] == "unknown"
+    assert record["why"] == "last_hidden_state: the model returns none to compare with"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -343,7 +343,7 @@ def test_neither_code_nor_pickles_of_a_model_run(tmp_path, monkeypatch):
     trap = set_trap(tmp_path / "trap")
     monkeypatch.setattr(torch, "load", lambda *args, **kwargs: pytest.fail("torch.load was called"))
     source = Source(str(trap.pristine), device="cpu")
-    assert not trap.judge(lambda: load_model(source), "as it is")
+    assert not trap.judge(lambda: load_original(source, saved=True), "as it is")
     pickled = trap.damaged(lambda folder: (folder / "model.safetensors").unlink())
     assert trap.judge(lambda: load_model(Source(str(pickled), device="cpu")), "only pickles")
     unknown = trap.damaged(lambda folder: configure(folder, model_type="evil", architectures=["EvilForCausalLM"]))
