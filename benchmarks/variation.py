@@ -58,8 +58,9 @@ def main() -> None:
             rows.append({"setting": name, **compared(first, folder), **measured})
             print(json.dumps(rows[-1]), flush=True)
     words = [Path(word).name if os.sep in word else word for word in sys.argv[1:]]
+    recipe = f", {options[options.index('--recipe') + 1]}" if "--recipe" in options else ""
     report = {
-        "title": Path(args.model).name + (f", {options[options.index('--recipe') + 1]}" if "--recipe" in options else ""),
+        "title": Path(args.model).name + recipe,
         "command": f"python -m benchmarks.variation {shlex.join(words)}",
         "hardware": f"{processor()}, {os.cpu_count()} cores",
         "versions": versions(),

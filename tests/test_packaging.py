@@ -154,11 +154,10 @@ def test_the_library_does_not_print():
 def test_no_pickle():
     unsafe = []
     for module, path in MODULES.items():
-        for name in imported(path) & {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}:
-            unsafe.append(f"{module} imports {name}")
-        for node in syntax(path):
-            if isinstance(node, ast.Attribute) and (getattr(node.value, "id", ""), node.attr) in UNSAFE:
-                unsafe.append(f"{module}:{node.lineno}")
+        libraries = imported(path) & {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
+        unsafe += [f"{module} imports {library}" for library in libraries]
+        attributes = [node for node in syntax(path) if isinstance(node, ast.Attribute)]
+        unsafe += [f"{module}:{n.lineno}" for n in attributes if (getattr(n.value, "id", ""), n.attr) in UNSAFE]
     assert unsafe == []
 
 
