@@ -35,7 +35,9 @@ types: $(INSTALLED)
 	$(BIN)/mypy -p permtriton
 
 # Two processes with a thread each, a file at a time, so that what a file's tests share is made once.
-# Triton reads TRITON_INTERPRET when a kernel is made: its interpreter has processes of its own.
+# Triton reads TRITON_INTERPRET when a kernel is made: its interpreter has processes of its own. Each process that a test
+# starts would compile the library's files anew, were they not kept.
+unit: export PYTHONDONTWRITEBYTECODE :=
 unit: export OMP_NUM_THREADS := 1
 unit: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 --dist loadfile

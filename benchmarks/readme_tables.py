@@ -118,31 +118,24 @@ def quantized_table(name: str) -> str:
 
 
 def variation_table(*names: str) -> str:
-    """Returns the rows of ``benchmarks/variation.py`` for several models."""
-    reports = {report["title"]: report for report in map(_load, names)}
-    rows = [
-        [
-            row["setting"],
-            title,
-            _share(row["masks"]),
-            _share(row["weights"]),
-            f"{row['kl']:.2g}" if row["kl"] else "0",
-            f"{row['perplexity']:.3f}",
+    """Returns the rows of ``benchmarks/variation.py`` for several models; settings that change no bit are one row."""
+    reports, lines = list(map(_load, names)), []
+    for report in reports:
+        rows = {row["setting"]: row for row in report["rows"]}
+        equal = [name for name, row in rows.items() if not row["weights"]]
+        differing = [name for name in rows if name not in equal]
+        lines += [
+            [", ".join(settings), report["title"], *_differences(rows[settings[0]])]
+            for settings in (equal, *([name] for name in differing))
         ]
-        for title, report in reports.items()
-        for row in report["rows"]
-    ]
-    caption = "The first row of each model is what the others are compared with. " + "; ".join(
-        f"{model}: `{report['command']}`" for model, report in reports.items()
-    )
-    first = next(iter(reports.values()))
-    caption += f"; {first['hardware']}; torch {first['versions']['torch']}."
-    heading = "setting | model | mask entries that differ | weights (norm) | KL, nats | perplexity"
-    return _table(heading, rows, caption)
+    caption = "; ".join(f"{report['title']}: `{report['command']}`" for report in reports)
+    caption += f"; {reports[0]['hardware']}; torch {reports[0]['versions']['torch']}."
+    return _table("setting | model | mask entries that differ | weights (norm) | KL, nats | perplexity", lines, caption)
 
 
-def _share(share: float) -> str:
-    return f"{share:.2%}" if share else "none, bit for bit"
+def _differences(row: dict[str, Any]) -> list[str]:
+    shares = [f"{row['masks']:.1%}", f"{row['weights']:.1%}", f"{row['kl']:.3f}"] if row["weights"] else ["none"] * 3
+    return [*shares, f"{row['perplexity']:.3f}"]
 
 
 def seeded_faults_words(name: str) -> str:
@@ -248,7 +241,7 @@ TABLES = {
     "finetune": finetune_table,
     "architectures-causes": architectures.causes,
     "config-options": config_options_table,
-    "variation": lambda: variation_table("variation-demo.json"),
+    "variation": lambda: variation_table("variation-demo-refit.json", "variation-smollm2.json"),
     "seeded-faults": lambda: seeded_faults_words("seeded-faults.json"),
     "gpu-commands": lambda: f"```\n{gpu.plan(with_rows=False)}\n```",
     "gpu": lambda: gpu.markdown(gpu.read(RESULTS / "gpu.json")),

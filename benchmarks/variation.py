@@ -24,7 +24,6 @@ from benchmarks.real.__main__ import processor
 from permtriton.util.durable import replace_file
 from permtriton.util.machine import versions
 
-RESULT = Path(__file__).parent / "results" / "variation-demo.json"
 BASE = {"OMP_NUM_THREADS": "1"}
 # name -> what differs from the first: environment, options, processes
 SETTINGS: dict[str, tuple[dict[str, str], list[str], int]] = {
@@ -45,7 +44,7 @@ def main() -> None:
     parser.add_argument("--settings", help="some of them, separated by commas; all by default")
     parser.add_argument("--eval-data", default="demo", help="held-out text, as evaluate takes it")
     parser.add_argument("--window", default="256", help="tokens of a window of it")
-    parser.add_argument("--output", type=Path, default=RESULT)
+    parser.add_argument("--output", type=Path, required=True)
     args, options = parser.parse_known_args()
     names = args.settings.split(",") if args.settings else list(SETTINGS)
     with tempfile.TemporaryDirectory() as work:
