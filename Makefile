@@ -10,7 +10,7 @@ INSTALLED := $(VENV)/.installed
 
 DEMO_METHODS := magnitude,wanda,wanda + heuristic,sparsegpt,heuristic + sparsegpt,heuristic + refit
 
-.PHONY: demo test lint types unit numeric processors soak vllm vllm-install real peers install clean
+.PHONY: demo test lint types unit slow numeric processors soak vllm vllm-install real peers install clean
 
 install: $(INSTALLED)
 
@@ -41,13 +41,19 @@ unit: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests/interpreted
 
+# The tests marked slow: further models, dtypes and processes of what faster tests hold.
+slow: export OMP_NUM_THREADS := 1
+slow: $(INSTALLED)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --soak -m "slow and not soak"
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist loadfile --soak -m slow tests/interpreted
+
 # The tests of numbers with other instructions than this machine's: what holds here must hold on any processor.
 NUMERIC := tests/test_ranks.py tests/test_refitting.py tests/test_statistics.py tests/test_sparsegpt.py \
 	tests/test_fisher.py tests/test_search.py tests/test_learn.py tests/test_reconstruct.py tests/test_distill.py
 numeric: export OMP_NUM_THREADS := 1
 numeric: $(INSTALLED)
-	ATEN_CPU_CAPABILITY=default $(BIN)/python -m pytest -n 2 --dist loadfile $(NUMERIC)
-	MKL_CBWR=COMPATIBLE $(BIN)/python -m pytest -n 2 --dist loadfile $(NUMERIC)
+	ATEN_CPU_CAPABILITY=default $(BIN)/python -m pytest -n 2 --dist loadfile --soak -m "not soak" $(NUMERIC)
+	MKL_CBWR=COMPATIBLE $(BIN)/python -m pytest -n 2 --dist loadfile --soak -m "not soak" $(NUMERIC)
 
 # All tests with the instructions of other processors, and with two threads.
 processors: $(INSTALLED)
@@ -57,12 +63,10 @@ processors: $(INSTALLED)
 	OMP_NUM_THREADS=2 $(BIN)/python -m pytest
 
 # The tests that try many random cases, with many more of them: kills at random moments, damaged files. Takes hours.
-# Also the tests marked slow: further models, dtypes and faults of what faster tests hold. And every kernel is compiled
-# with the oldest Triton that pyproject.toml admits, too.
+# And every kernel is compiled with the oldest Triton that pyproject.toml admits, too.
 soak: export OMP_NUM_THREADS := 1
-soak: $(INSTALLED) $(OLDEST)/.installed processors
-	$(BIN)/python -m pytest -n 2 --dist loadfile --soak -m "soak or slow"
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist loadfile --soak -m slow tests/interpreted
+soak: $(INSTALLED) $(OLDEST)/.installed slow processors
+	$(BIN)/python -m pytest -n 2 --dist loadfile --soak -m soak
 	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest --soak tests/test_doctor.py -k every_kernel_compiles
 
 $(OLDEST)/.installed: pyproject.toml $(INSTALLED)

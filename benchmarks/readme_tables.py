@@ -119,10 +119,17 @@ def quantized_table(name: str) -> str:
 
 def variation_table(*names: str) -> str:
     """Returns the rows of ``benchmarks/variation.py`` for several models."""
-    reports = {report["model"]: report for report in map(_load, names)}
+    reports = {report["title"]: report for report in map(_load, names)}
     rows = [
-        [row["setting"], model, _share(row["masks"]), _share(row["weights"]), f"{row['perplexity']:.3f}"]
-        for model, report in reports.items()
+        [
+            row["setting"],
+            title,
+            _share(row["masks"]),
+            _share(row["weights"]),
+            f"{row['kl']:.2g}" if row["kl"] else "0",
+            f"{row['perplexity']:.3f}",
+        ]
+        for title, report in reports.items()
         for row in report["rows"]
     ]
     caption = "The first row of each model is what the others are compared with. " + "; ".join(
@@ -130,7 +137,8 @@ def variation_table(*names: str) -> str:
     )
     first = next(iter(reports.values()))
     caption += f"; {first['hardware']}; torch {first['versions']['torch']}."
-    return _table("setting | model | mask entries that differ | weights (norm) | perplexity", rows, caption)
+    heading = "setting | model | mask entries that differ | weights (norm) | KL, nats | perplexity"
+    return _table(heading, rows, caption)
 
 
 def _share(share: float) -> str:

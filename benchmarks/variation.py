@@ -1,15 +1,17 @@
 """How far the same compilation differs between processors' instructions, threads, ranks and micro-batches.
 
-    python -m benchmarks.variation [MODEL --calibration TEXT --eval-data TEXT ...] --output FILE
+    python -m benchmarks.variation [MODEL --eval-data TEXT --calibration TEXT ...] --output FILE
 
-Every setting compiles MODEL (the demo by default) anew. Compared with the first setting: the share of the pruned
-linears' weights whose mask differs, the norm of the difference of all weights relative to their norm, and the
-perplexity on held-out text.
+Every setting compiles MODEL (the demo by default) anew, with the other options, which are those of compile. Compared
+with the first setting: the share of the pruned linears' weights whose mask differs, the norm of the difference of all
+weights relative to their norm, and on held-out text the KL from the first model, nats per token, and the perplexity.
+All are evaluated in the first setting, so that only the weights differ.
 """
 
 import argparse
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -41,6 +43,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default="demo")
     parser.add_argument("--settings", help="some of them, separated by commas; all by default")
+    parser.add_argument("--eval-data", default="demo", help="held-out text, as evaluate takes it")
+    parser.add_argument("--window", default="256", help="tokens of a window of it")
     parser.add_argument("--output", type=Path, default=RESULT)
     args, options = parser.parse_known_args()
     names = args.settings.split(",") if args.settings else list(SETTINGS)
@@ -49,12 +53,15 @@ def main() -> None:
         for number, name in enumerate([next(iter(SETTINGS)), *(each for each in names if each in list(SETTINGS)[1:])]):
             folder = Path(work, str(number))
             compiled(args.model, options, folder, *SETTINGS[name])
-            rows.append({"setting": name, **compared(first, folder), "perplexity": perplexity_of(folder)})
+            (folder / "permtriton.json").unlink()  # evaluate would refuse the first as what others are compared with
+            measured = evaluated(folder, first, ["--eval-data", args.eval_data, "--window", args.window])
+            rows.append({"setting": name, **compared(first, folder), **measured})
             print(json.dumps(rows[-1]), flush=True)
-    words = ["python -m benchmarks.variation", *([Path(args.model).name] if args.model != "demo" else []), *options]
+    words = [Path(word).name if os.sep in word else word for word in sys.argv[1:]]
+    recipe = f", {options[options.index('--recipe') + 1]}" if "--recipe" in options else ""
     report = {
-        "model": Path(args.model).name,
-        "command": " ".join(Path(word).name if os.sep in word else word for word in words),
+        "title": Path(args.model).name + recipe,
+        "command": f"python -m benchmarks.variation {shlex.join(words)}",
         "hardware": f"{processor()}, {os.cpu_count()} cores",
         "versions": versions(),
         "rows": rows,
@@ -68,10 +75,15 @@ def compiled(
     start = [sys.executable, "-m", "permtriton"]
     if ranks > 1:
         start = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "-m", "permtriton"]
-    words = [*start, "compile", model, *options, *further, "--device", "cpu", "--output", str(folder)]
+    here = ["--device", "cpu", "--eval-data", "none", "--output", str(folder)]
+    printed_by([*start, "compile", model, *options, *further, *here], environment)
+
+
+def printed_by(words: list[str], environment: dict[str, str]) -> str:
     done = subprocess.run(words, env={**os.environ, **BASE, **environment}, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"{' '.join(words)}\n{done.stdout}{done.stderr}")
+    return done.stdout
 
 
 def compared(first: Path, other: Path) -> dict[str, Any]:
@@ -87,8 +99,11 @@ def compared(first: Path, other: Path) -> dict[str, Any]:
     return {"masks": changed / pruned, "weights": (difference / norm) ** 0.5}
 
 
-def perplexity_of(folder: Path) -> float:
-    return json.loads((folder / "permtriton.json").read_text())["evaluation"]["compiled"]
+def evaluated(folder: Path, first: Path, options: list[str]) -> dict[str, float]:
+    """Returns the perplexity of a compiled folder, and its KL from another one, in nats per token."""
+    words = [sys.executable, "-m", "permtriton", "evaluate", str(folder), "--against", str(first), *options, "--json"]
+    report = json.loads(printed_by(words, {}))
+    return {name: report[name] for name in ("kl", "perplexity")}
 
 
 if __name__ == "__main__":

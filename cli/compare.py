@@ -21,6 +21,7 @@ def run(request: Request, *, json: bool) -> None:
             print_json(report)
         else:
             _print(report, *columns(report), media=report["media"])
+    request.delete_results()
 
 
 def _say(result: RowResult) -> None:

@@ -114,6 +114,7 @@ def test_the_statistics_are_those_of_all_tokens():
             assert (found[True][site.name] >= found[False][site.name]).all()
 
 
+@pytest.mark.slow
 def test_a_rare_expert_is_pruned_better():
     """What an expert makes of tokens that it was not sent while it was calibrated, over several mixtures."""
     differences = []

@@ -87,6 +87,7 @@ def here(models, tmp_path, monkeypatch) -> Path:
 # -- what is shown -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_every_block_of_the_page_runs_as_written(here, capsys):
     blocks = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     assert len(blocks) > 8
@@ -177,6 +178,7 @@ def shape(data: object, **options: object) -> tuple[list[int], str]:
     return report["calibration"]["shape"], report["config"]["calibration"]
 
 
+@pytest.mark.slow
 def test_tensors_are_the_samples_and_texts_are_cut(here):
     rows = Dataset.from_dict({"input_ids": IDS.tolist(), "text": ["x"] * 8})
     assert shape(IDS) == ([4, 16], "Tensor in memory")
@@ -398,6 +400,7 @@ def test_publishing(here, monkeypatch):
         compiled_model.push_to_hub("it")
 
 
+@pytest.mark.slow
 def test_a_compilation_that_publishes_its_output(here, monkeypatch):
     """The repository is made first; what is uploaded is what was saved, in its format; the token is written nowhere."""
     words = [

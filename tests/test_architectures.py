@@ -223,6 +223,7 @@ assert not [name for name in sys.modules if name.startswith("permtriton.")]
 """
 
 
+@pytest.mark.slow
 def test_loads_in_a_process_without_permtriton(tmp_path):
     compiled = compiled_with("llama", **HEURISTIC)
     path, ids = compiled.save_pretrained(tmp_path / "model"), zoo.token_ids(seed=2)

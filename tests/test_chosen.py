@@ -120,6 +120,7 @@ def test_a_dense_linear_beside_pruned_ones_reads_the_new_order(layout):
         ),
     ],
 )
+@pytest.mark.slow
 def test_experts_of_one_parameter_are_pruned_together(options, words):
     with pytest.raises(ConfigError, match=words):
         find_plan(zoo.build("mixtral"), TWO_FOUR, **options)

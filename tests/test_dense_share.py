@@ -74,7 +74,7 @@ def test_the_costliest_per_weight_come_first(power):
 
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
 @pytest.mark.parametrize("layout", ["portable", "fused"])
-@pytest.mark.slow(but=["fused-mixtral"])
+@pytest.mark.slow(but=["portable-llama"])
 def test_a_share_stays_dense_and_the_rest_is_pruned(name, layout, tmp_path):
     model = zoo.build(name)
     before = {name: each.detach().clone() for name, each in model.named_parameters()}
@@ -123,6 +123,7 @@ def test_it_lowers_the_loss():
     assert some < none
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_continues(tmp_path):
     path = tmp_path / "state.safetensors"
 

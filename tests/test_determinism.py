@@ -7,6 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from permtriton import config_from
+from permtriton.driver import prepare
+from permtriton.driver.pipeline import compile_model
+
+from . import zoo
 
 RECIPES = {
     "default": [],
@@ -23,6 +30,7 @@ RECIPES = {
     ],
     "sparsegpt": ["--recipe", "fast"],
 }
+QUICK = ["default", "sparsegpt"]
 PROGRAM = """
 import json, sys
 from typer.testing import CliRunner
@@ -34,14 +42,14 @@ for arguments in json.loads(sys.argv[1]):
 
 
 @pytest.fixture(scope="module")
-def runs(model_folder, tmp_path_factory) -> list[Path]:
+def runs(model_folder, tmp_path_factory, soak) -> list[Path]:
     """The outputs of every recipe in two processes, in which sets and dicts of strings have other orders."""
     folders, processes = [tmp_path_factory.mktemp(f"run{number}") for number in range(2)], []
     for number, folder in enumerate(folders):
         commands = [
             ["compile", str(model_folder), "--calibration", str(model_folder.parent / "text.txt"), "--samples", "4",
              "--sequence-length", "16", "--eval-data", "none", "--seed", "7", "--output", str(folder / name), *options]
-            for name, options in RECIPES.items()
+            for name, options in RECIPES.items() if soak or name in QUICK
         ]  # fmt: skip
         environment = {**os.environ, "PYTHONHASHSEED": str(number + 1), "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-c", PROGRAM, json.dumps(commands)]
@@ -53,12 +61,14 @@ def runs(model_folder, tmp_path_factory) -> list[Path]:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.slow(but=QUICK)
 def test_weights_are_equal_byte_for_byte(runs, recipe):
     one, other = [(folder / recipe / "model.safetensors").read_bytes() for folder in runs]
     assert one == other
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.slow(but=QUICK)
 def test_reports_are_equal_but_for_times_and_memory(runs, recipe):
     def timeless(value: object) -> object:
         if isinstance(value, dict):
@@ -79,4 +89,18 @@ def test_the_report_says_what_the_bytes_depend_on(runs):
 
 def test_every_recipe_gives_other_bytes(runs):
     """Else the comparison above would show little."""
-    assert len({(runs[0] / name / "model.safetensors").read_bytes() for name in RECIPES}) == len(RECIPES)
+    weights = [path.read_bytes() for path in runs[0].glob("*/model.safetensors")]
+    assert len(set(weights)) == len(weights) > 1
+
+
+@pytest.mark.parametrize("recipe", ["heuristic,refit", "heuristic,sparsegpt"])
+def test_micro_batches_change_no_bit(recipe, monkeypatch):
+    """Nor how many samples a pass without gradients takes; in float64, so that the model computes the same."""
+    options = {"heuristic_row_weights": "fisher", **({"refit_iterations": 1} if "refit" in recipe else {})}
+    models = [zoo.tiny_llama(num_hidden_layers=1).double() for _ in range(2)]
+    for model, size in zip(models, (1, 3), strict=True):
+        monkeypatch.setattr(prepare, "TOKENS_WITHOUT_LOGITS", size * 12)
+        config = config_from({"micro_batch_size": size, **options}, recipe)
+        compile_model(model, None, config, ids=zoo.tiny_ids(4, 12))
+    one, other = (model.state_dict() for model in models)
+    assert [name for name, tensor in one.items() if not torch.equal(other[name], tensor)] == []

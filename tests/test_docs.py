@@ -10,6 +10,7 @@ from typer.main import get_command
 
 import permtriton
 from benchmarks.architectures import table as architectures
+from permtriton.checkpoint.forms import Record
 from permtriton.cli.main import app
 from permtriton.driver.pipeline import compile_model
 from permtriton.model.headers import REPORT_FILE
@@ -67,13 +68,20 @@ def test_every_promise_names_its_tests(page):
 
 
 def test_every_entry_of_a_record_is_on_the_page(tmp_path):
-    config = permtriton.config_from({"importance": "magnitude"}, "mask")
+    """And of the quantization config; what no folder may hold is on neither table."""
+    config = permtriton.config_from({"importance": "magnitude", "layout": "fused"}, "heuristic,mask")
     compile_model(zoo.build("llama"), None, config, ids=zoo.token_ids(4, 16)).save_pretrained(tmp_path / "out")
     permtriton.export(tmp_path / "out", tmp_path / "packed")
     page = (ROOT / "docs/formats.md").read_text(encoding="utf-8")
-    rows = page.partition("## `permtriton.json`")[2].partition("\n## ")[0].split("\n| ")
-    named = {name for row in rows for name in re.findall(r"`(\w+)`", row.partition("|")[0])}
-    assert json.loads((tmp_path / "packed" / REPORT_FILE).read_text()).keys() - named == set()
+
+    def named(section: str) -> set[str]:
+        rows = page.partition(f"\n## {section}\n")[2].partition("\n## ")[0].split("\n| ")
+        return {name for row in rows[2:] for name in re.findall(r"`(\w+)`", row.partition("|")[0])}
+
+    record = json.loads((tmp_path / "packed" / REPORT_FILE).read_text())
+    assert named("`permtriton.json`") == set(Record.__annotations__) > record.keys()
+    stored = json.loads((tmp_path / "packed" / "config.json").read_text())["quantization_config"]
+    assert named("`quantization_config` in `config.json`") == stored.keys()
 
 
 def test_the_glossary_is_short_and_names_each_word_once():

@@ -1,5 +1,6 @@
 """Held-out measures: perplexity as defined, and agreement with the dense model for encoders."""
 
+import copy
 import math
 
 import pytest
@@ -62,6 +63,14 @@ def test_perplexity_is_the_naive_one_for_any_batch(causal, batch):
     expected = naive_perplexity(causal, rows)
     assert abs(math.log(expected / VOCABULARY)) > 0.1, "its predictions depend on the tokens"
     assert perplexity(causal, rows, batch) == pytest.approx(expected, rel=1e-5)
+
+
+@torch.no_grad()
+def test_the_loss_of_a_model_in_16_bits_is_computed_in_float32(causal):
+    model, rows = copy.deepcopy(causal).bfloat16(), windows(2)
+    scores = model(input_ids=rows).logits[:, :-1].double().log_softmax(-1)
+    expected = float(scores.gather(-1, rows[:, 1:, None]).mean().neg().exp())
+    assert perplexity(model, rows, 2) == pytest.approx(expected, rel=1e-5)
 
 
 def test_perplexity_of_an_ignorant_model_is_the_vocabulary(causal):

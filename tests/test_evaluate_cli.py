@@ -11,6 +11,7 @@ import torch
 from transformers import BertConfig, BertModel, LlamaForCausalLM
 
 import permtriton
+from permtriton import demo
 from permtriton.cli.main import app
 from permtriton.data.text import evaluation_ids
 from permtriton.driver.pipeline import compile_model
@@ -178,7 +179,8 @@ def test_every_output_has_the_same_numbers(desk, compiled, options, tmp_path):
     assert sorted(path.name for path in tmp_path.glob("*result*")) == ["result.csv", "result.json", "result.md"]
 
 
-def test_the_demo_has_a_text_of_its_own(monkeypatch):
+def test_the_demo_has_a_text_of_its_own(monkeypatch, tmp_path):
+    """It is the default for the demo, and for what is compared with it."""
     from permtriton.data import held_out
 
     monkeypatch.setattr(held_out, "evaluation_ids", lambda *a: evaluation_ids(*a)[:2, :64])
@@ -186,6 +188,9 @@ def test_the_demo_has_a_text_of_its_own(monkeypatch):
     assert (report["text"], report["window"], report["tokens"]) == ("demo", 64, 128)
     assert 5 < report["perplexity"] < 30
     assert (report["against"], report["kl"], report["tasks"]) == (None, None, [])
+    shutil.copytree(demo.FOLDER, tmp_path / "model")
+    report = json.loads(run(tmp_path / "model", "--against", "demo", "--json"))
+    assert (report["text"], report["kl"]) == ("demo", 0)
 
 
 def test_tasks_alone_need_no_text(desk, options):

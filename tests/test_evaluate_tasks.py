@@ -222,6 +222,17 @@ def test_an_unknown_task_is_named_with_those_like_it(folder, monkeypatch):
         Tasks(["foxes", "fox"], folder=folder)
 
 
+def test_a_folder_that_has_the_tasks_is_all_that_is_looked_at(folder, monkeypatch):
+    manager = library.TaskManager
+
+    def of_the_folder(include_path, include_defaults=True):
+        assert not include_defaults, "lm-eval's own tasks were looked at"
+        return manager(include_path=include_path, include_defaults=include_defaults)
+
+    monkeypatch.setattr(library, "TaskManager", of_the_folder)
+    Tasks(["foxes", "dogs"], folder=folder)
+
+
 def test_missing_data_and_broken_tasks_are_one_line(tmp_path, model, tokenizer):
     write_task(tmp_path / "t", "lost", CHOICE, QUESTIONS)
     (tmp_path / "t" / "lost.jsonl").unlink()

@@ -41,6 +41,7 @@ def test_outputs_stay(name, implementation, dtype, tolerance):
     assert zoo.difference(before, zoo.outputs(model, ids)) <= tolerance
 
 
+@pytest.mark.slow
 def test_the_exported_graph_computes_the_same():
     """The graph runs every expert on every token, eager mode only the chosen ones."""
     model, _ = unstacked("mixtral")

@@ -93,6 +93,7 @@ def test_other_architectures_and_patterns(tmp_path, architecture, pattern):
     assert folders.differing(weights(tmp_path / "a"), weights(tmp_path / "dense")) == []
     assert result["weights"] == len(folders.pruned_weights(model))
     assert result["ratio"] < pattern[0] / pattern[1] + 0.1
+    assert result["ratio"] == 17 / 32 or pattern != (2, 4)
 
 
 def test_tensors_that_are_not_pruned_keep_every_bit(source, tmp_path):

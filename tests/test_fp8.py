@@ -85,6 +85,7 @@ def test_the_record_says_what_it_costs(written):
     assert "vLLM loads it by itself" in card
 
 
+@pytest.mark.slow
 def test_transformers_loads_it_without_permtriton(source, written):
     """In a process of its own: no quantizer of permtriton is registered there."""
     code = (

@@ -277,6 +277,7 @@ runpy.run_module("benchmarks.gpu", run_name="__main__")
 """
 
 
+@pytest.mark.slow
 def test_it_runs_from_a_plain_folder(tmp_path):
     """With torch, triton, transformers, scipy and what these need, but no pydantic, no git: compiling needs more."""
     only = ("--only", "decoding", "--only", "compile_fast")

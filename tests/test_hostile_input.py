@@ -343,7 +343,7 @@ def test_neither_code_nor_pickles_of_a_model_run(tmp_path, monkeypatch):
     trap = set_trap(tmp_path / "trap")
     monkeypatch.setattr(torch, "load", lambda *args, **kwargs: pytest.fail("torch.load was called"))
     source = Source(str(trap.pristine), device="cpu")
-    assert not trap.judge(lambda: load_model(source), "as it is")
+    assert not trap.judge(lambda: load_original(source, saved=True), "as it is")
     pickled = trap.damaged(lambda folder: (folder / "model.safetensors").unlink())
     assert trap.judge(lambda: load_model(Source(str(pickled), device="cpu")), "only pickles")
     unknown = trap.damaged(lambda folder: configure(folder, model_type="evil", architectures=["EvilForCausalLM"]))
@@ -457,6 +457,7 @@ def test_what_normalizers_do_between_counts_as_well(tmp_path, steps):
         load_original(Source(str(folder), device="cpu"))
 
 
+@pytest.mark.slow
 def test_a_tokenizer_that_adds_a_million_tokens_is_refused(tmp_path):
     trap = set_trap(tmp_path / "trap")
     added = {"SpecialToken": {"id": "<end>", "type_id": 0}}

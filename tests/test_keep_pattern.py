@@ -4,6 +4,7 @@ import copy
 import gc
 import importlib.util
 import json
+import pickle
 import re
 import subprocess
 import sys
@@ -274,6 +275,26 @@ def test_a_copy_is_another_model():
     assert unkept.get_parameter(UP)[before[UP]].count_nonzero() > 0
 
 
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))], ids=["copy", "pickle"]
+)
+def test_what_is_kept_goes_with_its_model(copied):
+    """Such as to a process that is spawned, or in a module that holds both."""
+    model = pruned_llama()
+    before, kept = zeros_of(model), permtriton.keep_pattern(model)
+    count = len(torch_optimizer._global_optimizer_post_hooks)
+    other, others = copied((model, kept))
+    train(other, adamw(other), 1)
+    check_kept(other, before, list(others.patterns))
+    del other
+    gc.collect()
+    assert len(torch_optimizer._global_optimizer_post_hooks) == count
+    kept.remove()
+    ended = copied((model, kept))
+    train(ended[0], adamw(ended[0]), 1)
+    assert ended[0].get_parameter(UP)[before[UP]].any(), "it had been ended"
+
+
 def test_zeros_stay_where_the_optimizer_has_the_state_of_other_training():
     model = pruned_llama()
     other = copy.deepcopy(model)
@@ -311,14 +332,26 @@ def test_without_it_they_do_not():
 
 
 def test_a_kept_weight_may_pass_through_zero():
+    """But one that is zero when its pattern is kept stays zero."""
     model = pruned_llama()
-    permtriton.keep_pattern(model)
     weight = model.get_parameter(UP)
-    row, column = (int(each[0]) for each in weight.detach().nonzero(as_tuple=True))
+    (row, column), (zero_row, zero_column) = weight.detach().nonzero()[:2].tolist()
     with torch.no_grad():
+        weight[zero_row, zero_column] = 0
+        permtriton.keep_pattern(model)
         weight[row, column] = 0
     train(model, adamw(model))
     assert weight[row, column] != 0
+    assert weight[zero_row, zero_column] == 0
+
+
+def test_a_weight_that_layers_share_keeps_its_zeros():
+    model = pruned_llama()
+    model.model.layers[1].mlp.up_proj.weight = model.get_parameter(UP)
+    before, kept = zeros_of(model), permtriton.keep_pattern(model)
+    train(model, adamw(model))
+    check_kept(model, before, list(before.keys() & kept.patterns.keys()))
+    assert UP in kept.patterns
 
 
 def pruned(name: str, pattern: NMPattern = TWO_FOUR) -> tuple[PreTrainedModel, list[str]]:

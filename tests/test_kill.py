@@ -178,6 +178,7 @@ def test_killed_compilations_end_as_if_uninterrupted(compilations, tmp_path, soa
     assert killed > kills // 2
 
 
+@pytest.mark.slow
 def test_a_signal_to_end_is_taken_as_an_interruption(compilations, tmp_path):
     """While the state of the second round takes its place, and while the output does."""
     options = ("--recipe", "heuristic,searched,mask", *SEARCH)
@@ -189,6 +190,8 @@ def test_a_signal_to_end_is_taken_as_an_interruption(compilations, tmp_path):
         last = compilations.log.splitlines()[-1]
         assert last.startswith("error: interrupted: no half-written output is left"), compilations.log
         assert {path.name for path in tmp_path.iterdir()} == {"out", ".out.searched.safetensors"}
+        left = files(tmp_path / "out")
+        assert {name: left[name] for name in expected} == expected, "whole"
         assert compilations.run(tmp_path, options) == 0, compilations.log
         assert "continuing after round" in compilations.log
         assert weights(tmp_path) == expected

@@ -93,6 +93,7 @@ def test_renamed_models_are_saved_exported_and_loaded(name, layout, tmp_path):
     pruned, tensors = report["pruned_weights"], load_file(tmp_path / "out" / WEIGHTS)
     assert len(pruned) == report["verification"]["pruned_weights"] == len(list(result.plan.linears()))
     assert layout == "fused" or any(stored.startswith(STORED[name]) for stored in pruned)
+    assert layout == "portable" or pruned.keys() <= result.model.state_dict().keys()
     for stored, dim in pruned.items():
         weight = tensors[stored].view(tensors[stored].shape[-2:])  # fused: a gathered weight has one dimension more
         check_weight(stored, weight.movedim(dim, -1), NMPattern(2, 4))

@@ -208,6 +208,7 @@ def compiled_within(limit: int | None, model: Path, ids: Path, *options: str) ->
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.skipif(sys.platform != "linux", reason="control groups are Linux's")
 def test_a_model_four_times_the_memory_limit_gives_the_bytes_of_one_in_memory(tmp_path):
     """The limit is what the same command takes for a small model, and a quarter of the large model's 0.7 GB."""

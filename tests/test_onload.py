@@ -79,6 +79,7 @@ def tiny_funnel() -> FunnelModel:
 
 
 @pytest.mark.parametrize("make", [tiny_t5, tiny_funnel])
+@pytest.mark.slow
 def test_backward_passes_of_what_is_no_chain_and_layers_in_lists(make):
     """The decoder's inputs require gradients, so layers cannot run backward one by one; Funnel has lists of lists."""
     options = {"heuristic_row_weights": "fisher", "importance": "wanda"}
@@ -111,7 +112,8 @@ def most_bytes(layers: int, recipe: str, ways: tuple[Way, ...]) -> int:
     return gpu.most
 
 
-@pytest.mark.parametrize("recipe", ["refit", "sparsegpt", pytest.param("reconstruct", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("recipe", ["refit", "sparsegpt", "reconstruct"])
+@pytest.mark.slow(but=["refit"])
 def test_the_gpu_holds_no_more_of_a_deeper_model(recipe):
     assert most_bytes(4, recipe, ONLOADED) <= 1.01 * most_bytes(2, recipe, ONLOADED)
     if recipe == "sparsegpt":

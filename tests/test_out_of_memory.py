@@ -136,6 +136,7 @@ def test_evaluation():
     assert refused == [6, 3, 6, 3]
 
 
+@pytest.mark.slow
 def test_when_one_sequence_does_not_fit_one_line_says_what_to_lower(problem):
     before = {name: tensor.clone() for name, tensor in problem.model.state_dict().items()}
     with (

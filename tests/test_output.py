@@ -97,6 +97,7 @@ def test_only_leftovers_are_removed(place):
     for name in kept:
         write(place / name, "mine")
     (place / ".out.partial-7").write_text("a file, not a folder")
+    write(place / ".out.dense-5", "half")
     save(place / "out")
     assert sorted(path.name for path in place.iterdir()) == sorted([*kept, ".out.partial-7", "out"])
 

@@ -97,6 +97,7 @@ def test_with_a_dense_share():
 
 
 @pytest.mark.parametrize("name", ["gpt2", "mixtral"])
+@pytest.mark.slow(but=["gpt2"])
 def test_transposed_weights_and_stacks_of_experts(name, tmp_path):
     linears = {"gpt2": "*.mlp.c_proj", "mixtral": "re:.*experts.*down_proj"}[name]
     config = config_from({"recipe": "heuristic,mask", "pattern": [f"{linears}=4:8"]})
@@ -118,6 +119,7 @@ def test_blocks_of_learning_hold_whole_groups_of_all():
         config_from({"recipe": "published", "learn_block_size": 12, "pattern": OWN})
 
 
+@pytest.mark.slow
 def test_experts_of_one_parameter_have_one_pattern():
     with pytest.raises(ConfigError, match=r"`pattern=` prunes .*experts\.1\..*: give all of them one pattern"):
         find_plan(zoo.build("mixtral"), TWO_FOUR, pattern=["re:.*experts\\.0\\.=1:4"])

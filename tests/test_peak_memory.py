@@ -60,6 +60,7 @@ def test_the_estimate_is_that_of_the_whole_process(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("method", METHODS)
 def test_the_estimate_of_every_method(tmp_path, method):
     write_model(tmp_path / "m", hidden_size=1024, intermediate_size=2816, num_hidden_layers=18, vocab_size=16000)

@@ -104,6 +104,8 @@ def test_windows_have_the_length_that_was_asked_for(hub, tokenizer):
         found, _ = held_out_windows("model", texts, tokenizer, model, window)
         assert found.shape == (tokens // window, window)
     assert held_out_windows("model", texts, tokenizer, model)[0].shape[1] == 2048
+    short = zoo.tiny_llama(vocab_size=len(tokenizer), max_position_embeddings=64)
+    assert held_out_windows("model", texts, tokenizer, short)[0].shape[1] == 64
     for window, words in ((4097, "at most the 4,096"), (1, "at least 2")):
         with pytest.raises(permtriton.PermTritonError, match=words):
             held_out_windows("model", texts, tokenizer, model, window)
@@ -111,6 +113,7 @@ def test_windows_have_the_length_that_was_asked_for(hub, tokenizer):
         held_out_windows("model", torch.ones(2, 8, dtype=torch.int64), tokenizer, model, 64)
 
 
+@pytest.mark.slow
 def test_the_seven_tasks_run(here, hub):
     found = permtriton.evaluate("model", "none", protocol="paper")
     assert [task.name for task in found.tasks] == list(PROTOCOLS["paper"].tasks)
@@ -149,6 +152,7 @@ def test_all_three_commands_take_it(here, hub):
     assert (short.exit_code, "at most the 2,048" in short.stderr) == (2, True)
 
 
+@pytest.mark.slow
 def test_compare_from_python(here, hub):
     options = {"calibration": "c4", "samples": 2, "sequence_length": 64}
     found = permtriton.compare(

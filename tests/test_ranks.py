@@ -28,25 +28,19 @@ from . import zoo
 
 ROOT = Path(__file__).parent.parent
 ROUNDING = 1e-5
-COMPILED = (
-    "spread_search",
-    "spread_learning",
-    "every_update",
-    "refitted",
-    "onloaded",
-    "wrote",
-    "searched_mixture",
-    "learned",
-    "encoder",
-)
+QUICK = ["refitted", "learned"]
+COMPILED = [
+    *QUICK, "spread_search", "spread_learning", "every_update", "onloaded", "wrote", "searched_mixture", "encoder",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
+def folder(tmp_path_factory, soak) -> Path:
     """What `tests.two_ranks` writes."""
     path = tmp_path_factory.mktemp("ranks")
+    cases = [*(COMPILED if soak else QUICK), "refused", "strided"]
+    command = [sys.executable, "-m", "tests.two_ranks", str(path), *cases]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.two_ranks", str(path)]
     result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     return path
@@ -61,6 +55,7 @@ def facts(folder: Path, case: str, who: str) -> dict:
 
 
 @pytest.mark.parametrize("case", COMPILED)
+@pytest.mark.slow(but=QUICK)
 def test_the_result_is_that_of_one_process_up_to_rounding(folder, case):
     alone, shared = tensors(folder, case, "alone"), tensors(folder, case, "rank0")
     assert alone.keys() == shared.keys()
@@ -78,6 +73,7 @@ def test_the_result_is_that_of_one_process_up_to_rounding(folder, case):
 
 
 @pytest.mark.parametrize("case", ["every_update", "refitted", "onloaded", "searched_mixture"])
+@pytest.mark.slow(but=["refitted"])
 def test_orders_and_weights_that_follow_from_sums_are_those_of_one_process_bit_for_bit(folder, case):
     """A fit magnifies the rounding of its moments, masks and orders are chosen by comparison: no sum may differ."""
     alone, shared = tensors(folder, case, "alone"), tensors(folder, case, "rank0")
@@ -85,20 +81,22 @@ def test_orders_and_weights_that_follow_from_sums_are_those_of_one_process_bit_f
 
 
 @pytest.mark.parametrize("case", COMPILED)
+@pytest.mark.slow(but=QUICK)
 def test_all_ranks_end_with_the_same_bytes(folder, case):
     one, other = tensors(folder, case, "rank0"), tensors(folder, case, "rank1")
     assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
     assert facts(folder, case, "rank0")["losses"] == facts(folder, case, "rank1")["losses"]
 
 
-def test_orders_and_weights_change_so_that_equality_means_something(folder):
-    for case in ("every_update", "refitted", "searched_mixture", "learned"):
-        indices = [index for name, index in tensors(folder, case, "alone").items() if name.startswith("index.")]
-        assert any(not torch.equal(index, torch.arange(index.numel())) for index in indices), case
-        losses = facts(folder, case, "alone")["losses"]
-        assert len(set(losses)) > 2, case
+@pytest.mark.parametrize("case", ["every_update", "refitted", "searched_mixture", "learned"])
+@pytest.mark.slow(but=QUICK)
+def test_orders_and_weights_change_so_that_equality_means_something(folder, case):
+    indices = [index for name, index in tensors(folder, case, "alone").items() if name.startswith("index.")]
+    assert any(not torch.equal(index, torch.arange(index.numel())) for index in indices)
+    assert len(set(facts(folder, case, "alone")["losses"])) > 2
 
 
+@pytest.mark.slow
 def test_some_experts_are_visited_on_one_rank_only(folder):
     unvisited = [set(facts(folder, "searched_mixture", who)["unvisited"]) for who in ("rank0", "rank1", "alone")]
     assert unvisited[0] - unvisited[1]

@@ -114,6 +114,7 @@ def test_half_precision(dtype):
     assert pruned.moved() == set(pruned.weights)
 
 
+@pytest.mark.slow
 def test_experts():
     model, plan = zoo.planned("qwen3_moe")
     with unstacked_experts(model):

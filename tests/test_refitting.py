@@ -397,6 +397,7 @@ def test_moments_are_those_of_both_models():
     assert found[last[0].name].shift.abs().max() > 0.1
 
 
+@pytest.mark.slow
 def test_the_residual_moments_are_those_of_both_models():
     """The last linear's output is added to what the norm before its MLP reads, which is fixed once it is its turn."""
     problem = Problem(tiny_model(layers=3), ids=zoo.tiny_ids(6, 16))
@@ -457,6 +458,7 @@ def test_experts(name):
     check_pruned(problem.model, problem.plan)
 
 
+@pytest.mark.slow
 def test_experts_that_read_sorted_tokens_are_not_compared():
     model = tiny_architectures.build("JetMoeForCausalLM")
     unstack_experts(model)
@@ -550,6 +552,7 @@ def test_a_recipe_with_refit_is_proved_and_reported(layout):
     assert (name, value) == ("refit: error", "0.5000 to 0.2500 (mean of 1 linears)")
 
 
+@pytest.mark.slow
 def test_an_interrupted_recipe_continues_to_the_same_bytes(tmp_path):
     expected = weights_of(compiled("heuristic,refit,reconstruct", **RECONSTRUCT))
     path = tmp_path / "state.safetensors"

@@ -50,7 +50,7 @@ ORDERS = {
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.slow(but=["ours first"])
+@pytest.mark.slow
 def test_importing_registers_in_any_order(order):
     result = subprocess.run(
         [sys.executable, "-c", ORDERS[order]], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False

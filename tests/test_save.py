@@ -328,6 +328,7 @@ def test_pruned_parameters_know_their_input_dimension():
         assert all(model.get_parameter(parameter).ndim == 2 for parameter in found)
 
 
+@pytest.mark.slow
 def test_stacked_experts_are_one_parameter(place):
     model = zoo.build("mixtral")
     options = permtriton.config_from(recipe="heuristic,mask")

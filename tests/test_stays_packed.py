@@ -66,6 +66,7 @@ def test_on_a_gpu_linears_stay_packed(as_on_a_gpu, place, tmp_path, name, fused,
     stored = json.loads((tmp_path / "again" / "config.json").read_text()).get("quantization_config", {})
     assert stored.get("format") == ("packed" if packed_of_each_layer else None)
     assert sorted(stored.get("packed", {})) == sorted(f"{name}.weight" for name in packed_names(loaded))
+    assert not (tmp_path / "again" / REPORT_FILE).exists()
     again = load(tmp_path / "again")
     assert folders.differing(folders.state(loaded), folders.state(again)) == []
     for module in again.modules():

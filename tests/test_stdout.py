@@ -58,7 +58,7 @@ def saving(desk: Desk, *more: str) -> dict[str, tuple[list[str], Path]]:
 @pytest.mark.skipif(not FULL.exists(), reason="this system has no /dev/full")
 @pytest.mark.parametrize("more", [(), ("--json",)], ids=["table", "json"])
 @pytest.mark.parametrize("command", ["compile", "evaluate"])
-@pytest.mark.slow(but=["compile-table"])
+@pytest.mark.slow
 def test_a_full_standard_output_says_what_is_saved(desk, command, more):
     arguments, saved = saving(desk, *more)[command]
     code, said = into_full_disk(arguments)
@@ -77,7 +77,7 @@ def test_a_full_standard_output_of_a_command_that_saves_nothing(desk, more):
 
 
 @pytest.mark.parametrize("more", [(), ("--json",), ("--graph",)])
-@pytest.mark.slow(but=["more2"])
+@pytest.mark.slow
 def test_a_pipe_that_nobody_reads_is_no_error(desk, more):
     assert into_closed_pipe(["inspect", str(desk.model), *more]) == (0, "")
 

@@ -54,6 +54,7 @@ def permtriton_says(environment: dict[str, str], *words: str) -> subprocess.Comp
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
 
 
+@pytest.mark.slow
 def test_a_package_adds_a_step_to_the_command_line(here):
     environment = install(here, EXAMPLE.read_text(encoding="utf-8"), "others_steps:Relative")
     out = here / "out"

@@ -100,6 +100,7 @@ def assert_near(found: Tensor, expected: Tensor, tolerance: float) -> None:
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
 @pytest.mark.parametrize("kind", ["random", "ties", "equal"])
 @pytest.mark.parametrize("form", ["power 1", "row and column"])
+@pytest.mark.slow(but=["power 1-random-2:4", "row and column-equal-2:4", "row and column-ties-8:16"])
 def test_gains_are_what_swapping_and_pruning_again_gives(pattern, kind, form):
     channels = (2 if pattern.group > 8 else 3) * pattern.group
     weight, gradient = weight_of(kind, ROWS, channels), gradient_of(ROWS, channels)

@@ -180,6 +180,7 @@ def test_an_error_that_all_ranks_meet_is_said_once(torchrun, tmp_path):
     assert errors(torchrun.said(1)) == []
 
 
+@pytest.mark.slow
 def test_an_error_of_one_rank_is_said_with_its_number(torchrun, tmp_path):
     command = torchrun.command(tmp_path / "out")
     assert torchrun.run(command, ["compile", "./missing", *command[2:]]) == [2, 2]

@@ -305,6 +305,7 @@ def test_experts_and_their_biases_move_in_the_storage_they_share():
     assert not torch.equal(experts.gate_up_proj_bias, before["model.layers.0.mlp.experts.gate_up_proj_bias"])
 
 
+@pytest.mark.slow
 def test_both_halves_of_an_encoder_decoder():
     model = test_seq2seq.build("t5")
     before = parameters(model)

@@ -65,6 +65,7 @@ def test_an_export_that_does_not_load_is_not_kept(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["dense"]
 
 
+@pytest.mark.slow
 def test_what_layers_share_is_calibrated_on_every_use(monkeypatch):
     model, seen = build("zamba"), []
     ids = zoo.token_ids(4, 8)

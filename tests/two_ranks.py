@@ -1,4 +1,4 @@
-"""Compilations by one process and by two that share the sequences, started as ``python -m tests.two_ranks``.
+"""Compilations by one process and by two that share the sequences: ``python -m tests.two_ranks FOLDER CASES``.
 
 One process imports everything and is forked twice before it starts any thread: importing takes most of the time.
 """
@@ -222,24 +222,18 @@ def strided(_folder: Path) -> dict:
     return {"found": found}
 
 
-CASES = (
-    spread_search, spread_learning, every_update, refitted, onloaded, wrote, searched_mixture, learned, encoder,
-    refused, strided,
-)  # fmt: skip
-
-
-def run(folder: Path, name: str) -> None:
-    """Runs all cases and writes what they return into ``folder``, each file named after case and process."""
+def run(folder: Path, name: str, cases: list[str]) -> None:
+    """Runs the cases and writes what they return into ``folder``, each file named after case and process."""
     own = folder / name
     own.mkdir()
-    for case in CASES:
+    for case in map(globals().__getitem__, cases):
         result = case(own)
         tensors = {key: tensor.contiguous() for key, tensor in result.pop("tensors", {}).items()}
         save_file({key: tensor.clone() for key, tensor in tensors.items()}, folder / f"{case.__name__}.{name}.st")
         (folder / f"{case.__name__}.{name}.json").write_text(json.dumps(result))
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, cases: list[str]) -> None:
     """Runs the cases in one process, and in two."""
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
@@ -251,7 +245,7 @@ def main(folder: Path) -> None:
                 if rank is not None:
                     store = dist.FileStore(str(folder / "store"), RANKS)
                     dist.init_process_group("gloo", None, timedelta(minutes=5), RANKS, rank, store)
-                run(folder, "alone" if rank is None else f"rank{rank}")
+                run(folder, "alone" if rank is None else f"rank{rank}", cases)
                 code = 0
             except BaseException:
                 sys.excepthook(*sys.exc_info())
@@ -263,4 +257,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -93,27 +93,26 @@ def permutation_report(plan: Plan, space: ChannelSpace, element: int = 2) -> dic
     }
 
 
-def hidden_states_report(order: Tensor | None, unordered: Sequence[str]) -> HiddenStates:
+def hidden_states_report(order: Tensor | None, unproved: str) -> HiddenStates:
     """Returns the order of the channels of hidden states (``output_hidden_states``) and of ``inputs_embeds``.
 
     Args:
         order: index from the dense model's channels of the last hidden state to the compiled model's, int64 ``[C]``;
             None if they keep their order.
-        unordered: names of the outputs with hidden states whose channels are in another order.
+        unproved: why it is not known whether all hidden states have this order; empty if they do.
 
     Returns:
         ``permuted``; and if it is true, ``index``, with ``compiled[..., j] = dense[..., index[j]]``, and its inverse
-        ``undo``, with ``dense = compiled[..., undo]``. Where one order does not hold for all, ``permuted`` is
-        "unknown", ``why`` says for which not, and ``last`` holds the same entries for the last hidden state alone.
+        ``undo``, with ``dense = compiled[..., undo]``. Where that was not proved of all, ``permuted`` is "unknown",
+        ``why`` says of which not, and ``last`` holds the same entries for the last hidden state alone.
     """
     if order is None or moved(order) == 0:
         found: Order = {"permuted": False}
     else:
         found = {"permuted": True, "index": order.tolist(), "undo": inverse(order).tolist()}
-    if not unordered:
+    if not unproved:
         return cast(HiddenStates, found)
-    why = f"{', '.join(unordered)}: other channels moved than in the last hidden state"
-    return {"permuted": "unknown", "why": why, "last": found}
+    return {"permuted": "unknown", "why": unproved, "last": found}
 
 
 def hidden_order_of(record: Record) -> Tensor | None:

@@ -160,9 +160,12 @@ class Request:
             )
             for output in asked.outputs:
                 write_table(output, *columns(report), report)
-            if not asked.outputs:
-                kept.delete()
         return report
+
+    def delete_results(self) -> None:
+        """Removes the file of finished results, once its only reader has the report; beside an output it stays."""
+        if not self.asked.outputs:
+            self.place.unlink(missing_ok=True)
 
     def _fitted(self, model: PreTrainedModel, progress: Progress) -> "Request":
         """Returns the request, with a sequence length that nobody asked for lowered to what the model can take."""

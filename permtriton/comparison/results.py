@@ -143,11 +143,6 @@ class ResultFile:
             ) from error
         return measured
 
-    def delete(self) -> None:
-        """Removes the file, once its results are of no more use."""
-        if self.path is not None:
-            self.path.unlink(missing_ok=True)
-
 
 @dataclass(frozen=True)
 class RowResult:

@@ -64,7 +64,7 @@ def compilation_record(run: Run, comparison: str, evaluation: Evaluation, origin
         ],
         "skipped": plan.skipped,
         "barriers": plan.barriers,
-        "hidden_states": hidden_states_report(plan.hidden_order(indices), run.reference.unordered),
+        "hidden_states": hidden_states_report(plan.hidden_order(indices), run.reference.unproved),
         "steps": [cast(Step, {"name": name, **asdict(outcome)}) for name, outcome in run.outcomes.items()],
         "retained_importance": cast(dict[str, Retained], run.importance_shares),
         "corners": {

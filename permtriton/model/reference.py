@@ -25,7 +25,7 @@ class Reference:
         output: first output on them, float32 on the CPU.
         verified: arguments of ``forward`` with which calls are compared.
         unverified: argument of ``forward`` -> why no call with it could be made.
-        unordered: names of the outputs whose hidden states `check` found in another order than the last one.
+        unproved: why `check` could not prove that all hidden states have the order of the last one; else empty.
 
     Raises:
         CalibrationError: the outputs on the samples are not finite.
@@ -41,7 +41,7 @@ class Reference:
             found = {name: output_and_states(model, call) for name, call in self._calls.items()}
         self._outputs = {name: output for name, (output, _) in found.items()}
         self.output, self._states = found[samples.name]
-        self.unordered: list[str] = []
+        self.unproved = ""
         if not bool(self.output.isfinite().all()):
             raise CalibrationError(
                 f"the dense model's outputs on the calibration samples are not finite in {model.dtype}: "
@@ -69,14 +69,17 @@ class Reference:
             )
             for name, output in self._outputs.items()
         }
-        self.unordered = [
-            name for name, dense in self._states.items() if not _ordered(dense, states[name], order, model)
-        ]
-        if LAST in self.unordered:
+        unordered = [name for name, dense in self._states.items() if not _ordered(dense, states[name], order, model)]
+        if LAST in unordered:
             raise VerificationError(
                 f"{stage}: the channels of the last hidden state are not in the order that the plan says. Nothing was "
                 "saved; please report this with the output of `permtriton inspect`"
             )
+        self.unproved = ""
+        if not self._states[LAST]:
+            self.unproved = f"{LAST}: the model returns none to compare with"
+        elif unordered:
+            self.unproved = f"{', '.join(unordered)}: other channels moved than in the last hidden state"
         return differences[self.samples.name]
 
     def _output(self, model: PreTrainedModel, name: str, states: dict[str, list[Tensor]]) -> Tensor:

@@ -44,10 +44,10 @@ def keep_pattern(model: nn.Module) -> "KeptPattern":
 
     After every step of an optimizer of torch, those of its weights that were zero are zero again. Call it once the
     weights are loaded; the model may be wrapped before or afterwards (``torch.compile``, ``fully_shard``, accelerate,
-    PEFT), but a copy (``copy.deepcopy``) is another model, which needs a call of its own. The
-    weights are those that ``permtriton.json`` lists in the folder that the model was loaded from; without that file,
-    every linear and every stack of experts whose groups keep N of M values. A mask takes a byte per weight. A kept
-    weight may pass through zero, but one that is zero at this call stays zero.
+    PEFT), but a copy (``copy.deepcopy``) is another model, which needs a call of its own, unless what this returns is
+    copied or pickled together with it. The weights are those that ``permtriton.json`` lists in the folder that the
+    model was loaded from; without that file, every linear and every stack of experts whose groups keep N of M values. A
+    mask takes a byte per weight. A kept weight may pass through zero, but one that is zero at this call stays zero.
 
     Args:
         model: model whose weights are N:M, in the layout ``portable`` or ``fused``.
@@ -137,6 +137,9 @@ class KeptPattern:
     def __init__(self, model: nn.Module, weights: dict[str, _Weight], record: Record | None) -> None:
         self._weights, self.record = weights, record
         self.patterns = {name: weight.pattern for name, weight in weights.items()}
+        self._keep(model)
+
+    def _keep(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)  # the hooks below would keep it in memory
         self._graded: dict[int, set[int]] = {}  # optimizer that steps -> places of its weights with a gradient
         self._hooks = [
@@ -144,6 +147,18 @@ class KeptPattern:
             register_optimizer_step_post_hook(self._after_step),
         ]
         weakref.finalize(model, self.remove).atexit = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns what is pickled and copied: with the model, so that what is made of both belongs together."""
+        state = {name: self.__dict__[name] for name in ("_weights", "record", "patterns")}
+        return {**state, "model": self._model(), "ended": not self._hooks}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        model, ended = state.pop("model"), state.pop("ended")
+        self.__dict__.update(state)
+        self._keep(nn.Module() if model is None else model)
+        if ended:
+            self.remove()
 
     @torch.compiler.disable
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
