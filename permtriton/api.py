@@ -139,9 +139,7 @@ def inspect(
     Args:
         model: folder, hub name or ``demo``, of which only the config is read; or a loaded transformers model.
         trust_remote_code: whether code that comes with the model may run.
-        gguf_file: as `compile` takes it.
-        revision: as `compile` takes it.
-        token: as `compile` takes it.
+        gguf_file, revision, token: as `compile` takes them.
         options: ``sparsity``, ``pattern``, ``layout``, ``o_proj``, ``skip_indivisible``, ``targets`` and ``ignore``, as
             `compile` takes them.
 
@@ -175,27 +173,16 @@ def compare(model: str | Path, asked: AskedComparison, options: dict[str, Any]) 
         model: folder, hub name, .gguf file or ``demo``.
         protocol: ``paper`` for what the literature does: calibration as `compile` takes it, text, windows and tasks as
             `permtriton.evaluate` does; what is given beside it wins.
-        eval_data: as `permtriton.evaluate` takes it.
-        window: as `permtriton.evaluate` takes it.
+        eval_data, window, tasks, limit, tasks_dir: as `permtriton.evaluate` takes them.
         seeds: seeds of the calibration draw and of learning.
         methods: methods, recipes, or steps joined by ``" + "``; None for all methods.
         sparsity: N:M pattern, or several, such as ``["2:4", "4:8"]``; None for 2:4.
         ablate: option of which each method is run with several values.
         values: other values of it.
-        tasks: as `permtriton.evaluate` takes it.
-        limit: as `permtriton.evaluate` takes it.
-        tasks_dir: as `permtriton.evaluate` takes it.
-        config: as `compile` takes it.
-        device: as `compile` takes it.
-        dtype: as `compile` takes it.
-        trust_remote_code: as `compile` takes it.
-        gguf_file: as `compile` takes it.
-        revision: as `compile` takes it.
-        token: as `compile` takes it.
+        config, device, dtype, trust_remote_code, gguf_file, revision, token, progress: as `compile` takes them.
         output: file to write the report to, or several: .json, .csv or .md. Finished results are kept beside the first,
             so that the same call, also with more methods, continues.
         overwrite: whether everything is measured again, and earlier files are replaced.
-        progress: as `compile` takes it.
         options: as `compile` takes them, but for the recipe, which each row has.
 
     Returns:

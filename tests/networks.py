@@ -10,7 +10,7 @@ from permtriton import NMPattern
 from permtriton.passes.plan import ChannelSpace, Plan
 from permtriton.passes.provenance import propagate
 from permtriton.passes.sites import find_sites
-from permtriton.passes.trace import export, unlifted
+from permtriton.passes.trace import export_program, unlifted
 
 from . import zoo
 from .zoo import fold
@@ -67,7 +67,7 @@ def check(forward: Forward, pattern: str = "2:4") -> Plan:
 
 def plan_of(net: nn.Module, inputs: Tensor, pattern: NMPattern) -> Plan:
     with torch.no_grad():
-        graph_module = unlifted(export(net, inputs), net)
+        graph_module = unlifted(export_program(net, inputs), net)
     results = results_of(graph_module)
     provenance = propagate(graph_module, range(len(results)), hidden=0)
     drop_unused(net, {parameter for parameter, _ in provenance.axes})

@@ -46,7 +46,7 @@ def with_other_indices(change):
 @pytest.mark.slow(but=["twice-fused"])
 def test_an_order_that_is_not_the_one_found_is_refused(layout, change, monkeypatch):
     monkeypatch.setattr(run, "moves_of", with_other_indices(change))
-    with pytest.raises(VerificationError, match="retain an importance|not in the order that the plan says"):
+    with pytest.raises(VerificationError, match=r"retain an importance|not in the order that the plan says"):
         compiled(layout=layout, **HEURISTIC)
 
 

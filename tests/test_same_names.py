@@ -20,3 +20,10 @@ def test_functions_take_what_commands_take(name):
     options = set(all_options()) if "options" in known else set()
     taken = {parameter.name for parameter in typer.main.get_command(app).commands[name].params}
     assert taken - set(known) - options - SHELL == WRITTEN.get(name, set())
+
+
+def test_an_argument_that_there_is_not_is_named():
+    with pytest.raises(TypeError, match="windo"):
+        permtriton.evaluate("my-model", "my-heldout.txt", windo=3)
+    with pytest.raises(permtriton.PermTritonError, match=r"unknown option outputt.*output"):
+        permtriton.compare("my-model", outputt="table.csv")

@@ -6,7 +6,7 @@ from torch import nn
 from permtriton import NMPattern
 from permtriton.passes.provenance import propagate
 from permtriton.passes.sites import find_sites
-from permtriton.passes.trace import export, unlifted
+from permtriton.passes.trace import export_program, unlifted
 
 from .networks import HALF, check, results_of, space_of
 
@@ -69,7 +69,7 @@ def test_overlapping_readers_are_all_frozen():
             return self.a(h[..., :16]) + self.b(h[..., 8:24]) + self.c(h[..., 16:24])
 
     model = Parts()
-    graph_module = unlifted(export(model, torch.randn(3, 16)), model)
+    graph_module = unlifted(export_program(model, torch.randn(3, 16)), model)
     plan = find_sites(propagate(graph_module, [], 0), model, results_of(graph_module)[0], NMPattern(2, 4))
     readers = [site for site in plan.sites if site.linears[0] in "abc"]
     assert len(readers) == 3

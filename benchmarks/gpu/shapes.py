@@ -20,7 +20,7 @@ from permtriton.kernels.packing import unpack_triton
 from permtriton.kernels.permute import permute_triton
 from permtriton.kernels.sinkhorn import sinkhorn_backward_triton, sinkhorn_triton
 from permtriton.kernels.swap_gains import SwapTerms, swap_gains_triton
-from permtriton.kernels.tools.case import BLOCK, META, PATTERN
+from permtriton.kernels.tools.case import BLOCK, PATTERN
 from permtriton.kernels.tools.cases.assignment import assignment_case
 from permtriton.kernels.tools.cases.nm_mask import nm_mask_backward_case, nm_mask_case
 from permtriton.kernels.tools.cases.norm_permute import EPS, add_norm_permute_case, norm_permute_case
@@ -33,6 +33,7 @@ from permtriton.kernels.tools.cases.swap_gains import POSITIONS, swap_gains_case
 BLOCKS = 11648  # of a model of 7 billion weights
 ROWS, CHANNELS = 11008, 4096  # of its largest linear
 TOKENS = 16384
+META = torch.device("meta")
 
 
 def floors() -> Iterator[Floor]:

@@ -16,7 +16,6 @@ from torch import Tensor
 from permtriton.util.sparsity import NMPattern
 
 BLOCK = 64
-META = torch.device("meta")
 PATTERN = NMPattern(2, 4)
 Arguments = tuple[Any, ...]
 

@@ -186,7 +186,7 @@ class Run:
         """Runs compiler passes on the graph, and verifies its outputs where samples of the traced shapes are given."""
         self.graph = run_passes(self.graph, passes, batches, self.passes.append)
 
-    def reorder(self, indices: Mapping[str, Tensor], block_size: int | None = None) -> None:
+    def reorder(self, indices: Mapping[str, Tensor]) -> None:
         """Writes permutations into graph, model and statistics, and checks that the outputs stay the same.
 
         Args:

@@ -44,8 +44,6 @@ def evaluate_as(model: Model, asked: AskedEvaluation) -> Evaluated:
         tokenizer: tokenizer or processor of a loaded model; text needs it.
         hidden_order: index ``[C]`` from the dense model's channels of the last hidden state to those of a loaded model;
             None where they did not move. A folder's own record says it.
-        text_column: as `permtriton.compile` takes it.
-        split: as `permtriton.compile` takes it.
         tasks: tasks of lm-eval: names in a list, or separated by commas.
         limit: documents per task; None for all.
         tasks_dir: folder with more tasks: lm-eval's YAML files. A task may run code: trust the folder.
@@ -54,10 +52,8 @@ def evaluate_as(model: Model, asked: AskedEvaluation) -> Evaluated:
         device: ``auto``, ``cpu`` or ``cuda``, for models that are loaded here.
         dtype: ``auto`` (the checkpoint's), ``float32``, ``float16`` or ``bfloat16``, for models that are loaded here.
         trust_remote_code: whether code that comes with a model may run.
-        gguf_file: as `permtriton.compile` takes it, for ``model``.
-        revision: as `permtriton.compile` takes it, for ``model``.
-        token: as `permtriton.compile` takes it.
-        progress: as `permtriton.compile` takes it.
+        gguf_file, revision: as `permtriton.compile` takes them, for ``model``.
+        text_column, split, token, progress: as `permtriton.compile` takes them.
 
     Raises:
         ConfigError: there is nothing to measure, or an option makes no sense.
