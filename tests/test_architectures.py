@@ -99,7 +99,7 @@ def folded(case_name: str, compiled: CompiledModel, **changes: object) -> PreTra
 # -- each architecture, with the learned permutation -------------------------------------------------------------------
 
 
-@pytest.mark.slow(but=["llama_eager", "gpt2", "bert_mlm"])
+@pytest.mark.slow(but=["llama_eager"])
 def test_reloaded_model_is_the_compiled_one(case):
     assert type(case.reloaded) is type(case.dense)
     in_memory = dict(case.compiled.model.named_parameters())
@@ -347,7 +347,7 @@ def test_sparsegpt_with_its_own_mask(name, tmp_path):
     ("name", "dtype"),
     [("llama", torch.bfloat16), ("gpt2", torch.bfloat16), ("llama", torch.float16), ("llama", torch.float64)],
 )
-@pytest.mark.slow(but=["llama-dtype0"])
+@pytest.mark.slow
 def test_other_dtypes(name, dtype, tmp_path):
     compiled = compiled_model(zoo.build(name).to(dtype), **LEARN)
     assert compiled.report["dtype"] == str(dtype).removeprefix("torch.")
@@ -359,6 +359,7 @@ def test_other_dtypes(name, dtype, tmp_path):
         assert torch.equal(weight, torch.where(weight != 0, expected[linear], 0)), linear
 
 
+@pytest.mark.slow
 def test_an_indivisible_layer_stays_dense_and_is_named_first(tmp_path):
     model, config, progress = (
         zoo.build("llama", intermediate_size=110),

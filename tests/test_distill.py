@@ -124,6 +124,7 @@ def test_conv1d():
     assert pruned.loss() < before
 
 
+@pytest.mark.slow
 def test_experts_move_in_the_storage_they_share():
     model, plan = zoo.planned("qwen3_moe")
     with unstacked_experts(model):

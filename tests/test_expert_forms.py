@@ -72,6 +72,7 @@ def test_each_expert_of_its_own_part_has_its_own_statistics():
     assert plan.skipped[router] == "weight of a Llama4Router, not of a linear layer"
 
 
+@pytest.mark.slow
 def test_experts_that_are_added_up_share_an_order():
     """Each expert's sorted rows enter one tensor, so that the linears behind it have one order, and own statistics."""
     plan = find_plan(tiny.build("JetMoeForCausalLM"), PATTERN, layout="fused")

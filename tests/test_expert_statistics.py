@@ -77,6 +77,7 @@ def test_an_expert_that_no_token_reaches_is_scored_by_size(number):
     assert all(bool((norms[n] != 1).any()) and not torch.equal(found[n], torch.eye(len(found[n]))) for n in others)
 
 
+@pytest.mark.slow
 def test_an_expert_that_no_token_reaches_is_pruned_by_size_with_an_update():
     model, _ = unstacked("mixtral")
     starve(model, 2)

@@ -76,6 +76,7 @@ def test_every_extra_installs_what_it_is_for():
     assert "permtriton[all]" in extras["dev"]
 
 
+@pytest.mark.slow
 def test_only_one_place_says_how_permtriton_is_installed():
     """Until there is a release, ``pip install permtriton`` fetches nothing."""
     said = re.compile(r'pip install "?permtriton')

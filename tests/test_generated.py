@@ -362,6 +362,7 @@ def test_a_recipe_that_asks_for_it_runs_without_it_where_it_must(read):
     assert found.report["generated"] is None
 
 
+@pytest.mark.slow
 def test_time_and_memory_of_writing():
     """Nine texts of twelve tokens are kept of ten, which are written together; refitting reads fifteen samples."""
     model, samples = tiny_model(), Samples.of(IDS)

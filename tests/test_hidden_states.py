@@ -57,6 +57,7 @@ def test_the_order_in_the_record_is_that_of_the_states(name, layout):
     assert layout == "portable" or right == (name not in OWN_ORDER)
 
 
+@pytest.mark.slow
 def test_the_order_of_the_last_state_is_known_where_that_of_others_is_not():
     record, dense, found = compiled_states("CohereAsrForConditionalGeneration", "portable")
     assert record["why"].startswith("encoder_hidden_states: ")

@@ -420,6 +420,7 @@ def test_compiled_without_a_break():
     check_kept(model, before, list(kept.patterns))
 
 
+@pytest.mark.slow
 def test_a_compiled_step_of_the_optimizer():
     model = pruned_llama()
     before, kept, optimizer = zeros_of(model), permtriton.keep_pattern(model), adamw(model)

@@ -54,6 +54,7 @@ def run(model, steps: str, options: dict, **where):
         pytest.param("gemma2", "refit", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow(but=["llama_eager-refit"])
 def test_the_result_is_that_of_a_whole_model(name, recipe):
     before, model = zoo.build(name), zoo.build(name)
     whole = compiled(before, recipe)

@@ -126,6 +126,7 @@ def test_a_gradient_that_could_not_be_collected_does_not_count_twice(monkeypatch
     assert all(torch.allclose(found[name], weight, atol=2e-4) for name, weight in expected.items())
 
 
+@pytest.mark.slow
 def test_evaluation():
     problem = searching.planted()
     ids = zoo.tiny_ids(6, 12)

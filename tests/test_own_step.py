@@ -21,6 +21,7 @@ from permtriton.util.option import documented, option
 from . import zoo
 from .sentences import SENTENCE, trained_tokenizer
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent
 FACTORS, STATE, SECONDS = 7 << 20, 5 << 20, 6000.0  # what the step says that it needs
 PARTS = [{"name": f"half {number}", "start": 0.5, "end": 0.25, "seconds": 0.0, "scale": 1} for number in (1, 2)]

@@ -35,7 +35,7 @@ from .zoo import fold
 
 
 @every_case
-@pytest.mark.slow(but=["gpt2-free", "falcon-portable", "olmo2-free"])
+@pytest.mark.slow(but=["gpt2-free"])
 def test_every_graph_is_valid_runs_and_prints(name, layout):
     case = compiled(name, layout)
     assert tuple(result.name for result in case.results) == PASS_NAMES

@@ -133,6 +133,7 @@ def here(tmp_path, monkeypatch, tokenizer, hub):
 SMALL = ("--samples", "2", "--sequence-length", "64")
 
 
+@pytest.mark.slow
 def test_all_three_commands_take_it(here, hub):
     """With fewer and shorter samples, and without the tasks."""
     from permtriton.cli.main import app

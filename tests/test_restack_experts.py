@@ -53,6 +53,7 @@ def test_restacking_keeps_what_changed(storage):
     assert zoo.difference(before, zoo.outputs(model, ids)) <= 1e-5
 
 
+@pytest.mark.slow
 def test_pruned_linears_make_a_pruned_stack():
     model, plan = unstacked("qwen3_moe")
     for _, name in plan.linears():

@@ -139,6 +139,7 @@ def test_an_encoder_alone_is_no_encoder_decoder():
     assert len(list(find_plan(model, NMPattern(2, 4)).linears())) == 2 * 7
 
 
+@pytest.mark.slow
 def test_t5_in_float16_keeps_its_float32_weights(tmp_path):
     """The output of ``wo`` makes the stream float32; the norms go back to float16."""
     torch.manual_seed(0)

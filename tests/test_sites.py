@@ -292,6 +292,7 @@ def test_same_plan_from_the_meta_device(name):
     assert described(find_plan(model, PATTERN)) == described(plan_of(name))
 
 
+@pytest.mark.slow
 def test_on_the_meta_device_a_list_of_positions_has_no_values():
     """Falcon takes the keys and values of multi-query heads by a list, which torch puts on the model's device."""
     with torch.device("meta"):

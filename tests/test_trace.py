@@ -164,6 +164,7 @@ def test_a_branch_that_all_samples_take_is_traced():
     assert {parameter.device.type for parameter in on_meta.parameters()} == {"meta"}
 
 
+@pytest.mark.slow
 def test_all_rows_are_taken_where_a_mask_selects_some():
     model = zoo.build("llama")
     mlp = model.model.layers[0].mlp

@@ -290,6 +290,7 @@ def test_architectures(name):
         assert part not in tensors or torch.equal(model.get_parameter(part), tensors[part])
 
 
+@pytest.mark.slow
 def test_experts_and_their_biases_move_in_the_storage_they_share():
     model, plan = zoo.planned("gpt_oss")
     before = parameters(model)
