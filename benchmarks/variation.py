@@ -47,25 +47,25 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     args, options = parser.parse_known_args()
     names = args.settings.split(",") if args.settings else list(SETTINGS)
+    recipe = f", {options[options.index('--recipe') + 1]}" if "--recipe" in options else ""
+    words = [Path(word).name if os.sep in word else word for word in sys.argv[1:]]
+    report: dict[str, Any] = {
+        "title": Path(args.model).name + recipe,
+        "command": f"python -m benchmarks.variation {shlex.join(words)}",
+        "hardware": f"{processor()}, {os.cpu_count()} cores",
+        "versions": versions(),
+        "rows": [],
+    }
     with tempfile.TemporaryDirectory() as work:
-        rows, first = [], Path(work, "0")
+        first = Path(work, "0")
         for number, name in enumerate([next(iter(SETTINGS)), *(each for each in names if each in list(SETTINGS)[1:])]):
             folder = Path(work, str(number))
             compiled(args.model, options, folder, *SETTINGS[name])
             (folder / "permtriton.json").unlink()  # evaluate would refuse the first as what others are compared with
             measured = evaluated(folder, first, ["--eval-data", args.eval_data, "--window", args.window])
-            rows.append({"setting": name, **compared(first, folder), **measured})
-            print(json.dumps(rows[-1]), flush=True)
-    words = [Path(word).name if os.sep in word else word for word in sys.argv[1:]]
-    recipe = f", {options[options.index('--recipe') + 1]}" if "--recipe" in options else ""
-    report = {
-        "title": Path(args.model).name + recipe,
-        "command": f"python -m benchmarks.variation {shlex.join(words)}",
-        "hardware": f"{processor()}, {os.cpu_count()} cores",
-        "versions": versions(),
-        "rows": rows,
-    }
-    replace_file(args.output, lambda temporary: temporary.write_text(json.dumps(report, indent=1) + "\n"))
+            report["rows"].append({"setting": name, **compared(first, folder), **measured})
+            print(json.dumps(report["rows"][-1]), flush=True)
+            replace_file(args.output, lambda temporary: temporary.write_text(json.dumps(report, indent=1) + "\n"))
 
 
 def compiled(

@@ -66,7 +66,7 @@ class Step:
             self.trainer = OrderTrainer(self.model, self.masks, relaxation, optimizer, *arguments)
             for _ in range(steps):
                 self.loss = self.trainer.step(torch.arange(len(self.ids)), 0)
-            self.evaluated = self.trainer.evaluate(self.trainer.indices(0))
+            self.evaluated = self.trainer.hard_loss(self.trainer.indices(0))
         return optimizer.found
 
 
