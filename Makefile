@@ -44,6 +44,7 @@ unit: $(INSTALLED)
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests/interpreted
 
 # The tests marked slow: further models, dtypes and processes of what faster tests hold.
+slow: export PYTHONDONTWRITEBYTECODE :=
 slow: export OMP_NUM_THREADS := 1
 slow: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 --dist loadfile --soak -m "slow and not soak"
@@ -57,7 +58,7 @@ numeric: $(INSTALLED)
 	ATEN_CPU_CAPABILITY=default $(BIN)/python -m pytest -n 2 --dist loadfile --soak -m "not soak" $(NUMERIC)
 	MKL_CBWR=COMPATIBLE $(BIN)/python -m pytest -n 2 --dist loadfile --soak -m "not soak" $(NUMERIC)
 
-# All tests with the instructions of other processors, and with two threads.
+# The quick tests with the instructions of other processors, and with two threads.
 processors: $(INSTALLED)
 	OMP_NUM_THREADS=1 ATEN_CPU_CAPABILITY=default $(BIN)/python -m pytest -n 2 --dist loadfile
 	OMP_NUM_THREADS=1 ATEN_CPU_CAPABILITY=avx2 $(BIN)/python -m pytest -n 2 --dist loadfile

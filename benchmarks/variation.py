@@ -2,6 +2,8 @@
 
     python -m benchmarks.variation [MODEL --eval-data TEXT --calibration TEXT ...] --output FILE
 
+The texts of the committed results: WikiText-2's validation split, and the first 60,000 bytes of its test split.
+
 Every setting compiles MODEL (the demo by default) anew, with the other options, which are those of compile. Compared
 with the first setting: the share of the pruned linears' weights whose mask differs, the norm of the difference of all
 weights relative to their norm, and on held-out text the KL from the first model, nats per token, and the perplexity.
@@ -48,7 +50,8 @@ def main() -> None:
     args, options = parser.parse_known_args()
     names = args.settings.split(",") if args.settings else list(SETTINGS)
     recipe = f", {options[options.index('--recipe') + 1]}" if "--recipe" in options else ""
-    words = [Path(word).name if os.sep in word else word for word in sys.argv[1:]]
+    place = sys.argv.index("--output")
+    words = [Path(word).name if os.sep in word else word for word in sys.argv[1:place] + sys.argv[place + 2 :]]
     report: dict[str, Any] = {
         "title": Path(args.model).name + recipe,
         "command": f"python -m benchmarks.variation {shlex.join(words)}",

@@ -15,13 +15,15 @@ def run(request: Request, *, json: bool) -> None:
     """Compares the rows and prints one line per row; errors are those of `Request.run`."""
     progress = BarProgress()
     spare_threads(request.source, progress)
-    report = request.run(progress, _say)
-    with saved(*(request.asked.outputs or [request.place])):
-        if json:
-            print_json(report)
-        else:
-            _print(report, *columns(report), media=report["media"])
-    request.delete_results()
+
+    def show(report: dict[str, Any]) -> None:
+        with saved(*(request.asked.outputs or [request.place])):
+            if json:
+                print_json(report)
+            else:
+                _print(report, *columns(report), media=report["media"])
+
+    request.run(progress, _say, show)
 
 
 def _say(result: RowResult) -> None:

@@ -135,7 +135,7 @@ def swap_terms(
         gradient: dL/dW_eff, ``[O, C]`` in base order, any strides and any float dtype.
         index: int64 ``[C]``, the present order.
         pattern: What each group keeps; its group divides C.
-        curvature: RankOneCurvature of the loss; None for gains that are exact to first order.
+        curvature: curvature of the loss; None for gains that are exact to first order.
 
     Raises:
         ModelError: shapes that do not fit.

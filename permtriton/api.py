@@ -200,10 +200,7 @@ def compare(model: str | Path, asked: AskedComparison, options: dict[str, Any]) 
         ['dense', 'wanda']
     """
     asked = replace(asked, config=_path("config", asked.config), tasks_dir=_path("tasks_dir", asked.tasks_dir))
-    request = Request.of(location_of(model), asked, _parsed(options))
-    report = request.run(reporter(asked.progress))
-    request.delete_results()
-    return report
+    return Request.of(location_of(model), asked, _parsed(options)).run(reporter(asked.progress))
 
 
 def export(

@@ -10,7 +10,7 @@ from permtriton.util.sparsity import MAX_GROUP, NMPattern
 
 ImportanceMethod = Literal["auto", "magnitude", "wanda", "ria", "obs"]
 ObjectiveKind = Literal["kl", "cosine"]
-LOSSES: Mapping[str, str] = {"kl": "of the logits", "cosine": "of the last hidden state"}
+LOSS_WORDS: Mapping[str, str] = {"kl": "of the logits", "cosine": "of the last hidden state"}
 Layout = Literal["portable", "fused"]
 OProj = Literal["tied", "free"]
 
@@ -27,7 +27,7 @@ WRITTEN = "none"  # the calibration source of a compilation that reads nothing b
 
 def minimises(**first: str) -> str:
     """Returns the help of an option that chooses a loss; ``first`` are those that it names first, in other words."""
-    losses: dict[str, str] = {**first, **LOSSES, **first}
+    losses: dict[str, str] = {**first, **LOSS_WORDS, **first}
     words = ", ".join(f"{name} ({of})" for name, of in losses.items())
     return f"What it minimises: {words}, or auto: kl where there is a language-model head."
 

@@ -139,7 +139,6 @@ def packed(tmp_path_factory) -> Trap:
     return Trap(root / "trap", root / "trap" / "pristine", root / "the code ran")
 
 
-@pytest.mark.slow
 def test_bytes_of_a_packed_folder(packed, soak, tmp_path):
     """Its weights have hashes, so that none of their bytes can change unseen."""
     files = [CONFIG, WEIGHTS, "permtriton.json", "generation_config.json"]

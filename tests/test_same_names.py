@@ -1,5 +1,6 @@
 """What a command takes, the function of the same name takes by the same name."""
 
+import pickle
 from inspect import signature
 
 import pytest
@@ -23,7 +24,14 @@ def test_functions_take_what_commands_take(name):
 
 
 def test_an_argument_that_there_is_not_is_named():
-    with pytest.raises(TypeError, match="windo"):
+    with pytest.raises(TypeError, match=r"evaluate\(\) .*windo"):
         permtriton.evaluate("my-model", "my-heldout.txt", windo=3)
     with pytest.raises(permtriton.PermTritonError, match=r"unknown option outputt.*output"):
         permtriton.compare("my-model", outputt="table.csv")
+
+
+@pytest.mark.parametrize("name", ["compile", "dry_run", "evaluate", "compare"])
+def test_functions_made_of_what_may_be_asked_are_as_others(name):
+    function = getattr(permtriton, name)
+    assert pickle.loads(pickle.dumps(function)) is function
+    assert function.__name__ == name

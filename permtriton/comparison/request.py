@@ -115,11 +115,17 @@ class Request:
     def _stem(self) -> str:
         return f"compare-{real_path(Path(self.source.name)).name}"
 
-    def run(self, progress: Progress, finished: Callable[[RowResult], None] = lambda result: None) -> dict[str, Any]:
+    def run(
+        self,
+        progress: Progress,
+        finished: Callable[[RowResult], None] = lambda result: None,
+        show: Callable[[dict[str, Any]], None] = lambda report: None,
+    ) -> dict[str, Any]:
         """Compares the rows, and writes the outputs.
 
         Args:
             finished: function called with each row's result as soon as it is known.
+            show: function called with the report; where there is no output, the kept results go only after it.
 
         Returns:
             The report, as `report_of` makes it.
@@ -160,12 +166,10 @@ class Request:
             )
             for output in asked.outputs:
                 write_table(output, *columns(report), report)
+            show(report)
+            if not asked.outputs:
+                self.place.unlink(missing_ok=True)
         return report
-
-    def delete_results(self) -> None:
-        """Removes the file of finished results, once its only reader has the report; beside an output it stays."""
-        if not self.asked.outputs:
-            self.place.unlink(missing_ok=True)
 
     def _fitted(self, model: PreTrainedModel, progress: Progress) -> "Request":
         """Returns the request, with a sequence length that nobody asked for lowered to what the model can take."""

@@ -111,6 +111,7 @@ def evaluate_as(model: Model, asked: AskedEvaluation) -> Evaluated:
 
 
 evaluate = asking(AskedEvaluation)(evaluate_as)
+evaluate.__name__ = evaluate.__qualname__ = "evaluate"  # type: ignore[attr-defined]
 
 
 def _say_pattern(source: Source, model: PreTrainedModel, shown: Progress) -> None:

@@ -50,7 +50,10 @@ class Asking(Protocol[Model, P, Result]):
 
 
 class AskingWithOptions(Protocol[Model, P, Result]):
-    """The same with any options besides. A type checker shows the arguments, but takes all as it takes options."""
+    """The same with any options besides.
+
+    A type checker shows the arguments, and those that only the command has, but takes all as it takes options.
+    """
 
     @overload
     def __call__(self, model: Model, *args: P.args, **kwargs: P.kwargs) -> Result: ...
@@ -89,7 +92,10 @@ def _with_arguments(kind: Any, function: Any) -> Any:
 
     @wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
-        given = whole.bind(*args, **kwargs).arguments
+        try:
+            given = whole.bind(*args, **kwargs).arguments
+        except TypeError as error:
+            raise TypeError(f"{called.__name__}() {error}") from None
         others = [given.pop(each.name, {}) for each in options]
         return function(given.pop(model.name), kind(**given), *others)
 

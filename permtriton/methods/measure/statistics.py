@@ -253,9 +253,8 @@ class Moments:
     residual_shift: Tensor | None = None
 
 
-SiteInputs = Mapping[
-    str, deque[tuple[Tensor, Tensor | None]]
-]  # site name -> for each part, its input and residual stream
+# Site name -> for each part, its input and residual stream.
+SiteInputs = Mapping[str, deque[tuple[Tensor, Tensor | None]]]
 
 
 def dense_inputs(

@@ -153,6 +153,10 @@ class KeptPattern:
         state = {name: self.__dict__[name] for name in ("_weights", "record", "patterns")}
         return {**state, "model": self._model(), "ended": not self._hooks}
 
+    def __copy__(self) -> "KeptPattern":
+        """A second one of the same model would keep its zeros after the first was removed."""
+        return self
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         model, ended = state.pop("model"), state.pop("ended")
         self.__dict__.update(state)
