@@ -24,7 +24,9 @@ demo: $(INSTALLED)
 	$(BIN)/permtriton compile demo --sparsity 2:4 --output demo-2of4 --overwrite
 	$(BIN)/permtriton compare demo --sparsity 2:4 --methods "$(DEMO_METHODS)"
 
-test: lint types unit
+test: $(INSTALLED)
+	$(MAKE) --no-print-directory -j2 lint types
+	$(MAKE) --no-print-directory unit
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

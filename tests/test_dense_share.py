@@ -101,6 +101,7 @@ def test_a_share_stays_dense_and_the_rest_is_pruned(name, layout, tmp_path):
         torch.testing.assert_close(loaded(ids).logits, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_its_backward_pass_gives_the_row_weights_of_the_order_too(monkeypatch):
     passes, backward = [], torch.Tensor.backward
     monkeypatch.setattr(torch.Tensor, "backward", lambda *a, **b: passes.append(1) or backward(*a, **b))

@@ -312,7 +312,7 @@ RECIPES = {
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
-@pytest.mark.slow(but=["mixtral-heuristic,learned,mask"])
+@pytest.mark.slow
 def test_the_whole_pipeline(name, recipe):
     model, ids = zoo.build(name), zoo.token_ids(8)
     with unstacked_experts(model) as found:

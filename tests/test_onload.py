@@ -114,7 +114,7 @@ def most_bytes(layers: int, recipe: str, ways: tuple[Way, ...]) -> int:
 
 
 @pytest.mark.parametrize("recipe", ["refit", "sparsegpt", "reconstruct"])
-@pytest.mark.slow(but=["refit"])
+@pytest.mark.slow
 def test_the_gpu_holds_no_more_of_a_deeper_model(recipe):
     assert most_bytes(4, recipe, ONLOADED) <= 1.01 * most_bytes(2, recipe, ONLOADED)
     if recipe == "sparsegpt":

@@ -68,6 +68,7 @@ def test_exact_passes_leave_the_outputs(name, layout):
 
 
 @every_case
+@pytest.mark.slow(but=["llama-fused", "bert-portable"])
 def test_the_traced_graph_is_left_alone(name, layout):
     case = compiled(name, layout)
     assert case.source == case.source_after

@@ -28,10 +28,11 @@ from . import zoo
 
 ROOT = Path(__file__).parent.parent
 ROUNDING = 1e-5
-QUICK = ["refitted", "learned"]
+QUICK = ["refitted"]
 COMPILED = [
-    *QUICK, "spread_search", "spread_learning", "every_update", "onloaded", "wrote", "searched_mixture", "encoder",
-]  # fmt: skip
+    *(*QUICK, "learned", "spread_search", "spread_learning", "every_update", "onloaded", "wrote"),
+    *("searched_mixture", "encoder"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +104,7 @@ def test_some_experts_are_visited_on_one_rank_only(folder):
     assert unvisited[2] == unvisited[0] & unvisited[1]
 
 
+@pytest.mark.slow
 def test_only_the_first_rank_keeps_a_state(folder):
     """Both ranks continued from it, see `tests.two_ranks.learned`."""
     assert [path.name for path in (folder / "rank0").iterdir()] == ["states.learned.safetensors"]

@@ -446,7 +446,7 @@ def test_where_memory_is_short_the_result_is_the_same():
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen2_moe"])
-@pytest.mark.slow(but=["mixtral"])
+@pytest.mark.slow
 def test_experts(name):
     """Which tokens an expert's second linear reads depends on the routing; what enters the experts does not."""
     problem = Problem(*unstacked(name))

@@ -125,6 +125,7 @@ def test_the_emulated_metadata_is_that_of_cutlass(library):
 
 
 @pytest.mark.parametrize("variant", EMULATED, ids=lambda variant: variant.kernel.name)
+@pytest.mark.slow(but=[f"shuffled-{one.kernel.name}" for one in EMULATED])
 def test_the_kernel_computes_a_product_exactly(emulated, variant):
     """What a GPU checks too, before it uses the kernel; the known product is made on the CPU."""
     with torch.device("meta"):  # whatever the default device is
@@ -138,6 +139,7 @@ def product(x, weight, bias, index):
 
 @pytest.mark.parametrize("variant", EMULATED, ids=lambda variant: variant.kernel.name)
 @pytest.mark.parametrize("channels", [32, 416])
+@pytest.mark.slow(but=[f"shuffled-416-{one.kernel.name}" for one in EMULATED])
 def test_the_product_in_float64(emulated, variant, channels, monkeypatch):
     """Ragged rows and channels, strided inputs that are not aligned, in outputs poisoned with NaN."""
     poison(monkeypatch)

@@ -135,6 +135,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
 
 
+@pytest.mark.slow
 def test_two_ranks_write_one_output(torchrun, tmp_path):
     command = torchrun.command(tmp_path / "out", *SEARCH)
     assert torchrun.run(command, command) == [0, 0], torchrun.said(0)
