@@ -75,9 +75,8 @@ def test_without_the_fault_the_same_succeeds(fault, tmp_path):
 def test_a_fault_that_wastes_quality_fails_a_test(name, monkeypatch, capfd):
     fault = FAULTS[name]
     fault.plant(monkeypatch)
-    code = pytest.main(
-        [str(ROOT / fault.caught_by), f"--rootdir={ROOT}", "-x", "-p", "no:xdist", "-p", "no:cacheprovider"]
-    )
+    options = [f"--rootdir={ROOT}", "--soak", "-x", "-p", "no:xdist", "-p", "no:cacheprovider"]
+    code = pytest.main([str(ROOT / fault.caught_by), *options])
     output = capfd.readouterr().out
     assert code == pytest.ExitCode.TESTS_FAILED, output
     assert fault.caught_by.split("::")[1].split("[")[0] in output
