@@ -39,15 +39,13 @@ types: $(INSTALLED)
 # Two processes with a thread each, a file at a time, so that what a file's tests share is made once.
 # Triton reads TRITON_INTERPRET when a kernel is made: its interpreter has processes of its own. Each process that a test
 # starts would compile the library's files anew, were they not kept.
-unit: export PYTHONDONTWRITEBYTECODE :=
-unit: export OMP_NUM_THREADS := 1
+unit slow: export PYTHONDONTWRITEBYTECODE :=
+unit slow: export OMP_NUM_THREADS := 1
 unit: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests/interpreted
 
 # The tests marked slow: further models, dtypes and processes of what faster tests hold.
-slow: export PYTHONDONTWRITEBYTECODE :=
-slow: export OMP_NUM_THREADS := 1
 slow: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 --dist loadfile --soak -m "slow and not soak"
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist loadfile --soak -m slow tests/interpreted

@@ -13,6 +13,7 @@ All are evaluated in the first setting, so that only the weights differ.
 import argparse
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -50,11 +51,10 @@ def main() -> None:
     args, options = parser.parse_known_args()
     names = args.settings.split(",") if args.settings else list(SETTINGS)
     recipe = f", {options[options.index('--recipe') + 1]}" if "--recipe" in options else ""
-    place = sys.argv.index("--output")
-    words = [Path(word).name if os.sep in word else word for word in sys.argv[1:place] + sys.argv[place + 2 :]]
+    words = shlex.join(Path(word).name if os.sep in word else word for word in sys.argv[1:])
     report: dict[str, Any] = {
         "title": Path(args.model).name + recipe,
-        "command": f"python -m benchmarks.variation {shlex.join(words)}",
+        "command": "python -m benchmarks.variation " + re.sub(r" --output[= ]\S+", "", words),
         "hardware": f"{processor()}, {os.cpu_count()} cores",
         "versions": versions(),
         "rows": [],

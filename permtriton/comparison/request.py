@@ -144,7 +144,7 @@ class Request:
             loaded = tasks.load(progress)
             progress.say(f"loading {self.source.described}")
             model, tokenizer = load.load_original(self.source)
-            windows, text = held_out_windows(self.source.name, self.asked.eval_data, tokenizer, model, asked.window)
+            windows, text = held_out_windows(self.source.name, asked.eval_data, tokenizer, model, asked.window)
             if windows is None:
                 raise CalibrationError(f"nothing to compare on: {text}")
             benchmark = Benchmark(model, tokenizer, with_decoder_ids(model, check_inputs(model, windows)), loaded)
