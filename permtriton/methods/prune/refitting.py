@@ -73,7 +73,8 @@ def refit(
         offload: where the inputs of layers and sites are kept; None for memory.
         gradients: name -> gradients of the dense model's outputs, ``[tokens, out_features]``, for the linears whose
             outputs are weighed by them.
-        low_memory: whether the dense model runs a layer once per turn of sites, to keep the inputs of one turn only.
+        low_memory: whether the dense model runs a layer once per turn of sites, to keep the inputs of one turn only,
+            and the pruned one computes every product again whenever a layer runs.
 
     Returns:
         For each linear its ``name``, the error of SparseGPT's weight (``start``) and of the new one (``end``), which is
@@ -94,8 +95,10 @@ def refit(
     dense = _values_within(model, plan, dense_weights)
     empty = torch.empty if offload is None else offload.empty
     count = sum(map(len, turns))
+    # To host memory and back, a GPU moves outputs more slowly than it computes them.
+    keep = None if low_memory or (offload and model.device.type != "cpu") else offload.copied if offload else _as_it_is
     with progress.stage("refit", (share + 1) * count + share * (count if low_memory else len(turns))) as advance:
-        pruned_layers = layer_by_layer(model, plan, samples, batch, changing=True, empty=empty)
+        pruned_layers = layer_by_layer(model, plan, samples, batch, changing=True, empty=empty, keep=keep)
         dense_layers = layer_by_layer(model, plan, samples, batch, changing=False, empty=empty, within=dense)
         for groups, layer, reference in zip(turns, pruned_layers, dense_layers, strict=True):
             both = max(layer.parts, reference.parts, key=len)
@@ -111,9 +114,14 @@ def refit(
                     linears, lambda linear: _fit(model, plan.patterns, *linear, options, gradients.get(linear[0]))
                 )
                 ranks.send_dealt([linear_module(model, name).get_parameter("weight") for name, *_ in linears])
+                layer.settle(sites)
                 del found, curvature, linears  # before the next turn takes as much
                 advance()
     return parts
+
+
+def _as_it_is(output: Tensor) -> Tensor:
+    return output
 
 
 def _fit(
