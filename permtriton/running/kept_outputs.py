@@ -26,7 +26,8 @@ class KeptOutputs:
     Once that of a module is, those inside of it are not needed any more. Outputs that the model changes in place
     afterwards are computed again.
 
-    Experts are left out, because runs that measure them may send them other tokens.
+    Experts are left out, because runs that measure them may send them other tokens; so is what holds a module whose
+    input is watched as the residual stream.
 
     Args:
         model: model that the layer is part of.
@@ -87,10 +88,7 @@ def _versions(output: Any) -> list[int]:
 
 
 def _keepable(model: nn.Module, layer: str, sites: Sequence[Site]) -> dict[str, None]:
-    """Returns the names of the modules of a layer whose outputs may be kept: an ordered set.
-
-    A module that holds one whose inputs are watched, or an expert, has to run.
-    """
+    """Returns the names of the modules of a layer whose outputs may be kept: an ordered set."""
     linears = [linear for site in sites for linear in site.linears]
     experts = {name for name in linears if expert_of(model, name) is not None or stacked_name(model, name) is not None}
     watched = experts | {site.residual_reader for site in sites}
