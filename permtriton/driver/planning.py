@@ -49,8 +49,17 @@ class Planned:
         pruned, widest = sum(weights.values()), max(site.channels for site in plan.sites)
         hidden = int(getattr(text, "hidden_size", None) or widest)
 
-        def kept_channels(site: Site) -> int:
+        def read(site: Site) -> int:
             return site.channels + (weights[site.linears[0]] // site.channels if site.residual_reader else 0)
+
+        def written(site: Site) -> int:
+            return sum(weights[name] // site.channels for name in site.linears)
+
+        def waiting(layer: list[Site]) -> int:
+            turns = sequential_groups(layer)
+            reads, writes = ([max(map(each, turn)) for turn in turns] for each in (read, written))
+            # When the first turns are done, inputs of the later ones wait, and outputs of all but the last of them.
+            return max(sum(reads[done:]) + sum(writes[: max(done - 1, 0)]) for done in range(len(turns) + 1))
 
         rows = sum(weights[name] // site.channels for site, name in plan.linears())
         vectors = sum(p.numel() for p in model.parameters() if p.ndim == 1)
@@ -66,7 +75,7 @@ class Planned:
             hidden=hidden,
             width=width,
             widest=widest,
-            read=max(sum(max(map(kept_channels, turn)) for turn in sequential_groups(each)) for each in plan.layers()),
+            between_turns=max(map(waiting, plan.layers())),
             vocabulary=int(getattr(text, "vocab_size", 0)) if has_head(model) else 0,
             hessians=max(sum(site.channels**2 for site in layer) for layer in plan.layers()) * 4 * FLOAT32,
             forward=tokens * (hidden + 8 * width) * FLOAT32,

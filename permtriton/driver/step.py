@@ -38,8 +38,9 @@ class Facts:
         hidden: channels of the hidden states.
         width: most channels that a linear reads, or `hidden` if there are more.
         widest: most channels that a pruned linear reads.
-        read: channels that the sites of a layer read together, and those of the residual stream that their outputs are
-            added to, in the layer with most; experts inside it count once.
+        between_turns: most channels that wait while the linears of a layer are pruned in turns, in the layer with most:
+            inputs of sites, the residual stream that their outputs are added to, and outputs of linears that are
+            pruned; experts inside it count once.
         vocabulary: size of the logits of a token; 0 without a language-model head.
         hessians: most bytes that the Hessians of one layer take, with what inverting them takes.
         forward: bytes of the activations of a pass without gradients and logits.
@@ -68,7 +69,7 @@ class Facts:
     hidden: int
     width: int
     widest: int
-    read: int
+    between_turns: int
     vocabulary: int
     hessians: int
     forward: int

@@ -5,7 +5,7 @@ masks) do not depend on weights. Inside a chain, layers run without the model; w
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from permtriton.model.checks import TOLERANCE, relative_difference
 from permtriton.model.forward import last_hidden_state, replaced_forwards
 from permtriton.running.micro_batch import MicroBatch
 
+During = Callable[[Tensor], AbstractContextManager[None]]  # what a layer runs in on the sequences of such numbers
 Empty = Callable[..., Tensor]  # makes a tensor of a shape and a dtype on the CPU, as torch.empty does
 PLAIN = (Tensor, bool, int, float, str, torch.dtype, torch.device, type(None))
 
@@ -65,6 +66,11 @@ class Form:
         return pytree.tree_unflatten([*self.leaves[: self.at], hidden, *self.leaves[self.at + 1 :]], self.structure)
 
 
+def any_rows(_rows: Tensor) -> AbstractContextManager[None]:
+    """Returns the context of a layer that runs on all sequences alike."""
+    return nullcontext()
+
+
 class LayerCalls:
     """A layer with its arguments, apart from hidden states, for every sequence.
 
@@ -83,25 +89,35 @@ class LayerCalls:
         self._structure = call.structure
         self._leaves.append([one if same(one, other) else other for one, other in zip(first, call.leaves, strict=True)])
 
-    def __call__(self, hidden: Tensor, rows: Tensor) -> Tensor:
+    def __call__(self, hidden: Tensor, rows: Tensor, during: During = any_rows) -> Tensor:
         """Returns the layer's output ``[len(rows), tokens, hidden]``.
 
         Args:
             hidden: the hidden states of some sequences, ``[len(rows), tokens, hidden]``, on any device.
             rows: numbers of the sequences, int64 ``[...]``.
+            during: the context that the layer runs in, on as many sequences as run in one call.
         """
-        leaves = [self._leaves[row] for row in rows.tolist()]
-        hidden = hidden.to(self._device)
-        if self.together:
-            return self._run(hidden, [_joined(values) for values in zip(*leaves, strict=True)])
-        return torch.cat([self._run(one, own) for one, own in zip(hidden.split(1), leaves, strict=True)])
+        hidden, parts = hidden.to(self._device), [rows] if self.together else rows.split(1)
+        found = []
+        for states, part in zip(hidden.split(len(parts[0])), parts, strict=True):
+            leaves = [self._leaves[row] for row in part.tolist()]
+            with during(part):
+                found.append(self._run(states, [_joined(values) for values in zip(*leaves, strict=True)]))
+        return found[0] if self.together else torch.cat(found)
 
     def _run(self, hidden: Tensor, leaves: list[Any]) -> Tensor:
         assert self._structure is not None
         return run_layer(self._layer, hidden, leaves, self._structure)
 
     @torch.no_grad()
-    def run(self, hidden: Tensor, batch: int, rows: Tensor | None = None, empty: Empty = torch.empty) -> Tensor:
+    def run(
+        self,
+        hidden: Tensor,
+        batch: int,
+        rows: Tensor | None = None,
+        empty: Empty = torch.empty,
+        during: During = any_rows,
+    ) -> Tensor:
         """Returns the output for some sequences, on the CPU.
 
         Args:
@@ -109,6 +125,7 @@ class LayerCalls:
             batch: sequences per call.
             rows: numbers of the sequences to run, int64 ``[at least one]``; all by default.
             empty: makes the tensor that is returned.
+            during: as for a call.
         """
         numbers = torch.arange(hidden.shape[0]) if rows is None else rows
 
@@ -116,7 +133,7 @@ class LayerCalls:
             result = torch.empty(0)
             for start in range(0, numbers.numel(), size):
                 part = numbers[start : start + size]
-                found = self(hidden[part], part)
+                found = self(hidden[part], part, during)
                 if not start:
                     result = empty((numbers.numel(), *found.shape[1:]), dtype=found.dtype)
                 result[start : start + size] = found.cpu()

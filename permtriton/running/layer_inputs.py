@@ -5,7 +5,7 @@ gets its inputs from the model, which then runs from its start.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +18,8 @@ from permtriton.data.samples import Samples
 from permtriton.model.forward import last_hidden_state
 from permtriton.passes.plan import Plan, Site, layer_names, linear_module
 from permtriton.running import ranks
-from permtriton.running.layer_calls import Empty, LayerCalls, find_chains, record_chain
+from permtriton.running.kept_outputs import Keep, KeptOutputs
+from permtriton.running.layer_calls import During, Empty, LayerCalls, any_rows, find_chains, record_chain
 from permtriton.running.sharding import is_spread
 
 
@@ -31,12 +32,14 @@ class LayerInputs:
         parts: numbers of the sequences that run together, int64 ``[at most batch]`` each.
         run: runs as much of the model, on the sequences with such numbers, as gives each site its inputs.
         may_end: whether a run may be ended when every site's input has been seen.
+        settle: says that the weights of some sites' linears are final, so that what they return may be kept.
     """
 
     sites: list[Site]
     parts: Sequence[Tensor]
     run: Callable[[Tensor], object]
     may_end: bool = True
+    settle: Callable[[Iterable[Site]], None] = lambda _sites: None
 
 
 Within = Callable[[str], AbstractContextManager[None]]  # what the layer of a name runs in; "" is the model
@@ -74,6 +77,7 @@ def layer_by_layer(
     changing: bool,
     empty: Empty = torch.empty,
     within: Within = _as_it_is,
+    keep: Keep | None = None,
 ) -> Iterator[LayerInputs]:
     """Yields the inputs of each layer's sites, in order. All its parts must be run before the next one is asked for.
 
@@ -82,6 +86,8 @@ def layer_by_layer(
             the new weights, which takes a second run of each layer.
         empty: makes the tensors that hold the hidden states of all sequences.
         within: the contexts that the layers, and the model, run in: there, the plan's weights may have other values.
+        keep: keeps what linears return once their weights are final, so that each of their products is computed once
+            however often the layer runs; None to keep nothing. What the model gives is never kept.
     """
     groups = plan.layers()
     names = _names(model, plan, groups)
@@ -105,13 +111,17 @@ def layer_by_layer(
         # Sequences that run one by one are parts of their own: a run may end when every site has been seen once.
         parts = torch.arange(len(own)).split(batch if layer.together else 1)
         if changing:
-            yield LayerInputs(sites, parts, partial(_run, layer, hidden, None, partial(within, name)))
+            kept = KeptOutputs(model, name, sites, keep)
+            run = partial(_run, layer, hidden, None, partial(within, name), kept.running)
+            yield LayerInputs(sites, parts, run, settle=kept.settle)
             if name != chain_of[name][-1]:  # what follows runs in the model
                 with within(name):
-                    hidden = layer.run(hidden, batch, empty=empty)
+                    hidden = layer.run(hidden, batch, empty=empty, during=partial(kept.running, last=True))
+            kept.clear()
         else:
             outputs = empty(hidden.shape, dtype=hidden.dtype)
-            yield LayerInputs(sites, parts, partial(_run, layer, hidden, outputs, partial(within, name)), may_end=False)
+            run = partial(_run, layer, hidden, outputs, partial(within, name), any_rows)
+            yield LayerInputs(sites, parts, run, may_end=False)
             hidden = outputs
 
 
@@ -134,10 +144,11 @@ def _run(
     hidden: Tensor,
     outputs: Tensor | None,
     within: Callable[[], AbstractContextManager[None]],
+    during: During,
     rows: Tensor,
 ) -> None:
     with within():
-        found = layer(hidden[rows], rows)
+        found = layer(hidden[rows], rows, during)
     if outputs is not None:
         outputs[rows] = found.to(outputs.device)
 

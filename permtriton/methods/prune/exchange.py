@@ -15,7 +15,7 @@ from torch import Tensor
 from permtriton.methods.prune.obs import Curvature
 from permtriton.util.sparsity import NMPattern
 
-AT_ONCE = 1 << 22  # pairs of weights that are looked at together, which bounds the memory
+AT_ONCE = 1 << 20  # pairs of weights that are looked at together, which bounds the memory and fits caches
 
 
 def exchanged(weight: Tensor, gradient: Tensor, curvature: Curvature, pattern: NMPattern, share: Tensor) -> Tensor:
@@ -34,23 +34,24 @@ def exchanged(weight: Tensor, gradient: Tensor, curvature: Curvature, pattern: N
 
 
 def _exchanged(weight: Tensor, gradient: Tensor, share: Tensor, curvature: Curvature, pattern: NMPattern) -> Tensor:
+    # Places in a group come first: what is computed of all groups is then contiguous.
     size = pattern.group
-    v_OGM, g_OGM = weight.unflatten(1, (-1, size)), gradient.unflatten(1, (-1, size))
-    h_GMM = curvature.damped.unflatten(0, (-1, size)).unflatten(2, (-1, size)).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
-    h_GM = h_GMM.diagonal(dim1=1, dim2=2)
-    kept_OGM = v_OGM != 0
-    free_OGM = ~kept_OGM & ~curvature.dead.view(-1, size)
-    step_OGMM = v_OGM.unsqueeze(3) * h_GMM - g_OGM.unsqueeze(2)  # t H_jj, of (i, j)
-    gain_OGMM = step_OGMM.square() / h_GM.unsqueeze(1)
-    gain_OGMM -= (v_OGM * (v_OGM * h_GM - 2 * g_OGM)).unsqueeze(3)
-    gain_OGMM.masked_fill_(~(kept_OGM.unsqueeze(3) & free_OGM.unsqueeze(2)), 0)
-    gain_OG, pair_OG = gain_OGMM.flatten(2).max(2)
+    v_MOG, g_MOG = (each.unflatten(1, (-1, size)).permute(2, 0, 1).contiguous() for each in (weight, gradient))
+    h_MMG = curvature.damped.unflatten(0, (-1, size)).unflatten(2, (-1, size)).diagonal(dim1=0, dim2=2).contiguous()
+    h_MG = h_MMG.diagonal().T.contiguous()
+    kept_MOG = v_MOG != 0
+    free_MOG = ~kept_MOG & ~curvature.dead.view(-1, size).T.unsqueeze(1)
+    step_MMOG = v_MOG.unsqueeze(1) * h_MMG.unsqueeze(2) - g_MOG  # t H_jj, of (i, j)
+    gain_MMOG = step_MMOG.square().div_(h_MG.unsqueeze(1))
+    gain_MMOG -= (v_MOG * (v_MOG * h_MG.unsqueeze(1) - 2 * g_MOG)).unsqueeze(1)
+    gain_MMOG.masked_fill_(~(kept_MOG.unsqueeze(1) & free_MOG), 0)
+    gain_OG, pair_OG = gain_MMOG.flatten(0, 1).max(0)
     gained_OG = gain_OG > 0
     rank_OG = gain_OG.argsort(1, descending=True).argsort(1)
     taken_OG = gained_OG & (rank_OG < (gained_OG.sum(1) * share).unsqueeze(1))
     row, group = taken_OG.nonzero(as_tuple=True)
     out, into = pair_OG[row, group] // size, pair_OG[row, group] % size
-    found = v_OGM.clone()
-    found[row, group, out] = 0
-    found[row, group, into] = step_OGMM[row, group, out, into] / h_GM[group, into]
-    return found.flatten(1)
+    found_OGM = weight.unflatten(1, (-1, size)).clone()
+    found_OGM[row, group, out] = 0
+    found_OGM[row, group, into] = step_MMOG[out, into, row, group] / h_MG[into, group]
+    return found_OGM.flatten(1)

@@ -28,7 +28,7 @@ class Refit(Refitting, Step):
     dense_weights: ClassVar[bool] = True
     shards: ClassVar[bool] = False
     low_memory_words: ClassVar[str] = (
-        "refit runs each layer of the dense model anew for every site, because the inputs of all its sites do not fit"
+        "refit runs each layer anew for every site, because the inputs and outputs of all its sites do not fit"
     )
 
     generated: bool = option(True, GENERATED)
@@ -45,7 +45,8 @@ class Refit(Refitting, Step):
         return False
 
     def needs(self, facts: Facts) -> dict[str, dict[str, int]]:
-        layer, channels = facts.layer_by_layer(), facts.widest + facts.hidden if facts.low_memory else facts.read
+        layer = facts.layer_by_layer()
+        channels = facts.widest + facts.hidden if facts.low_memory else facts.between_turns
         kept = {"output gradients": self.metric_tokens * facts.vectors * 2} if self.gradients else {}
         backward = {**replace(facts, micro_batch_size=1).gradients(), **kept}
         return {
@@ -62,15 +63,16 @@ class Refit(Refitting, Step):
         }
 
     def seconds(self, facts: Facts, speed: Speed) -> float:
-        # The pruned model runs a layer for every site, the dense one once. A round of conjugate gradients costs
-        # about one token per column, SparseGPT and the targets three each, a round of exchanges two and its fit.
+        # Both models compute a layer's products once, or where memory is short for every site; the moments cost about
+        # as much as one of them. A round of conjugate gradients costs about one token per column, SparseGPT and the
+        # targets three each, a round of exchanges two and its fit.
         exchanges = self.exchanges if self.iterations else 0
         rounds = 6 + self.iterations + (2 + FIT_AFTER_EXCHANGE) * exchanges
         # A round in the metric multiplies by it, too, and its tokens run forward and backward.
         share = min(self.metric_tokens / max(facts.positions, 1), 1) if self.gradients else 0
         rounds += 2 * self.metric_rounds if share else 0
         per_token = speed.forward / max(facts.positions, 1)
-        return (6 if facts.low_memory else 4.5) * speed.forward + rounds * facts.widest * per_token + share * speed.both
+        return (6 if facts.low_memory else 3) * speed.forward + rounds * facts.widest * per_token + share * speed.both
 
     def run(self, run: "Run") -> Outcome:
         from permtriton.methods.prune.refitting import refit

@@ -73,7 +73,8 @@ def refit(
         offload: where the inputs of layers and sites are kept; None for memory.
         gradients: name -> gradients of the dense model's outputs, ``[tokens, out_features]``, for the linears whose
             outputs are weighed by them.
-        low_memory: whether the dense model runs a layer once per turn of sites, to keep the inputs of one turn only.
+        low_memory: whether the dense model runs a layer once per turn of sites, to keep the inputs of one turn only,
+            and the pruned one computes every product again whenever a layer runs.
 
     Returns:
         For each linear its ``name``, the error of SparseGPT's weight (``start``) and of the new one (``end``), which is
@@ -94,8 +95,10 @@ def refit(
     dense = _values_within(model, plan, dense_weights)
     empty = torch.empty if offload is None else offload.empty
     count = sum(map(len, turns))
+    # To host memory and back, a GPU moves outputs more slowly than it computes them.
+    keep = None if low_memory or (offload and model.device.type != "cpu") else offload.copied if offload else _as_it_is
     with progress.stage("refit", (share + 1) * count + share * (count if low_memory else len(turns))) as advance:
-        pruned_layers = layer_by_layer(model, plan, samples, batch, changing=True, empty=empty)
+        pruned_layers = layer_by_layer(model, plan, samples, batch, changing=True, empty=empty, keep=keep)
         dense_layers = layer_by_layer(model, plan, samples, batch, changing=False, empty=empty, within=dense)
         for groups, layer, reference in zip(turns, pruned_layers, dense_layers, strict=True):
             both = max(layer.parts, reference.parts, key=len)
@@ -111,9 +114,14 @@ def refit(
                     linears, lambda linear: _fit(model, plan.patterns, *linear, options, gradients.get(linear[0]))
                 )
                 ranks.send_dealt([linear_module(model, name).get_parameter("weight") for name, *_ in linears])
+                layer.settle(sites)
                 del found, curvature, linears  # before the next turn takes as much
                 advance()
     return parts
+
+
+def _as_it_is(output: Tensor) -> Tensor:
+    return output
 
 
 def _fit(
@@ -141,16 +149,16 @@ def _fit(
     if gradients is not None and options.iterations:
         metric = metric_of(gradients.to(weight.device))
     error = partial(error_of, target=target, hessian=of_inputs.damped, metric=metric)
-    before = error(start)
+    before, candidates = error(start), [(found, error(found))]
     if metric is not None:
         coupled = coupled_least_squares(found.float(), target, of_inputs.damped, metric, options.metric_rounds)
-        candidates = [(each, error(each)) for each in (coupled.to(weight.dtype), found)]
-        found = min([*candidates, (start, before)], key=lambda candidate: candidate[1])[0]
+        coupled = coupled.to(weight.dtype)
+        candidates = [(coupled, error(coupled)), *candidates, (start, before)]
+    found, after = min(candidates, key=lambda candidate: candidate[1])
     weight = found.T + 0.0  # the sum turns -0.0 into 0.0
     check_kept(name, weight, zeros, pattern, CANCELLED_SHARE)
     stored.copy_(weight)
-    after, size = error(weight.T), error(torch.zeros_like(target))
-    size = max(size, torch.finfo(torch.float32).tiny)
+    size = max(error(torch.zeros_like(target)), torch.finfo(torch.float32).tiny)
     check_no_worse(before / size, after / size, f"refitting {name}")
     return {"name": name, "start": before / size, "end": after / size, "seconds": time.perf_counter() - started}
 
@@ -186,13 +194,12 @@ def least_squares(start: Tensor, target: Tensor, hessian: Tensor, iterations: in
     Returns:
         ``V``, float32 ``[out_features, in_features]``.
     """
-    mask = start != 0
     return _conjugate_gradients(
         start,
-        (target - start) @ hessian * mask,
-        lambda direction: direction @ hessian * mask,
+        target,
+        lambda difference: difference @ hessian,
         hessian.diagonal(),
-        lambda one, other: (one * other).sum(1, keepdim=True),
+        lambda products: products.sum(1, keepdim=True),
         iterations,
     )
 
@@ -202,45 +209,47 @@ def coupled_least_squares(start: Tensor, target: Tensor, hessian: Tensor, metric
 
     Arguments are those of `least_squares`, and the metric ``K`` of the outputs, ``[out_features, out_features]``.
     """
-    mask = start != 0
     return _conjugate_gradients(
         start,
-        metric @ ((target - start) @ hessian) * mask,
-        lambda direction: metric @ (direction @ hessian) * mask,
+        target,
+        lambda difference: metric @ (difference @ hessian),
         metric.diagonal().unsqueeze(1) * hessian.diagonal(),
-        lambda one, other: (one * other).sum(),
+        Tensor.sum,
         iterations,
     )
 
 
 def _conjugate_gradients(
     start: Tensor,
-    residual: Tensor,
+    target: Tensor,
     product: Callable[[Tensor], Tensor],
     scale: Tensor,
-    dot: Callable[[Tensor, Tensor], Tensor],
+    total: Callable[[Tensor], Tensor],
     iterations: int,
 ) -> Tensor:
-    """Returns the weight after some rounds from ``start``.
+    """Returns the weight after some rounds from ``start``, which stays zero where it is.
 
     Args:
-        residual: the negative gradient at ``start``, changed in place; zero where weights are pruned.
-        product: multiplies a direction by the matrix of the quadratic; zero where weights are pruned.
+        product: multiplies by the matrix of the quadratic, into a tensor of its own.
         scale: diagonal of that matrix, by which directions are divided.
-        dot: inner product, of each problem that is solved on its own.
+        total: sums products of single weights, of each problem that is solved on its own.
         iterations: rounds.
     """
-    found, direction = start.clone(), residual / scale
-    size = dot(residual, direction)
+    found = start.clone(memory_format=torch.contiguous_format)
+    mask = (found != 0).to(found.dtype)  # products with booleans are slower
+    residual = product(target - found).mul_(mask)
+    direction = residual / scale
+    scaled, products = torch.empty_like(direction), torch.empty_like(direction)
+    size = total(torch.mul(residual, direction, out=products))
     tiny = torch.finfo(size.dtype).tiny
     for _ in range(iterations):
-        change = product(direction)
-        step = size / dot(direction, change).clamp_min(tiny)
-        found += step * direction
-        residual -= step * change
-        scaled = residual / scale
-        before, size = size, dot(residual, scaled)
-        direction = scaled + size / before.clamp_min(tiny) * direction
+        change = product(direction).mul_(mask)
+        step = size / total(torch.mul(direction, change, out=products)).clamp_min(tiny)
+        found += torch.mul(step, direction, out=products)
+        residual -= change.mul_(step)
+        torch.div(residual, scale, out=scaled)
+        before, size = size, total(torch.mul(residual, scaled, out=products))
+        direction.mul_(size / before.clamp_min(tiny)).add_(scaled)
     return found
 
 

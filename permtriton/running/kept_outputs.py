@@ -1,0 +1,103 @@
+"""What the modules of a layer return, kept for its next runs on the same sequences.
+
+While the weights of a layer change in turns, it runs once per turn, and once more for the layer that follows. As soon
+as the weights of a module are final, so is what it returns.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from permtriton.model.experts import expert_of, stacked_name
+from permtriton.model.forward import replaced_forwards
+from permtriton.passes.plan import Site, linear_module
+
+Keep = Callable[[Tensor], Tensor]  # makes of an output what is kept of it, on the same device
+
+
+class KeptOutputs:
+    """The outputs of pruned linears, and of modules that hold them, in one layer.
+
+    An output is kept if all pruned linears that have run before, in this run of the layer, have their final weights.
+    Once that of a module is, those inside of it are not needed any more. Outputs that the model changes in place
+    afterwards are computed again.
+
+    Experts are left out, because runs that measure them may send them other tokens; so is what holds a module whose
+    input is watched as the residual stream.
+
+    Args:
+        model: model that the layer is part of.
+        name: name of the layer.
+        sites: its sites.
+        keep: as `Keep`; None keeps nothing.
+    """
+
+    def __init__(self, model: nn.Module, name: str, sites: Sequence[Site], keep: Keep | None) -> None:
+        self._model, self._keep = model, keep
+        self._changing = {linear_module(model, linear) for site in sites for linear in site.linears}
+        self._modules = [model.get_submodule(each) for each in _keepable(model, name, sites)] if keep else []
+        self._outputs: dict[tuple[nn.Module, tuple[int, ...]], tuple[Any, list[int]]] = {}
+        self._final = True  # whether all that has run in this run of the layer has its final weights
+
+    def settle(self, sites: Iterable[Site]) -> None:
+        """Says that the weights of the sites' linears are final."""
+        self._changing -= {linear_module(self._model, linear) for site in sites for linear in site.linears}
+
+    @contextmanager
+    def running(self, rows: Tensor, *, last: bool = False) -> Iterator[None]:
+        """Inside the ``with`` block, modules return what is kept of them.
+
+        Args:
+            rows: numbers of the sequences that the layer runs on, int64 ``[...]``.
+            last: whether it is the last run, of which nothing need be kept.
+        """
+        self._final = True
+        with replaced_forwards(self._modules, partial(self._forward, tuple(rows.tolist()), last)):
+            yield
+
+    def clear(self) -> None:
+        """Forgets all outputs."""
+        self._outputs.clear()
+
+    def _forward(self, rows: tuple[int, ...], last: bool, module: nn.Module) -> Callable[..., Any]:
+        compute = module.forward
+
+        def forward(*positional: Any, **named: Any) -> Any:
+            output, versions = self._outputs.get((module, rows), (None, []))
+            if versions and versions == _versions(output):
+                return output
+            output = compute(*positional, **named)
+            self._final &= module not in self._changing
+            if self._keep and self._final and not last:
+                kept = pytree.tree_map_only(Tensor, self._keep, output)
+                for inside in module.modules():
+                    self._outputs.pop((inside, rows), None)
+                self._outputs[module, rows] = kept, _versions(kept)
+            return output
+
+        return forward
+
+
+def _versions(output: Any) -> list[int]:
+    """Returns how often each tensor of an output has been changed in place."""
+    return [leaf._version for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+
+
+def _keepable(model: nn.Module, layer: str, sites: Sequence[Site]) -> dict[str, None]:
+    """Returns the names of the modules of a layer whose outputs may be kept: an ordered set."""
+    linears = [linear for site in sites for linear in site.linears]
+    experts = {name for name in linears if expert_of(model, name) is not None or stacked_name(model, name) is not None}
+    watched = experts | {site.residual_reader for site in sites}
+    around = {above for name in watched for above in _modules_around(name)}
+    found = [each for name in linears if name not in experts for each in (name, *_modules_around(name))]
+    return dict.fromkeys(each for each in found if each.startswith(f"{layer}.") and each not in around)
+
+
+def _modules_around(name: str) -> list[str]:
+    """Returns the names of the modules that hold one, from the inside out."""
+    parts = name.split(".")
+    return [".".join(parts[:depth]) for depth in range(len(parts) - 1, 0, -1)]
