@@ -16,6 +16,8 @@ OURS = {
     "wanda + heuristic": "--recipe heuristic,mask --importance wanda",
     "ria + heuristic": "--recipe heuristic,mask --importance ria",
     "heuristic + sparsegpt": "--recipe heuristic,sparsegpt",
+    "refit": "--recipe refit",
+    "default without tuning": "--recipe heuristic,refit",
     "published (2 of 50 epochs)": "--recipe published --learn-epochs 2",  # to end within minutes
     "values": "--recipe values",
     "fast": "--recipe fast",
