@@ -60,7 +60,7 @@ TRIALS = (
         "refit_dense_targets 0.0",
     ),
     Trial("the metric of the outputs in `refit`", "metric-smollm2.json", "default without the metric", "default"),
-    Trial("`tune` after the default", "metric-smollm2.json", "default", "default, tune"),
+    Trial("`tune` after the default of then", "metric-smollm2.json", "default", "default, tune"),
     Trial(
         "an order of channels before `refit` and `tune`",
         "metric-smollm2.json",

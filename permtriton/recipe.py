@@ -61,7 +61,7 @@ RECIPES: dict[str, Recipe] = {
     ),
     "best": Recipe(
         (Heuristic(), Refit(generated=False), Reconstruct(generated=False), Distill(epochs=4)),
-        "the same, then trained layer by layer and as a whole, on text that the model writes: minutes to hours",
+        "fitted as by the default, then trained layer by layer and as a whole, on text that the model writes: hours",
         generated=8,
     ),
     "fast": Recipe(

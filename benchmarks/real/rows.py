@@ -26,6 +26,7 @@ OURS = {
     "default without residual targets": "--recipe default --refit-residual-targets 0",
     "best (cut short)": "--recipe best --generated 0 --reconstruct-epochs 1 --distill-epochs 1",  # of 8, 20 and 4
     "wanda + heuristic (fused)": "--recipe heuristic,mask --importance wanda --layout fused",
+    "heuristic + sparsegpt (fused)": "--recipe heuristic,sparsegpt --layout fused",
     "fast (fused)": "--recipe fast --layout fused",
     "default (fused)": "--recipe default --layout fused",
 }
