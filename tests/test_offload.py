@@ -75,8 +75,9 @@ def test_measures_of_layers_one_after_another_have_the_same_bits(name, offload):
 
 
 CONFIG = config_from(
-    {"samples": 6, "sequence_length": 12, "reconstruct_epochs": 2, "reconstruct_batch_size": 2},
-    "heuristic,sparsegpt,reconstruct",
+    {"samples": 6, "sequence_length": 12, "reconstruct_epochs": 2, "reconstruct_batch_size": 2}
+    | {"tune_steps": 2, "tune_batch_size": 2},
+    "heuristic,sparsegpt,reconstruct,tune",
 )
 
 
@@ -127,7 +128,6 @@ def test_the_result_is_that_in_memory_and_no_file_is_left(layout, tmp_path):
         ("learned,mask", "learned"),
         ("values", "searched"),
         ("heuristic,sparsegpt,distill", "distill"),
-        ("refit,tune", "tune"),
     ],
 )
 def test_steps_that_need_all_weights_at_once_are_refused(recipe, step, offload):

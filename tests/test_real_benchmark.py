@@ -121,7 +121,9 @@ def test_rows_of_other_inputs_are_not_mixed(stand):
 def test_seeds_have_calibration_of_their_own(stand, tmp_path):
     report = stand("--rows", "fast", "--tokens", 16, "--seeds", "0,1")
     assert [row["seed"] for row in report["rows"]] == [0, 1]
-    first, second = (load_file(tmp_path / f"calibration-2x8-seed{seed}.safetensors")["input_ids"] for seed in (0, 1))
+    first, second = (
+        load_file(tmp_path / f"calibration-valid-2x8-seed{seed}.safetensors")["input_ids"] for seed in (0, 1)
+    )
     assert first.shape == second.shape == (2, 8)
     assert not first.equal(second)
 
@@ -130,7 +132,9 @@ def test_seeds_have_calibration_of_their_own(stand, tmp_path):
 def test_our_rows_are_commands_of_permtriton(row, monkeypatch):
     jobs = []
     monkeypatch.setattr(compile_command, "run", lambda job, json: jobs.append(job))
-    words = command(row, Job(Path("model"), Path("ids.safetensors"), 32, 512, 1, Path("peers")), Path("out"))
+    words = command(
+        row, Job(Path("model"), Path("text.txt"), Path("ids.safetensors"), 32, 512, 1, Path("peers")), Path("out")
+    )
     assert words[:3] == [sys.executable, "-m", "permtriton"]
     result = RUNNER.invoke(app, words[3:])
     assert result.exit_code == 0, result.output
@@ -141,7 +145,7 @@ def test_our_rows_are_commands_of_permtriton(row, monkeypatch):
 
 @pytest.mark.parametrize("row", THEIRS)
 def test_their_rows_have_a_script_and_pinned_requirements(row):
-    job = Job(Path("model"), Path("ids.safetensors"), 32, 512, 0, Path("peers"))
+    job = Job(Path("model"), Path("text.txt"), Path("ids.safetensors"), 32, 512, 0, Path("peers"))
     python, script, method, *rest = command(row, job, Path("out"))
     peer, _ = THEIRS[row]
     assert python == f"peers/{peer}/bin/python"
@@ -166,7 +170,7 @@ def test_cost_and_errors_of_a_command():
 
 
 def test_an_evaluation(model, texts, tmp_path, monkeypatch, capsys):
-    held_out = inputs.held_out_file(tmp_path, model, texts, 16)
+    held_out = inputs.held_out_file(tmp_path, model, texts / "test.txt", 16)
     for folder, linears in ((model, 14), (pruned_copy(tmp_path), 0)):
         words = f"evaluate {shlex.quote(str(folder))} {shlex.quote(str(model))} {shlex.quote(str(held_out))} 3 2"
         monkeypatch.setattr(sys, "argv", shlex.split(words))

@@ -38,7 +38,7 @@ def main() -> None:
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
     model = args.model or made_model(args.work)
-    held_out = held_out_file(args.work, model, args.texts, args.window)
+    held_out = held_out_file(args.work, model, args.texts / "test.txt", args.window)
     with safe_open(held_out, "pt") as file:
         most = file.get_slice("input_ids").get_shape()[0]
     windows = most if args.tokens is None else max(1, min(args.tokens // args.window, most))
@@ -48,15 +48,16 @@ def main() -> None:
         sys.exit(f"{args.output} holds rows of other inputs ({report['inputs']}): give another --output, or remove it")
     rows = {(row["name"], row["seed"]): row for row in report["rows"]}
     for seed in args.seeds:
-        ids = calibration_file(args.work, model, args.texts, args.samples, args.length, seed)
-        job = Job(model, ids, args.samples, args.length, seed, args.peers)
+        text = args.texts / "valid.txt"
+        ids = calibration_file(args.work, model, text, args.samples, args.length, seed)
+        job = Job(model, text, ids, args.samples, args.length, seed, args.peers)
         for name in args.rows:
             row = rows.get((name, seed), {})
             if row.get("evaluation", {}).get("windows") == windows:
                 continue
             rows[name, seed] = measured(name, job, row, args, held_out, windows)
             ordered = sorted(rows.values(), key=lambda each: (ROWS.index(each["name"]), each["seed"]))
-            _write(args.output, {**_about(parser, args), "inputs": inputs, "rows": ordered})
+            write(args.output, {**about(parser, args), "inputs": inputs, "rows": ordered})
             print(json.dumps(rows[name, seed]), flush=True)
 
 
@@ -105,7 +106,7 @@ def measured(
         if "pruning" in kept and folder.is_dir():
             row["pruning"] = kept["pruning"]
         elif name != DENSE:
-            row["pruning"] = {**_pruned(name, job, folder, args.threads), "commit": _commit()}
+            row["pruning"] = {**pruned(name, job, folder, args.threads), "commit": commit()}
         script = [sys.executable, "-m", "benchmarks.real.evaluate"]
         cost, printed = run([*script, folder, job.model, held_out, windows, args.kl_windows], args.threads)
         row["evaluation"] = {**json.loads(printed.splitlines()[-1]), "windows": windows, **cost}
@@ -114,7 +115,7 @@ def measured(
     return row
 
 
-def _pruned(name: str, job: Job, folder: Path, threads: int) -> dict[str, Any]:
+def pruned(name: str, job: Job, folder: Path, threads: int) -> dict[str, Any]:
     """Prunes the model, and returns the cost of the whole command and the seconds of its stages."""
     cost, printed = run(command(name, job, folder), threads)
     if name in OURS:
@@ -143,7 +144,7 @@ def run(words: Sequence[object], threads: int) -> tuple[dict[str, float], str]:
     return json.loads(cost), printed
 
 
-def _commit() -> str:
+def commit() -> str:
     """Returns the commit of the code, with a plus where it was changed since."""
     words = ["git", "-C", str(ROOT), "describe", "--always", "--exclude", "*", "--dirty=+"]
     return subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
@@ -164,9 +165,10 @@ def _inputs(args: argparse.Namespace, model: Path, held_out: Path) -> dict[str, 
     }
 
 
-def _about(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[str, Any]:
+def about(parser: argparse.ArgumentParser, args: argparse.Namespace, module: str = "benchmarks.real") -> dict[str, Any]:
+    """Returns what a result file says of its command and of the machine."""
     given = {name: value for name, value in vars(args).items() if value != parser.get_default(name)}
-    words = ["python", "-m", "benchmarks.real", "--texts", "TEXTS"]
+    words = ["python", "-m", module, "--texts", "TEXTS"]
     for name, value in given.items():
         if name not in PLACES:
             text = ",".join(map(str, value)) if isinstance(value, list) else value
@@ -190,7 +192,7 @@ def processor() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-def _write(path: Path, report: Mapping[str, Any]) -> None:
+def write(path: Path, report: Mapping[str, Any]) -> None:
     replace_file(path, lambda temporary: temporary.write_text(json.dumps(report, indent=1) + "\n"))
 
 

@@ -34,22 +34,22 @@ def made_model(work: Path) -> Path:
     return folder
 
 
-def calibration_file(work: Path, model: Path, texts: Path, samples: int, length: int, seed: int) -> Path:
-    """Returns a file of calibration sequences drawn from ``valid.txt``, int64 ``[samples, length]``."""
-    path = work / f"calibration-{samples}x{length}-seed{seed}.safetensors"
+def calibration_file(work: Path, model: Path, text: Path, samples: int, length: int, seed: int) -> Path:
+    """Returns a file of the sequences that a compilation draws from a text, int64 ``[samples, length]``."""
+    path = work / f"calibration-{text.stem}-{samples}x{length}-seed{seed}.safetensors"
     if not path.is_file():
-        config = CalibrationConfig(str(texts / "valid.txt"), samples, length)
+        config = CalibrationConfig(str(text), samples, length)
         tokenizer, vocabulary = _tokenizer(model)
         save_file({"input_ids": calibration_ids(config, tokenizer, vocabulary, seed)}, path)
     return path
 
 
-def held_out_file(work: Path, model: Path, texts: Path, window: int) -> Path:
-    """Returns a file of all windows of ``test.txt``, int64 ``[windows, window]``, that do not overlap."""
-    path = work / f"test-{window}.safetensors"
+def held_out_file(work: Path, model: Path, text: Path, window: int) -> Path:
+    """Returns a file of all windows of a text, int64 ``[windows, window]``, that do not overlap."""
+    path = work / f"{text.stem}-{window}.safetensors"
     if not path.is_file():
         tokenizer, vocabulary = _tokenizer(model)
-        save_file({"input_ids": evaluation_ids(str(texts / "test.txt"), tokenizer, vocabulary, window)}, path)
+        save_file({"input_ids": evaluation_ids(str(text), tokenizer, vocabulary, window)}, path)
     return path
 
 

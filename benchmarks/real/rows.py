@@ -16,6 +16,8 @@ OURS = {
     "wanda + heuristic": "--recipe heuristic,mask --importance wanda",
     "ria + heuristic": "--recipe heuristic,mask --importance ria",
     "heuristic + sparsegpt": "--recipe heuristic,sparsegpt",
+    "refit": "--recipe refit",
+    "default without tuning": "--recipe heuristic,refit",
     "published (2 of 50 epochs)": "--recipe published --learn-epochs 2",  # to end within minutes
     "values": "--recipe values",
     "fast": "--recipe fast",
@@ -43,7 +45,8 @@ class Job:
 
     Attributes:
         model: folder of the dense model.
-        ids: calibration sequences, a safetensors file with ``input_ids``, int64 ``[samples, tokens]``.
+        text: file that the calibration sequences are drawn from, and what else a step reads of the same text.
+        ids: those sequences, a safetensors file with ``input_ids``, int64 ``[samples, tokens]``, for the peers.
         samples: number of the sequences.
         length: tokens of each.
         seed: seed of what a method draws.
@@ -51,6 +54,7 @@ class Job:
     """
 
     model: Path
+    text: Path
     ids: Path
     samples: int
     length: int
@@ -65,7 +69,7 @@ def command(row: str, job: Job, output: Path) -> list[str]:
         python = job.peers / peer / "bin" / "python"
         return [str(python), str(PEERS / f"{peer}.py"), method, str(job.model), str(job.ids), str(output)]
     given = {
-        "--calibration": job.ids,
+        "--calibration": job.text,
         "--samples": job.samples,
         "--sequence-length": job.length,
         "--seed": job.seed,

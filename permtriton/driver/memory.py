@@ -31,7 +31,10 @@ SPREAD = ("dense weights", "gradients")  # uses that each device holds its share
 RELOADING = "reloading"  # the stage that is left out where a second model does not fit
 IN_PLACE = "the model"
 # What stands in files of an offload folder, where there is one.
-IN_FILES = ("inputs of layers", "inputs of sites", "targets", "dense weights", "finished weights", "a second model")
+IN_FILES = (
+    "inputs of layers", "inputs of sites", "targets", "dense weights", "finished weights", "weights before",
+    "a second model",
+)  # fmt: skip
 # What stands in host memory, where layers come to a GPU one by one.
 ON_HOST = (*IN_FILES, "output gradients")
 

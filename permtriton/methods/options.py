@@ -105,14 +105,14 @@ class Refitting:
 class Tuning:
     """Options of `permtriton.methods.train.tuning`."""
 
-    steps: int = option(16, "Optimiser steps, each on sequences that were not read before, where there are.", minimum=1)
+    steps: int = option(32, "Optimiser steps, each on sequences that were not read before, where there are.", minimum=1)
     learning_rate: float = option(
-        5e-3,
+        2.5e-3,
         "Peak Adam learning rate, with cosine decay to 0: relative to a scale, and to the root mean square of a norm's "
         "gains or of a bias.",
         positive=True,
     )
-    batch_size: int = option(8, "Sequences per optimiser step.", minimum=1)
+    batch_size: int = option(1, "Sequences per optimiser step.", minimum=1)
 
     @property
     def trained(self) -> int:

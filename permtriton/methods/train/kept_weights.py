@@ -130,23 +130,28 @@ class KeptWeights:
 
     Args:
         weights: name -> pruned weight, of any layout; changed in place only.
+        device: device of the copies; None for those of the weights.
 
     Attributes:
         values: name -> float32 ``[kept weights]`` (float64 for a float64 model) with their gradient, which adds up over
             backward passes.
     """
 
-    def __init__(self, weights: Mapping[str, nn.Parameter]) -> None:
+    def __init__(self, weights: Mapping[str, nn.Parameter], device: torch.device | None = None) -> None:
         self._weights = dict(weights)
         self._masks = {name: self._trained(weight.detach()) for name, weight in weights.items()}
         self.values: dict[str, Tensor] = {}
         for name, weight in weights.items():
             kept = weight.detach().masked_select(self._masks[name])
-            self.values[name] = with_gradient(kept.to(torch.promote_types(kept.dtype, torch.float32)))
+            self.values[name] = with_gradient(kept.to(device, torch.promote_types(kept.dtype, torch.float32)))
 
     def _trained(self, weight: Tensor) -> Tensor:
         """Returns which entries of a weight are trained, bool of its shape."""
         return weight != 0
+
+    def _mask(self, name: str) -> Tensor:
+        """Returns which entries are trained, on the device on which the weight is now (`permtriton.running.onload`)."""
+        return self._masks[name].to(self._weights[name].device)
 
     def pace(self, name: str) -> float:
         """Returns how large a step of ``values[name]`` is, in learning rates."""
@@ -177,7 +182,7 @@ class KeptWeights:
         @torch.no_grad()
         def collect(weight: Tensor) -> None:
             assert weight.grad is not None
-            total.add_(weight.grad.masked_select(mask))
+            total.add_(weight.grad.masked_select(mask.to(weight.device)).to(total.device))
             weight.grad = None
 
         return collect
@@ -194,7 +199,7 @@ class KeptWeights:
     def snapshot(self, device: str | None = "cpu") -> dict[str, Tensor]:
         """Returns a copy of the model's kept weights in its dtype, each ``[kept weights]``, on ``device``."""
         return {
-            name: weight.detach().masked_select(self._masks[name]).to(device or weight.device)
+            name: weight.detach().masked_select(self._mask(name)).to(device or weight.device)
             for name, weight in self._weights.items()
         }
 
@@ -202,7 +207,7 @@ class KeptWeights:
     def write(self, values: Mapping[str, Tensor]) -> None:
         """Writes kept weights into the model, rounded to its dtype; the sum turns -0.0 into 0.0."""
         for name, weight in self._weights.items():
-            weight.masked_scatter_(self._masks[name], values[name].to(weight) + 0.0)
+            weight.masked_scatter_(self._mask(name), values[name].to(weight) + 0.0)
 
     def check(self) -> None:
         """Checks that no weight that was pruned holds a value now.
@@ -211,7 +216,7 @@ class KeptWeights:
             VerificationError: one does; the message names its linear.
         """
         for name, weight in self._weights.items():
-            if found := int((weight.detach().masked_fill(self._masks[name], 0) != 0).sum()):
+            if found := int((weight.detach().masked_fill(self._mask(name), 0) != 0).sum()):
                 raise VerificationError(
                     f"{name}: training wrote {found} weights that were pruned. Nothing was saved; this is a bug of "
                     "permtriton, please report it"

@@ -1,7 +1,7 @@
 """Step ``tune``: norms, biases and a scale per row, trained on new text, see `permtriton.methods.train.tuning`."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from permtriton.config import CommonConfig, ObjectiveKind, minimises
@@ -26,8 +26,6 @@ class Tune(Tuning, Step):
     stage: ClassVar[Stage] = Stage.TRAIN
     keeps_values: ClassVar[bool] = False
     shards: ClassVar[bool] = False
-    offloads: ClassVar[bool] = False
-    not_offloaded: ClassVar[str] = "each of its steps would read all weights from the disk three times"
 
     generated: bool = option(True, GENERATED)
     loss: Literal["auto", ObjectiveKind] = option("auto", minimises())
@@ -58,8 +56,10 @@ class Tune(Tuning, Step):
 
     def needs(self, facts: Facts) -> dict[str, dict[str, int]]:
         targets, state = facts.targets(), {"optimizer": facts.vectors * 6 * FLOAT32}
+        # Where layers come one by one, each is run again in the backward pass, from the inputs of all of them.
+        whole = replace(facts, one_layer=False, checkpointing=facts.checkpointing or facts.one_layer)
         return {
-            "tune": {**facts.gradients(), **targets, **state},
+            "tune": {**whole.gradients(), **targets, **state},
             "scales": {**targets, **state, "weights before": facts.pruned * facts.element, **facts.mask()},
         }
 
@@ -74,9 +74,11 @@ class Tune(Tuning, Step):
         from permtriton.methods.train.tuning import tune
         from permtriton.running.state import StateFile
 
-        tuned = tune(
-            run.model, run.plan, run.read_by(self), run.objective(self), self, run.config, run.progress,
-            run.state(StateFile, self.name),
-        )  # fmt: skip
+        state = run.state(StateFile, self.name)
+        with run.running() as model:
+            tuned = tune(
+                model, run.plan, run.read_by(self), run.objective(self), self, run.config, run.progress, state,
+                run.offload,
+            )  # fmt: skip
         history = [{"round": each.pop("epoch"), **each} for each in tuned.report()["history"]]
         return Outcome("round", history, tuned.kept)

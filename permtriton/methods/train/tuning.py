@@ -25,6 +25,8 @@ from permtriton.model.core import body_of
 from permtriton.model.forward import last_hidden_state
 from permtriton.passes.plan import LINEAR_MODULES, Plan, layer_modules, weight_in_out
 from permtriton.running.backward import checkpointed
+from permtriton.running.offload import Offload
+from permtriton.running.onload import HostMemory
 from permtriton.running.state import StateFile
 from permtriton.util.progress import Progress
 
@@ -41,6 +43,7 @@ def tune(
     config: CommonConfig,
     progress: Progress,
     state: StateFile | None = None,
+    offload: Offload | None = None,
 ) -> Trained:
     """Trains vectors and row scales on ``objective``; zeros stay zeros, and kept weights change by their row's scale.
 
@@ -52,6 +55,7 @@ def tune(
         samples: samples to train on, each in one step where there are enough, and to hold out.
         objective: the loss, with the dense model's outputs on ``samples``, their channels in the order of ``model``.
         state: as of `permtriton.methods.train.distillation.distill`.
+        offload: where weights are that do not fit in memory: the backward pass then runs each layer again.
 
     Raises:
         CalibrationError: a loss or a gradient is not finite; the model is then as the last step left it.
@@ -64,7 +68,7 @@ def tune(
     def loss_of(rows: Tensor) -> Tensor:
         return objective.loss(last_hidden_state(model, samples[rows]), rows)
 
-    layers = layer_modules(model, plan) if config.activation_checkpointing else []
+    layers = layer_modules(model, plan) if config.activation_checkpointing or offload is not None else []
     course = _course(len(samples), samples.tokens, options)
     with tuned.trainable(model), checkpointed(layers):
         trainer = WeightTrainer(tuned, loss_of, course, config, "tune")
@@ -75,7 +79,7 @@ def tune(
         with progress.stage("tune", course.steps) as advance:
             advance(course.steps_until(len(result.history) - 1) if result.history else 0)
             trainer.fit(result, advance, lambda: trainer.save(state, result))
-        before = tuned.fold()
+        before = tuned.fold((offload or HostMemory()).copied)
         best, folded = result.history[result.kept].held_out, trainer.held_out_loss()
         check_loss(best, folded, tuned.dtype, "tune, held out, before its scales were folded into the weights")
         if folded > result.history[0].held_out:  # rounding of the folded weights outweighs what was gained
@@ -112,12 +116,12 @@ class TunedValues(KeptWeights):
     def __init__(self, model: PreTrainedModel, plan: Plan) -> None:
         own = {id(each) for part in body_of(model) for each in part.parameters()}
         vectors = {name: each for name, each in model.named_parameters() if each.ndim == 1 and id(each) in own}
-        super().__init__({name: each for name, each in vectors.items() if name not in plan.unseen})
+        super().__init__({name: each for name, each in vectors.items() if name not in plan.unseen}, model.device)
         self._linears, self._dtype = _linears(model, plan), model.dtype
         for name, linears in self._linears.items():
             row = weight_in_out(linears[0])[0]
             self.values[name] = with_gradient(
-                torch.zeros_like(row, dtype=torch.promote_types(row.dtype, torch.float32))
+                torch.zeros(row.shape, dtype=torch.promote_types(row.dtype, torch.float32), device=model.device)
             )
 
     def _trained(self, weight: Tensor) -> Tensor:
@@ -165,15 +169,19 @@ class TunedValues(KeptWeights):
             self.values[name].copy_(values[name])
 
     @torch.no_grad()
-    def fold(self) -> dict[str, Tensor]:
+    def fold(self, copied: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         """Multiplies the rows of the weights by their scales, which are 1 afterwards, and returns the weights before.
 
         A weight that would be rounded to 0 keeps its value.
+
+        Args:
+            copied: makes the copies that are returned.
         """
         before = {}
         for name, linears in self._linears.items():
-            weight, factor = weight_in_out(linears[0]), self.values[name].exp()
-            before[name] = weight.to("cpu", copy=True)
+            weight = weight_in_out(linears[0])
+            factor = self.values[name].exp().to(weight.device)
+            before[name] = copied(weight)
             scaled = (weight * factor).to(weight.dtype)
             weight.copy_(torch.where(scaled == 0, weight, scaled))
             self.values[name].zero_()

@@ -1,0 +1,116 @@
+"""Is it the text? Prunes SmolLM2 on texts of several domains, and measures each result on other domains, too.
+
+    python -m benchmarks.real.domains --texts FOLDER [--rows "sparsegpt,default"] [--calibrations python,mix]
+
+Calibration texts: ``wikitext`` (valid.txt of FOLDER), ``python`` (four fifths of Python's language reference, which
+every Python holds as pydoc's topics), ``written`` (by the dense model itself) and ``mix`` (equal parts of the three).
+Held-out texts: WikiText-2's test.txt, and the other fifth of the reference. A row is written as soon as it is measured,
+and the same command continues with what is missing.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import torch
+
+from benchmarks.real.__main__ import ROOT, about, commit, pruned, run, write
+from benchmarks.real.inputs import calibration_file, held_out_file, made_model
+from benchmarks.real.rows import DENSE, ROWS, Job
+from permtriton.data.generated import first_token, generated_text, written
+from permtriton.model.load import load_model, load_tokenizer
+from permtriton.model.source import Source
+from permtriton.util.progress import NoProgress
+
+RESULT = ROOT / "benchmarks" / "results" / "domains-smollm2-cpu.json"
+CALIBRATIONS = ("wikitext", "python", "written", "mix")
+WRITTEN, LENGTH = 80, 512  # texts that the dense model writes, and their tokens
+CALIBRATED_ON = 0.8  # share of the reference
+WINDOW = 1024  # tokens of a held-out window
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--texts", type=Path, required=True, help="folder with valid.txt and test.txt of WikiText-2")
+    parser.add_argument("--rows", type=_words, default=["sparsegpt", "default"], help=f"of {', '.join(ROWS)}")
+    parser.add_argument("--calibrations", type=_words, default=CALIBRATIONS, help=f"of {', '.join(CALIBRATIONS)}")
+    parser.add_argument("--seeds", type=lambda text: [int(number) for number in text.split(",")], default=[0])
+    parser.add_argument("--samples", type=int, default=32, help="calibration sequences")
+    parser.add_argument("--length", type=int, default=512, help="tokens of a calibration sequence")
+    parser.add_argument("--windows", type=int, default=32, help="held-out windows of each text")
+    parser.add_argument("--threads", type=int, default=1, help="threads of every process")
+    parser.add_argument("--work", type=Path, default=Path("real-work"), help="folder for models and texts")
+    parser.add_argument("--peers", type=Path, default=Path(".venv-peers"), help="folder with an environment per peer")
+    parser.add_argument("--output", type=Path, default=RESULT, help="the result file")
+    parser.add_argument("--note", default="", help="what else is to be known of the machine, such as other work on it")
+    args = parser.parse_args()
+    args.work.mkdir(parents=True, exist_ok=True)
+    model = made_model(args.work)
+    texts = calibration_texts(args.work, args.texts, model)
+    held_out = {
+        "wikitext": held_out_file(args.work, model, args.texts / "test.txt", WINDOW),
+        "python": held_out_file(args.work, model, args.work / "python-test.txt", WINDOW),
+    }
+    report = json.loads(args.output.read_text()) if args.output.is_file() else {"rows": []}
+    rows = {(row["calibration"], row["name"], row["seed"]): row for row in report["rows"]}
+    wanted = [(name, kind, seed) for seed in args.seeds for kind in args.calibrations for name in args.rows]
+    for name, kind, seed in [(DENSE, "", 0), *wanted]:
+        if (kind, name, seed) in rows:
+            continue
+        row: dict[str, Any] = {"calibration": kind, "name": name, "seed": seed}
+        folder = model
+        if name != DENSE:
+            folder = args.work / f"{name.replace(' ', '-')}-{kind}-seed{seed}"
+            ids = calibration_file(args.work, model, texts[kind], args.samples, args.length, seed)
+            job = Job(model, texts[kind], ids, args.samples, args.length, seed, args.peers)
+            row["pruning"] = {**pruned(name, job, folder, args.threads), "commit": commit()}
+        row["perplexity"] = {on: measured(folder, model, file, args) for on, file in held_out.items()}
+        rows[kind, name, seed] = row
+        write(
+            args.output,
+            {**about(parser, args, "benchmarks.real.domains"), "windows": args.windows, "rows": list(rows.values())},
+        )
+        print(json.dumps(row), flush=True)
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",")]
+
+
+def measured(folder: Path, model: Path, held_out: Path, args: argparse.Namespace) -> float:
+    """Returns the perplexity of a folder on the first windows of a held-out file."""
+    script = [sys.executable, "-m", "benchmarks.real.evaluate"]
+    _, printed = run([*script, folder, model, held_out, args.windows, 0], args.threads)
+    return float(json.loads(printed.splitlines()[-1])["perplexity"])
+
+
+def calibration_texts(work: Path, texts: Path, model: Path) -> dict[str, Path]:
+    """Returns the file of each calibration text, made where it is not there; so is ``python-test.txt``."""
+    reference = "\n\n".join(topics[name] for name in sorted(topics))
+    cut = reference.index("\n\n", int(CALIBRATED_ON * len(reference)))
+    found = {name: work / f"{name}.txt" for name in CALIBRATIONS}
+    found["wikitext"] = texts / "valid.txt"
+    found["python"].write_text(reference[:cut], encoding="utf-8")
+    (work / "python-test.txt").write_text(reference[cut:], encoding="utf-8")
+    if not found["written"].is_file():
+        found["written"].write_text(_written(model), encoding="utf-8")
+    parts = [found[name].read_text(encoding="utf-8") for name in CALIBRATIONS[:-1]]
+    size = min(map(len, parts))
+    found["mix"].write_text("\n\n".join(part[:size] for part in parts), encoding="utf-8")
+    return found
+
+
+def _written(folder: Path) -> str:
+    """Returns texts that the dense model writes from the token with which a text begins."""
+    source = Source(str(folder))
+    model, tokenizer = load_model(source), load_tokenizer(source)
+    starts = torch.full((written(WRITTEN), 1), first_token(model, tokenizer))
+    ids = generated_text(model, starts, WRITTEN, LENGTH, 0, NoProgress())
+    return "\n\n".join(tokenizer.batch_decode(ids, skip_special_tokens=True))
+
+
+if __name__ == "__main__":
+    main()
