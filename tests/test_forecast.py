@@ -182,3 +182,11 @@ def test_a_run_says_what_it_needs_before_it_starts(desk):
 @pytest.mark.parametrize(("count", "text"), [(0.1, "1 s"), (40, "40 s"), (130, "2 min"), (9000, "2.5 h")])
 def test_durations_are_readable(count, text):
     assert duration(count) == text
+
+
+@pytest.mark.parametrize(("intermediate", "expected"), [(24, 16 + 32 + 16 + 40), (64, 32 + 16 + 2 * 64)])
+def test_what_waits_between_turns(intermediate, expected):
+    """At the start all that the dense model's sites read; at the end what the pruned linears gave, but the last one."""
+    model = zoo.tiny_llama(intermediate_size=intermediate)
+    start = zoo.start(model, config_from({"recipe": "refit"}), SAMPLES, find_plan(model, NMPattern(2, 4)))
+    assert start.facts.between_turns == expected

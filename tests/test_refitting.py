@@ -479,10 +479,10 @@ def test_what_is_watched_always_runs(name):
     problem = PROBLEMS[name]()
     plan, running = problem.plan, 0
     watched = {site.residual_reader for site in plan.sites} | {each for _, each in plan.linears() if "expert" in each}
-    for layer, module in named_layers(problem.model, plan).items():
+    for layer, whole in named_layers(problem.model, plan).items():
         sites = [site for site in plan.sites if site.linears[0].startswith(f"{layer}.")]
         with KeptOutputs(problem.model, layer, sites, Tensor.clone).running(torch.arange(2)):
-            replaced = [name for name, part in module.named_modules(prefix=layer) if "forward" in vars(part)]
+            replaced = [name for name, part in whole.named_modules(prefix=layer) if "forward" in vars(part)]
         assert not any(each.startswith(f"{name}.") for name in replaced for each in watched)
         assert not any("expert" in name for name in replaced)
         running += len(replaced)
