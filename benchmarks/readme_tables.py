@@ -250,7 +250,9 @@ TABLES = {
     "real": lambda: real.short(_load(REAL), FIRST_SCREEN),
     "real-all": lambda: real.markdown(_load(REAL)),
     "real-words": lambda: real.in_words(_load(REAL), "default", "llm-compressor sparsegpt"),
-    "demo-methods": lambda: comparison_table("compare-demo-recipe.json", "compare-demo-default.json", "compare-demo-tuned.json"),
+    "demo-methods": lambda: comparison_table(
+        "compare-demo-recipe.json", "compare-demo-default.json", "compare-demo-tuned.json"
+    ),
     "trials": lambda: trials.table(RESULTS),
     "encoder": lambda: encoder_table("compare-minilm.json"),
 }

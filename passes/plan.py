@@ -324,7 +324,7 @@ def sequential_groups(sites: list[Site]) -> list[list[Site]]:
     """
     turns: dict[str, list[Site]] = {}
     for site in sites:
-        turns.setdefault(re.sub(r"\d+", "", site.name), []).append(site)
+        turns.setdefault(re.sub(r"\.\d+\.", ".", site.name), []).append(site)  # fc1 and fc2 are no such numbers
     return list(turns.values())
 
 

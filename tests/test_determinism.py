@@ -28,7 +28,7 @@ RECIPES = {
         "--learn-batch-size",
         "4",
     ],
-    "sparsegpt": ["--recipe", "fast"],
+    "sparsegpt": ["--recipe", "heuristic,sparsegpt"],
 }
 PROGRAM = """
 import json, sys

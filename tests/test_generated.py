@@ -416,11 +416,11 @@ def test_the_command_line_repeats_itself(model_folder, tmp_path):
 
 
 def test_options_without_an_effect():
-    fast = config_from({"recipe": "fast", "generated": 3})
+    fast = config_from({"recipe": "heuristic,sparsegpt", "generated": 3})
     with pytest.raises(ConfigError, match=r"`generated=` has no effect with `recipe=heuristic,sparsegpt`, none of"):
         check_given(["generated"], fast)
     assert (fast.generated, fast.writes) == (0, 0)
-    alone = config_from({"recipe": "fast", "calibration": "none", "generated": 3, "samples": 5})
+    alone = config_from({"recipe": "heuristic,sparsegpt", "calibration": "none", "generated": 3, "samples": 5})
     with pytest.raises(ConfigError, match=r"`samples=` has no effect with `calibration=none`"):
         check_given(["generated", "samples"], alone)
     assert (alone.generated, alone.writes) == (0, 3)

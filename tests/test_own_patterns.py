@@ -23,8 +23,8 @@ OWN = ["*.down_proj=4:8", "re:.*layers\\.1\\.self_attn\\.[qk]=1:4"]
 DOWN, Q, GATE = "model.layers.0.mlp.down_proj", "model.layers.1.self_attn.q_proj", "model.layers.0.mlp.gate_proj"
 RECIPES = {
     "mask": {"recipe": "heuristic,mask"},
-    "sparsegpt": {"recipe": "fast"},
-    "refit": {"recipe": "default"},
+    "sparsegpt": {"recipe": "heuristic,sparsegpt"},
+    "refit": {"recipe": "heuristic,refit"},
     "values": {"recipe": "values", "search_rounds": 1},
     "learned": {"recipe": "published", "learn_epochs": 1, "learn_block_size": 16},
 }

@@ -34,7 +34,7 @@ from permtriton.methods.prune.weights import update_weights
 from permtriton.model.checks import check_pruned
 from permtriton.model.experts import unstack_experts
 from permtriton.model.forward import last_hidden_state
-from permtriton.passes.plan import Site, layer_modules, linear_module, named_layers
+from permtriton.passes.plan import Site, layer_modules, linear_module, named_layers, sequential_groups
 from permtriton.running.kept_outputs import KeptOutputs
 from permtriton.running.layer_inputs import from_model
 from permtriton.running.offload import OffloadFolder
@@ -640,3 +640,14 @@ def test_weights_in_files_give_the_same_bytes(tmp_path):
     expected = weights_of(compiled("heuristic,refit"))
     found = weights_of(compiled("heuristic,refit", offload=OffloadFolder(tmp_path)))
     assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+
+
+@pytest.mark.parametrize(("name", "turns"), [("llama_eager", 4), ("opt", 4), ("gpt_neox", 4), ("mixtral", 4)])
+def test_a_linear_is_fitted_to_what_the_new_weights_before_it_give(name, turns):
+    """Numbers tell experts apart, which share a turn; fc1 and fc2, or dense_h_to_4h and dense_4h_to_h, share none."""
+    _, plan = zoo.planned(name)[:2]
+    for sites in plan.layers():
+        groups = sequential_groups(sites)
+        assert len(groups) == turns
+        if name != "mixtral":
+            assert [len(group) for group in groups] == [1] * turns

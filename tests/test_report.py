@@ -338,18 +338,14 @@ def test_a_method_has_the_name_that_compare_gives_it():
     others = {method: name for method, name in named.items() if method != name}
     assert others == {
         f"{method}{layout}": f"{recipe}{layout}"
-        for method, recipe in (
-            ("heuristic + refit", "default"),
-            ("heuristic + sparsegpt", "fast"),
-            ("wanda + searched", "values"),
-        )
+        for method, recipe in (("wanda + searched", "values"),)
         for layout in ("", " (fused)")
     }
 
 
 def test_changed_options_are_not_the_recipe():
     fewer = config_from({"refit_exchanges": 0})
-    assert method_of(fewer.to_dict()) == "heuristic + refit"
+    assert method_of(fewer.to_dict()) == "heuristic + refit + tune"
     assert method_of(config_from({}).to_dict()) == "default"
 
 
