@@ -34,7 +34,7 @@ ROUNDS = 4  # that all steps are divided into: after each, the held-out samples 
 
 
 @torch.enable_grad()
-def tune(
+def tune(  # noqa: PLR0913
     model: PreTrainedModel,
     plan: Plan,
     samples: Samples,
@@ -43,6 +43,7 @@ def tune(
     config: CommonConfig,
     progress: Progress,
     state: StateFile | None = None,
+    *,
     offload: Offload | None = None,
 ) -> Trained:
     """Trains vectors and row scales on ``objective``; zeros stay zeros, and kept weights change by their row's scale.
