@@ -22,7 +22,7 @@ def page(results: Path) -> str:
     """Returns the report of the compilations whose ``permtriton.json`` is in ``results/report-demo``."""
     with TemporaryDirectory() as place:
         folders = [_folder(Path(place) / f"demo-{name}", results / "report-demo" / f"{name}.json") for name in METHODS]
-        return html(page_of(read_folders(folders), read_comparison(results / "compare-demo-default.json")))
+        return html(page_of(read_folders(folders), read_comparison(results / "compare-demo-tuned.json")))
 
 
 def _folder(folder: Path, record: Path) -> Path:

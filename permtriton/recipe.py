@@ -97,8 +97,8 @@ def recipes() -> dict[str, dict[str, Any]]:
 
     Example:
         >>> import permtriton
-        >>> permtriton.recipes()["recipes"]["fast"]["steps"]
-        ['heuristic', 'sparsegpt']
+        >>> permtriton.recipes()["recipes"]["default"]["steps"]
+        ['heuristic', 'refit', 'tune']
     """
     named = {name: {"steps": each.names.split(","), "summary": each.summary} for name, each in RECIPES.items()}
     return {"recipes": named, "steps": {step.name: step.summary for step in steps.STEPS}}
