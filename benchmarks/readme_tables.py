@@ -44,6 +44,8 @@ def comparison_table(*names: str) -> str:
     """
     reports = [_load(name) for name in names]
     rows = {row["method"]: row for report in reports for row in report["rows"]}
+    for name in ("heuristic + refit", f"heuristic + refit{FUSED}"):
+        rows.pop(name, None)  # older than the metric of the outputs
     report, dense = reports[-1], rows.pop("dense")["mean"]
     config, versions, seeds = report["config"], report["versions"], len(report["seeds"])
     assert all((each["tokens"], each["seeds"]) == (report["tokens"], report["seeds"]) for each in reports)

@@ -60,7 +60,13 @@ TRIALS = (
         "refit_dense_targets 0.0",
     ),
     Trial("the metric of the outputs in `refit`", "metric-smollm2.json", "default without the metric", "default"),
-    Trial("`tune` after the default of then", "metric-smollm2.json", "default", "default, tune"),
+    Trial("`tune` after the fit (the default)", "real-smollm2-cpu.json", "default without tuning", "default"),
+    Trial(
+        "`fast`, which is `refit` alone, in place of SparseGPT in the heuristic order",
+        "real-smollm2-cpu.json",
+        "heuristic + sparsegpt",
+        "fast",
+    ),
     Trial(
         "an order of channels before `refit` and `tune`",
         "metric-smollm2.json",
