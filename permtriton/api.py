@@ -94,7 +94,7 @@ def compile(model: Model, asked: Asked, options: dict[str, Any]) -> CompiledMode
         >>> import permtriton
         >>> compiled = permtriton.compile("my-model", data="my-text.txt", recipe="fast", samples=16, sequence_length=32)
         >>> compiled.report["config"]["recipe"]
-        'heuristic,sparsegpt'
+        'refit'
     """
     job, reports = _job(model, asked, options), reporter(asked.progress)
     with job.claimed(reports):
@@ -120,7 +120,7 @@ def dry_run(model: Model, asked: Asked, options: dict[str, Any]) -> DryRun:
         >>> import permtriton
         >>> found = permtriton.dry_run("my-model", data="my-text.txt", recipe="fast", samples=16, sequence_length=32)
         >>> found.forecast.seconds
-        {'calibrate': ..., 'heuristic': ..., 'sparsegpt': ...}
+        {'calibrate': ..., 'refit': ...}
     """
     return _job(model, asked, options).dry_run(reporter(asked.progress))
 
