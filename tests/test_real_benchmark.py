@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 import benchmarks.real.__main__ as benchmark
 from benchmarks import readme_tables
-from benchmarks.real import evaluate, inputs, plot, table
+from benchmarks.real import domains, evaluate, inputs, plot, table
 from benchmarks.real.rows import OURS, PEERS, ROWS, THEIRS, Job, command
 from permtriton.cli import compile as compile_command
 from permtriton.cli.main import app
@@ -300,3 +300,15 @@ def test_the_check_finds_a_plot_that_is_not_what_the_result_gives(tmp_path, monk
         damage()
         with pytest.raises(SystemExit, match=r"plot\.svg is not what"):
             readme_tables.main()
+
+
+def test_texts_of_domains(tmp_path):
+    for name in ("valid", "written"):
+        (tmp_path / f"{name}.txt").write_text(f"{name} " * 10)
+    found = domains.calibration_texts(tmp_path, tmp_path, tmp_path / "no model", domains.CALIBRATIONS)
+    text, held_out = (path.read_text(encoding="utf-8") for path in (found["python"], tmp_path / "python-test.txt"))
+    assert 0.75 < len(text) / len(text + held_out) < 0.85
+    assert held_out.strip() not in text
+    assert found["mix"].read_text() == "\n\n".join(
+        ["valid " * 10, text[:60], "written " * 10][i][:60] for i in range(3)
+    )

@@ -11,6 +11,7 @@ and the same command continues with what is missing.
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -49,7 +50,7 @@ def main() -> None:
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
     model = made_model(args.work)
-    texts = calibration_texts(args.work, args.texts, model)
+    texts = calibration_texts(args.work, args.texts, model, args.calibrations)
     held_out = {
         "wikitext": held_out_file(args.work, model, args.texts / "test.txt", WINDOW),
         "python": held_out_file(args.work, model, args.work / "python-test.txt", WINDOW),
@@ -87,14 +88,16 @@ def measured(folder: Path, model: Path, held_out: Path, args: argparse.Namespace
     return float(json.loads(printed.splitlines()[-1])["perplexity"])
 
 
-def calibration_texts(work: Path, texts: Path, model: Path) -> dict[str, Path]:
-    """Returns the file of each calibration text, made where it is not there; so is ``python-test.txt``."""
+def calibration_texts(work: Path, texts: Path, model: Path, wanted: Sequence[str]) -> dict[str, Path]:
+    """Returns the file of each calibration text, and makes ``python-test.txt``; the model writes only if it must."""
     reference = "\n\n".join(topics[name] for name in sorted(topics))
     cut = reference.index("\n\n", int(CALIBRATED_ON * len(reference)))
     found = {name: work / f"{name}.txt" for name in CALIBRATIONS}
     found["wikitext"] = texts / "valid.txt"
     found["python"].write_text(reference[:cut], encoding="utf-8")
     (work / "python-test.txt").write_text(reference[cut:], encoding="utf-8")
+    if {"written", "mix"}.isdisjoint(wanted):
+        return found
     if not found["written"].is_file():
         found["written"].write_text(_written(model), encoding="utf-8")
     parts = [found[name].read_text(encoding="utf-8") for name in CALIBRATIONS[:-1]]
