@@ -324,7 +324,8 @@ def sequential_groups(sites: list[Site]) -> list[list[Site]]:
     """
     turns: dict[str, list[Site]] = {}
     for site in sites:
-        turns.setdefault(re.sub(r"\.\d+\.", ".", site.name), []).append(site)  # fc1 and fc2 are no such numbers
+        place = re.sub(r"(?<=\.)\d+(?=\.)", "", site.name)  # without the numbers of experts; fc1 and fc2 stay apart
+        turns.setdefault(place, []).append(site)
     return list(turns.values())
 
 
