@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from permtriton.errors import OutputError
+from permtriton.methods.train import distillation
 from permtriton.running.state import StateFile
 
 from .updating import STEPS, Recording, equal, interrupt, same, tiny
@@ -41,10 +42,30 @@ def test_distilling_continues_to_the_same_end(path, rate, dtype):
     progress = Recording()
     continued = pruned.reset().distill(progress, StateFile(path, MINE), learning_rate=rate)
     assert progress.steps == [2 * STEPS, *[1] * STEPS], "one epoch was left"
-    assert "after epoch 2" in progress.lines[0]
+    assert "after round 2" in progress.lines[0]
     assert same(continued, whole)
     assert equal(pruned.trained_weights(), expected)
     assert pruned.moved() if rate < 1 else not pruned.moved()
+
+
+def test_an_epoch_of_many_steps_keeps_its_state_in_between(path, monkeypatch):
+    pruned = tiny()
+    in_one = pruned.distill(epochs=1)
+    expected = pruned.trained_weights()
+    monkeypatch.setattr(distillation, "ROUND", 1)
+    whole = pruned.reset().distill(epochs=1)
+    assert (len(in_one.history), len(whole.history)) == (2, 1 + STEPS)
+    assert whole.history[-1].held_out == in_one.history[-1].held_out, "the same steps in the same order"
+    assert whole.kept == STEPS
+    assert equal(pruned.trained_weights(), expected)
+    with pytest.raises(KeyboardInterrupt):
+        pruned.reset().distill(Recording(3, interrupt), StateFile(path, MINE), epochs=1)
+    progress = Recording()
+    continued = pruned.reset().distill(progress, StateFile(path, MINE), epochs=1)
+    assert "after round 1" in progress.lines[0]
+    assert progress.steps == [1] * STEPS
+    assert same(continued, whole)
+    assert equal(pruned.trained_weights(), expected)
 
 
 def test_reconstruction_continues_to_the_same_end(path):

@@ -15,6 +15,8 @@ from permtriton.running.backward import checkpointed
 from permtriton.running.state import StateFile
 from permtriton.util.progress import Progress
 
+ROUND = 64  # steps after which, at the latest, the held-out sequences are measured and the state is kept
+
 
 @torch.enable_grad()
 def distill(
@@ -29,13 +31,13 @@ def distill(
 ) -> Trained:
     """Trains the kept weights of all pruned linears on ``objective``; nothing else of the model changes.
 
-    A tenth of the sequences is held out. The weights of the epoch with the lowest loss on it are kept, which may be
-    those before training.
+    A tenth of the sequences is held out. It is measured after every epoch, or round of `ROUND` steps if an epoch has
+    more; the weights with the lowest loss on it are kept, which may be those before training.
 
     Args:
         model: pruned model; its weights change in place.
         objective: the loss, with the dense model's outputs on ``samples``, their channels in the order of ``model``.
-        state: file that keeps the state between epochs, to continue from and to write to; None keeps no state. Its
+        state: file that keeps the state between rounds, to continue from and to write to; None keeps no state. Its
             inputs must cover the pruned weights, or what they follow from.
 
     Raises:
@@ -49,12 +51,12 @@ def distill(
         return objective.loss(last_hidden_state(model, samples[rows]), rows)
 
     layers = layer_modules(model, plan) if config.activation_checkpointing else []
-    course = Course.of(len(samples), samples.tokens, options, config.seed)
+    course = Course.of(len(samples), samples.tokens, options, config.seed).in_rounds(ROUND)
     with kept.trainable(model), checkpointed(layers):
         trainer = WeightTrainer(kept, loss_of, course, config, "distill")
         result = trainer.load(state)
         if result.history:
-            progress.say(f"distill: continuing after epoch {len(result.history) - 1} of an interrupted run")
+            progress.say(f"distill: continuing after round {len(result.history) - 1} of an interrupted run")
         with progress.stage("distill", course.steps) as advance:
             advance(course.steps_until(len(result.history) - 1) if result.history else 0)
             trainer.fit(result, advance, lambda: trainer.save(state, result))

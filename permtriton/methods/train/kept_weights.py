@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -63,9 +63,10 @@ class Trained:
     history: list[UpdateEpoch] = field(default_factory=list)
     kept: int = 0
 
-    def report(self) -> dict[str, Any]:
-        """Returns all epochs and the one that is kept, for the report."""
-        return {"history": [asdict(epoch) for epoch in self.history], "kept": self.kept}
+    def report(self, unit: str = "epoch") -> dict[str, Any]:
+        """Returns all epochs, each with its number under ``unit``, and the one that is kept."""
+        rows = [asdict(epoch) for epoch in self.history]
+        return {"history": [{unit: row.pop("epoch"), **row} for row in rows], "kept": self.kept}
 
     @classmethod
     def read(cls, values: Any, epochs: int) -> "Trained":
@@ -114,6 +115,11 @@ class Course:
     def steps_until(self, epoch: int) -> int:
         """Returns the number of steps of the first so many epochs."""
         return sum(map(len, self.epochs[:epoch]))
+
+    def in_rounds(self, steps: int) -> "Course":
+        """Returns the same steps, with every epoch of more than ``steps`` cut into rounds that count as epochs."""
+        starts = [(epoch, start) for epoch in self.epochs for start in range(0, len(epoch), steps)]
+        return replace(self, epochs=[epoch[start : start + steps] for epoch, start in starts])
 
 
 def weights_of(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Parameter]:

@@ -80,5 +80,4 @@ class Tune(Tuning, Step):
                 model, run.plan, run.read_by(self), run.objective(self), self, run.config, run.progress, state,
                 offload=run.offload,
             )  # fmt: skip
-        history = [{"round": each.pop("epoch"), **each} for each in tuned.report()["history"]]
-        return Outcome("round", history, tuned.kept)
+        return Outcome("round", **tuned.report("round"))
