@@ -354,7 +354,7 @@ def test_samples_that_are_no_longer_than_a_beginning(length):
 def test_a_recipe_that_asks_for_it_runs_without_it_where_it_must(read):
     """The user asked for nothing, so that nothing is refused."""
     progress = Recording()
-    config = config_from({"recipe": "best", "samples": 6, "distill_epochs": 1, "reconstruct_epochs": 1})
+    config = config_from({"recipe": "best", "samples": 6})
     assert config.generated > 0
     found = compile_model(bert(), None, config, ids=IDS, progress=progress)
     assert "no text is generated: BertModel does not write text" in "\n".join(progress.lines)

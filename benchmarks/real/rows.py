@@ -25,7 +25,7 @@ OURS = {
     "default with dense share 0.1": "--recipe default --dense-share 0.1",
     "default with row weights": "--recipe default --heuristic-row-weights fisher",
     "default without residual targets": "--recipe default --refit-residual-targets 0",
-    "best (cut short)": "--recipe best --generated 0 --reconstruct-epochs 1 --distill-epochs 1",  # of 8, 20 and 4
+    "best": "--recipe best",
     "wanda + heuristic (fused)": "--recipe heuristic,mask --importance wanda --layout fused",
     "heuristic + sparsegpt (fused)": "--recipe heuristic,sparsegpt --layout fused",
     "fast (fused)": "--recipe fast --layout fused",
