@@ -78,7 +78,7 @@ class Tune(Tuning, Step):
         with run.running() as model:
             tuned = tune(
                 model, run.plan, run.read_by(self), run.objective(self), self, run.config, run.progress, state,
-                offload=run.offload,
+                store=run.store,
             )  # fmt: skip
         history = [{"round": each.pop("epoch"), **each} for each in tuned.report()["history"]]
         return Outcome("round", history, tuned.kept)
