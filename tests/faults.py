@@ -186,12 +186,12 @@ def outside(original: Callable[..., None], kept: KeptWeights, values: dict[str, 
         weight.data.masked_fill_(kept._masks[name], 0).masked_scatter_(kept._masks[name].roll(1, 1), values[name])
 
 
-def folded_twice(original: Callable[..., Any], values: TunedValues, copied: Any) -> Any:
+def folded_twice(original: Callable[..., Any], values: TunedValues, store: Any) -> Any:
     scales = {name: values.values[name].detach().clone() for name in values._linears}
-    before = original(values, copied)
+    before = original(values, store)
     for name, scale in scales.items():
         values.values[name].data.copy_(scale)
-    original(values, copied)
+    original(values, store)
     return before
 
 
@@ -200,9 +200,9 @@ def of_the_other_axis(original: Callable[..., Tensor], linear: Any) -> Tensor:
     return weight.t() if weight.shape[0] == weight.shape[1] else weight
 
 
-def folded_beside(original: Callable[..., Any], values: TunedValues, copied: Any) -> Any:
+def folded_beside(original: Callable[..., Any], values: TunedValues, store: Any) -> Any:
     """All weights are moved by a little, in place of being multiplied."""
-    before = original(values, copied)
+    before = original(values, store)
     for linears in values._linears.values():
         linears[0].weight.data.add_(1e-6)
     return before

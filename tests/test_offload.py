@@ -58,7 +58,7 @@ def test_measures_of_layers_one_after_another_have_the_same_bits(name, offload):
     model, plan = unstacked(name) if name == "mixtral" else zoo.planned(name)
     config = CompileConfig(micro_batch_size=4)
     kind = "kl" if model.can_generate() else "cosine"
-    stream = LayerStream(model, named_layers(model, plan), list(SAMPLES.split(4)), offload.empty)
+    stream = LayerStream(model, named_layers(model, plan), list(SAMPLES.split(4)), offload)
     assert len(stream.layers) > 1, "otherwise the model runs as a whole, and nothing is tested"
     for method in ("wanda", "obs"):
         expected = site_statistics(model, plan, method, SAMPLES, 4, NoProgress())

@@ -20,7 +20,7 @@ from permtriton.errors import CalibrationError, first_line
 from permtriton.model.core import takes_decoder_ids
 from permtriton.running import ranks
 from permtriton.running.micro_batch import MicroBatch, is_out_of_memory
-from permtriton.running.offload import Offload
+from permtriton.running.store import Store
 from permtriton.util.progress import Advance, Progress
 
 BEGINNING = 4  # first tokens of a calibration sample, which a text continues
@@ -28,10 +28,10 @@ KEPT = 0.9  # share of the texts that are kept: those of the lowest perplexity
 TOKENS_AT_ONCE = 2**14  # of the texts that are written together, whose keys and values are cached
 
 
-def why_not_generated(model: PreTrainedModel, offload: Offload | None, samples: Samples | None = None) -> str:
+def why_not_generated(model: PreTrainedModel, store: Store, samples: Samples | None = None) -> str:
     """Returns why a model cannot write further samples, or the first ones where there are none; empty if it can."""
     name = type(model).__name__
-    if offload is not None:
+    if store.one_layer:
         return "with an offload folder, each token of a text would take reading all weights from the disk"
     if takes_decoder_ids(model):
         return f"{name} is an encoder-decoder, which writes only what belongs to the text that its encoder reads"

@@ -30,6 +30,7 @@ from permtriton.passes.verify_graph import run as run_graph
 from permtriton.recipe import check_recipe, config_from
 from permtriton.running.offload import OffloadFolder, working
 from permtriton.running.placement import Way
+from permtriton.running.store import MEMORY
 from permtriton.util.progress import NoProgress, Progress
 
 
@@ -75,7 +76,7 @@ def compile_model(  # noqa: PLR0913
     Raises:
         PermTritonError: bad input, too little memory or disk, or a failed check. The model may then be partly changed.
     """
-    config, workspace = _checked(config, offload), Workspace(progress or NoProgress(), resume_path, offload)
+    config, workspace = _checked(config, offload), Workspace(progress or NoProgress(), resume_path, offload or MEMORY)
     with working(offload, model.eval(), device), unstacked_experts(model), shared_linears(model):
         run = prepare(
             model,
@@ -116,7 +117,7 @@ def forecast_model(  # noqa: PLR0913
     Arguments and errors are those of `compile_model`, and ``devices``, for which the estimate is made; None means
     ``device``, to which the model moves if it fits there. Too little memory is no error here, but gives no time.
     """
-    config, workspace = _checked(config, offload), Workspace(NoProgress(), resume_path, offload)
+    config, workspace = _checked(config, offload), Workspace(NoProgress(), resume_path, offload or MEMORY)
     with working(offload, model.eval()), unstacked_experts(model), shared_linears(model):
         held_out = held_out_samples(model, evaluation_windows)
         start = planned(model, tokenizer, config, workspace, ids, model.device)

@@ -34,9 +34,10 @@ from permtriton.passes.plan import named_layers
 from permtriton.recipe import suggested_text
 from permtriton.running import ranks
 from permtriton.running.offload import OffloadFolder
-from permtriton.running.onload import HostMemory, why_not_onloaded
+from permtriton.running.onload import why_not_onloaded
 from permtriton.running.placement import Placement, Way
 from permtriton.running.state import StateFile
+from permtriton.running.store import HostMemory
 
 
 def prepare(  # noqa: PLR0913
@@ -85,11 +86,11 @@ def prepare(  # noqa: PLR0913
         if held_out is not None:
             with workspace.timed("evaluate"):
                 layers = named_layers(model, start.plan)
-                evaluation = Evaluation(runs, held_out, progress, layers, workspace.offload)
+                evaluation = Evaluation(runs, held_out, progress, layers, workspace.store)
         if config.uses_importance:
             with workspace.timed("calibrate"):
                 statistics = site_statistics(
-                    runs, start.plan, config.importance, samples, batch, progress, workspace.offload
+                    runs, start.plan, config.importance, samples, batch, progress, workspace.store
                 )
             expert_tokens = tokens_of_experts(runs, len(samples) * samples.longest)
             few = describe_few(runs, expert_tokens)
@@ -122,7 +123,7 @@ def placed(
     Raises:
         ConfigError: the recipe cannot be done that way.
     """
-    model, offloaded = start.model, workspace.offload is not None
+    model, offloaded = start.model, workspace.store.one_layer
     if offloaded and Way.WHOLE not in ways:
         raise ConfigError("`offload=` is for a model on the CPU: leave it out, or leave `onload=` and `shard=` out")
     devices = Devices.of(device, ranks.count(), ways, offloaded=offloaded)
@@ -132,7 +133,8 @@ def placed(
         check_way(chosen, start, device)
         devices = replace(devices, ways=(chosen,))
         needs = needs if needs.way is chosen else estimate(start, held_out, devices)
-        workspace.offload = workspace.offload or (HostMemory() if chosen is Way.ONLOADED else None)
+        if chosen is Way.ONLOADED:
+            workspace.store = HostMemory()
     elif device != model.device and fits(needs, devices):
         nn.Module.to(model, device)
         plan, graph = plan_model(model, start.config, start.samples)  # a graph is of one device
@@ -237,7 +239,7 @@ def _no_text(
         ConfigError: the model cannot write text.
         CalibrationError: the samples are longer than the model can take.
     """
-    if reason := why_not_generated(model, workspace.offload):
+    if reason := why_not_generated(model, workspace.store):
         raise ConfigError(f"`calibration={WRITTEN}`: {reason}. Give a text, or what else the model reads")
     if not config.generated:
         raise ConfigError(f"`calibration={WRITTEN}`: the model writes all text; say how many sequences by `generated=`")
@@ -252,7 +254,7 @@ def _writing(model: PreTrainedModel, config: CompileConfig, workspace: Workspace
     Raises:
         ConfigError: the user asks for it.
     """
-    if not config.generated or not (reason := why_not_generated(model, workspace.offload, samples)):
+    if not config.generated or not (reason := why_not_generated(model, workspace.store, samples)):
         return config
     if config.generated != suggested_text(config):
         raise ConfigError(f"`generated={config.generated}`: {reason}. Leave it out, or give `generated=0`")
@@ -333,7 +335,7 @@ def _check_disks(workspace: Workspace, forecast: Forecast) -> Path | None:
     folder = workspace.resume_path and workspace.resume_path.resolve().parent
     if folder is not None:
         ranks.on_first(lambda: check_disk(forecast.disk, folder))
-    if isinstance(workspace.offload, OffloadFolder):
+    if isinstance(workspace.store, OffloadFolder):
         needed = {name: size for name, size in forecast.needs.offloaded.items() if name != IN_PLACE}
-        check_disk(needed, workspace.offload.folder)
+        check_disk(needed, workspace.store.folder)
     return folder

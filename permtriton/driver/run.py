@@ -29,11 +29,10 @@ from permtriton.passes.graph import absorb_folds
 from permtriton.passes.pipeline import Pass, PassResult, permutation_passes, run_passes
 from permtriton.passes.plan import Plan, linear_module, weight_in_out
 from permtriton.passes.trace import OTHER_VALUES
-from permtriton.running.layer_calls import Empty
 from permtriton.running.micro_batch import MicroBatch
-from permtriton.running.offload import Offload
 from permtriton.running.placement import Placement
 from permtriton.running.sharding import twin_of
+from permtriton.running.store import Store
 from permtriton.util.permutation import compose, identity
 from permtriton.util.progress import Progress
 
@@ -110,14 +109,9 @@ class Run:
         return self.workspace.progress
 
     @property
-    def offload(self) -> Offload | None:
-        """Where weights are that do not fit in memory, and large tensors beside them; None for memory."""
-        return self.workspace.offload
-
-    @property
-    def empty(self) -> Empty:
-        """Makes a large tensor on the CPU, as ``torch.empty`` does."""
-        return self.workspace.empty
+    def store(self) -> Store:
+        """Where large tensors beside the weights are."""
+        return self.workspace.store
 
     @property
     def low_memory(self) -> bool:
@@ -165,7 +159,7 @@ class Run:
             return self.rows
         kind = default_objective(self.model)
         with self.running() as model:
-            found = fisher_information(model, self.plan, kind, self.samples, self.config, self.progress, self.offload)
+            found = fisher_information(model, self.plan, kind, self.samples, self.config, self.progress, self.store)
         return {name: fisher.row.to(self.model.device) for name, fisher in found.items()}
 
     def output_gradients(self, tokens: int) -> dict[str, Tensor]:
@@ -174,7 +168,7 @@ class Run:
         with self.running() as model:
             # One sequence at a time: they are few, and the logits of more would take more memory than all else.
             config = replace(self.config, micro_batch_size=1)
-            return output_gradients(model, self.plan, kind, self.samples[:count], config, self.progress, self.offload)
+            return output_gradients(model, self.plan, kind, self.samples[:count], config, self.progress, self.store)
 
     # -- the order of channels -----------------------------------------------------------------------------------------
 
@@ -241,7 +235,7 @@ class Run:
         if any(step.dense_weights for step in steps):
             for _, name in self.plan.linears():
                 weight = linear_module(self.model, name).get_parameter("weight").detach()
-                self.dense_weights[name] = self.empty(weight.shape, dtype=weight.dtype).copy_(weight)
+                self.dense_weights[name] = self.store.empty(weight.shape, dtype=weight.dtype).copy_(weight)
         keys = {self._objective_key(step): step for step in steps if step.objective}
         self._objectives = {key: found for key, found in self._objectives.items() if key in keys}
         for step in keys.values():

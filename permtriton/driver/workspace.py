@@ -1,4 +1,4 @@
-"""What a compilation works with from its first moment: a clock, a disk in place of memory, and the files of states."""
+"""What a compilation works with from its first moment: a clock, a store of large tensors, and the files of states."""
 
 import time
 from collections.abc import Iterator
@@ -6,13 +6,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 from transformers import PreTrainedModel
 
 from permtriton.model.checks import model_hash
-from permtriton.running.layer_calls import Empty
-from permtriton.running.offload import Offload
 from permtriton.running.state import StateFile
+from permtriton.running.store import MEMORY, Store
 from permtriton.util.machine import release_memory
 from permtriton.util.progress import Progress
 
@@ -26,7 +24,7 @@ class Workspace:
         progress: what is told of the work.
         resume_path: path of the files that keep the states of steps, each with its step's name before the suffix; None
             keeps no state.
-        offload: where weights are that do not fit in memory, and large tensors beside them; None for memory.
+        store: where large tensors beside the weights are.
 
     Attributes:
         seconds: time per step and stage, filled by `timed`.
@@ -34,8 +32,8 @@ class Workspace:
         inputs: what decides the result, as JSON values, filled by `note`: a state of another run is refused.
     """
 
-    def __init__(self, progress: Progress, resume_path: Path | None = None, offload: Offload | None = None) -> None:
-        self.progress, self.resume_path, self.offload = progress, resume_path, offload
+    def __init__(self, progress: Progress, resume_path: Path | None = None, store: Store = MEMORY) -> None:
+        self.progress, self.resume_path, self.store = progress, resume_path, store
         self.seconds: dict[str, float] = {}
         self.states: list[StateFile] = []
         self.inputs: dict[str, Any] = {}
@@ -46,14 +44,8 @@ class Workspace:
         started = time.perf_counter()
         yield
         release_memory()
-        if self.offload is not None:
-            self.offload.release()
+        self.store.release()
         self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - started
-
-    @property
-    def empty(self) -> Empty:
-        """Makes a large tensor on the CPU, as ``torch.empty`` does."""
-        return torch.empty if self.offload is None else self.offload.empty
 
     def note(self, **inputs: Any) -> None:
         """Notes what decides the results of all that follows."""

@@ -12,7 +12,7 @@ from permtriton.evaluation.perplexity import perplexity, perplexity_by_layers, w
 from permtriton.model.forward import hidden_states, mean_cosine_loss, with_tokens
 from permtriton.model.seq2seq import arguments_of, predicted
 from permtriton.running.layer_stream import LayerStream
-from permtriton.running.offload import Offload
+from permtriton.running.store import MEMORY, Store
 from permtriton.util.progress import Progress
 
 MAX_ENCODER_WINDOWS = 64  # the dense model's hidden states on these samples stay in memory
@@ -36,9 +36,9 @@ class Evaluation:
         windows: Inputs,
         progress: Progress,
         layers: Mapping[str, nn.Module] | None = None,
-        offload: Offload | None = None,
+        store: Store = MEMORY,
     ) -> None:
-        self._layers, self._offload = layers or {}, offload
+        self._layers, self._store = layers or {}, store
         windows = with_tokens(model, Samples.of(windows))
         self._windows, self._batch, self._progress = windows, windows_at_once(windows.longest), progress
         self._hidden = torch.empty(0)
@@ -64,10 +64,10 @@ class Evaluation:
         return 1 - mean_cosine_loss(model, self._windows, self._hidden, self._batch, hidden_order)
 
     def _perplexity(self, model: PreTrainedModel) -> float:
-        if self._offload is not None:
+        if self._store.one_layer:
             batches = list(self._windows.split(self._batch))
             arguments = [Samples(arguments_of(model, rows.inputs)) for rows in batches]
-            stream = LayerStream(model, self._layers, arguments, self._offload.empty)
+            stream = LayerStream(model, self._layers, arguments, self._store)
             if stream.layers:
                 return perplexity_by_layers(model, stream, batches, self._progress)
         return perplexity(model, self._windows, self._batch, self._progress)

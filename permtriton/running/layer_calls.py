@@ -18,9 +18,9 @@ from permtriton.data.samples import Samples
 from permtriton.model.checks import TOLERANCE, relative_difference
 from permtriton.model.forward import last_hidden_state, replaced_forwards
 from permtriton.running.micro_batch import MicroBatch
+from permtriton.running.store import MEMORY, Store
 
 During = Callable[[Tensor], AbstractContextManager[None]]  # what a layer runs in on the sequences of such numbers
-Empty = Callable[..., Tensor]  # makes a tensor of a shape and a dtype on the CPU, as torch.empty does
 PLAIN = (Tensor, bool, int, float, str, torch.dtype, torch.device, type(None))
 
 
@@ -115,16 +115,16 @@ class LayerCalls:
         hidden: Tensor,
         batch: int,
         rows: Tensor | None = None,
-        empty: Empty = torch.empty,
+        store: Store = MEMORY,
         during: During = any_rows,
     ) -> Tensor:
-        """Returns the output for some sequences, on the CPU.
+        """Returns the output for some sequences.
 
         Args:
             hidden: the hidden states of all sequences, ``[sequences, tokens, hidden]``.
             batch: sequences per call.
             rows: numbers of the sequences to run, int64 ``[at least one]``; all by default.
-            empty: makes the tensor that is returned.
+            store: where the output is.
             during: as for a call.
         """
         numbers = torch.arange(hidden.shape[0]) if rows is None else rows
@@ -135,7 +135,7 @@ class LayerCalls:
                 part = numbers[start : start + size]
                 found = self(hidden[part], part, during)
                 if not start:
-                    result = empty((numbers.numel(), *found.shape[1:]), dtype=found.dtype)
+                    result = store.empty((numbers.numel(), *found.shape[1:]), dtype=found.dtype)
                 result[start : start + size] = found.cpu()
             return result
 
@@ -174,7 +174,7 @@ def run_layer(layer: nn.Module, hidden: Tensor, leaves: list[Any], structure: py
 
 @torch.no_grad()
 def record_chain(
-    model: PreTrainedModel, layers: Mapping[str, nn.Module], samples: Samples, empty: Empty = torch.empty
+    model: PreTrainedModel, layers: Mapping[str, nn.Module], samples: Samples, store: Store = MEMORY
 ) -> tuple[dict[str, LayerCalls], Tensor]:
     """Returns the calls of a chain's layers for every sequence, and what its first layer reads.
 
@@ -183,10 +183,9 @@ def record_chain(
 
     Args:
         layers: name -> layer, for the layers of a chain, in execution order.
-        empty: makes the tensor of hidden states.
 
     Returns:
-        Name -> calls, and hidden states ``[sequences, tokens, hidden]`` on the CPU.
+        Name -> calls, and hidden states ``[sequences, tokens, hidden]`` in ``store``.
     """
     calls = {name: LayerCalls(layer, model.device) for name, layer in layers.items()}
     start, hidden = next(iter(layers)), torch.empty(0)
@@ -199,7 +198,7 @@ def record_chain(
         first = found[start][0].hidden
         assert first is not None
         if not number:
-            hidden = empty((len(samples), *first.shape[1:]), dtype=first.dtype)
+            hidden = store.empty((len(samples), *first.shape[1:]), dtype=first.dtype)
         hidden[number] = first[0]
         for name, (call,) in found.items():
             calls[name]._add(call)

@@ -19,8 +19,9 @@ from permtriton.model.forward import last_hidden_state
 from permtriton.passes.plan import Plan, Site, layer_names, linear_module
 from permtriton.running import ranks
 from permtriton.running.kept_outputs import Keep, KeptOutputs
-from permtriton.running.layer_calls import During, Empty, LayerCalls, any_rows, find_chains, record_chain
+from permtriton.running.layer_calls import During, LayerCalls, any_rows, find_chains, record_chain
 from permtriton.running.sharding import is_spread
+from permtriton.running.store import MEMORY, Store
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def layer_by_layer(
     batch: int,
     *,
     changing: bool,
-    empty: Empty = torch.empty,
+    store: Store = MEMORY,
     within: Within = _as_it_is,
     keep: Keep | None = None,
 ) -> Iterator[LayerInputs]:
@@ -84,7 +85,6 @@ def layer_by_layer(
     Args:
         changing: whether the weights of a layer change before the next one is asked for: its inputs then follow from
             the new weights, which takes a second run of each layer.
-        empty: makes the tensors that hold the hidden states of all sequences.
         within: the contexts that the layers, and the model, run in: there, the plan's weights may have other values.
         keep: keeps what linears return once their weights are final, so that each of their products is computed once
             however often the layer runs; None to keep nothing. What the model gives is never kept.
@@ -103,7 +103,7 @@ def layer_by_layer(
             continue
         if name not in calls:
             with within(""):
-                calls, hidden = record_chain(model, {each: layers[each] for each in chain_of[name]}, own, empty)
+                calls, hidden = record_chain(model, {each: layers[each] for each in chain_of[name]}, own, store)
         layer = calls[name]
         with within(name):
             layer.try_together(hidden)
@@ -116,21 +116,21 @@ def layer_by_layer(
             yield LayerInputs(sites, parts, run, settle=kept.settle)
             if name != chain_of[name][-1]:  # what follows runs in the model
                 with within(name):
-                    hidden = layer.run(hidden, batch, empty=empty, during=partial(kept.running, last=True))
+                    hidden = layer.run(hidden, batch, store=store, during=partial(kept.running, last=True))
             kept.clear()
         else:
-            outputs = empty(hidden.shape, dtype=hidden.dtype)
+            outputs = store.empty(hidden.shape, dtype=hidden.dtype)
             run = partial(_run, layer, hidden, outputs, partial(within, name), any_rows)
             yield LayerInputs(sites, parts, run, may_end=False)
             hidden = outputs
 
 
 def once_each(
-    model: PreTrainedModel, plan: Plan, samples: Samples, batch: int, empty: Empty = torch.empty
+    model: PreTrainedModel, plan: Plan, samples: Samples, batch: int, store: Store = MEMORY
 ) -> Iterator[LayerInputs]:
     """Yields what `layer_by_layer` does where weights do not change, and all that the model must give at once, last."""
     rest: list[Site] = []
-    for layer in layer_by_layer(model, plan, samples, batch, changing=False, empty=empty):
+    for layer in layer_by_layer(model, plan, samples, batch, changing=False, store=store):
         if layer.may_end:
             rest += layer.sites
         else:

@@ -14,23 +14,12 @@ from transformers import PreTrainedModel
 
 from permtriton.data.samples import Samples
 from permtriton.model.forward import last_hidden_state, replaced_forwards
-from permtriton.running.layer_calls import (
-    Empty,
-    Form,
-    find_chains,
-    hidden_argument,
-    left_out,
-    recorded,
-    run_layer,
-    same,
-)
+from permtriton.running.layer_calls import Form, find_chains, hidden_argument, left_out, recorded, run_layer, same
+from permtriton.running.store import Store
 
 
 class LayerStream:
     """A model's longest chain of layers, with their arguments for every batch.
-
-    Args:
-        empty: makes the tensors between the layers.
 
     Attributes:
         layers: layers of the chain; none where the model has no chain, so that it can only run as a whole.
@@ -41,9 +30,9 @@ class LayerStream:
 
     @torch.no_grad()
     def __init__(
-        self, model: PreTrainedModel, layers: Mapping[str, nn.Module], batches: Sequence[Samples], empty: Empty
+        self, model: PreTrainedModel, layers: Mapping[str, nn.Module], batches: Sequence[Samples], store: Store
     ) -> None:
-        self._model, self._batches, self._empty = model, batches, empty
+        self._model, self._batches, self._store = model, batches, store
         self._arguments: list[list[tuple[list[Any], pytree.TreeSpec]]] = []  # by batch and layer
         self.layers: list[nn.Module] = []
         self.hidden: list[Tensor] = []
@@ -71,7 +60,7 @@ class LayerStream:
                     leaves[:] = [one if same(one, own) else own for one, own in zip(before, leaves, strict=True)]
 
     def _kept(self, hidden: Tensor) -> Tensor:
-        return self._empty(hidden.shape, dtype=hidden.dtype).copy_(hidden)
+        return self._store.empty(hidden.shape, dtype=hidden.dtype).copy_(hidden)
 
     def call(self, layer: int, batch: int, hidden: Tensor) -> Tensor:
         """Returns the output of a layer on other hidden states of a batch; both are numbers from 0."""

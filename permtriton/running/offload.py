@@ -15,7 +15,6 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Protocol
 
 import psutil
 import torch
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from permtriton.errors import ConfigError, OutputError
+from permtriton.running.store import Store
 from permtriton.util.machine import format_bytes
 from permtriton.util.output_files import problem_of, real_path
 
@@ -36,39 +36,14 @@ NO_GPU = (
 )
 
 
-class Offload(Protocol):
-    """Where large tensors are that need not be in the memory of the device: the CPU's, or files.
-
-    With one, whatever works on a whole model works on one of its layers at a time.
-    """
-
-    def empty(self, shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
-        """Returns a tensor there, of any values."""
-        ...
-
-    def moved(self, tensor: Tensor) -> Tensor:
-        """Returns a tensor there that may be the same."""
-        ...
-
-    def copied(self, tensor: Tensor) -> Tensor:
-        """Returns a copy of a tensor there."""
-        ...
-
-    def release(self) -> None:
-        """Gives up memory that is not needed at the moment."""
-        ...
-
-    def free(self) -> int:
-        """Returns how many bytes are free there."""
-        ...
-
-
-class OffloadFolder:
+class OffloadFolder(Store):
     """A folder whose disk takes the place of memory.
 
     Raises:
         ConfigError: there is no such folder, it cannot be written, or it lies in memory.
     """
+
+    one_layer = True
 
     def __init__(self, folder: Path) -> None:
         self.folder = real_path(folder)

@@ -6,7 +6,7 @@ the next one does, is copied once. A parameter is on the device only while its l
 `bring`, until another layer does.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,27 +17,6 @@ from transformers import PreTrainedModel
 
 from permtriton.model.forward import replaced_forwards
 from permtriton.passes.plan import Plan, layer_modules
-from permtriton.running import ranks
-from permtriton.util.machine import available_memory
-
-
-class HostMemory:
-    """The CPU's memory, which takes large tensors in place of a GPU's, see `permtriton.running.offload.Offload`."""
-
-    def empty(self, shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
-        return torch.empty(tuple(shape), dtype=dtype)
-
-    def moved(self, tensor: Tensor) -> Tensor:
-        return tensor.cpu()
-
-    def copied(self, tensor: Tensor) -> Tensor:
-        return tensor.detach().to("cpu", copy=True)
-
-    def release(self) -> None:
-        pass
-
-    def free(self) -> int:
-        return available_memory(torch.device("cpu")) // ranks.count()
 
 
 @contextmanager

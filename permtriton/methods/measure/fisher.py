@@ -27,8 +27,7 @@ from permtriton.running import ranks
 from permtriton.running.backward import checkpointed, frozen
 from permtriton.running.layer_stream import LayerStream
 from permtriton.running.micro_batch import MicroBatch
-from permtriton.running.offload import Offload
-from permtriton.running.onload import HostMemory
+from permtriton.running.store import MEMORY, HostMemory, Store
 from permtriton.util.progress import Advance, Progress
 
 Watch = Callable[[str, Tensor], Callable[[Tensor], None]]
@@ -84,7 +83,7 @@ def fisher_information(
     samples: Samples,
     config: CommonConfig,
     progress: Progress,
-    offload: Offload | None = None,
+    store: Store = MEMORY,
 ) -> dict[str, Fisher]:
     """Returns linear name -> Fisher information of its weights, from one backward pass over all sequences.
 
@@ -118,7 +117,7 @@ def fisher_information(
 
         return add
 
-    _BackwardPasses(model, plan, kind, samples, config, progress, offload).run("row weights", clear, watch)
+    _BackwardPasses(model, plan, kind, samples, config, progress, store).run("row weights", clear, watch)
     for name, each in found.items():
         each.add_up()
         if not bool(each.row.isfinite().all() & each.column.isfinite().all()):
@@ -142,7 +141,7 @@ def output_gradients(
     samples: Samples,
     config: CommonConfig,
     progress: Progress,
-    offload: Offload | None = None,
+    store: Store = MEMORY,
 ) -> dict[str, Tensor]:
     """Returns linear name -> gradients of its outputs, bfloat16 ``[tokens, out_features]`` on the CPU, of all ranks.
 
@@ -153,12 +152,11 @@ def output_gradients(
         CalibrationError: A gradient is NaN or infinite.
     """
     parts: dict[str, list[Tensor]] = {}
-    keep = torch.clone if offload is None else offload.copied
 
     def watch(name: str, _inputs: Tensor) -> Callable[[Tensor], None]:
-        return lambda gradient: parts.setdefault(name, []).append(keep(gradient.to("cpu", torch.bfloat16)))
+        return lambda gradient: parts.setdefault(name, []).append(store.copied(gradient.to("cpu", torch.bfloat16)))
 
-    _BackwardPasses(model, plan, kind, samples, config, progress, offload).run("output gradients", parts.clear, watch)
+    _BackwardPasses(model, plan, kind, samples, config, progress, store).run("output gradients", parts.clear, watch)
     found = {}
     for site in plan.sites:
         for name in site.linears if reads_every_token(model, site) else ():
@@ -182,7 +180,7 @@ class _BackwardPasses:
     samples: Samples
     config: CommonConfig
     progress: Progress
-    offload: Offload | None
+    store: Store
 
     def run(self, stage: str, clear: Callable[[], None], watch: Watch) -> None:
         """Runs them.
@@ -195,7 +193,7 @@ class _BackwardPasses:
         """
         model, samples, config = self.model, self.samples, self.config
         # A layer that comes to the GPU only while it runs is there in the backward pass where it is run again.
-        again = config.activation_checkpointing or isinstance(self.offload, HostMemory)
+        again = config.activation_checkpointing or isinstance(self.store, HostMemory)
         layers = layer_modules(model, self.plan) if again else []
         loss = LOSSES[self.kind].drawn
         own = ranks.own_rows(len(samples))
@@ -205,7 +203,7 @@ class _BackwardPasses:
             draw = _Draws(config.seed, skip=int(own[0]) if own.numel() else 0)
             with self.progress.stage(stage, own.numel()) as advance:
                 parts = [samples[rows] for rows in ranks.parts(torch.arange(len(samples)), size)]
-                for batches, stream in _together(model, self.plan, parts, self.offload):
+                for batches, stream in _together(model, self.plan, parts, self.store):
                     if stream is not None and stream.differentiable:
                         _backward(stream, lambda batch: loss(model, batch, draw), batches, advance)
                         continue
@@ -219,17 +217,17 @@ class _BackwardPasses:
 
 
 def _together(
-    model: PreTrainedModel, plan: Plan, batches: Sequence[Samples], offload: Offload | None
+    model: PreTrainedModel, plan: Plan, batches: Sequence[Samples], store: Store
 ) -> Iterator[tuple[Sequence[Samples], LayerStream | None]]:
     """Yields as many batches at a time as half the free space holds the inputs of all layers for, and their stream."""
-    if offload is None:
+    if not store.one_layer:
         yield batches, None
         return
     hidden = batches[0].positions * int(model.config.get_text_config().hidden_size) * model.dtype.itemsize
-    count = max(offload.free() // 2 // (hidden * len(named_layers(model, plan))), 1)
+    count = max(store.free() // 2 // (hidden * len(named_layers(model, plan))), 1)
     for start in range(0, len(batches), count):
         part = batches[start : start + count]
-        yield part, LayerStream(model, named_layers(model, plan), part, offload.empty)
+        yield part, LayerStream(model, named_layers(model, plan), part, store)
 
 
 def _backward(

@@ -22,7 +22,7 @@ from permtriton.passes.edits import Move
 from permtriton.passes.plan import Plan, Site, linear_module, weight_in_out
 from permtriton.running import ranks
 from permtriton.running.layer_inputs import LayerInputs, from_model, layer_by_layer, once_each
-from permtriton.running.offload import Offload
+from permtriton.running.store import MEMORY, Store
 from permtriton.util.progress import Advance, Progress
 
 GRAM_COLUMNS = 256  # fewer per product make products slower than what they spare
@@ -35,7 +35,7 @@ def site_statistics(
     samples: Samples,
     batch: int,
     progress: Progress,
-    offload: Offload | None = None,
+    store: Store = MEMORY,
 ) -> dict[str, Tensor]:
     """Returns site name -> the statistic that an importance needs of the site's input, float32 ``[channels]``.
 
@@ -43,21 +43,19 @@ def site_statistics(
 
     Args:
         method: Kind of importance.
-        offload: Where weights and the layers' inputs are, so that the layers run one after another; None for memory.
 
     Raises:
         CalibrationError: An activation is NaN or infinite, or a Hessian cannot be inverted.
     """
-    empty = torch.empty if offload is None else offload.empty
     if not reads_activations(method):
         return {site.name: torch.ones(site.channels, device=model.device) for site in plan.sites}
     if not inverts_hessians(method):
-        layers = None if offload is None else once_each(model, plan, samples, batch, empty)
+        layers = once_each(model, plan, samples, batch, store) if store.one_layer else None
         return channel_norms(model, plan.sites, samples, batch, progress, layers)
     diagonals: dict[str, Tensor] = {}
     share = ranks.own_rows(len(samples)).numel()
     with progress.stage("calibrate", share * len(plan.layers())) as advance:
-        for layer in layer_by_layer(model, plan, samples, batch, changing=False, empty=empty):
+        for layer in layer_by_layer(model, plan, samples, batch, changing=False, store=store):
             layer_hessians = hessians(model, layer, advance)
             found = ranks.deal(list(layer_hessians.items()), lambda each: inverse_diagonal(each[1], each[0]).cpu())
             diagonals.update({name: each.to(model.device) for name, each in zip(layer_hessians, found, strict=True)})
@@ -257,23 +255,20 @@ class Moments:
 SiteInputs = Mapping[str, deque[tuple[Tensor, Tensor | None]]]
 
 
-def dense_inputs(
-    model: PreTrainedModel, layer: LayerInputs, advance: Advance, offload: Offload | None = None
-) -> SiteInputs:
+def dense_inputs(model: PreTrainedModel, layer: LayerInputs, advance: Advance, store: Store = MEMORY) -> SiteInputs:
     """Returns the inputs of sites in the dense model, for those that read the same tokens in the pruned one.
 
     Args:
         model: Model that the layer is part of.
         layer: Sites to watch, as the dense model runs them.
         advance: As for `watch_inputs`.
-        offload: Keeps them in files; None for memory.
     """
     found: SiteInputs = {site.name: deque() for site in layer.sites if reads_every_token(model, site)}
-    copied = offload.copied if offload else Tensor.clone  # the model may overwrite what it gives
 
     def keep(site: Site, inputs: Tensor, residual: Tensor | None) -> None:
         if site.name in found:
-            found[site.name].append((copied(inputs), None if residual is None else copied(residual)))
+            # Copies, because the model may overwrite what it gives.
+            found[site.name].append((store.copied(inputs), None if residual is None else store.copied(residual)))
 
     watch_inputs(model, layer, keep, advance)
     return found

@@ -87,7 +87,7 @@ class Refit(Refitting, Step):
                 run.batch,
                 self,
                 run.progress,
-                run.offload,
+                run.store,
                 gradients=gradients,
                 low_memory=run.low_memory,
             )

@@ -41,7 +41,7 @@ from permtriton.model.checks import check_kept, zeros_in_groups
 from permtriton.passes.plan import Plan, linear_module, sequential_groups, weight_in_out
 from permtriton.running import ranks
 from permtriton.running.layer_inputs import Within, layer_by_layer
-from permtriton.running.offload import Offload
+from permtriton.running.store import MEMORY, HostMemory, Store
 from permtriton.util.progress import Progress
 from permtriton.util.sparsity import NMPattern
 
@@ -55,7 +55,7 @@ def refit(
     batch: int,
     options: Refitting,
     progress: Progress,
-    offload: Offload | None = None,
+    store: Store = MEMORY,
     *,
     gradients: Mapping[str, Tensor] = MappingProxyType({}),
     low_memory: bool = False,
@@ -70,7 +70,6 @@ def refit(
         batch: samples per forward pass.
         options: options of refitting.
         progress: progress reporter.
-        offload: where the inputs of layers and sites are kept; None for memory.
         gradients: name -> gradients of the dense model's outputs, ``[tokens, out_features]``, for the linears whose
             outputs are weighed by them.
         low_memory: whether the dense model runs a layer once per turn of sites, to keep the inputs of one turn only,
@@ -93,20 +92,19 @@ def refit(
     share, parts = ranks.own_rows(len(samples)).numel(), []
     turns = [sequential_groups(sites) for sites in plan.layers()]
     dense = _values_within(model, plan, dense_weights)
-    empty = torch.empty if offload is None else offload.empty
     count = sum(map(len, turns))
     # To host memory and back, a GPU moves outputs more slowly than it computes them.
-    keep = None if low_memory or (offload and model.device.type != "cpu") else offload.copied if offload else _as_it_is
+    keep = None if low_memory or isinstance(store, HostMemory) else store.moved
     with progress.stage("refit", (share + 1) * count + share * (count if low_memory else len(turns))) as advance:
-        pruned_layers = layer_by_layer(model, plan, samples, batch, changing=True, empty=empty, keep=keep)
-        dense_layers = layer_by_layer(model, plan, samples, batch, changing=False, empty=empty, within=dense)
+        pruned_layers = layer_by_layer(model, plan, samples, batch, changing=True, store=store, keep=keep)
+        dense_layers = layer_by_layer(model, plan, samples, batch, changing=False, store=store, within=dense)
         for groups, layer, reference in zip(turns, pruned_layers, dense_layers, strict=True):
             both = max(layer.parts, reference.parts, key=len)
             targets: SiteInputs = {}
             for sites in groups:
                 if low_memory or sites is groups[0]:
                     watched = sites if low_memory else reference.sites
-                    targets = dense_inputs(model, replace(reference, sites=watched, parts=both), advance, offload)
+                    targets = dense_inputs(model, replace(reference, sites=watched, parts=both), advance, store)
                 found = moments(model, replace(layer, sites=sites, parts=both), targets, advance)
                 curvature = curvatures({site: moment.hessian for site, moment in found.items()})
                 linears = [(name, site.name, found[site.name], curvature) for site in sites for name in site.linears]
@@ -118,10 +116,6 @@ def refit(
                 del found, curvature, linears  # before the next turn takes as much
                 advance()
     return parts
-
-
-def _as_it_is(output: Tensor) -> Tensor:
-    return output
 
 
 def _fit(

@@ -43,4 +43,4 @@ class SparseGPT(Step):
 
         statistics = run.statistics if self.mask == "keep" else None
         with run.running() as model:
-            update_weights(model, run.plan, statistics, run.samples, run.batch, run.config, run.progress, run.empty)
+            update_weights(model, run.plan, statistics, run.samples, run.batch, run.config, run.progress, run.store)

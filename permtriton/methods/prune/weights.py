@@ -16,8 +16,8 @@ from permtriton.methods.prune.obs import Curvature, curvatures, sparsegpt
 from permtriton.model.checks import check_kept, zeros_in_groups
 from permtriton.passes.plan import Plan, linear_module, weight_in_out
 from permtriton.running import ranks
-from permtriton.running.layer_calls import Empty
 from permtriton.running.layer_inputs import layer_by_layer
+from permtriton.running.store import MEMORY, Store
 from permtriton.util.progress import Progress
 from permtriton.util.sparsity import NMPattern
 
@@ -53,14 +53,13 @@ def update_weights(
     batch: int,
     config: CommonConfig,
     progress: Progress,
-    empty: Empty = torch.empty,
+    store: Store = MEMORY,
 ) -> None:
     """Prunes and updates the weights layer by layer with SparseGPT; Hessians come from the model as pruned so far.
 
     Args:
         model: Dense model, its channels in their final order; changed in place.
         statistics: Site name -> statistic, from which the masks follow; None lets SparseGPT choose them.
-        empty: Makes the tensors that hold the layers' inputs.
 
     Raises:
         CalibrationError: An activation is NaN or infinite, or a Hessian cannot be inverted.
@@ -68,7 +67,7 @@ def update_weights(
     """
     share = ranks.own_rows(len(samples)).numel()
     with progress.stage("sparsegpt", (share + 1) * len(plan.layers())) as advance:
-        for layer in layer_by_layer(model, plan, samples, batch, changing=True, empty=empty):
+        for layer in layer_by_layer(model, plan, samples, batch, changing=True, store=store):
             curvature = curvatures(hessians(model, layer, advance))
             linears = [(name, site.name, curvature) for site in layer.sites for name in site.linears]
             ranks.deal(linears, lambda linear: _update(model, plan.patterns, *linear, statistics, config))

@@ -50,6 +50,6 @@ class Reconstruct(LayerTraining):
                 run.config,
                 run.progress,
                 state,
-                run.offload,
+                run.store,
             )
         return Outcome(parts=found.parts, left=found.left)

@@ -24,10 +24,10 @@ from permtriton.methods.train.training import LayerTraining
 from permtriton.model.forward import cosine_loss
 from permtriton.passes.plan import Plan, layer_names, linear_module
 from permtriton.running import ranks
-from permtriton.running.layer_calls import Empty, LayerCalls, find_chains, record_chain
-from permtriton.running.offload import Offload
+from permtriton.running.layer_calls import LayerCalls, find_chains, record_chain
 from permtriton.running.onload import bring
 from permtriton.running.state import StateFile
+from permtriton.running.store import MEMORY, Store
 from permtriton.util.progress import Advance, Progress
 
 
@@ -76,7 +76,7 @@ def reconstruct(  # noqa: PLR0913
     config: CommonConfig,
     progress: Progress,
     state: StateFile | None = None,
-    offload: Offload | None = None,
+    store: Store = MEMORY,
 ) -> Reconstructed:
     """Trains the kept weights of the pruned linears layer by layer; nothing else of the model changes.
 
@@ -92,7 +92,6 @@ def reconstruct(  # noqa: PLR0913
         dense_weights: name of each pruned linear -> its weight before pruning, in the present order of channels.
         state: file that keeps the state between layers, to continue from and to write to; None keeps no state. Its
             inputs must cover the pruned weights, or what they follow from.
-        offload: where the layers' inputs and targets, and the weights that are finished, are kept; None for memory.
 
     Raises:
         CalibrationError: a loss or a gradient is not finite.
@@ -100,7 +99,6 @@ def reconstruct(  # noqa: PLR0913
     """
     layers, left = _layers(model, plan, options)
     weights = weights_of(model, [name for _, name in plan.linears()])
-    empty = torch.empty if offload is None else offload.empty
     modules = {name: layer.module for name, layer in layers.items()}
     chains, problems = ranks.on_first(lambda: find_chains(model, modules, samples[:1], weights.values()))
     result = Reconstructed(left={**left, **problems})
@@ -113,13 +111,12 @@ def reconstruct(  # noqa: PLR0913
     steps = Course.of(len(samples), samples.tokens, options, config.seed).steps
     with progress.stage("reconstruct", len(parts) * steps) as advance:
         advance(len(result.parts) * steps)
-        for name, problem in _problems(model, layers, chains, samples, weights, dense_weights, options, config, empty):
+        for name, problem in _problems(model, layers, chains, samples, weights, dense_weights, options, config, store):
             for part in layers[name].parts:
                 if not part.keys() <= finished.keys():
                     bring(layers[name].module)
                     result.parts.append({"name": name, **problem.train(model, part, name, advance)})
-                    kept = KeptWeights(part).snapshot()
-                    finished |= kept if offload is None else {key: offload.moved(value) for key, value in kept.items()}
+                    finished |= {key: store.moved(kept) for key, kept in KeptWeights(part).snapshot().items()}
                     _save(state, finished, result)
     return result
 
@@ -133,29 +130,29 @@ def _problems(  # noqa: PLR0913
     dense_weights: Mapping[str, Tensor],
     options: LayerTraining,
     config: CommonConfig,
-    empty: Empty,
+    store: Store,
 ) -> Iterator[tuple[str, "_Problem"]]:
     """Yields each layer's name and problem, in order; the next one's inputs follow from the weights at that time."""
     for chain in chains:
         modules = {name: layers[name].module for name in chain}
         inside = {linear for name in chain for linear in layers[name].weights}  # whose values no argument depends on
         with _swapped({name: each for name, each in weights.items() if name not in inside}, dense_weights):
-            dense_calls, target = record_chain(model, modules, samples, empty)
-        calls, hidden = record_chain(model, modules, samples, empty)
+            dense_calls, target = record_chain(model, modules, samples, store)
+        calls, hidden = record_chain(model, modules, samples, store)
         for name in chain:
             with _swapped(layers[name].weights, dense_weights):
                 dense_calls[name].try_together(target)
-                target = _outputs(dense_calls[name], target, config, empty)
+                target = _outputs(dense_calls[name], target, config, store)
             calls[name].try_together(hidden)
             yield name, _Problem(calls[name], hidden, target, options, config)
             if name != chain[-1]:
-                hidden = _outputs(calls[name], hidden, config, empty)
+                hidden = _outputs(calls[name], hidden, config, store)
 
 
-def _outputs(layer: LayerCalls, hidden: Tensor, config: CommonConfig, empty: Empty) -> Tensor:
+def _outputs(layer: LayerCalls, hidden: Tensor, config: CommonConfig, store: Store) -> Tensor:
     """Returns a layer's output for all sequences, of which each rank runs its share."""
     share = ranks.own_rows(hidden.shape[0])
-    return ranks.join(layer.run(hidden, config.micro_batch_size, share, empty), hidden.shape[0])
+    return ranks.join(layer.run(hidden, config.micro_batch_size, share, store), hidden.shape[0])
 
 
 @dataclass(frozen=True)

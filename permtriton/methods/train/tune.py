@@ -78,6 +78,6 @@ class Tune(Tuning, Step):
         with run.running() as model:
             tuned = tune(
                 model, run.plan, run.read_by(self), run.objective(self), self, run.config, run.progress, state,
-                offload=run.offload,
+                store=run.store,
             )  # fmt: skip
         return Outcome("round", **tuned.report("round"))

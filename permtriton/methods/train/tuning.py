@@ -25,9 +25,8 @@ from permtriton.model.core import body_of
 from permtriton.model.forward import last_hidden_state
 from permtriton.passes.plan import LINEAR_MODULES, Plan, layer_modules, weight_in_out
 from permtriton.running.backward import checkpointed
-from permtriton.running.offload import Offload
-from permtriton.running.onload import HostMemory
 from permtriton.running.state import StateFile
+from permtriton.running.store import MEMORY, Store
 from permtriton.util.progress import Progress
 
 ROUNDS = 4  # that all steps are divided into: after each, the held-out samples are measured
@@ -44,7 +43,7 @@ def tune(  # noqa: PLR0913
     progress: Progress,
     state: StateFile | None = None,
     *,
-    offload: Offload | None = None,
+    store: Store = MEMORY,
 ) -> Trained:
     """Trains vectors and row scales on ``objective``; zeros stay zeros, and kept weights change by their row's scale.
 
@@ -56,7 +55,6 @@ def tune(  # noqa: PLR0913
         samples: samples to train on, each in one step where there are enough, and to hold out.
         objective: the loss, with the dense model's outputs on ``samples``, their channels in the order of ``model``.
         state: as of `permtriton.methods.train.distillation.distill`.
-        offload: where weights are that do not fit in memory: the backward pass then runs each layer again.
 
     Raises:
         CalibrationError: a loss or a gradient is not finite; the model is then as the last step left it.
@@ -69,7 +67,7 @@ def tune(  # noqa: PLR0913
     def loss_of(rows: Tensor) -> Tensor:
         return objective.loss(last_hidden_state(model, samples[rows]), rows)
 
-    layers = layer_modules(model, plan) if config.activation_checkpointing or offload is not None else []
+    layers = layer_modules(model, plan) if config.activation_checkpointing or store.one_layer else []
     course = _course(len(samples), samples.tokens, options)
     with tuned.trainable(model), checkpointed(layers):
         trainer = WeightTrainer(tuned, loss_of, course, config, "tune")
@@ -80,7 +78,7 @@ def tune(  # noqa: PLR0913
         with progress.stage("tune", course.steps) as advance:
             advance(course.steps_until(len(result.history) - 1) if result.history else 0)
             trainer.fit(result, advance, lambda: trainer.save(state, result))
-        before = tuned.fold((offload or HostMemory()).copied)
+        before = tuned.fold(store)
         best, folded = result.history[result.kept].held_out, trainer.held_out_loss()
         check_loss(best, folded, tuned.dtype, "tune, held out, before its scales were folded into the weights")
         if folded > result.history[0].held_out:  # rounding of the folded weights outweighs what was gained
@@ -170,19 +168,19 @@ class TunedValues(KeptWeights):
             self.values[name].copy_(values[name])
 
     @torch.no_grad()
-    def fold(self, copied: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    def fold(self, store: Store) -> dict[str, Tensor]:
         """Multiplies the rows of the weights by their scales, which are 1 afterwards, and returns the weights before.
 
         A weight that would be rounded to 0 keeps its value.
 
         Args:
-            copied: makes the copies that are returned.
+            store: where those are; never on a GPU.
         """
         before = {}
         for name, linears in self._linears.items():
             weight = weight_in_out(linears[0])
             factor = self.values[name].exp().to(weight.device)
-            before[name] = copied(weight)
+            before[name] = store.copied(weight.cpu())
             scaled = (weight * factor).to(weight.dtype)
             weight.copy_(torch.where(scaled == 0, weight, scaled))
             self.values[name].zero_()

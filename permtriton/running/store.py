@@ -1,0 +1,55 @@
+"""Where large tensors beside the weights are: inputs of layers, dense weights, targets, copies of weights."""
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from permtriton.running import ranks
+from permtriton.util.machine import available_memory
+
+
+class Store:
+    """Memory: new tensors are the CPU's, and others stay where they are. Its subclasses are other places.
+
+    Attributes:
+        one_layer: whether whatever works on a whole model works on one of its layers at a time, because the memory of
+            its device does not hold all weights.
+    """
+
+    one_layer: ClassVar[bool] = False
+
+    def empty(self, shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
+        """Returns a tensor there, of any values."""
+        return torch.empty(tuple(shape), dtype=dtype)
+
+    def moved(self, tensor: Tensor) -> Tensor:
+        """Returns a tensor there that may be the same."""
+        return tensor
+
+    def copied(self, tensor: Tensor) -> Tensor:
+        """Returns a copy of a tensor there."""
+        return tensor.detach().clone()
+
+    def release(self) -> None:
+        """Gives up memory that is not needed at the moment."""
+
+    def free(self) -> int:
+        """Returns how many bytes are free there for this process."""
+        return available_memory(torch.device("cpu")) // ranks.count()
+
+
+class HostMemory(Store):
+    """The CPU's memory, which takes large tensors in place of a GPU's (`permtriton.running.onload`)."""
+
+    one_layer = True
+
+    def moved(self, tensor: Tensor) -> Tensor:
+        return tensor.cpu()
+
+    def copied(self, tensor: Tensor) -> Tensor:
+        return tensor.detach().to("cpu", copy=True)
+
+
+MEMORY = Store()
