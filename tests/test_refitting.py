@@ -42,7 +42,7 @@ def test_the_last_hidden_state_comes_closer_than_with_sparsegpt():
 
 @pytest.mark.parametrize("option", ["dense_targets", "residual_targets"])
 def test_targets_of_the_dense_model_bring_the_pruned_one_closer(option):
-    problem = Problem(tiny_model(layers=4), ids=zoo.tiny_ids(24, 16))
+    problem = Problem(tiny_model(layers=3), ids=zoo.tiny_ids(24, 16))
     errors = []
     for share in (0.0, 0.5):
         problem.reset().refit(**{option: share})
@@ -180,8 +180,8 @@ def moments_of(problem: Problem) -> dict[str, Moments]:
 
 def test_layers_that_share_weights():
     """Their inputs come from the whole model, the dense one with the weights from before."""
-    model = zoo.tiny_llama(num_hidden_layers=4, vocab_size=zoo.VOCABULARY)
-    first, last = model.model.layers[0], model.model.layers[3]
+    model = zoo.tiny_llama(num_hidden_layers=3, vocab_size=zoo.VOCABULARY)
+    first, last = model.model.layers[0], model.model.layers[2]
     last.self_attn, last.mlp = first.self_attn, first.mlp
     problem = Problem(model)
     before = problem.sparsegpt()
@@ -193,7 +193,7 @@ def test_layers_that_share_weights():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.slow(but=["dtype0"])
 def test_sixteen_bits(dtype):
-    problem = Problem(tiny_model(layers=4).to(dtype), ids=zoo.tiny_ids(24, 16))
+    problem = Problem(tiny_model(layers=2).to(dtype), ids=zoo.tiny_ids(24, 16))
     before = problem.sparsegpt()
     problem.refit()
     assert problem.error() < before
