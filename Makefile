@@ -51,8 +51,9 @@ slow: $(INSTALLED)
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist loadfile --soak -m slow tests/interpreted
 
 # The tests of numbers with other instructions than this machine's: what holds here must hold on any processor.
-NUMERIC := tests/test_ranks.py tests/test_refitting.py tests/test_statistics.py tests/test_sparsegpt.py \
-	tests/test_fisher.py tests/test_search.py tests/test_learn.py tests/test_reconstruct.py tests/test_distill.py
+NUMERIC := tests/test_ranks.py tests/test_fitting.py tests/test_refitting.py tests/test_kept_outputs.py \
+	tests/test_statistics.py tests/test_sparsegpt.py tests/test_fisher.py tests/test_search.py tests/test_learn.py \
+	tests/test_reconstruct.py tests/test_distill.py
 numeric: export OMP_NUM_THREADS := 1
 numeric: $(INSTALLED)
 	ATEN_CPU_CAPABILITY=default $(BIN)/python -m pytest -n 2 --dist loadfile --soak -m "not soak" $(NUMERIC)

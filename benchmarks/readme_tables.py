@@ -44,8 +44,6 @@ def comparison_table(*names: str) -> str:
     """
     reports = [_load(name) for name in names]
     rows = {row["method"]: row for report in reports for row in report["rows"]}
-    for name in ("heuristic + refit", f"heuristic + refit{FUSED}"):
-        rows.pop(name, None)  # older than the metric of the outputs
     report, dense = reports[-1], rows.pop("dense")["mean"]
     config, versions, seeds = report["config"], report["versions"], len(report["seeds"])
     assert all((each["tokens"], each["seeds"]) == (report["tokens"], report["seeds"]) for each in reports)
@@ -253,7 +251,7 @@ TABLES = {
     "real-all": lambda: real.markdown(_load(REAL)),
     "real-words": lambda: real.in_words(_load(REAL), "default", "llm-compressor sparsegpt"),
     "demo-methods": lambda: comparison_table(
-        "compare-demo-recipe.json", "compare-demo-default.json", "compare-demo-tuned.json"
+        "compare-demo-recipe.json", "compare-demo-best.json", "compare-demo-tuned.json"
     ),
     "trials": lambda: trials.table(RESULTS),
     "encoder": lambda: encoder_table("compare-minilm.json"),

@@ -47,6 +47,7 @@ def counted(model, ids) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize("importance", ["wanda", "obs"])  # one run of the model, and layer by layer
+@pytest.mark.slow(but=["wanda"])
 def test_the_record_counts_the_tokens_of_each_expert(importance):
     model, ids = mixture(), zoo.token_ids()
     expected = counted(model, ids)

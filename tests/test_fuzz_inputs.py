@@ -121,7 +121,7 @@ def test_bytes_of_a_model_folder(trap, soak):
         folder = trap.damaged(damage)
         trap.judge(lambda: load(trap, folder), case)
 
-    explore(st.tuples(st.sampled_from(files), byte_edits()), check, 40, soak)
+    explore(st.tuples(st.sampled_from(files), byte_edits()), check, 20, soak)
     assert WEIGHTS in files
 
 
@@ -158,7 +158,7 @@ def test_bytes_of_a_packed_folder(packed, soak, tmp_path):
         ]
         assert file != WEIGHTS or files_of(folder) == intact or all(refused), case
 
-    explore(st.tuples(st.sampled_from(files), byte_edits()), check, 30, soak)
+    explore(st.tuples(st.sampled_from(files), byte_edits()), check, 15, soak)
 
 
 # -- texts ---------------------------------------------------------------------------------------------------------
@@ -192,7 +192,7 @@ def test_any_bytes_as_text(tmp_path, tokenizer, soak, kind):
         path.write_bytes,
         tokenizer,
         path,
-        40,
+        20,
         soak,
     )
 
@@ -207,7 +207,7 @@ def test_rows_of_json(tmp_path, tokenizer, soak):
     def write(lines: list[str]) -> None:
         path.write_bytes("\n".join(lines).encode(errors="surrogatepass"))
 
-    explore_text(st.lists(LINE, max_size=4), write, tokenizer, path, 100, soak)
+    explore_text(st.lists(LINE, max_size=4), write, tokenizer, path, 50, soak)
 
 
 COLUMN = st.sampled_from(
@@ -242,7 +242,7 @@ def test_columns_of_parquet(tmp_path, tokenizer, soak):
         if change is not None:
             path.write_bytes(change_bytes(path.read_bytes(), change))
 
-    explore_text(st.tuples(TABLE, st.none() | byte_edits()), write, tokenizer, path, 100, soak)
+    explore_text(st.tuples(TABLE, st.none() | byte_edits()), write, tokenizer, path, 50, soak)
 
 
 # -- options -------------------------------------------------------------------------------------------------------
@@ -272,4 +272,4 @@ def test_files_of_options(tmp_path, soak):
         path.write_bytes(content)
         judge(work, content)
 
-    explore(TOML | st.binary(max_size=60), check, 200, soak)
+    explore(TOML | st.binary(max_size=60), check, 100, soak)

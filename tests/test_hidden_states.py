@@ -47,7 +47,7 @@ def compiled_states(name: str, layout: str) -> tuple[dict, dict, dict]:
 
 @pytest.mark.parametrize("layout", ["portable", "fused"])
 @pytest.mark.parametrize("name", [*KNOWN, *UNKNOWN, "CohereAsrForConditionalGeneration", "EmbeddingGemma2TextModel"])
-@pytest.mark.slow(but=["LlamaForCausalLM-portable", "FSMTForConditionalGeneration-portable"])
+@pytest.mark.slow(but=["LlamaForCausalLM-portable"])
 def test_the_order_in_the_record_is_that_of_the_states(name, layout):
     record, dense, found = compiled_states(name, layout)
     undo = record.get("undo", slice(None))

@@ -461,13 +461,13 @@ def test_each_step_has_a_loss_of_its_own():
 
 
 def test_memory_and_time_follow_from_what_it_reads():
-    model, ids = zoo.build("llama"), zoo.token_ids(6, 12)
+    (model, plan), ids = zoo.planned("llama"), zoo.token_ids(6, 12)
 
     def of(spare: int, **options) -> tuple[dict, float]:
         samples = Samples({"input_ids": ids}, spare=Samples.of(zoo.token_ids(spare, 12)))
         config = config_from({**SMALL, **options}, "mask,tune")
         devices = memory.Devices("cpu", 1, 1 << 40)
-        start = zoo.start(model, config, samples)
+        start = zoo.start(model, config, samples, plan)
         needs = memory.estimate(start, None, devices)
         seconds = stage_seconds(config, start.facts, Speed(6.0, 18.0, 0, 0), 0)
         return needs.stages["tune"], seconds["tune"]

@@ -101,7 +101,7 @@ def every_update(_folder: Path) -> dict:
 
 def refitted(_folder: Path) -> dict:
     """Each rank runs both models on its sequences, and fits every other linear."""
-    return compiled(updating.tiny_model(3).double(), zoo.tiny_ids(9, 24), recipe="heuristic,refit", refit_iterations=4)
+    return compiled(updating.tiny_model().double(), zoo.tiny_ids(9, 12), recipe="heuristic,refit", refit_iterations=4)
 
 
 def onloaded(_folder: Path) -> dict:

@@ -15,7 +15,7 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,29 +62,40 @@ def main() -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--texts", type=Path, required=True, help="folder with valid.txt and test.txt of WikiText-2")
-    parser.add_argument("--rows", type=_rows, default=ROWS, help="some of the rows, separated by commas")
-    parser.add_argument("--seeds", type=_numbers, default=[0], help="separated by commas; each draws calibration text")
-    parser.add_argument("--samples", type=int, default=32, help="calibration sequences")
-    parser.add_argument("--length", type=int, default=512, help="tokens of a calibration sequence")
+    parser = shared_options(__doc__)
+    parser.add_argument("--rows", type=names(ROWS), default=ROWS, help="some of the rows, separated by commas")
     parser.add_argument("--tokens", type=int, help="tokens of the test split that are evaluated; all by default")
     parser.add_argument("--window", type=int, default=1024, help="tokens of a window of the test split")
     parser.add_argument("--kl-windows", type=int, default=8, help="windows on which the KL to the dense model is taken")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads of every process")
     parser.add_argument("--model", type=Path, help="folder of another model in place of SmolLM2")
-    parser.add_argument("--work", type=Path, default=Path("real-work"), help="folder for the model and pruned folders")
-    parser.add_argument("--peers", type=Path, default=Path(".venv-peers"), help="folder with an environment per peer")
     parser.add_argument("--output", type=Path, default=RESULT, help="the result file")
+    return parser
+
+
+def shared_options(description: str | None) -> argparse.ArgumentParser:
+    """Returns a parser with what every benchmark of the real model is asked."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--texts", type=Path, required=True, help="folder with valid.txt and test.txt of WikiText-2")
+    parser.add_argument("--seeds", type=_numbers, default=[0], help="separated by commas; each draws calibration text")
+    parser.add_argument("--samples", type=int, default=32, help="calibration sequences")
+    parser.add_argument("--length", type=int, default=512, help="tokens of a calibration sequence")
+    parser.add_argument("--work", type=Path, default=Path("real-work"), help="folder for models and texts")
+    parser.add_argument("--peers", type=Path, default=Path(".venv-peers"), help="folder with an environment per peer")
     parser.add_argument("--note", default="", help="what else is to be known of the machine, such as other work on it")
     return parser
 
 
-def _rows(text: str) -> Sequence[str]:
-    names = [name.strip() for name in text.split(",")]
-    if unknown := [name for name in names if name not in ROWS]:
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is no row: choose from {', '.join(ROWS)}")
-    return names
+def names(among: Sequence[str]) -> Callable[[str], list[str]]:
+    """Returns what reads some of these names, separated by commas."""
+
+    def read(text: str) -> list[str]:
+        found = [name.strip() for name in text.split(",")]
+        if unknown := [name for name in found if name not in among]:
+            raise argparse.ArgumentTypeError(f"{unknown[0]!r} is unknown: choose from {', '.join(among)}")
+        return found
+
+    return read
 
 
 def _numbers(text: str) -> list[int]:
@@ -107,9 +118,7 @@ def measured(
             row["pruning"] = kept["pruning"]
         elif name != DENSE:
             row["pruning"] = {**pruned(name, job, folder, args.threads), "commit": commit()}
-        script = [sys.executable, "-m", "benchmarks.real.evaluate"]
-        cost, printed = run([*script, folder, job.model, held_out, windows, args.kl_windows], args.threads)
-        row["evaluation"] = {**json.loads(printed.splitlines()[-1]), "windows": windows, **cost}
+        row["evaluation"] = evaluated(folder, job.model, held_out, windows, args.kl_windows, args.threads)
     except subprocess.CalledProcessError as error:
         row["error"] = _last_line(error.output)
     return row
@@ -122,6 +131,18 @@ def pruned(name: str, job: Job, folder: Path, threads: int) -> dict[str, Any]:
         return {**cost, "stages": json.loads((folder / "permtriton.json").read_text())["seconds"]}
     found = next(line for line in printed.splitlines() if line.startswith("method_seconds "))
     return {**cost, "stages": {"method": float(found.split()[1])}}
+
+
+def evaluated(folder: Path, model: Path, held_out: Path, windows: int, kl_windows: int, threads: int) -> dict[str, Any]:
+    """Measures a folder on the first windows of a held-out file; returns what was found, and the cost.
+
+    Args:
+        model: folder of the dense model.
+        kl_windows: number of windows on which the KL to it is taken; 0 for none.
+    """
+    words = [sys.executable, "-m", "benchmarks.real.evaluate", folder, model, held_out, windows, kl_windows]
+    cost, printed = run(words, threads)
+    return {**json.loads(printed.splitlines()[-1]), "windows": windows, **cost}
 
 
 def run(words: Sequence[object], threads: int) -> tuple[dict[str, float], str]:

@@ -8,9 +8,7 @@ Held-out texts: WikiText-2's test.txt, and the other fifth of the reference. A r
 and the same command continues with what is missing.
 """
 
-import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -18,7 +16,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.real.__main__ import ROOT, about, commit, pruned, run, write
+from benchmarks.real.__main__ import ROOT, about, commit, evaluated, names, pruned, shared_options, write
 from benchmarks.real.inputs import calibration_file, held_out_file, made_model
 from benchmarks.real.rows import DENSE, ROWS, Job
 from permtriton.data.generated import first_token, generated_text, written
@@ -34,19 +32,14 @@ WINDOW = 1024  # tokens of a held-out window
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--texts", type=Path, required=True, help="folder with valid.txt and test.txt of WikiText-2")
-    parser.add_argument("--rows", type=_words, default=["sparsegpt", "default"], help=f"of {', '.join(ROWS)}")
-    parser.add_argument("--calibrations", type=_words, default=CALIBRATIONS, help=f"of {', '.join(CALIBRATIONS)}")
-    parser.add_argument("--seeds", type=lambda text: [int(number) for number in text.split(",")], default=[0])
-    parser.add_argument("--samples", type=int, default=32, help="calibration sequences")
-    parser.add_argument("--length", type=int, default=512, help="tokens of a calibration sequence")
+    parser = shared_options(__doc__)
+    parser.add_argument("--rows", type=names(ROWS), default=["sparsegpt", "default"], help=f"of {', '.join(ROWS)}")
+    parser.add_argument(
+        "--calibrations", type=names(CALIBRATIONS), default=CALIBRATIONS, help=f"of {', '.join(CALIBRATIONS)}"
+    )
     parser.add_argument("--windows", type=int, default=32, help="held-out windows of each text")
     parser.add_argument("--threads", type=int, default=1, help="threads of every process")
-    parser.add_argument("--work", type=Path, default=Path("real-work"), help="folder for models and texts")
-    parser.add_argument("--peers", type=Path, default=Path(".venv-peers"), help="folder with an environment per peer")
     parser.add_argument("--output", type=Path, default=RESULT, help="the result file")
-    parser.add_argument("--note", default="", help="what else is to be known of the machine, such as other work on it")
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
     model = made_model(args.work)
@@ -68,24 +61,16 @@ def main() -> None:
             ids = calibration_file(args.work, model, texts[kind], args.samples, args.length, seed)
             job = Job(model, texts[kind], ids, args.samples, args.length, seed, args.peers)
             row["pruning"] = {**pruned(name, job, folder, args.threads), "commit": commit()}
-        row["perplexity"] = {on: measured(folder, model, file, args) for on, file in held_out.items()}
+        row["perplexity"] = {
+            on: evaluated(folder, model, file, args.windows, 0, args.threads)["perplexity"]
+            for on, file in held_out.items()
+        }
         rows[kind, name, seed] = row
         write(
             args.output,
             {**about(parser, args, "benchmarks.real.domains"), "windows": args.windows, "rows": list(rows.values())},
         )
         print(json.dumps(row), flush=True)
-
-
-def _words(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",")]
-
-
-def measured(folder: Path, model: Path, held_out: Path, args: argparse.Namespace) -> float:
-    """Returns the perplexity of a folder on the first windows of a held-out file."""
-    script = [sys.executable, "-m", "benchmarks.real.evaluate"]
-    _, printed = run([*script, folder, model, held_out, args.windows, 0], args.threads)
-    return float(json.loads(printed.splitlines()[-1])["perplexity"])
 
 
 def calibration_texts(work: Path, texts: Path, model: Path, wanted: Sequence[str]) -> dict[str, Path]:

@@ -6,6 +6,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from benchmarks.real.rows import DENSE
+from permtriton.methods.train.tune import Tune
 
 UNIT = "sparsegpt"  # the row whose loss counts as 1
 LOSS = "Loss: the rise in log perplexity, log(perplexity / dense), as a share of SparseGPT's."
@@ -49,8 +50,8 @@ def in_words(report: Mapping[str, Any], ours: str, theirs: str) -> str:
     samples, length = report["inputs"]["calibration"]
     return (
         f"**What you get.** SmolLM2-135M-Instruct has a perplexity of {dense:.1f} on WikiText-2. Pruned to 2:4 with "
-        f"the same {samples} x {length} calibration tokens (and, for the last step of ours, 36 sequences "
-        f"more), it has {worse:.1f} by llm-compressor's SparseGPT and "
+        f"the same {samples} x {length} calibration tokens (and, for the last step of ours, {Tune().draws} "
+        f"sequences more), it has {worse:.1f} by llm-compressor's SparseGPT and "
         f"{better:.1f} by permtriton's default recipe: the rise in log perplexity is {less:.0%} smaller. (Calibration "
         f"and test text are of the same domain.)\n\n**What it costs.** {seconds / other:.1f} times its CPU seconds "
         f"({seconds:.0f} against {other:.0f}), and {peak:.1f} GiB of memory against {other_peak:.1f}. No GPU is needed."
@@ -109,7 +110,7 @@ def _measures(report: Mapping[str, Any], windows: int) -> str:
     return (
         f"Perplexity on {windows} windows of WikiText-2's test split, KL on the first {compared}; calibration "
         f"{samples} x {length} tokens of its validation split (the same domain), the same ids for all rows of a seed "
-        f"(`tune`, the end of the default, reads 36 further sequences of that split); "
+        f"(`tune`, the end of the default, reads {Tune().draws} further sequences of that split); "
         f"± is the sample standard deviation over seeds. {LOSS} The dense weights are those of a GGUF file (Q4_1), "
         "dequantized. CPU seconds and peak memory are those of the whole command, from loading to the saved folder."
     )

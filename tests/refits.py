@@ -1,0 +1,53 @@
+"""A dense model to refit, and how far it is from itself afterwards."""
+
+import torch
+from torch import Tensor
+
+from permtriton import CompileConfig, find_plan
+from permtriton.data.samples import Inputs
+from permtriton.data.text import check_samples
+from permtriton.methods.prune.refit import Refit
+from permtriton.methods.prune.refitting import refit
+from permtriton.methods.prune.weights import update_weights
+from permtriton.model.forward import last_hidden_state
+from permtriton.passes.plan import linear_module
+from permtriton.util.progress import NoProgress
+
+from . import zoo
+from .updating import PATTERN
+
+CONFIG = CompileConfig(sparsity=PATTERN)
+
+
+class Problem:
+    """A dense model, and how far it is from itself once it has been pruned."""
+
+    def __init__(self, model, plan=None, ids: Inputs | None = None) -> None:
+        self.model, self.plan = model, plan or find_plan(model, PATTERN)
+        self.samples = check_samples(model, zoo.token_ids(24, 16) if ids is None else ids)
+        self.weights = {name: linear_module(model, name).get_parameter("weight") for _, name in self.plan.linears()}
+        self.dense = {name: weight.detach().clone() for name, weight in self.weights.items()}
+        self.expected = self.hidden()
+
+    @torch.no_grad()
+    def hidden(self) -> Tensor:
+        return last_hidden_state(self.model, self.samples).float()
+
+    def error(self) -> float:
+        return float((self.hidden() - self.expected).square().sum() / self.expected.square().sum())
+
+    @torch.no_grad()
+    def reset(self) -> "Problem":
+        for name, weight in self.weights.items():
+            weight.copy_(self.dense[name])
+        return self
+
+    def refit(self, progress=None, low_memory=False, **options):
+        arguments = (self.dense, self.samples, 4, Refit(**options), progress or NoProgress())
+        return refit(self.model, self.plan, *arguments, low_memory=low_memory)
+
+    def sparsegpt(self) -> float:
+        update_weights(self.model, self.plan, None, self.samples, 4, CONFIG, NoProgress())
+        error = self.error()
+        self.reset()
+        return error

@@ -1,0 +1,273 @@
+"""Fitting one weight: exact on SparseGPT's mask, in a metric of its outputs, and on better masks."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from permtriton import NMPattern
+from permtriton.errors import VerificationError
+from permtriton.methods.measure.statistics import Moments
+from permtriton.methods.prune import exchange
+from permtriton.methods.prune import refitting as module
+from permtriton.methods.prune.obs import Curvature, sparsegpt
+from permtriton.methods.prune.refit import Refit
+from permtriton.methods.prune.refitting import (
+    best_weight,
+    coupled_least_squares,
+    least_squares,
+    metric_of,
+    row_errors,
+)
+
+from .updating import PATTERN
+
+
+def problem(channels: int, rows: int = 6, tokens: int = 0, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """A weight and the correlated inputs ``[channels, tokens]`` that it reads in the dense and in the pruned model."""
+    generator = torch.Generator().manual_seed(seed)
+    mixing = torch.eye(channels) + torch.randn(channels, channels, generator=generator) / channels**0.5
+    dense = mixing @ torch.randn(channels, tokens or 4 * channels, generator=generator)
+    pruned = dense + 0.3 * mixing @ torch.randn(dense.shape, generator=generator)
+    return torch.randn(rows, channels, generator=generator), dense, pruned
+
+
+def moment_of(dense: Tensor, pruned: Tensor) -> Moments:
+    return Moments(pruned @ pruned.T, (dense - pruned) @ pruned.T)
+
+
+def exact(start: Tensor, target: Tensor, hessian: Tensor) -> Tensor:
+    """The minimum on each row's support, by a float64 system per row."""
+    target, hessian, found = target.double(), hessian.double(), torch.zeros(start.shape, dtype=torch.float64)
+    for row, support in enumerate(start != 0):
+        right = (target[row] @ hessian)[support]
+        found[row, support] = torch.linalg.solve(hessian[support][:, support], right)
+    return found
+
+
+@pytest.mark.parametrize("pattern", [NMPattern(2, 4), NMPattern(1, 4), NMPattern(4, 8), NMPattern(3, 12)], ids=str)
+@pytest.mark.parametrize(("channels", "rows"), [(24, 1), (72, 5), (120, 33)])
+def test_least_squares_on_the_mask(pattern, channels, rows):
+    weight, dense, pruned = problem(channels, rows)
+    moment = moment_of(dense, pruned)
+    curvature = Curvature.of(moment.hessian)
+    hessian, target = curvature.damped, best_weight(weight, moment, curvature, Refit(dense_targets=0.75))
+    start = sparsegpt(target, curvature, pattern, None)
+    found, expected = least_squares(start, target, hessian, 200), exact(start, target, hessian)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-3, atol=1e-4)
+    assert torch.equal(found != 0, start != 0)
+    errors = [float(row_errors(each, target, hessian).sum()) for each in (start, found, expected.float())]
+    assert errors[1] < 0.98 * errors[0]
+    assert errors[1] == pytest.approx(errors[2], rel=1e-4)
+
+
+@pytest.mark.parametrize(("of_inputs", "of_residual"), [(0.0, 0.0), (0.5, 0.0), (1.0, 0.25), (0.0, 1.0)])
+def test_the_best_weight_gives_the_targets_with_the_least_error(of_inputs, of_residual):
+    """It is the minimum of ``|T - V X_p|^2 + damping |W - V|^2``, the normal equations of which are solved by hand."""
+    weight, dense, pruned = (each.double() for each in problem(40))
+    lacking = torch.randn(6, 160, generator=torch.Generator().manual_seed(1)).double()  # of the residual stream
+    moment = replace(moment_of(dense.float(), pruned.float()), residual_shift=(lacking @ pruned.T).float())
+    curvature = Curvature.of(moment.hessian)
+    hessian = curvature.damped.double()
+    target = weight @ pruned + of_inputs * weight @ (dense - pruned) + of_residual * lacking
+    right = target @ pruned.T + weight @ (hessian - pruned @ pruned.T)
+    options = Refit(dense_targets=of_inputs, residual_targets=of_residual)
+    found = best_weight(weight.float(), moment, curvature, options)
+    torch.testing.assert_close(found.double(), right @ torch.linalg.inv(hessian), rtol=1e-3, atol=1e-4)
+
+
+def test_without_dense_targets_the_best_weight_is_the_dense_one():
+    weight, dense, pruned = problem(40)
+    curvature = Curvature.of(pruned @ pruned.T)
+    assert best_weight(weight, moment_of(dense, pruned), curvature, Refit(0.0, 0.0)) is weight
+    assert best_weight(weight, Moments(pruned @ pruned.T, None), curvature, Refit(dense_targets=0.75)) is weight
+    torch.testing.assert_close(
+        best_weight(weight, moment_of(pruned, pruned), curvature, Refit(dense_targets=0.75)), weight
+    )
+
+
+def fit(weight: Tensor, moment: Moments, outputs: Tensor | None = None, **given: float) -> tuple[Tensor, float, float]:
+    """Fits the weight of a linear; returns what it is then, and the errors that are reported."""
+    linear = nn.Linear(*reversed(weight.shape), bias=False, dtype=weight.dtype)
+    curvature, options = Curvature.of(moment.hessian), Refit(**given)
+    with torch.no_grad():
+        linear.weight.copy_(weight)
+        part = module._fit(
+            nn.ModuleDict({"x": linear}), {"x": PATTERN}, "x", "s", moment, lambda _: curvature, options, outputs
+        )
+    return linear.weight.detach(), part["start"], part["end"]
+
+
+def gradients(rows: int, tokens: int = 200) -> Tensor:
+    """Of outputs that are related."""
+    generator = torch.Generator().manual_seed(7)
+    mixing = torch.eye(rows) + torch.randn(rows, rows, generator=generator) / rows**0.5
+    return 1e-3 * torch.randn(tokens, rows, generator=generator) @ mixing
+
+
+def test_least_squares_in_a_metric():
+    """Against one float64 system of all kept weights."""
+    weight, _, pruned = problem(24, rows=7)
+    curvature, metric = Curvature.of(pruned @ pruned.T), metric_of(gradients(7))
+    start = sparsegpt(weight, curvature, PATTERN, None)
+    found = coupled_least_squares(start, weight, curvature.damped, metric, 300)
+    whole, kept = torch.kron(metric.double(), curvature.damped.double()), (start != 0).flatten()
+    expected = torch.zeros(kept.numel(), dtype=torch.float64)
+    expected[kept] = torch.linalg.solve(whole[kept][:, kept], (whole @ weight.flatten().double())[kept])
+    torch.testing.assert_close(found.double().flatten(), expected, rtol=1e-3, atol=1e-4)
+    errors = [module.error_of(each, weight, curvature.damped, metric) for each in (start, found)]
+    difference = (found - weight).double().flatten()
+    assert errors[1] == pytest.approx(float(difference @ whole @ difference), rel=1e-4)
+    assert errors[1] < 0.9 * errors[0]
+
+
+def test_in_the_metric_of_unrelated_outputs_each_row_is_on_its_own():
+    weight, _, pruned = problem(24, rows=7)
+    curvature = Curvature.of(pruned @ pruned.T)
+    start = sparsegpt(weight, curvature, PATTERN, None)
+    found = coupled_least_squares(start, weight, curvature.damped, torch.eye(7), 300)
+    torch.testing.assert_close(found, least_squares(start, weight, curvature.damped, 300), rtol=1e-3, atol=1e-4)
+
+
+def test_a_metric_does_not_depend_on_the_size_of_the_loss():
+    torch.testing.assert_close(metric_of(gradients(9)), metric_of(1000 * gradients(9)))
+    assert torch.equal(metric_of(torch.zeros(5, 9)), torch.eye(9))
+
+
+def test_the_loss_falls_further_in_the_metric_of_the_outputs():
+    """In the loss to second order, on which the rows' own errors, which are a little larger then, have no say."""
+    weight, dense, pruned = problem(64, rows=50)
+    moment, outputs = moment_of(dense, pruned), gradients(50, 2000)
+    curvature, metric = Curvature.of(moment.hessian), metric_of(outputs)
+    target = best_weight(weight, moment, curvature, Refit())
+    ends = [fit(weight, moment, outputs=each)[0] for each in (None, outputs)]
+    coupled, own = ([module.error_of(end, target, curvature.damped, m) for end in ends] for m in (metric, None))
+    assert coupled[1] < 0.95 * coupled[0]
+    assert own[1] > own[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("iterations", [0, 1, 3, 50])
+@pytest.mark.parametrize("tokens", [10, 400])
+def test_no_row_ends_worse_than_sparsegpt(dtype, iterations, tokens):
+    """As the weights are stored: rounding to 16 bits may cost more than the fit gains."""
+    weight, dense, pruned = problem(64, rows=50, tokens=tokens)
+    weight, moment = weight.to(dtype), moment_of(dense, pruned)
+    curvature = Curvature.of(moment.hessian)
+    target = best_weight(weight.float(), moment, curvature, Refit(dense_targets=0.75))
+    first = sparsegpt(target, curvature, PATTERN, None).to(dtype)
+    fitted, start, end = fit(weight, moment, dense_targets=0.75, iterations=iterations)
+    before, after = (row_errors(each, target, curvature.damped) for each in (first, fitted))
+    assert fitted.dtype == dtype
+    assert (after <= before).all()
+    assert end < start if iterations else torch.equal(fitted, first)
+    size = float(row_errors(torch.zeros_like(target), target, curvature.damped).sum())
+    assert (start, end) == pytest.approx((float(before.sum()) / size, float(after.sum()) / size), rel=1e-5)
+
+
+def test_errors_do_not_depend_on_how_a_weight_lies_in_memory():
+    """A weight is compared bit for bit with its copy, and Conv1D stores it transposed."""
+    weight, _, pruned = problem(72, rows=40)
+    hessian = pruned @ pruned.T
+    there, here = (row_errors(each, weight, hessian) for each in (weight + 1, (weight + 1).T.contiguous().T))
+    assert torch.equal(there, here)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, 1e30])
+def test_a_fit_that_fails_keeps_sparsegpt(value, monkeypatch):
+    weight, dense, pruned = problem(64)
+    monkeypatch.setattr(module, "least_squares", lambda start, *_: torch.full_like(start, value))
+    fitted, start, end = fit(weight, moment_of(dense, pruned))
+    assert fitted.isfinite().all()
+    assert end == start
+
+
+def test_a_weight_that_is_worse_than_sparsegpts_is_refused(monkeypatch):
+    """What is compared is the weight as it stands in the model."""
+    weight, dense, pruned = problem(64)
+    monkeypatch.setattr(module, "better_rows", lambda found, *_: 2 * found)
+    with pytest.raises(VerificationError, match="refitting x"):
+        fit(weight, moment_of(dense, pruned))
+
+
+def test_more_iterations_are_never_worse():
+    weight, dense, pruned = problem(96, rows=20)
+    moment = moment_of(dense, pruned)
+    ends = [fit(weight, moment, iterations=count, exchanges=0)[2] for count in (0, 1, 2, 5, 200)]
+    assert ends == sorted(ends, reverse=True)
+
+
+@pytest.mark.parametrize("pattern", [PATTERN, NMPattern(4, 8), NMPattern(1, 3)])
+@pytest.mark.parametrize("at_once", [1, exchange.AT_ONCE])
+def test_the_best_pair_of_each_group_changes_places(pattern, at_once, monkeypatch):
+    """Against every pair of every group, tried one by one with a line search by the quadratic's own vertex."""
+    monkeypatch.setattr(exchange, "AT_ONCE", at_once)
+    weight, _, pruned = problem(24, rows=5)
+    curvature = Curvature.of((pruned @ pruned.T).float())
+    hessian = curvature.damped.double()
+    start = sparsegpt(weight, curvature, pattern, None)
+    gradient = (start - weight) @ curvature.damped
+    found = exchange.exchanged(start, gradient, curvature, pattern, torch.ones(5))
+
+    def error(row: int, values: Tensor) -> Tensor:
+        difference = values.double() - weight[row].double()
+        return difference @ hessian @ difference
+
+    for row in range(5):
+        for first in range(0, 24, pattern.group):
+            group = range(first, first + pattern.group)
+            best, expected = error(row, start[row]), start[row, first : first + pattern.group]
+            for out in (i for i in group if start[row, i]):
+                for into in (j for j in group if not start[row, j]):
+                    values = start[row].double()
+                    values[out] = 0
+                    slope = ((values - weight[row].double()) @ hessian)[into]
+                    values[into] = -slope / hessian[into, into]
+                    if error(row, values) < best * (1 - 1e-9):
+                        best, expected = error(row, values), values[first : first + pattern.group].float()
+            torch.testing.assert_close(found[row, first : first + pattern.group], expected, rtol=1e-3, atol=1e-4)
+
+
+def test_a_share_of_the_groups_that_gain_most():
+    weight, _, pruned = problem(64, rows=20)
+    curvature = Curvature.of(pruned @ pruned.T)
+    start = sparsegpt(weight, curvature, PATTERN, None)
+    gradient = (start - weight) @ curvature.damped
+    counts = [
+        ((exchange.exchanged(start, gradient, curvature, PATTERN, torch.full((20,), share)) != 0) != (start != 0))
+        .sum(1).div(2)
+        for share in (0.0, 0.5, 1.0)
+    ]  # fmt: skip
+    assert not counts[0].any()
+    assert torch.equal(counts[1], (counts[2] / 2).ceil())
+    assert (counts[2] > 1).any()
+
+
+@pytest.mark.parametrize("pattern", [PATTERN, NMPattern(4, 8)])
+def test_exchanges_lower_the_error_of_every_row_and_keep_the_pattern(pattern):
+    weight, _, pruned = problem(96, rows=30)
+    curvature = Curvature.of(pruned @ pruned.T)
+    start = least_squares(sparsegpt(weight, curvature, pattern, None), weight, curvature.damped, 50)
+    errors = [row_errors(module.better_mask(start, weight, curvature, pattern, rounds), weight, curvature.damped)
+              for rounds in (0, 1, 2, 4, 8)]  # fmt: skip
+    for before, after in pairwise(errors):
+        assert (after <= before * (1 + 1e-5)).all()
+    assert errors[2].sum() < 0.99 * errors[0].sum()
+    found = module.better_mask(start, weight, curvature, pattern, 8)
+    assert ((found != 0).unflatten(1, (-1, pattern.group)).sum(2) == pattern.kept).all()
+
+
+def test_dead_channels_and_dead_inputs():
+    weight, dense, pruned = problem(24)
+    pruned[5], dense[7], pruned[8:12] = 0, 0, 0
+    moment = moment_of(dense, pruned)
+    fitted = fit(weight, moment)[0]
+    assert fitted.isfinite().all()
+    assert (fitted[:, [5, 8, 9, 10, 11]] == 0).all()
+    nothing = fit(weight, Moments(torch.eye(24), torch.zeros(24, 24)))[0]
+    torch.testing.assert_close(nothing, weight * (nothing != 0))
+    zeros, start, end = fit(torch.zeros(3, 24), moment)
+    assert not zeros.any()
+    assert (start, end) == (0, 0)

@@ -1,0 +1,95 @@
+"""Outputs that modules of a layer keep while its weights change in turns: computed once, and the same."""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from permtriton.passes.plan import layer_modules, named_layers
+from permtriton.running.kept_outputs import KeptOutputs
+
+from . import test_seq2seq, zoo
+from .expert_stacks import unstacked
+from .refits import Problem
+from .updating import Recording, tiny_model
+
+
+def in_place() -> PreTrainedModel:
+    """A LLaMA that changes what one of its linears has returned."""
+    model = zoo.tiny_llama(num_hidden_layers=3, vocab_size=zoo.VOCABULARY)
+    for layer in model.model.layers:
+        layer.mlp.act_fn = nn.SiLU(inplace=True)
+    return model
+
+
+PROBLEMS = {
+    "llama": lambda: Problem(tiny_model(layers=3), ids=zoo.tiny_ids(6, 16)),
+    "in place": lambda: Problem(in_place()),
+    "gpt2": lambda: Problem(*zoo.planned("gpt2")),
+    "gpt_neox": lambda: Problem(*zoo.planned("gpt_neox")),
+    "bert": lambda: Problem(*zoo.planned("bert")),
+    "bart": lambda: Problem(test_seq2seq.build("bart")),
+    "t5": lambda: Problem(test_seq2seq.build("t5")),
+    "mixtral": lambda: Problem(*unstacked("mixtral")),
+    "qwen2_moe": lambda: Problem(*unstacked("qwen2_moe")),
+}
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.slow(but=["llama", "in place"])
+def test_where_memory_is_short_the_result_is_the_same(name):
+    """Then every run of a layer computes all of it."""
+    problem, progress = PROBLEMS[name](), Recording()
+    problem.refit()
+    expected = {name: value.clone() for name, value in problem.model.state_dict().items()}
+    problem.reset().refit(progress, low_memory=True)
+    assert all(torch.equal(value, expected[name]) for name, value in problem.model.state_dict().items())
+    assert sum(progress.steps) == progress.total
+
+
+@pytest.mark.parametrize("name", ["llama", "t5", "mixtral"])
+@pytest.mark.slow(but=["llama", "mixtral"])
+def test_what_is_watched_always_runs(name):
+    """No module returns what is kept of it where an expert, or a reader of the residual stream, is inside of it."""
+    problem = PROBLEMS[name]()
+    plan, running = problem.plan, 0
+    watched = {site.residual_reader for site in plan.sites} | {each for _, each in plan.linears() if "expert" in each}
+    for layer, whole in named_layers(problem.model, plan).items():
+        sites = [site for site in plan.sites if site.linears[0].startswith(f"{layer}.")]
+        with KeptOutputs(problem.model, layer, sites, Tensor.clone).running(torch.arange(2)):
+            replaced = [name for name, part in whole.named_modules(prefix=layer) if "forward" in vars(part)]
+        assert not any(each.startswith(f"{name}.") for name in replaced for each in watched)
+        assert not any("expert" in name for name in replaced)
+        running += len(replaced)
+    assert running
+
+
+@pytest.mark.parametrize("low_memory", [False, True])
+@pytest.mark.parametrize("refuses", [False, True])
+@pytest.mark.slow(but=["True-False", "False-True"])
+def test_each_product_of_the_pruned_model_is_computed_once(low_memory, refuses, monkeypatch):
+    """Once per sequence, whether sequences run together or one by one; the last linear of all has no reader."""
+    problem = Problem(tiny_model(layers=3), ids=zoo.tiny_ids(6, 16))
+    names = {weight: name for name, weight in problem.weights.items()}
+    multiply, computed = nn.functional.linear, Counter()
+
+    def count(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if weight in names and int((weight == 0).sum()) >= weight.numel() // 2:  # not the dense model's
+            computed[names[weight]] += len(inputs)
+        return multiply(inputs, weight, bias)
+
+    def refuse(_layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        if refuses and len(inputs[0]) > 1:
+            raise RuntimeError("one sequence only")
+
+    layer_modules(problem.model, problem.plan)[1].register_forward_pre_hook(refuse)
+    monkeypatch.setattr(nn.functional, "linear", count)
+    problem.refit(low_memory=low_memory)
+    *others, last = problem.weights
+    assert last not in computed
+    if low_memory:
+        assert min(computed[name] for name in others) == 6 < computed.total() / len(others)
+    else:
+        assert computed == dict.fromkeys(others, 6)
