@@ -59,7 +59,12 @@ RECIPES: dict[str, Recipe] = {
         "a low perplexity in minutes: weights fitted by least squares, on a mask that follows them; then a few tuned",
     ),
     "best": Recipe(
-        (Heuristic(), Refit(generated=False), Tune(), Distill(epochs=1, batch_size=1, learning_rate=1e-4)),
+        (
+            Heuristic(),
+            Refit(generated=False),
+            Tune(generated=False),
+            Distill(epochs=1, batch_size=1, learning_rate=1e-4),
+        ),
         "the default, then all kept weights trained, on text that the model writes: several times its time",
         generated=8,
     ),
