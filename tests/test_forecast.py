@@ -52,8 +52,10 @@ def seconds(model, plan):
 @pytest.mark.parametrize(
     "options",
     [
-        {"recipe": "searched,mask,distill", "search_rounds": 3, "distill_epochs": 5},
-        {"recipe": "learned,mask,tune", "learn_epochs": 4, "tune_steps": 8},
+        {"recipe": "mask,distill", "distill_epochs": 5},
+        {"recipe": "mask,tune", "tune_steps": 8},
+        {"recipe": "searched,mask", "search_rounds": 3},
+        {"recipe": "learned,mask", "learn_epochs": 4},
     ],
     ids=lambda options: options["recipe"],
 )

@@ -156,8 +156,8 @@ def weights(place: Path) -> dict[str, bytes]:
 
 @pytest.mark.soak
 def test_killed_compilations_end_as_if_uninterrupted(compilations, tmp_path, soak):
-    """One kill, or 50 with ``--soak``: of every kind of stage with a state, and while saving."""
-    kills, chance = (50, random.Random(0)) if soak else (1, random.Random(1))
+    """2 kills, or 50 with ``--soak``: of every kind of stage with a state, and while saving."""
+    kills, chance = (50, random.Random(0)) if soak else (2, random.Random(1))
     places = {}
     for name, options in list(COMMANDS.items())[: None if soak else 1]:
         place = tmp_path / name

@@ -224,6 +224,8 @@ def test_weights_that_do_not_fit_one_gpu_are_spread_over_several():
     assert memory.refusal(needs(4, 0, shard=False), memory.Devices("cuda", 4, 0))
     assert needs(4, 10**12, shard=True).way is Way.SPREAD
     assert needs(8, 0).model < spread.model < whole.model
+    layers = [sum(each.numel() * each.element_size() for each in layer.parameters()) for layer in model.model.layers]
+    assert spread.model > whole.model / 4 + 1.5 * max(layers), "a share, and the layers that are gathered"
     for use in ("gradients", "dense weights"):
         assert spread.stages["search"][use] < whole.stages["search"][use] / 3
     config = config_from({"recipe": "heuristic,refit"})

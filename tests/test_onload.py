@@ -58,7 +58,7 @@ def run(model, steps: str, options: dict, **where):
         pytest.param("bert", "tune", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.slow(but=["llama_eager-refit"])
+@pytest.mark.slow(but=["llama_eager-refit", "llama_eager-tune"])
 def test_the_result_is_that_of_a_whole_model(name, recipe):
     before, model = zoo.build(name), zoo.build(name)
     whole = compiled(before, recipe)

@@ -60,6 +60,11 @@ def test_an_epoch_of_many_steps_keeps_its_state_in_between(path, monkeypatch):
     assert equal(pruned.trained_weights(), expected)
     with pytest.raises(KeyboardInterrupt):
         pruned.reset().distill(Recording(3, interrupt), StateFile(path, MINE), epochs=1)
+    monkeypatch.undo()
+    with pytest.raises(OutputError, match=f"it is not after step {STEPS}, where its 1 rounds end"):
+        pruned.reset().distill(state=StateFile(path, MINE), epochs=1)
+    assert not pruned.moved()
+    monkeypatch.setattr(distillation, "ROUND", 1)
     progress = Recording()
     continued = pruned.reset().distill(progress, StateFile(path, MINE), epochs=1)
     assert "after round 1" in progress.lines[0]

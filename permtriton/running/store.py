@@ -11,7 +11,7 @@ from permtriton.util.machine import available_memory
 
 
 class Store:
-    """Memory: new tensors are the CPU's, and others stay where they are. Its subclasses are other places.
+    """Memory: new tensors are on the CPU, and others stay where they are. Its subclasses are other places.
 
     Attributes:
         one_layer: whether whatever works on a whole model works on one of its layers at a time, because the memory of

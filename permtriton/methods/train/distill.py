@@ -44,5 +44,4 @@ class Distill(Training):
             run.model, run.plan, run.read_by(self), run.objective(self), self, run.config, run.progress,
             run.state(StateFile, self.name),
         )  # fmt: skip
-        unit = "epoch" if len(trained.history) == self.epochs + 1 else "round"
-        return Outcome(unit, **trained.report(unit))
+        return Outcome("round", **trained.report("round"))

@@ -15,7 +15,7 @@ from permtriton.running.backward import checkpointed
 from permtriton.running.state import StateFile
 from permtriton.util.progress import Progress
 
-ROUND = 64  # steps after which, at the latest, the held-out sequences are measured and the state is kept
+ROUND = 64  # most steps of a round, or as many as read three times what is held out, if that is more
 
 
 @torch.enable_grad()
@@ -31,8 +31,8 @@ def distill(
 ) -> Trained:
     """Trains the kept weights of all pruned linears on ``objective``; nothing else of the model changes.
 
-    A tenth of the sequences is held out. It is measured after every epoch, or round of `ROUND` steps if an epoch has
-    more; the weights with the lowest loss on it are kept, which may be those before training.
+    A tenth of the sequences is held out. It is measured after every epoch, or after every round of one that has more
+    than `ROUND` steps; the weights with the lowest loss on it are kept, which may be those before training.
 
     Args:
         model: pruned model; its weights change in place.
@@ -51,7 +51,7 @@ def distill(
         return objective.loss(last_hidden_state(model, samples[rows]), rows)
 
     layers = layer_modules(model, plan) if config.activation_checkpointing else []
-    course = Course.of(len(samples), samples.tokens, options, config.seed).in_rounds(ROUND)
+    course = Course.of(len(samples), samples.tokens, options, config.seed).in_rounds(ROUND, options.batch_size)
     with kept.trainable(model), checkpointed(layers):
         trainer = WeightTrainer(kept, loss_of, course, config, "distill")
         result = trainer.load(state)

@@ -116,8 +116,12 @@ class Course:
         """Returns the number of steps of the first so many epochs."""
         return sum(map(len, self.epochs[:epoch]))
 
-    def in_rounds(self, steps: int) -> "Course":
-        """Returns the same steps, with every epoch of more than ``steps`` cut into rounds that count as epochs."""
+    def in_rounds(self, steps: int, batch_size: int) -> "Course":
+        """Returns the same steps, with every epoch of more than ``steps`` cut into rounds that count as epochs.
+
+        Rounds are longer where the held-out sequences are many, so that measuring these stays a small part.
+        """
+        steps = max(steps, 3 * self.held_out.numel() // batch_size)
         starts = [(epoch, start) for epoch in self.epochs for start in range(0, len(epoch), steps)]
         return replace(self, epochs=[epoch[start : start + steps] for epoch, start in starts])
 
@@ -354,6 +358,9 @@ class WeightTrainer:
             like |= {f"best.{name}": self.best[name], f"step.{name}": torch.tensor(0.0)}
             like |= {f"{key}.{name}": values for key in ("value", *MOMENTS)}
         state.check_tensors(tensors, like)
+        done = self._course.steps_until(len(result.history) - 1)
+        if any(int(tensors[f"step.{name}"]) != done for name in self._kept.values):
+            raise state.damaged(f"it is not after step {done}, where its {len(result.history) - 1} rounds end")
         with torch.no_grad():
             for name, values in self._kept.values.items():
                 values.copy_(tensors[f"value.{name}"])

@@ -180,7 +180,7 @@ class TunedValues(KeptWeights):
         for name, linears in self._linears.items():
             weight = weight_in_out(linears[0])
             factor = self.values[name].exp().to(weight.device)
-            before[name] = store.copied(weight.cpu())
+            before[name] = store.moved(weight.to("cpu", copy=True))
             scaled = (weight * factor).to(weight.dtype)
             weight.copy_(torch.where(scaled == 0, weight, scaled))
             self.values[name].zero_()
