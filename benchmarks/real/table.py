@@ -110,7 +110,8 @@ def _measures(report: Mapping[str, Any], windows: int) -> str:
     return (
         f"Perplexity on {windows} windows of WikiText-2's test split, KL on the first {compared}; calibration "
         f"{samples} x {length} tokens of its validation split (the same domain), the same ids for all rows of a seed "
-        f"(`tune`, the end of the default, reads {Tune().draws} further sequences of that split); "
+        f"(`tune`, the end of the default, reads {Tune().draws} further sequences of that split, and `best` also what "
+        "the dense model writes); "
         f"± is the sample standard deviation over seeds. {LOSS} The dense weights are those of a GGUF file (Q4_1), "
         "dequantized. CPU seconds and peak memory are those of the whole command, from loading to the saved folder."
     )
