@@ -312,3 +312,24 @@ def test_texts_of_domains(tmp_path):
     assert found["mix"].read_text() == "\n\n".join(
         ["valid " * 10, text[:60], "written " * 10][i][:60] for i in range(3)
     )
+
+
+def test_losses_on_other_domains_are_beside_the_dense_model():
+    rows = [{"calibration": "", "name": "dense", "seed": 0, "perplexity": {"a": 10.0, "b": 20.0}}]
+    rows += [
+        {"calibration": "a", "name": "default", "seed": seed, "perplexity": {"a": found, "b": 20.0}}
+        for seed, found in enumerate((10.0, 30.0))
+    ]
+    report = {
+        "windows": 4,
+        "hardware": "a CPU",
+        "versions": {},
+        "peers": {},
+        "note": "",
+        "command": "run",
+        "rows": rows,
+    }
+    text = table.domains(report)
+    assert "| a | default | 2 | 20.00 | 0.69 | 20.00 | 0.00 |" in text
+    assert "| dense |  | 10.00 | 0.00 | 20.00 | 0.00 |" in text
+    assert "on 4 windows" in text

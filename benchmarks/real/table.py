@@ -121,4 +121,4 @@ def _versions(report: Mapping[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     peers = "; ".join(", ".join(line.replace("==", " ") for line in lines) for lines in report["peers"].values())
     note = f" Note: {report['note']}." if report["note"] else ""
-    return f"{report['hardware']}; {versions}; peers: {peers}.{note}"
+    return f"{report['hardware']}; {versions}{peers and f'; peers: {peers}'}.{note}"
