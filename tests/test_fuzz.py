@@ -361,7 +361,7 @@ def test_damaged_report(intact, tmp_path, kind):
     run(intact, kind, tmp_path, REPORTS, ways=("export",))
 
 
-def test_damaged_index(intact, tmp_path):
+def test_damaged_index(intact, tmp_path, soak):
     sharded = {"sharded": tmp_path / "sharded"}
     export(intact["fused dense"], sharded["sharded"], shard_bytes=8_000)
     index = f"{WEIGHTS}.index.json"
@@ -379,9 +379,9 @@ def test_damaged_index(intact, tmp_path):
 
     cases = {
         **texts(index),
-        **{f"index {n}": edit_entry(index, ("weight_map",)) for n in range(6)},
+        **{f"index {n}": edit_entry(index, ("weight_map",)) for n in range(15)},
         **{f"to {to}": point(to) for to in (str(outside), f"../{WEIGHTS}", "nothing.safetensors", CONFIG, ".", "\0")},
         "no map": write(index, b"{}"),
         "no shard": lambda folder, rng: next(folder.glob("*-00002-*")).unlink(),
     }
-    assert run(sharded, "sharded", tmp_path, cases) > 25
+    assert run(sharded, "sharded", tmp_path, some(cases, soak)) > (40 if soak else 25)

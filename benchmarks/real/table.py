@@ -64,18 +64,17 @@ def domains(report: Mapping[str, Any]) -> str:
     found: dict[tuple[str, str], list[Mapping[str, float]]] = {}
     for row in report["rows"]:
         found.setdefault((row["calibration"], row["name"]), []).append(row["perplexity"])
-    lines = [f"calibrated on | method | seeds | {' | loss | '.join(f'perplexity on {text}' for text in dense)} | loss"]
-    lines.append(" | ".join(["---"] * (lines[0].count("|") + 1)))
+    heading = f"calibrated on | method | seeds | {' | loss | '.join(f'perplexity on {text}' for text in dense)} | loss"
+    lines = []
     for (calibration, name), rows in found.items():
         means = {text: fmean(row[text] for row in rows) for text in dense}
         cells = [f"{mean:.2f} | {math.log(mean / dense[text]):.2f}" for text, mean in means.items()]
         lines.append(f"{calibration} | {name} | {'' if name == DENSE else len(rows)} | {' | '.join(cells)}")
-    table = "\n".join(f"| {line} |" for line in lines)
     caption = (
         f"Perplexity on {report['windows']} windows of 1,024 tokens of each text, none of which was calibrated on; "
         f"loss: log(perplexity / dense), in nats. {_versions(report)}"
     )
-    return f"{table}\n\n{caption}\n\n```\n{report['command']}\n```"
+    return f"{_grid(heading, lines)}\n\n{caption}\n\n```\n{report['command']}\n```"
 
 
 def _table(report: Mapping[str, Any]) -> str:
@@ -84,7 +83,7 @@ def _table(report: Mapping[str, Any]) -> str:
         rows.setdefault(row["name"], []).append(row)
     measured = {name: [row["evaluation"] for row in found] for name, found in rows.items() if "error" not in found[0]}
     means = {name: fmean(each["perplexity"] for each in found) for name, found in measured.items()}
-    lines = [HEADING, " | ".join(["---"] * (HEADING.count("|") + 1))]
+    lines = []
     for name, found in rows.items():
         if name not in means:
             lines.append(f"{name} | | does not run here: {found[0]['error']} | | | |")
@@ -93,7 +92,12 @@ def _table(report: Mapping[str, Any]) -> str:
         else:
             loss = math.log(means[name] / means[DENSE]) / math.log(means[UNIT] / means[DENSE])
             lines.append(f"{name} | {_numbers(found, means[name], loss)}")
-    return "\n".join(f"| {line} |" for line in lines)
+    return _grid(HEADING, lines)
+
+
+def _grid(heading: str, lines: Sequence[str]) -> str:
+    rule = " | ".join(["---"] * (heading.count("|") + 1))
+    return "\n".join(f"| {line} |" for line in (heading, rule, *lines))
 
 
 def _numbers(found: Sequence[Mapping[str, Any]], mean: float, loss: float) -> str:
