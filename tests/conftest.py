@@ -8,7 +8,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before the client of the hub reads it; a t
 import pytest
 import torch
 import transformers
-from torch import fx
+from torch import Tensor, fx, nn
 
 from permtriton.driver import planning
 from permtriton.driver import prepare as preparing
@@ -132,3 +132,18 @@ def _traced(model, samples):
         *[(name, each.shape, each.dtype, each.device, first.setdefault(id(each), name)) for name, each in tensors],
         *[(name, None if samples.is_text else str(each[:1].tolist())) for name, each in samples.inputs.items()],
     )
+
+
+@pytest.fixture
+def read(monkeypatch) -> list[Tensor]:
+    """The token ids of each training step, as they come."""
+    found: list[Tensor] = []
+    forward = nn.Embedding.forward
+
+    def watch(module: nn.Embedding, ids: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            found.append(ids.clone())
+        return forward(module, ids)
+
+    monkeypatch.setattr(nn.Embedding, "forward", watch)
+    return found

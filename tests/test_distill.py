@@ -6,13 +6,28 @@ from dataclasses import replace
 import pytest
 import torch
 
+from permtriton import config_from, find_plan
+from permtriton.data.samples import Samples
+from permtriton.driver.pipeline import compile_model
 from permtriton.errors import CalibrationError
 from permtriton.methods.train.kept_weights import schedule, split
 from permtriton.model.experts import unstacked_experts
 from permtriton.model.forward import last_hidden_state
 
 from . import zoo
-from .updating import STEPS, Pruned, Recording, equal, facts, interrupt, only_kept_weights_change, same, tiny
+from .updating import (
+    RATE,
+    STEPS,
+    Pruned,
+    Recording,
+    equal,
+    facts,
+    interrupt,
+    only_kept_weights_change,
+    same,
+    tiny,
+    tiny_model,
+)
 
 
 def test_the_kept_weights_move_and_the_loss_falls():
@@ -32,19 +47,21 @@ def test_the_kept_weights_move_and_the_loss_falls():
 
 
 @torch.enable_grad()
-def test_steps_are_those_of_adam_on_masked_gradients():
+def test_steps_are_those_of_adam_on_masked_gradients_relative_to_the_weights():
     pruned = tiny()
     pruned.distill(epochs=1)
     result, rows = pruned.trained_weights(), split(10, 0)[0]
     pruned.reset()
-    optimizer = torch.optim.Adam(pruned.weights.values())
+    optimizer = torch.optim.Adam([{"params": weight} for weight in pruned.weights.values()])
+    sizes = [weight[weight != 0].square().mean().sqrt().item() for weight in pruned.weights.values()]
     order = torch.randperm(9, generator=torch.Generator().manual_seed(1))
     for step, batch in enumerate(rows[order].split(4)):
         optimizer.zero_grad()
         pruned.objective.loss(last_hidden_state(pruned.model, pruned.ids[batch]), batch).backward()
         for name, weight in pruned.weights.items():
             weight.grad.masked_fill_(pruned.before[name] == 0, 0)
-        optimizer.param_groups[0]["lr"] = 0.01 * schedule(step, STEPS)
+        for group, size in zip(optimizer.param_groups, sizes, strict=True):
+            group["lr"] = RATE * size * schedule(step, STEPS)
         optimizer.step()
     for name, weight in pruned.weights.items():
         torch.testing.assert_close(result[name], weight.detach(), rtol=0, atol=1e-6)
@@ -167,6 +184,23 @@ def test_a_model_without_a_head_takes_cosine():
     with only_kept_weights_change(pruned):
         pruned.distill()
     assert pruned.loss() < before
+
+
+@pytest.mark.parametrize(("spare", "expected"), [(9, 8), (5, 5), (0, 0)])
+def test_it_reads_further_samples_of_the_text_as_far_as_there_are_any(read, spare, expected):
+    """All that it trains on and holds out; it holds out a tenth, which no step sees."""
+    ids = zoo.tiny_ids(4 + spare, 12)
+    samples = Samples({"input_ids": ids[:4]}, spare=Samples.of(ids[4:]) if spare else None)
+    options = {"distill_further": 2, "distill_epochs": 1, "distill_batch_size": 1, "activation_checkpointing": False}
+    config = config_from(options, "mask,distill")
+    compile_model(tiny_model(), None, config, ids=samples)
+    rows = torch.cat(read)
+    assert len(rows) == 4 + expected - 1, "one of up to 19 is held out"
+    assert len(rows.unique(dim=0)) == len(rows)
+    assert all((ids[: 4 + expected] == row).all(1).any() for row in rows)
+    plan = find_plan(tiny_model(), config.sparsity)
+    facts_read = zoo.start(tiny_model(), config, samples, plan).facts.read_by(config.steps[-1])
+    assert facts_read.sequences == 4 + expected
 
 
 def test_an_interrupt_leaves_the_model_consistent():

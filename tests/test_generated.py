@@ -60,9 +60,17 @@ def test_the_text_continues_the_samples_and_depends_on_the_seed_alone(monkeypatc
     text(model)
     assert torch.equal(torch.get_rng_state(), before), "torch's own generator is left alone"
     assert not torch.equal(text(model, seed=1)[:, 4:], found[:, 4:])
-    assert {tuple(row) for row in found[:, :4].tolist()} <= {tuple(row) for row in IDS[:, :4].tolist()}
+    starts = beginnings(Samples.of(IDS), 9, 4)
+    assert {tuple(row) for row in found[:, :4].tolist()} <= {tuple(row) for row in starts.tolist()}
     monkeypatch.setattr(generated, "TOKENS_AT_ONCE", 3 * 12)
     assert torch.equal(text(model), found), "three at a time"
+
+
+def test_texts_continue_other_places_of_the_samples_while_there_are_any():
+    ids = torch.arange(2 * 11).view(2, 11)
+    found = beginnings(Samples.of(ids), 9, 3)
+    starts = [0, 11, 3, 14, 6, 17, 0, 11, 3, 14]  # ten are written; from 9 on, only two tokens would be left
+    assert found.tolist() == [[start, start + 1, start + 2] for start in starts]
 
 
 @pytest.mark.slow

@@ -355,21 +355,6 @@ def counting(path, windows: int):
     return str(path)
 
 
-@pytest.fixture
-def read(monkeypatch) -> list[Tensor]:
-    """The samples that `tune` is given."""
-    found: list[Tensor] = []
-    forward = nn.Embedding.forward
-
-    def watch(module: nn.Embedding, ids: Tensor) -> Tensor:
-        if torch.is_grad_enabled():
-            found.append(ids.clone())
-        return forward(module, ids)
-
-    monkeypatch.setattr(nn.Embedding, "forward", watch)
-    return found
-
-
 @pytest.mark.parametrize(("windows", "spare"), [(30, 27), (13, 10)])
 def test_it_reads_windows_that_no_other_step_reads(read, tmp_path, windows, spare):
     """Where the text is too short, it reads the calibration samples, too; no more of them than it needs."""

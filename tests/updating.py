@@ -28,10 +28,11 @@ from permtriton.util.progress import NoProgress
 from . import zoo
 
 PATTERN = NMPattern(2, 4)
+RATE = 0.03
 OPTIONS = {
     "epochs": 3,
     "batch_size": 4,
-    "learning_rate": 0.01,
+    "learning_rate": RATE,
     "micro_batch_size": 4,
     "activation_checkpointing": False,
 }

@@ -23,7 +23,7 @@ from permtriton.running.micro_batch import MicroBatch, is_out_of_memory
 from permtriton.running.store import Store
 from permtriton.util.progress import Advance, Progress
 
-BEGINNING = 4  # first tokens of a calibration sample, which a text continues
+BEGINNING = 8  # a text's length, divided by that of the calibration text which it continues
 KEPT = 0.9  # share of the texts that are kept: those of the lowest perplexity
 TOKENS_AT_ONCE = 2**14  # of the texts that are written together, whose keys and values are cached
 
@@ -67,9 +67,14 @@ def first_token(model: PreTrainedModel, tokenizer: Processor | None) -> int:
 
 
 def beginnings(samples: Samples, count: int, tokens: int) -> Tensor:
-    """Returns the first tokens of samples, in turn, for ``count`` texts to be kept: int64 ``[written, tokens]``."""
+    """Returns what ``count`` texts to be kept continue, int64 ``[written, tokens]``.
+
+    It is the first ``tokens`` tokens of each sample in turn, then the next ones of each, and so on.
+    """
     assert samples.ids is not None, "see `why_not_generated`"
-    return samples.ids[torch.arange(written(count)) % len(samples), :tokens]
+    number = torch.arange(written(count))
+    starts = number // len(samples) * tokens % (samples.tokens - tokens + 1)
+    return samples.ids[(number % len(samples))[:, None], starts[:, None] + torch.arange(tokens)]
 
 
 @torch.no_grad()

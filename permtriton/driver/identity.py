@@ -49,8 +49,8 @@ def identify(
     if workspace.resume_path is None:
         return
     options = {name: value for name, value in config.to_dict().items() if name not in ROUNDING_ONLY}
-    draws = any(step.draws for step in config.steps)
-    text = samples.joined(samples.spare) if draws and samples.spare is not None else samples
+    more = any(step.draws or step.further for step in config.steps)
+    text = samples.joined(samples.spare) if more and samples.spare is not None else samples
     workspace.note(config=options, text=text.sha256, **run_identity(model, device))
     beside = partial(states_beside, workspace.resume_path, config.steps)
     machines = ranks.on_first(lambda: {StateFile(path, workspace.inputs).check() for path in beside()})

@@ -207,7 +207,7 @@ def _with_text(start: Planned, workspace: Workspace) -> tuple[Samples, Tensor | 
         state = workspace.state(StateFile, WRITING, start.model)
         ids = None if state is None else _stored_text(state, shape, vocabulary_of(start.model))
         if ids is None:
-            starts = beginnings(samples, config.writes, 1 if config.alone else min(BEGINNING, samples.tokens - 1))
+            starts = beginnings(samples, config.writes, 1 if config.alone else max(samples.tokens // BEGINNING, 1))
             ids = generated_text(start.model, starts, *shape, config.seed, workspace.progress)
             if state is not None:
                 state.write({"text": ids}, {})

@@ -98,7 +98,7 @@ class Run:
         self.difference = 0.0
         self.outcomes: dict[str, Outcome] = {}
         self._dense_order: dict[str, Retained] = {}
-        self._objectives: dict[tuple[str, int, bool], Objective] = {}
+        self._objectives: dict[tuple[str, int, int, bool], Objective] = {}
         self._promise: tuple[Objective, float] | None = None  # what masks alone must reach in the present order
 
     # -- what it works with --------------------------------------------------------------------------------------------
@@ -125,14 +125,17 @@ class Run:
     def read_by(self, step: Step) -> Samples:
         """Returns the samples that a step reads.
 
-        They are the calibration samples and, for a step that reads such text, what the dense model wrote. A step that
-        draws new ones (`permtriton.driver.step.Step.draws`) gets, in random order, those of the same text that are
-        spare, and such text; the calibration samples, too, where these are too few.
+        They are the calibration samples and, for a step that asks for them, spare ones of the same text
+        (`permtriton.driver.step.Step.further`) and what the dense model wrote. A step that draws new ones
+        (`permtriton.driver.step.Step.draws`) gets, in random order, spare samples and what the dense model wrote; the
+        calibration samples, too, where these are too few.
         """
         written = [] if self.generated is None or not step.reads_generated else [Samples.of(self.generated)]
+        spare = [] if self.samples.spare is None else [self.samples.spare]
         if not step.draws:
-            return self.samples.joined(*written) if written else self.samples
-        new = [each for each in (self.samples.spare, *written) if each is not None]
+            more = [*(each[: step.further * len(self.samples)] for each in spare if step.further), *written]
+            return self.samples.joined(*more) if more else self.samples
+        new = [*spare, *written]
         if sum(map(len, new)) < step.draws:
             new = [*new, self.samples[: step.draws - sum(map(len, new))]]
         found = new[0].joined(*new[1:])
@@ -257,9 +260,9 @@ class Run:
             self._objectives[key] = found.on(self.model)
         return self._objectives[key]
 
-    def _objective_key(self, step: Step) -> tuple[str, int, bool]:
+    def _objective_key(self, step: Step) -> tuple[str, int, int, bool]:
         written = step.reads_generated and self.generated is not None
-        return objective_kind(step.objective, self.model), step.draws, written
+        return objective_kind(step.objective, self.model), step.draws, step.further, written
 
     def promise(self, step: Step, loss: float) -> None:
         """Notes the loss that masks alone must have in the present order, by what a step minimised."""

@@ -48,7 +48,7 @@ class Facts:
         kept: share of the weights that are kept.
         sequences: number of calibration samples.
         generated: number of sequences that the dense model writes beside them, for the steps that read such text.
-        spare: number of further samples of the same text, for the steps that draw new ones.
+        spare: number of further samples of the same text, for the steps that read such.
         vectors: values of all parameters that are vectors, and rows of the pruned linears.
         tokens: tokens of a sample that have logits.
         longest: positions of a sample, in the longer half of an encoder-decoder.
@@ -90,7 +90,8 @@ class Facts:
 
     def read_by(self, step: "Step") -> "Facts":
         """Returns the facts of all samples that a step reads, which may be others than the calibration samples."""
-        sequences = self.sequences + (self.generated if step.reads_generated else 0)
+        spare = min(step.further * self.sequences, self.spare)
+        sequences = self.sequences + spare + (self.generated if step.reads_generated else 0)
         if step.draws:
             sequences = min(step.draws, sequences + self.spare)
         positions = self.positions // self.sequences * sequences
@@ -215,6 +216,11 @@ class Step(Protocol):
     @property
     def draws(self) -> int:
         """Number of new samples that it reads in place of the calibration samples; 0 where it reads these."""
+        return 0
+
+    @property
+    def further(self) -> int:
+        """Number of spare samples of the same text that it reads, per calibration sample, beside these."""
         return 0
 
     def conflicts(self, config: CommonConfig, steps: Sequence["Step"]) -> str:

@@ -164,8 +164,12 @@ class KeptWeights:
         return self._masks[name].to(self._weights[name].device)
 
     def pace(self, name: str) -> float:
-        """Returns how large a step of ``values[name]`` is, in learning rates."""
-        return 1.0
+        """Returns the size of ``values[name]``, to which the learning rate is relative: their root mean square.
+
+        Models of different widths, whose weights differ in size tenfold, so take one learning rate. It is 1 where all
+        values are 0.
+        """
+        return float(self.values[name].detach().square().mean().sqrt()) or 1.0
 
     @contextmanager
     def trainable(self, model: nn.Module) -> Iterator[None]:

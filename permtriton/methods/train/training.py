@@ -15,9 +15,18 @@ class Training(Step):
     shards: ClassVar[bool] = False
 
     epochs: int = option(20, "Passes over the calibration sequences.", minimum=1)
-    learning_rate: float = option(5e-4, "Peak Adam learning rate, with cosine decay to 0.", positive=True)
+    learning_rate: float = option(
+        5e-3,
+        "Peak Adam learning rate, with cosine decay to 0: relative to the root mean square of a linear's kept weights.",
+        positive=True,
+    )
     batch_size: int = option(8, "Sequences per optimiser step.", minimum=1)
     generated: bool = option(True, GENERATED)
+    further: int = option(
+        0,
+        "Samples of the calibration text, beside those of --samples and for each of them, to train on as well: as far "
+        "as the text has them.",
+    )
 
     @property
     def reads_generated(self) -> bool:

@@ -127,10 +127,8 @@ class TunedValues(KeptWeights):
         return torch.ones_like(weight, dtype=torch.bool)
 
     def pace(self, name: str) -> float:
-        """Returns the root mean square of a vector, or 1 if it is 0; 1 of scales."""
-        if name in self._linears:
-            return 1.0
-        return float(self.values[name].detach().square().mean().sqrt()) or 1.0
+        """Returns the root mean square of a vector; 1 for the logarithms of scales, which are relative already."""
+        return 1.0 if name in self._linears else super().pace(name)
 
     @contextmanager
     def trainable(self, model: nn.Module) -> Iterator[None]:
