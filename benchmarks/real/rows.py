@@ -25,7 +25,7 @@ OURS = {
     "default with dense share 0.1": "--recipe default --dense-share 0.1",
     "default with row weights": "--recipe default --heuristic-row-weights fisher",
     "default without residual targets": "--recipe default --refit-residual-targets 0",
-    "best (cut short)": "--recipe best --generated 64",  # of 256 sequences
+    "default with written text": "--recipe default --generated 64",  # two sequences per sample
     "best": "--recipe best",
     "wanda + heuristic (fused)": "--recipe heuristic,mask --importance wanda --layout fused",
     "heuristic + sparsegpt (fused)": "--recipe heuristic,sparsegpt --layout fused",
