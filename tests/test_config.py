@@ -82,6 +82,7 @@ OTHER = {
     "reconstruct_learning_rate": 0.03,
     "reconstruct_batch_size": 2,
     "reconstruct_generated": False,
+    "reconstruct_further": 2,
     "reconstruct_loss": "squared",
     "reconstruct_window": "mlp",
     "tune_steps": 5,
@@ -93,6 +94,7 @@ OTHER = {
     "distill_learning_rate": 0.04,
     "distill_batch_size": 3,
     "distill_generated": False,
+    "distill_further": 1,
     "distill_loss": "cosine",
 }
 PARTS = (CompileConfig, CalibrationConfig, *STEPS)

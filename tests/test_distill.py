@@ -193,14 +193,14 @@ def test_it_reads_further_samples_of_the_text_as_far_as_there_are_any(read, spar
     samples = Samples({"input_ids": ids[:4]}, spare=Samples.of(ids[4:]) if spare else None)
     options = {"distill_further": 2, "distill_epochs": 1, "distill_batch_size": 1, "activation_checkpointing": False}
     config = config_from(options, "mask,distill")
-    compile_model(tiny_model(), None, config, ids=samples)
+    report = compile_model(tiny_model(), None, config, ids=samples).report
+    assert [step["samples"] for step in report["steps"]] == [4, 4 + expected]
     rows = torch.cat(read)
     assert len(rows) == 4 + expected - 1, "one of up to 19 is held out"
     assert len(rows.unique(dim=0)) == len(rows)
     assert all((ids[: 4 + expected] == row).all(1).any() for row in rows)
-    plan = find_plan(tiny_model(), config.sparsity)
-    facts_read = zoo.start(tiny_model(), config, samples, plan).facts.read_by(config.steps[-1])
-    assert facts_read.sequences == 4 + expected
+    start = zoo.start(tiny_model(), config, samples, find_plan(tiny_model(), config.sparsity))
+    assert start.facts.read_by(config.steps[-1]).sequences == 4 + expected
 
 
 def test_an_interrupt_leaves_the_model_consistent():

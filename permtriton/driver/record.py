@@ -65,7 +65,10 @@ def compilation_record(run: Run, comparison: str, evaluation: Evaluation, origin
         "skipped": plan.skipped,
         "barriers": plan.barriers,
         "hidden_states": hidden_states_report(plan.hidden_order(indices), run.reference.unproved),
-        "steps": [cast(Step, {"name": name, **asdict(outcome)}) for name, outcome in run.outcomes.items()],
+        "steps": [
+            cast(Step, {"name": step.name, "samples": len(run.read_by(step)), **asdict(run.outcomes[step.name])})
+            for step in config.steps
+        ],
         "retained_importance": cast(dict[str, Retained], run.importance_shares),
         "corners": {
             name: {"dense": run.dense_corners[name], "pruned": corner, "group": plan.patterns[name].group}

@@ -16,9 +16,11 @@ class Store:
     Attributes:
         one_layer: whether whatever works on a whole model works on one of its layers at a time, because the memory of
             its device does not hold all weights.
+        onloads: whether layers come to a GPU one by one (`permtriton.running.onload`).
     """
 
     one_layer: ClassVar[bool] = False
+    onloads: ClassVar[bool] = False
 
     def empty(self, shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
         """Returns a tensor there, of any values."""
@@ -41,9 +43,9 @@ class Store:
 
 
 class HostMemory(Store):
-    """The CPU's memory, which takes large tensors in place of a GPU's (`permtriton.running.onload`)."""
+    """The CPU's memory, which takes large tensors in place of a GPU's."""
 
-    one_layer = True
+    one_layer = onloads = True
 
     def moved(self, tensor: Tensor) -> Tensor:
         return tensor.cpu()

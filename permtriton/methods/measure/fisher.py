@@ -27,7 +27,7 @@ from permtriton.running import ranks
 from permtriton.running.backward import checkpointed, frozen
 from permtriton.running.layer_stream import LayerStream
 from permtriton.running.micro_batch import MicroBatch
-from permtriton.running.store import MEMORY, HostMemory, Store
+from permtriton.running.store import MEMORY, Store
 from permtriton.util.progress import Advance, Progress
 
 Watch = Callable[[str, Tensor], Callable[[Tensor], None]]
@@ -193,7 +193,7 @@ class _BackwardPasses:
         """
         model, samples, config = self.model, self.samples, self.config
         # A layer that comes to the GPU only while it runs is there in the backward pass where it is run again.
-        again = config.activation_checkpointing or isinstance(self.store, HostMemory)
+        again = config.activation_checkpointing or self.store.onloads
         layers = layer_modules(model, self.plan) if again else []
         loss = LOSSES[self.kind].drawn
         own = ranks.own_rows(len(samples))

@@ -41,7 +41,7 @@ from permtriton.model.checks import check_kept, zeros_in_groups
 from permtriton.passes.plan import Plan, linear_module, sequential_groups, weight_in_out
 from permtriton.running import ranks
 from permtriton.running.layer_inputs import Within, layer_by_layer
-from permtriton.running.store import MEMORY, HostMemory, Store
+from permtriton.running.store import MEMORY, Store
 from permtriton.util.progress import Progress
 from permtriton.util.sparsity import NMPattern
 
@@ -94,7 +94,7 @@ def refit(
     dense = _values_within(model, plan, dense_weights)
     count = sum(map(len, turns))
     # To host memory and back, a GPU moves outputs more slowly than it computes them.
-    keep = None if low_memory or isinstance(store, HostMemory) else store.moved
+    keep = None if low_memory or store.onloads else store.moved
     with progress.stage("refit", (share + 1) * count + share * (count if low_memory else len(turns))) as advance:
         pruned_layers = layer_by_layer(model, plan, samples, batch, changing=True, store=store, keep=keep)
         dense_layers = layer_by_layer(model, plan, samples, batch, changing=False, store=store, within=dense)

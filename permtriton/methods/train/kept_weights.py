@@ -86,13 +86,13 @@ class Course:
     """What is trained on, in which order.
 
     Attributes:
-        epochs: numbers of the sequences of each step, int64 ``[...]``, epoch by epoch.
-        held_out: numbers of the sequences that decide which epoch is kept, int64 ``[...]``.
+        rounds: numbers of the sequences of each step, int64 ``[...]``, round by round: epochs, or parts of one.
+        held_out: numbers of the sequences that decide which round is kept, int64 ``[...]``.
         tokens: tokens of a sequence.
         learning_rate: peak learning rate.
     """
 
-    epochs: Sequence[Sequence[Tensor]]
+    rounds: Sequence[Sequence[Tensor]]
     held_out: Tensor
     tokens: int
     learning_rate: float
@@ -110,20 +110,20 @@ class Course:
     @property
     def steps(self) -> int:
         """Number of all steps."""
-        return self.steps_until(len(self.epochs))
+        return self.steps_until(len(self.rounds))
 
-    def steps_until(self, epoch: int) -> int:
-        """Returns the number of steps of the first so many epochs."""
-        return sum(map(len, self.epochs[:epoch]))
+    def steps_until(self, rounds: int) -> int:
+        """Returns the number of steps of the first so many rounds."""
+        return sum(map(len, self.rounds[:rounds]))
 
     def in_rounds(self, steps: int, batch_size: int) -> "Course":
-        """Returns the same steps, with every epoch of more than ``steps`` cut into rounds that count as epochs.
+        """Returns the same steps, with every round of more than ``steps`` cut into several.
 
-        Rounds are longer where the held-out sequences are many, so that measuring these stays a small part.
+        They are longer where the held-out sequences are many, so that measuring these stays a small part.
         """
         steps = max(steps, 3 * self.held_out.numel() // batch_size)
-        starts = [(epoch, start) for epoch in self.epochs for start in range(0, len(epoch), steps)]
-        return replace(self, epochs=[epoch[start : start + steps] for epoch, start in starts])
+        starts = [(each, start) for each in self.rounds for start in range(0, len(each), steps)]
+        return replace(self, rounds=[each[start : start + steps] for each, start in starts])
 
 
 def weights_of(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Parameter]:
@@ -276,9 +276,9 @@ class WeightTrainer:
         if not result.history:
             result.history.append(UpdateEpoch(0, None, self.held_out_loss(), 0.0))
         note = f", held-out {result.history[-1].held_out:.4f} (was {result.history[0].held_out:.4f})"
-        for number in range(len(result.history), len(self._course.epochs) + 1):
+        for number in range(len(result.history), len(self._course.rounds) + 1):
             started, losses, done = time.perf_counter(), [], self._course.steps_until(number - 1)
-            for step, rows in enumerate(self._course.epochs[number - 1], start=done):
+            for step, rows in enumerate(self._course.rounds[number - 1], start=done):
                 losses.append(self._step(rows, step))
                 advance(1, f"loss {losses[-1]:.4f}{note}")
             held_out = self.held_out_loss()
@@ -354,7 +354,7 @@ class WeightTrainer:
             return Trained()
         tensors, texts = found
         try:
-            result = Trained.read(json.loads(texts["result"]), len(self._course.epochs))
+            result = Trained.read(json.loads(texts["result"]), len(self._course.rounds))
         except (KeyError, TypeError, ValueError) as error:
             raise state.damaged(f"its history cannot be read ({error})") from error
         like: dict[str, Tensor] = {}
