@@ -7,6 +7,7 @@ from typing import Any
 
 from benchmarks.real.rows import DENSE
 from permtriton.methods.train.tune import Tune
+from permtriton.recipe import RECIPES
 
 UNIT = "sparsegpt"  # the row whose loss counts as 1
 LOSS = "Loss: the rise in log perplexity, log(perplexity / dense), as a share of SparseGPT's."
@@ -111,11 +112,13 @@ def _numbers(found: Sequence[Mapping[str, Any]], mean: float, loss: float) -> st
 
 def _measures(report: Mapping[str, Any], windows: int) -> str:
     (samples, length), compared = report["inputs"]["calibration"], report["inputs"]["kl_windows"]
+    best = RECIPES["best"]
     return (
         f"Perplexity on {windows} windows of WikiText-2's test split, KL on the first {compared}; calibration "
         f"{samples} x {length} tokens of its validation split (the same domain), the same ids for all rows of a seed "
-        f"(`tune`, the end of the default, reads {Tune().draws} further sequences of that split, and `best` also what "
-        "the dense model writes); "
+        f"(`tune`, the end of the default, reads {Tune().draws} further sequences of that split, and the "
+        f"training in `best` {samples * best.steps[-1].further}, beside {samples * best.generated} that the dense "
+        "model writes); "
         f"± is the sample standard deviation over seeds. {LOSS} The dense weights are those of a GGUF file (Q4_1), "
         "dequantized. CPU seconds and peak memory are those of the whole command, from loading to the saved folder."
     )
