@@ -22,6 +22,7 @@ LINEARS = (
     "names of linears or of modules that hold them, globs (*.down_proj), regular expressions after re:, or names of "
     "classes"
 )
+SURPLUS = 4  # tokens of a text that are encoded per token drawn, so that the windows are a sample of the documents
 WRITTEN = "none"  # the calibration source of a compilation that reads nothing but what the dense model writes
 
 

@@ -135,7 +135,7 @@ def _traced(model, samples):
 
 
 @pytest.fixture
-def read(monkeypatch) -> list[Tensor]:
+def trained_on(monkeypatch) -> list[Tensor]:
     """The token ids of each training step, as they come."""
     found: list[Tensor] = []
     forward = nn.Embedding.forward

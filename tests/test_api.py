@@ -222,7 +222,7 @@ def test_held_out_data_are_of_the_same_kinds(here):
 
 def test_the_text_that_a_recipe_lets_write_follows_the_number_of_rows(here):
     """And what cannot write is not refused for text that nobody asked for."""
-    assert permtriton.dry_run("my-model", data=IDS, recipe="best").config.calibration.generated == 8 * len(IDS)
+    assert permtriton.dry_run("my-model", data=IDS, recipe="best").config.calibration.generated == 3 * len(IDS)
     assert permtriton.dry_run("my-model", data=IDS, recipe="best", generated=3).config.calibration.generated == 3
     torch.manual_seed(0)
     found = permtriton.dry_run(zoo.build("bert"), data=IDS.clamp(max=60), recipe="best")

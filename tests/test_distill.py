@@ -187,7 +187,7 @@ def test_a_model_without_a_head_takes_cosine():
 
 
 @pytest.mark.parametrize(("spare", "expected"), [(9, 8), (5, 5), (0, 0)])
-def test_it_reads_further_samples_of_the_text_as_far_as_there_are_any(read, spare, expected):
+def test_it_reads_further_samples_of_the_text_as_far_as_there_are_any(trained_on, spare, expected):
     """All that it trains on and holds out; it holds out a tenth, which no step sees."""
     ids = zoo.tiny_ids(4 + spare, 12)
     samples = Samples({"input_ids": ids[:4]}, spare=Samples.of(ids[4:]) if spare else None)
@@ -195,12 +195,19 @@ def test_it_reads_further_samples_of_the_text_as_far_as_there_are_any(read, spar
     config = config_from(options, "mask,distill")
     report = compile_model(tiny_model(), None, config, ids=samples).report
     assert [step["samples"] for step in report["steps"]] == [4, 4 + expected]
-    rows = torch.cat(read)
+    rows = torch.cat(trained_on)
     assert len(rows) == 4 + expected - 1, "one of up to 19 is held out"
     assert len(rows.unique(dim=0)) == len(rows)
     assert all((ids[: 4 + expected] == row).all(1).any() for row in rows)
     start = zoo.start(tiny_model(), config, samples, find_plan(tiny_model(), config.sparsity))
     assert start.facts.read_by(config.steps[-1]).sequences == 4 + expected
+
+
+def test_a_step_before_it_reads_fewer_samples_by_the_same_loss():
+    samples = Samples({"input_ids": zoo.tiny_ids(4, 12)}, spare=Samples.of(zoo.tiny_ids(8, 12)[4:]))
+    options = {"search_rounds": 1, "distill_further": 1, "distill_epochs": 1, "activation_checkpointing": False}
+    report = compile_model(tiny_model(), None, config_from(options, "searched,mask,distill"), ids=samples).report
+    assert [step["samples"] for step in report["steps"]] == [4, 4, 8]
 
 
 def test_an_interrupt_leaves_the_model_consistent():

@@ -351,11 +351,18 @@ def test_an_offload_folder_is_refused(tmp_path):
         compiled("mask,reconstruct", offload=OffloadFolder(tmp_path))
 
 
-@pytest.mark.parametrize("length", [2, 4])
-def test_samples_that_are_no_longer_than_a_beginning(length):
-    config = config_from({"recipe": "mask,distill", "generated": 4, "distill_epochs": 1})
-    found = compile_model(tiny_model(), None, config, ids=IDS[:, :length])
+@pytest.mark.parametrize(("length", "first"), [(2, 1), (4, 1), (16, 2)])
+def test_a_text_continues_an_eighth_of_a_sample_and_at_least_a_token(trained_on, length, first):
+    ids = zoo.tiny_ids(6, 16)[:, :length]
+    config = config_from({"recipe": "mask,distill", "generated": 9, "distill_epochs": 1, "distill_batch_size": 1})
+    found = compile_model(tiny_model(), None, config, ids=ids)
     assert found.report["generated"]["shape"][1] == length
+    texts = [row for row in torch.cat(trained_on) if not (ids == row).all(1).any()]
+    starts = beginnings(Samples.of(ids), 9, first)
+    assert texts
+    assert all((starts == text[:first]).all(1).any() for text in texts)
+    if length > 4:
+        assert not all((ids.unfold(1, 4, 1) == text[:4]).all(-1).any() for text in texts), "no more of it"
 
 
 @pytest.mark.slow
@@ -430,6 +437,9 @@ def test_options_without_an_effect():
     assert (fast.generated, fast.writes) == (0, 0)
     more = config_from({"recipe": "mask,distill", "calibration": "none", "generated": 3, "distill_further": 2})
     with pytest.raises(ConfigError, match=r"`distill_further=` has no effect with `calibration=none`, where no text"):
+        check_given(["distill_further"], more)
+    more = config_from({"recipe": "mask,distill", "one_document": True, "distill_further": 2})
+    with pytest.raises(ConfigError, match=r"`distill_further=` has no effect with `one_document=true`, which draws no"):
         check_given(["distill_further"], more)
     alone = config_from({"recipe": "heuristic,sparsegpt", "calibration": "none", "generated": 3, "samples": 5})
     with pytest.raises(ConfigError, match=r"`samples=` has no effect with `calibration=none`"):

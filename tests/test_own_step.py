@@ -169,6 +169,7 @@ def test_its_state_is_refused_by_another_run(results):
 def test_its_outcome_is_recorded_and_shown(results, record):
     assert record["steps"][-1] == {
         "name": "own",
+        "samples": 2,
         "unit": "round",
         "history": [{"round": number, "loss": loss} for number, loss in enumerate((0.75, 0.5, 0.25, 0.5 / 3))],
         "kept": None,

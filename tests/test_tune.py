@@ -356,12 +356,12 @@ def counting(path, windows: int):
 
 
 @pytest.mark.parametrize(("windows", "spare"), [(30, 27), (13, 10)])
-def test_it_reads_windows_that_no_other_step_reads(read, tmp_path, windows, spare):
+def test_it_reads_windows_that_no_other_step_reads(trained_on, tmp_path, windows, spare):
     """Where the text is too short, it reads the calibration samples, too; no more of them than it needs."""
     source = counting(tmp_path / "text.jsonl", windows)
     config = {"calibration": source, "sequence_length": 12, "activation_checkpointing": False}
     compiled("mask,tune", ids=None, **config)
-    rows = torch.cat(read)[:, 0]
+    rows = torch.cat(trained_on)[:, 0]
     assert rows.numel() == 16
     assert rows.unique().numel() == min(16, windows - 1)
     samples = calibration_samples(config_from({**SMALL, **config}, "mask"), None, tiny_model())
@@ -372,24 +372,24 @@ def test_it_reads_windows_that_no_other_step_reads(read, tmp_path, windows, spar
         assert not torch.isin(rows, used).any()
 
 
-def test_rows_of_a_file_that_calibration_does_not_draw_are_read(read, tmp_path):
+def test_rows_of_a_file_that_calibration_does_not_draw_are_read(trained_on, tmp_path):
     save_file({"input_ids": IDS}, tmp_path / "rows.safetensors")
     source = {"calibration": str(tmp_path / "rows.safetensors"), "activation_checkpointing": False}
     compiled("mask,tune", ids=None, **source)
-    assert torch.cat(read).unique(dim=0).shape[0] == 16
+    assert torch.cat(trained_on).unique(dim=0).shape[0] == 16
     save_file({"input_ids": IDS + 1000 * (torch.arange(18) == 17)[:, None]}, tmp_path / "rows.safetensors")
     with pytest.raises(CalibrationError, match="expected integers"):
         compiled("mask,tune", ids=None, **source)
 
 
-def test_it_reads_what_the_dense_model_wrote(read):
+def test_it_reads_what_the_dense_model_wrote(trained_on):
     compiled("mask,tune", ids=IDS[:3], generated=20, activation_checkpointing=False)
-    rows = torch.cat(read)
+    rows = torch.cat(trained_on)
     assert rows.unique(dim=0).shape[0] == 16
     assert not any((row == IDS[:3]).all(1).any() for row in rows)
-    read.clear()
+    trained_on.clear()
     compiled("mask,tune", ids=IDS[:3], generated=20, tune_generated=False, activation_checkpointing=False)
-    assert torch.cat(read).unique(dim=0).shape[0] == 2
+    assert torch.cat(trained_on).unique(dim=0).shape[0] == 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -412,16 +412,18 @@ def test_it_continues_to_the_same_end(tmp_path, dtype):
             tuned(restored(pruned, start), state=StateFile(path, MINE))
 
 
-def test_another_text_is_another_run(tmp_path):
+@pytest.mark.parametrize("recipe", ["mask,tune", "mask,distill"])
+def test_another_text_is_another_run(tmp_path, recipe):
     """Also where only windows differ that calibration does not read."""
     path, options = tmp_path / "state.safetensors", {"sequence_length": 12, "calibration": str(tmp_path / "text.jsonl")}
+    options |= {"distill_further": 1, "distill_epochs": 1}
     counting(tmp_path / "text.jsonl", 30)
-    compiled("mask,tune", ids=None, resume_path=path, **options)
+    compiled(recipe, ids=None, resume_path=path, **options)
     text = (tmp_path / "text.jsonl").read_text()
     (tmp_path / "text.jsonl").write_text(text.replace("29", "28"))
     compiled("mask", ids=None, **options)
     with pytest.raises(OutputError, match="the calibration sequences differ"):
-        compiled("mask,tune", ids=None, resume_path=path, **options)
+        compiled(recipe, ids=None, resume_path=path, **options)
 
 
 def test_a_loss_that_is_not_finite_is_a_clear_error():

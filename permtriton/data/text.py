@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from permtriton import demo
-from permtriton.config import CalibrationConfig, CommonConfig
+from permtriton.config import SURPLUS, CalibrationConfig, CommonConfig
 from permtriton.data.media import Processor, is_media, media_samples
 from permtriton.data.pairs import Pair, are_pairs, paired_windows
 from permtriton.data.samples import Inputs, Samples
@@ -51,7 +51,6 @@ EVALUATION_WINDOWS = {"c4": 256}  # at most
 JOINED = {"wikitext2": "\n\n"}
 EVALUATION_JOINED = {**JOINED, "c4": " "}
 SUFFIXES = (".txt", ".jsonl", ".json", ".parquet", ".safetensors")
-SURPLUS = 4  # tokens encoded per token drawn, so that the windows are a sample of the documents
 Documents = Sequence[Any]  # each a text, token ids, or a `Pair` of them
 IGNORED = -100  # the label of transformers for a token that does not count
 OF_IDS = ("input_ids", DECODER_IDS, "labels")  # the arguments that hold token ids

@@ -90,7 +90,7 @@ class Facts:
 
     def read_by(self, step: "Step") -> "Facts":
         """Returns the facts of all samples that a step reads, which may be others than the calibration samples."""
-        spare = min(step.further * self.sequences, self.spare)
+        spare = 0 if step.draws else min(step.further * self.sequences, self.spare)
         sequences = self.sequences + spare + (self.generated if step.reads_generated else 0)
         if step.draws:
             sequences = min(step.draws, sequences + self.spare)

@@ -105,7 +105,9 @@ class Refitting:
 class Tuning:
     """Options of `permtriton.methods.train.tuning`."""
 
-    steps: int = option(32, "Optimiser steps, each on sequences that were not read before, where there are.", minimum=1)
+    steps: int = option(
+        32, "Optimiser steps, each on sequences that calibration does not read, where there are.", minimum=1
+    )
     learning_rate: float = option(
         2.5e-3,
         "Peak Adam learning rate, with cosine decay to 0: relative to a scale, and to the root mean square of a norm's "

@@ -1,4 +1,4 @@
-"""Training the weights that pruning kept: their copies in float32, the schedule, and the epoch that is kept.
+"""Training the weights that pruning kept: their copies in float32, the schedule, and the round that is kept.
 
 Only kept weights are trained and only they have optimizer states, so no step can change what was pruned, and Adam takes
 16 bytes per kept weight (copy, gradient and two moments): 8 per weight at 2:4. torch has no optimizer with smaller
@@ -27,7 +27,7 @@ from permtriton.running.micro_batch import MicroBatch
 from permtriton.running.state import StateFile, read_records
 from permtriton.util.progress import Advance
 
-HELD_OUT = 0.1  # share of the calibration sequences that decides which epoch is kept
+HELD_OUT = 0.1  # share of the sequences that decides which round is kept
 WARM_UP = 0.05  # share of the steps in which the learning rate rises to its peak
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -36,12 +36,12 @@ Loss = Callable[[Tensor], Tensor]  # numbers of sequences, int64 [...], to the m
 
 @dataclass(frozen=True)
 class UpdateEpoch:
-    """The outcome of one epoch.
+    """The outcome of one round, which is an epoch or a part of one.
 
     Attributes:
-        epoch: number of the epoch, from 1; 0 is before training.
-        loss: mean loss of the epoch's steps, each before its update; None for epoch 0.
-        held_out: mean loss over the held-out sequences, after the epoch.
+        epoch: number of the round, from 1; 0 is before training.
+        loss: mean loss of the round's steps, each before its update; None for round 0.
+        held_out: mean loss over the held-out sequences, after the round.
         seconds: time of training and evaluation.
     """
 
@@ -56,28 +56,28 @@ class Trained:
     """The result of training.
 
     Attributes:
-        history: all epochs so far.
-        kept: number of the epoch with the lowest held-out loss, whose weights are kept.
+        history: all rounds so far.
+        kept: number of the round with the lowest held-out loss, whose weights are kept.
     """
 
     history: list[UpdateEpoch] = field(default_factory=list)
     kept: int = 0
 
     def report(self, unit: str = "epoch") -> dict[str, Any]:
-        """Returns all epochs, each with its number under ``unit``, and the one that is kept."""
+        """Returns all rounds, each with its number under ``unit``, and the one that is kept."""
         rows = [asdict(epoch) for epoch in self.history]
         return {"history": [{unit: row.pop("epoch"), **row} for row in rows], "kept": self.kept}
 
     @classmethod
-    def read(cls, values: Any, epochs: int) -> "Trained":
-        """Returns the result that `report` gave, from JSON values; it has at most ``epochs`` epochs.
+    def read(cls, values: Any, rounds: int) -> "Trained":
+        """Returns the result that `report` gave, from JSON values; it has at most ``rounds`` rounds.
 
         Raises:
             KeyError, TypeError, ValueError: it cannot be read.
         """
-        history, kept = read_records(UpdateEpoch, values["history"], epochs), values["kept"]
+        history, kept = read_records(UpdateEpoch, values["history"], rounds), values["kept"]
         if type(kept) is not int or not 0 <= kept < len(history):
-            raise ValueError(f"it has {len(history)} epochs and keeps epoch {kept}")
+            raise ValueError(f"it has {len(history)} rounds and keeps round {kept}")
         return cls(history, kept)
 
 
@@ -89,7 +89,7 @@ class Course:
         rounds: numbers of the sequences of each step, int64 ``[...]``, round by round: epochs, or parts of one.
         held_out: numbers of the sequences that decide which round is kept, int64 ``[...]``.
         tokens: tokens of a sequence.
-        learning_rate: peak learning rate.
+        learning_rate: peak learning rate, relative to `KeptWeights.pace`.
     """
 
     rounds: Sequence[Sequence[Tensor]]
@@ -166,10 +166,11 @@ class KeptWeights:
     def pace(self, name: str) -> float:
         """Returns the size of ``values[name]``, to which the learning rate is relative: their root mean square.
 
-        Models of different widths, whose weights differ in size tenfold, so take one learning rate. It is 1 where all
-        values are 0.
+        Models of different widths, whose weights differ in size tenfold, so take one learning rate. It is 1 where there
+        are no values, or all are 0.
         """
-        return float(self.values[name].detach().square().mean().sqrt()) or 1.0
+        values = self.values[name].detach()
+        return (float(values.square().mean().sqrt()) if values.numel() else 0.0) or 1.0
 
     @contextmanager
     def trainable(self, model: nn.Module) -> Iterator[None]:
@@ -263,11 +264,11 @@ class WeightTrainer:
         self.best = kept.snapshot()
 
     def fit(self, result: Trained, advance: Advance, save: Callable[[], None] = lambda: None) -> None:
-        """Trains the epochs that are left, and writes the weights of the best one into the model.
+        """Trains the rounds that are left, and writes the weights of the best one into the model.
 
         Args:
-            result: the epochs so far, extended in place.
-            save: called after every epoch.
+            result: the rounds so far, extended in place.
+            save: called after every round.
 
         Raises:
             CalibrationError: a loss or a gradient is not finite.
@@ -394,7 +395,7 @@ def schedule(step: int, total: int) -> float:
 def split(sequences: int, seed: int) -> tuple[Tensor, Tensor]:
     """Returns the numbers of the sequences to train on, and of those held out.
 
-    A single sequence is both: its loss decides which epoch is kept.
+    A single sequence is both: its loss decides which round is kept.
     """
     if sequences == 1:
         return torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from permtriton.config import SURPLUS
 from permtriton.driver.step import GENERATED, Facts, Speed, Stage, Step
 from permtriton.util.option import option
 
@@ -14,7 +15,7 @@ class Training(Step):
     stage: ClassVar[Stage] = Stage.TRAIN
     shards: ClassVar[bool] = False
 
-    epochs: int = option(20, "Passes over the calibration sequences.", minimum=1)
+    epochs: int = option(20, "Passes over all samples that it reads.", minimum=1)
     learning_rate: float = option(
         5e-3,
         "Peak Adam learning rate, with cosine decay to 0: relative to the root mean square of a linear's kept weights.",
@@ -24,8 +25,8 @@ class Training(Step):
     generated: bool = option(True, GENERATED)
     further: int = option(
         0,
-        "Samples of the calibration text, beside those of --samples and for each of them, to train on as well: as far "
-        "as the text has them.",
+        "Further samples of the calibration text to train on, per sample of --samples; fewer where it has no more.",
+        maximum=SURPLUS - 1,
     )
 
     @property

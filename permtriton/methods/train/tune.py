@@ -22,7 +22,9 @@ class Tune(Tuning, Step):
 
     name: ClassVar[str] = "tune"
     prefix: ClassVar[str] = "tune"
-    summary: ClassVar[str] = "norms, biases and a scale per row trained together, on text not read before: minutes"
+    summary: ClassVar[str] = (
+        "norms, biases and a scale per row trained together, on text that calibration does not read: minutes"
+    )
     stage: ClassVar[Stage] = Stage.TRAIN
     keeps_values: ClassVar[bool] = False
     shards: ClassVar[bool] = False
