@@ -62,6 +62,12 @@ TRIALS = (
     Trial("the metric of the outputs in `refit`", "metric-smollm2.json", "default without the metric", "default"),
     Trial("`tune` after the fit (the default)", "real-smollm2-cpu.json", "default without tuning", "default"),
     Trial(
+        "two sequences that the model writes per calibration sample, for `refit` and `tune`",
+        "real-smollm2-cpu.json",
+        "default",
+        "default with written text",
+    ),
+    Trial(
         "`fast`, which is `refit` alone, in place of SparseGPT in the heuristic order",
         "real-smollm2-cpu.json",
         "heuristic + sparsegpt",
