@@ -185,7 +185,7 @@ class Step(TypedDict):
     """What a step of the recipe did; see `permtriton.driver.step.Outcome`."""
 
     name: str
-    samples: NotRequired[Integer]  # that it read: calibration samples, further ones of the text, and written ones
+    samples: NotRequired[Integer]  # that it was given: calibration samples, further ones of the text, and written ones
     unit: str
     history: list[dict[str, Value]]
     kept: Integer | None
