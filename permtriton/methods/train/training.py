@@ -7,6 +7,8 @@ from permtriton.config import SURPLUS
 from permtriton.driver.step import GENERATED, Facts, Speed, Stage, Step
 from permtriton.util.option import option
 
+RATE = "Peak Adam learning rate, with cosine decay to 0: relative to the root mean square of a linear's kept weights."
+
 
 @dataclass(frozen=True)
 class Training(Step):
@@ -16,11 +18,7 @@ class Training(Step):
     shards: ClassVar[bool] = False
 
     epochs: int = option(20, "Passes over all samples that it reads.", minimum=1)
-    learning_rate: float = option(
-        5e-3,
-        "Peak Adam learning rate, with cosine decay to 0: relative to the root mean square of a linear's kept weights.",
-        positive=True,
-    )
+    learning_rate: float = option(5e-3, RATE, positive=True)
     batch_size: int = option(8, "Sequences per optimiser step.", minimum=1)
     generated: bool = option(True, GENERATED)
     further: int = option(
@@ -48,6 +46,7 @@ class Training(Step):
 class LayerTraining(Training):
     """Options of training kept weights layer by layer."""
 
+    learning_rate: float = option(1e-2, RATE, positive=True)
     loss: Literal["cosine", "squared"] = option(
         "cosine",
         "Distance of a layer's output from the dense layer's, per token: cosine (1 - cosine) or squared (the squared "
