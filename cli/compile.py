@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,7 @@ def _results(report: Any) -> Iterator[tuple[str, str]]:
     yield "share of parameters pruned", f"{pruned / total:.1%} ({pruned:,} of {total:,})"
     known = {kind.name: kind for kind in steps.STEPS}
     for entry in report["steps"]:
-        outcome = Outcome(**{name: value for name, value in entry.items() if name not in ("name", "samples")})
+        outcome = Outcome(**{each.name: entry[each.name] for each in fields(Outcome)})
         yield from known[entry["name"]]().words(outcome)
     yield "seconds", ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in report["seconds"].items())
     yield "peak memory", f"{format_bytes(report['memory']['peak'])} on {report['device']}"
