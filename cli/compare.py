@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from permtriton.cli.console import out, print_json, saved, table
-from permtriton.cli.threads import spare_threads
+from permtriton.cli.processor import suit_processor
 from permtriton.comparison.request import Request
 from permtriton.comparison.results import RowResult
 from permtriton.comparison.summary import Rows, cell, columns
@@ -14,7 +14,7 @@ from permtriton.util.bars import BarProgress, err
 def run(request: Request, *, json: bool) -> None:
     """Compares the rows and prints one line per row; errors are those of `Request.run`."""
     progress = BarProgress()
-    spare_threads(request.source, progress)
+    suit_processor(request.source, progress)
 
     def show(report: dict[str, Any]) -> None:
         with saved(*(request.asked.outputs or [request.place])):

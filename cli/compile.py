@@ -13,7 +13,7 @@ from permtriton.checkpoint.plan_entries import grouped
 from permtriton.cli import torchrun
 from permtriton.cli.console import out, print_json, saved, table
 from permtriton.cli.inspect import destination
-from permtriton.cli.threads import spare_threads
+from permtriton.cli.processor import suit_processor
 from permtriton.driver.job import Job
 from permtriton.driver.options import CompileConfig
 from permtriton.driver.step import Outcome
@@ -45,7 +45,7 @@ def run(job: Job, *, json: bool) -> None:
     assert isinstance(job.model, Source)
     first = torchrun.is_first()
     progress = reporter(first)
-    spare_threads(job.model, progress)
+    suit_processor(job.model, progress)
     with ExitStack() as stack:
         with torchrun.joined(job.model.device):
             stack.enter_context(job.claimed(progress))

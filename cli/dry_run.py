@@ -7,7 +7,7 @@ from pathlib import Path
 from permtriton.checkpoint.plan_entries import grouped
 from permtriton.cli.console import out, print_json, table
 from permtriton.cli.inspect import destination
-from permtriton.cli.threads import spare_threads
+from permtriton.cli.processor import suit_processor
 from permtriton.driver.forecast import duration
 from permtriton.driver.job import DryRun, Job
 from permtriton.driver.memory import Devices, describe_low_memory, describe_weights
@@ -34,7 +34,7 @@ def run(job: Job, devices: str | None, *, json: bool) -> None:
     wanted = None if devices is None else _devices(devices, job.ways)
     progress = reporter(True)
     assert isinstance(job.model, Source)
-    spare_threads(job.model, progress)
+    suit_processor(job.model, progress)
     found = job.dry_run(progress, wanted)
     if json:
         print_json(found.report)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from permtriton.cli.console import out, print_json, saved, table
-from permtriton.cli.threads import spare_threads
+from permtriton.cli.processor import suit_processor
 from permtriton.comparison.summary import Cell, cell
 from permtriton.comparison.tables import Result, check_table, write_table
 from permtriton.evaluation.asked import AskedEvaluation
@@ -38,7 +38,7 @@ def run(model: str, asked: AskedEvaluation, output: Path | None, *, overwrite: b
         reads: list[Any] = [each for each in (model, asked.against, asked.eval_data, tasks.folder) if each]
         check_table(output, overwrite=overwrite, like=RESULT, reads=reads)
     progress = BarProgress()
-    spare_threads(Source(model, **asked.loading), progress)
+    suit_processor(Source(model, **asked.loading), progress)
     measured = evaluate_as(model, replace(asked, progress=progress))
     report = {
         "model": model,

@@ -75,8 +75,9 @@ def _quiet_and_small():
 
 
 @pytest.fixture(autouse=True)
-def _seeded():
+def _as_at_the_start():
     torch.manual_seed(0)
+    torch.set_float32_matmul_precision("highest")  # a command on a wide model may have changed it
 
 
 _PLANS: dict = {}  # of this process: what is traced -> the options that were read, and what was found

@@ -12,9 +12,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from permtriton import NMPattern
+from permtriton.cli.processor import suit_processor
 from permtriton.evaluation.measure import measure_model
 from permtriton.model.load import load_model
 from permtriton.model.source import Source
+from permtriton.util.progress import NoProgress
 
 PATTERN = NMPattern(2, 4)
 
@@ -22,6 +24,7 @@ PATTERN = NMPattern(2, 4)
 def main() -> None:
     folder, dense, ids, windows, kl_windows = sys.argv[1:]
     held_out = load_file(ids)["input_ids"][: int(windows)]
+    suit_processor(Source(folder, device="cpu"), NoProgress())
     model = load_model(Source(folder, device="cpu"))
     found: dict[str, Any] = {"perplexity": measure_model(model, windows=held_out).perplexity}
     if folder != dense and int(kl_windows):

@@ -1,10 +1,10 @@
-"""A small model runs on one thread, unless the user names a number."""
+"""A small model runs on one thread, unless the user names a number; a wide one is multiplied by the faster library."""
 
 import pytest
 import torch
 
 from permtriton.cli.main import app
-from permtriton.cli.threads import SAID, SMALL
+from permtriton.cli.processor import SAID, SMALL, UNITS, WIDE
 
 from . import zoo
 from .desk import RUNNER
@@ -64,3 +64,51 @@ def test_a_model_that_cannot_be_read_is_refused_by_what_reads_it(tmp_path):
     result = RUNNER.invoke(app, ["evaluate", str(tmp_path / "none")])
     assert result.exit_code == 2
     assert "is not a folder" in " ".join(result.stderr.split())
+
+
+ZEN_5 = {"cpu_name": "AMD EPYC", **dict.fromkeys(UNITS, True), "amx_tile": False}
+
+
+@pytest.fixture
+def evaluated(tmp_path, desk, monkeypatch):
+    """Returns how torch multiplies float32 after a command on a model of a width, on a processor."""
+
+    def after(processor: dict, width: int = WIDE) -> str:
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: processor, raising=False)
+        folder = tmp_path / str(width)
+        zoo.tiny_llama().save_pretrained(folder)
+        edit_json(folder / "config.json", lambda config: config.update(hidden_size=width))
+        RUNNER.invoke(app, ["evaluate", str(folder), "--eval-data", str(desk.text)])  # refused later: sizes differ
+        return torch.get_float32_matmul_precision()
+
+    return after
+
+
+def test_a_wide_model_is_multiplied_by_onednn_in_float32(evaluated):
+    """Whether this processor's oneDNN is exact decides: with AMX it would round to bfloat16."""
+    evaluated(ZEN_5)
+    left, right = torch.randn(WIDE, WIDE), torch.randn(WIDE, WIDE)
+    torch.testing.assert_close(left @ right, (left.double() @ right.double()).float(), rtol=1e-4, atol=1e-4)
+
+
+def test_onednn_is_left_where_it_rounds(evaluated, monkeypatch):
+    exact = torch.Tensor.__matmul__
+    assert evaluated(ZEN_5) == "medium" or torch.cpu._is_amx_tile_supported()
+    torch.set_float32_matmul_precision("highest")
+    monkeypatch.setattr(torch.Tensor, "__matmul__", lambda a, b: exact(a.bfloat16(), b.bfloat16()).float())
+    assert evaluated(ZEN_5) == "highest"
+
+
+@pytest.mark.parametrize(
+    ("processor", "width"),
+    [
+        (ZEN_5, WIDE - 64),
+        (ZEN_5 | {UNITS[1]: False}, WIDE),
+        (ZEN_5 | {"amx_tile": True}, WIDE),
+        (ZEN_5 | {"cpu_name": "Intel"}, WIDE),
+        ({}, WIDE),
+    ],
+    ids=["narrow", "Zen 4", "AMX", "Intel", "unknown"],
+)
+def test_all_else_is_multiplied_as_torch_does(evaluated, processor, width):
+    assert evaluated(processor, width) == "highest"

@@ -1,0 +1,64 @@
+"""How a command uses the processor: on how many threads, and which library multiplies for it."""
+
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from permtriton.errors import PermTritonError
+from permtriton.model.load import config_of
+from permtriton.model.source import Source, resolve_device
+from permtriton.util.progress import Progress
+
+SMALL = 512  # hidden size up to which operators are too short to be shared among threads
+SAID = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # how a user says it, to torch itself
+WIDE = 256  # hidden size from which oneDNN's preparation of a product is worth it
+UNITS = (
+    "avx512_bf16",
+    "avx512_vp2intersect",
+)  # both: AMD's Zen 5, whose units are that wide
+
+
+def suit_processor(source: Source, progress: Progress) -> None:
+    """Sets up torch for a model that runs on the CPU, for the rest of this process.
+
+    A small model runs on one thread, unless the user named a number: where another process takes a core, all threads of
+    an operator wait for the one that lost it. A wide model's float32 products are given to oneDNN where that is faster.
+    """
+    with suppress(PermTritonError):  # loading the model says it, and in its place
+        if resolve_device(source.device).type != "cpu":
+            return
+        size = _hidden_size(source)
+        if size <= SMALL and torch.get_num_threads() > 1 and not any(map(os.environ.get, SAID)):
+            progress.say(f"one thread, because the model is small; {SAID[0]}={torch.get_num_threads()} takes more")
+            torch.set_num_threads(1)
+        if size >= WIDE and _mkl_is_slow():
+            _multiply_by_onednn()
+
+
+def _hidden_size(source: Source) -> int:
+    if source.gguf is not None:
+        return min(source.gguf.stored["token_embd.weight"].shape)
+    size = getattr(config_of(source).get_text_config(), "hidden_size", None)
+    return size if isinstance(size, int) else SMALL + 1
+
+
+def _mkl_is_slow() -> bool:
+    """Returns whether MKL, by which torch multiplies float32, uses half of this processor's width (AVX2 on Zen 5)."""
+    has: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # not in every torch from 2.11 on
+    return str(has.get("cpu_name", "")).startswith("AMD") and all(map(has.get, UNITS)) and not has.get("amx_tile")
+
+
+def _multiply_by_onednn() -> None:
+    """Gives float32 products to oneDNN, in float32.
+
+    "medium" is how torch is told; it allows bfloat16 inside, which oneDNN takes from AMX alone. A version that took it
+    from AVX-512 would lose the last bits of these factors, and is not used.
+    """
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    factor = torch.full((WIDE, WIDE), 1 + 2**-12)
+    if (factor @ factor).min() < WIDE * (1 + 2**-12):
+        torch.set_float32_matmul_precision(before)
