@@ -35,6 +35,7 @@ OURS = {
 # Row -> the peer, whose script, requirements and environment have its name, and its method.
 THEIRS = {
     "llm-compressor sparsegpt": ("llmcompressor", "sparsegpt"),
+    "llm-compressor sparsegpt by oneDNN": ("llmcompressor", "sparsegpt by oneDNN"),
     "llm-compressor wanda": ("llmcompressor", "wanda"),
     "modelopt sparsegpt": ("modelopt", "sparsegpt"),
     "modelopt sparse_magnitude": ("modelopt", "sparse_magnitude"),

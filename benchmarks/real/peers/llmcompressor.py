@@ -1,8 +1,9 @@
 """Prunes a model to 2:4 by llm-compressor, in an environment of its own.
 
-    python llmcompressor.py sparsegpt|wanda MODEL IDS.safetensors OUTPUT
+    python llmcompressor.py sparsegpt|wanda|"sparsegpt by oneDNN" MODEL IDS.safetensors OUTPUT
 
-IDS holds ``input_ids``, int64 ``[samples, tokens]``. Prints the seconds of the method, without loading and saving.
+IDS holds ``input_ids``, int64 ``[samples, tokens]``. "By oneDNN" multiplies as ``cli/processor.py`` has torch do it on
+a processor where MKL, torch's own choice, is slow. Prints the seconds of the method, without loading and saving.
 """
 
 import sys
@@ -21,7 +22,9 @@ METHODS = {"sparsegpt": SparseGPTModifier, "wanda": WandaPruningModifier}
 
 
 def main() -> None:
-    method, source, ids, output = sys.argv[1:]
+    (method, _, library), source, ids, output = sys.argv[1].partition(" by "), *sys.argv[2:]
+    if library:
+        torch.set_float32_matmul_precision("medium")
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     rows = [{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in load_file(ids)["input_ids"]]
     started = time.perf_counter()
