@@ -91,12 +91,11 @@ def test_a_wide_model_is_multiplied_by_onednn_in_float32(evaluated):
     torch.testing.assert_close(left @ right, (left.double() @ right.double()).float(), rtol=1e-4, atol=1e-4)
 
 
-def test_onednn_is_left_where_it_rounds(evaluated, monkeypatch):
-    exact = torch.Tensor.__matmul__
-    assert evaluated(ZEN_5) == "medium" or torch.cpu._is_amx_tile_supported()
-    torch.set_float32_matmul_precision("highest")
-    monkeypatch.setattr(torch.Tensor, "__matmul__", lambda a, b: exact(a.bfloat16(), b.bfloat16()).float())
-    assert evaluated(ZEN_5) == "highest"
+@pytest.mark.parametrize(("dtype", "kept"), [(torch.float64, "medium"), (torch.bfloat16, "highest")])
+def test_onednn_is_left_where_it_rounds(evaluated, monkeypatch, dtype, kept):
+    multiply = torch.Tensor.__matmul__
+    monkeypatch.setattr(torch.Tensor, "__matmul__", lambda a, b: multiply(a.to(dtype), b.to(dtype)).float())
+    assert evaluated(ZEN_5) == kept
 
 
 @pytest.mark.parametrize(
