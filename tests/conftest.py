@@ -77,6 +77,7 @@ def _quiet_and_small():
 @pytest.fixture(autouse=True)
 def _as_at_the_start():
     torch.manual_seed(0)
+    yield
     torch.set_float32_matmul_precision("highest")  # a command on a wide model may have changed it
 
 
