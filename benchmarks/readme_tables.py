@@ -34,7 +34,15 @@ REPORT = ROOT / "examples" / "report-demo.html"
 REAL = "real-smollm2-cpu.json"
 
 FUSED = " (fused)"
-FIRST_SCREEN = ("dense", "sparsegpt", "llm-compressor sparsegpt", "fast", "default", "best")  # of the real model
+FIRST_SCREEN = (
+    "dense",
+    "sparsegpt",
+    "llm-compressor sparsegpt",
+    "llm-compressor sparsegpt by oneDNN",
+    "fast",
+    "default",
+    "best",
+)  # of the real model
 
 
 def comparison_table(*names: str) -> str:
