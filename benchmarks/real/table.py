@@ -33,7 +33,7 @@ def short(report: Mapping[str, Any], names: Sequence[str]) -> str:
         raise KeyError(f"no rows of {', '.join(sorted(missing))}")
     windows = next(row for row in rows if row["name"] == DENSE)["evaluation"]["windows"]
     more = (
-        "permtriton's rows are multiplied [by oneDNN](docs/running.md#the-processor). "
+        "permtriton's rows use [oneDNN](docs/running.md#the-processor). "
         "[All rows, versions and the command](docs/benchmarks.md#a-real-language-model)."
     )
     return f"{_table({**report, 'rows': rows})}\n\n{_measures(report, windows)} {more}"
