@@ -18,7 +18,7 @@ WIDE = 256  # hidden size from which oneDNN's preparation of a product is worth 
 UNITS = (
     "avx512_bf16",
     "avx512_vp2intersect",
-)  # both: AMD's Zen 5, whose units are that wide
+)  # AMD has both from Zen 5 on
 
 
 def suit_processor(source: Source, progress: Progress) -> None:
