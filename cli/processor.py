@@ -15,10 +15,7 @@ from permtriton.util.progress import Progress
 SMALL = 512  # hidden size up to which operators are too short to be shared among threads
 SAID = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # how a user says it, to torch itself
 WIDE = 256  # hidden size from which oneDNN's preparation of a product is worth it
-UNITS = (
-    "avx512_bf16",
-    "avx512_vp2intersect",
-)  # AMD has both from Zen 5 on
+UNITS = ("avx512_bf16", "avx512_vp2intersect")  # AMD has both from Zen 5 on
 
 
 def suit_processor(source: Source, progress: Progress) -> None:
