@@ -34,15 +34,9 @@ REPORT = ROOT / "examples" / "report-demo.html"
 REAL = "real-smollm2-cpu.json"
 
 FUSED = " (fused)"
-FIRST_SCREEN = (
-    "dense",
-    "sparsegpt",
-    "llm-compressor sparsegpt",
-    "llm-compressor sparsegpt by oneDNN",
-    "fast",
-    "default",
-    "best",
-)  # of the real model
+FIRST_SCREEN = (  # of the real model
+    "dense", "sparsegpt", "llm-compressor sparsegpt", "llm-compressor sparsegpt by oneDNN", "fast", "default", "best",
+)  # fmt: skip
 
 
 def comparison_table(*names: str) -> str:
