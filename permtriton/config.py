@@ -133,8 +133,9 @@ class CommonConfig:
         gradients=True,
     )
     activation_checkpointing: bool = _running(
-        True,
-        "Recompute activations in the backward pass, one layer at a time: less memory, more time.",
+        False,
+        "Always recompute activations in the backward pass, one layer at a time: less memory, more time. By default, "
+        "only where they would take more than half of the free memory.",
         gradients=True,
     )
     calibration: CalibrationConfig = field(default_factory=CalibrationConfig)

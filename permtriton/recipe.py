@@ -90,7 +90,6 @@ SMALL: dict[str, Any] = {
     "sequence_length": 256,
     "learn_epochs": 12,
     "learn_batch_size": 4,
-    "activation_checkpointing": False,
 }
 
 

@@ -41,7 +41,7 @@ OTHER = {
     "dense_share": 0.25,
     "seed": 7,
     "micro_batch_size": 2,
-    "activation_checkpointing": False,
+    "activation_checkpointing": True,
     "calibration": "pile",
     "text_column": "body",
     "split": "validation",

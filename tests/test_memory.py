@@ -11,7 +11,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from permtriton import config_from
 from permtriton.data.samples import Samples
 from permtriton.driver import memory
-from permtriton.driver import prepare as preparing
 from permtriton.driver.pipeline import compile_model
 from permtriton.driver.planning import find_plan
 from permtriton.errors import ConfigError
@@ -109,7 +108,7 @@ def test_estimate_knows_what_costs_more(model, plan, less, more):
 
 
 def test_masked_weights_are_kept_where_they_fit(model, plan, monkeypatch):
-    learned = {"recipe": "heuristic,learned,mask", "samples": 8, "sequence_length": 1024}
+    learned = {"recipe": "heuristic,learned,mask", "samples": 8, "sequence_length": 1024, "activation_checkpointing": True}
     found = needs(model, plan, **learned)
     assert not found.low_memory
     assert not found.report()["thrifty"]
@@ -178,12 +177,29 @@ def test_compile_keeps_masked_weights_as_estimated_and_says_so(model, monkeypatc
         raise Stopped
 
     estimate = memory.estimate
-    monkeypatch.setattr(preparing, "estimate", lambda *arguments: replace(estimate(*arguments), low_memory=low_memory))
+    monkeypatch.setattr(memory, "estimate", lambda *arguments: replace(estimate(*arguments), low_memory=low_memory))
     monkeypatch.setattr(learning, "learn", learn)
     config, ids, progress = config_from(recipe="learned,mask"), zoo.tiny_ids(2, 8), Recording()
     with pytest.raises(Stopped):
         compile_model(copy.deepcopy(model), None, config, ids=ids, progress=progress, say_needs=True)
     assert low_memory == any(line.startswith("to save memory: masks are computed for each") for line in progress.lines)
+
+
+def test_activations_are_recomputed_where_they_would_take_half_of_the_free_memory(model, plan):
+    def spared(free: int, **options: object) -> tuple[bool, memory.Needs]:
+        start = zoo.start(model, config_from({"recipe": "mask,tune", **options}), Samples.of(zoo.tiny_ids(8, 64)), plan)
+        start, needs = memory.spared(start, None, memory.Devices("cuda", 1, free))
+        return start.config.activation_checkpointing, needs
+
+    recomputed, kept = spared(0), spared(10**12)
+    assert (recomputed[0], kept[0]) == (True, False)
+    most = 2 * (kept[1].added(kept[1].largest_needed))
+    assert not spared(most)[0]
+    assert spared(most - 2)[0]
+    assert recomputed[1].stages["tune"]["activations"] < kept[1].stages["tune"]["activations"]
+    assert [bool(memory.describe_low_memory(each[1], config_from())) for each in (recomputed, kept)] == [True, False]
+    assert spared(10**12, activation_checkpointing=True)[0], "as asked for"
+    assert not spared(0, recipe="mask")[0], "it has no backward pass"
 
 
 def test_peak_memory_of_this_process_is_plausible():

@@ -83,6 +83,7 @@ class Needs:
         held: what is in memory already and is not given up: the program, and a model that is not mapped from its files.
         stages: stage -> use -> bytes beside program and model.
         low_memory: whether steps save memory, because what they could keep does not fit.
+        recomputes: whether backward passes recompute activations, because keeping them would take too much.
         way: how the model is placed.
         offloaded: what stands in files of the offload folder, or in host memory where layers come one by one -> bytes;
             else empty.
@@ -93,6 +94,7 @@ class Needs:
     held: int
     stages: Mapping[str, Mapping[str, int]]
     low_memory: bool = False
+    recomputes: bool = False
     way: Way = Way.WHOLE
     offloaded: Mapping[str, int] = field(default_factory=dict)
 
@@ -161,6 +163,19 @@ def estimate(start: Planned, windows: Inputs | None, devices: Devices) -> Needs:
     return _placed(found, start, windows, devices)
 
 
+def spared(start: Planned, windows: Inputs | None, devices: Devices) -> tuple[Planned, Needs]:
+    """Returns the start and its needs, with activations recomputed unless everything fits in half of the free memory.
+
+    The other half is for what estimates leave out: some layers keep several times the activations of a LLaMA's.
+    """
+    needs = estimate(start, windows, devices)
+    roomy = needs.way is Way.WHOLE and not devices.offloaded and fits(needs, replace(devices, free=devices.free // 2))
+    if roomy or not start.config.gradients or start.config.activation_checkpointing:
+        return start, needs
+    start = replace(start, config=replace(start.config, activation_checkpointing=True))
+    return start, replace(estimate(start, windows, devices), recomputes=True)
+
+
 def _placed(whole: Needs, start: Planned, windows: Inputs | None, devices: Devices) -> Needs:
     """Returns the needs of a model where it is placed: the first way that is allowed and fits, else one that can be."""
     needs = {
@@ -196,7 +211,7 @@ def _spread(whole: Needs, model: PreTrainedModel, plan: Plan, count: int) -> Nee
         for stage, uses in whole.stages.items()
         if not ON_DEVICE.isdisjoint(uses)
     }
-    return Needs(whole.program, resident, 0, stages, whole.low_memory, Way.SPREAD)
+    return Needs(whole.program, resident, 0, stages, whole.low_memory, way=Way.SPREAD)
 
 
 def _onloaded(whole: Needs, start: Planned, windows: Inputs | None) -> Needs:
@@ -210,7 +225,7 @@ def _onloaded(whole: Needs, start: Planned, windows: Inputs | None) -> Needs:
         if not ON_DEVICE.isdisjoint(uses):
             stages[stage] = {use: size for use, size in uses.items() if use not in ON_HOST}
     host = {IN_PLACE: start.facts.model, "copies of weights and inputs of layers": beside}
-    return Needs(whole.program, resident, 0, stages, False, Way.ONLOADED, host)
+    return Needs(whole.program, resident, 0, stages, way=Way.ONLOADED, offloaded=host)
 
 
 def _offloaded(facts: Facts, stages: dict[str, dict[str, int]]) -> Needs:
@@ -294,7 +309,8 @@ def refusal(needs: Needs, devices: Devices) -> str:
 
 def describe_low_memory(needs: Needs, config: CompileConfig) -> str:
     """Returns what steps do because memory is short; empty if it is not."""
-    return "; ".join(step.low_memory_words for step in config.steps if needs.low_memory and step.low_memory_words)
+    steps = [step.low_memory_words for step in config.steps if needs.low_memory and step.low_memory_words]
+    return "; ".join([*(["backward passes recompute activations"] if needs.recomputes else []), *steps])
 
 
 def describe(needs: Needs, devices: Devices) -> str:

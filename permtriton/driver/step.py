@@ -95,7 +95,10 @@ class Facts:
         if step.draws:
             sequences = min(step.draws, sequences + self.spare)
         positions = self.positions // self.sequences * sequences
-        return replace(self, sequences=sequences, positions=positions, generated=0, spare=0)
+        together = min(self.micro_batch_size, step.batch_size or self.micro_batch_size)
+        return replace(
+            self, sequences=sequences, positions=positions, micro_batch_size=together, generated=0, spare=0
+        )
 
     @property
     def all_positions(self) -> int:
@@ -105,9 +108,9 @@ class Facts:
     def gradients(self) -> dict[str, int]:
         """Returns the bytes that forward and backward passes keep."""
         layers = 1 if self.one_layer else self.layers
-        kept = layers if self.checkpointing else 12 * layers
+        kept = self.hidden if self.checkpointing else 10 * self.hidden + 5 * self.width  # as measured on a LLaMA
         return {
-            "activations": self.micro_batch_size * self.longest * (kept * self.hidden + 16 * self.width) * FLOAT32,
+            "activations": self.micro_batch_size * self.longest * (layers * kept + 16 * self.width) * FLOAT32,
             "logits": self.micro_batch_size * self.tokens * self.vocabulary * 4 * FLOAT32,
         }
 
@@ -212,6 +215,11 @@ class Step(Protocol):
     def reads_generated(self) -> bool:
         """Whether it reads the text that the dense model writes (``--generated``) beside the calibration samples."""
         return False
+
+    @property
+    def batch_size(self) -> int:
+        """Most sequences that it runs before it changes anything; 0 where it runs all of them."""
+        return 0
 
     @property
     def draws(self) -> int:

@@ -1,6 +1,6 @@
 """Step ``reconstruct``: kept weights are trained layer by layer, see `permtriton.methods.train.reconstruction`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from permtriton.driver.step import FLOAT32, Facts, Outcome
@@ -24,7 +24,7 @@ class Reconstruct(LayerTraining):
     def needs(self, facts: Facts) -> dict[str, dict[str, int]]:
         return {
             "reconstruct": {
-                **facts.gradients(),
+                **replace(facts, one_layer=True).gradients(),
                 "targets": 2 * facts.all_positions * facts.hidden * facts.element,
                 "finished weights": int(facts.pruned * facts.kept) * facts.element,
                 "optimizer": int(facts.layer * facts.kept) * 6 * FLOAT32,
