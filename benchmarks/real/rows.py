@@ -21,6 +21,10 @@ OURS = {
     "published (2 of 50 epochs)": "--recipe published --learn-epochs 2",  # to end within minutes
     "values": "--recipe values",
     "fast": "--recipe fast",
+    "fast with tuning": "--recipe refit,tune --refit-iterations 12 --refit-exchanges 0 --refit-metric-tokens 0",
+    "default without an order": "--recipe refit,tune",
+    "default without the metric": "--recipe default --refit-metric-tokens 0",
+    "default with 16 steps of tuning": "--recipe default --tune-steps 16",
     "default": "--recipe default",
     "default with dense share 0.1": "--recipe default --dense-share 0.1",
     "default with row weights": "--recipe default --heuristic-row-weights fisher",
